@@ -1,0 +1,73 @@
+"""Fused kernels for training Mixture-of-Experts models: compose small ops, run the fewest kernels, see every decision.
+
+import fusedmoe as fm
+
+experts = fm.Sequential(fm.GroupedLinear(8, 512, 2 * 256), fm.SwiGLU(), fm.GroupedLinear(8, 256, 512))
+y = experts(x, splits=tokens_per_expert)
+print(experts.explain(x, splits=tokens_per_expert))
+"""
+
+from fusedmoe.errors import InputError
+from fusedmoe.fusion.log import configure as _configure_logging
+from fusedmoe.fusion.plan import Attempt, Explanation, PlanData, PlannedStep, Status
+from fusedmoe.fusion.registry import register, rules
+from fusedmoe.fusion.rule import FusionError, FusionRule, PlanContext, RuleError, Step, require
+from fusedmoe.moe import MoE, MoEStats, Router
+from fusedmoe.ops import (
+    BackwardOp,
+    Combine,
+    Dispatch,
+    GeGLU,
+    GroupedLinear,
+    Linear,
+    Op,
+    ReGLU,
+    Scale,
+    SquaredReLU,
+    SwiGLU,
+    TensorSpec,
+)
+from fusedmoe.recipes import Recipe
+from fusedmoe.sequential import Sequential
+from fusedmoe.settings import disabled, recipe, strict
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Attempt",
+    "BackwardOp",
+    "Combine",
+    "Dispatch",
+    "Explanation",
+    "FusionError",
+    "FusionRule",
+    "GeGLU",
+    "GroupedLinear",
+    "InputError",
+    "Linear",
+    "MoE",
+    "MoEStats",
+    "Op",
+    "PlanContext",
+    "PlanData",
+    "PlannedStep",
+    "ReGLU",
+    "Recipe",
+    "Router",
+    "RuleError",
+    "Scale",
+    "Sequential",
+    "SquaredReLU",
+    "Status",
+    "Step",
+    "SwiGLU",
+    "TensorSpec",
+    "disabled",
+    "recipe",
+    "register",
+    "require",
+    "rules",
+    "strict",
+]
+
+_configure_logging()

@@ -1,0 +1,8 @@
+"""``python -m fusedmoe`` is ``fusedmoe``."""
+
+import sys
+
+from fusedmoe.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+"""One autograd function runs a plan: its forward steps, and, from what they kept, its backward steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from fusedmoe.fusion.executable import Plan
+
+
+class _RunPlan(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, strict: bool, *arguments: Tensor | None) -> tuple[Tensor, ...]:
+        outputs, saved = plan.forward(arguments, strict)
+        ctx.plan, ctx.strict = plan, strict
+        ctx.save_for_backward(*saved)
+        if len(outputs) > 1:
+            ctx.mark_non_differentiable(*[t for t in outputs if not t.is_floating_point()])
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        wanted = ctx.needs_input_grad[2:]
+        device = next((g.device.type for g in grads if g is not None), "cpu")
+        if torch.is_autocast_enabled(device):  # the dtypes were settled in forward
+            with torch.autocast(device, enabled=False):
+                return (None, None, *ctx.plan.backward(ctx.saved_tensors, grads, wanted, ctx.strict))
+        return (None, None, *ctx.plan.backward(ctx.saved_tensors, grads, wanted, ctx.strict))
+
+
+def run_plan(plan: Plan, arguments: Sequence[Tensor | None], strict: bool, record: bool) -> tuple[Tensor, ...]:
+    """Run a plan's forward steps; with ``record``, so that autograd runs its backward steps later. Backward runs once:
+    no double grad.
+    """
+    if record:
+        return _RunPlan.apply(plan, strict, *arguments)  # type: ignore[no-untyped-call, no-any-return]
+    return plan.forward(arguments, strict)[0]

@@ -1,0 +1,202 @@
+"""A chain: the ops between two foreign modules. It finds the plan for a call, and runs it."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fusedmoe import settings
+from fusedmoe.autograd import run_plan
+from fusedmoe.errors import InputError
+from fusedmoe.fusion import registry
+from fusedmoe.fusion.executable import Environment, Plan
+from fusedmoe.fusion.graph import Graph
+from fusedmoe.fusion.planner import make_plan
+from fusedmoe.ops.op import Node, Op
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from fusedmoe.fusion.plan import PlanData
+    from fusedmoe.recipes import Recipe
+    from fusedmoe.settings import Settings
+
+
+class Chain:
+    """Ops in a row, with their labels; planned once for each kind of call.
+
+    Parameters
+    ----------
+    nodes
+        The ops and their labels.
+    exports
+        Values that the ops provide and that something after the chain wants.
+    """
+
+    def __init__(self, nodes: Sequence[Node], exports: Collection[str] = ()) -> None:
+        self.nodes = tuple(nodes)
+        self.exports = tuple(exports)
+        graph = Graph(self.nodes, self.exports)
+        self.inputs = tuple(graph.inputs)
+        self._names = graph.arguments
+        self._parameters = [(node.op, name) for node in self.nodes for name in node.op.parameter_names]
+        self._plans: dict[tuple[Any, ...], Plan] = {}
+
+    @property
+    def takers(self) -> dict[str, list[str]]:
+        """Each runtime input of the chain, with the ops that take it."""
+        return {name: [p.label for p in Graph(self.nodes).forward if name in p.names.values()] for name in self.inputs}
+
+    def run(self, x: Tensor, given: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """Run the chain on rows and runtime inputs; return its result and its exports."""
+        now = settings.current()
+        if torch.is_autocast_enabled(x.device.type):
+            arguments = self._arguments(x, given, torch.get_autocast_dtype(x.device.type))
+            with torch.autocast(x.device.type, enabled=False):
+                return self._run(arguments, now)
+        return self._run(self._arguments(x, given), now)
+
+    def explain(self, x: Tensor, given: Mapping[str, Tensor]) -> PlanData:
+        """Return the plan for this call, as data."""
+        autocast = torch.is_autocast_enabled(x.device.type)
+        arguments = self._arguments(x, given, torch.get_autocast_dtype(x.device.type) if autocast else None)
+        plan, _ = self._plan(arguments, settings.current())
+        return plan.data(dict(zip(self._names, arguments, strict=True)))
+
+    def _run(self, arguments: list[Tensor | None], now: Settings) -> tuple[Tensor, ...]:
+        plan, record = self._plan(arguments, now)
+        if now.strict:
+            plan.raise_if_missed()
+        specs = plan.graph.infer(dict(zip(self._names, arguments, strict=True)))
+        x = arguments[0]
+        assert x is not None
+        if x.is_meta:  # shapes follow from arguments
+            return tuple(
+                torch.empty(s.shape, dtype=s.dtype, device="meta") for s in map(specs.get, plan.graph.outputs) if s
+            )
+        return run_plan(plan, arguments, now.strict, record)
+
+    def _arguments(
+        self, x: Tensor, given: Mapping[str, Tensor], autocast: torch.dtype | None = None
+    ) -> list[Tensor | None]:
+        """Return rows, runtime inputs and parameters as they are now, the rows and parameters cast where autocast wants
+        it.
+        """
+        if not x.dim():
+            raise InputError(f"{self.nodes[0].label}.{type(self.nodes[0].op).__name__}: x: expected rows, got a scalar")
+        parameters = [getattr(op, name) for op, name in self._parameters]
+        if autocast is not None:
+            x, *parameters = [
+                t.to(autocast) if t is not None and t.is_floating_point() and t.dtype is not torch.float64 else t
+                for t in (x, *parameters)
+            ]
+        return [x, *[given[name] for name in self.inputs], *parameters]
+
+    def _plan(self, arguments: list[Tensor | None], now: Settings) -> tuple[Plan, bool]:
+        """Return the plan for these arguments, and whether autograd records the call."""
+        grad = torch.is_grad_enabled()
+        x = arguments[0]
+        assert x is not None
+        off = settings.disabled_by_environment()
+        key = (
+            x.shape[0].bit_length(),
+            grad,
+            tuple([a if a is None else (a.dtype, a.requires_grad, a.device) for a in arguments]),
+            tuple([node.op.attributes() for node in self.nodes]),
+            now.recipe,
+            now.disabled,
+            off,
+            torch.are_deterministic_algorithms_enabled(),
+            registry.generation(),
+        )
+        try:
+            plan = self._plans.get(key)
+        except TypeError as error:
+            raise self._unhashable(error) from None
+        if plan is None:
+            disabled = (*now.disabled, *filter(None, (p.strip() for p in off.split(","))))
+            plan = self._plans[key] = self._make(arguments, now.recipe, disabled, grad)
+        return plan, grad and bool(plan.wanted)
+
+    def _make(self, arguments: list[Tensor | None], recipe: Recipe, disabled: tuple[str, ...], grad: bool) -> Plan:
+        named = dict(zip(self._names, arguments, strict=True))
+        x = arguments[0]
+        assert x is not None
+        for name, argument in named.items():
+            if argument is not None and argument.device != x.device:
+                raise InputError(f"{name}: expected on {x.device}, where the rows are, got on {argument.device}")
+        environment = Environment(
+            x.device, _arch(x.device), torch.are_deterministic_algorithms_enabled(), recipe, disabled
+        )
+        wanted = {name for name, a in named.items() if grad and a is not None and a.requires_grad}
+        nodes = recipe.rewrite(self.nodes)
+        if [n for n in nodes if n in self.nodes] != list(self.nodes):
+            raise InputError(f"recipe {recipe.name!r}: rewrite() must keep the chain's own ops, in their order")
+        return make_plan(nodes, self.exports, named, wanted, environment)
+
+    def _unhashable(self, error: TypeError) -> InputError:
+        for node in self.nodes:
+            for name, value in node.op.__dict__.items():
+                try:
+                    hash(value)
+                except TypeError:
+                    if not name.startswith("_"):
+                        return InputError(
+                            f"{node.label}.{type(node.op).__name__}: attribute {name!r} is part of every plan key and "
+                            f"must be hashable, got {type(value).__name__}; use a tuple, or a name starting with an "
+                            "underscore"
+                        )
+        raise error
+
+
+@functools.cache
+def _arch(device: torch.device) -> int | None:
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    return major * 10 + minor
+
+
+def run_alone(op: Op, x: Tensor, inputs: Mapping[str, Tensor]) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
+    """Run one op as a chain of one."""
+    chain: Chain | None = op.__dict__.get("_alone")
+    if chain is None:
+        chain = op.__dict__["_alone"] = Chain([Node("op", op.placed(()))], op.provides)
+    check_inputs(repr(op), chain.takers, inputs) if inputs.keys() != set(chain.inputs) else None
+    y, *provided = chain.run(x, inputs)
+    return (y, dict(zip(op.provides, provided, strict=True))) if op.provides else y
+
+
+def check_inputs(
+    who: str,
+    wanted: Mapping[str, Sequence[str]],
+    given: Mapping[str, Tensor],
+    provided: Mapping[str, str] | None = None,
+) -> None:
+    """Raise unless exactly the wanted runtime inputs are given, as tensors.
+
+    Parameters
+    ----------
+    who
+        What was called, for the message.
+    wanted
+        Each runtime input, with the ops that take it.
+    given
+        What came by keyword.
+    provided
+        Values that an op provides, with its label: not to be given too.
+    """
+    for name in given:
+        if name not in wanted:
+            if provided and name in provided:
+                raise InputError(f"{who}: {name!r} is given, but {provided[name]} provides it")
+            takes = ", ".join(f"{n!r} (for {', '.join(ops)})" for n, ops in wanted.items()) or "none"
+            raise InputError(f"{who}: no op takes the runtime input {name!r}; the inputs that ops take: {takes}")
+    for name, ops in wanted.items():
+        if given.get(name) is None:
+            raise InputError(f"{who}: the runtime input {name!r} is missing, which {', '.join(ops)} takes")
+        if not isinstance(given[name], Tensor):
+            raise InputError(f"{who}: {name}: expected a tensor, got {type(given[name]).__name__}")

@@ -1,0 +1,100 @@
+"""The command line: ``fusedmoe demo`` trains a small model, ``fusedmoe doctor`` says what this machine can run.
+
+Each subcommand imports what it needs when it is called. Exit status: 0 done, 1 something went wrong and the message
+says what to do, 2 wrong options, 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, and where to look."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}; `{self.prog} --help` lists the options\n")
+
+    def refuse(self, unknown: Sequence[str]) -> NoReturn:
+        """End with an error that names the unknown arguments, and what the first was probably meant to be."""
+        message = f"unknown {'option' if unknown[0].startswith('-') else 'argument'} {' '.join(unknown)}"
+        close = difflib.get_close_matches(unknown[0].partition("=")[0], self._option_string_actions, n=1)
+        self.error(message + (f" (did you mean {close[0]}?)" if close else ""))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit status. Without ``argv``, the arguments of this process."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(arguments)
+    except KeyboardInterrupt:  # outside the training loop, which ends its step and saves first
+        print("fusedmoe: interrupted; checkpoints already written are intact", file=sys.stderr)
+        return 128 + signal.SIGINT
+    except BrokenPipeError:  # the reader of our output has gone, as in `fusedmoe demo | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it once more at exit
+        return 1
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if arguments[:1] == ["doctor"]:
+        from fusedmoe import doctor
+
+        return doctor.main(arguments[1:])
+    parser = _Parser(
+        prog="fusedmoe",
+        description="Fused kernels for training Mixture-of-Experts models.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"fusedmoe {_version()}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands.add_parser("doctor", help="say what this machine has, which kernels it can run, and why not the others")
+    demo = commands.add_parser(
+        "demo",
+        help="train a byte-level MoE language model in about two minutes",
+        description="Train a byte-level Mixture-of-Experts transformer on the reference text that every Python ships, "
+        "and compare it on held-out text with a byte-bigram model.",
+        allow_abbrev=False,
+    )
+    if arguments[:1] == ["demo"]:
+        return _demo(demo, arguments[1:])
+    _, unknown = parser.parse_known_args(arguments)  # ends here with --help, --version, or an error
+    return parser.refuse(unknown or arguments)
+
+
+def _demo(parser: _Parser, arguments: list[str]) -> int:
+    from fusedmoe.demo import options
+    from fusedmoe.demo.errors import DemoError
+
+    options.add_arguments(parser)
+    namespace, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        parser.refuse(unknown)
+    try:
+        given, call = options.split_namespace(namespace)
+
+        from fusedmoe.demo.run import run
+
+        return run(given, call)
+    except DemoError as error:
+        sys.stdout.flush()
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _version() -> str:
+    from importlib import metadata
+
+    try:
+        return metadata.version("fusedmoe")
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

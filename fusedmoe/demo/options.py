@@ -1,0 +1,218 @@
+"""What can be chosen on the command line, with the defaults of each device, and what is refused.
+
+Two kinds: a :class:`Job` is what is trained, and goes into the checkpoint; a :class:`Call` is about this one call of
+the command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fusedmoe.demo.errors import UsageError
+
+ACTIVATIONS = ("swiglu", "geglu", "reglu", "squared_relu", "gpt_oss")
+ROUTERS = ("softmax", "sigmoid")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def _option(text: str, **more: Any) -> Any:
+    return field(metadata={"help": text, **more})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is trained: sizes, text order, optimisation. Two runs of one job on one machine agree bit for bit."""
+
+    layers: int = _option("transformer blocks")
+    hidden: int = _option("features of a token")
+    heads: int = _option("attention heads; divides --hidden")
+    experts: int = _option("experts in each block")
+    top_k: int = _option("experts that each token goes to")
+    intermediate: int = _option("features inside an expert")
+    context: int = _option("bytes that the model sees")
+    batch: int = _option("sequences in a step")
+    activation: str = _option("of the experts; gpt_oss is gpt-oss' clamped SwiGLU", choices=ACTIVATIONS)
+    router: str = _option("softmax with a load-balancing loss, or sigmoid with loss-free balancing", choices=ROUTERS)
+    steps: int = _option("training steps; with --resume a larger number trains on")
+    lr: float = _option("peak learning rate (warm-up, then cosine)")
+    weight_decay: float = _option("AdamW's, on matrices")
+    dropout: float = _option("on what attention and experts add, 0 to below 1")
+    aux_loss: float = _option("weight of the load-balancing loss")
+    z_loss: float = _option("weight of the router's z-loss")
+    bias_rate: float = _option("step of the loss-free balancing's bias (router sigmoid)")
+    seed: int = _option("of the weights, the text order and the sample")
+    device: str = _option("cpu or cuda; cuda where there is one")
+    dtype: str = _option("of weights and activations; the optimizer keeps float32", choices=tuple(DTYPES))
+
+    def check(self) -> None:
+        """Raise a :class:`UsageError` that names the options, what came, and what is possible."""
+        for name in ("layers", "hidden", "heads", "experts", "top_k", "intermediate", "context", "batch", "steps"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{flag(name)} {getattr(self, name)}: must be 1 or more")
+        for name in ("weight_decay", "aux_loss", "z_loss", "bias_rate"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise UsageError(f"{flag(name)} {getattr(self, name)}: must be 0 or more")
+        if not 0 < self.lr < math.inf:
+            raise UsageError(f"--lr {self.lr}: must be more than 0")
+        if not 0 <= self.dropout < 1:
+            raise UsageError(f"--dropout {self.dropout}: must be 0 or more, and below 1")
+        if not 0 <= self.seed < 2**63:
+            raise UsageError(f"--seed {self.seed}: must be 0 or more, and below 2**63")
+        if self.hidden % (2 * self.heads) != 0:
+            raise UsageError(
+                f"--hidden {self.hidden} with --heads {self.heads}: each head needs an even whole number of features, "
+                f"so --hidden must be a multiple of {2 * self.heads}"
+            )
+        if self.top_k > self.experts:
+            raise UsageError(f"--top-k {self.top_k} with --experts {self.experts}: at most every expert can be chosen")
+        for name in ("activation", "router", "dtype"):  # what the command line cannot get wrong, but another caller can
+            choices = _field(name).metadata["choices"]
+            if getattr(self, name) not in choices:
+                raise UsageError(f"{flag(name)} {getattr(self, name)}: choose from {', '.join(choices)}")
+        check_device(self.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """What this one call does, whatever the job."""
+
+    output: Path
+    resume: bool = False
+    eval_interval: int | None = None
+    checkpoint_interval: int | None = None
+    stop_at: int | None = None
+    sample_bytes: int = 400
+
+    def check(self) -> None:
+        """Raise a :class:`UsageError` where a number makes no sense."""
+        for name in ("eval_interval", "checkpoint_interval", "stop_at"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"{flag(name)} {value}: must be 1 or more")
+        if self.sample_bytes < 0:
+            raise UsageError(f"--sample-bytes {self.sample_bytes}: must be 0 or more")
+
+
+# About two minutes on two cores, measured. Not in bfloat16: without AMX, a CPU's matrix products take ten times as long
+# in it as in float32 (10 against 100 GFLOP/s on two AVX2 cores).
+CPU_DEFAULTS: dict[str, Any] = {
+    "layers": 4,
+    "hidden": 128,
+    "heads": 4,
+    "experts": 8,
+    "top_k": 2,
+    "intermediate": 128,
+    "context": 128,
+    "batch": 16,
+    "activation": "swiglu",
+    "router": "softmax",
+    "steps": 500,
+    "lr": 3e-3,
+    "weight_decay": 0.1,
+    "dropout": 0.0,
+    "aux_loss": 0.01,
+    "z_loss": 1e-4,
+    "bias_rate": 1e-2,
+    "seed": 0,
+    "dtype": "float32",
+}
+# The text is small: a wide model knows it by heart after some forty passes, hence the dropout.
+GPU_DEFAULTS: dict[str, Any] = CPU_DEFAULTS | {
+    "layers": 6,
+    "hidden": 512,
+    "heads": 8,
+    "experts": 32,
+    "top_k": 4,
+    "intermediate": 256,
+    "context": 256,
+    "batch": 64,
+    "steps": 1500,
+    "lr": 1e-3,
+    "dropout": 0.2,
+    "dtype": "bfloat16",
+}
+
+
+def default_device() -> str:
+    """Return cuda where there is one, else cpu."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def check_device(name: str) -> None:
+    """Raise a :class:`UsageError` for a device that torch does not know or this machine does not have."""
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UsageError(f"--device {name}: not a device; choose cpu or cuda") from error
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"--device {name}: choose cpu or cuda")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UsageError(
+            f"--device {name}: torch finds no such GPU; `fusedmoe doctor` says why, --device cpu does without"
+        )
+
+
+def job_of(given: dict[str, Any]) -> Job:
+    """Complete what was given on the command line with the device's defaults, and check it."""
+    device = given.get("device") or default_device()
+    check_device(device)
+    defaults = dict(CPU_DEFAULTS if torch.device(device).type == "cpu" else GPU_DEFAULTS)
+    if given.get("router", defaults["router"]) == "sigmoid":
+        defaults["aux_loss"] = 0.0  # the bias balances, without a loss that disturbs the model's own
+    job = Job(**(defaults | {"device": device} | given))
+    job.check()
+    return job
+
+
+def flag(name: str) -> str:
+    """Return the command-line option of a field."""
+    return "--" + name.replace("_", "-")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add every option. A field of the job that is not given is absent from the namespace, and filled in later."""
+    job = parser.add_argument_group("what is trained (default on a CPU / on a GPU)")
+    for item in dataclasses.fields(Job):
+        default = "" if item.name == "device" else f" ({_default_text(item.name)})"
+        job.add_argument(
+            flag(item.name),
+            type={"int": int, "float": float, "str": str}[str(item.type)],
+            choices=item.metadata.get("choices"),
+            metavar=None if "choices" in item.metadata else {"int": "N", "float": "X", "str": "NAME"}[str(item.type)],
+            default=argparse.SUPPRESS,
+            help=item.metadata["help"] + default,
+        )
+    call = parser.add_argument_group("this call")
+    call.add_argument("--output", type=Path, default=Path("fusedmoe-demo"), metavar="DIR", help="folder (%(default)s)")
+    call.add_argument("--resume", action="store_true", help="go on from the checkpoint in --output, bit for bit")
+    call.add_argument("--eval-interval", type=int, metavar="N", help="steps between evaluations (an eighth of all)")
+    call.add_argument(
+        "--checkpoint-interval", type=int, metavar="N", help="steps between checkpoints (an eighth of all)"
+    )
+    call.add_argument("--stop-at", type=int, metavar="N", help="stop after step N, to go on later with --resume")
+    call.add_argument("--sample-bytes", type=int, default=400, metavar="N", help="length of the sample (%(default)s)")
+
+
+def split_namespace(namespace: argparse.Namespace) -> tuple[dict[str, Any], Call]:
+    """Return the fields of a job that were given, and the call, checked."""
+    values = vars(namespace)
+    given = {item.name: values[item.name] for item in dataclasses.fields(Job) if item.name in values}
+    call = Call(**{item.name: values[item.name] for item in dataclasses.fields(Call)})
+    call.check()
+    return given, call
+
+
+def _field(name: str) -> dataclasses.Field[Any]:
+    return next(item for item in dataclasses.fields(Job) if item.name == name)
+
+
+def _default_text(name: str) -> str:
+    cpu, gpu = CPU_DEFAULTS[name], GPU_DEFAULTS[name]
+    return f"{cpu}" if cpu == gpu else f"{cpu} / {gpu}"

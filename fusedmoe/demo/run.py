@@ -1,0 +1,243 @@
+"""The demo from start to end: read the text, show the plan, train, evaluate, write."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import shlex
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from fusedmoe.demo import checkpoint, report
+from fusedmoe.demo.data import Split, bigram_bits_per_byte, load_split
+from fusedmoe.demo.errors import InterruptedRunError, UsageError
+from fusedmoe.demo.evaluate import bits_per_byte, sample
+from fusedmoe.demo.files import make_folder
+from fusedmoe.demo.options import DTYPES, Call, Job, check_device, flag, job_of
+from fusedmoe.demo.progress import progress_on
+from fusedmoe.demo.signals import StopSignals
+from fusedmoe.demo.train import Trainer, made_with, train
+
+PROMPT = b"The "
+
+
+def run(given: dict[str, Any], call: Call, console: Console | None = None) -> int:
+    """Run the demo; the exit status.
+
+    Parameters
+    ----------
+    given : dict
+        The fields of :class:`~fusedmoe.demo.options.Job` that were chosen; the others come from the defaults or the
+        checkpoint.
+    call : Call
+        What this call does.
+    console : rich.console.Console, optional
+        Where it prints; by default the standard output.
+
+    Raises
+    ------
+    DemoError
+        For whatever the user can do something about.
+    """
+    started = time.perf_counter()
+    console = console or Console(highlight=False, soft_wrap=True, emoji=False, markup=False)
+    state = checkpoint.load(call.output) if call.resume else None
+    job = job_of(given) if state is None else resumed_job(state, given)
+    split = load_split()
+    check_text(job, split)
+    make_folder(call.output)
+    with deterministic(job.device):
+        return _run(job, call, state, split, console, started)
+
+
+def _run(job: Job, call: Call, state: checkpoint.State | None, split: Split, console: Console, started: float) -> int:
+    bigram_bits = bigram_bits_per_byte(split.train, split.held_out)
+    trainer = Trainer(job, split.train)
+    describe(trainer, split, bigram_bits, console)
+    if state is not None:
+        trainer.load_state(state)
+        describe_resumption(trainer, state, call, console)
+    elif (previous := checkpoint.set_aside(call.output)) is not None:
+        console.print(f"The checkpoint of an earlier run is kept as {previous}.")
+
+    already_done = trainer.step
+    with StopSignals() as stop:
+        if trainer.step < job.steps:
+            with progress_on(console, trainer.step, job.steps, job.batch * job.context) as progress:
+                train(trainer, split, call, progress, stop)
+    if stop.requested is not None:
+        message = f"stopped after step {trainer.step} of {job.steps}, which is in {call.output / checkpoint.NAME}"
+        raise InterruptedRunError(f"{message}; go on with: {resume_command(call)}", stop.requested)
+    if trainer.step < job.steps:
+        console.print(f"Stopped at --stop-at {trainer.step} of {job.steps} steps; go on with: {resume_command(call)}")
+        return 0
+
+    finish(trainer, split, bigram_bits, call, console, trainer.step - already_done, started)
+    return 0
+
+
+def resumed_job(state: checkpoint.State, given: dict[str, Any]) -> Job:
+    """Return the checkpoint's job, with the changes that a run in training can take: other steps, or another device.
+
+    Raises
+    ------
+    UsageError
+        Where something else was given that is not what the checkpoint was made with.
+    """
+    known = {item.name for item in dataclasses.fields(Job)}
+    saved = state.get("job")
+    if not isinstance(saved, dict) or set(saved) != known:
+        raise UsageError("the checkpoint was written by another version of the demo; start without --resume")
+    for name, value in given.items():
+        if name not in ("steps", "device") and value != saved[name]:
+            raise UsageError(
+                f"{flag(name)} {value}: the checkpoint was made with {flag(name)} {saved[name]}; "
+                f"leave the option out, or start anew without --resume"
+            )
+    if given.get("steps", saved["steps"]) < state["step"]:
+        raise UsageError(f"--steps {given['steps']}: the checkpoint has {state['step']} steps already")
+    if "device" not in given:
+        try:
+            check_device(saved["device"])
+        except UsageError as error:
+            raise UsageError(
+                f"the checkpoint is from {saved['device']}, which is not here; add --device cpu"
+            ) from error
+    job = Job(**(saved | given))
+    job.check()
+    return job
+
+
+def check_text(job: Job, split: Split) -> None:
+    """Raise a :class:`UsageError` where the text is shorter than the model's context."""
+    longest = min(len(split.train), len(split.held_out)) - 1
+    if job.context > longest:
+        raise UsageError(f"--context {job.context}: the held-out text allows at most {longest}")
+
+
+def describe(trainer: Trainer, split: Split, bigram_bits: float, console: Console) -> None:
+    """Print what is about to be trained on what, and the plan of the experts."""
+    job = trainer.job
+    total, active = trainer.model.parameter_counts()
+    where = torch.cuda.get_device_name(trainer.device) if trainer.device.type == "cuda" else threads_text()
+    console.print(
+        f"Text: Python's reference pages, each paragraph once: {len(split.train):,} bytes to train on, "
+        f"{len(split.held_out):,} held out."
+    )
+    console.print(f"To beat: a byte-bigram model of the same text, {bigram_bits:.3f} bits a byte on the held-out part.")
+    console.print(
+        f"Model: {job.layers} layers, hidden {job.hidden}, {job.heads} heads, {job.experts} experts of "
+        f"{job.intermediate} ({job.activation}), {job.router} router, top {job.top_k}: {total:,} parameters, "
+        f"{active:,} of them active for a token."
+    )
+    console.print(
+        f"Training: {job.steps:,} steps of {job.batch} x {job.context} bytes, {job.dtype}, seed {job.seed}, "
+        f"on {job.device} ({where})."
+    )
+    shape = (job.batch, job.context, job.hidden)
+    hidden = torch.zeros(shape, device=trainer.device, dtype=DTYPES[job.dtype], requires_grad=True)
+    console.print("\nHow the experts of a layer run:")
+    console.print(str(trainer.model.typed_blocks[0].moe.explain(hidden)))
+    console.print()
+
+
+def threads_text() -> str:
+    """Return how many threads torch computes with."""
+    count = torch.get_num_threads()
+    return f"{count} thread" if count == 1 else f"{count} threads"
+
+
+def describe_resumption(trainer: Trainer, state: checkpoint.State, call: Call, console: Console) -> None:
+    """Say where the run goes on, and what keeps it from being the same bit for bit, where something does."""
+    job = trainer.job
+    console.print(f"Going on after step {trainer.step} of {job.steps}, from {call.output / checkpoint.NAME}.")
+    then = {**state["made_with"], "--steps": state["job"]["steps"], "--device": state["job"]["device"]}
+    now = {**made_with(), "--steps": job.steps, "--device": job.device}
+    changes = [f"{what} was {then.get(what)}, is {now[what]}" for what in now if then.get(what) != now[what]]
+    if changes:
+        console.print(f"Not bit for bit what one uninterrupted run would give: {'; '.join(changes)}.")
+
+
+def resume_command(call: Call) -> str:
+    """Return the command that goes on from this call's checkpoint."""
+    output = "" if call.output == Path("fusedmoe-demo") else f" --output {shlex.quote(str(call.output))}"
+    return f"fusedmoe demo --resume{output}"
+
+
+def finish(
+    trainer: Trainer, split: Split, bigram_bits: float, call: Call, console: Console, steps_now: int, started: float
+) -> None:
+    """Evaluate, print the verdict and a sample, and write the figure and the numbers."""
+    job, history = trainer.job, trainer.history
+    if not history.evaluations or history.evaluations[-1][0] != trainer.step:
+        history.evaluations.append((trainer.step, bits_per_byte(trainer.model, split.held_out)))
+    bits = history.evaluations[-1][1]
+    if call.sample_bytes:
+        text = sample(trainer.model, PROMPT, call.sample_bytes, job.seed)
+        console.print("\nA sample of what it writes:")
+        console.print("\n".join(f"  | {line}" for line in printable(text).split("\n")))
+    console.print(f"\nHeld-out text: {bits:.3f} bits a byte; the byte-bigram model: {bigram_bits:.3f}.")
+    console.print(verdict(bits, bigram_bits))
+    figure = report.write_figure(call.output, history, bigram_bits)
+    results = {
+        "held_out_bits_per_byte": bits,
+        "bigram_bits_per_byte": bigram_bits,
+        "evaluations": history.evaluations,
+        "training_seconds": round(trainer.seconds, 2),
+        "tokens_per_second": round(trainer.step * job.batch * job.context / max(trainer.seconds, 1e-9)),
+        "job": dataclasses.asdict(job),
+        "made_with": made_with(),
+    }
+    numbers = report.write_results(call.output, results)
+    if figure is None:
+        console.print(report.MISSING_MATPLOTLIB)
+    written = [path for path in (figure, numbers, call.output / checkpoint.NAME) if path is not None]
+    console.print(f"Written: {', '.join(str(path) for path in written)}")
+    console.print(f"{steps_now:,} steps, {clock(time.perf_counter() - started)} in all.")
+
+
+def verdict(bits: float, bigram_bits: float) -> str:
+    """Say whether the model is better than the bigram model, and what to do where it is not."""
+    if bits < bigram_bits:
+        return f"Below the bigram model by {bigram_bits - bits:.3f} bits: it has learnt more than pairs of letters."
+    return "NOT below the bigram model: train for more --steps, or with another --lr."
+
+
+def printable(text: bytes) -> str:
+    """Decode bytes for a terminal: no control characters but the line feed, and a mark where they are not UTF-8."""
+    decoded = text.decode("utf-8", errors="replace")
+    return "".join(char if char == "\n" or char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in decoded)
+
+
+def clock(seconds: float) -> str:
+    """Return a duration as a person says it."""
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+@contextlib.contextmanager
+def deterministic(device: str) -> Iterator[None]:
+    """Within, torch uses deterministic kernels alone; only a GPU needs telling, a CPU has no others for this."""
+    if torch.device(device).type == "cpu":
+        yield
+        return
+    os.environ.setdefault(
+        "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+    )  # read when cuBLAS starts: the default is not deterministic
+    mode = torch.get_deterministic_debug_mode()
+    memory: Any = torch.utils.deterministic  # its one attribute is not in the stubs
+    fill = memory.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    memory.fill_uninitialized_memory = False  # for debugging, and a launch for each allocation
+    try:
+        yield
+    finally:
+        memory.fill_uninitialized_memory = fill
+        torch.set_deterministic_debug_mode(mode)

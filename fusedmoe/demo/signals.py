@@ -1,0 +1,36 @@
+"""Ctrl-C that waits for the end of the step."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+
+class StopSignals:
+    """Within, the first Ctrl-C or SIGTERM only sets :attr:`requested`; a second one raises ``KeyboardInterrupt``.
+
+    Signals belong to the main thread: entered elsewhere, this changes nothing.
+    """
+
+    def __init__(self) -> None:
+        self.requested: int | None = None
+        self._earlier: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._earlier[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._earlier.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.requested is not None:
+            raise KeyboardInterrupt
+        self.requested = number

@@ -1,0 +1,224 @@
+"""What this machine has, and which kernels that makes available: what ``fusedmoe doctor`` prints."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Iterable, Sequence
+from importlib import metadata
+
+import torch
+
+import fusedmoe
+from fusedmoe.kernels.torch.grouped_gemm import runs_on_device
+
+__all__ = ["Fact", "Gpu", "Kernel", "Report", "doctor", "kernel_lines", "main"]
+
+# (distribution, the extra of fusedmoe that brings it); None: it comes with fusedmoe or torch, where it has wheels
+PACKAGES: tuple[tuple[str, str | None], ...] = (
+    ("triton", None),
+    ("nvidia-cutlass-dsl", None),
+    ("apache-tvm-ffi", None),
+    ("einops", None),
+    ("matplotlib", "demo"),
+    ("transformer-engine", "te"),
+)
+
+# Environment variables that change what runs, beside every FUSEDMOE_*.
+VARIABLES = ("CUDA_VISIBLE_DEVICES", "TORCH_LOGS")
+
+
+@dataclasses.dataclass(frozen=True)
+class Fact:
+    """One thing that is so on this machine: a name and what was found."""
+
+    name: str
+    value: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """A device that torch can use.
+
+    Attributes
+    ----------
+    index
+        As in ``torch.device("cuda", index)``.
+    arch
+        ``sm_90`` and the like; AMD's own name (``gfx942``) under ROCm.
+    memory_gib
+        All of the device's memory, used or not, in GiB.
+    sms
+        Streaming multiprocessors (compute units under ROCm).
+    """
+
+    index: int
+    name: str
+    arch: str
+    memory_gib: float
+    sms: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A way to run a step: whether this machine has it, and what it does here or why it is not to be had."""
+
+    name: str
+    available: bool
+    note: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What :func:`doctor` found. ``str()`` gives the text that the command prints."""
+
+    software: tuple[Fact, ...]
+    packages: tuple[Fact, ...]
+    environment: tuple[Fact, ...]
+    gpus: tuple[Gpu, ...]
+    no_gpu: str | None
+    kernels: tuple[Kernel, ...]
+
+    def __str__(self) -> str:
+        gpus = [
+            (f"{gpu.index}: {gpu.name}", f"{gpu.arch}, {gpu.memory_gib:.1f} GiB, {gpu.sms} SMs") for gpu in self.gpus
+        ]
+        kernels = [(kernel.name, f"{'yes' if kernel.available else 'no '}  {kernel.note}") for kernel in self.kernels]
+        sections = (
+            ("software", _pairs(self.software)),
+            ("packages", _pairs(self.packages)),
+            ("environment", _pairs(self.environment) or [("nothing set", "")]),
+            ("GPUs", gpus or [("none", self.no_gpu or "")]),
+            ("kernels", kernels),
+        )
+        width = max(len(name) for _, rows in sections for name, _ in rows)
+        return "\n\n".join(
+            "\n".join([title, *(f"  {name:<{width}}  {value}".rstrip() for name, value in rows)])
+            for title, rows in sections
+        )
+
+
+def doctor() -> Report:
+    """Look at this machine. Imports no CuTe DSL, compiles nothing and starts no kernel."""
+    no_gpu = _why_no_gpu()
+    gpus = () if no_gpu else _gpus()
+    return Report(
+        software=_software(),
+        packages=tuple(Fact(name, _package(name, extra)) for name, extra in PACKAGES),
+        environment=tuple(_environment()),
+        gpus=gpus,
+        no_gpu=no_gpu,
+        kernels=kernel_lines(gpus),
+    )
+
+
+def kernel_lines(gpus: Sequence[Gpu]) -> tuple[Kernel, ...]:
+    """Tell which ways to run a step exist on a machine with these GPUs, and why the others do not."""
+    cpu = Kernel("torch grouped GEMM, cpu", True, "a loop over the experts, in any dtype")
+    one_of_each = {gpu.arch: gpu for gpu in reversed(gpus)}
+    cute = Kernel("CuTe DSL kernels", False, f"fusedmoe {fusedmoe.__version__} ships none: every step is plain PyTorch")
+    return (cpu, *(_grouped_mm(one_of_each[arch]) for arch in sorted(one_of_each)), cute)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run ``fusedmoe doctor``: print the report, as text or with ``--json`` as JSON."""
+    parser = argparse.ArgumentParser(
+        prog="fusedmoe doctor",
+        description="Say what this machine has, which kernels are available, and why the others are not.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args(argv)
+    report = doctor()
+    print(json.dumps(dataclasses.asdict(report), indent=2) if options.json else report)
+    return 0
+
+
+def _pairs(facts: Iterable[Fact]) -> list[tuple[str, str]]:
+    return [(fact.name, fact.value) for fact in facts]
+
+
+def _software() -> tuple[Fact, ...]:
+    return (
+        Fact("fusedmoe", fusedmoe.__version__),
+        Fact("Python", f"{platform.python_version()} ({platform.python_implementation()})"),
+        Fact("platform", platform.platform()),
+        Fact("CPU", f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} torch threads"),
+        Fact("torch", torch.__version__),
+        Fact("torch's runtime", _torch_runtime()),
+        Fact("NVIDIA driver", _driver()),
+    )
+
+
+def _torch_runtime() -> str:
+    if torch.version.cuda:
+        return f"CUDA {torch.version.cuda}"
+    if torch.version.hip:
+        return f"ROCm {torch.version.hip}"
+    return "CPU only"
+
+
+def _driver() -> str:
+    """Ask the driver's own tool: torch does not know the driver's version, only the CUDA version that it serves."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return "none (no nvidia-smi on the PATH)"
+    query = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"nvidia-smi failed: {error}"
+    return ", ".join(sorted(set(answer.split()))) or "nvidia-smi named no GPU"
+
+
+def _package(name: str, extra: str | None) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return f"not installed: pip install 'fusedmoe[{extra}]'" if extra else "not installed"
+
+
+def _environment() -> Iterable[Fact]:
+    for name, value in sorted(os.environ.items()):
+        if name.startswith("FUSEDMOE_") or name in VARIABLES:
+            yield Fact(name, repr(value))
+
+
+def _why_no_gpu() -> str | None:
+    """Return why torch has no GPU to run on, or None where it has one."""
+    if not (torch.version.cuda or torch.version.hip):
+        return f"torch {torch.__version__} is built for the CPU only"
+    if torch.cuda.device_count() == 0:
+        return "torch sees no device: look at the driver and at CUDA_VISIBLE_DEVICES"
+    try:
+        torch.cuda.init()
+    except RuntimeError as error:  # torch's own message says best what is wrong: a driver too old, a device in error
+        return str(error).splitlines()[0]
+    return None
+
+
+def _gpus() -> tuple[Gpu, ...]:
+    return tuple(_gpu(index) for index in range(torch.cuda.device_count()))
+
+
+def _gpu(index: int) -> Gpu:
+    device = torch.cuda.get_device_properties(index)
+    return Gpu(
+        index=index,
+        name=device.name,
+        arch=device.gcnArchName if torch.version.hip else f"sm_{device.major}{device.minor}",
+        memory_gib=round(device.total_memory / 2**30, 1),
+        sms=device.multi_processor_count,
+    )
+
+
+def _grouped_mm(gpu: Gpu) -> Kernel:
+    name = f"torch grouped GEMM, {gpu.arch}"
+    if runs_on_device(torch.device("cuda", gpu.index), torch.bfloat16):
+        return Kernel(name, True, "bf16 on the device; other dtypes, rows off 16 bytes: a loop over experts, HOST SYNC")
+    return Kernel(name, False, f"torch has none for {gpu.arch}: a loop over the experts, HOST SYNC")

@@ -1,0 +1,1 @@
+"""Fusion: rules, the matcher, the planner, and plans."""

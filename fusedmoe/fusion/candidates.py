@@ -1,0 +1,200 @@
+"""Every rule at every position of a chain: what it would cost where it takes what it finds, and why it declines where
+it does not.
+
+Cost is time by a coarse model: bytes moved over a memory bandwidth, plus launches. Rows count as the next power of two,
+which is part of the plan's key: neither the exact number of rows nor what was planned before changes a choice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from fusedmoe.fusion import registry
+from fusedmoe.fusion.matcher import Mismatch, match
+from fusedmoe.fusion.names import primal
+from fusedmoe.fusion.plan import Attempt, Status
+from fusedmoe.fusion.rule import Declined, FusionRule, PlanContext, RuleError, Step
+from fusedmoe.ops.op import SpecLike, TensorSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping, Sequence
+
+    from fusedmoe.fusion.graph import Place, Plain
+    from fusedmoe.fusion.rule import Direction
+
+# an H100's, rounded: only their ratio matters, and it only has to rank coverings of the same chain
+_BYTES_PER_US = 3.0e6
+_US_PER_LAUNCH = 3.0
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A covering of the places [start, end): a rule's step, or one plain step."""
+
+    start: int
+    end: int
+    rule: type[FusionRule] | None
+    step: Step  # values by the chain's names, but for `keep_names`
+    cost_us: float
+    keep_names: tuple[str, ...] = ()  # step.keeps as the rule calls them
+    keep_cost_us: Mapping[str, float] = field(default_factory=dict)
+    inside: frozenset[str] = frozenset()  # values made and used up within the span, unless kept
+
+    @property
+    def name(self) -> str:
+        return self.rule.name if self.rule is not None else ""
+
+
+class Costs:
+    """The cost model: bytes and launches as microseconds, the rows scaled to the next power of two."""
+
+    def __init__(self, specs: Mapping[str, SpecLike | None], parameters: Collection[str], rows: int) -> None:
+        self._specs, self._parameters = specs, parameters
+        self._scale = (1 << rows.bit_length()) / rows if rows else 1.0
+
+    def nbytes(self, value: str) -> int:
+        spec = self._specs.get(primal(value))
+        return 0 if spec is None else TensorSpec(tuple(spec.shape), spec.dtype).nbytes
+
+    def moved(self, values: Iterable[str]) -> float:
+        return sum(self.nbytes(v) * (1.0 if v in self._parameters else self._scale) for v in values)
+
+    def step_us(self, values: Iterable[str], launches: int, extra_bytes: int = 0) -> float:
+        return (self.moved(values) + extra_bytes) / _BYTES_PER_US + launches * _US_PER_LAUNCH
+
+
+class Line:
+    """The places of one direction, the rules tried on them, and what came of it."""
+
+    def __init__(
+        self,
+        direction: Direction,
+        places: Sequence[Place],
+        used_after: Collection[str],
+        glue: Sequence[Plain],
+        costs: Costs,
+        context: Mapping[str, object],
+        disabled: tuple[str, ...],
+    ) -> None:
+        self.direction, self.places, self.costs = direction, tuple(places), costs
+        self._used_after, self._glue, self._context = set(used_after), glue, context
+        self._disabled = disabled
+        self.attempts: list[Attempt] = []
+        self.candidates = [self._plain(i, p) for i, p in enumerate(self.places)]
+        for rule in registry.rules():
+            if rule.direction == direction:
+                for start in range(len(self.places)):
+                    self._try(rule, start)
+
+    def _plain(self, i: int, place: Place) -> Candidate:
+        s = place.step
+        step = Step(s.run, s.needs, s.gives, zeroes_tail=s.zeroes_tail, launches=s.launches)
+        return Candidate(i, i + 1, None, step, self.costs.step_us((*s.needs, *s.gives), s.launches))
+
+    def _note(
+        self, rule: type[FusionRule], start: int, end: int, matched: int, status: Status, reason: str, here: bool
+    ) -> None:
+        self.attempts.append(Attempt(rule.name, self.direction, start, end, matched, status, reason, here))
+
+    def _try(self, rule: type[FusionRule], start: int) -> None:
+        found = match(rule.slots, [p.item for p in self.places], start)
+        if isinstance(found, Mismatch):
+            here = (
+                self._unavailable(rule(dict.fromkeys(s.name for s in rule.slots)), self._ctx({}, start, start)) is None
+            )
+            end = min(start + found.matched + 1, len(self.places))
+            self._note(rule, start, end, found.matched, Status.NO_MATCH, str(found), here)
+            return
+        declined: list[tuple[int, int, str]] = []
+        for m in found:
+            matched = sum(b is not None for b in m.bindings.values())
+            bound = rule(m.bindings)
+            ctx = self._ctx(m.bindings, start, m.end)
+            if (reason := self._unavailable(bound, ctx)) is not None:
+                self._note(rule, start, m.end, matched, Status.UNAVAILABLE, reason, here=False)
+                return
+            try:
+                bound.check(ctx)
+            except Declined as why:
+                declined.append((m.end, matched, str(why)))
+                continue
+            self.candidates.append(self._candidate(rule, bound.build(ctx), ctx, start, m.end))
+        if len(declined) == len(found):
+            end, matched, reason = declined[0]
+            self._note(rule, start, end, matched, Status.CONSTRAINT, reason, here=True)
+
+    def _unavailable(self, rule: FusionRule, ctx: PlanContext) -> str | None:
+        pattern = registry.disabling_pattern(rule.name, self._disabled)
+        if pattern is not None:
+            return f"switched off by {pattern!r}"
+        try:
+            rule.available(ctx)
+        except Declined as why:
+            return str(why)
+        return None
+
+    def _ctx(self, bindings: Mapping[str, object], start: int, end: int) -> PlanContext:
+        by_slot = {}
+        position = start
+        for slot, bound in bindings.items():
+            if bound is not None:
+                by_slot[slot] = self.places[position]
+                position += 1
+
+        def resolve(value: str) -> str:
+            return self._resolve(value, by_slot, start, end)
+
+        return PlanContext(**self._context, _resolve=resolve)  # type: ignore[arg-type]
+
+    def _resolve(self, value: str, by_slot: Mapping[str, Place], start: int, end: int) -> str:
+        slot, dot, name = value.partition(".")
+        first, last = self.places[start], self.places[end - 1]
+        if dot and slot in by_slot:
+            place = by_slot[slot]
+            if name in place.names:
+                return place.names[name]
+            value = name
+        ends = (
+            {"input": first, "output": last}
+            if self.direction == "forward"
+            else {"grad_output": first, "grad_input": last}
+        )
+        if value in ends:
+            return ends[value].names[value]
+        for place in self.places[start:end]:
+            if value in place.node.op.runtime_inputs:
+                return place.names[value]
+        raise RuleError(f"{value!r} names no value of the ops {', '.join(p.label for p in self.places[start:end])}")
+
+    def _candidate(self, rule: type[FusionRule], step: Step, ctx: PlanContext, start: int, end: int) -> Candidate:
+        def resolved(values: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(ctx._resolve(v) for v in values)
+
+        where = f"rule {rule.name!r} on {', '.join(p.label for p in self.places[start:end])}"
+        try:
+            needs, gives, keeps = resolved(step.needs), resolved(step.gives), resolved(step.keeps)
+        except RuleError as error:
+            raise RuleError(f"{where}: {error}") from None
+        span = self.places[start:end]
+        made = [v for p in span for v in p.step.gives]
+        outside = [p for i, p in enumerate(self.places) if not start <= i < end]
+        used = self._used_after | {v for p in outside for v in p.step.needs} | {v for g in self._glue for v in g.needs}
+        if missing := [v for v in made if v in used and v not in gives]:
+            raise RuleError(f"{where}: its step gives {list(gives)}, but {missing} of what it covers is used elsewhere")
+        if hidden := [v for v in needs if v in made]:
+            raise RuleError(f"{where}: its step needs {hidden}, which is made within the span that it covers")
+        if foreign := [v for v in keeps if v not in made]:
+            raise RuleError(f"{where}: its step keeps {foreign}, which is not made within the span that it covers")
+        if unknown := [v for v in gives if v not in made and (self.direction == "forward" or v.startswith("grad("))]:
+            raise RuleError(f"{where}: its step gives {unknown}, which is not made by what it covers")
+        return Candidate(
+            start,
+            end,
+            rule,
+            replace(step, needs=needs, gives=gives, keeps=keeps),
+            self.costs.step_us((*needs, *gives), step.launches, step.extra_bytes),
+            step.keeps,
+            {v: self.costs.step_us((v,), 0) for v in keeps},
+            frozenset(made) - set(gives),
+        )

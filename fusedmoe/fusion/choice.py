@@ -1,0 +1,131 @@
+"""The cheapest covering of a chain, forward and backward together.
+
+The two directions are linked by what is kept: a backward step names the forward values that it needs, and a fused
+forward step can write only some of those inside its span. So: for each set of forward values that some covering of the
+backward chain needs, the cheapest such covering; then, for each of those sets, the cheapest covering of the forward
+chain that can keep it. The cheapest sum wins. That is exact.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fusedmoe.fusion.candidates import Candidate, Line
+from fusedmoe.fusion.names import NONE
+from fusedmoe.fusion.plan import Attempt, Status
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping
+
+Covering = tuple[Candidate, ...]
+_Ranked = tuple[float, int, tuple[str, ...], Covering]
+
+
+def _rank(covering: _Ranked) -> tuple[float, int, tuple[str, ...]]:
+    """Cheaper first; then fewer, longer steps; then by name, so that no order of import ever decides."""
+    return covering[:3]
+
+
+def _extended(so_far: _Ranked, candidate: Candidate, extra_us: float = 0.0) -> _Ranked:
+    cost, count, names, steps = so_far
+    return cost + candidate.cost_us + extra_us, count + 1, (*names, candidate.name or "~"), (*steps, candidate)
+
+
+_NOTHING: _Ranked = (0.0, 0, (), ())
+
+
+def _backward_coverings(line: Line, kept_anyway: Collection[str]) -> dict[frozenset[str], _Ranked]:
+    """Return, for each set of forward values that some covering needs kept, the cheapest such covering."""
+    best: list[dict[tuple[frozenset[str], frozenset[str]], _Ranked]] = [{} for _ in range(len(line.places) + 1)]
+    best[0][frozenset(), frozenset()] = _NOTHING
+    for position in range(len(line.places)):
+        for (needs, gives), so_far in best[position].items():
+            for c in (c for c in line.candidates if c.start == position):
+                values = frozenset(
+                    v for v in c.step.needs if v not in kept_anyway and not v.startswith("grad(") and v != NONE
+                )
+                recomputed = frozenset(v for v in c.step.gives if not v.startswith("grad("))
+                key = needs | values, gives | recomputed
+                ranked = _extended(so_far, c)
+                if key not in best[c.end] or _rank(ranked) < _rank(best[c.end][key]):
+                    best[c.end][key] = ranked
+    result: dict[frozenset[str], _Ranked] = {}
+    for (needs, gives), ranked in best[-1].items():
+        kept = needs - gives
+        if kept not in result or _rank(ranked) < _rank(result[kept]):
+            result[kept] = ranked
+    return result
+
+
+def _cannot_keep(candidate: Candidate, kept: Collection[str]) -> list[str]:
+    return sorted(v for v in kept if v in candidate.inside and v not in candidate.step.keeps)
+
+
+def _forward_covering(line: Line, kept: frozenset[str]) -> _Ranked:
+    """Return the cheapest covering that can keep these values. Plain steps can keep everything, so there is one."""
+    best: list[_Ranked | None] = [_NOTHING] + [None] * len(line.places)
+    for position in range(len(line.places)):
+        so_far = best[position]
+        assert so_far is not None, "the plain step before ends here"
+        for c in line.candidates:
+            if c.start != position or _cannot_keep(c, kept):
+                continue
+            ranked = _extended(so_far, c, sum(us for v, us in c.keep_cost_us.items() if v in kept))
+            there = best[c.end]
+            if there is None or _rank(ranked) < _rank(there):
+                best[c.end] = ranked
+    chosen = best[-1]
+    assert chosen is not None
+    return chosen
+
+
+def cheapest(forward: Line, backward: Line, kept_anyway: Collection[str]) -> tuple[Covering, Covering, frozenset[str]]:
+    """Return the cheapest coverings of both directions, and the forward values to keep between them.
+
+    ``kept_anyway`` are values that cost nothing to keep: the caller's arguments, the results.
+    """
+    options = []
+    for kept, b in _backward_coverings(backward, kept_anyway).items():
+        f = _forward_covering(forward, kept)
+        options.append(((f[0] + b[0], f[1] + b[1], (*f[2], *b[2]), tuple(sorted(kept))), f[3], b[3], kept))
+    _, chosen_forward, chosen_backward, kept = min(options, key=lambda option: option[0])
+    return chosen_forward, chosen_backward, kept
+
+
+def final_attempts(line: Line, covering: Covering, kept: Collection[str], kept_for: Mapping[str, str]) -> list[Attempt]:
+    """Return how every rule ended at every position, once the covering is chosen.
+
+    ``kept`` are the values to keep, ``kept_for`` the backward step that needs each of them.
+    """
+    attempts = list(line.attempts)
+    for c in line.candidates:
+        if c.rule is None:
+            continue
+        status, reason = Status.FUSED, ""
+        if c not in covering:
+            impossible = _cannot_keep(c, kept)
+            if impossible:
+                status = Status.CONSTRAINT
+                reason = f"cannot keep {', '.join(impossible)}, which {kept_for[impossible[0]]} needs"
+            else:
+                status = Status.SHADOWED
+                others = [o for o in covering if o.start < c.end and c.start < o.end]
+                reason = "by " + ", ".join(
+                    dict.fromkeys(o.name or line.places[o.start].label + " in plain PyTorch" for o in others)
+                )
+        attempts.append(Attempt(c.name, line.direction, c.start, c.end, c.end - c.start, status, reason))
+    # every (rule, position) ends in one status: of the ways in which a rule stood at a position, the best
+    order = list(Status)
+    best: dict[tuple[str, int], Attempt] = {}
+    for attempt in attempts:
+        key = attempt.rule, attempt.start
+        if key not in best or order.index(attempt.status) < order.index(best[key].status):
+            best[key] = attempt
+    return [best[key] for key in sorted(best, key=lambda k: (k[1], k[0]))]
+
+
+def nearest_miss(attempts: Iterable[Attempt], position: int) -> Attempt | None:
+    """Return the rule that came nearest to taking this place: on this device first, then by how far it got."""
+    stood = [a for a in attempts if a.start <= position < a.end and a.matched and a.status is not Status.FUSED]
+    got = {Status.SHADOWED: 3, Status.CONSTRAINT: 2, Status.UNAVAILABLE: 1, Status.NO_MATCH: 0}
+    return max(stood, key=lambda a: (a.on_this_device, got[a.status], a.matched, -a.start, a.rule), default=None)

@@ -1,0 +1,179 @@
+"""A plan that runs: the forward program, and a backward program for each set of gradients that a call asks for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from fusedmoe.fusion.candidates import Costs
+from fusedmoe.fusion.graph import Graph, Place, Plain
+from fusedmoe.fusion.names import NONE
+from fusedmoe.fusion.plan import Attempt, PlanData, PlannedStep
+from fusedmoe.fusion.program import AnyStep, Fused, Program, needed_steps
+from fusedmoe.fusion.rule import FusionError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+    from torch import Tensor
+
+    from fusedmoe.fusion.rule import Direction
+    from fusedmoe.ops.op import SpecLike
+    from fusedmoe.recipes import Recipe
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Everything besides the ops and their arguments that a plan depends on."""
+
+    device: torch.device
+    arch: int | None
+    deterministic: bool
+    recipe: Recipe
+    disabled: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Covered:
+    """A step of the plan and the places that it covers."""
+
+    direction: Direction
+    step: AnyStep
+    places: tuple[Place, ...]
+    extra_bytes: int
+    nearest_miss: Attempt | None
+
+    def host_sync(self, specs: Mapping[str, SpecLike | None], device: torch.device) -> bool:
+        """Whether it reads a tensor on the host."""
+        if isinstance(self.step, Fused):
+            return False
+        (place,) = self.places
+        rows = specs[place.names["input"]]
+        assert rows is not None
+        return place.node.op.host_sync(rows, device)
+
+    def planned(self, specs: Mapping[str, SpecLike | None], costs: Costs, device: torch.device) -> PlannedStep:
+        """Return the step as data."""
+        step = self.step
+        return PlannedStep(
+            self.direction,
+            tuple(p.label for p in self.places),
+            step.rule if isinstance(step, Fused) else None,
+            step.needs,
+            step.gives,
+            int(costs.moved((*step.needs, *step.gives))) + self.extra_bytes,
+            step.launches,
+            self.host_sync(specs, device),
+            self.nearest_miss,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A chosen covering, ready to run.
+
+    Attributes
+    ----------
+    graph : Graph
+        The chain in plain PyTorch.
+    program : Program
+        The forward steps; its first slots are the graph's arguments.
+    outputs, saved : tuple of str
+        What the forward pass returns, and what it keeps for backward.
+    backward_steps : tuple of step
+        In the order preferred.
+    incoming, gradients : dict of str to str
+        The gradient of each output, and of each argument that gets one.
+    wanted : frozenset of str
+        The arguments that it was planned to give gradients of.
+    covered : tuple of Covered
+        The steps with what they cover, for `data`.
+    attempts : tuple of Attempt
+        Every rule tried.
+    """
+
+    graph: Graph
+    program: Program
+    outputs: tuple[str, ...]
+    saved: tuple[str, ...]
+    backward_steps: tuple[AnyStep, ...]
+    incoming: Mapping[str, str]
+    gradients: Mapping[str, str]
+    wanted: frozenset[str]
+    covered: tuple[Covered, ...]
+    attempts: tuple[Attempt, ...]
+    environment: Environment
+    dtype: torch.dtype
+    _backward: dict[tuple[bool, ...], Program] = field(default_factory=dict)
+    _slots: list[tuple[int, ...]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        slots = self.program.slots
+        assert [slots[v] for v in self.graph.arguments] == list(range(len(self.graph.arguments)))
+        self._slots.extend((tuple(slots[v] for v in self.outputs), tuple(slots[v] for v in self.saved)))
+
+    def forward(
+        self, arguments: Sequence[Tensor | None], strict: bool
+    ) -> tuple[tuple[Tensor, ...], list[Tensor | None]]:
+        """Run the forward steps; return the outputs, and the values that backward needs."""
+        values: list[Tensor | None] = [*arguments, *[None] * (len(self.program.slots) - len(arguments))]
+        self.program.run(values, strict)
+        outputs, saved = self._slots
+        return tuple([values[i] for i in outputs]), [values[i] for i in saved]  # type: ignore[misc]
+
+    def backward(
+        self, saved: Sequence[Tensor | None], grads: Sequence[Tensor | None], wanted: tuple[bool, ...], strict: bool
+    ) -> list[Tensor | None]:
+        """Run the backward steps that these gradients want; return a gradient, or None, for each argument."""
+        program = self._backward.get(wanted)
+        if program is None:
+            program = self._backward[wanted] = self._backward_program(wanted)
+        slots = program.slots
+        values: list[Tensor | None] = [None] * len(slots)
+        for value, tensor in zip(self.saved, saved, strict=True):
+            values[slots[value]] = tensor
+        for value, tensor in zip(self.graph.outputs, grads, strict=True):
+            if value in self.incoming:
+                values[slots[self.incoming[value]]] = tensor
+        del saved, grads
+        program.run(values, strict)
+        return [
+            values[slots[self.gradients[a]]] if w and a in self.gradients else None
+            for a, w in zip(self.graph.arguments, wanted, strict=True)
+        ]
+
+    def _backward_program(self, wanted: tuple[bool, ...]) -> Program:
+        asked = zip(self.graph.arguments, wanted, strict=True)
+        results = [self.gradients[a] for a, w in asked if w and a in self.gradients]
+        given = (*self.saved, *self.incoming.values())
+        slots = {value: i for i, value in enumerate(dict.fromkeys((NONE, *given, *results)))}
+        return Program(needed_steps(self.backward_steps, results), given, results, slots)
+
+    @property
+    def missed(self) -> tuple[tuple[str, Attempt], ...]:
+        """The ops that run unfused although this device has a kernel for them, each with what came nearest."""
+        misses = ((c.places[0].label, c.nearest_miss) for c in self.covered if isinstance(c.step, Plain))
+        return tuple((label, miss) for label, miss in misses if miss is not None and miss.missed)
+
+    def raise_if_missed(self) -> None:
+        """Raise what ``fm.strict()`` promises."""
+        if self.missed:
+            lines = "\n".join(f"  {label}: {miss}" for label, miss in self.missed)
+            raise FusionError(f"strict: these ops run unfused although this device has a kernel for them:\n{lines}")
+
+    def data(self, arguments: Mapping[str, SpecLike | None]) -> PlanData:
+        """Return the plan as data, its bytes for these arguments."""
+        specs = self.graph.infer(arguments)
+        costs = Costs(specs, self.graph.parameters, rows=0)
+        kept = tuple(v for v in self.saved if v not in self.graph.parameters)
+        device, arch = self.environment.device, self.environment.arch
+        return PlanData(
+            tuple(c.planned(specs, costs, device) for c in self.covered),
+            self.attempts,
+            kept,
+            sum(costs.nbytes(v) for v in kept),
+            str(device) + (f" (sm_{arch})" if arch else ""),
+            str(self.dtype).removeprefix("torch."),
+            self.environment.recipe.name,
+        )

@@ -1,0 +1,43 @@
+"""What the planner says, through `logging`, and the switch ``FUSEDMOE_LOG``."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+_said: set[tuple[object, ...]] = set()
+
+
+def say_once(logger: logging.Logger, level: int, message: str, *values: object) -> None:
+    """Log a message unless the very same one was logged before in this process."""
+    key = (logger.name, message, *map(str, values))
+    if key not in _said and logger.isEnabledFor(level):
+        _said.add(key)
+        logger.log(level, message, *values)
+
+
+def forget_said() -> None:
+    """Let every message be said again."""
+    _said.clear()
+
+
+def configure(value: str | None = None) -> None:
+    """Set logging up as ``FUSEDMOE_LOG`` asks: ``fusion`` shows plans and fallbacks, ``fusion:debug`` also every rule
+    tried.
+
+    Several areas are separated by commas. Unset, nothing changes: plain `logging` configuration applies.
+    """
+    value = os.environ.get("FUSEDMOE_LOG", "") if value is None else value
+    for area in filter(None, (part.strip() for part in value.split(","))):
+        name, _, level = area.partition(":")
+        if name != "fusion" or level not in ("", "info", "debug"):
+            raise ValueError(f"FUSEDMOE_LOG: expected 'fusion' or 'fusion:debug', got {area!r}")
+        logger = logging.getLogger("fusedmoe.fusion")
+        logger.setLevel(logging.DEBUG if level == "debug" else logging.INFO)
+        if not any(getattr(h, "_fusedmoe", False) for h in logger.handlers):
+            handler = logging.StreamHandler(sys.stderr)
+            handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+            handler._fusedmoe = True  # type: ignore[attr-defined]
+            logger.addHandler(handler)
+            logger.propagate = False

@@ -1,0 +1,211 @@
+"""A plan as data: what ``explain()`` prints, what the log lines are made from, what tests assert on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fusedmoe.fusion.rule import Direction
+
+
+class Status(str, Enum):
+    """What became of a rule at a position of the chain."""
+
+    FUSED = "FUSED"
+    """It runs there."""
+    SHADOWED = "SHADOWED"
+    """It could, and something cheaper does."""
+    UNAVAILABLE = "UNAVAILABLE"
+    """It stands there, but a package, a device or a switch is missing."""
+    CONSTRAINT = "CONSTRAINT"
+    """It stands there, and declines what it found."""
+    NO_MATCH = "NO_MATCH"
+    """Its pattern does not stand there."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One rule at one position, and how it ended.
+
+    Attributes
+    ----------
+    rule : str
+        Its name.
+    direction : str
+        ``"forward"`` or ``"backward"``.
+    start, end : int
+        The positions that it covers; of a NO_MATCH, those up to the one that did not fit, inclusive.
+    matched : int
+        Slots bound.
+    status : Status
+        How it ended.
+    reason : str
+        The rule that shadows it, what is missing, the constraint, or slot, expected and got.
+    on_this_device : bool
+        Whether the rule could run on this machine at all.
+    """
+
+    rule: str
+    direction: Direction
+    start: int
+    end: int
+    matched: int
+    status: Status
+    reason: str = ""
+    on_this_device: bool = True
+
+    @property
+    def missed(self) -> bool:
+        """Whether this device has the kernel and it does not run: what ``fm.strict()`` raises for."""
+        return self.on_this_device and self.matched > 0 and self.status in (Status.CONSTRAINT, Status.NO_MATCH)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.rule}: {self.status.value}: {self.reason}" if self.reason else f"{self.rule}: {self.status.value}"
+        )
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """One step of a plan.
+
+    Attributes
+    ----------
+    direction : str
+        ``"forward"`` or ``"backward"``.
+    ops : tuple of str
+        The ops covered, as ``label.Class``.
+    rule : str or None
+        The rule that fuses them; None for plain PyTorch.
+    needs, gives : tuple of str
+        Values read and written, by the chain's names.
+    bytes_moved : int
+        Bytes of `needs` and `gives` for the shapes explained, and what the rule says it moves besides. Eager PyTorch
+        moves more.
+    launches : int
+        Kernels launched, about.
+    host_sync : bool
+        It reads a tensor on the host.
+    nearest_miss : Attempt or None
+        Of an unfused step: the rule that came nearest to taking it.
+    """
+
+    direction: Direction
+    ops: tuple[str, ...]
+    rule: str | None
+    needs: tuple[str, ...]
+    gives: tuple[str, ...]
+    bytes_moved: int
+    launches: int
+    host_sync: bool = False
+    nearest_miss: Attempt | None = None
+
+    @property
+    def status(self) -> str:
+        """``FUSED`` or ``unfused``."""
+        return Status.FUSED.value if self.rule is not None else "unfused"
+
+    @property
+    def why(self) -> str:
+        """For an unfused step, in words: why no rule takes it."""
+        if self.rule is not None:
+            return ""
+        return str(self.nearest_miss) if self.nearest_miss is not None else "no rule stands on it"
+
+
+@dataclass(frozen=True)
+class PlanData:
+    """A plan of one chain: every step, every rule tried, what is kept for backward.
+
+    Attributes
+    ----------
+    steps : tuple of PlannedStep
+        In the order in which they run, forward then backward.
+    attempts : tuple of Attempt
+        Every rule at every position.
+    kept : tuple of str
+        Values kept for the backward pass, parameters apart.
+    kept_bytes : int
+        Their bytes, for the shapes explained; what the caller holds anyway (its own arguments) is counted too.
+    device, dtype, recipe : str
+        What it was planned for.
+    """
+
+    steps: tuple[PlannedStep, ...]
+    attempts: tuple[Attempt, ...]
+    kept: tuple[str, ...]
+    kept_bytes: int
+    device: str
+    dtype: str
+    recipe: str
+
+    @property
+    def fused(self) -> tuple[PlannedStep, ...]:
+        """The steps that a rule runs."""
+        return tuple(s for s in self.steps if s.rule is not None)
+
+    @property
+    def unfused(self) -> tuple[PlannedStep, ...]:
+        """The steps in plain PyTorch."""
+        return tuple(s for s in self.steps if s.rule is None)
+
+    def __str__(self) -> str:
+        rows = [("step", "ops", "direction", "rule", "status", "moves")]
+        for i, step in enumerate(self.steps, 1):
+            status = step.status + (" HOST SYNC" if step.host_sync else "")
+            rows.append(
+                (str(i), " + ".join(step.ops), step.direction, step.rule or "-", status, format_bytes(step.bytes_moved))
+            )
+        widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines.insert(1, "  ".join("-" * w for w in widths))
+        lines.append(
+            f"kept for backward: {format_bytes(self.kept_bytes)}" + (f" ({', '.join(self.kept)})" if self.kept else "")
+        )
+        reasons: dict[str, list[str]] = {}
+        for step in self.unfused:
+            reasons.setdefault(step.why, []).extend(step.ops)
+        if reasons:
+            lines.append("unfused, because:")
+            lines.extend(f"  {', '.join(ops)}: {why}" for why, ops in reasons.items())
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a `Sequential` will do with a call: a plan for each chain, and the modules between them.
+
+    ``str()`` of it is the table.
+
+    Attributes
+    ----------
+    parts : tuple of (str, PlanData or None)
+        In order: the title of each part, and its plan; None for a module that is not an op.
+    """
+
+    parts: tuple[tuple[str, PlanData | None], ...]
+
+    @property
+    def plans(self) -> tuple[PlanData, ...]:
+        """The plans of the chains, in order."""
+        return tuple(plan for _, plan in self.parts if plan is not None)
+
+    @property
+    def steps(self) -> tuple[PlannedStep, ...]:
+        """The steps of all chains, in order."""
+        return tuple(step for plan in self.plans for step in plan.steps)
+
+    def __str__(self) -> str:
+        return "\n\n".join(title if plan is None else f"{title}\n{plan}" for title, plan in self.parts)
+
+
+def format_bytes(count: int) -> str:
+    """``1536 -> "1.5 KiB"``."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            break
+        size /= 1024
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"

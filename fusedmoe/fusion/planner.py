@@ -1,0 +1,204 @@
+"""From a chain and what it is called with to a plan: candidates, the cheapest covering, programs.
+
+1. `candidates`: every rule at every position; each ends in a status, those that take what they found become candidates.
+2. `choice`: the cheapest covering of both directions together.
+3. here: the steps of that covering, the glue between them (derived values, gradient sums, tail masks), what is kept.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import TYPE_CHECKING
+
+from fusedmoe.fusion.candidates import Costs, Line
+from fusedmoe.fusion.choice import cheapest, final_attempts, nearest_miss
+from fusedmoe.fusion.executable import Covered, Environment, Plan
+from fusedmoe.fusion.graph import Graph, Plain
+from fusedmoe.fusion.log import say_once
+from fusedmoe.fusion.names import NONE, grad
+from fusedmoe.fusion.program import AnyStep, Fused, Program, all_needs, needed_steps
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from fusedmoe.fusion.candidates import Candidate
+    from fusedmoe.fusion.graph import Place
+    from fusedmoe.ops.op import Node, SpecLike
+
+logger = logging.getLogger(__name__)
+
+
+def make_plan(
+    nodes: Sequence[Node],
+    exports: Collection[str],
+    arguments: Mapping[str, SpecLike | None],
+    wanted: Collection[str],
+    environment: Environment,
+) -> Plan:
+    """Plan a chain.
+
+    Parameters
+    ----------
+    nodes
+        The chain's ops, in order, as the recipe has rewritten them.
+    exports
+        Provided values that something after the chain wants.
+    arguments
+        Spec of every argument: the rows, the runtime inputs, the parameters (None for an absent one).
+    wanted
+        The arguments that want a gradient; empty for inference.
+    environment
+        What else the choice depends on.
+    """
+    graph = Graph(nodes, exports)
+    specs = graph.infer(arguments)
+    rows = specs[graph.main[0]]
+    assert rows is not None
+    backward_places, sums, incoming = graph.backward(wanted, specs) if wanted else ((), (), {})
+    made = {v for step in (*(p.step for p in backward_places), *sums) for v in step.gives}
+    gradients = {a: grad(a) for a in graph.arguments if a in wanted and grad(a) in made}
+
+    costs = Costs(specs, graph.parameters, rows.shape[0])
+    context = {
+        "device": environment.device,
+        "arch": environment.arch,
+        "deterministic": environment.deterministic,
+        "training": bool(wanted),
+        "recipe": environment.recipe,
+        "_specs": specs,
+    }
+    derived = tuple(graph.derived.values())
+    disabled = environment.disabled
+    forward = Line("forward", graph.forward, graph.outputs, derived, costs, context, disabled)
+    backward = Line("backward", backward_places, gradients.values(), sums, costs, context, disabled)
+    chosen_forward, chosen_backward, kept = cheapest(
+        forward, backward, {*graph.arguments, *graph.outputs, *graph.derived}
+    )
+
+    elsewhere = {*graph.arguments, *graph.derived, *(v for p in graph.forward for v in p.step.gives)}
+    forward_steps = [_step(graph, forward, c, kept, elsewhere) for c in chosen_forward]
+    materialized = {*graph.arguments, *graph.derived, *(v for s in forward_steps for v in s.gives)}
+    backward_steps = [_step(graph, backward, c, (), materialized) for c in chosen_backward]
+    forward_all, outputs = _tails_zeroed(graph, [*derived, *forward_steps], {v: v for v in graph.outputs})
+    backward_all, gradients = _tails_zeroed(graph, [*backward_steps, *sums], gradients)
+
+    backward_given = {NONE, *incoming.values(), *(v for s in backward_all for v in s.gives)}
+    saved = tuple(dict.fromkeys(v for s in backward_all for v in all_needs(s) if v not in backward_given))
+    results = (*outputs.values(), *saved)
+    slots = {value: i for i, value in enumerate((*graph.arguments, NONE))}
+    program = Program(needed_steps(forward_all, results), graph.arguments, results, slots)
+
+    needed_by = {v: s.label for s in reversed(backward_steps) for v in all_needs(s)}
+    attempts = (
+        *final_attempts(forward, chosen_forward, kept, needed_by),
+        *final_attempts(backward, chosen_backward, (), {}),
+    )
+    covered = tuple(
+        Covered(
+            line.direction,
+            step,
+            line.places[c.start : c.end],
+            c.step.extra_bytes,
+            None if c.rule else nearest_miss([a for a in attempts if a.direction == line.direction], c.start),
+        )
+        for line, covering, steps in (
+            (forward, chosen_forward, forward_steps),
+            (backward, chosen_backward, backward_steps),
+        )
+        for c, step in zip(covering, steps, strict=True)
+    )
+    plan = Plan(
+        graph,
+        program,
+        tuple(outputs.values()),
+        saved,
+        tuple(backward_all),
+        incoming,
+        gradients,
+        frozenset(wanted),
+        covered,
+        attempts,
+        environment,
+        rows.dtype,
+    )
+    _log(plan, arguments)
+    return plan
+
+
+def _step(graph: Graph, line: Line, c: Candidate, kept: Collection[str], there: Collection[str]) -> AnyStep:
+    """Return the runnable step of a candidate, which writes those of its keeps that are kept."""
+    places = line.places[c.start : c.end]
+    if c.rule is None:
+        return places[0].step
+    s = c.step
+    wanted = [(name, v) for name, v in zip(c.keep_names, s.keeps, strict=True) if v in kept]
+    gives = (*s.gives, *(v for _, v in wanted))
+    run = partial(s.run, keep=tuple(name for name, _ in wanted)) if s.keeps else s.run
+    stand_ins = _stand_ins(graph, places, gives, there) if s.guard is not None else ()
+    label = " + ".join(p.label for p in places)
+    return Fused(label, c.name, run, s.needs, gives, s.guard, s.zeroes_tail, s.launches, stand_ins)
+
+
+def _stand_ins(
+    graph: Graph, places: Sequence[Place], gives: Collection[str], there: Collection[str]
+) -> tuple[Plain, ...]:
+    """Return the plain steps that give what a fused step gives, recomputing forward values that are not there."""
+    own = {v: p.step for p in places for v in p.step.gives}
+    ordered: list[Plain] = []
+
+    def make(value: str, *, again: bool = False) -> None:
+        step = own.get(value)
+        if step is None and (again or value not in there):
+            step = graph.producers.get(value)
+        if step is None or step in ordered:
+            return
+        for need in step.needs:
+            make(need)
+        ordered.append(step)
+
+    for value in gives:
+        make(value, again=True)  # what the fused step recomputes, it recomputes because nobody keeps it
+    return tuple(ordered)
+
+
+def _tails_zeroed(
+    graph: Graph, steps: Sequence[AnyStep], results: Mapping[str, str]
+) -> tuple[list[AnyStep], dict[str, str]]:
+    """Add a mask behind each result whose maker does not promise zeros in the rows behind the last expert's."""
+    made_by = {v: s for s in steps for v in s.gives}
+    steps, renamed = list(steps), {}
+    for key, value in results.items():
+        maker = made_by.get(value)
+        mask = None if maker is None or maker.zeroes_tail else graph.zero_tail(value, f"zeroed {value}")
+        if mask is not None:
+            steps.append(mask)
+        renamed[key] = value if mask is None else mask.gives[0]
+    return steps, renamed
+
+
+def _log(plan: Plan, arguments: Mapping[str, SpecLike | None]) -> None:
+    missed = dict(plan.missed)
+    for label, miss in missed.items():
+        say_once(
+            logger, logging.WARNING, "%s runs unfused on a device that has a kernel for it: %s", _kind(label), miss
+        )
+    if not logger.isEnabledFor(logging.INFO):
+        return
+    data = plan.data(arguments)
+    logger.info(
+        "new plan: %s, %s, recipe %s, kept for backward %d bytes", data.device, data.dtype, data.recipe, data.kept_bytes
+    )
+    for i, step in enumerate(data.steps, 1):
+        logger.info("  %d. %s %s: %s", i, step.direction, " + ".join(step.ops), step.rule or "plain PyTorch")
+    for step in data.unfused:
+        for op in step.ops:
+            if op not in missed:
+                say_once(logger, logging.INFO, "%s runs unfused: %s", _kind(op), step.why)
+    for attempt in plan.attempts:
+        logger.debug("  %s at %s [%d, %d): %s", attempt.rule, attempt.direction, attempt.start, attempt.end, attempt)
+
+
+def _kind(label: str) -> str:
+    """``fc1.GroupedLinear`` -> ``GroupedLinear``: the same fallback in every layer is one fallback."""
+    return label.rpartition(".")[2]

@@ -1,0 +1,175 @@
+"""A plan's steps as a straight-line program over numbered slots, and the loop that runs it.
+
+Nothing here decides anything from what a tensor contains: the same arguments' shapes, dtypes and strides run the same
+steps.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from fusedmoe.fusion.graph import Plain
+from fusedmoe.fusion.log import say_once
+from fusedmoe.fusion.names import NONE
+from fusedmoe.fusion.rule import Declined, FusionError, RuleError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A fused step with its values resolved to the chain's names, and the plain steps that stand in where it declines
+    at a call.
+    """
+
+    label: str
+    rule: str
+    run: Callable[..., Any]
+    needs: tuple[str, ...]
+    gives: tuple[str, ...]
+    guard: Callable[..., None] | None
+    zeroes_tail: bool
+    launches: int
+    fallback: tuple[Plain, ...] = ()
+
+    @property
+    def all_needs(self) -> tuple[str, ...]:
+        """What has to be there: for the step itself, and for its stand-ins."""
+        made = {value for step in self.fallback for value in step.gives}
+        return (*self.needs, *dict.fromkeys(v for step in self.fallback for v in step.needs if v not in made))
+
+
+AnyStep = Plain | Fused
+
+
+def all_needs(step: AnyStep) -> tuple[str, ...]:
+    """Return the values that have to be there for a step to run whatever its guard says."""
+    return step.all_needs if isinstance(step, Fused) and step.guard is not None else step.needs
+
+
+@dataclass(frozen=True, slots=True)
+class _Instruction:
+    run: Callable[..., Any]
+    needs: tuple[int, ...]
+    gives: tuple[int, ...]
+    frees: tuple[int, ...]
+    fused: Fused | None  # only where it has a guard
+    fallback: tuple[_Instruction, ...]
+
+
+class Program:
+    """Steps in an order in which everything is there when it is needed.
+
+    Parameters
+    ----------
+    steps
+        In the order preferred; a step waits for values that a later one gives.
+    given
+        Values there at the start.
+    results
+        Values wanted at the end; everything else is released after its last use.
+    slots
+        Numbers of values, shared by the programs of a plan; extended here.
+    """
+
+    def __init__(
+        self, steps: Iterable[AnyStep], given: Collection[str], results: Collection[str], slots: dict[str, int]
+    ) -> None:
+        self.steps = tuple(_scheduled(steps, {*given, NONE}))
+        self.slots = slots
+        keep = {*results, NONE}
+        last_use: dict[str, int] = {}
+        for i, step in enumerate(self.steps):
+            for value in (*all_needs(step), *step.gives):
+                last_use[value] = i
+        ends: dict[int, list[str]] = {}
+        for value, i in last_use.items():
+            if value not in keep:
+                ends.setdefault(i, []).append(value)
+        self._instructions = tuple(self._compile(s, ends.get(i, ())) for i, s in enumerate(self.steps))
+
+    def _slot(self, value: str) -> int:
+        return self.slots.setdefault(value, len(self.slots))
+
+    def _compile(self, step: AnyStep, frees: Sequence[str]) -> _Instruction:
+        guarded = step if isinstance(step, Fused) and step.guard is not None else None
+        stand_ins = guarded.fallback if guarded else ()
+        inner = {v for s in stand_ins for v in s.gives} - set(step.gives)
+        return _Instruction(
+            step.run,
+            tuple(self._slot(v) for v in step.needs),
+            tuple(self._slot(v) for v in step.gives),
+            tuple(self._slot(v) for v in dict.fromkeys((*frees, *inner))),
+            guarded,
+            tuple(self._compile(s, ()) for s in stand_ins),
+        )
+
+    def run(self, values: list[Tensor | None], strict: bool) -> None:
+        """Run the steps over ``values``, which is indexed by slot and as long as there are slots."""
+        for instruction in self._instructions:
+            if instruction.fused is not None and not _accepts(instruction, values, strict):
+                for stand_in in instruction.fallback:
+                    _run(stand_in, values)
+            else:
+                _run(instruction, values)
+            for slot in instruction.frees:
+                values[slot] = None
+
+
+def _run(instruction: _Instruction, values: list[Tensor | None]) -> None:
+    out = instruction.run(*[values[i] for i in instruction.needs])
+    if isinstance(out, Tensor):
+        out = (out,)
+    gives = instruction.gives
+    if len(out) != len(gives):
+        raise RuleError(f"{instruction.run!r} returned {len(out)} tensors where {len(gives)} were announced")
+    for slot, tensor in zip(gives, out, strict=True):
+        values[slot] = tensor
+
+
+def _accepts(instruction: _Instruction, values: list[Tensor | None], strict: bool) -> bool:
+    fused = instruction.fused
+    assert fused is not None
+    assert fused.guard is not None
+    try:
+        fused.guard(*[values[i] for i in instruction.needs])
+    except Declined as reason:
+        if strict:
+            raise FusionError(f"{fused.label}: {fused.rule} declined this call: {reason}") from None
+        say_once(
+            logger, logging.WARNING, "%s: %s declined this call: %s; it runs unfused", fused.label, fused.rule, reason
+        )
+        return False
+    return True
+
+
+def _scheduled(steps: Iterable[AnyStep], there: set[str]) -> Iterable[AnyStep]:
+    waiting = list(steps)
+    while waiting:
+        step = next((s for s in waiting if there.issuperset(all_needs(s))), None)
+        if step is None:
+            missing = {s.label: sorted(set(all_needs(s)) - there) for s in waiting}
+            raise RuleError(f"steps that wait for values nobody gives: {missing}")
+        waiting.remove(step)
+        there.update(step.gives)
+        yield step
+
+
+def needed_steps(steps: Sequence[AnyStep], wanted: Collection[str]) -> list[AnyStep]:
+    """Return those steps, in order, that the wanted values depend on."""
+    makers: Mapping[str, AnyStep] = {value: step for step in steps for value in step.gives}
+    needed: set[int] = set()
+    todo = list(wanted)
+    while todo:
+        step = makers.get(todo.pop())
+        if step is not None and id(step) not in needed:
+            needed.add(id(step))
+            todo.extend(all_needs(step))
+    return [s for s in steps if id(s) in needed]

@@ -1,0 +1,110 @@
+"""Which rules there are: the built-in ones, those of installed packages (entry points), those registered in this
+process.
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING
+
+from fusedmoe.fusion.rule import FusionRule, RuleError
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+ENTRY_POINT_GROUP = "fusedmoe.fusions"
+
+
+class _Registry:
+    def __init__(self) -> None:
+        self.by_name: dict[str, type[FusionRule]] = {}
+        self.generation = 0  # part of every plan's key
+        self.loaded = False
+
+    def add(self, rule: object) -> None:
+        if not (isinstance(rule, type) and issubclass(rule, FusionRule)):
+            raise RuleError(f"expected a subclass of FusionRule, got {rule!r}")
+        if self.by_name.get(rule.name, rule) is not rule:
+            taken = self.by_name[rule.name]
+            raise RuleError(
+                f"a rule named {rule.name!r} is registered already: {taken.__module__}.{taken.__qualname__}"
+            )
+        self.by_name[rule.name] = rule
+        self.generation += 1
+
+    def load(self) -> None:
+        """Add the built-in rules and those of entry points, once, when the first plan is made."""
+        from fusedmoe.fusion.rules import BUILTIN
+
+        self.loaded = True
+        for rule in BUILTIN:
+            self.add(rule)
+        for entry in entry_points(group=ENTRY_POINT_GROUP):
+            try:
+                found = entry.load()
+            except Exception as error:
+                package = entry.dist.name if entry.dist else "an unknown package"
+                self.loaded = False
+                raise RuleError(
+                    f"entry point {entry.name!r} of {package} ({entry.value}) failed to load: {error}"
+                ) from error
+            for rule in found if isinstance(found, (list, tuple)) else [found]:
+                self.add(rule)
+
+
+_registry = _Registry()
+
+
+class Registration:
+    """Rules that were registered: `remove` takes them out again, as does leaving a ``with`` block."""
+
+    def __init__(self, rules: tuple[type[FusionRule], ...]) -> None:
+        self._rules = rules
+
+    def remove(self) -> None:
+        """Take the rules out."""
+        for rule in self._rules:
+            _registry.by_name.pop(rule.name, None)
+        _registry.generation += 1
+
+    def __enter__(self) -> Registration:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+
+def register(*rules: type[FusionRule]) -> Registration:
+    """Add fusion rules, for good or, as a context manager, for a block.
+
+    An installed package does without: an entry point in the group ``fusedmoe.fusions`` names a rule class, or a list of
+    them.
+
+    Raises
+    ------
+    RuleError
+        What is given is no rule, or another rule has the name.
+    """
+    for rule in rules:
+        _registry.add(rule)
+    return Registration(rules)
+
+
+def rules() -> tuple[type[FusionRule], ...]:
+    """Return every rule there is, by name: the order in which they were imported means nothing."""
+    if not _registry.loaded:
+        _registry.load()
+    return tuple(_registry.by_name[name] for name in sorted(_registry.by_name))
+
+
+def generation() -> int:
+    """Return a number that changes with every change of the set of rules."""
+    return _registry.generation
+
+
+def disabling_pattern(name: str, patterns: tuple[str, ...]) -> str | None:
+    """Return the first of the patterns that switches the rule of this name off, or None."""
+    return next((p for p in patterns if fnmatchcase(name, p)), None)

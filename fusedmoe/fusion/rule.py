@@ -1,0 +1,196 @@
+"""The pattern language: a fusion rule is a class body.
+
+    class GroupedGemmGLU(FusionRule, name="sm90.grouped_gemm_glu", direction="forward"):
+        fc: GroupedLinear
+        act: SwiGLU | GeGLU
+        scale: Scale | None
+
+Annotations are the pattern, in order; ``A | B`` is an alternative; ``X | None`` may be absent; field names are the
+bindings. A class in a pattern matches its own instances only: a subclass may compute something else, so it has to be
+named.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import types
+import typing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Union
+
+from fusedmoe.fusion.names import primal
+from fusedmoe.ops.op import BackwardOp, Op
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    import torch
+
+    from fusedmoe.ops.op import TensorSpec
+    from fusedmoe.recipes import Recipe
+
+Direction = Literal["forward", "backward"]
+
+
+class RuleError(RuntimeError):
+    """A fusion rule is wrong in itself: its pattern, or the step that it built."""
+
+
+class FusionError(RuntimeError):
+    """Raised under ``fm.strict()`` where something ran unfused that a rule for this device stood on."""
+
+
+class Declined(Exception):  # noqa: N818  (not an error: the way in which a rule says no)
+    """Why a rule does not take what it matched. Raised by `require`."""
+
+
+def require(condition: object, message: str, *values: object) -> None:
+    """Decline with ``message % values`` unless the condition holds. Name the value that is off and, where there is one,
+    the remedy.
+    """
+    if not condition:
+        raise Declined(message % values if values else message)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One position of a pattern."""
+
+    name: str
+    types: tuple[type, ...]
+    optional: bool
+
+    @property
+    def expected(self) -> str:
+        """The alternatives, as a person would write them."""
+        return " | ".join([t.__name__ for t in self.types] + (["None"] if self.optional else []))
+
+
+@dataclass(frozen=True)
+class Step:
+    """One kernel launch (or a few) over flat tensors, as a rule builds it.
+
+    Values are named by slot: ``"fc.weight"``, ``"act.input"``, ``"scale.probs"``; ``"input"``, ``"output"``,
+    ``"grad_output"`` and ``"grad_input"`` are the ends of the whole span; a bare name such as ``"offsets"`` is a
+    runtime input of the span. A slot of a backward rule stands for the op whose gradient it computes: ``"dact.input"``
+    is what went into the activation in forward, and ``"wgrad.grad_weight"`` a gradient.
+
+    Attributes
+    ----------
+    run : callable
+        Takes the tensors of `needs`, in order, and returns those of `gives`. Where `keeps` is not empty it also takes
+        ``keep=``, the names among `keeps` that the backward pass wants this time, and returns those after `gives`.
+    needs, gives : tuple of str
+        Values read and written. A backward step may also give forward values that it recomputes (``"dgrad.input"``).
+    keeps : tuple of str
+        Forward steps: values inside the span that it can write besides, for the backward pass.
+    guard : callable or None
+        Takes the tensors of `needs` and declines through `require` for facts known only at the call (row count,
+        strides); never looks at contents. The ops then run unfused in this call.
+    zeroes_tail : bool
+        The rows behind the last expert's come out as zeros.
+    launches : int
+        Kernels launched.
+    extra_bytes : int
+        Bytes moved besides reading `needs` and writing `gives` once.
+    """
+
+    run: Callable[..., Any]
+    needs: tuple[str, ...]
+    gives: tuple[str, ...]
+    keeps: tuple[str, ...] = ()
+    guard: Callable[..., None] | None = None
+    zeroes_tail: bool = False
+    launches: int = 1
+    extra_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class PlanContext:
+    """What a rule may look at besides its bindings. Anything here, and any public attribute of an op, is part of the
+    plan's key.
+
+    Attributes
+    ----------
+    device : torch.device
+        Where the rows are.
+    arch : int or None
+        90 for sm_90; None where there is no NVIDIA GPU.
+    deterministic : bool
+        `torch.are_deterministic_algorithms_enabled`.
+    training : bool
+        Whether there will be a backward pass.
+    recipe : Recipe
+        The recipe in force.
+    """
+
+    device: torch.device
+    arch: int | None
+    deterministic: bool
+    training: bool
+    recipe: Recipe
+    _specs: Mapping[str, TensorSpec]
+    _resolve: Callable[[str], str]
+
+    def dtype(self, value: str) -> torch.dtype:
+        """Return the dtype of a value, named as in `Step`."""
+        return self._specs[primal(self._resolve(value))].dtype
+
+
+class FusionRule:
+    """A chain of ops, or of backward ops, and the step that computes all of it at once. See the module's page for the
+    pattern.
+    """
+
+    name: ClassVar[str]
+    direction: ClassVar[Direction]
+    slots: ClassVar[tuple[Slot, ...]]
+
+    def __init_subclass__(cls, *, name: str, direction: Direction, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if direction not in ("forward", "backward"):
+            raise RuleError(f"rule {name!r}: direction: expected 'forward' or 'backward', got {direction!r}")
+        cls.name, cls.direction = name, direction
+        # the frame of the class statement: a rule written inside a function may name what is local there
+        cls.slots = _slots(cls, sys._getframe(1).f_locals)
+
+    def __init__(self, bindings: Mapping[str, Op | BackwardOp | None]) -> None:
+        for slot, bound in bindings.items():
+            setattr(self, slot, bound)
+
+    def available(self, ctx: PlanContext) -> None:
+        """Decline through `require` where this machine cannot run the rule at all: device, package, switch
+        (UNAVAILABLE).
+        """
+
+    def check(self, ctx: PlanContext) -> None:
+        """Decline through `require` where what was matched cannot be taken (CONSTRAINT)."""
+
+    def build(self, ctx: PlanContext) -> Step:
+        """Return the step that computes the span."""
+        raise NotImplementedError(f"rule {self.name!r} defines no build()")
+
+
+def _slots(cls: type[FusionRule], namespace: Mapping[str, object]) -> tuple[Slot, ...]:
+    try:
+        annotations = inspect.get_annotations(cls, locals=dict(namespace), eval_str=True)
+    except NameError as error:
+        raise RuleError(f"rule {cls.name!r}: a slot's type is not known here: {error}") from error
+    wanted: type = Op if cls.direction == "forward" else BackwardOp
+    slots = []
+    for name, annotation in annotations.items():
+        origin: object = typing.get_origin(annotation)
+        if origin is ClassVar:
+            continue
+        union = origin in (Union, types.UnionType)
+        members = typing.get_args(annotation) if union else (annotation,)
+        optional = type(None) in members
+        ops = tuple(t for t in members if t is not type(None))
+        for t in ops:
+            if not (isinstance(t, type) and issubclass(t, wanted)):
+                raise RuleError(f"rule {cls.name!r}: slot {name!r}: expected {wanted.__name__} classes, got {t!r}")
+        slots.append(Slot(name, ops, optional))
+    if all(slot.optional for slot in slots):
+        raise RuleError(f"rule {cls.name!r}: its pattern may match nothing: at least one slot must not be optional")
+    return tuple(slots)

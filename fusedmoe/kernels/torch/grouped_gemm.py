@@ -1,0 +1,121 @@
+"""Grouped matrix products over rows sorted by expert, and their gradients.
+
+Axes: R rows, E experts, K features in, N features out. ``offsets_E`` (int32) are the running ends of the experts' rows;
+``None`` means that all rows belong to the one group there is.
+
+On an NVIDIA GPU of compute capability 9.x or 10.x, bf16 goes through ``F.grouped_mm``, which reads the offsets on the
+device; on a CPU it takes fp32, bf16 and fp16. Everything else is a loop over the experts; on a GPU that loop reads the
+offsets on the host once (``explain()`` marks it HOST SYNC).
+
+What ``F.grouped_mm`` leaves to its caller: rows past the last offset are not written, so they are zeroed here.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusedmoe.kernels.torch.rows import zero_tail_
+
+_NATIVE_DTYPES = {"cuda": (torch.bfloat16,), "cpu": (torch.float32, torch.bfloat16, torch.float16)}
+_ALIGNMENT_BYTES = 16  # F.grouped_mm's TMA loads want addresses and row pitches that are multiples of this
+
+
+@functools.cache
+def _has_device_side_grouped_mm(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
+def runs_on_device(device: torch.device, dtype: torch.dtype, *widths: int) -> bool:
+    """Whether a grouped product of these feature widths runs without a host read: what a planner may ask ahead of a
+    call.
+    """
+    if device.type != "cuda":
+        return True  # reading offsets on the CPU waits for nothing
+    aligned = all(width * dtype.itemsize % _ALIGNMENT_BYTES == 0 for width in widths)
+    return dtype is torch.bfloat16 and aligned and _has_device_side_grouped_mm(device)
+
+
+def _aligned(t: Tensor) -> Tensor | None:
+    """Return ``t`` as F.grouped_mm reads it, copied where its strides or address are off; None where its widths are."""
+    *outer, unit = sorted(t.stride()[-2:], reverse=True)
+    if unit == 1 and all(s * t.element_size() % _ALIGNMENT_BYTES == 0 for s in (*t.stride()[:-2], *outer)):
+        return t if t.data_ptr() % _ALIGNMENT_BYTES == 0 else t.clone()
+    return t.contiguous() if t.shape[-1] * t.element_size() % _ALIGNMENT_BYTES == 0 else None
+
+
+def _native(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return the operands for F.grouped_mm, or None where only the loop can take them."""
+    if a.dtype not in _NATIVE_DTYPES.get(a.device.type, ()) or a.dtype is not b.dtype or not (a.numel() and b.numel()):
+        return None
+    if a.device.type == "cuda" and not _has_device_side_grouped_mm(a.device):
+        return None
+    a_ok, b_ok = _aligned(a), _aligned(b)
+    return None if a_ok is None or b_ok is None else (a_ok, b_ok)
+
+
+def _ranges(offsets_E: Tensor) -> list[tuple[int, int, int]]:
+    """(expert, first row, end) of every expert that has rows. Reads the offsets on the host."""
+    ends: list[int] = offsets_E.tolist()
+    return [(e, first, end) for e, (first, end) in enumerate(zip([0, *ends], ends, strict=False)) if end > first]
+
+
+def _rows_times(x_RK: Tensor, w_EKN: Tensor, offsets_E: Tensor | None) -> Tensor:
+    if offsets_E is None:
+        return x_RK @ w_EKN[0]
+    if native := _native(x_RK, w_EKN):
+        return zero_tail_(F.grouped_mm(*native, offs=offsets_E), offsets_E)
+    out_RN = x_RK.new_empty(x_RK.shape[0], w_EKN.shape[2])
+    last = 0
+    for e, first, last in _ranges(offsets_E):
+        torch.mm(x_RK[first:last], w_EKN[e], out=out_RN[first:last])
+    out_RN[last:].zero_()
+    return out_RN
+
+
+def grouped_mm(x_RK: Tensor, weight_ENK: Tensor, offsets_E: Tensor | None) -> Tensor:
+    """``y[r] = x[r] @ weight[expert of r].T``: (R, N); zeros in rows that belong to no expert."""
+    return _rows_times(x_RK, weight_ENK.mT, offsets_E)
+
+
+def grouped_mm_dgrad(dy_RN: Tensor, weight_ENK: Tensor, offsets_E: Tensor | None) -> Tensor:
+    """``dx[r] = dy[r] @ weight[expert of r]``: (R, K); zeros in rows that belong to no expert."""
+    return _rows_times(dy_RN, weight_ENK, offsets_E)
+
+
+def grouped_mm_wgrad(dy_RN: Tensor, x_RK: Tensor, offsets_E: Tensor | None) -> Tensor:
+    """``dW[e] = dy[rows of e].T @ x[rows of e]``: (E, N, K); exact zeros for an expert without rows."""
+    if offsets_E is None:
+        return (dy_RN.mT @ x_RK)[None]
+    if native := _native(dy_RN, x_RK):
+        return F.grouped_mm(native[0].mT, native[1], offs=offsets_E)
+    out_ENK = x_RK.new_zeros(offsets_E.shape[0], dy_RN.shape[1], x_RK.shape[1])
+    for e, first, last in _ranges(offsets_E):
+        torch.mm(dy_RN[first:last].mT, x_RK[first:last], out=out_ENK[e])
+    return out_ENK
+
+
+def grouped_bias(y_RN: Tensor, bias_EN: Tensor, offsets_E: Tensor | None) -> Tensor:
+    """``y[r] += bias[expert of r]``, in place; rows that belong to no expert stay as they are."""
+    if offsets_E is None:
+        return y_RN.add_(bias_EN[0])
+    rows_R = torch.arange(y_RN.shape[0], device=y_RN.device, dtype=torch.int32)
+    expert_R = torch.searchsorted(offsets_E, rows_R, right=True)
+    padded_bias = F.pad(bias_EN, (0, 0, 0, 1))  # "expert" E has bias zero: the rows behind the last expert
+    return y_RN.add_(padded_bias[expert_R])
+
+
+def grouped_bias_grad(dy_RN: Tensor, offsets_E: Tensor | None) -> Tensor:
+    """``db[e] = sum of dy over the rows of e``, accumulated in fp32 (fp64 for fp64): (E, N) in dy's dtype.
+
+    Deterministic: ``segment_reduce`` walks each expert's rows in order, without atomics.
+    """
+    accumulate = torch.promote_types(dy_RN.dtype, torch.float32)
+    if offsets_E is None:
+        return dy_RN.sum(0, keepdim=True, dtype=accumulate).to(dy_RN.dtype)
+    starts = F.pad(offsets_E.to(torch.int64), (1, 0))
+    sums_EN = torch.segment_reduce(dy_RN.to(accumulate), "sum", offsets=starts, axis=0, initial=0, unsafe=True)
+    return sums_EN.to(dy_RN.dtype)

@@ -1,0 +1,90 @@
+"""Rows sorted by expert: where each expert's rows end, and what lies behind the last of them.
+
+Axes: R rows, E experts, T tokens, K chosen experts a token, H features.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def offsets_from_splits(splits_E: Tensor, num_rows: int) -> Tensor:
+    """Running ends of the experts' rows: ``offsets[e] = min(sum(max(splits[: e + 1], 0)), num_rows)``.
+
+    Clamped on the device, so that no content of ``splits`` can make a kernel address memory outside of the rows.
+
+    Parameters
+    ----------
+    splits_E
+        Rows an expert, shape (E,), any integer dtype.
+    num_rows
+        R, the number of rows that there are.
+
+    Returns
+    -------
+    Tensor
+        int32, shape (E,), non-decreasing, within [0, R].
+    """
+    return splits_E.clamp(min=0).cumsum(0, dtype=torch.int64).clamp_(max=num_rows).to(torch.int32)
+
+
+def tail_mask(offsets_E: Tensor, num_rows: int) -> Tensor:
+    """``mask[r] = r >= offsets[-1]``: bool, shape (R,), true for the rows that belong to no expert."""
+    return torch.arange(num_rows, device=offsets_E.device, dtype=torch.int32) >= offsets_E[-1]
+
+
+def zero_tail_(rows: Tensor, offsets_E: Tensor) -> Tensor:
+    """Set the rows that belong to no expert to zero, in place. ``rows`` is (R,) or (R, H)."""
+    mask = tail_mask(offsets_E, rows.shape[0])
+    return rows.masked_fill_(mask.view(-1, *(1,) * (rows.dim() - 1)), 0)
+
+
+def sort_by_expert(expert_index_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Order the T*K routing slots by expert; a stable sort keeps the tokens of one expert in order.
+
+    A slot whose id lies outside [0, E) is a sentinel: it goes behind the rows of every expert and is counted nowhere.
+
+    Returns
+    -------
+    slot_of_row : Tensor
+        (R,) int64, R = T*K: the routing slot ``t * K + k`` that row r came from.
+    row_of_slot : Tensor
+        (T, K) int64: the row that a slot became, and R for a sentinel.
+    splits : Tensor
+        (E,) int64: rows an expert.
+    """
+    flat_R = expert_index_TK.reshape(-1)
+    chosen_R = (flat_R >= 0) & (flat_R < num_experts)
+    # int64 keys: E itself, the key of a sentinel, may not fit the dtype that the ids came in
+    key_R, slot_of_row = torch.where(chosen_R, flat_R.to(torch.int64), num_experts).sort(stable=True)
+    splits_E = _counts_of_sorted(key_R, num_experts)
+    row_ids_R = torch.arange(flat_R.numel(), device=flat_R.device)
+    row_of_slot = torch.empty_like(row_ids_R).scatter_(0, slot_of_row, row_ids_R)
+    row_of_slot = torch.where(chosen_R, row_of_slot, flat_R.numel()).view_as(expert_index_TK)
+    return slot_of_row, row_of_slot, splits_E
+
+
+def _counts_of_sorted(key_R: Tensor, num_experts: int) -> Tensor:
+    # not bincount, which reads the host on CUDA, nor scatter_add, which uses atomics
+    experts_E = torch.arange(num_experts, device=key_R.device, dtype=key_R.dtype)
+    ends_E = torch.searchsorted(key_R, experts_E, right=True)
+    return ends_E.diff(prepend=torch.searchsorted(key_R, experts_E[:1]))
+
+
+def rows_per_expert(expert_index: Tensor, num_experts: int) -> Tensor:
+    """How often each expert was chosen, sentinels apart: (E,) int64, counted on the device."""
+    return _counts_of_sorted(expert_index.reshape(-1).to(torch.int64).sort().values, num_experts)
+
+
+def gather_rows(rows_RH: Tensor, row_of_slot_TK: Tensor) -> Tensor:
+    """``out[t, k] = rows[row_of_slot[t, k]]``, zero for a sentinel: (T, K, H), or (T, K) of a vector.
+
+    A sentinel's row is never read, so that what lies there (NaN included) stays out.
+    """
+    num_rows = rows_RH.shape[0]
+    if num_rows == 0:
+        return rows_RH.new_zeros(*row_of_slot_TK.shape, *rows_RH.shape[1:])
+    skipped = row_of_slot_TK >= num_rows
+    out = rows_RH[row_of_slot_TK.clamp(max=num_rows - 1)]
+    return out.masked_fill_(skipped.view(*skipped.shape, *(1,) * (rows_RH.dim() - 1)), 0)

@@ -1,0 +1,360 @@
+"""`MoE`: the drop-in layer, a router and its experts.
+
+Axes: T tokens, E experts, K chosen experts a token, H hidden, I intermediate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fusedmoe.errors import InputError
+from fusedmoe.kernels.torch.rows import rows_per_expert
+from fusedmoe.ops.dispatch import Combine, Dispatch
+from fusedmoe.ops.glu import GLU, GeGLU, ReGLU, SwiGLU
+from fusedmoe.ops.grouped_linear import GroupedLinear, Linear
+from fusedmoe.ops.op import Op
+from fusedmoe.ops.squared_relu import SquaredReLU
+from fusedmoe.sequential import Sequential
+
+if TYPE_CHECKING:
+    from fusedmoe.fusion.plan import Explanation
+
+ACTIVATIONS: dict[str, type[Op]] = {"swiglu": SwiGLU, "geglu": GeGLU, "reglu": ReGLU, "squared_relu": SquaredReLU}
+"""The activations that `MoE` knows by name."""
+
+SCORES = ("softmax", "topk_softmax", "sigmoid")
+
+
+class Routing(NamedTuple):
+    """What a router decided, on the device.
+
+    Attributes
+    ----------
+    expert_index : Tensor
+        (T, K) int64: the chosen experts.
+    expert_weight : Tensor
+        (T, K) fp32: their weights.
+    logits : Tensor
+        (T, E) fp32.
+    probs : Tensor
+        (T, E) fp32, each row summing to one: the softmax of the logits, or the normalised sigmoid scores.
+    """
+
+    expert_index: Tensor
+    expert_weight: Tensor
+    logits: Tensor
+    probs: Tensor
+
+
+class MoEStats(NamedTuple):
+    """What a training loop may want of a call, as tensors on the device: nothing is read on the host or kept on the
+    module.
+
+    Attributes
+    ----------
+    load_balancing_loss : Tensor
+        ``E * sum over e of f[e] * p[e]``, f the share of the routed rows that expert e got, p its mean probability: 1
+        where all is even. 0-d fp32; gradients flow through p. Source: Fedus et al., "Switch Transformers", section 2.2.
+    z_loss : Tensor
+        ``mean over tokens of logsumexp(logits)^2``. 0-d fp32. Source: Zoph et al., "ST-MoE", section 3.2.
+    load : Tensor
+        (E,) int64: rows an expert.
+    """
+
+    load_balancing_loss: Tensor
+    z_loss: Tensor
+    load: Tensor
+
+
+class Router(nn.Module):
+    """Chooses K of E experts for each token. Logits, scores and weights are fp32 (fp64 for fp64 tokens), also under
+    autocast.
+
+    Parameters
+    ----------
+    hidden, num_experts, top_k
+        H, E and K.
+    score
+        ``"softmax"``: probabilities over all experts, the K largest of them. ``"topk_softmax"``: the K largest logits,
+        softmax over those (GPT-OSS). ``"sigmoid"``: independent scores; the choice may be corrected by ``balance_bias``
+        (DeepSeek-V3).
+    renormalize
+        Divide the chosen weights by their sum. ("topk_softmax" sums to one anyway.)
+    scale
+        Factor on the weights, last (DeepSeek-V3's ``routed_scaling_factor``).
+    bias
+        Whether the logits have a bias.
+    balance_bias
+        Whether there is a correction that is added to the scores for the choice alone, not for the weights; see
+        `update_bias`. None: with "sigmoid".
+    num_groups, top_groups
+        Choose only among the experts of the ``top_groups`` best of ``num_groups`` groups of neighbouring experts. A
+        group is as good as the sum of its two best (corrected) scores, with "sigmoid"; as its best one otherwise
+        (DeepSeek-V3, DeepSeek-V2).
+    device, dtype
+        Of the weight.
+
+    Attributes
+    ----------
+    weight : Parameter
+        (E, H).
+    bias : Parameter or None
+        (E,).
+    balance_bias : Tensor or None
+        (E,) fp32 buffer, zeros at first.
+    """
+
+    balance_bias: Tensor | None
+
+    def __init__(
+        self,
+        hidden: int,
+        num_experts: int,
+        top_k: int,
+        score: str = "softmax",
+        renormalize: bool = True,
+        scale: float = 1.0,
+        bias: bool = False,
+        balance_bias: bool | None = None,
+        num_groups: int = 1,
+        top_groups: int = 1,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if score not in SCORES:
+            raise InputError(f"Router: score: expected one of {', '.join(map(repr, SCORES))}, got {score!r}")
+        if not 1 <= top_k <= num_experts:
+            raise InputError(f"Router: top_k: expected 1 to num_experts={num_experts}, got {top_k}")
+        if num_experts % num_groups or not 1 <= top_groups <= num_groups:
+            raise InputError(
+                f"Router: num_groups, top_groups: expected a divisor of num_experts={num_experts} and at most that "
+                f"many, got {num_groups} and {top_groups}"
+            )
+        if top_k > num_experts // num_groups * top_groups:
+            raise InputError(
+                f"Router: top_k: expected at most {num_experts // num_groups * top_groups}, the experts of "
+                f"{top_groups} of {num_groups} groups, got {top_k}"
+            )
+        self.hidden, self.num_experts, self.top_k = hidden, num_experts, top_k
+        self.score, self.renormalize, self.scale = score, renormalize, scale
+        self.num_groups, self.top_groups = num_groups, top_groups
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(num_experts, device=device, dtype=dtype)) if bias else None
+        corrected = score == "sigmoid" if balance_bias is None else balance_bias
+        self.register_buffer(
+            "balance_bias", torch.zeros(num_experts, device=device, dtype=torch.float32) if corrected else None
+        )
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw new parameters, uniform within ``1 / sqrt(hidden)``; the balance bias goes back to zero."""
+        bound = 1 / math.sqrt(self.hidden)
+        for parameter in self.parameters(recurse=False):
+            nn.init.uniform_(parameter, -bound, bound)
+        if self.balance_bias is not None:
+            self.balance_bias.zero_()
+
+    def forward(self, x: Tensor) -> Routing:
+        """Route tokens ``x`` (T, H)."""
+        if x.dim() != 2 or x.shape[1] != self.hidden:
+            raise InputError(f"Router: x: expected shape (tokens, {self.hidden}), got {tuple(x.shape)}")
+        exact = torch.promote_types(x.dtype, torch.float32)
+        with torch.autocast(x.device.type, enabled=False):
+            bias = None if self.bias is None else self.bias.to(exact)
+            logits_TE = F.linear(x.to(exact), self.weight.to(exact), bias)
+            scores_TE = torch.sigmoid(logits_TE) if self.score == "sigmoid" else torch.softmax(logits_TE, dim=-1)
+            ranked_TE = logits_TE if self.score == "topk_softmax" else scores_TE
+            index_TK = self._choose(ranked_TE.detach())
+            if self.score == "topk_softmax":
+                weight_TK = torch.softmax(logits_TE.gather(1, index_TK), dim=-1)
+            else:
+                weight_TK = scores_TE.gather(1, index_TK)
+                if self.renormalize:
+                    weight_TK = weight_TK / (weight_TK.sum(-1, keepdim=True) + 1e-20)
+            if self.score == "sigmoid":
+                scores_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
+            return Routing(index_TK, weight_TK * self.scale, logits_TE, scores_TE)
+
+    def _choose(self, ranked_TE: Tensor) -> Tensor:
+        if self.balance_bias is not None:
+            ranked_TE = ranked_TE + self.balance_bias
+        if self.top_groups < self.num_groups:
+            grouped_TGE = ranked_TE.unflatten(1, (self.num_groups, -1))
+            best = min(2 if self.score == "sigmoid" else 1, grouped_TGE.shape[-1])
+            group_TG = grouped_TGE.topk(best, dim=-1).values.sum(-1)
+            chosen = group_TG.topk(self.top_groups, dim=-1).indices
+            left_out_TG = torch.ones_like(group_TG, dtype=torch.bool).scatter_(1, chosen, False)
+            ranked_TE = grouped_TGE.masked_fill(left_out_TG.unsqueeze(-1), -torch.inf).flatten(1)
+        return ranked_TE.topk(self.top_k, dim=-1).indices
+
+    @torch.no_grad()
+    def update_bias(self, load: Tensor, rate: float = 1e-3) -> None:
+        """Loss-free balancing: ``balance_bias[e] += rate * sign(mean(load) - load[e])``, on the device, once a step.
+
+        Source: Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts".
+
+        Parameters
+        ----------
+        load
+            (E,), rows an expert over the step, `MoEStats.load`, summed over micro-batches and ranks.
+        rate
+            The step of the correction.
+        """
+        if self.balance_bias is None:
+            raise InputError("Router: update_bias: expected a router with balance_bias=True, this one has none")
+        if tuple(load.shape) != (self.num_experts,):
+            raise InputError(f"Router: load: expected shape ({self.num_experts},), got {tuple(load.shape)}")
+        load = load.to(torch.float32)
+        self.balance_bias.add_(torch.sign(load.mean() - load), alpha=rate)
+
+    def stats(self, routing: Routing) -> MoEStats:
+        """Return the losses and the load of a routing."""
+        load_E = rows_per_expert(routing.expert_index, self.num_experts)
+        slots = max(routing.expert_index.numel(), 1)
+        balance = self.num_experts * (load_E / slots * routing.probs.sum(0) / max(len(routing.probs), 1)).sum()
+        z_loss = torch.logsumexp(routing.logits, dim=-1).square().sum() / max(len(routing.logits), 1)
+        return MoEStats(balance, z_loss, load_E)
+
+    def extra_repr(self) -> str:
+        """Return the settings, as `torch.nn.Module` prints them."""
+        return f"hidden={self.hidden}, num_experts={self.num_experts}, top_k={self.top_k}, score={self.score!r}"
+
+
+class MoE(nn.Module):
+    """A Mixture-of-Experts MLP: ``y[t] = sum over k of w[t, k] * expert[e[t, k]](x[t])``, plus the shared expert of x.
+
+    Parameters
+    ----------
+    hidden, intermediate, num_experts, top_k
+        H, I, E and K.
+    activation
+        ``"swiglu"``, ``"geglu"``, ``"reglu"``, ``"squared_relu"``, or an op: ``SwiGLU(limit=7.0, alpha=1.702,
+        offset=1.0)``.
+    bias
+        Whether the experts' linear layers have biases.
+    shared_intermediate
+        Intermediate size of a shared expert that sees every token; None for none.
+    shared_gate
+        Multiply the shared expert by ``sigmoid(x @ gate.T)``, one gate a token (Qwen2-MoE).
+    score, renormalize, scale, router_bias, balance_bias, num_groups, top_groups
+        Of the `Router`.
+    device, dtype
+        Of the parameters.
+
+    Attributes
+    ----------
+    router : Router
+    experts : Sequential
+        ``dispatch``, ``gate_up`` (E, 2I, H), ``activation``, ``down`` (E, H, I), ``combine``. For an activation without
+        a gate, ``gate_up`` is (E, I, H).
+    shared : Sequential or None
+        ``gate_up``, ``activation``, ``down``.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        intermediate: int,
+        num_experts: int,
+        top_k: int,
+        activation: str | Op = "swiglu",
+        bias: bool = False,
+        shared_intermediate: int | None = None,
+        shared_gate: bool = False,
+        score: str = "softmax",
+        renormalize: bool = True,
+        scale: float = 1.0,
+        router_bias: bool = False,
+        balance_bias: bool | None = None,
+        num_groups: int = 1,
+        top_groups: int = 1,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.hidden = hidden
+        self.router = Router(
+            hidden,
+            num_experts,
+            top_k,
+            score=score,
+            renormalize=renormalize,
+            scale=scale,
+            bias=router_bias,
+            balance_bias=balance_bias,
+            num_groups=num_groups,
+            top_groups=top_groups,
+            device=device,
+            dtype=dtype,
+        )
+        wide = 2 if isinstance(_activation(activation), GLU) else 1
+        self.experts = Sequential(
+            OrderedDict(
+                dispatch=Dispatch(num_experts),
+                gate_up=GroupedLinear(num_experts, hidden, wide * intermediate, bias=bias, device=device, dtype=dtype),
+                activation=_activation(activation),
+                down=GroupedLinear(num_experts, intermediate, hidden, bias=bias, device=device, dtype=dtype),
+                combine=Combine(),
+            )
+        )
+        self.shared: Sequential | None = None
+        self.shared_gate: Linear | None = None
+        if shared_intermediate is not None:
+            self.shared = Sequential(
+                OrderedDict(
+                    gate_up=Linear(hidden, wide * shared_intermediate, bias=False, device=device, dtype=dtype),
+                    activation=_activation(activation),
+                    down=Linear(shared_intermediate, hidden, bias=False, device=device, dtype=dtype),
+                )
+            )
+        if shared_gate:
+            if self.shared is None:
+                raise InputError("MoE: shared_gate: expected with shared_intermediate, which is None")
+            self.shared_gate = Linear(hidden, 1, bias=False, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor, return_stats: bool = False) -> Tensor | tuple[Tensor, MoEStats]:
+        """Run the layer on ``x`` (..., H).
+
+        Returns
+        -------
+        Tensor or (Tensor, MoEStats)
+            y, like x; with ``return_stats`` also the losses and the load.
+        """
+        tokens, routing = self._route(x)
+        y = self.experts(tokens, expert_index=routing.expert_index, expert_weight=routing.expert_weight)
+        if self.shared is not None:
+            shared = self.shared(tokens)
+            if self.shared_gate is not None:
+                shared = torch.sigmoid(self.shared_gate(tokens)) * shared
+            y = y + shared
+        y = y.view(*x.shape[:-1], y.shape[-1])
+        return (y, self.router.stats(routing)) if return_stats else y
+
+    def explain(self, x: Tensor) -> Explanation:
+        """Return the plan of the experts' chain for this input; ``print`` it for a table. The router runs."""
+        tokens, routing = self._route(x)
+        return self.experts.explain(tokens, expert_index=routing.expert_index, expert_weight=routing.expert_weight)
+
+    def _route(self, x: Tensor) -> tuple[Tensor, Routing]:
+        if not x.dim() or x.shape[-1] != self.hidden:
+            raise InputError(f"MoE: x: expected shape (..., {self.hidden}), got {tuple(x.shape)}")
+        tokens = x.reshape(-1, self.hidden)
+        return tokens, self.router(tokens)
+
+
+def _activation(activation: str | Op) -> Op:
+    """Return a new op for a name; an op given is used as it is, by the experts and the shared expert alike."""
+    if isinstance(activation, Op):
+        return activation
+    if activation not in ACTIVATIONS:
+        raise InputError(
+            f"MoE: activation: expected an op or one of {', '.join(map(repr, ACTIVATIONS))}, got {activation!r}"
+        )
+    return ACTIVATIONS[activation]()

@@ -1,0 +1,40 @@
+"""The ops: small modules, each defined by a few lines of plain PyTorch. One file a family."""
+
+from fusedmoe.ops.dispatch import Combine, CombineWeightGrad, DCombine, DDispatch, Dispatch, DispatchWeightGrad
+from fusedmoe.ops.glu import DGLU, GLU, DGeGLU, DReGLU, DSwiGLU, GeGLU, ReGLU, SwiGLU
+from fusedmoe.ops.grouped_linear import BiasGrad, Dgrad, GroupedLinear, Linear, Wgrad
+from fusedmoe.ops.op import AutogradBackward, BackwardOp, Op, SpecLike, TensorSpec
+from fusedmoe.ops.scale import DScale, Scale, ScaleGrad
+from fusedmoe.ops.squared_relu import DSquaredReLU, SquaredReLU
+
+__all__ = [
+    "DGLU",
+    "GLU",
+    "AutogradBackward",
+    "BackwardOp",
+    "BiasGrad",
+    "Combine",
+    "CombineWeightGrad",
+    "DCombine",
+    "DDispatch",
+    "DGeGLU",
+    "DReGLU",
+    "DScale",
+    "DSquaredReLU",
+    "DSwiGLU",
+    "Dgrad",
+    "Dispatch",
+    "DispatchWeightGrad",
+    "GeGLU",
+    "GroupedLinear",
+    "Linear",
+    "Op",
+    "ReGLU",
+    "Scale",
+    "ScaleGrad",
+    "SpecLike",
+    "SquaredReLU",
+    "SwiGLU",
+    "TensorSpec",
+    "Wgrad",
+]

@@ -1,0 +1,244 @@
+"""Rows by expert out of tokens and a routing, and back. Nothing here reads the host or has a shape that depends on
+contents.
+
+Axes: T tokens, K chosen experts a token, R = T*K rows, E experts, H features.
+
+A routing slot (t, k) whose expert id lies outside [0, E) is a sentinel: it is skipped. So a token may choose fewer than
+K experts. The rows of sentinels lie behind those of every expert.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from fusedmoe.errors import InputError
+from fusedmoe.kernels.torch.rows import gather_rows, sort_by_expert, tail_mask
+from fusedmoe.ops.op import BackwardOp, Op, TensorSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from fusedmoe.ops.op import SpecLike
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def _sum_in_fp32(x: Tensor, dim: int) -> Tensor:
+    return x.sum(dim, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
+
+
+class Dispatch(Op):
+    """``rows[r] = x[token of r]``, sorted by expert: one row for each of a token's chosen experts.
+
+    Parameters
+    ----------
+    num_experts
+        E. None takes the ``num_groups`` of the next grouped op in the `Sequential`.
+
+    Notes
+    -----
+    Called with ``x`` (T, H), ``expert_index`` (T, K) integers and ``expert_weight`` (T, K) floats. Returns rows (T*K,
+    H) and provides
+
+    - ``splits`` (E,) int64: rows an expert;
+    - ``probs`` (T*K,): each row's ``expert_weight``, zero behind the last expert's rows;
+    - ``row_of_slot`` (T, K) int64: the row of slot (t, k), T*K for a sentinel;
+    - ``slot_of_row`` (T*K,) int64: the slot ``t * K + k`` of each row.
+
+    The rows of one expert keep the order of their tokens. The gradient of ``x`` sums a token's rows in fp32, in the
+    order of its slots.
+    """
+
+    runtime_inputs = ("expert_index", "expert_weight")
+    provides = ("splits", "probs", "row_of_slot", "slot_of_row")
+    changes_rows = True
+    launches = 14
+
+    def __init__(self, num_experts: int | None = None) -> None:
+        super().__init__()
+        if num_experts is not None and num_experts < 1:
+            raise InputError(f"Dispatch: num_experts: expected a positive integer or None, got {num_experts!r}")
+        self.num_experts = num_experts
+
+    def placed(self, following: Sequence[Op]) -> Op:
+        if self.num_experts is not None:
+            return self
+        for op in following:
+            if isinstance(groups := getattr(op, "num_groups", None), int):
+                return Dispatch(groups)
+        raise InputError(
+            "Dispatch(): num_experts is None, and no grouped op follows to take it from; give Dispatch(num_experts=...)"
+        )
+
+    def infer(self, x: SpecLike, expert_index: SpecLike, expert_weight: SpecLike) -> tuple[TensorSpec, ...]:
+        if len(x.shape) != 2:
+            raise self.reject("x", "shape (tokens, features)", x.shape)
+        if len(expert_index.shape) != 2 or expert_index.shape[0] != x.shape[0]:
+            raise self.reject("expert_index", f"shape ({x.shape[0]}, experts a token)", expert_index.shape)
+        if expert_index.dtype not in _INTEGERS:
+            raise self.reject("expert_index", "integers", expert_index.dtype)
+        if tuple(expert_weight.shape) != tuple(expert_index.shape):
+            raise self.reject(
+                "expert_weight", f"shape {tuple(expert_index.shape)}, as expert_index", expert_weight.shape
+            )
+        if not expert_weight.dtype.is_floating_point:
+            raise self.reject("expert_weight", "a floating-point dtype", expert_weight.dtype)
+        tokens, chosen = expert_index.shape
+        rows = tokens * chosen
+        assert self.num_experts is not None, "placed() has set it"
+        return (
+            TensorSpec((rows, x.shape[1]), x.dtype),
+            TensorSpec((self.num_experts,), torch.int64),
+            TensorSpec((rows,), expert_weight.dtype),
+            TensorSpec((tokens, chosen), torch.int64),
+            TensorSpec((rows,), torch.int64),
+        )
+
+    def compute(self, x: Tensor, expert_index: Tensor, expert_weight: Tensor) -> tuple[Tensor, ...]:
+        assert self.num_experts is not None, "placed() has set it"
+        slot_of_row, row_of_slot, splits = sort_by_expert(expert_index, self.num_experts)
+        rows = x[slot_of_row // expert_index.shape[1]] if slot_of_row.numel() else x.new_empty(0, x.shape[1])
+        probs = expert_weight.reshape(-1)[slot_of_row].masked_fill_(
+            tail_mask(splits.sum(0, keepdim=True), rows.shape[0]), 0
+        )
+        return rows, splits, probs, row_of_slot, slot_of_row
+
+    def backward_ops(self) -> tuple[BackwardOp, ...]:
+        return DispatchWeightGrad(self), DDispatch(self)
+
+    def extra_repr(self) -> str:
+        return "" if self.num_experts is None else f"num_experts={self.num_experts}"
+
+
+class DDispatch(BackwardOp):
+    """``dx[t] = sum over k of drows[row_of_slot[t, k]]``, in fp32."""
+
+    needs = ("grad_output", "row_of_slot")
+    zeroes_tail = True
+    launches = 5
+
+    def compute(self, grad_output: Tensor, row_of_slot: Tensor) -> Tensor:
+        return _sum_in_fp32(gather_rows(grad_output, row_of_slot), 1)
+
+
+class DispatchWeightGrad(BackwardOp):
+    """``dexpert_weight[t, k] = dprobs[row_of_slot[t, k]]``."""
+
+    needs = ("grad_probs", "row_of_slot")
+    gives = ("grad_expert_weight",)
+    zeroes_tail = True
+    launches = 4
+
+    def compute(self, grad_probs: Tensor, row_of_slot: Tensor) -> Tensor:
+        return gather_rows(grad_probs, row_of_slot)
+
+
+class Combine(Op):
+    """``y[t] = sum over k of w[row] * rows[row]``, ``row = row_of_slot[t, k]``: the inverse of `Dispatch`, weighted,
+    summed in fp32.
+
+    Parameters
+    ----------
+    weights
+        The runtime input (R,) to weight rows by; None where a `Scale` has applied it before.
+
+    Notes
+    -----
+    Called with rows (R, H) and what `Dispatch` provides: ``row_of_slot`` (T, K), ``slot_of_row`` (R,) and, unless
+    ``weights`` is None, ``probs`` (R,). Returns (T, H) in the dtype of the rows; a token all of whose slots are
+    sentinels gets zeros.
+    """
+
+    changes_rows = True
+    zeroes_tail = True  # there are no rows any more
+    launches = 7
+
+    def __init__(self, weights: str | None = "probs") -> None:
+        super().__init__()
+        self.weights = weights
+        self.rowwise_inputs = self.applies = () if weights is None else (weights,)
+        self.runtime_inputs = ("row_of_slot", "slot_of_row", *self.applies)
+
+    def infer(
+        self, x: SpecLike, row_of_slot: SpecLike, slot_of_row: SpecLike, probs: SpecLike | None = None
+    ) -> TensorSpec:
+        if len(x.shape) != 2:
+            raise self.reject("x", "shape (rows, features)", x.shape)
+        rows = x.shape[0]
+        if len(row_of_slot.shape) != 2 or row_of_slot.shape[0] * row_of_slot.shape[1] != rows:
+            raise self.reject(
+                "row_of_slot", f"shape (tokens, experts a token) of {rows} slots, one a row", row_of_slot.shape
+            )
+        if tuple(slot_of_row.shape) != (rows,):
+            raise self.reject("slot_of_row", f"shape ({rows},)", slot_of_row.shape)
+        if probs is not None and tuple(probs.shape) != (rows,):
+            raise self.reject(str(self.weights), f"shape ({rows},), one weight a row", probs.shape)
+        return TensorSpec((row_of_slot.shape[0], x.shape[1]), x.dtype)
+
+    def compute(self, x: Tensor, row_of_slot: Tensor, slot_of_row: Tensor, probs: Tensor | None = None) -> Tensor:
+        slots_TKH = gather_rows(x, row_of_slot)
+        if probs is None:
+            return _sum_in_fp32(slots_TKH, 1)
+        exact = torch.promote_types(torch.promote_types(x.dtype, torch.float32), probs.dtype)
+        weights_TK1 = gather_rows(probs, row_of_slot).to(exact).unsqueeze(-1)
+        return (slots_TKH.to(exact) * weights_TK1).sum(1).to(x.dtype)
+
+    def backward_ops(self) -> tuple[BackwardOp, ...]:
+        return (DCombine(self),) if self.weights is None else (CombineWeightGrad(self), DCombine(self))
+
+    def extra_repr(self) -> str:
+        return "" if self.weights == "probs" else f"weights={self.weights!r}"
+
+
+def _token_rows(grad_output: Tensor, row_of_slot: Tensor, slot_of_row: Tensor) -> tuple[Tensor, Tensor]:
+    """``dy[token of r]`` for every row, and the mask of the rows behind the last expert's."""
+    rows = slot_of_row.shape[0]
+    if rows == 0:
+        return grad_output.new_empty(0, grad_output.shape[1]), slot_of_row.new_empty(0, dtype=torch.bool)
+    used = (row_of_slot < rows).sum().view(1)
+    return grad_output[slot_of_row // row_of_slot.shape[1]], tail_mask(used, rows)
+
+
+class DCombine(BackwardOp):
+    """``drows[r] = w[r] * dy[token of r]``; zeros in rows that belong to no expert."""
+
+    zeroes_tail = True
+    launches = 9
+    op: Combine
+
+    def __init__(self, op: Combine) -> None:
+        super().__init__(op)
+        self.needs = ("grad_output", *op.runtime_inputs)
+
+    def compute(
+        self, grad_output: Tensor, row_of_slot: Tensor, slot_of_row: Tensor, probs: Tensor | None = None
+    ) -> Tensor:
+        dy, tail = _token_rows(grad_output, row_of_slot, slot_of_row)
+        if probs is not None:
+            exact = torch.promote_types(torch.promote_types(dy.dtype, torch.float32), probs.dtype)
+            dy = (dy.to(exact) * probs.to(exact).unsqueeze(-1)).to(dy.dtype)
+        return dy.masked_fill_(tail.unsqueeze(-1), 0)
+
+
+class CombineWeightGrad(BackwardOp):
+    """``dw[r] = sum over features of rows[r] * dy[token of r]``; zeros for rows that belong to no expert."""
+
+    zeroes_tail = True
+    launches = 9
+    op: Combine
+
+    def __init__(self, op: Combine) -> None:
+        super().__init__(op)
+        self.needs = ("grad_output", "input", *op.runtime_inputs)
+        self.gives = (f"grad_{op.weights}",)
+
+    def compute(
+        self, grad_output: Tensor, x: Tensor, row_of_slot: Tensor, slot_of_row: Tensor, probs: Tensor
+    ) -> Tensor:
+        dy, tail = _token_rows(grad_output, row_of_slot, slot_of_row)
+        exact = torch.promote_types(torch.promote_types(dy.dtype, torch.float32), probs.dtype)
+        return (dy.to(exact) * x.to(exact)).sum(1).to(probs.dtype).masked_fill_(tail, 0)

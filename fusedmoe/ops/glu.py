@@ -1,0 +1,211 @@
+"""Gated linear units, and their derivative. Source of the formulas: Shazeer, "GLU Variants Improve Transformer"; the
+clamp, alpha and offset are those of GPT-OSS, which are also DeepSeek-V4's with other values.
+
+With g the gate half and u the up half of a row, ``gc = min(g, limit)``, ``uc = clamp(u, -limit, limit)``::
+
+    y = phi(gc) * (uc + offset)
+
+Axes: I intermediate features; rows are (..., 2 I), their halves (..., I).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from fusedmoe.errors import InputError
+from fusedmoe.ops.op import BackwardOp, Op, TensorSpec
+
+if TYPE_CHECKING:
+    from fusedmoe.ops.op import SpecLike
+
+_SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
+_TANH_CUBIC = 0.044715
+
+
+def _math_dtype(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+class GLU(Op):
+    """The family: a subclass gives the gate's nonlinearity `phi` and its derivative `dphi`, both of ``alpha``."""
+
+    launches = 6
+
+    def __init__(
+        self, limit: float | None = None, alpha: float = 1.0, offset: float = 0.0, interleaved: bool = False
+    ) -> None:
+        super().__init__()
+        name = type(self).__name__
+        if limit is not None and not limit > 0:
+            raise InputError(f"{name}: limit: expected a positive number or None, got {limit!r}")
+        if not alpha > 0:
+            raise InputError(f"{name}: alpha: expected a positive number, got {alpha!r}")
+        self.limit, self.alpha, self.offset, self.interleaved = limit, alpha, offset, interleaved
+
+    def phi(self, g: Tensor) -> Tensor:
+        """Return the gate's nonlinearity."""
+        raise NotImplementedError(f"{type(self).__name__} defines no phi()")
+
+    def dphi(self, g: Tensor) -> Tensor:
+        """Return the derivative of `phi`."""
+        raise NotImplementedError(f"{type(self).__name__} defines no dphi()")
+
+    def halves(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Gate and up, (..., I) each, in at least fp32."""
+        x = x.to(_math_dtype(x))
+        if self.interleaved:
+            return x[..., ::2], x[..., 1::2]
+        gate, up = x.chunk(2, dim=-1)
+        return gate, up
+
+    def clamped(self, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+        """``min(gate, limit)`` and ``clamp(up, -limit, limit)``."""
+        if self.limit is None:
+            return gate, up
+        return gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+
+    def infer(self, x: SpecLike) -> TensorSpec:
+        if not x.dtype.is_floating_point:
+            raise self.reject("x", "a floating-point dtype", x.dtype)
+        if not x.shape or x.shape[-1] % 2:
+            raise self.reject("x", "an even number of features, gate and up", tuple(x.shape))
+        return TensorSpec((*x.shape[:-1], x.shape[-1] // 2), x.dtype)
+
+    def compute(self, x: Tensor) -> Tensor:
+        gate, up = self.clamped(*self.halves(x))
+        return (self.phi(gate) * (up + self.offset if self.offset else up)).to(x.dtype)
+
+    def backward_ops(self) -> tuple[BackwardOp, ...]:
+        return (_DERIVATIVES[type(self)](self) if type(self) in _DERIVATIVES else DGLU(self),)
+
+    def extra_repr(self) -> str:
+        defaults = {"limit": None, "alpha": 1.0, "offset": 0.0, "interleaved": False}
+        return ", ".join(f"{k}={getattr(self, k)!r}" for k, v in defaults.items() if getattr(self, k) != v)
+
+
+class DGLU(BackwardOp):
+    """``dg = dy * (uc + offset) * phi'(gc) * [g <= limit]``, ``du = dy * phi(gc) * [-limit <= u <= limit]``.
+
+    The bounds are inclusive: a bf16 preactivation hits 7.0 exactly, and torch's own clamp has changed sides between
+    versions.
+    """
+
+    launches = 12
+    op: GLU
+
+    def compute(self, grad_output: Tensor, x: Tensor) -> Tensor:
+        op = self.op
+        gate, up = op.halves(x)
+        gate_c, up_c = op.clamped(gate, up)
+        dy = grad_output.to(gate.dtype)
+        grad_gate = dy * (up_c + op.offset if op.offset else up_c) * op.dphi(gate_c)
+        grad_up = dy * op.phi(gate_c)
+        if op.limit is not None:
+            # a NaN is inside: it must reach the gradient, not be masked to a healthy zero
+            grad_gate = torch.where(gate > op.limit, 0, grad_gate)
+            grad_up = torch.where(up.abs() > op.limit, 0, grad_up)
+        if op.interleaved:
+            return rearrange([grad_gate, grad_up], "two ... i -> ... (i two)").to(x.dtype)
+        return torch.cat((grad_gate, grad_up), dim=-1).to(x.dtype)
+
+
+class SwiGLU(GLU):
+    """``y = gc * sigmoid(alpha * gc) * (uc + offset)``, ``gc = min(g, limit)``, ``uc = clamp(u, -limit, limit)``.
+
+    Parameters
+    ----------
+    limit
+        Bound of gate and up; None for none.
+    alpha
+        Slope of the sigmoid.
+    offset
+        Added to up.
+    interleaved
+        Gate and up are the even and odd features of a row, rather than its first and second half (``[gate | up]``).
+
+    Notes
+    -----
+    Rows are (..., 2 I), the result (..., I) in the same dtype; the arithmetic is fp32 (fp64 for fp64). GPT-OSS is
+    ``SwiGLU(limit=7.0, alpha=1.702, offset=1.0, interleaved=True)``, DeepSeek-V4 ``SwiGLU(limit=10.0)``, Transformer
+    Engine's ScaledClampedQGeGLU ``SwiGLU(limit, alpha, offset)`` and a `Scale`.
+    """
+
+    def phi(self, g: Tensor) -> Tensor:
+        return g * torch.sigmoid(self.alpha * g)
+
+    def dphi(self, g: Tensor) -> Tensor:
+        s = torch.sigmoid(self.alpha * g)
+        return s * (1 + self.alpha * g * (1 - s))
+
+
+class GeGLU(GLU):
+    """``y = gelu(alpha * gc) / alpha * (uc + offset)``; see `SwiGLU` for the halves and the other parameters.
+
+    Parameters
+    ----------
+    approximate
+        ``"tanh"``: ``gelu(x) = x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))``; ``"none"``: ``x/2 (1 + erf(x /
+        sqrt(2)))``.
+    """
+
+    def __init__(
+        self,
+        approximate: str = "tanh",
+        limit: float | None = None,
+        alpha: float = 1.0,
+        offset: float = 0.0,
+        interleaved: bool = False,
+    ) -> None:
+        super().__init__(limit, alpha, offset, interleaved)
+        if approximate not in ("tanh", "none"):
+            raise InputError(f"GeGLU: approximate: expected 'tanh' or 'none', got {approximate!r}")
+        self.approximate = approximate
+
+    def phi(self, g: Tensor) -> Tensor:
+        return torch.nn.functional.gelu(self.alpha * g, approximate=self.approximate) / self.alpha
+
+    def dphi(self, g: Tensor) -> Tensor:
+        x = self.alpha * g
+        if self.approximate == "none":
+            density = torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+            return 0.5 * (1 + torch.erf(x / math.sqrt(2))) + x * density
+        t = torch.tanh(_SQRT_2_OVER_PI * (x + _TANH_CUBIC * x**3))
+        return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * _SQRT_2_OVER_PI * (1 + 3 * _TANH_CUBIC * x * x)
+
+    def extra_repr(self) -> str:
+        parts = [] if self.approximate == "tanh" else [f"approximate={self.approximate!r}"]
+        return ", ".join(parts + [text for text in (super().extra_repr(),) if text])
+
+
+class ReGLU(GLU):
+    """``y = max(gc, 0) * (uc + offset)``; see `SwiGLU` for the halves and the parameters. ``alpha`` cancels out.
+
+    The derivative of ``max(g, 0)`` at 0 is 0, as in torch.
+    """
+
+    def phi(self, g: Tensor) -> Tensor:
+        return torch.relu(g)
+
+    def dphi(self, g: Tensor) -> Tensor:
+        return torch.where(g <= 0, 0, torch.where(g > 0, 1, g))  # NaN stays NaN
+
+
+class DSwiGLU(DGLU):
+    """The derivative of `SwiGLU`; see `DGLU`."""
+
+
+class DGeGLU(DGLU):
+    """The derivative of `GeGLU`; see `DGLU`."""
+
+
+class DReGLU(DGLU):
+    """The derivative of `ReGLU`; see `DGLU`."""
+
+
+# one derivative class a forward class, so that a rule can name just the ones that it computes
+_DERIVATIVES: dict[type[GLU], type[DGLU]] = {SwiGLU: DSwiGLU, GeGLU: DGeGLU, ReGLU: DReGLU}

@@ -1,0 +1,224 @@
+"""What an op is: a module whose meaning is a few lines of plain PyTorch, and whose backward is made of ops of the same
+kind.
+
+Names of values, as an op sees them:
+
+- ``input``, ``output``: the rows that go in and come out; ``weight``, ``bias``, ...: its parameters;
+- ``splits``, ``probs``, ...: the values that it takes by name (``runtime_inputs``) or hands on to later ops
+  (``provides``);
+- ``grad_<name>``: the gradient of any of these.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fusedmoe.errors import InputError
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
+
+class SpecLike(Protocol):
+    """Whatever has a shape and a dtype: a tensor, or the `TensorSpec` of one that does not exist yet."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+class TensorSpec(NamedTuple):
+    """Shape and dtype of a tensor that does not exist yet."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the dense tensor."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+Specs = TensorSpec | tuple[TensorSpec, ...]
+Tensors = Tensor | tuple[Tensor, ...]
+
+
+class Op(nn.Module):
+    """One step of a `Sequential`; also a module of its own.
+
+    A subclass states what it takes and gives in the class attributes below, what it computes in `compute`, and, where
+    the shape changes, `infer`. Its gradient comes from autograd unless `backward_ops` says otherwise.
+
+    Attributes
+    ----------
+    parameter_names : tuple of str
+        The parameters that `compute` takes, in order. An absent one (``bias=False``) is passed as ``None``.
+    runtime_inputs : tuple of str
+        The values that `compute` takes by name from the call, or from an earlier op that provides them, in order.
+    provides : tuple of str
+        The values that `compute` returns after its output, for later ops.
+    rowwise_inputs : tuple of str
+        Those of `runtime_inputs` that have one entry a row: their gradient is zero for rows that belong to no expert.
+    applies : tuple of str
+        Those of `runtime_inputs` that must take effect only once in a chain (a router probability).
+    zeroes_tail : bool
+        Rows that belong to no expert come out as zeros, whatever came in.
+    changes_rows : bool
+        Rows out are not rows in (`Dispatch`, `Combine`).
+    launches : int
+        Kernels that the plain-PyTorch path launches on a GPU, about: a term of the planner's cost.
+    """
+
+    parameter_names: ClassVar[tuple[str, ...]] = ()
+    runtime_inputs: tuple[str, ...] = ()
+    provides: tuple[str, ...] = ()
+    rowwise_inputs: tuple[str, ...] = ()
+    applies: tuple[str, ...] = ()
+    zeroes_tail: ClassVar[bool] = False
+    changes_rows: ClassVar[bool] = False
+    launches: ClassVar[int] = 1
+
+    def compute(self, x: Tensor, *args: Any) -> Tensors:
+        """Return the output, or ``(output, *provides)``, of the rows, the parameters and the runtime inputs, in that
+        order.
+        """
+        raise NotImplementedError(f"{type(self).__name__} defines no compute()")
+
+    def infer(self, x: SpecLike, *args: Any) -> Specs:
+        """Check the arguments of `compute` and return the specs of what it will return; called before every call of it.
+
+        Whatever only has a shape and a dtype can stand for a tensor here. The default is for ops that keep shape and
+        dtype.
+
+        Raises
+        ------
+        InputError
+            An argument does not fit; see `reject`.
+        """
+        return TensorSpec(tuple(x.shape), x.dtype)
+
+    def backward_ops(self) -> tuple[BackwardOp, ...]:
+        """Return the steps of this op's backward, in the order in which the planner should see them.
+
+        Steps that pass nothing on to the op before (weight and bias gradients) come first, the gradient of ``input``
+        last, so that the gradients of neighbouring ops stand next to each other. Steps that no wanted gradient needs
+        are dropped.
+        """
+        return (AutogradBackward(self),)
+
+    def placed(self, following: Sequence[Op]) -> Op:
+        """Return the op to run where these ops follow: itself, or one that has taken an open setting from them."""
+        return self
+
+    def host_sync(self, x: SpecLike, device: torch.device) -> bool:
+        """Whether the plain-PyTorch path on this device reads a tensor on the host."""
+        return False
+
+    def attributes(self) -> tuple[Hashable, ...]:
+        """Whatever a fusion rule may look at, as a hashable value: a changed value means a new plan.
+
+        These are the public attributes of the instance: what matters for the result must not start with an underscore.
+        """
+        return tuple([v for k, v in self.__dict__.items() if k[0] != "_"])
+
+    def reject(self, argument: str, expected: str, got: object) -> InputError:
+        """Return the error for an argument that does not fit: ``raise self.reject("splits", "shape (4,)",
+        splits.shape)``.
+        """
+        if isinstance(got, torch.Size):
+            got = tuple(got)
+        return InputError(f"{self!r}: {argument}: expected {expected}, got {got}")
+
+    def forward(self, x: Tensor, /, **inputs: Tensor) -> Any:
+        """Run the op alone, with its runtime inputs by name.
+
+        Returns
+        -------
+        Tensor or (Tensor, dict of str to Tensor)
+            The output; with it, of an op that provides values, those by name.
+        """
+        from fusedmoe.chain import run_alone  # the op alone is a chain of one: the way of a call leads back up, once
+
+        return run_alone(self, x, inputs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # plans hold functions of this very process: neither a pickle nor a deepcopy takes them along
+        return {k: v for k, v in self.__dict__.items() if k != "_alone"}
+
+
+class BackwardOp:
+    """One step of an op's backward, in plain PyTorch; what a fusion rule with ``direction="backward"`` matches.
+
+    Attributes
+    ----------
+    op : Op
+        The op whose gradient it computes.
+    needs : tuple of str
+        The values that `compute` takes, in order, named as the op sees them. A gradient that does not arrive is
+        ``None``.
+    gives : tuple of str
+        The values that `compute` returns, in order.
+    zeroes_tail, launches
+        As for `Op`.
+    """
+
+    needs: tuple[str, ...] = ("grad_output", "input")
+    gives: tuple[str, ...] = ("grad_input",)
+    zeroes_tail: ClassVar[bool] = False
+    launches: ClassVar[int] = 1
+
+    def __init__(self, op: Op) -> None:
+        self.op = op
+
+    def compute(self, *args: Any) -> Any:
+        """Return the tensors of `gives`, of those of `needs`."""
+        raise NotImplementedError(f"{type(self).__name__} defines no compute()")
+
+    def only(self, gives: tuple[str, ...]) -> BackwardOp:
+        """Return this step for callers that want just these of its `gives`; the default goes on giving all."""
+        return self
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.op!r})"
+
+
+class Node(NamedTuple):
+    """An op and its name in the `Sequential` that it runs in."""
+
+    label: str
+    op: Op
+
+
+class AutogradBackward(BackwardOp):
+    """The gradient of any op: its ``compute`` is run again and differentiated by autograd. For ops that define no
+    backward.
+    """
+
+    def __init__(self, op: Op, gives: tuple[str, ...] | None = None) -> None:
+        super().__init__(op)
+        self._arguments = ("input", *op.parameter_names, *op.runtime_inputs)
+        self._outputs = ("output", *op.provides)
+        self.needs = (*(f"grad_{name}" for name in self._outputs), *self._arguments)
+        self.gives = gives if gives is not None else tuple(f"grad_{name}" for name in self._arguments)
+
+    def only(self, gives: tuple[str, ...]) -> AutogradBackward:
+        return AutogradBackward(self.op, gives)
+
+    def compute(self, *needs: Tensor | None) -> Tensors:
+        grads, args = needs[: len(self._outputs)], needs[len(self._outputs) :]
+        wanted = [f"grad_{name}" in self.gives for name in self._arguments]
+        with torch.enable_grad():
+            args = tuple(a if a is None else a.detach().requires_grad_(w) for a, w in zip(args, wanted, strict=True))
+            outputs = self.op.compute(*args)  # type: ignore[arg-type]
+        outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
+        arrived = [(y, g) for y, g in zip(outputs, grads, strict=True) if g is not None and y.requires_grad]
+        sources = [a for a, w in zip(args, wanted, strict=True) if w and a is not None]
+        found = torch.autograd.grad(
+            [y for y, _ in arrived], sources, [g for _, g in arrived], allow_unused=True, materialize_grads=True
+        )
+        return found[0] if len(found) == 1 else found

@@ -1,0 +1,91 @@
+"""Rows times a runtime value, and its two gradients."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from fusedmoe.errors import InputError
+from fusedmoe.ops.op import BackwardOp, Op, TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fusedmoe.ops.op import SpecLike
+
+
+def _exact(*tensors: Tensor) -> list[Tensor]:
+    dtype = torch.float32
+    for t in tensors:
+        dtype = torch.promote_types(dtype, t.dtype)
+    return [t.to(dtype) for t in tensors]
+
+
+class Scale(Op):
+    """``y[r] = x[r] * s[r]``, where s (R,) is the runtime input of the given name; it gets its gradient.
+
+    The arithmetic is fp32 (fp64 where either is fp64); the result is in x's dtype, the gradient of s in its own.
+
+    Parameters
+    ----------
+    name
+        The runtime input to multiply by: ``Scale("probs")`` takes ``probs=``.
+    """
+
+    launches = 3
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        if not str(name).isidentifier():
+            raise InputError(f"Scale: name: expected the name of a runtime input, such as 'probs', got {name!r}")
+        self.name = name
+        self.runtime_inputs = self.rowwise_inputs = self.applies = (name,)
+
+    def infer(self, x: SpecLike, scale: SpecLike) -> TensorSpec:
+        if len(x.shape) < 2:
+            raise self.reject("x", "shape (rows, ..., features)", x.shape)
+        if tuple(scale.shape) != (x.shape[0],):
+            raise self.reject(self.name, f"shape ({x.shape[0]},), one value a row", scale.shape)
+        if not scale.dtype.is_floating_point:
+            raise self.reject(self.name, "a floating-point dtype", scale.dtype)
+        return TensorSpec(tuple(x.shape), x.dtype)
+
+    def compute(self, x: Tensor, scale: Tensor) -> Tensor:
+        exact_x, exact_scale = _exact(x, scale)
+        return (exact_x * exact_scale.view(-1, *(1,) * (x.dim() - 1))).to(x.dtype)
+
+    def backward_ops(self) -> tuple[BackwardOp, ...]:
+        return ScaleGrad(self), DScale(self)
+
+    def extra_repr(self) -> str:
+        return repr(self.name)
+
+
+class DScale(BackwardOp):
+    """``dx[r] = dy[r] * s[r]``."""
+
+    launches = 3
+
+    def __init__(self, op: Scale) -> None:
+        super().__init__(op)
+        self.needs = ("grad_output", op.name)
+
+    def compute(self, grad_output: Tensor, scale: Tensor) -> Tensor:
+        dy, s = _exact(grad_output, scale)
+        return (dy * s.view(-1, *(1,) * (dy.dim() - 1))).to(grad_output.dtype)
+
+
+class ScaleGrad(BackwardOp):
+    """``ds[r] = sum over features of dy[r] * x[r]``."""
+
+    launches = 4
+
+    def __init__(self, op: Scale) -> None:
+        super().__init__(op)
+        self.needs = ("grad_output", "input", op.name)
+        self.gives = (f"grad_{op.name}",)
+
+    def compute(self, grad_output: Tensor, x: Tensor, scale: Tensor) -> Tensor:
+        dy, exact_x, _ = _exact(grad_output, x, scale)
+        return (dy * exact_x).flatten(1).sum(1).to(scale.dtype)

@@ -1,0 +1,41 @@
+"""The squared ReLU, and its derivative. Source: So et al., "Primer"; Nemotron's activation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from fusedmoe.ops.op import BackwardOp, Op, TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fusedmoe.ops.op import SpecLike
+
+
+class SquaredReLU(Op):
+    """``y = max(x, 0)^2``, elementwise; the arithmetic is fp32 (fp64 for fp64), the result in x's dtype."""
+
+    launches = 3
+
+    def infer(self, x: SpecLike) -> TensorSpec:
+        if not x.dtype.is_floating_point:
+            raise self.reject("x", "a floating-point dtype", x.dtype)
+        return TensorSpec(tuple(x.shape), x.dtype)
+
+    def compute(self, x: Tensor) -> Tensor:
+        return torch.relu(x.to(torch.promote_types(x.dtype, torch.float32))).square().to(x.dtype)
+
+    def backward_ops(self) -> tuple[BackwardOp, ...]:
+        return (DSquaredReLU(self),)
+
+
+class DSquaredReLU(BackwardOp):
+    """``dx = 2 * max(x, 0) * dy``."""
+
+    launches = 4
+
+    def compute(self, grad_output: Tensor, x: Tensor) -> Tensor:
+        exact = torch.promote_types(x.dtype, torch.float32)
+        return (2 * torch.relu(x.to(exact)) * grad_output.to(exact)).to(x.dtype)

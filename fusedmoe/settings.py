@@ -1,0 +1,77 @@
+"""What is set around a call: recipe, switched-off rules, strictness. Each holds inside its ``with`` block only."""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from fusedmoe.recipes import BF16, Recipe, resolve
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings that hold here."""
+
+    recipe: Recipe = BF16
+    disabled: tuple[str, ...] = ()
+    strict: bool = False
+
+
+_settings: ContextVar[Settings] = ContextVar("fusedmoe.settings", default=Settings())  # noqa: B039  (frozen)
+
+
+def current() -> Settings:
+    """Return the settings that hold at this point."""
+    return _settings.get()
+
+
+def disabled_by_environment() -> str:
+    """Return ``FUSEDMOE_DISABLE``: patterns of rule names, separated by commas. Read at every call."""
+    return os.environ.get("FUSEDMOE_DISABLE", "")
+
+
+@contextmanager
+def _changed(**changes: Any) -> Iterator[None]:
+    token = _settings.set(replace(_settings.get(), **changes))
+    try:
+        yield
+    finally:
+        _settings.reset(token)
+
+
+@contextmanager
+def recipe(recipe: str | Recipe) -> Iterator[Recipe]:
+    """Run what is called inside under this recipe, a name or a `Recipe`; the innermost holds.
+
+    The backward pass of a call uses the recipe of its forward.
+    """
+    resolved = resolve(recipe)
+    with _changed(recipe=resolved):
+        yield resolved
+
+
+@contextmanager
+def disabled(*patterns: str) -> Iterator[None]:
+    """Switch the fusion rules off whose names match any of these patterns (``fm.disabled("sm90.*")``): to bisect.
+
+    The pattern is that of `fnmatch`. ``fm.disabled()`` switches nothing off; nested blocks add up.
+    """
+    with _changed(disabled=(*current().disabled, *patterns)):
+        yield
+
+
+@contextmanager
+def strict(enabled: bool = True) -> Iterator[None]:
+    """Raise `FusionError`, with the nearest miss, where an op that this device has fused kernels for runs unfused.
+
+    That is: a rule available on this device stood on the op and ended in CONSTRAINT or NO_MATCH, or its kernel declined
+    at the call.
+    """
+    with _changed(strict=enabled):
+        yield

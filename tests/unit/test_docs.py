@@ -1,0 +1,35 @@
+"""Every python block of the README and of docs/ runs as it stands, the blocks of a page one after the other.
+
+A block whose fence says ```` ```python no-run ```` is shown only: a fragment, or one that needs a GPU.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```python(?P<info>[^\n]*)\n(?P<code>.*?)^```\s*$", re.DOTALL | re.MULTILINE)
+
+
+def blocks(page: Path) -> list[tuple[int, str, str]]:
+    """(line, info, code) of each python block, the line being where its code begins."""
+    text = page.read_text(encoding="utf-8")
+    return [(text.count("\n", 0, m.start("code")) + 1, m["info"].strip(), m["code"]) for m in BLOCK.finditer(text)]
+
+
+def test_there_are_pages():
+    assert {"README.md", "composing.md", "promises.md"} <= {page.name for page in PAGES}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_code_blocks_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # a block may write files
+    namespace = {"__name__": f"docs.{page.stem}"}
+    for line, info, code in blocks(page):
+        assert info in ("", "no-run"), f"{page.name}:{line - 1}: '{info}' is not known after ```python; write no-run"
+        if info == "no-run":
+            continue
+        # leading newlines make a traceback's line numbers those of the page
+        exec(compile("\n" * (line - 1) + code, str(page), "exec"), namespace)

@@ -1,0 +1,186 @@
+"""The doctor's report, on machines that it is told about: no test here needs a GPU."""
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fusedmoe import doctor as module
+from fusedmoe.doctor import Fact, Gpu, Kernel, Report, main
+
+HOPPER = Gpu(index=0, name="NVIDIA H100 80GB HBM3", arch="sm_90", memory_gib=79.6, sms=132)
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine with a CUDA build of torch and the GPUs that the test names, by compute capability."""
+
+    def make(*capabilities, init=lambda: None):
+        devices = [
+            SimpleNamespace(
+                name=f"GPU {i}", major=major, minor=minor, total_memory=80 * 2**30, multi_processor_count=132
+            )
+            for i, (major, minor) in enumerate(capabilities)
+        ]
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(torch.version, "hip", None)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(devices))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", devices.__getitem__)
+        monkeypatch.setattr(torch.cuda, "init", init)
+        monkeypatch.setattr(
+            module, "runs_on_device", lambda device, dtype: devices[device.index].major == 9 and dtype is torch.bfloat16
+        )
+
+    return make
+
+
+def values(facts):
+    return {fact.name: fact.value for fact in facts}
+
+
+def test_cpu_build(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", None)
+    report = module.doctor()
+    assert report.gpus == ()
+    assert report.no_gpu == f"torch {torch.__version__} is built for the CPU only"
+    assert values(report.software)["torch's runtime"] == "CPU only"
+    assert [kernel.available for kernel in report.kernels] == [True, False]
+
+
+def test_each_gpu_is_listed_and_each_architecture_once(machine):
+    machine((9, 0), (9, 0), (8, 0))
+    report = module.doctor()
+    assert [(gpu.index, gpu.arch, gpu.memory_gib, gpu.sms) for gpu in report.gpus] == [
+        (0, "sm_90", 80.0, 132),
+        (1, "sm_90", 80.0, 132),
+        (2, "sm_80", 80.0, 132),
+    ]
+    assert report.no_gpu is None
+    names = [kernel.name for kernel in report.kernels]
+    assert names == [
+        "torch grouped GEMM, cpu",
+        "torch grouped GEMM, sm_80",
+        "torch grouped GEMM, sm_90",
+        "CuTe DSL kernels",
+    ]
+
+
+def test_grouped_gemm_is_available_where_it_runs_on_the_device(machine):
+    machine((8, 0), (9, 0))
+    available = {kernel.name: kernel.available for kernel in module.doctor().kernels}
+    assert available["torch grouped GEMM, sm_80"] is False
+    assert available["torch grouped GEMM, sm_90"] is True
+
+
+def test_no_device_visible(machine):
+    machine()
+    report = module.doctor()
+    assert report.gpus == ()
+    assert "CUDA_VISIBLE_DEVICES" in report.no_gpu
+
+
+def test_broken_driver_is_reported_in_torchs_words(machine):
+    def init():
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nPlease update")
+
+    machine((9, 0), init=init)
+    report = module.doctor()
+    assert report.gpus == ()
+    assert report.no_gpu == "The NVIDIA driver on your system is too old (found version 11040)."
+
+
+def test_driver_version_comes_from_nvidia_smi(monkeypatch):
+    monkeypatch.setattr(module.shutil, "which", lambda name: f"/usr/bin/{name}")
+    answer = SimpleNamespace(stdout="580.65.06\n580.65.06\n")
+    monkeypatch.setattr(module.subprocess, "run", lambda *args, **kwargs: answer)
+    assert module._driver() == "580.65.06"
+
+
+def test_failing_nvidia_smi_is_a_line_not_a_crash(monkeypatch):
+    def run(*args, **kwargs):
+        raise subprocess.CalledProcessError(9, "nvidia-smi")
+
+    monkeypatch.setattr(module.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(module.subprocess, "run", run)
+    assert module._driver().startswith("nvidia-smi failed: ")
+
+
+def test_missing_package_names_the_extra_that_brings_it(monkeypatch):
+    def version(name):
+        raise module.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(module.metadata, "version", version)
+    packages = values(module.doctor().packages)
+    assert packages["transformer-engine"] == "not installed: pip install 'fusedmoe[te]'"
+    assert packages["apache-tvm-ffi"] == "not installed"
+
+
+def test_environment_shows_what_changes_the_run(monkeypatch):
+    for name in [name for name in module.os.environ if name.startswith("FUSEDMOE_") or name in module.VARIABLES]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("FUSEDMOE_DISABLE", "sm90.*")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert values(module.doctor().environment) == {"FUSEDMOE_DISABLE": "'sm90.*'", "CUDA_VISIBLE_DEVICES": "''"}
+
+
+def test_text_is_aligned_and_has_no_trailing_blanks():
+    report = Report(
+        software=(Fact("torch", "2.13.0"),),
+        packages=(Fact("einops", "0.8.2"),),
+        environment=(),
+        gpus=(HOPPER,),
+        no_gpu=None,
+        kernels=(Kernel("quick", True, "on the device"), Kernel("quicker", False, "needs sm_100")),
+    )
+    assert str(report).splitlines() == [
+        "software",
+        "  torch                     2.13.0",
+        "",
+        "packages",
+        "  einops                    0.8.2",
+        "",
+        "environment",
+        "  nothing set",
+        "",
+        "GPUs",
+        "  0: NVIDIA H100 80GB HBM3  sm_90, 79.6 GiB, 132 SMs",
+        "",
+        "kernels",
+        "  quick                     yes  on the device",
+        "  quicker                   no   needs sm_100",
+    ]
+
+
+def test_main_prints_the_text(capsys):
+    assert main([]) == 0
+    out = capsys.readouterr().out
+    assert out == f"{module.doctor()}\n"
+    assert torch.__version__ in out
+
+
+def test_main_prints_json(capsys, machine):
+    machine((9, 0))
+    assert main(["--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["gpus"][0]["arch"] == "sm_90"
+    assert {"name": "torch", "value": torch.__version__} in report["software"]
+    assert [kernel["available"] for kernel in report["kernels"]] == [True, True, False]
+
+
+def test_unknown_option_is_refused(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["--yaml"])
+    assert exit_.value.code == 2
+    assert "--yaml" in capsys.readouterr().err
+
+
+def test_it_imports_no_cute_dsl():
+    code = (
+        "import sys; from fusedmoe.doctor import main; main([]); "
+        "sys.exit(any(name in sys.modules for name in ('cutlass', 'tvm_ffi')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
