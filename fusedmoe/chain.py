@@ -70,13 +70,11 @@ class Chain:
         plan, record = self._plan(arguments, now)
         if now.strict:
             plan.raise_if_missed()
-        specs = plan.graph.infer(dict(zip(self._names, arguments, strict=True)))
+        plan.check(arguments)
         x = arguments[0]
         assert x is not None
-        if x.is_meta:  # shapes follow from arguments
-            return tuple(
-                torch.empty(s.shape, dtype=s.dtype, device="meta") for s in map(specs.get, plan.graph.outputs) if s
-            )
+        if x.is_meta:
+            return plan.on_meta(arguments)
         return run_plan(plan, arguments, now.strict, record)
 
     def _arguments(

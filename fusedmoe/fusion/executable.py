@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
+
 from fusedmoe.fusion.candidates import Costs
 from fusedmoe.fusion.graph import Graph, Place, Plain
 from fusedmoe.fusion.names import NONE
@@ -15,12 +17,14 @@ from fusedmoe.fusion.rule import FusionError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    import torch
     from torch import Tensor
 
     from fusedmoe.fusion.rule import Direction
     from fusedmoe.ops.op import SpecLike
     from fusedmoe.recipes import Recipe
+
+
+_CHECKED_SHAPES = 4096  # remembered per plan
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,7 @@ class Plan:
     attempts: tuple[Attempt, ...]
     environment: Environment
     dtype: torch.dtype
+    _checked: set[tuple[torch.Size | None, ...]] = field(default_factory=set)
     _backward: dict[tuple[bool, ...], Program] = field(default_factory=dict)
     _slots: list[tuple[int, ...]] = field(default_factory=list)
 
@@ -112,6 +117,21 @@ class Plan:
         slots = self.program.slots
         assert [slots[v] for v in self.graph.arguments] == list(range(len(self.graph.arguments)))
         self._slots.extend((tuple(slots[v] for v in self.outputs), tuple(slots[v] for v in self.saved)))
+
+    def check(self, arguments: Sequence[Tensor | None]) -> None:
+        """Raise `InputError` where the arguments' shapes do not fit; shapes that did are not looked at again."""
+        shapes = tuple([None if a is None else a.shape for a in arguments])
+        if shapes not in self._checked:
+            self.graph.infer(dict(zip(self.graph.arguments, arguments, strict=True)))
+            if len(self._checked) >= _CHECKED_SHAPES:
+                self._checked.clear()
+            self._checked.add(shapes)
+
+    def on_meta(self, arguments: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+        """Return the outputs as meta tensors: their shapes follow from the arguments'."""
+        specs = self.graph.infer(dict(zip(self.graph.arguments, arguments, strict=True)))
+        outputs = [specs[value] for value in self.graph.outputs]
+        return tuple([torch.empty(s.shape, dtype=s.dtype, device="meta") for s in outputs if s is not None])
 
     def forward(
         self, arguments: Sequence[Tensor | None], strict: bool

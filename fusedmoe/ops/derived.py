@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,24 +31,28 @@ class Derived:
     infer: Callable[[SpecLike, SpecLike], TensorSpec]
 
 
-def _check_counts(splits_E: Tensor, num_rows: int) -> None:
+def _checked_ends(splits_E: Tensor, num_rows: int) -> list[int]:
     counts = splits_E.tolist()
+    ends = list(accumulate(counts))
     if any(c < 0 for c in counts):
         raise InputError(
             f"splits: expected counts of at least 0, got {min(counts)} for expert {counts.index(min(counts))}"
         )
-    if sum(counts) > num_rows:
-        raise InputError(f"splits: expected a sum of at most {num_rows}, the number of rows, got {sum(counts)}")
+    if ends[-1] > num_rows:
+        raise InputError(f"splits: expected a sum of at most {num_rows}, the number of rows, got {ends[-1]}")
+    return ends
 
 
 def _offsets(splits_E: Tensor, rows: Tensor) -> Tensor:
-    if splits_E.device.type == "cpu" or os.environ.get("FUSEDMOE_DEBUG") == "1":
-        _check_counts(splits_E, rows.shape[0])
+    if splits_E.device.type == "cpu":
+        return torch.tensor(_checked_ends(splits_E, rows.shape[0]), dtype=torch.int32)
+    if os.environ.get("FUSEDMOE_DEBUG") == "1":
+        _checked_ends(splits_E, rows.shape[0])
     return offsets_from_splits(splits_E, rows.shape[0])
 
 
 def _infer_offsets(splits_E: SpecLike, rows: SpecLike) -> TensorSpec:
-    if len(splits_E.shape) != 1:
+    if len(splits_E.shape) != 1 or not splits_E.shape[0]:
         raise InputError(f"splits: expected shape (experts,), got {tuple(splits_E.shape)}")
     if splits_E.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
         raise InputError(f"splits: expected integers, rows an expert, got {splits_E.dtype}")

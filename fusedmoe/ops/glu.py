@@ -14,6 +14,7 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
@@ -32,7 +33,7 @@ def _math_dtype(x: Tensor) -> torch.dtype:
 
 
 class GLU(Op):
-    """The family: a subclass gives the gate's nonlinearity `phi` and its derivative `dphi`, both of ``alpha``."""
+    """The family: a subclass gives the gate's nonlinearity `phi` and its derivative, both of ``alpha``."""
 
     launches = 6
 
@@ -51,9 +52,9 @@ class GLU(Op):
         """Return the gate's nonlinearity."""
         raise NotImplementedError(f"{type(self).__name__} defines no phi()")
 
-    def dphi(self, g: Tensor) -> Tensor:
-        """Return the derivative of `phi`."""
-        raise NotImplementedError(f"{type(self).__name__} defines no dphi()")
+    def phi_dphi(self, g: Tensor) -> tuple[Tensor, Tensor]:
+        """Return `phi` and its derivative, which share most of their arithmetic."""
+        raise NotImplementedError(f"{type(self).__name__} defines no phi_dphi()")
 
     def halves(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Gate and up, (..., I) each, in at least fp32."""
@@ -103,8 +104,9 @@ class DGLU(BackwardOp):
         gate, up = op.halves(x)
         gate_c, up_c = op.clamped(gate, up)
         dy = grad_output.to(gate.dtype)
-        grad_gate = dy * (up_c + op.offset if op.offset else up_c) * op.dphi(gate_c)
-        grad_up = dy * op.phi(gate_c)
+        phi, dphi = op.phi_dphi(gate_c)
+        grad_gate = dy * (up_c + op.offset if op.offset else up_c) * dphi
+        grad_up = dy * phi
         if op.limit is not None:
             # a NaN is inside: it must reach the gradient, not be masked to a healthy zero
             grad_gate = torch.where(gate > op.limit, 0, grad_gate)
@@ -136,11 +138,12 @@ class SwiGLU(GLU):
     """
 
     def phi(self, g: Tensor) -> Tensor:
-        return g * torch.sigmoid(self.alpha * g)
+        return F.silu(g) if self.alpha == 1 else g * torch.sigmoid(self.alpha * g)
 
-    def dphi(self, g: Tensor) -> Tensor:
-        s = torch.sigmoid(self.alpha * g)
-        return s * (1 + self.alpha * g * (1 - s))
+    def phi_dphi(self, g: Tensor) -> tuple[Tensor, Tensor]:
+        s = torch.sigmoid(g if self.alpha == 1 else self.alpha * g)
+        phi = g * s
+        return phi, torch.addcmul(s, phi, 1 - s, value=self.alpha)  # s * (1 + alpha * g * (1 - s))
 
 
 class GeGLU(GLU):
@@ -167,15 +170,16 @@ class GeGLU(GLU):
         self.approximate = approximate
 
     def phi(self, g: Tensor) -> Tensor:
-        return torch.nn.functional.gelu(self.alpha * g, approximate=self.approximate) / self.alpha
+        return F.gelu(self.alpha * g, approximate=self.approximate) / self.alpha
 
-    def dphi(self, g: Tensor) -> Tensor:
+    def phi_dphi(self, g: Tensor) -> tuple[Tensor, Tensor]:
         x = self.alpha * g
         if self.approximate == "none":
-            density = torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
-            return 0.5 * (1 + torch.erf(x / math.sqrt(2))) + x * density
+            cdf = 0.5 * (1 + torch.erf(x / math.sqrt(2)))
+            return g * cdf, cdf + x * (torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi))
         t = torch.tanh(_SQRT_2_OVER_PI * (x + _TANH_CUBIC * x**3))
-        return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * _SQRT_2_OVER_PI * (1 + 3 * _TANH_CUBIC * x * x)
+        half = 0.5 * (1 + t)
+        return g * half, half + 0.5 * x * (1 - t * t) * _SQRT_2_OVER_PI * (1 + 3 * _TANH_CUBIC * x * x)
 
     def extra_repr(self) -> str:
         parts = [] if self.approximate == "tanh" else [f"approximate={self.approximate!r}"]
@@ -191,8 +195,8 @@ class ReGLU(GLU):
     def phi(self, g: Tensor) -> Tensor:
         return torch.relu(g)
 
-    def dphi(self, g: Tensor) -> Tensor:
-        return torch.where(g <= 0, 0, torch.where(g > 0, 1, g))  # NaN stays NaN
+    def phi_dphi(self, g: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.relu(g), torch.where(g <= 0, 0, torch.where(g > 0, 1, g))  # NaN stays NaN
 
 
 class DSwiGLU(DGLU):

@@ -41,8 +41,8 @@ def runs_on_device(device: torch.device, dtype: torch.dtype, *widths: int) -> bo
 
 def _aligned(t: Tensor) -> Tensor | None:
     """Return ``t`` as F.grouped_mm reads it, copied where its strides or address are off; None where its widths are."""
-    *outer, unit = sorted(t.stride()[-2:], reverse=True)
-    if unit == 1 and all(s * t.element_size() % _ALIGNMENT_BYTES == 0 for s in (*t.stride()[:-2], *outer)):
+    strides, size = t.stride(), t.element_size()
+    if 1 in strides[-2:] and all(s * size % _ALIGNMENT_BYTES == 0 for s in strides if s != 1):
         return t if t.data_ptr() % _ALIGNMENT_BYTES == 0 else t.clone()
     return t.contiguous() if t.shape[-1] * t.element_size() % _ALIGNMENT_BYTES == 0 else None
 
