@@ -26,14 +26,21 @@ class _RunPlan(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        wanted = ctx.needs_input_grad[2:]
-        device = next((g.device.type for g in grads if g is not None), "cpu")
-        if torch.is_autocast_enabled(device):  # the dtypes were settled in forward
-            with torch.autocast(device, enabled=False):
-                return (None, None, *ctx.plan.backward(ctx.saved_tensors, grads, wanted, ctx.strict))
-        return (None, None, *ctx.plan.backward(ctx.saved_tensors, grads, wanted, ctx.strict))
+        # the guard against double differentiation takes its time, and only matters under create_graph=True
+        return _guarded_gradients(ctx, *grads) if torch.is_grad_enabled() else _gradients(ctx, *grads)
+
+
+def _gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    plan, wanted = ctx.plan, ctx.needs_input_grad[2:]
+    device = plan.environment.device.type
+    if torch.is_autocast_enabled(device):  # the dtypes were settled in forward
+        with torch.autocast(device, enabled=False):
+            return (None, None, *plan.backward(ctx.saved_tensors, grads, wanted, ctx.strict))
+    return (None, None, *plan.backward(ctx.saved_tensors, grads, wanted, ctx.strict))
+
+
+_guarded_gradients = once_differentiable(_gradients)
 
 
 def run_plan(plan: Plan, arguments: Sequence[Tensor | None], strict: bool, record: bool) -> tuple[Tensor, ...]:

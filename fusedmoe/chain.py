@@ -53,16 +53,15 @@ class Chain:
     def run(self, x: Tensor, given: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """Run the chain on rows and runtime inputs; return its result and its exports."""
         now = settings.current()
-        if torch.is_autocast_enabled(x.device.type):
-            arguments = self._arguments(x, given, torch.get_autocast_dtype(x.device.type))
+        if (autocast := _autocast_dtype(x)) is not None:
+            arguments = self._arguments(x, given, autocast)
             with torch.autocast(x.device.type, enabled=False):
                 return self._run(arguments, now)
         return self._run(self._arguments(x, given), now)
 
     def explain(self, x: Tensor, given: Mapping[str, Tensor]) -> PlanData:
         """Return the plan for this call, as data."""
-        autocast = torch.is_autocast_enabled(x.device.type)
-        arguments = self._arguments(x, given, torch.get_autocast_dtype(x.device.type) if autocast else None)
+        arguments = self._arguments(x, given, _autocast_dtype(x))
         plan, _ = self._plan(arguments, settings.current())
         return plan.data(dict(zip(self._names, arguments, strict=True)))
 
@@ -110,10 +109,7 @@ class Chain:
             torch.are_deterministic_algorithms_enabled(),
             registry.generation(),
         )
-        try:
-            plan = self._plans.get(key)
-        except TypeError as error:
-            raise self._unhashable(error) from None
+        plan = self._plans.get(key)
         if plan is None:
             disabled = (*now.disabled, *filter(None, (p.strip() for p in off.split(","))))
             plan = self._plans[key] = self._make(arguments, now.recipe, disabled, grad)
@@ -135,19 +131,13 @@ class Chain:
             raise InputError(f"recipe {recipe.name!r}: rewrite() must keep the chain's own ops, in their order")
         return make_plan(nodes, self.exports, named, wanted, environment)
 
-    def _unhashable(self, error: TypeError) -> InputError:
-        for node in self.nodes:
-            for name, value in node.op.__dict__.items():
-                try:
-                    hash(value)
-                except TypeError:
-                    if not name.startswith("_"):
-                        return InputError(
-                            f"{node.label}.{type(node.op).__name__}: attribute {name!r} is part of every plan key and "
-                            f"must be hashable, got {type(value).__name__}; use a tuple, or a name starting with an "
-                            "underscore"
-                        )
-        raise error
+
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Return what autocast computes in where x is; None where it is off, or knows no such device."""
+    device = x.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
 
 
 @functools.cache

@@ -127,6 +127,9 @@ class ByteTransformer(nn.Module):
         Of the parameters, as everywhere in PyTorch.
     """
 
+    rope_cos: torch.Tensor
+    rope_sin: torch.Tensor
+
     def __init__(
         self, config: ModelConfig, device: torch.device | None = None, dtype: torch.dtype | None = None
     ) -> None:
@@ -136,8 +139,8 @@ class ByteTransformer(nn.Module):
         self.blocks = nn.ModuleList(Block(config, device, dtype) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.hidden, eps=1e-6, device=device, dtype=dtype)
         cos, sin = rope_tables(config.context, config.hidden // config.heads, device, dtype)
-        self.register_buffer("rope_cos_SH", cos, persistent=False)
-        self.register_buffer("rope_sin_SH", sin, persistent=False)
+        self.register_buffer("rope_cos", cos, persistent=False)
+        self.register_buffer("rope_sin", sin, persistent=False)
         self._initialise()
 
     @property
@@ -156,7 +159,7 @@ class ByteTransformer(nn.Module):
     def forward(self, bytes_BS: torch.Tensor) -> tuple[torch.Tensor, Routing]:
         """Return logits (B, S, 256) in the model's dtype, and what the routers did."""
         length = bytes_BS.shape[1]
-        rope_SH = (self.rope_cos_SH[:length], self.rope_sin_SH[:length])
+        rope_SH = (self.rope_cos[:length], self.rope_sin[:length])
         x_BSD = self.embedding(bytes_BS)
         all_stats = []
         for block in self.typed_blocks:

@@ -10,7 +10,6 @@ Axes: I intermediate features; rows are (..., 2 I), their halves (..., I).
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,23 +18,16 @@ from einops import rearrange
 from torch import Tensor
 
 from fusedmoe.errors import InputError
-from fusedmoe.ops.op import BackwardOp, Op, TensorSpec
+from fusedmoe.ops.op import BackwardOp, Op, TensorSpec, exact
 
 if TYPE_CHECKING:
     from fusedmoe.ops.op import SpecLike
-
-_SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
-_TANH_CUBIC = 0.044715
-
-
-def _math_dtype(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 class GLU(Op):
     """The family: a subclass gives the gate's nonlinearity `phi` and its derivative, both of ``alpha``."""
 
-    launches = 6
+    launches = 5
 
     def __init__(
         self, limit: float | None = None, alpha: float = 1.0, offset: float = 0.0, interleaved: bool = False
@@ -52,13 +44,13 @@ class GLU(Op):
         """Return the gate's nonlinearity."""
         raise NotImplementedError(f"{type(self).__name__} defines no phi()")
 
-    def phi_dphi(self, g: Tensor) -> tuple[Tensor, Tensor]:
-        """Return `phi` and its derivative, which share most of their arithmetic."""
-        raise NotImplementedError(f"{type(self).__name__} defines no phi_dphi()")
+    def dphi(self, g: Tensor, grad: Tensor) -> Tensor:
+        """Return ``grad`` times the derivative of `phi`."""
+        raise NotImplementedError(f"{type(self).__name__} defines no dphi()")
 
     def halves(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Gate and up, (..., I) each, in at least fp32."""
-        x = x.to(_math_dtype(x))
+        x = exact(x)
         if self.interleaved:
             return x[..., ::2], x[..., 1::2]
         gate, up = x.chunk(2, dim=-1)
@@ -79,7 +71,8 @@ class GLU(Op):
 
     def compute(self, x: Tensor) -> Tensor:
         gate, up = self.clamped(*self.halves(x))
-        return (self.phi(gate) * (up + self.offset if self.offset else up)).to(x.dtype)
+        y = self.phi(gate) * (up + self.offset if self.offset else up)
+        return y if y.dtype is x.dtype else y.to(x.dtype)
 
     def backward_ops(self) -> tuple[BackwardOp, ...]:
         return (_DERIVATIVES[type(self)](self) if type(self) in _DERIVATIVES else DGLU(self),)
@@ -96,24 +89,25 @@ class DGLU(BackwardOp):
     versions.
     """
 
-    launches = 12
+    launches = 8
     op: GLU
 
     def compute(self, grad_output: Tensor, x: Tensor) -> Tensor:
         op = self.op
         gate, up = op.halves(x)
         gate_c, up_c = op.clamped(gate, up)
-        dy = grad_output.to(gate.dtype)
-        phi, dphi = op.phi_dphi(gate_c)
-        grad_gate = dy * (up_c + op.offset if op.offset else up_c) * dphi
-        grad_up = dy * phi
+        dy = exact(grad_output)
+        grad_gate = op.dphi(gate_c, dy * (up_c + op.offset if op.offset else up_c))
+        grad_up = dy * op.phi(gate_c)
         if op.limit is not None:
             # a NaN is inside: it must reach the gradient, not be masked to a healthy zero
             grad_gate = torch.where(gate > op.limit, 0, grad_gate)
             grad_up = torch.where(up.abs() > op.limit, 0, grad_up)
         if op.interleaved:
-            return rearrange([grad_gate, grad_up], "two ... i -> ... (i two)").to(x.dtype)
-        return torch.cat((grad_gate, grad_up), dim=-1).to(x.dtype)
+            dx = rearrange([grad_gate, grad_up], "two ... i -> ... (i two)")
+        else:
+            dx = torch.cat((grad_gate, grad_up), dim=-1)
+        return dx if dx.dtype is x.dtype else dx.to(x.dtype)
 
 
 class SwiGLU(GLU):
@@ -140,10 +134,11 @@ class SwiGLU(GLU):
     def phi(self, g: Tensor) -> Tensor:
         return F.silu(g) if self.alpha == 1 else g * torch.sigmoid(self.alpha * g)
 
-    def phi_dphi(self, g: Tensor) -> tuple[Tensor, Tensor]:
-        s = torch.sigmoid(g if self.alpha == 1 else self.alpha * g)
-        phi = g * s
-        return phi, torch.addcmul(s, phi, 1 - s, value=self.alpha)  # s * (1 + alpha * g * (1 - s))
+    def dphi(self, g: Tensor, grad: Tensor) -> Tensor:
+        if self.alpha == 1:
+            return torch.ops.aten.silu_backward(grad, g)  # type: ignore[no-any-return]
+        s = torch.sigmoid(self.alpha * g)
+        return grad * s * (1 + self.alpha * g * (1 - s))
 
 
 class GeGLU(GLU):
@@ -172,14 +167,8 @@ class GeGLU(GLU):
     def phi(self, g: Tensor) -> Tensor:
         return F.gelu(self.alpha * g, approximate=self.approximate) / self.alpha
 
-    def phi_dphi(self, g: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.alpha * g
-        if self.approximate == "none":
-            cdf = 0.5 * (1 + torch.erf(x / math.sqrt(2)))
-            return g * cdf, cdf + x * (torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi))
-        t = torch.tanh(_SQRT_2_OVER_PI * (x + _TANH_CUBIC * x**3))
-        half = 0.5 * (1 + t)
-        return g * half, half + 0.5 * x * (1 - t * t) * _SQRT_2_OVER_PI * (1 + 3 * _TANH_CUBIC * x * x)
+    def dphi(self, g: Tensor, grad: Tensor) -> Tensor:
+        return torch.ops.aten.gelu_backward(grad, self.alpha * g, approximate=self.approximate)  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:
         parts = [] if self.approximate == "tanh" else [f"approximate={self.approximate!r}"]
@@ -195,8 +184,8 @@ class ReGLU(GLU):
     def phi(self, g: Tensor) -> Tensor:
         return torch.relu(g)
 
-    def phi_dphi(self, g: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.relu(g), torch.where(g <= 0, 0, torch.where(g > 0, 1, g))  # NaN stays NaN
+    def dphi(self, g: Tensor, grad: Tensor) -> Tensor:
+        return torch.ops.aten.threshold_backward(grad, g, 0)  # type: ignore[no-any-return]
 
 
 class DSwiGLU(DGLU):

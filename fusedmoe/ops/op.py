@@ -44,6 +44,11 @@ class TensorSpec(NamedTuple):
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
+def exact(x: Tensor) -> Tensor:
+    """Return ``x`` in the dtype that elementwise arithmetic is done in: fp32 for narrower floats, else its own."""
+    return x.to(torch.float32) if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
 Specs = TensorSpec | tuple[TensorSpec, ...]
 Tensors = Tensor | tuple[Tensor, ...]
 
@@ -124,7 +129,23 @@ class Op(nn.Module):
 
         These are the public attributes of the instance: what matters for the result must not start with an underscore.
         """
-        return tuple([v for k, v in self.__dict__.items() if k[0] != "_"])
+        attributes: tuple[Hashable, ...] | None = self.__dict__.get("_attributes")
+        if attributes is None:
+            public = {k: v for k, v in self.__dict__.items() if k[0] != "_"}
+            for name, value in public.items():
+                try:
+                    hash(value)
+                except TypeError:
+                    expected = (
+                        "something hashable, as a part of every plan's key: a tuple, or a name that starts with '_'"
+                    )
+                    raise self.reject(name, expected, type(value).__name__) from None
+            attributes = self.__dict__["_attributes"] = tuple(public.items())
+        return attributes
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        self.__dict__.pop("_attributes", None)
 
     def reject(self, argument: str, expected: str, got: object) -> InputError:
         """Return the error for an argument that does not fit: ``raise self.reject("splits", "shape (4,)",
@@ -148,7 +169,7 @@ class Op(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # plans hold functions of this very process: neither a pickle nor a deepcopy takes them along
-        return {k: v for k, v in self.__dict__.items() if k != "_alone"}
+        return {k: v for k, v in self.__dict__.items() if k not in ("_alone", "_attributes")}
 
 
 class BackwardOp:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fusedmoe.ops.op import BackwardOp, Op, TensorSpec
+from fusedmoe.ops.op import BackwardOp, Op, TensorSpec, exact
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,7 +25,7 @@ class SquaredReLU(Op):
         return TensorSpec(tuple(x.shape), x.dtype)
 
     def compute(self, x: Tensor) -> Tensor:
-        return torch.relu(x.to(torch.promote_types(x.dtype, torch.float32))).square().to(x.dtype)
+        return torch.relu(exact(x)).square().to(x.dtype)
 
     def backward_ops(self) -> tuple[BackwardOp, ...]:
         return (DSquaredReLU(self),)
@@ -37,5 +37,4 @@ class DSquaredReLU(BackwardOp):
     launches = 4
 
     def compute(self, grad_output: Tensor, x: Tensor) -> Tensor:
-        exact = torch.promote_types(x.dtype, torch.float32)
-        return (2 * torch.relu(x.to(exact)) * grad_output.to(exact)).to(x.dtype)
+        return (2 * torch.relu(exact(x)) * exact(grad_output)).to(x.dtype)

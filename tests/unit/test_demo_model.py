@@ -33,7 +33,13 @@ def test_every_activation_and_router_trains(activation, router):
     assert routing.load_balancing_loss.shape == routing.z_loss.shape == (2,)
     (logits.logsumexp(-1).sum() + routing.load_balancing_loss.sum() + routing.z_loss.sum()).backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
-    model.update_router_biases(routing.load, 0.01)
+
+
+def test_the_biases_move_towards_the_experts_with_few_rows():
+    model = model_of(router="sigmoid")
+    model.update_router_biases(torch.tensor([[1, 9, 5, 5], [0, 0, 0, 20]]), 0.5)
+    biases = [block.moe.router.balance_bias.tolist() for block in model.blocks]
+    assert biases == [[0.5, -0.5, 0.0, 0.0], [0.5, 0.5, 0.5, -0.5]]
 
 
 def test_the_activations_of_the_options_are_those_of_the_model():

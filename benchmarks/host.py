@@ -1,0 +1,95 @@
+"""What the framework costs the host: a planned `Sequential` against the same calls written by hand, and planning itself.
+
+The rows are few and the layers small, so that the work itself takes as little as it can. "By hand" calls what the ops compute,
+one after the other, and leaves the backward pass to autograd; "by hand, lean" is the shortest plain PyTorch that a person
+would write for it, without zeroed tail rows, checked splits, or fp32 inside the activation.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fusedmoe as fm
+from benchmarks.timing import HostTime, host_times
+from fusedmoe.kernels.torch.rows import offsets_from_splits
+
+EXPERTS, HIDDEN, INTERMEDIATE, ROWS = 8, 32, 16, 64
+
+
+@dataclass(frozen=True)
+class HostReport:
+    """Host times in microseconds, by pass and variant; planning time in milliseconds."""
+
+    forward: dict[str, HostTime]
+    forward_backward: dict[str, HostTime]
+    inference: dict[str, HostTime]
+    planning_ms: float
+
+    def overhead_us(self, times: dict[str, HostTime]) -> float:
+        """What the planned call takes more than the same calls by hand: medians."""
+        return times["planned"].median_us - times["by hand"].median_us
+
+
+def _experts(device: torch.device, dtype: torch.dtype) -> fm.Sequential:
+    return fm.Sequential(
+        fm.GroupedLinear(EXPERTS, HIDDEN, 2 * INTERMEDIATE, device=device, dtype=dtype),
+        fm.SwiGLU(),
+        fm.GroupedLinear(EXPERTS, INTERMEDIATE, HIDDEN, device=device, dtype=dtype),
+    )
+
+
+def measure(device: torch.device, rounds: int = 300) -> HostReport:
+    """Measure on a device; on a GPU the queue is empty at the start of each round."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    seq = _experts(device, dtype)
+    first, glu, second = seq
+    x = torch.randn(ROWS, HIDDEN, device=device, dtype=dtype, requires_grad=True)
+    splits = torch.full((EXPERTS,), ROWS // EXPERTS, device=device)
+    grad = torch.randn(ROWS, HIDDEN, device=device, dtype=dtype)
+
+    def planned() -> Tensor:
+        return seq(x, splits=splits)
+
+    def by_hand() -> Tensor:
+        offsets = offsets_from_splits(splits, ROWS)
+        h = glu.compute(first.compute(x, first.weight, None, offsets))
+        return second.compute(h, second.weight, None, offsets)
+
+    def by_hand_lean() -> Tensor:
+        offsets = splits.cumsum(0, dtype=torch.int32)
+        gate, up = F.grouped_mm(x, first.weight.mT, offs=offsets).chunk(2, dim=-1)
+        return F.grouped_mm(F.silu(gate) * up, second.weight.mT, offs=offsets)
+
+    def settle() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    variants = {"planned": planned, "by hand": by_hand, "by hand, lean": by_hand_lean}
+    steps = {name: lambda call=call: call().backward(grad) for name, call in variants.items()}
+    with torch.no_grad():
+        inference = host_times(variants, rounds, settle=settle)
+    return HostReport(
+        host_times(variants, rounds, settle=settle),
+        host_times(steps, rounds, settle=settle),
+        inference,
+        _planning_ms(device, dtype, x, splits),
+    )
+
+
+def _planning_ms(device: torch.device, dtype: torch.dtype, x: Tensor, splits: Tensor) -> float:
+    """The first call of a new chain, less a later one: the median over some chains."""
+    taken = []
+    for _ in range(20):
+        seq = _experts(device, dtype)
+        start = time.perf_counter()
+        seq(x, splits=splits)
+        middle = time.perf_counter()
+        seq(x, splits=splits)
+        taken.append(2 * middle - start - time.perf_counter())
+    return statistics.median(taken) * 1e3

@@ -1,0 +1,56 @@
+"""What the GPU tests share. They need an NVIDIA GPU whose torch has a device-side grouped GEMM; elsewhere they are skipped."""
+
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+_outcomes: list[dict] = []
+
+
+def pytest_collection_modifyitems(items):
+    capable = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] in (9, 10)
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+            if not capable:
+                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU of compute capability 9.x or 10.x"))
+
+
+def pytest_runtest_logreport(report):
+    if report.when == "call" and "tests/gpu/" in report.nodeid:
+        _outcomes.append({"test": report.nodeid, "outcome": report.outcome, "seconds": round(report.duration, 3)})
+
+
+def pytest_sessionfinish(session):
+    target = session.config.getoption("--results")
+    if not target or not _outcomes:
+        return
+    from benchmarks.results import machine, write  # only where results are wanted
+
+    passed = sum(o["outcome"] == "passed" for o in _outcomes)
+    write(Path(target), "test_gpu", {"passed": passed, "total": len(_outcomes), "tests": _outcomes})
+    print(f"\n{passed} of {len(_outcomes)} GPU tests passed on {machine()}")
+
+
+@pytest.fixture
+def device():
+    return torch.device("cuda")
+
+
+@pytest.fixture
+def no_sync():
+    """A context in which anything that waits for the device raises."""
+
+    @contextmanager
+    def forbidden():
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    return forbidden

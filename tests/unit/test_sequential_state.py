@@ -1,0 +1,215 @@
+"""What a `Sequential` holds: state dicts, copies, pickles, devices and dtypes, parameters that come and go."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import toy
+from toy import E, H, I, assert_same, experts, inputs, only_plan, outcome, rows, rules_used
+from torch import nn
+
+import fusedmoe as fm
+from fusedmoe import InputError
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda m: pickle.loads(pickle.dumps(m)),
+    "torch.save": lambda m: _saved_and_loaded(m),
+}
+
+
+def _saved_and_loaded(module):
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def test_state_dict_has_the_stock_names_and_shapes():
+    chain = fm.Sequential(fm.GroupedLinear(E, H, 2 * I, bias=True), fm.SwiGLU(), fm.GroupedLinear(E, I, H))
+    shapes = {name: tuple(t.shape) for name, t in chain.state_dict().items()}
+    assert shapes == {"0.weight": (E, 2 * I, H), "0.bias": (E, 2 * I), "2.weight": (E, H, I)}
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_load_state_dict_is_seen_by_the_next_call(assign):
+    chain, other = experts(), experts()
+    x, named = rows(), inputs()
+    before = outcome(chain, x, **named)
+    chain.load_state_dict(other.state_dict(), assign=assign)
+    after = outcome(chain, x, **named)
+    assert not torch.equal(before["y"], after["y"])
+    assert_same(after, outcome(other, x, **named))
+
+
+@pytest.mark.parametrize("called", [False, True], ids=["before a call", "after a call"])
+@pytest.mark.parametrize("how", COPIES)
+def test_copies(how, called):
+    chain = fm.Sequential(fm.Scale("probs"), *experts())
+    named = inputs() | {"probs": torch.rand(9, dtype=torch.float64)}
+    x = rows()
+    if called:
+        with fm.register(toy.gemm_glu()):  # a plan that holds functions of this process
+            chain(x, **named)
+            chain[0](x, probs=named["probs"])
+            twin = COPIES[how](chain)
+    else:
+        twin = COPIES[how](chain)
+    assert type(twin) is fm.Sequential
+    assert twin[1].weight is not chain[1].weight
+    assert_same(outcome(twin, x, **named), outcome(chain, x, **named))
+
+
+@pytest.mark.parametrize("materialize", ["to_empty", "assign"])
+def test_built_on_the_meta_device(materialize):
+    with torch.device("meta"):
+        chain = experts()
+    assert chain[0].weight.is_meta
+    real = experts()
+    if materialize == "to_empty":
+        chain.to_empty(device="cpu")
+        chain.load_state_dict(real.state_dict())
+    else:
+        chain.load_state_dict(real.state_dict(), assign=True)
+    x, named = rows(), inputs()
+    assert_same(outcome(chain, x, **named), outcome(real, x, **named))
+
+
+def test_a_call_on_the_meta_device_gives_meta_outputs():
+    with torch.device("meta"):
+        chain = fm.Sequential(fm.Dispatch(), *experts(scale=False, dtype=torch.bfloat16), fm.Combine())
+        y = chain(
+            torch.empty(5, H, dtype=torch.bfloat16),
+            expert_index=torch.empty(5, 2, dtype=torch.int64),
+            expert_weight=torch.empty(5, 2),
+        )
+    assert (y.device.type, tuple(y.shape), y.dtype) == ("meta", (5, H), torch.bfloat16)
+
+
+def test_meta_rows_with_parameters_elsewhere_are_refused():
+    with pytest.raises(InputError, match=r"0\.weight.*expected on meta, where the rows are, got on cpu"):
+        experts()(rows().to("meta"), splits=torch.empty(E, dtype=torch.int64, device="meta"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_to_another_dtype(dtype):
+    chain = experts(dtype=torch.float32)
+    chain(rows(dtype=torch.float32), **inputs())
+    y = chain.to(dtype)(rows(dtype=dtype), **inputs())
+    assert y.dtype is dtype
+
+
+def test_rows_of_another_dtype_than_the_weight_are_refused():
+    with pytest.raises(InputError, match=r"0\.GroupedLinear.*x: expected torch.float64, the dtype of weight"):
+        experts()(rows(dtype=torch.float32), **inputs())
+
+
+def test_freezing_and_thawing_between_calls():
+    chain, x, named = experts(), rows(), inputs()
+    everything = outcome(chain, x, **named)
+    chain[0].weight.requires_grad_(False)
+    frozen = outcome(chain, x, **named)
+    assert frozen.keys() == everything.keys() - {"0.weight"}
+    assert_same(frozen, {k: v for k, v in everything.items() if k in frozen})
+    chain.requires_grad_(False)
+    assert outcome(chain, x, **named).keys() == {"y", "x"}
+    chain.requires_grad_(True)
+    assert_same(outcome(chain, x, **named), everything)
+
+
+def test_nothing_wants_a_gradient():
+    chain = experts().requires_grad_(False)
+    assert not chain(rows(requires_grad=False), **inputs()).requires_grad
+
+
+def test_a_new_parameter_object():
+    chain, x, named = experts(), rows(), inputs()
+    chain(x, **named)
+    chain[0].weight = nn.Parameter(chain[0].weight.detach() * 2)
+    other = copy.deepcopy(chain)
+    assert_same(outcome(chain, x, **named), outcome(other, x, **named))
+
+
+def test_a_parameter_of_another_shape_is_refused_by_name():
+    chain = experts()
+    chain(rows(), **inputs())
+    chain[2].weight = nn.Parameter(torch.zeros(E, H, I + 1, dtype=torch.float64))
+    with pytest.raises(InputError, match=r"2\.GroupedLinear.*weight: expected shape \(3, 8, 4\), got \(3, 8, 5\)"):
+        chain(rows(), **inputs())
+
+
+def test_a_bias_may_appear_and_go():
+    chain, x, named = experts(), rows(), inputs()
+    y = chain(x, **named)
+    chain[2].bias = nn.Parameter(torch.ones(E, H, dtype=torch.float64))
+    with_bias = outcome(chain, x, **named)
+    torch.testing.assert_close(with_bias["y"][:7], y.detach()[:7] + 1)
+    assert torch.equal(with_bias["y"][7:], torch.zeros(2, H, dtype=torch.float64))
+    assert "2.bias" in with_bias
+    chain[2].bias = None
+    assert torch.equal(chain(x, **named), y)
+
+
+class LowRank(nn.Module):
+    """A frozen expert layer and its trained low-rank correction."""
+
+    def __init__(self, base, rank=2):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.a = fm.GroupedLinear(base.num_groups, base.in_features, rank, dtype=base.weight.dtype)
+        self.b = fm.GroupedLinear(base.num_groups, rank, base.out_features, dtype=base.weight.dtype)
+
+    def forward(self, x):
+        splits = torch.tensor(toy.SPLITS)
+        return self.base(x, splits=splits) + self.b(self.a(x, splits=splits), splits=splits)
+
+
+def test_an_op_replaced_by_an_adapter():
+    chain, x, named = experts(), rows(), inputs()
+    y = chain(x, **named)
+    chain[0] = LowRank(chain[0])
+    with torch.no_grad():
+        chain[0].b.weight.zero_()
+    got = outcome(chain, x, **named)
+    torch.testing.assert_close(got["y"], y.detach())
+    assert "0.b.weight" in got
+    assert "0.base.weight" not in got
+
+
+def test_functional_call():
+    chain, other, x, named = experts(), experts(), rows(), inputs()
+    chain(x, **named)
+    parameters = {name: p.detach() for name, p in other.named_parameters()}
+    got = torch.func.functional_call(chain, parameters, (x,), named)
+    torch.testing.assert_close(got, other(x, **named))
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+def test_a_parametrized_weight_is_read_through_its_parametrization():
+    chain, x, named = experts(), rows(), inputs()
+    expected = copy.deepcopy(chain)
+    with torch.no_grad():
+        expected[0].weight.mul_(2)
+    nn.utils.parametrize.register_parametrization(chain[0], "weight", Doubled())
+    with fm.register(toy.gemm()):
+        plan = only_plan(chain, x, **named)
+        got = outcome(chain, x, **named)
+    want = outcome(expected, x, **named)
+    # torch gives a parametrized module a class of its own, which no rule names
+    assert rules_used(plan) == ["toy.gemm"]
+    assert "a subclass of GroupedLinear" in plan.steps[0].why
+    torch.testing.assert_close(got["y"], want["y"])
+    torch.testing.assert_close(got["0.parametrizations.weight.original"], 2 * want["0.weight"])
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_train_and_eval_are_remembered(mode):
+    chain = getattr(experts(), mode)()
+    assert all(op.training == (mode == "train") for op in chain)
+    assert chain(rows(), **inputs()).shape == (9, H)

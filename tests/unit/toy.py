@@ -1,0 +1,204 @@
+"""Toy fusion rules in plain PyTorch, for chains small enough to follow, and what the tests do with both.
+
+The rules compute what the ops compute, in one Python function, so that outputs and gradients of a fused run can be
+compared with the unfused one. Each is made by a function, so that a test can have it otherwise: without its keeps,
+with a guard, at another cost.
+"""
+
+import torch
+
+import fusedmoe as fm
+from fusedmoe.fusion.rule import FusionRule, Step
+from fusedmoe.kernels.torch.grouped_gemm import grouped_mm, grouped_mm_dgrad, grouped_mm_wgrad
+from fusedmoe.ops import Dgrad, DScale, DSwiGLU, GeGLU, GroupedLinear, Scale, ScaleGrad, SwiGLU, Wgrad
+
+E, H, I = 3, 8, 4  # noqa: E741  (experts, hidden, intermediate)
+SPLITS = (3, 0, 4)
+ROWS = 9  # two of them belong to no expert
+
+
+def experts(*, scale=False, dtype=torch.float64, act=SwiGLU, **options):
+    """GroupedLinear, GLU, a Scale where wanted, GroupedLinear."""
+    middle = [Scale("probs")] if scale else []
+    return fm.Sequential(
+        GroupedLinear(E, H, 2 * I, dtype=dtype), act(**options), *middle, GroupedLinear(E, I, H, dtype=dtype)
+    )
+
+
+def rows(count=ROWS, dtype=torch.float64, requires_grad=True):
+    return torch.randn(count, H, dtype=dtype, requires_grad=requires_grad)
+
+
+def inputs(*, scale=False, dtype=torch.float64, count=ROWS):
+    named = {"splits": torch.tensor(SPLITS)}
+    if scale:
+        named["probs"] = torch.rand(count, dtype=dtype, requires_grad=True)
+    return named
+
+
+def outcome(module, x, **named):
+    """The output of a call, and every gradient of ``(output * weights).sum()``, by name; on fresh leaves."""
+    x = x.detach().clone().requires_grad_(x.requires_grad)
+    named = {k: v.detach().clone().requires_grad_(v.requires_grad) for k, v in named.items()}
+    module.zero_grad()
+    y = module(x, **named)
+    if y.requires_grad:
+        weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)
+        (y * weights).sum().backward()
+    leaves = {"x": x, **named, **dict(module.named_parameters())}
+    return {"y": y.detach(), **{name: t.grad.clone() for name, t in leaves.items() if t.grad is not None}}
+
+
+def assert_same(got, expected):
+    assert got.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(got[name], expected[name], msg=lambda text, name=name: f"{name}: {text}")
+        assert expected[name].abs().sum() > 0, f"{name}: zeros would pass"
+
+
+def statuses(plan, rule):
+    """``{first position: (status, reason)}`` of a rule in a plan."""
+    return {a.start: (a.status, a.reason) for a in plan.attempts if a.rule == rule}
+
+
+def status(plan, rule, start=None):
+    """(status, reason) of a rule at a position, or where it got farthest."""
+    attempts = [a for a in plan.attempts if a.rule == rule and (start is None or a.start == start)]
+    best = max(attempts, key=lambda a: (a.matched, -a.start))
+    return best.status, best.reason
+
+
+def rules_used(plan, direction=None):
+    return [s.rule for s in plan.steps if s.rule is not None and direction in (None, s.direction)]
+
+
+def only_plan(module, x, **named):
+    (plan,) = module.explain(x, **named).plans
+    return plan
+
+
+def gemm(name="toy.gemm", *, launches=1, guard=None, extra_bytes=0):
+    """One GroupedLinear."""
+
+    class Gemm(FusionRule, name=name, direction="forward"):
+        fc: GroupedLinear
+
+        def check(self, ctx):
+            fm.require(self.fc.bias is None, "a bias is not taken, use bias=False")
+
+        def build(self, ctx):
+            return Step(
+                grouped_mm, ("input", "fc.weight", "offsets"), ("output",), guard=guard, zeroes_tail=True,
+                launches=launches, extra_bytes=extra_bytes,
+            )  # fmt: skip
+
+    return Gemm
+
+
+def gemm_glu(name="toy.gemm_glu", *, launches=1, guard=None, keeps=("act.input",), calls=None):
+    """GroupedLinear, SwiGLU or GeGLU, and a Scale where there is one; it can keep what went into the activation."""
+
+    class GemmGLU(FusionRule, name=name, direction="forward"):
+        fc: GroupedLinear
+        act: SwiGLU | GeGLU
+        scale: Scale | None
+
+        def check(self, ctx):
+            fm.require(self.act.limit is None, "limit %s is not taken, use limit=None", self.act.limit)
+
+        def build(self, ctx):
+            def run(x, weight, offsets, *probs, keep=()):
+                if calls is not None:
+                    calls.append((name, keep))
+                h = grouped_mm(x, weight, offsets)
+                y = self.act.compute(h)
+                if probs:
+                    y = self.scale.compute(y, *probs)
+                return (y, *(h for _ in keep))
+
+            probs = () if self.scale is None else (f"scale.{self.scale.name}",)
+            return Step(
+                run, ("input", "fc.weight", "offsets", *probs), ("output",), keeps, guard, True, launches
+            )  # fmt: skip
+
+    return GemmGLU
+
+
+def glu_scale(name="toy.glu_scale", *, launches=1):
+    """SwiGLU, and a Scale where there is one."""
+
+    class GLUScale(FusionRule, name=name, direction="forward"):
+        act: SwiGLU
+        scale: Scale | None
+
+        def build(self, ctx):
+            def run(x, *probs):
+                y = self.act.compute(x)
+                return self.scale.compute(y, *probs) if probs else y
+
+            probs = () if self.scale is None else (f"scale.{self.scale.name}",)
+            return Step(run, ("act.input", *probs), ("output",), launches=launches)
+
+    return GLUScale
+
+
+def dgrad_dglu(name="toy.dgrad_dglu", *, launches=1, guard=None, recomputes=True, calls=None):
+    """FC2's data gradient, the Scale's two gradients where there are, and the GLU's derivative. What went into FC2 is
+    computed again, for FC2's weight gradient.
+    """
+
+    class DgradDGLU(FusionRule, name=name, direction="backward"):
+        dgrad: Dgrad
+        dprobs: ScaleGrad | None
+        dscale: DScale | None
+        dact: DSwiGLU
+
+        def build(self, ctx):
+            def run(dy, weight, offsets, h, *probs):
+                if calls is not None:
+                    calls.append(name)
+                d = grouped_mm_dgrad(dy.contiguous(), weight, offsets)
+                y = self.dact.op.compute(h)
+                given = []
+                if self.dprobs is not None:
+                    given.append(self.dprobs.compute(d, y, *probs))
+                if self.dscale is not None:
+                    d, y = self.dscale.compute(d, *probs), self.dscale.op.compute(y, *probs)
+                if recomputes:
+                    given.append(y)
+                return (self.dact.compute(d, h), *given)
+
+            probs = () if self.dscale is None else (f"dscale.{self.dscale.op.name}",)
+            gives = ["grad_input"]
+            if self.dprobs is not None:
+                gives.append(f"dprobs.grad_{self.dprobs.op.name}")
+            if recomputes:
+                gives.append("dgrad.input")
+            return Step(
+                run, ("grad_output", "dgrad.weight", "offsets", "dact.input", *probs), tuple(gives), guard=guard,
+                zeroes_tail=True, launches=launches,
+            )  # fmt: skip
+
+    return DgradDGLU
+
+
+def wgrad(name="toy.wgrad", *, launches=1, guard=None):
+    """One weight gradient."""
+
+    class WgradRule(FusionRule, name=name, direction="backward"):
+        wgrad: Wgrad
+
+        def build(self, ctx):
+            def run(dy, x, offsets):
+                return grouped_mm_wgrad(dy.contiguous(), x, offsets)
+
+            return Step(
+                run, ("grad_output", "wgrad.input", "offsets"), ("wgrad.grad_weight",), guard=guard, launches=launches
+            )
+
+    return WgradRule
+
+
+def refuse(*_tensors):
+    """A guard that takes no call."""
+    fm.require(False, "rows are %d, not a multiple of 128", _tensors[0].shape[0])
