@@ -1,8 +1,8 @@
-"""What the framework costs the host: a planned `Sequential` against the same calls written by hand, and planning itself.
+"""What the framework costs the host: a planned `Sequential` against the same calls by hand, and planning itself.
 
-The rows are few and the layers small, so that the work itself takes as little as it can. "By hand" calls what the ops compute,
-one after the other, and leaves the backward pass to autograd; "by hand, lean" is the shortest plain PyTorch that a person
-would write for it, without zeroed tail rows, checked splits, or fp32 inside the activation.
+The rows are few and the layers small, so that the work itself takes as little as it can. "By hand" calls what the ops
+compute, one after the other, and leaves the backward pass to autograd; "by hand, lean" is the shortest plain PyTorch
+that a person would write for it, without zeroed tail rows, checked splits, or fp32 inside the activation.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit measured, marked where the checkout differs from it; ``FUSEDMOE_COMMIT`` says it where there is no git."""
+    """The commit measured, marked where the checkout differs from it; where there is no git, ``FUSEDMOE_COMMIT``."""
     if told := os.environ.get("FUSEDMOE_COMMIT"):
         return told
     try:

@@ -63,7 +63,7 @@ class Chain:
         """Return the plan for this call, as data."""
         arguments = self._arguments(x, given, _autocast_dtype(x))
         plan, _ = self._plan(arguments, settings.current())
-        return plan.data(dict(zip(self._names, arguments, strict=True)))
+        return plan.data(dict(zip(plan.graph.arguments, arguments, strict=True)))
 
     def _run(self, arguments: list[Tensor | None], now: Settings) -> tuple[Tensor, ...]:
         plan, record = self._plan(arguments, now)
@@ -79,17 +79,15 @@ class Chain:
     def _arguments(
         self, x: Tensor, given: Mapping[str, Tensor], autocast: torch.dtype | None = None
     ) -> list[Tensor | None]:
-        """Return rows, runtime inputs and parameters as they are now, the rows and parameters cast where autocast wants
-        it.
-        """
+        """Return rows, runtime inputs and parameters as they are now, rows and parameters cast as autocast wants."""
         if not x.dim():
             raise InputError(f"{self.nodes[0].label}.{type(self.nodes[0].op).__name__}: x: expected rows, got a scalar")
-        parameters = [getattr(op, name) for op, name in self._parameters]
+        parameters: list[Tensor | None] = [
+            op._parameters[name] if name in op._parameters else getattr(op, name) for op, name in self._parameters
+        ]
         if autocast is not None:
-            x, *parameters = [
-                t.to(autocast) if t is not None and t.is_floating_point() and t.dtype is not torch.float64 else t
-                for t in (x, *parameters)
-            ]
+            x = _cast(x, autocast)
+            parameters = [None if p is None else _cast(p, autocast) for p in parameters]
         return [x, *[given[name] for name in self.inputs], *parameters]
 
     def _plan(self, arguments: list[Tensor | None], now: Settings) -> tuple[Plan, bool]:
@@ -121,15 +119,34 @@ class Chain:
         assert x is not None
         for name, argument in named.items():
             if argument is not None and argument.device != x.device:
-                raise InputError(f"{name}: expected on {x.device}, where the rows are, got on {argument.device}")
+                takes = f"; {', '.join(self.takers[name])} takes it" if name in self.inputs else ""
+                raise InputError(f"{name}: expected on {x.device}, where the rows are, got on {argument.device}{takes}")
         environment = Environment(
             x.device, _arch(x.device), torch.are_deterministic_algorithms_enabled(), recipe, disabled
         )
+        graph = self._rewritten(recipe)
+        named = dict(zip(graph.arguments, arguments, strict=True))
         wanted = {name for name, a in named.items() if grad and a is not None and a.requires_grad}
+        return make_plan(graph, named, wanted, environment)
+
+    def _rewritten(self, recipe: Recipe) -> Graph:
+        """Return the chain as the recipe wants it, with the same arguments in the same order."""
         nodes = recipe.rewrite(self.nodes)
+        must = f"recipe {recipe.name!r}: rewrite() must"
         if [n for n in nodes if n in self.nodes] != list(self.nodes):
-            raise InputError(f"recipe {recipe.name!r}: rewrite() must keep the chain's own ops, in their order")
-        return make_plan(nodes, self.exports, named, wanted, environment)
+            raise InputError(f"{must} keep the chain's own ops, in their order")
+        labels = [node.label for node in nodes]
+        for label, op in nodes:
+            if labels.count(label) > 1:
+                raise InputError(f"{must} give each inserted op a label of its own, got {label!r} twice")
+            if op.parameter_names and Node(label, op) not in self.nodes:
+                raise InputError(f"{must} insert ops with no parameters, got {label}.{type(op).__name__}")
+        graph = Graph(nodes, self.exports, self.inputs)
+        if more := graph.inputs[len(self.inputs) :]:
+            raise InputError(
+                f"{must} insert ops that take what the chain has, got one that takes {', '.join(map(repr, more))}"
+            )
+        return graph
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype | None:
@@ -138,6 +155,11 @@ def _autocast_dtype(x: Tensor) -> torch.dtype | None:
     if device == "meta" or not torch.is_autocast_enabled(device):
         return None
     return torch.get_autocast_dtype(device)
+
+
+def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast what autocast casts: floats, but not fp64."""
+    return t.to(dtype) if t.is_floating_point() and t.dtype is not torch.float64 else t
 
 
 @functools.cache
@@ -150,10 +172,13 @@ def _arch(device: torch.device) -> int | None:
 
 def run_alone(op: Op, x: Tensor, inputs: Mapping[str, Tensor]) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
     """Run one op as a chain of one."""
+    if not isinstance(x, Tensor):
+        raise InputError(f"{op!r}: x: expected a tensor, got {type(x).__name__}")
     chain: Chain | None = op.__dict__.get("_alone")
     if chain is None:
         chain = op.__dict__["_alone"] = Chain([Node("op", op.placed(()))], op.provides)
-    check_inputs(repr(op), chain.takers, inputs) if inputs.keys() != set(chain.inputs) else None
+    if inputs.keys() != set(chain.inputs) or not all(isinstance(t, Tensor) for t in inputs.values()):
+        check_inputs(repr(op), chain.takers, inputs)
     y, *provided = chain.run(x, inputs)
     return (y, dict(zip(op.provides, provided, strict=True))) if op.provides else y
 
@@ -187,4 +212,6 @@ def check_inputs(
         if given.get(name) is None:
             raise InputError(f"{who}: the runtime input {name!r} is missing, which {', '.join(ops)} takes")
         if not isinstance(given[name], Tensor):
-            raise InputError(f"{who}: {name}: expected a tensor, got {type(given[name]).__name__}")
+            raise InputError(
+                f"{who}: {name}: expected a tensor, got {type(given[name]).__name__}; {', '.join(ops)} takes it"
+            )

@@ -163,6 +163,8 @@ class _Layout:
                 following = following[1:]
                 module = module.placed(following)
             placed.append((label, module, joins))
+        if all_ops := [Node(label, module) for label, module, _ in placed if isinstance(module, Op)]:
+            Graph(all_ops)  # refuses a weight that is applied twice, also on two sides of a split
         groups: list[list[tuple[str, nn.Module, bool]]] = []
         for entry in placed:
             if entry[2] and groups and groups[-1][-1][2]:

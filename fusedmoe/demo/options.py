@@ -19,6 +19,9 @@ from fusedmoe.demo.errors import UsageError
 
 ACTIVATIONS = ("swiglu", "geglu", "reglu", "squared_relu", "gpt_oss")
 ROUTERS = ("softmax", "sigmoid")
+MOST_THREADS = (
+    4  # by default: for products as small as these, waiting for each other costs more threads more than they do
+)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -49,11 +52,23 @@ class Job:
     bias_rate: float = _option("step of the loss-free balancing's bias (router sigmoid)")
     seed: int = _option("of the weights, the text order and the sample")
     device: str = _option("cpu or cuda; cuda where there is one")
+    threads: int = _option("threads of the CPU's matrix products; torch's own number, but at most 4")
     dtype: str = _option("of weights and activations; the optimizer keeps float32", choices=tuple(DTYPES))
 
     def check(self) -> None:
         """Raise a :class:`UsageError` that names the options, what came, and what is possible."""
-        for name in ("layers", "hidden", "heads", "experts", "top_k", "intermediate", "context", "batch", "steps"):
+        for name in (
+            "layers",
+            "hidden",
+            "heads",
+            "experts",
+            "top_k",
+            "intermediate",
+            "context",
+            "batch",
+            "steps",
+            "threads",
+        ):
             if getattr(self, name) < 1:
                 raise UsageError(f"{flag(name)} {getattr(self, name)}: must be 1 or more")
         for name in ("weight_decay", "aux_loss", "z_loss", "bias_rate"):
@@ -113,7 +128,7 @@ CPU_DEFAULTS: dict[str, Any] = {
     "batch": 8,
     "activation": "swiglu",
     "router": "softmax",
-    "steps": 1000,
+    "steps": 800,
     "lr": 3e-3,
     "weight_decay": 0.1,
     "dropout": 0.0,
@@ -166,7 +181,8 @@ def job_of(given: dict[str, Any]) -> Job:
     defaults = dict(CPU_DEFAULTS if torch.device(device).type == "cpu" else GPU_DEFAULTS)
     if given.get("router", defaults["router"]) == "sigmoid":
         defaults["aux_loss"] = 0.0  # the bias balances, without a loss that disturbs the model's own
-    job = Job(**(defaults | {"device": device} | given))
+    threads = min(MOST_THREADS, torch.get_num_threads())
+    job = Job(**(defaults | {"device": device, "threads": threads} | given))
     job.check()
     return job
 
@@ -180,7 +196,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add every option. A field of the job that is not given is absent from the namespace, and filled in later."""
     job = parser.add_argument_group("what is trained (default on a CPU / on a GPU)")
     for item in dataclasses.fields(Job):
-        default = "" if item.name == "device" else f" ({_default_text(item.name)})"
+        default = f" ({_default_text(item.name)})" if item.name in CPU_DEFAULTS else ""
         job.add_argument(
             flag(item.name),
             type={"int": int, "float": float, "str": str}[str(item.type)],

@@ -16,6 +16,7 @@ from fusedmoe.demo.history import History
 LINES = 24  # in all, where there is no terminal
 LOAD_STEPS = 20  # the load and the rate shown are those of so many steps
 LOSS_SMOOTHING = 0.9
+BARS = 8  # a character for each expert as long as they fit into the line; beyond, the busiest one
 LEVELS = "▁▂▃▄▅▆▇█"
 ASCII_LEVELS = "12345678"
 
@@ -84,6 +85,11 @@ def load_bars(shares: torch.Tensor, levels: str) -> str:
     return "".join(levels[int(top)] for top in tops)
 
 
+def evaluation_line(step: int, steps: int, bits: float) -> str:
+    """Say what an evaluation found."""
+    return f"step {step:{len(str(steps))}}/{steps}  held-out {bits:.3f} bits/byte"
+
+
 class Lines:
     """A line now and then: for pipes, files and logs."""
 
@@ -115,7 +121,7 @@ class Lines:
         )
 
     def evaluated(self, step: int, bits: float) -> None:
-        self._console.print(f"step {step:{len(str(self._steps))}}/{self._steps}  held-out {bits:.3f} bits/byte")
+        self._console.print(evaluation_line(step, self._steps, bits))
 
 
 class Bar:
@@ -124,15 +130,14 @@ class Bar:
     def __init__(self, console: Console, first_step: int, steps: int, tokens_per_step: int) -> None:
         self._figures = _Figures(tokens_per_step)
         self._levels = LEVELS if "utf" in console.encoding else ASCII_LEVELS
-        self._held_out = ""
+        self._console = console
+        self._steps = steps
         self._bar = RichProgress(
-            TextColumn("training"),
-            BarColumn(bar_width=None),
+            BarColumn(bar_width=10),  # all columns together fit into 80 characters
             MofNCompleteColumn(),
             TextColumn("{task.fields[figures]}"),
             TimeRemainingColumn(),
             console=console,
-            expand=True,
         )
         self._task = self._bar.add_task("training", total=steps, completed=first_step, figures="")
 
@@ -147,11 +152,10 @@ class Bar:
 
     def update(self, step: int, seconds: float, history: History) -> None:
         self._figures.add(step, seconds, history)
-        figures = (
-            f"loss {self._figures.loss:.2f}{self._held_out} bits/byte · {self._figures.tokens_per_second:,.0f} tokens/s"
-            f" · load {load_bars(load_shares(history), self._levels)}"
-        )
+        shares = load_shares(history)
+        load = f"load {load_bars(shares, self._levels)}" if len(shares) <= BARS else f"busiest {shares.max():.2f}x"
+        figures = f"loss {self._figures.loss:.2f} bits/byte {self._figures.tokens_per_second:,.0f} tokens/s {load}"
         self._bar.update(self._task, completed=step, figures=figures)
 
     def evaluated(self, step: int, bits: float) -> None:
-        self._held_out = f", held-out {bits:.2f}"
+        self._console.print(evaluation_line(step, self._steps, bits))

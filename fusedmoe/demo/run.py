@@ -26,6 +26,7 @@ from fusedmoe.demo.signals import StopSignals
 from fusedmoe.demo.train import Trainer, made_with, train
 
 PROMPT = b"The "
+CHANGEABLE = ("steps", "device", "threads")  # with --resume; what else makes a job is fixed by its checkpoint
 
 
 def run(given: dict[str, Any], call: Call, console: Console | None = None) -> int:
@@ -53,7 +54,7 @@ def run(given: dict[str, Any], call: Call, console: Console | None = None) -> in
     split = load_split()
     check_text(job, split)
     make_folder(call.output)
-    with deterministic(job.device):
+    with reproducible(job):
         return _run(job, call, state, split, console, started)
 
 
@@ -84,7 +85,7 @@ def _run(job: Job, call: Call, state: checkpoint.State | None, split: Split, con
 
 
 def resumed_job(state: checkpoint.State, given: dict[str, Any]) -> Job:
-    """Return the checkpoint's job, with the changes that a run in training can take: other steps, or another device.
+    """Return the checkpoint's job, with the changes that a run in training can take.
 
     Raises
     ------
@@ -96,7 +97,7 @@ def resumed_job(state: checkpoint.State, given: dict[str, Any]) -> Job:
     if not isinstance(saved, dict) or set(saved) != known:
         raise UsageError("the checkpoint was written by another version of the demo; start without --resume")
     for name, value in given.items():
-        if name not in ("steps", "device") and value != saved[name]:
+        if name not in CHANGEABLE and value != saved[name]:
             raise UsageError(
                 f"{flag(name)} {value}: the checkpoint was made with {flag(name)} {saved[name]}; "
                 f"leave the option out, or start anew without --resume"
@@ -126,7 +127,8 @@ def describe(trainer: Trainer, split: Split, bigram_bits: float, console: Consol
     """Print what is about to be trained on what, and the plan of the experts."""
     job = trainer.job
     total, active = trainer.model.parameter_counts()
-    where = torch.cuda.get_device_name(trainer.device) if trainer.device.type == "cuda" else threads_text()
+    threads = "1 thread" if job.threads == 1 else f"{job.threads} threads"
+    where = torch.cuda.get_device_name(trainer.device) if trainer.device.type == "cuda" else threads
     console.print(
         f"Text: Python's reference pages, each paragraph once: {len(split.train):,} bytes to train on, "
         f"{len(split.held_out):,} held out."
@@ -148,18 +150,12 @@ def describe(trainer: Trainer, split: Split, bigram_bits: float, console: Consol
     console.print()
 
 
-def threads_text() -> str:
-    """Return how many threads torch computes with."""
-    count = torch.get_num_threads()
-    return f"{count} thread" if count == 1 else f"{count} threads"
-
-
 def describe_resumption(trainer: Trainer, state: checkpoint.State, call: Call, console: Console) -> None:
     """Say where the run goes on, and what keeps it from being the same bit for bit, where something does."""
     job = trainer.job
     console.print(f"Going on after step {trainer.step} of {job.steps}, from {call.output / checkpoint.NAME}.")
-    then = {**state["made_with"], "--steps": state["job"]["steps"], "--device": state["job"]["device"]}
-    now = {**made_with(), "--steps": job.steps, "--device": job.device}
+    then = {**state["made_with"], **{flag(name): state["job"][name] for name in CHANGEABLE}}
+    now = {**made_with(), **{flag(name): getattr(job, name) for name in CHANGEABLE}}
     changes = [f"{what} was {then.get(what)}, is {now[what]}" for what in now if then.get(what) != now[what]]
     if changes:
         console.print(f"Not bit for bit what one uninterrupted run would give: {'; '.join(changes)}.")
@@ -223,11 +219,20 @@ def clock(seconds: float) -> str:
 
 
 @contextlib.contextmanager
-def deterministic(device: str) -> Iterator[None]:
-    """Within, torch uses deterministic kernels alone; only a GPU needs telling, a CPU has no others for this."""
-    if torch.device(device).type == "cpu":
-        yield
-        return
+def reproducible(job: Job) -> Iterator[None]:
+    """Within, torch computes with the job's number of threads, and on a GPU with deterministic kernels alone."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(job.threads)  # how a sum is split among them decides its last bits
+    try:
+        with contextlib.nullcontext() if torch.device(job.device).type == "cpu" else deterministic_kernels():
+            yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@contextlib.contextmanager
+def deterministic_kernels() -> Iterator[None]:
+    """Within, an operation that has no deterministic kernel is an error."""
     os.environ.setdefault(
         "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
     )  # read when cuBLAS starts: the default is not deterministic

@@ -143,7 +143,7 @@ class Trainer:
 
 def made_with() -> dict[str, Any]:
     """Return what the last bits of a result depend on, apart from the job."""
-    return {"torch": str(torch.__version__), "threads": torch.get_num_threads()}
+    return {"torch": str(torch.__version__)}
 
 
 def train(trainer: Trainer, split: Split, call: Call, progress: Progress, stop: StopSignals) -> None:

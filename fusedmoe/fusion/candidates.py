@@ -101,7 +101,8 @@ class Line:
         found = match(rule.slots, [p.item for p in self.places], start)
         if isinstance(found, Mismatch):
             here = (
-                self._unavailable(rule(dict.fromkeys(s.name for s in rule.slots)), self._ctx({}, start, start)) is None
+                self._unavailable(rule(dict.fromkeys(s.name for s in rule.slots)), self._ctx(rule, {}, start, start))
+                is None
             )
             end = min(start + found.matched + 1, len(self.places))
             self._note(rule, start, end, found.matched, Status.NO_MATCH, str(found), here)
@@ -110,7 +111,7 @@ class Line:
         for m in found:
             matched = sum(b is not None for b in m.bindings.values())
             bound = rule(m.bindings)
-            ctx = self._ctx(m.bindings, start, m.end)
+            ctx = self._ctx(rule, m.bindings, start, m.end)
             if (reason := self._unavailable(bound, ctx)) is not None:
                 self._note(rule, start, m.end, matched, Status.UNAVAILABLE, reason, here=False)
                 return
@@ -134,7 +135,7 @@ class Line:
             return str(why)
         return None
 
-    def _ctx(self, bindings: Mapping[str, object], start: int, end: int) -> PlanContext:
+    def _ctx(self, rule: type[FusionRule], bindings: Mapping[str, object], start: int, end: int) -> PlanContext:
         by_slot = {}
         position = start
         for slot, bound in bindings.items():
@@ -143,11 +144,17 @@ class Line:
                 position += 1
 
         def resolve(value: str) -> str:
-            return self._resolve(value, by_slot, start, end)
+            found = self._resolve(value, by_slot, start, end)
+            if found is None:
+                raise RuleError(f"{self._where(rule, start, end)}: {value!r} names no value of these ops")
+            return found
 
         return PlanContext(**self._context, _resolve=resolve)  # type: ignore[arg-type]
 
-    def _resolve(self, value: str, by_slot: Mapping[str, Place], start: int, end: int) -> str:
+    def _where(self, rule: type[FusionRule], start: int, end: int) -> str:
+        return f"rule {rule.name!r} on {', '.join(p.label for p in self.places[start:end])}"
+
+    def _resolve(self, value: str, by_slot: Mapping[str, Place], start: int, end: int) -> str | None:
         slot, dot, name = value.partition(".")
         first, last = self.places[start], self.places[end - 1]
         if dot and slot in by_slot:
@@ -165,17 +172,14 @@ class Line:
         for place in self.places[start:end]:
             if value in place.node.op.runtime_inputs:
                 return place.names[value]
-        raise RuleError(f"{value!r} names no value of the ops {', '.join(p.label for p in self.places[start:end])}")
+        return None
 
     def _candidate(self, rule: type[FusionRule], step: Step, ctx: PlanContext, start: int, end: int) -> Candidate:
         def resolved(values: tuple[str, ...]) -> tuple[str, ...]:
             return tuple(ctx._resolve(v) for v in values)
 
-        where = f"rule {rule.name!r} on {', '.join(p.label for p in self.places[start:end])}"
-        try:
-            needs, gives, keeps = resolved(step.needs), resolved(step.gives), resolved(step.keeps)
-        except RuleError as error:
-            raise RuleError(f"{where}: {error}") from None
+        where = self._where(rule, start, end)
+        needs, gives, keeps = resolved(step.needs), resolved(step.gives), resolved(step.keeps)
         span = self.places[start:end]
         made = [v for p in span for v in p.step.gives]
         outside = [p for i, p in enumerate(self.places) if not start <= i < end]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -73,6 +73,15 @@ class Covered:
         )
 
 
+class _Backward(NamedTuple):
+    """The backward program for some set of gradients, with the slots of what goes in and comes out."""
+
+    program: Program
+    saved: tuple[int, ...]
+    incoming: tuple[tuple[int, int], ...]  # (which output's gradient, slot)
+    results: tuple[int, ...]  # an argument's gradient each, or the slot of None
+
+
 @dataclass(frozen=True, eq=False)
 class Plan:
     """A chosen covering, ready to run.
@@ -110,7 +119,7 @@ class Plan:
     environment: Environment
     dtype: torch.dtype
     _checked: set[tuple[torch.Size | None, ...]] = field(default_factory=set)
-    _backward: dict[tuple[bool, ...], Program] = field(default_factory=dict)
+    _backward: dict[tuple[bool, ...], _Backward] = field(default_factory=dict)
     _slots: list[tuple[int, ...]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -146,29 +155,30 @@ class Plan:
         self, saved: Sequence[Tensor | None], grads: Sequence[Tensor | None], wanted: tuple[bool, ...], strict: bool
     ) -> list[Tensor | None]:
         """Run the backward steps that these gradients want; return a gradient, or None, for each argument."""
-        program = self._backward.get(wanted)
-        if program is None:
-            program = self._backward[wanted] = self._backward_program(wanted)
-        slots = program.slots
-        values: list[Tensor | None] = [None] * len(slots)
-        for value, tensor in zip(self.saved, saved, strict=True):
-            values[slots[value]] = tensor
-        for value, tensor in zip(self.graph.outputs, grads, strict=True):
-            if value in self.incoming:
-                values[slots[self.incoming[value]]] = tensor
+        run = self._backward.get(wanted)
+        if run is None:
+            run = self._backward[wanted] = self._backward_program(wanted)
+        values: list[Tensor | None] = [None] * len(run.program.slots)
+        for slot, tensor in zip(run.saved, saved, strict=True):
+            values[slot] = tensor
+        for i, slot in run.incoming:
+            values[slot] = grads[i]
         del saved, grads
-        program.run(values, strict)
-        return [
-            values[slots[self.gradients[a]]] if w and a in self.gradients else None
-            for a, w in zip(self.graph.arguments, wanted, strict=True)
-        ]
+        run.program.run(values, strict)
+        return [values[slot] for slot in run.results]
 
-    def _backward_program(self, wanted: tuple[bool, ...]) -> Program:
-        asked = zip(self.graph.arguments, wanted, strict=True)
-        results = [self.gradients[a] for a, w in asked if w and a in self.gradients]
+    def _backward_program(self, wanted: tuple[bool, ...]) -> _Backward:
+        asked = [self.gradients.get(a, NONE) if w else NONE for a, w in zip(self.graph.arguments, wanted, strict=True)]
         given = (*self.saved, *self.incoming.values())
-        slots = {value: i for i, value in enumerate(dict.fromkeys((NONE, *given, *results)))}
-        return Program(needed_steps(self.backward_steps, results), given, results, slots)
+        slots = {value: i for i, value in enumerate(dict.fromkeys((NONE, *given, *asked)))}
+        program = Program(needed_steps(self.backward_steps, asked), given, asked, slots)
+        outputs = enumerate(self.graph.outputs)
+        return _Backward(
+            program,
+            tuple(slots[v] for v in self.saved),
+            tuple((i, slots[self.incoming[v]]) for i, v in outputs if v in self.incoming),
+            tuple(slots[v] for v in asked),
+        )
 
     @property
     def missed(self) -> tuple[tuple[str, Attempt], ...]:

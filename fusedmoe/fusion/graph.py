@@ -71,16 +71,19 @@ class Graph:
         The ops with their labels, in order.
     exports
         Names that ops of this chain provide and that something after the chain wants.
+    inputs
+        The runtime inputs that the caller gives, in the caller's order; others that ops want come after them.
     """
 
-    def __init__(self, nodes: Sequence[Node], exports: Collection[str] = ()) -> None:
+    def __init__(self, nodes: Sequence[Node], exports: Collection[str] = (), inputs: Collection[str] = ()) -> None:
         self.nodes = tuple(nodes)
         self.main = (*(f"{node.label}.input" for node in nodes), f"{nodes[-1].label}.output")
-        self.inputs: list[str] = []  # runtime inputs that the caller gives
+        self.inputs = list(inputs)  # runtime inputs that the caller gives
         self.parameters = tuple(f"{n.label}.{p}" for n in nodes for p in n.op.parameter_names)
         self.derived: dict[str, Plain] = {}
         self._derived_infer: dict[str, Callable[..., TensorSpec]] = {}
-        scope: dict[str, str] = {}  # what a bare name means here: the latest provider's value, else the caller's
+        # what a bare name means here: the latest provider's value, else the caller's
+        scope = {name: name for name in inputs}
         self._rows_of: dict[str, int] = {}  # which set of rows (they change at Dispatch and Combine) a value belongs to
         self._split_rows: dict[int, str] = {}  # the offsets that say where the rows of that set end
         places = []

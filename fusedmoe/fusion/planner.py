@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from fusedmoe.fusion.candidates import Costs, Line
 from fusedmoe.fusion.choice import cheapest, final_attempts, nearest_miss
 from fusedmoe.fusion.executable import Covered, Environment, Plan
-from fusedmoe.fusion.graph import Graph, Plain
+from fusedmoe.fusion.graph import Plain
 from fusedmoe.fusion.log import say_once
 from fusedmoe.fusion.names import NONE, grad
 from fusedmoe.fusion.program import AnyStep, Fused, Program, all_needs, needed_steps
@@ -23,15 +23,14 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from fusedmoe.fusion.candidates import Candidate
-    from fusedmoe.fusion.graph import Place
-    from fusedmoe.ops.op import Node, SpecLike
+    from fusedmoe.fusion.graph import Graph, Place
+    from fusedmoe.ops.op import SpecLike
 
 logger = logging.getLogger(__name__)
 
 
 def make_plan(
-    nodes: Sequence[Node],
-    exports: Collection[str],
+    graph: Graph,
     arguments: Mapping[str, SpecLike | None],
     wanted: Collection[str],
     environment: Environment,
@@ -40,18 +39,15 @@ def make_plan(
 
     Parameters
     ----------
-    nodes
-        The chain's ops, in order, as the recipe has rewritten them.
-    exports
-        Provided values that something after the chain wants.
+    graph
+        The chain, as the recipe has rewritten it.
     arguments
-        Spec of every argument: the rows, the runtime inputs, the parameters (None for an absent one).
+        Spec of each of the graph's arguments (None for an absent parameter).
     wanted
         The arguments that want a gradient; empty for inference.
     environment
         What else the choice depends on.
     """
-    graph = Graph(nodes, exports)
     specs = graph.infer(arguments)
     rows = specs[graph.main[0]]
     assert rows is not None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -54,14 +54,15 @@ def all_needs(step: AnyStep) -> tuple[str, ...]:
     return step.all_needs if isinstance(step, Fused) and step.guard is not None else step.needs
 
 
-@dataclass(frozen=True, slots=True)
-class _Instruction:
+class _Instruction(NamedTuple):
+    """A step over slots. A named tuple, because unpacking one is the fastest way to read it."""
+
     run: Callable[..., Any]
     needs: tuple[int, ...]
     gives: tuple[int, ...]
     frees: tuple[int, ...]
-    fused: Fused | None  # only where it has a guard
-    fallback: tuple[_Instruction, ...]
+    guarded: Fused | None
+    stand_ins: tuple[_Instruction, ...]
 
 
 class Program:
@@ -113,33 +114,35 @@ class Program:
 
     def run(self, values: list[Tensor | None], strict: bool) -> None:
         """Run the steps over ``values``, which is indexed by slot and as long as there are slots."""
-        for instruction in self._instructions:
-            if instruction.fused is not None and not _accepts(instruction, values, strict):
-                for stand_in in instruction.fallback:
-                    _run(stand_in, values)
+        for run, needs, gives, frees, guarded, stand_ins in self._instructions:
+            if guarded is not None and not _accepts(guarded, [values[i] for i in needs], strict):
+                for stand_in in stand_ins:
+                    out = stand_in.run(*[values[i] for i in stand_in.needs])
+                    _store(out, stand_in.run, stand_in.gives, values)
             else:
-                _run(instruction, values)
-            for slot in instruction.frees:
+                out = run(*[values[i] for i in needs])
+                if len(gives) == 1 and isinstance(out, Tensor):
+                    values[gives[0]] = out
+                else:
+                    _store(out, run, gives, values)
+            for slot in frees:
                 values[slot] = None
 
 
-def _run(instruction: _Instruction, values: list[Tensor | None]) -> None:
-    out = instruction.run(*[values[i] for i in instruction.needs])
-    if isinstance(out, Tensor):
-        out = (out,)
-    gives = instruction.gives
-    if len(out) != len(gives):
-        raise RuleError(f"{instruction.run!r} returned {len(out)} tensors where {len(gives)} were announced")
-    for slot, tensor in zip(gives, out, strict=True):
+def _store(
+    out: Tensor | Sequence[Tensor], run: Callable[..., Any], gives: tuple[int, ...], values: list[Tensor | None]
+) -> None:
+    tensors = (out,) if isinstance(out, Tensor) else out
+    if len(tensors) != len(gives):
+        raise RuleError(f"{run!r} returned {len(tensors)} tensors where {len(gives)} were announced")
+    for slot, tensor in zip(gives, tensors, strict=True):
         values[slot] = tensor
 
 
-def _accepts(instruction: _Instruction, values: list[Tensor | None], strict: bool) -> bool:
-    fused = instruction.fused
-    assert fused is not None
+def _accepts(fused: Fused, arguments: Sequence[Tensor | None], strict: bool) -> bool:
     assert fused.guard is not None
     try:
-        fused.guard(*[values[i] for i in instruction.needs])
+        fused.guard(*arguments)
     except Declined as reason:
         if strict:
             raise FusionError(f"{fused.label}: {fused.rule} declined this call: {reason}") from None

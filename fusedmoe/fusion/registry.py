@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from fusedmoe.fusion.rule import FusionRule, RuleError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from types import TracebackType
 
 ENTRY_POINT_GROUP = "fusedmoe.fusions"
@@ -22,42 +23,49 @@ class _Registry:
         self.generation = 0  # part of every plan's key
         self.loaded = False
 
-    def add(self, rule: object) -> None:
-        if not (isinstance(rule, type) and issubclass(rule, FusionRule)):
-            raise RuleError(f"expected a subclass of FusionRule, got {rule!r}")
-        if self.by_name.get(rule.name, rule) is not rule:
-            taken = self.by_name[rule.name]
-            raise RuleError(
-                f"a rule named {rule.name!r} is registered already: {taken.__module__}.{taken.__qualname__}"
-            )
-        self.by_name[rule.name] = rule
+    def add(self, rules: Iterable[object]) -> tuple[type[FusionRule], ...]:
+        """Add all of the rules or, where one is wrong, none; return those that were not there yet."""
+        new: dict[str, type[FusionRule]] = {}
+        for rule in rules:
+            if not (isinstance(rule, type) and issubclass(rule, FusionRule)):
+                raise RuleError(f"expected a subclass of FusionRule, got {rule!r}")
+            taken = self.by_name.get(rule.name) or new.get(rule.name)
+            if taken is None:
+                new[rule.name] = rule
+            elif taken is not rule:
+                raise RuleError(
+                    f"a rule named {rule.name!r} is registered already: {taken.__module__}.{taken.__qualname__}"
+                )
+        self.by_name |= new
         self.generation += 1
+        return tuple(new.values())
 
     def load(self) -> None:
         """Add the built-in rules and those of entry points, once, when the first plan is made."""
         from fusedmoe.fusion.rules import BUILTIN
 
         self.loaded = True
-        for rule in BUILTIN:
-            self.add(rule)
+        self.add(BUILTIN)
         for entry in entry_points(group=ENTRY_POINT_GROUP):
             try:
                 found = entry.load()
+                self.add(found if isinstance(found, (list, tuple)) else [found])
             except Exception as error:
                 package = entry.dist.name if entry.dist else "an unknown package"
                 self.loaded = False
                 raise RuleError(
                     f"entry point {entry.name!r} of {package} ({entry.value}) failed to load: {error}"
                 ) from error
-            for rule in found if isinstance(found, (list, tuple)) else [found]:
-                self.add(rule)
 
 
 _registry = _Registry()
 
 
 class Registration:
-    """Rules that were registered: `remove` takes them out again, as does leaving a ``with`` block."""
+    """Rules that were registered: `remove` takes them out again, as does leaving a ``with`` block.
+
+    A rule that was there before stays.
+    """
 
     def __init__(self, rules: tuple[type[FusionRule], ...]) -> None:
         self._rules = rules
@@ -66,6 +74,7 @@ class Registration:
         """Take the rules out."""
         for rule in self._rules:
             _registry.by_name.pop(rule.name, None)
+        self._rules = ()
         _registry.generation += 1
 
     def __enter__(self) -> Registration:
@@ -88,9 +97,7 @@ def register(*rules: type[FusionRule]) -> Registration:
     RuleError
         What is given is no rule, or another rule has the name.
     """
-    for rule in rules:
-        _registry.add(rule)
-    return Registration(rules)
+    return Registration(_registry.add(rules))
 
 
 def rules() -> tuple[type[FusionRule], ...]:
@@ -102,6 +109,8 @@ def rules() -> tuple[type[FusionRule], ...]:
 
 def generation() -> int:
     """Return a number that changes with every change of the set of rules."""
+    if not _registry.loaded:
+        _registry.load()
     return _registry.generation
 
 

@@ -181,7 +181,7 @@ def _slots(cls: type[FusionRule], namespace: Mapping[str, object]) -> tuple[Slot
     slots = []
     for name, annotation in annotations.items():
         origin: object = typing.get_origin(annotation)
-        if origin is ClassVar:
+        if ClassVar in (origin, annotation):
             continue
         union = origin in (Union, types.UnionType)
         members = typing.get_args(annotation) if union else (annotation,)

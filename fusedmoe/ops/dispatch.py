@@ -9,6 +9,7 @@ K experts. The rows of sentinels lie behind those of every expert.
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING
 
 import torch
@@ -69,7 +70,9 @@ class Dispatch(Op):
             return self
         for op in following:
             if isinstance(groups := getattr(op, "num_groups", None), int):
-                return Dispatch(groups)
+                placed = copy.copy(self)  # with its hooks
+                placed.num_experts = groups
+                return placed
         raise InputError(
             "Dispatch(): num_experts is None, and no grouped op follows to take it from; give Dispatch(num_experts=...)"
         )

@@ -24,6 +24,12 @@ if TYPE_CHECKING:
     from fusedmoe.ops.op import SpecLike
 
 
+# the overloads that autograd itself calls
+_silu_backward = torch.ops.aten.silu_backward.default
+_gelu_backward = torch.ops.aten.gelu_backward.default
+_threshold_backward = torch.ops.aten.threshold_backward.default
+
+
 class GLU(Op):
     """The family: a subclass gives the gate's nonlinearity `phi` and its derivative, both of ``alpha``."""
 
@@ -136,7 +142,7 @@ class SwiGLU(GLU):
 
     def dphi(self, g: Tensor, grad: Tensor) -> Tensor:
         if self.alpha == 1:
-            return torch.ops.aten.silu_backward(grad, g)  # type: ignore[no-any-return]
+            return _silu_backward(grad, g)  # type: ignore[no-any-return]
         s = torch.sigmoid(self.alpha * g)
         return grad * s * (1 + self.alpha * g * (1 - s))
 
@@ -168,7 +174,7 @@ class GeGLU(GLU):
         return F.gelu(self.alpha * g, approximate=self.approximate) / self.alpha
 
     def dphi(self, g: Tensor, grad: Tensor) -> Tensor:
-        return torch.ops.aten.gelu_backward(grad, self.alpha * g, approximate=self.approximate)  # type: ignore[no-any-return]
+        return _gelu_backward(grad, self.alpha * g, approximate=self.approximate)  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:
         parts = [] if self.approximate == "tanh" else [f"approximate={self.approximate!r}"]
@@ -185,7 +191,7 @@ class ReGLU(GLU):
         return torch.relu(g)
 
     def dphi(self, g: Tensor, grad: Tensor) -> Tensor:
-        return torch.ops.aten.threshold_backward(grad, g, 0)  # type: ignore[no-any-return]
+        return _threshold_backward(grad, g, 0)  # type: ignore[no-any-return]
 
 
 class DSwiGLU(DGLU):

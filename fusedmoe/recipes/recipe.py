@@ -42,8 +42,13 @@ RECIPES: dict[str, Recipe] = {BF16.name: BF16}
 
 def resolve(recipe: str | Recipe) -> Recipe:
     """Return the recipe of a name, or the recipe itself."""
-    if isinstance(recipe, Recipe):
-        return recipe
-    if recipe not in RECIPES:
-        raise InputError(f"recipe: expected a Recipe or one of {', '.join(map(repr, RECIPES))}, got {recipe!r}")
-    return RECIPES[recipe]
+    if not isinstance(recipe, Recipe):
+        found = next((known for name, known in RECIPES.items() if name == recipe), None)
+        if found is None:
+            raise InputError(f"recipe: expected a Recipe or one of {', '.join(map(repr, RECIPES))}, got {recipe!r}")
+        return found
+    try:
+        hash(recipe)
+    except TypeError as error:
+        raise InputError(f"recipe {recipe.name!r} is part of every plan key and must be hashable: {error}") from None
+    return recipe

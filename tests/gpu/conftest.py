@@ -1,4 +1,4 @@
-"""What the GPU tests share. They need an NVIDIA GPU whose torch has a device-side grouped GEMM; elsewhere they are skipped."""
+"""What the GPU tests share. They need a GPU for which torch has a device-side grouped GEMM; elsewhere they are skipped."""
 
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +15,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.gpu)
+            item.add_marker(pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"))
             if not capable:
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU of compute capability 9.x or 10.x"))
 
@@ -28,11 +29,10 @@ def pytest_sessionfinish(session):
     target = session.config.getoption("--results")
     if not target or not _outcomes:
         return
-    from benchmarks.results import machine, write  # only where results are wanted
+    from benchmarks.results import write  # only where results are wanted
 
     passed = sum(o["outcome"] == "passed" for o in _outcomes)
     write(Path(target), "test_gpu", {"passed": passed, "total": len(_outcomes), "tests": _outcomes})
-    print(f"\n{passed} of {len(_outcomes)} GPU tests passed on {machine()}")
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Nothing waits for the device: no host synchronisation, forward or backward, and a training step that is one CUDA graph."""
+"""Nothing waits for the device: no host synchronisation, forward or backward; a training step is one CUDA graph."""
 
 import pytest
 import torch
@@ -117,8 +117,9 @@ def test_a_graph_of_forward_and_backward_follows_new_splits(device):
     def step():
         for p in (x, probs, *seq.parameters()):
             p.grad = None
-        out["y"] = seq(x, splits=splits, probs=probs)
-        out["y"].float().square().sum().backward()
+        y = seq(x, splits=splits, probs=probs)
+        y.float().square().sum().backward()
+        out["y"] = y.detach()  # a graph kept alive across steps would tie its gradients to the stream of the warm-up
 
     graph = capture(step)
     for seed, used in ((4, 700), (5, 1), (6, 350), (7, 0)):
@@ -146,9 +147,9 @@ def test_a_whole_training_step_of_an_moe_in_one_graph(device):
     def make():
         torch.manual_seed(5)
         layer = fm.MoE(H, I, E, K, score="sigmoid", shared_intermediate=64, device=device, dtype=torch.bfloat16)
-        return layer, torch.optim.AdamW(layer.parameters(), lr=1e-2, capturable=True)
+        return layer, torch.optim.AdamW(layer.parameters(), lr=1e-3, capturable=True)
 
-    batches = torch.randn(6, 256, H, device=device, dtype=torch.bfloat16)
+    batches = torch.randn(2, 256, H, device=device, dtype=torch.bfloat16)
     x, target = batches[0].clone(), torch.randn(256, H, device=device, dtype=torch.bfloat16)
 
     def stepper(layer, optimizer, losses):
@@ -170,8 +171,8 @@ def test_a_whole_training_step_of_an_moe_in_one_graph(device):
     for _ in range(3):
         eager_step()  # the warm-ups; a capture itself runs nothing
     first = None
-    for batch in batches:
-        x.copy_(batch)
+    for i in range(20):
+        x.copy_(batches[i % 2])
         graph.replay()
         eager_step()
         assert torch.equal(losses["loss"], eager_losses["loss"])
@@ -179,4 +180,4 @@ def test_a_whole_training_step_of_an_moe_in_one_graph(device):
     for p, q in zip(captured[0].parameters(), eager[0].parameters(), strict=True):
         assert torch.equal(p, q)
     assert torch.equal(captured[0].router.balance_bias, eager[0].router.balance_bias)
-    assert losses["loss"].item() < first
+    assert losses["loss"].item() < 0.9 * first

@@ -1,4 +1,4 @@
-"""The same function on a GPU as everywhere: against fp64 of the exact operands, with poisoned tails and empty experts."""
+"""The same function on a GPU as everywhere: against fp64 of the exact operands, poisoned tails, empty experts."""
 
 import pytest
 import torch

@@ -3,6 +3,7 @@
 import errno
 import io
 import os
+import re
 import signal
 
 import pytest
@@ -137,13 +138,31 @@ def test_a_checkpoint_that_does_not_fit_the_model_is_refused(tmp_path):
         demo(tmp_path, resume=True)
 
 
-def test_another_number_of_threads_is_said(tmp_path, monkeypatch):
-    threads = train.made_with() | {"threads": 99}
-    monkeypatch.setattr(train, "made_with", lambda: threads)
+def test_another_torch_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "made_with", lambda: {"torch": "0.4"})
     demo(tmp_path, stop_at=1)
     monkeypatch.undo()
     _, text = demo(tmp_path, resume=True)
-    assert "Not bit for bit what one uninterrupted run would give: threads was 99" in text
+    assert "Not bit for bit what one uninterrupted run would give: torch was 0.4, is " in text
+
+
+def test_the_number_of_threads_is_the_checkpoint_s_unless_given(tmp_path, monkeypatch):
+    used = []
+    train_step = train.Trainer.train_step
+    monkeypatch.setattr(
+        train.Trainer, "train_step", lambda self: (used.append(torch.get_num_threads()), train_step(self))
+    )
+    before = torch.get_num_threads()
+    demo(tmp_path, given={"threads": 2}, stop_at=2)
+    torch.set_num_threads(1)
+    try:
+        demo(tmp_path, resume=True, stop_at=4)
+        _, text = demo(tmp_path, given={"threads": 1}, resume=True)
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+    assert used == [2, 2, 2, 2, 1, 1]
+    assert "Not bit for bit what one uninterrupted run would give: --threads was 2, is 1" in text
 
 
 def test_a_new_run_keeps_the_checkpoint_of_the_one_before(tmp_path):
@@ -288,8 +307,8 @@ def test_a_context_longer_than_the_text_is_refused(tmp_path):
 def test_defaults_are_complete_and_good_on_both_devices():
     from fusedmoe.demo.options import CPU_DEFAULTS, GPU_DEFAULTS
 
-    Job(**CPU_DEFAULTS, device="cpu").check()
-    Job(**GPU_DEFAULTS, device="cpu").check()
+    Job(**CPU_DEFAULTS, device="cpu", threads=2).check()
+    Job(**GPU_DEFAULTS, device="cpu", threads=2).check()
 
 
 def history_of(steps):
@@ -298,15 +317,15 @@ def history_of(steps):
 
 
 def test_the_bar_shows_loss_rate_and_load():
-    console = Console(file=io.StringIO(), width=140, force_terminal=True)
-    with progress_on(console, 0, 10, 1000) as progress:
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    with progress_on(console, 0, 1000, 10_000) as progress:
         assert isinstance(progress, Bar)
         progress.update(1, 0.5, history_of(1))
         progress.evaluated(1, 3.25)
         progress.update(2, 1.0, history_of(2))
     text = console.file.getvalue()
-    assert "loss 4.00, held-out 3.25 bits/byte · 2,000 tokens/s · load" in text
-    assert "2/10" in text
+    assert "step    1/1000  held-out 3.250 bits/byte" in text
+    assert re.search(r"   2/1000 loss 4.00 bits/byte 20,000 tokens/s load [▁-█]{4} \S+", text)
 
 
 def test_elsewhere_lines_are_printed_now_and_then():

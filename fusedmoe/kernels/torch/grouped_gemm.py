@@ -20,7 +20,8 @@ from torch import Tensor
 
 from fusedmoe.kernels.torch.rows import zero_tail_
 
-_NATIVE_DTYPES = {"cuda": {torch.bfloat16}, "cpu": {torch.float32, torch.bfloat16, torch.float16}}
+_NATIVE_ON_CUDA = {torch.bfloat16}
+_NATIVE_ON_CPU = {torch.float32, torch.bfloat16, torch.float16}
 _ALIGNMENT_BYTES = 16  # F.grouped_mm wants addresses and pitches that are multiples of this: its TMA loads do
 
 
@@ -41,18 +42,22 @@ def runs_on_device(device: torch.device, dtype: torch.dtype, *widths: int) -> bo
 
 def _aligned(t: Tensor) -> Tensor | None:
     """Return ``t`` as F.grouped_mm reads it, copied where its strides or address are off; None where its widths are."""
-    strides, unit = t.stride(), _ALIGNMENT_BYTES // t.itemsize
-    if 1 not in strides[-2:] or any([s % unit for s in strides if s != 1]):  # noqa: C419  (a list is faster)
-        return t.contiguous() if t.shape[-1] % unit == 0 else None
-    return t.clone() if t.data_ptr() % _ALIGNMENT_BYTES and t.is_cuda else t
+    (*outer, row, column), unit = t.stride(), _ALIGNMENT_BYTES // t.itemsize
+    # a pitch under the width: expanded or overlapping rows, or (R, 1), whose one column hides that it is 1
+    by_rows = column == 1 and row >= t.shape[-1] and row % unit == 0
+    by_columns = row == 1 and column >= t.shape[-2] and column % unit == 0
+    if not (by_rows or by_columns) or (outer and outer[0] % unit):
+        # not contiguous(), which takes any pitch for the right one where there is one row
+        return t.clone(memory_format=torch.contiguous_format) if t.shape[-1] % unit == 0 else None
+    return _aligned(t.clone()) if t.data_ptr() % _ALIGNMENT_BYTES and t.is_cuda else t
 
 
 def _native(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor] | None:
     """Return the operands for F.grouped_mm, or None where only the loop can take them."""
-    device = a.device
-    if a.dtype not in _NATIVE_DTYPES.get(device.type, ()) or not a.numel() or not b.numel():
+    dtypes = _NATIVE_ON_CPU if a.is_cpu else _NATIVE_ON_CUDA if a.is_cuda else ()
+    if a.dtype not in dtypes or not a.numel() or not b.numel():
         return None
-    if device.type == "cuda" and not _has_device_side_grouped_mm(device):
+    if a.is_cuda and not _has_device_side_grouped_mm(a.device):
         return None
     a_ok, b_ok = _aligned(a), _aligned(b)
     return None if a_ok is None or b_ok is None else (a_ok, b_ok)

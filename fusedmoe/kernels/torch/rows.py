@@ -36,8 +36,8 @@ def tail_mask(offsets_E: Tensor, num_rows: int) -> Tensor:
 
 def zero_tail_(rows: Tensor, offsets_E: Tensor) -> Tensor:
     """Set the rows that belong to no expert to zero, in place. ``rows`` is (R,) or (R, H)."""
-    if rows.device.type == "cpu":  # reading one number costs less than a mask
-        end = int(offsets_E[-1])
+    if rows.is_cpu:  # reading one number costs less than a mask
+        end = offsets_E.tolist()[-1]  # quicker than indexing the tensor
         if end < rows.shape[0]:
             rows[end:].zero_()
         return rows
@@ -59,10 +59,10 @@ def sort_by_expert(expert_index_TK: Tensor, num_experts: int) -> tuple[Tensor, T
     splits : Tensor
         (E,) int64: rows an expert.
     """
-    flat_R = expert_index_TK.reshape(-1)
+    # int64: E may not fit the dtype that the ids came in, not for the comparison nor as the key of a sentinel
+    flat_R = expert_index_TK.reshape(-1).to(torch.int64)
     chosen_R = (flat_R >= 0) & (flat_R < num_experts)
-    # int64 keys: E itself, the key of a sentinel, may not fit the dtype that the ids came in
-    key_R, slot_of_row = torch.where(chosen_R, flat_R.to(torch.int64), num_experts).sort(stable=True)
+    key_R, slot_of_row = torch.where(chosen_R, flat_R, num_experts).sort(stable=True)
     splits_E = _counts_of_sorted(key_R, num_experts)
     row_ids_R = torch.arange(flat_R.numel(), device=flat_R.device)
     row_of_slot = torch.empty_like(row_ids_R).scatter_(0, slot_of_row, row_ids_R)

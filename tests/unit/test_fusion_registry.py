@@ -1,0 +1,153 @@
+"""Which rules there are: registered ones, those of entry points, and what is wrong with either."""
+
+import pytest
+import toy
+
+import fusedmoe as fm
+from fusedmoe.fusion import registry
+from fusedmoe.fusion.rule import RuleError
+
+
+def test_register_holds_for_a_block():
+    a, b = toy.gemm("toy.a"), toy.gemm("toy.b")
+    before = fm.rules()
+    with fm.register(b, a):
+        assert [r for r in fm.rules() if r not in before] == [a, b]  # by name
+    assert fm.rules() == before
+
+
+def test_register_holds_until_removed():
+    rule = toy.gemm()
+    registration = fm.register(rule)
+    assert rule in fm.rules()
+    registration.remove()
+    assert rule not in fm.rules()
+    registration.remove()  # twice does nothing
+
+
+def test_a_block_that_raises_removes_its_rules():
+    rule = toy.gemm()
+    with pytest.raises(KeyError), fm.register(rule):
+        raise KeyError
+    assert rule not in fm.rules()
+
+
+def test_another_rule_of_the_same_name_is_refused():
+    with fm.register(toy.gemm("toy.a")):
+        with pytest.raises(RuleError, match=r"a rule named 'toy.a' is registered already: toy.gemm.<locals>.Gemm"):
+            fm.register(toy.gemm_glu("toy.a"))
+        assert len([r for r in fm.rules() if r.name == "toy.a"]) == 1
+
+
+def test_a_refused_registration_registers_nothing():
+    before = fm.rules()
+    with fm.register(toy.gemm("toy.a")):
+        with pytest.raises(RuleError):
+            fm.register(toy.gemm("toy.b"), toy.gemm("toy.a"))
+        with pytest.raises(RuleError, match="expected a subclass of FusionRule, got 3"):
+            fm.register(toy.gemm("toy.c"), 3)
+        assert [r.name for r in fm.rules() if r not in before] == ["toy.a"]
+
+
+def test_the_same_rule_registered_twice_stays_until_the_first_is_removed():
+    rule = toy.gemm()
+    with fm.register(rule):
+        with fm.register(rule):
+            pass
+        assert rule in fm.rules()
+    assert rule not in fm.rules()
+
+
+def test_what_is_no_rule_is_refused():
+    for wrong in (3, fm.SwiGLU, toy.gemm()({"fc": None})):
+        with pytest.raises(RuleError, match="expected a subclass of FusionRule, got"):
+            fm.register(wrong)
+
+
+def test_every_change_changes_the_generation():
+    seen = [registry.generation()]
+    with fm.register(toy.gemm()):
+        seen.append(registry.generation())
+    seen.append(registry.generation())
+    assert len(set(seen)) == 3
+
+
+def test_patterns_that_switch_rules_off():
+    assert registry.disabling_pattern("sm90.gemm", ("sm100.*", "sm90.*")) == "sm90.*"
+    assert registry.disabling_pattern("sm90.gemm", ("SM90.*", "gemm")) is None
+    assert registry.disabling_pattern("sm90.gemm", ()) is None
+
+
+class Dist:
+    name = "a-package"
+
+
+class Entry:
+    """An entry point that gives a value, or raises it."""
+
+    name, value, dist = "toys", "a_package:rules", Dist()
+
+    def __init__(self, loaded):
+        self.loaded = loaded
+
+    def load(self):
+        if isinstance(self.loaded, Exception):
+            raise self.loaded
+        return self.loaded
+
+
+@pytest.fixture
+def entry_points():
+    """A process whose rules are not loaded yet, with these entry points."""
+    with pytest.MonkeyPatch.context() as patch:
+
+        def install(*loaded):
+            patch.setattr(registry, "_registry", registry._Registry())
+            found = [Entry(value) for value in loaded]
+            patch.setattr(registry, "entry_points", lambda group: found if group == "fusedmoe.fusions" else [])
+
+        yield install
+
+
+def test_entry_points_give_a_rule_or_several(entry_points):
+    a, b, c = (toy.gemm(f"toy.{n}") for n in "abc")
+    entry_points([b, c], a)
+    assert [r.name for r in fm.rules()] == ["toy.a", "toy.b", "toy.c"]
+    assert fm.rules() == (a, b, c)
+
+
+def test_rules_are_loaded_by_the_first_plan_and_it_stays(entry_points):
+    rule = toy.gemm()
+    entry_points(rule)
+    chain, x, named = toy.experts(), toy.rows(), toy.inputs()
+    chain(x, **named)
+    (part,) = chain._current_layout().parts
+    assert len(part.chain._plans) == 1
+    chain(x, **named)
+    assert len(part.chain._plans) == 1
+    assert toy.rules_used(toy.only_plan(chain, x, **named)) == ["toy.gemm"] * 2
+
+
+@pytest.mark.parametrize("error", [ImportError("No module named 'kernels'"), ValueError("bad"), AttributeError("x")])
+def test_an_entry_point_that_fails_to_load_is_named_every_time(entry_points, error):
+    entry_points(toy.gemm(), error)
+    text = rf"entry point 'toys' of a-package \(a_package:rules\) failed to load: {error}"
+    for _ in range(2):
+        with pytest.raises(RuleError, match=text) as raised:
+            toy.experts()(toy.rows(), **toy.inputs())
+        assert raised.value.__cause__ is error
+
+
+@pytest.mark.parametrize("loaded", [42, "rule", [42], {"a": 1}])
+def test_an_entry_point_that_is_no_rule_is_named(entry_points, loaded):
+    entry_points(loaded)
+    with pytest.raises(RuleError, match=r"entry point 'toys' of a-package .*expected a subclass of FusionRule"):
+        fm.rules()
+
+
+def test_two_entry_points_with_the_same_name_of_a_rule(entry_points):
+    entry_points(toy.gemm("toy.a"), toy.gemm_glu("toy.a"))
+    with pytest.raises(
+        RuleError, match=r"entry point 'toys' of a-package .*a rule named 'toy.a' is registered already"
+    ):
+        fm.rules()

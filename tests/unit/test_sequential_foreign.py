@@ -1,0 +1,120 @@
+"""Foreign modules in a `Sequential`: they split the chain, and values that ops provide cross the split."""
+
+import pytest
+import torch
+from torch import nn
+from toy import E, H, I, assert_same, experts, inputs, outcome, rows
+
+import fusedmoe as fm
+
+
+def titles(chain, x, **named):
+    return [title for title, _ in chain.explain(x, **named).parts]
+
+
+def routing(tokens=6):
+    return {
+        "expert_index": torch.tensor([[0, 2], [2, E], [2, 0], [0, 0], [-1, 2], [2, 0]])[:tokens],
+        "expert_weight": torch.rand(tokens, 2, dtype=torch.float64, requires_grad=True),
+    }
+
+
+def tokens(count=6):
+    return torch.randn(count, H, dtype=torch.float64, requires_grad=True)
+
+
+def test_a_layer_norm_between_two_ops():
+    up, act, down = experts()
+    norm = nn.LayerNorm(I, dtype=torch.float64)
+    chain = fm.Sequential(up, act, norm, down)
+    x, named = rows(), inputs()
+    assert titles(chain, x, **named) == ["chain 0 to 1", "module 2: LayerNorm: not an op: splits the chain", "chain 3"]
+
+    class ByHand(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.ops = nn.ModuleList([up, act, norm, down])
+
+        def forward(self, x, splits):
+            return down(norm(act(up(x, splits=splits))), splits=splits)
+
+    got = outcome(chain, x, **named)
+    expected = outcome(ByHand(), x, **named)
+    assert_same(got, {k.removeprefix("ops."): v for k, v in expected.items()})
+
+
+def test_a_foreign_module_first_and_last():
+    chain = fm.Sequential(nn.Identity(), *experts(), nn.Tanh())
+    x, named = rows(), inputs()
+    torch.testing.assert_close(chain(x, **named), torch.tanh(chain[1:4](x, **named)))
+    assert [t.split(":")[0] for t in titles(chain, x, **named)] == ["module 0", "chain 1 to 3", "module 4"]
+
+
+def test_only_foreign_modules():
+    chain = fm.Sequential(nn.Linear(H, 4), nn.ReLU())
+    assert chain(torch.randn(2, H)).shape == (2, 4)
+    assert chain.explain(torch.randn(2, H)).plans == ()
+
+
+def test_dropout_follows_train_and_eval():
+    chain = fm.Sequential(*experts(), nn.Dropout(0.5))
+    x, named = rows(), inputs()
+    whole = chain[:3](x, **named)
+    assert torch.equal(chain.eval()(x, **named), whole)
+    dropped = chain.train()(x, **named)
+    assert ((dropped == 0) | torch.isclose(dropped, 2 * whole)).all()
+    assert not torch.equal(dropped, whole)
+
+
+@pytest.mark.parametrize("where", [1, 2, 3, 4])
+def test_what_dispatch_provides_crosses_a_split_with_its_gradients(where):
+    """Router weights reach Combine, or Scale, on the other side of a foreign module; their gradients come back."""
+    modules = [fm.Dispatch(), *experts(), fm.Combine()]
+    whole = fm.Sequential(*modules)
+    split = fm.Sequential(*modules[:where], nn.Identity(), *modules[where:])
+    x, named = tokens(), routing()
+    expected, got = outcome(whole, x, **named), outcome(split, x, **named)
+    assert {"x", "expert_weight"} < expected.keys()
+    renamed = {f"{i + (i >= where)}.weight": f"{i}.weight" for i in range(5)}
+    assert_same({renamed.get(k, k): v for k, v in got.items()}, expected)
+    assert len(split.explain(x, **named).plans) == 2
+    assert split.runtime_inputs == whole.runtime_inputs == ("expert_index", "expert_weight")
+
+
+def test_several_splits_between_dispatch_and_combine():
+    up, act, down = experts()
+    x, named = tokens(), routing()
+    whole = fm.Sequential(fm.Dispatch(), up, act, fm.Scale("probs"), down, fm.Combine(weights=None))
+    split = fm.Sequential(
+        fm.Dispatch(), nn.Identity(), up, nn.Identity(), act, nn.Identity(), fm.Scale("probs"), down,
+        nn.Identity(), fm.Combine(weights=None),
+    )  # fmt: skip
+    expected, got = outcome(whole, x, **named), outcome(split, x, **named)
+    assert_same({{"2.weight": "1.weight", "7.weight": "4.weight"}.get(k, k): v for k, v in got.items()}, expected)
+
+
+def test_a_value_nobody_wants_is_not_exported():
+    chain = fm.Sequential(fm.Dispatch(), *experts(), nn.Identity(), fm.Combine(weights=None))
+    dispatch = chain.explain(tokens(), **routing()).plans[0]
+    assert not any("probs" in value for value in dispatch.kept)
+    assert chain(tokens(), **routing()).shape == (6, H)
+
+
+def test_the_router_may_want_no_gradient():
+    chain = fm.Sequential(fm.Dispatch(), *experts(), nn.Identity(), fm.Combine())
+    x, named = tokens(), routing()
+    named["expert_weight"] = named["expert_weight"].detach()
+    got = outcome(chain, x, **named)
+    assert "expert_weight" not in got
+    assert "x" in got
+
+
+def test_a_foreign_module_gets_the_rows_alone():
+    class Rows(nn.Module):
+        def forward(self, *args, **kwargs):
+            assert len(args) == 1
+            assert not kwargs
+            return args[0]
+
+    chain = fm.Sequential(fm.GroupedLinear(E, H, H, dtype=torch.float64), Rows())
+    assert chain(rows(), **inputs()).shape == (9, H)

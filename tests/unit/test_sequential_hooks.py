@@ -1,0 +1,162 @@
+"""Module hooks of inner ops, replaced and overridden forwards: they run, the results stay, and explain() says so."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+from toy import E, H, assert_same, experts, gemm, inputs, outcome, rows, rules_used
+
+import fusedmoe as fm
+
+TITLE = "module 1: SwiGLU: called as a module, for its hooks"
+
+
+def titles(chain, x, **named):
+    return [title for title, _ in chain.explain(x, **named).parts]
+
+
+@pytest.fixture
+def setup():
+    chain, x, named = experts(), rows(), inputs()
+    return chain, x, named, outcome(chain, x, **named)
+
+
+def test_forward_hooks_run_and_may_change_the_output(setup):
+    chain, x, named, before = setup
+    seen = []
+    handle = chain[1].register_forward_hook(lambda _m, args, out: seen.append((args[0].shape, out.shape)))
+    assert_same(outcome(chain, x, **named), before)
+    assert seen == [((9, 8), (9, 4))]
+    assert titles(chain, x, **named) == ["chain 0", TITLE, "chain 2"]
+    handle.remove()
+    assert titles(chain, x, **named) == ["chain 0 to 2"]
+    with chain[1].register_forward_hook(lambda _m, _args, out: 2 * out):
+        torch.testing.assert_close(outcome(chain, x, **named)["y"], 2 * before["y"])
+
+
+def test_forward_pre_hooks_run_with_keywords(setup):
+    chain, x, named, before = setup
+    seen = []
+    chain[2].register_forward_pre_hook(lambda _m, _args, kwargs: seen.append(set(kwargs)), with_kwargs=True)
+    assert_same(outcome(chain, x, **named), before)
+    assert seen == [{"splits"}]
+
+
+def test_forward_hooks_with_keywords_get_the_runtime_inputs(setup):
+    chain, x, named, before = setup
+    seen = []
+    chain[0].register_forward_hook(lambda _m, _args, kwargs, _out: seen.append(kwargs["splits"]), with_kwargs=True)
+    assert_same(outcome(chain, x, **named), before)
+    assert torch.equal(seen[0], named["splits"])
+
+
+def test_full_backward_hooks_run(setup):
+    chain, x, named, before = setup
+    seen = []
+    chain[1].register_full_backward_hook(lambda _m, grad_in, grad_out: seen.append((grad_in[0], grad_out[0])))
+    chain[2].register_full_backward_pre_hook(lambda _m, grad_out: seen.append(grad_out[0].shape))
+    assert_same(outcome(chain, x, **named), before)
+    assert seen[0] == (9, 8)
+    assert [tuple(g.shape) for g in seen[1]] == [(9, 8), (9, 4)]
+
+
+def test_a_pre_hook_on_a_dispatch_that_takes_its_experts_from_the_chain():
+    chain = fm.Sequential(fm.Dispatch(), *experts(), fm.Combine())
+    x = torch.randn(5, H, dtype=torch.float64, requires_grad=True)
+    named = {
+        "expert_index": torch.tensor([[0, 2], [2, 1], [1, 0], [E, 2], [0, 1]]),
+        "expert_weight": torch.rand(5, 2, dtype=torch.float64, requires_grad=True),
+    }
+    before = outcome(chain, x, **named)
+    seen = []
+    chain[0].register_forward_hook(lambda m, _args, out: seen.append((m, set(out[1]))))
+    assert_same(outcome(chain, x, **named), before)
+    assert len(seen) == 1
+    assert isinstance(seen[0][0], fm.Dispatch)
+    assert seen[0][1] == {"splits", "probs", "row_of_slot", "slot_of_row"}
+
+
+def test_a_replaced_forward_runs(setup):
+    """As accelerate does it: the instance's forward wraps the class's."""
+    chain, x, named, before = setup
+    calls = []
+    old = chain[0].forward
+
+    def forward(module, *args, **kwargs):
+        calls.append(set(kwargs))
+        return old(*args, **kwargs)
+
+    chain[0].forward = functools.update_wrapper(functools.partial(forward, chain[0]), old)
+    assert_same(outcome(chain, x, **named), before)
+    assert calls == [{"splits"}]
+    assert titles(chain, x, **named)[0] == "module 0: GroupedLinear: called as a module, for its hooks"
+
+
+class Negated(fm.SwiGLU):
+    def forward(self, x, /, **inputs):
+        return -super().forward(x, **inputs)
+
+
+def test_a_subclass_that_overrides_forward_runs_it(setup):
+    chain, x, named, before = setup
+    chain[1] = Negated()
+    got = outcome(chain, x, **named)
+    torch.testing.assert_close(got["y"], -before["y"])
+    torch.testing.assert_close(got["x"], -before["x"])
+    assert titles(chain, x, **named)[1] == "module 1: Negated: called as a module, for its hooks"
+
+
+def test_global_hooks_run_for_every_op(setup):
+    chain, x, named, before = setup
+    seen = []
+    with torch_module.register_module_forward_hook(lambda m, _args, _out: seen.append(type(m))):
+        assert_same(outcome(chain, x, **named), before)
+        assert seen == [fm.GroupedLinear, fm.SwiGLU, fm.GroupedLinear, fm.Sequential]
+    assert titles(chain, x, **named) == ["chain 0 to 2"]
+
+
+def test_hooks_of_a_nested_sequential_run(setup):
+    chain, x, named, before = setup
+    nested = fm.Sequential(chain[0], fm.Sequential(chain[1], chain[2]))
+    seen = []
+    nested[1].register_forward_hook(lambda _m, _args, kwargs, _out: seen.append(set(kwargs)), with_kwargs=True)
+    got = outcome(nested, x, **named)
+    assert_same({k.replace("1.1.", "2."): v for k, v in got.items()}, before)
+    assert seen == [{"splits"}]
+
+
+def test_hooks_of_the_sequential_itself_split_nothing(setup):
+    chain, x, named, _ = setup
+    seen = []
+    chain.register_forward_hook(lambda *_: seen.append(1))
+    chain(x, **named)
+    assert seen == [1]
+    assert titles(chain, x, **named) == ["chain 0 to 2"]
+
+
+def test_ops_beside_a_hooked_one_stay_fused(setup):
+    chain, x, named, before = setup
+    with fm.register(gemm()), chain[1].register_forward_hook(lambda *_: None):
+        first, _, last = chain.explain(x, **named).parts
+        assert rules_used(first[1]) == rules_used(last[1]) == ["toy.gemm"]
+        assert_same(outcome(chain, x, **named), before)
+
+
+def test_an_op_alone_runs_its_hooks():
+    op, seen = fm.SwiGLU(), []
+    op.register_forward_hook(lambda *_: seen.append(1))
+    op(rows())
+    assert seen == [1]
+
+
+class Recorded(nn.Sequential):
+    pass
+
+
+def test_a_torch_sequential_of_ops_is_a_foreign_module():
+    chain = fm.Sequential(fm.SwiGLU(), Recorded(fm.SquaredReLU()))
+    x = rows()
+    torch.testing.assert_close(chain(x), fm.SquaredReLU()(fm.SwiGLU()(x)))
+    assert titles(chain, x)[1] == "module 1: Recorded: not an op: splits the chain"

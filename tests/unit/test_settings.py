@@ -1,0 +1,277 @@
+"""What is set around a call: recipes, switched-off rules, strictness; nested, and one thread apart from another."""
+
+import threading
+from dataclasses import dataclass
+
+import pytest
+import torch
+import toy
+from toy import assert_same, experts, inputs, only_plan, outcome, rows, rules_used, statuses
+
+import fusedmoe as fm
+from fusedmoe import Status, settings
+from fusedmoe.fusion.rule import FusionRule, RuleError, Step
+from fusedmoe.ops.op import Node
+
+
+class Halve(fm.Op):
+    """y = x / 2"""
+
+    def compute(self, x):
+        return x / 2
+
+
+class ByGroup(fm.Op):
+    """y = x: wants the offsets and the splits"""
+
+    runtime_inputs = ("offsets",)
+
+    def compute(self, x, offsets):
+        return x.clone()
+
+
+@dataclass(frozen=True)
+class Halving(fm.Recipe):
+    """Halves the rows in front of the op with this label."""
+
+    name: str = "halving"
+    before: str = "1"
+    insert: type = Halve
+
+    def rewrite(self, nodes):
+        at = [node.label for node in nodes].index(self.before)
+        return (*nodes[:at], Node(f"{self.before}.inserted", self.insert()), *nodes[at:])
+
+
+@dataclass(frozen=True)
+class Rewritten(fm.Recipe):
+    """A rewrite that the test gives."""
+
+    name: str = "rewritten"
+    how: object = None
+
+    def rewrite(self, nodes):
+        return self.how(nodes)
+
+
+def test_settings_hold_inside_the_block_only():
+    assert settings.current() == settings.Settings()
+    with fm.strict(), fm.disabled("a.*"), fm.disabled("b"), fm.recipe("bf16") as recipe:
+        now = settings.current()
+        assert (now.strict, now.disabled, now.recipe) == (True, ("a.*", "b"), recipe)
+        with fm.strict(False):
+            assert not settings.current().strict
+            assert settings.current().disabled == ("a.*", "b")
+        assert settings.current().strict
+    assert settings.current() == settings.Settings()
+
+
+def test_settings_are_reset_by_an_exception():
+    with pytest.raises(KeyError), fm.strict(), fm.disabled("*"):
+        raise KeyError
+    assert settings.current() == settings.Settings()
+
+
+def test_settings_cannot_be_assigned():
+    with pytest.raises(AttributeError):
+        settings.current().strict = True
+
+
+def test_an_unknown_recipe_lists_the_known_ones():
+    with pytest.raises(fm.InputError, match="expected a Recipe or one of 'bf16', got 'fp7'"), fm.recipe("fp7"):
+        pass
+
+
+def test_the_innermost_recipe_holds():
+    chain, x, named = experts(), rows(), inputs()
+    names = []
+
+    def name():
+        names.append(only_plan(chain, x, **named).recipe)
+
+    name()
+    with fm.recipe(Halving()):
+        name()
+        with fm.recipe("bf16"):
+            name()
+        with fm.recipe(Halving("other")):
+            name()
+        name()
+    name()
+    assert names == ["bf16", "halving", "bf16", "other", "halving", "bf16"]
+
+
+def test_a_recipe_that_inserts_an_op():
+    chain, x, named = experts(), rows(), inputs()
+    by_hand = fm.Sequential(chain[0], Halve(), chain[1], chain[2])
+    with fm.recipe(Halving()):
+        got = outcome(chain, x, **named)
+        plan = only_plan(chain, x, **named)
+    assert_same({k.replace("2.", "3."): v for k, v in got.items()}, outcome(by_hand, x, **named))
+    assert [s.ops[0] for s in plan.steps[:4]] == [
+        "0.GroupedLinear", "1.inserted.Halve", "1.SwiGLU", "2.GroupedLinear",
+    ]  # fmt: skip
+    assert "recipe halving" not in str(only_plan(chain, x, **named))
+
+
+def test_the_backward_pass_uses_the_recipe_of_its_forward():
+    chain, x, named = experts(), rows(), inputs()
+    with fm.recipe(Halving()):
+        inside = outcome(chain, x, **named)["x"]
+        x2 = x.detach().clone().requires_grad_()
+        y = chain(x2, **named)
+    (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum().backward()
+    torch.testing.assert_close(x2.grad, inside)
+
+
+def test_a_changed_value_of_a_recipe_is_another_plan():
+    chain, x, named = experts(), rows(), inputs()
+    with fm.recipe(Halving(before="1")):
+        first = chain(x, **named)
+    with fm.recipe(Halving(before="2")):
+        second = chain(x, **named)
+    assert not torch.equal(first, second)
+    torch.testing.assert_close(second, chain(x, **named) / 2)
+
+
+@pytest.mark.parametrize("before", ["0", "1", "2", "3"])
+def test_an_inserted_op_may_take_runtime_inputs_of_the_chain_in_another_order(before):
+    """`probs` is the first that the chain takes; the inserted op brings `splits` before it."""
+    up, act, down = experts()
+    chain = fm.Sequential(fm.Scale("probs"), up, act, down)
+    x, named = rows(), inputs(scale=True)
+    with fm.recipe(Halving(before=before, insert=ByGroup)):
+        got = outcome(chain, x, **named)
+    assert_same(got, outcome(chain, x, **named))
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        (lambda n: n[:-1], "must keep the chain's own ops, in their order"),
+        (lambda n: n[::-1], "must keep the chain's own ops, in their order"),
+        (lambda n: (*n, n[0]), "must keep the chain's own ops, in their order"),
+        (lambda n: (Node("new", n[0].op), *n[1:]), "must keep the chain's own ops, in their order"),
+        (lambda n: (*n, Node("1", Halve())), "label of its own, got '1' twice"),
+        (lambda n: (*n, Node("new", n[0].op)), "no parameters, got new.GroupedLinear"),
+        (lambda n: (*n, Node("new", fm.Scale("gains"))), "'gains'"),
+    ],
+    ids=["dropped", "reordered", "twice", "relabelled", "same label", "parameters", "another input"],
+)
+def test_a_rewrite_is_validated(how, text):
+    with fm.recipe(Rewritten(how=how)), pytest.raises(fm.InputError, match=f"recipe 'rewritten': .*{text}"):
+        experts()(rows(), **inputs())
+
+
+@pytest.mark.parametrize("recipe", [None, [], 8])
+def test_what_is_no_recipe_is_refused(recipe):
+    with pytest.raises(fm.InputError, match="expected a Recipe or one of"), fm.recipe(recipe):
+        pass
+
+
+def test_a_recipe_that_cannot_be_a_key_is_refused():
+    text = "recipe 'rewritten' is part of every plan key and must be hashable"
+    with pytest.raises(fm.InputError, match=text), fm.recipe(Rewritten(how=["a", "list"])):
+        pass
+
+
+def test_a_rule_sees_the_recipe():
+    class UnderHalving(FusionRule, name="toy.under_halving", direction="forward"):
+        act: fm.SwiGLU
+
+        def check(self, ctx):
+            fm.require(ctx.recipe.name == "halving", "is for the recipe halving, this is %s", ctx.recipe.name)
+
+        def build(self, ctx):
+            return Step(self.act.compute, ("input",), ("output",))
+
+    chain, x, named = experts(), rows(), inputs()
+    with fm.register(UnderHalving):
+        assert statuses(only_plan(chain, x, **named), "toy.under_halving")[1] == (
+            Status.CONSTRAINT, "is for the recipe halving, this is bf16",
+        )  # fmt: skip
+        with fm.recipe(Halving()):
+            assert rules_used(only_plan(chain, x, **named)) == ["toy.under_halving"]
+
+
+def test_disabled_patterns_add_up_and_end():
+    chain, x, named = experts(), rows(), inputs()
+    with fm.register(toy.gemm("a.gemm"), toy.glu_scale("b.act")):
+
+        def used():
+            return rules_used(only_plan(chain, x, **named))
+
+        everything = ["a.gemm", "b.act", "a.gemm"]
+        assert used() == everything
+        with fm.disabled("a.*"):
+            assert used() == ["b.act"]
+            with fm.disabled("b.ac?"):
+                assert used() == []
+            assert used() == ["b.act"]
+        with fm.disabled():
+            assert used() == everything
+        with fm.disabled("A.*", "gemm"):
+            assert used() == everything
+
+
+def test_the_environment_switches_rules_off_at_any_time(monkeypatch):
+    chain, x, named = experts(), rows(), inputs()
+    with fm.register(toy.gemm("a.gemm"), toy.glu_scale("b.act")):
+        for value, expected in [(" a.*, c", ["b.act"]), ("*", []), ("", ["a.gemm", "b.act", "a.gemm"]), (",", 3)]:
+            monkeypatch.setenv("FUSEDMOE_DISABLE", value)
+            used = rules_used(only_plan(chain, x, **named))
+            assert used == expected or len(used) == expected
+
+
+def test_threads_do_not_affect_each_other():
+    """Two threads, side by side over one module, each under its own settings, many times."""
+    chain, x, named = experts(), rows(), inputs()
+    plain = chain(x, **named).detach()
+    with fm.recipe(Halving(before="2")):
+        halved = chain(x, **named).detach()
+    assert not torch.equal(plain, halved)
+    barrier = threading.Barrier(3)
+    seen: dict[str, object] = {}
+
+    def work(who, context, expected, rule):
+        try:
+            with context:
+                for _ in range(20):
+                    barrier.wait(timeout=30)
+                    torch.testing.assert_close(chain(x, **named), expected)
+                    assert rules_used(only_plan(chain, x, **named)) == rule
+            seen[who] = "fine"
+        except BaseException as error:
+            seen[who] = error
+            barrier.abort()
+            raise
+
+    with fm.register(toy.gemm("a.gemm")):
+        rule = ["a.gemm"] * 2
+        threads = [
+            threading.Thread(target=work, args=("off", fm.disabled("a.*"), plain, [])),
+            threading.Thread(target=work, args=("halved", fm.recipe(Halving(before="2")), halved, rule)),
+        ]
+        with fm.strict():  # of this thread alone
+            for thread in threads:
+                thread.start()
+            for _ in range(20):
+                barrier.wait(timeout=30)
+                assert settings.current().disabled == ()
+            for thread in threads:
+                thread.join(timeout=60)
+    assert seen == {"off": "fine", "halved": "fine"}
+
+
+def test_ctx_dtype_of_an_unknown_value_names_the_rule():
+    class Curious(FusionRule, name="toy.curious", direction="forward"):
+        act: fm.SwiGLU
+
+        def check(self, ctx):
+            fm.require(ctx.dtype("act.wieght") is torch.float64, "only fp64")
+
+        def build(self, ctx):
+            raise AssertionError
+
+    with fm.register(Curious), pytest.raises(RuleError, match=r"rule 'toy.curious' on 1.SwiGLU: 'act.wieght' names no"):
+        experts()(rows(), **inputs())
