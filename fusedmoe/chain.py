@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +14,7 @@ from fusedmoe.fusion import registry
 from fusedmoe.fusion.executable import Environment, Plan
 from fusedmoe.fusion.graph import Graph
 from fusedmoe.fusion.planner import make_plan
+from fusedmoe.kernels.device import arch
 from fusedmoe.ops.op import Node, Op
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class Chain:
                 takes = f"; {', '.join(self.takers[name])} takes it" if name in self.inputs else ""
                 raise InputError(f"{name}: expected on {x.device}, where the rows are, got on {argument.device}{takes}")
         environment = Environment(
-            x.device, _arch(x.device), torch.are_deterministic_algorithms_enabled(), recipe, disabled
+            x.device, arch(x.device), torch.are_deterministic_algorithms_enabled(), recipe, disabled
         )
         graph = self._rewritten(recipe)
         named = dict(zip(graph.arguments, arguments, strict=True))
@@ -160,14 +160,6 @@ def _autocast_dtype(x: Tensor) -> torch.dtype | None:
 def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:
     """Cast what autocast casts: floats, but not fp64."""
     return t.to(dtype) if t.is_floating_point() and t.dtype is not torch.float64 else t
-
-
-@functools.cache
-def _arch(device: torch.device) -> int | None:
-    if device.type != "cuda" or torch.version.hip is not None:
-        return None
-    major, minor = torch.cuda.get_device_capability(device)
-    return major * 10 + minor
 
 
 def run_alone(op: Op, x: Tensor, inputs: Mapping[str, Tensor]) -> Tensor | tuple[Tensor, dict[str, Tensor]]:

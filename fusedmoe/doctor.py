@@ -15,7 +15,12 @@ from importlib import metadata
 import torch
 
 import fusedmoe
+from fusedmoe.fusion import registry
+from fusedmoe.fusion.registry import why_unavailable
+from fusedmoe.fusion.rule import FusionRule
+from fusedmoe.kernels.device import arch
 from fusedmoe.kernels.torch.grouped_gemm import runs_on_device
+from fusedmoe.settings import disabled_by_environment
 
 __all__ = ["Fact", "Gpu", "Kernel", "Report", "doctor", "kernel_lines", "main"]
 
@@ -119,10 +124,16 @@ def doctor() -> Report:
 
 def kernel_lines(gpus: Sequence[Gpu]) -> tuple[Kernel, ...]:
     """Tell which ways to run a step exist on a machine with these GPUs, and why the others do not."""
-    cpu = Kernel("torch grouped GEMM, cpu", True, "a loop over the experts, in any dtype")
+    cpu = Kernel(
+        "torch grouped GEMM, cpu", True, "fp32, bf16 and fp16 in one call; other dtypes: a loop over the experts"
+    )
     one_of_each = {gpu.arch: gpu for gpu in reversed(gpus)}
-    cute = Kernel("CuTe DSL kernels", False, f"fusedmoe {fusedmoe.__version__} ships none: every step is plain PyTorch")
-    return (cpu, *(_grouped_mm(one_of_each[arch]) for arch in sorted(one_of_each)), cute)
+    devices = [torch.device("cuda", gpu.index) for gpu in one_of_each.values()] or [torch.device("cpu")]
+    rules = tuple(_fused(rule, devices) for rule in registry.rules())
+    if not rules:
+        none = f"fusedmoe {fusedmoe.__version__} ships none, and no package adds any: every step is plain PyTorch"
+        rules = (Kernel("fused kernels", False, none),)
+    return (cpu, *(_grouped_mm(one_of_each[arch]) for arch in sorted(one_of_each)), *rules)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -215,6 +226,13 @@ def _gpu(index: int) -> Gpu:
         memory_gib=round(device.total_memory / 2**30, 1),
         sms=device.multi_processor_count,
     )
+
+
+def _fused(rule: type[FusionRule], devices: Iterable[torch.device]) -> Kernel:
+    disabled = tuple(filter(None, disabled_by_environment().split(",")))
+    reasons = [why_unavailable(rule, device, arch(device), disabled) for device in devices]
+    here = None in reasons
+    return Kernel(rule.name, here, f"{rule.direction}, a fusion rule" if here else "; ".join(map(str, reasons)))
 
 
 def _grouped_mm(gpu: Gpu) -> Kernel:

@@ -8,7 +8,7 @@ which is part of the plan's key: neither the exact number of rows nor what was p
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fusedmoe.fusion import registry
 from fusedmoe.fusion.matcher import Mismatch, match
@@ -74,18 +74,18 @@ class Line:
         used_after: Collection[str],
         glue: Sequence[Plain],
         costs: Costs,
-        context: Mapping[str, object],
+        context: Mapping[str, Any],
         disabled: tuple[str, ...],
     ) -> None:
         self.direction, self.places, self.costs = direction, tuple(places), costs
-        self._used_after, self._glue, self._context = set(used_after), glue, context
-        self._disabled = disabled
+        self._used_after, self.glue, self._context = set(used_after), glue, context
         self.attempts: list[Attempt] = []
         self.candidates = [self._plain(i, p) for i, p in enumerate(self.places)]
         for rule in registry.rules():
             if rule.direction == direction:
+                unavailable = registry.why_unavailable(rule, context["device"], context["arch"], disabled)
                 for start in range(len(self.places)):
-                    self._try(rule, start)
+                    self._try(rule, unavailable, start)
 
     def _plain(self, i: int, place: Place) -> Candidate:
         s = place.step
@@ -97,24 +97,21 @@ class Line:
     ) -> None:
         self.attempts.append(Attempt(rule.name, self.direction, start, end, matched, status, reason, here))
 
-    def _try(self, rule: type[FusionRule], start: int) -> None:
+    def _try(self, rule: type[FusionRule], unavailable: str | None, start: int) -> None:
         found = match(rule.slots, [p.item for p in self.places], start)
         if isinstance(found, Mismatch):
-            here = (
-                self._unavailable(rule(dict.fromkeys(s.name for s in rule.slots)), self._ctx(rule, {}, start, start))
-                is None
-            )
             end = min(start + found.matched + 1, len(self.places))
-            self._note(rule, start, end, found.matched, Status.NO_MATCH, str(found), here)
+            self._note(rule, start, end, found.matched, Status.NO_MATCH, str(found), unavailable is None)
+            return
+        if unavailable is not None:
+            end, matched = found[0].end, sum(b is not None for b in found[0].bindings.values())
+            self._note(rule, start, end, matched, Status.UNAVAILABLE, unavailable, here=False)
             return
         declined: list[tuple[int, int, str]] = []
         for m in found:
             matched = sum(b is not None for b in m.bindings.values())
             bound = rule(m.bindings)
             ctx = self._ctx(rule, m.bindings, start, m.end)
-            if (reason := self._unavailable(bound, ctx)) is not None:
-                self._note(rule, start, m.end, matched, Status.UNAVAILABLE, reason, here=False)
-                return
             try:
                 bound.check(ctx)
             except Declined as why:
@@ -124,16 +121,6 @@ class Line:
         if len(declined) == len(found):
             end, matched, reason = declined[0]
             self._note(rule, start, end, matched, Status.CONSTRAINT, reason, here=True)
-
-    def _unavailable(self, rule: FusionRule, ctx: PlanContext) -> str | None:
-        pattern = registry.disabling_pattern(rule.name, self._disabled)
-        if pattern is not None:
-            return f"switched off by {pattern!r}"
-        try:
-            rule.available(ctx)
-        except Declined as why:
-            return str(why)
-        return None
 
     def _ctx(self, rule: type[FusionRule], bindings: Mapping[str, object], start: int, end: int) -> PlanContext:
         by_slot = {}
@@ -149,7 +136,7 @@ class Line:
                 raise RuleError(f"{self._where(rule, start, end)}: {value!r} names no value of these ops")
             return found
 
-        return PlanContext(**self._context, _resolve=resolve)  # type: ignore[arg-type]
+        return PlanContext(**self._context, _resolve=resolve)
 
     def _where(self, rule: type[FusionRule], start: int, end: int) -> str:
         return f"rule {rule.name!r} on {', '.join(p.label for p in self.places[start:end])}"
@@ -183,7 +170,7 @@ class Line:
         span = self.places[start:end]
         made = [v for p in span for v in p.step.gives]
         outside = [p for i, p in enumerate(self.places) if not start <= i < end]
-        used = self._used_after | {v for p in outside for v in p.step.needs} | {v for g in self._glue for v in g.needs}
+        used = self._used_after | {v for p in outside for v in p.step.needs} | {v for g in self.glue for v in g.needs}
         if missing := [v for v in made if v in used and v not in gives]:
             raise RuleError(f"{where}: its step gives {list(gives)}, but {missing} of what it covers is used elsewhere")
         if hidden := [v for v in needs if v in made]:

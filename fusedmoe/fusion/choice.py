@@ -4,6 +4,9 @@ The two directions are linked by what is kept: a backward step names the forward
 forward step can write only some of those inside its span. So: for each set of forward values that some covering of the
 backward chain needs, the cheapest such covering; then, for each of those sets, the cheapest covering of the forward
 chain that can keep it. The cheapest sum wins. That is exact.
+
+A backward step may use what another one recomputes, also a later one; but then it waits for it, so that nothing may
+wait for the step itself. Steps that others wait for get such a value from the forward pass.
 """
 
 from __future__ import annotations
@@ -36,22 +39,26 @@ _NOTHING: _Ranked = (0.0, 0, (), ())
 
 def _backward_coverings(line: Line, kept_anyway: Collection[str]) -> dict[frozenset[str], _Ranked]:
     """Return, for each set of forward values that some covering needs kept, the cheapest such covering."""
-    best: list[dict[tuple[frozenset[str], frozenset[str]], _Ranked]] = [{} for _ in range(len(line.places) + 1)]
-    best[0][frozenset(), frozenset()] = _NOTHING
+    waited_for = {v for c in line.candidates for v in c.step.needs} | {v for g in line.glue for v in g.needs}
+    # by the values to keep, those that a later step may still recompute, and those recomputed so far
+    best: list[dict[tuple[frozenset[str], ...], _Ranked]] = [{} for _ in range(len(line.places) + 1)]
+    best[0][frozenset(), frozenset(), frozenset()] = _NOTHING
     for position in range(len(line.places)):
-        for (needs, gives), so_far in best[position].items():
+        for (kept, open_, there), so_far in best[position].items():
             for c in (c for c in line.candidates if c.start == position):
-                values = frozenset(
-                    v for v in c.step.needs if v not in kept_anyway and not v.startswith("grad(") and v != NONE
-                )
+                values = {v for v in c.step.needs if v not in kept_anyway and not v.startswith("grad(") and v != NONE}
                 recomputed = frozenset(v for v in c.step.gives if not v.startswith("grad("))
-                key = needs | values, gives | recomputed
+                can_wait = not recomputed and waited_for.isdisjoint(c.step.gives)
+                if can_wait:
+                    key = kept, open_ | (values - there), there
+                else:
+                    key = kept | (values - there), open_ - recomputed, there | recomputed
                 ranked = _extended(so_far, c)
                 if key not in best[c.end] or _rank(ranked) < _rank(best[c.end][key]):
                     best[c.end][key] = ranked
     result: dict[frozenset[str], _Ranked] = {}
-    for (needs, gives), ranked in best[-1].items():
-        kept = needs - gives
+    for (kept, open_, _), ranked in best[-1].items():
+        kept |= open_
         if kept not in result or _rank(ranked) < _rank(result[kept]):
             result[kept] = ranked
     return result

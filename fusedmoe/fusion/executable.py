@@ -171,7 +171,7 @@ class Plan:
         asked = [self.gradients.get(a, NONE) if w else NONE for a, w in zip(self.graph.arguments, wanted, strict=True)]
         given = (*self.saved, *self.incoming.values())
         slots = {value: i for i, value in enumerate(dict.fromkeys((NONE, *given, *asked)))}
-        program = Program(needed_steps(self.backward_steps, asked), given, asked, slots)
+        program = Program(needed_steps(self.backward_steps, asked, given), given, asked, slots)
         outputs = enumerate(self.graph.outputs)
         return _Backward(
             program,

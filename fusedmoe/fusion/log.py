@@ -9,11 +9,13 @@ import sys
 _said: set[tuple[object, ...]] = set()
 
 
-def say_once(logger: logging.Logger, level: int, message: str, *values: object) -> None:
-    """Log a message unless the very same one was logged before in this process."""
-    key = (logger.name, message, *map(str, values))
-    if key not in _said and logger.isEnabledFor(level):
-        _said.add(key)
+def say_once(
+    logger: logging.Logger, level: int, message: str, *values: object, key: tuple[object, ...] | None = None
+) -> None:
+    """Log a message unless the very same one, or one of the same key, was logged before in this process."""
+    said = (logger.name, message, *(map(str, values) if key is None else key))
+    if said not in _said and logger.isEnabledFor(level):
+        _said.add(said)
         logger.log(level, message, *values)
 
 

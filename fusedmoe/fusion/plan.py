@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from fusedmoe.fusion.rule import Direction
 
 
@@ -152,25 +155,36 @@ class PlanData:
         return tuple(s for s in self.steps if s.rule is None)
 
     def __str__(self) -> str:
-        rows = [("step", "ops", "direction", "rule", "status", "moves")]
-        for i, step in enumerate(self.steps, 1):
-            status = step.status + (" HOST SYNC" if step.host_sync else "")
-            rows.append(
-                (str(i), " + ".join(step.ops), step.direction, step.rule or "-", status, format_bytes(step.bytes_moved))
-            )
-        widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
-        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-        lines.insert(1, "  ".join("-" * w for w in widths))
-        lines.append(
-            f"kept for backward: {format_bytes(self.kept_bytes)}" + (f" ({', '.join(self.kept)})" if self.kept else "")
-        )
+        kept = f" ({', '.join(self.kept)})" if self.kept else ""
+        lines = [
+            f"planned for {self.device}, {self.dtype}, recipe {self.recipe}",
+            *_table(self.steps),
+            *_wrapped(f"kept for backward: {format_bytes(self.kept_bytes)}{kept}"),
+        ]
         reasons: dict[str, list[str]] = {}
         for step in self.unfused:
             reasons.setdefault(step.why, []).extend(step.ops)
         if reasons:
             lines.append("unfused, because:")
-            lines.extend(f"  {', '.join(ops)}: {why}" for why, ops in reasons.items())
+        for why, ops in reasons.items():
+            who = "all of them" if len(self.unfused) == len(self.steps) and len(reasons) == 1 else ", ".join(ops)
+            lines += _wrapped(f"  {who}: {why}")
         return "\n".join(lines)
+
+
+def _table(steps: Sequence[PlannedStep]) -> list[str]:
+    rows = [("step", "ops", "direction", "rule", "status", "moves")]
+    for i, step in enumerate(steps, 1):
+        status = step.status + (" HOST SYNC" if step.host_sync else "")
+        moves = format_bytes(step.bytes_moved)
+        rows.append((str(i), " + ".join(step.ops), step.direction, step.rule or "-", status, moves))
+    widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [lines[0], "  ".join("-" * w for w in widths), *lines[1:]]
+
+
+def _wrapped(line: str) -> list[str]:
+    return textwrap.wrap(line, 100, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
 
 
 @dataclass(frozen=True)

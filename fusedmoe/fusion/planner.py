@@ -68,9 +68,8 @@ def make_plan(
     disabled = environment.disabled
     forward = Line("forward", graph.forward, graph.outputs, derived, costs, context, disabled)
     backward = Line("backward", backward_places, gradients.values(), sums, costs, context, disabled)
-    chosen_forward, chosen_backward, kept = cheapest(
-        forward, backward, {*graph.arguments, *graph.outputs, *graph.derived}
-    )
+    kept_anyway = {*graph.arguments, *graph.outputs, *graph.derived}
+    chosen_forward, chosen_backward, kept = cheapest(forward, backward, kept_anyway)
 
     elsewhere = {*graph.arguments, *graph.derived, *(v for p in graph.forward for v in p.step.gives)}
     forward_steps = [_step(graph, forward, c, kept, elsewhere) for c in chosen_forward]
@@ -79,8 +78,7 @@ def make_plan(
     forward_all, outputs = _tails_zeroed(graph, [*derived, *forward_steps], {v: v for v in graph.outputs})
     backward_all, gradients = _tails_zeroed(graph, [*backward_steps, *sums], gradients)
 
-    backward_given = {NONE, *incoming.values(), *(v for s in backward_all for v in s.gives)}
-    saved = tuple(dict.fromkeys(v for s in backward_all for v in all_needs(s) if v not in backward_given))
+    saved = _saved(backward_all, incoming.values(), kept | kept_anyway, materialized)
     results = (*outputs.values(), *saved)
     slots = {value: i for i, value in enumerate((*graph.arguments, NONE))}
     program = Program(needed_steps(forward_all, results), graph.arguments, results, slots)
@@ -131,9 +129,26 @@ def _step(graph: Graph, line: Line, c: Candidate, kept: Collection[str], there: 
     wanted = [(name, v) for name, v in zip(c.keep_names, s.keeps, strict=True) if v in kept]
     gives = (*s.gives, *(v for _, v in wanted))
     run = partial(s.run, keep=tuple(name for name, _ in wanted)) if s.keeps else s.run
-    stand_ins = _stand_ins(graph, places, gives, there) if s.guard is not None else ()
+    stand_ins = _stand_ins(graph, places, gives, {*there, *s.needs}) if s.guard is not None else ()
     label = " + ".join(p.label for p in places)
     return Fused(label, c.name, run, s.needs, gives, s.guard, s.zeroes_tail, s.launches, stand_ins)
+
+
+def _saved(
+    steps: Sequence[AnyStep], incoming: Collection[str], kept: Collection[str], materialized: Collection[str]
+) -> tuple[str, ...]:
+    """Return what the forward pass hands to these backward steps: values that none of them gives, those chosen to be
+    kept although one gives them (too late for another), and what only stand-ins read, if it is there.
+    """
+    given = {NONE, *incoming, *(v for s in steps for v in s.gives)}
+    return tuple(
+        dict.fromkeys(
+            v
+            for s in steps
+            for v in all_needs(s)
+            if v not in given or v in kept or (v in materialized and v not in s.needs)
+        )
+    )
 
 
 def _stand_ins(

@@ -54,6 +54,13 @@ def all_needs(step: AnyStep) -> tuple[str, ...]:
     return step.all_needs if isinstance(step, Fused) and step.guard is not None else step.needs
 
 
+def _with_stand_ins(steps: Iterable[AnyStep]) -> Iterable[AnyStep]:
+    for step in steps:
+        yield step
+        if isinstance(step, Fused) and step.guard is not None:
+            yield from step.fallback
+
+
 class _Instruction(NamedTuple):
     """A step over slots. A named tuple, because unpacking one is the fastest way to read it."""
 
@@ -88,7 +95,7 @@ class Program:
         keep = {*results, NONE}
         last_use: dict[str, int] = {}
         for i, step in enumerate(self.steps):
-            for value in (*all_needs(step), *step.gives):
+            for value in (*all_needs(step), *(v for s in _with_stand_ins([step]) for v in s.gives)):
                 last_use[value] = i
         ends: dict[int, list[str]] = {}
         for value, i in last_use.items():
@@ -102,12 +109,11 @@ class Program:
     def _compile(self, step: AnyStep, frees: Sequence[str]) -> _Instruction:
         guarded = step if isinstance(step, Fused) and step.guard is not None else None
         stand_ins = guarded.fallback if guarded else ()
-        inner = {v for s in stand_ins for v in s.gives} - set(step.gives)
         return _Instruction(
             step.run,
             tuple(self._slot(v) for v in step.needs),
             tuple(self._slot(v) for v in step.gives),
-            tuple(self._slot(v) for v in dict.fromkeys((*frees, *inner))),
+            tuple(self._slot(v) for v in frees),
             guarded,
             tuple(self._compile(s, ()) for s in stand_ins),
         )
@@ -118,25 +124,24 @@ class Program:
             if guarded is not None and not _accepts(guarded, [values[i] for i in needs], strict):
                 for stand_in in stand_ins:
                     out = stand_in.run(*[values[i] for i in stand_in.needs])
-                    _store(out, stand_in.run, stand_in.gives, values)
+                    self._store(out, stand_in.run, stand_in.gives, values)
             else:
                 out = run(*[values[i] for i in needs])
                 if len(gives) == 1 and isinstance(out, Tensor):
                     values[gives[0]] = out
                 else:
-                    _store(out, run, gives, values)
+                    self._store(out, run, gives, values)
             for slot in frees:
                 values[slot] = None
 
-
-def _store(
-    out: Tensor | Sequence[Tensor], run: Callable[..., Any], gives: tuple[int, ...], values: list[Tensor | None]
-) -> None:
-    tensors = (out,) if isinstance(out, Tensor) else out
-    if len(tensors) != len(gives):
-        raise RuleError(f"{run!r} returned {len(tensors)} tensors where {len(gives)} were announced")
-    for slot, tensor in zip(gives, tensors, strict=True):
-        values[slot] = tensor
+    def _store(self, out: object, run: Callable[..., Any], gives: tuple[int, ...], values: list[Tensor | None]) -> None:
+        tensors = out if isinstance(out, (tuple, list)) else (out,)
+        if len(tensors) != len(gives):
+            step = next(s for s in _with_stand_ins(self.steps) if s.run is run)
+            who = f"rule {step.rule!r} on {step.label}" if isinstance(step, Fused) else step.label
+            raise RuleError(f"{who}: returned {len(tensors)} tensors where {len(gives)} were announced: {step.gives}")
+        for slot, tensor in zip(gives, tensors, strict=True):
+            values[slot] = tensor
 
 
 def _accepts(fused: Fused, arguments: Sequence[Tensor | None], strict: bool) -> bool:
@@ -146,9 +151,10 @@ def _accepts(fused: Fused, arguments: Sequence[Tensor | None], strict: bool) -> 
     except Declined as reason:
         if strict:
             raise FusionError(f"{fused.label}: {fused.rule} declined this call: {reason}") from None
-        say_once(
-            logger, logging.WARNING, "%s: %s declined this call: %s; it runs unfused", fused.label, fused.rule, reason
-        )
+        message = "%s: %s declined this call: %s; it runs unfused"
+        # once a reason, not once a number of rows
+        key = fused.label, fused.rule, reason.message
+        say_once(logger, logging.WARNING, message, fused.label, fused.rule, reason, key=key)
         return False
     return True
 
@@ -165,9 +171,9 @@ def _scheduled(steps: Iterable[AnyStep], there: set[str]) -> Iterable[AnyStep]:
         yield step
 
 
-def needed_steps(steps: Sequence[AnyStep], wanted: Collection[str]) -> list[AnyStep]:
-    """Return those steps, in order, that the wanted values depend on."""
-    makers: Mapping[str, AnyStep] = {value: step for step in steps for value in step.gives}
+def needed_steps(steps: Sequence[AnyStep], wanted: Collection[str], given: Collection[str] = ()) -> list[AnyStep]:
+    """Return those steps, in order, that the wanted values depend on, where these are given."""
+    makers: Mapping[str, AnyStep] = {v: step for step in steps for v in step.gives if v not in given}
     needed: set[int] = set()
     todo = list(wanted)
     while todo:

@@ -8,11 +8,13 @@ from fnmatch import fnmatchcase
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
-from fusedmoe.fusion.rule import FusionRule, RuleError
+from fusedmoe.fusion.rule import Declined, FusionRule, RuleError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from types import TracebackType
+
+    import torch
 
 ENTRY_POINT_GROUP = "fusedmoe.fusions"
 
@@ -114,6 +116,15 @@ def generation() -> int:
     return _registry.generation
 
 
-def disabling_pattern(name: str, patterns: tuple[str, ...]) -> str | None:
-    """Return the first of the patterns that switches the rule of this name off, or None."""
-    return next((p for p in patterns if fnmatchcase(name, p)), None)
+def why_unavailable(
+    rule: type[FusionRule], device: torch.device, arch: int | None, disabled: tuple[str, ...]
+) -> str | None:
+    """Return why a rule cannot run on a device at all, or is switched off by one of these patterns; None if it can."""
+    for pattern in disabled:
+        if fnmatchcase(rule.name, pattern):
+            return f"switched off by {pattern!r}"
+    try:
+        rule.available(device, arch)
+    except Declined as why:
+        return str(why)
+    return None

@@ -42,7 +42,11 @@ class FusionError(RuntimeError):
 
 
 class Declined(Exception):  # noqa: N818  (not an error: the way in which a rule says no)
-    """Why a rule does not take what it matched. Raised by `require`."""
+    """Why a rule does not take what it matched: ``message % values``. Raised by `require`."""
+
+    def __init__(self, message: str, *values: object) -> None:
+        super().__init__(message % values if values else message)
+        self.message = message
 
 
 def require(condition: object, message: str, *values: object) -> None:
@@ -50,7 +54,7 @@ def require(condition: object, message: str, *values: object) -> None:
     the remedy.
     """
     if not condition:
-        raise Declined(message % values if values else message)
+        raise Declined(message, *values)
 
 
 @dataclass(frozen=True)
@@ -159,7 +163,8 @@ class FusionRule:
         for slot, bound in bindings.items():
             setattr(self, slot, bound)
 
-    def available(self, ctx: PlanContext) -> None:
+    @classmethod
+    def available(cls, device: torch.device, arch: int | None) -> None:
         """Decline through `require` where this machine cannot run the rule at all: device, package, switch
         (UNAVAILABLE).
         """

@@ -1,4 +1,4 @@
-"""What the GPU tests share. They need a GPU for which torch has a device-side grouped GEMM; elsewhere they are skipped."""
+"""What the GPU tests share. They need a GPU for which torch has a device-side grouped GEMM; others skip them."""
 
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,0 +1,339 @@
+"""Guards: what a fused step declines at a call runs unfused in that call, with the same results, and says so once."""
+
+import logging
+
+import pytest
+import torch
+import toy
+from toy import assert_same, dgrad_dglu, experts, gemm, gemm_glu, inputs, only_plan, outcome, rows, rules_used, wgrad
+
+import fusedmoe as fm
+from fusedmoe import FusionError
+from fusedmoe.fusion.rule import FusionRule, Step
+from fusedmoe.ops import BackwardOp, GroupedLinear, Op, Wgrad
+
+REASON = "rows are 9, not a multiple of 128; it runs unfused"
+
+
+def small_only(x, *_rest):
+    fm.require(x.shape[0] <= 9, "%d rows are more than 9", x.shape[0])
+
+
+def fallbacks(caplog):
+    return [r.getMessage() for r in caplog.records if "declined this call" in r.getMessage()]
+
+
+@pytest.mark.parametrize("scale", [False, True], ids=["", "scale"])
+@pytest.mark.parametrize(
+    "rules",
+    [
+        [gemm(guard=toy.refuse)],
+        [gemm_glu(guard=toy.refuse)],
+        [gemm_glu(guard=toy.refuse), dgrad_dglu()],
+        [gemm_glu(), dgrad_dglu(guard=toy.refuse)],
+        [gemm_glu(keeps=(), guard=toy.refuse), dgrad_dglu(guard=toy.refuse), wgrad()],
+        [gemm_glu(), gemm(), dgrad_dglu(), wgrad(guard=toy.refuse)],
+        [gemm_glu(guard=toy.refuse), gemm(guard=toy.refuse), dgrad_dglu(guard=toy.refuse), wgrad(guard=toy.refuse)],
+        [gemm_glu(), dgrad_dglu(guard=toy.refuse, recomputes=False), wgrad(guard=toy.refuse)],
+    ],
+    ids=lambda rules: "+".join(r.name.removeprefix("toy.") for r in rules),
+)
+def test_declined_steps_give_the_same(rules, scale, caplog):
+    chain, x, named = experts(scale=scale), rows(), inputs(scale=scale)
+    expected = outcome(chain, x, **named)
+    with fm.register(*rules):
+        assert only_plan(chain, x, **named).fused
+        assert_same(outcome(chain, x, **named), expected)
+        assert fallbacks(caplog)
+        with torch.no_grad():
+            torch.testing.assert_close(chain(x, **named), expected["y"])
+
+
+def test_the_plan_says_fused_since_only_the_call_declines():
+    with fm.register(gemm(guard=toy.refuse)):
+        assert rules_used(only_plan(experts(), rows(), **inputs())) == ["toy.gemm", "toy.gemm"]
+
+
+def test_a_guard_decides_anew_at_every_call():
+    """9 and 12 rows share a plan; only the second call is declined."""
+    calls = []
+    chain = experts()
+    with fm.register(gemm_glu(guard=small_only, calls=calls), dgrad_dglu(calls=calls)):
+        for count, fused in [(9, 1), (12, 0), (8, 1)]:
+            calls.clear()
+            x = rows(count)
+            got = outcome(chain, x, **inputs())
+            assert len([c for c in calls if c != "toy.dgrad_dglu"]) == fused
+            with fm.disabled("*"):
+                assert_same(got, outcome(chain, x, **inputs()))
+    (part,) = chain._current_layout().parts
+    assert len(part.chain._plans) == 2  # one of them with everything switched off
+
+
+def test_a_guard_gets_the_tensors_of_needs():
+    seen = []
+    chain = experts()
+    x = rows()
+    with fm.register(gemm(guard=lambda *tensors: seen.append(tensors))), torch.no_grad():
+        chain(x, **inputs())
+    assert [len(t) for t in seen] == [3, 3]
+    assert seen[0][0] is x
+    assert seen[0][1] is chain[0].weight
+    assert seen[0][2].tolist() == [3, 3, 7]
+
+
+def test_a_bug_in_a_guard_is_a_bug():
+    def guard(*_tensors):
+        return {}["oops"]
+
+    with fm.register(gemm(guard=guard)), pytest.raises(KeyError, match="oops"):
+        experts()(rows(), **inputs())
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no grad"])
+def test_each_fallback_is_said_once_at_warning(caplog, grad):
+    chain = experts()
+    with fm.register(gemm_glu(guard=toy.refuse)), torch.set_grad_enabled(grad):
+        for count in (9, 9, 10, 200):  # not once for every number of rows
+            chain(rows(count), **inputs())
+    assert fallbacks(caplog) == [
+        "0.GroupedLinear + 1.SwiGLU: toy.gemm_glu declined this call: rows are 9, not a multiple of 128; it runs unfused"
+    ]
+    (record,) = [r for r in caplog.records if "declined" in r.getMessage()]
+    assert (record.levelno, record.name) == (logging.WARNING, "fusedmoe.fusion.program")
+    assert record.args, "%-style arguments"
+
+
+def test_two_reasons_are_two_fallbacks(caplog):
+    def guard(x, *_rest):
+        fm.require(x.shape[0] > 9, "too few rows")
+        fm.require(x.shape[0] < 9, "too many rows")
+
+    chain = experts()
+    with fm.register(gemm_glu(guard=guard)):
+        for count in (9, 12, 9, 12):
+            chain(rows(count), **inputs())
+    assert [m.split(": ")[-1] for m in fallbacks(caplog)] == [
+        "too few rows; it runs unfused", "too many rows; it runs unfused",
+    ]  # fmt: skip
+
+
+def test_strict_raises_in_forward():
+    chain, x, named = experts(), rows(), inputs()
+    with fm.register(gemm(guard=toy.refuse), gemm_glu()):
+        with (
+            fm.strict(),
+            pytest.raises(FusionError, match=r"^2.GroupedLinear: toy.gemm declined this call: rows are 9"),
+        ):
+            chain(x, **named)
+        chain(x, **named)
+
+
+def test_strict_raises_in_backward_if_the_forward_was_strict():
+    chain, x, named = fm.Sequential(fm.SwiGLU(), experts()[2]), rows(), inputs()
+
+    class DGLU(FusionRule, name="toy.dglu", direction="backward"):
+        dact: toy.DSwiGLU
+
+        def build(self, ctx):
+            return Step(self.dact.compute, ("grad_output", "dact.input"), ("grad_input",), guard=toy.refuse)
+
+    with fm.register(DGLU):
+        with fm.strict():
+            y = chain(x, **named)
+            lenient = None
+        with fm.strict(False):
+            lenient = chain(x, **named)
+        with pytest.raises(FusionError, match=r"^0.DSwiGLU: toy.dglu declined this call: rows are 9"):
+            y.sum().backward()
+        with fm.strict():
+            lenient.sum().backward()
+
+
+class Third(Op):
+    """y = x^2 + 1; three readers of one forward value in backward."""
+
+    parameter_names = ("weight",)
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.rand(width, dtype=torch.float64) + 1)
+
+    def compute(self, x, weight):
+        return x * x * weight
+
+    def backward_ops(self):
+        return ThirdWeightGrad(self), DThird(self)
+
+
+class ThirdWeightGrad(BackwardOp):
+    gives = ("grad_weight",)
+
+    def compute(self, grad_output, x):
+        return (grad_output * x * x).sum(0)
+
+
+class DThird(BackwardOp):
+    needs = ("grad_output", "input", "weight")
+
+    def compute(self, grad_output, x, weight):
+        return 2 * grad_output * x * weight
+
+
+class FromOutput(FusionRule, name="toy.from_output", direction="backward"):
+    """The weight gradient from the op's output: what the plain step reads is not among its needs."""
+
+    dw: ThirdWeightGrad
+
+    def build(self, ctx):
+        def run(dy, y, weight):
+            return (dy * y / weight).sum(0)
+
+        return Step(run, ("grad_output", "dw.output", "dw.weight"), ("dw.grad_weight",), guard=toy.refuse)
+
+
+class Hiding(FusionRule, name="toy.hiding", direction="forward"):
+    """GroupedLinear, SwiGLU: hides what is between, and recomputes nothing."""
+
+    fc: GroupedLinear
+    act: fm.SwiGLU
+    third: Third
+
+    def build(self, ctx):
+        def run(x, weight, offsets, w, keep=()):
+            h = self.fc.compute(x, weight, None, offsets)
+            a = self.act.compute(h)
+            inner = {"act.input": h, "third.input": a}
+            return (self.third.compute(a, w), *(inner[name] for name in keep))
+
+        needs = ("input", "fc.weight", "offsets", "third.weight")
+        return Step(run, needs, ("output",), keeps=("act.input", "third.input"))
+
+
+class DThirdDGLU(FusionRule, name="toy.dthird_dglu", direction="backward"):
+    """Both derivatives from what went into the GLU: what went into the third op is computed again, not kept."""
+
+    dthird: DThird
+    dact: toy.DSwiGLU
+
+    def build(self, ctx):
+        def run(dy, h, w):
+            a = self.dact.op.compute(h)
+            return self.dact.compute(self.dthird.compute(dy, a, w), h)
+
+        return Step(run, ("grad_output", "dact.input", "dthird.weight"), ("grad_input",))
+
+
+def test_stand_ins_recompute_what_nobody_kept(caplog):
+    """The fused steps read the GLU's input and the last output: the GLU's output is nowhere when a guard declines."""
+    chain = fm.Sequential(experts()[0], fm.SwiGLU(), Third(toy.I))
+    x, named = rows(), inputs()
+    expected = outcome(chain, x, **named)
+    with fm.register(Hiding, FromOutput, DThirdDGLU):
+        plan = only_plan(chain, x, **named)
+        assert rules_used(plan) == ["toy.hiding", "toy.from_output", "toy.dthird_dglu"]
+        assert "2.input" not in plan.kept
+        assert_same(outcome(chain, x, **named), expected)
+    assert fallbacks(caplog)
+
+
+@pytest.mark.parametrize("declines", [True, False], ids=["declined", "taken"])
+def test_what_stand_ins_recompute_is_not_taken_from_later_steps(declines):
+    """A guarded step in the middle reads a value that another step recomputes; a third one reads it after."""
+    up, act, down = experts()
+    chain = fm.Sequential(up, act, down)
+
+    class Read(FusionRule, name="toy.read", direction="backward"):
+        wgrad: Wgrad
+
+        def build(self, ctx):
+            def run(dy, x, offsets):
+                return toy.grouped_mm_wgrad(dy.contiguous(), x, offsets)
+
+            guard = toy.refuse if declines else (lambda *_: None)
+            return Step(run, ("grad_output", "wgrad.input", "offsets"), ("wgrad.grad_weight",), guard=guard)
+
+    x, named = rows(), inputs()
+    expected = outcome(chain, x, **named)
+    with fm.register(gemm_glu(), dgrad_dglu(), Read):
+        assert_same(outcome(chain, x, **named), expected)
+        plan = only_plan(chain, x, **named)
+    assert rules_used(plan) == ["toy.gemm_glu", "toy.read", "toy.dgrad_dglu", "toy.read"]
+
+
+class TwoReaders(Op):
+    """y = x * a * b: the two weights' gradients are two leaves, both of which read x."""
+
+    parameter_names = ("a", "b")
+
+    def __init__(self, width):
+        super().__init__()
+        self.a = torch.nn.Parameter(torch.rand(width, dtype=torch.float64) + 1)
+        self.b = torch.nn.Parameter(torch.rand(width, dtype=torch.float64) + 1)
+
+    def compute(self, x, a, b):
+        return x * a * b
+
+    def backward_ops(self):
+        return GradA(self), GradB(self), GradX(self)
+
+
+class GradA(BackwardOp):
+    needs = ("grad_output", "input", "b")
+    gives = ("grad_a",)
+
+    def compute(self, grad_output, x, b):
+        return (grad_output * x * b).sum(0)
+
+
+class GradB(GradA):
+    needs = ("grad_output", "input", "a")
+    gives = ("grad_b",)
+
+
+class GradX(BackwardOp):
+    needs = ("grad_output", "a", "b")
+
+    def compute(self, grad_output, a, b):
+        return grad_output * a * b
+
+
+@pytest.mark.parametrize("declines", [True, False], ids=["declined", "taken"])
+def test_a_recomputed_value_outlives_a_declined_step_that_reads_something_else(declines):
+    """The GLU's derivative gives x again. The step for `a` reads y instead; its stand-in computes x for itself, and
+    the step for `b`, which runs after it, still finds the other's.
+    """
+
+    class RecomputedX(FusionRule, name="toy.recomputed_x", direction="backward"):
+        dx: GradX
+        dact: toy.DSwiGLU
+
+        def build(self, ctx):
+            def run(dy, a, b, h):
+                return self.dact.compute(dy * a * b, h), self.dact.op.compute(h)
+
+            return Step(run, ("grad_output", "dx.a", "dx.b", "dact.input"), ("grad_input", "dx.input"))
+
+    class FromY(FusionRule, name="toy.from_y", direction="backward"):
+        ga: GradA
+
+        def build(self, ctx):
+            guard = toy.refuse if declines else (lambda *_: None)
+            return Step(lambda dy, y, a: (dy * y / a).sum(0), ("grad_output", "ga.output", "ga.a"), ("ga.grad_a",),
+                        guard=guard)  # fmt: skip
+
+    class HidingX(FusionRule, name="toy.hiding_x", direction="forward"):
+        act: fm.SwiGLU
+        two: TwoReaders
+
+        def build(self, ctx):
+            return Step(lambda h, a, b: self.act.compute(h) * a * b, ("input", "two.a", "two.b"), ("output",))
+
+    chain = fm.Sequential(fm.SwiGLU(), TwoReaders(toy.I))
+    x = rows()
+    expected = outcome(chain, x)
+    with fm.register(RecomputedX, FromY, HidingX):
+        plan = only_plan(chain, x)
+        assert rules_used(plan) == ["toy.hiding_x", "toy.from_y", "toy.recomputed_x"]
+        assert "1.input" not in plan.kept
+        assert_same(outcome(chain, x), expected)
