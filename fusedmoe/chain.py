@@ -52,6 +52,10 @@ class Chain:
 
     def run(self, x: Tensor, given: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """Run the chain on rows and runtime inputs; return its result and its exports."""
+        if torch.compiler.is_compiling():
+            from fusedmoe.uncompiled import run_chain
+
+            return run_chain(self, x, given)
         now = settings.current()
         if (autocast := _autocast_dtype(x)) is not None:
             arguments = self._arguments(x, given, autocast)
@@ -109,7 +113,7 @@ class Chain:
         )
         plan = self._plans.get(key)
         if plan is None:
-            disabled = (*now.disabled, *filter(None, (p.strip() for p in off.split(","))))
+            disabled = (*now.disabled, *settings.patterns(off))
             plan = self._plans[key] = self._make(arguments, now.recipe, disabled, grad)
         return plan, grad and bool(plan.wanted)
 

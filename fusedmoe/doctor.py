@@ -20,7 +20,7 @@ from fusedmoe.fusion.registry import why_unavailable
 from fusedmoe.fusion.rule import FusionRule
 from fusedmoe.kernels.device import arch
 from fusedmoe.kernels.torch.grouped_gemm import runs_on_device
-from fusedmoe.settings import disabled_by_environment
+from fusedmoe.settings import disabled_by_environment, patterns
 
 __all__ = ["Fact", "Gpu", "Kernel", "Report", "doctor", "kernel_lines", "main"]
 
@@ -229,7 +229,7 @@ def _gpu(index: int) -> Gpu:
 
 
 def _fused(rule: type[FusionRule], devices: Iterable[torch.device]) -> Kernel:
-    disabled = tuple(filter(None, disabled_by_environment().split(",")))
+    disabled = patterns(disabled_by_environment())
     reasons = [why_unavailable(rule, device, arch(device), disabled) for device in devices]
     here = None in reasons
     return Kernel(rule.name, here, f"{rule.direction}, a fusion rule" if here else "; ".join(map(str, reasons)))

@@ -36,6 +36,11 @@ def disabled_by_environment() -> str:
     return os.environ.get("FUSEDMOE_DISABLE", "")
 
 
+def patterns(text: str) -> tuple[str, ...]:
+    """``"sm90.*, my.rule" -> ("sm90.*", "my.rule")``."""
+    return tuple(filter(None, (part.strip() for part in text.split(","))))
+
+
 @contextmanager
 def _changed(**changes: Any) -> Iterator[None]:
     token = _settings.set(replace(_settings.get(), **changes))

@@ -1,4 +1,9 @@
-"""Options that all tests know."""
+"""What all tests share."""
+
+import os
+
+# small tensors: a pool of threads costs more than it brings, and far more where other processes want the cores too
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_addoption(parser):

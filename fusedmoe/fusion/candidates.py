@@ -93,15 +93,24 @@ class Line:
         return Candidate(i, i + 1, None, step, self.costs.step_us((*s.needs, *s.gives), s.launches))
 
     def _note(
-        self, rule: type[FusionRule], start: int, end: int, matched: int, status: Status, reason: str, here: bool
+        self,
+        rule: type[FusionRule],
+        start: int,
+        end: int,
+        matched: int,
+        status: Status,
+        reason: str,
+        here: bool,
+        subclass: bool = False,
     ) -> None:
-        self.attempts.append(Attempt(rule.name, self.direction, start, end, matched, status, reason, here))
+        self.attempts.append(Attempt(rule.name, self.direction, start, end, matched, status, reason, here, subclass))
 
     def _try(self, rule: type[FusionRule], unavailable: str | None, start: int) -> None:
         found = match(rule.slots, [p.item for p in self.places], start)
         if isinstance(found, Mismatch):
             end = min(start + found.matched + 1, len(self.places))
-            self._note(rule, start, end, found.matched, Status.NO_MATCH, str(found), unavailable is None)
+            here = unavailable is None
+            self._note(rule, start, end, found.matched, Status.NO_MATCH, str(found), here, found.subclass)
             return
         if unavailable is not None:
             end, matched = found[0].end, sum(b is not None for b in found[0].bindings.values())

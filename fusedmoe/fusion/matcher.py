@@ -22,12 +22,15 @@ class Match:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """The farthest that a pattern got: the slots bound before it, the slot that failed, what it wanted, what came."""
+    """The farthest that a pattern got: the slots bound before it, the slot that failed, what it wanted, what came, and
+    whether that is a subclass of what it wanted.
+    """
 
     matched: int
     slot: str
     expected: str
     got: str
+    subclass: bool = False
 
     def __str__(self) -> str:
         return f"slot {self.slot!r}: expected {self.expected}, got {self.got}"
@@ -52,7 +55,7 @@ def match(slots: tuple[Slot, ...], items: Sequence[Op | BackwardOp], start: int)
         elif item is None or type(item) not in slot.types:
             bound = position - start
             if farthest is None or bound > farthest.matched:
-                farthest = Mismatch(bound, slot.name, slot.expected, _describe(item, slot))
+                farthest = _mismatch(bound, slot, item)
 
     walk(0, start, {})
     if found:
@@ -61,9 +64,11 @@ def match(slots: tuple[Slot, ...], items: Sequence[Op | BackwardOp], start: int)
     return farthest
 
 
-def _describe(item: Op | BackwardOp | None, slot: Slot) -> str:
+def _mismatch(bound: int, slot: Slot, item: Op | BackwardOp | None) -> Mismatch:
     if item is None:
-        return "the end of the chain"
-    name = type(item).__name__
+        return Mismatch(bound, slot.name, slot.expected, "the end of the chain")
+    got = type(item).__name__
     base = next((t.__name__ for t in slot.types if isinstance(item, t)), None)
-    return name if base is None else f"{name}, a subclass of {base}, which may compute something else"
+    if base is not None:
+        got += f", a subclass of {base}, which may compute something else"
+    return Mismatch(bound, slot.name, slot.expected, got, base is not None)

@@ -48,6 +48,8 @@ class Attempt:
         The rule that shadows it, what is missing, the constraint, or slot, expected and got.
     on_this_device : bool
         Whether the rule could run on this machine at all.
+    subclass : bool
+        Of a NO_MATCH: what did not fit is a subclass of what would have.
     """
 
     rule: str
@@ -58,6 +60,7 @@ class Attempt:
     status: Status
     reason: str = ""
     on_this_device: bool = True
+    subclass: bool = False
 
     @property
     def missed(self) -> bool:

@@ -10,6 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TABLE = re.compile(r"^```text\n(?P<table>chain .*?)^```\s*$", re.DOTALL | re.MULTILINE)
 BLOCK = re.compile(r"^```python(?P<info>[^\n]*)\n(?P<code>.*?)^```\s*$", re.DOTALL | re.MULTILINE)
 
 
@@ -24,7 +25,7 @@ def test_there_are_pages():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_code_blocks_run(page, tmp_path, monkeypatch):
+def test_code_blocks_run(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)  # a block may write files
     namespace = {"__name__": f"docs.{page.stem}"}
     for line, info, code in blocks(page):
@@ -33,3 +34,6 @@ def test_code_blocks_run(page, tmp_path, monkeypatch):
             continue
         # leading newlines make a traceback's line numbers those of the page
         exec(compile("\n" * (line - 1) + code, str(page), "exec"), namespace)
+    printed = capsys.readouterr().out
+    for match in TABLE.finditer(page.read_text(encoding="utf-8")):
+        assert match["table"] in printed, f"{page.name}: the table is not the one that the page's code prints"

@@ -65,7 +65,7 @@ def test_each_gpu_is_listed_and_each_architecture_once(machine):
         "torch grouped GEMM, cpu",
         "torch grouped GEMM, sm_80",
         "torch grouped GEMM, sm_90",
-        "CuTe DSL kernels",
+        "fused kernels",
     ]
 
 

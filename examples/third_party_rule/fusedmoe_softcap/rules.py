@@ -1,0 +1,44 @@
+"""One rule a direction. The steps are PyTorch here; a kernel would take the same tensors."""
+
+from torch import Tensor
+
+import fusedmoe as fm
+from fusedmoe.kernels.torch.grouped_gemm import grouped_mm, grouped_mm_dgrad
+from fusedmoe.ops import Dgrad
+from fusedmoe_softcap.op import DSoftcap, Softcap
+
+
+class GemmSoftcap(fm.FusionRule, name="softcap.gemm_softcap", direction="forward"):
+    """``cap * tanh(x @ W.T / cap)``: the cap is applied in the buffer that the product was written to."""
+
+    fc: fm.GroupedLinear
+    cap: Softcap
+
+    def check(self, ctx: fm.PlanContext) -> None:
+        fm.require(self.fc.bias is None, "no bias is taken: give GroupedLinear(..., bias=False)")
+        fm.require(self.cap.cap > 0, "cap %s is not positive", self.cap.cap)
+
+    def build(self, ctx: fm.PlanContext) -> fm.Step:
+        cap = self.cap.cap
+
+        def run(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+            return grouped_mm(x, weight, offsets).div_(cap).tanh_().mul_(cap)
+
+        return fm.Step(run, needs=("input", "fc.weight", "offsets"), gives=("output",), zeroes_tail=True)
+
+
+class DgradOfSoftcap(fm.FusionRule, name="softcap.dgrad_dsoftcap", direction="backward"):
+    """The data gradient of the layer after a Softcap, and the Softcap's own in the same buffer."""
+
+    dgrad: Dgrad
+    dcap: DSoftcap
+
+    def build(self, ctx: fm.PlanContext) -> fm.Step:
+        cap = self.dcap.op.cap
+
+        def run(dy: Tensor, weight: Tensor, offsets: Tensor, y: Tensor) -> Tensor:
+            dx = grouped_mm_dgrad(dy.contiguous(), weight, offsets)
+            return dx.mul_(1 - (y / cap).square())
+
+        needs = ("grad_output", "dgrad.weight", "offsets", "dcap.output")
+        return fm.Step(run, needs, gives=("grad_input",), zeroes_tail=True)

@@ -1,0 +1,20 @@
+"""A chain as `torch.compile` meets it: a graph break, so that Dynamo does not trace the planner. Imported only by then."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from fusedmoe.chain import Chain
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def run_chain(chain: Chain, x: Tensor, given: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    """Return ``chain.run(x, given)``, run eagerly."""
+    return chain.run(x, given)

@@ -1,0 +1,200 @@
+"""What `explain()` prints, and its data.
+
+The tables are compared with tests/unit/snapshots/. After a change that is meant, write them anew and look at the diff::
+
+    FUSEDMOE_UPDATE_SNAPSHOTS=1 pytest tests/unit/test_explain.py
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from toy import dgrad_dglu, experts, gemm, gemm_glu, glu_scale, inputs, only_plan, rows, wgrad
+
+import fusedmoe as fm
+from fusedmoe import Status
+from fusedmoe.fusion.plan import format_bytes
+from fusedmoe.fusion.rule import FusionRule
+from fusedmoe.ops import GroupedLinear, Op, SwiGLU
+
+SNAPSHOTS = Path(__file__).parent / "snapshots"
+
+
+class ReadsHost(Op):
+    """y = x, by way of the host"""
+
+    def compute(self, x):
+        return x.clone()
+
+    def host_sync(self, x, device):
+        return True
+
+
+class OfGpu(FusionRule, name="gpu.gemm", direction="forward"):
+    fc: GroupedLinear
+
+    @classmethod
+    def available(cls, device, arch):
+        fm.require(arch == 90, "needs sm_90, this device is %s", device)
+
+
+def moe():
+    chain = fm.Sequential(fm.Dispatch(), *experts(), nn.Identity(), fm.Combine())
+    named = {
+        "expert_index": torch.zeros(6, 2, dtype=torch.int64),
+        "expert_weight": torch.ones(6, 2, dtype=torch.float64, requires_grad=True),
+    }
+    return chain, rows(6), named
+
+
+CASES = {
+    "unfused": ([], lambda: (experts(), rows(), inputs())),
+    "fused": ([gemm_glu(), gemm(), dgrad_dglu(), wgrad()], lambda: (experts(scale=True), rows(), inputs(scale=True))),
+    "no_grad": ([gemm_glu(), gemm()], lambda: (experts().requires_grad_(False), rows(requires_grad=False), inputs())),
+    "constraint": ([gemm_glu(), dgrad_dglu()], lambda: (experts(limit=7.0), rows(), inputs())),
+    "no_match": ([gemm_glu()], lambda: (experts(act=fm.ReGLU), rows(), inputs())),
+    "cannot_keep": ([gemm_glu(keeps=()), dgrad_dglu()], lambda: (experts(), rows(), inputs())),
+    "shadowed": ([gemm(launches=50), glu_scale()], lambda: (experts(), rows(), inputs())),
+    "unavailable": ([OfGpu], lambda: (experts(), rows(), inputs())),
+    "host_sync": ([], lambda: (fm.Sequential(fm.SwiGLU(), ReadsHost()), rows(), {})),
+    "split": ([gemm_glu(), gemm()], moe),
+    "nested": ([], lambda: (fm.Sequential(fm.Sequential(fm.SwiGLU()), fm.Sequential(fm.SquaredReLU())), rows(), {})),
+    "empty": ([], lambda: (fm.Sequential(), rows(), {})),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_table_as_printed(case):
+    rules, make = CASES[case]
+    chain, x, named = make()
+    with fm.register(*rules):
+        text = f"{chain.explain(x, **named)}\n"
+    assert all(line == line.rstrip() for line in text.splitlines())
+    file = SNAPSHOTS / f"{case}.txt"
+    if os.environ.get("FUSEDMOE_UPDATE_SNAPSHOTS"):
+        file.write_text(text, encoding="utf-8")
+    assert text == file.read_text(encoding="utf-8"), f"{file.name} differs; see the top of this file"
+
+
+def test_every_snapshot_has_its_case():
+    assert {file.stem for file in SNAPSHOTS.iterdir()} == set(CASES)
+
+
+def test_the_data_behind_the_table():
+    chain, x, named = experts(), rows(), inputs()
+    with fm.register(gemm_glu(), dgrad_dglu()):
+        explanation = chain.explain(x, **named)
+    (plan,) = explanation.plans
+    assert explanation.steps == plan.steps == (*plan.steps,)
+    assert explanation.parts == (("chain 0 to 2", plan),)
+    first = plan.steps[0]
+    assert (first.direction, first.ops, first.rule, first.status, first.why) == (
+        "forward", ("0.GroupedLinear", "1.SwiGLU"), "toy.gemm_glu", "FUSED", "",
+    )  # fmt: skip
+    assert first.needs == ("0.input", "0.weight", "offsets")
+    assert first.gives == ("2.input", "1.input")
+    assert (first.launches, first.host_sync, first.nearest_miss) == (1, False, None)
+    last = plan.steps[1]
+    assert (last.rule, last.status) == (None, "unfused")
+    assert last.nearest_miss.status is Status.NO_MATCH
+    assert last.why == str(last.nearest_miss)
+    assert {*plan.fused, *plan.unfused} == set(plan.steps)
+    assert (plan.device, plan.dtype, plan.recipe) == ("cpu", "float64", "bf16")
+
+
+def test_bytes_moved_are_those_of_the_shapes_explained():
+    chain = experts()
+    step = only_plan(chain, rows(), **inputs()).steps[0]
+    #                rows in      weight           offsets   rows out
+    assert step.bytes_moved == 9 * 8 * 8 + 3 * 8 * 8 * 8 + 3 * 4 + 9 * 8 * 8
+    again = only_plan(chain, rows(15), **inputs()).steps[0]  # the same plan, other rows
+    assert again.bytes_moved - step.bytes_moved == 6 * (8 + 8) * 8
+
+
+def test_extra_bytes_are_shown():
+    with fm.register(gemm(extra_bytes=1000)):
+        fused = only_plan(experts(), rows(), **inputs()).steps[0]
+    assert fused.bytes_moved == only_plan(experts(), rows(), **inputs()).steps[0].bytes_moved + 1000
+
+
+def test_host_sync_is_marked():
+    chain = fm.Sequential(fm.SwiGLU(), ReadsHost())
+    explanation = chain.explain(rows(requires_grad=False))
+    assert [s.host_sync for s in explanation.steps] == [False, True]
+    marked = [line for line in str(explanation).splitlines() if "HOST SYNC" in line]
+    assert len(marked) == 1
+    assert "1.ReadsHost" in marked[0]
+
+
+def test_a_fused_step_is_no_host_sync():
+    class NoSync(FusionRule, name="toy.no_sync", direction="forward"):
+        op: ReadsHost
+
+        def build(self, ctx):
+            return fm.Step(lambda x: x.clone(), ("input",), ("output",), launches=0)
+
+    with fm.register(NoSync):
+        assert "HOST SYNC" not in str(fm.Sequential(ReadsHost()).explain(rows(requires_grad=False)))
+
+
+def test_explaining_plans_once_and_changes_nothing():
+    chain, x, named = experts(), rows(), inputs()
+    first, second = chain.explain(x, **named), chain.explain(x, **named)
+    assert first == second
+    assert str(first) == str(second)
+    assert x.grad is None
+    assert all(p.grad is None for p in chain.parameters())
+
+
+def test_explain_follows_the_grad_mode():
+    chain, x, named = experts(), rows(), inputs()
+    assert {s.direction for s in chain.explain(x, **named).steps} == {"forward", "backward"}
+    with torch.no_grad():
+        assert {s.direction for s in chain.explain(x, **named).steps} == {"forward"}
+
+
+def test_explanations_are_data_that_can_be_compared_and_kept():
+    chain, x, named = experts(), rows(), inputs()
+    plain = only_plan(chain, x, **named)
+    with fm.register(gemm()):
+        fused = only_plan(chain, x, **named)
+    assert plain != fused
+    assert len({plain, fused, only_plan(chain, x, **named)}) == 2
+    with pytest.raises(AttributeError):
+        plain.device = "cuda"
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 * 2**20, "3.0 MiB"), (5 * 2**40, "5120.0 GiB")],
+)
+def test_format_bytes(count, text):
+    assert format_bytes(count) == text
+
+
+def test_attempts_list_every_rule_where_it_was_tried():
+    with fm.register(gemm_glu(), gemm()), torch.no_grad():
+        plan = only_plan(experts(), rows(), **inputs())
+    assert [(a.rule, a.start, a.status.value) for a in plan.attempts] == [
+        ("toy.gemm", 0, "SHADOWED"),
+        ("toy.gemm_glu", 0, "FUSED"),
+        ("toy.gemm", 1, "NO_MATCH"),
+        ("toy.gemm_glu", 1, "NO_MATCH"),
+        ("toy.gemm", 2, "FUSED"),
+        ("toy.gemm_glu", 2, "NO_MATCH"),
+    ]
+    assert str(plan.attempts[0]) == "toy.gemm: SHADOWED: by toy.gemm_glu"
+    assert str(plan.attempts[1]) == "toy.gemm_glu: FUSED"
+
+
+def test_a_subclass_of_what_a_single_op_rule_takes_is_the_nearest_miss():
+    """Nothing else tells why a rule of one op does not take its subclass."""
+
+    class Mine(SwiGLU):
+        pass
+
+    with fm.register(glu_scale()), torch.no_grad():
+        plan = only_plan(experts(act=Mine), rows(), **inputs())
+    assert "got Mine, a subclass of SwiGLU" in plan.steps[1].why

@@ -1,0 +1,151 @@
+"""What a call holds on to: values are released after their last use, and without a backward pass nothing is kept."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+import toy
+from toy import dgrad_dglu, experts, gemm_glu, inputs, only_plan, rows
+
+import fusedmoe as fm
+from fusedmoe.fusion.rule import FusionRule, Step
+from fusedmoe.ops import BackwardOp, Op
+
+
+class Watch(Op):
+    """y = x + 1; notes what is alive of what other watches saw when it runs."""
+
+    def __init__(self, log):
+        super().__init__()
+        self._log = log
+
+    def compute(self, x):
+        self._log.append(([ref() is not None for ref in self._log.refs], "forward"))
+        y = x + 1
+        self._log.refs.append(weakref.ref(y))
+        return y
+
+    def backward_ops(self):
+        return (DWatch(self),)
+
+
+class DWatch(BackwardOp):
+    needs = ("grad_output",)
+
+    def compute(self, grad_output):
+        log = self.op._log
+        log.append(([ref() is not None for ref in log.refs], "backward"))
+        grad = grad_output * 1
+        log.refs.append(weakref.ref(grad))
+        return grad
+
+
+class Log(list):
+    def __init__(self):
+        super().__init__()
+        self.refs = []
+
+
+def watched(count):
+    log = Log()
+    return fm.Sequential(*(Watch(log) for _ in range(count))), log
+
+
+def test_intermediate_values_are_released_after_their_last_use():
+    chain, log = watched(4)
+    y = chain(rows(requires_grad=False))
+    # when the third runs, the first's result is gone; the second's is its input
+    assert [alive for alive, _ in log] == [[], [True], [False, True], [False, False, True]]
+    assert [ref() is not None for ref in log.refs] == [False, False, False, True]
+    assert y is log.refs[-1]()
+
+
+def test_gradients_are_released_after_their_last_use():
+    chain, log = watched(4)
+    x = rows()
+    y = chain(x)
+    assert [ref() is not None for ref in log.refs] == [False, False, False, True]  # its backward needs none of them
+    log.clear()
+    log.refs.clear()
+    (dx,) = torch.autograd.grad(y.sum(), [x])
+    assert [alive for alive, _ in log] == [[], [True], [False, True], [False, False, True]]
+    assert torch.equal(dx, torch.ones_like(x))
+
+
+def test_a_declined_step_releases_its_stand_ins_values():
+    chain, log = watched(3)
+
+    class All(FusionRule, name="toy.all", direction="forward"):
+        a: Watch
+        b: Watch
+        c: Watch
+
+        def build(self, ctx):
+            return Step(lambda x: x + 3, ("input",), ("output",), guard=toy.refuse)
+
+    with fm.register(All):
+        y = chain(rows(requires_grad=False))
+        assert only_plan(chain, rows(requires_grad=False)).fused
+    assert y is log.refs[-1]()
+    assert [ref() is not None for ref in log.refs] == [False, False, True]
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_nothing_is_kept_without_a_backward_pass(fused):
+    rules = [gemm_glu(), dgrad_dglu()] if fused else []
+    chain, x, named = experts(), rows(requires_grad=False), inputs()
+    with fm.register(*rules):
+        with torch.no_grad():
+            assert only_plan(chain, x, **named).kept == ()
+            y = chain(x, **named)
+        assert y.grad_fn is None
+        chain.requires_grad_(False)
+        assert only_plan(chain, x, **named).kept == ()
+        assert only_plan(chain, x, **named).kept_bytes == 0
+        assert chain(x, **named).grad_fn is None
+
+
+def test_what_is_kept_is_what_the_explanation_says():
+    chain, x, named = experts(), rows(), inputs()
+
+    def saved(y):
+        return sum(t.nbytes for t in y.grad_fn.saved_tensors if t is not None)
+
+    parameters = sum(p.nbytes for p in chain.parameters())
+    plan, y = only_plan(chain, x, **named), chain(x, **named)
+    assert saved(y) == plan.kept_bytes + parameters
+    assert set(plan.kept) == {"0.input", "1.input", "2.input", "offsets"}
+    with fm.register(gemm_glu(), dgrad_dglu()):
+        fused, y = only_plan(chain, x, **named), chain(x, **named)
+    assert saved(y) == fused.kept_bytes + parameters
+    assert plan.kept_bytes - fused.kept_bytes == 9 * toy.I * 8  # what went into the second layer
+
+
+def test_frozen_weights_keep_no_rows():
+    chain = experts().requires_grad_(False)
+    assert set(only_plan(chain, rows(), **inputs()).kept) == {"1.input", "offsets"}
+
+
+def test_the_graph_releases_what_it_kept_after_backward():
+    chain, x, named = experts(), rows(), inputs()
+    y = chain(x, **named)
+    kept = [weakref.ref(t) for t in y.grad_fn.saved_tensors if t is not None and not t.requires_grad]
+    assert any(ref() is not None for ref in kept)
+    y.sum().backward()
+    del y
+    gc.collect()
+    held = {id(t) for t in (x, *named.values())}
+    assert all(ref() is None or id(ref()) in held for ref in kept)
+
+
+def test_a_plan_holds_no_tensor():
+    """Neither rows nor results stay alive because a plan was cached."""
+    chain, named = experts(), inputs()
+    x = rows()
+    y = chain(x, **named)
+    chain.explain(x, **named)
+    refs = [weakref.ref(x), weakref.ref(y)]
+    del x, y
+    gc.collect()
+    assert [ref() for ref in refs] == [None, None]

@@ -1,0 +1,123 @@
+"""`fm.strict()` raises where this device has a kernel for an op that runs unfused, and nowhere else."""
+
+import pytest
+import torch
+from toy import dgrad_dglu, experts, gemm, gemm_glu, inputs, rows, wgrad
+
+import fusedmoe as fm
+from fusedmoe import FusionError
+from fusedmoe.fusion.rule import FusionRule
+from fusedmoe.ops import GroupedLinear, Scale, SwiGLU
+
+
+class GluOfGpu(FusionRule, name="toy.glu_of_gpu", direction="forward"):
+    act: SwiGLU
+
+    @classmethod
+    def available(cls, device, arch):
+        fm.require(arch == 90, "needs sm_90")
+
+
+def strictly(chain, x, **named):
+    with fm.strict():
+        return chain(x, **named)
+
+
+def test_nothing_to_miss():
+    assert strictly(experts(), rows(), **inputs()).shape == (9, 8)
+
+
+def test_everything_fused():
+    with fm.register(gemm_glu(), gemm()), torch.no_grad():
+        strictly(experts(), rows(), **inputs())
+
+
+def test_a_constraint_raises_with_its_message():
+    text = (
+        r"^strict: these ops run unfused although this device has a kernel for them:\n"
+        r"  0.GroupedLinear: toy.gemm_glu: CONSTRAINT: limit 7.0 is not taken, use limit=None\n"
+        r"  1.SwiGLU: toy.gemm_glu: CONSTRAINT: limit 7.0 is not taken, use limit=None"
+    )
+    with fm.register(gemm_glu()), pytest.raises(FusionError, match=text):
+        strictly(experts(limit=7.0), rows(), **inputs())
+
+
+def test_a_partial_match_raises_with_the_nearest_miss():
+    text = r"0.GroupedLinear: toy.gemm_glu: NO_MATCH: slot 'act': expected SwiGLU \| GeGLU, got ReGLU"
+    with fm.register(gemm_glu()), pytest.raises(FusionError, match=text):
+        strictly(experts(act=fm.ReGLU), rows(), **inputs())
+
+
+def test_it_raises_at_every_call():
+    chain = experts(limit=7.0)
+    with fm.register(gemm_glu()):
+        for _ in range(2):
+            with pytest.raises(FusionError):
+                strictly(chain, rows(), **inputs())
+            chain(rows(), **inputs())
+
+
+def test_a_miss_in_the_backward_pass_raises_at_the_forward_call():
+    chain = fm.Sequential(fm.GeGLU(), experts()[2])
+    text = r"1.Dgrad: toy.dgrad_dglu: NO_MATCH: slot 'dact': expected DSwiGLU, got DGeGLU"
+    with fm.register(dgrad_dglu()):
+        with pytest.raises(FusionError, match=text):
+            strictly(chain, rows(), **inputs())
+        with torch.no_grad():
+            strictly(chain, rows(), **inputs())
+
+
+def test_what_the_joint_choice_gives_up_raises():
+    with fm.register(gemm_glu(keeps=()), gemm()), pytest.raises(FusionError, match=r"1.SwiGLU: .*cannot keep 1.input"):
+        strictly(experts(), rows(), **inputs())
+
+
+def test_a_rule_of_another_device_does_not_raise():
+    with fm.register(GluOfGpu):
+        strictly(experts(), rows(), **inputs())
+
+
+def test_a_partial_match_of_another_device_does_not_raise():
+    class PairOfGpu(FusionRule, name="toy.pair_of_gpu", direction="forward"):
+        fc: GroupedLinear
+        scale: Scale
+
+        @classmethod
+        def available(cls, device, arch):
+            fm.require(arch == 90, "needs sm_90")
+
+    with fm.register(PairOfGpu):
+        strictly(experts(), rows(), **inputs())
+
+
+def test_a_rule_switched_off_does_not_raise(monkeypatch):
+    with fm.register(gemm_glu()):
+        with fm.disabled("toy.*"):
+            strictly(experts(limit=7.0), rows(), **inputs())
+            strictly(experts(act=fm.ReGLU), rows(), **inputs())
+        monkeypatch.setenv("FUSEDMOE_DISABLE", "toy.gemm_glu")
+        strictly(experts(limit=7.0), rows(), **inputs())
+
+
+def test_a_rule_that_stands_nowhere_does_not_raise():
+    class Elsewhere(FusionRule, name="toy.elsewhere", direction="forward"):
+        relu: fm.SquaredReLU
+
+    with fm.register(Elsewhere):
+        strictly(experts(), rows(), **inputs())
+
+
+def test_an_op_that_plain_pytorch_runs_cheaper_does_not_raise():
+    with fm.register(gemm(launches=100)):
+        strictly(experts(), rows(), **inputs())
+
+
+def test_foreign_modules_do_not_raise():
+    chain = fm.Sequential(torch.nn.Identity(), experts()[0], fm.SwiGLU(), torch.nn.Identity())
+    with fm.register(gemm_glu()), torch.no_grad():
+        strictly(chain, rows(), **inputs())
+
+
+def test_explain_does_not_raise():
+    with fm.register(gemm_glu(), wgrad()), fm.strict():
+        assert "CONSTRAINT" in str(experts(limit=7.0).explain(rows(), **inputs()))

@@ -1,0 +1,216 @@
+"""What is logged, once, at which level: through plain `logging`, `FUSEDMOE_LOG` and `TORCH_LOGS`."""
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import toy
+from toy import dgrad_dglu, experts, gemm, gemm_glu, inputs, rows
+
+import fusedmoe as fm
+from fusedmoe.fusion.log import configure
+from fusedmoe.fusion.rule import FusionRule
+from fusedmoe.ops import GroupedLinear
+
+PLANNER = "fusedmoe.fusion.planner"
+
+
+class OfGpu(FusionRule, name="gpu.gemm", direction="forward"):
+    fc: GroupedLinear
+
+    @classmethod
+    def available(cls, device, arch):
+        fm.require(arch == 90, "needs sm_90")
+
+
+def messages(caplog, level=None):
+    return [r.getMessage() for r in caplog.records if level in (None, r.levelno)]
+
+
+def test_every_new_plan_is_logged_step_by_step(caplog):
+    caplog.set_level(logging.INFO, logger="fusedmoe")
+    chain, x, named = experts(), rows(), inputs()
+    with fm.register(gemm_glu(), gemm(), dgrad_dglu()):
+        chain(x, **named)
+        assert messages(caplog, logging.INFO)[:6] == [
+            "new plan: cpu, float64, recipe bf16, kept for backward 1164 bytes",
+            "  1. forward 0.GroupedLinear + 1.SwiGLU: toy.gemm_glu",
+            "  2. forward 2.GroupedLinear: toy.gemm",
+            "  3. backward 2.Wgrad: plain PyTorch",
+            "  4. backward 2.Dgrad + 1.DSwiGLU: toy.dgrad_dglu",
+            "  5. backward 0.Wgrad: plain PyTorch",
+        ]
+        caplog.clear()
+        chain(x, **named)
+        assert messages(caplog) == []  # not a new plan
+        with torch.no_grad():
+            chain(x, **named)
+        assert messages(caplog)[0].startswith("new plan: ")
+
+
+def test_plans_are_logged_while_no_rule_exists(caplog):
+    caplog.set_level(logging.INFO, logger="fusedmoe")
+    experts()(rows(), **inputs())
+    assert "  1. forward 0.GroupedLinear: plain PyTorch" in messages(caplog)
+    assert "GroupedLinear runs unfused: no rule stands on it" in messages(caplog)
+
+
+def test_a_plan_is_logged_by_label_also_in_nested_chains(caplog):
+    caplog.set_level(logging.INFO, logger="fusedmoe")
+    fm.Sequential(fm.Sequential(fm.SwiGLU()))(rows(requires_grad=False))
+    assert "  1. forward 0.0.SwiGLU: plain PyTorch" in messages(caplog)
+
+
+def test_without_logging_on_nothing_but_warnings(caplog):
+    chain = experts(limit=7.0)
+    with fm.register(OfGpu, gemm_glu()):
+        chain(rows(), **inputs())
+    assert {r.levelno for r in caplog.records} == {logging.WARNING}
+
+
+def test_a_fallback_is_a_warning_where_the_device_could(caplog):
+    caplog.set_level(logging.INFO, logger="fusedmoe")
+    with fm.register(gemm_glu()):
+        experts(limit=7.0)(rows(), **inputs())
+    said = messages(caplog, logging.WARNING)
+    assert said == [
+        f"{op} runs unfused on a device that has a kernel for it: toy.gemm_glu: CONSTRAINT: limit 7.0 is not taken, "
+        "use limit=None"
+        for op in ("GroupedLinear", "SwiGLU")
+    ] + [
+        "GroupedLinear runs unfused on a device that has a kernel for it: toy.gemm_glu: NO_MATCH: slot 'act': expected "
+        "SwiGLU | GeGLU, got the end of the chain"
+    ]  # fmt: skip
+    assert all(r.name == PLANNER for r in caplog.records)
+    assert not any("SwiGLU runs unfused: " in m for m in messages(caplog, logging.INFO) if "DSwiGLU" not in m)
+
+
+def test_a_fallback_is_information_where_the_device_could_not(caplog):
+    caplog.set_level(logging.INFO, logger="fusedmoe")
+    with fm.register(OfGpu):
+        experts()(rows(), **inputs())
+    assert messages(caplog, logging.WARNING) == []
+    assert "GroupedLinear runs unfused: gpu.gemm: UNAVAILABLE: needs sm_90" in messages(caplog)
+
+
+def test_the_same_fallback_is_said_once_for_all_layers_and_calls(caplog):
+    with fm.register(gemm_glu()):
+        for _ in range(3):
+            layer = experts(limit=7.0)
+            for count in (4, 9, 100):
+                layer(rows(max(count, 7)), **inputs())
+    said = messages(caplog, logging.WARNING)
+    assert len(said) == len(set(said)) == 3
+
+
+def test_a_fallback_not_logged_is_not_counted_as_said(caplog):
+    caplog.set_level(logging.ERROR, logger="fusedmoe")
+    with fm.register(gemm_glu()):
+        experts(limit=7.0)(rows(), **inputs())
+        assert messages(caplog) == []
+        caplog.set_level(logging.WARNING, logger="fusedmoe")
+        experts(limit=7.0)(rows(), **inputs())
+    assert len(messages(caplog)) == 3
+
+
+def test_debug_lists_every_rule_tried(caplog):
+    caplog.set_level(logging.DEBUG, logger="fusedmoe")
+    with fm.register(gemm_glu()), torch.no_grad():
+        experts()(rows(), **inputs())
+    assert [m for m in messages(caplog, logging.DEBUG) if m.startswith("  toy.gemm_glu at forward")] == [
+        "  toy.gemm_glu at forward [0, 2): toy.gemm_glu: FUSED",
+        "  toy.gemm_glu at forward [1, 2): toy.gemm_glu: NO_MATCH: slot 'fc': expected GroupedLinear, got SwiGLU",
+        "  toy.gemm_glu at forward [2, 3): toy.gemm_glu: NO_MATCH: slot 'act': expected SwiGLU | GeGLU, got the end of "
+        "the chain",
+    ]
+
+
+def test_every_record_has_arguments_not_a_formatted_text(caplog):
+    caplog.set_level(logging.DEBUG, logger="fusedmoe")
+    with fm.register(gemm_glu(guard=toy.refuse)):
+        experts()(rows(), **inputs())
+    assert caplog.records
+    assert all(r.args for r in caplog.records)
+
+
+@pytest.mark.parametrize("value", ["fusion:trace", "fusoin", "fusion,kernels", "1"])
+def test_a_bad_value_lists_the_good_ones(value):
+    with pytest.raises(ValueError, match="FUSEDMOE_LOG: expected 'fusion' or 'fusion:debug', got"):
+        configure(value)
+
+
+SCRIPT = """
+import torch, toy, fusedmoe as fm
+with fm.register(toy.gemm_glu(guard=toy.refuse)):
+    toy.experts()(toy.rows(), **toy.inputs())
+    toy.experts(limit=7.0)(toy.rows(), **toy.inputs())
+"""
+
+
+def run(script=SCRIPT, **environment):
+    """Run a script as a process of its own; return it with its stderr."""
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here), str(here.parents[1]), os.environ.get("PYTHONPATH", "")])
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("FUSEDMOE_") and k != "TORCH_LOGS"}
+    return subprocess.run(
+        [sys.executable, "-c", script], env=clean | {"PYTHONPATH": path} | environment, capture_output=True, text=True,
+        timeout=120, check=False,
+    )  # fmt: skip
+
+
+def test_unset_only_warnings_reach_stderr():
+    done = run()
+    assert done.returncode == 0, done.stderr
+    assert "toy.gemm_glu declined this call" in done.stderr
+    assert "new plan" not in done.stderr
+
+
+def test_fusedmoe_log_fusion():
+    done = run(FUSEDMOE_LOG="fusion")
+    assert done.returncode == 0, done.stderr
+    lines = done.stderr.splitlines()
+    assert any(line.startswith("INFO fusedmoe.fusion.planner: new plan: cpu, float64, recipe bf16") for line in lines)
+    assert "INFO fusedmoe.fusion.planner:   1. forward 0.GroupedLinear + 1.SwiGLU: toy.gemm_glu" in lines
+    declined = "0.GroupedLinear + 1.SwiGLU: toy.gemm_glu declined this call: rows are 9, not a multiple of 128"
+    assert f"WARNING fusedmoe.fusion.program: {declined}; it runs unfused" in lines
+    assert not any(line.startswith("DEBUG") for line in lines)
+    assert len([line for line in lines if "1. forward" in line]) == 2
+
+
+def test_fusedmoe_log_fusion_debug():
+    done = run(FUSEDMOE_LOG="fusion:debug")
+    assert done.returncode == 0, done.stderr
+    assert "DEBUG fusedmoe.fusion.planner:   toy.gemm_glu at forward [0, 2): toy.gemm_glu: FUSED" in done.stderr
+
+
+def test_fusedmoe_log_says_everything_once_beside_a_root_handler():
+    done = run("import logging; logging.basicConfig(level=logging.DEBUG)\n" + SCRIPT, FUSEDMOE_LOG="fusion")
+    assert done.returncode == 0, done.stderr
+    assert len([line for line in done.stderr.splitlines() if "1. forward 0.GroupedLinear +" in line]) == 1
+
+
+def test_fusedmoe_log_with_a_bad_value_fails_at_import():
+    done = run(FUSEDMOE_LOG="fusions")
+    assert done.returncode == 1
+    assert "ValueError: FUSEDMOE_LOG: expected 'fusion' or 'fusion:debug', got 'fusions'" in done.stderr
+
+
+@pytest.mark.parametrize("order", ["fusedmoe first", "torch first"])
+def test_torch_logs(order):
+    script = SCRIPT if order == "torch first" else "import fusedmoe\n" + SCRIPT
+    done = run(script, TORCH_LOGS="+fusedmoe")
+    assert done.returncode == 0, done.stderr
+    assert "1. forward 0.GroupedLinear + 1.SwiGLU: toy.gemm_glu" in done.stderr
+    assert "toy.gemm_glu at forward [0, 2): toy.gemm_glu: FUSED" in done.stderr  # + is for debug
+    assert len([line for line in done.stderr.splitlines() if "1. forward 0.GroupedLinear +" in line]) == 1
+
+
+def test_torch_logs_without_a_sign_is_information():
+    done = run(TORCH_LOGS="fusedmoe")
+    assert done.returncode == 0, done.stderr
+    assert "1. forward 0.GroupedLinear + 1.SwiGLU: toy.gemm_glu" in done.stderr
+    assert "toy.gemm_glu at forward [0, 2)" not in done.stderr
