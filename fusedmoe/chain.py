@@ -55,7 +55,7 @@ class Chain:
         if torch.compiler.is_compiling():
             from fusedmoe.uncompiled import run_chain
 
-            return run_chain(self, x, given)
+            return run_chain(self, x, given)  # type: ignore[no-any-return]
         now = settings.current()
         if (autocast := _autocast_dtype(x)) is not None:
             arguments = self._arguments(x, given, autocast)

@@ -170,14 +170,15 @@ def test_unset_only_warnings_reach_stderr():
 
 
 def test_fusedmoe_log_fusion():
-    done = run(FUSEDMOE_LOG="fusion")
+    done = run("import logging; logging.basicConfig(level=logging.DEBUG)\n" + SCRIPT, FUSEDMOE_LOG="fusion")
     assert done.returncode == 0, done.stderr
     lines = done.stderr.splitlines()
     assert any(line.startswith("INFO fusedmoe.fusion.planner: new plan: cpu, float64, recipe bf16") for line in lines)
-    assert "INFO fusedmoe.fusion.planner:   1. forward 0.GroupedLinear + 1.SwiGLU: toy.gemm_glu" in lines
+    first = "INFO fusedmoe.fusion.planner:   1. forward 0.GroupedLinear + 1.SwiGLU: toy.gemm_glu"
+    assert lines.count(first) == 1  # beside a handler of the root logger, too
     declined = "0.GroupedLinear + 1.SwiGLU: toy.gemm_glu declined this call: rows are 9, not a multiple of 128"
     assert f"WARNING fusedmoe.fusion.program: {declined}; it runs unfused" in lines
-    assert not any(line.startswith("DEBUG") for line in lines)
+    assert not any("fusedmoe" in line for line in lines if line.startswith("DEBUG"))
     assert len([line for line in lines if "1. forward" in line]) == 2
 
 
@@ -187,30 +188,21 @@ def test_fusedmoe_log_fusion_debug():
     assert "DEBUG fusedmoe.fusion.planner:   toy.gemm_glu at forward [0, 2): toy.gemm_glu: FUSED" in done.stderr
 
 
-def test_fusedmoe_log_says_everything_once_beside_a_root_handler():
-    done = run("import logging; logging.basicConfig(level=logging.DEBUG)\n" + SCRIPT, FUSEDMOE_LOG="fusion")
-    assert done.returncode == 0, done.stderr
-    assert len([line for line in done.stderr.splitlines() if "1. forward 0.GroupedLinear +" in line]) == 1
-
-
 def test_fusedmoe_log_with_a_bad_value_fails_at_import():
     done = run(FUSEDMOE_LOG="fusions")
     assert done.returncode == 1
     assert "ValueError: FUSEDMOE_LOG: expected 'fusion' or 'fusion:debug', got 'fusions'" in done.stderr
 
 
-@pytest.mark.parametrize("order", ["fusedmoe first", "torch first"])
-def test_torch_logs(order):
-    script = SCRIPT if order == "torch first" else "import fusedmoe\n" + SCRIPT
-    done = run(script, TORCH_LOGS="+fusedmoe")
+def test_torch_logs_with_a_plus_is_for_debugging():
+    done = run(TORCH_LOGS="+fusedmoe")
     assert done.returncode == 0, done.stderr
-    assert "1. forward 0.GroupedLinear + 1.SwiGLU: toy.gemm_glu" in done.stderr
-    assert "toy.gemm_glu at forward [0, 2): toy.gemm_glu: FUSED" in done.stderr  # + is for debug
     assert len([line for line in done.stderr.splitlines() if "1. forward 0.GroupedLinear +" in line]) == 1
+    assert "toy.gemm_glu at forward [0, 2): toy.gemm_glu: FUSED" in done.stderr
 
 
-def test_torch_logs_without_a_sign_is_information():
-    done = run(TORCH_LOGS="fusedmoe")
+def test_torch_logs_without_a_sign_is_for_information():
+    done = run("import fusedmoe\n" + SCRIPT, TORCH_LOGS="fusedmoe")  # whichever is imported first
     assert done.returncode == 0, done.stderr
     assert "1. forward 0.GroupedLinear + 1.SwiGLU: toy.gemm_glu" in done.stderr
     assert "toy.gemm_glu at forward [0, 2)" not in done.stderr
