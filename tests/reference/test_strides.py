@@ -147,7 +147,7 @@ def test_widths_that_fit_no_alignment(rows, k, n, dtype):
         expected = grouped_linear(exact_x, exact_w, None, splits)
         wanted = [expected, *torch.autograd.grad(expected, (exact_x, exact_w), dy.double())]
         for got, want in zip(found, wanted, strict=True):
-            assert relative_error(got, want) < 4 * ROUNDOFF[dtype]
+            assert relative_error(got, want) < ROUNDOFF[dtype] * (1.01 if dtype is torch.bfloat16 else 64)
 
 
 @every_dtype

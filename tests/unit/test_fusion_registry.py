@@ -1,6 +1,7 @@
 """Which rules there are: registered ones, those of entry points, and what is wrong with either."""
 
 import pytest
+import torch
 import toy
 
 import fusedmoe as fm
@@ -73,9 +74,12 @@ def test_every_change_changes_the_generation():
 
 
 def test_patterns_that_switch_rules_off():
-    assert registry.disabling_pattern("sm90.gemm", ("sm100.*", "sm90.*")) == "sm90.*"
-    assert registry.disabling_pattern("sm90.gemm", ("SM90.*", "gemm")) is None
-    assert registry.disabling_pattern("sm90.gemm", ()) is None
+    def why(*patterns):
+        return registry.why_unavailable(toy.gemm("sm90.gemm"), torch.device("cpu"), None, patterns)
+
+    assert why("sm100.*", "sm90.*") == "switched off by 'sm90.*'"
+    assert why("SM90.*", "gemm") is None
+    assert why() is None
 
 
 class Dist:
