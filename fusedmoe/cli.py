@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import os
 import signal
 import sys
@@ -37,8 +38,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("fusedmoe: interrupted; checkpoints already written are intact", file=sys.stderr)
         return 128 + signal.SIGINT
     except BrokenPipeError:  # the reader of our output has gone, as in `fusedmoe demo | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it once more at exit
+        _silence_output()
         return 1
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        _silence_output()
+        print("fusedmoe: error: the disk that the output goes to is full; free some space", file=sys.stderr)
+        return 1
+
+
+def _silence_output() -> None:
+    """Send what is still unwritten nowhere: the interpreter flushes it once more at exit, and would fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _dispatch(arguments: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""A chain as `torch.compile` meets it: a graph break, so that Dynamo does not trace the planner. Imported only by then."""
+"""A chain as `torch.compile` meets it: a graph break, so that Dynamo does not trace the planner. Imported only then."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from fusedmoe.demo import checkpoint, report
 from fusedmoe.demo.data import Split, bigram_bits_per_byte, load_split
-from fusedmoe.demo.errors import InterruptedRunError, UsageError
+from fusedmoe.demo.errors import DemoError, InterruptedRunError, UsageError
 from fusedmoe.demo.evaluate import bits_per_byte, sample
 from fusedmoe.demo.files import make_folder
 from fusedmoe.demo.options import DTYPES, Call, Job, check_device, flag, job_of
@@ -54,8 +54,14 @@ def run(given: dict[str, Any], call: Call, console: Console | None = None) -> in
     split = load_split()
     check_text(job, split)
     make_folder(call.output)
-    with reproducible(job):
-        return _run(job, call, state, split, console, started)
+    try:
+        with reproducible(job):
+            return _run(job, call, state, split, console, started)
+    except RuntimeError as error:  # torch.OutOfMemoryError is one; a CPU's has no class of its own
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            message = f"out of memory on {job.device}; choose a smaller --batch, --context, --hidden or --layers"
+            raise DemoError(message) from error
+        raise
 
 
 def _run(job: Job, call: Call, state: checkpoint.State | None, split: Split, console: Console, started: float) -> int:

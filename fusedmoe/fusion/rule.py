@@ -193,8 +193,8 @@ def _slots(cls: type[FusionRule], namespace: Mapping[str, object]) -> tuple[Slot
         optional = type(None) in members
         ops = tuple(t for t in members if t is not type(None))
         for t in ops:
-            # list[SwiGLU] is an instance of type on Python 3.10
-            if not isinstance(t, type) or isinstance(t, types.GenericAlias) or not issubclass(t, wanted):
+            # a generic such as list[SwiGLU] is an instance of type on Python 3.10
+            if typing.get_origin(t) is not None or not (isinstance(t, type) and issubclass(t, wanted)):
                 raise RuleError(f"rule {cls.name!r}: slot {name!r}: expected {wanted.__name__} classes, got {t!r}")
         slots.append(Slot(name, ops, optional))
     if all(slot.optional for slot in slots):

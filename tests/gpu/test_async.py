@@ -180,4 +180,4 @@ def test_a_whole_training_step_of_an_moe_in_one_graph(device):
     for p, q in zip(captured[0].parameters(), eager[0].parameters(), strict=True):
         assert torch.equal(p, q)
     assert torch.equal(captured[0].router.balance_bias, eager[0].router.balance_bias)
-    assert losses["loss"].item() < 0.9 * first
+    assert losses["loss"].item() < 0.95 * first

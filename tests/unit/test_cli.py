@@ -153,6 +153,23 @@ def test_a_reader_that_leaves_ends_the_run_quietly(tmp_path):
     assert "Exception" not in err
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_output_onto_a_full_disk_is_said_in_one_line(tmp_path):
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(
+            command("demo", *TINY, "--steps", "5"),
+            cwd=tmp_path,
+            env=environment(),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+            timeout=120,
+        )
+    assert result.returncode == 1
+    assert len(result.stderr.splitlines()) == 1
+    assert "the disk that the output goes to is full" in result.stderr
+
+
 def test_a_corrupt_checkpoint_is_refused_and_left_alone(tmp_path, capsys):
     output = ("--output", str(tmp_path))
     assert main(["demo", *TINY, "--steps", "5", "--stop-at", "1", *output]) == 0

@@ -111,6 +111,21 @@ def test_resuming_a_finished_run_trains_nothing_and_reports_again(tmp_path):
     assert_same(before, state_in(tmp_path))
 
 
+def test_too_little_memory_is_said(tmp_path, monkeypatch):
+    def no_memory(self):
+        torch.empty(2**50)
+
+    monkeypatch.setattr(train.Trainer, "train_step", no_memory)
+    with pytest.raises(DemoError, match="out of memory on cpu; choose a smaller --batch"):
+        demo(tmp_path)
+
+
+def test_by_default_half_the_threads_are_used(monkeypatch):
+    for available, used in ((1, 1), (2, 1), (3, 1), (8, 4), (64, 8)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda available=available: available)
+        assert job_of({"device": "cpu"}).threads == used
+
+
 def test_more_steps_can_be_asked_of_a_finished_run(tmp_path):
     demo(tmp_path)
     _, text = demo(tmp_path, given={"steps": 8}, resume=True)

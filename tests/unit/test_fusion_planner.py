@@ -5,6 +5,8 @@ import itertools
 import pytest
 import torch
 import toy
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from toy import (
     assert_same,
     dgrad_dglu,
@@ -81,6 +83,31 @@ def test_everything_together():
     ]
     assert [s.ops for s in plan.unfused] == [("0.Dgrad",)]
     assert set(plan.kept) == {"0.input", "1.input", "probs", "offsets"}
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), scale=st.booleans(), frozen=st.sets(st.sampled_from(["x", "probs", "0", "-1"])))
+def test_whatever_is_chosen_computes_the_same(data, scale, frozen):
+    """Random rule sets: which there are, what they cost, what they keep and recompute, which calls they decline."""
+    makers = {
+        gemm: {},
+        gemm_glu: {"keeps": st.sampled_from([(), ("act.input",)])},
+        glu_scale: {},
+        dgrad_dglu: {"recomputes": st.booleans()},
+        wgrad: {},
+    }
+    rules = []
+    for i, make in enumerate(data.draw(st.lists(st.sampled_from(list(makers)), max_size=7))):
+        options = {"launches": st.integers(0, 9), **makers[make]}
+        if make is not glu_scale:
+            options["guard"] = st.sampled_from([None, toy.refuse])
+        rules.append(make(f"toy.rule{i}", **data.draw(st.fixed_dictionaries(options))))
+    chain, named = experts(scale=scale), inputs(scale=scale)
+    for name in frozen & {"0", "-1"}:
+        chain[int(name)].requires_grad_(False)
+    if scale and "probs" in frozen:
+        named["probs"] = named["probs"].detach()
+    both_ways(rules, chain, rows(requires_grad="x" not in frozen), **named)
 
 
 def test_an_optional_slot_between_others_is_bound_where_it_is_there():

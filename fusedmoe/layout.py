@@ -1,0 +1,198 @@
+"""How a `Sequential` is cut into chains of ops and single modules, and which runtime inputs it takes from the caller."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from fusedmoe.chain import Chain, check_inputs
+from fusedmoe.errors import InputError
+from fusedmoe.fusion.graph import Graph
+from fusedmoe.ops.op import Node, Op
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+
+@dataclass(frozen=True)
+class Member:
+    """A module of a Sequential, nested ones opened: its label, itself, and whether it joins a chain."""
+
+    label: str
+    module: nn.Module
+    joins: bool
+
+
+@dataclass(frozen=True)
+class ChainPart:
+    """Ops in a row, planned together."""
+
+    chain: Chain
+
+    @property
+    def title(self) -> str:
+        """What ``explain()`` calls it."""
+        first, last = self.chain.nodes[0].label, self.chain.nodes[-1].label
+        return f"chain {first}" if first == last else f"chain {first} to {last}"
+
+    def run(self, x: Tensor, named: dict[str, Tensor]) -> Tensor:
+        """Run it on the rows and the values by name, to which it adds those that later parts want."""
+        y, *exports = self.chain.run(x, named)
+        if exports:
+            named.update(zip(self.chain.exports, exports, strict=True))
+        return y
+
+
+@dataclass(frozen=True)
+class ModulePart:
+    """A module that is called as such."""
+
+    label: str
+    module: nn.Module
+    takes: tuple[str, ...]
+    provides: tuple[str, ...]
+
+    @property
+    def title(self) -> str:
+        """What ``explain()`` calls it, and why it is no chain."""
+        why = (
+            "called as a module, for its hooks"
+            if self.takes or isinstance(self.module, Op)
+            else "not an op: splits the chain"
+        )
+        return f"module {self.label}: {type(self.module).__name__}: {why}"
+
+    def run(self, x: Tensor, named: dict[str, Tensor]) -> Tensor:
+        """Call it on the rows and what it takes of the values by name, to which it adds those that it provides."""
+        y = self.module(x, **{name: named[name] for name in self.takes})
+        if not self.provides:
+            return y  # type: ignore[no-any-return]
+        rows, provided = y
+        named.update(provided)
+        return rows  # type: ignore[no-any-return]
+
+
+class Layout:
+    """The parts of a Sequential in order.
+
+    Parameters
+    ----------
+    root
+        The Sequential.
+    opened
+        Whether a nested module counts as its own modules.
+
+    Attributes
+    ----------
+    parts : list
+        `ChainPart` and `ModulePart`.
+    wanted : dict
+        Each runtime input that the caller gives, with the ops that take it.
+    provided : dict
+        Each value that an op provides, with its label.
+    """
+
+    def __init__(self, root: nn.Sequential, opened: Callable[[nn.Module], bool]) -> None:
+        self._children: list[tuple[nn.Module, list[tuple[str, nn.Module | None]]]] = []
+        self._hooked: list[tuple[nn.Module, bool]] = []
+        self._any_global_hook = _has_any_global_hook()
+        groups: list[list[Member]] = []
+        for member in _placed(self._members(root, "", opened)):
+            if member.joins and groups and groups[-1][-1].joins:
+                groups[-1].append(member)
+            else:
+                groups.append([member])
+        takes = [_takes(group) for group in groups]
+        self.wanted: dict[str, list[str]] = {}
+        self.provided: dict[str, str] = {}
+        self.parts: list[ChainPart | ModulePart] = []
+        for i, group in enumerate(groups):
+            for name, ops in takes[i].items():
+                if name not in self.provided:
+                    self.wanted.setdefault(name, []).extend(ops)
+            later = {name for t in takes[i + 1 :] for name in t}
+            provides = {name: node.label for node in _nodes(group) for name in node.op.provides}
+            self.provided |= {name: f"{n.label}.{type(n.op).__name__}" for n in _nodes(group) for name in n.op.provides}
+            if group[0].joins:
+                self.parts.append(ChainPart(Chain(_nodes(group), [name for name in provides if name in later])))
+            else:
+                (member,) = group
+                self.parts.append(ModulePart(member.label, member.module, tuple(takes[i]), tuple(provides)))
+        self._names = self.wanted.keys()
+
+    def _members(self, parent: nn.Module, prefix: str, opened: Callable[[nn.Module], bool]) -> list[Member]:
+        """Every module in order; what `holds` will compare is noted on the way."""
+        self._children.append((parent, [*parent._modules.items()]))
+        members = []
+        for name, module in parent._modules.items():
+            assert module is not None
+            hooked = _hooked(module)
+            self._hooked.append((module, hooked))
+            hooked = hooked or self._any_global_hook
+            if opened(module) and not hooked:
+                members += self._members(module, f"{prefix}{name}.", opened)
+            else:
+                joins = isinstance(module, Op) and type(module).forward is Op.forward and not hooked
+                members.append(Member(prefix + name, module, joins))
+        return members
+
+    def holds(self) -> bool:
+        """Whether the modules, and whether they have hooks, are still what this layout was made from."""
+        for parent, children in self._children:
+            if [*parent._modules.items()] != children:
+                return False
+        for module, hooked in self._hooked:
+            if _hooked(module) is not hooked:
+                return False
+        return _has_any_global_hook() is self._any_global_hook
+
+    def bind(self, x: Tensor, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Check that the caller gave tensors, and just those that are wanted."""
+        if not isinstance(x, Tensor):
+            raise InputError(f"Sequential: x: expected a tensor, got {type(x).__name__}")
+        if inputs.keys() != self._names or not all(isinstance(t, Tensor) for t in inputs.values()):
+            check_inputs("Sequential", self.wanted, inputs, self.provided)
+        return inputs
+
+
+def _hooked(module: nn.Module) -> bool:
+    """Whether a call of the module does more than its class's ``forward``."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
+    )
+
+
+def _placed(members: Sequence[Member]) -> list[Member]:
+    """Let each op take its open settings from the ops that follow it."""
+    following = [m.module for m in members if isinstance(m.module, Op)]
+    placed = []
+    for member in members:
+        module = member.module
+        if isinstance(module, Op):
+            following = following[1:]
+            module = module.placed(following)
+        placed.append(Member(member.label, module, member.joins))
+    if all_ops := _nodes(placed):
+        Graph(all_ops)  # refuses a weight that is applied twice, also on two sides of a split
+    return placed
+
+
+def _nodes(members: Sequence[Member]) -> list[Node]:
+    return [Node(m.label, m.module) for m in members if isinstance(m.module, Op)]
+
+
+def _takes(group: Sequence[Member]) -> dict[str, list[str]]:
+    """The runtime inputs that a part takes from outside of it, with the ops that do."""
+    if nodes := _nodes(group):
+        graph = Graph(nodes)
+        return {name: [p.label for p in graph.forward if name in p.names.values()] for name in graph.inputs}
+    (member,) = group
+    names: tuple[str, ...] = getattr(member.module, "runtime_inputs", ())
+    return {name: [member.label] for name in names}
