@@ -43,10 +43,8 @@ def _gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
 _guarded_gradients = once_differentiable(_gradients)
 
 
-def run_plan(plan: Plan, arguments: Sequence[Tensor | None], strict: bool, record: bool) -> tuple[Tensor, ...]:
-    """Run a plan's forward steps; with ``record``, so that autograd runs its backward steps later. Backward runs once:
-    no double grad.
-    """
-    if record:
+def run_plan(plan: Plan, arguments: Sequence[Tensor | None], strict: bool) -> tuple[Tensor, ...]:
+    """Run a plan's forward steps and, if it has gradients to give, let autograd run its backward steps, once, later."""
+    if plan.wanted:
         return _RunPlan.apply(plan, strict, *arguments)  # type: ignore[no-untyped-call, no-any-return]
     return plan.forward(arguments, strict)[0]

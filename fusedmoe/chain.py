@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from fusedmoe.recipes import Recipe
     from fusedmoe.settings import Settings
 
+_REMEMBERED_CALLS = 4096  # of each chain
+
 
 class Chain:
     """Ops in a row, with their labels; planned once for each kind of call.
@@ -43,7 +45,8 @@ class Chain:
         self.inputs = tuple(graph.inputs)
         self._names = graph.arguments
         self._parameters = [(node.op, name) for node in self.nodes for name in node.op.parameter_names]
-        self._plans: dict[tuple[Any, ...], Plan] = {}
+        self._plans: dict[tuple[Any, ...], Plan] = {}  # by what a plan depends on
+        self._calls: dict[tuple[Any, ...], Plan] = {}  # by exact shapes too: calls that were checked
 
     @property
     def takers(self) -> dict[str, list[str]]:
@@ -66,19 +69,16 @@ class Chain:
     def explain(self, x: Tensor, given: Mapping[str, Tensor]) -> PlanData:
         """Return the plan for this call, as data."""
         arguments = self._arguments(x, given, _autocast_dtype(x))
-        plan, _ = self._plan(arguments, settings.current())
+        plan = self._plan(arguments, settings.current())
         return plan.data(dict(zip(plan.graph.arguments, arguments, strict=True)))
 
     def _run(self, arguments: list[Tensor | None], now: Settings) -> tuple[Tensor, ...]:
-        plan, record = self._plan(arguments, now)
+        plan = self._plan(arguments, now)
         if now.strict:
             plan.raise_if_missed()
-        plan.check(arguments)
-        x = arguments[0]
-        assert x is not None
-        if x.is_meta:
+        if arguments[0].is_meta:  # type: ignore[union-attr]
             return plan.on_meta(arguments)
-        return run_plan(plan, arguments, now.strict, record)
+        return run_plan(plan, arguments, now.strict)
 
     def _arguments(
         self, x: Tensor, given: Mapping[str, Tensor], autocast: torch.dtype | None = None
@@ -94,34 +94,44 @@ class Chain:
             parameters = [None if p is None else _cast(p, autocast) for p in parameters]
         return [x, *[given[name] for name in self.inputs], *parameters]
 
-    def _plan(self, arguments: list[Tensor | None], now: Settings) -> tuple[Plan, bool]:
-        """Return the plan for these arguments, and whether autograd records the call."""
-        grad = torch.is_grad_enabled()
-        x = arguments[0]
-        assert x is not None
-        off = settings.disabled_by_environment()
-        key = (
-            x.shape[0].bit_length(),
-            grad,
-            tuple([a if a is None else (a.dtype, a.requires_grad, a.device) for a in arguments]),
+    def _plan(self, arguments: list[Tensor | None], now: Settings) -> Plan:
+        """Return the plan for these arguments, whose shapes fit the ops."""
+        call = (
+            tuple([None if a is None else (a.shape, a.dtype, a.requires_grad, a.device) for a in arguments]),
             tuple([node.op.attributes() for node in self.nodes]),
             now.recipe,
             now.disabled,
-            off,
+            settings.disabled_by_environment(),
+            torch.is_grad_enabled(),
             torch.are_deterministic_algorithms_enabled(),
             registry.generation(),
         )
+        plan = self._calls.get(call)
+        if plan is None:
+            plan = self._plan_of_kind(call, arguments, now)
+            plan.graph.infer(dict(zip(plan.graph.arguments, arguments, strict=True)))
+            if len(self._calls) >= _REMEMBERED_CALLS:
+                self._calls.clear()
+            self._calls[call] = plan
+        return plan
+
+    def _plan_of_kind(self, call: tuple[Any, ...], arguments: list[Tensor | None], now: Settings) -> Plan:
+        """Return the plan for calls that differ from this one in their number of rows, up to the next power of two."""
+        (x, *others), *settled = call
+        width = x[0][-1]
+        rows = x[0].numel() // width if width else 0
+        kinds = [None if o is None else (o[0][1:], *o[1:]) for o in others]
+        key = (rows.bit_length(), width, x[1:], tuple(kinds), *settled)
         plan = self._plans.get(key)
         if plan is None:
-            disabled = (*now.disabled, *settings.patterns(off))
-            plan = self._plans[key] = self._make(arguments, now.recipe, disabled, grad)
-        return plan, grad and bool(plan.wanted)
+            disabled = (*now.disabled, *settings.patterns(settings.disabled_by_environment()))
+            plan = self._plans[key] = self._make(arguments, now.recipe, disabled)
+        return plan
 
-    def _make(self, arguments: list[Tensor | None], recipe: Recipe, disabled: tuple[str, ...], grad: bool) -> Plan:
-        named = dict(zip(self._names, arguments, strict=True))
+    def _make(self, arguments: list[Tensor | None], recipe: Recipe, disabled: tuple[str, ...]) -> Plan:
         x = arguments[0]
         assert x is not None
-        for name, argument in named.items():
+        for name, argument in zip(self._names, arguments, strict=True):
             if argument is not None and argument.device != x.device:
                 takes = f"; {', '.join(self.takers[name])} takes it" if name in self.inputs else ""
                 raise InputError(f"{name}: expected on {x.device}, where the rows are, got on {argument.device}{takes}")
@@ -130,6 +140,7 @@ class Chain:
         )
         graph = self._rewritten(recipe)
         named = dict(zip(graph.arguments, arguments, strict=True))
+        grad = torch.is_grad_enabled()
         wanted = {name for name, a in named.items() if grad and a is not None and a.requires_grad}
         return make_plan(graph, named, wanted, environment)
 

@@ -1,4 +1,4 @@
-"""How a `Sequential` is cut into chains of ops and single modules, and which runtime inputs it takes from the caller."""
+"""How a `Sequential` is cut into chains of ops and single modules, and the runtime inputs that these take."""
 
 from __future__ import annotations
 

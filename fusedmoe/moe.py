@@ -198,6 +198,9 @@ class Router(nn.Module):
     def update_bias(self, load: Tensor, rate: float = 1e-3) -> None:
         """Loss-free balancing: ``balance_bias[e] += rate * sign(mean(load) - load[e])``, on the device, once a step.
 
+        The scores of "sigmoid" are far enough apart for it. Those of "softmax" over many experts lie closer together
+        than one step of the usual rate: choose a smaller one there.
+
         Source: Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts".
 
         Parameters

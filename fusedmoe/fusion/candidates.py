@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fusedmoe.fusion import registry
 from fusedmoe.fusion.matcher import Mismatch, match
-from fusedmoe.fusion.names import primal
+from fusedmoe.fusion.names import NONE, primal
 from fusedmoe.fusion.plan import Attempt, Status
 from fusedmoe.fusion.rule import Declined, FusionRule, PlanContext, RuleError, Step
 from fusedmoe.ops.op import SpecLike, TensorSpec
@@ -133,6 +133,7 @@ class Line:
 
     def _ctx(self, rule: type[FusionRule], bindings: Mapping[str, object], start: int, end: int) -> PlanContext:
         by_slot = {}
+        absent = {slot for slot, bound in bindings.items() if bound is None}
         position = start
         for slot, bound in bindings.items():
             if bound is not None:
@@ -140,7 +141,7 @@ class Line:
                 position += 1
 
         def resolve(value: str) -> str:
-            found = self._resolve(value, by_slot, start, end)
+            found = self._resolve(value, by_slot, absent, start, end)
             if found is None:
                 raise RuleError(f"{self._where(rule, start, end)}: {value!r} names no value of these ops")
             return found
@@ -150,8 +151,12 @@ class Line:
     def _where(self, rule: type[FusionRule], start: int, end: int) -> str:
         return f"rule {rule.name!r} on {', '.join(p.label for p in self.places[start:end])}"
 
-    def _resolve(self, value: str, by_slot: Mapping[str, Place], start: int, end: int) -> str | None:
+    def _resolve(
+        self, value: str, by_slot: Mapping[str, Place], absent: Collection[str], start: int, end: int
+    ) -> str | None:
         slot, dot, name = value.partition(".")
+        if dot and slot in absent:
+            return NONE
         first, last = self.places[start], self.places[end - 1]
         if dot and slot in by_slot:
             place = by_slot[slot]

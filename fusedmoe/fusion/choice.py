@@ -135,5 +135,5 @@ def nearest_miss(attempts: Iterable[Attempt], position: int) -> Attempt | None:
     """Return the rule that came nearest to taking this place: on this device first, then by how far it got."""
     near = (a for a in attempts if a.start <= position < a.end and (a.matched or a.subclass))
     stood = [a for a in near if a.status is not Status.FUSED]
-    got = {Status.SHADOWED: 3, Status.CONSTRAINT: 2, Status.UNAVAILABLE: 1, Status.NO_MATCH: 0}
+    got = {Status.CONSTRAINT: 3, Status.SHADOWED: 2, Status.UNAVAILABLE: 1, Status.NO_MATCH: 0}
     return max(stood, key=lambda a: (a.on_this_device, got[a.status], a.matched, -a.start, a.rule), default=None)

@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from fusedmoe.recipes import Recipe
 
 
-_CHECKED_SHAPES = 4096  # remembered per plan
-
-
 @dataclass(frozen=True)
 class Environment:
     """Everything besides the ops and their arguments that a plan depends on."""
@@ -64,7 +61,7 @@ class Covered:
             self.direction,
             tuple(p.label for p in self.places),
             step.rule if isinstance(step, Fused) else None,
-            step.needs,
+            tuple(v for v in step.needs if v != NONE),
             step.gives,
             int(costs.moved((*step.needs, *step.gives))) + self.extra_bytes,
             step.launches,
@@ -118,7 +115,6 @@ class Plan:
     attempts: tuple[Attempt, ...]
     environment: Environment
     dtype: torch.dtype
-    _checked: set[tuple[torch.Size | None, ...]] = field(default_factory=set)
     _backward: dict[tuple[bool, ...], _Backward] = field(default_factory=dict)
     _slots: list[tuple[int, ...]] = field(default_factory=list)
 
@@ -126,15 +122,6 @@ class Plan:
         slots = self.program.slots
         assert [slots[v] for v in self.graph.arguments] == list(range(len(self.graph.arguments)))
         self._slots.extend((tuple(slots[v] for v in self.outputs), tuple(slots[v] for v in self.saved)))
-
-    def check(self, arguments: Sequence[Tensor | None]) -> None:
-        """Raise `InputError` where the arguments' shapes do not fit; shapes that did are not looked at again."""
-        shapes = tuple([None if a is None else a.shape for a in arguments])
-        if shapes not in self._checked:
-            self.graph.infer(dict(zip(self.graph.arguments, arguments, strict=True)))
-            if len(self._checked) >= _CHECKED_SHAPES:
-                self._checked.clear()
-            self._checked.add(shapes)
 
     def on_meta(self, arguments: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
         """Return the outputs as meta tensors: their shapes follow from the arguments'."""

@@ -8,6 +8,7 @@ provides, ``"splits"`` a runtime input of the chain, ``"grad(fc1.input)"`` a gra
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fusedmoe.errors import InputError
@@ -96,7 +97,7 @@ class Graph:
             for name in node.op.provides:
                 scope[name] = f"{node.label}.{name}"
             if "splits" in node.op.provides:
-                self._derive("offsets", scope, self.main[i + 1], rows)
+                self._derive("offsets", scope, self.main[i + 1], rows, f"{node.label}.{type(node.op).__name__}")
         self._rows_of[self.main[-1]] = rows
         self.forward = tuple(places)
         self.exports = {name: scope[name] for name in exports}
@@ -111,7 +112,7 @@ class Graph:
         names |= {p: f"{label}.{p}" for p in op.parameter_names}
         for name in op.runtime_inputs:
             if name in DERIVED:
-                names[name] = self._derive(name, scope, self.main[i], rows)
+                names[name] = self._derive(name, scope, self.main[i], rows, f"{label}.{type(op).__name__}")
                 names[DERIVED[name].source] = scope[DERIVED[name].source]
             else:
                 names[name] = self._take(name, scope)
@@ -127,6 +128,7 @@ class Graph:
             op.launches,
         )
         names |= {p: f"{label}.{p}" for p in op.provides}
+        names |= {alias: names[name] for alias, name in op.aliases.items()}
         return Place(node, op, names, step)
 
     def _take(self, name: str, scope: dict[str, str]) -> str:
@@ -135,12 +137,13 @@ class Graph:
             self.inputs.append(name)
         return scope[name]
 
-    def _derive(self, name: str, scope: dict[str, str], rows_value: str, rows: int) -> str:
+    def _derive(self, name: str, scope: dict[str, str], rows_value: str, rows: int, taker: str) -> str:
         derived = DERIVED[name]
         source = self._take(derived.source, scope)
         value = source.removesuffix(derived.source) + name
         if value not in self.derived:
-            self.derived[value] = Plain(value, derived.compute, (source, rows_value), (value,))
+            run = partial(_for_taker, derived.compute, taker)
+            self.derived[value] = Plain(value, run, (source, rows_value), (value,))
             self._derived_infer[value] = derived.infer
             if name == "offsets":
                 self._split_rows.setdefault(rows, value)
@@ -252,6 +255,13 @@ class Graph:
                     through = [place.value(n.removeprefix("grad_")) for n in item.needs if n.startswith("grad_")]
                     found.update(v for v in through if (spec := specs[v]) is not None and spec.dtype.is_floating_point)
         return found
+
+
+def _for_taker(compute: Callable[..., Tensor], taker: str, *needs: Tensor) -> Tensor:
+    try:
+        return compute(*needs)
+    except InputError as error:
+        raise InputError(f"{taker}: {error}") from None
 
 
 def _add(*terms: Tensor) -> Tensor:

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -55,7 +56,7 @@ def make_plan(
     made = {v for step in (*(p.step for p in backward_places), *sums) for v in step.gives}
     gradients = {a: grad(a) for a in graph.arguments if a in wanted and grad(a) in made}
 
-    costs = Costs(specs, graph.parameters, rows.shape[0])
+    costs = Costs(specs, graph.parameters, math.prod(rows.shape[:-1]))
     context = {
         "device": environment.device,
         "arch": environment.arch,

@@ -182,6 +182,8 @@ def _slots(cls: type[FusionRule], namespace: Mapping[str, object]) -> tuple[Slot
         annotations = inspect.get_annotations(cls, locals=dict(namespace), eval_str=True)
     except NameError as error:
         raise RuleError(f"rule {cls.name!r}: a slot's type is not known here: {error}") from error
+    if not annotations and hasattr(cls, "slots"):
+        return cls.slots  # a subclass of a rule, with another check or build
     wanted: type = Op if cls.direction == "forward" else BackwardOp
     slots = []
     for name, annotation in annotations.items():

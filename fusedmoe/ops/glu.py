@@ -106,7 +106,7 @@ class DGLU(BackwardOp):
         grad_gate = op.dphi(gate_c, dy * (up_c + op.offset if op.offset else up_c))
         grad_up = dy * op.phi(gate_c)
         if op.limit is not None:
-            # a NaN is inside: it must reach the gradient, not be masked to a healthy zero
+            # a NaN counts as inside, so that the mask does not turn it into a healthy zero
             grad_gate = torch.where(gate > op.limit, 0, grad_gate)
             grad_up = torch.where(up.abs() > op.limit, 0, grad_up)
         if op.interleaved:

@@ -105,6 +105,7 @@ class GroupedLinear(Op):
     """
 
     parameter_names = ("weight", "bias")
+    bias: nn.Parameter | None
     runtime_inputs = ("offsets",)
     zeroes_tail = True
     launches = 4
@@ -122,7 +123,8 @@ class GroupedLinear(Op):
         _positive("GroupedLinear", num_groups=num_groups, in_features=in_features, out_features=out_features)
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
         self.weight = nn.Parameter(torch.empty(num_groups, out_features, in_features, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(num_groups, out_features, device=device, dtype=dtype)) if bias else None
+        empty_bias = torch.empty(num_groups, out_features, device=device, dtype=dtype) if bias else None
+        self.register_parameter("bias", None if empty_bias is None else nn.Parameter(empty_bias))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -161,6 +163,7 @@ class Linear(Op):
     """
 
     parameter_names = ("weight", "bias")
+    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -174,7 +177,8 @@ class Linear(Op):
         _positive("Linear", in_features=in_features, out_features=out_features)
         self.in_features, self.out_features = in_features, out_features
         self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
+        empty_bias = torch.empty(out_features, device=device, dtype=dtype) if bias else None
+        self.register_parameter("bias", None if empty_bias is None else nn.Parameter(empty_bias))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fusedmoe.errors import InputError
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Hashable, Mapping, Sequence
 
 
 class SpecLike(Protocol):
@@ -71,6 +71,8 @@ class Op(nn.Module):
         Those of `runtime_inputs` that have one entry a row: their gradient is zero for rows that belong to no expert.
     applies : tuple of str
         Those of `runtime_inputs` that must take effect only once in a chain (a router probability).
+    aliases : dict of str to str
+        Fixed names for values whose own name is up to the user: what rules call them.
     zeroes_tail : bool
         Rows that belong to no expert come out as zeros, whatever came in.
     changes_rows : bool
@@ -84,6 +86,7 @@ class Op(nn.Module):
     provides: tuple[str, ...] = ()
     rowwise_inputs: tuple[str, ...] = ()
     applies: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = {}
     zeroes_tail: ClassVar[bool] = False
     changes_rows: ClassVar[bool] = False
     launches: ClassVar[int] = 1

@@ -42,6 +42,11 @@ class Scale(Op):
         self.name = name
         self.runtime_inputs = self.rowwise_inputs = self.applies = (name,)
 
+    @property
+    def aliases(self) -> dict[str, str]:  # type: ignore[override]
+        """``"factor"``: a rule's name for the runtime input, whatever the user calls it."""
+        return {"factor": self.name}
+
     def infer(self, x: SpecLike, scale: SpecLike) -> TensorSpec:
         if len(x.shape) < 2:
             raise self.reject("x", "shape (rows, ..., features)", x.shape)

@@ -86,16 +86,45 @@ def test_a_value_that_another_op_reads_too_must_be_given():
         chain(rows(4), **named)
 
 
-def test_an_optional_value_of_an_absent_slot_is_unknown():
-    class Careless(FusionRule, name="toy.careless", direction="forward"):
+@pytest.mark.parametrize("scale", [False, True])
+def test_the_values_of_an_absent_slot_are_none(scale):
+    seen = []
+
+    class ActScale(FusionRule, name="toy.act_scale", direction="forward"):
         act: SwiGLU
         scale: fm.Scale | None
 
         def build(self, ctx):
-            return Step(never, ("input", "scale.probs"), ("output",))
+            def run(x, factor):
+                seen.append(factor)
+                y = self.act.compute(x)
+                return y if factor is None else y * factor[:, None]
 
-    with fm.register(Careless), pytest.raises(RuleError, match=r"on 1.SwiGLU: 'scale.probs' names no value"):
-        experts()(rows(), **inputs())
+            return Step(run, ("input", "scale.factor"), ("output",))  # the Scale calls it probs
+
+    module, x, named = experts(scale=scale), rows(), inputs(scale=scale)
+    want = module(x, **named)
+    with fm.register(ActScale), torch.no_grad():
+        assert torch.equal(module(x, **named), want)
+        assert only_plan(module, x, **named).fused[0].needs == ("1.input", "probs")[: 1 + scale]
+    assert [f is not None for f in seen] == [scale]
+
+
+def test_a_rule_that_refines_another_keeps_its_pattern():
+    class Parent(FusionRule, name="toy.parent", direction="forward"):
+        act: SwiGLU
+
+        def build(self, ctx):
+            return Step(self.act.compute, ("input",), ("output",))
+
+    class Picky(Parent, name="toy.picky", direction="forward"):
+        def check(self, ctx):
+            fm.require(self.act.limit is not None, "no limit")
+
+    assert Picky.slots == Parent.slots
+    with fm.register(Picky), torch.no_grad():
+        assert only_plan(experts(), rows(), **inputs()).fused == ()
+        assert only_plan(experts(limit=7.0), rows(), **inputs()).fused[0].rule == "toy.picky"
 
 
 @pytest.mark.parametrize("out", [lambda y: (y, y), lambda y: (), lambda y: [y, y, y]])
