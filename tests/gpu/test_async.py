@@ -29,10 +29,14 @@ def test_sequential_never_synchronises(device, no_sync):
     probs = torch.rand(512, device=device, requires_grad=True)
     splits = random_splits(device, 500, seed=1)
     seq(x, splits=splits, probs=probs).sum().backward()  # the first call may compile and allocate
+    first, x.grad = x.grad, None
     with no_sync():
-        seq(x, splits=splits, probs=probs).sum().backward()
+        y = seq(x, splits=splits, probs=probs)
+        y.sum().backward()
         with torch.no_grad():
-            seq(x, splits=splits, probs=probs)
+            again = seq(x, splits=splits, probs=probs)
+    assert torch.equal(x.grad, first)
+    assert torch.equal(again, y)
 
 
 @pytest.mark.parametrize(
@@ -58,8 +62,12 @@ def test_moe_never_synchronises(device, no_sync, options, deterministic):
     torch.use_deterministic_algorithms(deterministic)
     try:
         step()
+        first, x.grad = x.grad, None
         with no_sync():
             step()
+        assert first.any()
+        if layer.router.balance_bias is None:  # its update may change the choice
+            assert torch.equal(x.grad, first)
     finally:
         torch.use_deterministic_algorithms(False)
 
