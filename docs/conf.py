@@ -18,6 +18,7 @@ autodoc_member_order = "groupwise"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 napoleon_google_docstring = False
+napoleon_use_ivar = True  # a NamedTuple's fields would be described twice
 
 html_theme = "furo"
 html_title = f"fusedmoe {release}"

@@ -3,6 +3,7 @@
 A block whose fence says ```` ```python no-run ```` is shown only: a fragment, or one that needs a GPU.
 """
 
+import json
 import re
 from pathlib import Path
 
@@ -37,3 +38,28 @@ def test_code_blocks_run(page, tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     for match in TABLE.finditer(page.read_text(encoding="utf-8")):
         assert match["table"] in printed, f"{page.name}: the table is not the one that the page's code prints"
+
+
+def test_the_benchmark_tables_are_those_of_the_result_files():
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    results = json.loads((ROOT / "benchmarks/results/nvidia-h100-80gb-hbm3/host.json").read_text(encoding="utf-8"))
+    assert host_table(results) in page
+    assert f"took {results['host']['cpu']['planning_ms']:.1f} ms there" in page
+
+
+def host_table(results: dict) -> str:
+    """The table of docs/benchmarks.md, out of a result file."""
+    versions = f"torch {results['versions']['torch']}, Python {results['versions']['python']}"
+    lines = [
+        f"Machine of an {results['machine']}, {versions}, commit {results['commit']}:",
+        "",
+        "| tensors on | pass | planned | by hand | planned - by hand |",
+        "|---|---|---|---|---|",
+    ]
+    for device, report in results["host"].items():
+        for title, times in report["passes"].items():
+            cells = [f"{times[v]['least_us']:.0f} ({times[v]['median_us']:.0f})" for v in ("planned", "by hand")]
+            over = report["overhead_us"][title]
+            cells.append(f"{over['least']:.0f} ({over['median']:.0f})")
+            lines.append(f"| {device} | {title} | {' | '.join(cells)} |")
+    return "\n".join(lines)
