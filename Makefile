@@ -30,7 +30,7 @@ test: $(READY)  ## every test that needs neither a GPU nor long; ARGS='-k dispat
 	$(BIN)/python -m pytest tests $(QUICK) $(ARGS)
 
 test-gpu:  ## the tests that need an NVIDIA GPU, with what is installed
-	$(RUN) -m pytest tests/gpu $(ARGS)
+	$(RUN) -m pytest tests/gpu --results benchmarks/results $(ARGS)
 
 test-all: $(READY)  ## every test there is, the slow ones too
 	$(BIN)/python -m pytest tests $(ARGS)

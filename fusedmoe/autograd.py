@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from fusedmoe.autocast import without_autocast
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -33,11 +35,8 @@ class _RunPlan(torch.autograd.Function):
 
 def _gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     plan, wanted = ctx.plan, ctx.needs_input_grad[2:]
-    device = plan.environment.device.type
-    if torch.is_autocast_enabled(device):  # the dtypes were settled in forward
-        with torch.autocast(device, enabled=False):
-            return (None, None, *plan.backward(ctx.saved_tensors, grads, wanted, ctx.strict))
-    return (None, None, *plan.backward(ctx.saved_tensors, grads, wanted, ctx.strict))
+    with without_autocast(plan.environment.device):  # the dtypes were settled in forward
+        return (None, None, *plan.backward(ctx.saved_tensors, grads, wanted, ctx.strict))
 
 
 _guarded_gradients = once_differentiable(_gradients)

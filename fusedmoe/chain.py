@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe import settings
+from fusedmoe.autocast import autocast_dtype, without_autocast
 from fusedmoe.autograd import run_plan
 from fusedmoe.errors import InputError
 from fusedmoe.fusion import registry
@@ -60,15 +61,15 @@ class Chain:
 
             return run_chain(self, x, given)  # type: ignore[no-any-return]
         now = settings.current()
-        if (autocast := _autocast_dtype(x)) is not None:
+        if (autocast := autocast_dtype(x.device)) is not None:
             arguments = self._arguments(x, given, autocast)
-            with torch.autocast(x.device.type, enabled=False):
+            with without_autocast(x.device):
                 return self._run(arguments, now)
         return self._run(self._arguments(x, given), now)
 
     def explain(self, x: Tensor, given: Mapping[str, Tensor]) -> PlanData:
         """Return the plan for this call, as data."""
-        arguments = self._arguments(x, given, _autocast_dtype(x))
+        arguments = self._arguments(x, given, autocast_dtype(x.device))
         plan = self._plan(arguments, settings.current())
         return plan.data(dict(zip(plan.graph.arguments, arguments, strict=True)))
 
@@ -162,14 +163,6 @@ class Chain:
                 f"{must} insert ops that take what the chain has, got one that takes {', '.join(map(repr, more))}"
             )
         return graph
-
-
-def _autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """Return what autocast computes in where x is; None where it is off, or knows no such device."""
-    device = x.device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return None
-    return torch.get_autocast_dtype(device)
 
 
 def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:

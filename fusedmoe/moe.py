@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fusedmoe.autocast import without_autocast
 from fusedmoe.errors import InputError
 from fusedmoe.kernels.torch.rows import rows_per_expert
 from fusedmoe.ops.dispatch import Combine, Dispatch
@@ -166,7 +167,7 @@ class Router(nn.Module):
         if x.dim() != 2 or x.shape[1] != self.hidden:
             raise InputError(f"Router: x: expected shape (tokens, {self.hidden}), got {tuple(x.shape)}")
         exact = torch.promote_types(x.dtype, torch.float32)
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device):
             bias = None if self.bias is None else self.bias.to(exact)
             logits_TE = F.linear(x.to(exact), self.weight.to(exact), bias)
             scores_TE = torch.sigmoid(logits_TE) if self.score == "sigmoid" else torch.softmax(logits_TE, dim=-1)

@@ -241,3 +241,12 @@ def test_bitwise_the_same_each_time(dtype):
     first = run()
     for _ in range(3):
         assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
+
+
+def test_on_the_meta_device_shapes_follow():
+    with torch.device("meta"):
+        layer = fm.MoE(16, 8, 4, 2, shared_intermediate=8)
+        y, stats = layer(torch.randn(2, 3, 16), return_stats=True)
+    assert y.is_meta
+    assert y.shape == (2, 3, 16)
+    assert stats.load.shape == (4,)
