@@ -44,7 +44,7 @@ class Scale(Op):
 
     @property
     def aliases(self) -> dict[str, str]:  # type: ignore[override]
-        """``"factor"``: a rule's name for the runtime input, whatever the user calls it."""
+        """A rule calls the runtime input ``factor``, whatever the user calls it."""
         return {"factor": self.name}
 
     def infer(self, x: SpecLike, scale: SpecLike) -> TensorSpec:
