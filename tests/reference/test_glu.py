@@ -162,7 +162,7 @@ def test_a_nan_reaches_its_own_results_and_no_others(kind, options, dtype):
 @every_kind
 def test_infinities_without_a_limit_come_through(kind):
     x = torch.tensor([[math.inf, 2.0, 1.0, 3.0, math.inf, -math.inf]], dtype=torch.float32)
-    if kind == "geglu_erf" and torch.nn.functional.gelu(x[:, 0]).isnan().any():
+    if kind == "geglu_erf" and torch.nn.functional.gelu(1.0 * x[:, :3]).isnan().any():
         pytest.skip("this torch's own gelu of infinity is NaN (2.11 on some processors)")
     assert KINDS[kind]()(x).tolist() == [[math.inf, math.inf, -math.inf]]
 
