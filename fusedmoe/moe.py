@@ -338,7 +338,8 @@ class MoE(nn.Module):
             if self.shared_gate is not None:
                 shared = torch.sigmoid(self.shared_gate(tokens)) * shared
             y = y + shared
-        y = y.view(*x.shape[:-1], y.shape[-1])
+        if x.dim() != 2:  # a view of what needs none makes FSDP2 warn of in-place ops on it
+            y = y.view(*x.shape[:-1], y.shape[-1])
         return (y, self.router.stats(routing)) if return_stats else y
 
     def explain(self, x: Tensor) -> Explanation:
