@@ -45,14 +45,10 @@ class Chain:
         graph = Graph(self.nodes, self.exports)
         self.inputs = tuple(graph.inputs)
         self._names = graph.arguments
+        self.takers = graph.takers  # each runtime input, with the ops that take it
         self._parameters = [(node.op, name) for node in self.nodes for name in node.op.parameter_names]
         self._plans: dict[tuple[Any, ...], Plan] = {}  # by what a plan depends on
         self._calls: dict[tuple[Any, ...], Plan] = {}  # by exact shapes too: calls that were checked
-
-    @property
-    def takers(self) -> dict[str, list[str]]:
-        """Each runtime input of the chain, with the ops that take it."""
-        return {name: [p.label for p in Graph(self.nodes).forward if name in p.names.values()] for name in self.inputs}
 
     def run(self, x: Tensor, given: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """Run the chain on rows and runtime inputs; return its result and its exports."""

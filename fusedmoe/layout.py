@@ -191,8 +191,7 @@ def _nodes(members: Sequence[Member]) -> list[Node]:
 def _takes(group: Sequence[Member]) -> dict[str, list[str]]:
     """The runtime inputs that a part takes from outside of it, with the ops that do."""
     if nodes := _nodes(group):
-        graph = Graph(nodes)
-        return {name: [p.label for p in graph.forward if name in p.names.values()] for name in graph.inputs}
+        return Graph(nodes).takers
     (member,) = group
     names: tuple[str, ...] = getattr(member.module, "runtime_inputs", ())
     return {name: [member.label] for name in names}

@@ -74,6 +74,8 @@ def _run(job: Job, call: Call, state: checkpoint.State | None, split: Split, con
     elif (previous := checkpoint.set_aside(call.output)) is not None:
         console.print(f"The checkpoint of an earlier run is kept as {previous}.")
 
+    if call.stop_at is not None and call.stop_at < trainer.step:
+        raise UsageError(f"--stop-at {call.stop_at}: the checkpoint has {trainer.step} steps already")
     already_done = trainer.step
     with StopSignals() as stop:
         if trainer.step < job.steps:

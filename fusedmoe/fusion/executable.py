@@ -52,7 +52,7 @@ class Covered:
         (place,) = self.places
         rows = specs[place.names["input"]]
         assert rows is not None
-        return place.node.op.host_sync(rows, device)
+        return place.item.host_sync(rows, device)
 
     def planned(self, specs: Mapping[str, SpecLike | None], costs: Costs, device: torch.device) -> PlannedStep:
         """Return the step as data."""

@@ -106,6 +106,11 @@ class Graph:
         self.producers = {value: place.step for place in self.forward for value in place.step.gives} | self.derived
         _reject_double_weights(self.forward)
 
+    @property
+    def takers(self) -> dict[str, list[str]]:
+        """Each runtime input that the caller gives, with the ops that take it."""
+        return {name: [p.label for p in self.forward if name in p.names.values()] for name in self.inputs}
+
     def _forward_place(self, i: int, node: Node, scope: dict[str, str], rows: int) -> Place:
         label, op = node
         names = {"input": self.main[i], "output": self.main[i + 1]}

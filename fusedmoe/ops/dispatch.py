@@ -16,7 +16,7 @@ import torch
 
 from fusedmoe.errors import InputError
 from fusedmoe.kernels.torch.rows import gather_rows, sort_by_expert, tail_mask
-from fusedmoe.ops.op import BackwardOp, Op, TensorSpec
+from fusedmoe.ops.op import BackwardOp, Op, TensorSpec, exact_together
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -186,9 +186,8 @@ class Combine(Op):
         slots_TKH = gather_rows(x, row_of_slot)
         if probs is None:
             return _sum_in_fp32(slots_TKH, 1)
-        exact = torch.promote_types(torch.promote_types(x.dtype, torch.float32), probs.dtype)
-        weights_TK1 = gather_rows(probs, row_of_slot).to(exact).unsqueeze(-1)
-        return (slots_TKH.to(exact) * weights_TK1).sum(1).to(x.dtype)
+        rows, weights = exact_together(slots_TKH, gather_rows(probs, row_of_slot).unsqueeze(-1))
+        return (rows * weights).sum(1).to(x.dtype)
 
     def backward_ops(self) -> tuple[BackwardOp, ...]:
         return (DCombine(self),) if self.weights is None else (CombineWeightGrad(self), DCombine(self))
@@ -222,8 +221,8 @@ class DCombine(BackwardOp):
     ) -> Tensor:
         dy, tail = _token_rows(grad_output, row_of_slot, slot_of_row)
         if probs is not None:
-            exact = torch.promote_types(torch.promote_types(dy.dtype, torch.float32), probs.dtype)
-            dy = (dy.to(exact) * probs.to(exact).unsqueeze(-1)).to(dy.dtype)
+            rows, weights = exact_together(dy, probs.unsqueeze(-1))
+            dy = (rows * weights).to(dy.dtype)
         return dy.masked_fill_(tail.unsqueeze(-1), 0)
 
 
@@ -243,5 +242,5 @@ class CombineWeightGrad(BackwardOp):
         self, grad_output: Tensor, x: Tensor, row_of_slot: Tensor, slot_of_row: Tensor, probs: Tensor
     ) -> Tensor:
         dy, tail = _token_rows(grad_output, row_of_slot, slot_of_row)
-        exact = torch.promote_types(torch.promote_types(dy.dtype, torch.float32), probs.dtype)
-        return (dy.to(exact) * x.to(exact)).sum(1).to(probs.dtype).masked_fill_(tail, 0)
+        exact_dy, exact_x, _ = exact_together(dy, x, probs)
+        return (exact_dy * exact_x).sum(1).to(probs.dtype).masked_fill_(tail, 0)

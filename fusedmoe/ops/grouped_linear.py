@@ -64,6 +64,9 @@ class BiasGrad(BackwardOp):
         sums = grouped_gemm.grouped_bias_grad(grad_output.flatten(0, -2), offsets)
         return sums[0] if offsets is None else sums
 
+    def host_sync(self, x: SpecLike, device: torch.device) -> bool:
+        return False
+
 
 def _positive(op: str, **sizes: object) -> None:
     for name, size in sizes.items():

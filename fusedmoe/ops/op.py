@@ -49,6 +49,12 @@ def exact(x: Tensor) -> Tensor:
     return x.to(torch.float32) if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
+def exact_together(*tensors: Tensor) -> list[Tensor]:
+    """Return the tensors in the one dtype that arithmetic between them is done in: fp32, or fp64 where any is."""
+    dtype = torch.float64 if any(t.dtype is torch.float64 for t in tensors) else torch.float32
+    return [t.to(dtype) for t in tensors]
+
+
 Specs = TensorSpec | tuple[TensorSpec, ...]
 Tensors = Tensor | tuple[Tensor, ...]
 
@@ -202,6 +208,10 @@ class BackwardOp:
     def compute(self, *args: Any) -> Any:
         """Return the tensors of `gives`, of those of `needs`."""
         raise NotImplementedError(f"{type(self).__name__} defines no compute()")
+
+    def host_sync(self, x: SpecLike, device: torch.device) -> bool:
+        """Whether this step reads a tensor on the host, ``x`` being what went into the op: as the op, by default."""
+        return self.op.host_sync(x, device)
 
     def only(self, gives: tuple[str, ...]) -> BackwardOp:
         """Return this step for callers that want just these of its `gives`; the default goes on giving all."""

@@ -4,22 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from fusedmoe.errors import InputError
-from fusedmoe.ops.op import BackwardOp, Op, TensorSpec
+from fusedmoe.ops.op import BackwardOp, Op, TensorSpec, exact_together
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from fusedmoe.ops.op import SpecLike
-
-
-def _exact(*tensors: Tensor) -> list[Tensor]:
-    dtype = torch.float32
-    for t in tensors:
-        dtype = torch.promote_types(dtype, t.dtype)
-    return [t.to(dtype) for t in tensors]
 
 
 class Scale(Op):
@@ -57,7 +48,7 @@ class Scale(Op):
         return TensorSpec(tuple(x.shape), x.dtype)
 
     def compute(self, x: Tensor, scale: Tensor) -> Tensor:
-        exact_x, exact_scale = _exact(x, scale)
+        exact_x, exact_scale = exact_together(x, scale)
         return (exact_x * exact_scale.view(-1, *(1,) * (x.dim() - 1))).to(x.dtype)
 
     def backward_ops(self) -> tuple[BackwardOp, ...]:
@@ -77,7 +68,7 @@ class DScale(BackwardOp):
         self.needs = ("grad_output", op.name)
 
     def compute(self, grad_output: Tensor, scale: Tensor) -> Tensor:
-        dy, s = _exact(grad_output, scale)
+        dy, s = exact_together(grad_output, scale)
         return (dy * s.view(-1, *(1,) * (dy.dim() - 1))).to(grad_output.dtype)
 
 
@@ -92,5 +83,5 @@ class ScaleGrad(BackwardOp):
         self.gives = (f"grad_{op.name}",)
 
     def compute(self, grad_output: Tensor, x: Tensor, scale: Tensor) -> Tensor:
-        dy, exact_x, _ = _exact(grad_output, x, scale)
+        dy, exact_x, _ = exact_together(grad_output, x, scale)
         return (dy * exact_x).flatten(1).sum(1).to(scale.dtype)

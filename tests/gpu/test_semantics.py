@@ -115,6 +115,16 @@ def test_what_reads_the_host_is_marked(device):
             torch.cuda.set_sync_debug_mode("default")
 
 
+def test_a_bias_gradient_reads_no_host(device):
+    op = fm.Sequential(fm.GroupedLinear(2, 64, 64, bias=True, device=device))
+    steps = op.explain(torch.randn(8, 64, device=device), splits=torch.tensor([3, 5], device=device)).steps
+    assert {step.ops[0]: step.host_sync for step in steps} == {
+        "0.GroupedLinear": True,
+        "0.BiasGrad": False,
+        "0.Wgrad": True,
+    }
+
+
 def test_wrong_splits_stay_within_the_rows(device):
     """Values are trusted, memory is not: sums over R and negative counts read and write nothing outside."""
     op = fm.GroupedLinear(3, 64, 64, device=device, dtype=torch.bfloat16)
