@@ -1,0 +1,28 @@
+"""What a caller may ask of every matrix-product kernel, whatever it computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Schedule = Literal["static", "dynamic"]
+
+
+@dataclass(frozen=True)
+class KernelOptions:
+    """How the kernels share the GPU with others. Neither setting changes a result.
+
+    Attributes
+    ----------
+    sm_margin : int
+        SMs left free for other kernels, such as those of communication.
+    schedule : str
+        ``"static"``: a CTA knows its tiles beforehand. ``"dynamic"``: it draws the next from a counter in memory, which
+        evens out what other kernels on the GPU slow down.
+    """
+
+    sm_margin: int = 0
+    schedule: Schedule = "static"
+
+
+DEFAULT = KernelOptions()
