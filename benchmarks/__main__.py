@@ -1,4 +1,9 @@
-"""``python -m benchmarks``: measure, print a table, write the results."""
+"""``python -m benchmarks``: measure, print tables, write the results.
+
+Sections: ``host`` (what the framework costs the host), ``kernels`` (each kernel), ``mlp`` (the expert MLP through the
+public API), ``deepgemm`` (DeepGEMM's products, for an environment of its own). By default the first, and the next two
+where there is a GPU.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +13,80 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import host
+from benchmarks import gpu, host, shapes
+from benchmarks.gpu_timing import GpuTimer, ceiling
 from benchmarks.results import ROOT, machine, write
 
+SECTIONS = ("host", *gpu.SECTIONS)
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=300, help="rounds of each measurement (default: %(default)s)")
-    parser.add_argument("--results", type=Path, default=ROOT / "results", help="folder of the result files")
-    parser.add_argument("--device", choices=("cpu", "cuda"), action="append", help="default: every one there is")
-    args = parser.parse_args()
+
+def main(argv: list[str] | None = None) -> None:
+    parser = _parser()
+    args = parser.parse_args(argv)
     devices = args.device or ["cpu"] + ["cuda"] * torch.cuda.is_available()
+    sections = args.only or ("host", *(("kernels", "mlp") if "cuda" in devices else ()))
+    on_gpu = tuple(section for section in sections if section in gpu.SECTIONS)
+    if on_gpu and not torch.cuda.is_available():
+        parser.error(f"--only {','.join(on_gpu)}: needs a GPU, and torch sees none")
     torch.manual_seed(0)
     torch.set_num_threads(1)  # of the host's time: a thread pool's wake-ups are not what is measured
+    if "host" in sections:
+        _host(devices, args.rounds, args.results)
+    if on_gpu:
+        device = torch.device("cuda", torch.cuda.current_device())
+        settings = gpu.Settings(
+            sections=on_gpu,
+            shapes=_chosen(parser, args.shape or (shapes.QUICK if args.quick else None)),
+            routing=args.routing,
+            device=device,
+            results=args.results,
+            tune_peers=args.tune_peers,
+            reps=args.reps,
+        )
+        print(f"\n{machine()}; medians of {args.reps} calls, L2 flushed, host gaps hidden")
+        timer = GpuTimer(device, args.reps)
+        for file in gpu.run(settings, timer, ceiling(timer, device)):
+            print("written to", file)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--only", type=_sections, metavar="SECTION,...", help=f"of {', '.join(SECTIONS)}")
+    parser.add_argument("--results", type=Path, default=ROOT / "results", help="folder of the result files")
+    parser.add_argument("--device", choices=("cpu", "cuda"), action="append", help="default: every one there is")
+    parser.add_argument("--rounds", type=int, default=300, help="host: rounds of a measurement (default: %(default)s)")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--shape", nargs="+", metavar="NAME", help="shapes of benchmarks/shapes.toml; default: all")
+    which.add_argument("--quick", action="store_true", help=f"these shapes alone: {', '.join(shapes.QUICK)}")
+    parser.add_argument("--routing", choices=shapes.ROUTINGS, default="uniform", help="how rows spread over experts")
+    parser.add_argument("--reps", type=int, default=30, help="timed calls of each peer (default: %(default)s)")
+    parser.add_argument(
+        "--tune-peers", action="store_true", help="let QuACK and SonicMoE tune: a minute for each kernel"
+    )
+    return parser
+
+
+def _sections(text: str) -> tuple[str, ...]:
+    chosen = tuple(text.split(","))
+    if unknown := [section for section in chosen if section not in SECTIONS]:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: expected some of {', '.join(SECTIONS)}")
+    return chosen
+
+
+def _chosen(parser: argparse.ArgumentParser, names: tuple[str, ...] | None) -> tuple[shapes.Shape, ...]:
+    known = shapes.load()
+    if unknown := [name for name in names or () if name not in known]:
+        parser.error(f"--shape {', '.join(unknown)}: expected some of {', '.join(known)}")
+    return tuple(known[name] for name in names or known)
+
+
+def _host(devices: list[str], rounds: int, results: Path) -> None:
     print(f"host time of GroupedLinear, SwiGLU, GroupedLinear on few rows, microseconds a call; {machine()}")
     print("the least over the rounds, what the code costs; (the median, with what else the machine did)")
     print(f"{'':24}{'planned':>18}{'by hand':>18}{'by hand, lean':>18}{'planned - by hand':>20}")
     reports = {}
     for name in devices:
-        report = host.measure(torch.device(name), args.rounds)
+        report = host.measure(torch.device(name), rounds)
         for title, times in report.passes.items():
             row = "".join(f"{_both(times[v].least_us, times[v].median_us):>18}" for v in host.VARIANTS)
             print(f"{name + ' ' + title:24}{row}{_both(*report.overhead_us(title)):>20}")
@@ -35,7 +95,7 @@ def main() -> None:
             title: dict(zip(("least", "median"), report.overhead_us(title), strict=True)) for title in report.passes
         }
         reports[name] = asdict(report) | {"overhead_us": overhead}
-    print("written to", write(args.results, "host", {"host": reports}))
+    print("written to", write(results, "host", {"host": reports}))
 
 
 def _both(least_us: float, median_us: float) -> str:

@@ -14,7 +14,16 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parent
-PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi", "quack-kernels", "sonic-moe", "transformers")
+PACKAGES = (
+    "torch",
+    "triton",
+    "nvidia-cutlass-dsl",
+    "apache-tvm-ffi",
+    "quack-kernels",
+    "sonic-moe",
+    "sgl-deep-gemm",
+    "transformers",
+)
 
 
 def machine() -> str:

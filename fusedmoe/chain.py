@@ -16,6 +16,7 @@ from fusedmoe.fusion.executable import Environment, Plan
 from fusedmoe.fusion.graph import Graph
 from fusedmoe.fusion.planner import make_plan
 from fusedmoe.kernels.device import arch
+from fusedmoe.kernels.options import DEFAULT, KernelOptions
 from fusedmoe.ops.op import Node, Op
 
 if TYPE_CHECKING:
@@ -50,27 +51,27 @@ class Chain:
         self._plans: dict[tuple[Any, ...], Plan] = {}  # by what a plan depends on
         self._calls: dict[tuple[Any, ...], Plan] = {}  # by exact shapes too: calls that were checked
 
-    def run(self, x: Tensor, given: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    def run(self, x: Tensor, given: Mapping[str, Tensor], options: KernelOptions = DEFAULT) -> tuple[Tensor, ...]:
         """Run the chain on rows and runtime inputs; return its result and its exports."""
         if torch.compiler.is_compiling():
             from fusedmoe.uncompiled import run_chain
 
-            return run_chain(self, x, given)  # type: ignore[no-any-return]
+            return run_chain(self, x, given, options)  # type: ignore[no-any-return]
         now = settings.current()
         if (autocast := autocast_dtype(x.device)) is not None:
             arguments = self._arguments(x, given, autocast)
             with without_autocast(x.device):
-                return self._run(arguments, now)
-        return self._run(self._arguments(x, given), now)
+                return self._run(arguments, now, options)
+        return self._run(self._arguments(x, given), now, options)
 
-    def explain(self, x: Tensor, given: Mapping[str, Tensor]) -> PlanData:
+    def explain(self, x: Tensor, given: Mapping[str, Tensor], options: KernelOptions = DEFAULT) -> PlanData:
         """Return the plan for this call, as data."""
         arguments = self._arguments(x, given, autocast_dtype(x.device))
-        plan = self._plan(arguments, settings.current())
+        plan = self._plan(arguments, settings.current(), options)
         return plan.data(dict(zip(plan.graph.arguments, arguments, strict=True)))
 
-    def _run(self, arguments: list[Tensor | None], now: Settings) -> tuple[Tensor, ...]:
-        plan = self._plan(arguments, now)
+    def _run(self, arguments: list[Tensor | None], now: Settings, options: KernelOptions) -> tuple[Tensor, ...]:
+        plan = self._plan(arguments, now, options)
         if now.strict:
             plan.raise_if_missed()
         if arguments[0].is_meta:  # type: ignore[union-attr]
@@ -91,7 +92,7 @@ class Chain:
             parameters = [None if p is None else _cast(p, autocast) for p in parameters]
         return [x, *[given[name] for name in self.inputs], *parameters]
 
-    def _plan(self, arguments: list[Tensor | None], now: Settings) -> Plan:
+    def _plan(self, arguments: list[Tensor | None], now: Settings, options: KernelOptions) -> Plan:
         """Return the plan for these arguments, whose shapes fit the ops."""
         call = (
             tuple([None if a is None else (a.shape, a.dtype, a.requires_grad, a.device) for a in arguments]),
@@ -102,17 +103,20 @@ class Chain:
             torch.is_grad_enabled(),
             torch.are_deterministic_algorithms_enabled(),
             registry.generation(),
+            options,
         )
         plan = self._calls.get(call)
         if plan is None:
-            plan = self._plan_of_kind(call, arguments, now)
+            plan = self._plan_of_kind(call, arguments, now, options)
             plan.graph.infer(dict(zip(plan.graph.arguments, arguments, strict=True)))
             if len(self._calls) >= _REMEMBERED_CALLS:
                 self._calls.clear()
             self._calls[call] = plan
         return plan
 
-    def _plan_of_kind(self, call: tuple[Any, ...], arguments: list[Tensor | None], now: Settings) -> Plan:
+    def _plan_of_kind(
+        self, call: tuple[Any, ...], arguments: list[Tensor | None], now: Settings, options: KernelOptions
+    ) -> Plan:
         """Return the plan for calls that differ from this one in their number of rows, up to the next power of two."""
         (x, *others), *settled = call
         width = x[0][-1]
@@ -122,10 +126,12 @@ class Chain:
         plan = self._plans.get(key)
         if plan is None:
             disabled = (*now.disabled, *settings.patterns(settings.disabled_by_environment()))
-            plan = self._plans[key] = self._make(arguments, now.recipe, disabled)
+            plan = self._plans[key] = self._make(arguments, now.recipe, disabled, options)
         return plan
 
-    def _make(self, arguments: list[Tensor | None], recipe: Recipe, disabled: tuple[str, ...]) -> Plan:
+    def _make(
+        self, arguments: list[Tensor | None], recipe: Recipe, disabled: tuple[str, ...], options: KernelOptions
+    ) -> Plan:
         x = arguments[0]
         assert x is not None
         for name, argument in zip(self._names, arguments, strict=True):
@@ -133,7 +139,7 @@ class Chain:
                 takes = f"; {', '.join(self.takers[name])} takes it" if name in self.inputs else ""
                 raise InputError(f"{name}: expected on {x.device}, where the rows are, got on {argument.device}{takes}")
         environment = Environment(
-            x.device, arch(x.device), torch.are_deterministic_algorithms_enabled(), recipe, disabled
+            x.device, arch(x.device), torch.are_deterministic_algorithms_enabled(), recipe, disabled, options
         )
         graph = self._rewritten(recipe)
         named = dict(zip(graph.arguments, arguments, strict=True))

@@ -1,4 +1,5 @@
-"""The command line: ``fusedmoe demo`` trains a small model, ``fusedmoe doctor`` says what this machine can run.
+"""The command line: ``fusedmoe demo`` trains a small model, ``fusedmoe doctor`` says what this machine can run,
+``fusedmoe compile`` builds the kernels ahead of time.
 
 Each subcommand imports what it needs when it is called. Exit status: 0 done, 1 something went wrong and the message
 says what to do, 2 wrong options, 130 Ctrl-C.
@@ -73,8 +74,17 @@ def _dispatch(arguments: list[str]) -> int:
         "and compare it on held-out text with a byte-bigram model.",
         allow_abbrev=False,
     )
+    compile_ = commands.add_parser(
+        "compile",
+        help="build the kernels ahead of time; needs no GPU",
+        description="Build every kernel that fusedmoe ships into the cache on disk, so that no training step waits for "
+        "one. Needs no GPU, but the kind of CPU and the package versions of the machine that will use them.",
+        allow_abbrev=False,
+    )
     if arguments[:1] == ["demo"]:
         return _demo(demo, arguments[1:])
+    if arguments[:1] == ["compile"]:
+        return _compile(compile_, arguments[1:])
     _, unknown = parser.parse_known_args(arguments)  # ends here with --help, --version, or an error
     return parser.refuse(unknown or arguments)
 
@@ -97,6 +107,23 @@ def _demo(parser: _Parser, arguments: list[str]) -> int:
         sys.stdout.flush()
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return error.exit_code
+
+
+def _compile(parser: _Parser, arguments: list[str]) -> int:
+    from fusedmoe import compile_cli
+    from fusedmoe.errors import InputError
+
+    compile_cli.add_arguments(parser)
+    namespace, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        parser.refuse(unknown)
+    try:
+        return compile_cli.run(compile_cli.CompileOptions(**vars(namespace)))
+    except InputError as error:
+        parser.error(str(error))
+    except KeyboardInterrupt:
+        print(f"{parser.prog}: interrupted; the kernels built so far stay in the cache", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 def _version() -> str:

@@ -16,6 +16,8 @@ from fusedmoe.ops.op import Node, Op
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from fusedmoe.kernels.options import KernelOptions
+
 
 @dataclass(frozen=True)
 class Member:
@@ -38,9 +40,9 @@ class ChainPart:
         first, last = self.chain.nodes[0].label, self.chain.nodes[-1].label
         return f"chain {first}" if first == last else f"chain {first} to {last}"
 
-    def run(self, x: Tensor, named: dict[str, Tensor]) -> Tensor:
+    def run(self, x: Tensor, named: dict[str, Tensor], options: KernelOptions) -> Tensor:
         """Run it on the rows and the values by name, to which it adds those that later parts want."""
-        y, *exports = self.chain.run(x, named)
+        y, *exports = self.chain.run(x, named, options)
         if exports:
             named.update(zip(self.chain.exports, exports, strict=True))
         return y
@@ -65,8 +67,10 @@ class ModulePart:
         )
         return f"module {self.label}: {type(self.module).__name__}: {why}"
 
-    def run(self, x: Tensor, named: dict[str, Tensor]) -> Tensor:
-        """Call it on the rows and what it takes of the values by name, to which it adds those that it provides."""
+    def run(self, x: Tensor, named: dict[str, Tensor], options: KernelOptions) -> Tensor:
+        """Call it on the rows and what it takes of the values by name, to which it adds those that it provides. It has
+        options of its own, where it has any.
+        """
         y = self.module(x, **{name: named[name] for name in self.takes})
         if not self.provides:
             return y  # type: ignore[no-any-return]
@@ -93,12 +97,15 @@ class Layout:
         Each runtime input that the caller gives, with the ops that take it.
     provided : dict
         Each value that an op provides, with its label.
+    opened : list of (str, Module)
+        The nested modules that count as their own modules, with their labels.
     """
 
     def __init__(self, root: nn.Sequential, opened: Callable[[nn.Module], bool]) -> None:
         self._children: list[tuple[nn.Module, list[tuple[str, nn.Module | None]]]] = []
         self._hooked: list[tuple[nn.Module, bool]] = []
         self._any_global_hook = _has_any_global_hook()
+        self.opened: list[tuple[str, nn.Module]] = []
         groups: list[list[Member]] = []
         for member in _placed(self._members(root, "", opened)):
             if member.joins and groups and groups[-1][-1].joins:
@@ -133,6 +140,7 @@ class Layout:
             self._hooked.append((module, hooked))
             hooked = hooked or self._any_global_hook
             if opened(module) and not hooked:
+                self.opened.append((prefix + name, module))
                 members += self._members(module, f"{prefix}{name}.", opened)
             else:
                 joins = isinstance(module, Op) and type(module).forward is Op.forward and not hooked

@@ -21,10 +21,11 @@ from fusedmoe.ops.glu import GLU, GeGLU, ReGLU, SwiGLU
 from fusedmoe.ops.grouped_linear import GroupedLinear, Linear
 from fusedmoe.ops.op import Op
 from fusedmoe.ops.squared_relu import SquaredReLU
-from fusedmoe.sequential import Sequential
+from fusedmoe.sequential import Sequential, kernel_options
 
 if TYPE_CHECKING:
     from fusedmoe.fusion.plan import Explanation
+    from fusedmoe.kernels.options import Schedule
 
 ACTIVATIONS: dict[str, type[Op]] = {"swiglu": SwiGLU, "geglu": GeGLU, "reglu": ReGLU, "squared_relu": SquaredReLU}
 """The activations that `MoE` knows by name."""
@@ -251,6 +252,8 @@ class MoE(nn.Module):
         Of the `Router`.
     device, dtype
         Of the parameters.
+    sm_margin, schedule
+        Of the `Sequential` of the experts, and of the shared expert; to be set as attributes too.
 
     Attributes
     ----------
@@ -281,6 +284,9 @@ class MoE(nn.Module):
         top_groups: int = 1,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        sm_margin: int = 0,
+        schedule: Schedule = "static",
     ) -> None:
         super().__init__()
         self.hidden = hidden
@@ -322,6 +328,31 @@ class MoE(nn.Module):
             if self.shared is None:
                 raise InputError("MoE: shared_gate: expected with shared_intermediate, which is None")
             self.shared_gate = Linear(hidden, 1, bias=False, device=device, dtype=dtype)
+        self._set_options(sm_margin, schedule)
+
+    @property
+    def sm_margin(self) -> int:
+        """SMs that the fused kernels leave free."""
+        return self.experts.sm_margin
+
+    @sm_margin.setter
+    def sm_margin(self, sm_margin: int) -> None:
+        self._set_options(sm_margin, self.schedule)
+
+    @property
+    def schedule(self) -> Schedule:
+        """How the fused kernels share out their tiles: ``"static"`` or ``"dynamic"``."""
+        return self.experts.schedule
+
+    @schedule.setter
+    def schedule(self, schedule: Schedule) -> None:
+        self._set_options(self.sm_margin, schedule)
+
+    def _set_options(self, sm_margin: int, schedule: Schedule) -> None:
+        options = kernel_options("MoE", sm_margin, schedule)
+        for chain in (self.experts, self.shared):
+            if chain is not None:
+                chain.sm_margin, chain.schedule = options.sm_margin, options.schedule
 
     def forward(self, x: Tensor, return_stats: bool = False) -> Tensor | tuple[Tensor, MoEStats]:
         """Run the layer on ``x`` (..., H).

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import logging
+from typing import TYPE_CHECKING, Any, get_args
 
 from torch import nn
 
+from fusedmoe.errors import InputError
+from fusedmoe.fusion.log import say_once
 from fusedmoe.fusion.plan import Explanation
+from fusedmoe.kernels.options import DEFAULT, KernelOptions, Schedule
 from fusedmoe.layout import ChainPart, Layout
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+
+def kernel_options(who: str, sm_margin: object, schedule: Schedule) -> KernelOptions:
+    """Return the options, checked; ``who`` was given them."""
+    if not isinstance(sm_margin, int) or isinstance(sm_margin, bool) or sm_margin < 0:
+        raise InputError(f"{who}: sm_margin: expected a number of SMs, 0 or more, got {sm_margin!r}")
+    if schedule not in get_args(Schedule):
+        expected = " or ".join(map(repr, get_args(Schedule)))
+        raise InputError(f"{who}: schedule: expected {expected}, got {schedule!r}")
+    return KernelOptions(sm_margin, schedule)
 
 
 class Sequential(nn.Sequential):
@@ -23,11 +39,62 @@ class Sequential(nn.Sequential):
     does an op with module hooks, or one whose ``forward`` was replaced: it is called as a module, so that the hooks
     run. A nested `Sequential` counts as its ops.
 
+    Parameters
+    ----------
+    *args
+        The modules, or one ``OrderedDict`` of them, as for ``torch.nn.Sequential``.
+    sm_margin
+        SMs that the fused kernels leave free for other kernels, such as those of communication.
+    schedule
+        ``"static"``: a thread block of a fused kernel knows its tiles beforehand. ``"dynamic"``: it draws the next one
+        from a counter, which evens out what other kernels on the GPU slow down.
+
+    Notes
+    -----
+    ``sm_margin`` and ``schedule`` may be set as attributes at any time; neither changes a result. They hold for every
+    chain that this `Sequential` runs, in its forward and the backward of that, also for the ops of a nested one, whose
+    own settings hold where it is called by itself.
+
     Examples
     --------
     >>> experts = Sequential(GroupedLinear(8, 64, 2 * 32), SwiGLU(), GroupedLinear(8, 32, 64))
     >>> y = experts(x, splits=tokens_per_expert)
     """
+
+    _options: KernelOptions = DEFAULT
+
+    def __init__(self, *args: Any, sm_margin: int = 0, schedule: Schedule = "static") -> None:
+        super().__init__(*args)
+        self._options = kernel_options(type(self).__name__, sm_margin, schedule)
+
+    @property
+    def sm_margin(self) -> int:
+        """SMs that the fused kernels leave free."""
+        return self._options.sm_margin
+
+    @sm_margin.setter
+    def sm_margin(self, sm_margin: int) -> None:
+        self._options = kernel_options(type(self).__name__, sm_margin, self.schedule)
+
+    @property
+    def schedule(self) -> Schedule:
+        """How the fused kernels share out their tiles: ``"static"`` or ``"dynamic"``."""
+        return self._options.schedule
+
+    @schedule.setter
+    def schedule(self, schedule: Schedule) -> None:
+        self._options = kernel_options(type(self).__name__, self.sm_margin, schedule)
+
+    def __getitem__(self, idx: int | slice) -> Any:
+        found: Any = super().__getitem__(idx)
+        if isinstance(idx, slice):
+            found._options = self._options
+        return found
+
+    def extra_repr(self) -> str:
+        """Return the options that are not the default, as `torch.nn.Module` prints settings."""
+        changed = {name: getattr(self, name) for name in ("sm_margin", "schedule")}
+        return ", ".join(f"{name}={value!r}" for name, value in changed.items() if value != getattr(DEFAULT, name))
 
     def forward(self, x: Tensor, /, **inputs: Tensor) -> Tensor:  # type: ignore[override]
         """Run the ops.
@@ -47,7 +114,7 @@ class Sequential(nn.Sequential):
         layout = self._current_layout()
         named = layout.bind(x, inputs)
         for part in layout.parts:
-            x = part.run(x, named)
+            x = part.run(x, named, self._options)
         return x
 
     def explain(self, x: Tensor, /, **inputs: Tensor) -> Explanation:
@@ -60,9 +127,10 @@ class Sequential(nn.Sequential):
         named = layout.bind(x, inputs)
         explained = []
         for i, part in enumerate(layout.parts):
-            explained.append((part.title, part.chain.explain(x, named) if isinstance(part, ChainPart) else None))
+            plan = part.chain.explain(x, named, self._options) if isinstance(part, ChainPart) else None
+            explained.append((part.title, plan))
             if i + 1 < len(layout.parts):
-                x = part.run(x, named)
+                x = part.run(x, named, self._options)
         return Explanation(tuple(explained))
 
     @property
@@ -74,7 +142,15 @@ class Sequential(nn.Sequential):
         layout: Layout | None = self.__dict__.get("_layout")
         if layout is None or not layout.holds():
             layout = self.__dict__["_layout"] = Layout(self, opened=lambda module: type(module) is Sequential)
+            self._say_whose_options_hold(layout)
         return layout
+
+    def _say_whose_options_hold(self, layout: Layout) -> None:
+        message = "nested Sequential %r: %s holds only where it is called by itself; set it on the outer one"
+        for label, module in layout.opened:
+            assert isinstance(module, Sequential)
+            if module._options not in (DEFAULT, self._options):
+                say_once(logger, logging.WARNING, message, label, ", ".join(module._options.changed()))
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k != "_layout"}

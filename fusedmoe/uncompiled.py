@@ -12,9 +12,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fusedmoe.chain import Chain
+    from fusedmoe.kernels.options import KernelOptions
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def run_chain(chain: Chain, x: Tensor, given: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-    """Return ``chain.run(x, given)``, run eagerly."""
-    return chain.run(x, given)
+def run_chain(chain: Chain, x: Tensor, given: Mapping[str, Tensor], options: KernelOptions) -> tuple[Tensor, ...]:
+    """Return ``chain.run(x, given, options)``, run eagerly."""
+    return chain.run(x, given, options)

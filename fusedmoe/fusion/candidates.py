@@ -146,7 +146,15 @@ class Line:
                 raise RuleError(f"{self._where(rule, start, end)}: {value!r} names no value of these ops")
             return found
 
-        return PlanContext(**self._context, _resolve=resolve)
+        def used_outside(value: str) -> bool:
+            return value in self._used_outside(start, end)
+
+        return PlanContext(**self._context, _resolve=resolve, _used_outside=used_outside)
+
+    def _used_outside(self, start: int, end: int) -> set[str]:
+        """Return what is read by other places than these, by glue, or after the chain."""
+        outside = [p for i, p in enumerate(self.places) if not start <= i < end]
+        return self._used_after | {v for p in outside for v in p.step.needs} | {v for g in self.glue for v in g.needs}
 
     def _where(self, rule: type[FusionRule], start: int, end: int) -> str:
         return f"rule {rule.name!r} on {', '.join(p.label for p in self.places[start:end])}"
@@ -183,8 +191,7 @@ class Line:
         needs, gives, keeps = resolved(step.needs), resolved(step.gives), resolved(step.keeps)
         span = self.places[start:end]
         made = [v for p in span for v in p.step.gives]
-        outside = [p for i, p in enumerate(self.places) if not start <= i < end]
-        used = self._used_after | {v for p in outside for v in p.step.needs} | {v for g in self.glue for v in g.needs}
+        used = self._used_outside(start, end)
         if missing := [v for v in made if v in used and v not in gives]:
             raise RuleError(f"{where}: its step gives {list(gives)}, but {missing} of what it covers is used elsewhere")
         if hidden := [v for v in needs if v in made]:

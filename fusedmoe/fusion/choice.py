@@ -136,4 +136,8 @@ def nearest_miss(attempts: Iterable[Attempt], position: int) -> Attempt | None:
     near = (a for a in attempts if a.start <= position < a.end and (a.matched or a.subclass))
     stood = [a for a in near if a.status is not Status.FUSED]
     got = {Status.CONSTRAINT: 3, Status.SHADOWED: 2, Status.UNAVAILABLE: 1, Status.NO_MATCH: 0}
-    return max(stood, key=lambda a: (a.on_this_device, got[a.status], a.matched, -a.start, a.rule), default=None)
+
+    def nearness(a: Attempt) -> tuple[object, ...]:
+        return a.on_this_device, a.stands_on(position), got[a.status], a.matched, -a.start, a.rule
+
+    return max(stood, key=nearness, default=None)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fusedmoe.fusion.rule import Direction
+    from fusedmoe.kernels.options import KernelOptions
     from fusedmoe.ops.op import SpecLike
     from fusedmoe.recipes import Recipe
 
@@ -33,6 +34,7 @@ class Environment:
     deterministic: bool
     recipe: Recipe
     disabled: tuple[str, ...]
+    options: KernelOptions
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class Covered:
     """A step of the plan and the places that it covers."""
 
     direction: Direction
+    position: int
     step: AnyStep
     places: tuple[Place, ...]
     extra_bytes: int
@@ -170,8 +173,8 @@ class Plan:
     @property
     def missed(self) -> tuple[tuple[str, Attempt], ...]:
         """The ops that run unfused although this device has a kernel for them, each with what came nearest."""
-        misses = ((c.places[0].label, c.nearest_miss) for c in self.covered if isinstance(c.step, Plain))
-        return tuple((label, miss) for label, miss in misses if miss is not None and miss.missed)
+        unfused = ((c.places[0].label, c.position, c.nearest_miss) for c in self.covered if isinstance(c.step, Plain))
+        return tuple((label, m) for label, at, m in unfused if m is not None and m.missed and m.stands_on(at))
 
     def raise_if_missed(self) -> None:
         """Raise what ``fm.strict()`` promises."""
@@ -193,4 +196,5 @@ class Plan:
             str(device) + (f" (sm_{arch})" if arch else ""),
             str(self.dtype).removeprefix("torch."),
             self.environment.recipe.name,
+            self.environment.options,
         )

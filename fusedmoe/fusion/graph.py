@@ -262,9 +262,9 @@ class Graph:
         return found
 
 
-def _for_taker(compute: Callable[..., Tensor], taker: str, *needs: Tensor) -> Tensor:
+def _for_taker(compute: Callable[..., Tensor], taker: str, *needs: Tensor, **kernel: Any) -> Tensor:
     try:
-        return compute(*needs)
+        return compute(*needs, **kernel)
     except InputError as error:
         raise InputError(f"{taker}: {error}") from None
 

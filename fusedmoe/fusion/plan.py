@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from fusedmoe.kernels.options import DEFAULT, KernelOptions
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -66,6 +68,13 @@ class Attempt:
     def missed(self) -> bool:
         """Whether this device has the kernel and it does not run: what ``fm.strict()`` raises for."""
         return self.on_this_device and self.matched > 0 and self.status in (Status.CONSTRAINT, Status.NO_MATCH)
+
+    def stands_on(self, position: int) -> bool:
+        """Whether a slot was bound to the op there, or would have been but that the op is of a subclass.
+
+        The op at which a pattern ended is none of the rule's: a `Combine` after a layer misses no activation.
+        """
+        return self.start <= position < self.start + self.matched + self.subclass
 
     def __str__(self) -> str:
         return (
@@ -137,6 +146,8 @@ class PlanData:
         Their bytes, for the shapes explained; what the caller holds anyway (its own arguments) is counted too.
     device, dtype, recipe : str
         What it was planned for.
+    options : KernelOptions
+        What the `Sequential` asks of kernels.
     """
 
     steps: tuple[PlannedStep, ...]
@@ -146,6 +157,7 @@ class PlanData:
     device: str
     dtype: str
     recipe: str
+    options: KernelOptions = DEFAULT
 
     @property
     def fused(self) -> tuple[PlannedStep, ...]:
@@ -160,17 +172,29 @@ class PlanData:
     def __str__(self) -> str:
         kept = f" ({', '.join(self.kept)})" if self.kept else ""
         lines = [
-            f"planned for {self.device}, {self.dtype}, recipe {self.recipe}",
+            ", ".join([f"planned for {self.device}", self.dtype, f"recipe {self.recipe}", *self.options.changed()]),
             *_table(self.steps),
             *_wrapped(f"kept for backward: {format_bytes(self.kept_bytes)}{kept}"),
         ]
         reasons: dict[str, list[str]] = {}
+        unavailable: dict[str, list[str]] = {}  # what several rules miss alike is said once
         for step in self.unfused:
-            reasons.setdefault(step.why, []).extend(step.ops)
+            miss = step.nearest_miss
+            why = step.why
+            if miss is not None and miss.status is Status.UNAVAILABLE:
+                why = miss.reason
+                rules = unavailable.setdefault(why, [])
+                rules += [] if miss.rule in rules else [miss.rule]
+            reasons.setdefault(why, []).extend(step.ops)
         if reasons:
             lines.append("unfused, because:")
         for why, ops in reasons.items():
             who = "all of them" if len(self.unfused) == len(self.steps) and len(reasons) == 1 else ", ".join(ops)
+            rules = unavailable.get(why, [])
+            if len(rules) == 1:
+                why = f"{rules[0]}: {Status.UNAVAILABLE.value}: {why}"
+            elif rules:
+                why = f"{Status.UNAVAILABLE.value}: {why} ({', '.join(sorted(rules))})"
             lines += _wrapped(f"  {who}: {why}")
         return "\n".join(lines)
 

@@ -18,6 +18,7 @@ from fusedmoe.fusion.executable import Covered, Environment, Plan
 from fusedmoe.fusion.graph import Plain
 from fusedmoe.fusion.log import say_once
 from fusedmoe.fusion.names import NONE, grad
+from fusedmoe.fusion.offsets import with_kernels
 from fusedmoe.fusion.program import AnyStep, Fused, Program, all_needs, needed_steps
 
 if TYPE_CHECKING:
@@ -63,10 +64,11 @@ def make_plan(
         "deterministic": environment.deterministic,
         "training": bool(wanted),
         "recipe": environment.recipe,
+        "options": environment.options,
         "_specs": specs,
     }
-    derived = tuple(graph.derived.values())
     disabled = environment.disabled
+    derived = with_kernels(graph.derived.values(), environment.device, environment.arch, disabled)
     forward = Line("forward", graph.forward, graph.outputs, derived, costs, context, disabled)
     backward = Line("backward", backward_places, gradients.values(), sums, costs, context, disabled)
     kept_anyway = {*graph.arguments, *graph.outputs, *graph.derived}
@@ -92,6 +94,7 @@ def make_plan(
     covered = tuple(
         Covered(
             line.direction,
+            c.start,
             step,
             line.places[c.start : c.end],
             c.step.extra_bytes,

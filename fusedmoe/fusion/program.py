@@ -15,7 +15,7 @@ from torch import Tensor
 from fusedmoe.fusion.graph import Plain
 from fusedmoe.fusion.log import say_once
 from fusedmoe.fusion.names import NONE
-from fusedmoe.fusion.rule import Declined, FusionError, RuleError
+from fusedmoe.fusion.rule import Declined, FusionError, NothingToDo, RuleError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -148,6 +148,8 @@ def _accepts(fused: Fused, arguments: Sequence[Tensor | None], strict: bool) -> 
     assert fused.guard is not None
     try:
         fused.guard(*arguments)
+    except NothingToDo:
+        return False
     except Declined as reason:
         if strict:
             raise FusionError(f"{fused.label}: {fused.rule} declined this call: {reason}") from None

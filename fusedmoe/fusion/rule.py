@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from fusedmoe.kernels.options import KernelOptions
     from fusedmoe.ops.op import TensorSpec
     from fusedmoe.recipes import Recipe
 
@@ -47,6 +48,12 @@ class Declined(Exception):  # noqa: N818  (not an error: the way in which a rule
     def __init__(self, message: str, *values: object) -> None:
         super().__init__(message % values if values else message)
         self.message = message
+
+
+class NothingToDo(Declined):
+    """Raised by a guard where a call has nothing to compute, such as no rows: plain PyTorch makes the empty results.
+    That is neither a fallback to log nor a miss under ``fm.strict()``.
+    """
 
 
 def require(condition: object, message: str, *values: object) -> None:
@@ -127,6 +134,8 @@ class PlanContext:
         Whether there will be a backward pass.
     recipe : Recipe
         The recipe in force.
+    options : KernelOptions
+        What the `Sequential` asks of kernels: ``sm_margin``, ``schedule``.
     """
 
     device: torch.device
@@ -134,12 +143,21 @@ class PlanContext:
     deterministic: bool
     training: bool
     recipe: Recipe
+    options: KernelOptions
     _specs: Mapping[str, TensorSpec]
     _resolve: Callable[[str], str]
+    _used_outside: Callable[[str], bool]
 
     def dtype(self, value: str) -> torch.dtype:
         """Return the dtype of a value, named as in `Step`."""
         return self._specs[primal(self._resolve(value))].dtype
+
+    def wants(self, value: str) -> bool:
+        """Whether something outside of the span reads a value, named as in `Step`, in this direction.
+
+        What a backward step recomputes, such as ``"dgrad.input"``, belongs in `Step.gives` only then.
+        """
+        return self._used_outside(self._resolve(value))
 
 
 class FusionRule:

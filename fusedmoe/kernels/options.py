@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 Schedule = Literal["static", "dynamic"]
@@ -23,6 +23,10 @@ class KernelOptions:
 
     sm_margin: int = 0
     schedule: Schedule = "static"
+
+    def changed(self) -> list[str]:
+        """Return those that are not the default, in words: ``["sm_margin 8", "schedule dynamic"]``."""
+        return [f"{f.name} {getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default]
 
 
 DEFAULT = KernelOptions()

@@ -2,7 +2,18 @@
 
 from fusedmoe.ops.dispatch import Combine, CombineWeightGrad, DCombine, DDispatch, Dispatch, DispatchWeightGrad
 from fusedmoe.ops.glu import DGLU, GLU, DGeGLU, DReGLU, DSwiGLU, GeGLU, ReGLU, SwiGLU
-from fusedmoe.ops.grouped_linear import BiasGrad, Dgrad, GroupedLinear, Linear, Wgrad
+from fusedmoe.ops.grouped_linear import (
+    BiasGrad,
+    Dgrad,
+    GroupedLinear,
+    Linear,
+    LinearBiasGrad,
+    LinearDgrad,
+    LinearWgrad,
+    LinearWgradIntoMainGrad,
+    Wgrad,
+    WgradIntoMainGrad,
+)
 from fusedmoe.ops.op import AutogradBackward, BackwardOp, Op, SpecLike, TensorSpec
 from fusedmoe.ops.scale import DScale, Scale, ScaleGrad
 from fusedmoe.ops.squared_relu import DSquaredReLU, SquaredReLU
@@ -28,6 +39,10 @@ __all__ = [
     "GeGLU",
     "GroupedLinear",
     "Linear",
+    "LinearBiasGrad",
+    "LinearDgrad",
+    "LinearWgrad",
+    "LinearWgradIntoMainGrad",
     "Op",
     "ReGLU",
     "Scale",
@@ -37,4 +52,5 @@ __all__ = [
     "SwiGLU",
     "TensorSpec",
     "Wgrad",
+    "WgradIntoMainGrad",
 ]

@@ -27,7 +27,7 @@ class Derived:
 
     name: str
     source: str
-    compute: Callable[[Tensor, Tensor], Tensor]
+    compute: Callable[..., Tensor]  # (source, rows, kernel=None): the kernel, where the device has one, does the same
     infer: Callable[[SpecLike, SpecLike], TensorSpec]
 
 
@@ -43,12 +43,12 @@ def _checked_ends(splits_E: Tensor, num_rows: int) -> list[int]:
     return ends
 
 
-def _offsets(splits_E: Tensor, rows: Tensor) -> Tensor:
-    if splits_E.device.type == "cpu":
+def _offsets(splits_E: Tensor, rows: Tensor, kernel: Callable[[Tensor, int], Tensor] | None = None) -> Tensor:
+    if kernel is None and splits_E.device.type == "cpu":
         return torch.tensor(_checked_ends(splits_E, rows.shape[0]), dtype=torch.int32)
     if os.environ.get("FUSEDMOE_DEBUG") == "1":
         _checked_ends(splits_E, rows.shape[0])
-    return offsets_from_splits(splits_E, rows.shape[0])
+    return (kernel or offsets_from_splits)(splits_E, rows.shape[0])
 
 
 def _infer_offsets(splits_E: SpecLike, rows: SpecLike) -> TensorSpec:

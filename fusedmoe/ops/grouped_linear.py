@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fusedmoe.errors import InputError
 from fusedmoe.kernels.torch import grouped_gemm
+from fusedmoe.ops.main_grad import grad_instead, main_grad_of
 from fusedmoe.ops.op import BackwardOp, Op, TensorSpec
 
 if TYPE_CHECKING:
@@ -25,47 +26,97 @@ class Dgrad(BackwardOp):
     zeroes_tail = True
     launches = 4
 
-    def __init__(self, op: GroupedLinear | Linear) -> None:
-        super().__init__(op)
-        self.needs = ("grad_output", "weight", *op.runtime_inputs)
+    needs = ("grad_output", "weight", "offsets")
+    op: GroupedLinear
 
-    def compute(self, grad_output: Tensor, weight: Tensor, offsets: Tensor | None = None) -> Tensor:
-        if offsets is None:
-            return grad_output @ weight
+    def compute(self, grad_output: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         return grouped_gemm.grouped_mm_dgrad(grad_output.contiguous(), weight, offsets)
 
 
 class Wgrad(BackwardOp):
     """``dW[e] = dy[rows of e].T @ x[rows of e]``; exact zeros for an expert without rows."""
 
+    needs = ("grad_output", "input", "offsets")
     gives = ("grad_weight",)
+    op: GroupedLinear
 
-    def __init__(self, op: GroupedLinear | Linear) -> None:
-        super().__init__(op)
-        self.needs = ("grad_output", "input", *op.runtime_inputs)
-
-    def compute(self, grad_output: Tensor, x: Tensor, offsets: Tensor | None = None) -> Tensor:
-        if offsets is None:
-            return grad_output.flatten(0, -2).mT @ x.flatten(0, -2)
+    def compute(self, grad_output: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
         return grouped_gemm.grouped_mm_wgrad(grad_output.contiguous(), x, offsets)
+
+
+class WgradIntoMainGrad(Wgrad):
+    """``main_grad[e] += dW[e]``: `Wgrad`, added to the weight's ``main_grad`` instead of given to autograd."""
+
+    launches = 2
+
+    def compute(self, grad_output: Tensor, x: Tensor, offsets: Tensor) -> Tensor | None:  # type: ignore[override]
+        self.main_grad().add_(super().compute(grad_output, x, offsets))
+        return self.added()
+
+    def main_grad(self) -> Tensor:
+        """Return what to add the gradient to. Raises `InputError` where there is none, or none that fits."""
+        return main_grad_of(self.op)
+
+    def added(self) -> Tensor | None:
+        """Say that the gradient is added; return what autograd is to get."""
+        return grad_instead(self.op)
 
 
 class BiasGrad(BackwardOp):
     """``db[e] = sum of dy over the rows of e``, accumulated in fp32."""
 
+    needs = ("grad_output", "offsets")
     gives = ("grad_bias",)
     launches = 4
+    op: GroupedLinear
 
-    def __init__(self, op: GroupedLinear | Linear) -> None:
-        super().__init__(op)
-        self.needs = ("grad_output", *op.runtime_inputs)
-
-    def compute(self, grad_output: Tensor, offsets: Tensor | None = None) -> Tensor:
-        sums = grouped_gemm.grouped_bias_grad(grad_output.flatten(0, -2), offsets)
-        return sums[0] if offsets is None else sums
+    def compute(self, grad_output: Tensor, offsets: Tensor) -> Tensor:
+        return grouped_gemm.grouped_bias_grad(grad_output, offsets)
 
     def host_sync(self, x: SpecLike, device: torch.device) -> bool:
         return False
+
+
+# The dense layer's backward steps are classes of their own: a rule for grouped products does not stand on them.
+
+
+class LinearDgrad(BackwardOp):
+    """``dx = dy @ weight``."""
+
+    needs = ("grad_output", "weight")
+
+    def compute(self, grad_output: Tensor, weight: Tensor) -> Tensor:
+        return grad_output @ weight
+
+
+class LinearWgrad(BackwardOp):
+    """``dW = dy.T @ x``."""
+
+    gives = ("grad_weight",)
+    op: Linear
+
+    def compute(self, grad_output: Tensor, x: Tensor) -> Tensor:
+        return grad_output.flatten(0, -2).mT @ x.flatten(0, -2)
+
+
+class LinearWgradIntoMainGrad(LinearWgrad):
+    """``main_grad += dW``: `LinearWgrad`, added to the weight's ``main_grad`` instead of given to autograd."""
+
+    launches = 2
+
+    def compute(self, grad_output: Tensor, x: Tensor) -> Tensor | None:  # type: ignore[override]
+        main_grad_of(self.op).add_(super().compute(grad_output, x))
+        return grad_instead(self.op)
+
+
+class LinearBiasGrad(BackwardOp):
+    """``db = sum of dy over the rows``, accumulated in fp32."""
+
+    needs = ("grad_output",)
+    gives = ("grad_bias",)
+
+    def compute(self, grad_output: Tensor) -> Tensor:
+        return grouped_gemm.grouped_bias_grad(grad_output.flatten(0, -2), None)[0]
 
 
 def _positive(op: str, **sizes: object) -> None:
@@ -93,6 +144,13 @@ class GroupedLinear(Op):
         Whether there is a bias.
     device, dtype
         Of the parameters, as for `torch.nn.Linear`.
+    accumulate_into_main_grad
+        Add the weight's gradient to ``weight.main_grad``, as Megatron-LM and Transformer Engine have it: a tensor of
+        the weight's shape in fp32 (fp64 for fp64), which has to be there in the backward pass and is never allocated
+        here. ``weight.grad`` then means nothing: autograd gets None or, where the weight has an attribute
+        ``grad_added_to_main_grad``, an uninitialised tensor (zeros if ``weight.zero_out_wgrad``), and the attribute is
+        set to True. Every backward pass through the op adds, ``torch.autograd.grad`` of something else too. The bias
+        gets its gradient as ever.
 
     Attributes
     ----------
@@ -121,8 +179,11 @@ class GroupedLinear(Op):
         bias: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        accumulate_into_main_grad: bool = False,
     ) -> None:
         super().__init__()
+        self.accumulate_into_main_grad = accumulate_into_main_grad
         _positive("GroupedLinear", num_groups=num_groups, in_features=in_features, out_features=out_features)
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
         self.weight = nn.Parameter(torch.empty(num_groups, out_features, in_features, device=device, dtype=dtype))
@@ -148,21 +209,23 @@ class GroupedLinear(Op):
         return y if bias is None else grouped_gemm.grouped_bias(y, bias, offsets)
 
     def backward_ops(self) -> tuple[BackwardOp, ...]:
-        return BiasGrad(self), Wgrad(self), Dgrad(self)
+        wgrad = WgradIntoMainGrad if self.accumulate_into_main_grad else Wgrad
+        return BiasGrad(self), wgrad(self), Dgrad(self)
 
     def host_sync(self, x: SpecLike, device: torch.device) -> bool:
         return not grouped_gemm.runs_on_device(device, x.dtype, self.in_features, self.out_features)
 
     def extra_repr(self) -> str:
         text = f"num_groups={self.num_groups}, in_features={self.in_features}, out_features={self.out_features}"
-        return text + (", bias=True" if self.bias is not None else "")
+        text += ", bias=True" if self.bias is not None else ""
+        return text + (", accumulate_into_main_grad=True" if self.accumulate_into_main_grad else "")
 
 
 class Linear(Op):
     """``y = x @ weight.T + bias``: one group, no splits; the dense MLP's layer.
 
-    Parameters and attributes are those of `torch.nn.Linear`: ``weight`` (N, K), ``bias`` (N,). Called with ``x`` (...,
-    K).
+    Parameters and attributes are those of `torch.nn.Linear`: ``weight`` (N, K), ``bias`` (N,); and
+    ``accumulate_into_main_grad``, see `GroupedLinear`. Called with ``x`` (..., K).
     """
 
     parameter_names = ("weight", "bias")
@@ -175,8 +238,11 @@ class Linear(Op):
         bias: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        accumulate_into_main_grad: bool = False,
     ) -> None:
         super().__init__()
+        self.accumulate_into_main_grad = accumulate_into_main_grad
         _positive("Linear", in_features=in_features, out_features=out_features)
         self.in_features, self.out_features = in_features, out_features
         self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
@@ -198,11 +264,13 @@ class Linear(Op):
         return nn.functional.linear(x, weight, bias)
 
     def backward_ops(self) -> tuple[BackwardOp, ...]:
-        return BiasGrad(self), Wgrad(self), Dgrad(self)
+        wgrad = LinearWgradIntoMainGrad if self.accumulate_into_main_grad else LinearWgrad
+        return LinearBiasGrad(self), wgrad(self), LinearDgrad(self)
 
     def extra_repr(self) -> str:
         text = f"in_features={self.in_features}, out_features={self.out_features}"
-        return text + ("" if self.bias is not None else ", bias=False")
+        text += "" if self.bias is not None else ", bias=False"
+        return text + (", accumulate_into_main_grad=True" if self.accumulate_into_main_grad else "")
 
 
 def _check_parameters(op: Op, x: SpecLike, weight: SpecLike, bias: SpecLike | None, shape: tuple[int, ...]) -> None:

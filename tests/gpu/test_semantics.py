@@ -86,6 +86,7 @@ def test_widths_of_real_models_need_no_host_sync(device, no_sync, width):
 
 
 def test_views_whose_strides_are_off_are_copied_not_synchronised(device, no_sync):
+    """In plain PyTorch, to which the fused kernels leave such rows."""
     op = fm.GroupedLinear(4, 64, 32, device=device, dtype=torch.bfloat16)
     wide = torch.randn(100, 65, device=device, dtype=torch.bfloat16)
     x = wide[:, 1:]  # rows 130 bytes apart, the first 2 bytes off
@@ -93,7 +94,8 @@ def test_views_whose_strides_are_off_are_copied_not_synchronised(device, no_sync
     op(x, splits=splits)
     with no_sync():
         y = op(x, splits=splits)
-    assert torch.equal(y, op(x.contiguous(), splits=splits))
+    with fm.disabled("sm90.*"):
+        assert torch.equal(y, op(x.contiguous(), splits=splits))
 
 
 def test_what_reads_the_host_is_marked(device):

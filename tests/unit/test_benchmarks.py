@@ -1,14 +1,54 @@
-"""The benchmarks run, and their result files say what was measured where."""
+"""The benchmarks run, their references are right, and no peer can end a run."""
 
+import importlib.util
+import itertools
 import json
+import math
+import sys
+from types import SimpleNamespace
 
+import pytest
 import torch
 
-from benchmarks import host, results
+from benchmarks import __main__ as command
+from benchmarks import cases, gpu, host, kernels, mlp, plot, reference, results, shapes, table
+from benchmarks.cases import Candidate, Case, Row
+from benchmarks.gpu_timing import Ceiling, GpuTime
+from benchmarks.peers.deepgemm import DeepGemm
+from benchmarks.peers.ours import Ours
+from benchmarks.peers.plain import TorchCompiled, TorchEager
+from benchmarks.peers.quack import Quack, concatenated
+from benchmarks.problem import Problem, deinterleave, interleave
+from benchmarks.shapes import Shape
+from fusedmoe.kernels.activation import Activation
+from fusedmoe.ops import SwiGLU
+
+CPU = torch.device("cpu")
+TOP = Ceiling(tflops=800.0, copy_tb_s=3.0)
+
+
+class CountingTimer:
+    """The n-th variant takes n ms, and that much more at every further measurement; each is called once."""
+
+    turn = 0
+
+    def measure(self, variants):
+        for call in variants.values():
+            call()
+        self.turn += 1
+        return {name: GpuTime(n * self.turn, n, 10.0, 20.0) for n, name in enumerate(variants, start=1)}
+
+
+def tiny(activation="swiglu", routing="empty", dtype=torch.float32, rows=96):
+    shape = Shape("tiny", rows // 2, 32, 16, 6, 2, activation)
+    return Problem(shape, shapes.splits(rows, 6, routing), CPU, dtype)
+
+
+# -- host time
 
 
 def test_host_times_are_of_work_that_was_done():
-    report = host.measure(torch.device("cpu"), rounds=3)
+    report = host.measure(CPU, rounds=3)
     for times in report.passes.values():
         assert set(times) == set(host.VARIANTS)
         assert all(0 < t.least_us <= t.median_us for t in times.values())
@@ -24,3 +64,405 @@ def test_a_result_file_names_machine_versions_and_commit(tmp_path, monkeypatch):
     assert written["commit"] == "abc123"
     assert written["versions"]["torch"] == torch.__version__.split("+")[0] or "+" in written["versions"]["torch"]
     assert written["machine"]
+
+
+# -- shapes and splits
+
+
+def test_the_shapes_of_the_file():
+    pytest.importorskip("tomllib")
+    known = shapes.load()
+    assert len(known) == 9
+    assert set(shapes.QUICK) <= set(known)
+    assert known["qwen3-30b-a3b"].rows == 262144
+    assert known["qwen3-30b-a3b"].forward_flops() == 6 * 262144 * 2048 * 768
+    oss = known["gpt-oss-20b"]
+    assert oss.glu == Activation("swiglu", limit=7.0, alpha=1.702, offset=1.0)
+    assert oss.biases
+    assert [shape.biases for shape in known.values()].count(True) == 1
+
+
+@pytest.mark.parametrize("routing", shapes.ROUTINGS)
+@pytest.mark.parametrize("experts", [1, 2, 64])
+def test_splits_hold_every_row(routing, experts):
+    counts = shapes.splits(5000, experts, routing)
+    assert counts.shape == (experts,)
+    assert counts.sum() == 5000
+    assert torch.equal(counts, shapes.splits(5000, experts, routing))
+
+
+def test_the_routings_differ_as_they_say():
+    uniform, zipf, half, empty = (shapes.splits(64_000, 64, routing) for routing in shapes.ROUTINGS)
+    assert 800 < uniform.min() <= uniform.max() < 1200
+    share = zipf.max() / 64_000
+    assert share == pytest.approx(1 / sum(1 / n for n in range(1, 65)), rel=0.1)
+    assert half.max() == pytest.approx(32_000, rel=0.05)
+    assert half.sort().values[-2] < 700
+    assert (empty == 0).sum() == 16
+    with pytest.raises(ValueError, match="routing"):
+        shapes.splits(8, 2, "odd")
+
+
+def test_aligned_splits_are_equal_multiples_of_128():
+    assert shapes.aligned_splits(3000, 8).tolist() == [256] * 8
+    assert shapes.aligned_splits(1000, 8).tolist() == [0] * 8
+
+
+# -- operands
+
+
+def test_a_problem_is_drawn_once_and_the_same_again():
+    problem = tiny()
+    x = problem.x
+    assert problem.x is x
+    problem.forget("x", "never_drawn")
+    assert problem.x is not x
+    assert torch.equal(problem.x, x)
+    assert x.std() == pytest.approx(0.2, rel=0.1)
+    assert problem.weight1.std() == pytest.approx(0.02, rel=0.1)
+    assert problem.cu_seqlens.tolist() == [0, *problem.offsets.tolist()]
+    assert problem.expert_of_row.bincount(minlength=6).tolist() == problem.splits_cpu.tolist()
+
+
+def test_the_sample_has_the_smallest_and_the_largest_expert():
+    problem = tiny()
+    counts = problem.splits_cpu[problem.sample()]
+    assert len(counts) == 3
+    assert (counts.min(), counts.max()) == (problem.splits_cpu.min(), problem.splits_cpu.max())
+
+
+def test_interleaving_alternates_gate_and_up():
+    t = torch.arange(8).view(2, 4)
+    assert interleave(t).tolist() == [[0, 2, 1, 3], [4, 6, 5, 7]]
+    assert interleave(t.T, 0).T.tolist() == [[0, 2, 1, 3], [4, 6, 5, 7]]
+    for dim in (0, 1):
+        assert torch.equal(deinterleave(interleave(t, dim), dim), t)
+    weight = torch.arange(12).view(1, 6, 2)
+    assert torch.equal(concatenated("grad_weight1", interleave(weight, 1)[0]), weight[0])
+    assert torch.equal(concatenated("output", t), t)
+
+
+# -- references
+
+
+@pytest.mark.parametrize("activation", [Activation("swiglu"), Activation("swiglu", 1.5, 1.702, 1.0)])
+def test_the_reference_of_the_activation_is_the_op(activation):
+    p = torch.randn(7, 10, dtype=torch.float64) * 3
+    op = SwiGLU(activation.limit, activation.alpha, activation.offset)
+    torch.testing.assert_close(reference.glu(p, activation), op(p))
+
+
+@pytest.mark.parametrize("case", [*kernels.CASES, *kernels.ALIGNED_CASES, *mlp.CASES], ids=lambda case: case.key)
+@pytest.mark.parametrize("activation", ["swiglu", "clamped_swiglu"])
+def test_torch_agrees_with_the_reference(case, activation):
+    problem = tiny(activation)
+    problem.preactivation = problem.preactivation * 25  # where the limit matters
+    with torch.set_grad_enabled(case.grad):
+        candidate = getattr(TorchEager(), case.key)(problem)
+        assert cases.worst_error(case, problem, candidate) < 2e-6
+
+
+@pytest.mark.parametrize("case", mlp.CASES, ids=lambda case: case.key)
+@pytest.mark.parametrize("activation", ["swiglu", "clamped_swiglu"])
+def test_the_public_api_agrees_with_the_reference(case, activation):
+    problem = tiny(activation, dtype=torch.bfloat16)
+    with torch.set_grad_enabled(case.grad):
+        assert cases.worst_error(case, problem, getattr(Ours(), case.key)(problem)) < 0.01
+
+
+@pytest.mark.parametrize("key", ["fc1_activation", "fc2_dgrad_activation_scaled", "mlp_step"])
+def test_what_is_compiled_is_what_runs_eagerly(key, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
+    problem = tiny("clamped_swiglu")
+    with torch.enable_grad():
+        got, wanted = (getattr(peer, key)(problem).call() for peer in (TorchCompiled(), TorchEager()))
+    torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+
+
+def test_a_zero_result_is_an_error_of_one():
+    problem = tiny()
+    candidate = Candidate(lambda: torch.zeros(problem.rows, problem.hidden))
+    assert cases.worst_error(kernels.CASES[1], problem, candidate) == 1
+    nan = Candidate(lambda: torch.full((problem.rows, problem.hidden), math.nan))
+    assert cases.worst_error(kernels.CASES[1], problem, nan) == math.inf
+
+
+def test_one_bad_output_among_several_is_seen():
+    problem = tiny()
+    (case, *_), peer = kernels.CASES, TorchEager()
+    right = peer.fc1_activation(problem)
+    y, p = right.call()
+    assert cases.worst_error(case, problem, Candidate(lambda: (y, p * 1.5), right.names)) == pytest.approx(
+        0.5, rel=1e-3
+    )
+    with pytest.raises(ValueError, match="preactivation: not returned"):
+        cases.worst_error(case, problem, Candidate(lambda: y))
+
+
+# -- adapters
+
+
+def quack_in_torch():
+    """What the adapter calls of QuACK 0.6.5 in plain torch: its argument names, its alternating gate and up."""
+
+    def gemm(A, B, out=None, bias=None, *, cu_seqlens_m=None, cu_seqlens_k=None, tuned=True):
+        ends = (cu_seqlens_k if cu_seqlens_m is None else cu_seqlens_m).tolist()
+        spans = [slice(first, end) for first, end in itertools.pairwise(ends)]
+        if cu_seqlens_m is None:
+            return torch.stack([A[:, span] @ B[span] for span in spans])
+        return torch.cat([A[s] @ B[e] + (0 if bias is None else bias[e]) for e, s in enumerate(spans)])
+
+    def glu(p, activation):
+        gate, up = p[..., ::2], p[..., 1::2]
+        if activation == "swiglu":
+            return gate * gate.sigmoid() * up
+        assert activation == "swiglu_oai"
+        return gate * (1.702 * gate).sigmoid() * (up + 1)
+
+    def gemm_gated(A, B, C=None, bias=None, activation=None, *, cu_seqlens_m=None, tuned=True):
+        p = gemm(A, B, bias=bias, cu_seqlens_m=cu_seqlens_m)
+        return p, glu(p, activation)
+
+    def gemm_dgated(
+        A, B, PreAct, activation=None, *, colvec_scale=None, colvec_reduce=False, cu_seqlens_m=None,
+        dynamic_scheduler=True, tuned=True,
+    ):  # fmt: skip
+        d, p = gemm(A, B, cu_seqlens_m=cu_seqlens_m), PreAct.detach().requires_grad_()
+        scale = 1 if colvec_scale is None else colvec_scale[:, None]
+        with torch.enable_grad():
+            activated = glu(p, activation)
+        (grad_p,) = torch.autograd.grad(activated, p, d * scale)
+        activated = activated.detach()
+        return (grad_p, activated * scale) + ((d * activated).sum(-1),) * colvec_reduce
+
+    return SimpleNamespace(gemm=gemm, gemm_gated=gemm_gated, gemm_dgated=gemm_dgated)
+
+
+@pytest.mark.parametrize("case", [*kernels.CASES, *kernels.ALIGNED_CASES, *mlp.CASES], ids=lambda case: case.key)
+@pytest.mark.parametrize("activation", ["swiglu", "clamped_swiglu"])
+def test_the_adapter_of_quack_gives_it_the_same_work(case, activation, monkeypatch):
+    interface = quack_in_torch()
+    monkeypatch.setitem(sys.modules, "quack", SimpleNamespace(gemm_interface=interface))
+    problem = tiny(activation)
+    with torch.set_grad_enabled(case.grad):
+        candidate = getattr(Quack(), case.key)(problem)
+        assert cases.worst_error(case, problem, candidate) < 2e-6
+    assert candidate.note == (
+        "without the clamp" if activation == "clamped_swiglu" and case.key not in UNCLAMPED else None
+    )
+
+
+def our_functions_in_torch():
+    """The functions of `fusedmoe.kernels.sm90.functions` that the adapter calls, with their argument names."""
+
+    def spans(offsets):
+        return [slice(first, end) for first, end in itertools.pairwise([0, *offsets.tolist()])]
+
+    def grouped_gemm(x, weight, offsets, *, bias=None, row_scale=None):
+        return torch.cat(
+            [x[s] @ weight[e].T + (0 if bias is None else bias[e]) for e, s in enumerate(spans(offsets))]
+        )  # fmt: skip
+
+    def grouped_gemm_activation(x, weight, offsets, activation, *, bias=None, row_scale=None, keep_preactivation=True):
+        p = grouped_gemm(x, weight, offsets, bias=bias)
+        return reference.glu(p, activation), p
+
+    def grouped_gemm_activation_backward(
+        grad_output, weight, offsets, preactivation, activation, *, row_scale=None, want_output=True,
+        want_row_scale_grad=False,
+    ):  # fmt: skip
+        d, p = grouped_gemm(grad_output, weight.mT, offsets), preactivation.detach().requires_grad_()
+        scale = 1 if row_scale is None else row_scale[:, None]
+        with torch.enable_grad():
+            y = reference.glu(p, activation)
+        (grad_p,) = torch.autograd.grad(y, p, d * scale)
+        return grad_p, (y * scale).detach(), (d * y.detach()).sum(-1) if want_row_scale_grad else None
+
+    def grouped_wgrad(grad_output, x, offsets, *, out=None, dtype=None, accumulate=False):
+        return torch.stack([grad_output[s].T @ x[s] for s in spans(offsets)])
+
+    return SimpleNamespace(**{name: f for name, f in locals().items() if name.startswith("grouped")})
+
+
+@pytest.mark.parametrize("case", [*kernels.CASES, *kernels.ALIGNED_CASES], ids=lambda case: case.key)
+@pytest.mark.parametrize("activation", ["swiglu", "clamped_swiglu"])
+def test_the_adapter_of_our_kernels(case, activation, monkeypatch):
+    monkeypatch.setitem(sys.modules, "fusedmoe.kernels.sm90.functions", our_functions_in_torch())
+    problem = tiny(activation)
+    assert cases.worst_error(case, problem, getattr(Ours(), case.key)(problem)) < 2e-6
+
+
+UNCLAMPED = ("fc2", "fc1_dgrad", "wgrad1", "wgrad2", "fc1", "fc2_plain")
+
+
+# -- peers that are absent, raise, or are wrong
+
+FC2 = Case("fc2", "FC2", kernels.fc2_flops, reference.fc2)
+
+
+def peer(name, prepare, packages=()):
+    return SimpleNamespace(name=name, packages=packages, fc2=prepare)
+
+
+def test_an_absent_peer_is_not_installed():
+    if importlib.util.find_spec("deep_gemm") or importlib.util.find_spec("quack"):
+        pytest.skip("the peers are here")
+    problem = tiny()
+    assert [row.note for row in cases.run_case(FC2, problem, [Quack()], CountingTimer())] == [cases.NOT_INSTALLED]
+    (case,) = (case for case in kernels.ALIGNED_CASES if case.key == "fc1")
+    assert [row.note for row in cases.run_case(case, problem, [DeepGemm()], CountingTimer())] == [cases.NOT_INSTALLED]
+
+
+def test_a_peer_that_lacks_something_else_says_so():
+    def prepare(problem):
+        raise ModuleNotFoundError("No module named 'other'", name="other")
+
+    (row,) = cases.run_case(FC2, tiny(), [peer("a", prepare, ("a",))], CountingTimer())
+    assert row.note == "ModuleNotFoundError: No module named 'other'"
+
+
+def test_a_peer_that_raises_is_a_note_and_the_others_are_measured():
+    def raises(problem):
+        raise RuntimeError("no such tile\nand more of it")
+
+    def raises_when_timed(problem):
+        calls = iter([TorchEager().fc2(problem).call])
+        return Candidate(lambda: next(calls)())
+
+    def wrong(problem):
+        return Candidate(lambda: 2 * TorchEager().fc2(problem).call())
+
+    taking_part = [
+        peer("raises", raises),
+        peer("raises when timed", raises_when_timed),
+        peer("wrong", wrong),
+        peer("has nothing to show", lambda problem: None),
+        SimpleNamespace(name="has no such case", packages=()),
+        peer(cases.OURS, TorchEager().fc2),
+        TorchEager(),
+    ]
+    rows = {row.peer: row for row in cases.run_case(FC2, tiny(), taking_part, CountingTimer(), TOP)}
+    assert set(rows) == {"raises", "raises when timed", "wrong", cases.OURS, "torch eager"}
+    assert rows["raises"].note == "RuntimeError: no such tile"
+    assert rows["raises when timed"].note == "StopIteration"
+    assert rows["wrong"].note == "wrong: relative error 1"
+    assert rows["wrong"].error == pytest.approx(1)
+    assert all(rows[name].ms is None for name in ("raises", "raises when timed", "wrong"))
+    assert rows["torch eager"].ms > 0
+    assert rows["torch eager"].error < 1e-6
+
+
+def test_the_figures_of_a_row():
+    problem = tiny()
+    rows = {row.peer: row for row in cases.run_case(
+        FC2, problem, [TorchEager(), peer(cases.OURS, TorchEager().fc2)], CountingTimer(), TOP
+    )}  # fmt: skip
+    ours, torch_row = rows[cases.OURS], rows["torch eager"]
+    flops = 2 * problem.rows * problem.hidden * problem.intermediate
+    assert (ours.ms, torch_row.ms) == (2, 1)
+    assert torch_row.tflops == pytest.approx(flops / 1e-3 / 1e12)
+    assert torch_row.ceiling_percent == pytest.approx(100 * torch_row.tflops / 800)
+    assert torch_row.ours_is == 0.5
+    assert (torch_row.host_idle_us, torch_row.host_queued_us) == (10, 20)
+
+
+# -- means, tables, files
+
+
+def test_geometric_mean():
+    assert cases.geometric_mean([1, 4]) == pytest.approx(2)
+    assert cases.geometric_mean([0.5, 2, 1]) == pytest.approx(1)
+    assert math.isnan(cases.geometric_mean([]))
+
+
+def test_mean_speedups_leave_out_ours_and_what_was_not_measured():
+    rows = [
+        Row("FC2", "a", ours_is=1.0),
+        Row("FC2", "a", ours_is=4.0),
+        Row("FC2", "a", note=cases.NOT_INSTALLED),
+        Row("FC2", cases.OURS, ours_is=1.0),
+    ]
+    found = cases.mean_speedups(rows)
+    assert found == {"FC2": {"a": {"mean": pytest.approx(2), "least": 1.0, "shapes": 2}}}
+    assert table.means(found) == ["FC2: fusedmoe is 2.00x a (least 1.00x, 2 shapes)"]
+
+
+def test_a_table_aligns_its_columns():
+    rows = [
+        Row("FC2", cases.OURS, None, 1.5e-3, 1.25, 1.2, 700.4, 88.0, 1.0, 31.0, 33.0, 5 << 20, 6 << 20),
+        Row("FC2", "torch eager", None, 2e-3, 2.5, 2.4, 350.2, 44.0, 2.0, 31.0, 33.0),
+        Row("FC2", "QuACK", cases.NOT_INSTALLED),
+    ]
+    title, names, ours, eager, absent = table.lines(rows, "all of ")
+    assert title == "  all of FC2"
+    assert ours.split() == ["fusedmoe", "1.250", "700", "88", "31", "33", "1.5e-03", "5"]
+    assert eager.split() == ["torch", "eager", "2.500", "350", "44", "2.00x", "31", "33", "2.0e-03"]
+    assert names.index("TFLOP/s") + len("TFLOP/s") == ours.index("700") + 3 == eager.index("350") + 3
+    assert absent.split() == ["QuACK", "not", "installed"]
+
+
+def test_backward_is_the_difference():
+    problem = tiny()
+    rows = [
+        Row(mlp.FORWARD, cases.OURS, ms=1.0),
+        Row(mlp.FORWARD, "a", ms=2.0),
+        Row(mlp.FORWARD, "b", note=cases.NOT_INSTALLED),
+        Row(mlp.STEP, cases.OURS, ms=3.0),
+        Row(mlp.STEP, "a", ms=7.0),
+        Row(mlp.STEP, "b", note=cases.NOT_INSTALLED),
+    ]
+    *same, ours, a = mlp.with_backward(rows, problem, TOP)
+    assert same == rows
+    assert (ours.ms, a.ms, a.ours_is) == (2.0, 5.0, 2.5)
+    assert a.tflops == pytest.approx(12 * problem.rows * problem.hidden * problem.intermediate / 5e-3 / 1e12)
+
+
+def test_a_whole_run_writes_its_files(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
+    settings = gpu.Settings(
+        sections=gpu.SECTIONS,
+        shapes=(Shape("tiny", 256, 32, 16, 2, 1), Shape("tinier", 32, 32, 16, 4, 2, "clamped_swiglu")),
+        routing="zipf",
+        device=CPU,
+        results=tmp_path,
+    )
+    files = gpu.run(settings, CountingTimer(), TOP)
+    assert [file.name for file in files] == ["kernels-zipf.json", "mlp-zipf.json", "deepgemm-zipf.json"]
+    printed = capsys.readouterr().out
+    assert "tiny: 256 rows" in printed
+    assert "expert MLP, forward + backward" in printed
+    found = json.loads(files[1].read_text())
+    assert [shape["name"] for shape in found["shapes"]] == ["tiny", "tinier"]
+    assert found["shapes"][0]["plan"].startswith("chain")
+    assert found["ceiling"]["tflops"] == 800
+    assert found["geometric_mean_speedups"]["forward"]["torch eager"]["shapes"] == 2
+    assert set(plot.figures(found)) == {mlp.FORWARD, mlp.STEP, mlp.BACKWARD}
+
+
+def test_pictures_of_a_result_file(tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = [{"case": "FC1 + SwiGLU", "peer": "a", "tflops": 500.0}, {"case": "FC2", "peer": "a", "tflops": None}]
+    found = {
+        "machine": "a GPU",
+        "routing": "uniform",
+        "ceiling": {"tflops": 800.0},
+        "shapes": [{"name": "one", "rows": rows}, {"name": "two", "rows": []}],
+    }
+    (picture,) = plot.draw(found, "gpu-kernels", tmp_path)
+    assert picture.name == "gpu-kernels-fc1-swiglu.png"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+# -- the command
+
+
+def test_the_command_refuses_what_it_cannot_do(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for arguments, said in (
+        (["--only", "kernels"], "needs a GPU"),
+        (["--only", "host,kernel"], "kernel: expected some of host, kernels, mlp, deepgemm"),
+        (["--quick", "--shape", "mixtral-8x7b"], "not allowed with"),
+    ):
+        with pytest.raises(SystemExit):
+            command.main(arguments)
+        assert said in capsys.readouterr().err

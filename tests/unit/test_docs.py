@@ -25,6 +25,7 @@ def test_there_are_pages():
     assert {"README.md", "composing.md", "promises.md"} <= {page.name for page in PAGES}
 
 
+@pytest.mark.usefixtures("builtin_rules")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_code_blocks_run(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)  # a block may write files

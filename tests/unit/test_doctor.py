@@ -69,6 +69,21 @@ def test_each_gpu_is_listed_and_each_architecture_once(machine):
     ]
 
 
+@pytest.mark.usefixtures("builtin_rules")
+def test_every_built_in_rule_is_listed(machine, monkeypatch):
+    monkeypatch.setattr(module, "arch", lambda device: 90)
+    monkeypatch.setattr("fusedmoe.fusion.rules.hopper.missing_packages", lambda: ())
+    machine((9, 0))
+    kernels = {kernel.name: kernel for kernel in module.doctor().kernels if kernel.name.startswith("sm90.")}
+    assert len(kernels) == 6
+    assert all(kernel.available for kernel in kernels.values())
+    assert kernels["sm90.grouped_wgrad"].note == "backward, a fusion rule"
+    monkeypatch.setattr(module, "arch", lambda device: 100)
+    for kernel in module.doctor().kernels:
+        if kernel.name.startswith("sm90."):
+            assert (kernel.available, kernel.note) == (False, "needs an sm_90 GPU, this device is sm_100")
+
+
 def test_grouped_gemm_is_available_where_it_runs_on_the_device(machine):
     machine((8, 0), (9, 0))
     available = {kernel.name: kernel.available for kernel in module.doctor().kernels}

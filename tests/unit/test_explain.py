@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import toy
 from torch import nn
 from toy import dgrad_dglu, experts, gemm, gemm_glu, glu_scale, inputs, only_plan, rows, wgrad
 
@@ -17,6 +18,7 @@ import fusedmoe as fm
 from fusedmoe import Status
 from fusedmoe.fusion.plan import format_bytes
 from fusedmoe.fusion.rule import FusionRule
+from fusedmoe.fusion.rules import BUILTIN
 from fusedmoe.ops import GroupedLinear, Op, SwiGLU
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
@@ -49,6 +51,16 @@ def moe():
     return chain, rows(6), named
 
 
+BF16 = torch.bfloat16
+
+
+def layers_of_hopper():
+    up = GroupedLinear(toy.E, 64, 2 * 32, bias=True, dtype=BF16)
+    down = GroupedLinear(toy.E, 32, 64, bias=True, dtype=BF16)
+    chain = fm.Sequential(up, SwiGLU(), fm.Scale("probs"), down, sm_margin=8)
+    return chain, rows(dtype=BF16, hidden=64), inputs(scale=True, dtype=torch.float32)
+
+
 CASES = {
     "unfused": ([], lambda: (experts(), rows(), inputs())),
     "fused": ([gemm_glu(), gemm(), dgrad_dglu(), wgrad()], lambda: (experts(scale=True), rows(), inputs(scale=True))),
@@ -62,12 +74,17 @@ CASES = {
     "split": ([gemm_glu(), gemm()], moe),
     "nested": ([], lambda: (fm.Sequential(fm.Sequential(fm.SwiGLU()), fm.Sequential(fm.SquaredReLU())), rows(), {})),
     "empty": ([], lambda: (fm.Sequential(), rows(), {})),
+    "builtin": (BUILTIN, lambda: (experts(scale=True), rows(), inputs(scale=True))),
+    "builtin_sm90": (BUILTIN, layers_of_hopper),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_table_as_printed(case):
+def test_the_table_as_printed(case, monkeypatch):
     rules, make = CASES[case]
+    if case.endswith("sm90"):
+        monkeypatch.setattr("fusedmoe.chain.arch", lambda device: 90)
+        monkeypatch.setattr("fusedmoe.fusion.rules.hopper.missing_packages", lambda: ())
     chain, x, named = make()
     with fm.register(*rules):
         text = f"{chain.explain(x, **named)}\n"

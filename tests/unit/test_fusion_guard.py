@@ -9,7 +9,7 @@ from toy import assert_same, dgrad_dglu, experts, gemm, gemm_glu, inputs, only_p
 
 import fusedmoe as fm
 from fusedmoe import FusionError
-from fusedmoe.fusion.rule import FusionRule, Step
+from fusedmoe.fusion.rule import FusionRule, NothingToDo, Step
 from fusedmoe.ops import BackwardOp, GroupedLinear, Op, Wgrad
 
 REASON = "rows are 9, not a multiple of 128; it runs unfused"
@@ -88,6 +88,21 @@ def test_a_bug_in_a_guard_is_a_bug():
 
     with fm.register(gemm(guard=guard)), pytest.raises(KeyError, match="oops"):
         experts()(rows(), **inputs())
+
+
+def test_a_call_with_nothing_to_do_is_no_fallback(caplog):
+    def guard(x, *_rest):
+        if not x.shape[0]:
+            raise NothingToDo("no rows")
+
+    chain, calls = experts(), []
+    x, named = torch.zeros(0, toy.H, dtype=torch.float64), {"splits": torch.zeros(toy.E, dtype=torch.int64)}
+    with fm.register(gemm_glu(guard=guard, calls=calls)), fm.strict(), torch.no_grad():
+        assert chain[:2](x, **named).shape == (0, toy.I)
+        assert not calls
+        chain[:2](rows(), **inputs())
+        assert calls
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no grad"])

@@ -26,7 +26,7 @@ from toy import (
 import fusedmoe as fm
 from fusedmoe import Status
 from fusedmoe.fusion.rule import FusionRule, Step
-from fusedmoe.ops import BackwardOp, GroupedLinear, Op, SwiGLU
+from fusedmoe.ops import BackwardOp, Dgrad, DSwiGLU, GroupedLinear, Op, SwiGLU
 
 FORWARD = [gemm(), gemm_glu(), glu_scale()]
 BACKWARD = [dgrad_dglu(), wgrad()]
@@ -50,6 +50,35 @@ def both_ways(rules, chain, x, **named):
 def test_fused_and_unfused_steps_mix_freely(rules, scale):
     plan = both_ways(rules, experts(scale=scale), rows(), **inputs(scale=scale))
     assert plan.fused
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["wanted", "frozen"])
+def test_a_rule_knows_what_others_want(frozen):
+    """FC2's input is recomputed for its weight gradient alone."""
+    seen = {}
+
+    class DgradDGLU(FusionRule, name="toy.dgrad_dglu", direction="backward"):
+        dgrad: Dgrad
+        dact: DSwiGLU
+
+        def build(self, ctx):
+            names = ("dgrad.input", "dact.input", "grad_input", "offsets")
+            seen.update({name: ctx.wants(name) for name in names})
+            recomputes = ctx.wants("dgrad.input")
+
+            def run(dy, weight, offsets, h):
+                dh = self.dact.compute(self.dgrad.compute(dy, weight, offsets), h)
+                return (dh, self.dact.op.compute(h)) if recomputes else dh
+
+            gives = ("grad_input", "dgrad.input") if recomputes else ("grad_input",)
+            return Step(run, ("grad_output", "dgrad.weight", "offsets", "dact.input"), gives, zeroes_tail=True)
+
+    chain = experts()
+    chain[2].weight.requires_grad_(not frozen)
+    plan = both_ways([gemm_glu(), DgradDGLU], chain, rows(), **inputs())
+    assert "toy.dgrad_dglu" in rules_used(plan)
+    assert "2.input" not in plan.kept
+    assert seen == {"dgrad.input": not frozen, "dact.input": False, "grad_input": True, "offsets": True}
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import torch
 import toy
 
 import fusedmoe as fm
-from fusedmoe.fusion import registry
+from fusedmoe.fusion import registry, rules
 from fusedmoe.fusion.rule import RuleError
 
 
@@ -107,6 +107,7 @@ def entry_points():
 
         def install(*loaded):
             patch.setattr(registry, "_registry", registry._Registry())
+            patch.setattr(rules, "BUILTIN", ())
             found = [Entry(value) for value in loaded]
             patch.setattr(registry, "entry_points", lambda group: found if group == "fusedmoe.fusions" else [])
 

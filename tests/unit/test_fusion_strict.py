@@ -1,5 +1,7 @@
 """`fm.strict()` raises where this device has a kernel for an op that runs unfused, and nowhere else."""
 
+import re
+
 import pytest
 import torch
 from toy import dgrad_dglu, experts, gemm, gemm_glu, inputs, rows, wgrad
@@ -46,6 +48,24 @@ def test_a_partial_match_raises_with_the_nearest_miss():
     text = r"0.GroupedLinear: toy.gemm_glu: NO_MATCH: slot 'act': expected SwiGLU \| GeGLU, got ReGLU"
     with fm.register(gemm_glu()), pytest.raises(FusionError, match=text):
         strictly(experts(act=fm.ReGLU), rows(), **inputs())
+
+
+def test_the_op_at_which_a_pattern_ends_is_no_miss(caplog):
+    """The rule for a layer and its activation ends at the Scale, which it knows nothing of."""
+    chain = fm.Sequential(experts()[0], Scale("probs"))
+    with fm.register(gemm_glu(), gemm()), torch.no_grad():
+        strictly(chain, rows(), **inputs(scale=True))
+    assert not caplog.records
+
+
+def test_the_op_at_which_a_pattern_ends_is_a_miss_if_it_is_a_subclass_of_what_was_expected():
+    class MySwiGLU(SwiGLU):
+        pass
+
+    chain = fm.Sequential(experts()[0], MySwiGLU())
+    text = "1.MySwiGLU: toy.gemm_glu: NO_MATCH: slot 'act': expected SwiGLU | GeGLU, got MySwiGLU, a subclass of SwiGLU"
+    with fm.register(gemm_glu(), gemm()), torch.no_grad(), pytest.raises(FusionError, match=re.escape(text)):
+        strictly(chain, rows(), **inputs())
 
 
 def test_it_raises_at_every_call():

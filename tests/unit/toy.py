@@ -25,8 +25,8 @@ def experts(*, scale=False, dtype=torch.float64, act=SwiGLU, **options):
     )
 
 
-def rows(count=ROWS, dtype=torch.float64, requires_grad=True):
-    return torch.randn(count, H, dtype=dtype, requires_grad=requires_grad)
+def rows(count=ROWS, dtype=torch.float64, requires_grad=True, hidden=H):
+    return torch.randn(count, hidden, dtype=dtype, requires_grad=requires_grad)
 
 
 def inputs(*, scale=False, dtype=torch.float64, count=ROWS):

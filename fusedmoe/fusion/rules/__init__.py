@@ -1,13 +1,20 @@
-"""The built-in fusion rules, one file a fusion.
-
-There are none yet: every step runs in plain PyTorch until the first kernels land. A new rule is added to `BUILTIN`.
-"""
+"""The built-in fusion rules, one file a fusion. A new rule is added to `BUILTIN`."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from fusedmoe.fusion.rule import FusionRule
+from fusedmoe.fusion.rules.column_sums import ColumnSums
+from fusedmoe.fusion.rules.grouped_dgrad import GroupedDgrad
+from fusedmoe.fusion.rules.grouped_dgrad_activation import GroupedDgradActivation
+from fusedmoe.fusion.rules.grouped_gemm import GroupedGemm
+from fusedmoe.fusion.rules.grouped_gemm_activation import GroupedGemmActivation
+from fusedmoe.fusion.rules.grouped_wgrad import GroupedWgrad
 
-if TYPE_CHECKING:
-    from fusedmoe.fusion.rule import FusionRule
-
-BUILTIN: tuple[type[FusionRule], ...] = ()
+BUILTIN: tuple[type[FusionRule], ...] = (
+    GroupedGemm,
+    GroupedGemmActivation,
+    GroupedDgrad,
+    GroupedDgradActivation,
+    GroupedWgrad,
+    ColumnSums,
+)

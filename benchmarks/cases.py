@@ -1,0 +1,245 @@
+"""A case is one computation that several peers do: each is prepared, checked against fp64, and timed among the others.
+
+No peer can end the run: what it lacks or raises becomes a note in its row.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_timing import Ceiling, GpuTime, Timer
+from benchmarks.problem import Problem
+
+OURS = "fusedmoe"
+NOT_INSTALLED = "not installed"
+WRONG = 0.02  # relative norm of the error; bf16 roundings of a chain of two products give about 0.005
+
+_PER_EXPERT = ("grad_weight", "grad_bias")  # outputs whose first axis is E; that of the others is R
+
+
+def as_it_is(name: str, t: Tensor) -> Tensor:
+    return t
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A peer's way to compute a case.
+
+    Attributes
+    ----------
+    call
+        The timed call, on operands that lie ready in the peer's layout.
+    names
+        Names of what it returns, those of the reference.
+    canonical
+        Brings one expert's part of the output of that name into the reference's layout; not timed.
+    note
+        What a reader should know who compares it with the others.
+    """
+
+    call: Callable[[], Any]
+    names: tuple[str, ...] = ("output",)
+    canonical: Callable[[str, Tensor], Tensor] = as_it_is
+    note: str | None = None
+
+
+class Peer(Protocol):
+    """Who takes part: `name`, the top-level `packages` it needs, and a method for each case that it has.
+
+    The method has the case's key as its name, takes a `Problem` and returns a `Candidate`, or None where the peer has
+    nothing of its own to show for that problem. It imports what it needs.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def packages(self) -> tuple[str, ...]: ...
+
+
+@dataclass(frozen=True)
+class Case:
+    """A computation: the peers' method, its title, its work, its reference, and whether autograd records the call.
+
+    ``keeps``: report the memory that the call leaves behind for a backward pass.
+    """
+
+    key: str
+    title: str
+    flops: Callable[[Problem], float]
+    reference: Callable[[Problem, int], dict[str, Tensor]]
+    grad: bool = False
+    keeps: bool = False
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of a table.
+
+    ``note`` says why there are no figures, or what they include; ``ours_is`` is the peer's time over ours.
+    """
+
+    case: str
+    peer: str
+    note: str | None = None
+    error: float | None = None
+    ms: float | None = None
+    least_ms: float | None = None
+    tflops: float | None = None
+    ceiling_percent: float | None = None
+    ours_is: float | None = None
+    host_idle_us: float | None = None
+    host_queued_us: float | None = None
+    kept_bytes: int | None = None
+    peak_bytes: int | None = None
+
+
+def run_case(
+    case: Case, problem: Problem, peers: Iterable[Peer], timer: Timer, ceiling: Ceiling | None = None
+) -> list[Row]:
+    """Prepare, check and time every peer that has the case."""
+    notes: dict[str, str | None] = {}
+    calls: dict[str, Callable[[], Any]] = {}
+    errors: dict[str, float] = {}
+    memory: dict[str, tuple[int, int]] = {}
+    with torch.set_grad_enabled(case.grad):
+        for peer in peers:
+            prepare = getattr(peer, case.key, None)
+            if prepare is None:
+                continue
+            try:
+                candidate = prepare(problem)
+                if candidate is None:
+                    continue
+                errors[peer.name] = error = worst_error(case, problem, candidate)
+                if case.keeps and problem.device.type == "cuda":
+                    memory[peer.name] = _memory(candidate.call, problem.device)
+            except Exception as raised:  # noqa: BLE001 a peer's fault is a line in its row
+                notes[peer.name] = why_not(raised, peer)
+                continue
+            wrong = not error < WRONG
+            notes[peer.name] = f"wrong: relative error {error:.2g}" if wrong else candidate.note
+            if not wrong:
+                calls[peer.name] = candidate.call
+        times = _times(timer, calls, notes)
+    return _rows(case, problem, notes, errors, memory, times, ceiling)
+
+
+def worst_error(case: Case, problem: Problem, candidate: Candidate) -> float:
+    """The largest relative norm of an output's error, over the sampled experts' part of it; inf if not finite."""
+    outputs = candidate.call()
+    named = dict(zip(candidate.names, outputs if isinstance(outputs, tuple) else (outputs,), strict=True))
+    differences, sizes = dict.fromkeys(named, 0.0), dict.fromkeys(named, 0.0)
+    for expert in problem.sample():
+        expected = case.reference(problem, expert)
+        if missing := set(expected) - set(named):
+            raise ValueError(f"{', '.join(sorted(missing))}: not returned")
+        for name, wanted in expected.items():
+            part = expert if name.startswith(_PER_EXPERT) else problem.rows_of(expert)
+            got = candidate.canonical(name, named[name][part].detach()).double()
+            if got.shape != wanted.shape:
+                raise ValueError(f"{name}: expected {tuple(wanted.shape)} for one expert, got {tuple(got.shape)}")
+            differences[name] += (got - wanted).square().sum().item()
+            sizes[name] += wanted.square().sum().item()
+    worst = max(math.sqrt(differences[name] / size) for name, size in sizes.items() if size)
+    return worst if math.isfinite(worst) else math.inf
+
+
+def why_not(raised: Exception, peer: Peer) -> str:
+    """A note out of what a peer raised, on one line."""
+    if isinstance(raised, ModuleNotFoundError) and raised.name and raised.name in peer.packages:
+        return NOT_INSTALLED
+    return _in_a_line(raised)
+
+
+def _in_a_line(raised: Exception) -> str:
+    lines = str(raised).strip().splitlines() or [""]
+    return f"{type(raised).__name__}: {lines[0]}"[:160].rstrip(": ")
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    """``exp(mean(log(v)))``"""
+    logs = [math.log(v) for v in values]
+    return math.exp(math.fsum(logs) / len(logs)) if logs else math.nan
+
+
+def mean_speedups(rows: Iterable[Row]) -> dict[str, dict[str, dict[str, float]]]:
+    """By case and peer: the geometric mean of `Row.ours_is` over the shapes, and over how many."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for row in rows:
+        if row.ours_is is not None and row.peer != OURS:
+            found.setdefault(row.case, {}).setdefault(row.peer, []).append(row.ours_is)
+    return {
+        case: {peer: {"mean": geometric_mean(v), "least": min(v), "shapes": len(v)} for peer, v in peers.items()}
+        for case, peers in found.items()
+    }
+
+
+def release(device: torch.device) -> None:
+    """Give the memory of what is no longer referred to back to the GPU."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _times(timer: Timer, calls: dict[str, Callable[[], Any]], notes: dict[str, str | None]) -> dict[str, GpuTime]:
+    """Times of the calls; where measuring them together raises, those of each alone, so that one spoils no other."""
+    if not calls:
+        return {}
+    try:
+        return timer.measure(calls)
+    except Exception:  # noqa: BLE001 whose it was is found out below
+        times: dict[str, GpuTime] = {}
+    for name, call in calls.items():
+        try:
+            times |= timer.measure({name: call})
+        except Exception as raised:  # noqa: BLE001 a peer's fault is a line in its row
+            notes[name] = _in_a_line(raised)
+    return times
+
+
+def _memory(call: Callable[[], Any], device: torch.device) -> tuple[int, int]:
+    """Bytes that a call's result keeps alive beside the result itself, and at most while it ran."""
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    result = call()
+    kept = torch.cuda.memory_allocated(device) - before - result.nbytes
+    return kept, torch.cuda.max_memory_allocated(device) - before
+
+
+def _rows(
+    case: Case,
+    problem: Problem,
+    notes: dict[str, str | None],
+    errors: dict[str, float],
+    memory: dict[str, tuple[int, int]],
+    times: dict[str, GpuTime],
+    ceiling: Ceiling | None,
+) -> list[Row]:
+    flops, ours = case.flops(problem), times.get(OURS)
+    rows = []
+    for name, note in notes.items():
+        figures: dict[str, Any] = {"error": errors.get(name)}
+        if name in memory:
+            figures |= dict(zip(("kept_bytes", "peak_bytes"), memory[name], strict=True))
+        if time := times.get(name):
+            tflops = flops / time.median_ms / 1e9
+            figures |= {
+                "ms": time.median_ms,
+                "least_ms": time.least_ms,
+                "tflops": tflops,
+                "ceiling_percent": 100 * tflops / ceiling.tflops if ceiling else None,
+                "ours_is": time.median_ms / ours.median_ms if ours else None,
+                "host_idle_us": time.host_idle_us,
+                "host_queued_us": time.host_queued_us,
+            }
+        rows.append(Row(case.title, name, note, **figures))
+    return rows

@@ -1,0 +1,149 @@
+"""QuACK, the kernels beneath SonicMoE: its ragged products on rows that lie sorted by expert.
+
+It is given gate and up as alternating features, the layout that it was made for, prepared outside the timing. Its
+``swiglu_oai`` comes without the clamp through this interface: a little less work than ours, and equal results here, as
+no preactivation of these inputs comes near the limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.cases import Candidate
+from benchmarks.peers.plain import leaves_of
+from benchmarks.problem import Problem, deinterleave, interleave
+
+_INTERLEAVED = {"preactivation": -1, "grad_preactivation": -1, "grad_weight1": 0, "grad_bias1": 0}
+
+
+def concatenated(name: str, t: Tensor) -> Tensor:
+    """One expert's part of an output in the ``[gate | up]`` layout."""
+    return deinterleave(t, _INTERLEAVED[name]) if name in _INTERLEAVED else t
+
+
+class Quack:
+    """``tuned``: let it time its configurations for each shape (most of a minute each); else its default one."""
+
+    name = "QuACK"
+    packages = ("quack",)
+
+    def __init__(self, tuned: bool = False) -> None:
+        self.tuned = tuned
+
+    def fc1_activation(self, problem: Problem) -> Candidate:
+        q, x, w, cu = _interface(), problem.x, interleave(problem.weight1, 1), problem.cu_seqlens
+        how = {"activation": _activation(problem), "tuned": self.tuned}
+        bias = None if problem.bias1 is None else interleave(problem.bias1)
+        return Candidate(
+            lambda: q.gemm_gated(x, w.mT, bias=bias, cu_seqlens_m=cu, **how),
+            ("preactivation", "output"),
+            concatenated,
+            _note(problem),
+        )
+
+    def fc2(self, problem: Problem) -> Candidate:
+        return self._gemm(problem.activated, problem.weight2.mT, problem, problem.bias2)
+
+    def fc2_dgrad_activation(self, problem: Problem) -> Candidate:
+        return self._dgated(problem, ("grad_preactivation", "output"))
+
+    def fc2_dgrad_activation_scaled(self, problem: Problem) -> Candidate:
+        names = ("grad_preactivation", "output", "grad_row_scale")
+        return self._dgated(problem, names, colvec_scale=problem.row_scale, colvec_reduce=True)
+
+    def fc1_dgrad(self, problem: Problem) -> Candidate:
+        # the sum over gate and up is the same in any order, so the stock layout serves
+        return self._gemm(problem.grad_preactivation, problem.weight1, problem)
+
+    def wgrad1(self, problem: Problem) -> Candidate:
+        return self._wgrad(problem.grad_preactivation, problem.x, problem, "grad_weight1")
+
+    def wgrad2(self, problem: Problem) -> Candidate:
+        return self._wgrad(problem.grad_y, problem.activated, problem, "grad_weight2")
+
+    def fc1(self, problem: Problem) -> Candidate:
+        return self._gemm(problem.x, problem.weight1.mT, problem)
+
+    def fc2_plain(self, problem: Problem) -> Candidate:
+        return self._gemm(problem.activated, problem.weight2.mT, problem)
+
+    def mlp_forward(self, problem: Problem) -> Candidate:
+        call, _ = self._mlp(problem)
+        return Candidate(call, note=_note(problem))
+
+    def mlp_step(self, problem: Problem) -> Candidate:
+        (call, leaves), dy = self._mlp(problem), problem.grad_y
+        wanted = tuple(leaves.values())
+        return Candidate(lambda: torch.autograd.grad(call(), wanted, dy), tuple(leaves), concatenated, _note(problem))
+
+    def _gemm(self, x: Tensor, w: Tensor, problem: Problem, bias: Tensor | None = None) -> Candidate:
+        q, cu, tuned = _interface(), problem.cu_seqlens, self.tuned
+        return Candidate(lambda: q.gemm(x, w, bias=bias, cu_seqlens_m=cu, tuned=tuned))
+
+    def _wgrad(self, dy: Tensor, x: Tensor, problem: Problem, name: str) -> Candidate:
+        q, cu, tuned = _interface(), problem.cu_seqlens, self.tuned
+        return Candidate(lambda: q.gemm(dy.mT, x, cu_seqlens_k=cu, tuned=tuned), (name,))
+
+    def _dgated(self, problem: Problem, names: tuple[str, ...], **scale: Any) -> Candidate:
+        q, dy, w, p = _interface(), problem.grad_y, problem.weight2, interleave(problem.preactivation)
+        # the static scheduler is SonicMoE's choice
+        how = scale | {"activation": _activation(problem), "dynamic_scheduler": False, "tuned": self.tuned}
+        cu = problem.cu_seqlens
+        return Candidate(lambda: q.gemm_dgated(dy, w, p, cu_seqlens_m=cu, **how), names, concatenated, _note(problem))
+
+    def _mlp(self, problem: Problem) -> tuple[Callable[[], Tensor], dict[str, Tensor]]:
+        """The fastest chain of its kernels on dispatched rows: SonicMoE's steps, without its gather and combine."""
+        q, cu, activation, tuned = _interface(), problem.cu_seqlens, _activation(problem), self.tuned
+        # a bias's gradient as a product with ones: QuACK has no kernel for it, and this reads the gradient once
+        ones = torch.ones(problem.rows, 8, device=problem.device, dtype=problem.dtype) if problem.shape.biases else None
+
+        class ExpertMlp(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None) -> Tensor:
+                p, a = q.gemm_gated(x, w1.mT, bias=b1, activation=activation, cu_seqlens_m=cu, tuned=tuned)
+                ctx.save_for_backward(x, w1, w2, p)
+                return q.gemm(a, w2.mT, bias=b2, cu_seqlens_m=cu, tuned=tuned)
+
+            @staticmethod
+            def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+                x, w1, w2, p = ctx.saved_tensors
+                how = {"activation": activation, "dynamic_scheduler": False, "tuned": tuned}
+                dp, a = q.gemm_dgated(dy, w2, p, cu_seqlens_m=cu, **how)
+                dw2 = q.gemm(dy.mT, a, cu_seqlens_k=cu, tuned=tuned)
+                dw1 = q.gemm(dp.mT, x, cu_seqlens_k=cu, tuned=tuned)
+                dx = q.gemm(dp, w1, cu_seqlens_m=cu, tuned=tuned)
+                db1 = db2 = None
+                if ones is not None:
+                    db1, db2 = (q.gemm(d.mT, ones, cu_seqlens_k=cu, tuned=tuned)[..., 0] for d in (dp, dy))
+                return dx, dw1, dw2, db1, db2
+
+        leaves = leaves_of(problem)
+        for name in ("grad_weight1", "grad_bias1"):
+            if name in leaves:
+                leaves[name] = interleave(leaves[name].detach(), 1).requires_grad_()
+        x, w1, w2 = (leaves[name] for name in ("grad_x", "grad_weight1", "grad_weight2"))
+        b1, b2 = leaves.get("grad_bias1"), leaves.get("grad_bias2")
+        return lambda: ExpertMlp.apply(x, w1, w2, b1, b2), leaves
+
+
+def _interface() -> Any:
+    from quack import gemm_interface
+
+    return gemm_interface
+
+
+def _note(problem: Problem) -> str | None:
+    return None if problem.activation.limit is None else "without the clamp"
+
+
+def _activation(problem: Problem) -> str:
+    a = problem.activation
+    if (a.alpha, a.offset) == (1.0, 0.0) and a.limit is None:
+        return "swiglu"
+    if (a.alpha, a.offset) == (1.702, 1.0):
+        return "swiglu_oai"
+    raise NotImplementedError(f"no activation like {a}")

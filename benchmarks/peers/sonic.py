@@ -1,0 +1,75 @@
+"""SonicMoE: its layer for given routing, on rows that are already dispatched, one expert a row with weight 1.
+
+That is how its API can be given the same work; it still gathers the rows (inside its kernels) and combines them, which
+the other peers need not.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from benchmarks.cases import Candidate
+from benchmarks.peers.plain import leaves_of
+from benchmarks.peers.quack import concatenated
+from benchmarks.problem import Problem, interleave
+
+_NOTE = "with gather and combine"
+
+
+class Sonic:
+    """``tuned``: as SonicMoE comes, timing QuACK's configurations for each new row count (45 seconds and more)."""
+
+    name = "SonicMoE"
+    packages = ("sonicmoe", "quack")
+
+    def __init__(self, tuned: bool = False) -> None:
+        self.tuned = tuned
+
+    def mlp_forward(self, problem: Problem) -> Candidate:
+        call, _ = self._mlp(problem)
+        return Candidate(call, note=_NOTE)
+
+    def mlp_step(self, problem: Problem) -> Candidate:
+        (call, leaves), dy = self._mlp(problem), problem.grad_y
+        wanted = tuple(leaves.values())
+        return Candidate(lambda: torch.autograd.grad(call(), wanted, dy), tuple(leaves), concatenated, _NOTE)
+
+    def _mlp(self, problem: Problem) -> tuple[Any, dict[str, torch.Tensor]]:
+        functional, kind = layer_functions(self.tuned)
+        if problem.activation.alpha != 1 or problem.activation.limit is not None:
+            raise NotImplementedError("it has no clamped SwiGLU")
+        leaves = leaves_of(problem)
+        leaves["grad_weight1"] = interleave(problem.weight1, 1).requires_grad_()
+        x, w1, w2 = leaves.values()
+        token = torch.arange(problem.rows, device=problem.device, dtype=torch.int32)
+        weight = torch.ones(problem.rows, device=problem.device)
+        expert, experts = problem.expert_of_row.to(torch.int32), problem.experts
+
+        def call() -> torch.Tensor:
+            stock1, stock2 = w1.permute(1, 2, 0), w2.permute(1, 2, 0)
+            y, _ = functional.moe_general_routing_inputs(
+                x, weight, token, expert, stock1, None, stock2, None, experts, 0, kind.SWIGLU
+            )
+            return y
+
+        return call, leaves
+
+
+def layer_functions(tuned: bool) -> tuple[Any, Any]:
+    """`sonicmoe.functional` and its enumeration of activations, tuning or not.
+
+    It always tunes; that takes minutes over a few shapes, so the names that its modules call are bound once more here.
+    """
+    from quack import gemm_interface
+    from sonicmoe import functional
+    from sonicmoe.enums import ActivationType
+    from sonicmoe.functional import backward, forward
+
+    for module in (forward, backward):
+        for name in ("gemm", "gemm_gated", "gemm_dgated"):
+            if hasattr(module, name):
+                setattr(module, name, functools.partial(getattr(gemm_interface, name), tuned=tuned))
+    return functional, ActivationType

@@ -1,0 +1,99 @@
+"""The shapes that are measured (`shapes.toml`), and how their rows are spread over the experts.
+
+Axes: T tokens, H hidden, I intermediate, E experts, K chosen experts a token, R = T K dispatched rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fusedmoe.kernels.activation import Activation
+
+FILE = Path(__file__).with_name("shapes.toml")
+QUICK = ("qwen3-30b-a3b", "gpt-oss-20b", "sonic-7b-n256")
+ROUTINGS = ("uniform", "zipf", "half", "empty")
+ALIGNED_ROWS = 128  # a group's granule where a peer takes aligned groups alone
+
+_ACTIVATIONS = {
+    "swiglu": Activation("swiglu"),
+    "clamped_swiglu": Activation("swiglu", limit=7.0, alpha=1.702, offset=1.0),  # GPT-OSS
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One model's routed experts; the fields are those of `shapes.toml`."""
+
+    name: str
+    tokens: int
+    hidden: int
+    intermediate: int
+    experts: int
+    top_k: int
+    activation: str = "swiglu"
+
+    @property
+    def rows(self) -> int:
+        """R."""
+        return self.tokens * self.top_k
+
+    @property
+    def glu(self) -> Activation:
+        """The formula between the two layers."""
+        return _ACTIVATIONS[self.activation]
+
+    @property
+    def biases(self) -> bool:
+        """Whether the layers have them: GPT-OSS's do."""
+        return self.activation == "clamped_swiglu"
+
+    def forward_flops(self, rows: int | None = None) -> float:
+        """``6 R H I``: 2 for each of gate, up and down. A backward pass is twice that."""
+        return 6.0 * (self.rows if rows is None else rows) * self.hidden * self.intermediate
+
+    def with_tokens(self, tokens: int) -> Shape:
+        return replace(self, tokens=tokens)
+
+
+def load(path: Path = FILE) -> dict[str, Shape]:
+    """Read the shapes, by name."""
+    try:
+        import tomllib
+    except ModuleNotFoundError as error:
+        raise RuntimeError("benchmarks/shapes.toml is read with tomllib, which needs Python 3.11 or newer") from error
+    tables = tomllib.loads(path.read_text(encoding="utf-8"))["shape"]
+    return {table["name"]: Shape(**table) for table in tables}
+
+
+def splits(rows: int, experts: int, routing: str, seed: int = 0) -> Tensor:
+    """Rows an expert, (E,) int64 on the CPU, ``rows`` in all.
+
+    Parameters
+    ----------
+    routing
+        ``"uniform"``: each row's expert is drawn at random. ``"zipf"``: so it is, the n-th most popular expert with
+        weight 1/n, popularity in random order. ``"half"``: one expert takes half of the rows. ``"empty"``: a quarter of
+        the experts, at least one, gets none.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    weight = torch.ones(experts, dtype=torch.float64)
+    order = torch.randperm(experts, generator=draw)
+    if routing == "zipf":
+        weight[order] = 1 / torch.arange(1, experts + 1, dtype=torch.float64)
+    elif routing == "half":
+        weight[order[0]] = max(experts - 1, 1)
+    elif routing == "empty":
+        weight[order[: max(1, experts // 4)]] = 0 if experts > 1 else 1
+    elif routing != "uniform":
+        raise ValueError(f"splits: routing: expected one of {', '.join(ROUTINGS)}, got {routing!r}")
+    expert_R = torch.multinomial(weight, rows, replacement=True, generator=draw)
+    return expert_R.bincount(minlength=experts)
+
+
+def aligned_splits(rows: int, experts: int) -> Tensor:
+    """Equal groups of a multiple of 128 rows, at most ``rows`` in all; empty where there are too few rows."""
+    return torch.full((experts,), rows // experts // ALIGNED_ROWS * ALIGNED_ROWS)

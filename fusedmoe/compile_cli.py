@@ -1,0 +1,172 @@
+"""``fusedmoe compile``: every shipped kernel into the cache on disk, ahead of time and without a GPU."""
+
+# ruff: noqa: T201  (a person runs this)
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import fnmatch
+import importlib.util
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from fusedmoe import __version__
+from fusedmoe.errors import InputError
+from fusedmoe.kernels import cache, compiler
+from fusedmoe.kernels.compiler import Kernel
+
+__all__ = ["CompileOptions", "Outcome", "add_arguments", "run"]
+
+PACKAGES = {"cutlass": "nvidia-cutlass-dsl", "tvm_ffi": "apache-tvm-ffi"}  # a module of each, and its name on PyPI
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """The options of the command, as its help describes them."""
+
+    arch: str = "sm_90a"
+    list: bool = False
+    only: str | None = None
+    jobs: int | None = None
+    cache_dir: str | None = None
+
+
+class Outcome(NamedTuple):
+    """What became of one kernel; ``error`` says why it failed."""
+
+    symbol: str
+    status: Literal["compiled", "already cached", "FAILED"]
+    seconds: float
+    error: str = ""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command to its parser."""
+    parser.add_argument("--arch", default=CompileOptions.arch, help="architecture to build for (default: %(default)s)")
+    parser.add_argument("--list", action="store_true", help="list kernels, cached or not; build nothing")
+    parser.add_argument("--only", metavar="PATTERN", help="kernels whose name matches, such as 'sm90_wgrad_*'")
+    parser.add_argument(
+        "--jobs", metavar="N", type=int, help="processes to build in; 1: in this one (default: one for each CPU)"
+    )
+    parser.add_argument(
+        "--cache-dir", metavar="DIR", help=f"where to put them (default: {cache.VARIABLE}, else ~/.cache/fusedmoe)"
+    )
+
+
+def run(options: CompileOptions) -> int:
+    """Build or list the kernels; the exit status.
+
+    Raises
+    ------
+    fusedmoe.InputError
+        An option has a value that it cannot have.
+    """
+    from fusedmoe.kernels.shipped import shipped
+
+    if options.jobs is not None and options.jobs < 1:
+        raise InputError(f"--jobs {options.jobs}: must be 1 or more")
+    if options.cache_dir == "":
+        raise InputError("--cache-dir: the name is empty")
+    everything = shipped(options.arch)
+    if not everything:
+        print(f"fusedmoe {__version__} ships no kernels for {options.arch}")
+        return 0
+    kernels = [k for k in everything if options.only is None or fnmatch.fnmatchcase(k.symbol, options.only)]
+    if not kernels:
+        raise InputError(f"--only {options.only}: no kernel's name matches; --list shows the names")
+    try:
+        folder = _folder(options.cache_dir)
+    except cache.CacheUnusableError as error:
+        print(f"fusedmoe compile: error: {error}", file=sys.stderr)
+        return 1
+    width = max(len(kernel.symbol) for kernel in kernels)
+    if options.list:
+        for kernel in kernels:
+            cached = compiler.is_cached(kernel, options.cache_dir)
+            print(f"{kernel.symbol:<{width}}  {'cached' if cached else 'not cached'}")
+        return 0
+    begin = time.perf_counter()
+    outcomes = []
+    for outcome in _outcomes(kernels, options):
+        seconds = "" if outcome.status == "already cached" else f"  {outcome.seconds:6.1f} s"
+        print(f"{outcome.symbol:<{width}}  {outcome.status:<14}{seconds}".rstrip(), flush=True)
+        outcomes.append(outcome)
+    return _summarize(outcomes, f"{options.arch} in {folder}", time.perf_counter() - begin)
+
+
+def _folder(root: str | None) -> Path:
+    for module, package in PACKAGES.items():
+        if importlib.util.find_spec(module) is None:
+            raise cache.CacheUnusableError(f"{package} is not installed, which compiles the kernels")
+    folder = cache.folder(__version__, root)
+    if folder is None:
+        raise cache.CacheUnusableError(f"{cache.VARIABLE}={cache.OFF} switches the cache off; give --cache-dir")
+    return folder
+
+
+def _outcomes(kernels: Sequence[Kernel], options: CompileOptions) -> Iterator[Outcome]:
+    """Build the kernels, and say what became of each as soon as it is known."""
+    jobs = min(options.jobs or _cpus(), len(kernels))
+    if jobs == 1:
+        yield from (_build(kernel, options.cache_dir) for kernel in kernels)
+        return
+    left = {kernel.symbol: kernel for kernel in kernels}
+    for outcome in _outcomes_of_pool(kernels, jobs, options.cache_dir):
+        del left[outcome.symbol]
+        yield outcome
+    for kernel in left.values():  # a process died and took the pool with it; one pool a kernel tells which
+        died = Outcome(kernel.symbol, "FAILED", 0.0, "the process that compiled it died; is there enough memory?")
+        yield next(_outcomes_of_pool([kernel], 1, options.cache_dir), died)
+
+
+def _outcomes_of_pool(kernels: Sequence[Kernel], jobs: int, root: str | None) -> Iterator[Outcome]:
+    """Build in a pool of processes; ends early where one of them dies."""
+    context = multiprocessing.get_context("spawn")  # a fork of a process with threads, which torch has, may hang
+    pool = concurrent.futures.ProcessPoolExecutor(jobs, context, signal.signal, (signal.SIGINT, signal.SIG_IGN))
+    try:
+        futures = [pool.submit(_build, kernel, root) for kernel in kernels]
+        for future in concurrent.futures.as_completed(futures):
+            try:
+                yield future.result()
+            except BrokenProcessPool:
+                continue
+    except BrokenProcessPool:  # while kernels were handed out
+        return
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _build(kernel: Kernel, root: str | None) -> Outcome:
+    begin = time.perf_counter()
+    try:
+        compiled = compiler.build(kernel, root)
+    except cache.CacheUnusableError as error:
+        return Outcome(kernel.symbol, "FAILED", time.perf_counter() - begin, str(error))
+    except Exception as error:  # noqa: BLE001  whatever one kernel raises, the others are built, and this is reported
+        return Outcome(kernel.symbol, "FAILED", time.perf_counter() - begin, f"{type(error).__name__}: {error}")
+    return Outcome(kernel.symbol, "compiled" if compiled else "already cached", time.perf_counter() - begin)
+
+
+def _summarize(outcomes: Sequence[Outcome], where: str, seconds: float) -> int:
+    counts = {status: [o.status for o in outcomes].count(status) for status in ("compiled", "already cached", "FAILED")}
+    failed = [outcome for outcome in outcomes if outcome.status == "FAILED"]
+    sys.stdout.flush()
+    for outcome in failed:
+        print(f"fusedmoe compile: error: {outcome.symbol}: {outcome.error}", file=sys.stderr)
+    plural = "kernel" if len(outcomes) == 1 else "kernels"
+    parts = ", ".join(f"{count} {status.lower()}" for status, count in counts.items() if count)
+    print(f"{len(outcomes)} {plural} for {where}: {parts}; {seconds:.1f} s")
+    return 1 if failed else 0
+
+
+def _cpus() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

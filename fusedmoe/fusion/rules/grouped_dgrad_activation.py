@@ -1,0 +1,86 @@
+"""``sm90.grouped_dgrad_activation``: a grouped linear layer's data gradient, through the row scale and the activation
+before it, in one launch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fusedmoe.fusion.rule import FusionRule, PlanContext, Step
+from fusedmoe.fusion.rules.hopper import (
+    OnHopper,
+    activation_of,
+    check_common,
+    decline,
+    functions,
+    guard_gradient,
+    guard_matrix,
+    readable,
+)
+from fusedmoe.kernels.sm90 import limits
+from fusedmoe.ops.glu import DGeGLU, DReGLU, DSwiGLU
+from fusedmoe.ops.grouped_linear import Dgrad
+from fusedmoe.ops.scale import DScale, ScaleGrad
+from fusedmoe.ops.squared_relu import DSquaredReLU
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class GroupedDgradActivation(OnHopper, FusionRule, name="sm90.grouped_dgrad_activation", direction="backward"):
+    """``d = dy @ weight[e]``, ``dp = act'(p) * d * scale``, ``dscale[r] = sum over features of d * act(p)``.
+
+    Where the layer's weight gradient is wanted, what went into the layer, ``act(p) * scale``, comes out too: of all
+    that lies between the two layers only the preactivation p is kept.
+    """
+
+    dgrad: Dgrad
+    scale_grad: ScaleGrad | None
+    dscale: DScale | None
+    dact: DSwiGLU | DGeGLU | DReGLU | DSquaredReLU
+
+    def check(self, ctx: PlanContext) -> None:
+        fc = self.dgrad.op
+        operands = "grad_output", "dgrad.weight", "dact.input"
+        check_common(ctx, *operands, in_features=fc.in_features, out_features=fc.out_features)
+        if self.dscale is not None:
+            decline(limits.why_not_row_scale(ctx.dtype("dscale.factor")))
+
+    def build(self, ctx: PlanContext) -> Step:
+        activation, options = activation_of(self.dact.op), ctx.options
+        recomputes, scale_grad = ctx.wants("dgrad.input"), self.scale_grad
+        gives = ["grad_input"]
+        if recomputes:
+            gives.append("dgrad.input")
+        if scale_grad is not None:
+            gives.append(f"scale_grad.{scale_grad.gives[0]}")
+
+        def guard(dy: Tensor, weight: Tensor, offsets: Tensor, preactivation: Tensor, *_: Tensor | None) -> None:
+            guard_gradient(dy)
+            guard_matrix("the preactivation", preactivation)
+            guard_matrix("the weight", weight, transposed=True)
+
+        def run(
+            dy: Tensor, weight: Tensor, offsets: Tensor, preactivation: Tensor, factor: Tensor | None
+        ) -> tuple[Tensor, ...]:
+            grad_preactivation, output, grad_factor = functions().grouped_gemm_activation_backward(
+                readable(dy),
+                weight,
+                offsets,
+                preactivation,
+                activation,
+                row_scale=factor,
+                want_output=recomputes,
+                want_row_scale_grad=scale_grad is not None,
+                options=options,
+            )
+            results = [grad_preactivation]
+            if recomputes:
+                results.append(output)
+            if scale_grad is not None:
+                assert factor is not None
+                results.append(grad_factor.to(factor.dtype))
+            return tuple(results)
+
+        needs = ("grad_output", "dgrad.weight", "offsets", "dact.input", "dscale.factor")
+        return Step(run, needs, tuple(gives), guard=guard, zeroes_tail=True)

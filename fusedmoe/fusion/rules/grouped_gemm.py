@@ -1,0 +1,54 @@
+"""``sm90.grouped_gemm``: a grouped linear layer, its bias and a row scale in one launch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fusedmoe.fusion.rule import FusionRule, PlanContext, Step
+from fusedmoe.fusion.rules.hopper import (
+    OnHopper,
+    check_common,
+    decline,
+    functions,
+    guard_bias,
+    guard_matrix,
+    guard_rows,
+)
+from fusedmoe.kernels.sm90 import limits
+from fusedmoe.ops.grouped_linear import GroupedLinear
+from fusedmoe.ops.scale import Scale
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class GroupedGemm(OnHopper, FusionRule, name="sm90.grouped_gemm", direction="forward"):
+    """``y[r] = (x[r] @ weight[e].T + bias[e]) * scale[r]``.
+
+    It keeps nothing: where the scale's gradient needs what went into the scale, the scale runs by itself.
+    """
+
+    fc: GroupedLinear
+    scale: Scale | None
+
+    def check(self, ctx: PlanContext) -> None:
+        fc = self.fc
+        check_common(ctx, "input", "fc.weight", in_features=fc.in_features, out_features=fc.out_features)
+        if self.scale is not None:
+            decline(limits.why_not_row_scale(ctx.dtype("scale.factor")))
+
+    def build(self, ctx: PlanContext) -> Step:
+        options = ctx.options
+
+        def guard(x: Tensor, weight: Tensor, bias: Tensor | None, *_: Tensor | None) -> None:
+            guard_rows("x", x)
+            guard_matrix("the weight", weight, transposed=True)
+            guard_bias(bias)
+
+        def run(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, factor: Tensor | None) -> Tensor:
+            return functions().grouped_gemm(  # type: ignore[no-any-return]
+                x, weight, offsets, bias=bias, row_scale=factor, options=options
+            )
+
+        needs = ("input", "fc.weight", "fc.bias", "offsets", "scale.factor")
+        return Step(run, needs, gives=("output",), guard=guard, zeroes_tail=True)

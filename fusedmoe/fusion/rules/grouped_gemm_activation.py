@@ -1,0 +1,79 @@
+"""``sm90.grouped_gemm_activation``: a grouped linear layer with the activation and the row scale in its epilogue."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fusedmoe.fusion.rule import FusionRule, PlanContext, Step
+from fusedmoe.fusion.rules.hopper import (
+    OnHopper,
+    activation_of,
+    check_common,
+    decline,
+    functions,
+    guard_bias,
+    guard_matrix,
+    guard_rows,
+)
+from fusedmoe.kernels.sm90 import limits
+from fusedmoe.ops.glu import GeGLU, ReGLU, SwiGLU
+from fusedmoe.ops.grouped_linear import GroupedLinear
+from fusedmoe.ops.scale import Scale
+from fusedmoe.ops.squared_relu import SquaredReLU
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class GroupedGemmActivation(OnHopper, FusionRule, name="sm90.grouped_gemm_activation", direction="forward"):
+    """``y[r] = act(x[r] @ weight[e].T + bias[e]) * scale[r]``; the preactivation is written only if backward needs it.
+
+    What comes out of the activation before the scale is never written: `sm90.grouped_dgrad_activation` computes it
+    again for the scale's gradient.
+    """
+
+    fc: GroupedLinear
+    act: SwiGLU | GeGLU | ReGLU | SquaredReLU
+    scale: Scale | None
+
+    def check(self, ctx: PlanContext) -> None:
+        fc = self.fc
+        if activation_of(self.act).gated:
+            check_common(ctx, "input", "fc.weight", in_features=fc.in_features)
+            decline(limits.why_not_width("half of out_features", fc.out_features // 2))
+        else:
+            check_common(ctx, "input", "fc.weight", in_features=fc.in_features, out_features=fc.out_features)
+        if self.scale is not None:
+            decline(limits.why_not_row_scale(ctx.dtype("scale.factor")))
+
+    def build(self, ctx: PlanContext) -> Step:
+        activation, options = activation_of(self.act), ctx.options
+
+        def guard(x: Tensor, weight: Tensor, bias: Tensor | None, *_: Tensor | None) -> None:
+            guard_rows("x", x)
+            guard_matrix("the weight", weight)
+            guard_bias(bias)
+
+        def run(
+            x: Tensor,
+            weight: Tensor,
+            bias: Tensor | None,
+            offsets: Tensor,
+            factor: Tensor | None,
+            *,
+            keep: tuple[str, ...] = (),
+        ) -> tuple[Tensor, ...]:
+            y, preactivation = functions().grouped_gemm_activation(
+                x,
+                weight,
+                offsets,
+                activation,
+                bias=bias,
+                row_scale=factor,
+                keep_preactivation=bool(keep),
+                options=options,
+            )
+            return (y, preactivation) if keep else (y,)
+
+        needs = ("input", "fc.weight", "fc.bias", "offsets", "scale.factor")
+        return Step(run, needs, gives=("output",), keeps=("act.input",), guard=guard, zeroes_tail=True)

@@ -1,0 +1,21 @@
+"""The kernels that fusedmoe ships: what ``fusedmoe compile`` builds ahead of time."""
+
+from __future__ import annotations
+
+from fusedmoe.errors import InputError
+from fusedmoe.kernels.compiler import Kernel
+
+ARCHES = ("sm_90a",)
+
+
+def shipped(arch: str) -> tuple[Kernel, ...]:
+    """Return every kernel that fusedmoe may load on GPUs of an architecture, such as ``sm_90a``.
+
+    Raises
+    ------
+    fusedmoe.InputError
+        There is no such architecture among those that fusedmoe has kernels for.
+    """
+    if arch not in ARCHES:
+        raise InputError(f"arch {arch!r}: expected one of {', '.join(ARCHES)}")
+    return ()

@@ -1,0 +1,108 @@
+"""The arithmetic of the epilogues: activations and their derivatives on fp32 scalars in registers.
+
+Each function is the formula of the op of the same name; ``limit``, ``alpha`` and ``offset`` are run-time numbers, whether
+there is a limit is not. Comparisons are written so that a NaN stays a NaN.
+"""
+
+from __future__ import annotations
+
+import math
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, const_expr
+
+LOG2_E = math.log2(math.e)
+
+
+@cute.jit
+def sigmoid(x: Float32) -> Float32:
+    return cute.arch.rcp_approx(Float32(1.0) + cute.math.exp2(x * Float32(-LOG2_E), fastmath=True))
+
+
+@cute.jit
+def gate_and_slope(kind: cutlass.Constexpr[str], g: Float32, alpha: Float32) -> tuple[Float32, Float32]:
+    """``phi(g)`` and ``phi'(g)``."""
+    if const_expr(kind == "swiglu"):
+        s = sigmoid(alpha * g)
+        y = g * s
+        return y, s + alpha * (y - y * s)
+    if const_expr(kind == "geglu_tanh"):
+        x = alpha * g
+        inner = Float32(math.sqrt(2 / math.pi)) * (x + Float32(0.044715) * x * x * x)
+        t = Float32(2.0) * sigmoid(Float32(2.0) * inner) - Float32(1.0)  # tanh(inner)
+        half = Float32(0.5) + Float32(0.5) * t
+        d_inner = Float32(math.sqrt(2 / math.pi)) * (Float32(1.0) + Float32(3 * 0.044715) * x * x)
+        return g * half, half + Float32(0.5) * x * (Float32(1.0) - t * t) * d_inner
+    if const_expr(kind == "geglu_erf"):
+        x = alpha * g
+        cdf = Float32(0.5) + Float32(0.5) * cute.math.erf(x * Float32(math.sqrt(0.5)))
+        density = cute.math.exp2(x * x * Float32(-0.5 * LOG2_E), fastmath=True) * Float32(1 / math.sqrt(2 * math.pi))
+        return g * cdf, cdf + x * density
+    positive = g > Float32(0.0)
+    zero = Float32(0.0)
+    # not max(g, 0): that would turn a NaN into a zero
+    y = cutlass.select_(g <= zero, zero, g)
+    return y, cutlass.select_(positive, Float32(1.0), zero)
+
+
+@cute.jit
+def glu(
+    kind: cutlass.Constexpr[str],
+    clamped: cutlass.Constexpr[bool],
+    g: Float32,
+    u: Float32,
+    limit: Float32,
+    alpha: Float32,
+    offset: Float32,
+) -> Float32:
+    """``phi(min(g, limit)) * (clamp(u, -limit, limit) + offset)``."""
+    if const_expr(clamped):
+        g = cutlass.select_(g > limit, limit, g)
+        u = cutlass.select_(u > limit, limit, u)
+        u = cutlass.select_(u < -limit, -limit, u)
+    y, _ = gate_and_slope(kind, g, alpha)
+    return y * (u + offset)
+
+
+@cute.jit
+def glu_backward(
+    kind: cutlass.Constexpr[str],
+    clamped: cutlass.Constexpr[bool],
+    d: Float32,
+    g: Float32,
+    u: Float32,
+    limit: Float32,
+    alpha: Float32,
+    offset: Float32,
+) -> tuple[Float32, Float32, Float32]:
+    """Gradients of gate and up for the gradient ``d`` of the activation, and the activation itself."""
+    g_out, u_out = cutlass.Boolean(False), cutlass.Boolean(False)
+    if const_expr(clamped):
+        g_out = g > limit
+        u_out = cutlass.max(u, -u) > limit
+        g = cutlass.select_(g > limit, limit, g)
+        u = cutlass.select_(u > limit, limit, u)
+        u = cutlass.select_(u < -limit, -limit, u)
+    phi, slope = gate_and_slope(kind, g, alpha)
+    up = u + offset
+    dg = d * up * slope
+    du = d * phi
+    if const_expr(clamped):
+        dg = cutlass.select_(g_out, Float32(0.0), dg)
+        du = cutlass.select_(u_out, Float32(0.0), du)
+    return dg, du, phi * up
+
+
+@cute.jit
+def squared_relu(x: Float32) -> Float32:
+    """``max(x, 0)^2``."""
+    y = cutlass.select_(x <= Float32(0.0), Float32(0.0), x)
+    return y * y
+
+
+@cute.jit
+def squared_relu_backward(d: Float32, x: Float32) -> tuple[Float32, Float32]:
+    """``2 max(x, 0) d``, and ``max(x, 0)^2``."""
+    y = cutlass.select_(x <= Float32(0.0), Float32(0.0), x)
+    return Float32(2.0) * y * d, y * y

@@ -1,0 +1,83 @@
+"""What the kernels of this folder take, as predicates in plain Python: no torch, no CuTe DSL, no GPU.
+
+Each returns None, or the reason against it as text that names the value and, where there is one, the remedy. Fusion
+rules ask those above the line ahead of any call, and those below it, about strides and addresses, at each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+DTYPES = ("torch.bfloat16", "torch.float16")
+ROW_SCALE_DTYPES = ("torch.float32", *DTYPES)
+ALIGNMENT_BYTES = 16
+UNIT = 8
+"""Elements of 16 bytes: TMA wants every pitch to be a multiple, and so every width."""
+
+
+def _short(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def why_not_dtypes(operands: Mapping[str, object]) -> str | None:
+    """All operands are bf16, or all are fp16. ``operands``: name to `torch.dtype`."""
+    for name, dtype in operands.items():
+        if str(dtype) not in DTYPES:
+            return (
+                f"{name} is {_short(dtype)}, not bfloat16 or float16: convert the module, or run under torch.autocast"
+            )
+    (first, dtype), *others = operands.items()
+    for name, other in others:
+        if other != dtype:
+            return f"{name} is {_short(other)}, {first} is {_short(dtype)}: one dtype is expected"
+    return None
+
+
+def why_not_row_scale(dtype: object) -> str | None:
+    """The row scale is fp32, bf16 or fp16."""
+    if str(dtype) in ROW_SCALE_DTYPES:
+        return None
+    return f"the row scale is {_short(dtype)}, not float32, bfloat16 or float16: convert it"
+
+
+def why_not_width(name: str, features: int) -> str | None:
+    """A number of features is a multiple of 8."""
+    return None if features % UNIT == 0 else f"{name} {features} is not a multiple of {UNIT}"
+
+
+# ------------------------------------------------------------------------------------------------ known at the call
+
+
+def why_not_matrix(
+    name: str, shape: Sequence[int], strides: Sequence[int], address: int, transposed: bool = False
+) -> str | None:
+    """Features have unit stride or, where ``transposed`` allows it, rows do; all other strides are multiples of 8.
+
+    Parameters
+    ----------
+    name
+        What to call it.
+    shape, strides
+        (rows, columns) or (experts, rows, columns); strides in elements of two bytes.
+    address
+        Of the first element, in bytes.
+    transposed
+        Whether unit stride in the last but one axis will do as well.
+    """
+    row, column = strides[-2], strides[-1]
+    by_rows = column == 1 and row >= shape[-1] and not row % UNIT
+    by_columns = transposed and row == 1 and column >= shape[-2] and not column % UNIT
+    between = len(strides) == 3 and strides[0] % UNIT
+    if (by_rows or by_columns) and not between and not address % ALIGNMENT_BYTES:
+        return None
+    if not (by_rows or by_columns):
+        axes = "one of the last two axes" if transposed else "the last axis"
+        return f"{name} has strides {tuple(strides)}: unit stride in {axes} and multiples of {UNIT} else are expected"
+    if between:
+        return f"{name} has strides {tuple(strides)}: multiples of {UNIT} between experts are expected"
+    return why_not_address(name, address)
+
+
+def why_not_address(name: str, address: int) -> str | None:
+    """An address is a multiple of 16 bytes."""
+    return f"{name} does not begin at a multiple of {ALIGNMENT_BYTES} bytes" if address % ALIGNMENT_BYTES else None

@@ -1,0 +1,513 @@
+"""Grouped matrix product over ragged rows: rows (R, K), sorted by expert, times each expert's weight (E, N, K).
+
+    acc[r, n] = sum over k of a[r, k] * b[expert of r, n, k]        (fp32)
+
+and an epilogue on the accumulators:
+
+    plain        out = (acc + bias) * row_scale
+    activation   p = acc + bias (written where backward needs it), out = act(p) * row_scale
+    derivative   for acc, the gradient of act(p) * row_scale: grad_p, act(p) * row_scale, and per row the sum of
+                 acc * act(p) over the tile's columns, which another launch sums over tiles
+
+Warps. Math warpgroups 0 and 1; warpgroup 2 has the loaders, which give their registers away: warp 8 loads A and B by TMA,
+warp 9 schedules tiles (tiles.py), warps 10 and 11 load what the epilogue of warpgroup 0 and 1 reads, under the main loop.
+
+Ragged rows. A load may run past an expert's last row: those rows of the product are never stored. A store must stop
+there: each expert's end is a bound of the output's TMA descriptor, which has one dimension more than the tensor. Its rows
+are only 64 long and start 64 rows before the tensor; a box that starts at row ``64 - valid`` of the slice ``row +
+valid`` begins at ``row`` in memory, and the hardware drops what lies past row 64 of the slice. So one descriptor serves
+all experts.
+
+Gated activations read gate and up of one output from one thread: where the weight is ``[gate | up]``, a tile of B is half
+gate rows, half up rows (one descriptor, N as (I, 2)), and accumulators j and j + tile_n / 2 belong together. Where gate and
+up alternate they are neighbouring accumulators.
+
+Axes: M rows of a tile, N columns, K contraction, E experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync
+
+from fusedmoe.kernels.sm90 import epilogues, tiles
+from fusedmoe.kernels.sm90.config import BLOCK_ROWS, EPILOGUE_COLUMNS, TILE_K
+from fusedmoe.kernels.sm90.gemm import (
+    CONSUMER, EPILOGUE_LOAD_WARP, LOAD, LOAD_WARP, PRODUCER, SCHEDULER_WARP, SHARED_LOAD, VALUES, Gemm,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """What becomes of the accumulators, as far as it changes the code.
+
+    ``act`` is an `Activation.kind` or "" for none; ``derivative`` tells act from its backward.
+    """
+
+    act: str = ""
+    derivative: bool = False
+    clamped: bool = False
+    bias: bool = False
+    row_scale: bool = False
+    keep: bool = False  # also write: the preactivation; of the derivative: the recomputed activation
+    row_grad: bool = False
+
+    @property
+    def gated(self) -> bool:
+        return self.act not in ("", "squared_relu")
+
+    @property
+    def name(self) -> str:
+        flags = (
+            (self.derivative, "d"), (True, self.act or "plain"), (self.clamped, "_clamp"), (self.bias, "_bias"),
+            (self.row_scale, "_scale"), (self.keep, "_keep"), (self.row_grad, "_rowgrad"),
+        )  # fmt: skip
+        return "".join(text for on, text in flags if on)
+
+
+@dataclass(frozen=True)
+class RaggedM(Gemm):
+    """One kernel of this page."""
+
+    b_major: str = "k"  # or "n": which axis of the weight has unit stride
+    epilogue: Epilogue = Epilogue()  # noqa: RUF009  (frozen)
+
+    @property
+    def symbol(self) -> str:
+        return f"sm90_ragged_m_{self.dtype}_b{self.b_major}_{self.epilogue.name}_{self.config.name}"
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        names = ("ragged_m", "gemm", "tiles", "epilogues", "config")
+        return tuple(f"fusedmoe.kernels.sm90.{name}" for name in names)
+
+    @property
+    def paired(self) -> bool:
+        """A tile of B is half gate rows, half up rows."""
+        return self.epilogue.gated and not self.epilogue.derivative
+
+    @property
+    def boxes_read(self) -> int:
+        return (2 if self.epilogue.gated else 1) if self.epilogue.derivative else 0
+
+    @property
+    def steps(self) -> int:
+        """Steps of the epilogue over a block of 64 rows."""
+        return self.config.tile_n // (2 if self.paired else 1) // EPILOGUE_COLUMNS
+
+    @property
+    def boxes_a_block(self) -> int:
+        e = self.epilogue
+        halves = 2 if e.gated else 1
+        if e.derivative:
+            return self.steps * (halves + e.keep)
+        return self.steps * (1 + (halves if e.keep and e.act else 0))
+
+    # -- compile
+
+    def compile(self) -> Any:
+        """Compile without a GPU; a function of torch tensors and numbers, to be called as `functions.py` does."""
+        e = self.epilogue
+        index64 = lambda: cute.sym_int64(divisibility=8)  # noqa: E731
+        rows, experts = cute.sym_int(), cute.sym_int()
+        fake = cute.runtime.make_fake_tensor
+
+        def matrix(dtype: Any = self.element, rows: Any = rows) -> Any:
+            return fake(dtype, (rows, cute.sym_int()), (index64(), 1), assumed_align=16)
+
+        strides = (index64(), index64(), 1) if self.b_major == "k" else (index64(), 1, index64())
+        b = fake(self.element, (experts, cute.sym_int(), cute.sym_int()), strides, assumed_align=16)
+        vector = lambda dtype, n: fake(dtype, (n,), (1,))  # noqa: E731
+        bias = fake(self.element, (experts, cute.sym_int()), (cute.sym_int64(), 1)) if e.bias else None
+        scale = vector(Float32, rows) if e.row_scale else None
+        partial = fake(Float32, (cute.sym_int(), rows), (cute.sym_int64(), 1)) if e.row_grad else None
+        p = matrix() if e.derivative or (e.act and e.keep) else None
+        second = matrix() if e.derivative and e.keep else None
+        return cute.compile(
+            self, matrix(), b, vector(Int32, experts), matrix(), p, second, bias, scale, partial, vector(Int32, 1),
+            Float32(0), Float32(0), Float32(0), Int32(0), Int32(0), Int32(0),
+            cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+            options=f"--enable-tvm-ffi --gpu-arch {self.arch}",
+        )  # fmt: skip
+
+    # -- host side of a launch
+
+    @cute.jit
+    def __call__(
+        self,
+        a: cute.Tensor,
+        b: cute.Tensor,
+        offsets: cute.Tensor,
+        out: cute.Tensor,
+        p: cute.Tensor | None,
+        second: cute.Tensor | None,
+        bias: cute.Tensor | None,
+        row_scale: cute.Tensor | None,
+        partial: cute.Tensor | None,
+        counter: cute.Tensor,
+        limit: Float32,
+        alpha: Float32,
+        offset: Float32,
+        group: Int32,
+        ctas: Int32,
+        dynamic: Int32,
+        stream,
+    ):
+        e, config = self.epilogue, self.config
+        major = OperandMajorMode.K if self.b_major == "k" else OperandMajorMode.MN
+        tiled_mma = self.tiled_mma(OperandMajorMode.K, major)
+        a_smem = self.smem_layout((config.tile_m, TILE_K), OperandMajorMode.K, self.stages)
+        b_smem = self.smem_layout((config.tile_n, TILE_K), major, self.stages)
+        box_smem = self.box_layout(self.boxes)
+
+        # weights as (N, K, E); for a gated activation N is (I, 2): the rows of gate, then those of up
+        experts, n, k = b.shape
+        se, sn, sk = b.stride
+        n_mode, sn_mode, tile_n = n, sn, config.tile_n
+        if const_expr(self.paired):
+            n_mode, sn_mode = (n // 2, 2), (sn, (n // 2) * sn)
+            tile_n = (config.tile_n // 2, 2)
+        b_nke = cute.make_tensor(b.iterator, cute.make_layout((n_mode, k, experts), stride=(sn_mode, sk, se)))
+
+        tma_a, a_tma = cpasync.make_tiled_tma_atom(
+            SHARED_LOAD if config.cluster_n > 1 else LOAD, a, cute.slice_(a_smem, (None, None, 0)),
+            (config.tile_m, TILE_K), num_multicast=config.cluster_n,
+        )  # fmt: skip
+        tma_b, b_tma = cpasync.make_tiled_tma_atom(
+            SHARED_LOAD if config.cluster_m > 1 else LOAD, b_nke, cute.slice_(b_smem, (None, None, 0)),
+            (tile_n, TILE_K), num_multicast=config.cluster_m,
+        )  # fmt: skip
+        box = cute.slice_(box_smem, (None, None, 0))
+        halves = 2 if e.gated else 1
+        # derivative: `out` is grad_p, two halves; `second` the activation. Else `p` has the halves, `out` the activation
+        tma_out, out_tma = self.store_atom(out, halves if e.derivative else 1, box)
+        tma_p, p_tma = None, None
+        if const_expr(e.derivative):
+            p_view = self.halves(p, halves)
+            tma_p, p_tma = cpasync.make_tiled_tma_atom(LOAD, p_view, box, (BLOCK_ROWS, EPILOGUE_COLUMNS))
+        elif const_expr(p is not None):
+            tma_p, p_tma = self.store_atom(p, halves, box)
+        tma_second, second_tma = None, None
+        if const_expr(second is not None):
+            tma_second, second_tma = self.store_atom(second, 1, box)
+
+        self.kernel(
+            tma_a, a_tma, tma_b, b_tma, tma_out, out_tma, tma_p, p_tma, tma_second, second_tma,
+            tiled_mma, a_smem, b_smem, box_smem, offsets, bias, row_scale, partial, counter,
+            limit, alpha, offset, group, dynamic, a.shape[0], n, k,
+        ).launch(stream=stream, **self.grid(ctas))
+
+    def halves(self, t: cute.Tensor, count: int) -> cute.Tensor:
+        """(R, count * W) as (R, W, count)."""
+        width = t.shape[1] // count
+        return cute.make_tensor(
+            t.iterator, cute.make_layout((t.shape[0], width, count), stride=(t.stride[0], 1, width))
+        )
+
+    def store_atom(self, t: cute.Tensor, count: int, box: Any) -> Any:
+        """A store whose rows end where a slice says: (64, W, count, R + 1), see the module's page."""
+        view = self.halves(t, count)
+        pitch = t.stride[0]
+        start = cute.domain_offset((-BLOCK_ROWS, 0), t).iterator
+        layout = cute.make_layout(
+            (BLOCK_ROWS, view.shape[1], count, t.shape[0] + 1), stride=(pitch, 1, view.stride[2], pitch)
+        )
+        return cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileS2GOp(), cute.make_tensor(start, layout), box, (BLOCK_ROWS, EPILOGUE_COLUMNS)
+        )
+
+    # -- device side
+
+    @cute.kernel
+    def kernel(
+        self,
+        tma_a: cute.CopyAtom,
+        a_tma: cute.Tensor,
+        tma_b: cute.CopyAtom,
+        b_tma: cute.Tensor,
+        tma_out: cute.CopyAtom,
+        out_tma: cute.Tensor,
+        tma_p: cute.CopyAtom | None,
+        p_tma: cute.Tensor | None,
+        tma_second: cute.CopyAtom | None,
+        second_tma: cute.Tensor | None,
+        tiled_mma: cute.TiledMma,
+        a_smem: cute.ComposedLayout,
+        b_smem: cute.ComposedLayout,
+        box_smem: cute.ComposedLayout,
+        offsets: cute.Tensor,
+        bias: cute.Tensor | None,
+        row_scale: cute.Tensor | None,
+        partial: cute.Tensor | None,
+        counter: cute.Tensor,
+        limit: Float32,
+        alpha: Float32,
+        offset: Float32,
+        group: Int32,
+        dynamic: Int32,
+        rows: Int32,
+        n: Int32,
+        k: Int32,
+    ):
+        e, config = self.epilogue, self.config
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        rank_m, rank_n = rank % config.cluster_m, rank // config.cluster_m
+        _, cluster, _ = cute.arch.block_idx()
+        _, clusters, _ = cute.arch.grid_dim()
+
+        shared, rings = self.shared_memory(a_smem, b_smem, box_smem)
+        if warp_idx >= LOAD_WARP:
+            cute.arch.setmaxregister_decrease(self.registers[0])
+            if warp_idx == LOAD_WARP:
+                self.load(tma_a, a_tma, tma_b, b_tma, shared, rings, rank_m, rank_n)
+            elif warp_idx == SCHEDULER_WARP:
+                width, tile_n = n, config.tile_n
+                if const_expr(self.paired):
+                    width, tile_n = n // 2, config.tile_n // 2
+                tiles.schedule_ragged_m(
+                    offsets, rows, (width + tile_n - 1) // tile_n, (k + TILE_K - 1) // TILE_K, group, counter, dynamic,
+                    rings[1], shared[3], cluster, clusters, rank_m, rank_n, config,
+                    pipeline.make_pipeline_state(PRODUCER, tiles.RING_STAGES),
+                )  # fmt: skip
+            elif const_expr(self.boxes_read > 0):
+                self.load_boxes(tma_p, p_tma, shared, rings, warp_idx - EPILOGUE_LOAD_WARP)
+        else:
+            cute.arch.setmaxregister_increase(self.registers[1])
+            env = SimpleNamespace(
+                out=(tma_out, out_tma), p=(tma_p, p_tma), second=(tma_second, second_tma), bias=bias,
+                row_scale=row_scale, partial=partial, constants=(limit, alpha, offset), rows=rows, n=n,
+            )  # fmt: skip
+            self.math(tiled_mma, shared, rings, warp_idx // 4, env)
+
+    @cute.jit
+    def load(self, tma_a, a_tma, tma_b, b_tma, shared, rings, rank_m, rank_n):
+        """The loading warp: A and B of every tile, stage by stage."""
+        config = self.config
+        s_a, s_b, _, slots = shared
+        ab, ring, _ = rings
+        a_mask, b_mask = self.multicast_masks(rank_m, rank_n)
+        tile_n = (config.tile_n // 2, 2) if const_expr(self.paired) else config.tile_n
+        ab_state = pipeline.make_pipeline_state(PRODUCER, self.stages)
+        ring_state = pipeline.make_pipeline_state(CONSUMER, tiles.RING_STAGES)
+        ring_state, slot = tiles.take(ring, ring_state, slots)
+        expert, row, column, depth = slot[0], slot[1], slot[3], slot[5]
+        while expert != tiles.END:
+            if depth > 0:
+                g_a = cute.local_tile(cute.domain_offset((row, 0), a_tma), (config.tile_m, TILE_K), (0, None))
+                g_b = cute.local_tile(b_tma[None, None, expert], (tile_n, TILE_K), (self.column_coord(column), None))
+                to_a, from_a = cpasync.tma_partition(
+                    tma_a, rank_n, cute.make_layout(config.cluster_n),
+                    cute.group_modes(s_a, 0, 2), cute.group_modes(g_a, 0, 2),
+                )  # fmt: skip
+                to_b, from_b = cpasync.tma_partition(
+                    tma_b, rank_m, cute.make_layout(config.cluster_m),
+                    cute.group_modes(s_b, 0, 2), cute.group_modes(g_b, 0, 2),
+                )  # fmt: skip
+                for k_tile in cutlass.range(depth, unroll=1):
+                    ab.producer_acquire(ab_state)
+                    full = ab.producer_get_barrier(ab_state)
+                    cute.copy(
+                        tma_a, from_a[None, k_tile], to_a[None, ab_state.index], tma_bar_ptr=full, mcast_mask=a_mask
+                    )
+                    cute.copy(
+                        tma_b, from_b[None, k_tile], to_b[None, ab_state.index], tma_bar_ptr=full, mcast_mask=b_mask
+                    )
+                    ab_state.advance()
+            ring_state, slot = tiles.take(ring, ring_state, slots)
+            expert, row, column, depth = slot[0], slot[1], slot[3], slot[5]
+        ab.producer_tail(ab_state)
+
+    def column_coord(self, column):
+        return (column, 0) if self.paired else column
+
+    @cute.jit
+    def load_boxes(self, tma_p, p_tma, shared, rings, group):
+        """A warp that loads the preactivation for one math warpgroup, box by box in the order of its epilogue."""
+        config = self.config
+        _, _, s_box, slots = shared
+        _, ring, reads = rings
+        state = pipeline.make_pipeline_state(PRODUCER, self.load_stages)
+        ring_state = pipeline.make_pipeline_state(CONSUMER, tiles.RING_STAGES)
+        turn = Int32(0)
+        ring_state, slot = tiles.take(ring, ring_state, slots)
+        expert, row, left, column, depth = slot[0], slot[1], slot[2], slot[3], slot[5]
+        while expert != tiles.END:
+            mine = depth > 0
+            if const_expr(config.pingpong):
+                mine = mine and turn % 2 == group
+            if mine:
+                for i in cutlass.range_constexpr(config.blocks):
+                    shift = self.block_row(i, group)
+                    if shift < left:
+                        view = cute.domain_offset((row + shift, 0, 0), p_tma)
+                        for j in cutlass.range_constexpr(self.steps):
+                            here = self.own(state, group)
+                            reads.producer_acquire(here)
+                            for half in cutlass.range_constexpr(self.boxes_read):
+                                g_p = cute.local_tile(
+                                    view[None, None, half],
+                                    (BLOCK_ROWS, EPILOGUE_COLUMNS),
+                                    (0, column * self.steps + j),
+                                )
+                                to_s, from_g = cpasync.tma_partition(
+                                    tma_p, 0, cute.make_layout(1), cute.group_modes(s_box, 0, 2),
+                                    cute.group_modes(g_p, 0, 2),
+                                )  # fmt: skip
+                                cute.copy(
+                                    tma_p, from_g, to_s[None, self.read_box(here.index, half)],
+                                    tma_bar_ptr=reads.producer_get_barrier(here),
+                                )  # fmt: skip
+                            state.advance()
+            turn += 1
+            ring_state, slot = tiles.take(ring, ring_state, slots)
+            expert, row, left, column, depth = slot[0], slot[1], slot[2], slot[3], slot[5]
+
+    @cute.jit
+    def finish(
+        self, acc, s_box, copies, rings, box_state, group, thread, env,
+        expert, row, left, column, row_tile, live,
+    ):  # fmt: skip
+        """Accumulators to results, 64 rows and 32 columns at a time. ``live`` is False for the tail's zeros."""
+        e, config = self.epilogue, self.config
+        to_box, of_box = copies
+        _, _, reads = rings
+        limit, alpha, offset = env.constants
+        lane, warp_row = thread % 32, thread // 32 * 16
+        for i in cutlass.range_constexpr(config.blocks):
+            shift = self.block_row(i, group)
+            if shift < left:
+                valid = cutlass.min(left - shift, BLOCK_ROWS)
+                top = row + shift
+                scales = [Float32(1.0), Float32(1.0)]
+                if const_expr(e.row_scale):
+                    for h in cutlass.range_constexpr(2):
+                        at = cutlass.min(top + warp_row + lane // 4 + 8 * h, env.rows - 1)
+                        scales[h] = cutlass.select_(live, env.row_scale[at], Float32(0.0))
+                sums = [Float32(0.0), Float32(0.0)]
+                boxes = 0
+                for j in cutlass.range_constexpr(self.steps):
+                    box_column = column * self.steps + j
+                    base = i * (config.tile_n // 2) + j * VALUES
+                    if const_expr(not e.act):
+                        values = [acc[base + v] for v in range(VALUES)]
+                        values = self.add_bias(values, env, expert, box_column, lane, 0, live)
+                        values = [values[v] * scales[v // 2 % 2] if e.row_scale else values[v] for v in range(VALUES)]
+                        self.store(values, s_box, to_box, group, thread, boxes, env.out, 0, box_column, top, valid)
+                        boxes += 1
+                    elif const_expr(not e.derivative):
+                        gate = [acc[base + v] for v in range(VALUES)]
+                        gate = self.add_bias(gate, env, expert, box_column, lane, 0, live)
+                        if const_expr(e.gated):
+                            up = [acc[base + config.tile_n // 4 + v] for v in range(VALUES)]
+                            up = self.add_bias(up, env, expert, box_column, lane, 1, live)
+                            values = [
+                                epilogues.glu(e.act, e.clamped, gate[v], up[v], limit, alpha, offset)
+                                for v in range(VALUES)
+                            ]
+                        else:
+                            values = [epilogues.squared_relu(gate[v]) for v in range(VALUES)]
+                        values = [values[v] * scales[v // 2 % 2] if e.row_scale else values[v] for v in range(VALUES)]
+                        if const_expr(e.keep):
+                            self.store(gate, s_box, to_box, group, thread, boxes, env.p, 0, box_column, top, valid)
+                            boxes += 1
+                            if const_expr(e.gated):
+                                self.store(up, s_box, to_box, group, thread, boxes, env.p, 1, box_column, top, valid)
+                                boxes += 1
+                        self.store(values, s_box, to_box, group, thread, boxes, env.out, 0, box_column, top, valid)
+                        boxes += 1
+                    else:
+                        gate = self.take_box(s_box, of_box, reads, box_state, group, 0, live)
+                        up = gate
+                        if const_expr(e.gated):
+                            up = self.take_box(s_box, of_box, reads, box_state, group, 1, live)
+                        box_state = self.release_boxes(reads, box_state, group, live)
+                        d = [acc[base + v] for v in range(VALUES)]
+                        d_act = [d[v] * scales[v // 2 % 2] if e.row_scale else d[v] for v in range(VALUES)]
+                        if const_expr(e.gated):
+                            triples = [
+                                epilogues.glu_backward(
+                                    e.act, e.clamped, d_act[v], gate[v], up[v], limit, alpha, offset
+                                )
+                                for v in range(VALUES)
+                            ]
+                            grads = [[t[0] for t in triples], [t[1] for t in triples]]
+                            values = [t[2] for t in triples]
+                        else:
+                            pairs = [epilogues.squared_relu_backward(d_act[v], gate[v]) for v in range(VALUES)]
+                            grads = [[t[0] for t in pairs]]
+                            values = [t[1] for t in pairs]
+                        if const_expr(e.row_grad):
+                            for v in cutlass.range_constexpr(VALUES):
+                                sums[v // 2 % 2] += d[v] * values[v]
+                        for half in cutlass.range_constexpr(len(grads)):
+                            self.store(grads[half], s_box, to_box, group, thread, boxes, env.out, half, box_column, top, valid)
+                            boxes += 1
+                        if const_expr(e.keep):
+                            values = [
+                                values[v] * scales[v // 2 % 2] if e.row_scale else values[v] for v in range(VALUES)
+                            ]
+                            self.store(values, s_box, to_box, group, thread, boxes, env.second, 0, box_column, top, valid)
+                            boxes += 1
+                if const_expr(e.row_grad):
+                    for h in cutlass.range_constexpr(2):
+                        total = cute.arch.warp_reduction_sum(sums[h], threads_in_group=4)
+                        within = warp_row + lane // 4 + 8 * h
+                        if lane % 4 == 0 and within < valid:
+                            env.partial[column, top + within] = total
+        return box_state
+
+    @cute.jit
+    def add_bias(self, values, env, expert, box_column, lane, half, live):
+        """The values plus their columns' bias; nothing in the tail, which belongs to no expert."""
+        if const_expr(self.epilogue.bias):
+            width = env.n // 2 if self.paired else env.n
+            for q in cutlass.range_constexpr(VALUES // 4):
+                for odd in cutlass.range_constexpr(2):
+                    at = cutlass.min(box_column * EPILOGUE_COLUMNS + q * 8 + lane % 4 * 2 + odd, width - 1)
+                    term = Float32(0.0)
+                    if live:
+                        term = env.bias[expert, half * width + at].to(Float32)
+                    values[q * 4 + odd] = values[q * 4 + odd] + term
+                    values[q * 4 + 2 + odd] = values[q * 4 + 2 + odd] + term
+        return values
+
+    @cute.jit
+    def take_box(self, s_box, of_box, reads, state, group, half, live):
+        """Wait for a box of the preactivation; this thread's values of it, zeros in the tail."""
+        r_in = cute.make_rmem_tensor((VALUES,), self.element)
+        r_in.fill(0.0)
+        if live:
+            here = self.own(state, group)
+            if const_expr(half == 0):
+                reads.consumer_wait(here)
+            source = of_box.partition_S(s_box)[None, None, None, self.read_box(here.index, half)]
+            target = cute.make_tensor(r_in.iterator, cute.make_layout(source.shape))
+            cute.copy(of_box, source, target)
+        r_fp32 = cute.make_rmem_tensor((VALUES,), Float32)
+        r_fp32.store(r_in.load().to(Float32))
+        return [r_fp32[v] for v in range(VALUES)]
+
+    @cute.jit
+    def release_boxes(self, reads, state, group, live):
+        """Give a step's boxes back to their loader."""
+        if live:
+            cute.arch.sync_warp()
+            reads.consumer_release(self.own(state, group))
+            state.advance()
+        return state
+
+    @cute.jit
+    def store(self, values, s_box, to_box, group, thread, count, to, half, box_column, top, valid):
+        """Send a box's first ``valid`` rows to row ``top`` of an output; see the module's page."""
+        tma, view = to
+        here = cute.domain_offset((BLOCK_ROWS - valid, 0), view[None, None, half, top + valid])
+        target = cute.local_tile(here, (BLOCK_ROWS, EPILOGUE_COLUMNS), (0, box_column))
+        self.put_box(values, s_box, to_box, group, thread, count, tma, target)

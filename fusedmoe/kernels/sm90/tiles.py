@@ -1,0 +1,187 @@
+"""Which tile a CTA works on next: one scheduler warp a CTA turns ``offsets`` into tiles, on the device.
+
+The warp walks the experts in chunks of 32, one a lane, with a warp-wide prefix sum over their tiles, and writes each
+tile as one `SLOT` into a ring in shared memory; the loading and the math warps read it there. Tile numbers only grow,
+so it never walks back. What it writes is the same for every CTA of a cluster but for the cluster's own rank, hence the
+CTAs of a cluster need not speak to each other about it.
+
+Rows behind the last expert's are one more expert, E, whose tiles have no main loop: they are where zeros get written.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, const_expr
+
+RING_STAGES = 4
+SLOT = 8  # Int32s a slot; their meaning:
+FIELDS = 6  # expert (or END), first row, rows from there on, column tile, row tile, tiles of K
+END = -1
+
+
+@cute.jit
+def inclusive_sum(value: Int32, lane: Int32) -> Int32:
+    """Sum over this lane and those below it."""
+    for step in cutlass.range_constexpr(5):
+        below = cute.arch.shuffle_sync_up(value, 1 << step)
+        if lane >= (1 << step):
+            value += below
+    return value
+
+
+@cute.jit
+def expert_rows(offsets: cute.Tensor, rows: Int32, expert: Int32, tail: cutlass.Constexpr[bool]) -> tuple[Int32, Int32]:
+    """First row and row count of an expert; with ``tail``, expert E has what is left of ``rows``."""
+    experts = cute.size(offsets)
+    first, end = Int32(0), Int32(0)
+    if expert < experts + (1 if tail else 0):
+        if expert > 0:
+            first = offsets[expert - 1]
+        end = rows
+        if expert < experts:
+            end = offsets[expert]
+    return first, end - first
+
+
+@cute.jit
+def put(ring, state, slots: cute.Tensor, lane: Int32, values):
+    """Write one slot and hand it to the readers; the ring's next state."""
+    ring.producer_acquire(state)
+    if lane == 0:
+        for i in cutlass.range_constexpr(len(values)):
+            slots[i, state.index] = values[i]
+        ring.producer_commit(state)
+    state.advance()
+    return state
+
+
+@cute.jit
+def take(ring, state, slots: cute.Tensor):
+    """Read the next slot, all lanes of a warp together; the ring's next state and the slot's values."""
+    ring.consumer_wait(state)
+    values = [slots[i, state.index] for i in range(FIELDS)]
+    cute.arch.sync_warp()
+    if cute.arch.lane_idx() == 0:
+        ring.consumer_release(state)
+    state.advance()
+    return state, values
+
+
+@cute.jit
+def place(local: Int32, tiles_m: Int32, tiles_n: Int32, group: Int32) -> tuple[Int32, Int32]:
+    """Row and column tile of an expert's tile number ``local``: bands of ``group`` row tiles, row tiles fastest, so that
+    the CTAs at work share the rows and the columns that they read through the L2.
+    """
+    band = local // (group * tiles_n)
+    first = band * group
+    height = cutlass.min(tiles_m - first, group)
+    within = local - first * tiles_n
+    column = within // height
+    return first + within - column * height, column
+
+
+@cute.jit
+def next_tile(tile: Int32, stride: Int32, counter, lane: Int32, dynamic: Int32) -> Int32:
+    """The tile after ``tile``: a fixed stride on, or the next that nobody has drawn."""
+    if dynamic != 0:
+        drawn = Int32(0)
+        if lane == 0:
+            drawn = cute.arch.atomic_add(counter.iterator, Int32(1))
+        tile = stride + cute.arch.shuffle_sync(drawn, 0)
+    else:
+        tile += stride
+    return tile
+
+
+@cute.jit
+def schedule_ragged_m(
+    offsets: cute.Tensor,
+    rows: Int32,
+    tiles_n: Int32,
+    k_tiles: Int32,
+    group: Int32,
+    counter,
+    dynamic: Int32,
+    ring,
+    slots: cute.Tensor,
+    cluster: Int32,
+    clusters: Int32,
+    rank_m: Int32,
+    rank_n: Int32,
+    config: cutlass.Constexpr,
+    state,
+) -> None:
+    """Tiles of a product with ragged rows, for one cluster out of ``clusters``."""
+    tile_m, cluster_m, cluster_n = config.tile_m, config.cluster_m, config.cluster_n
+    lane = cute.arch.lane_idx()
+    experts = cute.size(offsets)
+    columns = (tiles_n + cluster_n - 1) // cluster_n
+    tile = cluster
+    chunk, before = Int32(0), Int32(0)  # the chunk's first expert; tiles of all earlier chunks
+    first, count = expert_rows(offsets, rows, lane, True)
+    tall = (count + (tile_m * cluster_m - 1)) // (tile_m * cluster_m)
+    ends = inclusive_sum(tall * columns, lane)
+    total = cute.arch.shuffle_sync(ends, 31)
+    while chunk <= experts:
+        if tile >= before + total:
+            chunk += 32
+            before += total
+            first, count = expert_rows(offsets, rows, chunk + lane, True)
+            tall = (count + (tile_m * cluster_m - 1)) // (tile_m * cluster_m)
+            ends = inclusive_sum(tall * columns, lane)
+            total = cute.arch.shuffle_sync(ends, 31)
+        else:
+            within = tile - before
+            owner = cute.arch.popc(cute.arch.vote_ballot_sync(Boolean(ends <= within)))
+            tiles_m = cute.arch.shuffle_sync(tall, owner)
+            local = within - (cute.arch.shuffle_sync(ends, owner) - tiles_m * columns)
+            row_tile, column_tile = place(local, tiles_m, columns, group)
+            row = (row_tile * cluster_m + rank_m) * tile_m
+            expert = chunk + owner
+            here = cute.arch.shuffle_sync(first, owner) + row
+            left = cute.arch.shuffle_sync(count, owner) - row
+            depth = Int32(0) if expert == experts else k_tiles
+            state = put(ring, state, slots, lane, (expert, here, left, column_tile * cluster_n + rank_n, row_tile, depth))
+            tile = next_tile(tile, clusters, counter, lane, dynamic)
+    state = put(ring, state, slots, lane, (Int32(END), Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)))
+
+
+@cute.jit
+def schedule_ragged_k(
+    offsets: cute.Tensor,
+    tiles_m: Int32,
+    tiles_n: Int32,
+    tile_k: cutlass.Constexpr[int],
+    group: Int32,
+    counter,
+    dynamic: Int32,
+    ring,
+    slots: cute.Tensor,
+    cluster: Int32,
+    clusters: Int32,
+    rank_m: Int32,
+    rank_n: Int32,
+    config: cutlass.Constexpr,
+    state,
+) -> None:
+    """Tiles of a product with ragged K, for one cluster out of ``clusters``: each expert has the same number."""
+    cluster_m, cluster_n = config.cluster_m, config.cluster_n
+    lane = cute.arch.lane_idx()
+    experts = cute.size(offsets)
+    tall, wide = (tiles_m + cluster_m - 1) // cluster_m, (tiles_n + cluster_n - 1) // cluster_n
+    tile = cluster
+    while tile < experts * tall * wide:
+        expert = tile // (tall * wide)
+        row_tile, column_tile = place(tile - expert * (tall * wide), tall, wide, group)
+        first = Int32(0)
+        if expert > 0:
+            first = offsets[expert - 1]
+        count = offsets[expert] - first
+        values = (
+            expert, first, count, column_tile * cluster_n + rank_n, row_tile * cluster_m + rank_m,
+            (count + tile_k - 1) // tile_k,
+        )  # fmt: skip
+        state = put(ring, state, slots, lane, values)
+        tile = next_tile(tile, clusters, counter, lane, dynamic)
+    state = put(ring, state, slots, lane, (Int32(END), Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)))

@@ -1,0 +1,55 @@
+"""Weight gradients that are added to ``weight.main_grad``, the convention of Megatron-LM and Transformer Engine.
+
+Megatron's data-parallel wrapper gives each parameter a ``main_grad``, a view of one flat buffer, and the attribute
+``grad_added_to_main_grad``. Its hook on the parameter's gradient adds ``weight.grad`` to ``main_grad`` unless the
+attribute is True, drops ``weight.grad``, and starts the reduction. Autograd runs such a hook reliably, and on the main
+backward thread, only if a gradient arrives: hence the one that means nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fusedmoe.errors import InputError
+
+
+class _HasWeight(Protocol):
+    weight: nn.Parameter
+
+
+def main_grad_of(op: _HasWeight) -> Tensor:
+    """Return the ``main_grad`` that the op's weight has now.
+
+    Raises
+    ------
+    InputError
+        There is none, or its shape, dtype or device are not what they have to be.
+    """
+    weight = op.weight
+    main_grad = getattr(weight, "main_grad", None)
+    who = f"{op!r}: weight.main_grad"
+    if not isinstance(main_grad, Tensor):
+        raise InputError(
+            f"{who}: expected a tensor, since accumulate_into_main_grad=True, got {type(main_grad).__name__}; "
+            f"set it before the backward pass: weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)"
+        )
+    expected = tuple(weight.shape), torch.promote_types(weight.dtype, torch.float32), weight.device
+    got = tuple(main_grad.shape), main_grad.dtype, main_grad.device
+    if got != expected:
+        say = "shape {}, {}, on {}".format
+        raise InputError(f"{who}: expected {say(*expected)}, got {say(*got)}")
+    return main_grad
+
+
+def grad_instead(op: _HasWeight) -> Tensor | None:
+    """Mark the weight's gradient as added, where the weight can be marked; return what autograd gets in its place."""
+    weight = op.weight
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    # autograd takes a dense tensor of its own as .grad without a copy: no kernel runs for it
+    make = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
+    return make(weight.shape, dtype=weight.dtype, device=weight.device)

@@ -1,0 +1,133 @@
+"""Plain-PyTorch stand-ins for fusedmoe.kernels.sm90.functions: the same interface, on any device, every call noted.
+
+They are as strict as the kernels about what they are given, and round as the kernels do: products and activations in
+fp32, one rounding at the end.
+"""
+
+import torch
+
+from fusedmoe.kernels.activation import Activation
+from fusedmoe.kernels.options import DEFAULT, KernelOptions
+from fusedmoe.kernels.sm90 import limits
+from fusedmoe.kernels.torch.rows import offsets_from_splits as plain_offsets
+from fusedmoe.ops.glu import GeGLU, ReGLU, SwiGLU
+from fusedmoe.ops.squared_relu import SquaredReLU
+
+calls = []  # (name, what distinguishes the call)
+
+
+def _op(activation):
+    assert isinstance(activation, Activation)
+    if activation.kind == "squared_relu":
+        return SquaredReLU()
+    settings = (activation.limit, activation.alpha, activation.offset, activation.interleaved)
+    if activation.kind.startswith("geglu"):
+        return GeGLU("tanh" if activation.kind == "geglu_tanh" else "none", *settings)
+    return {"swiglu": SwiGLU, "reglu": ReGLU}[activation.kind](*settings)
+
+
+def _note(name, options, **what):
+    assert isinstance(options, KernelOptions)
+    calls.append((name, {"options": options, **what}))
+
+
+def _matrix(t, transposed=False):
+    assert t.shape[0]
+    assert limits.why_not_matrix("t", t.shape, t.stride(), t.data_ptr(), transposed) is None
+
+
+def _product(x, weight, offsets, bias):
+    """fp32, rows that belong to no expert zero."""
+    assert offsets.dtype is torch.int32
+    assert len({x.dtype, weight.dtype, *([] if bias is None else [bias.dtype])}) == 1
+    assert x.dtype in (torch.bfloat16, torch.float16)
+    y = torch.zeros(x.shape[0], weight.shape[1])
+    first = 0
+    for e, end in enumerate(offsets.tolist()):
+        y[first:end] = x[first:end].float() @ weight[e].float().T
+        if bias is not None:
+            y[first:end] += bias[e].float()
+        first = end
+    return y
+
+
+def _scaled(y, row_scale, offsets):
+    if row_scale is not None:
+        y = y * row_scale.float()[:, None]
+    y[offsets[-1] :] = 0  # not a product: what lies behind may be NaN
+    return y
+
+
+def grouped_gemm(x, weight, offsets, *, bias=None, row_scale=None, options=DEFAULT):
+    _note("grouped_gemm", options, bias=bias is not None, row_scale=row_scale is not None)
+    _matrix(x)
+    _matrix(weight, transposed=True)
+    return _scaled(_product(x, weight, offsets, bias), row_scale, offsets).to(x.dtype)
+
+
+def grouped_gemm_activation(
+    x, weight, offsets, activation, *, bias=None, row_scale=None, keep_preactivation=True, options=DEFAULT
+):
+    _note("grouped_gemm_activation", options, keep_preactivation=keep_preactivation, row_scale=row_scale is not None)
+    _matrix(x)
+    _matrix(weight)
+    p = _product(x, weight, offsets, bias)
+    y = _scaled(_op(activation).compute(p), row_scale, offsets).to(x.dtype)
+    return y, p.to(x.dtype) if keep_preactivation else None
+
+
+def grouped_gemm_activation_backward(
+    grad_output,
+    weight,
+    offsets,
+    preactivation,
+    activation,
+    *,
+    row_scale=None,
+    want_output=True,
+    want_row_scale_grad=False,
+    options=DEFAULT,
+):
+    _note("grouped_gemm_activation_backward", options, want_output=want_output, want_row_scale_grad=want_row_scale_grad)
+    _matrix(grad_output)
+    _matrix(weight, transposed=True)
+    _matrix(preactivation)
+    op, p = _op(activation), preactivation.float()
+    d = _product(grad_output, weight.mT, offsets, None)
+    (derivative,) = op.backward_ops()
+    y = op.compute(p)
+    dp = _scaled(derivative.compute(_scaled(d.clone(), row_scale, offsets), p), None, offsets)
+    ds = (d * y).sum(1)
+    ds[offsets[-1] :] = 0
+    return (
+        dp.to(grad_output.dtype),
+        _scaled(y, row_scale, offsets).to(grad_output.dtype) if want_output else None,
+        ds if want_row_scale_grad else None,
+    )
+
+
+def grouped_wgrad(grad_output, x, offsets, *, out=None, dtype=None, accumulate=False, options=DEFAULT):
+    _note("grouped_wgrad", options, accumulate=accumulate, dtype=dtype)
+    _matrix(grad_output)
+    _matrix(x)
+    dw = torch.zeros(offsets.shape[0], grad_output.shape[1], x.shape[1])
+    first = 0
+    for e, end in enumerate(offsets.tolist()):
+        dw[e] = grad_output[first:end].float().T @ x[first:end].float()
+        first = end
+    if accumulate:
+        assert out.dtype is torch.float32
+        return out.add_(dw)
+    return dw.to(dtype or x.dtype)
+
+
+def column_sums(grad, offsets, dtype=None):
+    calls.append(("column_sums", {}))
+    _matrix(grad)
+    sums = [grad[a:b].float().sum(0) for a, b in zip([0, *offsets.tolist()], offsets.tolist(), strict=False)]
+    return torch.stack(sums).to(dtype or grad.dtype)
+
+
+def offsets_from_splits(splits, rows):
+    calls.append(("offsets_from_splits", {}))
+    return plain_offsets(splits, rows)

@@ -1,0 +1,641 @@
+"""The rules for sm_90, on the CPU: the architecture is pretended, and stand-ins compute what the kernels do."""
+
+import functools
+import importlib.util
+import logging
+import sys
+
+import pytest
+import sm90_stand_ins as stand_ins
+import torch
+from torch import nn
+from toy import only_plan, outcome, rules_used, status
+
+import fusedmoe as fm
+from fusedmoe import FusionError, Status
+from fusedmoe.fusion.rules import hopper
+from fusedmoe.kernels.options import KernelOptions
+
+E, H, I = 3, 32, 16  # noqa: E741  (experts, hidden, intermediate)
+SPLITS = (5, 0, 7)
+ROWS = 15  # three of them belong to no expert
+BF16 = torch.bfloat16
+
+pytestmark = pytest.mark.usefixtures("builtin_rules")
+
+
+@pytest.fixture(autouse=True)
+def hopper_machine(monkeypatch):
+    """The CPU says that it is an sm_90 GPU, whose kernels are the stand-ins."""
+    monkeypatch.setattr("fusedmoe.chain.arch", lambda device: 90)
+    monkeypatch.setitem(sys.modules, "fusedmoe.kernels.sm90.functions", stand_ins)
+    monkeypatch.setattr(hopper, "missing_packages", lambda: ())
+    hopper.functions.cache_clear()
+    stand_ins.calls.clear()
+    yield
+    hopper.functions.cache_clear()
+
+
+def experts(act=fm.SwiGLU, *, scale=True, bias=False, dtype=BF16, width=I, hidden=H, options=None, **settings):
+    activation = act(**settings)
+    wide = 1 if isinstance(activation, fm.SquaredReLU) else 2
+    return fm.Sequential(
+        fm.GroupedLinear(E, hidden, wide * width, bias=bias, dtype=dtype),
+        activation,
+        *([fm.Scale("probs")] if scale else []),
+        fm.GroupedLinear(E, width, hidden, bias=bias, dtype=dtype),
+        **(options or {}),
+    )
+
+
+def rows(count=ROWS, dtype=BF16, hidden=H, requires_grad=True):
+    x = torch.randn(count, hidden, dtype=dtype)
+    x[sum(SPLITS) :] = torch.nan
+    return x.requires_grad_(requires_grad)
+
+
+def inputs(*, scale=True, count=ROWS, dtype=torch.float32, requires_grad=True):
+    named = {"splits": torch.tensor(SPLITS)}
+    if scale:
+        named["probs"] = torch.rand(count, dtype=dtype, requires_grad=requires_grad)
+    return named
+
+
+def called(name=None):
+    return [n if name is None else what for n, what in stand_ins.calls if name in (None, n)]
+
+
+def assert_close(got, expected):
+    """As close as two roundings of bf16 in a row leave two ways to compute the same."""
+    assert got.keys() == expected.keys()
+    for name, want in expected.items():
+        assert got[name].dtype is want.dtype, name
+        assert want.abs().sum() > 0, f"{name}: zeros would pass"
+        error = (got[name].double() - want.double()).norm() / want.double().norm()
+        assert error < 0.015, f"{name}: relative error {error}"
+
+
+def both_ways(chain, x, **named):
+    """Check a fused call against the unfused one; return its plan."""
+    with fm.disabled("*"):
+        expected = outcome(chain, x, **named)
+        assert not only_plan(chain, x, **named).fused
+    stand_ins.calls.clear()
+    with fm.strict():
+        got = outcome(chain, x, **named)
+    assert_close(got, expected)
+    assert not got["y"][sum(SPLITS) :].any()
+    for name in ("x", "probs"):
+        assert name not in got or not got[name][sum(SPLITS) :].any()
+    for name in got:
+        if name.endswith(("weight", "bias")):
+            assert not got[name][1].any(), f"{name}: the expert without rows"
+    return only_plan(chain, x, **named)
+
+
+ACTIVATIONS = {
+    "swiglu": (fm.SwiGLU, {}),
+    "interleaved": (fm.SwiGLU, {"interleaved": True}),
+    "gpt-oss": (fm.SwiGLU, {"limit": 0.4, "alpha": 1.702, "offset": 1.0, "interleaved": True}),
+    "geglu": (fm.GeGLU, {}),
+    "geglu erf": (fm.GeGLU, {"approximate": "none"}),
+    "reglu": (fm.ReGLU, {}),  # no limit: a rounding of the preactivation near it switches gradients on and off
+    "squared_relu": (fm.SquaredReLU, {}),
+}
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("scale", [False, True], ids=["", "scale"])
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_the_whole_plan_computes_the_same(act, scale, bias):
+    kind, settings = ACTIVATIONS[act]
+    plan = both_ways(experts(kind, scale=scale, bias=bias, **settings), rows(), **inputs(scale=scale))
+    assert not plan.unfused
+    sums = ["sm90.column_sums"] if bias else []
+    assert rules_used(plan) == [
+        "sm90.grouped_gemm_activation",
+        "sm90.grouped_gemm",
+        *sums,
+        "sm90.grouped_wgrad",
+        "sm90.grouped_dgrad_activation",
+        *sums,
+        "sm90.grouped_wgrad",
+        "sm90.grouped_dgrad",
+    ]
+
+
+def test_what_runs_and_what_is_kept():
+    chain, x, named = experts(), rows(), inputs()
+    plan = both_ways(chain, x, **named)
+    assert called() == [
+        "offsets_from_splits",
+        "grouped_gemm_activation",
+        "grouped_gemm",
+        "grouped_gemm_activation_backward",  # before the weight gradient, for which it recomputes
+        "grouped_wgrad",
+        "grouped_wgrad",
+        "grouped_gemm",
+    ]
+    assert [s.ops for s in plan.steps] == [
+        ("0.GroupedLinear", "1.SwiGLU", "2.Scale"),
+        ("3.GroupedLinear",),
+        ("3.Wgrad",),
+        ("3.Dgrad", "2.ScaleGrad", "2.DScale", "1.DSwiGLU"),
+        ("0.Wgrad",),
+        ("0.Dgrad",),
+    ]
+    assert set(plan.kept) == {"0.input", "1.input", "probs", "offsets"}
+    assert "FUSED" in str(plan)
+    assert "unfused" not in str(plan)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, BF16])
+@pytest.mark.parametrize("factor", [torch.float32, BF16, torch.float16])
+def test_dtypes(dtype, factor):
+    plan = both_ways(experts(dtype=dtype), rows(dtype=dtype), **inputs(dtype=factor))
+    assert not plan.unfused
+
+
+FROZEN = {
+    "nothing": (),
+    "x": ("x",),
+    "first weight": ("0.weight",),
+    "second weight": ("3.weight",),
+    "both weights": ("0.weight", "3.weight"),
+    "biases": ("0.bias", "3.bias"),
+    "probs": ("probs",),
+    "all but x": ("0.weight", "3.weight", "0.bias", "3.bias", "probs"),
+    "all but the first weight": ("x", "3.weight", "0.bias", "3.bias", "probs"),
+    "all but probs": ("x", "0.weight", "3.weight", "0.bias", "3.bias"),
+}
+
+
+@pytest.mark.parametrize("frozen", FROZEN)
+def test_frozen_parts(frozen):
+    """Only what is wanted is computed."""
+    names = FROZEN[frozen]
+    chain = experts(bias=True)
+    for name, parameter in chain.named_parameters():
+        parameter.requires_grad_(name not in names)
+    x, named = rows(requires_grad="x" not in names), inputs(requires_grad="probs" not in names)
+    run = both_ways_lenient if frozen == "all but probs" else both_ways
+    plan = run(chain, x, **named)
+    stand_ins.calls.clear()
+    outcome(chain, x, **named)
+    assert len(called("grouped_wgrad")) == 2 - sum(n.endswith("weight") for n in names)
+    assert len(called("column_sums")) == 2 - sum(n.endswith("bias") for n in names)
+    for call in called("grouped_gemm_activation_backward"):
+        assert call["want_output"] == ("3.weight" not in names)
+        assert call["want_row_scale_grad"] == ("probs" not in names)
+    if frozen != "all but probs":
+        assert not plan.unfused
+        assert len(called("grouped_gemm_activation_backward")) == 1
+    else:  # no activation's derivative, so nobody recomputes what the scale's gradient reads: it has to be written
+        assert [s.ops for s in plan.unfused] == [("2.Scale",), ("2.ScaleGrad",)]
+        assert rules_used(plan) == ["sm90.grouped_gemm_activation", "sm90.grouped_gemm", "sm90.grouped_dgrad"]
+
+
+@pytest.mark.parametrize("grad", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_nothing_is_kept(grad):
+    chain, x, named = experts(), rows(requires_grad=False), inputs(requires_grad=False)
+    with grad():
+        plan = both_ways(chain, x, **named)
+    assert called("grouped_gemm_activation") == [
+        {"options": KernelOptions(), "keep_preactivation": False, "row_scale": True}
+    ]
+    assert plan.kept == ()
+
+
+def test_deterministic_mode():
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not both_ways(experts(bias=True), rows(), **inputs()).unfused
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_options_reach_every_kernel():
+    chain = experts(options={"sm_margin": 8, "schedule": "dynamic"})
+    x, named = rows(), inputs()
+    outcome(chain, x, **named)
+    assert {what["options"] for _, what in stand_ins.calls if "options" in what} == {KernelOptions(8, "dynamic")}
+    assert ", sm_margin 8, schedule dynamic\n" in str(chain.explain(x, **named))
+    stand_ins.calls.clear()
+    chain.sm_margin = 0
+    outcome(chain, x, **named)
+    assert {what["options"] for _, what in stand_ins.calls if "options" in what} == {KernelOptions(0, "dynamic")}
+
+
+def test_backward_has_the_options_of_its_forward():
+    chain, x, named = experts(options={"sm_margin": 8}), rows(), inputs()
+    y = chain(x, **named)
+    chain.sm_margin = 0
+    stand_ins.calls.clear()
+    y.sum().backward()
+    assert {what["options"].sm_margin for _, what in stand_ins.calls} == {8}
+
+
+def test_moe():
+    layer = fm.MoE(H, I, E, 2, shared_intermediate=I, dtype=BF16, sm_margin=4)
+    x = torch.randn(10, H, dtype=BF16, requires_grad=True)
+    with fm.disabled("*"):
+        expected = outcome(layer, x)
+    with fm.strict():  # Dispatch, Combine and the dense layers miss nothing
+        assert_close(outcome(layer, x), expected)
+    (plan,) = layer.explain(x).plans
+    assert len(plan.fused) == 6
+    assert all(what["options"].sm_margin == 4 for _, what in stand_ins.calls if "options" in what)
+
+
+def test_a_scale_after_the_layer_is_fused_if_nobody_wants_its_gradient():
+    chain = fm.Sequential(fm.GroupedLinear(E, H, I, dtype=BF16), fm.Scale("probs"))
+    x = rows()
+    plan = both_ways(chain, x, **inputs(requires_grad=False))
+    assert plan.steps[0].ops == ("0.GroupedLinear", "1.Scale")
+    plan = both_ways(chain, x, **inputs())
+    assert rules_used(plan, "forward") == ["sm90.grouped_gemm"]
+    assert plan.steps[0].ops == ("0.GroupedLinear",)
+    assert status(plan, "sm90.grouped_gemm", 0)[0] is Status.FUSED
+
+
+def test_a_layer_alone():
+    plan = both_ways(fm.Sequential(fm.GroupedLinear(E, H, I, bias=True, dtype=BF16)), rows(), **inputs(scale=False))
+    assert not plan.unfused
+
+
+def test_an_expanded_gradient_is_copied():
+    chain, x, named = experts(bias=True), rows(), inputs()
+    with fm.strict():
+        chain(x, **named).sum().backward()
+    with fm.disabled("*"):
+        expected = torch.autograd.grad(chain(x, **named).sum(), chain[0].weight)[0]
+    assert_close({"w": chain[0].weight.grad}, {"w": expected})
+
+
+def test_no_rows_is_neither_a_fallback_nor_a_miss(caplog):
+    chain = experts(bias=True)
+    for splits in ((0, 0, 0),):
+        x = torch.zeros(0, H, dtype=BF16, requires_grad=True)
+        named = {"splits": torch.tensor(splits), "probs": torch.rand(0)}
+        with fm.strict():
+            y = chain(x, **named)
+            y.sum().backward()
+    assert y.shape == (0, H)
+    assert not chain[0].weight.grad.any()
+    assert called() == ["offsets_from_splits"]
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+def test_an_untouched_weight_of_columns_is_read_in_place_where_a_kernel_can():
+    """[H, E, I] in memory, say: unit stride along either of the last two axes will do in the second product."""
+    chain, x, named = experts(), rows(), inputs()
+    chain[3].weight = nn.Parameter(chain[3].weight.detach().mT.contiguous().mT)
+    both_ways(chain, x, **named)
+
+
+# ------------------------------------------------------------------------------------------ what must not fuse, and why
+
+
+def reasons(plan):
+    """Every CONSTRAINT and UNAVAILABLE, by rule."""
+    return {a.rule: a.reason for a in plan.attempts if a.status in (Status.CONSTRAINT, Status.UNAVAILABLE)}
+
+
+ALL = {rule.name for rule in hopper.OnHopper.__subclasses__()}
+
+
+def declined(chain, x, **named):
+    """The reasons of all rules, none of which runs; the call itself does."""
+    plan = only_plan(chain, x, **named)
+    assert not plan.fused
+    outcome(chain, x, **named)
+    assert not {name for name in called() if name != "offsets_from_splits"}
+    assert reasons(plan).keys() == ALL
+    return reasons(plan)
+
+
+def test_all_rules_are_for_hopper():
+    assert {rule.name for rule in fm.rules()} == ALL
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_other_dtypes(dtype):
+    found = declined(experts(bias=True, dtype=dtype), rows(dtype=dtype), **inputs())
+    short = str(dtype).removeprefix("torch.")
+    for rule, reason in found.items():
+        operand = "input" if rule in ("sm90.grouped_gemm", "sm90.grouped_gemm_activation") else "grad_output"
+        expected = f"{operand} is {short}, not bfloat16 or float16: convert the module, or run under torch.autocast"
+        assert reason == expected, rule
+
+
+def test_mixed_dtypes():
+    """No op lets them come: rows that a foreign op makes would be the way."""
+
+    class Context:
+        recipe = fm.Recipe()
+
+        def dtype(self, value):
+            return BF16 if value == "input" else torch.float16
+
+    with pytest.raises(hopper.Declined, match=r"^fc.weight is float16, input is bfloat16: one dtype is expected$"):
+        hopper.check_common(Context(), "input", "fc.weight")
+
+
+def test_odd_widths():
+    plan = only_plan(experts(bias=True, hidden=36, width=20), rows(hidden=36), **inputs())
+    assert rules_used(plan) == ["sm90.column_sums"]  # 40 features
+    assert reasons(plan) == {
+        "sm90.grouped_gemm": "in_features 20 is not a multiple of 8",  # the last of two places each
+        "sm90.grouped_gemm_activation": "in_features 36 is not a multiple of 8",
+        "sm90.grouped_wgrad": "in_features 36 is not a multiple of 8",
+        "sm90.grouped_dgrad": "in_features 36 is not a multiple of 8",
+        "sm90.grouped_dgrad_activation": "in_features 20 is not a multiple of 8",
+        "sm90.column_sums": "out_features 36 is not a multiple of 8",
+    }
+
+
+@pytest.mark.parametrize(
+    ("hidden", "width", "act", "reason"),
+    [
+        (32, 20, fm.SwiGLU, "half of out_features 20 is not a multiple of 8"),
+        (32, 20, fm.SquaredReLU, "out_features 20 is not a multiple of 8"),
+    ],
+)
+def test_odd_activation_width(hidden, width, act, reason):
+    """40 features are a multiple of 8, and their halves are not."""
+    plan = only_plan(experts(act, hidden=hidden, width=width), rows(hidden=hidden), **inputs())
+    assert reasons(plan)["sm90.grouped_gemm_activation"] == reason
+
+
+def test_odd_out_features():
+    layer = fm.Sequential(fm.GroupedLinear(E, H, 12, bias=True, dtype=BF16))
+    found = reasons(only_plan(layer, rows(), **inputs(scale=False)))
+    assert found == dict.fromkeys(
+        ("sm90.grouped_gemm", "sm90.grouped_wgrad", "sm90.grouped_dgrad", "sm90.column_sums"),
+        "out_features 12 is not a multiple of 8",
+    )
+
+
+def test_a_row_scale_of_fp64():
+    plan = both_ways_lenient(experts(), rows(), **inputs(dtype=torch.float64))
+    reason = "the row scale is float64, not float32, bfloat16 or float16: convert it"
+    assert status(plan, "sm90.grouped_dgrad_activation") == (Status.CONSTRAINT, reason)
+    after = fm.Sequential(fm.GroupedLinear(E, H, I, dtype=BF16), fm.Scale("probs"))
+    assert rules_used(only_plan(after, rows(), **inputs(dtype=torch.float64)), "forward") == ["sm90.grouped_gemm"]
+
+
+def both_ways_lenient(chain, x, **named):
+    with fm.disabled("*"):
+        expected = outcome(chain, x, **named)
+    assert_close(outcome(chain, x, **named), expected)
+    return only_plan(chain, x, **named)
+
+
+class Rounded(fm.Recipe):
+    def rewrite(self, nodes):
+        return nodes
+
+
+def test_another_recipe():
+    with fm.recipe(Rounded(name="fp8_block")):
+        found = declined(experts(bias=True), rows(), **inputs())
+    assert set(found.values()) == {"recipe fp8_block: these kernels compute in the dtype of rows and weights only"}
+
+
+@pytest.mark.parametrize(
+    ("arch", "reason"),
+    [(None, "needs an sm_90 GPU, this device is cpu"), (100, "needs an sm_90 GPU, this device is sm_100")],
+)
+def test_another_device(monkeypatch, arch, reason):
+    monkeypatch.setattr("fusedmoe.chain.arch", lambda device: arch)
+    assert set(declined(experts(bias=True), rows(), **inputs()).values()) == {reason}
+    assert called() == []
+    with fm.strict():
+        experts()(rows(), **inputs())
+
+
+def test_another_system(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "win32")
+    found = declined_without_running(experts(bias=True), rows(), **inputs())
+    assert found == {"needs Linux, this is win32"}
+
+
+def declined_without_running(chain, x, **named):
+    plan = only_plan(chain, x, **named)
+    assert reasons(plan).keys() == ALL
+    return set(reasons(plan).values())
+
+
+@pytest.mark.parametrize(
+    ("missing", "reason"),
+    [
+        ({"cutlass"}, "needs nvidia-cutlass-dsl: pip install nvidia-cutlass-dsl"),
+        (
+            {"cutlass", "tvm_ffi"},
+            "needs nvidia-cutlass-dsl and apache-tvm-ffi: pip install nvidia-cutlass-dsl apache-tvm-ffi",
+        ),
+    ],
+)
+def test_a_missing_package(monkeypatch, missing, reason):
+    find = importlib.util.find_spec
+    monkeypatch.undo()
+    monkeypatch.setattr("fusedmoe.chain.arch", lambda device: 90)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in missing else find(name))
+    hopper.missing_packages.cache_clear()
+    try:
+        assert set(declined(experts(bias=True), rows(), **inputs()).values()) == {reason}
+    finally:
+        hopper.missing_packages.cache_clear()
+
+
+def test_switched_off():
+    with fm.disabled("sm90.*"):
+        assert set(declined(experts(bias=True), rows(), **inputs()).values()) == {"switched off by 'sm90.*'"}
+    assert called() == []  # the offsets are the plain ones too
+
+
+def test_dense_layers_miss_nothing():
+    mlp = fm.Sequential(fm.Linear(H, 2 * I, dtype=BF16), fm.SwiGLU(), fm.Linear(I, H, dtype=BF16))
+    x = torch.randn(ROWS, H, dtype=BF16, requires_grad=True)
+    with fm.strict():
+        mlp(x).sum().backward()
+    assert called() == []
+
+
+def strided(t, how):
+    """The same values, elsewhere in memory."""
+    if how == "address":
+        room = t.new_empty(t.numel() + 1)
+        return room[1:].view(t.shape).copy_(t)
+    if how == "pitch":
+        room = t.new_empty(*t.shape[:-1], t.shape[-1] + 4)
+        return room[..., : t.shape[-1]].copy_(t)
+    return t.mT.contiguous().mT
+
+
+@pytest.mark.parametrize(
+    ("which", "how", "reason"),
+    [
+        ("x", "address", "x does not begin at a multiple of 16 bytes"),
+        ("x", "pitch", "x has strides (36, 1): unit stride in the last axis and multiples of 8 else are expected"),
+        ("x", "columns", "x has strides (1, 15): unit stride in the last axis and multiples of 8 else are expected"),
+        ("0.weight", "address", "the weight does not begin at a multiple of 16 bytes"),
+        ("0.weight", "pitch", "the weight has strides (1152, 36, 1): unit stride in"),
+        ("0.weight", "columns", "the weight has strides (1024, 1, 32): unit stride in the last axis"),
+        ("3.weight", "address", "the weight does not begin at a multiple of 16 bytes"),
+        ("3.weight", "pitch", "the weight has strides (640, 20, 1): unit stride in one of the last two axes"),
+    ],
+)
+def test_guards(which, how, reason, caplog):
+    chain, x, named = experts(), rows(), inputs()
+    with fm.disabled("*"):
+        expected = outcome(chain, x, **named)
+    if which == "x":
+        leaf = strided(x.detach(), how).requires_grad_()
+        with fm.strict(), pytest.raises(FusionError, match="declined this call: x "):
+            chain(leaf, **named)
+        y = chain(leaf, **named)
+        assert_close({"y": y.detach()}, {"y": expected["y"]})
+    else:
+        name, _, _ = which.partition(".")
+        chain[int(name)].weight = nn.Parameter(strided(chain[int(name)].weight.detach(), how))
+        assert_close(outcome(chain, x, **named), expected)
+        with fm.strict(), pytest.raises(FusionError, match="declined this call: the weight"):
+            chain(x, **named)
+    said = [r.getMessage() for r in caplog.records if "declined this call" in r.getMessage()]
+    assert said
+    assert all(f"declined this call: {reason}" in text for text in said)
+
+
+def test_experts_off_16_bytes():
+    chain, x, named = experts(), rows(), inputs()
+    room = torch.empty(E * 2 * I * H + 4 * E, dtype=BF16)
+    weight = room.as_strided((E, 2 * I, H), (2 * I * H + 4, H, 1)).copy_(chain[0].weight.detach())
+    chain[0].weight = nn.Parameter(weight)
+    with fm.strict(), pytest.raises(FusionError, match=r"the weight has strides \(1028, 32, 1\): .* between experts"):
+        chain(x, **named)
+
+
+def test_a_bias_that_is_not_contiguous():
+    chain, x, named = experts(bias=True), rows(), inputs()
+    for i in (0, 3):
+        chain[i].bias = nn.Parameter(chain[i].bias.detach().T.contiguous().T)
+    with fm.strict(), pytest.raises(FusionError, match="the bias is not contiguous"):
+        chain(x, **named)
+    both_ways_lenient(chain, x, **named)
+
+
+def test_a_tensor_subclass(caplog):
+    class Wrapped(torch.Tensor):
+        pass
+
+    chain, x, named = experts(), rows(), inputs()
+    chain[0].weight.data = chain[0].weight.data
+    weight = chain[0].weight.detach().as_subclass(Wrapped)
+    del chain[0].weight
+    chain[0].weight = weight
+    with fm.strict(), pytest.raises(FusionError, match="the weight is a Wrapped, not a plain tensor"):
+        chain(x, **named)
+
+
+def test_the_cute_dsl_is_not_imported_to_plan(monkeypatch):
+    monkeypatch.setattr("importlib.import_module", functools.partial(pytest.fail, "imported"))
+    assert only_plan(experts(), rows(), **inputs()).fused
+
+
+# --------------------------------------------------------------------------------------------------------- offsets
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.uint8])
+def test_offsets_in_one_launch(dtype):
+    chain, x = experts(scale=False), rows()
+    chain(x, splits=torch.tensor(SPLITS, dtype=dtype))
+    assert ("offsets_from_splits" in called()) == (dtype in (torch.int64, torch.int32))
+
+
+def test_offsets_of_splits_with_strides():
+    chain, x = experts(scale=False), rows()
+    y = chain(x, splits=torch.tensor(SPLITS).repeat_interleave(2)[::2])
+    assert torch.equal(y, chain(x, splits=torch.tensor(SPLITS)))
+    assert called().count("offsets_from_splits") == 1
+
+
+def test_offsets_are_checked_in_debug_mode(monkeypatch):
+    monkeypatch.setenv("FUSEDMOE_DEBUG", "1")
+    with pytest.raises(fm.InputError, match="splits: expected a sum of at most 15"):
+        experts(scale=False)(rows(), splits=torch.tensor([9, 9, 9]))
+
+
+def test_offsets_can_be_switched_off_alone():
+    with fm.disabled("sm90.offsets_from_splits"):
+        experts()(rows(), **inputs())
+    assert "offsets_from_splits" not in called()
+    assert "grouped_gemm" in called()
+
+
+# ------------------------------------------------------------------------------------------------------- main_grad
+
+
+def accumulating(chain, value=0.0):
+    for i in (0, 3):
+        chain[i].accumulate_into_main_grad = True
+        chain[i].weight.main_grad = torch.full_like(chain[i].weight, value, dtype=torch.float32)
+    return chain
+
+
+def test_weight_gradients_are_added_to_main_grad_unrounded():
+    chain, x, named = accumulating(experts(), 1.0), rows(), inputs()
+    with fm.disabled("*"):
+        expected = outcome(chain, x, **named)
+        unfused = [chain[i].weight.main_grad.clone() for i in (0, 3)]
+    assert "0.weight" not in expected
+    accumulating(chain, 1.0)
+    with fm.strict():
+        assert_close(outcome(chain, x, **named), expected)
+    assert [(c["accumulate"], c["dtype"]) for c in called("grouped_wgrad")] == [(True, None)] * 2
+    for i, want in zip((0, 3), unfused, strict=True):
+        got = chain[i].weight.main_grad
+        assert (got[1] == 1).all()
+        assert_close({"main_grad": got - 1}, {"main_grad": want - 1})
+        assert not torch.equal(got - 1, (got - 1).to(BF16).float())
+        assert chain[i].weight.grad is None
+    plan = only_plan(chain, x, **named)
+    assert [s.ops for s in plan.steps if s.rule == "sm90.grouped_wgrad"] == [
+        ("3.WgradIntoMainGrad",),
+        ("0.WgradIntoMainGrad",),
+    ]
+
+
+def test_a_weight_that_can_be_marked_is_marked():
+    chain, x, named = accumulating(experts()), rows(), inputs()
+    chain[0].weight.grad_added_to_main_grad = False
+    chain[0].weight.zero_out_wgrad = True
+    outcome(chain, x, **named)
+    assert chain[0].weight.grad_added_to_main_grad is True
+    assert chain[0].weight.grad.dtype is BF16
+    assert not chain[0].weight.grad.any()
+    assert chain[3].weight.grad is None
+
+
+def test_no_main_grad():
+    chain, x, named = accumulating(experts()), rows(), inputs()
+    del chain[0].weight.main_grad
+    with pytest.raises(fm.InputError, match=r"GroupedLinear\(.*: weight.main_grad: expected a tensor"):
+        outcome(chain, x, **named)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda t: t.mT.contiguous().mT, "main_grad is not contiguous"),
+        (lambda t: strided(t, "address"), "main_grad does not begin at a multiple of 16 bytes"),
+    ],
+)
+def test_a_main_grad_that_the_kernel_cannot_write(make, reason, caplog):
+    chain, x, named = accumulating(experts()), rows(), inputs()
+    weight = chain[0].weight
+    weight.main_grad = make(weight.main_grad)
+    outcome(chain, x, **named)
+    assert weight.main_grad.any()
+    (said,) = [r.getMessage() for r in caplog.records if "declined this call" in r.getMessage()]
+    assert said == f"0.WgradIntoMainGrad: sm90.grouped_wgrad declined this call: {reason}; it runs unfused"
