@@ -299,24 +299,42 @@ class Gemm:
         """First row, within the tile, of a warpgroup's i-th block."""
         return i * BLOCK_ROWS if self.config.pingpong else (i * MATH_WARPGROUPS + group) * BLOCK_ROWS
 
+    def row_of(self, thread, v: int):
+        """Row of a block that a thread's v-th value of a box belongs to."""
+        return thread // 32 * 16 + thread % 32 // 4 + v // 2 % 2 * 8
+
     @cute.jit
-    def put_box(self, values, s_box, to_box, group, thread, count, tma, target):
+    def packed(self, values):
+        """A list of fp32 values as a register tensor of the results' type."""
+        r_fp32 = cute.make_rmem_tensor((len(values),), Float32)
+        for v in cutlass.range_constexpr(len(values)):
+            r_fp32[v] = values[v]
+        r_out = cute.make_rmem_tensor((len(values),), self.box_element)
+        r_out.store(r_fp32.load().to(self.box_element))
+        return r_out
+
+    @cute.jit
+    def put_box(self, values, s_box, to_box, group, thread, count, tma, target, columns=None):
         """Send a box of values to memory, by way of shared memory; ``target`` is the box in the tensor of ``tma``.
+
+        Values lie as accumulators do, unless ``columns`` says which column of the box each belongs to.
 
         A box of shared memory is used again after `store_stages` boxes. Before the barrier of box c the storing warp waits
         until what box c + 1 will overwrite has been read, so one barrier a box is enough.
         """
         stages = self.store_stages
         where = group * stages + count % stages
-        r_fp32 = cute.make_rmem_tensor((VALUES,), Float32)
-        for v in cutlass.range_constexpr(VALUES):
-            r_fp32[v] = values[v]
-        into = to_box.partition_D(s_box)[None, None, None, where]
-        r_out = cute.make_rmem_tensor(into.shape, self.box_element)
-        r_out.store(r_fp32.load().to(self.box_element).reshape(into.shape))
+        packed = values
+        if const_expr(isinstance(values, list)):
+            packed = self.packed(values)
         if const_expr(stages == 1):
             cute.arch.barrier(barrier_id=STORE_BARRIER + group, number_of_threads=WARPGROUP)
-        cute.copy(to_box, r_out, into)
+        if const_expr(columns is None):
+            into = to_box.partition_D(s_box)[None, None, None, where]
+            cute.copy(to_box, cute.make_tensor(packed.iterator, cute.make_layout(into.shape)), into)
+        else:
+            for v in cutlass.range_constexpr(VALUES):
+                s_box[self.row_of(thread, v), columns[v], where] = packed[v]
         cute.arch.fence_proxy("async.shared", space="cta")
         if const_expr(stages > 1):
             if thread < 32:

@@ -44,6 +44,9 @@ from fusedmoe.kernels.sm90.gemm import (
 )  # fmt: skip
 
 
+CHUNK = 16  # values of a derivative computed together
+
+
 @dataclass(frozen=True)
 class Epilogue:
     """What becomes of the accumulators, as far as it changes the code.
@@ -54,10 +57,9 @@ class Epilogue:
     act: str = ""
     derivative: bool = False
     clamped: bool = False
-    bias: bool = False
-    row_scale: bool = False
+    interleaved: bool = False
     keep: bool = False  # also write: the preactivation; of the derivative: the recomputed activation
-    row_grad: bool = False
+    row_scale: bool = False  # of the derivative: there is a row scale, and its gradient is wanted
 
     @property
     def gated(self) -> bool:
@@ -66,8 +68,8 @@ class Epilogue:
     @property
     def name(self) -> str:
         flags = (
-            (self.derivative, "d"), (True, self.act or "plain"), (self.clamped, "_clamp"), (self.bias, "_bias"),
-            (self.row_scale, "_scale"), (self.keep, "_keep"), (self.row_grad, "_rowgrad"),
+            (self.derivative, "d"), (True, self.act or "plain"), (self.clamped, "_clamp"), (self.interleaved, "_inter"),
+            (self.row_scale, "_scale"), (self.keep, "_keep"),
         )  # fmt: skip
         return "".join(text for on, text in flags if on)
 
@@ -91,7 +93,7 @@ class RaggedM(Gemm):
     @property
     def paired(self) -> bool:
         """A tile of B is half gate rows, half up rows."""
-        return self.epilogue.gated and not self.epilogue.derivative
+        return self.epilogue.gated and not self.epilogue.derivative and not self.epilogue.interleaved
 
     @property
     def boxes_read(self) -> int:
@@ -100,7 +102,8 @@ class RaggedM(Gemm):
     @property
     def steps(self) -> int:
         """Steps of the epilogue over a block of 64 rows."""
-        return self.config.tile_n // (2 if self.paired else 1) // EPILOGUE_COLUMNS
+        two_for_one = self.epilogue.gated and not self.epilogue.derivative
+        return self.config.tile_n // (2 if two_for_one else 1) // EPILOGUE_COLUMNS
 
     @property
     def boxes_a_block(self) -> int:
@@ -125,14 +128,13 @@ class RaggedM(Gemm):
         strides = (index64(), index64(), 1) if self.b_major == "k" else (index64(), 1, index64())
         b = fake(self.element, (experts, cute.sym_int(), cute.sym_int()), strides, assumed_align=16)
         vector = lambda dtype, n: fake(dtype, (n,), (1,))  # noqa: E731
-        bias = fake(self.element, (experts, cute.sym_int()), (cute.sym_int64(), 1)) if e.bias else None
-        scale = vector(Float32, rows) if e.row_scale else None
-        partial = fake(Float32, (cute.sym_int(), rows), (cute.sym_int64(), 1)) if e.row_grad else None
+        bias = fake(self.element, (cute.sym_int(), cute.sym_int()), (cute.sym_int64(), 1))
+        partial = fake(Float32, (cute.sym_int(), rows), (cute.sym_int64(), 1)) if e.row_scale else None
         p = matrix() if e.derivative or (e.act and e.keep) else None
         second = matrix() if e.derivative and e.keep else None
         return cute.compile(
-            self, matrix(), b, vector(Int32, experts), matrix(), p, second, bias, scale, partial, vector(Int32, 1),
-            Float32(0), Float32(0), Float32(0), Int32(0), Int32(0), Int32(0),
+            self, matrix(), b, vector(Int32, experts), matrix(), p, second, bias, vector(Float32, cute.sym_int()), partial,
+            vector(Int32, 1), Float32(0), Float32(0), Float32(0), Int32(0), Int32(0), Int32(0), Int32(0), Int32(0),
             cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
             options=f"--enable-tvm-ffi --gpu-arch {self.arch}",
         )  # fmt: skip
@@ -148,13 +150,15 @@ class RaggedM(Gemm):
         out: cute.Tensor,
         p: cute.Tensor | None,
         second: cute.Tensor | None,
-        bias: cute.Tensor | None,
-        row_scale: cute.Tensor | None,
+        bias: cute.Tensor,
+        row_scale: cute.Tensor,
         partial: cute.Tensor | None,
         counter: cute.Tensor,
         limit: Float32,
         alpha: Float32,
         offset: Float32,
+        biased: Int32,
+        scaled: Int32,
         group: Int32,
         ctas: Int32,
         dynamic: Int32,
@@ -185,7 +189,7 @@ class RaggedM(Gemm):
             (tile_n, TILE_K), num_multicast=config.cluster_m,
         )  # fmt: skip
         box = cute.slice_(box_smem, (None, None, 0))
-        halves = 2 if e.gated else 1
+        halves = 2 if e.gated and not e.interleaved else 1
         # derivative: `out` is grad_p, two halves; `second` the activation. Else `p` has the halves, `out` the activation
         tma_out, out_tma = self.store_atom(out, halves if e.derivative else 1, box)
         tma_p, p_tma = None, None
@@ -201,7 +205,7 @@ class RaggedM(Gemm):
         self.kernel(
             tma_a, a_tma, tma_b, b_tma, tma_out, out_tma, tma_p, p_tma, tma_second, second_tma,
             tiled_mma, a_smem, b_smem, box_smem, offsets, bias, row_scale, partial, counter,
-            limit, alpha, offset, group, dynamic, a.shape[0], n, k,
+            limit, alpha, offset, biased, scaled, group, dynamic, a.shape[0], n, k,
         ).launch(stream=stream, **self.grid(ctas))
 
     def halves(self, t: cute.Tensor, count: int) -> cute.Tensor:
@@ -243,13 +247,15 @@ class RaggedM(Gemm):
         b_smem: cute.ComposedLayout,
         box_smem: cute.ComposedLayout,
         offsets: cute.Tensor,
-        bias: cute.Tensor | None,
-        row_scale: cute.Tensor | None,
+        bias: cute.Tensor,
+        row_scale: cute.Tensor,
         partial: cute.Tensor | None,
         counter: cute.Tensor,
         limit: Float32,
         alpha: Float32,
         offset: Float32,
+        biased: Int32,
+        scaled: Int32,
         group: Int32,
         dynamic: Int32,
         rows: Int32,
@@ -284,6 +290,7 @@ class RaggedM(Gemm):
             env = SimpleNamespace(
                 out=(tma_out, out_tma), p=(tma_p, p_tma), second=(tma_second, second_tma), bias=bias,
                 row_scale=row_scale, partial=partial, constants=(limit, alpha, offset), rows=rows, n=n,
+                biased=biased, scaled=scaled,
             )  # fmt: skip
             self.math(tiled_mma, shared, rings, warp_idx // 4, env)
 
@@ -352,10 +359,9 @@ class RaggedM(Gemm):
                             here = self.own(state, group)
                             reads.producer_acquire(here)
                             for half in cutlass.range_constexpr(self.boxes_read):
+                                part, at = self.box_of(half, column * self.steps + j)
                                 g_p = cute.local_tile(
-                                    view[None, None, half],
-                                    (BLOCK_ROWS, EPILOGUE_COLUMNS),
-                                    (0, column * self.steps + j),
+                                    view[None, None, part], (BLOCK_ROWS, EPILOGUE_COLUMNS), (0, at)
                                 )
                                 to_s, from_g = cpasync.tma_partition(
                                     tma_p, 0, cute.make_layout(1), cute.group_modes(s_box, 0, 2),
@@ -370,144 +376,227 @@ class RaggedM(Gemm):
             ring_state, slot = tiles.take(ring, ring_state, slots)
             expert, row, left, column, depth = slot[0], slot[1], slot[2], slot[3], slot[5]
 
+    def box_of(self, half, box_column):
+        """Where a box of the preactivation is: which part of its columns, which box there. Parts are gate and up, or
+        there is one with both, in turns.
+        """
+        return (0, 2 * box_column + half) if self.epilogue.interleaved else (half, box_column)
+
     @cute.jit
     def finish(
         self, acc, s_box, copies, rings, box_state, group, thread, env,
         expert, row, left, column, row_tile, live,
     ):  # fmt: skip
         """Accumulators to results, 64 rows and 32 columns at a time. ``live`` is False for the tail's zeros."""
-        e, config = self.epilogue, self.config
-        to_box, of_box = copies
-        _, _, reads = rings
-        limit, alpha, offset = env.constants
-        lane, warp_row = thread % 32, thread // 32 * 16
-        for i in cutlass.range_constexpr(config.blocks):
+        for i in cutlass.range_constexpr(self.config.blocks):
             shift = self.block_row(i, group)
             if shift < left:
-                valid = cutlass.min(left - shift, BLOCK_ROWS)
-                top = row + shift
-                scales = [Float32(1.0), Float32(1.0)]
-                if const_expr(e.row_scale):
-                    for h in cutlass.range_constexpr(2):
-                        at = cutlass.min(top + warp_row + lane // 4 + 8 * h, env.rows - 1)
-                        scales[h] = cutlass.select_(live, env.row_scale[at], Float32(0.0))
+                block = SimpleNamespace(
+                    acc=acc, base=i * (self.config.tile_n // 2), s_box=s_box, copies=copies, reads=rings[2], group=group,
+                    thread=thread, lane=thread % 32, warp_row=thread // 32 * 16, expert=expert, live=live,
+                    top=row + shift, valid=cutlass.min(left - shift, BLOCK_ROWS),
+                )  # fmt: skip
+                block.scales = self.row_scales(block, env)
                 sums = [Float32(0.0), Float32(0.0)]
-                boxes = 0
                 for j in cutlass.range_constexpr(self.steps):
+                    boxes = j * (self.boxes_a_block // self.steps)  # written before
                     box_column = column * self.steps + j
-                    base = i * (config.tile_n // 2) + j * VALUES
-                    if const_expr(not e.act):
-                        values = [acc[base + v] for v in range(VALUES)]
-                        values = self.add_bias(values, env, expert, box_column, lane, 0, live)
-                        values = [values[v] * scales[v // 2 % 2] if e.row_scale else values[v] for v in range(VALUES)]
-                        self.store(values, s_box, to_box, group, thread, boxes, env.out, 0, box_column, top, valid)
-                        boxes += 1
-                    elif const_expr(not e.derivative):
-                        gate = [acc[base + v] for v in range(VALUES)]
-                        gate = self.add_bias(gate, env, expert, box_column, lane, 0, live)
-                        if const_expr(e.gated):
-                            up = [acc[base + config.tile_n // 4 + v] for v in range(VALUES)]
-                            up = self.add_bias(up, env, expert, box_column, lane, 1, live)
-                            values = [
-                                epilogues.glu(e.act, e.clamped, gate[v], up[v], limit, alpha, offset)
-                                for v in range(VALUES)
-                            ]
-                        else:
-                            values = [epilogues.squared_relu(gate[v]) for v in range(VALUES)]
-                        values = [values[v] * scales[v // 2 % 2] if e.row_scale else values[v] for v in range(VALUES)]
-                        if const_expr(e.keep):
-                            self.store(gate, s_box, to_box, group, thread, boxes, env.p, 0, box_column, top, valid)
-                            boxes += 1
-                            if const_expr(e.gated):
-                                self.store(up, s_box, to_box, group, thread, boxes, env.p, 1, box_column, top, valid)
-                                boxes += 1
-                        self.store(values, s_box, to_box, group, thread, boxes, env.out, 0, box_column, top, valid)
-                        boxes += 1
+                    if const_expr(not self.epilogue.act):
+                        self.plain(block, env, j, boxes, box_column)
+                    elif const_expr(not self.epilogue.derivative):
+                        self.activation(block, env, j, boxes, box_column)
                     else:
-                        gate = self.take_box(s_box, of_box, reads, box_state, group, 0, live)
-                        up = gate
-                        if const_expr(e.gated):
-                            up = self.take_box(s_box, of_box, reads, box_state, group, 1, live)
-                        box_state = self.release_boxes(reads, box_state, group, live)
-                        d = [acc[base + v] for v in range(VALUES)]
-                        d_act = [d[v] * scales[v // 2 % 2] if e.row_scale else d[v] for v in range(VALUES)]
-                        if const_expr(e.gated):
-                            triples = [
-                                epilogues.glu_backward(
-                                    e.act, e.clamped, d_act[v], gate[v], up[v], limit, alpha, offset
-                                )
-                                for v in range(VALUES)
-                            ]
-                            grads = [[t[0] for t in triples], [t[1] for t in triples]]
-                            values = [t[2] for t in triples]
-                        else:
-                            pairs = [epilogues.squared_relu_backward(d_act[v], gate[v]) for v in range(VALUES)]
-                            grads = [[t[0] for t in pairs]]
-                            values = [t[1] for t in pairs]
-                        if const_expr(e.row_grad):
-                            for v in cutlass.range_constexpr(VALUES):
-                                sums[v // 2 % 2] += d[v] * values[v]
-                        for half in cutlass.range_constexpr(len(grads)):
-                            self.store(grads[half], s_box, to_box, group, thread, boxes, env.out, half, box_column, top, valid)
-                            boxes += 1
-                        if const_expr(e.keep):
-                            values = [
-                                values[v] * scales[v // 2 % 2] if e.row_scale else values[v] for v in range(VALUES)
-                            ]
-                            self.store(values, s_box, to_box, group, thread, boxes, env.second, 0, box_column, top, valid)
-                            boxes += 1
-                if const_expr(e.row_grad):
+                        box_state, sums = self.derivative(block, env, j, boxes, box_column, box_state, sums)
+                if const_expr(self.epilogue.row_scale):
                     for h in cutlass.range_constexpr(2):
                         total = cute.arch.warp_reduction_sum(sums[h], threads_in_group=4)
-                        within = warp_row + lane // 4 + 8 * h
-                        if lane % 4 == 0 and within < valid:
-                            env.partial[column, top + within] = total
+                        within = block.warp_row + block.lane // 4 + 8 * h
+                        if block.lane % 4 == 0 and within < block.valid:
+                            env.partial[column, block.top + within] = total
         return box_state
 
+    @property
+    def may_scale(self) -> bool:
+        """Whether there is code for a row scale: a run-time flag, but in the derivative, which is short of registers."""
+        return not self.epilogue.derivative or self.epilogue.row_scale
+
     @cute.jit
-    def add_bias(self, values, env, expert, box_column, lane, half, live):
+    def row_scales(self, block, env):
+        """The row scale of this thread's two rows of a block; zero in the tail, whose scales may be anything."""
+        scales = [Float32(1.0), Float32(1.0)]
+        if const_expr(self.may_scale):
+            for h in cutlass.range_constexpr(2):
+                if env.scaled != 0:
+                    at = cutlass.min(block.top + block.warp_row + block.lane // 4 + 8 * h, env.rows - 1)
+                    scales[h] = cutlass.select_(block.live, env.row_scale[at], Float32(0.0))
+        return scales
+
+    def scaled(self, values, scales):
+        """The values times their row's scale."""
+        return [value * scales[v // 2 % 2] for v, value in enumerate(values)] if self.may_scale else values
+
+    @cute.jit
+    def plain(self, block, env, j: cutlass.Constexpr[int], boxes: cutlass.Constexpr[int], box_column):
+        """One step without an activation."""
+        values = [block.acc[block.base + j * VALUES + v] for v in range(VALUES)]
+        values = self.add_bias(values, block, env, box_column, 0)
+        self.store(self.scaled(values, block.scales), block, boxes, env.out, 0, box_column)
+
+    @cute.jit
+    def activation(self, block, env, j: cutlass.Constexpr[int], boxes: cutlass.Constexpr[int], box_column):
+        """One step of an activation: 32 columns of results, and of each half of the preactivation."""
+        e = self.epilogue
+        halves = 2 if e.gated else 1
+        parts = []  # boxes of the preactivation
+        for half in cutlass.range_constexpr(halves):
+            at = block.base + j * VALUES + half * (self.config.tile_n // 4)
+            if const_expr(e.interleaved):
+                at = block.base + (2 * j + half) * VALUES
+            part, column = self.box_of(half, box_column)
+            values = [block.acc[at + v] for v in range(VALUES)]
+            parts.append(self.add_bias(values, block, env, column, part))
+        columns = None
+        if const_expr(e.interleaved):
+            # (row half, box, group of 8 columns) -> gate and up are neighbours, and so are their results' columns
+            order = [(b, 4 * q + 2 * h) for b in range(2) for q in range(4) for h in range(2)]
+            gates, ups = [parts[b][v] for b, v in order], [parts[b][v + 1] for b, v in order]
+            columns = [b * 16 + v + block.lane % 4 - v % 4 for b, v in order]
+        else:
+            gates, ups = parts[0], parts[-1]
+        if const_expr(e.gated):
+            values = [epilogues.glu(e.act, e.clamped, g, u, *env.constants) for g, u in zip(gates, ups)]
+        else:
+            values = [epilogues.squared_relu(g) for g in gates]
+        if const_expr(e.keep):
+            for half in cutlass.range_constexpr(halves):
+                part, column = self.box_of(half, box_column)
+                self.store(parts[half], block, boxes + half, env.p, part, column)
+            boxes = boxes + halves
+        if const_expr(e.interleaved):
+            values = self.in_row_order(values, block.scales)
+            columns = self.in_row_order(columns, None)
+            self.store(values, block, boxes, env.out, 0, box_column, columns)
+        else:
+            self.store(self.scaled(values, block.scales), block, boxes, env.out, 0, box_column)
+
+    def in_row_order(self, values, scales):
+        """Values that alternate between a thread's two rows, scaled, as `row_of` has rows: two of one, two of the other."""
+        if scales is not None:
+            values = [value * scales[v % 2] for v, value in enumerate(values)]
+        return [values[v // 4 * 4 + (v % 4 // 2) + v % 2 * 2] for v in range(len(values))]
+
+    @cute.jit
+    def derivative(self, block, env, j: cutlass.Constexpr[int], boxes: cutlass.Constexpr[int], box_column, state, sums):
+        """One step of a derivative: the gradients of the preactivation, the activation again, the row scale's gradient."""
+        e = self.epilogue
+        if const_expr(e.gated):
+            inputs = self.take_pairs(block, state)
+        else:
+            inputs = [self.take_box(block, state, 0)]
+        state = self.release_boxes(block, state)
+        # a few values at a time, rounded at once: the accumulators leave few registers
+        grads = [cute.make_rmem_tensor((VALUES,), self.element) for _ in inputs]
+        again = cute.make_rmem_tensor((VALUES,), self.element)
+        for first in cutlass.range_constexpr(0, VALUES, CHUNK):
+            chunk = range(first, first + CHUNK)
+            d = [block.acc[block.base + j * VALUES + v] for v in chunk]
+            d_act = self.scaled(d, block.scales)
+            x = [[t[v].to(Float32) for v in chunk] for t in inputs]
+            if const_expr(e.gated):
+                results = [
+                    epilogues.glu_backward(e.act, e.clamped, d_act[c], x[0][c], x[1][c], *env.constants)
+                    for c in range(CHUNK)
+                ]
+            else:
+                results = [epilogues.squared_relu_backward(d_act[c], x[0][c]) for c in range(CHUNK)]
+            values = [r[-1] for r in results]
+            if const_expr(e.row_scale):
+                for c in cutlass.range_constexpr(CHUNK):
+                    sums[c // 2 % 2] = sums[c // 2 % 2] + d[c] * values[c]
+            values = self.scaled(values, block.scales)
+            rounded = [self.packed([r[half] for r in results]) for half in range(len(grads))] + [self.packed(values)]
+            for c in cutlass.range_constexpr(CHUNK):
+                for half in cutlass.range_constexpr(len(grads)):
+                    grads[half][first + c] = rounded[half][c]
+                again[first + c] = rounded[-1][c]
+        for half in cutlass.range_constexpr(len(grads)):
+            part, column = self.box_of(half, box_column)
+            if const_expr(e.interleaved):
+                # columns 16 q .. 16 q + 15 of gate and up, in turns, belong to columns 8 q .. 8 q + 7 of the activation
+                order = [(q, h, odd, which) for q in (2 * half, 2 * half + 1) for h in range(2) for odd in range(2)
+                         for which in range(2)]  # fmt: skip
+                mixed = [grads[which][4 * q + 2 * h + odd] for q, h, odd, which in order]
+                columns = [q % 2 * 16 + block.lane % 4 * 4 + 2 * odd + which for q, h, odd, which in order]
+                # `order` has four of one row, then four of the other; `row_of` two and two
+                turn = [v // 8 * 8 + (v % 8 // 4) * 2 + v % 2 + (v % 4 // 2) * 4 for v in range(VALUES)]
+                self.store(
+                    [mixed[v] for v in turn], block, boxes + half, env.out, part, column, [columns[v] for v in turn]
+                )
+            else:
+                self.store(grads[half], block, boxes + half, env.out, part, column)
+        if const_expr(e.keep):
+            self.store(again, block, boxes + len(grads), env.second, 0, box_column)
+        return state, sums
+
+    @cute.jit
+    def add_bias(self, values, block, env, box_column, part):
         """The values plus their columns' bias; nothing in the tail, which belongs to no expert."""
-        if const_expr(self.epilogue.bias):
+        if const_expr(not self.epilogue.derivative):
             width = env.n // 2 if self.paired else env.n
-            for q in cutlass.range_constexpr(VALUES // 4):
-                for odd in cutlass.range_constexpr(2):
-                    at = cutlass.min(box_column * EPILOGUE_COLUMNS + q * 8 + lane % 4 * 2 + odd, width - 1)
-                    term = Float32(0.0)
-                    if live:
-                        term = env.bias[expert, half * width + at].to(Float32)
-                    values[q * 4 + odd] = values[q * 4 + odd] + term
-                    values[q * 4 + 2 + odd] = values[q * 4 + 2 + odd] + term
+            terms = cute.make_rmem_tensor((VALUES // 2,), Float32)
+            terms.fill(0.0)
+            if block.live and env.biased != 0:
+                for v in cutlass.range_constexpr(VALUES // 2):
+                    column = box_column * EPILOGUE_COLUMNS + v // 2 * 8 + block.lane % 4 * 2 + v % 2
+                    terms[v] = env.bias[block.expert, part * width + cutlass.min(column, width - 1)].to(Float32)
+            values = [value + terms[v // 4 * 2 + v % 2] for v, value in enumerate(values)]
         return values
 
     @cute.jit
-    def take_box(self, s_box, of_box, reads, state, group, half, live):
-        """Wait for a box of the preactivation; this thread's values of it, zeros in the tail."""
-        r_in = cute.make_rmem_tensor((VALUES,), self.element)
+    def take_pairs(self, block, state):
+        """Gates and ups of a step, as the accumulators lie; zeros in the tail."""
+        if const_expr(not self.epilogue.interleaved):
+            return self.take_box(block, state, 0), self.take_box(block, state, 1)
+        r_in = cute.make_rmem_tensor((2 * VALUES,), self.element)
         r_in.fill(0.0)
-        if live:
-            here = self.own(state, group)
-            if const_expr(half == 0):
-                reads.consumer_wait(here)
-            source = of_box.partition_S(s_box)[None, None, None, self.read_box(here.index, half)]
-            target = cute.make_tensor(r_in.iterator, cute.make_layout(source.shape))
-            cute.copy(of_box, source, target)
-        r_fp32 = cute.make_rmem_tensor((VALUES,), Float32)
-        r_fp32.store(r_in.load().to(Float32))
-        return [r_fp32[v] for v in range(VALUES)]
+        if block.live:
+            here = self.own(state, block.group)
+            block.reads.consumer_wait(here)
+            for v in cutlass.range_constexpr(VALUES):
+                q, odd = v // 4, v % 2
+                box = self.read_box(here.index, q // 2)
+                for which in cutlass.range_constexpr(2):
+                    column = q % 2 * 16 + block.lane % 4 * 4 + 2 * odd + which
+                    r_in[which * VALUES + v] = block.s_box[self.row_of(block.thread, v), column, box]
+        return [r_in[v] for v in range(VALUES)], [r_in[VALUES + v] for v in range(VALUES)]
 
     @cute.jit
-    def release_boxes(self, reads, state, group, live):
+    def take_box(self, block, state, half: cutlass.Constexpr[int]):
+        """Wait for a box of the preactivation; this thread's values of it, zeros in the tail."""
+        of_box = block.copies[1]
+        r_in = cute.make_rmem_tensor((VALUES,), self.element)
+        r_in.fill(0.0)
+        if block.live:
+            here = self.own(state, block.group)
+            if const_expr(half == 0):
+                block.reads.consumer_wait(here)
+            source = of_box.partition_S(block.s_box)[None, None, None, self.read_box(here.index, half)]
+            cute.copy(of_box, source, cute.make_tensor(r_in.iterator, cute.make_layout(source.shape)))
+        return [r_in[v] for v in range(VALUES)]
+
+    @cute.jit
+    def release_boxes(self, block, state):
         """Give a step's boxes back to their loader."""
-        if live:
+        if block.live:
             cute.arch.sync_warp()
-            reads.consumer_release(self.own(state, group))
+            block.reads.consumer_release(self.own(state, block.group))
             state.advance()
         return state
 
     @cute.jit
-    def store(self, values, s_box, to_box, group, thread, count, to, half, box_column, top, valid):
+    def store(self, values, block, count: cutlass.Constexpr[int], to, part, box_column, columns=None):
         """Send a box's first ``valid`` rows to row ``top`` of an output; see the module's page."""
         tma, view = to
-        here = cute.domain_offset((BLOCK_ROWS - valid, 0), view[None, None, half, top + valid])
+        here = cute.domain_offset((BLOCK_ROWS - block.valid, 0), view[None, None, part, block.top + block.valid])
         target = cute.local_tile(here, (BLOCK_ROWS, EPILOGUE_COLUMNS), (0, box_column))
-        self.put_box(values, s_box, to_box, group, thread, count, tma, target)
+        self.put_box(values, block.s_box, block.copies[0], block.group, block.thread, count, tma, target, columns)

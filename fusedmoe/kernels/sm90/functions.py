@@ -1,0 +1,320 @@
+"""The Hopper kernels as functions of flat tensors.
+
+Axes: R rows sorted by expert, E experts, K contraction, N features out, I intermediate features (N = 2 I where gated), H
+hidden features. ``offsets`` (E,) int32 are the running ends of the experts' rows, at most R. Rows behind the last end, the
+*tail*, come out as zeros and are never read. Operands are bf16, or fp16, on one sm_90 GPU; `limits` says what else they
+have to be. Nothing waits for the GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fusedmoe.kernels import compiler
+from fusedmoe.kernels.options import DEFAULT, KernelOptions
+from fusedmoe.kernels.sm90.choice import Family, Problem, band, choose
+from fusedmoe.kernels.sm90.row_functions import column_sums, offsets_from_splits
+
+if TYPE_CHECKING:
+    from fusedmoe.kernels.activation import Activation
+    from fusedmoe.kernels.sm90.config import TileConfig
+
+__all__ = [
+    "column_sums",
+    "grouped_gemm",
+    "grouped_gemm_activation",
+    "grouped_gemm_activation_backward",
+    "grouped_wgrad",
+    "offsets_from_splits",
+]
+
+_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+def grouped_gemm(
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    row_scale: Tensor | None = None,
+    options: KernelOptions = DEFAULT,
+) -> Tensor:
+    """``y[r] = (x[r] @ weight[e].T + bias[e]) * row_scale[r]`` for each row r of expert e.
+
+    Parameters
+    ----------
+    x
+        (R, K), features with unit stride.
+    weight
+        (E, N, K), with unit stride along N or K: ``grouped_gemm(dy, weight.mT, offsets)`` is the gradient of the input.
+    offsets
+        See the module's page.
+    bias, row_scale
+        (E, N) and (R,).
+    options
+        See `KernelOptions`.
+
+    Returns
+    -------
+    Tensor
+        (R, N).
+    """
+    rows, columns = x.shape[0], weight.shape[1]
+    out = x.new_empty(rows, columns)
+    _ragged_m("plain", x, weight, offsets, out, None, None, bias, row_scale, None, None, options)
+    return out
+
+
+def grouped_gemm_activation(
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    activation: Activation,
+    *,
+    bias: Tensor | None = None,
+    row_scale: Tensor | None = None,
+    keep_preactivation: bool = True,
+    options: KernelOptions = DEFAULT,
+) -> tuple[Tensor, Tensor | None]:
+    """``p[r] = x[r] @ weight[e].T + bias[e]``, ``y[r] = activation(p[r]) * row_scale[r]``.
+
+    Parameters
+    ----------
+    x
+        (R, K), features with unit stride.
+    weight
+        (E, N, K); of a gated activation ``[gate; up]`` rows with unit stride along K, or gate and up in turns, with unit
+        stride along N or K.
+    offsets
+        See the module's page.
+    activation
+        See `Activation`.
+    bias, row_scale
+        (E, N) and (R,).
+    keep_preactivation
+        Write p too.
+    options
+        See `KernelOptions`.
+
+    Returns
+    -------
+    tuple[Tensor, Tensor or None]
+        y (R, I) and p (R, N).
+    """
+    rows, columns = x.shape[0], weight.shape[1]
+    y = x.new_empty(rows, columns // 2 if activation.gated else columns)
+    p = x.new_empty(rows, columns) if keep_preactivation else None
+    _ragged_m("activation", x, weight, offsets, y, p, None, bias, row_scale, None, activation, options)
+    return y, p
+
+
+def grouped_gemm_activation_backward(
+    grad_output: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    preactivation: Tensor,
+    activation: Activation,
+    *,
+    row_scale: Tensor | None = None,
+    want_output: bool = True,
+    want_row_scale_grad: bool = False,
+    options: KernelOptions = DEFAULT,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """With ``d[r] = grad_output[r] @ weight[e]``, the gradient of ``activation(p[r]) * row_scale[r]``: the gradient of p.
+
+    Parameters
+    ----------
+    grad_output
+        (R, H), features with unit stride.
+    weight
+        (E, H, I) as the layer behind the activation stores it, unit stride along H or I.
+    offsets
+        See the module's page.
+    preactivation
+        p: (R, 2 I) where gated, else (R, I).
+    activation
+        See `Activation`.
+    row_scale
+        (R,).
+    want_output
+        Return ``activation(p) * row_scale`` too, computed again.
+    want_row_scale_grad
+        Return ``sum over i of d[r, i] * activation(p)[r, i]`` too. Deterministic: tiles write partial sums.
+    options
+        See `KernelOptions`.
+
+    Returns
+    -------
+    tuple[Tensor, Tensor or None, Tensor or None]
+        Gradient of p, the activation (R, I), and the row scale's gradient (R,) in fp32.
+    """
+    rows, columns = grad_output.shape[0], weight.shape[2]
+    grad = torch.empty_like(preactivation, memory_format=torch.contiguous_format)
+    y = grad_output.new_empty(rows, columns) if want_output else None
+    if want_row_scale_grad and row_scale is None:
+        row_scale = _ones(grad_output.device, rows)
+    partial = _ragged_m(
+        "derivative", grad_output, weight.mT, offsets, grad, preactivation, y, None, row_scale, True, activation, options
+    )
+    return grad, y, partial.sum(0) if want_row_scale_grad and partial is not None else None
+
+
+def grouped_wgrad(
+    grad_output: Tensor,
+    x: Tensor,
+    offsets: Tensor,
+    *,
+    out: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    accumulate: bool = False,
+    options: KernelOptions = DEFAULT,
+) -> Tensor:
+    """``dW[e] = grad_output[rows of e].T @ x[rows of e]``; zeros for an expert without rows.
+
+    Parameters
+    ----------
+    grad_output, x
+        (R, N) and (R, K), features with unit stride.
+    offsets
+        See the module's page.
+    out
+        (E, N, K) to write to, or to add to.
+    dtype
+        Of the result where there is no ``out``: x's, or fp32.
+    accumulate
+        Add to ``out``, which is fp32; an expert without rows is left as it is.
+    options
+        See `KernelOptions`.
+
+    Returns
+    -------
+    Tensor
+        (E, N, K).
+    """
+    experts, n, k = offsets.shape[0], grad_output.shape[1], x.shape[1]
+    if out is None:
+        out = x.new_empty(experts, n, k, dtype=dtype or x.dtype)
+    sms = _sms(x.device, options)
+    problem = Problem("wgrad", x.shape[0], experts, k, n, sms, options.schedule == "dynamic")
+    config = choose(problem)
+    run = _ragged_k_kernel(_NAMES[x.dtype], config, _NAMES[out.dtype], accumulate)
+    counter, dynamic = _counter(x.device, options)
+    run(grad_output, x, offsets, out, counter, band("wgrad"), _ctas(sms, config), dynamic)
+    return out
+
+
+def _ragged_m(
+    family: Family,
+    a: Tensor,
+    b: Tensor,
+    offsets: Tensor,
+    out: Tensor,
+    p: Tensor | None,
+    second: Tensor | None,
+    bias: Tensor | None,
+    row_scale: Tensor | None,
+    gradient: bool | None,
+    activation: Activation | None,
+    options: KernelOptions,
+) -> Tensor | None:
+    """Launch a product over ragged rows; the partial sums of the row scale's gradient, where there is a scale."""
+    if family == "derivative" and activation is not None and _heavy(activation):
+        family = "heavy_derivative"
+    device = a.device
+    sms = _sms(device, options)
+    rows, depth = a.shape
+    experts, columns = b.shape[:2]
+    config = choose(Problem(family, rows, experts, columns, depth, sms, options.schedule == "dynamic"))
+    scaled = row_scale is not None
+    run = _ragged_m_kernel(
+        _NAMES[a.dtype], "k" if b.stride(2) == 1 and b.shape[2] > 1 else "n", family, activation_key(activation),
+        (second if gradient else p) is not None, bool(gradient and scaled), config,
+    )  # fmt: skip
+    partial = None
+    if gradient and scaled:
+        partial = torch.empty(-(-columns // config.tile_n), rows, dtype=torch.float32, device=device)
+    if row_scale is not None and row_scale.dtype is not torch.float32:
+        row_scale = row_scale.float()
+    counter, dynamic = _counter(device, options)
+    no_bias, no_scale = _absent(device, a.dtype)
+    limit, alpha, offset = 0.0, 1.0, 0.0
+    if activation is not None:
+        limit, alpha, offset = activation.limit or 0.0, activation.alpha, activation.offset
+    run(
+        a, b, offsets, out, p, second, no_bias if bias is None else bias, no_scale if row_scale is None else row_scale,
+        partial, counter, limit, alpha, offset, bias is not None, scaled, band(family), _ctas(sms, config), dynamic,
+    )  # fmt: skip
+    return partial
+
+
+def activation_key(activation: Activation | None) -> tuple[str, bool, bool]:
+    """Return what of an activation is compiled in: kind, whether it is clamped, whether gate and up alternate."""
+    if activation is None:
+        return "", False, False
+    clamped = activation.limit is not None and math.isfinite(activation.limit)
+    return activation.kind, activation.gated and clamped, activation.gated and activation.interleaved
+
+
+def _heavy(activation: Activation) -> bool:
+    kind, clamped, interleaved = activation_key(activation)
+    return clamped or interleaved or kind == "geglu_erf"
+
+
+@functools.cache
+def _ragged_m_kernel(
+    dtype: str, b_major: str, family: Family, key: tuple[str, bool, bool], keep: bool, scaled: bool, config: TileConfig
+) -> Any:
+    from fusedmoe.kernels.sm90.ragged_m import Epilogue, RaggedM
+
+    kind, clamped, interleaved = key
+    derivative = family in ("derivative", "heavy_derivative")
+    epilogue = Epilogue(kind, derivative, clamped, interleaved, keep, scaled)
+    return compiler.load(RaggedM(dtype, config, b_major=b_major, epilogue=epilogue))
+
+
+@functools.cache
+def _ragged_k_kernel(dtype: str, config: TileConfig, out: str, accumulate: bool) -> Any:
+    from fusedmoe.kernels.sm90.ragged_k import RaggedK
+
+    return compiler.load(RaggedK(dtype, config, out=out, accumulate=accumulate))
+
+
+@functools.cache
+def _sm_count(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _sms(device: torch.device, options: KernelOptions) -> int:
+    return max(_sm_count(device) - options.sm_margin, 2)
+
+
+def _ctas(sms: int, config: TileConfig) -> int:
+    return sms // config.ctas * config.ctas
+
+
+@functools.cache
+def _no_counter(device: torch.device) -> Tensor:
+    return torch.zeros(1, dtype=torch.int32, device=device)
+
+
+def _counter(device: torch.device, options: KernelOptions) -> tuple[Tensor, int]:
+    """The tile counter of a dynamic schedule, zero and this launch's own: launches on other streams have theirs."""
+    if options.schedule == "static":
+        return _no_counter(device), 0
+    return torch.zeros(1, dtype=torch.int32, device=device), 1
+
+
+@functools.cache
+def _absent(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """What a kernel gets for a bias or a row scale that there is not; it reads neither."""
+    return torch.empty(1, 8, dtype=dtype, device=device), torch.empty(1, dtype=torch.float32, device=device)
+
+
+def _ones(device: torch.device, rows: int) -> Tensor:
+    return torch.ones(rows, dtype=torch.float32, device=device)

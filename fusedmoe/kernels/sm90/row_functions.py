@@ -1,0 +1,101 @@
+"""The kernels of `rows.py` as functions of torch tensors. No call waits for the device, and none looks at ``splits``.
+
+Axes: R rows sorted by expert, E experts, N columns, S slices of the rows.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from fusedmoe.kernels.compiler import Function, load
+
+NAMES = {
+    torch.int32: "int32", torch.int64: "int64",
+    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32",
+}  # fmt: skip
+
+WARP_COLUMNS = 256  # that a warp adds up: 16 bytes a lane
+TARGET_WARPS = 132 * 48  # what rows are cut for: two rounds of a whole GPU, so that the second evens out the first
+LEAST_SLICE_ROWS = 32  # a slice writes 4 bytes a column for 2 that it reads in every row
+SLICE_UNIT = 8  # rows that a warp loads at once
+
+
+def offsets_from_splits(splits_E: Tensor, num_rows: int) -> Tensor:
+    """Running ends of the experts' rows: ``offsets[e] = min(sum(max(splits[: e + 1], 0)), num_rows)``, in one launch.
+
+    Parameters
+    ----------
+    splits_E
+        Rows an expert, int32 or int64, shape (E,), contiguous, on a CUDA device. No content overflows.
+    num_rows
+        R, the number of rows that there are, below 2**31.
+
+    Returns
+    -------
+    Tensor
+        int32, shape (E,), non-decreasing, within [0, R].
+    """
+    offsets_E = torch.empty_like(splits_E, dtype=torch.int32)
+    if num_rows == 0 or not splits_E.shape[0]:
+        return offsets_E.zero_()
+    _offsets(splits_E.dtype)(splits_E, offsets_E, num_rows)
+    return offsets_E
+
+
+def column_sums(grad_RN: Tensor, offsets_E: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """``sums[e] = sum of grad over the rows of e``, in fp32, rounded once; the same bits at every call. Two launches.
+
+    Parameters
+    ----------
+    grad_RN
+        Rows sorted by expert, bf16 or fp16, shape (R, N): unit stride in N, which is a multiple of 8 as is the row pitch,
+        and an address that is a multiple of 16 bytes. Rows from ``offsets[-1]`` on are not read.
+    offsets_E
+        Running ends of the experts' rows, int32, shape (E,), contiguous, non-decreasing, within [0, R].
+    dtype
+        Of the sums: bf16, fp16 or fp32; by default that of ``grad``.
+
+    Returns
+    -------
+    Tensor
+        Shape (E, N); zeros for an expert without rows.
+    """
+    num_rows, columns = grad_RN.shape
+    experts = offsets_E.shape[0]
+    dtype = grad_RN.dtype if dtype is None else dtype
+    if not (num_rows and columns and experts):
+        return grad_RN.new_zeros(experts, columns, dtype=dtype)
+    slice_rows = rows_per_slice(num_rows, columns)
+    # a warp's sum of an expert's rows in slice s is row s + expert; see rows.py
+    partial_rows = -(-num_rows // slice_rows) + experts
+    partial_PN = torch.empty((partial_rows, columns), dtype=torch.float32, device=grad_RN.device)
+    sums_EN = torch.empty((experts, columns), dtype=dtype, device=grad_RN.device)
+    _column_sums(grad_RN.dtype, dtype)(grad_RN, offsets_E, partial_PN, sums_EN, slice_rows)
+    return sums_EN
+
+
+def rows_per_slice(num_rows: int, columns: int) -> int:
+    """Length of the slices that rows are cut into, so that the warps fill a GPU twice or slices get too short.
+
+    A function of the shape alone, not of the GPU, so that the sums of a shape have the same bits everywhere.
+    """
+    blocks = -(-columns // WARP_COLUMNS)
+    rows = max(LEAST_SLICE_ROWS, -(-num_rows * blocks // TARGET_WARPS))
+    return -(-rows // SLICE_UNIT) * SLICE_UNIT
+
+
+@functools.cache
+def _offsets(dtype: torch.dtype) -> Function:
+    from fusedmoe.kernels.sm90.rows import Offsets  # imports CuTe DSL
+
+    return load(Offsets(NAMES[dtype]))
+
+
+@functools.cache
+def _column_sums(dtype: torch.dtype, out: torch.dtype) -> Function:
+    from fusedmoe.kernels.sm90.rows import ColumnSums
+
+    return load(ColumnSums(NAMES[dtype], NAMES[out]))

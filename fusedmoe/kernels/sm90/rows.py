@@ -1,0 +1,288 @@
+"""What the sorted rows need beside matrix products: where each expert's rows end, and their sums by expert.
+
+`Offsets`: ``offsets[e] = min(sum(max(splits[: e + 1], 0)), rows)``, one CTA, no barrier. A warp has the experts of a chunk
+of 32, one a lane, and finds what lies before them by itself: it adds up the earlier chunks, whose loads depend on nothing,
+which costs less than waiting for the other warps. Every split is clamped to [0, rows] before it is added, in 64 bits, so no
+content overflows.
+
+`ColumnSums`: ``sums[e] = sum of grad over the rows of e`` in fp32, without atomics, in two launches.
+
+1. Rows are cut into slices of equal length, wherever experts end: a skewed routing costs no more than an even one. A warp
+   has one slice and 256 columns, 16 bytes a lane, `IN_FLIGHT` rows loaded before the first is added. It walks the experts
+   that have rows in its slice, and writes one partial sum for each. From one of these pieces to the next, over all slices,
+   the slice or the expert grows and neither shrinks, so ``slice + expert`` numbers them without gaps to look up: fewer
+   than slices + E rows of partial sums, each written once.
+2. An expert's partial sums are those of the slices from its first row's to its last row's. A CTA adds them up for one
+   expert and 128 columns: its warps in turns, then over the warps, an order that only depends on ``offsets``.
+
+Rows behind the last expert are never read.
+
+Axes: R rows sorted by expert, E experts, N columns, S slices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import CacheEvictionPriority
+from cutlass.utils import SmemAllocator
+
+LANES = 32
+OFFSETS_WARPS = 16  # one pass for up to 512 experts
+SUM_WARPS = 8  # of a CTA, in both launches
+VECTOR = 8  # columns of a lane: 16 bytes
+IN_FLIGHT = 8  # rows, of 512 bytes: 96 KiB an SM, at the 24 warps that it takes
+CHUNKS_IN_FLIGHT = 4  # of 32 experts
+PARTIAL_VECTOR = 4  # columns of a lane in the second launch: 16 bytes of fp32
+PARTIALS_IN_FLIGHT = 4
+PARTIAL_COLUMNS = LANES * PARTIAL_VECTOR
+
+ELEMENTS = {
+    "bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp32": cutlass.Float32, "int32": Int32, "int64": Int64
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Offsets:
+    """Running ends of the experts' rows."""
+
+    dtype: str = "int64"  # of the splits: "int32" or "int64"
+    arch: str = "sm_90a"
+
+    @property
+    def symbol(self) -> str:
+        return f"sm90_offsets_{self.dtype}"
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return ("fusedmoe.kernels.sm90.rows",)
+
+    def compile(self) -> Any:
+        """Compile without a GPU; a function of splits (E,), offsets (E,) int32 and the number of rows."""
+        experts = cute.sym_int()
+        fake = cute.runtime.make_fake_tensor
+        return cute.compile(
+            self, fake(ELEMENTS[self.dtype], (experts,), (1,)), fake(Int32, (experts,), (1,)), Int32(0),
+            cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+            options=f"--enable-tvm-ffi --gpu-arch {self.arch}",
+        )  # fmt: skip
+
+    @cute.jit
+    def __call__(self, splits: cute.Tensor, offsets: cute.Tensor, rows: Int32, stream):
+        self.kernel(splits, offsets, rows).launch(grid=(1, 1, 1), block=(OFFSETS_WARPS * LANES, 1, 1), stream=stream)
+
+    @cute.kernel
+    def kernel(self, splits: cute.Tensor, offsets: cute.Tensor, rows: Int32):
+        lane = cute.arch.lane_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        experts = cute.size(splits)
+        added, before = Int32(0), Int64(0)  # chunks added up; this lane's share of their sum
+        for chunk in cutlass.range(warp, cute.ceil_div(experts, LANES), OFFSETS_WARPS, unroll=1):
+            expert = chunk * LANES + lane
+            split = Int64(0)
+            if expert < experts:
+                split = self.clamped(splits[expert], rows)
+            while added < chunk:
+                loaded = cute.make_rmem_tensor((CHUNKS_IN_FLIGHT,), splits.element_type)
+                loaded.fill(0)
+                for i in cutlass.range_constexpr(CHUNKS_IN_FLIGHT):
+                    if added + i < chunk:
+                        loaded[i] = splits[(added + i) * LANES + lane]
+                for i in cutlass.range_constexpr(CHUNKS_IN_FLIGHT):
+                    before += self.clamped(loaded[i], rows)
+                added = cutlass.min(added + CHUNKS_IN_FLIGHT, chunk)
+            end = cute.arch.warp_reduction_sum(before) + self.inclusive_sum(split, lane)
+            if expert < experts:
+                offsets[expert] = Int32(cutlass.min(end, Int64(rows)))
+
+    def clamped(self, split: Any, rows: Int32) -> Int64:
+        return cutlass.min(cutlass.max(Int64(split), Int64(0)), Int64(rows))
+
+    @cute.jit
+    def inclusive_sum(self, value: Int64, lane: Int32) -> Int64:
+        """Sum over this lane and those below it."""
+        for step in cutlass.range_constexpr(5):
+            below = cute.arch.shuffle_sync_up(value, 1 << step)
+            if lane >= (1 << step):
+                value += below
+        return value
+
+
+@dataclass(frozen=True)
+class ColumnSums:
+    """Sums of the rows of each expert."""
+
+    dtype: str  # of the rows: "bf16" or "fp16"
+    out: str  # of the sums: these, or "fp32"
+    arch: str = "sm_90a"
+
+    @property
+    def symbol(self) -> str:
+        return f"sm90_column_sums_{self.dtype}_{self.out}"
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return ("fusedmoe.kernels.sm90.rows",)
+
+    def compile(self) -> Any:
+        """Compile without a GPU; a function of grad (R, N), offsets (E,) int32, partial sums (S + E, N) fp32, sums (E, N)
+        and the length of a slice, which cuts R into at most S.
+        """
+        rows, experts, columns = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=VECTOR)
+        fake = cute.runtime.make_fake_tensor
+
+        def matrix(dtype: Any, rows: Any) -> Any:
+            return fake(dtype, (rows, columns), (cute.sym_int64(divisibility=VECTOR), 1), assumed_align=16)
+
+        return cute.compile(
+            self, matrix(ELEMENTS[self.dtype], rows), fake(Int32, (experts,), (1,)),
+            matrix(Float32, cute.sym_int()), matrix(ELEMENTS[self.out], experts), Int32(1),
+            cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+            options=f"--enable-tvm-ffi --gpu-arch {self.arch}",
+        )  # fmt: skip
+
+    @cute.jit
+    def __call__(
+        self,
+        grad: cute.Tensor,
+        offsets: cute.Tensor,
+        partial: cute.Tensor,
+        sums: cute.Tensor,
+        slice_rows: Int32,
+        stream,
+    ):
+        experts, columns = sums.shape
+        blocks = cute.ceil_div(columns, LANES * VECTOR)
+        units = cute.ceil_div(grad.shape[0], slice_rows) * blocks
+        block = (SUM_WARPS * LANES, 1, 1)
+        self.add_slices(grad, offsets, partial, slice_rows, blocks, units).launch(
+            grid=(cute.ceil_div(units, SUM_WARPS), 1, 1), block=block, stream=stream
+        )
+        self.add_partials(offsets, partial, sums, slice_rows).launch(
+            grid=(cute.ceil_div(columns, PARTIAL_COLUMNS) * experts, 1, 1), block=block, stream=stream
+        )
+
+    # -- first launch: rows to partial sums
+
+    @cute.kernel
+    def add_slices(
+        self,
+        grad: cute.Tensor,
+        offsets: cute.Tensor,
+        partial: cute.Tensor,
+        slice_rows: Int32,
+        blocks: Int32,
+        units: Int32,
+    ):
+        lane = cute.arch.lane_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        bidx, _, _ = cute.arch.block_idx()
+        unit = bidx * SUM_WARPS + warp
+        if unit < units:
+            # neighbouring warps read neighbouring columns of the same rows
+            slice_ = unit // blocks
+            vector = (unit - slice_ * blocks) * LANES + lane
+            row = slice_ * slice_rows
+            experts = cute.size(offsets)
+            end = cutlass.min(row + cutlass.min(slice_rows, grad.shape[0] - row), offsets[experts - 1])
+            expert = self.experts_before(offsets, row, lane)
+            if vector * VECTOR < grad.shape[1]:
+                while row < end:
+                    stop = cutlass.min(offsets[expert], end)
+                    if row < stop:
+                        self.add_piece(grad, partial, row, stop, slice_ + expert, vector)
+                        row = stop
+                    expert += 1
+
+    @cute.jit
+    def experts_before(self, offsets: cute.Tensor, row: Int32, lane: Int32) -> Int32:
+        """How many experts end at this row or before it, so that it belongs to the next."""
+        experts = cute.size(offsets)
+        count = Int32(0)
+        for chunk in cutlass.range(0, experts, LANES * CHUNKS_IN_FLIGHT, unroll=1):
+            ends = cute.make_rmem_tensor((CHUNKS_IN_FLIGHT,), Int32)
+            ends.fill(row + 1)
+            for i in cutlass.range_constexpr(CHUNKS_IN_FLIGHT):
+                if chunk + i * LANES + lane < experts:
+                    ends[i] = offsets[chunk + i * LANES + lane]
+            for i in cutlass.range_constexpr(CHUNKS_IN_FLIGHT):
+                count += Int32(ends[i] <= row)
+        return cute.arch.warp_reduction_sum(count)
+
+    @cute.jit
+    def add_piece(self, grad: cute.Tensor, partial: cute.Tensor, row: Int32, stop: Int32, number: Int32, vector: Int32):
+        """Write the sum of the rows from ``row`` to ``stop``, of one expert in one slice."""
+        total = cute.make_rmem_tensor((VECTOR,), Float32)
+        total.fill(0.0)
+        while row + IN_FLIGHT <= stop:
+            self.add_rows(total, grad, row, stop, vector, True)
+            row += IN_FLIGHT
+        if row < stop:
+            self.add_rows(total, grad, row, stop, vector, False)
+        cute.autovec_copy(total, cute.local_tile(partial[number, None], (VECTOR,), (vector,)))
+
+    @cute.jit
+    def add_rows(
+        self, total: cute.Tensor, grad: cute.Tensor, row: Int32, stop: Int32, vector: Int32, whole: cutlass.Constexpr[bool]
+    ):
+        """Add `IN_FLIGHT` rows, or those before ``stop`` where that are fewer."""
+        loaded = [cute.make_rmem_tensor((VECTOR,), grad.element_type) for _ in range(IN_FLIGHT)]
+        at = cute.local_tile(grad[row, None], (VECTOR,), (vector,)).iterator
+        for i in cutlass.range_constexpr(IN_FLIGHT):
+            here = cute.make_tensor(at, cute.make_layout((VECTOR,)))
+            at += grad.stride[0]
+            if const_expr(whole):
+                cute.autovec_copy(here, loaded[i], l1c_evict_priority=CacheEvictionPriority.NO_ALLOCATE)
+            else:
+                loaded[i].fill(0.0)
+                if row + i < stop:
+                    cute.autovec_copy(here, loaded[i], l1c_evict_priority=CacheEvictionPriority.NO_ALLOCATE)
+        for i in cutlass.range_constexpr(IN_FLIGHT):
+            total.store(total.load() + loaded[i].load().to(Float32))
+
+    # -- second launch: partial sums to sums
+
+    @cute.kernel
+    def add_partials(self, offsets: cute.Tensor, partial: cute.Tensor, sums: cute.Tensor, slice_rows: Int32):
+        thread, _, _ = cute.arch.thread_idx()
+        lane = cute.arch.lane_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        bidx, _, _ = cute.arch.block_idx()
+        experts, columns = sums.shape
+        block = bidx // experts
+        expert = bidx - block * experts
+        smem = SmemAllocator()
+        s_total = smem.allocate_tensor(Float32, cute.make_layout((PARTIAL_COLUMNS, SUM_WARPS)), 16)
+
+        first, end = Int32(0), offsets[expert]
+        if expert > 0:
+            first = offsets[expert - 1]
+        total = cute.make_rmem_tensor((PARTIAL_VECTOR,), Float32)
+        total.fill(0.0)
+        vector = block * LANES + lane
+        if first < end and vector * PARTIAL_VECTOR < columns:
+            stop = (end - 1) // slice_rows + 1 + expert
+            number = first // slice_rows + expert + warp
+            while number < stop:
+                loaded = [cute.make_rmem_tensor((PARTIAL_VECTOR,), Float32) for _ in range(PARTIALS_IN_FLIGHT)]
+                at = cute.local_tile(partial[number, None], (PARTIAL_VECTOR,), (vector,)).iterator
+                for i in cutlass.range_constexpr(PARTIALS_IN_FLIGHT):
+                    loaded[i].fill(0.0)
+                    if number + i * SUM_WARPS < stop:
+                        cute.autovec_copy(cute.make_tensor(at, cute.make_layout((PARTIAL_VECTOR,))), loaded[i])
+                    at += SUM_WARPS * partial.stride[0]
+                for i in cutlass.range_constexpr(PARTIALS_IN_FLIGHT):
+                    total.store(total.load() + loaded[i].load())
+                number += PARTIALS_IN_FLIGHT * SUM_WARPS
+        cute.autovec_copy(total, cute.local_tile(s_total[None, warp], (PARTIAL_VECTOR,), (lane,)))
+        cute.arch.sync_threads()
+        column = block * PARTIAL_COLUMNS + thread
+        if thread < PARTIAL_COLUMNS and column < columns:
+            value = Float32(0.0)
+            for w in cutlass.range_constexpr(SUM_WARPS):
+                value += s_total[thread, w]
+            sums[expert, column] = value.to(sums.element_type)

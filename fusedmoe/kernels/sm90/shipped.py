@@ -1,0 +1,51 @@
+"""The Hopper kernels that are built ahead of time: what `choice` picks, for what models are made of.
+
+Everything else that the kernels can do is compiled when it is first asked for.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING
+
+from fusedmoe.kernels.sm90.choice import CANDIDATES, PP_128, PP_192
+from fusedmoe.kernels.sm90.ragged_k import RaggedK
+from fusedmoe.kernels.sm90.ragged_m import Epilogue, RaggedM
+
+if TYPE_CHECKING:
+    from fusedmoe.kernels.compiler import Kernel
+
+
+def KERNELS() -> tuple[Kernel, ...]:  # noqa: N802
+    """Return them all, the most used ones first."""
+    kernels: list[Kernel] = []
+
+    # bf16: every candidate of SwiGLU and of what needs no activation
+    for config in CANDIDATES["plain"]:
+        kernels += [RaggedM("bf16", config, b_major=major) for major in ("k", "n")]
+    for config, keep in itertools.product(CANDIDATES["activation"], (True, False)):
+        kernels.append(RaggedM("bf16", config, epilogue=Epilogue("swiglu", keep=keep)))
+    for config, keep, scaled in itertools.product(CANDIDATES["derivative"], (True, False), (False, True)):
+        epilogue = Epilogue("swiglu", derivative=True, keep=keep, row_scale=scaled)
+        kernels.append(RaggedM("bf16", config, b_major="n", epilogue=epilogue))
+    for config in CANDIDATES["wgrad"]:
+        kernels += [RaggedK("bf16", config, out="bf16"), RaggedK("bf16", config, out="fp32", accumulate=True)]
+    kernels.append(RaggedK("bf16", PP_192, out="fp32"))
+
+    # bf16: the other activations, with the tiles of training
+    others = [("swiglu", True, False), ("swiglu", True, True), ("geglu_tanh", False, False), ("geglu_erf", False, False),
+              ("reglu", False, False), ("squared_relu", False, False)]  # fmt: skip
+    for (kind, clamped, interleaved), keep in itertools.product(others, (True, False)):
+        epilogue = Epilogue(kind, clamped=clamped, interleaved=interleaved, keep=keep)
+        kernels.append(RaggedM("bf16", PP_192, b_major="n" if interleaved else "k", epilogue=epilogue))
+    for (kind, clamped, interleaved), scaled in itertools.product(others, (False, True)):
+        config = PP_128 if clamped or kind == "geglu_erf" else PP_192
+        epilogue = Epilogue(kind, True, clamped, interleaved, keep=True, row_scale=scaled)
+        kernels.append(RaggedM("bf16", config, b_major="n", epilogue=epilogue))
+
+    # fp16: one of each
+    kernels += [RaggedM("fp16", PP_192, b_major=major) for major in ("k", "n")]
+    kernels.append(RaggedM("fp16", PP_192, epilogue=Epilogue("swiglu", keep=True)))
+    kernels.append(RaggedM("fp16", PP_192, b_major="n", epilogue=Epilogue("swiglu", derivative=True, keep=True)))
+    kernels.append(RaggedK("fp16", PP_192, out="fp16"))
+    return tuple(kernels)
