@@ -1,7 +1,5 @@
 """``fusedmoe compile``: every shipped kernel into the cache on disk, ahead of time and without a GPU."""
 
-# ruff: noqa: T201  (a person runs this)
-
 from __future__ import annotations
 
 import argparse

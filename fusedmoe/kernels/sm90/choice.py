@@ -1,7 +1,7 @@
 """Which tiles a product runs with: a small model of an SM's time, and measured exceptions by coarse shape.
 
-The candidates are data, legal by construction: each one compiles without spills (the compile tests read its SASS). No tuning
-happens at run time; ``fusedmoe tune`` measures the candidates of a shape on this machine.
+The candidates are data, legal by construction: each one compiles without spills (the compile tests read its SASS). No
+tuning happens at run time; ``fusedmoe tune`` measures the candidates of a shape on this machine.
 """
 
 from __future__ import annotations
@@ -18,19 +18,22 @@ PP_192 = TileConfig(128, 192, 2, 1, pingpong=True)
 PP_128 = TileConfig(128, 128, 2, 1, pingpong=True)
 CO_256 = TileConfig(128, 256, 2, 1, pingpong=False)
 CO_256_TALL = TileConfig(256, 128, 1, 2, pingpong=False)
+PP_192_WIDE = TileConfig(128, 192, 1, 2, pingpong=True)
+PP_128_WIDE = TileConfig(128, 128, 1, 2, pingpong=True)
+CO_256_WIDE = TileConfig(128, 256, 1, 2, pingpong=False)
 PP_128_ALONE = TileConfig(128, 128, pingpong=True)
 CO_256_ALONE = TileConfig(128, 256, pingpong=False)
 
-# A CTA alone, without a cluster, loads everything itself: slower, but no half of a cluster idles where experts have few
-# rows, and it can draw its tiles from a counter.
-# Not here, since they spill registers: 128x192 for a clamped, interleaved or erf derivative ("heavy").
-# Measured and left out: 128x160 (a quarter slower than 128x192 throughout), clusters of 1 x 2 for ragged rows (never ahead
-# of 2 x 1), L2 eviction hints on the operands that are read once (up to 15% slower).
+# A cluster of two row tiles shares the weights and wastes half of itself where an expert's rows end; one of two column
+# tiles shares the rows. A CTA alone loads everything itself, which the L2 is too slow for, but it can draw its tiles
+# from a counter. Not here, since they spill registers: 128x192 for a clamped, interleaved or erf derivative ("heavy").
+# Measured and left out: 128x160 (a quarter slower than 128x192 throughout), L2 eviction hints on what is read once (up
+# to 15% slower), 256x128 over two rows of a weight gradient (never the fastest).
 CANDIDATES: dict[Family, tuple[TileConfig, ...]] = {
-    "plain": (PP_192, CO_256, PP_128_ALONE, CO_256_ALONE),
-    "activation": (PP_192, CO_256, PP_128_ALONE, CO_256_ALONE),
-    "derivative": (PP_192, PP_128, PP_128_ALONE),
-    "heavy_derivative": (PP_128, PP_128_ALONE),
+    "plain": (PP_192, PP_192_WIDE, CO_256, CO_256_WIDE, PP_128_WIDE, CO_256_ALONE),
+    "activation": (PP_192, PP_192_WIDE, CO_256, CO_256_WIDE, PP_128_WIDE, CO_256_ALONE),
+    "derivative": (PP_192, PP_192_WIDE, PP_128_WIDE, PP_128_ALONE),
+    "heavy_derivative": (PP_128, PP_128_WIDE, PP_128_ALONE),
     "wgrad": (PP_192, CO_256, CO_256_TALL, CO_256_ALONE),
 }
 
@@ -51,8 +54,8 @@ class Problem:
     rows, experts : int
         Rows in all, and experts. For a weight gradient, the rows are what is summed over.
     columns, depth : int
-        Columns of the result (accumulators: gate and up count twice); extent of the contraction. For a weight gradient the
-        result's columns and rows.
+        Columns of the result (accumulators: gate and up count twice); extent of the contraction. For a weight gradient
+        the result's columns and rows.
     sms : int
         CTAs at a time.
     """
@@ -70,7 +73,7 @@ def cycles(problem: Problem, config: TileConfig) -> float:
     """Estimate the cycles of a product."""
     p = problem
     if p.family == "wgrad":
-        tiles = p.experts * _tiles(p.depth, config.tile_m, config.cluster_m)
+        tiles = float(p.experts * _tiles(p.depth, config.tile_m, config.cluster_m))
         tiles *= _tiles(p.columns, config.tile_n, config.cluster_n)
         k_tiles = max(p.rows / p.experts / TILE_K + 0.5, 1.0)
     else:
@@ -99,10 +102,14 @@ def choose(problem: Problem) -> TileConfig:
     return min(candidates, key=lambda config: cycles(problem, config))
 
 
-def band(family: Family) -> int:
-    """Return how many row tiles of an expert are worked on side by side, see `tiles.place`.
+def band(problem: Problem, config: TileConfig) -> int:
+    """Return how many row tiles (clusters) of an expert are worked on side by side, see `tiles.place`.
 
-    The derivative streams so much past the L2 that rows are best used at once, by all column tiles together: 1.51 ms
-    against 1.70 with 16 (Qwen3-30B-A3B on an H100).
+    A thousand rows: fewer and large weights are streamed from memory again and again, more and the rows are. The
+    derivative streams so much past the L2 beside its operands that rows are best used at once, by all column tiles
+    together, as long as the weights are small: 1.51 ms against 1.70 (Qwen3-30B-A3B on an H100).
     """
-    return 1 if family in ("derivative", "heavy_derivative") else 16
+    rows = 1024
+    if problem.family in ("derivative", "heavy_derivative") and problem.columns * problem.depth <= 4 << 20:
+        rows = 256
+    return max(rows // (config.tile_m * config.cluster_m), 1)

@@ -1,7 +1,7 @@
 """The arithmetic of the epilogues: activations and their derivatives on fp32 scalars in registers.
 
-Each function is the formula of the op of the same name; ``limit``, ``alpha`` and ``offset`` are run-time numbers, whether
-there is a limit is not. Comparisons are written so that a NaN stays a NaN.
+Each function is the formula of the op of the same name; ``limit``, ``alpha`` and ``offset`` are run-time numbers,
+whether there is a limit is not. Comparisons are written so that a NaN stays a NaN.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ LOG2_E = math.log2(math.e)
 
 @cute.jit
 def sigmoid(x: Float32) -> Float32:
+    """``1 / (1 + exp(-x))``."""
     return cute.arch.rcp_approx(Float32(1.0) + cute.math.exp2(x * Float32(-LOG2_E), fastmath=True))
 
 

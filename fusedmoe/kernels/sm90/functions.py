@@ -1,9 +1,9 @@
 """The Hopper kernels as functions of flat tensors.
 
-Axes: R rows sorted by expert, E experts, K contraction, N features out, I intermediate features (N = 2 I where gated), H
-hidden features. ``offsets`` (E,) int32 are the running ends of the experts' rows, at most R. Rows behind the last end, the
-*tail*, come out as zeros and are never read. Operands are bf16, or fp16, on one sm_90 GPU; `limits` says what else they
-have to be. Nothing waits for the GPU.
+Axes: R rows sorted by expert, E experts, K contraction, N features out, I intermediate features (N = 2 I where gated),
+H hidden features. ``offsets`` (E,) int32 are the running ends of the experts' rows, at most R. Rows behind the last
+end, the *tail*, come out as zeros and are never read. Operands are bf16, or fp16, on one sm_90 GPU; `limits` says what
+else they have to be. Nothing waits for the GPU.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def grouped_gemm_activation(
     x
         (R, K), features with unit stride.
     weight
-        (E, N, K); of a gated activation ``[gate; up]`` rows with unit stride along K, or gate and up in turns, with unit
-        stride along N or K.
+        (E, N, K); of a gated activation ``[gate; up]`` rows with unit stride along K, or gate and up in turns, with
+        unit stride along N or K.
     offsets
         See the module's page.
     activation
@@ -126,7 +126,7 @@ def grouped_gemm_activation_backward(
     want_row_scale_grad: bool = False,
     options: KernelOptions = DEFAULT,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """With ``d[r] = grad_output[r] @ weight[e]``, the gradient of ``activation(p[r]) * row_scale[r]``: the gradient of p.
+    """Gradient of p, where ``d[r] = grad_output[r] @ weight[e]`` is that of ``activation(p[r]) * row_scale[r]``.
 
     Parameters
     ----------
@@ -160,8 +160,9 @@ def grouped_gemm_activation_backward(
     if want_row_scale_grad and row_scale is None:
         row_scale = _ones(grad_output.device, rows)
     partial = _ragged_m(
-        "derivative", grad_output, weight.mT, offsets, grad, preactivation, y, None, row_scale, True, activation, options
-    )
+        "derivative", grad_output, weight.mT, offsets, grad, preactivation, y, None, row_scale, True, activation,
+        options,
+    )  # fmt: skip
     return grad, y, partial.sum(0) if want_row_scale_grad and partial is not None else None
 
 
@@ -205,7 +206,7 @@ def grouped_wgrad(
     config = choose(problem)
     run = _ragged_k_kernel(_NAMES[x.dtype], config, _NAMES[out.dtype], accumulate)
     counter, dynamic = _counter(x.device, options)
-    run(grad_output, x, offsets, out, counter, band("wgrad"), _ctas(sms, config), dynamic)
+    run(grad_output, x, offsets, out, counter, band(problem, config), _ctas(sms, config), dynamic)
     return out
 
 
@@ -230,7 +231,8 @@ def _ragged_m(
     sms = _sms(device, options)
     rows, depth = a.shape
     experts, columns = b.shape[:2]
-    config = choose(Problem(family, rows, experts, columns, depth, sms, options.schedule == "dynamic"))
+    problem = Problem(family, rows, experts, columns, depth, sms, options.schedule == "dynamic")
+    config = choose(problem)
     scaled = row_scale is not None
     run = _ragged_m_kernel(
         _NAMES[a.dtype], "k" if b.stride(2) == 1 and b.shape[2] > 1 else "n", family, activation_key(activation),
@@ -248,7 +250,8 @@ def _ragged_m(
         limit, alpha, offset = activation.limit or 0.0, activation.alpha, activation.offset
     run(
         a, b, offsets, out, p, second, no_bias if bias is None else bias, no_scale if row_scale is None else row_scale,
-        partial, counter, limit, alpha, offset, bias is not None, scaled, band(family), _ctas(sms, config), dynamic,
+        partial, counter, limit, alpha, offset, bias is not None, scaled, band(problem, config), _ctas(sms, config),
+        dynamic,
     )  # fmt: skip
     return partial
 

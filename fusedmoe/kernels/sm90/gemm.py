@@ -1,7 +1,8 @@
 """What the Hopper matrix products share: warps, main loop, and the way of results through shared memory.
 
-Warps. Math warpgroups 0 and 1; warpgroup 2 has the loaders, which give their registers away: warp 8 loads A and B by TMA,
-warp 9 schedules tiles (tiles.py), warps 10 and 11 load what the epilogue of warpgroup 0 and 1 reads, under the main loop.
+Warps. Math warpgroups 0 and 1; warpgroup 2 has the loaders, which give their registers away: warp 8 loads A and B by
+TMA, warp 9 schedules tiles (tiles.py), warps 10 and 11 load what the epilogue of warpgroup 0 and 1 reads, under the
+main loop.
 
 Main loop. A and B go round a ring of shared-memory stages, 64 of K each. One wgmma group stays in flight while the next
 is issued; a stage goes back to the loader once the group after it has been issued. In ping-pong a warpgroup has the
@@ -24,7 +25,8 @@ import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
-from cutlass.utils import LayoutEnum, SmemAllocator
+from cutlass.memory import SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
 
 from fusedmoe.kernels.sm90 import tiles
 from fusedmoe.kernels.sm90.config import BLOCK_ROWS, EPILOGUE_COLUMNS, TILE_K, TileConfig
@@ -38,6 +40,7 @@ EPILOGUE_LOAD_WARP = 10
 STORE_BARRIER = 1  # named barriers 1, 2: a math warpgroup's own
 TURN_BARRIER = 3  # 3, 4: whose main loop it is, in ping-pong
 BOX = BLOCK_ROWS * EPILOGUE_COLUMNS
+ACROSS = 64  # columns of one load of an operand that is contiguous along M or N: the swizzle's 128 bytes
 VALUES = BOX // WARPGROUP  # of a box, in one thread
 PRODUCER, CONSUMER = pipeline.PipelineUserType.Producer, pipeline.PipelineUserType.Consumer
 LOAD = cpasync.CopyBulkTensorTileG2SOp()
@@ -122,7 +125,9 @@ class Gemm:
     def grid(self, ctas: Int32) -> dict[str, Any]:
         """Launch shape of ``ctas`` CTAs: clusters along y."""
         of = self.config.ctas
-        return dict(grid=(of, ctas // of, 1), block=(THREADS, 1, 1), cluster=(of, 1, 1), min_blocks_per_mp=1)
+        return {
+            "grid": (of, ctas // of, 1), "block": (THREADS, 1, 1), "cluster": (of, 1, 1), "min_blocks_per_mp": 1,
+        }  # fmt: skip
 
     def smem_layout(self, tile: tuple[int, int], major: Any, stages: int) -> Any:
         """Shared-memory layout of an operand's tile: the widest swizzle that its contiguous side takes."""
@@ -142,7 +147,7 @@ class Gemm:
     # -- device side
 
     def shared_memory(self, a_smem, b_smem, box_smem):
-        """Allocate shared memory, and the rings over it: (A, B, boxes, slots), (ring of A and B, of tiles, of inputs)."""
+        """Allocate (A, B, boxes, slots) in shared memory, and the rings (of A and B, of tiles, of inputs) over it."""
         config = self.config
         smem = SmemAllocator()
         ab_barriers = smem.allocate_array(Int64, 2 * self.stages)
@@ -184,6 +189,34 @@ class Gemm:
         pipeline.pipeline_init_wait(cluster_shape_mn=(config.ctas, 1))
         return (s_a, s_b, s_box, slots), (ab, ring, reads)
 
+    def across_atom(self, t: cute.Tensor, smem: cute.ComposedLayout, ctas: int) -> Any:
+        """A load of 64 columns of an operand that is contiguous along M or N; see `across`."""
+        one = cute.slice_(smem, (None, None, 0))
+        box = cute.local_tile(cute.make_tensor(0, one.outer), (ACROSS, TILE_K), (0, 0)).layout
+        return cpasync.make_tiled_tma_atom(
+            SHARED_LOAD if ctas > 1 else LOAD, t, cute.make_composed_layout(one.inner, one.offset, box),
+            (ACROSS, TILE_K), num_multicast=ctas,
+        )  # fmt: skip
+
+    def across(self, tma, view, s, tile: int, at, width, rank, ctas: int):
+        """Shared and global sides of the loads of one tile that is contiguous along M or N: one a 64 columns.
+
+        Columns past the tensor's are wanted by nobody, but a box of which none exists takes several times as long to be
+        filled with zeros as any other to load: such a box loads the last one that exists instead.
+        """
+        last = (width + ACROSS - 1) // ACROSS - 1
+        pairs = []
+        for b in range(tile // ACROSS):
+            box = cutlass.min(at * (tile // ACROSS) + b, last)
+            g_box = cute.local_tile(view, (ACROSS, TILE_K), (box, None))
+            s_box = cute.local_tile(s, (ACROSS, TILE_K, self.stages), (b, 0, 0))
+            pairs.append(
+                cpasync.tma_partition(
+                    tma, rank, cute.make_layout(ctas), cute.group_modes(s_box, 0, 2), cute.group_modes(g_box, 0, 2)
+                )
+            )
+        return pairs
+
     def multicast_masks(self, rank_m, rank_n):
         """Which CTAs of the cluster a load of A goes to, and of B; None where it stays at home."""
         config = self.config
@@ -203,7 +236,7 @@ class Gemm:
 
     @cute.jit
     def math(self, tiled_mma, shared, rings, group, env):
-        """A math warpgroup: main loop and `finish` of its tiles. ``env`` is what the subclass's `finish` wants to see."""
+        """A math warpgroup: main loop and `finish` of its tiles. ``env`` is for the subclass's `finish`."""
         config = self.config
         s_a, s_b, s_box, slots = shared
         ab, ring, _ = rings
@@ -268,9 +301,16 @@ class Gemm:
         fetch = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.element)
         return tuple(cute.make_tiled_copy_C(atom, one).get_slice(thread) for atom in (store, fetch))
 
+    def finish(
+        self, acc, s_box, copies, rings, box_state, group, thread, env,
+        expert, row, left, column, row_tile, live,
+    ):  # fmt: skip
+        """Write a tile's results; the state of the ring of inputs after them. ``live`` is False without a main loop."""
+        raise NotImplementedError
+
     @cute.jit
     def main_loop(self, tiled_mma, acc, r_a, r_b, ab, state, depth, group):
-        """acc = A @ B over ``depth`` tiles of K; one product in flight while the next is issued."""
+        """A @ B into ``acc`` over ``depth`` tiles of K; one product in flight while the next is issued."""
         released = state.clone()
         warpgroup.fence()
         tiled_mma.set(warpgroup.Field.ACCUMULATE, False)
@@ -319,8 +359,8 @@ class Gemm:
 
         Values lie as accumulators do, unless ``columns`` says which column of the box each belongs to.
 
-        A box of shared memory is used again after `store_stages` boxes. Before the barrier of box c the storing warp waits
-        until what box c + 1 will overwrite has been read, so one barrier a box is enough.
+        A box of shared memory is used again after `store_stages` boxes. Before the barrier of box c the storing warp
+        waits until what box c + 1 will overwrite has been read, so one barrier a box is enough.
         """
         stages = self.store_stages
         where = group * stages + count % stages

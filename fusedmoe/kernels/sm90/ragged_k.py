@@ -5,14 +5,15 @@
 ``a`` (R, M) is the gradient of the layer's output, ``b`` (R, N) its input; both lie row by row, so the contraction runs
 across the rows and both operands are M- or N-major in shared memory. An expert without rows gets exact zeros.
 
-Ragged K. What a load reads past an expert's last row would be added: it has to be zero, in both operands, since 0 x NaN is
-NaN. Each operand's descriptor has two dimensions more than the tensor: its rows end at 2^30, so a box that starts at row
-``2^30 - valid`` has ``valid`` rows and zeros behind them. The first extra dimension, always at 2^30, takes those 2^30 rows
-back, by address arithmetic modulo 2^64; the second one counts rows, and is at ``first + valid``. (A descriptor whose base
-lies before the tensor, as ragged_m.py has for its stores, is not possible here: loads check the base.)
+Ragged K. What a load reads past an expert's last row would be added: it has to be zero, in both operands, since 0 x
+NaN is NaN. Each operand's descriptor has two dimensions more than the tensor: its rows end at 2^30, so a box that
+starts at row ``2^30 - valid`` has ``valid`` rows and zeros behind them. The first extra dimension, always at 2^30,
+takes those 2^30 rows back, by address arithmetic modulo 2^64; the second one counts rows, and is at ``first + valid``.
+(A descriptor whose base lies before the tensor, as ragged_m.py has for its stores, is not possible here: loads check
+the base.)
 
-``out`` may be fp32 and already hold a gradient, which is then added to by the copy engine: each element is touched once a
-launch, so the sum does not depend on an order.
+``out`` may be fp32 and already hold a gradient, which is then added to by the copy engine: each element is touched
+once a launch, so the sum does not depend on an order.
 
 Axes: R rows, M and N features, E experts.
 """
@@ -31,9 +32,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 
 from fusedmoe.kernels.sm90 import tiles
 from fusedmoe.kernels.sm90.config import BLOCK_ROWS, EPILOGUE_COLUMNS, TILE_K
-from fusedmoe.kernels.sm90.gemm import (
-    CONSUMER, LOAD, LOAD_WARP, PRODUCER, SCHEDULER_WARP, SHARED_LOAD, VALUES, Gemm,
-)  # fmt: skip
+from fusedmoe.kernels.sm90.gemm import CONSUMER, LOAD_WARP, PRODUCER, SCHEDULER_WARP, VALUES, Gemm
 
 END_ROW = 2**30
 WRAP = 2**34  # elements: END_ROW of them are 2^64, or a multiple, in bytes
@@ -100,14 +99,8 @@ class RaggedK(Gemm):
         a_smem = self.smem_layout((config.tile_m, TILE_K), across, self.stages)
         b_smem = self.smem_layout((config.tile_n, TILE_K), across, self.stages)
         box_smem = self.box_layout(self.boxes)
-        tma_a, a_tma = cpasync.make_tiled_tma_atom(
-            SHARED_LOAD if config.cluster_n > 1 else LOAD, self.ragged(a), cute.slice_(a_smem, (None, None, 0)),
-            (config.tile_m, TILE_K), num_multicast=config.cluster_n,
-        )  # fmt: skip
-        tma_b, b_tma = cpasync.make_tiled_tma_atom(
-            SHARED_LOAD if config.cluster_m > 1 else LOAD, self.ragged(b), cute.slice_(b_smem, (None, None, 0)),
-            (config.tile_n, TILE_K), num_multicast=config.cluster_m,
-        )  # fmt: skip
+        tma_a, a_tma = self.across_atom(self.ragged(a), a_smem, config.cluster_n)
+        tma_b, b_tma = self.across_atom(self.ragged(b), b_smem, config.cluster_m)
         by_expert = cute.make_tensor(out.iterator, cute.select(out.layout, mode=[1, 2, 0]))
         store = cpasync.CopyBulkTensorTileS2GOp()
         if const_expr(self.accumulate):
@@ -160,7 +153,7 @@ class RaggedK(Gemm):
         if warp_idx >= LOAD_WARP:
             cute.arch.setmaxregister_decrease(self.registers[0])
             if warp_idx == LOAD_WARP:
-                self.load(tma_a, a_tma, tma_b, b_tma, shared, rings, rank_m, rank_n)
+                self.load(tma_a, a_tma, tma_b, b_tma, shared, rings, rank_m, rank_n, m, n)
             elif warp_idx == SCHEDULER_WARP:
                 tiles.schedule_ragged_k(
                     offsets, (m + config.tile_m - 1) // config.tile_m, (n + config.tile_n - 1) // config.tile_n, TILE_K,
@@ -172,7 +165,7 @@ class RaggedK(Gemm):
             self.math(tiled_mma, shared, rings, warp_idx // 4, SimpleNamespace(out=(tma_out, out_tma)))
 
     @cute.jit
-    def load(self, tma_a, a_tma, tma_b, b_tma, shared, rings, rank_m, rank_n):
+    def load(self, tma_a, a_tma, tma_b, b_tma, shared, rings, rank_m, rank_n, m, n):
         """The loading warp: A and B of every tile, 64 rows at a time, zeros behind an expert's last."""
         config = self.config
         s_a, s_b, _, slots = shared
@@ -190,16 +183,12 @@ class RaggedK(Gemm):
                 full = ab.producer_get_barrier(ab_state)
                 a_here = cute.domain_offset((0, END_ROW - valid), a_tma[None, None, END_ROW, end])
                 b_here = cute.domain_offset((0, END_ROW - valid), b_tma[None, None, END_ROW, end])
-                to_a, from_a = cpasync.tma_partition(
-                    tma_a, rank_n, cute.make_layout(config.cluster_n), cute.group_modes(s_a, 0, 2),
-                    cute.group_modes(cute.local_tile(a_here, (config.tile_m, TILE_K), (row_tile, 0)), 0, 2),
-                )  # fmt: skip
-                to_b, from_b = cpasync.tma_partition(
-                    tma_b, rank_m, cute.make_layout(config.cluster_m), cute.group_modes(s_b, 0, 2),
-                    cute.group_modes(cute.local_tile(b_here, (config.tile_n, TILE_K), (column, 0)), 0, 2),
-                )  # fmt: skip
-                cute.copy(tma_a, from_a, to_a[None, ab_state.index], tma_bar_ptr=full, mcast_mask=a_mask)
-                cute.copy(tma_b, from_b, to_b[None, ab_state.index], tma_bar_ptr=full, mcast_mask=b_mask)
+                a_loads = self.across(tma_a, a_here, s_a, config.tile_m, row_tile, m, rank_n, config.cluster_n)
+                b_loads = self.across(tma_b, b_here, s_b, config.tile_n, column, n, rank_m, config.cluster_m)
+                for to_a, from_a in a_loads:
+                    cute.copy(tma_a, from_a[None, 0], to_a[None, ab_state.index], tma_bar_ptr=full, mcast_mask=a_mask)
+                for to_b, from_b in b_loads:
+                    cute.copy(tma_b, from_b[None, 0], to_b[None, ab_state.index], tma_bar_ptr=full, mcast_mask=b_mask)
                 ab_state.advance()
             ring_state, slot = tiles.take(ring, ring_state, slots)
             expert, row, left, column, row_tile, depth = slot

@@ -9,18 +9,19 @@ and an epilogue on the accumulators:
     derivative   for acc, the gradient of act(p) * row_scale: grad_p, act(p) * row_scale, and per row the sum of
                  acc * act(p) over the tile's columns, which another launch sums over tiles
 
-Warps. Math warpgroups 0 and 1; warpgroup 2 has the loaders, which give their registers away: warp 8 loads A and B by TMA,
-warp 9 schedules tiles (tiles.py), warps 10 and 11 load what the epilogue of warpgroup 0 and 1 reads, under the main loop.
+Warps. Math warpgroups 0 and 1; warpgroup 2 has the loaders, which give their registers away: warp 8 loads A and B by
+TMA, warp 9 schedules tiles (tiles.py), warps 10 and 11 load what the epilogue of warpgroup 0 and 1 reads, under the
+main loop.
 
 Ragged rows. A load may run past an expert's last row: those rows of the product are never stored. A store must stop
-there: each expert's end is a bound of the output's TMA descriptor, which has one dimension more than the tensor. Its rows
-are only 64 long and start 64 rows before the tensor; a box that starts at row ``64 - valid`` of the slice ``row +
-valid`` begins at ``row`` in memory, and the hardware drops what lies past row 64 of the slice. So one descriptor serves
-all experts.
+there: each expert's end is a bound of the output's TMA descriptor, which has one dimension more than the tensor. Its
+rows are only 64 long and start 64 rows before the tensor; a box that starts at row ``64 - valid`` of the slice ``row +
+valid`` begins at ``row`` in memory, and the hardware drops what lies past row 64 of the slice. So one descriptor
+serves all experts.
 
-Gated activations read gate and up of one output from one thread: where the weight is ``[gate | up]``, a tile of B is half
-gate rows, half up rows (one descriptor, N as (I, 2)), and accumulators j and j + tile_n / 2 belong together. Where gate and
-up alternate they are neighbouring accumulators.
+Gated activations read gate and up of one output from one thread: where the weight is ``[gate | up]``, a tile of B is
+half gate rows, half up rows (one descriptor, N as (I, 2)), and accumulators j and j + tile_n / 2 belong together.
+Where gate and up alternate they are neighbouring accumulators.
 
 Axes: M rows of a tile, N columns, K contraction, E experts.
 """
@@ -34,15 +35,22 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 
 from fusedmoe.kernels.sm90 import epilogues, tiles
 from fusedmoe.kernels.sm90.config import BLOCK_ROWS, EPILOGUE_COLUMNS, TILE_K
 from fusedmoe.kernels.sm90.gemm import (
-    CONSUMER, EPILOGUE_LOAD_WARP, LOAD, LOAD_WARP, PRODUCER, SCHEDULER_WARP, SHARED_LOAD, VALUES, Gemm,
+    CONSUMER,
+    EPILOGUE_LOAD_WARP,
+    LOAD,
+    LOAD_WARP,
+    PRODUCER,
+    SCHEDULER_WARP,
+    SHARED_LOAD,
+    VALUES,
+    Gemm,
 )  # fmt: skip
-
 
 CHUNK = 16  # values of a derivative computed together
 
@@ -79,7 +87,7 @@ class RaggedM(Gemm):
     """One kernel of this page."""
 
     b_major: str = "k"  # or "n": which axis of the weight has unit stride
-    epilogue: Epilogue = Epilogue()  # noqa: RUF009  (frozen)
+    epilogue: Epilogue = Epilogue()
 
     @property
     def symbol(self) -> str:
@@ -133,9 +141,9 @@ class RaggedM(Gemm):
         p = matrix() if e.derivative or (e.act and e.keep) else None
         second = matrix() if e.derivative and e.keep else None
         return cute.compile(
-            self, matrix(), b, vector(Int32, experts), matrix(), p, second, bias, vector(Float32, cute.sym_int()), partial,
-            vector(Int32, 1), Float32(0), Float32(0), Float32(0), Int32(0), Int32(0), Int32(0), Int32(0), Int32(0),
-            cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+            self, matrix(), b, vector(Int32, experts), matrix(), p, second, bias, vector(Float32, cute.sym_int()),
+            partial, vector(Int32, 1), Float32(0), Float32(0), Float32(0), Int32(0), Int32(0), Int32(0), Int32(0),
+            Int32(0), cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
             options=f"--enable-tvm-ffi --gpu-arch {self.arch}",
         )  # fmt: skip
 
@@ -177,20 +185,24 @@ class RaggedM(Gemm):
         n_mode, sn_mode, tile_n = n, sn, config.tile_n
         if const_expr(self.paired):
             n_mode, sn_mode = (n // 2, 2), (sn, (n // 2) * sn)
-            tile_n = (config.tile_n // 2, 2)
+            tile_n = (config.tile_n // 2, 2)  # type: ignore[assignment]
         b_nke = cute.make_tensor(b.iterator, cute.make_layout((n_mode, k, experts), stride=(sn_mode, sk, se)))
 
         tma_a, a_tma = cpasync.make_tiled_tma_atom(
             SHARED_LOAD if config.cluster_n > 1 else LOAD, a, cute.slice_(a_smem, (None, None, 0)),
             (config.tile_m, TILE_K), num_multicast=config.cluster_n,
         )  # fmt: skip
-        tma_b, b_tma = cpasync.make_tiled_tma_atom(
-            SHARED_LOAD if config.cluster_m > 1 else LOAD, b_nke, cute.slice_(b_smem, (None, None, 0)),
-            (tile_n, TILE_K), num_multicast=config.cluster_m,
-        )  # fmt: skip
+        if const_expr(self.b_major == "n"):
+            tma_b, b_tma = self.across_atom(b_nke, b_smem, config.cluster_m)
+        else:
+            tma_b, b_tma = cpasync.make_tiled_tma_atom(
+                SHARED_LOAD if config.cluster_m > 1 else LOAD, b_nke, cute.slice_(b_smem, (None, None, 0)),
+                (tile_n, TILE_K), num_multicast=config.cluster_m,
+            )  # fmt: skip
         box = cute.slice_(box_smem, (None, None, 0))
         halves = 2 if e.gated and not e.interleaved else 1
-        # derivative: `out` is grad_p, two halves; `second` the activation. Else `p` has the halves, `out` the activation
+        # derivative: `out` is grad_p, two halves; `second` the activation. Else `p` has the halves, `out` the
+        # activation
         tma_out, out_tma = self.store_atom(out, halves if e.derivative else 1, box)
         tma_p, p_tma = None, None
         if const_expr(e.derivative):
@@ -203,9 +215,35 @@ class RaggedM(Gemm):
             tma_second, second_tma = self.store_atom(second, 1, box)
 
         self.kernel(
-            tma_a, a_tma, tma_b, b_tma, tma_out, out_tma, tma_p, p_tma, tma_second, second_tma,
-            tiled_mma, a_smem, b_smem, box_smem, offsets, bias, row_scale, partial, counter,
-            limit, alpha, offset, biased, scaled, group, dynamic, a.shape[0], n, k,
+            tma_a,
+            a_tma,
+            tma_b,
+            b_tma,
+            tma_out,
+            out_tma,
+            tma_p,
+            p_tma,
+            tma_second,
+            second_tma,
+            tiled_mma,
+            a_smem,
+            b_smem,
+            box_smem,
+            offsets,
+            bias,
+            row_scale,
+            partial,
+            counter,
+            limit,
+            alpha,
+            offset,
+            biased,
+            scaled,
+            group,
+            dynamic,
+            a.shape[0],
+            n,
+            k,
         ).launch(stream=stream, **self.grid(ctas))
 
     def halves(self, t: cute.Tensor, count: int) -> cute.Tensor:
@@ -262,7 +300,7 @@ class RaggedM(Gemm):
         n: Int32,
         k: Int32,
     ):
-        e, config = self.epilogue, self.config
+        config = self.config
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         rank_m, rank_n = rank % config.cluster_m, rank // config.cluster_m
@@ -273,13 +311,10 @@ class RaggedM(Gemm):
         if warp_idx >= LOAD_WARP:
             cute.arch.setmaxregister_decrease(self.registers[0])
             if warp_idx == LOAD_WARP:
-                self.load(tma_a, a_tma, tma_b, b_tma, shared, rings, rank_m, rank_n)
+                self.load(tma_a, a_tma, tma_b, b_tma, shared, rings, rank_m, rank_n, n)
             elif warp_idx == SCHEDULER_WARP:
-                width, tile_n = n, config.tile_n
-                if const_expr(self.paired):
-                    width, tile_n = n // 2, config.tile_n // 2
                 tiles.schedule_ragged_m(
-                    offsets, rows, (width + tile_n - 1) // tile_n, (k + TILE_K - 1) // TILE_K, group, counter, dynamic,
+                    offsets, rows, self.tiles_n(n), (k + TILE_K - 1) // TILE_K, group, counter, dynamic,
                     rings[1], shared[3], cluster, clusters, rank_m, rank_n, config,
                     pipeline.make_pipeline_state(PRODUCER, tiles.RING_STAGES),
                 )  # fmt: skip
@@ -295,7 +330,7 @@ class RaggedM(Gemm):
             self.math(tiled_mma, shared, rings, warp_idx // 4, env)
 
     @cute.jit
-    def load(self, tma_a, a_tma, tma_b, b_tma, shared, rings, rank_m, rank_n):
+    def load(self, tma_a, a_tma, tma_b, b_tma, shared, rings, rank_m, rank_n, n):
         """The loading warp: A and B of every tile, stage by stage."""
         config = self.config
         s_a, s_b, _, slots = shared
@@ -309,31 +344,42 @@ class RaggedM(Gemm):
         while expert != tiles.END:
             if depth > 0:
                 g_a = cute.local_tile(cute.domain_offset((row, 0), a_tma), (config.tile_m, TILE_K), (0, None))
-                g_b = cute.local_tile(b_tma[None, None, expert], (tile_n, TILE_K), (self.column_coord(column), None))
                 to_a, from_a = cpasync.tma_partition(
                     tma_a, rank_n, cute.make_layout(config.cluster_n),
                     cute.group_modes(s_a, 0, 2), cute.group_modes(g_a, 0, 2),
                 )  # fmt: skip
-                to_b, from_b = cpasync.tma_partition(
-                    tma_b, rank_m, cute.make_layout(config.cluster_m),
-                    cute.group_modes(s_b, 0, 2), cute.group_modes(g_b, 0, 2),
-                )  # fmt: skip
+                weight = b_tma[None, None, expert]
+                if const_expr(self.b_major == "n"):
+                    b_loads = self.across(tma_b, weight, s_b, config.tile_n, column, n, rank_m, config.cluster_m)
+                else:
+                    # a tile past the last column (see `across`), whose results nobody stores
+                    at = cutlass.min(column, self.tiles_n(n) - 1)
+                    g_b = cute.local_tile(weight, (tile_n, TILE_K), ((at, 0) if self.paired else at, None))
+                    b_loads = [
+                        cpasync.tma_partition(
+                            tma_b, rank_m, cute.make_layout(config.cluster_m),
+                            cute.group_modes(s_b, 0, 2), cute.group_modes(g_b, 0, 2),
+                        )
+                    ]  # fmt: skip
                 for k_tile in cutlass.range(depth, unroll=1):
                     ab.producer_acquire(ab_state)
                     full = ab.producer_get_barrier(ab_state)
                     cute.copy(
                         tma_a, from_a[None, k_tile], to_a[None, ab_state.index], tma_bar_ptr=full, mcast_mask=a_mask
                     )
-                    cute.copy(
-                        tma_b, from_b[None, k_tile], to_b[None, ab_state.index], tma_bar_ptr=full, mcast_mask=b_mask
-                    )
+                    for to_b, from_b in b_loads:
+                        cute.copy(
+                            tma_b, from_b[None, k_tile], to_b[None, ab_state.index], tma_bar_ptr=full, mcast_mask=b_mask
+                        )
                     ab_state.advance()
             ring_state, slot = tiles.take(ring, ring_state, slots)
             expert, row, column, depth = slot[0], slot[1], slot[3], slot[5]
         ab.producer_tail(ab_state)
 
-    def column_coord(self, column):
-        return (column, 0) if self.paired else column
+    def tiles_n(self, n):
+        """Tiles across the columns."""
+        width, tile = (n // 2, self.config.tile_n // 2) if self.paired else (n, self.config.tile_n)
+        return (width + tile - 1) // tile
 
     @cute.jit
     def load_boxes(self, tma_p, p_tma, shared, rings, group):
@@ -360,9 +406,7 @@ class RaggedM(Gemm):
                             reads.producer_acquire(here)
                             for half in cutlass.range_constexpr(self.boxes_read):
                                 part, at = self.box_of(half, column * self.steps + j)
-                                g_p = cute.local_tile(
-                                    view[None, None, part], (BLOCK_ROWS, EPILOGUE_COLUMNS), (0, at)
-                                )
+                                g_p = cute.local_tile(view[None, None, part], (BLOCK_ROWS, EPILOGUE_COLUMNS), (0, at))
                                 to_s, from_g = cpasync.tma_partition(
                                     tma_p, 0, cute.make_layout(1), cute.group_modes(s_box, 0, 2),
                                     cute.group_modes(g_p, 0, 2),
@@ -392,8 +436,8 @@ class RaggedM(Gemm):
             shift = self.block_row(i, group)
             if shift < left:
                 block = SimpleNamespace(
-                    acc=acc, base=i * (self.config.tile_n // 2), s_box=s_box, copies=copies, reads=rings[2], group=group,
-                    thread=thread, lane=thread % 32, warp_row=thread // 32 * 16, expert=expert, live=live,
+                    acc=acc, base=i * (self.config.tile_n // 2), s_box=s_box, copies=copies, reads=rings[2],
+                    group=group, thread=thread, lane=thread % 32, warp_row=thread // 32 * 16, expert=expert, live=live,
                     top=row + shift, valid=cutlass.min(left - shift, BLOCK_ROWS),
                 )  # fmt: skip
                 block.scales = self.row_scales(block, env)
@@ -464,7 +508,7 @@ class RaggedM(Gemm):
         else:
             gates, ups = parts[0], parts[-1]
         if const_expr(e.gated):
-            values = [epilogues.glu(e.act, e.clamped, g, u, *env.constants) for g, u in zip(gates, ups)]
+            values = [epilogues.glu(e.act, e.clamped, g, u, *env.constants) for g, u in zip(gates, ups, strict=True)]
         else:
             values = [epilogues.squared_relu(g) for g in gates]
         if const_expr(e.keep):
@@ -480,19 +524,20 @@ class RaggedM(Gemm):
             self.store(self.scaled(values, block.scales), block, boxes, env.out, 0, box_column)
 
     def in_row_order(self, values, scales):
-        """Values that alternate between a thread's two rows, scaled, as `row_of` has rows: two of one, two of the other."""
+        """Values that alternate between a thread's two rows, scaled, as `row_of` has rows: two of one, two of the
+        other.
+        """
         if scales is not None:
             values = [value * scales[v % 2] for v, value in enumerate(values)]
         return [values[v // 4 * 4 + (v % 4 // 2) + v % 2 * 2] for v in range(len(values))]
 
     @cute.jit
     def derivative(self, block, env, j: cutlass.Constexpr[int], boxes: cutlass.Constexpr[int], box_column, state, sums):
-        """One step of a derivative: the gradients of the preactivation, the activation again, the row scale's gradient."""
+        """One step of a derivative: the gradients of the preactivation, the activation again, the row scale's
+        gradient.
+        """
         e = self.epilogue
-        if const_expr(e.gated):
-            inputs = self.take_pairs(block, state)
-        else:
-            inputs = [self.take_box(block, state, 0)]
+        inputs = self.take_pairs(block, state) if e.gated else [self.take_box(block, state, 0)]
         state = self.release_boxes(block, state)
         # a few values at a time, rounded at once: the accumulators leave few registers
         grads = [cute.make_rmem_tensor((VALUES,), self.element) for _ in inputs]

@@ -51,8 +51,8 @@ def column_sums(grad_RN: Tensor, offsets_E: Tensor, dtype: torch.dtype | None = 
     Parameters
     ----------
     grad_RN
-        Rows sorted by expert, bf16 or fp16, shape (R, N): unit stride in N, which is a multiple of 8 as is the row pitch,
-        and an address that is a multiple of 16 bytes. Rows from ``offsets[-1]`` on are not read.
+        Rows sorted by expert, bf16 or fp16, shape (R, N): unit stride in N, which is a multiple of 8 as the row pitch
+        is, and an address that is a multiple of 16 bytes. Rows from ``offsets[-1]`` on are not read.
     offsets_E
         Running ends of the experts' rows, int32, shape (E,), contiguous, non-decreasing, within [0, R].
     dtype

@@ -1,19 +1,18 @@
 """What the sorted rows need beside matrix products: where each expert's rows end, and their sums by expert.
 
-`Offsets`: ``offsets[e] = min(sum(max(splits[: e + 1], 0)), rows)``, one CTA, no barrier. A warp has the experts of a chunk
-of 32, one a lane, and finds what lies before them by itself: it adds up the earlier chunks, whose loads depend on nothing,
-which costs less than waiting for the other warps. Every split is clamped to [0, rows] before it is added, in 64 bits, so no
-content overflows.
+`Offsets`: ``offsets[e] = min(sum(max(splits[: e + 1], 0)), rows)``, one CTA, no barrier. A warp has the experts of a
+chunk of 32, one a lane, and finds what lies before them by itself: it adds up the earlier chunks, whose loads depend on
+nothing. Every split is clamped to [0, rows] before it is added, in 64 bits, so that no content overflows.
 
 `ColumnSums`: ``sums[e] = sum of grad over the rows of e`` in fp32, without atomics, in two launches.
 
-1. Rows are cut into slices of equal length, wherever experts end: a skewed routing costs no more than an even one. A warp
-   has one slice and 256 columns, 16 bytes a lane, `IN_FLIGHT` rows loaded before the first is added. It walks the experts
-   that have rows in its slice, and writes one partial sum for each. From one of these pieces to the next, over all slices,
-   the slice or the expert grows and neither shrinks, so ``slice + expert`` numbers them without gaps to look up: fewer
-   than slices + E rows of partial sums, each written once.
+1. Rows are cut into slices of equal length, wherever experts end: a skewed routing costs no more than an even one. A
+   warp has one slice and 256 columns, 16 bytes a lane, and loads `IN_FLIGHT` rows before it adds the first. It walks
+   the experts that have rows in its slice, and writes one partial sum for each. From one such piece to the next, over
+   all slices, the slice or the expert grows and neither shrinks: ``slice + expert`` is a number of its own for each,
+   below S + E, and both launches know it without a table.
 2. An expert's partial sums are those of the slices from its first row's to its last row's. A CTA adds them up for one
-   expert and 128 columns: its warps in turns, then over the warps, an order that only depends on ``offsets``.
+   expert and 128 columns: its warps in turns, then over the warps, in an order that only ``offsets`` decides.
 
 Rows behind the last expert are never read.
 
@@ -29,7 +28,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import CacheEvictionPriority
-from cutlass.utils import SmemAllocator
+from cutlass.memory import SmemAllocator
 
 LANES = 32
 OFFSETS_WARPS = 16  # one pass for up to 512 experts
@@ -129,8 +128,8 @@ class ColumnSums:
         return ("fusedmoe.kernels.sm90.rows",)
 
     def compile(self) -> Any:
-        """Compile without a GPU; a function of grad (R, N), offsets (E,) int32, partial sums (S + E, N) fp32, sums (E, N)
-        and the length of a slice, which cuts R into at most S.
+        """Compile without a GPU; a function of grad (R, N), offsets (E,) int32, partial sums (S + E, N) fp32, sums
+        (E, N), and the length of a slice, which cuts R into at most S.
         """
         rows, experts, columns = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=VECTOR)
         fake = cute.runtime.make_fake_tensor
@@ -218,7 +217,7 @@ class ColumnSums:
         """Write the sum of the rows from ``row`` to ``stop``, of one expert in one slice."""
         total = cute.make_rmem_tensor((VECTOR,), Float32)
         total.fill(0.0)
-        while row + IN_FLIGHT <= stop:
+        while stop - row >= IN_FLIGHT:
             self.add_rows(total, grad, row, stop, vector, True)
             row += IN_FLIGHT
         if row < stop:
@@ -227,7 +226,13 @@ class ColumnSums:
 
     @cute.jit
     def add_rows(
-        self, total: cute.Tensor, grad: cute.Tensor, row: Int32, stop: Int32, vector: Int32, whole: cutlass.Constexpr[bool]
+        self,
+        total: cute.Tensor,
+        grad: cute.Tensor,
+        row: Int32,
+        stop: Int32,
+        vector: Int32,
+        whole: cutlass.Constexpr[bool],
     ):
         """Add `IN_FLIGHT` rows, or those before ``stop`` where that are fewer."""
         loaded = [cute.make_rmem_tensor((VECTOR,), grad.element_type) for _ in range(IN_FLIGHT)]
@@ -239,7 +244,7 @@ class ColumnSums:
                 cute.autovec_copy(here, loaded[i], l1c_evict_priority=CacheEvictionPriority.NO_ALLOCATE)
             else:
                 loaded[i].fill(0.0)
-                if row + i < stop:
+                if i < stop - row:
                     cute.autovec_copy(here, loaded[i], l1c_evict_priority=CacheEvictionPriority.NO_ALLOCATE)
         for i in cutlass.range_constexpr(IN_FLIGHT):
             total.store(total.load() + loaded[i].load().to(Float32))

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 from fusedmoe.kernels.sm90.choice import CANDIDATES, PP_128, PP_192
 from fusedmoe.kernels.sm90.ragged_k import RaggedK
 from fusedmoe.kernels.sm90.ragged_m import Epilogue, RaggedM
+from fusedmoe.kernels.sm90.rows import ColumnSums, Offsets
 
 if TYPE_CHECKING:
     from fusedmoe.kernels.compiler import Kernel
 
 
-def KERNELS() -> tuple[Kernel, ...]:  # noqa: N802
+def KERNELS() -> tuple[Kernel, ...]:
     """Return them all, the most used ones first."""
     kernels: list[Kernel] = []
 
@@ -25,7 +26,9 @@ def KERNELS() -> tuple[Kernel, ...]:  # noqa: N802
         kernels += [RaggedM("bf16", config, b_major=major) for major in ("k", "n")]
     for config, keep in itertools.product(CANDIDATES["activation"], (True, False)):
         kernels.append(RaggedM("bf16", config, epilogue=Epilogue("swiglu", keep=keep)))
-    for config, keep, scaled in itertools.product(CANDIDATES["derivative"], (True, False), (False, True)):
+    for config, (keep, scaled) in itertools.product(
+        CANDIDATES["derivative"], ((True, False), (True, True), (False, False))
+    ):
         epilogue = Epilogue("swiglu", derivative=True, keep=keep, row_scale=scaled)
         kernels.append(RaggedM("bf16", config, b_major="n", epilogue=epilogue))
     for config in CANDIDATES["wgrad"]:
@@ -33,8 +36,14 @@ def KERNELS() -> tuple[Kernel, ...]:  # noqa: N802
     kernels.append(RaggedK("bf16", PP_192, out="fp32"))
 
     # bf16: the other activations, with the tiles of training
-    others = [("swiglu", True, False), ("swiglu", True, True), ("geglu_tanh", False, False), ("geglu_erf", False, False),
-              ("reglu", False, False), ("squared_relu", False, False)]  # fmt: skip
+    others = [
+        ("swiglu", True, False),
+        ("swiglu", True, True),
+        ("geglu_tanh", False, False),
+        ("geglu_erf", False, False),
+        ("reglu", False, False),
+        ("squared_relu", False, False),
+    ]
     for (kind, clamped, interleaved), keep in itertools.product(others, (True, False)):
         epilogue = Epilogue(kind, clamped=clamped, interleaved=interleaved, keep=keep)
         kernels.append(RaggedM("bf16", PP_192, b_major="n" if interleaved else "k", epilogue=epilogue))
@@ -48,4 +57,7 @@ def KERNELS() -> tuple[Kernel, ...]:  # noqa: N802
     kernels.append(RaggedM("fp16", PP_192, epilogue=Epilogue("swiglu", keep=True)))
     kernels.append(RaggedM("fp16", PP_192, b_major="n", epilogue=Epilogue("swiglu", derivative=True, keep=True)))
     kernels.append(RaggedK("fp16", PP_192, out="fp16"))
+
+    kernels += [Offsets("int32"), Offsets("int64")]
+    kernels += [ColumnSums("bf16", "bf16"), ColumnSums("bf16", "fp32"), ColumnSums("fp16", "fp16")]
     return tuple(kernels)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, const_expr
+from cutlass import Boolean, Int32
 
 RING_STAGES = 4
 SLOT = 8  # Int32s a slot; their meaning:
@@ -70,8 +70,8 @@ def take(ring, state, slots: cute.Tensor):
 
 @cute.jit
 def place(local: Int32, tiles_m: Int32, tiles_n: Int32, group: Int32) -> tuple[Int32, Int32]:
-    """Row and column tile of an expert's tile number ``local``: bands of ``group`` row tiles, row tiles fastest, so that
-    the CTAs at work share the rows and the columns that they read through the L2.
+    """Row and column tile of an expert's tile number ``local``: bands of ``group`` row tiles, row tiles fastest, so
+    that the CTAs at work share the rows and the columns that they read through the L2.
     """
     band = local // (group * tiles_n)
     first = band * group
@@ -142,7 +142,8 @@ def schedule_ragged_m(
             here = cute.arch.shuffle_sync(first, owner) + row
             left = cute.arch.shuffle_sync(count, owner) - row
             depth = Int32(0) if expert == experts else k_tiles
-            state = put(ring, state, slots, lane, (expert, here, left, column_tile * cluster_n + rank_n, row_tile, depth))
+            values = (expert, here, left, column_tile * cluster_n + rank_n, row_tile, depth)
+            state = put(ring, state, slots, lane, values)
             tile = next_tile(tile, clusters, counter, lane, dynamic)
     state = put(ring, state, slots, lane, (Int32(END), Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)))
 

@@ -1,0 +1,152 @@
+"""The shipped matrix products compile for sm_90a without a GPU: tensor cores at work, no spills, and they fit an SM.
+
+A covering few are compiled in every run, two at a time; those marked slow are all the others.
+"""
+
+import multiprocessing
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import warnings
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl, which compiles the kernels")
+
+from fusedmoe.kernels import shipped
+from fusedmoe.kernels.compiler import SYMBOL
+from fusedmoe.kernels.sm90.choice import CANDIDATES
+from fusedmoe.kernels.sm90.config import BARRIER_BYTES, SMEM_BYTES
+from fusedmoe.kernels.sm90.ragged_k import RaggedK
+from fusedmoe.kernels.sm90.ragged_m import RaggedM
+
+KERNELS = {kernel.symbol: kernel for kernel in shipped.shipped("sm_90a") if isinstance(kernel, (RaggedM, RaggedK))}
+
+# Each tile configuration; both majors of a weight; each way to read and write: halves, gate and up in turns, one input.
+COVERING = (
+    "sm90_ragged_m_bf16_bk_plain_128x192pp_c21",
+    "sm90_ragged_m_bf16_bn_plain_128x256co_c21",
+    "sm90_ragged_m_fp16_bn_plain_128x192pp_c21",
+    "sm90_ragged_m_bf16_bk_swiglu_keep_128x192pp_c21",
+    "sm90_ragged_m_bf16_bk_swiglu_keep_128x256co_c11",
+    "sm90_ragged_m_bf16_bn_swiglu_clamp_inter_keep_128x192pp_c21",
+    "sm90_ragged_m_bf16_bk_squared_relu_keep_128x192pp_c21",
+    "sm90_ragged_m_bf16_bn_dswiglu_scale_keep_128x192pp_c21",
+    "sm90_ragged_m_bf16_bn_dswiglu_scale_keep_128x128pp_c11",
+    "sm90_ragged_m_bf16_bn_dswiglu_clamp_inter_scale_keep_128x128pp_c21",
+    "sm90_ragged_m_bf16_bn_dsquared_relu_scale_keep_128x192pp_c21",
+    "sm90_ragged_k_bf16_bf16_128x192pp_c21",
+    "sm90_ragged_k_bf16_fp32_128x192pp_c21",
+    "sm90_ragged_k_bf16_fp32_add_256x128co_c12",
+)
+PROCESSES = 2
+REGISTERS = 65536 // (3 * 128) // 8 * 8  # a thread, of three warpgroups: 168
+INSTRUCTION = re.compile(r"\*/ +(?:@!?U?P\d+ +)?([A-Z][\w.]*)")
+USAGE = re.compile(r"REG:(\d+) STACK:(\d+)")
+
+
+def tool(name):
+    """Path of a tool of the CUDA toolkit: on PATH, or out of its package on PyPI."""
+    found = shutil.which(name) or next(Path(sys.prefix).glob(f"lib/*/site-packages/nvidia/*/bin/{name}"), None)
+    if found is None:
+        pytest.skip(f"no {name}: pip install nvidia-cuda-{name}, or fusedmoe[dev]")
+    return str(found)
+
+
+class Report(NamedTuple):
+    """What a kernel compiled to: opcodes of its instructions, and what a thread takes."""
+
+    opcodes: frozenset[str]
+    registers: int
+    stack_bytes: int
+
+
+def compile_and_disassemble(kernel, nvdisasm, cuobjdump):
+    """Runs in a process of its own."""
+    warnings.simplefilter(
+        "error"
+    )  # as in the tests that compile while they run: the DSL says so before it drops a name
+
+    from cutlass import cute
+
+    compile_ = cute.compile
+    with tempfile.TemporaryDirectory() as folder:
+        cute.compile = lambda *args, options: compile_(*args, options=f"{options} --keep-cubin --dump-dir {folder}")
+        try:
+            cubin = kernel.compile().__cubin__
+        finally:
+            cute.compile = compile_
+        file = Path(folder, "kernel.cubin")
+        file.write_bytes(cubin)
+        sass = subprocess.run([nvdisasm, "-c", file], capture_output=True, text=True, check=True).stdout
+        usage = subprocess.run([cuobjdump, "-res-usage", file], capture_output=True, text=True, check=True)
+    ((registers, stack_bytes),) = USAGE.findall(usage.stdout + usage.stderr)  # of one kernel
+    return Report(frozenset(INSTRUCTION.findall(sass)), int(registers), int(stack_bytes))
+
+
+@pytest.fixture(scope="module")
+def reports(request):
+    """A report of each kernel to be tested, by symbol; they are compiled ahead, two at a time."""
+    tools = tool("nvdisasm"), tool("cuobjdump")
+    wanted = [item.callspec.params["symbol"] for item in request.session.items if item.fspath == request.path
+              and "symbol" in getattr(getattr(item, "callspec", None), "params", {})]  # fmt: skip
+    # a fork of a process with threads, which torch has, may hang
+    pool = ProcessPoolExecutor(min(PROCESSES, os.cpu_count() or 1), multiprocessing.get_context("spawn"))
+    try:
+        yield {symbol: pool.submit(compile_and_disassemble, KERNELS[symbol], *tools) for symbol in wanted}
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize(
+    "symbol", [*COVERING, *(pytest.param(s, marks=pytest.mark.slow) for s in KERNELS if s not in COVERING)]
+)
+def test_compiles_to_tensor_core_code_without_spills(symbol, reports):
+    report = reports[symbol].result()
+    assert any(opcode.startswith("HGMMA") for opcode in report.opcodes)
+    assert any(opcode.startswith("UTMALDG") for opcode in report.opcodes)
+    spills = {opcode for opcode in report.opcodes if opcode.startswith(("STL", "LDL"))}
+    assert not spills
+    assert report.stack_bytes == 0
+    assert report.registers <= REGISTERS
+
+
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
+def test_fits_an_sm_with_a_deep_enough_ring(kernel):
+    assert kernel.smem_bytes + BARRIER_BYTES <= SMEM_BYTES
+    assert kernel.stages >= 3, "loads run ahead of the products by less than a product in flight and one being read"
+    assert kernel.boxes_a_block % kernel.store_stages == 0
+
+
+def test_symbols_tell_the_kernels_apart():
+    kernels = shipped.shipped("sm_90a")
+    symbols = [kernel.symbol for kernel in kernels]
+    assert len(set(symbols)) == len(set(kernels)) == len(kernels)
+    assert all(SYMBOL.fullmatch(symbol) for symbol in symbols)
+
+
+def test_few_enough_to_build_ahead_of_time():
+    assert len(shipped.shipped("sm_90a")) <= 100
+
+
+@pytest.mark.parametrize("family", CANDIDATES)
+def test_every_candidate_is_shipped(family):
+    configs = {kernel.config for kernel in KERNELS.values() if family == family_of(kernel)}
+    assert configs >= set(CANDIDATES[family])
+
+
+def family_of(kernel):
+    if isinstance(kernel, RaggedK):
+        return "wgrad"
+    e = kernel.epilogue
+    if not e.act:
+        return "plain"
+    if not e.derivative:
+        return "activation"
+    return "heavy_derivative" if e.clamped or e.interleaved or e.act == "geglu_erf" else "derivative"
