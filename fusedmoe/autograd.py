@@ -21,7 +21,7 @@ class _RunPlan(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: Plan, strict: bool, *arguments: Tensor | None) -> tuple[Tensor, ...]:
         outputs, saved = plan.forward(arguments, strict)
-        ctx.plan, ctx.strict = plan, strict
+        ctx.call = plan, strict
         ctx.save_for_backward(*saved)
         if len(outputs) > 1:
             ctx.mark_non_differentiable(*[t for t in outputs if not t.is_floating_point()])
@@ -34,16 +34,21 @@ class _RunPlan(torch.autograd.Function):
 
 
 def _gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    plan, wanted = ctx.plan, ctx.needs_input_grad[2:]
+    plan, strict = ctx.call
     with without_autocast(plan.environment.device):  # the dtypes were settled in forward
-        return (None, None, *plan.backward(ctx.saved_tensors, grads, wanted, ctx.strict))
+        return (None, None, *plan.backward(ctx.saved_tensors, grads, ctx.needs_input_grad[2:], strict))
 
 
 _guarded_gradients = once_differentiable(_gradients)
 
+# What `Function.apply` calls in turn, past what it does for functorch first: that takes as long as a kernel's launch.
+_apply = super(torch.autograd.Function, _RunPlan).apply
+
 
 def run_plan(plan: Plan, arguments: Sequence[Tensor | None], strict: bool) -> tuple[Tensor, ...]:
     """Run a plan's forward steps and, if it has gradients to give, let autograd run its backward steps, once, later."""
-    if plan.wanted:
+    if not plan.wanted:
+        return plan.forward(arguments, strict)[0]
+    if torch._C._are_functorch_transforms_active():
         return _RunPlan.apply(plan, strict, *arguments)  # type: ignore[no-untyped-call, no-any-return]
-    return plan.forward(arguments, strict)[0]
+    return _apply(plan, strict, *arguments)  # type: ignore[no-untyped-call, no-any-return]

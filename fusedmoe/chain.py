@@ -46,8 +46,11 @@ class Chain:
         graph = Graph(self.nodes, self.exports)
         self.inputs = tuple(graph.inputs)
         self._names = graph.arguments
+        self._ops = tuple(node.op for node in self.nodes)
         self.takers = graph.takers  # each runtime input, with the ops that take it
         self._parameters = [(node.op, name) for node in self.nodes for name in node.op.parameter_names]
+        self._circumstances: dict[tuple[Any, ...], int] = {}  # numbered, since a number is quicker to look up by
+        self._last: tuple[tuple[Any, ...], int] = ((), -1)  # those of the last call, and their number
         self._plans: dict[tuple[Any, ...], Plan] = {}  # by what a plan depends on
         self._calls: dict[tuple[Any, ...], Plan] = {}  # by exact shapes too: calls that were checked
 
@@ -94,9 +97,8 @@ class Chain:
 
     def _plan(self, arguments: list[Tensor | None], now: Settings, options: KernelOptions) -> Plan:
         """Return the plan for these arguments, whose shapes fit the ops."""
-        call = (
-            tuple([None if a is None else (a.shape, a.dtype, a.requires_grad, a.device) for a in arguments]),
-            tuple([node.op.attributes() for node in self.nodes]),
+        circumstances = (
+            *[op.attributes() for op in self._ops],
             now.recipe,
             now.disabled,
             settings.disabled_by_environment(),
@@ -105,6 +107,11 @@ class Chain:
             registry.generation(),
             options,
         )
+        last, number = self._last
+        if circumstances != last:  # quick where nothing has changed: each is the same object
+            number = self._circumstances.setdefault(circumstances, len(self._circumstances))
+            self._last = circumstances, number
+        call = (number, *[None if a is None else (a.shape, a.dtype, a.requires_grad, a.device) for a in arguments])
         plan = self._calls.get(call)
         if plan is None:
             plan = self._plan_of_kind(call, arguments, now, options)
@@ -118,11 +125,11 @@ class Chain:
         self, call: tuple[Any, ...], arguments: list[Tensor | None], now: Settings, options: KernelOptions
     ) -> Plan:
         """Return the plan for calls that differ from this one in their number of rows, up to the next power of two."""
-        (x, *others), *settled = call
+        number, x, *others = call
         width = x[0][-1]
         rows = x[0].numel() // width if width else 0
         kinds = [None if o is None else (o[0][1:], *o[1:]) for o in others]
-        key = (rows.bit_length(), width, x[1:], tuple(kinds), *settled)
+        key = (number, rows.bit_length(), width, x[1:], *kinds)
         plan = self._plans.get(key)
         if plan is None:
             disabled = (*now.disabled, *settings.patterns(settings.disabled_by_environment()))

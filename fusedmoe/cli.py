@@ -1,5 +1,5 @@
 """The command line: ``fusedmoe demo`` trains a small model, ``fusedmoe doctor`` says what this machine can run,
-``fusedmoe compile`` builds the kernels ahead of time.
+``fusedmoe compile`` builds the kernels ahead of time, ``fusedmoe tune`` measures which tiles are best for a model.
 
 Each subcommand imports what it needs when it is called. Exit status: 0 done, 1 something went wrong and the message
 says what to do, 2 wrong options, 130 Ctrl-C.
@@ -81,10 +81,19 @@ def _dispatch(arguments: list[str]) -> int:
         "one. Needs no GPU, but the kind of CPU and the package versions of the machine that will use them.",
         allow_abbrev=False,
     )
+    tune = commands.add_parser(
+        "tune",
+        help="measure which tiles are best for a model on this GPU",
+        description="Measure every configuration that the products of an expert MLP can have on this GPU, and keep the "
+        "fastest in the cache directory, where later processes find them. Compiles what is not compiled yet.",
+        allow_abbrev=False,
+    )
     if arguments[:1] == ["demo"]:
         return _demo(demo, arguments[1:])
     if arguments[:1] == ["compile"]:
         return _compile(compile_, arguments[1:])
+    if arguments[:1] == ["tune"]:
+        return _tune(tune, arguments[1:])
     _, unknown = parser.parse_known_args(arguments)  # ends here with --help, --version, or an error
     return parser.refuse(unknown or arguments)
 
@@ -123,6 +132,23 @@ def _compile(parser: _Parser, arguments: list[str]) -> int:
         parser.error(str(error))
     except KeyboardInterrupt:
         print(f"{parser.prog}: interrupted; the kernels built so far stay in the cache", file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
+def _tune(parser: _Parser, arguments: list[str]) -> int:
+    from fusedmoe import tune_cli
+    from fusedmoe.errors import InputError
+
+    tune_cli.add_arguments(parser)
+    namespace, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        parser.refuse(unknown)
+    try:
+        return tune_cli.run(tune_cli.TuneOptions(**vars(namespace)))
+    except InputError as error:
+        parser.error(str(error))
+    except KeyboardInterrupt:
+        print(f"{parser.prog}: interrupted; the products measured so far are kept", file=sys.stderr)
         return 128 + signal.SIGINT
 
 

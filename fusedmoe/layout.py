@@ -161,19 +161,20 @@ class Layout:
         """Check that the caller gave tensors, and just those that are wanted."""
         if not isinstance(x, Tensor):
             raise InputError(f"Sequential: x: expected a tensor, got {type(x).__name__}")
-        if inputs.keys() != self._names or not all(isinstance(t, Tensor) for t in inputs.values()):
+        if inputs.keys() != self._names or False in [isinstance(t, Tensor) for t in inputs.values()]:
             check_inputs("Sequential", self.wanted, inputs, self.provided)
         return inputs
 
 
 def _hooked(module: nn.Module) -> bool:
-    """Whether a call of the module does more than its class's ``forward``."""
+    """Whether a call of the module does more than its class's ``forward``. Asked of every module at every call."""
+    own = module.__dict__
     return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in module.__dict__
+        own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
+        or "forward" in own
     )
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from fusedmoe.environment import reader
 from fusedmoe.recipes import BF16, Recipe, resolve
 
 if TYPE_CHECKING:
@@ -31,9 +31,8 @@ def current() -> Settings:
     return _settings.get()
 
 
-def disabled_by_environment() -> str:
-    """Return ``FUSEDMOE_DISABLE``: patterns of rule names, separated by commas. Read at every call."""
-    return os.environ.get("FUSEDMOE_DISABLE", "")
+disabled_by_environment = reader("FUSEDMOE_DISABLE")
+"""Returns the patterns of rule names that are switched off, separated by commas. Read at every call."""
 
 
 def patterns(text: str) -> tuple[str, ...]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -11,11 +13,11 @@ from fusedmoe.fusion.candidates import Costs
 from fusedmoe.fusion.graph import Graph, Place, Plain
 from fusedmoe.fusion.names import NONE
 from fusedmoe.fusion.plan import Attempt, PlanData, PlannedStep
-from fusedmoe.fusion.program import AnyStep, Fused, Program, needed_steps
+from fusedmoe.fusion.program import AnyStep, Fused, Program, needed_steps, reader
 from fusedmoe.fusion.rule import FusionError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from torch import Tensor
 
@@ -73,13 +75,25 @@ class Covered:
         )
 
 
-class _Backward(NamedTuple):
-    """The backward program for some set of gradients, with the slots of what goes in and comes out."""
+Read = Callable[[Sequence["Tensor | None"]], tuple["Tensor | None", ...]]
 
-    program: Program
-    saved: tuple[int, ...]
-    incoming: tuple[tuple[int, int], ...]  # (which output's gradient, slot)
-    results: tuple[int, ...]  # an argument's gradient each, or the slot of None
+
+class _Forward(NamedTuple):
+    """The forward program: its first slots are the arguments."""
+
+    run: Callable[[list[Tensor | None], bool], None]
+    further: tuple[None, ...]  # slots behind the arguments
+    outputs: Read
+    saved: Read
+
+
+class _Backward(NamedTuple):
+    """The backward program for some set of gradients: its first slots are None, what was saved, and the incoming."""
+
+    run: Callable[[list[Tensor | None], bool], None]
+    incoming: Read  # of the outputs' gradients, those that there are
+    further: tuple[None, ...]
+    results: Read  # an argument's gradient each, or None
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,12 +133,6 @@ class Plan:
     environment: Environment
     dtype: torch.dtype
     _backward: dict[tuple[bool, ...], _Backward] = field(default_factory=dict)
-    _slots: list[tuple[int, ...]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        slots = self.program.slots
-        assert [slots[v] for v in self.graph.arguments] == list(range(len(self.graph.arguments)))
-        self._slots.extend((tuple(slots[v] for v in self.outputs), tuple(slots[v] for v in self.saved)))
 
     def on_meta(self, arguments: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
         """Return the outputs as meta tensors: their shapes follow from the arguments'."""
@@ -134,40 +142,49 @@ class Plan:
 
     def forward(
         self, arguments: Sequence[Tensor | None], strict: bool
-    ) -> tuple[tuple[Tensor, ...], list[Tensor | None]]:
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
         """Run the forward steps; return the outputs, and the values that backward needs."""
-        values: list[Tensor | None] = [*arguments, *[None] * (len(self.program.slots) - len(arguments))]
-        self.program.run(values, strict)
-        outputs, saved = self._slots
-        return tuple([values[i] for i in outputs]), [values[i] for i in saved]  # type: ignore[misc]
+        run, further, outputs, saved = self._forward
+        values = [*arguments, *further]
+        run(values, strict)
+        return outputs(values), saved(values)  # type: ignore[return-value]
 
     def backward(
         self, saved: Sequence[Tensor | None], grads: Sequence[Tensor | None], wanted: tuple[bool, ...], strict: bool
-    ) -> list[Tensor | None]:
+    ) -> tuple[Tensor | None, ...]:
         """Run the backward steps that these gradients want; return a gradient, or None, for each argument."""
-        run = self._backward.get(wanted)
-        if run is None:
-            run = self._backward[wanted] = self._backward_program(wanted)
-        values: list[Tensor | None] = [None] * len(run.program.slots)
-        for slot, tensor in zip(run.saved, saved, strict=True):
-            values[slot] = tensor
-        for i, slot in run.incoming:
-            values[slot] = grads[i]
+        program = self._backward.get(wanted)
+        if program is None:
+            program = self._backward[wanted] = self._backward_program(wanted)
+        run, incoming, further, results = program
+        values = [None, *saved, *incoming(grads), *further]
         del saved, grads
-        run.program.run(values, strict)
-        return [values[slot] for slot in run.results]
+        run(values, strict)
+        return results(values)
+
+    @cached_property
+    def _forward(self) -> _Forward:
+        slots, arguments = self.program.slots, self.graph.arguments
+        assert [slots[v] for v in arguments] == list(range(len(arguments)))
+        return _Forward(
+            self.program.run,
+            (None,) * (len(slots) - len(arguments)),
+            reader([slots[v] for v in self.outputs]),
+            reader([slots[v] for v in self.saved]),
+        )
 
     def _backward_program(self, wanted: tuple[bool, ...]) -> _Backward:
         asked = [self.gradients.get(a, NONE) if w else NONE for a, w in zip(self.graph.arguments, wanted, strict=True)]
-        given = (*self.saved, *self.incoming.values())
+        incoming = [(i, self.incoming[v]) for i, v in enumerate(self.graph.outputs) if v in self.incoming]
+        given = (*self.saved, *(v for _, v in incoming))
         slots = {value: i for i, value in enumerate(dict.fromkeys((NONE, *given, *asked)))}
         program = Program(needed_steps(self.backward_steps, asked, given), given, asked, slots)
-        outputs = enumerate(self.graph.outputs)
+        assert [slots[v] for v in (NONE, *given)] == list(range(1 + len(given)))
         return _Backward(
-            program,
-            tuple(slots[v] for v in self.saved),
-            tuple((i, slots[self.incoming[v]]) for i, v in outputs if v in self.incoming),
-            tuple(slots[v] for v in asked),
+            program.run,
+            reader([i for i, _ in incoming]),
+            (None,) * (len(slots) - 1 - len(given)),
+            reader([slots[v] for v in asked]),
         )
 
     @property

@@ -262,9 +262,15 @@ class Graph:
         return found
 
 
-def _for_taker(compute: Callable[..., Tensor], taker: str, *needs: Tensor, **kernel: Any) -> Tensor:
+def _for_taker(
+    compute: Callable[..., Tensor],
+    taker: str,
+    source: Tensor,
+    rows: Tensor,
+    kernel: Callable[[Tensor, int], Tensor] | None = None,
+) -> Tensor:
     try:
-        return compute(*needs, **kernel)
+        return compute(source, rows, kernel)
     except InputError as error:
         raise InputError(f"{taker}: {error}") from None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
@@ -65,11 +66,19 @@ class _Instruction(NamedTuple):
     """A step over slots. A named tuple, because unpacking one is the fastest way to read it."""
 
     run: Callable[..., Any]
-    needs: tuple[int, ...]
+    read: Callable[[Sequence[Tensor | None]], tuple[Tensor | None, ...]]
     gives: tuple[int, ...]
     frees: tuple[int, ...]
-    guarded: Fused | None
+    guard: Callable[..., None] | None
+    step: AnyStep
     stand_ins: tuple[_Instruction, ...]
+
+
+def reader(slots: Sequence[int]) -> Callable[[Sequence[Tensor | None]], tuple[Tensor | None, ...]]:
+    """Return a function that reads these slots, quickly: some run before every step."""
+    if len(slots) > 1:
+        return itemgetter(*slots)
+    return lambda values: tuple([values[i] for i in slots])
 
 
 class Program:
@@ -107,58 +116,61 @@ class Program:
         return self.slots.setdefault(value, len(self.slots))
 
     def _compile(self, step: AnyStep, frees: Sequence[str]) -> _Instruction:
-        guarded = step if isinstance(step, Fused) and step.guard is not None else None
-        stand_ins = guarded.fallback if guarded else ()
+        guard, stand_ins = (step.guard, step.fallback) if isinstance(step, Fused) else (None, ())
         return _Instruction(
             step.run,
-            tuple(self._slot(v) for v in step.needs),
+            reader([self._slot(v) for v in step.needs]),
             tuple(self._slot(v) for v in step.gives),
             tuple(self._slot(v) for v in frees),
-            guarded,
-            tuple(self._compile(s, ()) for s in stand_ins),
+            guard,
+            step,
+            tuple(self._compile(s, ()) for s in stand_ins) if guard is not None else (),
         )
 
     def run(self, values: list[Tensor | None], strict: bool) -> None:
         """Run the steps over ``values``, which is indexed by slot and as long as there are slots."""
-        for run, needs, gives, frees, guarded, stand_ins in self._instructions:
-            if guarded is not None and not _accepts(guarded, [values[i] for i in needs], strict):
-                for stand_in in stand_ins:
-                    out = stand_in.run(*[values[i] for i in stand_in.needs])
-                    self._store(out, stand_in.run, stand_in.gives, values)
-            else:
-                out = run(*[values[i] for i in needs])
+        for run, read, gives, frees, guard, step, stand_ins in self._instructions:
+            arguments = read(values)
+            accepted = True
+            if guard is not None:
+                try:
+                    guard(*arguments)
+                except Declined as reason:
+                    _report(step, reason, strict)
+                    accepted = False
+            if accepted:
+                out = run(*arguments)
                 if len(gives) == 1 and isinstance(out, Tensor):
                     values[gives[0]] = out
                 else:
-                    self._store(out, run, gives, values)
+                    _store(out, step, gives, values)
+            else:
+                for stand_in in stand_ins:
+                    _store(stand_in.run(*stand_in.read(values)), stand_in.step, stand_in.gives, values)
             for slot in frees:
                 values[slot] = None
 
-    def _store(self, out: object, run: Callable[..., Any], gives: tuple[int, ...], values: list[Tensor | None]) -> None:
-        tensors = out if isinstance(out, (tuple, list)) else (out,)
-        if len(tensors) != len(gives):
-            step = next(s for s in _with_stand_ins(self.steps) if s.run is run)
-            who = f"rule {step.rule!r} on {step.label}" if isinstance(step, Fused) else step.label
-            raise RuleError(f"{who}: returned {len(tensors)} tensors where {len(gives)} were announced: {step.gives}")
-        for slot, tensor in zip(gives, tensors, strict=True):
-            values[slot] = tensor
+
+def _store(out: object, step: AnyStep, gives: tuple[int, ...], values: list[Tensor | None]) -> None:
+    tensors = out if isinstance(out, (tuple, list)) else (out,)
+    if len(tensors) != len(gives):
+        who = f"rule {step.rule!r} on {step.label}" if isinstance(step, Fused) else step.label
+        raise RuleError(f"{who}: returned {len(tensors)} tensors where {len(gives)} were announced: {step.gives}")
+    for slot, tensor in zip(gives, tensors, strict=True):
+        values[slot] = tensor
 
 
-def _accepts(fused: Fused, arguments: Sequence[Tensor | None], strict: bool) -> bool:
-    assert fused.guard is not None
-    try:
-        fused.guard(*arguments)
-    except NothingToDo:
-        return False
-    except Declined as reason:
-        if strict:
-            raise FusionError(f"{fused.label}: {fused.rule} declined this call: {reason}") from None
-        message = "%s: %s declined this call: %s; it runs unfused"
-        # once a reason, not once a number of rows
-        key = fused.label, fused.rule, reason.message
-        say_once(logger, logging.WARNING, message, fused.label, fused.rule, reason, key=key)
-        return False
-    return True
+def _report(step: AnyStep, reason: Declined, strict: bool) -> None:
+    """Say that a fused step's guard has declined the call, or raise that."""
+    if isinstance(reason, NothingToDo) or not isinstance(step, Fused):
+        return
+    if strict:
+        raise FusionError(f"{step.label}: {step.rule} declined this call: {reason}") from None
+    message = "%s: %s declined this call: %s; it runs unfused"
+    # once a reason, not once a number of rows
+    say_once(
+        logger, logging.WARNING, message, step.label, step.rule, reason, key=(step.label, step.rule, reason.message)
+    )
 
 
 def _scheduled(steps: Iterable[AnyStep], there: set[str]) -> Iterable[AnyStep]:

@@ -25,7 +25,7 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["VARIABLE", "CacheUnusableError", "DamagedError", "Entry", "folder"]
+__all__ = ["VARIABLE", "CacheUnusableError", "DamagedError", "Entry", "folder", "replace"]
 
 VARIABLE = "FUSEDMOE_CACHE_DIR"
 OFF = "0"  # the value of VARIABLE that keeps kernels in memory alone
@@ -137,8 +137,8 @@ class Entry:
             "built_with": dict(built_with),
         }
         self._make_folder()
-        _replace(self.object_file, object_)
-        _replace(self.manifest_file, json.dumps(manifest, indent=2).encode() + b"\n")
+        replace(self.object_file, object_)
+        replace(self.manifest_file, json.dumps(manifest, indent=2).encode() + b"\n")
 
     def try_writing(self) -> None:
         """Find out whether :meth:`write` can work.
@@ -250,7 +250,8 @@ def _read(path: Path) -> bytes | None:
             raise DamagedError(f"{path.name} cannot be read ({error.strerror})") from error
 
 
-def _replace(path: Path, content: bytes) -> None:
+def replace(path: Path, content: bytes) -> None:
+    """Write a file: a reader sees the old content or the new one, whole."""
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
     try:
         with open(descriptor, "wb") as file:

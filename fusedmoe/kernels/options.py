@@ -10,7 +10,8 @@ Schedule = Literal["static", "dynamic"]
 
 @dataclass(frozen=True)
 class KernelOptions:
-    """How the kernels share the GPU with others. Neither setting changes a result.
+    """How the kernels share the GPU with others. Neither setting changes a result, but for
+    the last bits of a row scale's gradient, whose sum follows the tiles.
 
     Attributes
     ----------

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
 
+from fusedmoe.environment import reader
 from fusedmoe.errors import InputError
 from fusedmoe.kernels.torch.rows import offsets_from_splits
 from fusedmoe.ops.op import TensorSpec
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fusedmoe.ops.op import SpecLike
+
+
+_debug = reader("FUSEDMOE_DEBUG")
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ def _checked_ends(splits_E: Tensor, num_rows: int) -> list[int]:
 def _offsets(splits_E: Tensor, rows: Tensor, kernel: Callable[[Tensor, int], Tensor] | None = None) -> Tensor:
     if kernel is None and splits_E.device.type == "cpu":
         return torch.tensor(_checked_ends(splits_E, rows.shape[0]), dtype=torch.int32)
-    if os.environ.get("FUSEDMOE_DEBUG") == "1":
+    if _debug() == "1":
         _checked_ends(splits_E, rows.shape[0])
     return (kernel or offsets_from_splits)(splits_E, rows.shape[0])
 

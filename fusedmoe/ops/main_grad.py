@@ -30,17 +30,17 @@ def main_grad_of(op: _HasWeight) -> Tensor:
     """
     weight = op.weight
     main_grad = getattr(weight, "main_grad", None)
-    who = f"{op!r}: weight.main_grad"
     if not isinstance(main_grad, Tensor):
         raise InputError(
-            f"{who}: expected a tensor, since accumulate_into_main_grad=True, got {type(main_grad).__name__}; "
+            f"{op!r}: weight.main_grad: expected a tensor, since accumulate_into_main_grad=True, "
+            f"got {type(main_grad).__name__}; "
             f"set it before the backward pass: weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)"
         )
     expected = tuple(weight.shape), torch.promote_types(weight.dtype, torch.float32), weight.device
     got = tuple(main_grad.shape), main_grad.dtype, main_grad.device
     if got != expected:
         say = "shape {}, {}, on {}".format
-        raise InputError(f"{who}: expected {say(*expected)}, got {say(*got)}")
+        raise InputError(f"{op!r}: weight.main_grad: expected {say(*expected)}, got {say(*got)}")
     return main_grad
 
 

@@ -96,6 +96,7 @@ class Op(nn.Module):
     zeroes_tail: ClassVar[bool] = False
     changes_rows: ClassVar[bool] = False
     launches: ClassVar[int] = 1
+    _attributes: tuple[Hashable, ...] | None = None  # what `attributes` said last
 
     def compute(self, x: Tensor, *args: Any) -> Tensors:
         """Return the output, or ``(output, *provides)``, of the rows, the parameters and the runtime inputs, in that
@@ -138,7 +139,7 @@ class Op(nn.Module):
 
         These are the public attributes of the instance: what matters for the result must not start with an underscore.
         """
-        attributes: tuple[Hashable, ...] | None = self.__dict__.get("_attributes")
+        attributes = self._attributes
         if attributes is None:
             public = {k: v for k, v in self.__dict__.items() if k[0] != "_"}
             for name, value in public.items():

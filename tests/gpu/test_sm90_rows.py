@@ -11,7 +11,12 @@ from fusedmoe.kernels.torch.rows import offsets_from_splits as plain_offsets
 hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = pytest.mark.skipif(not hopper, reason="needs an sm_90 GPU")
 
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-3, torch.float16: 4e-4}  # of norms, per expert
+# of norms, per expert: half a unit in the last place
+TOLERANCE = {
+    torch.float32: 1e-5,
+    torch.bfloat16: 4e-3,
+    torch.float16: 5e-4,
+}
 HALF = (torch.bfloat16, torch.float16)
 
 

@@ -275,3 +275,10 @@ def test_inputs_for_splits_of_any_kind_get_no_gradient(seq, x, probs):
     call(seq, x, inputs["probs"]).sum().backward()
     assert inputs["probs"].grad is None
     assert inputs["splits"].grad is None
+
+
+def test_functorch_is_refused_in_torchs_own_words():
+    """The way around `Function.apply` is for calls without a transform only."""
+    op, x = fm.SwiGLU(), torch.randn(3, 8)
+    with pytest.raises(RuntimeError, match=r"autograd\.Function with functorch transforms"):
+        torch.func.grad(lambda x: op(x).sum())(x)

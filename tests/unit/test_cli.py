@@ -64,7 +64,12 @@ def test_help_lists_every_option_with_its_default(capsys):
 
 
 def test_help_and_version_of_the_command(capsys):
-    for arguments, expected in ((["--help"], "doctor"), (["--help"], "compile"), (["--version"], "fusedmoe ")):
+    for arguments, expected in (
+        (["--help"], "doctor"),
+        (["--help"], "compile"),
+        (["--help"], "tune"),
+        (["--version"], "fusedmoe "),
+    ):
         with pytest.raises(SystemExit) as caught:
             main(arguments)
         assert caught.value.code == 0

@@ -3,11 +3,12 @@
 A block whose fence says ```` ```python no-run ```` is shown only: a fragment, or one that needs a GPU.
 """
 
-import json
 import re
 from pathlib import Path
 
 import pytest
+
+from benchmarks import page
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -26,41 +27,20 @@ def test_there_are_pages():
 
 
 @pytest.mark.usefixtures("builtin_rules")
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_code_blocks_run(page, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("document", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_code_blocks_run(document, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)  # a block may write files
-    namespace = {"__name__": f"docs.{page.stem}"}
-    for line, info, code in blocks(page):
-        assert info in ("", "no-run"), f"{page.name}:{line - 1}: '{info}' is not known after ```python; write no-run"
+    namespace = {"__name__": f"docs.{document.stem}"}
+    for line, info, code in blocks(document):
+        assert info in ("", "no-run"), f"{document.name}:{line - 1}: '{info}' after ```python: write no-run"
         if info == "no-run":
             continue
         # leading newlines make a traceback's line numbers those of the page
-        exec(compile("\n" * (line - 1) + code, str(page), "exec"), namespace)
+        exec(compile("\n" * (line - 1) + code, str(document), "exec"), namespace)
     printed = capsys.readouterr().out
-    for match in TABLE.finditer(page.read_text(encoding="utf-8")):
-        assert match["table"] in printed, f"{page.name}: the table is not the one that the page's code prints"
+    for match in TABLE.finditer(document.read_text(encoding="utf-8")):
+        assert match["table"] in printed, f"{document.name}: the table is not the one that the page's code prints"
 
 
-def test_the_benchmark_tables_are_those_of_the_result_files():
-    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
-    results = json.loads((ROOT / "benchmarks/results/nvidia-h100-80gb-hbm3/host.json").read_text(encoding="utf-8"))
-    assert host_table(results) in page
-    assert f"took {results['host']['cpu']['planning_ms']:.1f} ms there" in page
-
-
-def host_table(results: dict) -> str:
-    """The table of docs/benchmarks.md, out of a result file."""
-    versions = f"torch {results['versions']['torch']}, Python {results['versions']['python']}"
-    lines = [
-        f"Machine of an {results['machine']}, {versions}, commit {results['commit']}:",
-        "",
-        "| tensors on | pass | planned | by hand | planned - by hand |",
-        "|---|---|---|---|---|",
-    ]
-    for device, report in results["host"].items():
-        for title, times in report["passes"].items():
-            cells = [f"{times[v]['least_us']:.0f} ({times[v]['median_us']:.0f})" for v in ("planned", "by hand")]
-            over = report["overhead_us"][title]
-            cells.append(f"{over['least']:.0f} ({over['median']:.0f})")
-            lines.append(f"| {device} | {title} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+def test_the_benchmark_page_is_written_from_the_result_files():
+    assert (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8") == page.render()

@@ -21,12 +21,18 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl, which compiles 
 
 from fusedmoe.kernels import shipped
 from fusedmoe.kernels.compiler import SYMBOL
-from fusedmoe.kernels.sm90.choice import CANDIDATES
+from fusedmoe.kernels.sm90.choice import CANDIDATES, CO_256
 from fusedmoe.kernels.sm90.config import BARRIER_BYTES, SMEM_BYTES
 from fusedmoe.kernels.sm90.ragged_k import RaggedK
-from fusedmoe.kernels.sm90.ragged_m import RaggedM
+from fusedmoe.kernels.sm90.ragged_m import Epilogue, RaggedM
 
-KERNELS = {kernel.symbol: kernel for kernel in shipped.shipped("sm_90a") if isinstance(kernel, (RaggedM, RaggedK))}
+SHIPPED = [kernel for kernel in shipped.shipped("sm_90a") if isinstance(kernel, (RaggedM, RaggedK))]
+GPT_OSS_BACKWARD = Epilogue("swiglu", derivative=True, clamped=True, interleaved=True, keep=True, row_scale=True)
+NOT_SHIPPED = [  # what `choose` may pick besides
+    *(RaggedM("bf16", c, b_major="n", epilogue=GPT_OSS_BACKWARD) for c in CANDIDATES["heavy_derivative"]),
+    RaggedM("bf16", CO_256, epilogue=Epilogue("swiglu", clamped=True, interleaved=True, keep=True)),
+]
+KERNELS = {kernel.symbol: kernel for kernel in (*SHIPPED, *NOT_SHIPPED)}
 
 # Each tile configuration; both majors of a weight; each way to read and write: halves, gate and up in turns, one input.
 COVERING = (
@@ -38,13 +44,20 @@ COVERING = (
     "sm90_ragged_m_bf16_bn_swiglu_clamp_inter_keep_128x192pp_c21",
     "sm90_ragged_m_bf16_bk_squared_relu_keep_128x192pp_c21",
     "sm90_ragged_m_bf16_bn_dswiglu_scale_keep_128x192pp_c21",
+    "sm90_ragged_m_bf16_bn_dswiglu_scale_keep_128x192pp_c12",
     "sm90_ragged_m_bf16_bn_dswiglu_scale_keep_128x128pp_c11",
     "sm90_ragged_m_bf16_bn_dswiglu_clamp_inter_scale_keep_128x128pp_c21",
     "sm90_ragged_m_bf16_bn_dsquared_relu_scale_keep_128x192pp_c21",
+    "sm90_ragged_m_bf16_bn_dswiglu_clamp_inter_scale_keep_128x128pp_c12",
+    "sm90_ragged_m_bf16_bk_swiglu_clamp_inter_keep_128x256co_c21",
     "sm90_ragged_k_bf16_bf16_128x192pp_c21",
     "sm90_ragged_k_bf16_fp32_128x192pp_c21",
     "sm90_ragged_k_bf16_fp32_add_256x128co_c12",
+    "sm90_ragged_k_bf16_fp32_add_128x256co_c11",
 )
+# Spilled registers, stores and loads: two of the epilogue's, once a tile. The tile that has none, 128x128, takes a
+# sixth longer.
+SPILLS = {f"sm90_ragged_m_bf16_b{major}_dswiglu_scale_keep_128x192pp_c{c}": 4 for major in "kn" for c in ("21", "12")}
 PROCESSES = 2
 REGISTERS = 65536 // (3 * 128) // 8 * 8  # a thread, of three warpgroups: 168
 INSTRUCTION = re.compile(r"\*/ +(?:@!?U?P\d+ +)?([A-Z][\w.]*)")
@@ -62,7 +75,7 @@ def tool(name):
 class Report(NamedTuple):
     """What a kernel compiled to: opcodes of its instructions, and what a thread takes."""
 
-    opcodes: frozenset[str]
+    opcodes: tuple[str, ...]
     registers: int
     stack_bytes: int
 
@@ -87,14 +100,14 @@ def compile_and_disassemble(kernel, nvdisasm, cuobjdump):
         sass = subprocess.run([nvdisasm, "-c", file], capture_output=True, text=True, check=True).stdout
         usage = subprocess.run([cuobjdump, "-res-usage", file], capture_output=True, text=True, check=True)
     ((registers, stack_bytes),) = USAGE.findall(usage.stdout + usage.stderr)  # of one kernel
-    return Report(frozenset(INSTRUCTION.findall(sass)), int(registers), int(stack_bytes))
+    return Report(tuple(INSTRUCTION.findall(sass)), int(registers), int(stack_bytes))
 
 
 @pytest.fixture(scope="module")
 def reports(request):
     """A report of each kernel to be tested, by symbol; they are compiled ahead, two at a time."""
     tools = tool("nvdisasm"), tool("cuobjdump")
-    wanted = [item.callspec.params["symbol"] for item in request.session.items if item.fspath == request.path
+    wanted = [item.callspec.params["symbol"] for item in request.session.items if item.path == request.path
               and "symbol" in getattr(getattr(item, "callspec", None), "params", {})]  # fmt: skip
     # a fork of a process with threads, which torch has, may hang
     pool = ProcessPoolExecutor(min(PROCESSES, os.cpu_count() or 1), multiprocessing.get_context("spawn"))
@@ -111,9 +124,11 @@ def test_compiles_to_tensor_core_code_without_spills(symbol, reports):
     report = reports[symbol].result()
     assert any(opcode.startswith("HGMMA") for opcode in report.opcodes)
     assert any(opcode.startswith("UTMALDG") for opcode in report.opcodes)
-    spills = {opcode for opcode in report.opcodes if opcode.startswith(("STL", "LDL"))}
-    assert not spills
-    assert report.stack_bytes == 0
+    products = [i for i, opcode in enumerate(report.opcodes) if opcode.startswith("HGMMA")]
+    spills = [i for i, opcode in enumerate(report.opcodes) if opcode.startswith(("STL", "LDL"))]
+    assert len(spills) <= SPILLS.get(symbol, 0)
+    assert not [i for i in spills if products[0] < i < products[-1]]
+    assert report.stack_bytes <= 8 * len(spills)
     assert report.registers <= REGISTERS
 
 
@@ -136,9 +151,12 @@ def test_few_enough_to_build_ahead_of_time():
 
 
 @pytest.mark.parametrize("family", CANDIDATES)
-def test_every_candidate_is_shipped(family):
-    configs = {kernel.config for kernel in KERNELS.values() if family == family_of(kernel)}
-    assert configs >= set(CANDIDATES[family])
+def test_every_candidate_is_compiled_here(family):
+    assert {kernel.config for kernel in KERNELS.values() if family_of(kernel) == family} >= set(CANDIDATES[family])
+
+
+def test_every_configuration_is_shipped():
+    assert {kernel.config for kernel in SHIPPED} >= {config for configs in CANDIDATES.values() for config in configs}
 
 
 def family_of(kernel):

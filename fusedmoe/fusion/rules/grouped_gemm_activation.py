@@ -51,7 +51,7 @@ class GroupedGemmActivation(OnHopper, FusionRule, name="sm90.grouped_gemm_activa
 
         def guard(x: Tensor, weight: Tensor, bias: Tensor | None, *_: Tensor | None) -> None:
             guard_rows("x", x)
-            guard_matrix("the weight", weight)
+            guard_matrix("the weight", weight, transposed=activation.interleaved or not activation.gated)
             guard_bias(bias)
 
         def run(

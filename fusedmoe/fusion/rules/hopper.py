@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from fusedmoe.ops.op import Op
 
 _PACKAGES = {"cutlass": "nvidia-cutlass-dsl", "tvm_ffi": "apache-tvm-ffi"}
+_PLAIN = (Tensor, torch.nn.Parameter)
 _KINDS: dict[type, Kind] = {SwiGLU: "swiglu", ReGLU: "reglu", SquaredReLU: "squared_relu"}
 
 
@@ -91,26 +92,36 @@ def guard_gradient(grad: Tensor) -> None:
     """Leave a call without rows to plain PyTorch; any strides will do, see `readable`."""
     if not grad.shape[0]:
         raise NothingToDo("no rows")
-    _guard_plain("the gradient", grad)
+    if type(grad) not in _PLAIN:
+        _decline_type("the gradient", grad)
 
 
 def guard_matrix(name: str, t: Tensor, transposed: bool = False) -> None:
     """Decline a tensor that is no plain one in memory, or not laid out as TMA reads it."""
-    _guard_plain(name, t)
-    decline(limits.why_not_matrix(name, t.shape, t.stride(), t.data_ptr(), transposed))
+    if type(t) not in _PLAIN:
+        _decline_type(name, t)
+    if not _laid_out(t.shape, t.stride(), transposed) or t.data_ptr() % limits.ALIGNMENT_BYTES:
+        decline(limits.why_not_matrix(name, t.shape, t.stride(), t.data_ptr(), transposed))
 
 
-def _guard_plain(name: str, t: Tensor) -> None:
-    require(type(t) in (Tensor, torch.nn.Parameter), "%s is a %s, not a plain tensor", name, type(t).__name__)
+def _decline_type(name: str, t: Tensor) -> None:
+    raise Declined("%s is a %s, not a plain tensor", name, type(t).__name__)
+
+
+@functools.lru_cache(maxsize=4096)
+def _laid_out(shape: torch.Size, strides: tuple[int, ...], transposed: bool) -> bool:
+    """Whether `limits.why_not_matrix` has nothing against a matrix but its address: asked for each at every call."""
+    return limits.why_not_matrix("", shape, strides, 0, transposed) is None
 
 
 def guard_bias(bias: Tensor | None) -> None:
     """Decline a bias that is not contiguous."""
-    require(bias is None or bias.is_contiguous(), "the bias is not contiguous")
+    if bias is not None:
+        require(bias.is_contiguous(), "the bias is not contiguous")
 
 
 def readable(grad: Tensor) -> Tensor:
     """Return a gradient as TMA reads it: a copy of one that autograd has expanded or transposed."""
-    if limits.why_not_matrix("", grad.shape, grad.stride(), grad.data_ptr()) is None:
+    if _laid_out(grad.shape, grad.stride(), False) and not grad.data_ptr() % limits.ALIGNMENT_BYTES:
         return grad
     return grad.clone(memory_format=torch.contiguous_format)

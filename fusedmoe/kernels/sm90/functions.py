@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,10 @@ from fusedmoe.kernels.sm90.choice import Family, Problem, band, choose
 from fusedmoe.kernels.sm90.row_functions import column_sums, offsets_from_splits
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from fusedmoe.kernels.activation import Activation
+    from fusedmoe.kernels.options import Schedule
     from fusedmoe.kernels.sm90.config import TileConfig
 
 __all__ = [
@@ -154,9 +157,9 @@ def grouped_gemm_activation_backward(
     tuple[Tensor, Tensor or None, Tensor or None]
         Gradient of p, the activation (R, I), and the row scale's gradient (R,) in fp32.
     """
-    rows, columns = grad_output.shape[0], weight.shape[2]
-    grad = torch.empty_like(preactivation, memory_format=torch.contiguous_format)
-    y = grad_output.new_empty(rows, columns) if want_output else None
+    rows, features = preactivation.shape
+    grad = preactivation.new_empty(rows, features)
+    y = grad_output.new_empty(rows, weight.shape[2]) if want_output else None
     if want_row_scale_grad and row_scale is None:
         row_scale = _ones(grad_output.device, rows)
     partial = _ragged_m(
@@ -198,16 +201,37 @@ def grouped_wgrad(
     Tensor
         (E, N, K).
     """
-    experts, n, k = offsets.shape[0], grad_output.shape[1], x.shape[1]
+    rows, k = x.shape
+    experts, n = offsets.shape[0], grad_output.shape[1]
     if out is None:
-        out = x.new_empty(experts, n, k, dtype=dtype or x.dtype)
-    sms = _sms(x.device, options)
-    problem = Problem("wgrad", x.shape[0], experts, k, n, sms, options.schedule == "dynamic")
-    config = choose(problem)
-    run = _ragged_k_kernel(_NAMES[x.dtype], config, _NAMES[out.dtype], accumulate)
-    counter, dynamic = _counter(x.device, options)
-    run(grad_output, x, offsets, out, counter, band(problem, config), _ctas(sms, config), dynamic)
+        dtype = dtype or x.dtype
+        out = x.new_empty(experts, n, k) if dtype is x.dtype else x.new_empty(experts, n, k, dtype=dtype)
+    if not x.shape[0]:
+        return out if accumulate else out.zero_()
+    launch = _ragged_k_launch(
+        choose, x.device, x.dtype, rows, experts, n, k, out.dtype, accumulate, options.sm_margin, options.schedule
+    )
+    launch.run(grad_output, x, offsets, out, launch.tile_counter(), *launch.numbers)
     return out
+
+
+class _Launch(NamedTuple):
+    """What launches of a product with the same shapes have in common: found once, for that takes as long as a launch.
+
+    The functions that make one have ``choose`` among their arguments, so that another choice is another launch.
+    """
+
+    run: Callable[..., Any]
+    config: TileConfig
+    device: torch.device
+    counter: Tensor | None  # of a static schedule, which reads none; a dynamic one has a new one each time
+    numbers: tuple[float, ...]  # the last arguments
+
+    def tile_counter(self) -> Tensor:
+        """The tile counter of a dynamic schedule, zero and this launch's own: other streams' launches have theirs."""
+        if self.counter is None:
+            return torch.zeros(1, dtype=torch.int32, device=self.device)
+        return self.counter
 
 
 def _ragged_m(
@@ -225,35 +249,93 @@ def _ragged_m(
     options: KernelOptions,
 ) -> Tensor | None:
     """Launch a product over ragged rows; the partial sums of the row scale's gradient, where there is a scale."""
-    if family == "derivative" and activation is not None and _heavy(activation):
-        family = "heavy_derivative"
-    device = a.device
-    sms = _sms(device, options)
     rows, depth = a.shape
-    experts, columns = b.shape[:2]
-    problem = Problem(family, rows, experts, columns, depth, sms, options.schedule == "dynamic")
-    config = choose(problem)
+    experts, columns, b_depth = b.shape
+    if not rows:
+        return a.new_empty(1, 0, dtype=torch.float32) if gradient else None
+    b_major = "k" if b.stride()[2] == 1 and b_depth > 1 else "n"
     scaled = row_scale is not None
-    run = _ragged_m_kernel(
-        _NAMES[a.dtype], "k" if b.stride(2) == 1 and b.shape[2] > 1 else "n", family, activation_key(activation),
-        (second if gradient else p) is not None, bool(gradient and scaled), config,
+    launch = _ragged_m_launch(
+        choose, family, a.device, a.dtype, rows, experts, columns, depth, b_major, activation,
+        (second if gradient else p) is not None, bool(gradient), bias is not None, scaled, options.sm_margin,
+        options.schedule,
     )  # fmt: skip
     partial = None
     if gradient and scaled:
-        partial = torch.empty(-(-columns // config.tile_n), rows, dtype=torch.float32, device=device)
-    if row_scale is not None and row_scale.dtype is not torch.float32:
+        partial = torch.empty(-(-columns // launch.config.tile_n), rows, dtype=torch.float32, device=launch.device)
+    no_bias, no_scale = _absent(launch.device, a.dtype)
+    if row_scale is None:
+        row_scale = no_scale
+    elif row_scale.dtype is not torch.float32:
         row_scale = row_scale.float()
-    counter, dynamic = _counter(device, options)
-    no_bias, no_scale = _absent(device, a.dtype)
+    launch.run(
+        a, b, offsets, out, p, second, no_bias if bias is None else bias, row_scale, partial,
+        launch.tile_counter(), *launch.numbers,
+    )  # fmt: skip
+    return partial
+
+
+@functools.lru_cache(maxsize=4096)
+def _ragged_m_launch(
+    choose: Callable[[Problem], TileConfig],
+    family: Family,
+    device: torch.device,
+    dtype: torch.dtype,
+    rows: int,
+    experts: int,
+    columns: int,
+    depth: int,
+    b_major: str,
+    activation: Activation | None,
+    keep: bool,
+    gradient: bool,
+    biased: bool,
+    scaled: bool,
+    sm_margin: int,
+    schedule: Schedule,
+) -> _Launch:
+    if family == "derivative" and activation is not None and heavy(activation):
+        family = "heavy_derivative"
+    options = KernelOptions(sm_margin, schedule)
+    sms = _sms(device, options)
+    problem = Problem(family, rows, experts, columns, depth, sms)
+    config = choose(problem)
+    run = _ragged_m_kernel(
+        _NAMES[dtype], b_major, family, activation_key(activation), keep, gradient and scaled, config
+    )
     limit, alpha, offset = 0.0, 1.0, 0.0
     if activation is not None:
         limit, alpha, offset = activation.limit or 0.0, activation.alpha, activation.offset
-    run(
-        a, b, offsets, out, p, second, no_bias if bias is None else bias, no_scale if row_scale is None else row_scale,
-        partial, counter, limit, alpha, offset, bias is not None, scaled, band(problem, config), _ctas(sms, config),
-        dynamic,
-    )  # fmt: skip
-    return partial
+    numbers = (limit, alpha, offset, biased, scaled, *_scheduling(problem, config, sms, options))
+    return _Launch(run, config, device, _counter(device, options), numbers)
+
+
+@functools.lru_cache(maxsize=4096)
+def _ragged_k_launch(
+    choose: Callable[[Problem], TileConfig],
+    device: torch.device,
+    dtype: torch.dtype,
+    rows: int,
+    experts: int,
+    n: int,
+    k: int,
+    out: torch.dtype,
+    accumulate: bool,
+    sm_margin: int,
+    schedule: Schedule,
+) -> _Launch:
+    options = KernelOptions(sm_margin, schedule)
+    sms = _sms(device, options)
+    problem = Problem("wgrad", rows, experts, k, n, sms)
+    config = choose(problem)
+    run = _ragged_k_kernel(_NAMES[dtype], config, _NAMES[out], accumulate)
+    numbers = _scheduling(problem, config, sms, options)
+    return _Launch(run, config, device, _counter(device, options), numbers)
+
+
+def _scheduling(problem: Problem, config: TileConfig, sms: int, options: KernelOptions) -> tuple[int, int, int]:
+    """Return what a kernel's scheduler takes: the band of row tiles, CTAs, and whether tiles are drawn."""
+    return band(problem, config), _ctas(sms, config), int(options.schedule == "dynamic")
 
 
 def activation_key(activation: Activation | None) -> tuple[str, bool, bool]:
@@ -264,9 +346,10 @@ def activation_key(activation: Activation | None) -> tuple[str, bool, bool]:
     return activation.kind, activation.gated and clamped, activation.gated and activation.interleaved
 
 
-def _heavy(activation: Activation) -> bool:
+def heavy(activation: Activation) -> bool:
+    """Whether an activation's derivative takes more registers than the widest tile leaves."""
     kind, clamped, interleaved = activation_key(activation)
-    return clamped or interleaved or kind == "geglu_erf"
+    return clamped or interleaved or kind not in ("swiglu", "squared_relu")
 
 
 @functools.cache
@@ -306,11 +389,8 @@ def _no_counter(device: torch.device) -> Tensor:
     return torch.zeros(1, dtype=torch.int32, device=device)
 
 
-def _counter(device: torch.device, options: KernelOptions) -> tuple[Tensor, int]:
-    """The tile counter of a dynamic schedule, zero and this launch's own: launches on other streams have theirs."""
-    if options.schedule == "static":
-        return _no_counter(device), 0
-    return torch.zeros(1, dtype=torch.int32, device=device), 1
+def _counter(device: torch.device, options: KernelOptions) -> Tensor | None:
+    return _no_counter(device) if options.schedule == "static" else None
 
 
 @functools.cache

@@ -147,12 +147,15 @@ class Gemm:
     # -- device side
 
     def shared_memory(self, a_smem, b_smem, box_smem):
-        """Allocate (A, B, boxes, slots) in shared memory, and the rings (of A and B, of tiles, of inputs) over it."""
+        """Allocate (A, B, boxes, slots, drawing) in shared memory, and the rings (of A and B, of tiles, of inputs)
+        over it.
+        """
         config = self.config
         smem = SmemAllocator()
         ab_barriers = smem.allocate_array(Int64, 2 * self.stages)
         ring_barriers = smem.allocate_array(Int64, 2 * tiles.RING_STAGES)
         read_barriers = smem.allocate_array(Int64, 2 * MATH_WARPGROUPS * max(self.load_stages, 1))
+        drawing = tiles.make_drawing(smem, config)
         slots = smem.allocate_tensor(Int32, cute.make_layout((tiles.SLOT, tiles.RING_STAGES)), 16)
         s_a = smem.allocate_tensor(self.element, a_smem.outer, 1024, swizzle=a_smem.inner)
         s_b = smem.allocate_tensor(self.element, b_smem.outer, 1024, swizzle=b_smem.inner)
@@ -187,7 +190,7 @@ class Gemm:
             )
         pipeline.pipeline_init_arrive(cluster_shape_mn=(config.ctas, 1), is_relaxed=True)
         pipeline.pipeline_init_wait(cluster_shape_mn=(config.ctas, 1))
-        return (s_a, s_b, s_box, slots), (ab, ring, reads)
+        return (s_a, s_b, s_box, slots, drawing), (ab, ring, reads)
 
     def across_atom(self, t: cute.Tensor, smem: cute.ComposedLayout, ctas: int) -> Any:
         """A load of 64 columns of an operand that is contiguous along M or N; see `across`."""
@@ -238,7 +241,7 @@ class Gemm:
     def math(self, tiled_mma, shared, rings, group, env):
         """A math warpgroup: main loop and `finish` of its tiles. ``env`` is for the subclass's `finish`."""
         config = self.config
-        s_a, s_b, s_box, slots = shared
+        s_a, s_b, s_box, slots, _ = shared
         ab, ring, _ = rings
         tidx, _, _ = cute.arch.thread_idx()
         thread = tidx % WARPGROUP
@@ -252,21 +255,20 @@ class Gemm:
             if group == 1:
                 self.pass_turn(group)
 
-        ab_state = pipeline.make_pipeline_state(CONSUMER, self.stages)
-        ring_state = pipeline.make_pipeline_state(CONSUMER, tiles.RING_STAGES)
+        consumed = Int32(0)  # stages of A and B
         box_state = pipeline.make_pipeline_state(CONSUMER, max(self.load_stages, 1))
         turn = Int32(0)
-        ring_state, slot = tiles.take(ring, ring_state, slots)
+        turn, slot = tiles.take(ring, turn, slots)
         expert, row, left, column, row_tile, depth = slot
         while expert != tiles.END:
             mine = Boolean(True)
             if const_expr(config.pingpong):
-                mine = turn % 2 == group
+                mine = turn % 2 != group  # `turn` is that of the next tile
             if mine:
                 if const_expr(config.pingpong):
                     cute.arch.barrier(barrier_id=TURN_BARRIER + group, number_of_threads=2 * WARPGROUP)
                 if depth > 0:
-                    ab_state = self.main_loop(tiled_mma, acc, r_a, r_b, ab, ab_state, depth, group)
+                    self.main_loop(tiled_mma, acc, r_a, r_b, ab, consumed, depth, group)
                 else:
                     acc.fill(0.0)
                     if const_expr(config.pingpong):
@@ -275,10 +277,8 @@ class Gemm:
                     acc, s_box, copies, rings, box_state, group, thread, env,
                     expert, row, left, column, row_tile, depth > 0,
                 )  # fmt: skip
-            else:
-                ab_state.advance(depth)
-            turn += 1
-            ring_state, slot = tiles.take(ring, ring_state, slots)
+            consumed += depth
+            turn, slot = tiles.take(ring, turn, slots)
             expert, row, left, column, row_tile, depth = slot
         if thread < 32:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -309,8 +309,10 @@ class Gemm:
         raise NotImplementedError
 
     @cute.jit
-    def main_loop(self, tiled_mma, acc, r_a, r_b, ab, state, depth, group):
+    def main_loop(self, tiled_mma, acc, r_a, r_b, ab, consumed, depth, group):
         """A @ B into ``acc`` over ``depth`` tiles of K; one product in flight while the next is issued."""
+        # made anew for each tile: one number to keep through the epilogue, rather than two
+        state = pipeline.PipelineState(self.stages, consumed, consumed % self.stages, consumed // self.stages % 2)
         released = state.clone()
         warpgroup.fence()
         tiled_mma.set(warpgroup.Field.ACCUMULATE, False)
@@ -333,7 +335,6 @@ class Gemm:
             self.pass_turn(group)
         warpgroup.wait_group(0)
         ab.consumer_release(released)
-        return state
 
     def block_row(self, i: int, group):
         """First row, within the tile, of a warpgroup's i-th block."""

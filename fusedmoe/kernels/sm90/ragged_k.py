@@ -32,7 +32,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 
 from fusedmoe.kernels.sm90 import tiles
 from fusedmoe.kernels.sm90.config import BLOCK_ROWS, EPILOGUE_COLUMNS, TILE_K
-from fusedmoe.kernels.sm90.gemm import CONSUMER, LOAD_WARP, PRODUCER, SCHEDULER_WARP, VALUES, Gemm
+from fusedmoe.kernels.sm90.gemm import LOAD_WARP, PRODUCER, SCHEDULER_WARP, VALUES, Gemm
 
 END_ROW = 2**30
 WRAP = 2**34  # elements: END_ROW of them are 2^64, or a multiple, in bytes
@@ -157,7 +157,7 @@ class RaggedK(Gemm):
             elif warp_idx == SCHEDULER_WARP:
                 tiles.schedule_ragged_k(
                     offsets, (m + config.tile_m - 1) // config.tile_m, (n + config.tile_n - 1) // config.tile_n, TILE_K,
-                    group, counter, dynamic, rings[1], shared[3], cluster, clusters, rank_m, rank_n, config,
+                    group, counter, dynamic, shared[4], rings[1], shared[3], cluster, clusters, rank_m, rank_n, config,
                     pipeline.make_pipeline_state(PRODUCER, tiles.RING_STAGES),
                 )  # fmt: skip
         else:
@@ -168,12 +168,12 @@ class RaggedK(Gemm):
     def load(self, tma_a, a_tma, tma_b, b_tma, shared, rings, rank_m, rank_n, m, n):
         """The loading warp: A and B of every tile, 64 rows at a time, zeros behind an expert's last."""
         config = self.config
-        s_a, s_b, _, slots = shared
+        s_a, s_b, _, slots, _ = shared
         ab, ring, _ = rings
         a_mask, b_mask = self.multicast_masks(rank_m, rank_n)
         ab_state = pipeline.make_pipeline_state(PRODUCER, self.stages)
-        ring_state = pipeline.make_pipeline_state(CONSUMER, tiles.RING_STAGES)
-        ring_state, slot = tiles.take(ring, ring_state, slots)
+        turn = Int32(0)
+        turn, slot = tiles.take(ring, turn, slots)
         expert, row, left, column, row_tile, depth = slot
         while expert != tiles.END:
             for k_tile in cutlass.range(depth, unroll=1):
@@ -190,7 +190,7 @@ class RaggedK(Gemm):
                 for to_b, from_b in b_loads:
                     cute.copy(tma_b, from_b[None, 0], to_b[None, ab_state.index], tma_bar_ptr=full, mcast_mask=b_mask)
                 ab_state.advance()
-            ring_state, slot = tiles.take(ring, ring_state, slots)
+            turn, slot = tiles.take(ring, turn, slots)
             expert, row, left, column, row_tile, depth = slot
         ab.producer_tail(ab_state)
 

@@ -41,7 +41,6 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from fusedmoe.kernels.sm90 import epilogues, tiles
 from fusedmoe.kernels.sm90.config import BLOCK_ROWS, EPILOGUE_COLUMNS, TILE_K
 from fusedmoe.kernels.sm90.gemm import (
-    CONSUMER,
     EPILOGUE_LOAD_WARP,
     LOAD,
     LOAD_WARP,
@@ -137,7 +136,7 @@ class RaggedM(Gemm):
         b = fake(self.element, (experts, cute.sym_int(), cute.sym_int()), strides, assumed_align=16)
         vector = lambda dtype, n: fake(dtype, (n,), (1,))  # noqa: E731
         bias = fake(self.element, (cute.sym_int(), cute.sym_int()), (cute.sym_int64(), 1))
-        partial = fake(Float32, (cute.sym_int(), rows), (cute.sym_int64(), 1)) if e.row_scale else None
+        partial = fake(Float32, (cute.sym_int(), rows), (cute.sym_int(), 1)) if e.row_scale else None
         p = matrix() if e.derivative or (e.act and e.keep) else None
         second = matrix() if e.derivative and e.keep else None
         return cute.compile(
@@ -314,7 +313,7 @@ class RaggedM(Gemm):
                 self.load(tma_a, a_tma, tma_b, b_tma, shared, rings, rank_m, rank_n, n)
             elif warp_idx == SCHEDULER_WARP:
                 tiles.schedule_ragged_m(
-                    offsets, rows, self.tiles_n(n), (k + TILE_K - 1) // TILE_K, group, counter, dynamic,
+                    offsets, rows, self.tiles_n(n), (k + TILE_K - 1) // TILE_K, group, counter, dynamic, shared[4],
                     rings[1], shared[3], cluster, clusters, rank_m, rank_n, config,
                     pipeline.make_pipeline_state(PRODUCER, tiles.RING_STAGES),
                 )  # fmt: skip
@@ -333,13 +332,13 @@ class RaggedM(Gemm):
     def load(self, tma_a, a_tma, tma_b, b_tma, shared, rings, rank_m, rank_n, n):
         """The loading warp: A and B of every tile, stage by stage."""
         config = self.config
-        s_a, s_b, _, slots = shared
+        s_a, s_b, _, slots, _ = shared
         ab, ring, _ = rings
         a_mask, b_mask = self.multicast_masks(rank_m, rank_n)
         tile_n = (config.tile_n // 2, 2) if const_expr(self.paired) else config.tile_n
         ab_state = pipeline.make_pipeline_state(PRODUCER, self.stages)
-        ring_state = pipeline.make_pipeline_state(CONSUMER, tiles.RING_STAGES)
-        ring_state, slot = tiles.take(ring, ring_state, slots)
+        turn = Int32(0)
+        turn, slot = tiles.take(ring, turn, slots)
         expert, row, column, depth = slot[0], slot[1], slot[3], slot[5]
         while expert != tiles.END:
             if depth > 0:
@@ -372,7 +371,7 @@ class RaggedM(Gemm):
                             tma_b, from_b[None, k_tile], to_b[None, ab_state.index], tma_bar_ptr=full, mcast_mask=b_mask
                         )
                     ab_state.advance()
-            ring_state, slot = tiles.take(ring, ring_state, slots)
+            turn, slot = tiles.take(ring, turn, slots)
             expert, row, column, depth = slot[0], slot[1], slot[3], slot[5]
         ab.producer_tail(ab_state)
 
@@ -385,17 +384,16 @@ class RaggedM(Gemm):
     def load_boxes(self, tma_p, p_tma, shared, rings, group):
         """A warp that loads the preactivation for one math warpgroup, box by box in the order of its epilogue."""
         config = self.config
-        _, _, s_box, slots = shared
+        _, _, s_box, slots, _ = shared
         _, ring, reads = rings
         state = pipeline.make_pipeline_state(PRODUCER, self.load_stages)
-        ring_state = pipeline.make_pipeline_state(CONSUMER, tiles.RING_STAGES)
         turn = Int32(0)
-        ring_state, slot = tiles.take(ring, ring_state, slots)
+        turn, slot = tiles.take(ring, turn, slots)
         expert, row, left, column, depth = slot[0], slot[1], slot[2], slot[3], slot[5]
         while expert != tiles.END:
             mine = depth > 0
             if const_expr(config.pingpong):
-                mine = mine and turn % 2 == group
+                mine = mine and turn % 2 != group  # `turn` is that of the next tile
             if mine:
                 for i in cutlass.range_constexpr(config.blocks):
                     shift = self.block_row(i, group)
@@ -416,8 +414,7 @@ class RaggedM(Gemm):
                                     tma_bar_ptr=reads.producer_get_barrier(here),
                                 )  # fmt: skip
                             state.advance()
-            turn += 1
-            ring_state, slot = tiles.take(ring, ring_state, slots)
+            turn, slot = tiles.take(ring, turn, slots)
             expert, row, left, column, depth = slot[0], slot[1], slot[2], slot[3], slot[5]
 
     def box_of(self, half, box_column):
@@ -454,8 +451,11 @@ class RaggedM(Gemm):
                 if const_expr(self.epilogue.row_scale):
                     for h in cutlass.range_constexpr(2):
                         total = cute.arch.warp_reduction_sum(sums[h], threads_in_group=4)
-                        within = block.warp_row + block.lane // 4 + 8 * h
-                        if block.lane % 4 == 0 and within < block.valid:
+                        lane = cute.arch.lane_idx()
+                        tidx, _, _ = cute.arch.thread_idx()
+                        within = tidx % 128 // 32 * 16 + lane // 4 + 8 * h
+                        # a cluster's last column tile may lie past the last column
+                        if lane % 4 == 0 and within < block.valid and column < self.tiles_n(env.n):
                             env.partial[column, block.top + within] = total
         return box_state
 
@@ -470,7 +470,7 @@ class RaggedM(Gemm):
         scales = [Float32(1.0), Float32(1.0)]
         if const_expr(self.may_scale):
             for h in cutlass.range_constexpr(2):
-                if env.scaled != 0:
+                if const_expr(self.epilogue.derivative) or env.scaled != 0:
                     at = cutlass.min(block.top + block.warp_row + block.lane // 4 + 8 * h, env.rows - 1)
                     scales[h] = cutlass.select_(block.live, env.row_scale[at], Float32(0.0))
         return scales

@@ -38,8 +38,9 @@ def offsets_from_splits(splits_E: Tensor, num_rows: int) -> Tensor:
     Tensor
         int32, shape (E,), non-decreasing, within [0, R].
     """
-    offsets_E = torch.empty_like(splits_E, dtype=torch.int32)
-    if num_rows == 0 or not splits_E.shape[0]:
+    experts = splits_E.shape[0]
+    offsets_E = splits_E.new_empty(experts, dtype=torch.int32)
+    if num_rows == 0 or not experts:
         return offsets_E.zero_()
     _offsets(splits_E.dtype)(splits_E, offsets_E, num_rows)
     return offsets_E

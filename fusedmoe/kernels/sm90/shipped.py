@@ -46,9 +46,12 @@ def KERNELS() -> tuple[Kernel, ...]:
     ]
     for (kind, clamped, interleaved), keep in itertools.product(others, (True, False)):
         epilogue = Epilogue(kind, clamped=clamped, interleaved=interleaved, keep=keep)
-        kernels.append(RaggedM("bf16", PP_192, b_major="n" if interleaved else "k", epilogue=epilogue))
+        # alternating gate and up: as GroupedLinear stores them, and as GPT-OSS's checkpoints do
+        kernels += [
+            RaggedM("bf16", PP_192, b_major=major, epilogue=epilogue) for major in ("kn" if interleaved else "k")
+        ]
     for (kind, clamped, interleaved), scaled in itertools.product(others, (False, True)):
-        config = PP_128 if clamped or kind == "geglu_erf" else PP_192
+        config = PP_192 if kind == "squared_relu" else PP_128
         epilogue = Epilogue(kind, True, clamped, interleaved, keep=True, row_scale=scaled)
         kernels.append(RaggedM("bf16", config, b_major="n", epilogue=epilogue))
 

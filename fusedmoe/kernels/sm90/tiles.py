@@ -12,7 +12,11 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+import cutlass.pipeline as pipeline
+from cutlass import Boolean, Int32, Int64, const_expr
+from cutlass.memory import SmemAllocator
+
+from fusedmoe.kernels.sm90.config import TileConfig
 
 RING_STAGES = 4
 SLOT = 8  # Int32s a slot; their meaning:
@@ -57,15 +61,19 @@ def put(ring, state, slots: cute.Tensor, lane: Int32, values):
 
 
 @cute.jit
-def take(ring, state, slots: cute.Tensor):
-    """Read the next slot, all lanes of a warp together; the ring's next state and the slot's values."""
+def take(ring, turn: Int32, slots: cute.Tensor):
+    """Read slot number ``turn``, all lanes of a warp together; the next number and the slot's values."""
+    # not a state of its own that is carried along: that would be two registers more in the math warps, which have none
+    state = pipeline.PipelineState(RING_STAGES, turn, turn % RING_STAGES, turn // RING_STAGES % 2)
     ring.consumer_wait(state)
-    values = [slots[i, state.index] for i in range(FIELDS)]
-    cute.arch.sync_warp()
+    # one lane reads for all: it is the one that says so to the ring, which race checkers insist on
+    values = cute.make_rmem_tensor((FIELDS,), Int32)
+    values.fill(0)
     if cute.arch.lane_idx() == 0:
+        for i in cutlass.range_constexpr(FIELDS):
+            values[i] = slots[i, state.index]
         ring.consumer_release(state)
-    state.advance()
-    return state, values
+    return turn + 1, [cute.arch.shuffle_sync(values[i], 0) for i in range(FIELDS)]
 
 
 @cute.jit
@@ -81,17 +89,65 @@ def place(local: Int32, tiles_m: Int32, tiles_n: Int32, group: Int32) -> tuple[I
     return first + within - column * height, column
 
 
+class Drawing:
+    """How a cluster draws its tiles, where the schedule is dynamic: CTA 0 from a counter in memory, and CTA 1 of a
+    cluster from CTA 0, through one word of its shared memory. ``told`` is the barrier that the word arrives at, in CTA
+    1; ``read`` the one in CTA 0 that says that it may be written again.
+    """
+
+    def __init__(self, ctas: int, word: cute.Tensor, told: cute.Pointer, read: cute.Pointer) -> None:
+        self.ctas, self.word, self.told, self.read = ctas, word, told, read
+
+
+def make_drawing(smem: SmemAllocator, config: TileConfig) -> Drawing:
+    """Allocate what a cluster draws with, and initialise its barriers; the caller synchronises."""
+    barriers = smem.allocate_array(Int64, 2)
+    word = smem.allocate_tensor(Int32, cute.make_layout(1), 16)
+    init_drawing(barriers)
+    return Drawing(config.ctas, word, barriers, barriers + 1)
+
+
 @cute.jit
-def next_tile(tile: Int32, stride: Int32, counter, lane: Int32, dynamic: Int32) -> Int32:
-    """The tile after ``tile``: a fixed stride on, or the next that nobody has drawn."""
-    if dynamic != 0:
-        drawn = Int32(0)
-        if lane == 0:
-            drawn = cute.arch.atomic_add(counter.iterator, Int32(1))
-        tile = stride + cute.arch.shuffle_sync(drawn, 0)
-    else:
+def init_drawing(barriers: cute.Pointer) -> None:
+    """Initialise both barriers of a `Drawing`, for one arrival each."""
+    if cute.arch.warp_idx() == 0:
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_init(barriers, 1)
+            cute.arch.mbarrier_init(barriers + 1, 1)
+
+
+@cute.jit
+def next_tile(tile: Int32, stride: Int32, counter, lane: Int32, dynamic: Int32, drawing, turn: Int32) -> Int32:
+    """Return the tile after ``tile``: a fixed stride on, or the next that nobody has drawn. ``turn`` counts the
+    calls.
+    """
+    if dynamic == 0:
         tile += stride
+    else:
+        drawn = Int32(0)
+        if const_expr(drawing.ctas == 1):
+            if lane == 0:
+                drawn = stride + cute.arch.atomic_add(counter.iterator, Int32(1))
+        elif cute.arch.block_idx_in_cluster() == 0:
+            if lane == 0:
+                drawn = stride + cute.arch.atomic_add(counter.iterator, Int32(1))
+                cute.arch.mbarrier_wait(drawing.read, (turn & 1) ^ 1)  # the first wait is for nothing
+                cute.arch.store_async_dsmem(drawing.word.iterator, drawn, drawing.told, 1)
+        elif lane == 0:
+            cute.arch.mbarrier_arrive_and_expect_tx(drawing.told, 4)
+            cute.arch.mbarrier_wait(drawing.told, turn & 1)
+            drawn = drawing.word[0]
+            cute.arch.mbarrier_arrive(drawing.read, 0)
+        tile = cute.arch.shuffle_sync(drawn, 0)
     return tile
+
+
+@cute.jit
+def finish_drawing(drawing, dynamic: Int32, turn: Int32) -> None:
+    """Wait, in CTA 0, until CTA 1 has read the last word: its arrival needs this CTA's shared memory."""
+    if const_expr(drawing.ctas > 1):
+        if dynamic != 0 and turn > 0 and cute.arch.block_idx_in_cluster() == 0:
+            cute.arch.mbarrier_wait(drawing.read, (turn & 1) ^ 1)
 
 
 @cute.jit
@@ -103,6 +159,7 @@ def schedule_ragged_m(
     group: Int32,
     counter,
     dynamic: Int32,
+    drawing,
     ring,
     slots: cute.Tensor,
     cluster: Int32,
@@ -114,27 +171,25 @@ def schedule_ragged_m(
 ) -> None:
     """Tiles of a product with ragged rows, for one cluster out of ``clusters``."""
     tile_m, cluster_m, cluster_n = config.tile_m, config.cluster_m, config.cluster_n
+    granule = tile_m * cluster_m
     lane = cute.arch.lane_idx()
     experts = cute.size(offsets)
     columns = (tiles_n + cluster_n - 1) // cluster_n
-    tile = cluster
+    tile, turn = cluster, Int32(0)
     chunk, before = Int32(0), Int32(0)  # the chunk's first expert; tiles of all earlier chunks
     first, count = expert_rows(offsets, rows, lane, True)
-    tall = (count + (tile_m * cluster_m - 1)) // (tile_m * cluster_m)
-    ends = inclusive_sum(tall * columns, lane)
-    total = cute.arch.shuffle_sync(ends, 31)
+    ends = inclusive_sum((count + (granule - 1)) // granule * columns, lane)
     while chunk <= experts:
+        total = cute.arch.shuffle_sync(ends, 31)
         if tile >= before + total:
             chunk += 32
             before += total
             first, count = expert_rows(offsets, rows, chunk + lane, True)
-            tall = (count + (tile_m * cluster_m - 1)) // (tile_m * cluster_m)
-            ends = inclusive_sum(tall * columns, lane)
-            total = cute.arch.shuffle_sync(ends, 31)
+            ends = inclusive_sum((count + (granule - 1)) // granule * columns, lane)
         else:
             within = tile - before
             owner = cute.arch.popc(cute.arch.vote_ballot_sync(Boolean(ends <= within)))
-            tiles_m = cute.arch.shuffle_sync(tall, owner)
+            tiles_m = cute.arch.shuffle_sync((count + (granule - 1)) // granule, owner)
             local = within - (cute.arch.shuffle_sync(ends, owner) - tiles_m * columns)
             row_tile, column_tile = place(local, tiles_m, columns, group)
             row = (row_tile * cluster_m + rank_m) * tile_m
@@ -144,7 +199,9 @@ def schedule_ragged_m(
             depth = Int32(0) if expert == experts else k_tiles
             values = (expert, here, left, column_tile * cluster_n + rank_n, row_tile, depth)
             state = put(ring, state, slots, lane, values)
-            tile = next_tile(tile, clusters, counter, lane, dynamic)
+            tile = next_tile(tile, clusters, counter, lane, dynamic, drawing, turn)
+            turn += 1
+    finish_drawing(drawing, dynamic, turn)
     state = put(ring, state, slots, lane, (Int32(END), Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)))
 
 
@@ -157,6 +214,7 @@ def schedule_ragged_k(
     group: Int32,
     counter,
     dynamic: Int32,
+    drawing,
     ring,
     slots: cute.Tensor,
     cluster: Int32,
@@ -171,7 +229,7 @@ def schedule_ragged_k(
     lane = cute.arch.lane_idx()
     experts = cute.size(offsets)
     tall, wide = (tiles_m + cluster_m - 1) // cluster_m, (tiles_n + cluster_n - 1) // cluster_n
-    tile = cluster
+    tile, turn = cluster, Int32(0)
     while tile < experts * tall * wide:
         expert = tile // (tall * wide)
         row_tile, column_tile = place(tile - expert * (tall * wide), tall, wide, group)
@@ -184,5 +242,7 @@ def schedule_ragged_k(
             (count + tile_k - 1) // tile_k,
         )  # fmt: skip
         state = put(ring, state, slots, lane, values)
-        tile = next_tile(tile, clusters, counter, lane, dynamic)
+        tile = next_tile(tile, clusters, counter, lane, dynamic, drawing, turn)
+        turn += 1
+    finish_drawing(drawing, dynamic, turn)
     state = put(ring, state, slots, lane, (Int32(END), Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)))

@@ -1,0 +1,123 @@
+"""``python -m benchmarks.page``: write docs/benchmarks.md out of the result files, so that neither goes its own way."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.results import ROOT
+
+PAGE = ROOT.parent / "docs" / "benchmarks.md"
+RESULTS = ROOT / "results" / "nvidia-h100-80gb-hbm3"
+
+INTRODUCTION = """\
+# Benchmarks
+
+`make bench` measures with what is installed, prints a table and writes `benchmarks/results/<machine>/*.json`, with
+the versions and the commit. This page is written from those files, by `python -m benchmarks.page`.
+"""
+GPU = """\
+## On the GPU
+
+CUDA events around one call, the L2 flushed and the host ahead, peers in turns, the median of {reps} calls. Rows lie
+dispatched, routing is {routing}. Every result was first compared with fp64 on the same operands, for the experts with
+the fewest, the median and the most rows. *x torch* and the like are the peer's time over ours: over 1 is in our
+favour. `F.grouped_mm` stands for torch, with eager pointwise operations and with compiled ones; QuACK runs with
+{tuned}.
+
+{machine}, torch {torch}, CUDA {cuda}, nvidia-cutlass-dsl {dsl}, QuACK {quack}, commit {commit}. Measured ceilings of
+this GPU: {tflops:.0f} TFLOP/s (a bf16 product of 8192³), {copy:.1f} TB/s (copy, read and written).
+"""
+HOST = """\
+## What the framework costs the host
+
+A planned `Sequential(GroupedLinear, SwiGLU, GroupedLinear)` on few rows and small layers, against the same three ops'
+computations called by hand one after the other, with autograd's own backward. Wall time of the Python call in
+microseconds: the least over the rounds, which is what the code costs, and in parentheses the median, which includes
+whatever else the machine did.
+"""
+
+
+def load(folder: Path, name: str) -> dict[str, Any] | None:
+    """Read a result file, where there is one."""
+    file = folder / f"{name}.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+
+
+def host_table(results: dict[str, Any]) -> str:
+    """Return the table of host times."""
+    versions = f"torch {results['versions']['torch']}, Python {results['versions']['python']}"
+    lines = [
+        f"Machine of an {results['machine']}, {versions}, commit {results['commit']}:",
+        "",
+        "| tensors on | pass | planned | by hand | planned - by hand |",
+        "|---|---|---|---|---|",
+    ]
+    for device, report in results["host"].items():
+        for title, times in report["passes"].items():
+            cells = [f"{times[v]['least_us']:.0f} ({times[v]['median_us']:.0f})" for v in ("planned", "by hand")]
+            over = report["overhead_us"][title]
+            cells.append(f"{over['least']:.0f} ({over['median']:.0f})")
+            lines.append(f"| {device} | {title} | {' | '.join(cells)} |")
+    planning = results["host"]["cpu"]["planning_ms"]
+    return "\n".join([*lines, "", f"Planning a new chain took {planning:.1f} ms there."])
+
+
+def case_table(results: dict[str, Any], case: str) -> str:
+    """Return the table of one case: a row a shape."""
+    rows = {s["name"]: {r["peer"]: r for r in s["rows"] if r["case"] == case} for s in results["shapes"]}
+    peers = list(dict.fromkeys(p for by_peer in rows.values() for p in by_peer if p != "fusedmoe"))
+    peers = [p for p in peers if any(by_peer.get(p, {}).get("ms") for by_peer in rows.values())]
+    host = any(by_peer.get("fusedmoe", {}).get("host_idle_us") for by_peer in rows.values())
+    head = ["shape", "ms", "TFLOP/s", "% of ceiling", *(["host us"] if host else []), *(f"x {p}" for p in peers)]
+    lines = [f"### {case}", "", "| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for name, by_peer in rows.items():
+        ours = by_peer.get("fusedmoe")
+        if not ours or not ours["ms"]:
+            continue
+        cells = [name, f"{ours['ms']:.3f}", f"{ours['tflops']:.0f}", f"{ours['ceiling_percent']:.0f}"]
+        cells += [f"{ours['host_idle_us']:.0f}" if ours.get("host_idle_us") else ""] if host else []
+        for peer in peers:
+            theirs = by_peer.get(peer) or {}
+            cells.append(f"{theirs['ms'] / ours['ms']:.2f}" if theirs.get("ms") else "")
+        lines.append("| " + " | ".join(cells) + " |")
+    means = results["geometric_mean_speedups"].get(case, {})
+    if any(p in means for p in peers):
+        cells = [f"{means[p]['mean']:.2f}" if p in means else "" for p in peers]
+        lines.append("| *geometric mean* " + "| " * (len(head) - 1 - len(peers)) + "| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def render(folder: Path = RESULTS) -> str:
+    """Return the page."""
+    parts = [INTRODUCTION]
+    kernels, mlp, deepgemm = (load(folder, name) for name in ("kernels", "mlp", "deepgemm"))
+    if kernels:
+        versions = kernels["versions"]
+        parts.append(
+            GPU.format(
+                reps=kernels["reps"], routing=f"{kernels['routing']} random", machine=kernels["machine"],
+                tuned="its own tuning" if kernels["peers_tuned"] else "its default configurations",
+                torch=versions["torch"], cuda=versions.get("cuda"), dsl=versions.get("nvidia-cutlass-dsl"),
+                quack=versions.get("quack-kernels"), commit=kernels["commit"], tflops=kernels["ceiling"]["tflops"],
+                copy=kernels["ceiling"]["copy_tb_s"],
+            )
+        )  # fmt: skip
+    for results in (mlp, kernels, deepgemm):
+        if results:
+            cases = dict.fromkeys(r["case"] for s in results["shapes"] for r in s["rows"])
+            parts += [case_table(results, case) + "\n" for case in cases]
+    host = load(folder, "host")
+    if host:
+        parts += [HOST, host_table(host) + "\n"]
+    return "\n".join(parts)
+
+
+def main() -> None:
+    PAGE.write_text(render(), encoding="utf-8")
+    print(PAGE)
+
+
+if __name__ == "__main__":
+    main()

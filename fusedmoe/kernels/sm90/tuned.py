@@ -1,0 +1,109 @@
+"""The table of tiles that ``fusedmoe tune`` measured on this machine: JSON in the cache directory.
+
+    {"format": 1, "gpus": {<name of a GPU>: {<coarse shape>: {"config": <name>, "ms": <time>, "measured": <date>}}}}
+
+A coarse shape is `choice.Problem.coarse`, its parts joined by ``/``. The file lies in the folder of this version of
+fusedmoe, as compiled kernels do: another version's tiles may be other ones. It holds names alone, and a name that is no
+candidate is passed over, so a wrong file can make kernels slow and nothing else.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from fusedmoe.kernels import cache
+from fusedmoe.kernels.sm90.measured import Coarse
+
+logger = logging.getLogger(__name__)
+
+FILE = "tuned_sm90.json"
+FORMAT = 1
+
+
+def path() -> Path | None:
+    """Return where the table lies, existing or not; None where the cache on disk is switched off.
+
+    Raises
+    ------
+    fusedmoe.kernels.cache.CacheUnusableError
+        The cache directory is not to be used.
+    """
+    from fusedmoe import __version__
+
+    folder = cache.folder(__version__)
+    return None if folder is None else folder / FILE
+
+
+@functools.cache
+def table() -> dict[Coarse, str]:
+    """Return what was measured on this GPU, as coarse shape to a configuration's name. Read once.
+
+    The GPU is torch's current one at the first call. A file that is damaged counts as none; one WARNING says so.
+    """
+    try:
+        file = path()
+    except cache.CacheUnusableError:  # which the compiler says
+        return {}
+    if file is None or not file.exists():
+        return {}
+    try:
+        gpus = _read(file)
+        return {_coarse(shape): str(entry["config"]) for shape, entry in gpus.get(gpu_name() or "", {}).items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        logger.warning("%s is not used: %s: %s; `fusedmoe tune --clear` removes it", file, type(error).__name__, error)
+        return {}
+
+
+def gpu_name() -> str | None:
+    """Return the name of torch's current GPU; None where there is none."""
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
+def add(file: Path, gpu: str, shape: Coarse, config: str, ms: float) -> None:
+    """Write one measurement into the table, beside those that it has. A damaged table is begun anew.
+
+    Raises
+    ------
+    OSError
+        The directory cannot be written.
+    """
+    try:
+        gpus = _read(file)
+    except (FileNotFoundError, ValueError):
+        gpus = {}
+    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    of_gpu = gpus.setdefault(gpu, {})
+    of_gpu["/".join(map(str, shape))] = {"config": config, "ms": round(ms, 5), "measured": today}
+    file.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    text = json.dumps({"format": FORMAT, "gpus": gpus}, indent=2, sort_keys=True)
+    cache.replace(file, text.encode() + b"\n")
+
+
+def _read(file: Path) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return the table's GPUs; raises ValueError where anything in it is not as it is written here."""
+    content = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ValueError(f"no table of format {FORMAT}")
+    gpus = content.get("gpus")
+    if not isinstance(gpus, dict) or not all(isinstance(shapes, dict) for shapes in gpus.values()):
+        raise ValueError("no entries by GPU and shape")
+    for shape, entry in (item for shapes in gpus.values() for item in shapes.items()):
+        if not isinstance(entry, dict) or not isinstance(entry.get("config"), str):
+            raise ValueError(f"{shape!r} has no configuration")
+        _coarse(shape)
+    return gpus
+
+
+def _coarse(shape: str) -> Coarse:
+    family, *numbers = shape.split("/")
+    if len(numbers) != 3 or not all(number.isdecimal() for number in numbers):
+        raise ValueError(f"{shape!r} is no shape")
+    rows, columns, depth = map(int, numbers)
+    return family, rows, columns, depth

@@ -1,0 +1,162 @@
+"""Every candidate of an expert MLP's products, timed on this GPU. For ``fusedmoe tune``; nothing else measures.
+
+Axes: R rows, E experts, H hidden, I intermediate, N features of the first layer (2 I where gated).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from fusedmoe.kernels.activation import Activation
+from fusedmoe.kernels.sm90 import functions
+from fusedmoe.kernels.sm90.choice import Family, Problem, candidates
+
+if TYPE_CHECKING:
+    from fusedmoe.kernels.sm90.config import TileConfig
+
+FLUSH_BYTES = 256 << 20  # five times the L2
+SPIN_CYCLES = 1 << 20  # of the GPU before a timed call: longer than the host takes to enqueue it
+WARM_UP = 3  # calls of each candidate that are not timed
+
+ACTIVATIONS = {
+    "swiglu": Activation("swiglu"),
+    "clamped_swiglu": Activation("swiglu", limit=7.0, alpha=1.702, offset=1.0),
+    "geglu_tanh": Activation("geglu_tanh"),
+    "geglu_erf": Activation("geglu_erf"),
+    "reglu": Activation("reglu"),
+    "squared_relu": Activation("squared_relu"),
+}
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """What is tuned: the expert MLP of a model, with R rows spread evenly over the experts.
+
+    ``activation`` is one of `ACTIVATIONS`, ``dtype`` "bf16" or "fp16".
+    """
+
+    hidden: int
+    intermediate: int
+    experts: int
+    rows: int
+    activation: str = "swiglu"
+    dtype: str = "bf16"
+
+
+@dataclass(frozen=True)
+class Product:
+    """One product of the MLP: what a person calls it, what `choice` knows of it, and whether the weight has unit stride
+    along the result's columns, as it has in the gradient of an input.
+    """
+
+    title: str
+    problem: Problem
+    across: bool = False
+
+    @property
+    def flops(self) -> float:
+        """``2 R N K``."""
+        return 2.0 * self.problem.rows * self.problem.columns * self.problem.depth
+
+
+Measure = Callable[[Mlp, Product, int], "dict[TileConfig, float]"]
+"""(MLP, its product, repetitions) to the milliseconds of each candidate."""
+
+
+def products(mlp: Mlp, sms: int) -> tuple[Product, ...]:
+    """Return the products of a training step of the MLP."""
+    activation = ACTIVATIONS[mlp.activation]
+    h, i, n = mlp.hidden, mlp.intermediate, mlp.intermediate * (2 if activation.gated else 1)
+    heavy = functions.heavy(activation)
+
+    def product(title: str, family: Family, columns: int, depth: int, across: bool = False) -> Product:
+        return Product(title, Problem(family, mlp.rows, mlp.experts, columns, depth, sms), across)
+
+    return (
+        product("FC1 and the activation", "activation", n, h),
+        product("FC2", "plain", h, i),
+        product("FC2's input gradient and the activation's", "heavy_derivative" if heavy else "derivative", i, h, True),
+        product("FC1's input gradient", "plain", h, n, True),
+        product("FC1's weight gradient", "wgrad", h, n),
+        product("FC2's weight gradient", "wgrad", i, h),
+    )
+
+
+def measure(mlp: Mlp, product: Product, reps: int) -> dict[TileConfig, float]:
+    """Time each candidate: the median of ``reps`` calls in milliseconds, candidates in turns, nothing in the L2."""
+    call = _call(mlp, product)
+    configs = candidates(product.problem)
+    for config in configs:
+        with forced(config):
+            for _ in range(WARM_UP):
+                call()
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
+    taken: dict[TileConfig, list[float]] = {config: [] for config in configs}
+    for _ in range(reps):
+        for config in configs:
+            with forced(config):
+                taken[config].append(_gpu_ms(call, flush))
+    return {config: statistics.median(ms) for config, ms in taken.items()}
+
+
+@contextlib.contextmanager
+def forced(config: TileConfig) -> Iterator[None]:
+    """Have every product run with this configuration. For a process that does nothing else meanwhile."""
+    names = vars(functions)
+    before = names["choose"]
+    names["choose"] = _always(config)
+    try:
+        yield
+    finally:
+        names["choose"] = before
+
+
+@functools.cache
+def _always(config: TileConfig) -> Callable[[Problem], TileConfig]:
+    """Return the same function for a configuration each time: launches are found by it."""
+    return lambda problem: config
+
+
+def _gpu_ms(call: Callable[[], object], flush: torch.Tensor) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    flush.zero_()
+    torch.cuda._sleep(SPIN_CYCLES)  # else the host's gaps between launches would be measured
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end))
+
+
+def _call(mlp: Mlp, product: Product) -> Callable[[], object]:
+    """Return the product as a call, its tensors made."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[mlp.dtype]
+    activation = ACTIVATIONS[mlp.activation]
+    p = product.problem
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        # numbers as a model has them: a GPU's clock depends on how many bits change
+        return torch.randn(shape, dtype=dtype, device="cuda", generator=generator)
+
+    ends = [p.rows * (e + 1) // p.experts for e in range(p.experts)]
+    offsets = torch.tensor(ends, dtype=torch.int32, device="cuda")
+    if p.family == "wgrad":
+        grad, x = draw(p.rows, p.depth), draw(p.rows, p.columns)
+        return lambda: functions.grouped_wgrad(grad, x, offsets)
+    rows = draw(p.rows, p.depth)
+    weight = draw(p.experts, p.depth, p.columns).mT if product.across else draw(p.experts, p.columns, p.depth)
+    if p.family == "activation":
+        return lambda: functions.grouped_gemm_activation(rows, weight, offsets, activation)
+    if p.family == "plain":
+        return lambda: functions.grouped_gemm(rows, weight, offsets)
+    kept = draw(p.rows, p.columns * (2 if activation.gated else 1))
+    return lambda: functions.grouped_gemm_activation_backward(rows, weight.mT, offsets, kept, activation)

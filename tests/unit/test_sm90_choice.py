@@ -1,0 +1,200 @@
+"""Which tiles a product runs with: what the model says of shapes, no kernel and no GPU."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from fusedmoe.kernels.options import KernelOptions
+from fusedmoe.kernels.sm90 import functions, tuned
+from fusedmoe.kernels.sm90.choice import (
+    CANDIDATES,
+    CO_256,
+    EPILOGUE_CYCLES,
+    PP_128_WIDE,
+    PP_192,
+    PP_192_WIDE,
+    ROW_VALUES,
+    Problem,
+    band,
+    by_model,
+    candidates,
+    choose,
+    cycles,
+)
+from fusedmoe.kernels.sm90.config import BLOCK_ROWS, EPILOGUE_COLUMNS, TileConfig
+from fusedmoe.kernels.sm90.measured import MEASURED
+
+SMS = 132
+ROWS = (1, 100, 4096, 262_144)
+SHAPES = ((8, 2048), (128, 768), (512, 512), (32, 2880), (1, 8))  # experts, width
+CONFIGS = sorted({config for configs in CANDIDATES.values() for config in configs}, key=lambda config: config.name)
+
+
+@pytest.fixture(autouse=True)
+def no_table_of_this_machine(monkeypatch, tmp_path):
+    """What somebody tuned here is no matter of these tests."""
+    monkeypatch.setenv("FUSEDMOE_CACHE_DIR", str(tmp_path))
+    tuned.table.cache_clear()
+    choose.cache_clear()
+    yield
+    tuned.table.cache_clear()
+    choose.cache_clear()
+
+
+def problems(family, **settings):
+    for rows, (experts, width) in itertools.product(ROWS, SHAPES):
+        yield Problem(family, rows, experts, width, 2048, SMS, **settings)
+
+
+@pytest.mark.parametrize("family", CANDIDATES)
+def test_choice_is_the_fastest_candidate_by_the_model(family):
+    for problem in problems(family):
+        times = {config: cycles(problem, config) for config in CANDIDATES[family]}
+        assert times[by_model(problem)] == min(times.values())
+        assert choose(problem) == by_model(problem) or problem.coarse in MEASURED
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
+@pytest.mark.parametrize("sm_margin", [0, 1, 20, 131, 132, 1000])
+def test_no_more_ctas_than_sms_and_whole_clusters(config, sm_margin, monkeypatch):
+    monkeypatch.setattr(functions, "_sm_count", lambda device: SMS)
+    sms = functions._sms("cuda", KernelOptions(sm_margin))
+    ctas = functions._ctas(sms, config)
+    assert config.ctas <= ctas <= sms
+    assert ctas <= max(SMS - sm_margin, 2)
+    assert ctas % config.ctas == 0
+    assert sms - ctas < config.ctas
+
+
+@pytest.mark.parametrize("family", CANDIDATES)
+@pytest.mark.parametrize("axis", ["rows", "experts", "columns", "depth"])
+def test_more_work_is_estimated_to_take_no_less_time(family, axis):
+    base = Problem(family, 65_536, 64, 1536, 2048, SMS)
+    # twice as many experts have no fewer tiles; half as many again may, whose rows then just fill theirs
+    more = [replace(base, **{axis: getattr(base, axis) * factor}) for factor in (1, 2, 4, 8)]
+    for config in CANDIDATES[family]:
+        times = [cycles(problem, config) for problem in more]
+        assert times == sorted(times), config.name
+        assert times[-1] > times[0] or (family == "wgrad" and axis == "experts"), config.name
+
+
+@pytest.mark.parametrize("family", CANDIDATES)
+def test_fewer_sms_are_estimated_to_take_no_less_time(family):
+    for config in CANDIDATES[family]:
+        times = [cycles(Problem(family, 65_536, 64, 1536, 2048, sms), config) for sms in (132, 112, 64, 2)]
+        assert times == sorted(times)
+
+
+@pytest.mark.parametrize(
+    ("experts", "rows", "columns", "depth"), [(8, 32_768, 28_672, 4096), (128, 262_144, 4096, 4096)]
+)
+@pytest.mark.parametrize("family", CANDIDATES)
+def test_large_products_are_estimated_between_half_of_the_peak_and_the_peak(family, experts, rows, columns, depth):
+    """An SM does 2048 multiply-adds a cycle."""
+    problem = Problem(family, rows, experts, columns, depth, SMS)
+    at_peak = rows * columns * depth / 2048 / SMS
+    assert at_peak <= cycles(problem, choose(problem)) < 2 * at_peak
+
+
+@pytest.mark.parametrize("family", ["plain", "activation", "derivative", "heavy_derivative"])
+def test_large_products_run_in_clusters(family):
+    """A CTA alone loads more than the L2 gives."""
+    assert choose(Problem(family, 262_144, 16, 6144, 4096, SMS)).ctas == 2
+
+
+@pytest.mark.parametrize("family", ["plain", "activation"])
+def test_one_row_an_expert_does_not_take_two_row_tiles(family):
+    assert choose(Problem(family, 512, 512, 1024, 2048, SMS)).cluster_m == 1
+
+
+@pytest.mark.parametrize("family", CANDIDATES)
+def test_band_is_one_row_tile_at_least(family):
+    for problem, config in itertools.product(problems(family), CANDIDATES[family]):
+        height = band(problem, config)
+        assert 1 <= height <= 16
+        assert height * config.tile_m * config.cluster_m <= 1024
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
+def test_candidates_are_legal_for_wgmma_and_the_epilogue(config):
+    assert config.tile_m % (BLOCK_ROWS * (1 if config.pingpong else 2)) == 0
+    assert config.tile_n % (2 * EPILOGUE_COLUMNS) == 0, "halves of a gated tile are written by boxes of 32 columns"
+    assert config.tile_n <= 256
+    assert config.ctas <= 2
+    accumulators = config.blocks * config.tile_n // 2  # registers of a thread, of 232
+    assert accumulators <= 192
+
+
+def test_names_tell_configurations_apart():
+    assert len({config.name for config in CONFIGS}) == len(CONFIGS)
+    assert TileConfig(128, 192, 2, 1).name == "128x192pp_c21"
+    assert TileConfig(256, 128, 1, 2, pingpong=False).name == "256x128co_c12"
+
+
+def test_every_family_has_an_epilogue_in_the_model():
+    assert EPILOGUE_CYCLES.keys() == CANDIDATES.keys() == ROW_VALUES.keys()
+
+
+# TFLOP/s of an H100, the best candidate first: family, rows, experts, columns, depth
+MEASURED_RATES = {
+    ("activation", 262_144, 128, 1536, 2048): {PP_192_WIDE: 736, PP_192: 716, CO_256: 678, PP_128_WIDE: 595},
+    ("plain", 262_144, 128, 2048, 768): {PP_192: 698, PP_128_WIDE: 657, CO_256: 654, PP_192_WIDE: 628},
+    ("derivative", 262_144, 128, 768, 2048): {PP_192_WIDE: 549, PP_192: 541, PP_128_WIDE: 459},
+    ("wgrad", 262_144, 128, 2048, 1536): {PP_192: 758, CO_256: 747},
+    ("wgrad", 262_144, 64, 1024, 2048): {CO_256: 710, PP_192: 663},
+    ("wgrad", 196_608, 128, 256, 1536): {CO_256: 531, PP_192: 444},
+    ("activation", 196_608, 128, 512, 1536): {PP_128_WIDE: 642, PP_192: 593, CO_256: 579, PP_192_WIDE: 495},
+    ("plain", 196_608, 128, 1536, 256): {PP_192_WIDE: 508, PP_192: 502, PP_128_WIDE: 488, CO_256: 486},
+    ("activation", 65_536, 32, 5760, 2880): {PP_192: 696, PP_192_WIDE: 672, CO_256: 646},
+    ("wgrad", 65_536, 32, 2880, 5760): {PP_192: 753, CO_256: 654},
+    ("plain", 131_072, 64, 4096, 2048): {PP_192_WIDE: 710, CO_256: 705, PP_192: 668, PP_128_WIDE: 516},
+    ("plain", 131_072, 128, 4096, 3072): {CO_256: 648, PP_192: 625},
+    ("derivative", 131_072, 128, 1536, 4096): {PP_192_WIDE: 606, PP_192: 577},
+    ("activation", 16_384, 8, 28_672, 4096): {PP_192: 732, CO_256: 651},
+    ("activation", 163_840, 512, 1024, 2048): {CO_256: 422, PP_192: 420, PP_128_WIDE: 306, PP_192_WIDE: 288},
+    ("wgrad", 163_840, 512, 2048, 1024): {PP_192: 552, CO_256: 520},
+}
+
+
+@pytest.mark.parametrize("shape", MEASURED_RATES, ids=lambda shape: "-".join(map(str, shape)))
+def test_choice_is_within_four_percent_of_the_best_measured(shape):
+    rates = MEASURED_RATES[shape]
+    assert rates[choose(Problem(*shape, SMS))] >= 0.96 * max(rates.values())
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 16, 64, 256, 1024])
+@pytest.mark.parametrize("family", ["plain", "activation", "derivative", "heavy_derivative"])
+def test_few_rows_do_not_take_two_row_tiles(family, tokens):
+    """128 experts, 8 of them for each token."""
+    assert choose(Problem(family, 8 * tokens, 128, 1536, 2048, SMS)).cluster_m == 1
+
+
+def test_few_rows_are_estimated_to_take_as_long_as_reading_the_weights():
+    problem = Problem("activation", 8 * 256, 128, 1536, 2048, SMS)
+    seconds = cycles(problem, choose(problem)) / 1.45e9
+    weights_bytes = 128 * 1536 * 2048 * 2
+    assert 2e12 < weights_bytes / seconds < 3.35e12
+
+
+@pytest.mark.parametrize("coarse", MEASURED, ids=lambda coarse: "-".join(map(str, coarse)))
+def test_measured_configurations_are_candidates(coarse):
+    family, rows, columns, depth = coarse
+    problem = Problem(family, 2**rows * 64, 64, columns, 2**depth, SMS)
+    assert problem.coarse == coarse
+    assert choose(problem).name == MEASURED[coarse]
+
+
+def test_coarse_shapes_forget_the_number_of_rows_but_not_the_columns():
+    base = Problem("plain", 65_536, 64, 1536, 2048, SMS)
+    assert base.coarse == ("plain", 10, 1536, 11)
+    assert replace(base, rows=70_000, sms=100).coarse == base.coarse
+    assert replace(base, rows=131_072).coarse != base.coarse
+    assert replace(base, columns=1792).coarse != base.coarse
+    assert replace(base, rows=0, experts=0).coarse[1] == 0
+
+
+@pytest.mark.parametrize("family", CANDIDATES)
+def test_no_rows_and_no_experts_have_an_answer(family):
+    for problem in (Problem(family, 0, 8, 64, 64, SMS), Problem(family, 0, 0, 64, 64, SMS)):
+        assert choose(problem) in candidates(problem)

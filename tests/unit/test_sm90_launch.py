@@ -1,0 +1,98 @@
+"""What a launch of the Hopper products is looked up by, on the CPU: the kernels only note what they are called with."""
+
+import pytest
+import torch
+
+from fusedmoe.kernels.activation import Activation
+from fusedmoe.kernels.options import KernelOptions
+from fusedmoe.kernels.sm90 import functions
+from fusedmoe.kernels.sm90.choice import CO_256_ALONE, PP_192
+
+E, K, N = 4, 64, 96
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def launched(monkeypatch):
+    """(what the kernel was compiled for, its arguments) of each launch."""
+    calls = []
+
+    def kernel(*compiled_for):
+        return lambda *arguments: calls.append((compiled_for, arguments))
+
+    monkeypatch.setattr(functions, "_sm_count", lambda device: 132)
+    monkeypatch.setattr(functions, "_ragged_m_kernel", kernel)
+    monkeypatch.setattr(functions, "_ragged_k_kernel", kernel)
+    caches = functions._ragged_m_launch, functions._ragged_k_launch
+    for cache in caches:
+        cache.cache_clear()
+    yield calls
+    for cache in caches:
+        cache.cache_clear()
+
+
+def product(rows=32, weight=None, **settings):
+    weight = torch.zeros(E, N, K, dtype=BF16) if weight is None else weight
+    return functions.grouped_gemm(
+        torch.zeros(rows, K, dtype=BF16), weight, torch.zeros(E, dtype=torch.int32), **settings
+    )
+
+
+def wgrad(rows=32, dtype=BF16, **settings):
+    dy, x = torch.zeros(rows, N, dtype=BF16), torch.zeros(rows, K, dtype=BF16)
+    return functions.grouped_wgrad(dy, x, torch.zeros(E, dtype=torch.int32), dtype=dtype, **settings)
+
+
+@pytest.mark.parametrize(("run", "found"), [(product, "_ragged_m_launch"), (wgrad, "_ragged_k_launch")])
+def test_what_makes_another_launch(run, found):
+    changes = {"rows": 40}, {"options": KernelOptions(8)}, {"options": KernelOptions(0, "dynamic")}
+    for count, change in enumerate(({}, *changes), 1):
+        run(**change)
+        run(**change)
+        info = getattr(functions, found).cache_info()
+        assert (info.misses, info.hits) == (count, count)
+
+
+def test_the_numbers_are_those_of_the_call(launched):
+    product(bias=torch.zeros(E, N, dtype=BF16))
+    product(row_scale=torch.zeros(32, dtype=BF16))
+    product(options=KernelOptions(32, "dynamic"))
+    (_, biased), (_, scaled), (_, dynamic) = launched
+    assert biased[13:15] == (True, False)
+    assert scaled[13:15] == (False, True)
+    assert scaled[7].dtype is torch.float32
+    assert biased[-1] == scaled[-1] == 0
+    assert dynamic[-2] <= 100
+    assert dynamic[-1] == 1
+
+
+def test_the_major_axis_is_that_of_the_weight(launched):
+    product()
+    product(weight=torch.zeros(E, K, N, dtype=BF16).mT)
+    assert [compiled_for[1] for compiled_for, _ in launched] == ["k", "n"]
+
+
+def test_constants_of_the_activation_are_told_apart(launched):
+    x, w, offsets = torch.zeros(32, K, dtype=BF16), torch.zeros(E, N, K, dtype=BF16), torch.zeros(E, dtype=torch.int32)
+    for limit in (7.0, 10.0):
+        functions.grouped_gemm_activation(x, w, offsets, Activation("swiglu", limit, 1.5, 1.0))
+    assert [arguments[10:13] for _, arguments in launched] == [(7.0, 1.5, 1.0), (10.0, 1.5, 1.0)]
+
+
+def test_another_choice_holds_at_once(launched, monkeypatch):
+    for config in (PP_192, CO_256_ALONE, PP_192):
+        monkeypatch.setattr(functions, "choose", lambda problem, config=config: config)
+        product()
+        wgrad()
+        assert config in launched[-2][0]
+        assert config in launched[-1][0]
+
+
+def test_a_dynamic_launch_has_a_counter_of_its_own(launched):
+    for schedule in ("static", "dynamic"):
+        launched.clear()
+        for _ in range(2):
+            product(options=KernelOptions(0, schedule))
+        (_, first), (_, second) = launched
+        assert first[9].tolist() == second[9].tolist() == [0]
+        assert (first[9] is second[9]) == (schedule == "static")

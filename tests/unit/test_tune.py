@@ -1,0 +1,246 @@
+"""``fusedmoe tune`` and its table, with times that are made up: no GPU."""
+
+import json
+import logging
+
+import pytest
+import torch
+
+from fusedmoe import tune_cli
+from fusedmoe.cli import main
+from fusedmoe.errors import InputError
+from fusedmoe.kernels.sm90 import functions, tuned, tuning
+from fusedmoe.kernels.sm90.choice import CANDIDATES, CO_256, PP_128_WIDE, Problem, by_model, candidates, choose
+from fusedmoe.tune_cli import Gpu, TuneOptions
+
+GPU = Gpu("Some GPU", 132)
+SIZES = {"hidden": 2048, "intermediate": 768, "experts": 128, "rows": 262_144}
+ARGUMENTS = ["tune", *(text for name, size in SIZES.items() for text in (f"--{name}", str(size)))]
+
+
+@pytest.fixture(autouse=True)
+def table(monkeypatch, tmp_path):
+    """A cache directory of the test's own, on the machine of a GPU; the table's path."""
+    monkeypatch.setenv("FUSEDMOE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(tuned, "gpu_name", lambda: GPU.name)
+    again()
+    yield tuned.path()
+    again()
+
+
+def again():
+    """As a new process: nothing read yet."""
+    tuned.table.cache_clear()
+    choose.cache_clear()
+
+
+def last_is_best(mlp, product, reps):
+    """The later a candidate stands in the list, the faster."""
+    configs = candidates(product.problem)
+    return {config: 2.0 - index / len(configs) for index, config in enumerate(configs)}
+
+
+def tune(measure=last_is_best, **options):
+    return tune_cli.run(TuneOptions(**SIZES | options), measure, GPU)
+
+
+def problems():
+    return [product.problem for product in tuning.products(tuning.Mlp(**SIZES), GPU.sms)]
+
+
+def test_winners_are_kept_and_chosen_by_later_processes(table, capsys):
+    before = [choose(problem) for problem in problems()]
+    assert tune() == 0
+    again()
+    after = [choose(problem) for problem in problems()]
+    assert after == [CANDIDATES[problem.family][-1] for problem in problems()]
+    assert after != before
+    assert f"kept in {table}" in capsys.readouterr().out
+    content = json.loads(table.read_text())
+    assert content["format"] == 1
+    assert len(content["gpus"][GPU.name]) == 6
+    assert content["gpus"][GPU.name]["activation/11/1536/11"]["config"] == CANDIDATES["activation"][-1].name
+
+
+def test_a_table_that_is_written_holds_from_the_next_process_on():
+    before = [choose(problem) for problem in problems()]
+    tune()
+    assert [choose(problem) for problem in problems()] == before, "no kernel changes in the middle of a run"
+
+
+def test_other_shapes_and_other_gpus_are_not_touched(monkeypatch):
+    tune()
+    again()
+    other = Problem("activation", 262_144, 128, 1792, 2048, 132)
+    assert choose(other) == by_model(other)
+    monkeypatch.setattr(tuned, "gpu_name", lambda: "Another GPU")
+    again()
+    assert [choose(problem) for problem in problems()] == [by_model(problem) for problem in problems()]
+
+
+def test_tuning_again_replaces_its_entries_and_keeps_the_others(table):
+    tune()
+    tune(intermediate=512)
+    first_is_best = lambda mlp, product, reps: dict(zip(candidates(product.problem), (1.0, 2.0), strict=False))  # noqa: E731
+    tune(first_is_best)
+    again()
+    entries = json.loads(table.read_text())["gpus"][GPU.name]
+    assert entries["activation/11/1024/11"]["config"] == CANDIDATES["activation"][-1].name
+    assert choose(problems()[0]) == CANDIDATES["activation"][0]
+
+
+def test_products_measured_before_an_interruption_are_kept():
+    def interrupted(mlp, product, reps):
+        if product.title == "FC2":
+            raise KeyboardInterrupt
+        return last_is_best(mlp, product, reps)
+
+    with pytest.raises(KeyboardInterrupt):
+        tune(interrupted)
+    again()
+    assert list(tuned.table()) == [problems()[0].coarse]
+
+
+def test_the_table_that_is_printed(capsys):
+    def some_times(mlp, product, reps):
+        assert reps == 7
+        return {config: 1.0 if config == PP_128_WIDE else 2.5 for config in candidates(product.problem)}
+
+    tune(some_times, reps=7)
+    out = capsys.readouterr().out
+    assert "Some GPU, bf16, swiglu, 262144 rows of 128 experts, medians of 7 calls" in out
+    first = out[out.index("FC1 and the activation") :].splitlines()
+    assert first[0] == "FC1 and the activation: 1536 columns, depth 2048"
+    assert first[1].split() == ["config", "ms", "TFLOP/s"]
+    assert first[2].split() == ["128x128pp_c12", "1.0000", "1649", "best"]  # 2 * 262144 * 1536 * 2048 in a millisecond
+    assert any(line.endswith("the model's, in use so far") for line in first[3:8])
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"[]",
+        b"{",
+        b"\xff",
+        b'{"format": 2, "gpus": {}}',
+        b'{"format": 1}',
+        b'{"format": 1, "gpus": {"Some GPU": []}}',
+        b'{"format": 1, "gpus": {"Some GPU": {"activation/11/1536": {"config": "128x192pp_c21"}}}}',
+        b'{"format": 1, "gpus": {"Some GPU": {"activation/11/1536/11": "128x192pp_c21"}}}',
+        b'{"format": 1, "gpus": {"Some GPU": {"activation/11/1536/11": {"ms": 1}}}}',
+    ],
+)
+def test_a_damaged_table_is_ignored_with_one_warning(table, content, caplog):
+    table.parent.mkdir(parents=True)
+    table.write_bytes(content)
+    with caplog.at_level(logging.WARNING, logger="fusedmoe"):
+        assert [choose(problem) for problem in problems()] == [by_model(problem) for problem in problems()]
+    (record,) = caplog.records
+    assert str(table) in record.getMessage()
+    assert "fusedmoe tune --clear" in record.getMessage()
+    assert tune() == 0, "a damaged table is begun anew"
+    again()
+    assert len(tuned.table()) == 6
+
+
+def test_a_name_that_is_no_candidate_is_passed_over(table):
+    problem = problems()[0]
+    for name in ("no such name", "256x128co_c12"):
+        tuned.add(table, GPU.name, problem.coarse, name, 1.0)
+        again()
+        assert choose(problem) == by_model(problem)
+
+
+def test_no_table_asks_for_no_gpu(monkeypatch):
+    monkeypatch.setattr(tuned, "gpu_name", lambda: pytest.fail("torch was asked"))
+    assert tuned.table() == {}
+
+
+def test_the_cache_switched_off(monkeypatch, capsys):
+    monkeypatch.setenv("FUSEDMOE_CACHE_DIR", "0")
+    again()
+    assert tuned.table() == {}
+    assert tune() == 1
+    assert "FUSEDMOE_CACHE_DIR=0" in capsys.readouterr().err
+
+
+def test_a_directory_that_cannot_be_written(monkeypatch, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FUSEDMOE_CACHE_DIR", str(tmp_path / "file" / "below"))
+    assert tune(lambda mlp, product, reps: pytest.fail("measured for nothing")) == 1
+    assert "cannot write" in capsys.readouterr().err
+
+
+def test_clear(table, capsys):
+    assert main(["tune", "--clear"]) == 0
+    assert f"there is no {table}" in capsys.readouterr().out
+    tune()
+    capsys.readouterr()
+    assert main(["tune", "--clear"]) == 0
+    assert f"removed {table}" in capsys.readouterr().out
+    assert not table.exists()
+
+
+def test_without_a_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(ARGUMENTS) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "torch sees no GPU" in captured.err
+    assert "fusedmoe doctor" in captured.err
+
+
+def test_no_memory_left(capsys):
+    def full(mlp, product, reps):
+        raise torch.OutOfMemoryError
+
+    assert tune(full) == 1
+    assert "give less --rows" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"hidden": None}, "--hidden: missing"),
+        ({"rows": 0}, "--rows 0: must be 1 or more"),
+        ({"hidden": 2049}, "--hidden 2049 is not a multiple of 8"),
+        ({"reps": 0}, "--reps 0"),
+        ({"clear": True}, "--clear: measures nothing"),
+    ],
+)
+def test_options_that_cannot_be(options, message):
+    with pytest.raises(InputError, match=message):
+        tune(**options)
+
+
+def test_unknown_options_and_values_are_refused(capsys):
+    for arguments, message in ((["--row", "3"], "did you mean --rows?"), (["--dtype", "fp8"], "--dtype")):
+        with pytest.raises(SystemExit) as caught:
+            main(["tune", *arguments])
+        assert caught.value.code == 2
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("activation", tuning.ACTIVATIONS)
+def test_products_are_those_of_a_training_step(activation):
+    mlp = tuning.Mlp(64, 32, 4, 100, activation)
+    columns = 32 if activation == "squared_relu" else 64
+    got = [(p.problem.columns, p.problem.depth) for p in tuning.products(mlp, 132)]
+    assert got == [(columns, 64), (64, 32), (32, 64), (64, columns), (64, columns), (32, 64)]
+    family = tuning.products(mlp, 132)[2].problem.family
+    assert family == {"swiglu": "derivative", "clamped_swiglu": "heavy_derivative"}.get(activation, family)
+
+
+def test_products_of_a_gated_mlp_have_entries_of_their_own():
+    assert len({problem.coarse for problem in problems()}) == 6
+
+
+def test_a_forced_configuration_is_what_launches_are_chosen_by():
+    before = functions.choose
+    with tuning.forced(CO_256):
+        assert functions.choose(problems()[0]) == CO_256
+        inside = functions.choose
+    with tuning.forced(CO_256):
+        assert functions.choose is inside, "launches are found again"
+    assert functions.choose is before
