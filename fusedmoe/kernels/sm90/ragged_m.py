@@ -461,7 +461,7 @@ class RaggedM(Gemm):
 
     @property
     def may_scale(self) -> bool:
-        """Whether there is code for a row scale: a run-time flag, but in the derivative, which is short of registers."""
+        """Whether there is code for a row scale: under a run-time flag, but in the derivative, short of registers."""
         return not self.epilogue.derivative or self.epilogue.row_scale
 
     @cute.jit
