@@ -9,6 +9,7 @@ from typing import Any
 from benchmarks.results import ROOT
 
 PAGE = ROOT.parent / "docs" / "benchmarks.md"
+PICTURES, PICTURE = PAGE.parent / "_static", "nvidia-h100-80gb-hbm3-mlp-forward-backward.png"
 RESULTS = ROOT / "results" / "nvidia-h100-80gb-hbm3"
 
 INTRODUCTION = """\
@@ -24,7 +25,7 @@ CUDA events around one call, the L2 flushed and the host ahead, peers in turns, 
 dispatched, routing is {routing}. Every result was first compared with fp64 on the same operands, for the experts with
 the fewest, the median and the most rows. *x torch* and the like are the peer's time over ours: over 1 is in our
 favour. `F.grouped_mm` stands for torch, with eager pointwise operations and with compiled ones; QuACK runs with
-{tuned}.
+{tuned}. Shapes come from several runs; a shape's peers from one.
 
 {machine}, torch {torch}, CUDA {cuda}, nvidia-cutlass-dsl {dsl}, QuACK {quack}, commit {commit}. Measured ceilings of
 this GPU: {tflops:.0f} TFLOP/s (a bf16 product of 8192³), {copy:.1f} TB/s (copy, read and written).
@@ -92,7 +93,7 @@ def case_table(results: dict[str, Any], case: str) -> str:
 def render(folder: Path = RESULTS) -> str:
     """Return the page."""
     parts = [INTRODUCTION]
-    kernels, mlp, deepgemm = (load(folder, name) for name in ("kernels", "mlp", "deepgemm"))
+    kernels, mlp = load(folder, "kernels"), load(folder, "mlp")
     if kernels:
         versions = kernels["versions"]
         parts.append(
@@ -104,8 +105,10 @@ def render(folder: Path = RESULTS) -> str:
                 copy=kernels["ceiling"]["copy_tb_s"],
             )
         )  # fmt: skip
-    for results in (mlp, kernels, deepgemm):
+    for results in (mlp, kernels):
         if results:
+            if results is mlp and (PICTURES / PICTURE).exists():
+                parts.append(f"![forward and backward by shape](_static/{PICTURE})\n")
             cases = dict.fromkeys(r["case"] for s in results["shapes"] for r in s["rows"])
             parts += [case_table(results, case) + "\n" for case in cases]
     host = load(folder, "host")
