@@ -56,7 +56,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("cpu", "cuda"), action="append", help="default: every one there is")
     parser.add_argument("--rounds", type=int, default=300, help="host: rounds of a measurement (default: %(default)s)")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--shape", nargs="+", metavar="NAME", help="shapes of benchmarks/shapes.toml; default: all")
+    which.add_argument(
+        "--shape", nargs="+", action="extend", metavar="NAME", help="shapes of benchmarks/shapes.toml; default: all"
+    )
     which.add_argument("--quick", action="store_true", help=f"these shapes alone: {', '.join(shapes.QUICK)}")
     parser.add_argument("--routing", choices=shapes.ROUTINGS, default="uniform", help="how rows spread over experts")
     parser.add_argument("--reps", type=int, default=30, help="timed calls of each peer (default: %(default)s)")

@@ -293,6 +293,14 @@ def test_an_untouched_weight_of_columns_is_read_in_place_where_a_kernel_can():
     both_ways(chain, x, **named)
 
 
+@pytest.mark.parametrize(("act", "settings"), [(fm.SwiGLU, {"interleaved": True}), (fm.SquaredReLU, {})])
+def test_before_an_activation_too_unless_it_pairs_rows_far_apart(act, settings):
+    """[E, H, 2 I] in memory, as GPT-OSS stores it: gate and up are neighbours there."""
+    chain, x, named = experts(act, **settings), rows(), inputs()
+    chain[0].weight = nn.Parameter(chain[0].weight.detach().mT.contiguous().mT)
+    both_ways(chain, x, **named)
+
+
 # ------------------------------------------------------------------------------------------ what must not fuse, and why
 
 
