@@ -1,8 +1,8 @@
 """``python -m benchmarks``: measure, print tables, write the results.
 
 Sections: ``host`` (what the framework costs the host), ``kernels`` (each kernel), ``mlp`` (the expert MLP through the
-public API), ``deepgemm`` (DeepGEMM's products, for an environment of its own). By default the first, and the next two
-where there is a GPU.
+public API), ``deepgemm`` (DeepGEMM's products, for an environment of its own), ``tiles`` (every tile for many layers,
+which takes half a minute). By default the first, and the next two where there is a GPU.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import gpu, host, shapes
+from benchmarks import gpu, host, shapes, tiles
 from benchmarks.gpu_timing import GpuTimer, ceiling
 from benchmarks.results import ROOT, machine, write
 
-SECTIONS = ("host", *gpu.SECTIONS)
+SECTIONS = ("host", *gpu.SECTIONS, "tiles")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -26,12 +26,15 @@ def main(argv: list[str] | None = None) -> None:
     devices = args.device or ["cpu"] + ["cuda"] * torch.cuda.is_available()
     sections = args.only or ("host", *(("kernels", "mlp") if "cuda" in devices else ()))
     on_gpu = tuple(section for section in sections if section in gpu.SECTIONS)
-    if on_gpu and not torch.cuda.is_available():
-        parser.error(f"--only {','.join(on_gpu)}: needs a GPU, and torch sees none")
+    if (on_gpu or "tiles" in sections) and not torch.cuda.is_available():
+        parser.error(f"--only {','.join(s for s in sections if s != 'host')}: needs a GPU, and torch sees none")
     torch.manual_seed(0)
     torch.set_num_threads(1)  # of the host's time: a thread pool's wake-ups are not what is measured
     if "host" in sections:
         _host(devices, args.rounds, args.results)
+    if "tiles" in sections:
+        measured = tiles.measure(torch.device("cuda", torch.cuda.current_device()), args.reps)
+        print("written to", write(args.results, "tiles", {"tiles": measured}))
     if on_gpu:
         device = torch.device("cuda", torch.cuda.current_device())
         settings = gpu.Settings(

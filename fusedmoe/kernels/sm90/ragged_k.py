@@ -88,7 +88,7 @@ class RaggedK(Gemm):
         offsets: cute.Tensor,
         out: cute.Tensor,
         counter: cute.Tensor,
-        group: Int32,
+        band: Int32,
         ctas: Int32,
         dynamic: Int32,
         stream,
@@ -110,7 +110,7 @@ class RaggedK(Gemm):
         )
         self.kernel(
             tma_a, a_tma, tma_b, b_tma, tma_out, out_tma, tiled_mma, a_smem, b_smem, box_smem,
-            offsets, counter, group, dynamic, a.shape[1], b.shape[1],
+            offsets, counter, band, dynamic, a.shape[1], b.shape[1],
         ).launch(stream=stream, **self.grid(ctas))  # fmt: skip
 
     def ragged(self, t: cute.Tensor) -> cute.Tensor:
@@ -138,38 +138,33 @@ class RaggedK(Gemm):
         box_smem: cute.ComposedLayout,
         offsets: cute.Tensor,
         counter: cute.Tensor,
-        group: Int32,
+        band: Int32,
         dynamic: Int32,
         m: Int32,
         n: Int32,
     ):
         config = self.config
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        rank_m, rank_n = rank % config.cluster_m, rank // config.cluster_m
-        _, cluster, _ = cute.arch.block_idx()
-        _, clusters, _ = cute.arch.grid_dim()
         shared, rings = self.shared_memory(a_smem, b_smem, box_smem)
         if warp_idx >= LOAD_WARP:
             cute.arch.setmaxregister_decrease(self.registers[0])
             if warp_idx == LOAD_WARP:
-                self.load(tma_a, a_tma, tma_b, b_tma, shared, rings, rank_m, rank_n, m, n)
+                self.load(tma_a, a_tma, tma_b, b_tma, shared, rings, m, n)
             elif warp_idx == SCHEDULER_WARP:
-                tiles.schedule_ragged_k(
-                    offsets, (m + config.tile_m - 1) // config.tile_m, (n + config.tile_n - 1) // config.tile_n, TILE_K,
-                    group, counter, dynamic, shared[4], rings[1], shared[3], cluster, clusters, rank_m, rank_n, config,
-                    pipeline.make_pipeline_state(PRODUCER, tiles.RING_STAGES),
-                )  # fmt: skip
+                tiles_m, tiles_n = (m + config.tile_m - 1) // config.tile_m, (n + config.tile_n - 1) // config.tile_n
+                share = tiles.Share(config, band, counter, dynamic, shared[4])
+                tiles.schedule_ragged_k(offsets, tiles_m, tiles_n, TILE_K, share, rings[1], shared[3])
         else:
             cute.arch.setmaxregister_increase(self.registers[1])
             self.math(tiled_mma, shared, rings, warp_idx // 4, SimpleNamespace(out=(tma_out, out_tma)))
 
     @cute.jit
-    def load(self, tma_a, a_tma, tma_b, b_tma, shared, rings, rank_m, rank_n, m, n):
+    def load(self, tma_a, a_tma, tma_b, b_tma, shared, rings, m, n):
         """The loading warp: A and B of every tile, 64 rows at a time, zeros behind an expert's last."""
         config = self.config
         s_a, s_b, _, slots, _ = shared
         ab, ring, _ = rings
+        rank_m, rank_n = tiles.ranks(config)
         a_mask, b_mask = self.multicast_masks(rank_m, rank_n)
         ab_state = pipeline.make_pipeline_state(PRODUCER, self.stages)
         turn = Int32(0)

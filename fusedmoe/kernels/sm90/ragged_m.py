@@ -51,8 +51,6 @@ from fusedmoe.kernels.sm90.gemm import (
     Gemm,
 )  # fmt: skip
 
-CHUNK = 16  # values of a derivative computed together
-
 
 @dataclass(frozen=True)
 class Epilogue:
@@ -166,7 +164,7 @@ class RaggedM(Gemm):
         offset: Float32,
         biased: Int32,
         scaled: Int32,
-        group: Int32,
+        band: Int32,
         ctas: Int32,
         dynamic: Int32,
         stream,
@@ -238,7 +236,7 @@ class RaggedM(Gemm):
             offset,
             biased,
             scaled,
-            group,
+            band,
             dynamic,
             a.shape[0],
             n,
@@ -293,30 +291,22 @@ class RaggedM(Gemm):
         offset: Float32,
         biased: Int32,
         scaled: Int32,
-        group: Int32,
+        band: Int32,
         dynamic: Int32,
         rows: Int32,
         n: Int32,
         k: Int32,
     ):
-        config = self.config
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        rank_m, rank_n = rank % config.cluster_m, rank // config.cluster_m
-        _, cluster, _ = cute.arch.block_idx()
-        _, clusters, _ = cute.arch.grid_dim()
-
         shared, rings = self.shared_memory(a_smem, b_smem, box_smem)
         if warp_idx >= LOAD_WARP:
             cute.arch.setmaxregister_decrease(self.registers[0])
             if warp_idx == LOAD_WARP:
-                self.load(tma_a, a_tma, tma_b, b_tma, shared, rings, rank_m, rank_n, n)
+                self.load(tma_a, a_tma, tma_b, b_tma, shared, rings, n)
             elif warp_idx == SCHEDULER_WARP:
-                tiles.schedule_ragged_m(
-                    offsets, rows, self.tiles_n(n), (k + TILE_K - 1) // TILE_K, group, counter, dynamic, shared[4],
-                    rings[1], shared[3], cluster, clusters, rank_m, rank_n, config,
-                    pipeline.make_pipeline_state(PRODUCER, tiles.RING_STAGES),
-                )  # fmt: skip
+                k_tiles = (k + TILE_K - 1) // TILE_K
+                share = tiles.Share(self.config, band, counter, dynamic, shared[4])
+                tiles.schedule_ragged_m(offsets, rows, self.tiles_n(n), k_tiles, share, rings[1], shared[3])
             elif const_expr(self.boxes_read > 0):
                 self.load_boxes(tma_p, p_tma, shared, rings, warp_idx - EPILOGUE_LOAD_WARP)
         else:
@@ -329,11 +319,12 @@ class RaggedM(Gemm):
             self.math(tiled_mma, shared, rings, warp_idx // 4, env)
 
     @cute.jit
-    def load(self, tma_a, a_tma, tma_b, b_tma, shared, rings, rank_m, rank_n, n):
+    def load(self, tma_a, a_tma, tma_b, b_tma, shared, rings, n):
         """The loading warp: A and B of every tile, stage by stage."""
         config = self.config
         s_a, s_b, _, slots, _ = shared
         ab, ring, _ = rings
+        rank_m, rank_n = tiles.ranks(config)
         a_mask, b_mask = self.multicast_masks(rank_m, rank_n)
         tile_n = (config.tile_n // 2, 2) if const_expr(self.paired) else config.tile_n
         ab_state = pipeline.make_pipeline_state(PRODUCER, self.stages)
@@ -451,11 +442,9 @@ class RaggedM(Gemm):
                 if const_expr(self.epilogue.row_scale):
                     for h in cutlass.range_constexpr(2):
                         total = cute.arch.warp_reduction_sum(sums[h], threads_in_group=4)
-                        lane = cute.arch.lane_idx()
-                        tidx, _, _ = cute.arch.thread_idx()
-                        within = tidx % 128 // 32 * 16 + lane // 4 + 8 * h
+                        within = block.warp_row + block.lane // 4 + 8 * h
                         # a cluster's last column tile may lie past the last column
-                        if lane % 4 == 0 and within < block.valid and column < self.tiles_n(env.n):
+                        if block.lane % 4 == 0 and within < block.valid and column < self.tiles_n(env.n):
                             env.partial[column, block.top + within] = total
         return box_state
 
@@ -539,31 +528,22 @@ class RaggedM(Gemm):
         e = self.epilogue
         inputs = self.take_pairs(block, state) if e.gated else [self.take_box(block, state, 0)]
         state = self.release_boxes(block, state)
-        # a few values at a time, rounded at once: the accumulators leave few registers
-        grads = [cute.make_rmem_tensor((VALUES,), self.element) for _ in inputs]
-        again = cute.make_rmem_tensor((VALUES,), self.element)
-        for first in cutlass.range_constexpr(0, VALUES, CHUNK):
-            chunk = range(first, first + CHUNK)
-            d = [block.acc[block.base + j * VALUES + v] for v in chunk]
-            d_act = self.scaled(d, block.scales)
-            x = [[t[v].to(Float32) for v in chunk] for t in inputs]
-            if const_expr(e.gated):
-                results = [
-                    epilogues.glu_backward(e.act, e.clamped, d_act[c], x[0][c], x[1][c], *env.constants)
-                    for c in range(CHUNK)
-                ]
-            else:
-                results = [epilogues.squared_relu_backward(d_act[c], x[0][c]) for c in range(CHUNK)]
-            values = [r[-1] for r in results]
-            if const_expr(e.row_scale):
-                for c in cutlass.range_constexpr(CHUNK):
-                    sums[c // 2 % 2] = sums[c // 2 % 2] + d[c] * values[c]
-            values = self.scaled(values, block.scales)
-            rounded = [self.packed([r[half] for r in results]) for half in range(len(grads))] + [self.packed(values)]
-            for c in cutlass.range_constexpr(CHUNK):
-                for half in cutlass.range_constexpr(len(grads)):
-                    grads[half][first + c] = rounded[half][c]
-                again[first + c] = rounded[-1][c]
+        d = [block.acc[block.base + j * VALUES + v] for v in range(VALUES)]
+        d_act = self.scaled(d, block.scales)
+        x = [[t[v].to(Float32) for v in range(VALUES)] for t in inputs]
+        if const_expr(e.gated):
+            results = [
+                epilogues.glu_backward(e.act, e.clamped, d_act[v], x[0][v], x[1][v], *env.constants)
+                for v in range(VALUES)
+            ]
+        else:
+            results = [epilogues.squared_relu_backward(d_act[v], x[0][v]) for v in range(VALUES)]
+        values = [r[-1] for r in results]
+        if const_expr(e.row_scale):
+            for v in cutlass.range_constexpr(VALUES):
+                sums[v // 2 % 2] = sums[v // 2 % 2] + d[v] * values[v]
+        grads = [self.packed([r[half] for r in results]) for half in range(len(inputs))]
+        again = self.packed(self.scaled(values, block.scales))
         for half in cutlass.range_constexpr(len(grads)):
             part, column = self.box_of(half, box_column)
             if const_expr(e.interleaved):

@@ -77,13 +77,12 @@ def take(ring, turn: Int32, slots: cute.Tensor):
 
 
 @cute.jit
-def place(local: Int32, tiles_m: Int32, tiles_n: Int32, group: Int32) -> tuple[Int32, Int32]:
-    """Row and column tile of an expert's tile number ``local``: bands of ``group`` row tiles, row tiles fastest, so
+def place(local: Int32, tiles_m: Int32, tiles_n: Int32, band: Int32) -> tuple[Int32, Int32]:
+    """Row and column tile of an expert's tile number ``local``: bands of ``band`` row tiles, row tiles fastest, so
     that the CTAs at work share the rows and the columns that they read through the L2.
     """
-    band = local // (group * tiles_n)
-    first = band * group
-    height = cutlass.min(tiles_m - first, group)
+    first = local // (band * tiles_n) * band
+    height = cutlass.min(tiles_m - first, band)
     within = local - first * tiles_n
     column = within // height
     return first + within - column * height, column
@@ -116,21 +115,41 @@ def init_drawing(barriers: cute.Pointer) -> None:
             cute.arch.mbarrier_init(barriers + 1, 1)
 
 
+class Share:
+    """Which tiles are a CTA's: those of its cluster, number ``cluster`` out of ``clusters``, in which it has the ranks
+    ``rank_m`` and ``rank_n``. Where ``dynamic`` is not 0, a cluster's first tile is its own, and it draws the others
+    from ``counter``. ``band``: see `place`.
+    """
+
+    def __init__(self, config: TileConfig, band: Int32, counter: cute.Tensor, dynamic: Int32, drawing: Drawing) -> None:
+        self.config, self.band, self.counter, self.dynamic, self.drawing = config, band, counter, dynamic, drawing
+        self.rank_m, self.rank_n = ranks(config)
+        _, self.cluster, _ = cute.arch.block_idx()
+        _, self.clusters, _ = cute.arch.grid_dim()
+
+
+def ranks(config: TileConfig) -> tuple[Int32, Int32]:
+    """Return this CTA's place among the row tiles of its cluster, and among the column tiles."""
+    rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+    return rank % config.cluster_m, rank // config.cluster_m
+
+
 @cute.jit
-def next_tile(tile: Int32, stride: Int32, counter, lane: Int32, dynamic: Int32, drawing, turn: Int32) -> Int32:
+def next_tile(tile: Int32, share: Share, lane: Int32, turn: Int32) -> Int32:
     """Return the tile after ``tile``: a fixed stride on, or the next that nobody has drawn. ``turn`` counts the
     calls.
     """
-    if dynamic == 0:
-        tile += stride
+    drawing = share.drawing
+    if share.dynamic == 0:
+        tile += share.clusters
     else:
         drawn = Int32(0)
         if const_expr(drawing.ctas == 1):
             if lane == 0:
-                drawn = stride + cute.arch.atomic_add(counter.iterator, Int32(1))
+                drawn = share.clusters + cute.arch.atomic_add(share.counter.iterator, Int32(1))
         elif cute.arch.block_idx_in_cluster() == 0:
             if lane == 0:
-                drawn = stride + cute.arch.atomic_add(counter.iterator, Int32(1))
+                drawn = share.clusters + cute.arch.atomic_add(share.counter.iterator, Int32(1))
                 cute.arch.mbarrier_wait(drawing.read, (turn & 1) ^ 1)  # the first wait is for nothing
                 cute.arch.store_async_dsmem(drawing.word.iterator, drawn, drawing.told, 1)
         elif lane == 0:
@@ -143,39 +162,25 @@ def next_tile(tile: Int32, stride: Int32, counter, lane: Int32, dynamic: Int32, 
 
 
 @cute.jit
-def finish_drawing(drawing, dynamic: Int32, turn: Int32) -> None:
+def finish_drawing(share: Share, turn: Int32) -> None:
     """Wait, in CTA 0, until CTA 1 has read the last word: its arrival needs this CTA's shared memory."""
-    if const_expr(drawing.ctas > 1):
-        if dynamic != 0 and turn > 0 and cute.arch.block_idx_in_cluster() == 0:
-            cute.arch.mbarrier_wait(drawing.read, (turn & 1) ^ 1)
+    if const_expr(share.drawing.ctas > 1):
+        if share.dynamic != 0 and turn > 0 and cute.arch.block_idx_in_cluster() == 0:
+            cute.arch.mbarrier_wait(share.drawing.read, (turn & 1) ^ 1)
 
 
 @cute.jit
 def schedule_ragged_m(
-    offsets: cute.Tensor,
-    rows: Int32,
-    tiles_n: Int32,
-    k_tiles: Int32,
-    group: Int32,
-    counter,
-    dynamic: Int32,
-    drawing,
-    ring,
-    slots: cute.Tensor,
-    cluster: Int32,
-    clusters: Int32,
-    rank_m: Int32,
-    rank_n: Int32,
-    config: cutlass.Constexpr,
-    state,
+    offsets: cute.Tensor, rows: Int32, tiles_n: Int32, k_tiles: Int32, share: Share, ring, slots: cute.Tensor
 ) -> None:
-    """Tiles of a product with ragged rows, for one cluster out of ``clusters``."""
-    tile_m, cluster_m, cluster_n = config.tile_m, config.cluster_m, config.cluster_n
+    """Tiles of a product with ragged rows."""
+    tile_m, cluster_m, cluster_n = share.config.tile_m, share.config.cluster_m, share.config.cluster_n
+    state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, RING_STAGES)
     granule = tile_m * cluster_m
     lane = cute.arch.lane_idx()
     experts = cute.size(offsets)
     columns = (tiles_n + cluster_n - 1) // cluster_n
-    tile, turn = cluster, Int32(0)
+    tile, turn = share.cluster, Int32(0)
     chunk, before = Int32(0), Int32(0)  # the chunk's first expert; tiles of all earlier chunks
     first, count = expert_rows(offsets, rows, lane, True)
     ends = inclusive_sum((count + (granule - 1)) // granule * columns, lane)
@@ -191,17 +196,17 @@ def schedule_ragged_m(
             owner = cute.arch.popc(cute.arch.vote_ballot_sync(Boolean(ends <= within)))
             tiles_m = cute.arch.shuffle_sync((count + (granule - 1)) // granule, owner)
             local = within - (cute.arch.shuffle_sync(ends, owner) - tiles_m * columns)
-            row_tile, column_tile = place(local, tiles_m, columns, group)
-            row = (row_tile * cluster_m + rank_m) * tile_m
+            row_tile, column_tile = place(local, tiles_m, columns, share.band)
+            row = (row_tile * cluster_m + share.rank_m) * tile_m
             expert = chunk + owner
             here = cute.arch.shuffle_sync(first, owner) + row
             left = cute.arch.shuffle_sync(count, owner) - row
             depth = Int32(0) if expert == experts else k_tiles
-            values = (expert, here, left, column_tile * cluster_n + rank_n, row_tile, depth)
+            values = (expert, here, left, column_tile * cluster_n + share.rank_n, row_tile, depth)
             state = put(ring, state, slots, lane, values)
-            tile = next_tile(tile, clusters, counter, lane, dynamic, drawing, turn)
+            tile = next_tile(tile, share, lane, turn)
             turn += 1
-    finish_drawing(drawing, dynamic, turn)
+    finish_drawing(share, turn)
     state = put(ring, state, slots, lane, (Int32(END), Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)))
 
 
@@ -211,38 +216,30 @@ def schedule_ragged_k(
     tiles_m: Int32,
     tiles_n: Int32,
     tile_k: cutlass.Constexpr[int],
-    group: Int32,
-    counter,
-    dynamic: Int32,
-    drawing,
+    share: Share,
     ring,
     slots: cute.Tensor,
-    cluster: Int32,
-    clusters: Int32,
-    rank_m: Int32,
-    rank_n: Int32,
-    config: cutlass.Constexpr,
-    state,
 ) -> None:
-    """Tiles of a product with ragged K, for one cluster out of ``clusters``: each expert has the same number."""
-    cluster_m, cluster_n = config.cluster_m, config.cluster_n
+    """Tiles of a product with ragged K: each expert has the same number."""
+    cluster_m, cluster_n = share.config.cluster_m, share.config.cluster_n
+    state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, RING_STAGES)
     lane = cute.arch.lane_idx()
     experts = cute.size(offsets)
     tall, wide = (tiles_m + cluster_m - 1) // cluster_m, (tiles_n + cluster_n - 1) // cluster_n
-    tile, turn = cluster, Int32(0)
+    tile, turn = share.cluster, Int32(0)
     while tile < experts * tall * wide:
         expert = tile // (tall * wide)
-        row_tile, column_tile = place(tile - expert * (tall * wide), tall, wide, group)
+        row_tile, column_tile = place(tile - expert * (tall * wide), tall, wide, share.band)
         first = Int32(0)
         if expert > 0:
             first = offsets[expert - 1]
         count = offsets[expert] - first
         values = (
-            expert, first, count, column_tile * cluster_n + rank_n, row_tile * cluster_m + rank_m,
+            expert, first, count, column_tile * cluster_n + share.rank_n, row_tile * cluster_m + share.rank_m,
             (count + tile_k - 1) // tile_k,
         )  # fmt: skip
         state = put(ring, state, slots, lane, values)
-        tile = next_tile(tile, clusters, counter, lane, dynamic, drawing, turn)
+        tile = next_tile(tile, share, lane, turn)
         turn += 1
-    finish_drawing(drawing, dynamic, turn)
+    finish_drawing(share, turn)
     state = put(ring, state, slots, lane, (Int32(END), Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)))

@@ -37,7 +37,7 @@ ACTIVATIONS = {
 
 @dataclass(frozen=True)
 class Mlp:
-    """What is tuned: the expert MLP of a model, with R rows spread evenly over the experts.
+    """What is tuned: the expert MLP of a model, with R rows thrown at the experts at random.
 
     ``activation`` is one of `ACTIVATIONS`, ``dtype`` "bf16" or "fp16".
     """
@@ -147,8 +147,9 @@ def _call(mlp: Mlp, product: Product) -> Callable[[], object]:
         # numbers as a model has them: a GPU's clock depends on how many bits change
         return torch.randn(shape, dtype=dtype, device="cuda", generator=generator)
 
-    ends = [p.rows * (e + 1) // p.experts for e in range(p.experts)]
-    offsets = torch.tensor(ends, dtype=torch.int32, device="cuda")
+    # as a router has them; equal numbers of rows keep CTAs in step, which slows some tiles by half
+    chosen = torch.randint(p.experts, (p.rows,), device="cuda", generator=generator)
+    offsets = torch.bincount(chosen, minlength=p.experts).cumsum(0, dtype=torch.int32)
     if p.family == "wgrad":
         grad, x = draw(p.rows, p.depth), draw(p.rows, p.columns)
         return lambda: functions.grouped_wgrad(grad, x, offsets)

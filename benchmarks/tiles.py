@@ -1,0 +1,40 @@
+"""Every candidate tile for many layers, timed: what the constants of `fusedmoe.kernels.sm90.choice` are fitted to."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from fusedmoe.kernels.sm90 import tuning
+from fusedmoe.kernels.sm90.tuning import Mlp
+
+# (hidden, intermediate, experts) of models' layers, and the rows an expert that they are measured with: those of a
+# training step, and fewer, down to a decoded token's
+LAYERS: dict[tuple[int, int, int], tuple[int, ...]] = {
+    (1536, 256, 128): (1536,),
+    (4096, 1024, 64): (2048,),
+    (2048, 1024, 64): (4096,),
+    (2048, 768, 128): (4, 16, 64, 100, 160, 320, 512, 1024, 2048),
+    (2048, 512, 512): (16, 64, 128, 200, 320, 640),
+    (4096, 1536, 128): (16, 64, 256, 512, 1024),
+    (4096, 14336, 8): (16, 64, 256, 1024, 4096),
+    (2880, 2880, 32): (64, 300, 2048),
+    (7168, 2048, 8): (64, 512, 4096),
+}
+
+
+def measure(device: torch.device, reps: int) -> list[dict[str, Any]]:
+    """Return each product of the layers' training steps, with the milliseconds of its candidates by name."""
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    found = []
+    for (hidden, intermediate, experts), rows in LAYERS.items():
+        for rows_an_expert in rows:
+            mlp = Mlp(hidden, intermediate, experts, rows_an_expert * experts)
+            for product in tuning.products(mlp, sms):
+                times = tuning.measure(mlp, product, reps)
+                ms = {config.name: round(taken, 5) for config, taken in times.items()}
+                found.append({"problem": asdict(product.problem), "ms": ms})
+            print(f"{hidden} x {intermediate}, {experts} experts of {rows_an_expert} rows: measured", flush=True)
+    return found
