@@ -135,6 +135,8 @@ def _shape_results(problem: Problem, report: ShapeReport) -> dict[str, Any]:
 
 def _write(section: str, settings: Settings, top: Ceiling, shapes: list[dict[str, Any]], rows: list[Row]) -> Path:
     name = section if settings.routing == "uniform" else f"{section}-{settings.routing}"
+    if settings.tune_peers:
+        name += "-tuned-peers"
     return write(
         settings.results,
         name,

@@ -25,10 +25,22 @@ CUDA events around one call, the L2 flushed and the host ahead, peers in turns, 
 dispatched, routing is {routing}. Every result was first compared with fp64 on the same operands, for the experts with
 the fewest, the median and the most rows. *x torch* and the like are the peer's time over ours: over 1 is in our
 favour. `F.grouped_mm` stands for torch, with eager pointwise operations and with compiled ones; QuACK runs with
-{tuned}. Shapes come from several runs; a shape's peers from one.
+{tuned}. Every table comes from one run.
 
 {machine}, torch {torch}, CUDA {cuda}, nvidia-cutlass-dsl {dsl}, QuACK {quack}, commit {commit}. Measured ceilings of
 this GPU: {tflops:.0f} TFLOP/s (a bf16 product of 8192³), {copy:.1f} TB/s (copy, read and written).
+"""
+TUNED = """\
+## QuACK tuned
+
+The same kernels beside QuACK with the configurations that its own tuning finds, on {shape} (commit {commit}).
+"""
+DEEPGEMM = """\
+## DeepGEMM
+
+DeepGEMM's bf16 products of groups of 128-row multiples, measured in a process of their own, since its packages and
+ours do not share an environment. torch was measured in both: *x DeepGEMM* is our time over torch's here, against
+DeepGEMM's over torch's there (DeepGEMM {version}, commit {commit}).
 """
 HOST = """\
 ## What the framework costs the host
@@ -90,6 +102,37 @@ def case_table(results: dict[str, Any], case: str) -> str:
     return "\n".join(lines)
 
 
+def tuned_table(results: dict[str, Any]) -> str:
+    """Return a shape's cases beside QuACK's."""
+    (shape,) = results["shapes"]
+    lines = ["| case | ms | QuACK, ms | x QuACK |", "|---|---|---|---|"]
+    for case in dict.fromkeys(r["case"] for r in shape["rows"]):
+        ms = _ms(shape, case)
+        lines.append(f"| {case} | {ms['fusedmoe']:.3f} | {ms['QuACK']:.3f} | {ms['QuACK'] / ms['fusedmoe']:.2f} |")
+    return "\n".join(lines)
+
+
+def deepgemm_table(kernels: dict[str, Any], deepgemm: dict[str, Any]) -> str:
+    """Return the plain products beside DeepGEMM's, by way of torch."""
+    theirs = {shape["name"]: shape for shape in deepgemm["shapes"]}
+    lines = [
+        "| shape | product | ms | torch, ms | DeepGEMM there, ms | torch there, ms | x DeepGEMM |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for shape in kernels["shapes"]:
+        for case in dict.fromkeys(r["case"] for r in theirs[shape["name"]]["rows"]):
+            here, there = _ms(shape, case), _ms(theirs[shape["name"]], case)
+            ratio = there["DeepGEMM"] / there["torch eager"] * here["torch eager"] / here["fusedmoe"]
+            times = here["fusedmoe"], here["torch eager"], there["DeepGEMM"], there["torch eager"]
+            cells = [shape["name"], case.split(",")[0], *(f"{ms:.3f}" for ms in times), f"{ratio:.2f}"]
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _ms(shape: dict[str, Any], case: str) -> dict[str, float]:
+    return {r["peer"]: r["ms"] for r in shape["rows"] if r["case"] == case and r["ms"]}
+
+
 def render(folder: Path = RESULTS) -> str:
     """Return the page."""
     parts = [INTRODUCTION]
@@ -111,7 +154,13 @@ def render(folder: Path = RESULTS) -> str:
                 parts.append(f"![forward and backward by shape](_static/{PICTURE})\n")
             cases = dict.fromkeys(r["case"] for s in results["shapes"] for r in s["rows"])
             parts += [case_table(results, case) + "\n" for case in cases]
-    host = load(folder, "host")
+    tuned, deepgemm, host = load(folder, "kernels-tuned-peers"), load(folder, "deepgemm"), load(folder, "host")
+    if tuned:
+        parts.append(TUNED.format(shape=tuned["shapes"][0]["name"], commit=tuned["commit"]))
+        parts.append(tuned_table(tuned) + "\n")
+    if kernels and deepgemm:
+        parts.append(DEEPGEMM.format(version=deepgemm["versions"]["sgl-deep-gemm"], commit=deepgemm["commit"]))
+        parts.append(deepgemm_table(kernels, deepgemm) + "\n")
     if host:
         parts += [HOST, host_table(host) + "\n"]
     return "\n".join(parts)
