@@ -69,8 +69,8 @@ def not_shipped():
         ("k", PP_192, backward()),
         ("n", PP_192, backward(keep=False)),
         ("n", PP_192, backward("squared_relu", keep=False)),
-        ("n", PP_128, backward(interleaved=True)),
-        ("n", PP_128, backward(interleaved=True, scaled=False)),
+        ("n", PP_192, backward(interleaved=True)),
+        ("n", PP_192, backward(interleaved=True, scaled=False)),
         ("n", PP_128, backward(clamped=True, interleaved=True, keep=False)),
     ]
     wanted += [("n", config, backward(clamped=True, interleaved=True)) for config in CANDIDATES["heavy_derivative"]]
@@ -108,9 +108,9 @@ def tiles(monkeypatch):
     return use
 
 
-def training_tiles(activation):
+def training_tiles(activation, scaled):
     """Tiles that kernels with this activation's derivative are shipped with."""
-    return PP_128 if functions.heavy(activation) else PP_192
+    return PP_128 if functions.heavy(activation, scaled) else PP_192
 
 
 @contextmanager
@@ -323,13 +323,13 @@ def test_grouped_gemm_activation_of_weights_with_unit_stride_along_n(kind, keep,
 @pytest.mark.parametrize("gradient", [False, True], ids=["", "scale and its gradient"])
 @pytest.mark.parametrize("kind", ACTIVATIONS)
 def test_derivative(kind, gradient, tiles):
-    tiles(training_tiles(ACTIVATIONS[kind]))
+    tiles(training_tiles(ACTIVATIONS[kind], gradient))
     derivative(a=ACTIVATIONS[kind], scale=FP32 if gradient else None, gradient=gradient).check()
 
 
 @pytest.mark.parametrize("kind", ["swiglu", "gpt-oss", "squared_relu"])
 def test_derivative_without_the_activation_again(kind, tiles):
-    tiles(training_tiles(ACTIVATIONS[kind]))
+    tiles(training_tiles(ACTIVATIONS[kind], scaled=True))
     derivative(a=ACTIVATIONS[kind], keep=False).check()
 
 

@@ -10,9 +10,7 @@ from fusedmoe.fusion.rules.hopper import (
     check_common,
     decline,
     functions,
-    guard_bias,
-    guard_matrix,
-    guard_rows,
+    guard_operands,
 )
 from fusedmoe.kernels.sm90 import limits
 from fusedmoe.ops.grouped_linear import GroupedLinear
@@ -41,9 +39,7 @@ class GroupedGemm(OnHopper, FusionRule, name="sm90.grouped_gemm", direction="for
         options = ctx.options
 
         def guard(x: Tensor, weight: Tensor, bias: Tensor | None, *_: Tensor | None) -> None:
-            guard_rows("x", x)
-            guard_matrix("the weight", weight, transposed=True)
-            guard_bias(bias)
+            guard_operands(x, weight, bias, transposed=True)
 
         def run(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, factor: Tensor | None) -> Tensor:
             return functions().grouped_gemm(  # type: ignore[no-any-return]

@@ -11,9 +11,7 @@ from fusedmoe.fusion.rules.hopper import (
     check_common,
     decline,
     functions,
-    guard_bias,
-    guard_matrix,
-    guard_rows,
+    guard_operands,
 )
 from fusedmoe.kernels.sm90 import limits
 from fusedmoe.ops.glu import GeGLU, ReGLU, SwiGLU
@@ -48,11 +46,10 @@ class GroupedGemmActivation(OnHopper, FusionRule, name="sm90.grouped_gemm_activa
 
     def build(self, ctx: PlanContext) -> Step:
         activation, options = activation_of(self.act), ctx.options
+        transposed = activation.interleaved or not activation.gated
 
         def guard(x: Tensor, weight: Tensor, bias: Tensor | None, *_: Tensor | None) -> None:
-            guard_rows("x", x)
-            guard_matrix("the weight", weight, transposed=activation.interleaved or not activation.gated)
-            guard_bias(bias)
+            guard_operands(x, weight, bias, transposed)
 
         def run(
             x: Tensor,

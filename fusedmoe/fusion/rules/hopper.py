@@ -81,11 +81,16 @@ def activation_of(op: Op) -> Activation:
     return Activation(kind, op.limit, op.alpha, op.offset, op.interleaved)
 
 
-def guard_rows(name: str, rows: Tensor) -> None:
-    """Decline rows that a kernel cannot read where they are; leave a call without rows to plain PyTorch."""
-    if not rows.shape[0]:
+def guard_operands(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> None:
+    """Decline rows, a weight or a bias that a kernel cannot read where it is; leave a call without rows to plain
+    PyTorch. ``transposed``: the weight may have unit stride along either of its last two axes.
+    """
+    if not x.shape[0]:
         raise NothingToDo("no rows")
-    guard_matrix(name, rows)
+    guard_matrix("x", x)
+    guard_matrix("the weight", weight, transposed)
+    if bias is not None:
+        require(bias.is_contiguous(), "the bias is not contiguous")
 
 
 def guard_gradient(grad: Tensor) -> None:
@@ -112,12 +117,6 @@ def _decline_type(name: str, t: Tensor) -> None:
 def _laid_out(shape: torch.Size, strides: tuple[int, ...], transposed: bool) -> bool:
     """Whether `limits.why_not_matrix` has nothing against a matrix but its address: asked for each at every call."""
     return limits.why_not_matrix("", shape, strides, 0, transposed) is None
-
-
-def guard_bias(bias: Tensor | None) -> None:
-    """Decline a bias that is not contiguous."""
-    if bias is not None:
-        require(bias.is_contiguous(), "the bias is not contiguous")
 
 
 def readable(grad: Tensor) -> Tensor:

@@ -25,7 +25,8 @@ def sigmoid(x: Float32) -> Float32:
 def gate_and_slope(kind: cutlass.Constexpr[str], g: Float32, alpha: Float32) -> tuple[Float32, Float32]:
     """``phi(g)`` and ``phi'(g)``."""
     if const_expr(kind == "swiglu"):
-        s = sigmoid(alpha * g)
+        # alpha and log2(e) meet first: that product is the same for all values
+        s = cute.arch.rcp_approx(Float32(1.0) + cute.math.exp2(g * (alpha * Float32(-LOG2_E)), fastmath=True))
         y = g * s
         return y, s + alpha * (y - y * s)
     if const_expr(kind == "geglu_tanh"):
@@ -48,6 +49,13 @@ def gate_and_slope(kind: cutlass.Constexpr[str], g: Float32, alpha: Float32) -> 
 
 
 @cute.jit
+def clamp(g: Float32, u: Float32, limit: Float32) -> tuple[Float32, Float32]:
+    """``min(g, limit)`` and ``clamp(u, -limit, limit)``."""
+    least = cute.arch.fmin(u, limit, nan=True)
+    return cute.arch.fmin(g, limit, nan=True), cute.arch.fmax(least, -limit, nan=True)
+
+
+@cute.jit
 def glu(
     kind: cutlass.Constexpr[str],
     clamped: cutlass.Constexpr[bool],
@@ -59,9 +67,7 @@ def glu(
 ) -> Float32:
     """``phi(min(g, limit)) * (clamp(u, -limit, limit) + offset)``."""
     if const_expr(clamped):
-        g = cutlass.select_(g > limit, limit, g)
-        u = cutlass.select_(u > limit, limit, u)
-        u = cutlass.select_(u < -limit, -limit, u)
+        g, u = clamp(g, u, limit)
     y, _ = gate_and_slope(kind, g, alpha)
     return y * (u + offset)
 
@@ -78,20 +84,15 @@ def glu_backward(
     offset: Float32,
 ) -> tuple[Float32, Float32, Float32]:
     """Gradients of gate and up for the gradient ``d`` of the activation, and the activation itself."""
-    g_out, u_out = cutlass.Boolean(False), cutlass.Boolean(False)
+    d_gate, d_up = d, d
     if const_expr(clamped):
-        g_out = g > limit
-        u_out = cutlass.max(u, -u) > limit
-        g = cutlass.select_(g > limit, limit, g)
-        u = cutlass.select_(u > limit, limit, u)
-        u = cutlass.select_(u < -limit, -limit, u)
+        d_gate = cutlass.select_(g > limit, Float32(0.0), d)
+        d_up = cutlass.select_(cute.math.absf(u) > limit, Float32(0.0), d)
+        g, u = clamp(g, u, limit)
     phi, slope = gate_and_slope(kind, g, alpha)
     up = u + offset
-    dg = d * up * slope
-    du = d * phi
-    if const_expr(clamped):
-        dg = cutlass.select_(g_out, Float32(0.0), dg)
-        du = cutlass.select_(u_out, Float32(0.0), du)
+    dg = d_gate * up * slope
+    du = d_up * phi
     return dg, du, phi * up
 
 

@@ -358,7 +358,7 @@ class Gemm:
     def put_box(self, values, s_box, to_box, group, thread, count, tma, target, columns=None):
         """Send a box of values to memory, by way of shared memory; ``target`` is the box in the tensor of ``tma``.
 
-        Values lie as accumulators do, unless ``columns`` says which column of the box each belongs to.
+        Values lie as ``to_box`` has them, unless ``columns`` says which column of the box each belongs to.
 
         A box of shared memory is used again after `store_stages` boxes. Before the barrier of box c the storing warp
         waits until what box c + 1 will overwrite has been read, so one barrier a box is enough.

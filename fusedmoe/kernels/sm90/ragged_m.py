@@ -529,34 +529,27 @@ class RaggedM(Gemm):
         inputs = self.take_pairs(block, state) if e.gated else [self.take_box(block, state, 0)]
         state = self.release_boxes(block, state)
         d = [block.acc[block.base + j * VALUES + v] for v in range(VALUES)]
-        d_act = self.scaled(d, block.scales)
         x = [[t[v].to(Float32) for v in range(VALUES)] for t in inputs]
         if const_expr(e.gated):
             results = [
-                epilogues.glu_backward(e.act, e.clamped, d_act[v], x[0][v], x[1][v], *env.constants)
-                for v in range(VALUES)
+                epilogues.glu_backward(e.act, e.clamped, d[v], x[0][v], x[1][v], *env.constants) for v in range(VALUES)
             ]
         else:
-            results = [epilogues.squared_relu_backward(d_act[v], x[0][v]) for v in range(VALUES)]
-        values = [r[-1] for r in results]
+            results = [epilogues.squared_relu_backward(d[v], x[0][v]) for v in range(VALUES)]
         if const_expr(e.row_scale):
             for v in cutlass.range_constexpr(VALUES):
-                sums[v // 2 % 2] = sums[v // 2 % 2] + d[v] * values[v]
-        grads = [self.packed([r[half] for r in results]) for half in range(len(inputs))]
-        again = self.packed(self.scaled(values, block.scales))
+                sums[v // 2 % 2] = sums[v // 2 % 2] + d[v] * results[v][-1]
+        # scaled last: a scaled gradient beside the unscaled one would be 16 registers more
+        *grads, again = [self.packed(self.scaled(list(r), block.scales)) for r in zip(*results, strict=True)]
         for half in cutlass.range_constexpr(len(grads)):
             part, column = self.box_of(half, box_column)
             if const_expr(e.interleaved):
-                # columns 16 q .. 16 q + 15 of gate and up, in turns, belong to columns 8 q .. 8 q + 7 of the activation
-                order = [(q, h, odd, which) for q in (2 * half, 2 * half + 1) for h in range(2) for odd in range(2)
-                         for which in range(2)]  # fmt: skip
-                mixed = [grads[which][4 * q + 2 * h + odd] for q, h, odd, which in order]
-                columns = [q % 2 * 16 + block.lane % 4 * 4 + 2 * odd + which for q, h, odd, which in order]
-                # `order` has four of one row, then four of the other; `row_of` two and two
-                turn = [v // 8 * 8 + (v % 8 // 4) * 2 + v % 2 + (v % 4 // 2) * 4 for v in range(VALUES)]
-                self.store(
-                    [mixed[v] for v in turn], block, boxes + half, env.out, part, column, [columns[v] for v in turn]
-                )
+                mixed = cute.make_rmem_tensor((VALUES,), self.element)
+                for v in cutlass.range_constexpr(VALUES):
+                    for which in cutlass.range_constexpr(2):
+                        if const_expr(self.pair_box(v) == half):
+                            mixed[self.pair_place(v) + which] = grads[which][v]
+                self.store(mixed, block, boxes + half, env.out, part, column, copy=2)
             else:
                 self.store(grads[half], block, boxes + half, env.out, part, column)
         if const_expr(e.keep):
@@ -587,13 +580,32 @@ class RaggedM(Gemm):
         if block.live:
             here = self.own(state, block.group)
             block.reads.consumer_wait(here)
-            for v in cutlass.range_constexpr(VALUES):
-                q, odd = v // 4, v % 2
-                box = self.read_box(here.index, q // 2)
-                for which in cutlass.range_constexpr(2):
-                    column = q % 2 * 16 + block.lane % 4 * 4 + 2 * odd + which
-                    r_in[which * VALUES + v] = block.s_box[self.row_of(block.thread, v), column, box]
-        return [r_in[v] for v in range(VALUES)], [r_in[VALUES + v] for v in range(VALUES)]
+            pairs = block.copies[2]
+            for box in cutlass.range_constexpr(2):
+                source = pairs.partition_S(block.s_box)[None, None, None, self.read_box(here.index, box)]
+                cute.copy(pairs, source, cute.make_tensor(r_in.iterator + box * VALUES, cute.make_layout(source.shape)))
+        places = [self.pair_box(v) * VALUES + self.pair_place(v) for v in range(VALUES)]
+        return [r_in[place] for place in places], [r_in[place + 1] for place in places]
+
+    def box_copies(self, thread):
+        copies = super().box_copies(thread)
+        if not (self.epilogue.interleaved and self.epilogue.derivative):
+            return copies
+        # boxes of gate and up in turns: what belongs to a thread's accumulators, four columns side by side at a time
+        atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.element, num_bits_per_copy=64)
+        rows = BLOCK_ROWS
+        places = cute.make_layout(((4, 8, 4), (4, 2, 2)), stride=((4 * rows, 1, 16), (rows, 8, 16 * rows)))
+        return *copies, cute.make_tiled_copy(atom, places, (rows, EPILOGUE_COLUMNS)).get_slice(thread)
+
+    def pair_box(self, v: int) -> int:
+        """Which of the two boxes has the gate and up of a thread's v-th accumulator of a step, in turns."""
+        return v // 8
+
+    def pair_place(self, v: int) -> int:
+        """Where that gate is among the thread's values of the box; up is behind it. Accumulators have 8 columns in two
+        rows of each, two columns side by side: these are four, gates and ups.
+        """
+        return v // 4 % 2 * 8 + v // 2 % 2 * 4 + v % 2 * 2
 
     @cute.jit
     def take_box(self, block, state, half: cutlass.Constexpr[int]):
@@ -619,9 +631,9 @@ class RaggedM(Gemm):
         return state
 
     @cute.jit
-    def store(self, values, block, count: cutlass.Constexpr[int], to, part, box_column, columns=None):
+    def store(self, values, block, count: cutlass.Constexpr[int], to, part, box_column, columns=None, copy=0):
         """Send a box's first ``valid`` rows to row ``top`` of an output; see the module's page."""
         tma, view = to
         here = cute.domain_offset((BLOCK_ROWS - block.valid, 0), view[None, None, part, block.top + block.valid])
         target = cute.local_tile(here, (BLOCK_ROWS, EPILOGUE_COLUMNS), (0, box_column))
-        self.put_box(values, block.s_box, block.copies[0], block.group, block.thread, count, tma, target, columns)
+        self.put_box(values, block.s_box, block.copies[copy], block.group, block.thread, count, tma, target, columns)
