@@ -71,9 +71,10 @@ def not_shipped():
         ("n", PP_192, backward("squared_relu", keep=False)),
         ("n", PP_192, backward(interleaved=True)),
         ("n", PP_192, backward(interleaved=True, scaled=False)),
-        ("n", PP_128, backward(clamped=True, interleaved=True, keep=False)),
+        ("n", PP_192, backward(clamped=True, interleaved=True, keep=False)),
     ]
-    wanted += [("n", config, backward(clamped=True, interleaved=True)) for config in CANDIDATES["heavy_derivative"]]
+    wanted += [("n", config, backward(clamped=True, interleaved=True)) for config in CANDIDATES["derivative"]]
+    wanted += [("n", config, backward("geglu_tanh")) for config in CANDIDATES["heavy_derivative"]]
     kernels = [RaggedM("bf16", config, b_major=major, epilogue=epilogue) for major, config, epilogue in wanted]
     return [kernel for kernel in kernels if kernel not in shipped.shipped("sm_90a")]
 
@@ -108,9 +109,9 @@ def tiles(monkeypatch):
     return use
 
 
-def training_tiles(activation, scaled):
+def training_tiles(activation):
     """Tiles that kernels with this activation's derivative are shipped with."""
-    return PP_128 if functions.heavy(activation, scaled) else PP_192
+    return PP_128 if functions.heavy(activation) else PP_192
 
 
 @contextmanager
@@ -323,13 +324,13 @@ def test_grouped_gemm_activation_of_weights_with_unit_stride_along_n(kind, keep,
 @pytest.mark.parametrize("gradient", [False, True], ids=["", "scale and its gradient"])
 @pytest.mark.parametrize("kind", ACTIVATIONS)
 def test_derivative(kind, gradient, tiles):
-    tiles(training_tiles(ACTIVATIONS[kind], gradient))
+    tiles(training_tiles(ACTIVATIONS[kind]))
     derivative(a=ACTIVATIONS[kind], scale=FP32 if gradient else None, gradient=gradient).check()
 
 
 @pytest.mark.parametrize("kind", ["swiglu", "gpt-oss", "squared_relu"])
 def test_derivative_without_the_activation_again(kind, tiles):
-    tiles(training_tiles(ACTIVATIONS[kind], scaled=True))
+    tiles(training_tiles(ACTIVATIONS[kind]))
     derivative(a=ACTIVATIONS[kind], keep=False).check()
 
 
@@ -534,10 +535,12 @@ def test_operands_that_are_parts_of_others(tiles):
 CONFIGS = [
     *((family, config) for family, configs in CANDIDATES.items() for config in configs if family != "wgrad"),
     *((name, config) for config in CANDIDATES["wgrad"] for name in ("wgrad", "accumulating wgrad")),
+    *(("derivative of gpt-oss", config) for config in CANDIDATES["derivative"]),
 ]
 OF_CONFIGS = {
     **FAMILIES,
-    "heavy_derivative": lambda *of: derivative(*of, a=ACTIVATIONS["gpt-oss"]),
+    "heavy_derivative": lambda *of: derivative(*of, a=ACTIVATIONS["geglu_tanh"]),
+    "derivative of gpt-oss": lambda *of: derivative(*of, a=ACTIVATIONS["gpt-oss"]),
     "accumulating wgrad": lambda *of: wgrad(*of, out=FP32, accumulate=True),
 }
 

@@ -28,8 +28,10 @@ from fusedmoe.kernels.sm90.ragged_m import Epilogue, RaggedM
 
 SHIPPED = [kernel for kernel in shipped.shipped("sm_90a") if isinstance(kernel, (RaggedM, RaggedK))]
 GPT_OSS_BACKWARD = Epilogue("swiglu", derivative=True, clamped=True, interleaved=True, keep=True, row_scale=True)
+GEGLU_BACKWARD = Epilogue("geglu_tanh", derivative=True, keep=True, row_scale=True)
 NOT_SHIPPED = [  # what `choose` may pick besides
-    *(RaggedM("bf16", c, b_major="n", epilogue=GPT_OSS_BACKWARD) for c in CANDIDATES["heavy_derivative"]),
+    *(RaggedM("bf16", c, b_major="n", epilogue=GPT_OSS_BACKWARD) for c in CANDIDATES["derivative"]),
+    *(RaggedM("bf16", c, b_major="n", epilogue=GEGLU_BACKWARD) for c in CANDIDATES["heavy_derivative"]),
     RaggedM("bf16", CO_256, epilogue=Epilogue("swiglu", clamped=True, interleaved=True, keep=True)),
 ]
 KERNELS = {kernel.symbol: kernel for kernel in (*SHIPPED, *NOT_SHIPPED)}
@@ -46,7 +48,8 @@ COVERING = (
     "sm90_ragged_m_bf16_bn_dswiglu_scale_keep_128x192pp_c21",
     "sm90_ragged_m_bf16_bn_dswiglu_scale_keep_128x192pp_c12",
     "sm90_ragged_m_bf16_bn_dswiglu_scale_keep_128x128pp_c11",
-    "sm90_ragged_m_bf16_bn_dswiglu_clamp_inter_scale_keep_128x128pp_c21",
+    "sm90_ragged_m_bf16_bn_dswiglu_clamp_inter_scale_keep_128x192pp_c21",
+    "sm90_ragged_m_bf16_bn_dgeglu_tanh_scale_keep_128x128pp_c21",
     "sm90_ragged_m_bf16_bn_dsquared_relu_scale_keep_128x192pp_c21",
     "sm90_ragged_m_bf16_bn_dswiglu_clamp_inter_scale_keep_128x128pp_c12",
     "sm90_ragged_m_bf16_bk_swiglu_clamp_inter_keep_128x256co_c21",
@@ -55,16 +58,18 @@ COVERING = (
     "sm90_ragged_k_bf16_fp32_add_256x128co_c12",
     "sm90_ragged_k_bf16_fp32_add_128x256co_c11",
 )
-# Spills, stores and loads: of the epilogue's registers one or two, of fp16 four, once a tile. The tile that has none,
-# 128x128, takes a fifth longer.
+# Spills, stores and loads, each once a tile: registers of the epilogue, none of the main loop's. The tile without them,
+# 128x128, takes an eighth to a fifth longer.
 SPILLS = {
-    "sm90_ragged_m_bf16_bn_dswiglu_scale_keep_128x192pp_c21": 2,
-    "sm90_ragged_m_bf16_bn_dswiglu_scale_keep_128x192pp_c12": 2,
-    "sm90_ragged_m_bf16_bn_dreglu_keep_128x192pp_c21": 4,
-    "sm90_ragged_m_bf16_bn_dreglu_scale_keep_128x192pp_c21": 4,
-    "sm90_ragged_m_fp16_bn_dswiglu_keep_128x192pp_c21": 8,
+    "bf16_bn_dswiglu_scale_keep": 2,
+    "bf16_bn_dswiglu_clamp_scale_keep": 8,
+    "bf16_bn_dswiglu_clamp_inter_scale_keep": 14,
+    "bf16_bn_dreglu_keep": 4,
+    "bf16_bn_dreglu_scale_keep": 4,
+    "fp16_bn_dswiglu_keep": 8,
 }
-MOST_INSTRUCTIONS = 8192  # that an SM's instruction cache holds: a derivative with more of them slows down at once
+SPILLS = {f"sm90_ragged_m_{name}_128x192pp_c{c}": most for name, most in SPILLS.items() for c in ("21", "12")}
+MOST_INSTRUCTIONS = 9000  # from where on a derivative is slower than with smaller tiles, see choice.py
 PROCESSES = 2
 REGISTERS = 65536 // (3 * 128) // 8 * 8  # a thread, of three warpgroups: 168
 INSTRUCTION = re.compile(r"\*/ +(?:@!?U?P\d+ +)?([A-Z][\w.]*)")
@@ -175,4 +180,4 @@ def family_of(kernel):
         return "plain"
     if not e.derivative:
         return "activation"
-    return "heavy_derivative" if e.act.startswith("geglu") or (e.clamped and e.row_scale) else "derivative"
+    return "heavy_derivative" if e.act.startswith("geglu") else "derivative"

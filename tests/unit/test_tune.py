@@ -59,7 +59,7 @@ def test_winners_are_kept_and_chosen_by_later_processes(table, capsys):
     content = json.loads(table.read_text())
     assert content["format"] == 1
     assert len(content["gpus"][GPU.name]) == 6
-    assert content["gpus"][GPU.name]["activation/11/1536/11"]["config"] == CANDIDATES["activation"][-1].name
+    assert content["gpus"][GPU.name]["activation/22/1536/11"]["config"] == CANDIDATES["activation"][-1].name
 
 
 def test_a_table_that_is_written_holds_from_the_next_process_on():
@@ -85,7 +85,7 @@ def test_tuning_again_replaces_its_entries_and_keeps_the_others(table):
     tune(first_is_best)
     again()
     entries = json.loads(table.read_text())["gpus"][GPU.name]
-    assert entries["activation/11/1024/11"]["config"] == CANDIDATES["activation"][-1].name
+    assert entries["activation/22/1024/11"]["config"] == CANDIDATES["activation"][-1].name
     assert choose(problems()[0]) == CANDIDATES["activation"][0]
 
 
@@ -127,8 +127,8 @@ def test_the_table_that_is_printed(capsys):
         b'{"format": 1}',
         b'{"format": 1, "gpus": {"Some GPU": []}}',
         b'{"format": 1, "gpus": {"Some GPU": {"activation/11/1536": {"config": "128x192pp_c21"}}}}',
-        b'{"format": 1, "gpus": {"Some GPU": {"activation/11/1536/11": "128x192pp_c21"}}}',
-        b'{"format": 1, "gpus": {"Some GPU": {"activation/11/1536/11": {"ms": 1}}}}',
+        b'{"format": 1, "gpus": {"Some GPU": {"activation/22/1536/11": "128x192pp_c21"}}}',
+        b'{"format": 1, "gpus": {"Some GPU": {"activation/22/1536/11": {"ms": 1}}}}',
     ],
 )
 def test_a_damaged_table_is_ignored_with_one_warning(table, content, caplog):

@@ -54,10 +54,10 @@ CO_256_ALONE = TileConfig(128, 256, pingpong=False)
 
 # A cluster of two row tiles shares the weights and wastes half of itself where an expert's rows end; one of two column
 # tiles shares the rows. A CTA alone loads everything itself, which the L2 is too slow for. Not here: 128x192 for
-# "heavy" derivatives, those of GeGLU, and of clamped units with a row scale. Their code is unrolled to more than the
-# 8,000 instructions that an SM's instruction cache holds: 7,400 of them take 1.72 ms, 8,700 1.99, 9,000 2.23, 9,900
-# 2.87; those of 128x128, 5,000 to 7,000, take 2.1 (GPT-OSS-20B on an H100). A loop over the two blocks of 64 rows,
-# with the accumulators moved in between, would be half as long, but ptxas spills all of them then.
+# "heavy" derivatives, those of GeGLU. Their code is unrolled to more instructions than an SM's cache holds, about
+# 8,000: in a product of GPT-OSS-20B's size on an H100, 6,500 to 7,500 of them take 1.72 ms, 8,800 1.85, 9,000 2.23,
+# 9,900 2.87; those of 128x128, 5,000 to 7,000, take 2.1. A loop over the two blocks of 64 rows, with the accumulators
+# moved in between, would be half as long, but ptxas spills all of them then.
 # Measured and left out: 128x160 (a quarter slower than 128x192 throughout), L2 eviction hints on what is read once (up
 # to 15% slower), 256x128 over two rows of a weight gradient (never the fastest).
 CANDIDATES: dict[Family, tuple[TileConfig, ...]] = {

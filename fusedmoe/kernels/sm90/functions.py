@@ -294,7 +294,7 @@ def _ragged_m_launch(
     sm_margin: int,
     schedule: Schedule,
 ) -> _Launch:
-    if family == "derivative" and activation is not None and heavy(activation, scaled):
+    if family == "derivative" and activation is not None and heavy(activation):
         family = "heavy_derivative"
     options = KernelOptions(sm_margin, schedule)
     sms = _sms(device, options)
@@ -346,12 +346,9 @@ def activation_key(activation: Activation | None) -> tuple[str, bool, bool]:
     return activation.kind, activation.gated and clamped, activation.gated and activation.interleaved
 
 
-def heavy(activation: Activation, scaled: bool) -> bool:
-    """Whether a derivative's code at the widest tile is larger than an SM's instruction cache: it would take up to
-    twice as long. ``scaled``: there is a row scale, and its gradient.
-    """
-    _, clamped, _ = activation_key(activation)
-    return activation.kind.startswith("geglu") or (clamped and scaled)
+def heavy(activation: Activation) -> bool:
+    """Whether a derivative's code at the widest tile overflows an SM's instruction cache, which makes it slow."""
+    return activation.kind.startswith("geglu")
 
 
 @functools.cache

@@ -74,7 +74,7 @@ def products(mlp: Mlp, sms: int) -> tuple[Product, ...]:
     """Return the products of a training step of the MLP."""
     activation = ACTIVATIONS[mlp.activation]
     h, i, n = mlp.hidden, mlp.intermediate, mlp.intermediate * (2 if activation.gated else 1)
-    heavy = functions.heavy(activation, scaled=False)
+    heavy = functions.heavy(activation)
 
     def product(title: str, family: Family, columns: int, depth: int, across: bool = False) -> Product:
         return Product(title, Problem(family, mlp.rows, mlp.experts, columns, depth, sms), across)
