@@ -27,8 +27,8 @@ the fewest, the median and the most rows. *x torch* and the like are the peer's 
 favour. `F.grouped_mm` stands for torch, with eager pointwise operations and with compiled ones; QuACK runs with
 {tuned}. Every table comes from one run.
 
-{machine}, torch {torch}, CUDA {cuda}, nvidia-cutlass-dsl {dsl}, QuACK {quack}, commit {commit}. Measured ceilings of
-this GPU: {tflops:.0f} TFLOP/s (a bf16 product of 8192³), {copy:.1f} TB/s (copy, read and written).
+{machine}, torch {torch}, CUDA {cuda}, nvidia-cutlass-dsl {dsl}, QuACK {quack}, commit {commit}{mlp_commit}.
+Measured ceilings of this GPU: {tflops:.0f} TFLOP/s (a bf16 product of 8192³), {copy:.1f} TB/s (copy, read and written).
 """
 TUNED = """\
 ## QuACK tuned
@@ -146,6 +146,7 @@ def render(folder: Path = RESULTS) -> str:
                 torch=versions["torch"], cuda=versions.get("cuda"), dsl=versions.get("nvidia-cutlass-dsl"),
                 quack=versions.get("quack-kernels"), commit=kernels["commit"], tflops=kernels["ceiling"]["tflops"],
                 copy=kernels["ceiling"]["copy_tb_s"],
+                mlp_commit=f" (the expert MLP: {mlp['commit']})" if mlp and mlp["commit"] != kernels["commit"] else "",
             )
         )  # fmt: skip
     for results in (mlp, kernels):
