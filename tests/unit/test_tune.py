@@ -57,7 +57,7 @@ def test_winners_are_kept_and_chosen_by_later_processes(table, capsys):
     assert after != before
     assert f"kept in {table}" in capsys.readouterr().out
     content = json.loads(table.read_text())
-    assert content["format"] == 1
+    assert content["format"] == 2
     assert len(content["gpus"][GPU.name]) == 6
     assert content["gpus"][GPU.name]["activation/22/1536/11"]["config"] == CANDIDATES["activation"][-1].name
 
@@ -123,12 +123,12 @@ def test_the_table_that_is_printed(capsys):
         b"[]",
         b"{",
         b"\xff",
-        b'{"format": 2, "gpus": {}}',
-        b'{"format": 1}',
-        b'{"format": 1, "gpus": {"Some GPU": []}}',
-        b'{"format": 1, "gpus": {"Some GPU": {"activation/11/1536": {"config": "128x192pp_c21"}}}}',
-        b'{"format": 1, "gpus": {"Some GPU": {"activation/22/1536/11": "128x192pp_c21"}}}',
-        b'{"format": 1, "gpus": {"Some GPU": {"activation/22/1536/11": {"ms": 1}}}}',
+        b'{"format": 1, "gpus": {}}',
+        b'{"format": 2}',
+        b'{"format": 2, "gpus": {"Some GPU": []}}',
+        b'{"format": 2, "gpus": {"Some GPU": {"activation/11/1536": {"config": "128x192pp_c21"}}}}',
+        b'{"format": 2, "gpus": {"Some GPU": {"activation/22/1536/11": "128x192pp_c21"}}}',
+        b'{"format": 2, "gpus": {"Some GPU": {"activation/22/1536/11": {"ms": 1}}}}',
     ],
 )
 def test_a_damaged_table_is_ignored_with_one_warning(table, content, caplog):

@@ -1,8 +1,8 @@
 """Which tiles a product runs with: a small model of an SM's time, and measured exceptions by coarse shape.
 
 `choose` asks, in this order: the table that ``fusedmoe tune`` wrote on this machine (tuned.py), the measurements that
-come with fusedmoe (measured.py), the model. The candidates are data, legal by construction: each one compiles without
-spills (the compile tests read its SASS). No tuning happens at run time.
+come with fusedmoe (measured.py), the model. The candidates are data, legal by construction: the compile tests read the
+SASS of each, and name the few values that are spilled. No tuning happens at run time.
 
 The model, in cycles of an SM at the clock that an H100 keeps under full tensor load, 1.45 GHz:
 

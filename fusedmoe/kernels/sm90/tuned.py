@@ -1,6 +1,6 @@
 """The table of tiles that ``fusedmoe tune`` measured on this machine: JSON in the cache directory.
 
-    {"format": 1, "gpus": {<name of a GPU>: {<coarse shape>: {"config": <name>, "ms": <time>, "measured": <date>}}}}
+    {"format": 2, "gpus": {<name of a GPU>: {<coarse shape>: {"config": <name>, "ms": <time>, "measured": <date>}}}}
 
 A coarse shape is `choice.Problem.coarse`, its parts joined by ``/``. The file lies in the folder of this version of
 fusedmoe, as compiled kernels do: another version's tiles may be other ones. It holds names alone, and a name that is no
@@ -22,7 +22,7 @@ from fusedmoe.kernels.sm90.measured import Coarse
 logger = logging.getLogger(__name__)
 
 FILE = "tuned_sm90.json"
-FORMAT = 1
+FORMAT = 2
 
 
 def path() -> Path | None:
