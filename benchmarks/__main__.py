@@ -2,7 +2,7 @@
 
 Sections: ``host`` (what the framework costs the host), ``kernels`` (each kernel), ``mlp`` (the expert MLP through the
 public API), ``deepgemm`` (DeepGEMM's products, for an environment of its own), ``tiles`` (every tile for many layers,
-which takes half a minute). By default the first, and the next two where there is a GPU.
+about a minute). By default the first, and the next two where there is a GPU.
 """
 
 from __future__ import annotations
