@@ -12,11 +12,11 @@ import multiprocessing
 import os
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import pytest
 import torch
+from poison import nan_in_new_tensors
 from torch import Tensor
 
 from fusedmoe.kernels import compiler, shipped
@@ -112,16 +112,6 @@ def tiles(monkeypatch):
 def training_tiles(activation):
     """Tiles that kernels with this activation's derivative are shipped with."""
     return PP_128 if functions.heavy(activation) else PP_192
-
-
-@contextmanager
-def nan_in_new_tensors():
-    """What `torch.empty` returns is full of NaN."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def test_new_tensors_are_full_of_nan(device):

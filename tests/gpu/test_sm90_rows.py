@@ -1,9 +1,8 @@
 """The row kernels for Hopper: offsets against plain PyTorch, column sums against fp64, whatever surrounds the rows."""
 
-from contextlib import contextmanager
-
 import pytest
 import torch
+from poison import nan_in_new_tensors
 
 from fusedmoe.kernels.sm90.row_functions import column_sums, offsets_from_splits
 from fusedmoe.kernels.torch.rows import offsets_from_splits as plain_offsets
@@ -18,16 +17,6 @@ TOLERANCE = {
     torch.float16: 5e-4,
 }
 HALF = (torch.bfloat16, torch.float16)
-
-
-@contextmanager
-def nan_in_new_tensors():
-    """What `torch.empty` returns is full of NaN."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 # ---------------------------------------------------------------------------------------------------------- offsets

@@ -16,23 +16,22 @@ LOG2_E = math.log2(math.e)
 
 
 @cute.jit
-def sigmoid(x: Float32) -> Float32:
-    """``1 / (1 + exp(-x))``."""
-    return cute.arch.rcp_approx(Float32(1.0) + cute.math.exp2(x * Float32(-LOG2_E), fastmath=True))
+def sigmoid(x: Float32, alpha: Float32) -> Float32:
+    """``1 / (1 + exp(-alpha * x))``. alpha and log2(e) meet first: their product is the same for all values."""
+    return cute.arch.rcp_approx(Float32(1.0) + cute.math.exp2(x * (alpha * Float32(-LOG2_E)), fastmath=True))
 
 
 @cute.jit
 def gate_and_slope(kind: cutlass.Constexpr[str], g: Float32, alpha: Float32) -> tuple[Float32, Float32]:
     """``phi(g)`` and ``phi'(g)``."""
     if const_expr(kind == "swiglu"):
-        # alpha and log2(e) meet first: that product is the same for all values
-        s = cute.arch.rcp_approx(Float32(1.0) + cute.math.exp2(g * (alpha * Float32(-LOG2_E)), fastmath=True))
+        s = sigmoid(g, alpha)
         y = g * s
         return y, s + alpha * (y - y * s)
     if const_expr(kind == "geglu_tanh"):
         x = alpha * g
         inner = Float32(math.sqrt(2 / math.pi)) * (x + Float32(0.044715) * x * x * x)
-        t = Float32(2.0) * sigmoid(Float32(2.0) * inner) - Float32(1.0)  # tanh(inner)
+        t = Float32(2.0) * sigmoid(inner, Float32(2.0)) - Float32(1.0)  # tanh(inner)
         half = Float32(0.5) + Float32(0.5) * t
         d_inner = Float32(math.sqrt(2 / math.pi)) * (Float32(1.0) + Float32(3 * 0.044715) * x * x)
         return g * half, half + Float32(0.5) * x * (Float32(1.0) - t * t) * d_inner

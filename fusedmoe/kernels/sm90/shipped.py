@@ -8,12 +8,15 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
-from fusedmoe.kernels.sm90.choice import CANDIDATES, PP_128, PP_192
+from fusedmoe.kernels.activation import Activation
+from fusedmoe.kernels.sm90.choice import CANDIDATES, PP_192
+from fusedmoe.kernels.sm90.functions import heavy
 from fusedmoe.kernels.sm90.ragged_k import RaggedK
 from fusedmoe.kernels.sm90.ragged_m import Epilogue, RaggedM
 from fusedmoe.kernels.sm90.rows import ColumnSums, Offsets
 
 if TYPE_CHECKING:
+    from fusedmoe.kernels.activation import Kind
     from fusedmoe.kernels.compiler import Kernel
 
 
@@ -36,7 +39,7 @@ def KERNELS() -> tuple[Kernel, ...]:
     kernels.append(RaggedK("bf16", PP_192, out="fp32"))
 
     # bf16: the other activations, with the tiles of training
-    others = [
+    others: list[tuple[Kind, bool, bool]] = [
         ("swiglu", True, False),
         ("swiglu", True, True),
         ("geglu_tanh", False, False),
@@ -51,7 +54,7 @@ def KERNELS() -> tuple[Kernel, ...]:
             RaggedM("bf16", PP_192, b_major=major, epilogue=epilogue) for major in ("kn" if interleaved else "k")
         ]
     for (kind, clamped, interleaved), scaled in itertools.product(others, (False, True)):
-        config = PP_128 if kind.startswith("geglu") else PP_192  # as `functions.heavy` has it
+        config = CANDIDATES["heavy_derivative" if heavy(Activation(kind)) else "derivative"][0]
         epilogue = Epilogue(kind, True, clamped, interleaved, keep=True, row_scale=scaled)
         kernels.append(RaggedM("bf16", config, b_major="n", epilogue=epilogue))
 
