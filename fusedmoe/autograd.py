@@ -14,14 +14,15 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from fusedmoe.fusion.executable import Plan
+    from fusedmoe.fusion.executable import Call
 
 
 class _RunPlan(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, plan: Plan, strict: bool, *arguments: Tensor | None) -> tuple[Tensor, ...]:
-        outputs, saved = plan.forward(arguments, strict)
-        ctx.call = plan, strict
+    def forward(ctx: Any, call: Call, *arguments: Tensor | None) -> tuple[Tensor, ...]:
+        outputs: tuple[Tensor, ...]
+        outputs, saved = call.run([*arguments], *call.runs)  # type: ignore[assignment]
+        ctx.call = call
         ctx.save_for_backward(*saved)
         if len(outputs) > 1:
             ctx.mark_non_differentiable(*[t for t in outputs if not t.is_floating_point()])
@@ -34,9 +35,9 @@ class _RunPlan(torch.autograd.Function):
 
 
 def _gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    plan, strict = ctx.call
-    with without_autocast(plan.environment.device):  # the dtypes were settled in forward
-        return (None, None, *plan.backward(ctx.saved_tensors, grads, ctx.needs_input_grad[2:], strict))
+    call: Call = ctx.call
+    with without_autocast(call.plan.environment.device):  # the dtypes were settled in forward
+        return (None, *call.backward(ctx.saved_tensors, grads, ctx.needs_input_grad[1:]))
 
 
 _guarded_gradients = once_differentiable(_gradients)
@@ -45,10 +46,10 @@ _guarded_gradients = once_differentiable(_gradients)
 _apply = super(torch.autograd.Function, _RunPlan).apply
 
 
-def run_plan(plan: Plan, arguments: Sequence[Tensor | None], strict: bool) -> tuple[Tensor, ...]:
+def run_call(call: Call, arguments: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     """Run a plan's forward steps and, if it has gradients to give, let autograd run its backward steps, once, later."""
-    if not plan.wanted:
-        return plan.forward(arguments, strict)[0]
+    if not call.plan.wanted:
+        return call.run([*arguments], *call.runs)[0]  # type: ignore[return-value]
     if torch._C._are_functorch_transforms_active():
-        return _RunPlan.apply(plan, strict, *arguments)  # type: ignore[no-untyped-call, no-any-return]
-    return _apply(plan, strict, *arguments)  # type: ignore[no-untyped-call, no-any-return]
+        return _RunPlan.apply(call, *arguments)  # type: ignore[no-untyped-call, no-any-return]
+    return _apply(call, *arguments)  # type: ignore[no-untyped-call, no-any-return]

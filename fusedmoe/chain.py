@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fusedmoe import settings
+from fusedmoe import changes, settings
 from fusedmoe.autocast import autocast_dtype, without_autocast
-from fusedmoe.autograd import run_plan
+from fusedmoe.autograd import run_call
+from fusedmoe.environment import disabled_by_environment, environment_state
 from fusedmoe.errors import InputError
 from fusedmoe.fusion import registry
-from fusedmoe.fusion.executable import Environment, Plan
+from fusedmoe.fusion.executable import Call, Environment, Plan
 from fusedmoe.fusion.graph import Graph
 from fusedmoe.fusion.planner import make_plan
+from fusedmoe.fusion.signature import Signature, signature
 from fusedmoe.kernels.device import arch
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
 from fusedmoe.ops.op import Node, Op
@@ -26,7 +28,16 @@ if TYPE_CHECKING:
     from fusedmoe.recipes import Recipe
     from fusedmoe.settings import Settings
 
-_REMEMBERED_CALLS = 4096  # of each chain
+_REMEMBERED_CALLS = 1024  # of each chain
+
+
+class _Last(NamedTuple):
+    """The last call, if nothing but running it is left where the next one is of the same kind."""
+
+    call: Call
+    tensors: Signature
+    around: tuple[Any, ...]
+    device_type: str
 
 
 class Chain:
@@ -49,90 +60,113 @@ class Chain:
         self._ops = tuple(node.op for node in self.nodes)
         self.takers = graph.takers  # each runtime input, with the ops that take it
         self._parameters = [(node.op, name) for node in self.nodes for name in node.op.parameter_names]
-        self._circumstances: dict[tuple[Any, ...], int] = {}  # numbered, since a number is quicker to look up by
-        self._last: tuple[tuple[Any, ...], int] = ((), -1)  # those of the last call, and their number
+        self._circumstances: dict[tuple[Any, ...], int] = {}
         self._plans: dict[tuple[Any, ...], Plan] = {}  # by what a plan depends on
-        self._calls: dict[tuple[Any, ...], Plan] = {}  # by exact shapes too: calls that were checked
+        self._calls: dict[tuple[int, bool, Signature], Call] = {}  # by exact shapes too: calls that were checked
+        self._last: _Last | None = None
 
-    def run(self, x: Tensor, given: Mapping[str, Tensor], options: KernelOptions = DEFAULT) -> tuple[Tensor, ...]:
-        """Run the chain on rows and runtime inputs; return its result and its exports."""
-        if torch.compiler.is_compiling():
+    def run(self, x: Tensor, named: dict[str, Tensor], options: KernelOptions = DEFAULT) -> Tensor:
+        """Run the chain on rows and runtime inputs by name, add its exports to the latter, and return its result."""
+        if torch.compiler.is_dynamo_compiling():
             from fusedmoe.uncompiled import run_chain
 
-            return run_chain(self, x, given, options)  # type: ignore[no-any-return]
-        now = settings.current()
-        if (autocast := autocast_dtype(x.device)) is not None:
-            arguments = self._arguments(x, given, autocast)
+            return run_chain(self, x, named, options)  # type: ignore[no-any-return]
+        arguments = self._arguments(x, named)
+        tensors = signature(arguments)
+        around = self._around(options)
+        last = self._last
+        if (
+            last is not None
+            and tensors == last.tensors
+            and around == last.around
+            and not torch.is_autocast_enabled(last.device_type)
+        ):
+            results = run_call(last.call, arguments)
+        elif (dtype := autocast_dtype(x.device)) is None:
+            results = self._run(arguments, tensors, around)
+        else:
+            arguments = self._cast(arguments, dtype)
             with without_autocast(x.device):
-                return self._run(arguments, now, options)
-        return self._run(self._arguments(x, given), now, options)
+                results = self._run(arguments, signature(arguments), around)
+        if len(results) > 1:
+            named.update(zip(self.exports, results[1:], strict=True))
+        return results[0]
 
-    def explain(self, x: Tensor, given: Mapping[str, Tensor], options: KernelOptions = DEFAULT) -> PlanData:
+    def explain(self, x: Tensor, named: Mapping[str, Tensor], options: KernelOptions = DEFAULT) -> PlanData:
         """Return the plan for this call, as data."""
-        arguments = self._arguments(x, given, autocast_dtype(x.device))
-        plan = self._plan(arguments, settings.current(), options)
+        arguments = self._arguments(x, named)
+        if (dtype := autocast_dtype(x.device)) is not None:
+            arguments = self._cast(arguments, dtype)
+        plan = self._call(arguments, signature(arguments), self._around(options)).plan
         return plan.data(dict(zip(plan.graph.arguments, arguments, strict=True)))
 
-    def _run(self, arguments: list[Tensor | None], now: Settings, options: KernelOptions) -> tuple[Tensor, ...]:
-        plan = self._plan(arguments, now, options)
-        if now.strict:
-            plan.raise_if_missed()
-        if arguments[0].is_meta:  # type: ignore[union-attr]
-            return plan.on_meta(arguments)
-        return run_plan(plan, arguments, now.strict)
-
-    def _arguments(
-        self, x: Tensor, given: Mapping[str, Tensor], autocast: torch.dtype | None = None
-    ) -> list[Tensor | None]:
-        """Return rows, runtime inputs and parameters as they are now, rows and parameters cast as autocast wants."""
-        if not x.dim():
-            raise InputError(f"{self.nodes[0].label}.{type(self.nodes[0].op).__name__}: x: expected rows, got a scalar")
-        parameters: list[Tensor | None] = [
-            op._parameters[name] if name in op._parameters else getattr(op, name) for op, name in self._parameters
+    def _arguments(self, x: Tensor, named: Mapping[str, Tensor]) -> list[Tensor | None]:
+        """Return rows, runtime inputs and parameters as they are now."""
+        return [
+            x,
+            *[named[name] for name in self.inputs],
+            *[op._parameters[name] if name in op._parameters else getattr(op, name) for op, name in self._parameters],
         ]
-        if autocast is not None:
-            x = _cast(x, autocast)
-            parameters = [None if p is None else _cast(p, autocast) for p in parameters]
-        return [x, *[given[name] for name in self.inputs], *parameters]
 
-    def _plan(self, arguments: list[Tensor | None], now: Settings, options: KernelOptions) -> Plan:
-        """Return the plan for these arguments, whose shapes fit the ops."""
-        circumstances = (
-            *[op.attributes() for op in self._ops],
-            now.recipe,
-            now.disabled,
-            settings.disabled_by_environment(),
+    def _cast(self, arguments: list[Tensor | None], dtype: torch.dtype) -> list[Tensor | None]:
+        """Return the arguments with rows and parameters as autocast wants them."""
+        first_parameter = 1 + len(self.inputs)
+        return [a if a is None or 0 < i < first_parameter else _cast(a, dtype) for i, a in enumerate(arguments)]
+
+    def _around(self, options: KernelOptions) -> tuple[Any, ...]:
+        """Return what a plan depends on besides the arguments, as it is now; `changes.count` stands for much of it."""
+        return (
+            settings.current(),
+            options,
+            changes.count,
+            environment_state(),
             torch.is_grad_enabled(),
             torch.are_deterministic_algorithms_enabled(),
-            registry.generation(),
-            options,
         )
-        last, number = self._last
-        if circumstances != last:  # quick where nothing has changed: each is the same object
-            number = self._circumstances.setdefault(circumstances, len(self._circumstances))
-            self._last = circumstances, number
-        call = (number, *[None if a is None else (a.shape, a.dtype, a.requires_grad, a.device) for a in arguments])
-        plan = self._calls.get(call)
-        if plan is None:
-            plan = self._plan_of_kind(call, arguments, now, options)
+
+    def _run(self, arguments: list[Tensor | None], tensors: Signature, around: tuple[Any, ...]) -> tuple[Tensor, ...]:
+        call = self._call(arguments, tensors, around)
+        x = arguments[0]
+        assert x is not None
+        if around[0].strict:
+            call.plan.raise_if_missed()
+        if x.is_meta:
+            return call.plan.on_meta(arguments)
+        self._last = _Last(call, tensors, around, x.device.type)
+        return run_call(call, arguments)
+
+    def _call(self, arguments: list[Tensor | None], tensors: Signature, around: tuple[Any, ...]) -> Call:
+        """Return the plan for these arguments, whose shapes fit the ops, with what runs it."""
+        x = arguments[0]
+        assert x is not None
+        if not x.dim():
+            raise InputError(f"{self.nodes[0].label}.{type(self.nodes[0].op).__name__}: x: expected rows, got a scalar")
+        now, options, _, *others = around
+        circumstances = (
+            *[op.attributes() for op in self._ops], now.recipe, now.disabled, registry.generation(), options, *others,
+        )  # fmt: skip
+        number = self._circumstances.setdefault(circumstances, len(self._circumstances))
+        key = number, now.strict, tensors
+        call = self._calls.get(key)
+        if call is None:
+            plan = self._plan_of_kind(number, arguments, now, options)
             plan.graph.infer(dict(zip(plan.graph.arguments, arguments, strict=True)))
             if len(self._calls) >= _REMEMBERED_CALLS:
                 self._calls.clear()
-            self._calls[call] = plan
-        return plan
+            call = self._calls[key] = Call(plan, now.strict)
+        return call
 
-    def _plan_of_kind(
-        self, call: tuple[Any, ...], arguments: list[Tensor | None], now: Settings, options: KernelOptions
-    ) -> Plan:
+    def _plan_of_kind(self, number: int, arguments: list[Tensor | None], now: Settings, options: KernelOptions) -> Plan:
         """Return the plan for calls that differ from this one in their number of rows, up to the next power of two."""
-        number, x, *others = call
-        width = x[0][-1]
-        rows = x[0].numel() // width if width else 0
-        kinds = [None if o is None else (o[0][1:], *o[1:]) for o in others]
-        key = (number, rows.bit_length(), width, x[1:], *kinds)
+        x, *others = arguments
+        assert x is not None
+        width = x.shape[-1]
+        rows = x.numel() // width if width else 0
+        kinds = [None if o is None else (o.shape[1:], o.dtype, o.requires_grad, o.device) for o in others]
+        key = (number, rows.bit_length(), width, x.dtype, x.requires_grad, x.device, *kinds)
         plan = self._plans.get(key)
         if plan is None:
-            disabled = (*now.disabled, *settings.patterns(settings.disabled_by_environment()))
+            disabled = (*now.disabled, *settings.patterns(disabled_by_environment()))
             plan = self._plans[key] = self._make(arguments, now.recipe, disabled, options)
         return plan
 
@@ -188,8 +222,9 @@ def run_alone(op: Op, x: Tensor, inputs: Mapping[str, Tensor]) -> Tensor | tuple
         chain = op.__dict__["_alone"] = Chain([Node("op", op.placed(()))], op.provides)
     if inputs.keys() != set(chain.inputs) or not all(isinstance(t, Tensor) for t in inputs.values()):
         check_inputs(repr(op), chain.takers, inputs)
-    y, *provided = chain.run(x, inputs)
-    return (y, dict(zip(op.provides, provided, strict=True))) if op.provides else y
+    named = dict(inputs)
+    y = chain.run(x, named)
+    return (y, {name: named[name] for name in op.provides}) if op.provides else y
 
 
 def check_inputs(

@@ -15,12 +15,13 @@ from importlib import metadata
 import torch
 
 import fusedmoe
+from fusedmoe.environment import disabled_by_environment
 from fusedmoe.fusion import registry
 from fusedmoe.fusion.registry import why_unavailable
 from fusedmoe.fusion.rule import FusionRule
 from fusedmoe.kernels.device import arch
 from fusedmoe.kernels.torch.grouped_gemm import runs_on_device
-from fusedmoe.settings import disabled_by_environment, patterns
+from fusedmoe.settings import patterns
 
 __all__ = ["Fact", "Gpu", "Kernel", "Report", "doctor", "kernel_lines", "main"]
 

@@ -6,20 +6,28 @@ import os
 from collections.abc import Callable
 
 
-def reader(name: str) -> Callable[[], str]:
-    """Return a function that returns the variable's text now, empty where it is not set.
+def reader(*names: str) -> Callable[[], tuple[object, ...]]:
+    """Return a function that returns something for each variable that differs where its text does.
 
     ``os.environ.get`` takes a microsecond of the host for a variable that is not set, since it raises and catches two
     exceptions; the mapping of encoded texts under it a twentieth.
     """
-    environ = os.environ
-    texts = getattr(environ, "_data", None)
+    texts = getattr(os.environ, "_data", None)
     if not isinstance(texts, dict):  # another Python's
-        return lambda: os.environ.get(name, "")
-    encoded = environ.encodekey(name)
+        return lambda: tuple([os.environ.get(name) for name in names])
+    get, encoded = texts.get, [os.environ.encodekey(name) for name in names]
+    return lambda: tuple([get(name) for name in encoded])
 
-    def read() -> str:
-        text = texts.get(encoded)
-        return "" if text is None else environ.decodevalue(text)
 
-    return read
+environment_state = reader("FUSEDMOE_DISABLE", "FUSEDMOE_DEBUG")
+"""Tells whether any of the functions below would now say something else."""
+
+
+def disabled_by_environment() -> str:
+    """Return the patterns of rule names that are switched off, separated by commas."""
+    return os.environ.get("FUSEDMOE_DISABLE", "")
+
+
+def debugging() -> bool:
+    """Whether inputs are checked that only a wait for the device can tell."""
+    return os.environ.get("FUSEDMOE_DEBUG") == "1"

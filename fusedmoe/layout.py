@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
@@ -39,13 +39,6 @@ class ChainPart:
         """What ``explain()`` calls it."""
         first, last = self.chain.nodes[0].label, self.chain.nodes[-1].label
         return f"chain {first}" if first == last else f"chain {first} to {last}"
-
-    def run(self, x: Tensor, named: dict[str, Tensor], options: KernelOptions) -> Tensor:
-        """Run it on the rows and the values by name, to which it adds those that later parts want."""
-        y, *exports = self.chain.run(x, named, options)
-        if exports:
-            named.update(zip(self.chain.exports, exports, strict=True))
-        return y
 
 
 @dataclass(frozen=True)
@@ -93,6 +86,8 @@ class Layout:
     ----------
     parts : list
         `ChainPart` and `ModulePart`.
+    runs : list
+        What runs each part on rows, values by name, to which it adds those that later parts want, and options.
     wanted : dict
         Each runtime input that the caller gives, with the ops that take it.
     provided : dict
@@ -103,7 +98,8 @@ class Layout:
 
     def __init__(self, root: nn.Sequential, opened: Callable[[nn.Module], bool]) -> None:
         self._children: list[tuple[nn.Module, list[tuple[str, nn.Module | None]]]] = []
-        self._hooked: list[tuple[nn.Module, bool]] = []
+        self._hooked: list[nn.Module] = []
+        self._unhooked: list[dict[str, Any]] = []  # the modules' attributes
         self._any_global_hook = _has_any_global_hook()
         self.opened: list[tuple[str, nn.Module]] = []
         groups: list[list[Member]] = []
@@ -129,6 +125,7 @@ class Layout:
                 (member,) = group
                 self.parts.append(ModulePart(member.label, member.module, tuple(takes[i]), tuple(provides)))
         self._names = self.wanted.keys()
+        self.runs = [part.chain.run if isinstance(part, ChainPart) else part.run for part in self.parts]
 
     def _members(self, parent: nn.Module, prefix: str, opened: Callable[[nn.Module], bool]) -> list[Member]:
         """Every module in order; what `holds` will compare is noted on the way."""
@@ -137,7 +134,10 @@ class Layout:
         for name, module in parent._modules.items():
             assert module is not None
             hooked = _hooked(module)
-            self._hooked.append((module, hooked))
+            if hooked:
+                self._hooked.append(module)
+            else:
+                self._unhooked.append(module.__dict__)
             hooked = hooked or self._any_global_hook
             if opened(module) and not hooked:
                 self.opened.append((prefix + name, module))
@@ -152,8 +152,17 @@ class Layout:
         for parent, children in self._children:
             if [*parent._modules.items()] != children:
                 return False
-        for module, hooked in self._hooked:
-            if _hooked(module) is not hooked:
+        for own in self._unhooked:  # `_hooked`, without calling it for every module at every call
+            if (
+                own["_forward_hooks"]
+                or own["_forward_pre_hooks"]
+                or own["_backward_hooks"]
+                or own["_backward_pre_hooks"]
+                or "forward" in own
+            ):
+                return False
+        for module in self._hooked:
+            if not _hooked(module):
                 return False
         return _has_any_global_hook() is self._any_global_hook
 
@@ -167,7 +176,7 @@ class Layout:
 
 
 def _hooked(module: nn.Module) -> bool:
-    """Whether a call of the module does more than its class's ``forward``. Asked of every module at every call."""
+    """Whether a call of the module does more than its class's ``forward``."""
     own = module.__dict__
     return bool(
         own["_forward_hooks"]

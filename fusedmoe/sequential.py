@@ -62,6 +62,7 @@ class Sequential(nn.Sequential):
     """
 
     _options: KernelOptions = DEFAULT
+    _layout: Layout | None = None
 
     def __init__(self, *args: Any, sm_margin: int = 0, schedule: Schedule = "static") -> None:
         super().__init__(*args)
@@ -111,10 +112,12 @@ class Sequential(nn.Sequential):
         InputError
             A runtime input is missing, is used by no op, or has the wrong shape, dtype or device.
         """
-        layout = self._current_layout()
+        layout = self._layout
+        if layout is None or not layout.holds():
+            layout = self._new_layout()
         named = layout.bind(x, inputs)
-        for part in layout.parts:
-            x = part.run(x, named, self._options)
+        for run in layout.runs:
+            x = run(x, named, self._options)
         return x
 
     def explain(self, x: Tensor, /, **inputs: Tensor) -> Explanation:
@@ -130,7 +133,7 @@ class Sequential(nn.Sequential):
             plan = part.chain.explain(x, named, self._options) if isinstance(part, ChainPart) else None
             explained.append((part.title, plan))
             if i + 1 < len(layout.parts):
-                x = part.run(x, named, self._options)
+                x = layout.runs[i](x, named, self._options)
         return Explanation(tuple(explained))
 
     @property
@@ -139,10 +142,12 @@ class Sequential(nn.Sequential):
         return tuple(self._current_layout().wanted)
 
     def _current_layout(self) -> Layout:
-        layout: Layout | None = self.__dict__.get("_layout")
-        if layout is None or not layout.holds():
-            layout = self.__dict__["_layout"] = Layout(self, opened=lambda module: type(module) is Sequential)
-            self._say_whose_options_hold(layout)
+        layout = self._layout
+        return self._new_layout() if layout is None or not layout.holds() else layout
+
+    def _new_layout(self) -> Layout:
+        layout = self.__dict__["_layout"] = Layout(self, opened=lambda module: type(module) is Sequential)
+        self._say_whose_options_hold(layout)
         return layout
 
     def _say_whose_options_hold(self, layout: Layout) -> None:

@@ -7,7 +7,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from fusedmoe.environment import reader
 from fusedmoe.recipes import BF16, Recipe, resolve
 
 if TYPE_CHECKING:
@@ -26,13 +25,8 @@ class Settings:
 _settings: ContextVar[Settings] = ContextVar("fusedmoe.settings", default=Settings())  # noqa: B039  (frozen)
 
 
-def current() -> Settings:
-    """Return the settings that hold at this point."""
-    return _settings.get()
-
-
-disabled_by_environment = reader("FUSEDMOE_DISABLE")
-"""Returns the patterns of rule names that are switched off, separated by commas. Read at every call."""
+current = _settings.get
+"""Returns the settings that hold at this point."""
 
 
 def patterns(text: str) -> tuple[str, ...]:

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from torch import Tensor
 
     from fusedmoe.chain import Chain
@@ -16,6 +14,6 @@ if TYPE_CHECKING:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def run_chain(chain: Chain, x: Tensor, given: Mapping[str, Tensor], options: KernelOptions) -> tuple[Tensor, ...]:
-    """Return ``chain.run(x, given, options)``, run eagerly."""
-    return chain.run(x, given, options)
+def run_chain(chain: Chain, x: Tensor, named: dict[str, Tensor], options: KernelOptions) -> Tensor:
+    """Return ``chain.run(x, named, options)``, run eagerly."""
+    return chain.run(x, named, options)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -13,8 +12,9 @@ from fusedmoe.fusion.candidates import Costs
 from fusedmoe.fusion.graph import Graph, Place, Plain
 from fusedmoe.fusion.names import NONE
 from fusedmoe.fusion.plan import Attempt, PlanData, PlannedStep
-from fusedmoe.fusion.program import AnyStep, Fused, Program, needed_steps, reader
+from fusedmoe.fusion.program import AnyStep, Fused, Program, Runs, Values, needed_steps
 from fusedmoe.fusion.rule import FusionError
+from fusedmoe.fusion.signature import Signature, signature
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -75,25 +75,11 @@ class Covered:
         )
 
 
-Read = Callable[[Sequence["Tensor | None"]], tuple["Tensor | None", ...]]
-
-
-class _Forward(NamedTuple):
-    """The forward program: its first slots are the arguments."""
-
-    run: Callable[[list[Tensor | None], bool], None]
-    further: tuple[None, ...]  # slots behind the arguments
-    outputs: Read
-    saved: Read
-
-
 class _Backward(NamedTuple):
-    """The backward program for some set of gradients: its first slots are None, what was saved, and the incoming."""
+    """The backward program for some set of gradients: it is given what was saved, and the gradients that arrive."""
 
-    run: Callable[[list[Tensor | None], bool], None]
-    incoming: Read  # of the outputs' gradients, those that there are
-    further: tuple[None, ...]
-    results: Read  # an argument's gradient each, or None
+    program: Program
+    incoming: tuple[int, ...]  # of the outputs, those whose gradient it takes
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +91,7 @@ class Plan:
     graph : Graph
         The chain in plain PyTorch.
     program : Program
-        The forward steps; its first slots are the graph's arguments.
+        The forward steps, from the graph's arguments to `outputs` and `saved`.
     outputs, saved : tuple of str
         What the forward pass returns, and what it keeps for backward.
     backward_steps : tuple of step
@@ -140,52 +126,19 @@ class Plan:
         outputs = [specs[value] for value in self.graph.outputs]
         return tuple([torch.empty(s.shape, dtype=s.dtype, device="meta") for s in outputs if s is not None])
 
-    def forward(
-        self, arguments: Sequence[Tensor | None], strict: bool
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
-        """Run the forward steps; return the outputs, and the values that backward needs."""
-        run, further, outputs, saved = self._forward
-        values = [*arguments, *further]
-        run(values, strict)
-        return outputs(values), saved(values)  # type: ignore[return-value]
-
-    def backward(
-        self, saved: Sequence[Tensor | None], grads: Sequence[Tensor | None], wanted: tuple[bool, ...], strict: bool
-    ) -> tuple[Tensor | None, ...]:
-        """Run the backward steps that these gradients want; return a gradient, or None, for each argument."""
-        program = self._backward.get(wanted)
-        if program is None:
-            program = self._backward[wanted] = self._backward_program(wanted)
-        run, incoming, further, results = program
-        values = [None, *saved, *incoming(grads), *further]
-        del saved, grads
-        run(values, strict)
-        return results(values)
-
-    @cached_property
-    def _forward(self) -> _Forward:
-        slots, arguments = self.program.slots, self.graph.arguments
-        assert [slots[v] for v in arguments] == list(range(len(arguments)))
-        return _Forward(
-            self.program.run,
-            (None,) * (len(slots) - len(arguments)),
-            reader([slots[v] for v in self.outputs]),
-            reader([slots[v] for v in self.saved]),
-        )
+    def backward(self, wanted: tuple[bool, ...]) -> _Backward:
+        """Return the backward program that gives a gradient, or None, for each argument: those wanted."""
+        backward = self._backward.get(wanted)
+        if backward is None:
+            backward = self._backward[wanted] = self._backward_program(wanted)
+        return backward
 
     def _backward_program(self, wanted: tuple[bool, ...]) -> _Backward:
         asked = [self.gradients.get(a, NONE) if w else NONE for a, w in zip(self.graph.arguments, wanted, strict=True)]
         incoming = [(i, self.incoming[v]) for i, v in enumerate(self.graph.outputs) if v in self.incoming]
         given = (*self.saved, *(v for _, v in incoming))
-        slots = {value: i for i, value in enumerate(dict.fromkeys((NONE, *given, *asked)))}
-        program = Program(needed_steps(self.backward_steps, asked, given), given, asked, slots)
-        assert [slots[v] for v in (NONE, *given)] == list(range(1 + len(given)))
-        return _Backward(
-            program.run,
-            reader([i for i, _ in incoming]),
-            (None,) * (len(slots) - 1 - len(given)),
-            reader([slots[v] for v in asked]),
-        )
+        program = Program(needed_steps(self.backward_steps, asked, given), given, [asked])
+        return _Backward(program, tuple(i for i, _ in incoming))
 
     @property
     def missed(self) -> tuple[tuple[str, Attempt], ...]:
@@ -214,4 +167,44 @@ class Plan:
             str(self.dtype).removeprefix("torch."),
             self.environment.recipe.name,
             self.environment.options,
+            self.program.source,
+            self.backward(tuple([a in self.wanted for a in self.graph.arguments])).program.source,
         )
+
+
+class Call:
+    """A plan for calls of one kind, which bring tensors with the same signature, and what runs its steps for those.
+
+    Parameters
+    ----------
+    plan
+        The plan.
+    strict
+        Whether ``fm.strict()`` holds, in the backward pass too.
+
+    Attributes
+    ----------
+    run, runs
+        ``run([*arguments], *runs)`` returns the outputs, and the values that backward needs. There is no method for it,
+        since calling one takes the host a microsecond.
+    """
+
+    def __init__(self, plan: Plan, strict: bool) -> None:
+        self.plan = plan
+        self._strict = strict
+        self.run, self.runs = plan.program.run, plan.program.runs(strict)
+        self._backward: dict[tuple[bool, ...], tuple[Signature, Runs]] = {}
+
+    def backward(
+        self, saved: Sequence[Tensor | None], grads: Sequence[Tensor | None], wanted: tuple[bool, ...]
+    ) -> Values:
+        """Run the backward steps that these gradients want; return a gradient, or None, for each argument."""
+        program, incoming = self.plan.backward(wanted)
+        given = [*saved, *[grads[i] for i in incoming]]
+        del saved, grads
+        tensors = signature(given)
+        last = self._backward.get(wanted)
+        if last is None or last[0] != tensors:
+            last = self._backward[wanted] = tensors, program.runs(self._strict)
+        (results,) = program.run(given, *last[1])
+        return results

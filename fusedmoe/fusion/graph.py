@@ -38,6 +38,7 @@ class Plain:
     gives: tuple[str, ...]
     zeroes_tail: bool = True
     launches: int = 1
+    bind: Callable[..., Callable[..., Any]] | None = None  # as in `fusedmoe.fusion.rule.Step`
 
 
 @dataclass(frozen=True)

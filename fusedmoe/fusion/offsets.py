@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fusedmoe.environment import debugging
 from fusedmoe.fusion.rule import Declined
 from fusedmoe.fusion.rules.hopper import functions, require_hopper
-from fusedmoe.kernels.torch.rows import offsets_from_splits
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
+
+    from torch import Tensor
 
     from fusedmoe.fusion.graph import Plain
 
@@ -32,10 +34,12 @@ def with_kernels(
         require_hopper(device, arch)
     except Declined:
         return tuple(derived)
-    return tuple(replace(step, run=partial(step.run, kernel=_in_one_launch), launches=1) for step in derived)
+    return tuple(replace(step, bind=partial(_bind, step.run), launches=1) for step in derived)
 
 
-def _in_one_launch(splits_E: torch.Tensor, num_rows: int) -> torch.Tensor:
+def _bind(run: Callable[..., Tensor], splits_E: Tensor, rows: Tensor) -> Callable[..., Tensor]:
+    """Return the kernel, for splits and rows like these, where it reads such splits; or ``run``."""
     if splits_E.dtype not in (torch.int32, torch.int64) or not splits_E.is_contiguous():
-        return offsets_from_splits(splits_E, num_rows)
-    return functions().offsets_from_splits(splits_E, num_rows)  # type: ignore[no-any-return]
+        return run
+    kernel: Callable[..., Tensor] = functions().bind_offsets_from_splits(splits_E, rows.shape[0])
+    return partial(run, kernel=kernel) if debugging() else kernel

@@ -148,6 +148,9 @@ class PlanData:
         What it was planned for.
     options : KernelOptions
         What the `Sequential` asks of kernels.
+    forward_source, backward_source : str
+        The Python functions that run the steps, as text: ``run0``, ``run1``, ... are the steps, in the order in which
+        they are called.
     """
 
     steps: tuple[PlannedStep, ...]
@@ -158,6 +161,8 @@ class PlanData:
     dtype: str
     recipe: str
     options: KernelOptions = DEFAULT
+    forward_source: str = ""
+    backward_source: str = ""
 
     @property
     def fused(self) -> tuple[PlannedStep, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fusedmoe.fusion.candidates import Costs, Line
 from fusedmoe.fusion.choice import cheapest, final_attempts, nearest_miss
@@ -22,7 +22,9 @@ from fusedmoe.fusion.offsets import with_kernels
 from fusedmoe.fusion.program import AnyStep, Fused, Program, all_needs, needed_steps
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+    from torch import Tensor
 
     from fusedmoe.fusion.candidates import Candidate
     from fusedmoe.fusion.graph import Graph, Place
@@ -82,9 +84,8 @@ def make_plan(
     backward_all, gradients = _tails_zeroed(graph, [*backward_steps, *sums], gradients)
 
     saved = _saved(backward_all, incoming.values(), kept | kept_anyway, materialized)
-    results = (*outputs.values(), *saved)
-    slots = {value: i for i, value in enumerate((*graph.arguments, NONE))}
-    program = Program(needed_steps(forward_all, results), graph.arguments, results, slots)
+    results = [(*outputs.values(),), saved]
+    program = Program(needed_steps(forward_all, (*outputs.values(), *saved)), tuple(graph.arguments), results)
 
     needed_by = {v: s.label for s in reversed(backward_steps) for v in all_needs(s)}
     attempts = (
@@ -132,10 +133,24 @@ def _step(graph: Graph, line: Line, c: Candidate, kept: Collection[str], there: 
     s = c.step
     wanted = [(name, v) for name, v in zip(c.keep_names, s.keeps, strict=True) if v in kept]
     gives = (*s.gives, *(v for _, v in wanted))
-    run = partial(s.run, keep=tuple(name for name, _ in wanted)) if s.keeps else s.run
-    stand_ins = _stand_ins(graph, places, gives, {*there, *s.needs}) if s.guard is not None else ()
+    run, bind = s.run, s.bind
+    if s.keeps:
+        keep = tuple(name for name, _ in wanted)
+        run, bind = run and partial(run, keep=keep), bind and partial(bind, keep=keep)
+    if run is not None and s.guard is not None:
+        run = _guarded(run, s.guard)
+    may_decline = bind is not None or s.guard is not None
+    stand_ins = _stand_ins(graph, places, gives, {*there, *s.needs}) if may_decline else ()
     label = " + ".join(p.label for p in places)
-    return Fused(label, c.name, run, s.needs, gives, s.guard, s.zeroes_tail, s.launches, stand_ins)
+    return Fused(label, c.name, run, bind, s.needs, gives, may_decline, s.zeroes_tail, s.launches, stand_ins)
+
+
+def _guarded(run: Callable[..., Any], guard: Callable[..., None]) -> Callable[..., Any]:
+    def guarded(*tensors: Tensor | None) -> Any:
+        guard(*tensors)
+        return run(*tensors)
+
+    return guarded
 
 
 def _saved(

@@ -1,17 +1,34 @@
-"""A plan's steps as a straight-line program over numbered slots, and the loop that runs it.
+"""A plan's steps as a Python function, written for the plan.
 
-Nothing here decides anything from what a tensor contains: the same arguments' shapes, dtypes and strides run the same
-steps.
+    def program(given, run0, run1, report1, instead1):
+        x, splits, _0_weight = given
+        given.clear()
+        offsets = run0(splits, x)
+        del splits
+        try:
+            _1_output, _1_input = run1(x, _0_weight, None, offsets, None)
+        except Declined as reason:
+            report1(reason)
+            run1 = None
+        if run1 is None:
+            _1_output, _1_input = instead1(x, _0_weight, offsets)
+        return (_1_output,), (offsets, _1_input, x, _0_weight)
+
+A loop over the steps would do, but costs the host as much as the launches that it makes. Nothing here decides anything
+from what a tensor contains: the same arguments' shapes, dtypes and strides run the same steps.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
+import keyword
+import linecache
 import logging
+import re
 from dataclasses import dataclass
-from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-from torch import Tensor
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from fusedmoe.fusion.graph import Plain
 from fusedmoe.fusion.log import say_once
@@ -20,6 +37,8 @@ from fusedmoe.fusion.rule import Declined, FusionError, NothingToDo, RuleError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+    from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -32,10 +51,11 @@ class Fused:
 
     label: str
     rule: str
-    run: Callable[..., Any]
+    run: Callable[..., Any] | None
+    bind: Callable[..., Callable[..., Any]] | None
     needs: tuple[str, ...]
     gives: tuple[str, ...]
-    guard: Callable[..., None] | None
+    may_decline: bool
     zeroes_tail: bool
     launches: int
     fallback: tuple[Plain, ...] = ()
@@ -43,42 +63,25 @@ class Fused:
     @property
     def all_needs(self) -> tuple[str, ...]:
         """What has to be there: for the step itself, and for its stand-ins."""
+        return (*self.needs, *dict.fromkeys(self.fallback_needs))
+
+    @property
+    def fallback_needs(self) -> tuple[str, ...]:
+        """What has to be there for its stand-ins."""
         made = {value for step in self.fallback for value in step.gives}
-        return (*self.needs, *dict.fromkeys(v for step in self.fallback for v in step.needs if v not in made))
+        return tuple(dict.fromkeys(v for step in self.fallback for v in step.needs if v not in made and v != NONE))
 
 
 AnyStep = Plain | Fused
 
 
 def all_needs(step: AnyStep) -> tuple[str, ...]:
-    """Return the values that have to be there for a step to run whatever its guard says."""
-    return step.all_needs if isinstance(step, Fused) and step.guard is not None else step.needs
+    """Return the values that have to be there for a step to run, also where it declines."""
+    return step.all_needs if isinstance(step, Fused) and step.may_decline else step.needs
 
 
-def _with_stand_ins(steps: Iterable[AnyStep]) -> Iterable[AnyStep]:
-    for step in steps:
-        yield step
-        if isinstance(step, Fused) and step.guard is not None:
-            yield from step.fallback
-
-
-class _Instruction(NamedTuple):
-    """A step over slots. A named tuple, because unpacking one is the fastest way to read it."""
-
-    run: Callable[..., Any]
-    read: Callable[[Sequence[Tensor | None]], tuple[Tensor | None, ...]]
-    gives: tuple[int, ...]
-    frees: tuple[int, ...]
-    guard: Callable[..., None] | None
-    step: AnyStep
-    stand_ins: tuple[_Instruction, ...]
-
-
-def reader(slots: Sequence[int]) -> Callable[[Sequence[Tensor | None]], tuple[Tensor | None, ...]]:
-    """Return a function that reads these slots, quickly: some run before every step."""
-    if len(slots) > 1:
-        return itemgetter(*slots)
-    return lambda values: tuple([values[i] for i in slots])
+Values = tuple["Tensor | None", ...]
+Runs = list["Callable[..., Any]"]
 
 
 class Program:
@@ -89,80 +92,73 @@ class Program:
     steps
         In the order preferred; a step waits for values that a later one gives.
     given
-        Values there at the start.
+        Values there at the start, in order.
     results
-        Values wanted at the end; everything else is released after its last use.
-    slots
-        Numbers of values, shared by the programs of a plan; extended here.
+        Groups of values wanted at the end; everything else is released after its last use.
+
+    Attributes
+    ----------
+    source : str
+        The function's text.
+    run : callable
+        Takes a list of the given values, which it empties, and those of `runs`; returns a tuple of values for each
+        group.
     """
 
-    def __init__(
-        self, steps: Iterable[AnyStep], given: Collection[str], results: Collection[str], slots: dict[str, int]
-    ) -> None:
+    def __init__(self, steps: Iterable[AnyStep], given: Sequence[str], results: Sequence[Sequence[str]]) -> None:
         self.steps = tuple(_scheduled(steps, {*given, NONE}))
-        self.slots = slots
-        keep = {*results, NONE}
-        last_use: dict[str, int] = {}
+        self.source = _source(self.steps, given, results)
+        self._stand_ins: dict[int, Program] = {}
+        self.run: Callable[..., tuple[Values, ...]] = _function(self.source)
+
+    def runs(self, strict: bool) -> Runs:
+        """Return what runs the steps, for calls of one kind: those whose tensors have the same signature. The first of
+        them binds each step.
+        """
+        runs: Runs = []
         for i, step in enumerate(self.steps):
-            for value in (*all_needs(step), *(v for s in _with_stand_ins([step]) for v in s.gives)):
-                last_use[value] = i
-        ends: dict[int, list[str]] = {}
-        for value, i in last_use.items():
-            if value not in keep:
-                ends.setdefault(i, []).append(value)
-        self._instructions = tuple(self._compile(s, ends.get(i, ())) for i, s in enumerate(self.steps))
+            runs.append(partial(_run_first, step, runs, len(runs)))
+            if isinstance(step, Fused) and step.may_decline:
+                runs += partial(_report, step, strict), partial(self._instead, i)
+        return runs
 
-    def _slot(self, value: str) -> int:
-        return self.slots.setdefault(value, len(self.slots))
-
-    def _compile(self, step: AnyStep, frees: Sequence[str]) -> _Instruction:
-        guard, stand_ins = (step.guard, step.fallback) if isinstance(step, Fused) else (None, ())
-        return _Instruction(
-            step.run,
-            reader([self._slot(v) for v in step.needs]),
-            tuple(self._slot(v) for v in step.gives),
-            tuple(self._slot(v) for v in frees),
-            guard,
-            step,
-            tuple(self._compile(s, ()) for s in stand_ins) if guard is not None else (),
-        )
-
-    def run(self, values: list[Tensor | None], strict: bool) -> None:
-        """Run the steps over ``values``, which is indexed by slot and as long as there are slots."""
-        for run, read, gives, frees, guard, step, stand_ins in self._instructions:
-            arguments = read(values)
-            accepted = True
-            if guard is not None:
-                try:
-                    guard(*arguments)
-                except Declined as reason:
-                    _report(step, reason, strict)
-                    accepted = False
-            if accepted:
-                out = run(*arguments)
-                if len(gives) == 1 and isinstance(out, Tensor):
-                    values[gives[0]] = out
-                else:
-                    _store(out, step, gives, values)
-            else:
-                for stand_in in stand_ins:
-                    _store(stand_in.run(*stand_in.read(values)), stand_in.step, stand_in.gives, values)
-            for slot in frees:
-                values[slot] = None
+    def _instead(self, number: int, *tensors: Tensor | None) -> Any:
+        """Run plain steps in the place of one that has declined."""
+        program = self._stand_ins.get(number)
+        if program is None:
+            step = self.steps[number]
+            assert isinstance(step, Fused)
+            program = self._stand_ins[number] = Program(step.fallback, step.fallback_needs, [step.gives])
+        (out,) = program.run([*tensors], *program.runs(strict=False))
+        return out if len(out) > 1 else out[0]
 
 
-def _store(out: object, step: AnyStep, gives: tuple[int, ...], values: list[Tensor | None]) -> None:
-    tensors = out if isinstance(out, (tuple, list)) else (out,)
-    if len(tensors) != len(gives):
+def _run_first(step: AnyStep, runs: Runs, place: int, *tensors: Tensor | None) -> Any:
+    """Run a step for the first time for calls of a kind, and leave in ``runs`` what runs it from then on."""
+    if step.bind is not None:
+        run = step.bind(*tensors)
+    else:
+        assert step.run is not None
+        run = step.run
+    out = run(*tensors)
+    count = len(out) if isinstance(out, (tuple, list)) else 1
+    if count != len(step.gives):
         who = f"rule {step.rule!r} on {step.label}" if isinstance(step, Fused) else step.label
-        raise RuleError(f"{who}: returned {len(tensors)} tensors where {len(gives)} were announced: {step.gives}")
-    for slot, tensor in zip(gives, tensors, strict=True):
-        values[slot] = tensor
+        raise RuleError(f"{who}: returned {count} tensors where {len(step.gives)} were announced: {step.gives}")
+    if count == 1 and isinstance(out, (tuple, list)):
+        run, out = partial(_only, run), out[0]
+    runs[place] = run
+    return out
 
 
-def _report(step: AnyStep, reason: Declined, strict: bool) -> None:
-    """Say that a fused step's guard has declined the call, or raise that."""
-    if isinstance(reason, NothingToDo) or not isinstance(step, Fused):
+def _only(run: Callable[..., Any], *tensors: Tensor | None) -> Tensor | None:
+    (out,) = run(*tensors)
+    return out  # type: ignore[no-any-return]
+
+
+def _report(step: Fused, strict: bool, reason: Declined) -> None:
+    """Say that a fused step has declined the call, or raise that."""
+    if isinstance(reason, NothingToDo):
         return
     if strict:
         raise FusionError(f"{step.label}: {step.rule} declined this call: {reason}") from None
@@ -171,6 +167,73 @@ def _report(step: AnyStep, reason: Declined, strict: bool) -> None:
     say_once(
         logger, logging.WARNING, message, step.label, step.rule, reason, key=(step.label, step.rule, reason.message)
     )
+
+
+def _source(steps: Sequence[AnyStep], given: Sequence[str], results: Sequence[Sequence[str]]) -> str:
+    reserved = {f"{word}{i}" for i in range(len(steps)) for word in ("run", "report", "instead")}
+    names = _identifiers([*given, *(v for step in steps for v in (*all_needs(step), *step.gives))], reserved)
+    keep = {v for group in results for v in group}
+    last_use = dict.fromkeys(given, -1)
+    for i, step in enumerate(steps):
+        last_use |= dict.fromkeys((*all_needs(step), *step.gives), i)
+
+    def listed(values: Iterable[str]) -> str:
+        return ", ".join(names[v] for v in values)
+
+    def released(after: int) -> list[str]:
+        over = [v for v, i in last_use.items() if i == after and v != NONE and v not in keep]
+        return [f"del {listed(over)}"] if over else []
+
+    parameters, lines = ["given"], []
+    if given:
+        lines += [f"{listed(given)}, = given", "given.clear()", *released(-1)]
+    for i, step in enumerate(steps):
+        parameters.append(f"run{i}")
+        gives = listed(step.gives)
+        call = f"{gives} = run{i}({listed(step.needs)})"
+        if isinstance(step, Fused) and step.may_decline:
+            parameters += f"report{i}", f"instead{i}"
+            lines += [
+                "try:",
+                f"    {call}",
+                "except Declined as reason:",
+                f"    report{i}(reason)",
+                f"    run{i} = None",
+            ]
+            lines += [f"if run{i} is None:", f"    {gives} = instead{i}({listed(step.fallback_needs)})"]
+        else:
+            lines.append(call)
+        lines += released(i)
+    groups = ["(" + "".join(f"{names[v]}, " for v in group) + ")" for group in results]
+    lines.append(f"return {', '.join(groups)},")
+    return "".join([f"def program({', '.join(parameters)}):\n", *(f"    {line}\n" for line in lines)])
+
+
+def _identifiers(values: Iterable[str], reserved: Collection[str]) -> dict[str, str]:
+    """Return a name in Python for each value: ``grad_2_input`` for ``grad(2.input)``."""
+    names, taken = {NONE: "None"}, {"given", "reason", "Declined", *reserved}
+    for value in values:
+        if value not in names:
+            name = re.sub(r"\W+", "_", value, flags=re.ASCII).rstrip("_")
+            name = name if name[:1].isalpha() else f"_{name}"
+            while name in taken or keyword.iskeyword(name):
+                name += "_"
+            taken.add(name)
+            names[value] = name
+    return names
+
+
+_numbers = itertools.count()
+
+
+@functools.lru_cache(maxsize=1024)
+def _function(source: str) -> Callable[..., Any]:
+    """Return the function of a text: the same for the same layer in every block of a model."""
+    name = f"<fusedmoe program {next(_numbers)}>"
+    linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name  # for tracebacks
+    namespace: dict[str, Any] = {"Declined": Declined}
+    exec(compile(source, name, "exec"), namespace)
+    return namespace["program"]  # type: ignore[no-any-return]
 
 
 def _scheduled(steps: Iterable[AnyStep], there: set[str]) -> Iterable[AnyStep]:

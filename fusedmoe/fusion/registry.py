@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
+from fusedmoe import changes
 from fusedmoe.fusion.rule import Declined, FusionRule, RuleError
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class _Registry:
                 )
         self.by_name |= new
         self.generation += 1
+        changes.note()
         return tuple(new.values())
 
     def load(self) -> None:
@@ -78,6 +80,7 @@ class Registration:
             _registry.by_name.pop(rule.name, None)
         self._rules = ()
         _registry.generation += 1
+        changes.note()
 
     def __enter__(self) -> Registration:
         return self

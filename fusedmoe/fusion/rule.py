@@ -89,7 +89,7 @@ class Step:
 
     Attributes
     ----------
-    run : callable
+    run : callable or None
         Takes the tensors of `needs`, in order, and returns those of `gives`. Where `keeps` is not empty it also takes
         ``keep=``, the names among `keeps` that the backward pass wants this time, and returns those after `gives`.
     needs, gives : tuple of str
@@ -99,6 +99,11 @@ class Step:
     guard : callable or None
         Takes the tensors of `needs` and declines through `require` for facts known only at the call (row count,
         strides); never looks at contents. The ops then run unfused in this call.
+    bind : callable or None
+        In place of `run` and `guard`, for a kernel that is launched faster than Python finds out how: takes what they
+        take, declines as a guard does, and otherwise returns the function to run. That function serves every call whose
+        tensors agree in type, shape, dtype, strides, device, and in whether they begin at a multiple of 16 bytes; it
+        may still decline for what else can change.
     zeroes_tail : bool
         The rows behind the last expert's come out as zeros.
     launches : int
@@ -107,7 +112,7 @@ class Step:
         Bytes moved besides reading `needs` and writing `gives` once.
     """
 
-    run: Callable[..., Any]
+    run: Callable[..., Any] | None
     needs: tuple[str, ...]
     gives: tuple[str, ...]
     keeps: tuple[str, ...] = ()
@@ -115,6 +120,11 @@ class Step:
     zeroes_tail: bool = False
     launches: int = 1
     extra_bytes: int = 0
+    bind: Callable[..., Callable[..., Any]] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.run is None) == (self.bind is None) or (self.bind is not None and self.guard is not None):
+            raise RuleError("a step has either run, and perhaps a guard, or bind alone")
 
 
 @dataclass(frozen=True)

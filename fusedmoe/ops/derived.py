@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fusedmoe.environment import reader
+from fusedmoe.environment import debugging
 from fusedmoe.errors import InputError
 from fusedmoe.kernels.torch.rows import offsets_from_splits
 from fusedmoe.ops.op import TensorSpec
@@ -21,16 +21,13 @@ if TYPE_CHECKING:
     from fusedmoe.ops.op import SpecLike
 
 
-_debug = reader("FUSEDMOE_DEBUG")
-
-
 @dataclass(frozen=True)
 class Derived:
     """A value computed from the runtime input ``source`` and the rows of the first op that wants it."""
 
     name: str
     source: str
-    compute: Callable[..., Tensor]  # (source, rows, kernel=None): the kernel, where the device has one, does the same
+    compute: Callable[..., Tensor]  # (source, rows, kernel=None): a kernel for such rows, of the source alone
     infer: Callable[[SpecLike, SpecLike], TensorSpec]
 
 
@@ -46,12 +43,12 @@ def _checked_ends(splits_E: Tensor, num_rows: int) -> list[int]:
     return ends
 
 
-def _offsets(splits_E: Tensor, rows: Tensor, kernel: Callable[[Tensor, int], Tensor] | None = None) -> Tensor:
+def _offsets(splits_E: Tensor, rows: Tensor, kernel: Callable[[Tensor], Tensor] | None = None) -> Tensor:
     if kernel is None and splits_E.device.type == "cpu":
         return torch.tensor(_checked_ends(splits_E, rows.shape[0]), dtype=torch.int32)
-    if _debug() == "1":
+    if debugging():
         _checked_ends(splits_E, rows.shape[0])
-    return (kernel or offsets_from_splits)(splits_E, rows.shape[0])
+    return offsets_from_splits(splits_E, rows.shape[0]) if kernel is None else kernel(splits_E)
 
 
 def _infer_offsets(splits_E: SpecLike, rows: SpecLike) -> TensorSpec:

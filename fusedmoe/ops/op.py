@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from fusedmoe import changes
 from fusedmoe.errors import InputError
 
 if TYPE_CHECKING:
@@ -155,7 +156,11 @@ class Op(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        self.__dict__.pop("_attributes", None)
+        _note_change(self, name)
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        _note_change(self, name)
 
     def reject(self, argument: str, expected: str, got: object) -> InputError:
         """Return the error for an argument that does not fit: ``raise self.reject("splits", "shape (4,)",
@@ -180,6 +185,15 @@ class Op(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # plans hold functions of this very process: neither a pickle nor a deepcopy takes them along
         return {k: v for k, v in self.__dict__.items() if k not in ("_alone", "_attributes")}
+
+
+def _note_change(op: Op, name: str) -> None:
+    """Have `attributes`, and with them the plans, looked at again; not for a parameter that was set: FSDP2 sets
+    each twice in every step, and a chain reads its parameters at every call.
+    """
+    if name[0] != "_" and name not in op._parameters:
+        op.__dict__.pop("_attributes", None)
+        changes.note()
 
 
 class BackwardOp:

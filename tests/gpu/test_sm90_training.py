@@ -155,6 +155,63 @@ def test_results_and_gradients(act, scale, bias):
     assert_tail_and_empty_experts_are_zero(results, SPLITS)
 
 
+def once(chain, x, named, dy):
+    """The output and every gradient, of these very tensors."""
+    chain.zero_grad()
+    x = x.requires_grad_()
+    y = chain(x, **named)
+    parameters = dict(chain.named_parameters())
+    return {
+        "y": y.detach(),
+        **dict(zip(["x", *parameters], torch.autograd.grad(y, [x, *parameters.values()], dy), strict=True)),
+    }
+
+
+def kinds_of_calls():
+    """The same numbers in rows that lie otherwise in memory, another number of rows, another gradient's strides."""
+    for tail in (0, TAIL):
+        x, named, dy = inputs(tail=tail)
+        pitched = x.new_empty(len(x), H + 8)[:, :H].copy_(x)
+        unaligned = x.new_empty(x.numel() + 1)[1:].view_as(x).copy_(x)
+        by_columns = x.t().contiguous().t()
+        yield from [(x, named, dy), (pitched, named, dy), (unaligned, named, dy), (by_columns, named, dy)]
+        yield from [(x.clone(), named, dy[:1].expand_as(dy)), (x.clone(), named, dy.t().contiguous().t())]
+
+
+def test_calls_of_different_kinds_in_turns():
+    torch.manual_seed(4)
+    chain, kinds = experts(bias=True), list(kinds_of_calls())
+    with fm.disabled("sm90.*"):
+        expected = [once(chain, *kind) for kind in kinds]
+    for _ in range(3):
+        for kind, plain in zip(kinds, expected, strict=True):
+            for name, got in once(chain, *kind).items():
+                assert plain[name].any(), f"{name}: zeros would pass"
+                assert error(got, plain[name].double()) < 0.02, name
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_another_gpu_than_the_current_one():
+    """As where a model's layers are spread over the GPUs of one process."""
+    torch.manual_seed(5)
+    chain, (x, named, dy) = experts(bias=True), inputs()
+    expected = once(chain, x, named, dy)
+    for _ in range(2):
+        there = (
+            chain.to("cuda:1"),
+            x.detach().to("cuda:1"),
+            {k: t.to("cuda:1") for k, t in named.items()},
+            dy.to("cuda:1"),
+        )
+        with fm.strict():
+            results = once(*there)
+        assert torch.cuda.current_device() == 0
+        for name, got in results.items():
+            assert got.device == torch.device("cuda:1")
+            assert expected[name].any(), f"{name}: zeros would pass"
+            assert torch.equal(got.to("cuda:0"), expected[name]), name
+
+
 @pytest.mark.parametrize("options", [{"sm_margin": 20}, {"schedule": "dynamic"}], ids=str)
 def test_options(options):
     torch.manual_seed(2)

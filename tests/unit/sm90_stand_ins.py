@@ -121,6 +121,69 @@ def grouped_wgrad(grad_output, x, offsets, *, out=None, dtype=None, accumulate=F
     return dw.to(dtype or x.dtype)
 
 
+class Bound:
+    """A function for tensors like these, which then come in some order; it refuses others."""
+
+    def __init__(self, run, *tensors):
+        self.run, self.kinds = run, [self.kind(t) for t in tensors]
+
+    @staticmethod
+    def kind(t):
+        # a gradient may come as a copy that the kernel can read
+        return None if t is None else (t.shape, t.dtype)
+
+    def __call__(self, *tensors):
+        coming = [self.kind(t) for t in tensors]
+        assert all(kind in coming for kind in self.kinds), "bound for other tensors"
+        return self.run(*tensors)
+
+
+def bind_grouped_gemm(x, weight, bias, row_scale, options):
+    def run(x, weight, bias, offsets, row_scale):
+        return grouped_gemm(x, weight, offsets, bias=bias, row_scale=row_scale, options=options)
+
+    return Bound(run, x, weight, bias, row_scale)
+
+
+def bind_grouped_gemm_activation(x, weight, bias, row_scale, activation, keep_preactivation, options):
+    def run(x, weight, bias, offsets, row_scale):
+        y, p = grouped_gemm_activation(
+            x, weight, offsets, activation,
+            bias=bias, row_scale=row_scale, keep_preactivation=keep_preactivation, options=options,
+        )  # fmt: skip
+        return (y, p) if keep_preactivation else y
+
+    return Bound(run, x, weight, bias, row_scale)
+
+
+def bind_grouped_gemm_activation_backward(
+    grad_output, weight, preactivation, row_scale, activation, want_output, want_row_scale_grad, options
+):
+    def run(grad_output, weight, offsets, preactivation, row_scale):
+        return grouped_gemm_activation_backward(
+            grad_output, weight, offsets, preactivation, activation, row_scale=row_scale, want_output=want_output,
+            want_row_scale_grad=want_row_scale_grad, options=options,
+        )  # fmt: skip
+
+    return Bound(run, grad_output, weight, preactivation, row_scale)
+
+
+def bind_grouped_wgrad(grad_output, x, offsets, dtype, accumulate, options):
+    def run(grad_output, x, offsets, out):
+        assert out is None or out.dtype is dtype
+        return grouped_wgrad(grad_output, x, offsets, out=out, dtype=dtype, accumulate=accumulate, options=options)
+
+    return Bound(run, grad_output, x, offsets)
+
+
+def bind_column_sums(grad, offsets, dtype=None):
+    return Bound(lambda grad, offsets: column_sums(grad, offsets, dtype), grad, offsets)
+
+
+def bind_offsets_from_splits(splits, rows):
+    return Bound(lambda splits, *_: offsets_from_splits(splits, rows), splits)
+
+
 def column_sums(grad, offsets, dtype=None):
     calls.append(("column_sums", {}))
     _matrix(grad)

@@ -3,26 +3,49 @@
 import os
 from unittest import mock
 
+import pytest
+
 from fusedmoe import environment
 
-NAME = "FUSEDMOE_A_TEST"
+NAME, OTHER = "FUSEDMOE_A_TEST", "FUSEDMOE_ANOTHER"
 
 
-def test_a_change_holds_at_once(monkeypatch):
-    read = environment.reader(NAME)
-    assert read() == ""
-    monkeypatch.setenv(NAME, "sm90.*, straße")
-    assert read() == os.environ[NAME] == "sm90.*, straße"
+def test_a_change_is_noticed_at_once(monkeypatch):
+    read = environment.reader(NAME, OTHER)
+    seen = [read()]
+    assert read() == seen[0]
+    for name, text in [(NAME, "sm90.*, straße"), (OTHER, "sm90.*, straße"), (NAME, "1"), (NAME, "")]:
+        monkeypatch.setenv(name, text)
+        assert read() not in seen
+        seen.append(read())
+        assert read() == seen[-1]
     monkeypatch.delenv(NAME)
-    assert read() == ""
-    with mock.patch.dict(os.environ, {NAME: "1"}, clear=True):
-        assert read() == "1"
-    assert read() == ""
+    monkeypatch.delenv(OTHER)
+    assert read() == seen[0]
+    with mock.patch.dict(os.environ, {NAME: "1", OTHER: "sm90.*, straße"}, clear=True):
+        assert read() == seen[3]
+    assert read() == seen[0]
 
 
 def test_a_python_that_keeps_its_environment_elsewhere(monkeypatch):
     monkeypatch.setattr(os, "environ", {})
     read = environment.reader(NAME)
-    assert read() == ""
+    before = read()
     os.environ[NAME] = "1"
-    assert read() == "1"
+    assert read() != before
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "read", "unset", "is_set"),
+    [
+        ("FUSEDMOE_DISABLE", "sm90.*", environment.disabled_by_environment, "", "sm90.*"),
+        ("FUSEDMOE_DEBUG", "1", environment.debugging, False, True),
+    ],
+)
+def test_what_is_read(monkeypatch, name, text, read, unset, is_set):
+    monkeypatch.delenv(name, raising=False)
+    assert read() == unset
+    before = environment.environment_state()
+    monkeypatch.setenv(name, text)
+    assert read() == is_set
+    assert environment.environment_state() != before

@@ -9,6 +9,7 @@ import toy
 from toy import E, H, I, experts, gemm, inputs, rows
 
 import fusedmoe as fm
+from fusedmoe import changes
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,34 @@ def test_an_attribute_that_comes_and_goes(called):
     del chain[1].hint
     chain(x, **named)
     assert len(plans(chain)) == 3
+
+
+def test_a_parameter_that_is_set_is_no_change_of_an_op(called):
+    """FSDP2 sets every parameter twice in every step: what is known of the ops still holds."""
+    chain, x, named = called
+    before = changes.count
+    chain[0].weight = torch.nn.Parameter(torch.randn_like(chain[0].weight))
+    assert changes.count == before
+    y = chain(x, **named)
+    with fm.disabled("*"):
+        assert torch.equal(y, chain(x, **named))
+    chain[0].hint = "fast"
+    assert changes.count != before
+    before = changes.count
+    del chain[0].hint
+    assert changes.count != before
+
+
+def test_autocast_in_turns():
+    chain, x = experts(dtype=torch.float32), rows(dtype=torch.float32)
+    full = chain(x, **inputs())
+    for _ in range(2):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            half = chain(x, **inputs())
+        assert half.dtype is torch.bfloat16
+        torch.testing.assert_close(half.float(), full, rtol=0.1, atol=0.02)
+        assert torch.equal(chain(x, **inputs()), full)
+        assert chain(x, **inputs()).dtype is torch.float32
 
 
 def test_train_and_eval(called):

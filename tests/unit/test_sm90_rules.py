@@ -574,6 +574,17 @@ def test_offsets_are_checked_in_debug_mode(monkeypatch):
         experts(scale=False)(rows(), splits=torch.tensor([9, 9, 9]))
 
 
+def test_debug_mode_holds_for_calls_that_ran_without_it(monkeypatch):
+    chain, x = experts(scale=False), rows()
+    for _ in range(2):
+        chain(x, splits=torch.tensor([9, 9, 9]))
+    monkeypatch.setenv("FUSEDMOE_DEBUG", "1")
+    with pytest.raises(fm.InputError, match="splits: expected a sum of at most 15"):
+        chain(x, splits=torch.tensor([9, 9, 9]))
+    monkeypatch.delenv("FUSEDMOE_DEBUG")
+    chain(x, splits=torch.tensor([9, 9, 9]))
+
+
 def test_offsets_can_be_switched_off_alone():
     with fm.disabled("sm90.offsets_from_splits"):
         experts()(rows(), **inputs())
@@ -600,7 +611,7 @@ def test_weight_gradients_are_added_to_main_grad_unrounded():
     accumulating(chain, 1.0)
     with fm.strict():
         assert_close(outcome(chain, x, **named), expected)
-    assert [(c["accumulate"], c["dtype"]) for c in called("grouped_wgrad")] == [(True, None)] * 2
+    assert [(c["accumulate"], c["dtype"]) for c in called("grouped_wgrad")] == [(True, torch.float32)] * 2
     for i, want in zip((0, 3), unfused, strict=True):
         got = chain[i].weight.main_grad
         assert (got[1] == 1).all()

@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fusedmoe.fusion.rule import FusionRule, PlanContext, Step
-from fusedmoe.fusion.rules.hopper import OnHopper, check_common, functions, guard_gradient, readable
+from fusedmoe.fusion.rules.hopper import (
+    OnHopper,
+    Run,
+    check_common,
+    functions,
+    guard_gradient,
+    readable,
+    unreadable,
+)
 from fusedmoe.ops.grouped_linear import BiasGrad
 
 if TYPE_CHECKING:
@@ -23,10 +31,14 @@ class ColumnSums(OnHopper, FusionRule, name="sm90.column_sums", direction="backw
     def build(self, ctx: PlanContext) -> Step:
         dtype = ctx.dtype("bias_grad.bias")
 
-        def guard(dy: Tensor, offsets: Tensor) -> None:
+        def bind(dy: Tensor, offsets: Tensor) -> Run:
             guard_gradient(dy)
+            sums = functions().bind_column_sums(dy, offsets, dtype)
+            copies = unreadable(dy)
 
-        def run(dy: Tensor, offsets: Tensor) -> Tensor:
-            return functions().column_sums(readable(dy), offsets, dtype)  # type: ignore[no-any-return]
+            def run(dy: Tensor, offsets: Tensor) -> Tensor:
+                return sums(readable(dy) if copies else dy, offsets)  # type: ignore[no-any-return]
 
-        return Step(run, ("grad_output", "offsets"), gives=("bias_grad.grad_bias",), guard=guard)
+            return run
+
+        return Step(None, ("grad_output", "offsets"), gives=("bias_grad.grad_bias",), bind=bind)

@@ -5,7 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fusedmoe.fusion.rule import FusionRule, PlanContext, Step
-from fusedmoe.fusion.rules.hopper import OnHopper, check_common, functions, guard_gradient, guard_matrix, readable
+from fusedmoe.fusion.rules.hopper import (
+    OnHopper,
+    Run,
+    check_common,
+    functions,
+    guard_gradient,
+    guard_matrix,
+    readable,
+    unreadable,
+)
 from fusedmoe.ops.grouped_linear import Dgrad
 
 if TYPE_CHECKING:
@@ -25,14 +34,18 @@ class GroupedDgrad(OnHopper, FusionRule, name="sm90.grouped_dgrad", direction="b
     def build(self, ctx: PlanContext) -> Step:
         options = ctx.options
 
-        def guard(dy: Tensor, weight: Tensor, offsets: Tensor) -> None:
+        def bind(dy: Tensor, weight: Tensor, offsets: Tensor) -> Run:
             guard_gradient(dy)
             guard_matrix("the weight", weight, transposed=True)
+            product = functions().bind_grouped_gemm(dy, weight.mT, None, None, options)
+            copies = unreadable(dy)
 
-        def run(dy: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-            return functions().grouped_gemm(  # type: ignore[no-any-return]
-                readable(dy), weight.mT, offsets, options=options
-            )
+            def run(dy: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+                return product(  # type: ignore[no-any-return]
+                    readable(dy) if copies else dy, weight.mT, None, offsets, None
+                )
+
+            return run
 
         needs = ("grad_output", "dgrad.weight", "offsets")
-        return Step(run, needs, gives=("grad_input",), guard=guard, zeroes_tail=True)
+        return Step(None, needs, gives=("grad_input",), bind=bind, zeroes_tail=True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from fusedmoe.fusion.rule import FusionRule, PlanContext, Step
 from fusedmoe.fusion.rules.hopper import (
     OnHopper,
+    Run,
     activation_of,
     check_common,
     decline,
@@ -16,6 +17,7 @@ from fusedmoe.fusion.rules.hopper import (
     guard_gradient,
     guard_matrix,
     readable,
+    unreadable,
 )
 from fusedmoe.kernels.sm90 import limits
 from fusedmoe.ops.glu import DGeGLU, DReGLU, DSwiGLU
@@ -55,32 +57,30 @@ class GroupedDgradActivation(OnHopper, FusionRule, name="sm90.grouped_dgrad_acti
         if scale_grad is not None:
             gives.append(f"scale_grad.{scale_grad.gives[0]}")
 
-        def guard(dy: Tensor, weight: Tensor, offsets: Tensor, preactivation: Tensor, *_: Tensor | None) -> None:
+        def bind(dy: Tensor, weight: Tensor, offsets: Tensor, preactivation: Tensor, factor: Tensor | None) -> Run:
             guard_gradient(dy)
             guard_matrix("the preactivation", preactivation)
             guard_matrix("the weight", weight, transposed=True)
-
-        def run(
-            dy: Tensor, weight: Tensor, offsets: Tensor, preactivation: Tensor, factor: Tensor | None
-        ) -> tuple[Tensor, ...]:
-            grad_preactivation, output, grad_factor = functions().grouped_gemm_activation_backward(
-                readable(dy),
-                weight,
-                offsets,
-                preactivation,
-                activation,
-                row_scale=factor,
-                want_output=recomputes,
-                want_row_scale_grad=scale_grad is not None,
-                options=options,
+            product = functions().bind_grouped_gemm_activation_backward(
+                dy, weight, preactivation, factor, activation, recomputes, scale_grad is not None, options
             )
-            results = [grad_preactivation]
-            if recomputes:
-                results.append(output)
-            if scale_grad is not None:
-                assert factor is not None
-                results.append(grad_factor.to(factor.dtype))
-            return tuple(results)
+            copies = unreadable(dy)
+
+            def run(
+                dy: Tensor, weight: Tensor, offsets: Tensor, preactivation: Tensor, factor: Tensor | None
+            ) -> tuple[Tensor, ...]:
+                grad_preactivation, output, grad_factor = product(
+                    readable(dy) if copies else dy, weight, offsets, preactivation, factor
+                )
+                results = [grad_preactivation]
+                if recomputes:
+                    results.append(output)
+                if scale_grad is not None:
+                    assert factor is not None
+                    results.append(grad_factor.to(factor.dtype))
+                return tuple(results)
+
+            return run
 
         needs = ("grad_output", "dgrad.weight", "offsets", "dact.input", "dscale.factor")
-        return Step(run, needs, tuple(gives), guard=guard, zeroes_tail=True)
+        return Step(None, needs, tuple(gives), bind=bind, zeroes_tail=True)

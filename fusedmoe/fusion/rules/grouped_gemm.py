@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from fusedmoe.fusion.rule import FusionRule, PlanContext, Step
 from fusedmoe.fusion.rules.hopper import (
     OnHopper,
+    Run,
     check_common,
     decline,
     functions,
@@ -38,13 +39,9 @@ class GroupedGemm(OnHopper, FusionRule, name="sm90.grouped_gemm", direction="for
     def build(self, ctx: PlanContext) -> Step:
         options = ctx.options
 
-        def guard(x: Tensor, weight: Tensor, bias: Tensor | None, *_: Tensor | None) -> None:
+        def bind(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, factor: Tensor | None) -> Run:
             guard_operands(x, weight, bias, transposed=True)
-
-        def run(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, factor: Tensor | None) -> Tensor:
-            return functions().grouped_gemm(  # type: ignore[no-any-return]
-                x, weight, offsets, bias=bias, row_scale=factor, options=options
-            )
+            return functions().bind_grouped_gemm(x, weight, bias, factor, options)  # type: ignore[no-any-return]
 
         needs = ("input", "fc.weight", "fc.bias", "offsets", "scale.factor")
-        return Step(run, needs, gives=("output",), guard=guard, zeroes_tail=True)
+        return Step(None, needs, gives=("output",), bind=bind, zeroes_tail=True)

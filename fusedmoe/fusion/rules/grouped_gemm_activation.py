@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from fusedmoe.fusion.rule import FusionRule, PlanContext, Step
 from fusedmoe.fusion.rules.hopper import (
     OnHopper,
+    Run,
     activation_of,
     check_common,
     decline,
@@ -48,10 +49,7 @@ class GroupedGemmActivation(OnHopper, FusionRule, name="sm90.grouped_gemm_activa
         activation, options = activation_of(self.act), ctx.options
         transposed = activation.interleaved or not activation.gated
 
-        def guard(x: Tensor, weight: Tensor, bias: Tensor | None, *_: Tensor | None) -> None:
-            guard_operands(x, weight, bias, transposed)
-
-        def run(
+        def bind(
             x: Tensor,
             weight: Tensor,
             bias: Tensor | None,
@@ -59,18 +57,11 @@ class GroupedGemmActivation(OnHopper, FusionRule, name="sm90.grouped_gemm_activa
             factor: Tensor | None,
             *,
             keep: tuple[str, ...] = (),
-        ) -> tuple[Tensor, ...]:
-            y, preactivation = functions().grouped_gemm_activation(
-                x,
-                weight,
-                offsets,
-                activation,
-                bias=bias,
-                row_scale=factor,
-                keep_preactivation=bool(keep),
-                options=options,
+        ) -> Run:
+            guard_operands(x, weight, bias, transposed)
+            return functions().bind_grouped_gemm_activation(  # type: ignore[no-any-return]
+                x, weight, bias, factor, activation, bool(keep), options
             )
-            return (y, preactivation) if keep else (y,)
 
         needs = ("input", "fc.weight", "fc.bias", "offsets", "scale.factor")
-        return Step(run, needs, gives=("output",), keeps=("act.input",), guard=guard, zeroes_tail=True)
+        return Step(None, needs, gives=("output",), keeps=("act.input",), bind=bind, zeroes_tail=True)

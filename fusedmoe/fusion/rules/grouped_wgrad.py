@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from fusedmoe.fusion.rule import FusionRule, PlanContext, Step, require
 from fusedmoe.fusion.rules.hopper import (
     OnHopper,
+    Run,
     check_common,
     decline,
     functions,
     guard_gradient,
     guard_matrix,
     readable,
+    unreadable,
 )
 from fusedmoe.kernels.sm90 import limits
 from fusedmoe.ops.grouped_linear import Wgrad, WgradIntoMainGrad
@@ -36,23 +40,23 @@ class GroupedWgrad(OnHopper, FusionRule, name="sm90.grouped_wgrad", direction="b
         accumulating = wgrad if isinstance(wgrad, WgradIntoMainGrad) else None
         dtype = ctx.dtype("wgrad.weight")
 
-        def guard(dy: Tensor, x: Tensor, offsets: Tensor) -> None:
+        def bind(dy: Tensor, x: Tensor, offsets: Tensor) -> Run:
             guard_gradient(dy)
             guard_matrix("x", x)
-            if accumulating is not None:
-                main_grad = accumulating.main_grad()
+            out_dtype = dtype if accumulating is None else torch.float32
+            product = functions().bind_grouped_wgrad(dy, x, offsets, out_dtype, accumulating is not None, options)
+            copies = unreadable(dy)
+
+            def run(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor | None:
+                if accumulating is None:
+                    return product(readable(dy) if copies else dy, x, offsets, None)  # type: ignore[no-any-return]
+                main_grad = accumulating.main_grad()  # another tensor, perhaps, at every call
                 require(main_grad.is_contiguous(), "main_grad is not contiguous")
                 decline(limits.why_not_address("main_grad", main_grad.data_ptr()))
+                product(readable(dy) if copies else dy, x, offsets, main_grad)
+                return accumulating.added()
 
-        def run(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor | None:
-            if accumulating is None:
-                return functions().grouped_wgrad(  # type: ignore[no-any-return]
-                    readable(dy), x, offsets, dtype=dtype, options=options
-                )
-            functions().grouped_wgrad(
-                readable(dy), x, offsets, out=accumulating.main_grad(), accumulate=True, options=options
-            )
-            return accumulating.added()
+            return run
 
         needs = ("grad_output", "wgrad.input", "offsets")
-        return Step(run, needs, gives=("wgrad.grad_weight",), guard=guard)
+        return Step(None, needs, gives=("wgrad.grad_weight",), bind=bind)

@@ -6,6 +6,7 @@ import functools
 import importlib
 import importlib.util
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,8 @@ from fusedmoe.recipes import Recipe
 
 if TYPE_CHECKING:
     from fusedmoe.ops.op import Op
+
+Run = Callable[..., Any]
 
 _PACKAGES = {"cutlass": "nvidia-cutlass-dsl", "tvm_ffi": "apache-tvm-ffi"}
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -94,7 +97,7 @@ def guard_operands(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: b
 
 
 def guard_gradient(grad: Tensor) -> None:
-    """Leave a call without rows to plain PyTorch; any strides will do, see `readable`."""
+    """Leave a call without rows to plain PyTorch; any strides will do, see `unreadable`."""
     if not grad.shape[0]:
         raise NothingToDo("no rows")
     if type(grad) not in _PLAIN:
@@ -105,22 +108,18 @@ def guard_matrix(name: str, t: Tensor, transposed: bool = False) -> None:
     """Decline a tensor that is no plain one in memory, or not laid out as TMA reads it."""
     if type(t) not in _PLAIN:
         _decline_type(name, t)
-    if not _laid_out(t.shape, t.stride(), transposed) or t.data_ptr() % limits.ALIGNMENT_BYTES:
-        decline(limits.why_not_matrix(name, t.shape, t.stride(), t.data_ptr(), transposed))
+    decline(limits.why_not_matrix(name, t.shape, t.stride(), t.data_ptr(), transposed))
 
 
 def _decline_type(name: str, t: Tensor) -> None:
     raise Declined("%s is a %s, not a plain tensor", name, type(t).__name__)
 
 
-@functools.lru_cache(maxsize=4096)
-def _laid_out(shape: torch.Size, strides: tuple[int, ...], transposed: bool) -> bool:
-    """Whether `limits.why_not_matrix` has nothing against a matrix but its address: asked for each at every call."""
-    return limits.why_not_matrix("", shape, strides, 0, transposed) is None
+def unreadable(grad: Tensor) -> bool:
+    """Whether TMA cannot read a gradient where it is, since autograd has expanded or transposed it: see `readable`."""
+    return limits.why_not_matrix("", grad.shape, grad.stride(), grad.data_ptr()) is not None
 
 
 def readable(grad: Tensor) -> Tensor:
-    """Return a gradient as TMA reads it: a copy of one that autograd has expanded or transposed."""
-    if _laid_out(grad.shape, grad.stride(), False) and not grad.data_ptr() % limits.ALIGNMENT_BYTES:
-        return grad
+    """Return a copy that TMA can read."""
     return grad.clone(memory_format=torch.contiguous_format)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,16 +19,25 @@ from torch import Tensor
 from fusedmoe.kernels import compiler
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
 from fusedmoe.kernels.sm90.choice import Family, Problem, band, choose
-from fusedmoe.kernels.sm90.row_functions import column_sums, offsets_from_splits
+from fusedmoe.kernels.sm90.row_functions import (
+    bind_column_sums,
+    bind_offsets_from_splits,
+    column_sums,
+    offsets_from_splits,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from fusedmoe.kernels.activation import Activation
     from fusedmoe.kernels.options import Schedule
     from fusedmoe.kernels.sm90.config import TileConfig
 
 __all__ = [
+    "bind_column_sums",
+    "bind_grouped_gemm",
+    "bind_grouped_gemm_activation",
+    "bind_grouped_gemm_activation_backward",
+    "bind_grouped_wgrad",
+    "bind_offsets_from_splits",
     "column_sums",
     "grouped_gemm",
     "grouped_gemm_activation",
@@ -68,10 +78,25 @@ def grouped_gemm(
     Tensor
         (R, N).
     """
+    return bind_grouped_gemm(x, weight, bias, row_scale, options)(x, weight, bias, offsets, row_scale)
+
+
+def bind_grouped_gemm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, row_scale: Tensor | None, options: KernelOptions
+) -> Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor | None], Tensor]:
+    """Return `grouped_gemm` of ``(x, weight, bias, offsets, row_scale)`` for tensors of the same shapes, dtypes and
+    strides as these.
+    """
     rows, columns = x.shape[0], weight.shape[1]
-    out = x.new_empty(rows, columns)
-    _ragged_m("plain", x, weight, offsets, out, None, None, bias, row_scale, None, None, options)
-    return out
+    launch = _ragged_m("plain", x, weight, None, options, biased=bias is not None, scale=_dtype(row_scale))
+    kernel, constants = launch.kernel, launch.constants
+
+    def run(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, row_scale: Tensor | None) -> Tensor:
+        out = x.new_empty(rows, columns)  # two numbers, not a tuple of them: that takes longer by half
+        kernel(x, weight, offsets, out, None, None, *(constants or launch.last(bias, row_scale)))
+        return out
+
+    return run
 
 
 def grouped_gemm_activation(
@@ -110,11 +135,43 @@ def grouped_gemm_activation(
     tuple[Tensor, Tensor or None]
         y (R, I) and p (R, N).
     """
+    run = bind_grouped_gemm_activation(x, weight, bias, row_scale, activation, keep_preactivation, options)
+    results = run(x, weight, bias, offsets, row_scale)
+    return results if isinstance(results, tuple) else (results, None)
+
+
+def bind_grouped_gemm_activation(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    row_scale: Tensor | None,
+    activation: Activation,
+    keep_preactivation: bool,
+    options: KernelOptions,
+) -> Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor | None], Tensor | tuple[Tensor, Tensor]]:
+    """Return `grouped_gemm_activation` of ``(x, weight, bias, offsets, row_scale)`` for tensors of the same shapes,
+    dtypes and strides as these. It returns y alone where p is not kept.
+    """
     rows, columns = x.shape[0], weight.shape[1]
-    y = x.new_empty(rows, columns // 2 if activation.gated else columns)
-    p = x.new_empty(rows, columns) if keep_preactivation else None
-    _ragged_m("activation", x, weight, offsets, y, p, None, bias, row_scale, None, activation, options)
-    return y, p
+    features = columns // 2 if activation.gated else columns
+    launch = _ragged_m(
+        "activation", x, weight, activation, options,
+        biased=bias is not None, scale=_dtype(row_scale), keep=keep_preactivation,
+    )  # fmt: skip
+    kernel, constants = launch.kernel, launch.constants
+
+    def run(
+        x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, row_scale: Tensor | None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        y = x.new_empty(rows, features)
+        if not keep_preactivation:
+            kernel(x, weight, offsets, y, None, None, *(constants or launch.last(bias, row_scale)))
+            return y
+        p = x.new_empty(rows, columns)
+        kernel(x, weight, offsets, y, p, None, *(constants or launch.last(bias, row_scale)))
+        return y, p
+
+    return run
 
 
 def grouped_gemm_activation_backward(
@@ -157,16 +214,45 @@ def grouped_gemm_activation_backward(
     tuple[Tensor, Tensor or None, Tensor or None]
         Gradient of p, the activation (R, I), and the row scale's gradient (R,) in fp32.
     """
-    rows, features = preactivation.shape
-    grad = preactivation.new_empty(rows, features)
-    y = grad_output.new_empty(rows, weight.shape[2]) if want_output else None
-    if want_row_scale_grad and row_scale is None:
-        row_scale = _ones(grad_output.device, rows)
-    partial = _ragged_m(
-        "derivative", grad_output, weight.mT, offsets, grad, preactivation, y, None, row_scale, True, activation,
-        options,
-    )  # fmt: skip
-    return grad, y, partial.sum(0) if want_row_scale_grad and partial is not None else None
+    run = bind_grouped_gemm_activation_backward(
+        grad_output, weight, preactivation, row_scale, activation, want_output, want_row_scale_grad, options
+    )
+    return run(grad_output, weight, offsets, preactivation, row_scale)
+
+
+def bind_grouped_gemm_activation_backward(
+    grad_output: Tensor,
+    weight: Tensor,
+    preactivation: Tensor,
+    row_scale: Tensor | None,
+    activation: Activation,
+    want_output: bool,
+    want_row_scale_grad: bool,
+    options: KernelOptions,
+) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor | None, Tensor | None]]:
+    """Return `grouped_gemm_activation_backward` of ``(grad_output, weight, offsets, preactivation, row_scale)`` for
+    tensors of the same shapes, dtypes and strides as these.
+    """
+    (rows, features), outputs = preactivation.shape, weight.shape[2]
+    unscaled = want_row_scale_grad and row_scale is None
+    scale = torch.float32 if unscaled else _dtype(row_scale)
+    launch = _ragged_m(
+        "derivative", grad_output, weight.mT, activation, options, scale=scale, keep=want_output, gradient=True
+    )
+    kernel, constants = launch.kernel, launch.constants
+
+    def run(
+        grad_output: Tensor, weight: Tensor, offsets: Tensor, preactivation: Tensor, row_scale: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        grad = preactivation.new_empty(rows, features)
+        y = grad_output.new_empty(rows, outputs) if want_output else None
+        if unscaled:
+            row_scale = _ones(grad_output.device, rows)
+        arguments = constants or launch.last(None, row_scale)
+        kernel(grad_output, weight.mT, offsets, grad, preactivation, y, *arguments)
+        return grad, y, arguments[_PARTIAL].sum(0) if want_row_scale_grad else None
+
+    return run
 
 
 def grouped_wgrad(
@@ -201,78 +287,108 @@ def grouped_wgrad(
     Tensor
         (E, N, K).
     """
+    if out is not None:
+        dtype = out.dtype
+    run = bind_grouped_wgrad(grad_output, x, offsets, dtype or x.dtype, accumulate, options)
+    return run(grad_output, x, offsets, out)
+
+
+def bind_grouped_wgrad(
+    grad_output: Tensor, x: Tensor, offsets: Tensor, dtype: torch.dtype, accumulate: bool, options: KernelOptions
+) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
+    """Return `grouped_wgrad` of ``(grad_output, x, offsets, out)`` for tensors of the same shapes, dtypes and strides
+    as these, and an ``out``, where there is one, of this dtype.
+    """
     rows, k = x.shape
     experts, n = offsets.shape[0], grad_output.shape[1]
-    if out is None:
-        dtype = dtype or x.dtype
-        out = x.new_empty(experts, n, k) if dtype is x.dtype else x.new_empty(experts, n, k, dtype=dtype)
-    if not x.shape[0]:
-        return out if accumulate else out.zero_()
-    launch = _ragged_k_launch(
-        choose, x.device, x.dtype, rows, experts, n, k, out.dtype, accumulate, options.sm_margin, options.schedule
+    same, device = dtype is x.dtype, x.device
+    kernel, static_counter, numbers = (
+        _ragged_k_launch(
+            choose, device, x.dtype, rows, experts, n, k, dtype, accumulate, options.sm_margin, options.schedule
+        )
+        if rows
+        else (None, None, ())
     )
-    launch.run(grad_output, x, offsets, out, launch.tile_counter(), *launch.numbers)
-    return out
 
+    def run(grad_output: Tensor, x: Tensor, offsets: Tensor, out: Tensor | None) -> Tensor:
+        if out is None:
+            out = x.new_empty(experts, n, k) if same else x.new_empty(experts, n, k, dtype=dtype)
+        if kernel is not None:
+            counter = _new_counter(device) if static_counter is None else static_counter
+            kernel(grad_output, x, offsets, out, counter, *numbers)
+        elif not accumulate:
+            out.zero_()
+        return out
 
-class _Launch(NamedTuple):
-    """What launches of a product with the same shapes have in common: found once, for that takes as long as a launch.
-
-    The functions that make one have ``choose`` among their arguments, so that another choice is another launch.
-    """
-
-    run: Callable[..., Any]
-    config: TileConfig
-    device: torch.device
-    counter: Tensor | None  # of a static schedule, which reads none; a dynamic one has a new one each time
-    numbers: tuple[float, ...]  # the last arguments
-
-    def tile_counter(self) -> Tensor:
-        """The tile counter of a dynamic schedule, zero and this launch's own: other streams' launches have theirs."""
-        if self.counter is None:
-            return torch.zeros(1, dtype=torch.int32, device=self.device)
-        return self.counter
+    return run
 
 
 def _ragged_m(
     family: Family,
     a: Tensor,
     b: Tensor,
-    offsets: Tensor,
-    out: Tensor,
-    p: Tensor | None,
-    second: Tensor | None,
-    bias: Tensor | None,
-    row_scale: Tensor | None,
-    gradient: bool | None,
     activation: Activation | None,
     options: KernelOptions,
-) -> Tensor | None:
-    """Launch a product over ragged rows; the partial sums of the row scale's gradient, where there is a scale."""
+    *,
+    biased: bool = False,
+    scale: torch.dtype | None = None,
+    keep: bool = False,
+    gradient: bool = False,
+) -> _Launch:
+    """Return how to launch a product over ragged rows like these."""
     rows, depth = a.shape
     experts, columns, b_depth = b.shape
     if not rows:
-        return a.new_empty(1, 0, dtype=torch.float32) if gradient else None
+        return _Launch(_no_kernel, None, a.device, a, a, None, (), (1, 0))
     b_major = "k" if b.stride()[2] == 1 and b_depth > 1 else "n"
-    scaled = row_scale is not None
-    launch = _ragged_m_launch(
-        choose, family, a.device, a.dtype, rows, experts, columns, depth, b_major, activation,
-        (second if gradient else p) is not None, bool(gradient), bias is not None, scaled, options.sm_margin,
-        options.schedule,
+    return _ragged_m_launch(
+        choose, family, a.device, a.dtype, rows, experts, columns, depth, b_major, activation, keep, gradient,
+        biased, scale, options.sm_margin, options.schedule,
     )  # fmt: skip
-    partial = None
-    if gradient and scaled:
-        partial = torch.empty(-(-columns // launch.config.tile_n), rows, dtype=torch.float32, device=launch.device)
-    no_bias, no_scale = _absent(launch.device, a.dtype)
-    if row_scale is None:
-        row_scale = no_scale
-    elif row_scale.dtype is not torch.float32:
-        row_scale = row_scale.float()
-    launch.run(
-        a, b, offsets, out, p, second, no_bias if bias is None else bias, row_scale, partial,
-        launch.tile_counter(), *launch.numbers,
-    )  # fmt: skip
-    return partial
+
+
+def _dtype(t: Tensor | None) -> torch.dtype | None:
+    return None if t is None else t.dtype
+
+
+def _no_kernel(*_: Any) -> None:
+    """Launch nothing: there are no rows."""
+
+
+class _Launch(NamedTuple):
+    """What launches of a product over ragged rows with the same shapes have in common.
+
+    The kernel takes ``(a, b, offsets, out, p, second)`` and then ``(bias, row scale, partial sums of its gradient, tile
+    counter, numbers ...)``. The latter are ``constants``, where they are the same at every launch, and otherwise what
+    `last` returns.
+    """
+
+    kernel: Callable[..., Any]
+    constants: tuple[Any, ...] | None
+    device: torch.device
+    no_bias: Tensor
+    no_scale: Tensor
+    counter: Tensor | None
+    numbers: tuple[float, ...]
+    partials: tuple[int, int] | None = None
+    converts: bool = False  # the row scale, to fp32
+
+    def last(self, bias: Tensor | None, row_scale: Tensor | None) -> tuple[Any, ...]:
+        """Return the last arguments for this bias and this row scale."""
+        if row_scale is None:
+            row_scale = self.no_scale
+        elif self.converts:
+            row_scale = row_scale.float()
+        return (
+            self.no_bias if bias is None else bias,
+            row_scale,
+            None if self.partials is None else torch.empty(self.partials, dtype=torch.float32, device=self.device),
+            _new_counter(self.device) if self.counter is None else self.counter,
+            *self.numbers,
+        )
+
+
+_PARTIAL = 2  # the partial sums among a kernel's last arguments
 
 
 @functools.lru_cache(maxsize=4096)
@@ -290,24 +406,35 @@ def _ragged_m_launch(
     keep: bool,
     gradient: bool,
     biased: bool,
-    scaled: bool,
+    scale: torch.dtype | None,
     sm_margin: int,
     schedule: Schedule,
 ) -> _Launch:
+    """Find out how to launch a product: once for the same shapes, since it takes as long as a launch. ``choose`` is an
+    argument, so that another choice is another launch.
+    """
     if family == "derivative" and activation is not None and heavy(activation):
         family = "heavy_derivative"
     options = KernelOptions(sm_margin, schedule)
     sms = _sms(device, options)
     problem = Problem(family, rows, experts, columns, depth, sms)
     config = choose(problem)
-    run = _ragged_m_kernel(
+    scaled = scale is not None
+    kernel = _ragged_m_kernel(
         _NAMES[dtype], b_major, family, activation_key(activation), keep, gradient and scaled, config
     )
     limit, alpha, offset = 0.0, 1.0, 0.0
     if activation is not None:
         limit, alpha, offset = activation.limit or 0.0, activation.alpha, activation.offset
     numbers = (limit, alpha, offset, biased, scaled, *_scheduling(problem, config, sms, options))
-    return _Launch(run, config, device, _counter(device, options), numbers)
+    no_bias, no_scale = _absent(device, dtype)
+    partials = (-(-columns // config.tile_n), rows) if gradient and scaled else None
+    launch = _Launch(
+        kernel, None, device, no_bias, no_scale, _counter(device, options), numbers,
+        partials, converts=scaled and scale is not torch.float32,
+    )  # fmt: skip
+    varies = biased or scaled or launch.counter is None
+    return launch if varies else launch._replace(constants=launch.last(None, None))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -323,14 +450,15 @@ def _ragged_k_launch(
     accumulate: bool,
     sm_margin: int,
     schedule: Schedule,
-) -> _Launch:
+) -> tuple[Callable[..., Any], Tensor | None, tuple[int, ...]]:
+    """Return the kernel, the tile counter where the schedule is static, and the numbers that come last."""
     options = KernelOptions(sm_margin, schedule)
     sms = _sms(device, options)
     problem = Problem("wgrad", rows, experts, k, n, sms)
     config = choose(problem)
-    run = _ragged_k_kernel(_NAMES[dtype], config, _NAMES[out], accumulate)
+    kernel = _ragged_k_kernel(_NAMES[dtype], config, _NAMES[out], accumulate)
     numbers = _scheduling(problem, config, sms, options)
-    return _Launch(run, config, device, _counter(device, options), numbers)
+    return kernel, _counter(device, options), numbers
 
 
 def _scheduling(problem: Problem, config: TileConfig, sms: int, options: KernelOptions) -> tuple[int, int, int]:
@@ -383,12 +511,18 @@ def _ctas(sms: int, config: TileConfig) -> int:
     return sms // config.ctas * config.ctas
 
 
-@functools.cache
-def _no_counter(device: torch.device) -> Tensor:
+def _new_counter(device: torch.device) -> Tensor:
+    """A tile counter, zero and one launch's own: those of other streams have theirs."""
     return torch.zeros(1, dtype=torch.int32, device=device)
 
 
+@functools.cache
+def _no_counter(device: torch.device) -> Tensor:
+    return _new_counter(device)
+
+
 def _counter(device: torch.device, options: KernelOptions) -> Tensor | None:
+    """The tile counter of a static schedule, which reads none; None for a dynamic one, whose launches have new ones."""
     return _no_counter(device) if options.schedule == "static" else None
 
 

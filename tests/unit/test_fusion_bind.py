@@ -1,0 +1,274 @@
+"""Steps that are bound: once for each kind of call, and anew for everything that a kernel may depend on."""
+
+import pytest
+import torch
+import toy
+from torch import nn
+from toy import E, H, experts, inputs, only_plan, outcome, rows
+
+import fusedmoe as fm
+from fusedmoe.fusion.rule import FusionError, FusionRule, NothingToDo, RuleError, Step
+from fusedmoe.kernels.torch.grouped_gemm import grouped_mm, grouped_mm_dgrad
+from fusedmoe.ops import Dgrad, GroupedLinear, SwiGLU
+
+
+class Log(list):
+    """What was bound and what ran, as ("bind" or "run", label)."""
+
+    def count_of(self, what):
+        return len([entry for entry in self if entry == what])
+
+
+def bound_gemm(log, declines=None, run_declines=None):
+    class Gemm(FusionRule, name="toy.bound", direction="forward"):
+        fc: GroupedLinear
+
+        def build(self, ctx):
+            def bind(x, weight, offsets):
+                log.append("bind")
+                if declines is not None:
+                    declines(x, weight)
+                kind = x.shape, x.stride(), weight.shape, weight.stride(), x.dtype, weight.dtype
+
+                def run(x, weight, offsets):
+                    log.append("run")
+                    if run_declines is not None:
+                        run_declines(x)
+                    assert (x.shape, x.stride(), weight.shape, weight.stride(), x.dtype, weight.dtype) == kind
+                    return grouped_mm(x, weight, offsets)
+
+                return run
+
+            return Step(None, ("input", "fc.weight", "offsets"), ("output",), bind=bind, zeroes_tail=True)
+
+    return Gemm
+
+
+@pytest.fixture
+def layer():
+    return fm.Sequential(GroupedLinear(E, H, 16, dtype=torch.float64))
+
+
+def call(layer, x=None, **named):
+    """Run it, compared with plain PyTorch."""
+    x, named = rows() if x is None else x, {**inputs(), **named}
+    y = layer(x, **named)
+    with fm.disabled("*"), torch.no_grad():
+        assert torch.equal(y, layer(x, **named))
+    return y
+
+
+def test_bound_once_for_calls_of_a_kind(layer):
+    log = Log()
+    with fm.register(bound_gemm(log)):
+        for _ in range(3):
+            call(layer)
+    assert log == ["bind", "run", "run", "run"]
+
+
+def moved(t, offset):
+    """The same values, beginning at this element of a buffer."""
+    room = t.new_empty(t.numel() + offset)
+    return room[offset:].view(t.shape).copy_(t)
+
+
+def columns(t):
+    """The same values, with unit stride along the axis before the last."""
+    return t.mT.contiguous().mT
+
+
+CHANGES = {
+    "rows": lambda layer, x: rows(11),
+    "strides of the rows": lambda layer, x: columns(x.detach()),
+    "address of the rows": lambda layer, x: moved(x.detach(), 1),
+    "no gradient of the rows": lambda layer, x: x.detach(),
+    "type of the rows": lambda layer, x: nn.Parameter(x.detach()),
+    "strides of the same weight": lambda layer, x: setattr(layer[0].weight, "data", columns(layer[0].weight.data)),
+    "address of the same weight": lambda layer, x: setattr(layer[0].weight, "data", moved(layer[0].weight.data, 1)),
+    "dtype of the same weight": lambda layer, x: layer.to(torch.float32) and x.detach().float(),
+    "a frozen weight": lambda layer, x: layer.requires_grad_(False) and x,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_what_is_bound_anew(layer, change):
+    log, x = Log(), rows()
+    with fm.register(bound_gemm(log)):
+        call(layer, x)
+        call(layer, x)
+        other = change(layer, x)
+        other = other if isinstance(other, torch.Tensor) else x
+        for _ in range(2):
+            call(layer, other)
+    assert log == ["bind", "run", "run"] * 2
+
+
+def test_what_is_not(layer):
+    log, x = Log(), rows()
+    with fm.register(bound_gemm(log)):
+        call(layer, x)
+        call(layer, torch.randn_like(x).requires_grad_())
+        call(layer, x, splits=torch.tensor([0, 0, 4]))
+        layer[0].weight.data = torch.randn_like(layer[0].weight)
+        call(layer, x)
+        layer[0].weight = nn.Parameter(torch.randn_like(layer[0].weight))
+        call(layer, x)
+    assert log == ["bind"] + ["run"] * 5
+
+
+def test_kinds_in_turns_are_each_bound_once(layer):
+    log = Log()
+    with fm.register(bound_gemm(log)):
+        for count in (9, 12, 9, 12, 9):
+            call(layer, rows(count))
+    assert (log.count_of("bind"), log.count_of("run")) == (2, 5)
+
+
+def test_a_kind_that_bind_declines_is_asked_for_at_every_call(layer, caplog):
+    log = Log()
+
+    def declines(x, weight):
+        fm.require(x.shape[0] != 12, "%d rows", x.shape[0])
+
+    with fm.register(bound_gemm(log, declines)):
+        for count in (9, 12, 12, 9):
+            call(layer, rows(count))
+        assert log == ["bind", "run", "bind", "bind", "run"]
+        with fm.strict():
+            call(layer, rows(9))
+            with pytest.raises(FusionError, match=r"^0.GroupedLinear: toy.bound declined this call: 12 rows$"):
+                layer(rows(12), **inputs())
+    said = [r.getMessage() for r in caplog.records if "declined" in r.getMessage()]
+    assert said == ["0.GroupedLinear: toy.bound declined this call: 12 rows; it runs unfused"]
+
+
+def test_what_was_bound_may_decline_too(layer, caplog):
+    log, refusing = Log(), []
+
+    def run_declines(x):
+        fm.require(not refusing, "not now")
+
+    with fm.register(bound_gemm(log, run_declines=run_declines)):
+        call(layer)
+        refusing.append(True)
+        call(layer)
+        with fm.strict(), pytest.raises(FusionError, match="declined this call: not now"):
+            layer(rows(), **inputs())
+        refusing.clear()
+        call(layer)
+    assert log == ["bind", "run", "run", "bind", "run", "run"]  # strict calls are another kind
+    assert len([r for r in caplog.records if "not now" in r.getMessage()]) == 1
+
+
+def test_nothing_to_do_is_no_fallback(layer, caplog):
+    def declines(x, weight):
+        if not x.shape[0]:
+            raise NothingToDo("no rows")
+
+    with fm.register(bound_gemm(Log(), declines)), fm.strict():
+        y = layer(rows(0), splits=torch.zeros(E, dtype=torch.int64))
+    assert y.shape == (0, 16)
+    assert not caplog.records
+
+
+def test_bind_gets_what_backward_wants_kept():
+    log = []
+
+    class GemmGLU(FusionRule, name="toy.bound_glu", direction="forward"):
+        fc: GroupedLinear
+        act: SwiGLU
+
+        def build(self, ctx):
+            def bind(x, weight, offsets, *, keep):
+                log.append(keep)
+
+                def run(x, weight, offsets):
+                    h = grouped_mm(x, weight, offsets)
+                    return (self.act.compute(h), *(h for _ in keep))
+
+                return run
+
+            needs = ("input", "fc.weight", "offsets")
+            return Step(None, needs, ("output",), keeps=("act.input",), bind=bind, zeroes_tail=True)
+
+    chain, x = experts(), rows()
+    expected = outcome(chain, x, **inputs())
+    with fm.register(GemmGLU):
+        for _ in range(2):
+            toy.assert_same(outcome(chain, x, **inputs()), expected)
+        with torch.no_grad():
+            chain(x, **inputs())
+    assert log == [("act.input",), ()]
+
+
+def test_a_backward_step_is_bound_anew_for_another_layout_of_the_gradient():
+    log = []
+
+    class DgradRule(FusionRule, name="toy.bound_dgrad", direction="backward"):
+        dgrad: Dgrad
+
+        def build(self, ctx):
+            def bind(dy, weight, offsets):
+                log.append(dy.stride())
+                strides = dy.stride()
+
+                def run(dy, weight, offsets):
+                    assert dy.stride() == strides
+                    return grouped_mm_dgrad(dy.contiguous(), weight, offsets)
+
+                return run
+
+            return Step(None, ("grad_output", "dgrad.weight", "offsets"), ("grad_input",), bind=bind)
+
+    layer, x = fm.Sequential(GroupedLinear(E, H, 16, dtype=torch.float64)), rows()
+    grad = torch.randn(9, 16, dtype=torch.float64)
+    with fm.register(DgradRule):
+        for gradient in (grad, grad, grad[:1, :1].expand(9, 16), grad, columns(grad), columns(grad)):
+            y = layer(x, **inputs())
+            (dx,) = torch.autograd.grad(y, [x], gradient)
+            with fm.disabled("*"):
+                (expected,) = torch.autograd.grad(layer(x, **inputs()), [x], gradient)
+            assert torch.equal(dx, expected)
+    assert log == [(16, 1), (0, 0), (16, 1), (1, 9)]
+
+
+@pytest.mark.parametrize("returned", [lambda y: (y,), lambda y: [y]], ids=["tuple", "list"])
+def test_one_result_may_come_in_a_tuple(layer, returned):
+    class Gemm(FusionRule, name="toy.wrapped", direction="forward"):
+        fc: GroupedLinear
+
+        def build(self, ctx):
+            return Step(lambda *t: returned(grouped_mm(*t)), ("input", "fc.weight", "offsets"), ("output",))
+
+    with fm.register(Gemm):
+        for _ in range(3):
+            call(layer)
+
+
+def test_a_bug_in_bind_is_a_bug(layer):
+    def declines(x, weight):
+        return {}["oops"]
+
+    with fm.register(bound_gemm(Log(), declines)), pytest.raises(KeyError, match="oops"):
+        layer(rows(), **inputs())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"run": None},
+        {"run": print, "bind": print},
+        {"run": None, "bind": print, "guard": print},
+    ],
+    ids=["neither", "both", "a guard besides"],
+)
+def test_a_step_runs_in_one_way(settings):
+    with pytest.raises(RuleError, match="either run, and perhaps a guard, or bind alone"):
+        Step(needs=("input",), gives=("output",), **settings)
+
+
+def test_explain_binds_nothing(layer):
+    log = Log()
+    with fm.register(bound_gemm(log)):
+        assert only_plan(layer, rows(), **inputs()).fused
+    assert not log

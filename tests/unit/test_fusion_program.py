@@ -1,0 +1,115 @@
+"""The functions that plans are written as: their text, their names, what a traceback shows of them."""
+
+import traceback
+from collections import OrderedDict
+
+import pytest
+import torch
+import toy
+from toy import assert_same, dgrad_dglu, experts, gemm_glu, inputs, only_plan, outcome, rows
+
+import fusedmoe as fm
+from fusedmoe.ops import Op
+
+
+def program(chain, position=0):
+    (part,) = chain._current_layout().parts
+    return list(part.chain._plans.values())[position].program
+
+
+def test_the_text_of_a_plan():
+    chain, x, named = experts(), rows(), inputs()
+    with fm.register(gemm_glu(guard=lambda *_: None), dgrad_dglu()):
+        plan = only_plan(chain, x, **named)
+    assert (
+        plan.forward_source
+        == """\
+def program(given, run0, run1, report1, instead1, run2):
+    _0_input, splits, _0_weight, _0_bias, _2_weight, _2_bias, = given
+    given.clear()
+    offsets = run0(splits, _0_input)
+    del splits
+    try:
+        _2_input, _1_input = run1(_0_input, _0_weight, offsets)
+    except Declined as reason:
+        report1(reason)
+        run1 = None
+    if run1 is None:
+        _2_input, _1_input = instead1(_0_input, _0_weight, _0_bias, offsets)
+    del _0_bias
+    _2_output = run2(_2_input, _2_weight, _2_bias, offsets)
+    del _2_bias, _2_input
+    return (_2_output, ), (offsets, _2_weight, _1_input, _0_input, _0_weight, ),
+"""
+    )
+    assert (
+        plan.backward_source
+        == """\
+def program(given, run0, run1, run2, run3):
+    offsets, _2_weight, _1_input, _0_input, _0_weight, grad_2_output, = given
+    given.clear()
+    grad_1_input, _2_input = run0(grad_2_output, _2_weight, offsets, _1_input)
+    del _2_weight, _1_input
+    grad_2_weight = run1(grad_2_output, _2_input, offsets)
+    del grad_2_output, _2_input
+    grad_0_weight = run2(grad_1_input, _0_input, offsets)
+    del _0_input
+    grad_0_input = run3(grad_1_input, _0_weight, offsets)
+    del offsets, _0_weight, grad_1_input
+    return (grad_0_input, None, grad_0_weight, None, grad_2_weight, None, ),
+"""
+    )
+
+
+def test_nothing_is_written_for_gradients_that_nobody_wants():
+    with torch.no_grad():
+        plan = only_plan(experts(), rows(), **inputs())
+    assert plan.forward_source.endswith("return (_2_output, ), (),\n")
+    assert plan.backward_source == "def program(given):\n    return (None, None, None, None, None, None, ),\n"
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        ("lambda", "class", "None"),
+        ("given", "run0", "reason"),
+        ("run1", "report1", "instead1"),
+        ("a b", "a-b", "a_b"),
+        ("ünï", "日本", "_"),
+        ("x", "x_", "offsets"),
+        ('"); raise SystemExit; ("', "\n", "#"),
+    ],
+)
+def test_any_label_will_do(labels):
+    torch.manual_seed(0)
+    plain = experts()
+    named = fm.Sequential(OrderedDict(zip(labels, plain, strict=True)))
+    x = rows()
+    rules = [gemm_glu(guard=toy.refuse), dgrad_dglu()]
+    with fm.register(*rules):
+        expected = outcome(plain, x, **inputs())
+        got = outcome(named, x, **inputs())
+    assert_same({name: got[name] for name in ("x", "y")}, {name: expected[name] for name in ("x", "y")})
+    assert len(got) == len(expected)
+
+
+def test_layers_that_are_alike_share_a_function():
+    first, second, scaled = experts(), experts(), experts(scale=True)
+    for chain in (first, second):
+        chain(rows(), **inputs())
+    scaled(rows(), **inputs(scale=True))
+    assert program(first).run is program(second).run
+    assert program(first).run is not program(scaled).run
+
+
+def test_a_traceback_shows_the_line():
+    class Breaks(Op):
+        def compute(self, x):
+            raise ValueError("broken")
+
+    chain = fm.Sequential(OrderedDict(scale=Breaks()))
+    with pytest.raises(ValueError, match="broken") as caught:
+        chain(rows())
+    lines = "".join(traceback.format_exception(caught.value))
+    assert "<fusedmoe program" in lines
+    assert "scale_output = run0(scale_input)" in lines
