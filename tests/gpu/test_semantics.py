@@ -98,6 +98,28 @@ def test_views_whose_strides_are_off_are_copied_not_synchronised(device, no_sync
         assert torch.equal(y, op(x.contiguous(), splits=splits))
 
 
+def test_rows_by_columns_are_copied(device, no_sync):
+    """Also where their pitch is aligned: an expert's begin anywhere, and a misaligned address ends the process."""
+    op = fm.GroupedLinear(4, 64, 32, device=device, dtype=torch.bfloat16)
+    x, dy = (torch.randn(width, 104, device=device, dtype=torch.bfloat16).t() for width in (64, 32))
+    splits = torch.tensor([11, 20, 30, 40], device=device)
+
+    def results(x, dy):
+        x = x.detach().requires_grad_()
+        y = op(x, splits=splits)
+        return [y, *torch.autograd.grad(y, [x, op.weight], dy)]
+
+    with fm.disabled("sm90.*"):
+        expected = results(x.contiguous(), dy.contiguous())
+        for rows, grad in ((x, dy.contiguous()), (x.contiguous(), dy)):
+            results(rows, grad)
+            with no_sync():
+                got = results(rows, grad)
+            for a, b in zip(got, expected, strict=True):
+                assert b.any()
+                assert torch.equal(a, b)
+
+
 def test_what_reads_the_host_is_marked(device):
     splits = torch.tensor([3, 5], device=device)
     for dtype, width, marked in ((torch.bfloat16, 64, False), (torch.float32, 64, True), (torch.bfloat16, 60, True)):

@@ -559,7 +559,7 @@ def test_partial_sums_stay_within_their_tensor(family, config, n, tiles, monkeyp
     tiles(config)
     case, guarded = OF_CONFIGS[family]((300, 0, 61), 20, n, 72), []
 
-    def with_rows_around(*shape, **how):
+    def with_rows_around(shape, **how):
         guarded.append(torch.full((shape[0] + 4, *shape[1:]), torch.nan, **how))
         return guarded[-1][2:-2]
 

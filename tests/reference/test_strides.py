@@ -177,3 +177,32 @@ def test_strided_runtime_inputs():
     assert torch.equal(
         seq(x, splits=splits, probs=half.expand(6)), seq(x, splits=splits, probs=torch.full_like(probs, 0.5))
     )
+
+
+@pytest.mark.parametrize("which", ["x", "dy"])
+def test_rows_reach_the_grouped_product_with_unit_stride_along_features(which, monkeypatch):
+    """On a GPU the product reads an expert's rows where they begin, which is aligned only behind whole rows."""
+    rows, k, n, splits, seen = 16, 24, 32, torch.tensor([5, 0, 8]), []  # a pitch of 16 rows is aligned itself
+    product = F.grouped_mm
+
+    def noting(a, b, **named):
+        seen.extend(t for t in (a, b) if t.dim() == 2)
+        return product(a, b, **named)
+
+    layer = fm.GroupedLinear(3, k, n, dtype=torch.bfloat16)
+    given = {"x": torch.randn(rows, k).to(torch.bfloat16), "dy": torch.randn(rows, n).to(torch.bfloat16)}
+
+    def results(x, dy):
+        x = x.detach().requires_grad_()
+        y = layer(x, splits=splits)
+        return [y, *torch.autograd.grad(y, (x, layer.weight), dy)]
+
+    wanted = results(**given)
+    monkeypatch.setattr(F, "grouped_mm", noting)
+    found = results(**given | {which: transposed(given[which])})
+    assert len(seen) == 4  # x, dy, and for the weight gradient dy transposed and x
+    for t in seen:
+        by_rows = t if t.shape[0] == rows else t.mT
+        assert by_rows.shape[0] == rows
+        assert by_rows.stride(1) == 1
+    assert_same(found, wanted, torch.bfloat16)

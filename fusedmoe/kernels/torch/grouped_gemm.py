@@ -41,11 +41,15 @@ def runs_on_device(device: torch.device, dtype: torch.dtype, *widths: int) -> bo
 
 
 def _aligned(t: Tensor) -> Tensor | None:
-    """Return ``t`` as F.grouped_mm reads it, copied where its strides or address are off; None where its widths are."""
+    """Return ``t`` as F.grouped_mm reads it, copied where its strides or address are off; None where its widths are.
+
+    Rows sorted by expert, which have two axes, must have unit stride in the last: an expert's begin anywhere, and only
+    then at an address that is a multiple of 16 bytes. On a GPU a misaligned one is the end of the process.
+    """
     (*outer, row, column), unit = t.stride(), _ALIGNMENT_BYTES // t.itemsize
     # a pitch under the width: expanded or overlapping rows, or (R, 1), whose one column hides that it is 1
     by_rows = column == 1 and row >= t.shape[-1] and row % unit == 0
-    by_columns = row == 1 and column >= t.shape[-2] and column % unit == 0
+    by_columns = len(outer) == 1 and row == 1 and column >= t.shape[-2] and column % unit == 0
     if not (by_rows or by_columns) or (outer and outer[0] % unit):
         # not contiguous(), which takes any pitch for the right one where there is one row
         return t.clone(memory_format=torch.contiguous_format) if t.shape[-1] % unit == 0 else None
