@@ -19,7 +19,7 @@ from benchmarks.problem import Problem
 
 OURS = "fusedmoe"
 NOT_INSTALLED = "not installed"
-WRONG = 0.02  # relative norm of the error; bf16 roundings of a chain of two products give about 0.005
+WRONG = 0.008  # relative norm of the error; bf16 roundings of a chain of two products give about 0.005
 
 _PER_EXPERT = ("grad_weight", "grad_bias")  # outputs whose first axis is E; that of the others is R
 

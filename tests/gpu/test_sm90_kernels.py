@@ -589,6 +589,18 @@ def test_options_change_no_bit(family, sm_margin, schedule):
             assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize(("family", "config"), CONFIGS, ids=lambda value: getattr(value, "name", value))
+def test_many_tiles_a_cta(family, config, tiles):
+    """Whatever is handed from one warp to another goes around many times, with little work between."""
+    tiles(config)
+    case = OF_CONFIGS[family]((358, 18, 100, 361, 168, 176, 276, 320), 5, 640, 256)
+    case.check()
+    expected = case.run(DEFAULT)  # one tile a CTA or two
+    for options in (KernelOptions(100), KernelOptions(100, "dynamic"), KernelOptions(120)):
+        for _ in range(20):
+            assert all(torch.equal(a, b) for a, b in zip(case.run(options), expected, strict=True))
+
+
 @pytest.mark.parametrize("options", [DEFAULT, KernelOptions(8, "dynamic")], ids=["static", "dynamic"])
 @pytest.mark.parametrize("family", [*FAMILIES, "accumulating wgrad"])
 def test_repeated_runs_are_the_same_bit_for_bit(family, options):

@@ -527,7 +527,6 @@ class RaggedM(Gemm):
         """
         e = self.epilogue
         inputs = self.take_pairs(block, state) if e.gated else [self.take_box(block, state, 0)]
-        state = self.release_boxes(block, state)
         d = [block.acc[block.base + j * VALUES + v] for v in range(VALUES)]
         x = [[t[v].to(Float32) for v in range(VALUES)] for t in inputs]
         if const_expr(e.gated):
@@ -552,6 +551,8 @@ class RaggedM(Gemm):
                 self.store(mixed, block, boxes + half, env.out, part, column, copy=2)
             else:
                 self.store(grads[half], block, boxes + half, env.out, part, column)
+            if const_expr(half == 0):
+                state = self.release_boxes(block, state)
         if const_expr(e.keep):
             self.store(again, block, boxes + len(grads), env.second, 0, box_column)
         return state, sums
@@ -623,9 +624,13 @@ class RaggedM(Gemm):
 
     @cute.jit
     def release_boxes(self, block, state):
-        """Give a step's boxes back to their loader."""
+        """Give a step's boxes back to their loader, behind the proxy fence and the barrier of the first box stored.
+
+        The loader writes them by TMA, another proxy than that of the reads: without a fence between, reads that were
+        issued may still find what comes next. They did, in boxes that were given back as soon as they were read, where
+        gate and up alternate and a CTA has several tiles.
+        """
         if block.live:
-            cute.arch.sync_warp()
             block.reads.consumer_release(self.own(state, block.group))
             state.advance()
         return state
