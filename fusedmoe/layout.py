@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
@@ -98,8 +98,7 @@ class Layout:
 
     def __init__(self, root: nn.Sequential, opened: Callable[[nn.Module], bool]) -> None:
         self._children: list[tuple[nn.Module, list[tuple[str, nn.Module | None]]]] = []
-        self._hooked: list[nn.Module] = []
-        self._unhooked: list[dict[str, Any]] = []  # the modules' attributes
+        self._hooked: list[tuple[nn.Module, bool]] = []
         self._any_global_hook = _has_any_global_hook()
         self.opened: list[tuple[str, nn.Module]] = []
         groups: list[list[Member]] = []
@@ -134,10 +133,7 @@ class Layout:
         for name, module in parent._modules.items():
             assert module is not None
             hooked = _hooked(module)
-            if hooked:
-                self._hooked.append(module)
-            else:
-                self._unhooked.append(module.__dict__)
+            self._hooked.append((module, hooked))
             hooked = hooked or self._any_global_hook
             if opened(module) and not hooked:
                 self.opened.append((prefix + name, module))
@@ -152,17 +148,8 @@ class Layout:
         for parent, children in self._children:
             if [*parent._modules.items()] != children:
                 return False
-        for own in self._unhooked:  # `_hooked`, without calling it for every module at every call
-            if (
-                own["_forward_hooks"]
-                or own["_forward_pre_hooks"]
-                or own["_backward_hooks"]
-                or own["_backward_pre_hooks"]
-                or "forward" in own
-            ):
-                return False
-        for module in self._hooked:
-            if not _hooked(module):
+        for module, hooked in self._hooked:
+            if _hooked(module) is not hooked:
                 return False
         return _has_any_global_hook() is self._any_global_hook
 
@@ -176,7 +163,7 @@ class Layout:
 
 
 def _hooked(module: nn.Module) -> bool:
-    """Whether a call of the module does more than its class's ``forward``."""
+    """Whether a call of the module does more than its class's ``forward``. Asked of every module at every call."""
     own = module.__dict__
     return bool(
         own["_forward_hooks"]
