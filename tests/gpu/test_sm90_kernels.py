@@ -601,6 +601,19 @@ def test_many_tiles_a_cta(family, config, tiles):
             assert all(torch.equal(a, b) for a, b in zip(case.run(options), expected, strict=True))
 
 
+@pytest.mark.parametrize("n", [192, 520, 1400])
+@pytest.mark.parametrize(
+    ("family", "config"), [c for c in CONFIGS if "wgrad" not in c[0]], ids=lambda value: getattr(value, "name", value)
+)
+def test_any_number_of_row_tiles_and_column_tiles(family, config, n, tiles):
+    """Pairs of row tiles, and those left over; 1 to 11 column tiles, and one past the last."""
+    tiles(config)
+    splits = [max(128 * count - count % 3 * 63, 0) for count in (3, 1, 0, 2, 5, 4, 9, 8, 7, 6, 17, 10, 1, 1, 11)]
+    case = OF_CONFIGS[family](splits, 130, n, 128)
+    for options in (DEFAULT, KernelOptions(126), KernelOptions(120, "dynamic")):
+        case.check(options)
+
+
 @pytest.mark.parametrize("options", [DEFAULT, KernelOptions(8, "dynamic")], ids=["static", "dynamic"])
 @pytest.mark.parametrize("family", [*FAMILIES, "accumulating wgrad"])
 def test_repeated_runs_are_the_same_bit_for_bit(family, options):

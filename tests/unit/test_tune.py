@@ -10,7 +10,7 @@ from fusedmoe import tune_cli
 from fusedmoe.cli import main
 from fusedmoe.errors import InputError
 from fusedmoe.kernels.sm90 import functions, tuned, tuning
-from fusedmoe.kernels.sm90.choice import CANDIDATES, CO_256, PP_128_WIDE, Problem, by_model, candidates, choose
+from fusedmoe.kernels.sm90.choice import CANDIDATES, CO_256, PP_128, Problem, by_model, candidates, choose
 from fusedmoe.tune_cli import Gpu, TuneOptions
 
 GPU = Gpu("Some GPU", 132)
@@ -104,7 +104,7 @@ def test_products_measured_before_an_interruption_are_kept():
 def test_the_table_that_is_printed(capsys):
     def some_times(mlp, product, reps):
         assert reps == 7
-        return {config: 1.0 if config == PP_128_WIDE else 2.5 for config in candidates(product.problem)}
+        return {config: 1.0 if config == PP_128 else 2.5 for config in candidates(product.problem)}
 
     tune(some_times, reps=7)
     out = capsys.readouterr().out
@@ -112,7 +112,7 @@ def test_the_table_that_is_printed(capsys):
     first = out[out.index("FC1 and the activation") :].splitlines()
     assert first[0] == "FC1 and the activation: 1536 columns, depth 2048"
     assert first[1].split() == ["config", "ms", "TFLOP/s"]
-    assert first[2].split() == ["128x128pp_c12", "1.0000", "1649", "best"]  # 2 * 262144 * 1536 * 2048 in a millisecond
+    assert first[2].split() == ["128x128pp_c21", "1.0000", "1649", "best"]  # 2 * 262144 * 1536 * 2048 in a millisecond
     assert any(line.endswith("the model's, in use so far") for line in first[3:8])
 
 

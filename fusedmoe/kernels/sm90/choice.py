@@ -7,9 +7,9 @@ SASS of each, and name the few values that are spilled. No tuning happens at run
 The model, in cycles of an SM at the clock that an H100 keeps under full tensor load, 1.45 GHz:
 
     rows      = rows of an expert, as a router that chooses at random deals them out: at some quantiles, averaged
-    tiles     = experts with rows * row tiles of an expert, whole clusters * column tiles, whole clusters
+    tiles     = experts with rows * (row tiles in pairs * column tiles + row tile left over * column tiles in pairs)
     multiply  = tile_m * tile_n / 32                                            64 of K, at 2048 multiply-adds a cycle
-    load      = (tile_m / cluster_n + tile_n / cluster_m) * 128 bytes / LOAD_BYTES_A_CYCLE
+    load      = (tile_m / sharers of the rows + tile_n / sharers of the weights) * 128 bytes / LOAD_BYTES_A_CYCLE
     main      = tiles of K * max(multiply, load)
     epilogue  = boxes of 64 x 32 results of a warpgroup * EPILOGUE_CYCLES[family]
     tile      = max(main, (main + epilogue) / 2) in ping-pong, else main + epilogue (+ WGRAD_CYCLES)
@@ -19,14 +19,12 @@ The model, in cycles of an SM at the clock that an H100 keeps under full tensor 
     cycles    = (sms_busy ** OVERLAP + memory ** OVERLAP) ** (1 / OVERLAP)
 
 The last line is the maximum of both, nearly: where memory decides, the tiles that keep the SMs less busy are better.
-What decides, then: a cluster of two row tiles wastes up to 256 rows an expert, any other up to 128; a cooperative
-tile's epilogue is exposed, that of a ping-pong tile hidden; a CTA alone, and two column tiles that share the rows, load
-more than the L2 gives, and read weights for more than one cluster, which do not stay in the L2 until all have read them
-(ncu: 4.8 GB out of memory where a cluster of two row tiles reads 3.0, 512 experts of 320 rows); few rows stream
-weights, whatever the tiles. The constants are fitted to measurements of 204 products of nine models' layers, with 4 to
-4096 rows an expert, on an H100 (``python -m benchmarks --only tiles`` makes them, the result files have them): what the
-model chooses takes 1.4% longer than the best candidate there in the mean. Where a model's own layer loses more than
-3%, measured.py has it.
+What decides, then: how much of the last tiles is wasted; a cooperative tile's epilogue is exposed, that of a ping-pong
+tile hidden; two column tiles that share the rows load more than the L2 gives, and weights that more than one cluster
+reads do not stay in the L2 until all have read them; few rows stream weights, whatever the tiles. The constants are
+fitted to measurements of 204 products of nine models' layers, with 4 to 4096 rows an expert, on an H100 (``python -m
+benchmarks --only tiles`` makes them, the result files have them): what the model chooses takes 0.9% longer than the
+best candidate there in the mean. Where a model's own layer loses more than 3%, measured.py has it.
 """
 
 from __future__ import annotations
@@ -46,25 +44,23 @@ PP_192 = TileConfig(128, 192, 2, 1, pingpong=True)
 PP_128 = TileConfig(128, 128, 2, 1, pingpong=True)
 CO_256 = TileConfig(128, 256, 2, 1, pingpong=False)
 CO_256_TALL = TileConfig(256, 128, 1, 2, pingpong=False)
-PP_192_WIDE = TileConfig(128, 192, 1, 2, pingpong=True)
-PP_128_WIDE = TileConfig(128, 128, 1, 2, pingpong=True)
-CO_256_WIDE = TileConfig(128, 256, 1, 2, pingpong=False)
-PP_128_ALONE = TileConfig(128, 128, pingpong=True)
 CO_256_ALONE = TileConfig(128, 256, pingpong=False)
 
-# A cluster of two row tiles shares the weights and wastes half of itself where an expert's rows end; one of two column
-# tiles shares the rows. A CTA alone loads everything itself, which the L2 is too slow for. Not here: 128x192 for
-# "heavy" derivatives, those of GeGLU. Their code is unrolled to more instructions than an SM's cache holds, about
-# 8,000: in a product of GPT-OSS-20B's size on an H100, 6,500 to 7,500 of them take 1.72 ms, 8,800 1.85, 9,000 2.23,
-# 9,900 2.87; those of 128x128, 5,000 to 7,000, take 2.1. A loop over the two blocks of 64 rows, with the accumulators
-# moved in between, would be half as long, but ptxas spills all of them then.
+# Ragged rows come in clusters of two: two row tiles that share the weights, or, where an expert has one row tile left,
+# two column tiles that share the rows (tiles.py). A CTA alone loads everything itself, which the L2 is too slow for,
+# and is no faster even where there is one row an expert. Not here: 128x192 for "heavy" derivatives, those of GeGLU.
+# Their code is unrolled to more instructions than an SM's cache holds, about 8,000: in a product of GPT-OSS-20B's size
+# on an H100, 6,500 to 7,500 of them take 1.72 ms, 8,800 1.85, 9,000 2.23, 9,900 2.87; those of 128x128, 5,000 to 7,000,
+# take 2.1. A loop over the two blocks of 64 rows, with the accumulators moved in between, would be half as long, but
+# ptxas spills all of them then.
 # Measured and left out: 128x160 (a quarter slower than 128x192 throughout), L2 eviction hints on what is read once (up
-# to 15% slower), 256x128 over two rows of a weight gradient (never the fastest).
+# to 15% slower), 256x128 over two rows of a weight gradient (never the fastest), clusters that always share the weights
+# (a second tile is often empty: up to half slower, 256 to 640 rows an expert) or always the rows.
 CANDIDATES: dict[Family, tuple[TileConfig, ...]] = {
-    "plain": (PP_192, PP_192_WIDE, CO_256, CO_256_WIDE, PP_128_WIDE, CO_256_ALONE),
-    "activation": (PP_192, PP_192_WIDE, CO_256, CO_256_WIDE, PP_128_WIDE, CO_256_ALONE),
-    "derivative": (PP_192, PP_192_WIDE, PP_128_WIDE, PP_128_ALONE),
-    "heavy_derivative": (PP_128, PP_128_WIDE, PP_128_ALONE),
+    "plain": (PP_192, CO_256, PP_128),
+    "activation": (PP_192, CO_256, PP_128),
+    "derivative": (PP_192, PP_128),
+    "heavy_derivative": (PP_128,),
     "wgrad": (PP_192, CO_256, CO_256_TALL, CO_256_ALONE),
 }
 
@@ -126,30 +122,39 @@ def _log2(extent: float) -> float:
 def cycles(problem: Problem, config: TileConfig) -> float:
     """Estimate the cycles of a product, see the module's page."""
     p = problem
-    rows = p.rows / max(p.experts, 1)
     if p.family == "wgrad":
-        weights = float(p.experts)
-        tiles = weights * _tiles(p.depth, config.tile_m, config.cluster_m)
-        k_tiles = max(rows / TILE_K + 0.5, 1.0)  # an expert's rows end anywhere in the last one
-        reads = 1.0
+        weights, reads = float(p.experts), 1.0
+        k_tiles = max(p.rows / max(p.experts, 1) / TILE_K + 0.5, 1.0)  # an expert's rows end anywhere in the last one
+        tall = _tiles(p.depth, config.tile_m, config.cluster_m)
+        wide = _tiles(p.columns, config.tile_n, config.cluster_n)
+        kinds = [(weights * tall * wide, config.cluster_n, config.cluster_m)]
     else:
+        rows = p.rows / max(p.experts, 1)
         weights = -math.expm1(-rows) * p.experts  # of experts that have any row
-        dealt = [max(rows + z * math.sqrt(rows), 1.0) for z in QUANTILES]
-        tiles = weights * _mean([_tiles(r, config.tile_m, config.cluster_m) for r in dealt])
         k_tiles = float(-(-p.depth // TILE_K))
+        row_tiles = [math.ceil(max(rows + z * math.sqrt(rows), 1.0) / config.tile_m) for z in QUANTILES]
         side_by_side = max(BAND_ROWS // (config.tile_m * config.cluster_m), 1)
-        readers = _mean([min(_tiles(r, config.tile_m * config.cluster_m, 1), side_by_side) for r in dealt])
+        readers = _mean([min((n + 1) // 2, side_by_side) for n in row_tiles])
         reads = 1 + READ_AGAIN * (readers - 1)
-    tiles *= _tiles(p.columns, config.tile_n, config.cluster_n)
+        in_pairs, left_over = _mean([n // 2 * 2 for n in row_tiles]), _mean([n % 2 for n in row_tiles])
+        kinds = [
+            (weights * in_pairs * _tiles(p.columns, config.tile_n, 1), 1, 2),
+            (weights * left_over * _tiles(p.columns, config.tile_n, 2), 2, 1),
+        ]
     multiply = config.tile_m * config.tile_n / 32
-    load = (config.tile_m / config.cluster_n + config.tile_n / config.cluster_m) * TILE_K * 2 / LOAD_BYTES_A_CYCLE
-    main = k_tiles * max(multiply, load)
     epilogue = float(EPILOGUE_CYCLES[p.family] * config.blocks * config.tile_n // EPILOGUE_COLUMNS)
-    tile = max(main, (main + epilogue) / 2) if config.pingpong else main + epilogue
-    if p.family == "wgrad":
-        tile += WGRAD_CYCLES
-    turns = max(math.ceil(tiles / p.sms), 1)
-    busy = START_CYCLES + turns * tile + (epilogue if config.pingpong else 0)  # nothing hides the last tile's
+    tiles = work = 0.0
+    for count, rows_shared, weights_shared in kinds:
+        load = (config.tile_m / rows_shared + config.tile_n / weights_shared) * TILE_K * 2 / LOAD_BYTES_A_CYCLE
+        main = k_tiles * max(multiply, load)
+        tile = max(main, (main + epilogue) / 2) if config.pingpong else main + epilogue
+        if p.family == "wgrad":
+            tile += WGRAD_CYCLES
+        tiles, work = tiles + count, work + count * tile
+    tile = work / max(tiles, 1.0)
+    busy = START_CYCLES + max(math.ceil(tiles / p.sms), 1) * tile
+    if config.pingpong:
+        busy += epilogue  # nothing hides the last tile's
     values = p.rows * (p.depth + ROW_VALUES[p.family] * p.columns) + reads * weights * p.columns * p.depth
     memory = 2 * values / MEMORY_BYTES_A_CYCLE
     return float((busy**OVERLAP + memory**OVERLAP) ** (1 / OVERLAP))

@@ -25,7 +25,8 @@ class TileConfig:
         Rows and columns of a CTA's tile.
     cluster_m, cluster_n : int
         CTAs that work side by side on neighbouring tiles and share what they load: with ``cluster_m`` 2 the weights,
-        with ``cluster_n`` 2 the rows.
+        with ``cluster_n`` 2 the rows. Over ragged rows a cluster is 2 x 1, and shares the rows where an expert has one
+        row tile left over.
     pingpong : bool
         See the module's page.
     """

@@ -12,11 +12,10 @@ from __future__ import annotations
 Coarse = tuple[str, int, int, int]
 
 MEASURED: dict[Coarse, str] = {
-    # hidden 1536, intermediate 256: 512 columns are three tiles of 192, or four whole ones of 128
-    ("activation", 21, 512, 11): "128x128pp_c12",
+    # hidden 4096, intermediate 1024, 64 experts of 2048 rows
+    ("activation", 22, 2048, 12): "128x192pp_c21",
     # hidden 2048, intermediate 1024, 64 experts of 4096 rows
     ("derivative", 24, 1024, 11): "128x192pp_c21",
-    # hidden 2048, intermediate 512, 512 experts of 320 rows, which fill neither three tiles nor two clusters of two
-    ("activation", 17, 1024, 11): "128x192pp_c21",
-    ("plain", 17, 2048, 10): "128x256co_c12",
+    # hidden 2048, intermediate 512, 512 experts of 320 rows
+    ("plain", 17, 2048, 9): "128x256co_c21",
 }

@@ -9,6 +9,9 @@ and an epilogue on the accumulators:
     derivative   for acc, the gradient of act(p) * row_scale: grad_p, act(p) * row_scale, and per row the sum of
                  acc * act(p) over the tile's columns, which another launch sums over tiles
 
+Clusters. Two CTAs share the weights of two row tiles, or the rows of two column tiles, as tiles.py has it: each loads
+half of what they share, for both. What is a CTA's own comes whole (rows), or as both halves (weights).
+
 Warps. Math warpgroups 0 and 1; warpgroup 2 has the loaders, which give their registers away: warp 8 loads A and B by
 TMA, warp 9 schedules tiles (tiles.py), warps 10 and 11 load what the epilogue of warpgroup 0 and 1 reads, under the
 main loop.
@@ -35,7 +38,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int16, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 
 from fusedmoe.kernels.sm90 import epilogues, tiles
@@ -85,6 +88,10 @@ class RaggedM(Gemm):
 
     b_major: str = "k"  # or "n": which axis of the weight has unit stride
     epilogue: Epilogue = Epilogue()
+
+    def __post_init__(self) -> None:
+        if (self.config.cluster_m, self.config.cluster_n) != (2, 1):
+            raise ValueError(f"ragged rows: expected a cluster of two row tiles, got {self.config.name}")
 
     @property
     def symbol(self) -> str:
@@ -185,17 +192,18 @@ class RaggedM(Gemm):
             tile_n = (config.tile_n // 2, 2)  # type: ignore[assignment]
         b_nke = cute.make_tensor(b.iterator, cute.make_layout((n_mode, k, experts), stride=(sn_mode, sk, se)))
 
-        tma_a, a_tma = cpasync.make_tiled_tma_atom(
-            SHARED_LOAD if config.cluster_n > 1 else LOAD, a, cute.slice_(a_smem, (None, None, 0)),
-            (config.tile_m, TILE_K), num_multicast=config.cluster_n,
-        )  # fmt: skip
+        a_box, a_tile = cute.slice_(a_smem, (None, None, 0)), (config.tile_m, TILE_K)
+        whole_a, shared_a = (
+            cpasync.make_tiled_tma_atom(op, a, a_box, a_tile, num_multicast=ctas)
+            for op, ctas in ((LOAD, 1), (SHARED_LOAD, config.ctas))
+        )
         if const_expr(self.b_major == "n"):
-            tma_b, b_tma = self.across_atom(b_nke, b_smem, config.cluster_m)
+            shared_b = self.across_atom(b_nke, b_smem, config.ctas)
         else:
-            tma_b, b_tma = cpasync.make_tiled_tma_atom(
-                SHARED_LOAD if config.cluster_m > 1 else LOAD, b_nke, cute.slice_(b_smem, (None, None, 0)),
-                (tile_n, TILE_K), num_multicast=config.cluster_m,
-            )  # fmt: skip
+            b_box = cute.slice_(b_smem, (None, None, 0))
+            shared_b = cpasync.make_tiled_tma_atom(
+                SHARED_LOAD, b_nke, b_box, (tile_n, TILE_K), num_multicast=config.ctas
+            )
         box = cute.slice_(box_smem, (None, None, 0))
         halves = 2 if e.gated and not e.interleaved else 1
         # derivative: `out` is grad_p, two halves; `second` the activation. Else `p` has the halves, `out` the
@@ -212,10 +220,9 @@ class RaggedM(Gemm):
             tma_second, second_tma = self.store_atom(second, 1, box)
 
         self.kernel(
-            tma_a,
-            a_tma,
-            tma_b,
-            b_tma,
+            *whole_a,
+            *shared_a,
+            *shared_b,
             tma_out,
             out_tma,
             tma_p,
@@ -267,10 +274,12 @@ class RaggedM(Gemm):
     @cute.kernel
     def kernel(
         self,
-        tma_a: cute.CopyAtom,
-        a_tma: cute.Tensor,
-        tma_b: cute.CopyAtom,
-        b_tma: cute.Tensor,
+        tma_whole_a: cute.CopyAtom,
+        whole_a_tma: cute.Tensor,
+        tma_shared_a: cute.CopyAtom,
+        shared_a_tma: cute.Tensor,
+        tma_shared_b: cute.CopyAtom,
+        shared_b_tma: cute.Tensor,
         tma_out: cute.CopyAtom,
         out_tma: cute.Tensor,
         tma_p: cute.CopyAtom | None,
@@ -302,7 +311,8 @@ class RaggedM(Gemm):
         if warp_idx >= LOAD_WARP:
             cute.arch.setmaxregister_decrease(self.registers[0])
             if warp_idx == LOAD_WARP:
-                self.load(tma_a, a_tma, tma_b, b_tma, shared, rings, n)
+                whole_a, shared_a = (tma_whole_a, whole_a_tma), (tma_shared_a, shared_a_tma)
+                self.load(whole_a, shared_a, (tma_shared_b, shared_b_tma), shared, rings, n)
             elif warp_idx == SCHEDULER_WARP:
                 k_tiles = (k + TILE_K - 1) // TILE_K
                 share = tiles.Share(self.config, band, counter, dynamic, shared[4])
@@ -319,52 +329,64 @@ class RaggedM(Gemm):
             self.math(tiled_mma, shared, rings, warp_idx // 4, env)
 
     @cute.jit
-    def load(self, tma_a, a_tma, tma_b, b_tma, shared, rings, n):
-        """The loading warp: A and B of every tile, stage by stage."""
-        config = self.config
+    def load(self, whole_a, shared_a, shared_b, shared, rings, n):
+        """The loading warp: A and B of every tile, stage by stage. Each CTA loads half of what the cluster shares, for
+        both.
+        """
         s_a, s_b, _, slots, _ = shared
         ab, ring, _ = rings
-        rank_m, rank_n = tiles.ranks(config)
-        a_mask, b_mask = self.multicast_masks(rank_m, rank_n)
-        tile_n = (config.tile_n // 2, 2) if const_expr(self.paired) else config.tile_n
+        rank, _ = tiles.ranks(self.config)
+        alone, both = Int16(1 + rank), Int16(3)
         ab_state = pipeline.make_pipeline_state(PRODUCER, self.stages)
         turn = Int32(0)
         turn, slot = tiles.take(ring, turn, slots)
-        expert, row, column, depth = slot[0], slot[1], slot[3], slot[5]
+        expert, row, column, shares_rows, depth = slot[0], slot[1], slot[3], slot[4] != 0, slot[5]
         while expert != tiles.END:
             if depth > 0:
-                g_a = cute.local_tile(cute.domain_offset((row, 0), a_tma), (config.tile_m, TILE_K), (0, None))
-                to_a, from_a = cpasync.tma_partition(
-                    tma_a, rank_n, cute.make_layout(config.cluster_n),
-                    cute.group_modes(s_a, 0, 2), cute.group_modes(g_a, 0, 2),
-                )  # fmt: skip
-                weight = b_tma[None, None, expert]
-                if const_expr(self.b_major == "n"):
-                    b_loads = self.across(tma_b, weight, s_b, config.tile_n, column, n, rank_m, config.cluster_m)
-                else:
-                    # a tile past the last column (see `across`), whose results nobody stores
-                    at = cutlass.min(column, self.tiles_n(n) - 1)
-                    g_b = cute.local_tile(weight, (tile_n, TILE_K), ((at, 0) if self.paired else at, None))
-                    b_loads = [
-                        cpasync.tma_partition(
-                            tma_b, rank_m, cute.make_layout(config.cluster_m),
-                            cute.group_modes(s_b, 0, 2), cute.group_modes(g_b, 0, 2),
-                        )
-                    ]  # fmt: skip
+                a = self.loads_a(whole_a, s_a, row, 0, 1)
+                half_a = self.loads_a(shared_a, s_a, row, rank, 2)
+                half_b, other_b = (self.loads_b(shared_b, s_b, expert, column, n, r) for r in (rank, 1 - rank))
+                b_to = Int16(cutlass.select_(shares_rows, alone, both))
                 for k_tile in cutlass.range(depth, unroll=1):
-                    ab.producer_acquire(ab_state)
-                    full = ab.producer_get_barrier(ab_state)
-                    cute.copy(
-                        tma_a, from_a[None, k_tile], to_a[None, ab_state.index], tma_bar_ptr=full, mcast_mask=a_mask
-                    )
-                    for to_b, from_b in b_loads:
-                        cute.copy(
-                            tma_b, from_b[None, k_tile], to_b[None, ab_state.index], tma_bar_ptr=full, mcast_mask=b_mask
-                        )
+                    to = self.next_stage(ab, ab_state, k_tile)
+                    self.copy(shared_b, half_b, to, b_to)
+                    if shares_rows:
+                        self.copy(shared_b, other_b, to, alone)
+                        self.copy(shared_a, half_a, to, both)
+                    else:
+                        self.copy(whole_a, a, to, None)
                     ab_state.advance()
             turn, slot = tiles.take(ring, turn, slots)
-            expert, row, column, depth = slot[0], slot[1], slot[3], slot[5]
+            expert, row, column, shares_rows, depth = slot[0], slot[1], slot[3], slot[4] != 0, slot[5]
         ab.producer_tail(ab_state)
+
+    def next_stage(self, ab, state, k_tile):
+        """Wait for a stage; where loads of a tile of K go."""
+        ab.producer_acquire(state)
+        return SimpleNamespace(index=state.index, full=ab.producer_get_barrier(state), k_tile=k_tile)
+
+    def copy(self, operand, loads, to, mask):
+        """Start an operand's loads of a stage; ``mask``: the CTAs that get them, where that is to be said."""
+        for shared, source in loads:
+            cute.copy(operand[0], source[None, to.k_tile], shared[None, to.index], tma_bar_ptr=to.full, mcast_mask=mask)
+
+    def loads_a(self, operand, s_a, row, part, parts: int):
+        """Shared and global sides of the loads of a part of a tile of A."""
+        g_a = cute.local_tile(cute.domain_offset((row, 0), operand[1]), (self.config.tile_m, TILE_K), (0, None))
+        s_a, g_a = cute.group_modes(s_a, 0, 2), cute.group_modes(g_a, 0, 2)
+        return [cpasync.tma_partition(operand[0], part, cute.make_layout(parts), s_a, g_a)]
+
+    def loads_b(self, operand, s_b, expert, column, n, part):
+        """Shared and global sides of the loads of a half of a tile of B."""
+        (tma, view), config = operand, self.config
+        weight = view[None, None, expert]
+        if self.b_major == "n":
+            return self.across(tma, weight, s_b, config.tile_n, column, n, part, config.ctas)
+        # a tile past the last column (see `across`), whose results nobody stores
+        at = cutlass.min(column, self.tiles_n(n) - 1)
+        tile_n, at = ((config.tile_n // 2, 2), (at, 0)) if self.paired else (config.tile_n, at)
+        g_b = cute.group_modes(cute.local_tile(weight, (tile_n, TILE_K), (at, None)), 0, 2)
+        return [cpasync.tma_partition(tma, part, cute.make_layout(config.ctas), cute.group_modes(s_b, 0, 2), g_b)]
 
     def tiles_n(self, n):
         """Tiles across the columns."""

@@ -20,7 +20,9 @@ from fusedmoe.kernels.sm90.config import TileConfig
 
 RING_STAGES = 4
 SLOT = 8  # Int32s a slot; their meaning:
-FIELDS = 6  # expert (or END), first row, rows from there on, column tile, row tile, tiles of K
+# expert (or END), first row, rows from there on, column tile, row tile (ragged K) or whether a cluster shares the rows
+# (ragged M), tiles of K
+FIELDS = 6
 END = -1
 
 
@@ -170,40 +172,87 @@ def finish_drawing(share: Share, turn: Int32) -> None:
 
 
 @cute.jit
+def place_pairs(
+    local: Int32, row_tiles: Int32, tiles_n: Int32, band: Int32, rank: Int32, turned: Int32
+) -> tuple[Int32, Int32, Boolean]:
+    """Row and column tile of the CTA ``rank`` in a cluster's tile number ``local``, and whether it is of the row tile
+    left over: see `schedule_ragged_m`.
+
+    Pairs of row tiles are as `place` has them. In the last band of an odd number of row tiles, two columns go together:
+    their pairs, and among them the two of the row tile left over, so that CTAs that read the same weights work side by
+    side. Where among them differs, by ``turned``: a tile that shares the rows takes longer, and clusters that had
+    no others would fall behind.
+    """
+    pairs, odd = row_tiles // 2, row_tiles % 2
+    height = pairs % band  # of the last band
+    before = (pairs - height) * tiles_n
+    row_tile, column, left_over = Int32(0), Int32(0), Boolean(False)
+    if odd == 0 or local < before:
+        row_tile, column = place(local, pairs, tiles_n, band)
+        row_tile = row_tile * 2 + rank
+    else:
+        together = 2 * height + 1
+        two = (local - before) // together
+        within = local - before - two * together
+        column = two * 2
+        if column + 1 == tiles_n:  # one column is the last
+            together = height + 1
+        at = (turned + two) % together
+        left_over = Boolean(within == at)
+        if left_over:
+            row_tile, column = row_tiles - 1, column + rank
+        else:
+            if within > at:
+                within -= 1
+            if within >= height:
+                column, within = column + 1, within - height
+            row_tile = (pairs - height + within) * 2 + rank
+    return row_tile, column, left_over
+
+
+@cute.jit
+def cluster_tiles(rows: Int32, tiles_n: Int32, tile_m: cutlass.Constexpr[int]) -> Int32:
+    """How many tiles a cluster makes of an expert's rows: see `schedule_ragged_m`."""
+    row_tiles = (rows + tile_m - 1) // tile_m
+    return row_tiles // 2 * tiles_n + row_tiles % 2 * ((tiles_n + 1) // 2)
+
+
+@cute.jit
 def schedule_ragged_m(
     offsets: cute.Tensor, rows: Int32, tiles_n: Int32, k_tiles: Int32, share: Share, ring, slots: cute.Tensor
 ) -> None:
-    """Tiles of a product with ragged rows."""
-    tile_m, cluster_m, cluster_n = share.config.tile_m, share.config.cluster_m, share.config.cluster_n
+    """Tiles of a product with ragged rows, for clusters of two CTAs.
+
+    A cluster takes two row tiles of an expert and shares the weights. Where an expert has an odd number of row tiles,
+    one is left over: of that, a cluster takes two column tiles, and shares the rows.
+    """
+    tile_m = share.config.tile_m
     state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, RING_STAGES)
-    granule = tile_m * cluster_m
     lane = cute.arch.lane_idx()
     experts = cute.size(offsets)
-    columns = (tiles_n + cluster_n - 1) // cluster_n
     tile, turn = share.cluster, Int32(0)
     chunk, before = Int32(0), Int32(0)  # the chunk's first expert; tiles of all earlier chunks
-    first, count = expert_rows(offsets, rows, lane, True)
-    ends = inclusive_sum((count + (granule - 1)) // granule * columns, lane)
+    _, count = expert_rows(offsets, rows, lane, True)
+    ends = inclusive_sum(cluster_tiles(count, tiles_n, tile_m), lane)
     while chunk <= experts:
         total = cute.arch.shuffle_sync(ends, 31)
         if tile >= before + total:
             chunk += 32
             before += total
-            first, count = expert_rows(offsets, rows, chunk + lane, True)
-            ends = inclusive_sum((count + (granule - 1)) // granule * columns, lane)
+            _, count = expert_rows(offsets, rows, chunk + lane, True)
+            ends = inclusive_sum(cluster_tiles(count, tiles_n, tile_m), lane)
         else:
             within = tile - before
             owner = cute.arch.popc(cute.arch.vote_ballot_sync(Boolean(ends <= within)))
-            tiles_m = cute.arch.shuffle_sync((count + (granule - 1)) // granule, owner)
-            local = within - (cute.arch.shuffle_sync(ends, owner) - tiles_m * columns)
-            row_tile, column_tile = place(local, tiles_m, columns, share.band)
-            row = (row_tile * cluster_m + share.rank_m) * tile_m
             expert = chunk + owner
-            here = cute.arch.shuffle_sync(first, owner) + row
-            left = cute.arch.shuffle_sync(count, owner) - row
+            own = cute.arch.shuffle_sync(count, owner)
+            local = within - (cute.arch.shuffle_sync(ends, owner) - cluster_tiles(own, tiles_n, tile_m))
+            row_tiles = (own + tile_m - 1) // tile_m
+            row_tile, column, left_over = place_pairs(local, row_tiles, tiles_n, share.band, share.rank_m, expert)
+            row = row_tile * tile_m
+            first, _ = expert_rows(offsets, rows, expert, True)  # again: registers are scarce here
             depth = Int32(0) if expert == experts else k_tiles
-            values = (expert, here, left, column_tile * cluster_n + share.rank_n, row_tile, depth)
-            state = put(ring, state, slots, lane, values)
+            state = put(ring, state, slots, lane, (expert, first + row, own - row, column, Int32(left_over), depth))
             tile = next_tile(tile, share, lane, turn)
             turn += 1
     finish_drawing(share, turn)
