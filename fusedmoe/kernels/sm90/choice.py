@@ -15,7 +15,9 @@ The model, in cycles of an SM at the clock that an H100 keeps under full tensor 
     tile      = max(main, (main + epilogue) / 2) in ping-pong, else main + epilogue (+ WGRAD_CYCLES)
     sms_busy  = START_CYCLES + ceil(tiles / sms) * tile (+ the last tile's epilogue in ping-pong)
     readers   = clusters of row tiles that work side by side and read the same weights
-    memory    = bytes of operands and results / MEMORY_BYTES_A_CYCLE, weights (1 + READ_AGAIN * (readers - 1)) times
+    loaded    = columns of all column tiles, whole pairs of them where the rows are shared / columns
+    memory    = bytes of operands and results / MEMORY_BYTES_A_CYCLE, weights (1 + READ_AGAIN * (readers - 1)
+                + READ_PAST * (loaded - 1)) times
     cycles    = (sms_busy ** OVERLAP + memory ** OVERLAP) ** (1 / OVERLAP)
 
 The last line is the maximum of both, nearly: where memory decides, the tiles that keep the SMs less busy are better.
@@ -23,7 +25,7 @@ What decides, then: how much of the last tiles is wasted; a cooperative tile's e
 tile hidden; two column tiles that share the rows load more than the L2 gives, and weights that more than one cluster
 reads do not stay in the L2 until all have read them; few rows stream weights, whatever the tiles. The constants are
 fitted to measurements of 204 products of nine models' layers, with 4 to 4096 rows an expert, on an H100 (``python -m
-benchmarks --only tiles`` makes them, the result files have them): what the model chooses takes 0.9% longer than the
+benchmarks --only tiles`` makes them, the result files have them): what the model chooses takes 0.6% longer than the
 best candidate there in the mean. Where a model's own layer loses more than 3%, measured.py has it.
 """
 
@@ -55,7 +57,7 @@ CO_256_ALONE = TileConfig(128, 256, pingpong=False)
 # ptxas spills all of them then.
 # Measured and left out: 128x160 (a quarter slower than 128x192 throughout), L2 eviction hints on what is read once (up
 # to 15% slower), 256x128 over two rows of a weight gradient (never the fastest), clusters that always share the weights
-# (a second tile is often empty: up to half slower, 256 to 640 rows an expert) or always the rows.
+# (a second tile is often empty: up to a fifth slower, 256 to 640 rows an expert) or always the rows.
 CANDIDATES: dict[Family, tuple[TileConfig, ...]] = {
     "plain": (PP_192, CO_256, PP_128),
     "activation": (PP_192, CO_256, PP_128),
@@ -67,7 +69,7 @@ CANDIDATES: dict[Family, tuple[TileConfig, ...]] = {
 # Cycles of an epilogue for 64 x 32 results of a warpgroup, as far as nothing hides them. That of "heavy_derivative" is
 # an estimate, the others are fitted.
 EPILOGUE_CYCLES: dict[Family, int] = {
-    "plain": 400, "activation": 440, "derivative": 3450, "heavy_derivative": 4700, "wgrad": 680,
+    "plain": 400, "activation": 600, "derivative": 3450, "heavy_derivative": 4700, "wgrad": 680,
 }  # fmt: skip
 # Values of two bytes that a row has beside its K in memory, in columns of the result: read and written.
 ROW_VALUES: dict[Family, float] = {
@@ -76,6 +78,7 @@ ROW_VALUES: dict[Family, float] = {
 LOAD_BYTES_A_CYCLE = 36.5  # of an SM from the L2, all SMs loading
 MEMORY_BYTES_A_CYCLE = 14.5 * 132  # of the GPU: 2.8 TB/s
 READ_AGAIN = 0.25  # of the weights, out of memory, for every reader but the first
+READ_PAST = 0.5  # of the weights that tiles past the last column would have
 BAND_ROWS = 1024  # see `band`
 START_CYCLES = 500.0  # of a tile whose loads cannot run ahead of it: once a CTA
 WGRAD_CYCLES = 4100.0  # of a weight gradient's tile: its main loop is short, and begins where an expert does
@@ -141,6 +144,8 @@ def cycles(problem: Problem, config: TileConfig) -> float:
             (weights * in_pairs * _tiles(p.columns, config.tile_n, 1), 1, 2),
             (weights * left_over * _tiles(p.columns, config.tile_n, 2), 2, 1),
         ]
+        loaded = sum(n for n, _, _ in kinds) * config.tile_n / max(weights * (in_pairs + left_over) * p.columns, 1.0)
+        reads += READ_PAST * (loaded - 1)
     multiply = config.tile_m * config.tile_n / 32
     epilogue = float(EPILOGUE_CYCLES[p.family] * config.blocks * config.tile_n // EPILOGUE_COLUMNS)
     tiles = work = 0.0

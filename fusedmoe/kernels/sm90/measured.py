@@ -12,8 +12,6 @@ from __future__ import annotations
 Coarse = tuple[str, int, int, int]
 
 MEASURED: dict[Coarse, str] = {
-    # hidden 4096, intermediate 1024, 64 experts of 2048 rows
-    ("activation", 22, 2048, 12): "128x192pp_c21",
     # hidden 2048, intermediate 1024, 64 experts of 4096 rows
     ("derivative", 24, 1024, 11): "128x192pp_c21",
     # hidden 2048, intermediate 512, 512 experts of 320 rows
