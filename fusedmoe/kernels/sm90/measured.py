@@ -14,6 +14,11 @@ Coarse = tuple[str, int, int, int]
 MEASURED: dict[Coarse, str] = {
     # hidden 2048, intermediate 1024, 64 experts of 4096 rows
     ("derivative", 24, 1024, 11): "128x192pp_c21",
+    # hidden 2048, intermediate 768, 128 experts of 320 rows, and of 512
+    ("derivative", 17, 768, 11): "128x128pp_c21",
+    ("derivative", 18, 768, 11): "128x128pp_c21",
+    # hidden and intermediate 2880, 32 experts of 64 rows
+    ("plain", 12, 2880, 11): "128x192pp_c21",
     # hidden 2048, intermediate 512, 512 experts of 320 rows
     ("plain", 17, 2048, 9): "128x256co_c21",
 }
