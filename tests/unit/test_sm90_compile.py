@@ -32,7 +32,7 @@ GEGLU_BACKWARD = Epilogue("geglu_tanh", derivative=True, keep=True, row_scale=Tr
 NOT_SHIPPED = [  # what `choose` may pick besides
     *(RaggedM("bf16", c, b_major="n", epilogue=GPT_OSS_BACKWARD) for c in CANDIDATES["derivative"]),
     *(RaggedM("bf16", c, b_major="n", epilogue=GEGLU_BACKWARD) for c in CANDIDATES["heavy_derivative"]),
-    RaggedM("bf16", CO_256, CO_256_TALL, epilogue=Epilogue("swiglu", clamped=True, interleaved=True, keep=True)),
+    RaggedM("bf16", CO_256, epilogue=Epilogue("swiglu", clamped=True, interleaved=True, keep=True)),
 ]
 KERNELS = {kernel.symbol: kernel for kernel in (*SHIPPED, *NOT_SHIPPED)}
 
