@@ -68,7 +68,7 @@ SPILLS = {
     "fp16_bn_dswiglu_keep": 8,
 }
 SPILLS = {f"sm90_ragged_m_{name}_128x192pp_c21": most for name, most in SPILLS.items()}
-MOST_INSTRUCTIONS = 9050  # from where on a derivative is slower than with smaller tiles, see choice.py
+MOST_INSTRUCTIONS = 9000  # from where on a derivative is slower than with smaller tiles, see choice.py
 PROCESSES = 2
 REGISTERS = 65536 // (3 * 128) // 8 * 8  # a thread, of three warpgroups: 168
 INSTRUCTION = re.compile(r"\*/ +(?:@!?U?P\d+ +)?([A-Z][\w.]*)")

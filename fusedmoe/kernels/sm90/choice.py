@@ -25,7 +25,7 @@ What decides, then: how much of the last tiles is wasted; a cooperative tile's e
 tile hidden; two column tiles that share the rows load more than the L2 gives, and weights that more than one cluster
 reads do not stay in the L2 until all have read them; few rows stream weights, whatever the tiles. The constants are
 fitted to measurements of 204 products of nine models' layers, with 4 to 4096 rows an expert, on an H100 (``python -m
-benchmarks --only tiles`` makes them, the result files have them): what the model chooses takes 0.6% longer than the
+benchmarks --only tiles`` makes them, the result files have them): what the model chooses takes 0.7% longer than the
 best candidate there in the mean. Where a model's own layer loses more than 3%, measured.py has it.
 """
 

@@ -220,15 +220,6 @@ class Gemm:
             )
         return pairs
 
-    def multicast_masks(self, rank_m, rank_n):
-        """Which CTAs of the cluster a load of A goes to, and of B; None where it stays at home."""
-        config = self.config
-        layout = cute.make_layout((1, config.cluster_m, config.cluster_n, 1))
-        place = (0, rank_m, rank_n, 0)
-        a_mask = cpasync.create_tma_multicast_mask(layout, place, mcast_mode=2) if config.cluster_n > 1 else None
-        b_mask = cpasync.create_tma_multicast_mask(layout, place, mcast_mode=1) if config.cluster_m > 1 else None
-        return a_mask, b_mask
-
     def read_box(self, index, half):
         """Box of shared memory that a ring of inputs has its ``index``-th step's ``half`` in."""
         return MATH_WARPGROUPS * self.store_stages + index * self.boxes_read + half

@@ -158,6 +158,15 @@ class RaggedK(Gemm):
             cute.arch.setmaxregister_increase(self.registers[1])
             self.math(tiled_mma, shared, rings, warp_idx // 4, SimpleNamespace(out=(tma_out, out_tma)))
 
+    def multicast_masks(self, rank_m, rank_n):
+        """Which CTAs of the cluster a load of A goes to, and of B; None where it stays at home."""
+        config = self.config
+        layout = cute.make_layout((1, config.cluster_m, config.cluster_n, 1))
+        place = (0, rank_m, rank_n, 0)
+        a_mask = cpasync.create_tma_multicast_mask(layout, place, mcast_mode=2) if config.cluster_n > 1 else None
+        b_mask = cpasync.create_tma_multicast_mask(layout, place, mcast_mode=1) if config.cluster_m > 1 else None
+        return a_mask, b_mask
+
     @cute.jit
     def load(self, tma_a, a_tma, tma_b, b_tma, shared, rings, m, n):
         """The loading warp: A and B of every tile, 64 rows at a time, zeros behind an expert's last."""

@@ -79,13 +79,20 @@ def take(ring, turn: Int32, slots: cute.Tensor):
 
 
 @cute.jit
-def place(local: Int32, tiles_m: Int32, tiles_n: Int32, band: Int32) -> tuple[Int32, Int32]:
-    """Row and column tile of an expert's tile number ``local``: bands of ``band`` row tiles, row tiles fastest, so
-    that the CTAs at work share the rows and the columns that they read through the L2.
+def band_of(local: Int32, tall: Int32, tiles_n: Int32, band: Int32) -> tuple[Int32, Int32, Int32]:
+    """First row and height, in row tiles, of the band that an expert's tile number ``local`` is in; its number there.
+
+    An expert's tiles are worked on in bands of ``band`` row tiles, so that the CTAs at work share the rows and the
+    columns that they read through the L2.
     """
     first = local // (band * tiles_n) * band
-    height = cutlass.min(tiles_m - first, band)
-    within = local - first * tiles_n
+    return first, cutlass.min(tall - first, band), local - first * tiles_n
+
+
+@cute.jit
+def place(local: Int32, tall: Int32, tiles_n: Int32, band: Int32) -> tuple[Int32, Int32]:
+    """Row and column tile of an expert's tile number ``local``: row tiles of a band fastest."""
+    first, height, within = band_of(local, tall, tiles_n, band)
     column = within // height
     return first + within - column * height, column
 
@@ -183,30 +190,30 @@ def place_pairs(
     side. Where among them differs, by ``turned``: a tile that shares the rows takes longer, and clusters that had
     no others would fall behind.
     """
-    pairs, odd = row_tiles // 2, row_tiles % 2
-    height = pairs % band  # of the last band
-    before = (pairs - height) * tiles_n
-    row_tile, column, left_over = Int32(0), Int32(0), Boolean(False)
-    if odd == 0 or local < before:
-        row_tile, column = place(local, pairs, tiles_n, band)
-        row_tile = row_tile * 2 + rank
+    first, height, within = band_of(local, row_tiles // 2, tiles_n, band)
+    column, left_over = Int32(0), Boolean(False)
+    if row_tiles % 2 == 0 or height == band:
+        column = within // height
+        within -= column * height
     else:
         together = 2 * height + 1
-        two = (local - before) // together
-        within = local - before - two * together
+        two = within // together
+        within -= two * together
         column = two * 2
         if column + 1 == tiles_n:  # one column is the last
             together = height + 1
         at = (turned + two) % together
         left_over = Boolean(within == at)
         if left_over:
-            row_tile, column = row_tiles - 1, column + rank
+            column += rank
         else:
             if within > at:
                 within -= 1
             if within >= height:
                 column, within = column + 1, within - height
-            row_tile = (pairs - height + within) * 2 + rank
+    row_tile = (first + within) * 2 + rank
+    if left_over:
+        row_tile = row_tiles - 1
     return row_tile, column, left_over
 
 
