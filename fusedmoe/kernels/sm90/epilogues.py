@@ -81,18 +81,24 @@ def glu_backward(
     limit: Float32,
     alpha: Float32,
     offset: Float32,
-) -> tuple[Float32, Float32, Float32]:
-    """Gradients of gate and up for the gradient ``d`` of the activation, and the activation itself."""
-    d_gate, d_up = d, d
+    scale: Float32 | None,
+) -> tuple[Float32, Float32, Float32, Float32]:
+    """For the gradient ``d`` of ``act * scale``: gradients of gate and up, ``act * scale``, and ``d * act``."""
+    d_gate, beyond = d, cutlass.Boolean(False)
     if const_expr(clamped):
         d_gate = cutlass.select_(g > limit, Float32(0.0), d)
-        d_up = cutlass.select_(cute.math.absf(u) > limit, Float32(0.0), d)
+        beyond = cute.math.absf(u) > limit
         g, u = clamp(g, u, limit)
     phi, slope = gate_and_slope(kind, g, alpha)
     up = u + offset
-    dg = d_gate * up * slope
-    du = d_up * phi
-    return dg, du, phi * up
+    du = d * phi
+    d_scale = du * up
+    if const_expr(clamped):
+        du = cutlass.select_(beyond, Float32(0.0), du)
+    if const_expr(scale is not None):
+        # gate's gradient and the activation have their scale from up: one product less than to scale each
+        up, du = up * scale, du * scale
+    return d_gate * slope * up, du, phi * up, d_scale
 
 
 @cute.jit
@@ -103,7 +109,11 @@ def squared_relu(x: Float32) -> Float32:
 
 
 @cute.jit
-def squared_relu_backward(d: Float32, x: Float32) -> tuple[Float32, Float32]:
-    """``2 max(x, 0) d``, and ``max(x, 0)^2``."""
+def squared_relu_backward(d: Float32, x: Float32, scale: Float32 | None) -> tuple[Float32, Float32, Float32]:
+    """For the gradient ``d`` of ``act * scale``: ``2 max(x, 0) d scale``, ``act * scale``, and ``d * act``."""
     y = cutlass.select_(x <= Float32(0.0), Float32(0.0), x)
-    return Float32(2.0) * y * d, y * y
+    act = y * y
+    d_scale = d * act
+    if const_expr(scale is not None):
+        y, act = y * scale, act * scale
+    return Float32(2.0) * y * d, act, d_scale

@@ -412,7 +412,7 @@ class RaggedM(Gemm):
                     shift = self.block_row(i, group)
                     if shift < left:
                         view = cute.domain_offset((row + shift, 0, 0), p_tma)
-                        for j in cutlass.range_constexpr(self.steps):
+                        for j in cutlass.range(self.steps, unroll=1):
                             here = self.own(state, group)
                             reads.producer_acquire(here)
                             for half in cutlass.range_constexpr(self.boxes_read):
@@ -488,7 +488,7 @@ class RaggedM(Gemm):
 
     def scaled(self, values, scales):
         """The values times their row's scale."""
-        return [value * scales[v // 2 % 2] for v, value in enumerate(values)] if self.may_scale else values
+        return [value * scales[v // 2 % 2] for v, value in enumerate(values)]
 
     @cute.jit
     def plain(self, block, env, j: cutlass.Constexpr[int], boxes: cutlass.Constexpr[int], box_column):
@@ -551,17 +551,19 @@ class RaggedM(Gemm):
         inputs = self.take_pairs(block, state) if e.gated else [self.take_box(block, state, 0)]
         d = [block.acc[block.base + j * VALUES + v] for v in range(VALUES)]
         x = [[t[v].to(Float32) for v in range(VALUES)] for t in inputs]
-        if const_expr(e.gated):
-            results = [
-                epilogues.glu_backward(e.act, e.clamped, d[v], x[0][v], x[1][v], *env.constants) for v in range(VALUES)
-            ]
-        else:
-            results = [epilogues.squared_relu_backward(d[v], x[0][v]) for v in range(VALUES)]
+        results = []
+        for v in cutlass.range_constexpr(VALUES):
+            scale = block.scales[v // 2 % 2] if self.may_scale else None
+            if const_expr(e.gated):
+                result = epilogues.glu_backward(e.act, e.clamped, d[v], x[0][v], x[1][v], *env.constants, scale)
+            else:
+                result = epilogues.squared_relu_backward(d[v], x[0][v], scale)
+            results.append(result)
+        *values, d_scale = zip(*results, strict=True)
+        *grads, again = [self.packed(list(r)) for r in values]
         if const_expr(e.row_scale):
             for v in cutlass.range_constexpr(VALUES):
-                sums[v // 2 % 2] = sums[v // 2 % 2] + d[v] * results[v][-1]
-        # scaled last: a scaled gradient beside the unscaled one would be 16 registers more
-        *grads, again = [self.packed(self.scaled(list(r), block.scales)) for r in zip(*results, strict=True)]
+                sums[v // 2 % 2] = sums[v // 2 % 2] + d_scale[v]
         for half in cutlass.range_constexpr(len(grads)):
             part, column = self.box_of(half, box_column)
             if const_expr(e.interleaved):
