@@ -52,9 +52,9 @@ CO_256_ALONE = TileConfig(128, 256, pingpong=False)
 # two column tiles that share the rows (tiles.py). A CTA alone loads everything itself, which the L2 is too slow for,
 # and is no faster even where there is one row an expert. Not here: 128x192 for "heavy" derivatives, those of GeGLU.
 # Their code is unrolled to more instructions than an SM's cache holds, about 8,000: in a product of GPT-OSS-20B's size
-# on an H100, 6,500 to 7,500 of them take 1.72 ms, 8,800 1.85, 9,000 2.23, 9,900 2.87; those of 128x128, 5,000 to 7,000,
-# take 2.1. A loop over the two blocks of 64 rows, with the accumulators moved in between, would be half as long, but
-# ptxas spills all of them then.
+# on an H100, 6,500 to 8,400 of them take 1.7 to 1.8 ms, 8,800 1.85, 9,000 2.1 to 2.2, 9,900 2.87; those of 128x128,
+# 5,000 to 7,000, take 2.1. A loop over the two blocks of 64 rows, with the accumulators moved in between, would be half
+# as long, but ptxas spills all of them then.
 # Measured and left out: 128x160 (a quarter slower than 128x192 throughout), L2 eviction hints on what is read once (up
 # to 15% slower), 256x128 over two rows of a weight gradient (never the fastest), clusters that always share the weights
 # (a second tile is often empty: up to a fifth slower, 256 to 640 rows an expert) or always the rows.
