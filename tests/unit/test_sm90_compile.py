@@ -61,12 +61,10 @@ COVERING = (
 # main loop's. The tile without them, 128x128, takes an eighth to a fifth longer.
 SPILLS = {
     "bf16_bn_dswiglu_scale_keep": 24,
-    "bf16_bn_dswiglu_clamp_scale_keep": 8,
-    "bf16_bn_dswiglu_clamp_inter_scale_keep": 14,
     "bf16_bn_dreglu_keep": 4,
     "bf16_bn_dreglu_scale_keep": 10,
     "bf16_bn_dsquared_relu_scale_keep": 10,
-    "fp16_bn_dswiglu_keep": 8,
+    "fp16_bn_dswiglu_keep": 4,
 }
 SPILLS = {f"sm90_ragged_m_{name}_128x192pp_c21": most for name, most in SPILLS.items()}
 MOST_INSTRUCTIONS = 8600  # from where on a derivative is slower than with smaller tiles, see choice.py
