@@ -8,10 +8,12 @@ print(experts.explain(x, splits=tokens_per_expert))
 """
 
 from fusedmoe.errors import InputError
+from fusedmoe.formats import QuantizedTensor, Quantizer, quantize
 from fusedmoe.fusion.log import configure as _configure_logging
 from fusedmoe.fusion.plan import Attempt, Explanation, PlanData, PlannedStep, Status
 from fusedmoe.fusion.registry import register, rules
 from fusedmoe.fusion.rule import FusionError, FusionRule, PlanContext, RuleError, Step, require
+from fusedmoe.layers import keep_in_bf16
 from fusedmoe.moe import MoE, MoEStats, Router
 from fusedmoe.ops import (
     BackwardOp,
@@ -21,11 +23,14 @@ from fusedmoe.ops import (
     GroupedLinear,
     Linear,
     Op,
+    Quantize,
     ReGLU,
     Scale,
     SquaredReLU,
     SwiGLU,
     TensorSpec,
+    clear_weight_cache,
+    weight_cache_bytes,
 )
 from fusedmoe.recipes import Recipe
 from fusedmoe.sequential import Sequential
@@ -51,6 +56,9 @@ __all__ = [
     "PlanContext",
     "PlanData",
     "PlannedStep",
+    "Quantize",
+    "QuantizedTensor",
+    "Quantizer",
     "ReGLU",
     "Recipe",
     "Router",
@@ -62,12 +70,16 @@ __all__ = [
     "Step",
     "SwiGLU",
     "TensorSpec",
+    "clear_weight_cache",
     "disabled",
+    "keep_in_bf16",
+    "quantize",
     "recipe",
     "register",
     "require",
     "rules",
     "strict",
+    "weight_cache_bytes",
 ]
 
 _configure_logging()

@@ -8,6 +8,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from fusedmoe.autocast import without_autocast
+from fusedmoe.formats.tensor import packed, unpacked
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,6 +24,8 @@ class _RunPlan(torch.autograd.Function):
         outputs: tuple[Tensor, ...]
         outputs, saved = call.run([*arguments], *call.runs)  # type: ignore[assignment]
         ctx.call = call
+        if call.plan.keeps_quantized:
+            saved, ctx.packed = packed(saved)  # type: ignore[assignment]
         ctx.save_for_backward(*saved)
         if len(outputs) > 1:
             ctx.mark_non_differentiable(*[t for t in outputs if not t.is_floating_point()])
@@ -36,8 +39,9 @@ class _RunPlan(torch.autograd.Function):
 
 def _gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     call: Call = ctx.call
+    saved = unpacked(ctx.saved_tensors, ctx.packed) if call.plan.keeps_quantized else ctx.saved_tensors
     with without_autocast(call.plan.environment.device):  # the dtypes were settled in forward
-        return (None, *call.backward(ctx.saved_tensors, grads, ctx.needs_input_grad[1:]))
+        return (None, *call.backward(saved, grads, ctx.needs_input_grad[1:]))
 
 
 _guarded_gradients = once_differentiable(_gradients)

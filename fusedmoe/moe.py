@@ -327,7 +327,8 @@ class MoE(nn.Module):
         if shared_gate:
             if self.shared is None:
                 raise InputError("MoE: shared_gate: expected with shared_intermediate, which is None")
-            self.shared_gate = Linear(hidden, 1, bias=False, device=device, dtype=dtype)
+            # a gate decides, as a router does: it is quantized under no recipe
+            self.shared_gate = Linear(hidden, 1, bias=False, device=device, dtype=dtype, recipe="bf16")
         self._set_options(sm_margin, schedule)
 
     @property

@@ -44,8 +44,9 @@ def _changed(**changes: Any) -> Iterator[None]:
 
 
 @contextmanager
-def recipe(recipe: str | Recipe) -> Iterator[Recipe]:
-    """Run what is called inside under this recipe, a name or a `Recipe`; the innermost holds.
+def recipe(recipe: object) -> Iterator[Recipe]:
+    """Run what is called inside under this recipe: a name (``"mxfp8"``), a `Recipe`, or one of Transformer Engine's
+    recipes; the innermost holds, but for layers with a recipe of their own.
 
     The backward pass of a call uses the recipe of its forward.
     """

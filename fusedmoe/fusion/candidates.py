@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from fusedmoe.formats import QuantizedSpec
 from fusedmoe.fusion import registry
 from fusedmoe.fusion.matcher import Mismatch, match
 from fusedmoe.fusion.names import NONE, primal
@@ -54,7 +55,9 @@ class Costs:
         self._scale = (1 << rows.bit_length()) / rows if rows else 1.0
 
     def nbytes(self, value: str) -> int:
-        spec = self._specs.get(primal(value))
+        spec = self._specs.get(value, self._specs.get(primal(value)))
+        if isinstance(spec, QuantizedSpec):
+            return spec.nbytes
         return 0 if spec is None else TensorSpec(tuple(spec.shape), spec.dtype).nbytes
 
     def moved(self, values: Iterable[str]) -> float:
@@ -116,20 +119,32 @@ class Line:
             end, matched = found[0].end, sum(b is not None for b in found[0].bindings.values())
             self._note(rule, start, end, matched, Status.UNAVAILABLE, unavailable, here=False)
             return
-        declined: list[tuple[int, int, str]] = []
+        declined: list[tuple[int, int, str, bool]] = []
         for m in found:
             matched = sum(b is not None for b in m.bindings.values())
             bound = rule(m.bindings)
             ctx = self._ctx(rule, m.bindings, start, m.end)
+            if why_not := None if rule.takes_quantized else self._quantized_operand(start, m.end):
+                declined.append((m.end, matched, why_not, False))
+                continue
             try:
                 bound.check(ctx)
             except Declined as why:
-                declined.append((m.end, matched, str(why)))
+                declined.append((m.end, matched, str(why), True))
                 continue
             self.candidates.append(self._candidate(rule, bound.build(ctx), ctx, start, m.end))
         if len(declined) == len(found):
-            end, matched, reason = declined[0]
-            self._note(rule, start, end, matched, Status.CONSTRAINT, reason, here=True)
+            end, matched, reason, here = declined[0]
+            self._note(rule, start, end, matched, Status.CONSTRAINT, reason, here)
+
+    def _quantized_operand(self, start: int, end: int) -> str | None:
+        """Why a rule for plain tensors does not take these places: no kernel of its own is missed then."""
+        specs = self._context["_specs"]
+        for place in self.places[start:end]:
+            for value in place.step.needs:
+                if isinstance(spec := specs.get(value), QuantizedSpec):
+                    return f"{value} is quantized ({spec.format}), and this rule takes plain tensors"
+        return None
 
     def _ctx(self, rule: type[FusionRule], bindings: Mapping[str, object], start: int, end: int) -> PlanContext:
         by_slot = {}

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from fusedmoe.formats import QuantizedSpec
 from fusedmoe.fusion.candidates import Costs
 from fusedmoe.fusion.graph import Graph, Place, Plain
-from fusedmoe.fusion.names import NONE
+from fusedmoe.fusion.names import NONE, primal
 from fusedmoe.fusion.plan import Attempt, PlanData, PlannedStep
 from fusedmoe.fusion.program import AnyStep, Fused, Program, Runs, Values, needed_steps
 from fusedmoe.fusion.rule import FusionError
@@ -72,7 +74,15 @@ class Covered:
             step.launches,
             self.host_sync(specs, device),
             self.nearest_miss,
+            self.path(specs, device),
         )
+
+    def path(self, specs: Mapping[str, SpecLike | None], device: torch.device) -> str:
+        """How plain PyTorch multiplies quantized operands in it."""
+        if isinstance(self.step, Fused):
+            return ""
+        (place,) = self.places
+        return place.item.path([specs.get(v, specs.get(primal(v))) for v in place.step.needs], device)
 
 
 class _Backward(NamedTuple):
@@ -102,8 +112,12 @@ class Plan:
         The arguments that it was planned to give gradients of.
     covered : tuple of Covered
         The steps with what they cover, for `data`.
+    weights : tuple of Plain
+        What quantizes weights.
     attempts : tuple of Attempt
         Every rule tried.
+    quantized : dict of str to QuantizedSpec
+        Every value and gradient that is quantized, for the rows that it was planned with.
     """
 
     graph: Graph
@@ -115,10 +129,17 @@ class Plan:
     gradients: Mapping[str, str]
     wanted: frozenset[str]
     covered: tuple[Covered, ...]
+    weights: tuple[Plain, ...]
     attempts: tuple[Attempt, ...]
     environment: Environment
     dtype: torch.dtype
+    quantized: Mapping[str, QuantizedSpec]
     _backward: dict[tuple[bool, ...], _Backward] = field(default_factory=dict)
+
+    @functools.cached_property
+    def keeps_quantized(self) -> bool:
+        """Whether what it keeps for backward may hold a `QuantizedTensor`."""
+        return not self.quantized.keys().isdisjoint(self.saved)
 
     def on_meta(self, arguments: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
         """Return the outputs as meta tensors: their shapes follow from the arguments'."""
@@ -154,12 +175,18 @@ class Plan:
 
     def data(self, arguments: Mapping[str, SpecLike | None]) -> PlanData:
         """Return the plan as data, its bytes for these arguments."""
-        specs = self.graph.infer(arguments)
+        specs = self._quantized_gradients(self.graph.infer(arguments))
         costs = Costs(specs, self.graph.parameters, rows=0)
         kept = tuple(v for v in self.saved if v not in self.graph.parameters)
         device, arch = self.environment.device, self.environment.arch
+        weights = tuple(
+            PlannedStep(
+                "forward", (s.label,), None, s.needs, s.gives, int(costs.moved((*s.needs, *s.gives))), s.launches
+            )
+            for s in self.weights
+        )
         return PlanData(
-            tuple(c.planned(specs, costs, device) for c in self.covered),
+            (*weights, *(c.planned(specs, costs, device) for c in self.covered)),
             self.attempts,
             kept,
             sum(costs.nbytes(v) for v in kept),
@@ -169,7 +196,16 @@ class Plan:
             self.environment.options,
             self.program.source,
             self.backward(tuple([a in self.wanted for a in self.graph.arguments])).program.source,
+            sum(costs.nbytes(v) for s in self.weights for v in s.gives),
         )
+
+    def _quantized_gradients(self, specs: dict[str, SpecLike | None]) -> dict[str, SpecLike | None]:
+        """Add the specs of quantized gradients, for the rows of these."""
+        for value, spec in self.quantized.items():
+            rows = specs.get(primal(value))
+            if value not in specs and rows is not None:
+                specs[value] = spec._replace(shape=tuple(rows.shape))
+        return specs
 
 
 class Call:

@@ -3,26 +3,37 @@
 Values are named ``<label>.<name>``: ``"fc1.input"`` is what goes into the op labelled fc1, and also what the op before
 gave; ``"<last>.output"`` is the chain's result; ``"fc1.weight"`` a parameter, ``"dispatch.splits"`` a value that an op
 provides, ``"splits"`` a runtime input of the chain, ``"grad(fc1.input)"`` a gradient.
+
+A value, a parameter or a gradient that is quantized has up to three forms, of which those are made that a step reads:
+by rows under its own name, by columns (``"fc1.input:columns"``), and what it stands for (``"fc1.input:dequantized"``).
+Each step says along which axis it sums over an operand (``contracts``), and gets that form; a step that sums over
+nothing gets what the value stands for.
+
+An op that only passes its rows on in one direction, as `Quantize` does in backward, has no place there: what goes in
+and what comes out is one value.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fusedmoe.errors import InputError
-from fusedmoe.fusion.names import NONE, grad, primal
+from fusedmoe.formats import QuantizedSpec
+from fusedmoe.fusion.names import NONE, columns, dequantized, grad, primal, quantized
 from fusedmoe.fusion.rule import RuleError
 from fusedmoe.kernels.torch.rows import zero_tail_
 from fusedmoe.ops.derived import DERIVED
 from fusedmoe.ops.op import BackwardOp, Node, Op, TensorSpec
+from fusedmoe.ops.quantize import Quantize, QuantizeGrad, WeightQuantization
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from torch import Tensor
 
+    from fusedmoe.formats import QuantizedTensor
     from fusedmoe.ops.op import SpecLike
 
 
@@ -43,12 +54,29 @@ class Plain:
 
 @dataclass(frozen=True)
 class Place:
-    """An op, or one step of its backward, at its position in the chain."""
+    """An op, or one step of its backward, at its position in the chain.
+
+    Attributes
+    ----------
+    node : Node
+        The op and its label.
+    item : Op or BackwardOp
+        The op itself, or the step of its backward.
+    names : dict of str to str
+        The op's own names of values -> the chain's, in the forms that it reads.
+    step : Plain
+        What it runs.
+    values, keys : dict of str to str
+        The op's own names -> the chain's, whatever the form, and -> the value whose gradient is the one of that name:
+        these differ around an op that passes its rows, or its gradient, on.
+    """
 
     node: Node
     item: Op | BackwardOp
-    names: Mapping[str, str]  # the op's own names of values -> the chain's
+    names: Mapping[str, str]
     step: Plain
+    values: Mapping[str, str]
+    keys: Mapping[str, str]
 
     @property
     def label(self) -> str:
@@ -62,6 +90,54 @@ class Place:
                 f"{self.label}: {name!r} is no value of {self.node.op!r}; it has {', '.join(sorted(self.names))}"
             )
         return self.names[name]
+
+
+class Backward(NamedTuple):
+    """The backward chain for some set of wanted gradients.
+
+    Attributes
+    ----------
+    places : tuple of Place
+        The steps that any wanted gradient needs, from the last op to the first.
+    glue : tuple of Plain
+        What adds up gradients that several ops contribute to, and what dequantizes.
+    incoming : dict of str to str
+        For each output of the chain that has a gradient: the name under which its incoming gradient is known.
+    gradients : dict of str to str
+        For each argument that gets a gradient: its name.
+    specs : dict of str to QuantizedSpec
+        Of the gradients that are quantized, in each form.
+    """
+
+    places: tuple[Place, ...]
+    glue: tuple[Plain, ...]
+    incoming: Mapping[str, str]
+    gradients: Mapping[str, str]
+    specs: Mapping[str, QuantizedSpec]
+
+    @property
+    def needs(self) -> set[str]:
+        """Every value that a step reads."""
+        return {v for step in (*(p.step for p in self.places), *self.glue) for v in step.needs}
+
+
+NO_BACKWARD = Backward((), (), {}, {}, {})
+
+
+class Forward(NamedTuple):
+    """The forward chain, in which every quantized value has the forms that are read.
+
+    Attributes
+    ----------
+    places : tuple of Place
+        The ops in order.
+    weights, glue : tuple of Plain
+        What quantizes weights, and what dequantizes.
+    """
+
+    places: tuple[Place, ...]
+    weights: tuple[Plain, ...]
+    glue: tuple[Plain, ...]
 
 
 class Graph:
@@ -88,54 +164,85 @@ class Graph:
         scope = {name: name for name in inputs}
         self._rows_of: dict[str, int] = {}  # which set of rows (they change at Dispatch and Combine) a value belongs to
         self._split_rows: dict[int, str] = {}  # the offsets that say where the rows of that set end
+        self._takes_offsets = _first_takers_of_offsets(nodes)
+        self._quantized: set[str] = set()  # values that a Quantize gives, weights among them
+        self.weights = _weight_steps(nodes)  # what quantizes weights, by the weight
+        self._quantized.update(map(quantized, self.weights))
         places = []
         rows = 0
+        # where rows, or their gradient, pass an op as they are, they go by the name of the op behind it
+        values = _names_past(self.main, [node.op.passes_forward for node in nodes])
+        keys = _names_past(self.main, [node.op.passes_backward for node in nodes])
         for i, node in enumerate(nodes):
             self._rows_of[self.main[i]] = rows
-            place = self._forward_place(i, node, scope, rows)
-            places.append(place)
+            ends = {"input": values[i], "output": values[i + 1]}
+            places.append(self._forward_place(node, ends, {"input": keys[i], "output": keys[i + 1]}, scope, rows))
+            if isinstance(node.op, Quantize) and not node.op.passes_forward:
+                self._quantized.add(ends["output"])
             rows += node.op.changes_rows
             for name in node.op.provides:
                 scope[name] = f"{node.label}.{name}"
             if "splits" in node.op.provides:
                 self._derive("offsets", scope, self.main[i + 1], rows, f"{node.label}.{type(node.op).__name__}")
         self._rows_of[self.main[-1]] = rows
-        self.forward = tuple(places)
+        self.places = tuple(places)
+        self.forward = tuple(place for place in places if not place.node.op.passes_forward)
         self.exports = {name: scope[name] for name in exports}
-        self.outputs = (self.main[-1], *self.exports.values())
-        self.arguments = (self.main[0], *self.inputs, *self.parameters)
-        self.producers = {value: place.step for place in self.forward for value in place.step.gives} | self.derived
+        self.outputs = (self._form(values[-1], None), *self.exports.values())
+        self._output_keys = (keys[-1], *self.exports.values())
+        self.arguments = (values[0], *self.inputs, *self.parameters)
+        self._argument_keys = {values[0]: keys[0]}
+        steps = (*(p.step for p in self.forward), *self.weights.values(), *map(_dequantize, self._quantized))
+        self.producers = {value: step for step in steps for value in step.gives} | self.derived
         _reject_double_weights(self.forward)
 
     @property
     def takers(self) -> dict[str, list[str]]:
         """Each runtime input that the caller gives, with the ops that take it."""
-        return {name: [p.label for p in self.forward if name in p.names.values()] for name in self.inputs}
+        return {name: [p.label for p in self.forward if name in p.values.values()] for name in self.inputs}
 
-    def _forward_place(self, i: int, node: Node, scope: dict[str, str], rows: int) -> Place:
+    def _forward_place(
+        self, node: Node, ends: Mapping[str, str], keys: Mapping[str, str], scope: dict[str, str], rows: int
+    ) -> Place:
         label, op = node
-        names = {"input": self.main[i], "output": self.main[i + 1]}
-        names |= {p: f"{label}.{p}" for p in op.parameter_names}
+        kind = f"{label}.{type(op).__name__}"
+        values = {**ends, **{p: f"{label}.{p}" for p in op.parameter_names}}
+        keys = {**keys, **{p: f"{label}.{p}" for p in op.parameter_names}}
+        for p in op.parameter_names:
+            if values[p] in self.weights:
+                values[p] = quantized(values[p])
         for name in op.runtime_inputs:
             if name in DERIVED:
-                names[name] = self._derive(name, scope, self.main[i], rows, f"{label}.{type(op).__name__}")
-                names[DERIVED[name].source] = scope[DERIVED[name].source]
+                values[name] = self._derive(name, scope, ends["input"], rows, kind)
+                values[DERIVED[name].source] = scope[DERIVED[name].source]
             else:
-                names[name] = self._take(name, scope)
+                values[name] = self._take(name, scope)
                 if name in op.rowwise_inputs:
-                    self._rows_of.setdefault(names[name], rows)
-        needs = ("input", *op.parameter_names, *op.runtime_inputs)
-        step = Plain(
-            f"{label}.{type(op).__name__}",
-            op.compute,
-            tuple(names[n] for n in needs),
-            (self.main[i + 1], *(f"{label}.{p}" for p in op.provides)),
-            op.zeroes_tail,
-            op.launches,
-        )
-        names |= {p: f"{label}.{p}" for p in op.provides}
-        names |= {alias: names[name] for alias, name in op.aliases.items()}
-        return Place(node, op, names, step)
+                    self._rows_of.setdefault(values[name], rows)
+        for name in op.optional_inputs:  # offsets, where these rows have any
+            taker = self._takes_offsets.get(rows)
+            values[name] = NONE if taker is None else self._derive(name, scope, ends["input"], rows, taker)
+        needs = ("input", *op.parameter_names, *op.runtime_inputs, *op.optional_inputs)
+        output = ends["output"]
+        gives = (output, *(f"{label}.{p}" for p in op.provides))
+        if isinstance(op, Quantize):
+            gives = (output, columns(output))
+            values["columns"] = columns(output)
+        values |= {p: f"{label}.{p}" for p in op.provides}
+        values |= {alias: values[name] for alias, name in op.aliases.items()}
+        names = self._formed(values, op.contracts)
+        step = Plain(kind, op.compute, tuple(names[n] for n in needs), gives, op.zeroes_tail, op.launches)
+        return Place(node, op, names, step, values, values | keys)
+
+    def _form(self, value: str, axis: int | None) -> str:
+        """Return the form of a value that a step reads which sums over this axis of it."""
+        if value not in self._quantized or axis == -1:
+            return value
+        return dequantized(value) if axis is None else columns(value)
+
+    def _formed(self, values: Mapping[str, str], contracts: Mapping[str, int]) -> dict[str, str]:
+        outside = {name: value for name, value in values.items() if name not in ("output", "columns")}
+        return {**values, **{name: self._form(value, contracts.get(name)) for name, value in outside.items()}}
 
     def _take(self, name: str, scope: dict[str, str]) -> str:
         if name not in scope:
@@ -181,7 +288,12 @@ class Graph:
         InputError
             With the op, the argument, what was expected and what came.
         """
-        specs: dict[str, Any] = dict(arguments)
+        specs: dict[str, Any] = {**arguments, NONE: None}
+        for weight, step in self.weights.items():
+            try:
+                _set_forms(specs, quantized(weight), step.run.infer(specs[weight]))  # type: ignore[attr-defined]
+            except InputError as error:
+                raise InputError(f"{step.label}: {error}") from None
         for place in self.forward:
             try:
                 for value in place.step.needs:
@@ -191,76 +303,191 @@ class Graph:
                 out = place.item.infer(*[specs[v] for v in place.step.needs])  # type: ignore[union-attr]
             except InputError as error:
                 raise InputError(f"{place.label}: {error}") from None
+            if isinstance(out, QuantizedSpec):
+                _set_forms(specs, place.values["output"], out)
+                continue
             for value, spec in zip(place.step.gives, (out,) if isinstance(out, TensorSpec) else out, strict=True):
                 specs[value] = spec
+        for place in self.places:  # the names that gradients go by
+            specs.setdefault(place.keys["input"], specs[place.values["input"]])
+            specs.setdefault(place.keys["output"], specs[place.values["output"]])
         for value, step in self.derived.items():  # offsets that only the tail masks want
             if value not in specs:
                 specs[value] = self._derived_infer[value](*[specs[v] for v in step.needs])
         return specs
 
-    def backward(
-        self, wanted: Collection[str], specs: Mapping[str, SpecLike | None]
-    ) -> tuple[tuple[Place, ...], tuple[Plain, ...], dict[str, str]]:
-        """Return the backward chain for the gradients of these arguments.
+    def chosen(self, backward: Backward) -> Forward:
+        """Return the forward chain with the forms of quantized values that it reads, or this backward chain does."""
+        training = backward is not NO_BACKWARD
+        needs = {*self.outputs, *(v for p in self.forward for v in p.step.needs)}
+        glue = tuple(map(_dequantize, sorted(v for v in self._quantized if dequantized(v) in needs)))
+        needs |= {v for step in glue for v in step.needs} | backward.needs
+        places = tuple(
+            replace(place, step=_only(place.step, needs, training)) if isinstance(place.item, Quantize) else place
+            for place in self.forward
+        )
+        return Forward(places, tuple(_only(step, needs, training) for step in self.weights.values()), glue)
 
-        Returns
-        -------
-        places : tuple of Place
-            The steps that any wanted gradient needs, from the last op to the first.
-        sums : tuple of Plain
-            Glue that adds up gradients which several ops contribute to.
-        incoming : dict of str to str
-            For each output of the chain that has a gradient: the name under which its incoming gradient is known.
-        """
+    def backward(self, wanted: Collection[str], specs: Mapping[str, SpecLike | None]) -> Backward:
+        """Return the backward chain for the gradients of these arguments."""
         differentiable = self._differentiable(wanted, specs)
         contributions: dict[str, list[str]] = {}
 
-        def contribute(value: str) -> str:
-            names = contributions.setdefault(grad(value), [])
-            names.append(f"{grad(value)}#{len(names)}")
+        def contribute(key: str) -> str:
+            names = contributions.setdefault(grad(key), [])
+            names.append(f"{grad(key)}#{len(names)}")
             return names[-1]
 
-        incoming = {value: contribute(value) for value in self.outputs if value in differentiable}
+        outputs = zip(self.outputs, self._output_keys, strict=True)
+        incoming = {value: contribute(key) for value, key in outputs if key in differentiable}
         chosen: list[tuple[Place, BackwardOp, tuple[str, ...]]] = []
-        for place in reversed(self.forward):
+        sources: dict[str, str] = {}  # of each quantized gradient: the gradient that it was quantized from
+        for place in reversed(self.places):
             for item in place.item.backward_ops():  # type: ignore[union-attr]
-                gives = tuple(n for n in item.gives if place.value(n.removeprefix("grad_")) in differentiable)
-                arriving = [grad(place.value(n.removeprefix("grad_"))) for n in item.needs if n.startswith("grad_")]
+                gives = tuple(n for n in item.gives if _key(place, n) in differentiable)
+                arriving = [grad(_key(place, n)) for n in item.needs if n.startswith("grad_")]
                 if not gives or not any(g in contributions for g in arriving):
                     continue
                 kept = item if len(gives) == len(item.gives) else item.only(gives)
-                chosen.append(
-                    (place, kept, tuple(contribute(place.value(n.removeprefix("grad_"))) for n in kept.gives))
-                )
+                chosen.append((place, kept, tuple(contribute(_key(place, n)) for n in kept.gives)))
+                if isinstance(item, QuantizeGrad):
+                    sources[grad(place.keys["input"])] = grad(place.keys["output"])
         single = {names[0]: g for g, names in contributions.items() if len(names) == 1}
         sums = tuple(
             Plain(f"sum of {g}", _add, tuple(names), (g,), zeroes_tail=False)
             for g, names in contributions.items()
             if len(names) > 1
         )
+
+        def gradient(name: str, item: BackwardOp, key: str) -> str:
+            """The form of a gradient that an item reads under this name."""
+            g = grad(key)
+            if g not in contributions:
+                return NONE
+            if g not in sources:
+                return g
+            if name in item.unquantized:
+                return sources[g]
+            return {-1: g, -2: columns(g), None: dequantized(g)}[item.contracts.get(name)]
+
         places = []
         for place, item, gives in chosen:
-            names = dict(place.names) | {f"grad_{n}": grad(v) for n, v in place.names.items()}
-            needs = tuple(
-                NONE if n.startswith("grad_") and names[n] not in contributions else names.get(n) or place.value(n)
-                for n in item.needs
-            )
-            label = f"{place.node.label}.{type(item).__name__}"
+            names = self._formed(place.values, item.contracts)
+            names |= {f"grad_{n}": gradient(f"grad_{n}", item, key) for n, key in place.keys.items()}
+            missing = [n for n in item.needs if n not in names]
+            needs = tuple(place.value(n) if n in missing else names[n] for n in item.needs)
             renamed = tuple(single.get(g, g) for g in gives)
             names |= dict(zip(item.gives, renamed, strict=True))
+            if isinstance(item, QuantizeGrad):
+                renamed = (*renamed, columns(renamed[0]))
+                names["grad_columns"] = renamed[1]
+            label = f"{place.node.label}.{type(item).__name__}"
             step = Plain(label, item.compute, needs, renamed, item.zeroes_tail, item.launches)
-            places.append(Place(place.node, item, names, step))
-        return tuple(places), sums, {v: single.get(g, g) for v, g in incoming.items()}
+            places.append(Place(place.node, item, names, step, place.values, place.keys))
+        arguments = {a: grad(self._argument_keys.get(a, a)) for a in self.arguments if a in wanted}
+        gradients = {a: g for a, g in arguments.items() if g in contributions}
+        gradients = {a: dequantized(g) if g in sources else g for a, g in gradients.items()}
+        incoming = {v: single.get(g, g) for v, g in incoming.items()}
+        return self._with_forms_read(Backward(tuple(places), sums, incoming, gradients, {}), sources.keys(), specs)
+
+    def _with_forms_read(
+        self, backward: Backward, quantized_grads: Collection[str], specs: Mapping[str, SpecLike | None]
+    ) -> Backward:
+        """Add what dequantizes gradients and kept values, and give every quantized gradient the forms that are read."""
+        if not quantized_grads and not self._quantized:
+            return backward
+        needs = {*backward.needs, *backward.gradients.values()}
+        sources = sorted(v for v in {*quantized_grads, *self._quantized} if dequantized(v) in needs)
+        glue = tuple(map(_dequantize, sources))
+        needs |= {v for step in glue for v in step.needs}
+        places = []
+        of_grads: dict[str, QuantizedSpec] = {}
+        for place in backward.places:
+            if isinstance(place.item, QuantizeGrad):
+                if needs.isdisjoint(place.step.gives):
+                    continue
+                spec = specs[place.keys["input"]]
+                assert spec is not None
+                _set_forms(of_grads, place.step.gives[0], place.item.infer(spec))
+                place = replace(place, step=_only(place.step, needs, training=True))
+            places.append(place)
+        return backward._replace(places=tuple(places), glue=(*backward.glue, *glue), specs=of_grads)
 
     def _differentiable(self, wanted: Collection[str], specs: Mapping[str, SpecLike | None]) -> set[str]:
         """Return the values through which a wanted gradient flows, the wanted arguments among them."""
-        found = set(wanted)
-        for place in self.forward:
+        found = {self._argument_keys.get(a, a) for a in wanted}
+        for place in self.places:
             for item in place.item.backward_ops():  # type: ignore[union-attr]
-                if any(place.value(n.removeprefix("grad_")) in found for n in item.gives):
-                    through = [place.value(n.removeprefix("grad_")) for n in item.needs if n.startswith("grad_")]
+                if any(_key(place, n) in found for n in item.gives):
+                    through = [_key(place, n) for n in item.needs if n.startswith("grad_")]
                     found.update(v for v in through if (spec := specs[v]) is not None and spec.dtype.is_floating_point)
         return found
+
+
+def _names_past(main: Sequence[str], passes: Sequence[bool]) -> list[str]:
+    names = list(main)
+    for i in reversed(range(len(passes))):
+        if passes[i]:
+            names[i] = names[i + 1]
+    return names
+
+
+def _key(place: Place, gradient: str) -> str:
+    """The value whose gradient an op's backward calls ``grad_<name>``."""
+    name = gradient.removeprefix("grad_")
+    return place.keys[name] if name in place.keys else place.value(name)
+
+
+def _only(step: Plain, needs: Collection[str], training: bool) -> Plain:
+    """Return a step that quantizes, giving the forms that are read."""
+    gives = tuple(v for v in step.gives if v in needs) or step.gives[:1]
+    axes = tuple(-1 if v == step.gives[0] else -2 for v in gives)
+    return replace(step, run=partial(step.run, axes=axes, training=training), gives=gives)
+
+
+def _dequantize(value: str) -> Plain:
+    def run(t: QuantizedTensor) -> Tensor:
+        return t.dequantize()
+
+    return Plain(f"dequantize {value}", run, (value,), (dequantized(value),), launches=3)
+
+
+def _set_forms(specs: dict[str, Any], value: str, spec: QuantizedSpec) -> None:
+    specs[value] = spec
+    specs[columns(value)] = spec._replace(axis=-2)
+    specs[dequantized(value)] = TensorSpec(spec.shape, spec.dtype)
+
+
+def _first_takers_of_offsets(nodes: Sequence[Node]) -> dict[int, str]:
+    """Return, for each set of rows that is sorted by expert, the op whose error it is where the splits are wrong."""
+    takers: dict[int, str] = {}
+    rows = 0
+    for label, op in nodes:
+        if "offsets" in op.runtime_inputs:
+            takers.setdefault(rows, f"{label}.{type(op).__name__}")
+        rows += op.changes_rows
+        if "splits" in op.provides:
+            takers.setdefault(rows, f"{label}.{type(op).__name__}")
+    return takers
+
+
+def _weight_steps(nodes: Sequence[Node]) -> dict[str, Plain]:
+    """Return what quantizes the weights of linear layers that a `Quantize` before them wants quantized."""
+    steps = {}
+    for i, (label, op) in enumerate(nodes):
+        if not isinstance(op, Quantize) or op.weight_quantizer is None:
+            continue
+        following = next((node for node in nodes[i + 1 :] if not isinstance(node.op, Quantize)), None)
+        if following is None or "weight" not in following.op.contracts:
+            what = "the end of the chain" if following is None else f"{following.label}.{type(following.op).__name__}"
+            raise InputError(f"{label}.{op!r}: weight: expected a linear layer to follow, got {what}")
+        weight = f"{following.label}.weight"
+        if weight in steps:
+            raise InputError(f"{label}.{op!r}: weight: {following.label}'s weight would be quantized twice")
+        run = WeightQuantization(following.op, op.weight_quantizer)
+        gives = quantized(weight), columns(quantized(weight))
+        steps[weight] = Plain(f"{label}.Quantize", run, (weight,), gives, launches=op.launches)
+    return steps
 
 
 def _for_taker(
@@ -287,7 +514,7 @@ def _reject_double_weights(places: Sequence[Place]) -> None:
     applied: dict[str, str] = {}
     for place in places:
         for name in place.node.op.applies:
-            value = place.names[name]
+            value = place.values[name]
             if value in applied:
                 raise InputError(
                     f"{name!r} would be applied twice, by {applied[value]} and by {place.label}; "

@@ -16,3 +16,18 @@ def primal(value: str) -> str:
     it is.
     """
     return value[5:].rpartition(")")[0] if value.startswith("grad(") else value
+
+
+def columns(value: str) -> str:
+    """Return the name of a quantized value as it is by columns; its own name is that by rows."""
+    return f"{value}:columns"
+
+
+def dequantized(value: str) -> str:
+    """Return the name of what a quantized value stands for."""
+    return f"{value}:dequantized"
+
+
+def quantized(parameter: str) -> str:
+    """Return the name of a parameter as it is quantized, by rows."""
+    return f"{parameter}:quantized"

@@ -105,6 +105,9 @@ class PlannedStep:
         It reads a tensor on the host.
     nearest_miss : Attempt or None
         Of an unfused step: the rule that came nearest to taking it.
+    path : str
+        Of an unfused product of quantized operands: ``"native"`` where torch multiplies their codes, ``"emulated"``
+        where it multiplies what they stand for.
     """
 
     direction: Direction
@@ -116,11 +119,12 @@ class PlannedStep:
     launches: int
     host_sync: bool = False
     nearest_miss: Attempt | None = None
+    path: str = ""
 
     @property
     def status(self) -> str:
-        """``FUSED`` or ``unfused``."""
-        return Status.FUSED.value if self.rule is not None else "unfused"
+        """``FUSED`` or ``unfused``, with the `path` of a product of quantized operands."""
+        return Status.FUSED.value if self.rule is not None else f"unfused {self.path}".rstrip()
 
     @property
     def why(self) -> str:
@@ -151,6 +155,8 @@ class PlanData:
     forward_source, backward_source : str
         The Python functions that run the steps, as text: ``run0``, ``run1``, ... are the steps, in the order in which
         they are called.
+    weight_bytes : int
+        Bytes of quantized weights, which are kept until the weights change.
     """
 
     steps: tuple[PlannedStep, ...]
@@ -163,6 +169,7 @@ class PlanData:
     options: KernelOptions = DEFAULT
     forward_source: str = ""
     backward_source: str = ""
+    weight_bytes: int = 0
 
     @property
     def fused(self) -> tuple[PlannedStep, ...]:
@@ -181,6 +188,8 @@ class PlanData:
             *_table(self.steps),
             *_wrapped(f"kept for backward: {format_bytes(self.kept_bytes)}{kept}"),
         ]
+        if self.weight_bytes:
+            lines.append(f"quantized weights: {format_bytes(self.weight_bytes)}, kept until the weights change")
         reasons: dict[str, list[str]] = {}
         unavailable: dict[str, list[str]] = {}  # what several rules miss alike is said once
         for step in self.unfused:

@@ -12,12 +12,13 @@ import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from fusedmoe.formats import QuantizedSpec
 from fusedmoe.fusion.candidates import Costs, Line
 from fusedmoe.fusion.choice import cheapest, final_attempts, nearest_miss
 from fusedmoe.fusion.executable import Covered, Environment, Plan
-from fusedmoe.fusion.graph import Plain
+from fusedmoe.fusion.graph import NO_BACKWARD, Plain
 from fusedmoe.fusion.log import say_once
-from fusedmoe.fusion.names import NONE, grad
+from fusedmoe.fusion.names import NONE
 from fusedmoe.fusion.offsets import with_kernels
 from fusedmoe.fusion.program import AnyStep, Fused, Program, all_needs, needed_steps
 
@@ -53,11 +54,12 @@ def make_plan(
         What else the choice depends on.
     """
     specs = graph.infer(arguments)
-    rows = specs[graph.main[0]]
+    rows = specs[graph.arguments[0]]
     assert rows is not None
-    backward_places, sums, incoming = graph.backward(wanted, specs) if wanted else ((), (), {})
-    made = {v for step in (*(p.step for p in backward_places), *sums) for v in step.gives}
-    gradients = {a: grad(a) for a in graph.arguments if a in wanted and grad(a) in made}
+    of_backward = graph.backward(wanted, specs) if wanted else NO_BACKWARD
+    of_forward = graph.chosen(of_backward)
+    specs |= of_backward.specs
+    incoming, gradients = of_backward.incoming, of_backward.gradients
 
     costs = Costs(specs, graph.parameters, math.prod(rows.shape[:-1]))
     context = {
@@ -71,19 +73,22 @@ def make_plan(
     }
     disabled = environment.disabled
     derived = with_kernels(graph.derived.values(), environment.device, environment.arch, disabled)
-    forward = Line("forward", graph.forward, graph.outputs, derived, costs, context, disabled)
-    backward = Line("backward", backward_places, gradients.values(), sums, costs, context, disabled)
-    kept_anyway = {*graph.arguments, *graph.outputs, *graph.derived}
+    glue = (*derived, *of_forward.weights, *of_forward.glue)
+    forward = Line("forward", of_forward.places, graph.outputs, glue, costs, context, disabled)
+    backward = Line("backward", of_backward.places, gradients.values(), of_backward.glue, costs, context, disabled)
+    glued = {v for step in glue for v in step.gives}
+    kept_anyway = {*graph.arguments, *graph.outputs, *glued}
     chosen_forward, chosen_backward, kept = cheapest(forward, backward, kept_anyway)
 
-    elsewhere = {*graph.arguments, *graph.derived, *(v for p in graph.forward for v in p.step.gives)}
+    elsewhere = {*graph.arguments, *glued, *(v for p in of_forward.places for v in p.step.gives)}
     forward_steps = [_step(graph, forward, c, kept, elsewhere) for c in chosen_forward]
-    materialized = {*graph.arguments, *graph.derived, *(v for s in forward_steps for v in s.gives)}
+    materialized = {*graph.arguments, *glued, *(v for s in forward_steps for v in s.gives)}
     backward_steps = [_step(graph, backward, c, (), materialized) for c in chosen_backward]
-    forward_all, outputs = _tails_zeroed(graph, [*derived, *forward_steps], {v: v for v in graph.outputs})
-    backward_all, gradients = _tails_zeroed(graph, [*backward_steps, *sums], gradients)
+    forward_all, outputs = _tails_zeroed(graph, [*glue, *forward_steps], {v: v for v in graph.outputs})
+    backward_all, gradients = _tails_zeroed(graph, [*backward_steps, *of_backward.glue], gradients)
 
-    saved = _saved(backward_all, incoming.values(), kept | kept_anyway, materialized)
+    made_again = {v for step in of_backward.glue for v in step.gives}  # dequantized: the codes take less to keep
+    saved = _saved(backward_all, incoming.values(), (kept | kept_anyway) - made_again, materialized)
     results = [(*outputs.values(),), saved]
     program = Program(needed_steps(forward_all, (*outputs.values(), *saved)), tuple(graph.arguments), results)
 
@@ -117,9 +122,11 @@ def make_plan(
         gradients,
         frozenset(wanted),
         covered,
+        of_forward.weights,
         attempts,
         environment,
         rows.dtype,
+        {value: spec for value, spec in specs.items() if isinstance(spec, QuantizedSpec)},
     )
     _log(plan, arguments)
     return plan

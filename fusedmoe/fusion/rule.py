@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import torch
 
     from fusedmoe.kernels.options import KernelOptions
-    from fusedmoe.ops.op import TensorSpec
+    from fusedmoe.ops.op import SpecLike
     from fusedmoe.recipes import Recipe
 
 Direction = Literal["forward", "backward"]
@@ -154,13 +154,18 @@ class PlanContext:
     training: bool
     recipe: Recipe
     options: KernelOptions
-    _specs: Mapping[str, TensorSpec]
+    _specs: Mapping[str, SpecLike]
     _resolve: Callable[[str], str]
     _used_outside: Callable[[str], bool]
 
     def dtype(self, value: str) -> torch.dtype:
         """Return the dtype of a value, named as in `Step`."""
-        return self._specs[primal(self._resolve(value))].dtype
+        return self.spec(value).dtype
+
+    def spec(self, value: str) -> SpecLike:
+        """Return shape and dtype of a value, named as in `Step`; of a quantized one, its `QuantizedSpec`."""
+        resolved = self._resolve(value)
+        return self._specs[resolved] if resolved in self._specs else self._specs[primal(resolved)]
 
     def wants(self, value: str) -> bool:
         """Whether something outside of the span reads a value, named as in `Step`, in this direction.
@@ -173,11 +178,19 @@ class PlanContext:
 class FusionRule:
     """A chain of ops, or of backward ops, and the step that computes all of it at once. See the module's page for the
     pattern.
+
+    Attributes
+    ----------
+    takes_quantized : bool
+        Whether the step takes `QuantizedTensor` for operands that are quantized (by columns under the name
+        ``"<slot>.columns"``, ``"<slot>.grad_columns"`` of the op that quantizes). A rule that does not say so is not
+        asked where an operand is quantized.
     """
 
     name: ClassVar[str]
     direction: ClassVar[Direction]
     slots: ClassVar[tuple[Slot, ...]]
+    takes_quantized: ClassVar[bool] = False
 
     def __init_subclass__(cls, *, name: str, direction: Direction, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -15,8 +15,10 @@ from fusedmoe.ops.grouped_linear import (
     WgradIntoMainGrad,
 )
 from fusedmoe.ops.op import AutogradBackward, BackwardOp, Op, SpecLike, TensorSpec
+from fusedmoe.ops.quantize import Quantize, QuantizeGrad
 from fusedmoe.ops.scale import DScale, Scale, ScaleGrad
 from fusedmoe.ops.squared_relu import DSquaredReLU, SquaredReLU
+from fusedmoe.ops.weight_cache import clear_weight_cache, weight_cache_bytes
 
 __all__ = [
     "DGLU",
@@ -44,6 +46,8 @@ __all__ = [
     "LinearWgrad",
     "LinearWgradIntoMainGrad",
     "Op",
+    "Quantize",
+    "QuantizeGrad",
     "ReGLU",
     "Scale",
     "ScaleGrad",
@@ -53,4 +57,6 @@ __all__ = [
     "TensorSpec",
     "Wgrad",
     "WgradIntoMainGrad",
+    "clear_weight_cache",
+    "weight_cache_bytes",
 ]

@@ -6,18 +6,26 @@ Axes: R rows, E experts (groups), K features in, N features out.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from fusedmoe.errors import InputError
+from fusedmoe.formats import QuantizedTensor, products
 from fusedmoe.kernels.torch import grouped_gemm
 from fusedmoe.ops.main_grad import grad_instead, main_grad_of
 from fusedmoe.ops.op import BackwardOp, Op, TensorSpec
 
 if TYPE_CHECKING:
+    from collections.abc import Hashable, Mapping, Sequence
+
+    from fusedmoe.formats.products import Operand
     from fusedmoe.ops.op import SpecLike
+
+
+def _contiguous(grad: Operand) -> Operand:
+    return grad if isinstance(grad, QuantizedTensor) else grad.contiguous()
 
 
 class Dgrad(BackwardOp):
@@ -27,10 +35,14 @@ class Dgrad(BackwardOp):
     launches = 4
 
     needs = ("grad_output", "weight", "offsets")
+    contracts: ClassVar[Mapping[str, int]] = {"grad_output": -1, "weight": -2}
     op: GroupedLinear
 
-    def compute(self, grad_output: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-        return grouped_gemm.grouped_mm_dgrad(grad_output.contiguous(), weight, offsets)
+    def compute(self, grad_output: Operand, weight: Operand, offsets: Tensor) -> Tensor:
+        return products.grouped_mm_dgrad(_contiguous(grad_output), weight, offsets)
+
+    def path(self, operands: Sequence[SpecLike | None], device: torch.device) -> str:
+        return products.path(operands[0], operands[1], device)
 
 
 class Wgrad(BackwardOp):
@@ -38,10 +50,14 @@ class Wgrad(BackwardOp):
 
     needs = ("grad_output", "input", "offsets")
     gives = ("grad_weight",)
+    contracts: ClassVar[Mapping[str, int]] = {"grad_output": -2, "input": -2}
     op: GroupedLinear
 
-    def compute(self, grad_output: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
-        return grouped_gemm.grouped_mm_wgrad(grad_output.contiguous(), x, offsets)
+    def compute(self, grad_output: Operand, x: Operand, offsets: Tensor) -> Tensor:
+        return products.grouped_mm_wgrad(_contiguous(grad_output), x, offsets)
+
+    def path(self, operands: Sequence[SpecLike | None], device: torch.device) -> str:
+        return products.path(operands[0], operands[1], device)
 
 
 class WgradIntoMainGrad(Wgrad):
@@ -49,7 +65,7 @@ class WgradIntoMainGrad(Wgrad):
 
     launches = 2
 
-    def compute(self, grad_output: Tensor, x: Tensor, offsets: Tensor) -> Tensor | None:  # type: ignore[override]
+    def compute(self, grad_output: Operand, x: Operand, offsets: Tensor) -> Tensor | None:  # type: ignore[override]
         self.main_grad().add_(super().compute(grad_output, x, offsets))
         return self.added()
 
@@ -67,6 +83,7 @@ class BiasGrad(BackwardOp):
 
     needs = ("grad_output", "offsets")
     gives = ("grad_bias",)
+    unquantized = ("grad_output",)
     launches = 4
     op: GroupedLinear
 
@@ -84,19 +101,27 @@ class LinearDgrad(BackwardOp):
     """``dx = dy @ weight``."""
 
     needs = ("grad_output", "weight")
+    contracts: ClassVar[Mapping[str, int]] = {"grad_output": -1, "weight": -2}
 
-    def compute(self, grad_output: Tensor, weight: Tensor) -> Tensor:
-        return grad_output @ weight
+    def compute(self, grad_output: Operand, weight: Operand) -> Tensor:
+        return products.mm(grad_output, weight, weight_axis=-2)
+
+    def path(self, operands: Sequence[SpecLike | None], device: torch.device) -> str:
+        return products.path_dense(*operands)
 
 
 class LinearWgrad(BackwardOp):
     """``dW = dy.T @ x``."""
 
     gives = ("grad_weight",)
+    contracts: ClassVar[Mapping[str, int]] = {"grad_output": -2, "input": -2}
     op: Linear
 
-    def compute(self, grad_output: Tensor, x: Tensor) -> Tensor:
-        return grad_output.flatten(0, -2).mT @ x.flatten(0, -2)
+    def compute(self, grad_output: Operand, x: Operand) -> Tensor:
+        return products.mm_wgrad(grad_output, x)
+
+    def path(self, operands: Sequence[SpecLike | None], device: torch.device) -> str:
+        return products.path_dense(*operands)
 
 
 class LinearWgradIntoMainGrad(LinearWgrad):
@@ -104,7 +129,7 @@ class LinearWgradIntoMainGrad(LinearWgrad):
 
     launches = 2
 
-    def compute(self, grad_output: Tensor, x: Tensor) -> Tensor | None:  # type: ignore[override]
+    def compute(self, grad_output: Operand, x: Operand) -> Tensor | None:  # type: ignore[override]
         main_grad_of(self.op).add_(super().compute(grad_output, x))
         return grad_instead(self.op)
 
@@ -114,6 +139,7 @@ class LinearBiasGrad(BackwardOp):
 
     needs = ("grad_output",)
     gives = ("grad_bias",)
+    unquantized = ("grad_output",)
 
     def compute(self, grad_output: Tensor) -> Tensor:
         return grouped_gemm.grouped_bias_grad(grad_output.flatten(0, -2), None)[0]
@@ -151,6 +177,9 @@ class GroupedLinear(Op):
         ``grad_added_to_main_grad``, an uninitialised tensor (zeros if ``weight.zero_out_wgrad``), and the attribute is
         set to True. Every backward pass through the op adds, ``torch.autograd.grad`` of something else too. The bias
         gets its gradient as ever.
+    recipe
+        The recipe of this layer, a name or a `Recipe`, whatever holds around the call: ``"bf16"`` quantizes nothing.
+        None leaves it to ``fm.recipe``. May be set as an attribute at any time.
 
     Attributes
     ----------
@@ -168,6 +197,7 @@ class GroupedLinear(Op):
     parameter_names = ("weight", "bias")
     bias: nn.Parameter | None
     runtime_inputs = ("offsets",)
+    contracts: ClassVar[Mapping[str, int]] = {"input": -1, "weight": -1}
     zeroes_tail = True
     launches = 4
 
@@ -181,9 +211,10 @@ class GroupedLinear(Op):
         dtype: torch.dtype | None = None,
         *,
         accumulate_into_main_grad: bool = False,
+        recipe: Hashable = None,
     ) -> None:
         super().__init__()
-        self.accumulate_into_main_grad = accumulate_into_main_grad
+        self.accumulate_into_main_grad, self.recipe = accumulate_into_main_grad, recipe
         _positive("GroupedLinear", num_groups=num_groups, in_features=in_features, out_features=out_features)
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
         self.weight = nn.Parameter(torch.empty(num_groups, out_features, in_features, device=device, dtype=dtype))
@@ -204,8 +235,8 @@ class GroupedLinear(Op):
             raise self.reject("splits", f"shape ({self.num_groups},), one count an expert", offsets.shape)
         return TensorSpec((x.shape[0], self.out_features), x.dtype)
 
-    def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
-        y = grouped_gemm.grouped_mm(x, weight, offsets)
+    def compute(self, x: Operand, weight: Operand, bias: Tensor | None, offsets: Tensor) -> Tensor:
+        y = products.grouped_mm(x, weight, offsets)
         return y if bias is None else grouped_gemm.grouped_bias(y, bias, offsets)
 
     def backward_ops(self) -> tuple[BackwardOp, ...]:
@@ -215,21 +246,26 @@ class GroupedLinear(Op):
     def host_sync(self, x: SpecLike, device: torch.device) -> bool:
         return not grouped_gemm.runs_on_device(device, x.dtype, self.in_features, self.out_features)
 
+    def path(self, operands: Sequence[SpecLike | None], device: torch.device) -> str:
+        return products.path(operands[0], operands[1], device)
+
     def extra_repr(self) -> str:
         text = f"num_groups={self.num_groups}, in_features={self.in_features}, out_features={self.out_features}"
         text += ", bias=True" if self.bias is not None else ""
-        return text + (", accumulate_into_main_grad=True" if self.accumulate_into_main_grad else "")
+        text += ", accumulate_into_main_grad=True" if self.accumulate_into_main_grad else ""
+        return text + ("" if self.recipe is None else f", recipe={self.recipe!r}")
 
 
 class Linear(Op):
     """``y = x @ weight.T + bias``: one group, no splits; the dense MLP's layer.
 
     Parameters and attributes are those of `torch.nn.Linear`: ``weight`` (N, K), ``bias`` (N,); and
-    ``accumulate_into_main_grad``, see `GroupedLinear`. Called with ``x`` (..., K).
+    ``accumulate_into_main_grad`` and ``recipe``, see `GroupedLinear`. Called with ``x`` (..., K).
     """
 
     parameter_names = ("weight", "bias")
     bias: nn.Parameter | None
+    contracts: ClassVar[Mapping[str, int]] = {"input": -1, "weight": -1}
 
     def __init__(
         self,
@@ -240,9 +276,10 @@ class Linear(Op):
         dtype: torch.dtype | None = None,
         *,
         accumulate_into_main_grad: bool = False,
+        recipe: Hashable = None,
     ) -> None:
         super().__init__()
-        self.accumulate_into_main_grad = accumulate_into_main_grad
+        self.accumulate_into_main_grad, self.recipe = accumulate_into_main_grad, recipe
         _positive("Linear", in_features=in_features, out_features=out_features)
         self.in_features, self.out_features = in_features, out_features
         self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
@@ -260,8 +297,14 @@ class Linear(Op):
         _check_parameters(self, x, weight, bias, (self.out_features, self.in_features))
         return TensorSpec((*x.shape[:-1], self.out_features), x.dtype)
 
-    def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return nn.functional.linear(x, weight, bias)
+    def compute(self, x: Operand, weight: Operand, bias: Tensor | None) -> Tensor:
+        if isinstance(x, Tensor) and isinstance(weight, Tensor):
+            return nn.functional.linear(x, weight, bias)
+        y = products.mm(x, weight, weight_axis=-1)
+        return y if bias is None else y + bias
+
+    def path(self, operands: Sequence[SpecLike | None], device: torch.device) -> str:
+        return products.path_dense(*operands[:2])
 
     def backward_ops(self) -> tuple[BackwardOp, ...]:
         wgrad = LinearWgradIntoMainGrad if self.accumulate_into_main_grad else LinearWgrad
@@ -270,7 +313,8 @@ class Linear(Op):
     def extra_repr(self) -> str:
         text = f"in_features={self.in_features}, out_features={self.out_features}"
         text += "" if self.bias is not None else ", bias=False"
-        return text + (", accumulate_into_main_grad=True" if self.accumulate_into_main_grad else "")
+        text += ", accumulate_into_main_grad=True" if self.accumulate_into_main_grad else ""
+        return text + ("" if self.recipe is None else f", recipe={self.recipe!r}")
 
 
 def _check_parameters(op: Op, x: SpecLike, weight: SpecLike, bias: SpecLike | None, shape: tuple[int, ...]) -> None:

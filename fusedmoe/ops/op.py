@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from fusedmoe import changes
 from fusedmoe.errors import InputError
+from fusedmoe.ops import amax_state
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
@@ -84,6 +85,13 @@ class Op(nn.Module):
         Rows that belong to no expert come out as zeros, whatever came in.
     changes_rows : bool
         Rows out are not rows in (`Dispatch`, `Combine`).
+    contracts : dict of str to int
+        Those of ``input``, ``weight``, ... that `compute` takes quantized, with the axis that it sums over: by rows
+        (-1) or by columns (-2). Anything else comes as what it stands for.
+    optional_inputs : tuple of str
+        Derived values that `compute` takes last where the chain has them, and as None where it has not.
+    passes_forward, passes_backward : bool
+        Whether rows, or their gradient, pass as they are: the op is then no step in that direction.
     launches : int
         Kernels that the plain-PyTorch path launches on a GPU, about: a term of the planner's cost.
     """
@@ -94,6 +102,10 @@ class Op(nn.Module):
     rowwise_inputs: tuple[str, ...] = ()
     applies: tuple[str, ...] = ()
     aliases: Mapping[str, str] = {}
+    contracts: ClassVar[Mapping[str, int]] = {}
+    optional_inputs: tuple[str, ...] = ()
+    passes_forward: bool = False
+    passes_backward: bool = False
     zeroes_tail: ClassVar[bool] = False
     changes_rows: ClassVar[bool] = False
     launches: ClassVar[int] = 1
@@ -134,6 +146,12 @@ class Op(nn.Module):
     def host_sync(self, x: SpecLike, device: torch.device) -> bool:
         """Whether the plain-PyTorch path on this device reads a tensor on the host."""
         return False
+
+    def path(self, operands: Sequence[SpecLike | None], device: torch.device) -> str:
+        """Return how the plain-PyTorch path multiplies quantized operands on this device, for ``explain()``:
+        ``"native"``, ``"emulated"``, or ``""`` where there are none.
+        """
+        return ""
 
     def attributes(self) -> tuple[Hashable, ...]:
         """Whatever a fusion rule may look at, as a hashable value: a changed value means a new plan.
@@ -182,16 +200,26 @@ class Op(nn.Module):
 
         return run_alone(self, x, inputs)
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        amax_state.save(self, destination, prefix)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        amax_state.load(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def __getstate__(self) -> dict[str, Any]:
         # plans hold functions of this very process: neither a pickle nor a deepcopy takes them along
-        return {k: v for k, v in self.__dict__.items() if k not in ("_alone", "_attributes")}
+        return {k: v for k, v in self.__dict__.items() if k not in ("_alone", "_attributes", "_quantized_weight")}
 
 
 def _note_change(op: Op, name: str) -> None:
     """Have `attributes`, and with them the plans, looked at again; not for a parameter that was set: FSDP2 sets
     each twice in every step, and a chain reads its parameters at every call.
     """
-    if name[0] != "_" and name not in op._parameters:
+    if name in op._parameters:
+        op.__dict__.pop("_quantized_weight", None)  # with FSDP2, the memory that a resharded weight must not hold
+    elif name[0] != "_":
         op.__dict__.pop("_attributes", None)
         changes.note()
 
@@ -208,12 +236,16 @@ class BackwardOp:
         ``None``.
     gives : tuple of str
         The values that `compute` returns, in order.
-    zeroes_tail, launches
+    unquantized : tuple of str
+        Gradients among `needs` that `compute` takes as they were before they were quantized.
+    contracts, zeroes_tail, launches
         As for `Op`.
     """
 
     needs: tuple[str, ...] = ("grad_output", "input")
     gives: tuple[str, ...] = ("grad_input",)
+    contracts: ClassVar[Mapping[str, int]] = {}
+    unquantized: ClassVar[tuple[str, ...]] = ()
     zeroes_tail: ClassVar[bool] = False
     launches: ClassVar[int] = 1
 
@@ -227,6 +259,10 @@ class BackwardOp:
     def host_sync(self, x: SpecLike, device: torch.device) -> bool:
         """Whether this step reads a tensor on the host, ``x`` being what went into the op: as the op, by default."""
         return self.op.host_sync(x, device)
+
+    def path(self, operands: Sequence[SpecLike | None], device: torch.device) -> str:
+        """Return how this step multiplies quantized operands, those of `needs`: as `Op.path`."""
+        return ""
 
     def only(self, gives: tuple[str, ...]) -> BackwardOp:
         """Return this step for callers that want just these of its `gives`; the default goes on giving all."""

@@ -399,15 +399,33 @@ def both_ways_lenient(chain, x, **named):
     return only_plan(chain, x, **named)
 
 
-class Rounded(fm.Recipe):
-    def rewrite(self, nodes):
-        return nodes
+def test_quantized_operands():
+    """All but the bias's gradient, which sums what came before it was quantized."""
+    with fm.recipe("fp8_block"):
+        plan = only_plan(experts(bias=True), rows(), **inputs())
+        with fm.strict():  # there is no kernel for them that could be missed
+            outcome(experts(bias=True), rows(), **inputs())
+    assert {step.rule for step in plan.fused} == {"sm90.column_sums"}
+    assert set(called()) - {"offsets_from_splits"} == {"column_sums"}
+    found = reasons(plan)
+    assert found.keys() == ALL - {"sm90.column_sums"}
+    forms = {  # of the last place at which each stood
+        "sm90.grouped_gemm": "3.input",
+        "sm90.grouped_gemm_activation": "0.input",
+        "sm90.grouped_wgrad": "grad(1.input):columns",
+        "sm90.grouped_dgrad": "grad(1.input)",
+        "sm90.grouped_dgrad_activation": "grad(3.output)",
+    }
+    for rule, value in forms.items():
+        assert found[rule] == f"{value} is quantized (fp8 e4m3 1x128), and this rule takes plain tensors"
 
 
-def test_another_recipe():
-    with fm.recipe(Rounded(name="fp8_block")):
-        found = declined(experts(bias=True), rows(), **inputs())
-    assert set(found.values()) == {"recipe fp8_block: these kernels compute in the dtype of rows and weights only"}
+def test_layers_that_keep_bf16_are_fused_under_any_recipe():
+    chain = experts(bias=True)
+    for op in (chain[0], chain[3]):
+        op.recipe = "bf16"
+    with fm.recipe("mxfp8"):
+        both_ways(chain, rows(), **inputs())
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from fusedmoe.kernels.activation import Activation, Kind
 from fusedmoe.kernels.sm90 import limits
 from fusedmoe.ops.glu import GLU, GeGLU, ReGLU, SwiGLU
 from fusedmoe.ops.squared_relu import SquaredReLU
-from fusedmoe.recipes import Recipe
 
 if TYPE_CHECKING:
     from fusedmoe.ops.op import Op
@@ -65,9 +64,7 @@ def decline(reason: str | None) -> None:
 
 
 def check_common(ctx: PlanContext, *operands: str, **widths: int) -> None:
-    """Decline a recipe that is none, operands not all bf16 or all fp16, and widths off 16 bytes."""
-    identity = type(ctx.recipe).rewrite is Recipe.rewrite
-    require(identity, "recipe %s: these kernels compute in the dtype of rows and weights only", ctx.recipe.name)
+    """Decline operands not all bf16 or all fp16, and widths off 16 bytes."""
     decline(limits.why_not_dtypes({name: ctx.dtype(name) for name in operands}))
     for name, width in widths.items():
         decline(limits.why_not_width(name, width))

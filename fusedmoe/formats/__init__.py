@@ -1,0 +1,45 @@
+"""Small numeric formats: what they are, how tensors get there, and what their codes stand for."""
+
+from fusedmoe.formats.format import (
+    E2M1,
+    E4M3,
+    E5M2,
+    Delayed,
+    Element,
+    Format,
+    Quantizer,
+    ScaleRule,
+    fp8_block,
+    fp8_row,
+    fp8_tensor,
+    mxfp8,
+    nvfp4,
+)
+from fusedmoe.formats.quantize import amax_by_expert, quantize
+from fusedmoe.formats.swizzle import SwizzledGroups, swizzle, swizzle_column_groups, swizzle_row_groups, unswizzle
+from fusedmoe.formats.tensor import QuantizedSpec, QuantizedTensor
+
+__all__ = [
+    "E2M1",
+    "E4M3",
+    "E5M2",
+    "Delayed",
+    "Element",
+    "Format",
+    "QuantizedSpec",
+    "QuantizedTensor",
+    "Quantizer",
+    "ScaleRule",
+    "SwizzledGroups",
+    "amax_by_expert",
+    "fp8_block",
+    "fp8_row",
+    "fp8_tensor",
+    "mxfp8",
+    "nvfp4",
+    "quantize",
+    "swizzle",
+    "swizzle_column_groups",
+    "swizzle_row_groups",
+    "unswizzle",
+]

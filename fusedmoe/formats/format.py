@@ -1,0 +1,236 @@
+"""Numeric formats as data: the elements, which of them share a scale, and by which rule the scale is found.
+
+Sources: OCP 8-bit Floating Point Specification 1.0; OCP Microscaling Formats (MX) Specification 1.0; NVIDIA,
+"Pretraining Large Language Models with NVFP4"; DeepSeek-AI, "DeepSeek-V3 Technical Report", section 3.3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from fusedmoe.errors import InputError
+
+
+@dataclass(frozen=True)
+class Element:
+    """A small floating-point type.
+
+    Attributes
+    ----------
+    name : str
+        Such as ``"e4m3"``: 4 bits of exponent, 3 of mantissa.
+    bits : int
+        Of a code, sign included.
+    max : float
+        The largest finite value; everything beyond is rounded to it, infinities too.
+    max_exponent : int
+        ``floor(log2(max))``.
+    dtype : torch.dtype
+        What codes are stored as; uint8 for two 4-bit codes, the even element in the low half.
+    """
+
+    name: str
+    bits: int
+    max: float
+    max_exponent: int
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return self.name
+
+
+E4M3 = Element("e4m3", 8, 448.0, 8, torch.float8_e4m3fn)
+E5M2 = Element("e5m2", 8, 57344.0, 15, torch.float8_e5m2)
+E2M1 = Element("e2m1", 4, 6.0, 2, torch.uint8)
+
+
+class ScaleRule(str, Enum):
+    """How a scale follows from ``amax``, the largest magnitude among the elements that share it.
+
+    ``max`` is the element's; an element is stored as ``q = round(x * encode)`` and stands for ``q * scale``.
+    """
+
+    FP32 = "fp32"
+    """``encode = max / amax``, ``scale = 1 / encode``, both rounded to fp32; 1 where amax is 0 or infinite."""
+    POWER_OF_TWO = "power of two"
+    """As FP32, with the mantissa of ``encode`` cut off. Nothing is rounded by such a scale, and nothing clipped."""
+    RCEIL = "rceil"
+    """``scale = 2 ** ceil(log2(amax / max))`` in E8M0: the smallest that clips nothing."""
+    FLOOR = "floor"
+    """``scale = 2 ** (floor(log2(amax)) - max_exponent)`` in E8M0, as the MX specification has it. It clips."""
+    TWO_LEVEL = "two level"
+    """``scale = e4m3(amax / 6 * tensor_encode)``, ``tensor_encode = 448 * 6 / tensor_amax``: an element stands for
+    ``q * scale / tensor_encode``.
+    """
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What scales are stored as."""
+        return _SCALE_DTYPES[self]
+
+
+_SCALE_DTYPES = {
+    ScaleRule.FP32: torch.float32,
+    ScaleRule.POWER_OF_TWO: torch.float32,
+    ScaleRule.RCEIL: torch.float8_e8m0fnu,
+    ScaleRule.FLOOR: torch.float8_e8m0fnu,
+    ScaleRule.TWO_LEVEL: torch.float8_e4m3fn,
+}
+
+
+@dataclass(frozen=True)
+class Format:
+    """What a tensor is quantized to.
+
+    Attributes
+    ----------
+    name : str
+        What ``explain()`` calls it.
+    element : Element
+        The type of the codes.
+    block : tuple of (int or None, int or None)
+        The elements that share a scale: so many across the axis that is quantized along, and so many along it. None is
+        all that there are, of one expert. The last block may have fewer.
+    rule : ScaleRule
+        How a scale is found, and what it is stored as.
+    tensor_scale : bool
+        Whether every expert has a scale in fp32 besides: of `ScaleRule.TWO_LEVEL` alone.
+    amax_epsilon : float
+        A lower bound on amax, for the rules with scales in fp32.
+    """
+
+    name: str
+    element: Element
+    block: tuple[int | None, int | None]
+    rule: ScaleRule
+    tensor_scale: bool = False
+    amax_epsilon: float = 0.0
+
+    def __post_init__(self) -> None:
+        def reject(field: str, expected: str) -> InputError:
+            return InputError(f"Format {self.name!r}: {field}: expected {expected}, got {getattr(self, field)!r}")
+
+        across, along = self.block
+        if not all(size is None or size > 0 for size in self.block) or (across is None and along is not None):
+            raise reject("block", "positive sizes; None across only where it is None along too")
+        if along is None and self.rule.dtype is not torch.float32:
+            raise reject("block", f"a size along, where scales follow the rule {self.rule.value!r}")
+        if across not in (None, 1) and along is None:
+            raise reject("block", "1 or None across, where it is None along")
+        if self.tensor_scale is not (self.rule is ScaleRule.TWO_LEVEL):
+            raise reject("tensor_scale", f"{self.rule is ScaleRule.TWO_LEVEL} for the rule {self.rule.value!r}")
+        if (self.element is E2M1) is not (self.rule is ScaleRule.TWO_LEVEL):
+            raise reject(
+                "element", f"e2m1 with the rule 'two level', and with no other; the rule is {self.rule.value!r}"
+            )
+        if self.amax_epsilon < 0 or (self.amax_epsilon and self.rule.dtype is not torch.float32):
+            raise reject("amax_epsilon", "0 or more, and 0 for scales that are not fp32")
+
+    @property
+    def scales_are_exact(self) -> bool:
+        """Whether an element times its block's scale has no more than the eight significant bits of bf16."""
+        return self.rule is not ScaleRule.FP32
+
+    def __str__(self) -> str:
+        across, along = self.block
+        shape = f"{across}x{along}" if along is not None else "a tensor" if across is None else "a row"
+        return f"{self.name} {self.element} {shape}"
+
+
+def _fp32_rule(power_of_two: bool) -> ScaleRule:
+    return ScaleRule.POWER_OF_TWO if power_of_two else ScaleRule.FP32
+
+
+def fp8_tensor(element: Element = E4M3, power_of_two: bool = False, amax_epsilon: float = 0.0) -> Format:
+    """FP8 with one scale for all elements of an expert."""
+    return Format("fp8", element, (None, None), _fp32_rule(power_of_two), amax_epsilon=amax_epsilon)
+
+
+def fp8_row(element: Element = E4M3, power_of_two: bool = False, amax_epsilon: float = 0.0) -> Format:
+    """FP8 with one scale for each row: for all elements of an expert that a product sums over together."""
+    return Format("fp8", element, (1, None), _fp32_rule(power_of_two), amax_epsilon=amax_epsilon)
+
+
+def fp8_block(element: Element = E4M3, across: int = 1, power_of_two: bool = True, amax_epsilon: float = 0.0) -> Format:
+    """FP8 with one scale for ``across`` x 128 elements: DeepSeek-V3's 1x128 and 128x128."""
+    return Format("fp8", element, (across, 128), _fp32_rule(power_of_two), amax_epsilon=amax_epsilon)
+
+
+def mxfp8(element: Element = E4M3, across: int = 1, rule: ScaleRule = ScaleRule.RCEIL) -> Format:
+    """MXFP8: FP8 with one scale in E8M0 for ``across`` x 32 elements."""
+    return Format("mxfp8", element, (across, 32), rule)
+
+
+def nvfp4(across: int = 1) -> Format:
+    """NVFP4: E2M1 with one scale in E4M3 for ``across`` x 16 elements, and one in fp32 for an expert."""
+    return Format("nvfp4", E2M1, (across, 16), ScaleRule.TWO_LEVEL, tensor_scale=True)
+
+
+@dataclass(frozen=True)
+class Delayed:
+    """Scales from the amax of steps before, rather than of the tensor itself: nothing waits for a reduction.
+
+    The scale in use was found after the step before, so that a tensor which has grown since is clipped.
+
+    Attributes
+    ----------
+    history : int
+        Steps remembered.
+    most_recent : bool
+        The last step's amax alone, instead of the largest remembered.
+    margin : int
+        Binades that the scale leaves free: ``encode = max / 2**margin / amax``.
+    """
+
+    history: int = 1024
+    most_recent: bool = False
+    margin: int = 0
+
+    def __post_init__(self) -> None:
+        if self.history < 1:
+            raise InputError(f"Delayed: history: expected at least 1 step, got {self.history!r}")
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """A format, and how tensors get there.
+
+    Attributes
+    ----------
+    format : Format
+        The format.
+    stochastic_rounding : bool
+        Round up with a probability that grows with the distance, so that the mean is right: for E2M1. The random bits
+        are torch's: `torch.manual_seed` seeds them.
+    hadamard : bool
+        Rotate tiles of 16 rows before quantizing along the rows, for the weight gradient: see
+        `fusedmoe.formats.hadamard`.
+    delayed : Delayed or None
+        Scales from steps before: for one scale a tensor.
+    """
+
+    format: Format
+    stochastic_rounding: bool = False
+    hadamard: bool = False
+    delayed: Delayed | None = None
+
+    def __post_init__(self) -> None:
+        if self.stochastic_rounding and self.format.element is not E2M1:
+            raise InputError(f"Quantizer: stochastic_rounding: expected a format of e2m1, got {self.format}")
+        if self.hadamard and (self.format.block[1] or 0) % 16:
+            raise InputError(f"Quantizer: hadamard: expected blocks of a multiple of 16 elements, got {self.format}")
+        if self.hadamard and (self.format.block[1] is None or self.format.block[0] != 1):
+            raise InputError(f"Quantizer: hadamard: expected blocks of one row, got {self.format}")
+        if self.delayed is not None and self.format.block != (None, None):
+            raise InputError(f"Quantizer: delayed: expected a format with one scale a tensor, got {self.format}")
+
+    def __str__(self) -> str:
+        extras = [
+            "delayed" if self.delayed is not None else "",
+            "stochastic rounding" if self.stochastic_rounding else "",
+            "Hadamard" if self.hadamard else "",
+        ]
+        return ", ".join([str(self.format), *filter(None, extras)])

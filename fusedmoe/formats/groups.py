@@ -1,0 +1,97 @@
+"""Rows sorted by expert, laid out along the axis that blocks run along: every expert's rows begin a new block.
+
+Axes: R rows, E experts, P padded rows. Shapes follow from R, E and the block's size alone; nothing is read on the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusedmoe.kernels.torch.rows import tail_mask
+
+
+@dataclass(frozen=True)
+class PaddedRows:
+    """Each expert's rows, followed by zero rows up to a multiple of ``block``.
+
+    Attributes
+    ----------
+    offsets_E : Tensor
+        Where each expert's rows end among the R rows, int32.
+    ends_E : Tensor
+        Where each expert's padded rows end, int32: multiples of ``block``.
+    num_rows : int
+        R.
+    block : int
+        What each expert's rows are padded to a multiple of.
+    """
+
+    offsets_E: Tensor  # noqa: N815
+    ends_E: Tensor  # noqa: N815
+    num_rows: int
+    block: int
+
+    @classmethod
+    def of(cls, offsets_E: Tensor, num_rows: int, block: int) -> PaddedRows:
+        """Return the layout for rows that end there."""
+        counts_E = _counts(offsets_E)
+        ends_E = ((counts_E + block - 1) // block * block).cumsum(0, dtype=torch.int32)
+        return cls(offsets_E, ends_E, num_rows, block)
+
+    @property
+    def num_padded(self) -> int:
+        """P: enough for any splits, so that the experts' padded rows may end earlier."""
+        return (self.num_rows // self.block + min(self.offsets_E.shape[0], self.num_rows)) * self.block
+
+    def expert_of_padded(self) -> Tensor:
+        """Return the expert of each padded row: (P,) int64, E behind the last."""
+        return group_of(self.ends_E, self.num_padded)
+
+    def spread(self, x_RK: Tensor) -> Tensor:
+        """Return the rows in their padded places, zeros elsewhere: (P, K)."""
+        padded_P = torch.arange(self.num_padded, device=x_RK.device, dtype=torch.int32)
+        if not self.num_padded:
+            return x_RK.new_zeros(0, x_RK.shape[1])
+        expert_P = self.expert_of_padded().clamp(max=self.offsets_E.shape[0] - 1)
+        row_P = padded_P - _starts(self.ends_E)[expert_P] + _starts(self.offsets_E)[expert_P]
+        padding_P = row_P >= self.offsets_E[expert_P]
+        return x_RK[row_P.clamp(max=self.num_rows - 1)].masked_fill_(padding_P[:, None], 0)
+
+    def collect(self, x_PK: Tensor) -> Tensor:
+        """Undo `spread`: (R, K), zeros in rows that belong to no expert."""
+        if not self.num_rows:
+            return x_PK.new_zeros(0, x_PK.shape[1])
+        row_R = torch.arange(self.num_rows, device=x_PK.device, dtype=torch.int32)
+        expert_R = group_of(self.offsets_E, self.num_rows).clamp(max=self.offsets_E.shape[0] - 1)
+        place_R = row_R - _starts(self.offsets_E)[expert_R] + _starts(self.ends_E)[expert_R]
+        tail_R = tail_mask(self.offsets_E, self.num_rows)
+        return x_PK[place_R.clamp(max=self.num_padded - 1)].masked_fill_(tail_R[:, None], 0)
+
+
+def _starts(ends_E: Tensor) -> Tensor:
+    return F.pad(ends_E[:-1], (1, 0))
+
+
+def _counts(offsets_E: Tensor) -> Tensor:
+    return offsets_E - _starts(offsets_E)
+
+
+def group_of(ends_E: Tensor, num_rows: int) -> Tensor:
+    """Return the expert of each row: (num_rows,) int64, E behind the last."""
+    rows_R = torch.arange(num_rows, device=ends_E.device, dtype=torch.int32)
+    return torch.searchsorted(ends_E, rows_R, right=True)
+
+
+def of_group(values_E: Tensor, group: Tensor) -> Tensor:
+    """Return each row's expert's value, 1 for rows that belong to none: (..., E) to (..., rows)."""
+    return F.pad(values_E, (0, 1), value=1.0)[..., group]
+
+
+def max_by_group(x_R: Tensor, ends_E: Tensor) -> Tensor:
+    """The largest of each expert's rows, 0 without rows: (R, ...) to (E, ...). Entries are 0 at least."""
+    starts = F.pad(ends_E.to(torch.int64), (1, 0))
+    return torch.segment_reduce(x_R, "max", offsets=starts, axis=0, initial=0, unsafe=True)

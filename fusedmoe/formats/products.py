@@ -1,0 +1,211 @@
+"""Grouped products whose operands may be quantized: what such a product means, and where torch has it natively.
+
+Axes: R rows, E experts, K features in, N features out.
+
+A quantized operand stands for its dequantized values, and products are summed in fp32:
+
+- *native*: `F.scaled_grouped_mm` multiplies the codes. bf16 results of E4M3 by E4M3 with one scale a tensor or a row,
+  on GPUs of compute capability 9.0 and 10.0.
+- *emulated* on such GPUs otherwise: bf16 holds the codes times the scales of their blocks, exactly but for blocks with
+  fp32 scales that are no powers of two. Their product is rounded to bf16, then multiplied by the scales of rows and
+  tensors.
+- *emulated* elsewhere, and for results that are not bf16: in fp32 throughout, rounded once.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusedmoe.formats.format import E4M3, Format
+from fusedmoe.formats.groups import group_of
+from fusedmoe.formats.tensor import QuantizedSpec, QuantizedTensor, column_block
+from fusedmoe.kernels.torch import grouped_gemm
+from fusedmoe.kernels.torch.rows import zero_tail_
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Operand = Tensor | QuantizedTensor
+
+NATIVE, EMULATED = "native", "emulated"
+"""What `path` returns of a product with a quantized operand."""
+
+
+def grouped_mm(x: Operand, weight: Operand, offsets_E: Tensor) -> Tensor:
+    """``y[r] = x[r] @ weight[expert of r].T``: x (R, K), weight (E, N, K), both by rows where quantized."""
+    if isinstance(x, Tensor) and isinstance(weight, Tensor):
+        return grouped_gemm.grouped_mm(x, weight, offsets_E)
+    return _rows_times(x, weight, -1, offsets_E)
+
+
+def grouped_mm_dgrad(dy: Operand, weight: Operand, offsets_E: Tensor) -> Tensor:
+    """``dx[r] = dy[r] @ weight[expert of r]``: dy (R, N) by rows, weight (E, N, K) by columns."""
+    if isinstance(dy, Tensor) and isinstance(weight, Tensor):
+        return grouped_gemm.grouped_mm_dgrad(dy, weight, offsets_E)
+    return _rows_times(dy, weight, -2, offsets_E)
+
+
+def grouped_mm_wgrad(dy: Operand, x: Operand, offsets_E: Tensor) -> Tensor:
+    """``dW[e] = dy[rows of e].T @ x[rows of e]``: dy (R, N) and x (R, K), both by columns where quantized."""
+    if isinstance(dy, Tensor) and isinstance(x, Tensor):
+        return grouped_gemm.grouped_mm_wgrad(dy, x, offsets_E)
+    dy, x = _along(dy, -2), _along(x, -2)
+    if path(dy, x, dy.device) is NATIVE:
+        assert isinstance(dy, QuantizedTensor)
+        assert isinstance(x, QuantizedTensor)
+        return _native_wgrad(dy, x)
+    if not _in_bf16(dy.dtype, dy.device):
+        product = grouped_gemm.grouped_mm_wgrad(_fp32(dy), _fp32(x), offsets_E)
+        return product.to(dy.dtype)
+    if isinstance(dy, QuantizedTensor) and isinstance(x, QuantizedTensor) and _same_rows(dy, x):
+        # as they lie, with every expert's rows padded with zeros: rotated ones need not be rotated back
+        padded = dy.padded
+        assert padded is not None
+        (dy_NP, dy_factor), (x_KP, x_factor) = dy.split(), x.split()
+        product = grouped_gemm.grouped_mm_wgrad(dy_NP.to(torch.bfloat16).mT, x_KP.to(torch.bfloat16).mT, padded.ends_E)
+        return _times(product, None if dy_factor is None else dy_factor[..., None], x_factor, 1)
+    return grouped_gemm.grouped_mm_wgrad(_bf16(dy), _bf16(x), offsets_E)
+
+
+def mm(x: Operand, weight: Operand, weight_axis: int) -> Tensor:
+    """``x @ weight.T`` (weight_axis -1) or ``x @ weight`` (-2): x (..., K); in fp32 where either is quantized."""
+    if isinstance(x, Tensor) and isinstance(weight, Tensor):
+        return x @ (weight.mT if weight_axis == -1 else weight)
+    a, b = _fp32(_along(x, -1)), _fp32(_along(weight, weight_axis))
+    return (a @ (b.mT if weight_axis == -1 else b)).to(x.dtype)
+
+
+def mm_wgrad(dy: Operand, x: Operand) -> Tensor:
+    """``dy.T @ x`` over all rows: dy (..., N), x (..., K), both by columns where quantized."""
+    if isinstance(dy, Tensor) and isinstance(x, Tensor):
+        return dy.flatten(0, -2).mT @ x.flatten(0, -2)
+    a, b = _fp32(_along(dy, -2)), _fp32(_along(x, -2))
+    return (a.flatten(0, -2).mT @ b.flatten(0, -2)).to(dy.dtype)
+
+
+def path(a: Any, b: Any, device: torch.device) -> str:
+    """Return how a product of two operands, or of their specs, runs: `NATIVE`, `EMULATED`, ``""`` if neither is
+    quantized.
+    """
+    quantized = [s for s in (a, b) if isinstance(s, (QuantizedSpec, QuantizedTensor))]
+    if not quantized:
+        return ""
+    if len(quantized) < 2 or device.type != "cuda" or not _has_scaled_grouped_mm(device):
+        return EMULATED
+    if any(not _is_native(s.format) or s.dtype is not torch.bfloat16 for s in quantized):
+        return EMULATED
+    # the widths of codes have to be multiples of 16 bytes; columns of rows are padded to that
+    widths = [size for s in quantized for size in s.shape[1:]]
+    return NATIVE if all(width % 16 == 0 for width in widths) else EMULATED
+
+
+def path_dense(a: Any, b: Any) -> str:
+    """As `path`, of products without experts."""
+    return EMULATED if any(isinstance(s, (QuantizedSpec, QuantizedTensor)) for s in (a, b)) else ""
+
+
+def _is_native(format: Format) -> bool:
+    return format.element is E4M3 and format.block[1] is None
+
+
+@functools.cache
+def _has_scaled_grouped_mm(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) in ((9, 0), (10, 0))
+
+
+def _along(t: Operand, axis: int) -> Operand:
+    return t if isinstance(t, Tensor) else t.along(axis)
+
+
+def _in_bf16(dtype: torch.dtype, device: torch.device) -> bool:
+    return dtype is torch.bfloat16 and device.type == "cuda"
+
+
+def _fp32(t: Operand) -> Tensor:
+    return t.to(torch.float32) if isinstance(t, Tensor) else t.dequantize(torch.float32)
+
+
+def _bf16(t: Operand) -> Tensor:
+    return t if isinstance(t, Tensor) else t.dequantize(torch.bfloat16)
+
+
+def _same_rows(a: QuantizedTensor, b: QuantizedTensor) -> bool:
+    """Whether rows by columns are laid out alike."""
+    return a.rotated is b.rotated and a.offsets is not None and column_block(a.format) == column_block(b.format)
+
+
+def _rows_times(x: Operand, weight: Operand, weight_axis: int, offsets_E: Tensor) -> Tensor:
+    x, weight = _along(x, -1), _along(weight, weight_axis)
+    product = grouped_gemm.grouped_mm if weight_axis == -1 else grouped_gemm.grouped_mm_dgrad
+    if not x.shape[0]:
+        return torch.empty(0, weight.shape[-2 if weight_axis == -1 else -1], dtype=x.dtype, device=x.device)
+    if path(x, weight, x.device) is NATIVE:
+        assert isinstance(x, QuantizedTensor)
+        assert isinstance(weight, QuantizedTensor)
+        return _native_rows_times(x, weight, offsets_E)
+    if not _in_bf16(x.dtype, x.device):
+        return product(_fp32(x), _fp32(weight), offsets_E).to(x.dtype)
+    x_values, x_factor = _bf16_and_factor(x)
+    weight_values, weight_factor = _bf16_and_factor(weight)
+    y = product(x_values, weight_values, offsets_E)
+    if weight_factor is not None:
+        last = weight_factor.shape[0] - 1
+        weight_factor = weight_factor[group_of(offsets_E, x.shape[0]).clamp(max=last)]
+    return _times(y, None if x_factor is None else x_factor[:, None], weight_factor, 0)
+
+
+def _bf16_and_factor(t: Operand) -> tuple[Tensor, Tensor | None]:
+    if isinstance(t, Tensor):
+        return t, None
+    values, factor = t.split()
+    values = values.to(torch.bfloat16)
+    if t.axis == -2:
+        values = values.mT
+    rows, columns = t.matrix_shape
+    return values[..., :rows, :columns], factor
+
+
+def _times(product: Tensor, rows: Tensor | None, columns: Tensor | None, new_axis: int) -> Tensor:
+    """Multiply a product by what its operands were split from, in fp32."""
+    if rows is None and columns is None:
+        return product
+    y = product.to(torch.float32)
+    if rows is not None:
+        y = y * rows
+    if columns is not None:
+        y = y * (columns[:, None] if new_axis else columns)
+    return y.to(product.dtype)
+
+
+def _native_rows_times(x: QuantizedTensor, weight: QuantizedTensor, offsets_E: Tensor) -> Tensor:
+    """Rows by rows; the weight by rows or by columns, (E, M, L) with the axis summed over last either way."""
+    scale_R = _scales(x).reshape(-1).expand(x.shape[0]).contiguous()
+    scale_EM = _scales(weight).expand(weight.data.shape[:2]).contiguous()
+    y = _scaled_grouped_mm(x.data, weight.data.mT, scale_R, scale_EM, offsets_E)
+    return zero_tail_(y, offsets_E)
+
+
+def _native_wgrad(dy: QuantizedTensor, x: QuantizedTensor) -> Tensor:
+    """Rows by columns: (N, P) and (K, P), every expert's rows padded to a multiple of 16."""
+    padded = dy.padded
+    assert padded is not None
+    experts = padded.offsets_E.shape[0]
+    scale_dy, scale_x = [_scales(t).expand(experts, t.data.shape[0]).reshape(-1).contiguous() for t in (dy, x)]
+    return _scaled_grouped_mm(dy.data, x.data.mT, scale_dy, scale_x, padded.ends_E)
+
+
+def _scales(t: QuantizedTensor) -> Tensor:
+    assert t.factor is not None, "every format with a native product has one scale a tensor or a row"
+    return t.factor
+
+
+def _scaled_grouped_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, ends_E: Tensor) -> Tensor:
+    functional: Any = F  # whose stubs lack it
+    run: Callable[..., Tensor] = functional.scaled_grouped_mm
+    by_row = functional.ScalingType.RowWise
+    return run(a, b, scale_a, by_row, scale_b, by_row, offs=ends_E, output_dtype=torch.bfloat16)

@@ -1,0 +1,85 @@
+"""Which quantizers the operands of a linear layer's three products have, by the name of a recipe."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from fusedmoe.formats.format import (
+    E4M3,
+    E5M2,
+    Delayed,
+    Element,
+    Quantizer,
+    ScaleRule,
+    fp8_block,
+    fp8_row,
+    fp8_tensor,
+    mxfp8,
+    nvfp4,
+)
+
+
+class Roles(NamedTuple):
+    """What rows, weights and gradients are quantized to; None is not at all.
+
+    ``y = input @ weight.T`` by rows; ``dx = grad @ weight`` with the weight by columns; ``dw = grad.T @ input`` with
+    both by columns.
+    """
+
+    input: Quantizer | None
+    weight: Quantizer | None
+    grad: Quantizer | None
+
+
+def grad_element(hybrid: bool) -> Element:
+    """E5M2, with more range, for the gradients of a hybrid recipe."""
+    return E5M2 if hybrid else E4M3
+
+
+def tensor_roles(hybrid: bool = True, power_of_two: bool = False, delayed: Delayed | None = None) -> Roles:
+    """One scale a tensor."""
+    forward = Quantizer(fp8_tensor(E4M3, power_of_two), delayed=delayed)
+    return Roles(forward, forward, Quantizer(fp8_tensor(grad_element(hybrid), power_of_two), delayed=delayed))
+
+
+def row_roles(hybrid: bool = False, power_of_two: bool = False) -> Roles:
+    """One scale a row."""
+    forward = Quantizer(fp8_row(E4M3, power_of_two))
+    return Roles(forward, forward, Quantizer(fp8_row(grad_element(hybrid), power_of_two)))
+
+
+def block_roles(hybrid: bool = False, power_of_two: bool = True, amax_epsilon: float = 0.0) -> Roles:
+    """1x128 blocks of rows and gradients, 128x128 blocks of weights."""
+    return Roles(
+        Quantizer(fp8_block(E4M3, 1, power_of_two, amax_epsilon)),
+        Quantizer(fp8_block(E4M3, 128, power_of_two, amax_epsilon)),
+        Quantizer(fp8_block(grad_element(hybrid), 1, power_of_two, amax_epsilon)),
+    )
+
+
+def mxfp8_roles(hybrid: bool = False, rule: ScaleRule = ScaleRule.RCEIL, weight_2d: bool = False) -> Roles:
+    """1x32 blocks, 32x32 of weights where that is asked."""
+    return Roles(
+        Quantizer(mxfp8(E4M3, rule=rule)),
+        Quantizer(mxfp8(E4M3, 32 if weight_2d else 1, rule)),
+        Quantizer(mxfp8(grad_element(hybrid), rule=rule)),
+    )
+
+
+def nvfp4_roles(hadamard: bool = True, stochastic_rounding: bool = True, weight_2d: bool = True) -> Roles:
+    """1x16 blocks, 16x16 of weights; rows and gradients rotated for the weight gradient."""
+    return Roles(
+        Quantizer(nvfp4(), hadamard=hadamard),
+        Quantizer(nvfp4(16 if weight_2d else 1)),
+        Quantizer(nvfp4(), stochastic_rounding, hadamard),
+    )
+
+
+ROLES: dict[str, Roles] = {
+    "fp8_tensor": tensor_roles(),
+    "fp8_row": row_roles(),
+    "fp8_block": block_roles(),
+    "mxfp8": mxfp8_roles(),
+    "nvfp4": nvfp4_roles(),
+}
+"""The quantizers of the recipe of each name, with its defaults."""

@@ -1,0 +1,90 @@
+"""Scales from amax, by integer arithmetic on the bits of fp32 where a power of two is asked: ``log2`` misses some
+floats beside powers of two, and torch's cast to E8M0 rounds to nearest. A NaN counts as no element: amax leaves it out.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fusedmoe.formats.casts import to_codes
+from fusedmoe.formats.format import E2M1, E4M3, Element, Format, ScaleRule
+
+_FLT_MAX = torch.finfo(torch.float32).max
+_MANTISSA = 0x7FFFFF
+
+
+def encode_and_scale(amax: Tensor, format: Format, tensor_encode: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return what elements are multiplied by (fp32) and the scale that is stored, in its dtype.
+
+    Parameters
+    ----------
+    amax
+        fp32, one entry a scale.
+    format
+        Whose rule to go by.
+    tensor_encode
+        For `ScaleRule.TWO_LEVEL`: see `tensor_encode`; broadcast against ``amax``.
+    """
+    rule, element = format.rule, format.element
+    if rule is ScaleRule.TWO_LEVEL:
+        assert tensor_encode is not None
+        return _two_level(amax, tensor_encode)
+    if rule in (ScaleRule.RCEIL, ScaleRule.FLOOR):
+        byte = e8m0_rceil(amax, element) if rule is ScaleRule.RCEIL else e8m0_floor(amax, element)
+        return power_of_two(254 - byte), byte.to(torch.uint8).view(torch.float8_e8m0fnu)
+    encode = fp32_encode(amax, element.max, format.amax_epsilon)
+    if rule is ScaleRule.POWER_OF_TWO:
+        encode = (encode.view(torch.int32) & ~_MANTISSA).view(torch.float32)
+    return encode, 1 / encode
+
+
+def decoded(scale: Tensor) -> Tensor:
+    """Return stored scales as fp32."""
+    if scale.dtype is torch.float8_e8m0fnu:  # byte 0 is a subnormal fp32, which torch's own cast need not keep
+        return power_of_two(scale.view(torch.uint8).to(torch.int32))
+    return scale.to(torch.float32)
+
+
+def fp32_encode(amax: Tensor, largest: float, epsilon: float = 0.0) -> Tensor:
+    """``largest / max(amax, epsilon)``; 1 where that amax is 0 or infinite, and never infinite itself."""
+    amax = amax.clamp(min=epsilon)
+    encode = (torch.full_like(amax, largest) / amax).clamp(max=_FLT_MAX)
+    return encode.masked_fill((amax == 0) | amax.isinf(), 1.0)
+
+
+def e8m0_rceil(amax: Tensor, element: Element) -> Tensor:
+    """The byte of ``2 ** ceil(log2(amax / max))``, int32: 0 for amax 0, 254 for an infinite one."""
+    d = amax * (1.0 / element.max)  # with fp32(1 / max): the same bytes as by dividing
+    bits = d.view(torch.int32)
+    exponent, mantissa = bits >> 23, bits & _MANTISSA
+    # half of the subnormals, those up to 2**-127, are byte 0's; the largest byte is 254
+    up = (mantissa > 0) & (exponent != 254) & ~((exponent == 0) & (mantissa <= 0x400000))
+    return (exponent + up).masked_fill(d.isinf(), 254)
+
+
+def e8m0_floor(amax: Tensor, element: Element) -> Tensor:
+    """The byte of ``2 ** (floor(log2(amax)) - max_exponent)``, int32, 0 at least."""
+    return ((amax.view(torch.int32) >> 23) - element.max_exponent).clamp(min=0)
+
+
+def power_of_two(byte: Tensor) -> Tensor:
+    """``2 ** (byte - 127)`` as fp32, exactly; NaN for 255."""
+    byte = byte.to(torch.int32)
+    bits = torch.where(byte == 0, 0x400000, torch.where(byte == 255, 0x7FC00000, byte << 23))
+    return bits.to(torch.int32).view(torch.float32)
+
+
+def tensor_encode(amax: Tensor) -> Tensor:
+    """``448 * 6 / amax`` as fp32, 1 for amax 0: what the E4M3 scales of a tensor are multiplied by before they are
+    rounded.
+    """
+    encode = (torch.full_like(amax, E4M3.max * E2M1.max) / amax).clamp(max=_FLT_MAX)
+    return encode.masked_fill((amax == 0) | (encode == 0), 1.0)
+
+
+def _two_level(amax: Tensor, tensor_encode: Tensor) -> tuple[Tensor, Tensor]:
+    # one rounding before the cast, and no lower bound: what is too small becomes 0
+    scale = to_codes((amax * (tensor_encode * (1.0 / E2M1.max))).clamp(max=E4M3.max), E4M3)
+    encode = (1 / (scale.to(torch.float32) * (1 / tensor_encode))).clamp(max=_FLT_MAX)
+    return encode, scale

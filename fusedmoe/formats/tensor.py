@@ -1,0 +1,258 @@
+"""`QuantizedTensor`: codes, scales, and what both mean."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedmoe.errors import InputError
+from fusedmoe.formats.casts import from_codes, unpack
+from fusedmoe.formats.format import E2M1, Format
+from fusedmoe.formats.groups import PaddedRows, group_of, of_group
+from fusedmoe.formats.hadamard import rotate_back
+from fusedmoe.formats.scales import decoded
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+_TENSORS = 4  # that a QuantizedTensor holds, some of them perhaps None
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedTensor:
+    """A matrix, or one matrix an expert, in a small format. It stands for the values that `dequantize` returns.
+
+    A product sums over one axis of its operands, and blocks have to run along that one. So a tensor that two products
+    sum over different axes of is quantized twice, along the last axis ("by rows") and along the one before ("by
+    columns"); each is a `QuantizedTensor` of its own, which no product takes along the other axis.
+
+    Attributes
+    ----------
+    data : Tensor
+        The codes, in the element's dtype, two a byte for 4 bits. **The axis quantized along comes last**: (R, K) of
+        rows by rows; (K, P) of rows by columns, every expert's rows padded to whole blocks; (E, N, K) and (E, K, N) of
+        weights.
+    scale : Tensor
+        In the rule's dtype: one a block, (..., M / across, L / along) for data (..., M, L); one a row, (M, 1), or (M,
+        E) of rows by columns; one a tensor, (E,).
+    format : Format
+        What codes and scales are.
+    axis : int
+        The source's axis that blocks run along: -1 or -2.
+    shape, dtype : tuple of int, torch.dtype
+        Of the source, which is what operations see. (Rows may have more than one leading axis.)
+    tensor_scale : Tensor or None
+        The fp32 scale of each expert, (E,), where the format has one.
+    offsets : Tensor or None
+        Of rows sorted by expert: where each expert's rows end.
+    rotated : bool
+        Tiles of 16 rows were rotated first: see `fusedmoe.formats.hadamard`.
+    """
+
+    data: Tensor
+    scale: Tensor
+    format: Format
+    axis: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    tensor_scale: Tensor | None = None
+    offsets: Tensor | None = None
+    rotated: bool = False
+
+    # what code that looks at tensors asks of every value
+    requires_grad = False
+
+    @property
+    def device(self) -> torch.device:
+        """Where the codes are."""
+        return self.data.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales."""
+        return sum(t.nbytes for t in self.tensors() if t is not None and t is not self.offsets)
+
+    def stride(self) -> tuple[int, ...]:
+        """Return the strides of the codes."""
+        return self.data.stride()
+
+    def data_ptr(self) -> int:
+        """Return the address of the codes."""
+        return self.data.data_ptr()
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Return all that it holds in memory, for `with_tensors`."""
+        return self.data, self.scale, self.tensor_scale, self.offsets
+
+    def with_tensors(self, tensors: Sequence[Tensor | None]) -> QuantizedTensor:
+        """Return the same with these in the place of `tensors`."""
+        changed: dict[str, Any] = dict(zip(("data", "scale", "tensor_scale", "offsets"), tensors, strict=True))
+        return replace(self, **changed)
+
+    def without_tensors(self) -> QuantizedTensor:
+        """Return all but `tensors`, for `with_tensors`: it holds no memory."""
+        return self.with_tensors([None] * _TENSORS)
+
+    def along(self, axis: int, what: str = "a product") -> QuantizedTensor:
+        """Return itself, if it was quantized along this axis.
+
+        Raises
+        ------
+        InputError
+            It was quantized along the other one.
+        """
+        if axis != self.axis:
+            raise InputError(
+                f"{what} sums over axis {axis} of a tensor of shape {tuple(self.shape)} that was quantized along axis "
+                f"{self.axis}: quantize it along axis {axis}, from the values in high precision"
+            )
+        return self
+
+    @property
+    def padded(self) -> PaddedRows | None:
+        """How rows that were quantized by columns are laid out; None of anything else."""
+        if self.axis != -2 or self.offsets is None:
+            return None
+        return PaddedRows.of(self.offsets, self.shape[0], column_block(self.format))
+
+    @property
+    def length(self) -> int:
+        """Elements along the last axis of the codes."""
+        return self.data.shape[-1] * (2 if self.format.element is E2M1 else 1)
+
+    def codes(self) -> Tensor:
+        """Return the codes, one an entry: uint8 for 4 bits."""
+        return unpack(self.data, self.length) if self.format.element is E2M1 else self.data
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the values that the codes stand for, in the source's shape and layout.
+
+        Parameters
+        ----------
+        dtype
+            Of the result; the source's by default. The arithmetic is fp32. bf16 holds the values exactly of every
+            format but those with fp32 scales that are no powers of two.
+        """
+        values, factor = self.split()
+        if factor is not None:
+            values = values * self._per_value(factor)
+        if self.rotated:
+            values = rotate_back(values)
+        if self.axis == -2:
+            padded = self.padded
+            values = values.mT if padded is None else padded.collect(values.mT)
+        rows, columns = self.matrix_shape
+        return values[..., :rows, :columns].reshape(self.shape).to(self.dtype if dtype is None else dtype)
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """Rows and features, of the matrix or of one expert's."""
+        return (math.prod(self.shape[:-1]) if self.data.dim() == 2 else self.shape[-2]), self.shape[-1]
+
+    def split(self) -> tuple[Tensor, Tensor | None]:
+        """Return the values up to a factor, fp32 in the layout of the codes, and that `factor`.
+
+        The values have eight significant bits at most (but for blocks with fp32 scales that are no powers of two), so
+        that bf16 holds them.
+        """
+        values = from_codes(self.codes(), self.format.element)
+        across, along = self.format.block
+        if along is not None:
+            assert across is not None
+            values = values * _expanded(decoded(self.scale), across, along, values.shape)
+        return values, self.factor
+
+    @property
+    def factor(self) -> Tensor | None:
+        """What a product of the values of `split` is still to be multiplied by: fp32, (R,) of rows by rows, (E, M) or
+        (E, 1) of everything else for codes (..., M, L); None for 1.
+        """
+        across, along = self.format.block
+        if along is not None:
+            return None if self.tensor_scale is None else self._by_expert(self.tensor_scale)
+        if across is None:
+            return self._by_expert(self.scale)
+        return self.scale.mT if self.axis == -2 and self.scale.dim() == 2 else self.scale[..., 0]
+
+    def _by_expert(self, scale_E: Tensor) -> Tensor:
+        """One value an expert, as a `factor`."""
+        if self.axis == -1 and self.offsets is not None:
+            return of_group(scale_E, group_of(self.offsets, self.shape[0]))
+        return scale_E[:, None]
+
+    def _per_value(self, factor: Tensor) -> Tensor:
+        """Return a factor as something to multiply the values of `split` by."""
+        padded = self.padded
+        if padded is not None:  # (E, M or 1) for values (M, P)
+            expert_P = padded.expert_of_padded()
+            return of_group(factor.mT, expert_P)
+        if self.data.dim() == 2:
+            return factor.reshape(-1, 1)
+        return factor[..., None]
+
+
+class QuantizedSpec(NamedTuple):
+    """Shape, dtype and format of a `QuantizedTensor` that does not exist yet.
+
+    Attributes
+    ----------
+    shape, dtype
+        Of the source.
+    format : Format
+        What it is quantized to.
+    axis : int
+        The axis that it is quantized along.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    format: Format
+    axis: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales, about: without what pads every expert's rows."""
+        count = math.prod(self.shape)
+        across, along = self.format.block
+        size = max(1, self.shape[self.axis]) if along is None else along
+        blocks = 1 if across is None else count / (size * across)
+        return int(count * self.format.element.bits / 8 + blocks * self.format.rule.dtype.itemsize)
+
+
+def column_block(format: Format) -> int:
+    """Return what every expert's rows are padded to a multiple of, by columns: a block, or what matrix units read."""
+    return format.block[1] or 16
+
+
+def _expanded(scale: Tensor, across: int, along: int, shape: torch.Size) -> Tensor:
+    """Return one scale an element."""
+    if across > 1:
+        scale = scale.repeat_interleave(across, -2)[..., : shape[-2], :]
+    return scale.repeat_interleave(along, -1)[..., : shape[-1]]
+
+
+def packed(values: Sequence[Any]) -> tuple[list[Tensor | None], list[QuantizedTensor | None]]:
+    """Return tensors and quantized tensors as tensors alone, as autograd saves them, and what `unpacked` needs."""
+    tensors: list[Tensor | None] = []
+    shells: list[QuantizedTensor | None] = []
+    for value in values:
+        if isinstance(value, QuantizedTensor):
+            tensors += value.tensors()
+            shells.append(value.without_tensors())
+        else:
+            tensors.append(value)
+            shells.append(None)
+    return tensors, shells
+
+
+def unpacked(tensors: Sequence[Tensor | None], shells: Sequence[QuantizedTensor | None]) -> list[Any]:
+    """Undo `packed`."""
+    left = iter(tensors)
+    return [
+        next(left) if shell is None else shell.with_tensors([next(left) for _ in range(_TENSORS)]) for shell in shells
+    ]

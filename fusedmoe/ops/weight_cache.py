@@ -1,0 +1,125 @@
+"""Weights are quantized once, and again when they have changed.
+
+What is kept stands beside the layer, for one quantizer at a time. It is used as long as nothing says that the weight is
+another:
+
+- the parameter is the same object at the same address, with the same count of in-place changes (``load_state_dict``,
+  ``torch.no_grad`` updates, fused and foreach optimizers);
+- no ``torch.optim`` optimizer has stepped since, not even one that writes through ``.data``, which torch does not
+  count;
+- its ``.grad`` has not been set to None, or to another tensor, since;
+- nobody has set the parameter on the module, as FSDP2 does when it unshards and reshards: that also frees what is
+  kept;
+- the CUDA stream is the same one.
+
+Nothing is read or kept while a CUDA graph is captured: a graph quantizes in every replay. A hand-written loop that
+changes weights through ``.data`` and never resets ``.grad`` goes unnoticed: it has `clear_weight_cache` to call.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from fusedmoe.formats import QuantizedTensor, Quantizer
+    from fusedmoe.ops.op import Op
+
+_NAME = "_quantized_weight"  # on the layer; dropped with every parameter that is set, see `Op.__setattr__`
+
+_optimizer_steps = 0
+_hook: Any = None
+
+
+def _count_step(*_: object) -> None:
+    global _optimizer_steps
+    _optimizer_steps += 1
+
+
+def _watch_optimizers() -> None:
+    global _hook
+    if _hook is None:
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        _hook = register_optimizer_step_post_hook(_count_step)
+
+
+@dataclass
+class _Entry:
+    parameter: weakref.ref[Tensor]
+    grad: weakref.ref[Tensor] | None
+    state: tuple[Any, ...]
+    forms: dict[int, QuantizedTensor]
+
+    def holds(self, parameter: Tensor, state: tuple[Any, ...]) -> bool:
+        if self.parameter() is not parameter or self.state != state:
+            return False
+        grad = parameter.grad
+        if self.grad is not None:
+            return grad is not None and self.grad() is grad
+        if grad is not None:  # the first gradient since it was quantized: others will be added to it
+            self.grad = weakref.ref(grad)
+        return True
+
+
+def _state(parameter: Tensor, weight: Tensor, quantizer: Quantizer) -> tuple[Any, ...]:
+    stream = torch.cuda.current_stream(weight.device).cuda_stream if weight.is_cuda else None
+    return parameter._version, parameter.data_ptr(), parameter.dtype, weight.dtype, quantizer, stream, _optimizer_steps
+
+
+def _cacheable(layer: Op, weight: Tensor) -> Tensor | None:
+    """Return the parameter that a weight is, or was cast from by autocast; None where nothing may be kept."""
+    parameter = layer._parameters.get("weight")
+    if parameter is None or type(weight) not in (Tensor, nn.Parameter) or parameter.is_inference():
+        return None  # parametrized (LoRA): another tensor every time
+    if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    if torch._C._are_functorch_transforms_active():
+        return None
+    return parameter
+
+
+def find(layer: Op, weight: Tensor, quantizer: Quantizer, axes: Sequence[int]) -> Any:
+    """Return what is kept, in these forms, where it still holds."""
+    entry: _Entry | None = layer.__dict__.get(_NAME)
+    if entry is None:
+        return None
+    parameter = _cacheable(layer, weight)
+    if parameter is None or not entry.holds(parameter, _state(parameter, weight, quantizer)):
+        return None
+    if any(axis not in entry.forms for axis in axes):
+        return None
+    forms = tuple(entry.forms[axis] for axis in axes)
+    return forms if len(forms) > 1 else forms[0]
+
+
+def keep(layer: Op, weight: Tensor, quantizer: Quantizer, axes: Sequence[int], forms: Any) -> None:
+    """Keep a weight's forms, in the place of what was kept."""
+    parameter = _cacheable(layer, weight)
+    if parameter is None:
+        return
+    _watch_optimizers()
+    found = (forms,) if len(axes) == 1 else forms
+    grad = None if parameter.grad is None else weakref.ref(parameter.grad)
+    state = _state(parameter, weight, quantizer)
+    layer.__dict__[_NAME] = _Entry(weakref.ref(parameter), grad, state, dict(zip(axes, found, strict=True)))
+
+
+def weight_cache_bytes(module: nn.Module) -> int:
+    """Return the bytes that quantized weights take beside the parameters of a module and all within it."""
+    entries = [m.__dict__[_NAME] for m in module.modules() if _NAME in m.__dict__]
+    return sum(form.nbytes for entry in entries for form in entry.forms.values())
+
+
+def clear_weight_cache(module: nn.Module) -> None:
+    """Forget the quantized weights of a module and all within it: the next call quantizes them again.
+
+    Needed only after weights were changed in a way that neither torch nor an optimizer notices: through ``.data``.
+    """
+    for m in module.modules():
+        m.__dict__.pop(_NAME, None)

@@ -1,0 +1,149 @@
+"""Transformer Engine's recipes as ours. They are known by class name and fields: Transformer Engine is not imported."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fusedmoe.errors import InputError
+from fusedmoe.formats import Delayed
+from fusedmoe.fusion.log import say_once
+from fusedmoe.recipes.recipe import MXFP8, NVFP4, FP8Block, FP8Tensor, Recipe
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+logger = logging.getLogger(__name__)
+
+_IGNORED = {
+    # how products are summed on their hardware; ours always sum in fp32
+    "fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad",
+    # derived from other fields, or of attention
+    "fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad",
+    "fp4_quant_fwd_inp", "fp4_quant_fwd_weight", "fp4_quant_bwd_grad",
+    "fp8_dpa", "fp8_mha", "nvfp4_4over6_err_mode", "fp4_format",
+}  # fmt: skip
+
+
+class _Fields:
+    """The fields of a recipe: each is taken once, and what nobody takes must have a value that changes nothing."""
+
+    def __init__(self, recipe: Any) -> None:
+        self.kind = type(recipe).__name__
+        names = getattr(type(recipe), "__dataclass_fields__", vars(recipe))
+        self.left = {name: getattr(recipe, name) for name in names if name not in _IGNORED}
+
+    def take(self, name: str, default: Any) -> Any:
+        return self.left.pop(name, default)
+
+    def hybrid(self, default: str) -> bool:
+        """Whether gradients are in E5M2."""
+        given = self.take("fp8_format", None)
+        name = default if given is None else getattr(given, "name", str(given))
+        if name not in ("E4M3", "HYBRID"):
+            raise InputError(f"recipe {self.kind}: fp8_format: expected E4M3 or HYBRID, got {name}")
+        return bool(name == "HYBRID")
+
+    def finish(self, harmless: Mapping[str, Any]) -> None:
+        """Raise where a field that is left asks for something that there is not here."""
+        for name, value in self.left.items():
+            if name not in harmless:
+                raise InputError(f"recipe {self.kind}: {name}: a field that fusedmoe does not know; got {value!r}")
+            if value != harmless[name]:
+                raise InputError(f"recipe {self.kind}: {name}: expected {harmless[name]!r}, got {value!r}")
+
+
+def _epsilon(recipe: Any) -> float:
+    """The one amax_epsilon of a recipe's three sets of quantization parameters."""
+    params = [getattr(recipe, f"fp8_quant_{role}", None) for role in ("fwd_inp", "fwd_weight", "bwd_grad")]
+    epsilons = {float(getattr(p, "amax_epsilon", 0.0)) for p in params if p is not None} or {0.0}
+    if len(epsilons) > 1:
+        raise InputError(f"recipe {type(recipe).__name__}: amax_epsilon: expected the same for all, got {epsilons}")
+    return epsilons.pop()
+
+
+def _power_of_two(recipe: Any, default: bool) -> bool:
+    params = [getattr(recipe, f"fp8_quant_{role}", None) for role in ("fwd_inp", "fwd_weight", "bwd_grad")]
+    given = {bool(getattr(p, "power_2_scale", default)) for p in params if p is not None} or {default}
+    if len(given) > 1:
+        raise InputError(f"recipe {type(recipe).__name__}: power_2_scale: expected the same for all, got {given}")
+    return given.pop()
+
+
+def _delayed_scaling(recipe: Any, fields: _Fields) -> Recipe:
+    algorithm = fields.take("amax_compute_algo", "max")
+    if algorithm not in ("max", "most_recent"):
+        raise InputError(f"recipe {fields.kind}: amax_compute_algo: expected 'max' or 'most_recent', got {algorithm!r}")
+    if fields.take("reduce_amax", True) and torch.distributed.is_available() and torch.distributed.is_initialized():
+        message = "recipe %s: reduce_amax: every rank scales by the amax of its own rows; it is not reduced over ranks"
+        say_once(logger, logging.WARNING, message, fields.kind)
+    history, margin = fields.take("amax_history_len", 1024), fields.take("margin", 0)
+    delayed = Delayed(int(history), algorithm == "most_recent", int(margin))
+    return FP8Tensor(hybrid=fields.hybrid("HYBRID"), delayed=delayed)
+
+
+def _current_scaling(recipe: Any, fields: _Fields) -> Recipe:
+    power_of_two = bool(fields.take("use_power_2_scales", False))
+    if _epsilon(recipe):
+        raise InputError(f"recipe {fields.kind}: amax_epsilon: expected 0.0, got {_epsilon(recipe)}")
+    return FP8Tensor(hybrid=fields.hybrid("HYBRID"), power_of_two=_power_of_two(recipe, power_of_two))
+
+
+def _mxfp8(recipe: Any, fields: _Fields) -> Recipe:
+    return MXFP8(hybrid=fields.hybrid("E4M3"), weight_2d=bool(fields.take("enable_2d_quantization", False)))
+
+
+def _fp8_block(recipe: Any, fields: _Fields) -> Recipe:
+    power_of_two = not fields.take("use_f32_scales", False)
+    return FP8Block(
+        hybrid=fields.hybrid("E4M3"),
+        power_of_two=_power_of_two(recipe, power_of_two),
+        amax_epsilon=_epsilon(recipe),
+    )
+
+
+def _nvfp4(recipe: Any, fields: _Fields) -> Recipe:
+    fields.take("fp8_format", None)  # of what is not in four bits; there is no such thing here
+    return NVFP4(
+        hadamard=not fields.take("disable_rht", False),
+        stochastic_rounding=not fields.take("disable_stochastic_rounding", False),
+        weight_2d=not fields.take("disable_2d_quantization", False),
+    )
+
+
+_CONVERSIONS: dict[str, tuple[Callable[[Any, _Fields], Recipe], dict[str, Any]]] = {
+    # what makes ours of it; the other fields, with the values that change nothing
+    "DelayedScaling": (_delayed_scaling, {"scaling_factor_compute_algo": None, "backward_override": None}),
+    "Float8CurrentScaling": (_current_scaling, {"backward_override": None}),
+    "MXFP8BlockScaling": (_mxfp8, {"margin": 0, "backward_override": None}),
+    "Float8BlockScaling": (
+        _fp8_block,
+        {
+            "x_block_scaling_dim": 1, "w_block_scaling_dim": 2, "grad_block_scaling_dim": 1, "backward_override": None,
+        },
+    ),
+    "NVFP4BlockScaling": (
+        _nvfp4, {"row_scaled_activation": False, "nvfp4_4over6": "none", "backward_override": None},
+    ),
+}  # fmt: skip
+
+
+def converted(recipe: object) -> Recipe | None:
+    """Return one of Transformer Engine's recipes as ours; None for anything else.
+
+    Raises
+    ------
+    InputError
+        It asks for something that there is not here: the error names the field.
+    """
+    found = next((_CONVERSIONS[c.__name__] for c in type(recipe).__mro__ if c.__name__ in _CONVERSIONS), None)
+    if found is None:
+        return None
+    convert, harmless = found
+    fields = _Fields(recipe)
+    ours = convert(recipe, fields)
+    fields.finish(harmless)
+    return ours
