@@ -105,8 +105,11 @@ class Line:
         reason: str,
         here: bool,
         subclass: bool = False,
+        quantized: bool = False,
     ) -> None:
-        self.attempts.append(Attempt(rule.name, self.direction, start, end, matched, status, reason, here, subclass))
+        self.attempts.append(
+            Attempt(rule.name, self.direction, start, end, matched, status, reason, here, subclass, quantized)
+        )
 
     def _try(self, rule: type[FusionRule], unavailable: str | None, start: int) -> None:
         found = match(rule.slots, [p.item for p in self.places], start)
@@ -125,20 +128,20 @@ class Line:
             bound = rule(m.bindings)
             ctx = self._ctx(rule, m.bindings, start, m.end)
             if why_not := None if rule.takes_quantized else self._quantized_operand(start, m.end):
-                declined.append((m.end, matched, why_not, False))
+                declined.append((m.end, matched, why_not, True))
                 continue
             try:
                 bound.check(ctx)
             except Declined as why:
-                declined.append((m.end, matched, str(why), True))
+                declined.append((m.end, matched, str(why), False))
                 continue
             self.candidates.append(self._candidate(rule, bound.build(ctx), ctx, start, m.end))
         if len(declined) == len(found):
-            end, matched, reason, here = declined[0]
-            self._note(rule, start, end, matched, Status.CONSTRAINT, reason, here)
+            end, matched, reason, quantized = declined[0]
+            self._note(rule, start, end, matched, Status.CONSTRAINT, reason, here=True, quantized=quantized)
 
     def _quantized_operand(self, start: int, end: int) -> str | None:
-        """Why a rule for plain tensors does not take these places: no kernel of its own is missed then."""
+        """Why a rule for plain tensors does not take these places."""
         specs = self._context["_specs"]
         for place in self.places[start:end]:
             for value in place.step.needs:

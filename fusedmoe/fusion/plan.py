@@ -52,6 +52,8 @@ class Attempt:
         Whether the rule could run on this machine at all.
     subclass : bool
         Of a NO_MATCH: what did not fit is a subclass of what would have.
+    quantized : bool
+        Of a CONSTRAINT: an operand is quantized, which the rule has no kernel for on any device.
     """
 
     rule: str
@@ -63,11 +65,13 @@ class Attempt:
     reason: str = ""
     on_this_device: bool = True
     subclass: bool = False
+    quantized: bool = False
 
     @property
     def missed(self) -> bool:
         """Whether this device has the kernel and it does not run: what ``fm.strict()`` raises for."""
-        return self.on_this_device and self.matched > 0 and self.status in (Status.CONSTRAINT, Status.NO_MATCH)
+        stood = self.matched > 0 and self.status in (Status.CONSTRAINT, Status.NO_MATCH)
+        return stood and self.on_this_device and not self.quantized
 
     def stands_on(self, position: int) -> bool:
         """Whether a slot was bound to the op there, or would have been but that the op is of a subclass.

@@ -412,9 +412,9 @@ def test_quantized_operands():
     forms = {  # of the last place at which each stood
         "sm90.grouped_gemm": "3.input",
         "sm90.grouped_gemm_activation": "0.input",
-        "sm90.grouped_wgrad": "grad(1.input):columns",
-        "sm90.grouped_dgrad": "grad(1.input)",
-        "sm90.grouped_dgrad_activation": "grad(3.output)",
+        "sm90.grouped_wgrad": "grad(0:grad.input):columns",
+        "sm90.grouped_dgrad": "grad(0:grad.input)",
+        "sm90.grouped_dgrad_activation": "grad(3:grad.input)",
     }
     for rule, value in forms.items():
         assert found[rule] == f"{value} is quantized (fp8 e4m3 1x128), and this rule takes plain tensors"
