@@ -1,0 +1,254 @@
+"""Recipes on a GPU: the same codes as on a CPU, no host synchronisation, CUDA graphs, native products."""
+
+import pytest
+import torch
+from test_async import capture, random_splits  # beside this file
+
+import fusedmoe as fm
+from fusedmoe import formats
+from fusedmoe.formats import E2M1, E4M3, E5M2, Delayed, Quantizer, ScaleRule, casts, products
+from fusedmoe.formats.roles import ROLES
+from fusedmoe.recipes import FP8Block, FP8Row, FP8Tensor
+
+E, H, I = 16, 128, 64  # noqa: E741
+
+QUANTIZERS = {
+    "tensor": Quantizer(formats.fp8_tensor()),
+    "tensor e5m2": Quantizer(formats.fp8_tensor(E5M2)),
+    "row": Quantizer(formats.fp8_row()),
+    "row, power of two": Quantizer(formats.fp8_row(E4M3, power_of_two=True)),
+    "block": Quantizer(formats.fp8_block()),
+    "block, fp32": Quantizer(formats.fp8_block(power_of_two=False)),
+    "mxfp8": Quantizer(formats.mxfp8()),
+    "mxfp8 e5m2": Quantizer(formats.mxfp8(E5M2)),
+    "mxfp8 floor": Quantizer(formats.mxfp8(rule=ScaleRule.FLOOR)),
+    "nvfp4": Quantizer(formats.nvfp4()),
+    "nvfp4 rotated": Quantizer(formats.nvfp4(), hadamard=True),
+    "nvfp4 stochastic": Quantizer(formats.nvfp4(), stochastic_rounding=True, hadamard=True),
+}
+WEIGHTS = {
+    "tensor": formats.fp8_tensor(),
+    "row": formats.fp8_row(),
+    "128x128": formats.fp8_block(across=128),
+    "mxfp8": formats.mxfp8(),
+    "32x32": formats.mxfp8(across=32),
+    "16x16": formats.nvfp4(16),
+}
+RECIPES = [*ROLES, FP8Tensor(delayed=Delayed(history=4)), FP8Row(hybrid=True), FP8Block(power_of_two=False)]
+
+
+def name(recipe):
+    return recipe if isinstance(recipe, str) else repr(recipe)
+
+
+def bits(t):
+    """A tensor's bytes, as numbers that compare a NaN with itself."""
+    return t.cpu().contiguous().view(torch.uint8)
+
+
+def assert_same_codes(ours, theirs):
+    for on_gpu, on_cpu in zip(ours.tensors(), theirs.tensors(), strict=True):
+        assert (on_gpu is None) is (on_cpu is None)
+        assert on_gpu is None or torch.equal(bits(on_gpu), bits(on_cpu))
+
+
+def wide(*shape):
+    """Magnitudes from beside fp32's smallest to beside its largest, zeros, and a few that are no numbers."""
+    torch.manual_seed(0)
+    x = torch.randn(shape) * torch.exp2(torch.randint(-40, 40, (*shape[:-1], 1)).float())
+    flat = x.view(-1, shape[-1])
+    flat[3] = 0
+    flat[4] *= 2.0**-100
+    flat[5, 7], flat[6, 1], flat[7, 2], flat[8, 0] = torch.nan, torch.inf, -torch.inf, -0.0
+    return x
+
+
+@pytest.mark.parametrize("element", [E4M3, E5M2, E2M1], ids=str)
+def test_casts_of_every_bf16(device, element):
+    x = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    assert torch.equal(bits(casts.to_codes(x.to(device), element)), bits(casts.to_codes(x, element)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS)
+def test_rows_have_the_same_codes_as_on_a_cpu(device, quantizer, axis, dtype):
+    x = wide(300, 272).to(dtype)
+    offsets = torch.tensor([0, 5, 5, 133, 261, 262, 290], dtype=torch.int32)
+    x[290:] = torch.nan
+    random_bits = None
+    if quantizer.stochastic_rounding:
+        shape = fm.quantize(x, quantizer, axis, offsets=offsets).codes().shape
+        random_bits = torch.randint(0, 256, shape, dtype=torch.uint8)
+    on_cpu = fm.quantize(x, quantizer, axis, offsets=offsets, random_bits=random_bits)
+    random_bits = None if random_bits is None else random_bits.to(device)
+    on_gpu = fm.quantize(x.to(device), quantizer, axis, offsets=offsets.to(device), random_bits=random_bits)
+    assert_same_codes(on_gpu, on_cpu)
+    assert torch.equal(bits(on_gpu.dequantize()), bits(on_cpu.dequantize()))
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("format", WEIGHTS.values(), ids=WEIGHTS)
+def test_weights_have_the_same_codes_as_on_a_cpu(device, format, axis):
+    w = wide(3, 160, 272).bfloat16()
+    assert_same_codes(fm.quantize(w.to(device), format, axis), fm.quantize(w, format, axis))
+
+
+def experts(device):
+    torch.manual_seed(0)
+    return fm.Sequential(
+        fm.GroupedLinear(E, H, 2 * I, bias=True, device=device, dtype=torch.bfloat16),
+        fm.SwiGLU(),
+        fm.Scale("probs"),
+        fm.GroupedLinear(E, I, H, bias=True, device=device, dtype=torch.bfloat16),
+    )
+
+
+def operands(device, rows=600, used=550, seed=1):
+    torch.manual_seed(seed)
+    x = torch.randn(rows, H, device=device, dtype=torch.bfloat16)
+    probs = torch.rand(rows, device=device)
+    dy = torch.randn(rows, H, device=device, dtype=torch.bfloat16)
+    for t in (x, probs, dy):
+        t[used:] = torch.nan
+    return x.requires_grad_(), probs.requires_grad_(), random_splits(device, used, seed), dy
+
+
+def outcome(chain, x, probs, splits, dy):
+    torch.manual_seed(7)  # what rounds stochastically
+    y = chain(x, splits=splits, probs=probs)
+    return [y.detach(), *torch.autograd.grad(y, [x, probs, *chain.parameters()], dy)]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=name)
+def test_the_same_training_as_on_a_cpu(device, recipe):
+    """There in fp32, here in bf16 or natively: within bf16's rounding of activations, not of the format."""
+    chain = experts(device)
+    x, probs, splits, dy = operands(device)
+    twin = experts(device).cpu()
+    on_cpu = [t.detach().cpu().requires_grad_(t.requires_grad) for t in (x, probs, splits.float(), dy)]
+    on_cpu[2] = splits.cpu()
+    with fm.recipe(recipe):
+        ours, theirs = outcome(chain, x, probs, splits, dy), outcome(twin, *on_cpu)
+    with fm.recipe("bf16"):
+        unquantized = outcome(chain, x, probs, splits, dy)
+    # an activation that rounds to another bf16 may get another code; the stochastic draws are others altogether
+    closest = 0.2 if recipe == "nvfp4" else 0.02
+    for a, b, exact in zip(ours, theirs, unquantized, strict=True):
+        a, b, exact = (t.cpu().double() for t in (a, b, exact))
+        assert torch.isfinite(a).all()
+        assert (a - b).norm() <= closest * b.norm()
+        assert (a - exact).norm() > 1e-3 * exact.norm()  # it is quantized
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=name)
+def test_no_host_synchronisation(device, no_sync, recipe):
+    chain = experts(device)
+    x, probs, splits, dy = operands(device)
+    with fm.recipe(recipe):
+        first = outcome(chain, x, probs, splits, dy)
+        with no_sync():
+            again = outcome(chain, x, probs, splits, dy)
+            with torch.no_grad():
+                chain(x, splits=splits, probs=probs)
+    if not (isinstance(recipe, FP8Tensor) and recipe.delayed):  # whose scales are now others
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=name)
+def test_a_graph_of_a_training_step_quantizes_what_it_finds(device, recipe):
+    """Replays follow the splits, the rows, and weights that were changed between them."""
+    chain, twin = experts(device), experts(device)
+    x, probs, splits, dy = operands(device, used=600)
+    out = {}
+
+    def step():
+        y = chain(x, splits=splits, probs=probs)
+        out["all"] = [y.detach(), *torch.autograd.grad(y, [x, probs, *chain.parameters()], dy)]
+
+    with fm.recipe(recipe):
+        graph = capture(step)
+        for _ in range(3):  # the warm-ups, for what delayed scaling remembers
+            outcome(twin, x, probs, splits, dy)
+        for seed, used in ((4, 600), (5, 1), (6, 350)):
+            splits.copy_(random_splits(device, used, seed))
+            with torch.no_grad():
+                x.copy_(torch.randn_like(x))
+                for p, q in zip(chain.parameters(), twin.parameters(), strict=True):
+                    p.mul_(1.5 + seed / 100)
+                    q.copy_(p)
+            graph.replay()
+            eager = outcome(twin, x, probs, splits, dy)
+            if recipe != "nvfp4":  # whose replays draw other random bits
+                assert all(torch.equal(a, b) for a, b in zip(out["all"], eager, strict=True))
+            else:
+                assert torch.equal(out["all"][0], eager[0])
+            assert out["all"][0].any()
+    assert fm.weight_cache_bytes(chain) > 0  # of the warm-ups
+
+
+def test_stochastic_rounding_draws_anew_in_every_replay(device):
+    chain = experts(device)
+    x, probs, splits, dy = operands(device, used=600)
+    out = {}
+
+    def step():
+        y = chain(x, splits=splits, probs=probs)
+        (out["dx"],) = torch.autograd.grad(y, [x], dy)
+
+    with fm.recipe("nvfp4"):
+        graph = capture(step)
+    graph.replay()
+    first = out["dx"].clone()
+    graph.replay()
+    assert first.any()
+    assert not torch.equal(first, out["dx"])
+
+
+@pytest.mark.parametrize("recipe", ["fp8_row", FP8Tensor(hybrid=False)], ids=name)
+def test_torch_multiplies_codes_natively_where_it_can(device, recipe, monkeypatch):
+    """All three products; each as close to fp64 of the very codes as when it is emulated."""
+    torch.manual_seed(3)
+    layer = fm.Sequential(fm.GroupedLinear(E, H, 2 * I, device=device, dtype=torch.bfloat16))
+    x = torch.randn(600, H, device=device, dtype=torch.bfloat16, requires_grad=True)
+    splits = random_splits(device, 550, seed=2)
+    dy = torch.randn(600, 2 * I, device=device, dtype=torch.bfloat16)
+    dy[550:] = torch.nan
+
+    def run():
+        with fm.recipe(recipe):
+            y = layer(x, splits=splits)
+            return [y.detach(), *torch.autograd.grad(y, [x, layer[0].weight], dy)]
+
+    with fm.recipe(recipe):
+        paths = {s.ops[0].rpartition(".")[2]: s.path for s in layer.explain(x, splits=splits).steps if s.path}
+    assert paths == {"GroupedLinear": "native", "Wgrad": "native", "Dgrad": "native"}
+    native = run()
+    fm.clear_weight_cache(layer)
+    monkeypatch.setattr(products, "_has_scaled_grouped_mm", lambda device: False)
+    emulated = run()
+    exact = exact_products(recipe, layer[0].weight.detach(), x.detach(), splits, dy)
+    for a, b, want in zip(native, emulated, exact, strict=True):
+        ours, theirs = ((t.double() - want).norm() / want.norm() for t in (a, b))
+        assert ours <= max(1.5 * theirs, 3e-3)
+        assert theirs < 5e-3
+
+
+def exact_products(recipe, weight, x, splits, dy):
+    """Output, dx and dw in fp64 of the dequantized operands, an expert at a time."""
+    roles = (ROLES[recipe] if isinstance(recipe, str) else recipe.roles())._asdict()
+    offsets = splits.cumsum(0).to(torch.int32)
+
+    def values(role, t, axis, offsets=None):
+        return fm.quantize(t, roles[role], axis, offsets=offsets).dequantize(torch.float64)
+
+    x_rows, x_columns = (values("input", x, axis, offsets) for axis in (-1, -2))
+    dy_rows, dy_columns = (values("grad", dy, axis, offsets) for axis in (-1, -2))
+    w_rows, w_columns = (values("weight", weight, axis) for axis in (-1, -2))
+    y, dx, dw = torch.zeros_like(dy_rows), torch.zeros_like(x_rows), torch.zeros_like(w_rows)
+    ends = offsets.tolist()
+    for e, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        rows = slice(start, end)
+        y[rows], dx[rows] = x_rows[rows] @ w_rows[e].T, dy_rows[rows] @ w_columns[e]
+        dw[e] = dy_columns[rows].T @ x_columns[rows]
+    return y, dx, dw
