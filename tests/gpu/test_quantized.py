@@ -8,7 +8,7 @@ import fusedmoe as fm
 from fusedmoe import formats
 from fusedmoe.formats import E2M1, E4M3, E5M2, Delayed, Quantizer, ScaleRule, casts, products
 from fusedmoe.formats.roles import ROLES
-from fusedmoe.recipes import FP8Block, FP8Row, FP8Tensor
+from fusedmoe.recipes import NVFP4, FP8Block, FP8Row, FP8Tensor
 
 E, H, I = 16, 128, 64  # noqa: E741
 
@@ -84,7 +84,8 @@ def test_rows_have_the_same_codes_as_on_a_cpu(device, quantizer, axis, dtype):
     random_bits = None if random_bits is None else random_bits.to(device)
     on_gpu = fm.quantize(x.to(device), quantizer, axis, offsets=offsets.to(device), random_bits=random_bits)
     assert_same_codes(on_gpu, on_cpu)
-    assert torch.equal(bits(on_gpu.dequantize()), bits(on_cpu.dequantize()))
+    values, expected = on_gpu.dequantize(), on_cpu.dequantize()
+    torch.testing.assert_close(values.cpu(), expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("axis", [-1, -2])
@@ -120,7 +121,7 @@ def outcome(chain, x, probs, splits, dy):
     return [y.detach(), *torch.autograd.grad(y, [x, probs, *chain.parameters()], dy)]
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=name)
+@pytest.mark.parametrize("recipe", [*RECIPES[:4], *RECIPES[5:], NVFP4(stochastic_rounding=False)], ids=name)
 def test_the_same_training_as_on_a_cpu(device, recipe):
     """There in fp32, here in bf16 or natively: within bf16's rounding of activations, not of the format."""
     chain = experts(device)
@@ -132,13 +133,14 @@ def test_the_same_training_as_on_a_cpu(device, recipe):
         ours, theirs = outcome(chain, x, probs, splits, dy), outcome(twin, *on_cpu)
     with fm.recipe("bf16"):
         unquantized = outcome(chain, x, probs, splits, dy)
-    # an activation that rounds to another bf16 may get another code; the stochastic draws are others altogether
-    closest = 0.2 if recipe == "nvfp4" else 0.02
-    for a, b, exact in zip(ours, theirs, unquantized, strict=True):
+    # an activation that rounds to another bf16 may get another code, which may be as far away as the format is coarse
+    closest = 0.15 if isinstance(recipe, NVFP4) else 0.03
+    for i, (a, b, exact) in enumerate(zip(ours, theirs, unquantized, strict=True)):
         a, b, exact = (t.cpu().double() for t in (a, b, exact))
         assert torch.isfinite(a).all()
         assert (a - b).norm() <= closest * b.norm()
-        assert (a - exact).norm() > 1e-3 * exact.norm()  # it is quantized
+        if i < len(ours) - 1:  # the last bias gets the sum of what comes in
+            assert (a - exact).norm() > 2e-3 * exact.norm()
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=name)
