@@ -71,7 +71,8 @@ def _dispatch(arguments: list[str]) -> int:
         "demo",
         help="train a byte-level MoE language model in about two minutes",
         description="Train a byte-level Mixture-of-Experts transformer on the reference text that every Python ships, "
-        "and compare it on held-out text with a byte-bigram model.",
+        "and compare it on held-out text with a byte-bigram model; or train one under each of several numeric recipes, "
+        "and compare those.",
         allow_abbrev=False,
     )
     compile_ = commands.add_parser(
@@ -109,6 +110,10 @@ def _demo(parser: _Parser, arguments: list[str]) -> int:
     try:
         given, call = options.split_namespace(namespace)
 
+        if call.compare is not None:
+            from fusedmoe.demo.compare import compare
+
+            return compare(given, call)
         from fusedmoe.demo.run import run
 
         return run(given, call)

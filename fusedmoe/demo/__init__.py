@@ -2,5 +2,5 @@
 
 ``options`` what can be chosen, ``data`` the text, ``model`` the network, ``train`` the loop, ``evaluate`` what it is
 worth, ``checkpoint`` the file it goes on from, ``progress`` and ``report`` what a person sees, ``run`` all of it in
-order.
+order; ``compare`` runs it once for each numeric recipe, and ``comparison`` is what comes of that.
 """

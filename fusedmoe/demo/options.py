@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from fusedmoe.demo.errors import UsageError
+from fusedmoe.recipes import BF16, RECIPES
 
 ACTIVATIONS = ("swiglu", "geglu", "reglu", "squared_relu", "gpt_oss")
 ROUTERS = ("softmax", "sigmoid")
@@ -52,6 +53,10 @@ class Job:
     device: str = _option("cpu or cuda; cuda where there is one")
     threads: int = _option("threads on the CPU (half of its cores, at most 8)")
     dtype: str = _option("of weights and activations; the optimizer keeps float32", choices=tuple(DTYPES))
+    recipe: str = _option(  # the choices are the dict itself: a recipe that is registered later is one too
+        f"numeric recipe of the experts; {BF16.name} is no quantization, in the model's --dtype (float32 on a CPU)",
+        choices=RECIPES,
+    )
 
     def check(self) -> None:
         """Raise a :class:`UsageError` that names the options, what came, and what is possible."""
@@ -85,7 +90,12 @@ class Job:
             )
         if self.top_k > self.experts:
             raise UsageError(f"--top-k {self.top_k} with --experts {self.experts}: at most every expert can be chosen")
-        for name in ("activation", "router", "dtype"):  # what the command line cannot get wrong, but another caller can
+        for name in (
+            "activation",
+            "router",
+            "dtype",
+            "recipe",
+        ):  # what the command line cannot get wrong, but another caller can
             choices = _field(name).metadata["choices"]
             if getattr(self, name) not in choices:
                 raise UsageError(f"{flag(name)} {getattr(self, name)}: choose from {', '.join(choices)}")
@@ -97,6 +107,7 @@ class Call:
     """What this one call does, whatever the job."""
 
     output: Path
+    compare: tuple[str, ...] | None = None
     resume: bool = False
     eval_interval: int | None = None
     checkpoint_interval: int | None = None
@@ -111,6 +122,8 @@ class Call:
                 raise UsageError(f"{flag(name)} {value}: must be 1 or more")
         if self.sample_bytes < 0:
             raise UsageError(f"--sample-bytes {self.sample_bytes}: must be 0 or more")
+        if self.compare is not None:
+            check_comparison(self.compare)
 
 
 # About two minutes on two cores, measured. Not in bfloat16: without AMX, a CPU's matrix products take ten times as long
@@ -135,6 +148,7 @@ CPU_DEFAULTS: dict[str, Any] = {
     "bias_rate": 1e-2,
     "seed": 0,
     "dtype": "float32",
+    "recipe": BF16.name,
 }
 # Twelve passes over the text, a minute and a half on an H100. Not more: a model as wide as this then gets to know the
 # text by heart, and worse on the held-out part (with batch 64: 1.6 bits a byte after 9 passes, 2.9 after 67).
@@ -183,6 +197,18 @@ def check_device(name: str) -> None:
         )
 
 
+def check_comparison(recipes: tuple[str, ...]) -> None:
+    """Raise a :class:`UsageError` for recipes that are none, unknown, or named twice."""
+    possible = f"choose from {', '.join(RECIPES)}, with commas between them"
+    if not recipes:
+        raise UsageError(f"--compare: got no recipe; {possible}")
+    came = f"--compare {','.join(recipes)}"
+    if unknown := [name for name in recipes if name not in RECIPES]:
+        raise UsageError(f"{came}: no recipe is called {', '.join(unknown)}; {possible}")
+    if twice := sorted({name for name in recipes if recipes.count(name) > 1}):
+        raise UsageError(f"{came}: {', '.join(twice)} came more than once; name each recipe once")
+
+
 def job_of(given: dict[str, Any]) -> Job:
     """Complete what was given on the command line with the device's defaults, and check it."""
     device = given.get("device") or default_device()
@@ -215,6 +241,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
     call = parser.add_argument_group("this call")
     call.add_argument("--output", type=Path, default=Path("fusedmoe-demo"), metavar="DIR", help="folder (%(default)s)")
+    call.add_argument(
+        "--compare",
+        type=recipe_names,
+        metavar="NAME,...",
+        help="train the job once under each of these recipes, into a folder of --output each, and compare them",
+    )
     call.add_argument("--resume", action="store_true", help="go on from the checkpoint in --output, bit for bit")
     call.add_argument("--eval-interval", type=int, metavar="N", help="steps between evaluations (an eighth of all)")
     call.add_argument(
@@ -222,6 +254,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     call.add_argument("--stop-at", type=int, metavar="N", help="stop after step N, to go on later with --resume")
     call.add_argument("--sample-bytes", type=int, default=400, metavar="N", help="length of the sample (%(default)s)")
+
+
+def recipe_names(text: str) -> tuple[str, ...]:
+    """``"bf16, mxfp8" -> ("bf16", "mxfp8")``."""
+    return tuple(filter(None, (name.strip() for name in text.split(","))))
 
 
 def split_namespace(namespace: argparse.Namespace) -> tuple[dict[str, Any], Call]:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fusedmoe.demo.files import write_atomically
 from fusedmoe.demo.history import History
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 FIGURE_NAME = "training.png"
 RESULTS_NAME = "results.json"
@@ -20,20 +24,45 @@ COLUMNS = 200  # of the load map: each is the mean of so many of the steps as fi
 
 def write_results(folder: Path, results: dict[str, Any]) -> Path:
     """Write the numbers of the run, and return where."""
-    path = folder / RESULTS_NAME
-    write_atomically(path, (json.dumps(results, indent=2) + "\n").encode())
+    return write_json(folder / RESULTS_NAME, results)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> Path:
+    """Write something as JSON, and return where."""
+    write_atomically(path, (json.dumps(content, indent=2) + "\n").encode())
     return path
 
 
-def write_figure(folder: Path, history: History, bigram_bits: float) -> Path | None:
-    """Draw the loss and the load of every expert over time; return where, or None where matplotlib is missing."""
+def empty_figure(width: float, height: float) -> Figure | None:
+    """Return a figure of so many inches, or None where matplotlib is missing."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         return None
-    figure = Figure(figsize=(9, 7), layout="constrained")
+    figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)  # draws without a display, and leaves pyplot's state alone
+    return figure
+
+
+def write_png(path: Path, figure: Figure) -> Path:
+    """Write a figure, and return where."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=120)
+    write_atomically(path, buffer.getbuffer())
+    return path
+
+
+def draw_bigram(axes: Axes, bits: float) -> None:
+    """Draw the line of the byte-bigram model: the bar to stay below."""
+    axes.axhline(bits, color="tab:gray", linestyle="--", label=f"byte bigram, held-out ({bits:.2f})")
+
+
+def write_figure(folder: Path, history: History, bigram_bits: float) -> Path | None:
+    """Draw the loss and the load of every expert over time; return where, or None where matplotlib is missing."""
+    figure = empty_figure(9, 7)
+    if figure is None:
+        return None
     loss_axes, load_axes = figure.subplots(2, 1)
 
     steps = range(1, len(history.losses) + 1)
@@ -41,7 +70,7 @@ def write_figure(folder: Path, history: History, bigram_bits: float) -> Path | N
     loss_axes.plot(steps, smoothed(history.losses), color="tab:blue", label="training")
     if history.evaluations:
         loss_axes.plot(*zip(*history.evaluations, strict=True), "o-", color="tab:orange", label="held-out")
-    loss_axes.axhline(bigram_bits, color="tab:gray", linestyle="--", label=f"byte bigram, held-out ({bigram_bits:.2f})")
+    draw_bigram(loss_axes, bigram_bits)
     loss_axes.set(title="Loss", xlabel="step", ylabel="bits a byte", xlim=(0, max(2, len(history.losses))))
     loss_axes.legend()
 
@@ -61,12 +90,7 @@ def write_figure(folder: Path, history: History, bigram_bits: float) -> Path | N
     load_axes.set_yticks([(layer + 0.5) * experts for layer in range(layers)], [f"layer {i}" for i in range(layers)])
     load_axes.set(title=f"Load of the {experts} experts of each layer", xlabel="step")
     figure.colorbar(image, ax=load_axes, label="rows / balanced share", extend="max")
-
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=120)
-    path = folder / FIGURE_NAME
-    write_atomically(path, buffer.getbuffer())
-    return path
+    return write_png(folder / FIGURE_NAME, figure)
 
 
 def smoothed(values: list[float], weight: float = 0.95) -> list[float]:

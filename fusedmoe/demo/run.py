@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+import fusedmoe as fm
 from fusedmoe.demo import checkpoint, report
 from fusedmoe.demo.data import Split, bigram_bits_per_byte, load_split
 from fusedmoe.demo.errors import DemoError, InterruptedRunError, UsageError
@@ -24,12 +25,19 @@ from fusedmoe.demo.options import DTYPES, Call, Job, check_device, flag, job_of
 from fusedmoe.demo.progress import progress_on
 from fusedmoe.demo.signals import StopSignals
 from fusedmoe.demo.train import Trainer, made_with, train
+from fusedmoe.recipes import BF16
 
 PROMPT = b"The "
 CHANGEABLE = ("steps", "device", "threads")  # with --resume; what else makes a job is fixed by its checkpoint
+ADDED_LATER = {"recipe": BF16.name}  # what a checkpoint from before the option was trained with
 
 
-def run(given: dict[str, Any], call: Call, console: Console | None = None) -> int:
+def standard_output() -> Console:
+    """Return the console that the demo prints on where it is given none."""
+    return Console(highlight=False, soft_wrap=True, emoji=False, markup=False)
+
+
+def run(given: dict[str, Any], call: Call, console: Console | None = None, resume_with: str | None = None) -> int:
     """Run the demo; the exit status.
 
     Parameters
@@ -41,6 +49,8 @@ def run(given: dict[str, Any], call: Call, console: Console | None = None) -> in
         What this call does.
     console : rich.console.Console, optional
         Where it prints; by default the standard output.
+    resume_with : str, optional
+        The command that goes on where this run is stopped; by default :func:`resume_command`'s.
 
     Raises
     ------
@@ -48,15 +58,19 @@ def run(given: dict[str, Any], call: Call, console: Console | None = None) -> in
         For whatever the user can do something about.
     """
     started = time.perf_counter()
-    console = console or Console(highlight=False, soft_wrap=True, emoji=False, markup=False)
+    console = console or standard_output()
     state = checkpoint.load(call.output) if call.resume else None
     job = job_of(given) if state is None else resumed_job(state, given)
     split = load_split()
     check_text(job, split)
     make_folder(call.output)
     try:
-        with reproducible(job):
-            return _run(job, call, state, split, console, started)
+        with reproducible(job), fm.recipe(job.recipe):
+            return _run(job, call, state, split, console, started, resume_with or resume_command(call))
+    except fm.InputError as error:
+        if job.recipe == BF16.name:
+            raise  # the options were checked, so that the demo is wrong and not the user
+        raise UsageError(f"--recipe {job.recipe}: {error}") from error
     except RuntimeError as error:  # torch.OutOfMemoryError is one; a CPU's has no class of its own
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
             message = f"out of memory on {job.device}; choose a smaller --batch, --context, --hidden or --layers"
@@ -64,7 +78,15 @@ def run(given: dict[str, Any], call: Call, console: Console | None = None) -> in
         raise
 
 
-def _run(job: Job, call: Call, state: checkpoint.State | None, split: Split, console: Console, started: float) -> int:
+def _run(
+    job: Job,
+    call: Call,
+    state: checkpoint.State | None,
+    split: Split,
+    console: Console,
+    started: float,
+    resume_with: str,
+) -> int:
     bigram_bits = bigram_bits_per_byte(split.train, split.held_out)
     trainer = Trainer(job, split.train)
     describe(trainer, split, bigram_bits, console)
@@ -83,9 +105,9 @@ def _run(job: Job, call: Call, state: checkpoint.State | None, split: Split, con
                 train(trainer, split, call, progress, stop)
     if stop.requested is not None:
         message = f"stopped after step {trainer.step} of {job.steps}, which is in {call.output / checkpoint.NAME}"
-        raise InterruptedRunError(f"{message}; go on with: {resume_command(call)}", stop.requested)
+        raise InterruptedRunError(f"{message}; go on with: {resume_with}", stop.requested)
     if trainer.step < job.steps:
-        console.print(f"Stopped at --stop-at {trainer.step} of {job.steps} steps; go on with: {resume_command(call)}")
+        console.print(f"Stopped at --stop-at {trainer.step} of {job.steps} steps; go on with: {resume_with}")
         return 0
 
     finish(trainer, split, bigram_bits, call, console, trainer.step - already_done, started)
@@ -102,8 +124,9 @@ def resumed_job(state: checkpoint.State, given: dict[str, Any]) -> Job:
     """
     known = {item.name for item in dataclasses.fields(Job)}
     saved = state.get("job")
-    if not isinstance(saved, dict) or set(saved) != known:
+    if not isinstance(saved, dict) or set(ADDED_LATER | saved) != known:
         raise UsageError("the checkpoint was written by another version of the demo; start without --resume")
+    saved = ADDED_LATER | saved
     for name, value in given.items():
         if name not in CHANGEABLE and value != saved[name]:
             raise UsageError(
@@ -148,7 +171,8 @@ def describe(trainer: Trainer, split: Split, bigram_bits: float, console: Consol
         f"{active:,} of them active for a token."
     )
     console.print(
-        f"Training: {job.steps:,} steps of {job.batch} x {job.context} bytes, {job.dtype}, seed {job.seed}, "
+        f"Training: {job.steps:,} steps of {job.batch} x {job.context} bytes, {job.dtype}, "
+        f"recipe {job.recipe}{' (no quantization)' if job.recipe == BF16.name else ''}, seed {job.seed}, "
         f"on {job.device} ({where})."
     )
     shape = (job.batch, job.context, job.hidden)
@@ -171,8 +195,12 @@ def describe_resumption(trainer: Trainer, state: checkpoint.State, call: Call, c
 
 def resume_command(call: Call) -> str:
     """Return the command that goes on from this call's checkpoint."""
-    output = "" if call.output == Path("fusedmoe-demo") else f" --output {shlex.quote(str(call.output))}"
-    return f"fusedmoe demo --resume{output}"
+    return f"fusedmoe demo --resume{output_option(call)}"
+
+
+def output_option(call: Call) -> str:
+    """Return the option that names this call's folder, with a space before it; nothing where it is the default."""
+    return "" if call.output == Path("fusedmoe-demo") else f" --output {shlex.quote(str(call.output))}"
 
 
 def finish(

@@ -183,7 +183,7 @@ class Graph:
             for name in node.op.provides:
                 scope[name] = f"{node.label}.{name}"
             if "splits" in node.op.provides:
-                self._derive("offsets", scope, self.main[i + 1], rows, f"{node.label}.{type(node.op).__name__}")
+                self._derive("offsets", scope, ends["output"], rows, f"{node.label}.{type(node.op).__name__}")
         self._rows_of[self.main[-1]] = rows
         self.places = tuple(places)
         self.forward = tuple(place for place in places if not place.node.op.passes_forward)
