@@ -7,15 +7,12 @@ bits of a NaN.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
 from fusedmoe.formats.format import E2M1, Element
 
 _NAN_CODE = 0x7F  # of E4M3 and of E5M2, as the hardware writes it
-_E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def to_codes(x: Tensor, element: Element, random_bits: Tensor | None = None) -> Tensor:
@@ -39,14 +36,15 @@ def to_codes(x: Tensor, element: Element, random_bits: Tensor | None = None) -> 
 
 def from_codes(codes: Tensor, element: Element) -> Tensor:
     """Return the fp32 values of codes, one code an entry."""
-    if element is not E2M1:
-        return codes.to(torch.float32)
-    return _e2m1_table(codes.device)[codes.to(torch.int32)]
+    return codes.to(torch.float32) if element is not E2M1 else _from_e2m1(codes)
 
 
-@functools.cache
-def _e2m1_table(device: torch.device) -> Tensor:
-    return torch.tensor([*_E2M1_VALUES, *(-v for v in _E2M1_VALUES)], device=device)
+def _from_e2m1(codes: Tensor) -> Tensor:
+    magnitude = (codes & 7).to(torch.int32)
+    # from 1 on, E2M1 and fp32 count through exponent and mantissa alike: half a binade a code
+    normal = (0x3F000000 + (magnitude << 22)).view(torch.float32)
+    value = torch.where(magnitude < 2, magnitude * 0.5, normal)
+    return torch.where(codes >= 8, -value, value)
 
 
 def _to_e2m1(x: Tensor) -> Tensor:

@@ -30,8 +30,9 @@ class AmaxHistory:
                 "anew with every replay; run a step before"
             )
         self.quantizer = quantizer
-        self.amax = torch.zeros(quantizer.delayed.history, experts, device=device)
-        self.encode = torch.ones(experts, device=device)
+        with torch.inference_mode(False):  # what inference begins with, training updates
+            self.amax = torch.zeros(quantizer.delayed.history, experts, device=device)
+            self.encode = torch.ones(experts, device=device)
 
     def fits(self, quantizer: Quantizer, experts: int, device: torch.device) -> bool:
         """Whether it is the history of such a quantizer, on such a device."""

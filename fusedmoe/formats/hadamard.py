@@ -7,8 +7,6 @@ operands. The signs are those that Transformer Engine uses, so that its tensors 
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -16,9 +14,10 @@ TILE = 16
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 
-@functools.cache
-def _signs(device: torch.device) -> Tensor:
-    return torch.tensor(SIGNS, device=device, dtype=torch.float32)
+def _signs(device: torch.device | None) -> Tensor:
+    """`SIGNS` as fp32, made on the device: a copy from the host would have no place in a CUDA graph."""
+    minus = sum(1 << i for i, sign in enumerate(SIGNS) if sign < 0)
+    return 1.0 - 2.0 * (minus >> torch.arange(TILE, device=device) & 1)
 
 
 def _sylvester(x: Tensor) -> Tensor:
@@ -43,4 +42,4 @@ def rotate_back(y: Tensor) -> Tensor:
 
 def matrix(device: torch.device | None = None) -> Tensor:
     """H, (16, 16) fp32: ``rotate(x) = x @ H`` along the last axis."""
-    return _sylvester(torch.eye(TILE, device=device)) / 4 * torch.tensor(SIGNS, device=device)[:, None]
+    return _sylvester(torch.eye(TILE, device=device)) / 4 * _signs(device)[:, None]

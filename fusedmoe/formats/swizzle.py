@@ -54,7 +54,7 @@ def swizzle(scale: Tensor) -> Tensor:
 def unswizzle(blocked: Tensor, rows: int, columns: int) -> Tensor:
     """Undo `swizzle`: (..., B) to (..., rows, columns)."""
     down, across = -(-rows // TILE_ROWS), -(-columns // TILE_COLUMNS)
-    tiles = _storage(blocked).unflatten(-1, (down, across, 32, 4, TILE_COLUMNS))
+    tiles: Tensor = _storage(blocked).unflatten(-1, (down, across, 32, 4, TILE_COLUMNS))
     # a row is 128 down + 32 i4 + i32, a column 4 across + j
     matrix = tiles.transpose(-4, -2).flatten(-5, -3).flatten(-2)
     return matrix[..., :rows, :columns].contiguous().view(blocked.dtype)
@@ -114,5 +114,5 @@ def _tiles(scale: Tensor) -> Tensor:
     rows, columns = scale.shape[-2:]
     padded = F.pad(scale, (0, -columns % TILE_COLUMNS, 0, -rows % TILE_ROWS))
     down, across = padded.shape[-2] // TILE_ROWS, padded.shape[-1] // TILE_COLUMNS
-    parts = padded.unflatten(-1, (across, TILE_COLUMNS)).unflatten(-3, (down, 4, 32))
+    parts: Tensor = padded.unflatten(-1, (across, TILE_COLUMNS)).unflatten(-3, (down, 4, 32))
     return parts.transpose(-4, -2).flatten(-3)

@@ -1,0 +1,518 @@
+"""`quantize`, bit for bit: against vectors worked out by hand, and against loops over experts and blocks."""
+
+import itertools
+
+import format_oracles as oracles
+import numpy as np
+import pytest
+import torch
+
+from fusedmoe.errors import InputError
+from fusedmoe.formats import (
+    E4M3,
+    E5M2,
+    Delayed,
+    Quantizer,
+    ScaleRule,
+    amax_by_expert,
+    fp8_block,
+    fp8_row,
+    fp8_tensor,
+    hadamard,
+    mxfp8,
+    nvfp4,
+    quantize,
+)
+from fusedmoe.formats.tensor import QuantizedTensor
+
+INF, NAN = float("inf"), float("nan")
+FLOOR = ScaleRule.FLOOR
+ONE_ROW = [
+    fp8_row(),
+    fp8_row(E5M2, power_of_two=True, amax_epsilon=0.5),
+    fp8_block(),
+    fp8_block(E5M2, power_of_two=False),
+    fp8_block(amax_epsilon=0.25),
+    mxfp8(),
+    mxfp8(E5M2),
+    mxfp8(rule=FLOOR),
+    mxfp8(E5M2, rule=FLOOR),
+    nvfp4(),
+]
+TENSOR = [fp8_tensor(), fp8_tensor(E5M2, power_of_two=True), fp8_tensor(amax_epsilon=1e3)]
+SQUARE = [fp8_block(across=128), fp8_block(E5M2, across=128, power_of_two=False), mxfp8(across=32), nvfp4(across=16)]
+FORMATS = [*TENSOR, *ONE_ROW, *SQUARE]
+AXES = [-1, -2]
+
+
+def formats(which):
+    return pytest.mark.parametrize("format", which, ids=str)
+
+
+axes = pytest.mark.parametrize("axis", AXES)
+
+
+def ends(*counts):
+    return torch.tensor(counts).cumsum(0, dtype=torch.int32)
+
+
+def wide(*shape, dtype=torch.float32):
+    """Magnitudes of many binades, zeros of both signs, and whole rows and columns of zeros."""
+    x = (
+        torch.randn(shape)
+        * torch.exp2(torch.randint(-7, 8, (*shape[:-1], 1)))
+        * torch.exp2(torch.randint(-4, 5, shape))
+    )
+    x = x.masked_fill(torch.rand(shape) < 0.1, 0.0).masked_fill(torch.rand(shape) < 0.05, -0.0)
+    x[..., ::7, :] = 0
+    x[..., 40:72] = 0
+    return x.to(dtype)
+
+
+def bits(x):
+    """What two tensors are compared by, so that -0 is not 0; NaNs are all one."""
+    if x.is_floating_point() and x.element_size() > 1:
+        return x.float().nan_to_num(nan=12345.0, posinf=INF, neginf=-INF).view(torch.int32)
+    return x.view(torch.uint8)
+
+
+def check_same(actual, expected):
+    for name, a, b in zip(("data", "scale", "tensor_scale"), actual.tensors(), expected.tensors(), strict=False):
+        assert (a is None) is (b is None), name
+        if a is not None:
+            assert a.dtype is b.dtype, name
+            assert torch.equal(bits(a), bits(b)), name
+
+
+def check(actual, x, format, axis, offsets=None, hadamard=False):
+    """A `QuantizedTensor` against the loops, with the layout that its documentation gives."""
+    expected = oracles.quantize(
+        x.float().numpy(), format, axis, None if offsets is None else offsets.tolist(), hadamard
+    )
+    assert actual.data.dtype is format.element.dtype
+    assert actual.scale.dtype is format.rule.dtype
+    np.testing.assert_array_equal(actual.data.view(torch.uint8).numpy(), expected.data)
+    scale = actual.scale if actual.scale.dtype is torch.float32 else actual.scale.view(torch.uint8)
+    np.testing.assert_array_equal(scale.numpy(), expected.scale)
+    if format.tensor_scale:
+        assert actual.tensor_scale.dtype is torch.float32
+        np.testing.assert_array_equal(actual.tensor_scale.numpy(), expected.tensor_scale)
+    else:
+        assert actual.tensor_scale is None
+    assert actual.data.is_contiguous()
+    assert actual.scale.is_contiguous()
+    assert (actual.format, actual.axis, actual.dtype, actual.shape) == (format, axis, x.dtype, tuple(x.shape))
+    assert actual.offsets is offsets
+    assert actual.rotated is hadamard
+    if not hadamard:
+        values = torch.from_numpy(np.ascontiguousarray(expected.values))
+        for dtype in (torch.float32, torch.bfloat16):
+            assert torch.equal(bits(actual.dequantize(dtype)), bits(values.to(dtype)))
+        assert torch.equal(bits(actual.dequantize()), bits(values.to(x.dtype)))
+
+
+def test_nvfp4_by_hand():
+    """The largest magnitude is 42, so that the scales of blocks are multiplied by 2688 / 42 = 64.
+
+    ===== ====== ================= ============ ====================== =========================
+    block amax   amax / 6 * 64     as E4M3      its byte               elements are multiplied by
+    ===== ====== ================= ============ ====================== =========================
+    0     42     448               448          0 1111 110 = 0x7e      64 / 448 = 1/7
+    1     3      32                32           0 1100 000 = 0x60      64 / 32 = 2
+    2     1      10.667            11 (of 10)   0 1010 011 = 0x53      64 / 11 = 5.8182
+    3     0      0                 0            0x00                   nothing but zeros
+    ===== ====== ================= ============ ====================== =========================
+    """
+    x = torch.zeros(64)
+    x[:16] = torch.tensor([42, -42, 28, 21, 14, 10.5, 7, 3.5, 1.7, -1.8, 24, -25, 35.1, 34.9, 0, -0.0])
+    # sevenths:             6    -6  4   3   2   1.5  1  0.5  .24  -.26  3.4  -3.6  5.01  4.99  0  -0
+    first = [7, 15, 6, 5, 4, 3, 2, 1, 0, 9, 5, 14, 7, 6, 0, 8]
+    half = torch.tensor([0.125, 0.375, 0.625, 0.875, 1.25, 1.75, 2.5, 3])
+    x[16:32] = torch.cat((half, -half))
+    # twice as much, all ties:  .25->0  .75->1  1.25->1  1.75->2  2.5->2  3.5->4  5->4  6, then the same below 0
+    second = [0, 2, 2, 4, 4, 6, 6, 7, 8, 10, 10, 12, 12, 14, 14, 15]
+    x[32:36] = torch.tensor([1, 0.5, -0.25, 0.1])
+    # 5.8182->6  2.9091->3  -1.4545->-1.5  .58182->.5
+    third = [7, 5, 11, 1] + [0] * 12
+    found = quantize(x[None], nvfp4())
+    assert found.scale.view(torch.uint8).tolist() == [[0x7E, 0x60, 0x53, 0x00]]
+    assert found.tensor_scale.tolist() == [1 / 64]
+    assert found.codes().tolist() == [first + second + third + [0] * 16]
+    assert found.data[0, :8].tolist() == [0xF7, 0x56, 0x34, 0x12, 0x90, 0xE5, 0x67, 0x80]
+    assert found.data[0, 16:18].tolist() == [0x57, 0x1B]
+    values = found.dequantize()[0]
+    assert values[:3].tolist() == [42, -42, 28]
+    assert values[32:36].tolist() == [6 * 11 / 64, 3 * 11 / 64, -1.5 * 11 / 64, 0.5 * 11 / 64]
+    by_columns = quantize(x[:, None], nvfp4(), -2)
+    check_same(by_columns, found)
+
+
+def test_mxfp8_by_hand():
+    x = torch.zeros(1, 64)
+    x[0, :3] = torch.tensor([450.0, -1.0, 0.5])  # 450 / 448 is rounded up to 2
+    x[0, 32:34] = torch.tensor([448 * 2.0**-10, 2.0**-20])
+    found = quantize(x, mxfp8())
+    assert found.scale.view(torch.uint8).tolist() == [[128, 117]]
+    assert found.data[0, :3].float().tolist() == [224, -0.5, 0.25]  # 225: steps are 16 there
+    assert found.data[0, 32:34].float().tolist() == [448, 0]  # 2**-10 is half the smallest, a tie
+    floor = quantize(x, mxfp8(rule=FLOOR))
+    assert floor.scale.view(torch.uint8).tolist() == [[127, 117]]
+    assert floor.data[0, 0].float() == 448  # clipped
+
+
+SPLITS = [([130, 0, 1, 20, 37], 6), ([70], 0), ([0, 0, 0], 9), ([17, 0], 3), ([0], 0), ([1] * 5, 0), ([0, 0, 128], 0)]
+
+
+# blocks of several rows would be shared between experts, by rows
+@pytest.mark.parametrize(
+    ("format", "axis"), [*itertools.product([*TENSOR, *ONE_ROW], AXES), *((f, -2) for f in SQUARE)], ids=str
+)
+@pytest.mark.parametrize(("counts", "tail"), SPLITS, ids=str)
+def test_rows_of_experts(counts, tail, format, axis):
+    x, offsets = wide(sum(counts) + tail, 149), ends(*counts)
+    check(quantize(x, format, axis, offsets=offsets), x, format, axis, offsets)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@axes
+@formats([*TENSOR, *ONE_ROW])
+def test_sources_of_half_precision(format, axis, dtype):
+    x, offsets = wide(100, 80, dtype=dtype), ends(40, 0, 1, 55)
+    assert x.isfinite().all()
+    check(quantize(x, format, axis, offsets=offsets), x, format, axis, offsets)
+
+
+@axes
+@formats(FORMATS)
+@pytest.mark.parametrize("shape", [(140, 149), (1, 1), (33, 16), (0, 40), (5, 0)], ids=str)
+def test_one_matrix(shape, format, axis):
+    x = wide(*shape)
+    check(quantize(x, format, axis), x, format, axis)
+
+
+@axes
+@formats(FORMATS)
+@pytest.mark.parametrize("shape", [(3, 140, 149), (1, 20, 33), (2, 32, 0)], ids=str)
+def test_weights(shape, format, axis):
+    x = wide(*shape)
+    x *= torch.logspace(-2, 2, shape[0])[:, None, None]  # nobody's scale is another's
+    check(quantize(x, format, axis), x, format, axis)
+
+
+@axes
+@formats(FORMATS)
+def test_strides_do_not_matter(format, axis):
+    x = wide(40, 50)
+    check(quantize(x.T, format, axis), x.T, format, axis)
+    weights = wide(2, 40, 50)
+    check(quantize(weights.mT, format, axis), weights.mT, format, axis)
+    if format not in SQUARE:
+        offsets = ends(20, 25)
+        check(quantize(x.T, format, axis, offsets=offsets), x.T, format, axis, offsets)
+
+
+@axes
+@formats([*TENSOR, *ONE_ROW])
+def test_an_expert_is_alone(format, axis):
+    """The rows of others may be what they like."""
+    counts, tail = [33, 5, 60, 0, 2], 4
+    offsets = ends(*counts)
+    x = wide(sum(counts) + tail, 48)
+    before = quantize(x, format, axis, offsets=offsets)
+    changed = x * 1000
+    changed[2::9] = NAN
+    changed[3::9] = INF
+    changed[38:98] = x[38:98]  # expert 2 alone is what it was
+    after = quantize(changed, format, axis, offsets=offsets)
+    assert torch.equal(bits(after.dequantize()[38:98]), bits(before.dequantize()[38:98]))
+    assert not torch.equal(bits(after.dequantize()[:38]), bits(before.dequantize()[:38]))
+    alone = quantize(x[38:98], format, axis, offsets=ends(60))
+    assert torch.equal(bits(before.dequantize()[38:98]), bits(alone.dequantize()))
+    if axis == -1:
+        assert torch.equal(bits(after.data[38:98]), bits(before.data[38:98]))
+    if format.tensor_scale:
+        assert torch.equal(after.tensor_scale[2], alone.tensor_scale[0])
+
+
+@axes
+@formats([*TENSOR, *ONE_ROW])
+@pytest.mark.parametrize("value", [NAN, INF, 1e30])
+def test_tail_rows_are_not_looked_at(value, format, axis):
+    x, offsets = wide(50, 40), ends(20, 0, 17)
+    x[37:] = 0
+    poisoned = x.clone()
+    poisoned[37:] = value
+    source = poisoned.clone()
+    expected, found = (quantize(rows, format, axis, offsets=offsets) for rows in (x, poisoned))
+    assert torch.equal(bits(poisoned), bits(source))
+    check_same(found, expected)
+    assert not bits(found.dequantize()[37:]).any()
+    assert torch.equal(amax_by_expert(poisoned, offsets), amax_by_expert(x, offsets))
+
+
+@axes
+@formats(FORMATS)
+def test_a_nan_is_an_element_of_its_own(format, axis):
+    x = wide(64, 64)
+    x[11, 13] = x[0, 0] = 0
+    expected = quantize(x, format, axis)
+    x[11, 13], x[0, 0] = NAN, -NAN
+    found = quantize(x, format, axis)
+    assert torch.equal(bits(found.scale), bits(expected.scale))
+    values, others = found.dequantize(), expected.dequantize()
+    at = torch.zeros(64, 64, dtype=torch.bool)
+    at[11, 13] = at[0, 0] = True
+    assert torch.equal(bits(values[~at]), bits(others[~at]))
+    if format.element.bits == 8:
+        assert values[at].isnan().all()
+    else:
+        codes = found.codes() if axis == -1 else found.codes().mT
+        assert codes[:64, :64][at].tolist() == [7, 7]
+
+
+def test_nothing_but_nans():
+    x = torch.full((2, 32), NAN)
+    assert quantize(x, fp8_row()).scale.tolist() == [[1.0], [1.0]]
+    assert quantize(x, fp8_tensor()).scale.tolist() == [1.0]
+    assert quantize(x, mxfp8()).scale.view(torch.uint8).tolist() == [[0], [0]]
+    assert quantize(x, mxfp8()).dequantize().isnan().all()
+    four = quantize(x, nvfp4())
+    assert four.tensor_scale.tolist() == [1.0]
+    assert not four.dequantize().any()
+
+
+@pytest.mark.parametrize(
+    ("format", "scale"),
+    [
+        (fp8_tensor(), 1.0),
+        (fp8_row(), 1.0),
+        (fp8_block(), 1.0),
+        (fp8_block(E5M2, power_of_two=False), 1.0),
+        (mxfp8(), 2.0**127),
+        (mxfp8(rule=FLOOR), 2.0**120),
+        (mxfp8(E5M2, rule=FLOOR), 2.0**113),
+        (nvfp4(), 448.0),
+    ],
+    ids=str,
+)
+@axes
+def test_infinities_saturate(axis, format, scale):
+    x = torch.full((1, 16), 2.0**10)
+    x[0, 3], x[0, 5] = INF, -INF
+    found = quantize(x if axis == -1 else x.T, format, axis)
+    assert found.scale.float().flatten().tolist() == [scale]
+    values = oracles.values_of(found.codes().view(torch.uint8).numpy(), format.element.name)[0]
+    assert (values[3], values[5]) == (format.element.max, -format.element.max)
+    assert np.isfinite(values).all()
+    # 2**10 with a scale of 1 is clipped in E4M3, and nothing beside the scales that follow from infinity
+    others = {1.0: min(2.0**10, format.element.max), 448.0: 2.0}.get(scale, 0.0)
+    assert values[0] == others
+    assert found.tensor_scale is None or found.tensor_scale.tolist() == [1.0]
+
+
+@formats(FORMATS)
+@pytest.mark.parametrize("shape", [(64, 48), (3, 37, 50)], ids=str)
+def test_columns_are_rows_of_the_transpose(shape, format):
+    x = wide(*shape)
+    columns, rows = quantize(x, format, -2), quantize(x.mT.contiguous(), format)
+    check_same(columns, rows)
+    assert torch.equal(bits(columns.dequantize()), bits(rows.dequantize().mT))
+    if len(shape) == 2 and format not in SQUARE:  # 64 rows: whole blocks, but for those of 128
+        grouped = quantize(x, format, -2, offsets=ends(64))
+        assert torch.equal(bits(grouped.dequantize()), bits(columns.dequantize()))
+
+
+@formats([*SQUARE, *TENSOR])
+def test_square_blocks_stand_for_the_same_by_rows_and_by_columns(format):
+    x = wide(2, 140, 100)
+    by_rows, by_columns = (quantize(x, format, axis) for axis in AXES)
+    assert torch.equal(bits(by_rows.dequantize()), bits(by_columns.dequantize()))
+    if format in SQUARE:
+        assert torch.equal(bits(by_rows.scale).mT, bits(by_columns.scale))
+
+
+@formats(FORMATS)
+def test_no_product_takes_the_other_axis(format):
+    x = torch.randn(32, 32)
+    for axis, other in ((-1, -2), (-2, -1)):
+        found = quantize(x, format, axis)
+        assert found.along(axis) is found
+        with pytest.raises(InputError, match=rf"dgrad sums over axis {other} .*\(32, 32\).* along axis {axis}"):
+            found.along(other, "dgrad")
+
+
+@axes
+@formats([f for f in FORMATS if f.scales_are_exact])
+def test_bf16_holds_values_up_to_the_factor(format, axis):
+    x, offsets = wide(100, 140), ends(40, 0, 1, 55)
+    if format in SQUARE:
+        found = quantize(wide(2, 100, 140), format, axis)
+    else:
+        found = quantize(x, format, axis, offsets=offsets)
+    values, factor = found.split()
+    assert values.any()
+    assert torch.equal(values.bfloat16().float(), values)
+    if not format.tensor_scale:
+        assert torch.equal(found.dequantize(torch.bfloat16).float(), found.dequantize(torch.float32))
+    assert (factor is None) is (format.block[1] is not None and not format.tensor_scale)
+
+
+@axes
+@formats(FORMATS)
+def test_all_tensors_and_the_rest(format, axis):
+    x = wide(3, 20, 40)
+    found = quantize(x, format, axis)
+    assert [t is None for t in found.tensors()] == [False, False, not format.tensor_scale, True]
+    again = found.with_tensors([None if t is None else t.clone() for t in found.tensors()])
+    assert isinstance(again, QuantizedTensor)
+    check_same(again, found)
+    assert torch.equal(again.dequantize(), found.dequantize())
+    shell = found.without_tensors()
+    assert not any(isinstance(value, torch.Tensor) for value in vars(shell).values())
+    whole = shell.with_tensors(found.tensors())
+    check_same(whole, found)
+    assert torch.equal(whole.dequantize(), found.dequantize())
+    sizes = [t.numel() * t.element_size() for t in found.tensors() if t is not None]
+    assert found.nbytes == sum(sizes)
+
+
+def test_amax_by_expert():
+    x = torch.tensor([[1.0, -3.0], [NAN, 2.0], [-INF, 0.0], [5.0, 6.0]])
+    assert amax_by_expert(x).tolist() == [INF]
+    assert amax_by_expert(x, ends(2, 0, 1)).tolist() == [3.0, 0.0, INF]
+    assert amax_by_expert(x.view(2, 2, 2)).tolist() == [3.0, INF]
+    assert amax_by_expert(x.bfloat16(), ends(1)).dtype is torch.float32
+
+
+@axes
+def test_factors_from_elsewhere(axis):
+    """As delayed scaling gives them: what has grown since is clipped."""
+    x, offsets = wide(50, 40), ends(20, 0, 17)
+    encode = torch.tensor([3.0, 5.0, 1e3])
+    quantizer = Quantizer(fp8_tensor(), delayed=Delayed())
+    found = quantize(x, quantizer, axis, offsets=offsets, encode=encode)
+    assert torch.equal(found.scale, 1 / encode)
+    values = found.dequantize()
+    for first, end, factor in ((0, 20, 3.0), (20, 37, 1e3)):
+        codes = oracles.codes_of(x[first:end].numpy() * np.float32(factor), "e4m3")
+        expected = oracles.values_of(codes, "e4m3") * (np.float32(1) / np.float32(factor))
+        np.testing.assert_array_equal(values[first:end].numpy(), expected)
+    assert not values[37:].any()
+    own = quantize(x, quantizer, axis, offsets=offsets)
+    check(own, x, fp8_tensor(), axis, offsets)
+
+
+@axes
+@formats([nvfp4(), nvfp4(across=16)])
+def test_stochastic_rounding_of_a_tensor(format, axis):
+    """Scales are those of rounding to nearest; the random bits come in the layout of the codes."""
+    x = wide(48, 80) * (1 + axis / 10)
+    rows = x if axis == -1 else x.T
+    random_bits = torch.randint(0, 256, rows.shape, dtype=torch.uint8)
+    found = quantize(x, Quantizer(format, stochastic_rounding=True), axis, random_bits=random_bits)
+    expected = oracles.quantize_matrix(rows.numpy(), format, random_bits.numpy())
+    np.testing.assert_array_equal(found.codes().numpy(), expected.codes)
+    np.testing.assert_array_equal(found.scale.view(torch.uint8).numpy(), expected.scale)
+    nearest = quantize(x, format, axis, random_bits=random_bits)
+    assert torch.equal(bits(nearest.scale), bits(found.scale))
+    assert not torch.equal(nearest.data, found.data)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"x": torch.zeros(4, 4, dtype=torch.float64)}, "x: .* got torch.float64"),
+        ({"x": torch.zeros(4, 4, dtype=torch.int32)}, "x: .* got torch.int32"),
+        ({"x": torch.zeros(4)}, r"x: .* got \(4,\)"),
+        ({"x": torch.zeros(2, 3, 4, 5)}, r"x: .* got \(2, 3, 4, 5\)"),
+        ({"x": torch.zeros(2, 3, 4), "offsets": ends(1, 2)}, r"x: .* got \(2, 3, 4\)"),
+        ({"axis": 0}, "axis: .* got 0"),
+        ({"axis": 1}, "axis: .* got 1"),
+        ({"encode": torch.ones(1)}, "encode: expected none for mxfp8 e4m3 1x32"),
+        ({"quantizer": mxfp8(across=32), "offsets": ends(4)}, "offsets: expected none by rows for mxfp8 e4m3 32x32"),
+    ],
+)
+def test_errors_say_what_came(arguments, message):
+    with pytest.raises(InputError, match=f"^quantize: {message}"):
+        quantize(**{"x": torch.zeros(4, 4), "quantizer": mxfp8(), **arguments})
+
+
+def test_the_matrix():
+    h = hadamard.matrix()
+    assert h.dtype is torch.float32
+    np.testing.assert_array_equal(h.numpy(), oracles.HADAMARD)
+    assert torch.equal(h @ h.T, torch.eye(16))
+    assert torch.equal(h.T @ h, torch.eye(16))
+
+
+def test_rotating_is_the_matrix_product():
+    x = torch.randint(-100, 101, (7, 64)) / 8  # sums of 16 are exact in fp32 in any order
+    expected = (x.view(7, 4, 16) @ hadamard.matrix()).bfloat16().view(7, 64)
+    found = hadamard.rotate(x)
+    assert found.dtype is torch.bfloat16
+    assert torch.equal(found, expected)
+    # one large value is spread over sixteen
+    assert torch.equal(hadamard.rotate(torch.eye(16)).abs(), torch.full((16, 16), 0.25, dtype=torch.bfloat16))
+
+
+def test_rotating_back():
+    x = torch.randn(8, 32)
+    exact = torch.randint(-8, 9, (8, 32)).float()  # its rotation has eight bits
+    assert torch.equal(hadamard.rotate_back(hadamard.rotate(exact)), exact)
+    torch.testing.assert_close(hadamard.rotate_back(hadamard.rotate(x)), x, rtol=0, atol=2.0**-6)
+    y = torch.randn(8, 32)
+    product = hadamard.rotate(x).double() @ hadamard.rotate(y).double().T
+    bound = 2 * 2.0**-8 * x.norm(dim=1)[:, None] * y.norm(dim=1)
+    assert ((product - x.double() @ y.double().T).abs() < bound).all()
+
+
+ROTATED = [mxfp8(), mxfp8(E5M2), nvfp4(), fp8_block(E4M3)]
+
+
+@formats(ROTATED)
+@pytest.mark.parametrize(("counts", "tail"), SPLITS, ids=str)
+def test_rotated_rows_of_experts(counts, tail, format):
+    # multiples of 1/8 up to 12: the sums of a tile are exact, and then rounded to bf16
+    x, offsets = torch.randint(-100, 101, (sum(counts) + tail, 40)) / 8, ends(*counts)
+    x[offsets[-1] :] = NAN
+    found = quantize(x, Quantizer(format, hadamard=True), -2, offsets=offsets)
+    check(found, x, format, -2, offsets, hadamard=True)
+    values = found.dequantize()
+    assert values.shape == x.shape
+    for first, end in zip([0, *offsets.tolist()], [*offsets.tolist(), len(x)], strict=True):
+        if end <= offsets[-1] and end > first:
+            alone = quantize(x[first:end], Quantizer(format, hadamard=True), -2, offsets=ends(end - first))
+            assert torch.equal(bits(values[first:end]), bits(alone.dequantize()))
+            error = (values[first:end] - x[first:end]).norm() / x[first:end].norm()
+            assert error < (0.2 if format.element.bits == 4 else 0.1)
+    assert not values[offsets[-1] :].any()
+
+
+@formats(ROTATED)
+@pytest.mark.parametrize("shape", [(40, 33), (2, 70, 20)], ids=str)
+def test_rotated_without_experts(shape, format):
+    x = torch.randint(-100, 101, shape) / 8
+    found = quantize(x, Quantizer(format, hadamard=True), -2)
+    check(found, x, format, -2, hadamard=True)
+    assert found.dequantize().shape == x.shape
+
+
+def test_by_rows_nothing_is_rotated():
+    x = torch.randn(32, 32)
+    found = quantize(x, Quantizer(nvfp4(), hadamard=True), -1)
+    assert not found.rotated
+    check_same(found, quantize(x, nvfp4()))
+
+
+def test_rotated_products_are_products():
+    """Both operands of a product over the rows are rotated: their codes are multiplied as they are."""
+    x, y = torch.randn(48, 20), torch.randn(48, 24)
+    offsets = ends(20, 28)
+    rotated = [quantize(t, Quantizer(mxfp8(), hadamard=True), -2, offsets=offsets) for t in (x, y)]
+    padded = rotated[0].padded
+    first = slice(0, int(padded.ends_E[0]))
+    (a, _), (b, _) = (q.split() for q in rotated)
+    expected = x[:20].T @ y[:20]
+    assert ((a[:, first] @ b[:, first].T - expected).norm() / expected.norm()) < 0.1
+    values = [q.dequantize() for q in rotated]
+    torch.testing.assert_close(a[:, first] @ b[:, first].T, values[0][:20].T @ values[1][:20], rtol=0, atol=0.2)

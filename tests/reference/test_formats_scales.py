@@ -1,0 +1,213 @@
+"""Scales from amax, bit for bit: over all bf16, and over the significands of fp32."""
+
+from fractions import Fraction
+
+import format_oracles as oracles
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from fusedmoe.formats import E4M3, E5M2, ScaleRule, fp8_block, fp8_row, mxfp8, nvfp4, quantize
+from fusedmoe.formats.scales import (
+    decoded,
+    e8m0_floor,
+    e8m0_rceil,
+    encode_and_scale,
+    fp32_encode,
+    power_of_two,
+    tensor_encode,
+)
+
+ELEMENTS = [E4M3, E5M2]
+FLT_MAX = torch.finfo(torch.float32).max
+
+
+def bf16_amax():
+    """All that are not NaN: 0, subnormals and infinity too."""
+    return torch.arange(0x7F80 + 1, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).float()
+
+
+def fp32_amax(*exponents, step=128):
+    """Significands: every so many, the first and the last few, and those beside 1.75, which 448 and 57344 have."""
+    mantissa = torch.cat(
+        (
+            torch.arange(0, 2**23, step),
+            torch.arange(1, 9),
+            2**23 - torch.arange(1, 9),
+            0x600000 + torch.arange(-8, 9),
+        )
+    )
+    return torch.cat([(mantissa + ((e + 127) << 23)).to(torch.int32).view(torch.float32) for e in exponents])
+
+
+@pytest.mark.parametrize("element", ELEMENTS, ids=str)
+@pytest.mark.parametrize(
+    ("function", "exact"), [(e8m0_rceil, oracles.rceil_byte), (e8m0_floor, oracles.floor_byte)], ids=["rceil", "floor"]
+)
+def test_e8m0_of_all_bf16(function, exact, element):
+    amax = bf16_amax()
+    assert function(amax, element).tolist() == [exact(a, element.max) for a in amax.numpy()]
+
+
+@pytest.mark.parametrize("element", ELEMENTS, ids=str)
+@pytest.mark.parametrize(
+    ("function", "exact"), [(e8m0_rceil, oracles.rceil_byte), (e8m0_floor, oracles.floor_byte)], ids=["rceil", "floor"]
+)
+def test_e8m0_of_fp32(function, exact, element):
+    # floats beside powers of two, which log2 in fp32 takes for those, are among them
+    amax = fp32_amax(-100, 0, 8, 127, step=512)
+    assert function(amax, element).tolist() == [exact(a, element.max) for a in amax.numpy()]
+
+
+@pytest.mark.parametrize("element", ELEMENTS, ids=str)
+def test_rceil_by_vectorized_division(element):
+    # fp64 holds amax / max to far more bits than tell it from a power of two
+    amax = fp32_amax(-110, -1, 8, 15, 126, step=11)
+    ratio = amax.double().numpy() / element.max
+    mantissa, exponent = np.frexp(ratio)
+    expected = exponent - (mantissa == 0.5) + 127
+    np.testing.assert_array_equal(e8m0_rceil(amax, element).numpy(), expected)
+
+
+@pytest.mark.parametrize("element", ELEMENTS, ids=str)
+def test_e8m0_edges(element):
+    inf = float("inf")
+    smallest = element.max * 2.0**-127
+    amax = torch.tensor([0.0, 1e-45, smallest, smallest * 1.01, smallest * 2, smallest * 2.01, FLT_MAX, inf])
+    top = 127 + 128 - element.max_exponent  # the power of two above FLT_MAX / max, whose significand exceeds max's
+    assert e8m0_rceil(amax, element).tolist() == [0, 0, 0, 1, 1, 2, top, 254]
+    assert e8m0_floor(amax, element).tolist() == [0, 0, 0, 0, 1, 1, top - 1, 255 - element.max_exponent]
+
+
+def test_what_rceil_and_floor_leave():
+    """By definition: nothing is clipped and no smaller power of two would do; or up to an eighth is."""
+    amax = torch.cat((bf16_amax(), fp32_amax(-3, 8)))
+    amax = amax[(amax > 1e-30) & amax.isfinite()].double()
+    up, down = (amax / power_of_two(f(amax.float(), E4M3)).double() for f in (e8m0_rceil, e8m0_floor))
+    assert ((up <= 448) & (up > 224)).all()
+    assert ((down < 512) & (down >= 256)).all()
+    assert (down > 448).any()
+
+
+def test_power_of_two():
+    byte = torch.arange(256, dtype=torch.uint8)
+    expected = byte.numpy().view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
+    assert np.isnan(expected[255])
+    assert expected[0] == 2.0**-127
+    np.testing.assert_array_equal(power_of_two(byte).numpy(), expected)
+    np.testing.assert_array_equal(decoded(byte.view(torch.float8_e8m0fnu)).numpy(), expected)
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 1e-4])
+@pytest.mark.parametrize("element", ELEMENTS, ids=str)
+def test_fp32_rules(element, epsilon):
+    amax = torch.cat((bf16_amax()[:: 1 if epsilon == 0 else 7], fp32_amax(-127, 0, 127, step=2048)))
+    for power_of_two_scale, exact in ((False, oracles.fp32_encode), (True, oracles.power_of_two_encode)):
+        format = fp8_row(element, power_of_two_scale, epsilon)
+        encode, scale = encode_and_scale(amax, format)
+        expected = np.array([exact(a, element.max, epsilon) for a in amax.numpy()])
+        np.testing.assert_array_equal(encode.numpy(), expected)
+        np.testing.assert_array_equal(scale.numpy(), np.float32(1) / expected)
+        assert encode.isfinite().all()
+        assert scale.isfinite().all()
+        assert (scale > 0).all()
+
+
+def test_fp32_edges():
+    amax = torch.tensor([0.0, float("inf"), 1e-45, 448.0, 896.0])
+    assert fp32_encode(amax, 448.0).tolist() == [1.0, 1.0, FLT_MAX, 1.0, 0.5]
+    assert fp32_encode(amax, 448.0, 1e-4)[0] == torch.tensor(448.0) / torch.tensor(1e-4)
+    encode, _ = encode_and_scale(amax, fp8_row(power_of_two=True))
+    assert encode.tolist() == [1.0, 1.0, 2.0**127, 1.0, 0.5]
+
+
+POWERS_OF_TWO = [fp8_row(power_of_two=True), fp8_row(E5M2, True), mxfp8(), mxfp8(E5M2), mxfp8(rule=ScaleRule.FLOOR)]
+
+
+@pytest.mark.parametrize("format", POWERS_OF_TWO, ids=str)
+def test_powers_of_two_are_exact_reciprocals(format):
+    encode, scale = encode_and_scale(torch.cat((bf16_amax(), fp32_amax(-127, 0, 127, step=512))), format)
+    assert scale.dtype is format.rule.dtype
+    for of_one, of_other in ((encode, decoded(scale)), (decoded(scale), encode)):
+        assert torch.equal(1 / of_one, of_other)
+        assert (torch.frexp(of_one).mantissa == 0.5).all()
+
+
+def deepgemm(x, across):
+    """DeepGEMM's ``per_token_cast_to_fp8`` and ``per_block_cast_to_fp8`` with ``use_ue8m0``, from its formulas."""
+    rows, columns = x.shape
+    blocks = x.float().view(rows // across, across, columns // 128, 128)
+    amax = blocks.abs().amax((1, 3)).clamp(1e-4)
+    bits = (amax / 448.0).view(torch.int32)
+    exponent = (bits >> 23 & 0xFF) + (bits & 0x7FFFFF != 0).int()
+    factor = (exponent.clamp(1, 254) << 23).view(torch.float32)
+    codes = (blocks * (1.0 / factor)[:, None, :, None]).to(torch.float8_e4m3fn)
+    return codes.view(rows, columns), factor
+
+
+@pytest.mark.parametrize("across", [1, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_deepgemm(dtype, across):
+    # from above DeepGEMM's lower bound of 1e-4
+    blocks_down, blocks_right = (64, 54) if across == 1 else (6, 64)
+    amax = bf16_amax()
+    amax = amax[(amax >= 2.0**-13) & (amax < 2.0**14)]
+    amax = amax[torch.randint(len(amax), (blocks_down, blocks_right))]
+    shape = (blocks_down * across, blocks_right * 128)
+    x = torch.rand(shape) * 2 - 1
+    x = (x.view(blocks_down, across, blocks_right, 128) * amax[:, None, :, None]).to(dtype)
+    x[:, 0, :, 0] = amax
+    x = x.view(shape)
+    codes, factor = deepgemm(x, across)
+    found = quantize(x, fp8_block(across=across))
+    assert torch.equal(found.scale, factor)
+    assert torch.equal(found.data.view(torch.uint8), codes.view(torch.uint8))
+
+
+def test_deepgemm_of_many_significands():
+    amax = fp32_amax(-13, 0, 100, step=11)
+    bits = (amax / 448.0).view(torch.int32)
+    factor = ((bits >> 23) + (bits & 0x7FFFFF != 0).int() << 23).view(torch.float32)
+    encode, scale = encode_and_scale(amax, fp8_block())
+    assert torch.equal(scale, factor)
+    assert torch.equal(encode, 1 / factor)
+
+
+TENSOR_AMAX = [1.0, 42.0, 3e-3, 2.0**-126, 1e-39, 1e-45, 2688.0, 7.3e8, FLT_MAX, float("inf"), 0.0]
+
+
+def test_nvfp4_tensor_scale():
+    amax = torch.cat((torch.tensor(TENSOR_AMAX), bf16_amax(), fp32_amax(-10, 0, step=2048)))
+    expected = np.array([oracles.tensor_encode(a) for a in amax.numpy()])
+    np.testing.assert_array_equal(tensor_encode(amax).numpy(), expected)
+    assert tensor_encode(torch.tensor([0.0, float("inf"), 1e-45, 2688.0])).tolist() == [1, 1, FLT_MAX, 1]
+
+
+@pytest.mark.parametrize("tensor_amax", TENSOR_AMAX)
+def test_nvfp4_block_scale(tensor_amax):
+    # no block exceeds its tensor but where amax comes from elsewhere: then the scale is clipped
+    amax = torch.cat((bf16_amax()[::11], torch.rand(2000) * min(tensor_amax, 1e38), torch.tensor([0.0, float("inf")])))
+    encode = tensor_encode(torch.tensor([tensor_amax]))
+    factor, scale = encode_and_scale(amax, nvfp4(), encode)
+    expected = [oracles.two_level(a, encode.numpy()[0]) for a in amax.numpy()]
+    np.testing.assert_array_equal(scale.view(torch.uint8).numpy(), [code for code, _ in expected])
+    np.testing.assert_array_equal(factor.numpy(), [factor for _, factor in expected])
+    assert factor.isfinite().all()
+
+
+def test_nvfp4_scales_have_no_lower_bound():
+    encode = tensor_encode(torch.tensor([6.0 * 448]))
+    assert encode == 1
+    amax = torch.tensor([6 * 2.0**-9, 6 * 2.0**-10, 6 * 2.0**-11, 0.0])
+    factor, scale = encode_and_scale(amax, nvfp4(), encode)
+    assert scale.view(torch.uint8).tolist() == [1, 0, 0, 0]  # half the smallest subnormal is a tie, and goes to 0
+    assert factor.tolist() == [2.0**9, FLT_MAX, FLT_MAX, FLT_MAX]
+
+
+def test_the_exact_rules_are_right():
+    """The oracles themselves, at powers of two and beside them."""
+    for k in range(-20, 20):
+        assert oracles.exponent_above(Fraction(2) ** k) == k
+        assert oracles.exponent_above(Fraction(2) ** k * Fraction(1001, 1000)) == k + 1
+        assert oracles.exponent_above(Fraction(2) ** k * Fraction(999, 1000)) == k
