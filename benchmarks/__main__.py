@@ -1,8 +1,9 @@
 """``python -m benchmarks``: measure, print tables, write the results.
 
 Sections: ``host`` (what the framework costs the host), ``kernels`` (each kernel), ``mlp`` (the expert MLP through the
-public API), ``deepgemm`` (DeepGEMM's products, for an environment of its own), ``tiles`` (every tile for many layers,
-about a minute). By default the first, and the next two where there is a GPU.
+public API), ``recipes`` (the same under each recipe), ``deepgemm`` (DeepGEMM's products, for an environment of its
+own), ``tiles`` (every tile for many layers, about a minute). By default the first, and the next two where there is a
+GPU.
 """
 
 from __future__ import annotations

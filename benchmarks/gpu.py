@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import kernels, mlp, table
+from benchmarks import kernels, mlp, recipes, table
 from benchmarks.cases import Peer, Row, mean_speedups, release
 from benchmarks.gpu_timing import Ceiling, Timer
 from benchmarks.peers.deepgemm import DeepGemm
@@ -73,10 +73,14 @@ def measure_shape(section: str, problem: Problem, settings: Settings, timer: Tim
         return _kernels(problem, settings, timer, top)
     if section == "mlp":
         return _mlp(problem, settings, timer, top)
+    if section == "recipes":
+        found = recipes.measure(problem, timer)
+        print("\n".join(recipes.lines(found)), flush=True)
+        return ShapeReport([], {"recipes": found})
     return ShapeReport(_aligned(problem, (Ours(), TorchEager(), DeepGemm()), timer, top), {})
 
 
-SECTIONS = ("kernels", "mlp", "deepgemm")
+SECTIONS = ("kernels", "mlp", "recipes", "deepgemm")
 
 
 def _kernels(problem: Problem, settings: Settings, timer: Timer, top: Ceiling | None) -> ShapeReport:

@@ -35,6 +35,13 @@ TUNED = """\
 
 The same kernels beside QuACK with the configurations that its own tuning finds, on {shape} (commit {commit}).
 """
+RECIPES = """\
+## Recipes
+
+Forward + backward of the expert MLP under each [recipe](recipes.md), unfused as they are so far, beside the fused bf16
+of the same run (commit {commit}): the median of {reps} calls. *Kept* is what the plan keeps for backward; SQNR, in dB,
+is that of the output and the gradients against `bf16`, on random normal operands.
+"""
 DEEPGEMM = """\
 ## DeepGEMM
 
@@ -112,6 +119,21 @@ def tuned_table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def recipe_table(results: dict[str, Any]) -> str:
+    """Return every recipe's step, shape by shape."""
+    lines = [
+        "| shape | recipe | products | ms | kept, GiB | output | dx | dw1 | dw2 |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for shape in results["shapes"]:
+        for name, report in shape["recipes"].items():
+            noise = [f"{db:.1f}" if (db := report["sqnr_db"][n]) else "" for n in ("output", "dx", "dw1", "dw2")]
+            paths = ", ".join(dict.fromkeys(report["products"].values()))
+            cells = [shape["name"], name, paths, f"{report['ms']:.2f}", f"{report['kept_bytes'] / 2**30:.2f}", *noise]
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def deepgemm_table(kernels: dict[str, Any], deepgemm: dict[str, Any]) -> str:
     """Return the plain products beside DeepGEMM's, by way of torch."""
     theirs = {shape["name"]: shape for shape in deepgemm["shapes"]}
@@ -155,6 +177,9 @@ def render(folder: Path = RESULTS) -> str:
                 parts.append(f"![forward and backward by shape](_static/{PICTURE})\n")
             cases = dict.fromkeys(r["case"] for s in results["shapes"] for r in s["rows"])
             parts += [case_table(results, case) + "\n" for case in cases]
+    recipes = load(folder, "recipes")
+    if recipes:
+        parts += [RECIPES.format(commit=recipes["commit"], reps=recipes["reps"]), recipe_table(recipes) + "\n"]
     tuned, deepgemm, host = load(folder, "kernels-tuned-peers"), load(folder, "deepgemm"), load(folder, "host")
     if tuned:
         parts.append(TUNED.format(shape=tuned["shapes"][0]["name"], commit=tuned["commit"]))

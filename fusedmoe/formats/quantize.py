@@ -92,9 +92,7 @@ def quantize(
         if across > 1:
             per_element = per_element.repeat_interleave(across, -2)[..., : values.shape[-2], :]
     values = values * per_element
-    if quantizer.stochastic_rounding and random_bits is None:
-        random_bits = torch.randint(0, 256, values.shape, dtype=torch.uint8, device=values.device, generator=generator)
-    codes = to_codes(values, format.element, random_bits if quantizer.stochastic_rounding else None)
+    codes = to_codes(values, format.element, _random_bits(quantizer, values, random_bits, generator))
     data = pack(codes) if format.element is E2M1 else codes
     return QuantizedTensor(data, scale, format, axis, tuple(x.shape), x.dtype, tensor_scale, offsets, rotated)
 
@@ -116,8 +114,15 @@ def _check(x: Tensor, axis: int, offsets: Tensor | None, format: Format, encode:
         raise InputError(f"quantize: axis: expected -1 (by rows) or -2 (by columns), got {axis!r}")
     if offsets is not None and axis == -1 and (format.block[0] or 1) > 1:
         raise InputError(f"quantize: offsets: expected none by rows for {format}, whose blocks experts would share")
-    if encode is not None and format.block != (None, None):
+    if offsets is not None and (offsets.dim() != 1 or offsets.dtype is not torch.int32 or not offsets.shape[0]):
+        raise InputError(f"quantize: offsets: expected (E,) int32, got {tuple(offsets.shape)} {offsets.dtype}")
+    if encode is None:
+        return
+    if format.block != (None, None):
         raise InputError(f"quantize: encode: expected none for {format}, which has more than one scale a tensor")
+    experts = x.shape[0] if x.dim() == 3 else 1 if offsets is None else offsets.shape[0]
+    if tuple(encode.shape) != (experts,) or encode.dtype is not torch.float32:
+        raise InputError(f"quantize: encode: expected ({experts},) float32, got {tuple(encode.shape)} {encode.dtype}")
 
 
 def _laid_out(x: Tensor, axis: int, offsets: Tensor | None, format: Format | None) -> tuple[Tensor, PaddedRows | None]:
@@ -132,6 +137,19 @@ def _laid_out(x: Tensor, axis: int, offsets: Tensor | None, format: Format | Non
     assert format is not None
     padded = PaddedRows.of(offsets, x.shape[0], column_block(format))
     return padded.spread(x).mT.to(torch.float32).contiguous(), padded
+
+
+def _random_bits(
+    quantizer: Quantizer, values: Tensor, given: Tensor | None, generator: torch.Generator | None
+) -> Tensor | None:
+    if not quantizer.stochastic_rounding:
+        return None
+    if given is None:
+        return torch.randint(0, 256, values.shape, dtype=torch.uint8, device=values.device, generator=generator)
+    if given.shape != values.shape or given.dtype is not torch.uint8:
+        expected = f"{tuple(values.shape)} uint8, as the codes lie"
+        raise InputError(f"quantize: random_bits: expected {expected}, got {tuple(given.shape)} {given.dtype}")
+    return given
 
 
 def _whole_tiles(values: Tensor) -> Tensor:

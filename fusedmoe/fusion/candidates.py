@@ -214,7 +214,8 @@ class Line:
             raise RuleError(f"{where}: its step gives {list(gives)}, but {missing} of what it covers is used elsewhere")
         if hidden := [v for v in needs if v in made]:
             raise RuleError(f"{where}: its step needs {hidden}, which is made within the span that it covers")
-        if foreign := [v for v in keeps if v not in made]:
+        unread = {p.names["columns"] for p in span if "columns" in p.names}  # perhaps: then none of them makes it
+        if foreign := [v for v in keeps if v not in made and v not in unread]:
             raise RuleError(f"{where}: its step keeps {foreign}, which is not made within the span that it covers")
         if unknown := [v for v in gives if v not in made and (self.direction == "forward" or v.startswith("grad("))]:
             raise RuleError(f"{where}: its step gives {unknown}, which is not made by what it covers")

@@ -374,6 +374,8 @@ class Graph:
         for place, item, gives in chosen:
             names = self._formed(place.values, item.contracts)
             names |= {f"grad_{n}": gradient(f"grad_{n}", item, key) for n, key in place.keys.items()}
+            if place.values["input"] in self._quantized:  # for a rule that computes it again
+                names.setdefault("columns", columns(place.values["input"]))
             missing = [n for n in item.needs if n not in names]
             needs = tuple(place.value(n) if n in missing else names[n] for n in item.needs)
             renamed = tuple(single.get(g, g) for g in gives)

@@ -104,6 +104,8 @@ class Quantize(Op):
         assert self.quantizer is not None, "otherwise there is no step"
         if len(x.shape) < 2:
             raise self.reject("x", "shape (..., rows, features)", tuple(x.shape))
+        if offsets is not None and (self.quantizer.format.block[0] or 1) > 1:
+            raise self.reject("forward", "blocks of one row, since experts share none", self.quantizer)
         return _spec(self, "x", x, self.quantizer)
 
     def compute(  # type: ignore[override]

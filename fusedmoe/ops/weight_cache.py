@@ -3,7 +3,7 @@
 What is kept stands beside the layer, for one quantizer at a time. It is used as long as nothing says that the weight is
 another:
 
-- the parameter is the same object at the same address, with the same count of in-place changes (``load_state_dict``,
+- the parameter is the same object in the same memory, with the same count of in-place changes (``load_state_dict``,
   ``torch.no_grad`` updates, fused and foreach optimizers);
 - no ``torch.optim`` optimizer has stepped since, not even one that writes through ``.data``, which torch does not
   count;
@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import WeakIdKeyDictionary
 
 if TYPE_CHECKING:
     from fusedmoe.formats import QuantizedTensor, Quantizer
@@ -34,6 +36,7 @@ _NAME = "_quantized_weight"  # on the layer; dropped with every parameter that i
 
 _optimizer_steps = 0
 _hook: Any = None
+_entries: Any = WeakIdKeyDictionary()  # of each parameter whose gradients are watched
 
 
 def _count_step(*_: object) -> None:
@@ -49,22 +52,42 @@ def _watch_optimizers() -> None:
         _hook = register_optimizer_step_post_hook(_count_step)
 
 
-@dataclass
+def _watch_gradients(parameter: Tensor, entry: _Entry) -> None:
+    """Have an entry told of gradients: of one that comes and goes between two calls, no trace is left."""
+    if not parameter.requires_grad:
+        return
+    if parameter not in _entries:
+        _entries[parameter] = weakref.WeakSet()
+        parameter.register_post_accumulate_grad_hook(_note_gradient)
+    _entries[parameter].add(entry)
+
+
+def _note_gradient(parameter: Tensor) -> None:
+    grad = parameter.grad
+    for entry in _entries.get(parameter, ()):
+        entry.stale = not entry.holds_after(grad) or grad is None
+
+
+@dataclass(eq=False)
 class _Entry:
     parameter: weakref.ref[Tensor]
+    storage: StorageWeakRef  # as long as it is there, no other storage has its address
     grad: weakref.ref[Tensor] | None
     state: tuple[Any, ...]
     forms: dict[int, QuantizedTensor]
+    stale: bool = False
 
     def holds(self, parameter: Tensor, state: tuple[Any, ...]) -> bool:
         if self.parameter() is not parameter or self.state != state:
             return False
-        grad = parameter.grad
+        return self.storage.cdata == parameter.untyped_storage()._cdata and self.holds_after(parameter.grad)
+
+    def holds_after(self, grad: Tensor | None) -> bool:
         if self.grad is not None:
-            return grad is not None and self.grad() is grad
-        if grad is not None:  # the first gradient since it was quantized: others will be added to it
+            self.stale = self.stale or grad is None or self.grad() is not grad
+        elif grad is not None:  # the first gradient since it was quantized: others will be added to it
             self.grad = weakref.ref(grad)
-        return True
+        return not self.stale
 
 
 def _state(parameter: Tensor, weight: Tensor, quantizer: Quantizer) -> tuple[Any, ...]:
@@ -77,6 +100,8 @@ def _cacheable(layer: Op, weight: Tensor) -> Tensor | None:
     parameter = layer._parameters.get("weight")
     if parameter is None or type(weight) not in (Tensor, nn.Parameter) or parameter.is_inference():
         return None  # parametrized (LoRA): another tensor every time
+    if not parameter.is_leaf:  # computed for this very call, as those of functional_call may be
+        return None
     if weight.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
     if torch._C._are_functorch_transforms_active():
@@ -88,6 +113,9 @@ def find(layer: Op, weight: Tensor, quantizer: Quantizer, axes: Sequence[int]) -
     """Return what is kept, in these forms, where it still holds."""
     entry: _Entry | None = layer.__dict__.get(_NAME)
     if entry is None:
+        return None
+    if layer._parameters.get("weight") is None:  # parametrized since
+        del layer.__dict__[_NAME]
         return None
     parameter = _cacheable(layer, weight)
     if parameter is None or not entry.holds(parameter, _state(parameter, weight, quantizer)):
@@ -107,7 +135,11 @@ def keep(layer: Op, weight: Tensor, quantizer: Quantizer, axes: Sequence[int], f
     found = (forms,) if len(axes) == 1 else forms
     grad = None if parameter.grad is None else weakref.ref(parameter.grad)
     state = _state(parameter, weight, quantizer)
-    layer.__dict__[_NAME] = _Entry(weakref.ref(parameter), grad, state, dict(zip(axes, found, strict=True)))
+    storage = StorageWeakRef(parameter.untyped_storage())
+    kept = dict(zip(axes, found, strict=True))
+    entry = layer.__dict__[_NAME] = _Entry(weakref.ref(parameter), storage, grad, state, kept)
+    if not getattr(layer, "accumulate_into_main_grad", False):  # there, .grad comes and goes and means nothing
+        _watch_gradients(parameter, entry)
 
 
 def weight_cache_bytes(module: nn.Module) -> int:

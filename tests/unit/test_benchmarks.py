@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import cases, gpu, host, kernels, mlp, plot, reference, results, shapes, table
+from benchmarks import cases, gpu, host, kernels, mlp, page, plot, reference, results, shapes, table
 from benchmarks.cases import Candidate, Case, Row
 from benchmarks.gpu_timing import Ceiling, GpuTime
 from benchmarks.peers.deepgemm import DeepGemm
@@ -22,6 +22,7 @@ from benchmarks.problem import Problem, deinterleave, interleave
 from benchmarks.shapes import Shape
 from fusedmoe.kernels.activation import Activation
 from fusedmoe.ops import SwiGLU
+from fusedmoe.recipes import RECIPES
 
 CPU = torch.device("cpu")
 TOP = Ceiling(tflops=800.0, copy_tb_s=3.0)
@@ -427,7 +428,7 @@ def test_a_whole_run_writes_its_files(tmp_path, capsys, monkeypatch):
         results=tmp_path,
     )
     files = gpu.run(settings, CountingTimer(), TOP)
-    assert [file.name for file in files] == ["kernels-zipf.json", "mlp-zipf.json", "deepgemm-zipf.json"]
+    assert [file.name for file in files] == [f"{section}-zipf.json" for section in gpu.SECTIONS]
     printed = capsys.readouterr().out
     assert "tiny: 256 rows" in printed
     assert "expert MLP, forward + backward" in printed
@@ -437,6 +438,13 @@ def test_a_whole_run_writes_its_files(tmp_path, capsys, monkeypatch):
     assert found["ceiling"]["tflops"] == 800
     assert found["geometric_mean_speedups"]["forward"]["torch eager"]["shapes"] == 2
     assert set(plot.figures(found)) == {mlp.FORWARD, mlp.STEP, mlp.BACKWARD}
+    (of_recipes,) = (json.loads(file.read_text()) for file in files if file.name == "recipes-zipf.json")
+    assert of_recipes["shapes"][0]["recipes"].keys() == RECIPES.keys()
+    for name, report in of_recipes["shapes"][0]["recipes"].items():
+        noise = set(report["sqnr_db"].values())
+        assert noise == {None} if name == "bf16" else all(5 < db < 40 for db in noise)
+        assert set(report["products"].values()) == ({"plain"} if name == "bf16" else {"emulated"})
+    assert page.recipe_table(of_recipes).count("| mxfp8 | emulated |") == 2
 
 
 def test_pictures_of_a_result_file(tmp_path):
@@ -460,7 +468,7 @@ def test_the_command_refuses_what_it_cannot_do(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for arguments, said in (
         (["--only", "kernels"], "needs a GPU"),
-        (["--only", "host,kernel"], "kernel: expected some of host, kernels, mlp, deepgemm"),
+        (["--only", "host,kernel"], "kernel: expected some of host, kernels, mlp, recipes, deepgemm"),
         (["--quick", "--shape", "mixtral-8x7b"], "not allowed with"),
     ):
         with pytest.raises(SystemExit):
