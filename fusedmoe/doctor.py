@@ -16,6 +16,7 @@ import torch
 
 import fusedmoe
 from fusedmoe.environment import disabled_by_environment
+from fusedmoe.formats.products import multiplies_codes
 from fusedmoe.fusion import registry
 from fusedmoe.fusion.registry import why_unavailable
 from fusedmoe.fusion.rule import FusionRule
@@ -134,7 +135,8 @@ def kernel_lines(gpus: Sequence[Gpu]) -> tuple[Kernel, ...]:
     if not rules:
         none = f"fusedmoe {fusedmoe.__version__} ships none, and no package adds any: every step is plain PyTorch"
         rules = (Kernel("fused kernels", False, none),)
-    return (cpu, *(_grouped_mm(one_of_each[arch]) for arch in sorted(one_of_each)), *rules)
+    torchs = [make(one_of_each[arch]) for arch in sorted(one_of_each) for make in (_grouped_mm, _scaled_grouped_mm)]
+    return (cpu, *torchs, *rules)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -234,6 +236,13 @@ def _fused(rule: type[FusionRule], devices: Iterable[torch.device]) -> Kernel:
     reasons = [why_unavailable(rule, device, arch(device), disabled) for device in devices]
     here = None in reasons
     return Kernel(rule.name, here, f"{rule.direction}, a fusion rule" if here else "; ".join(map(str, reasons)))
+
+
+def _scaled_grouped_mm(gpu: Gpu) -> Kernel:
+    name = f"torch FP8 grouped GEMM, {gpu.arch}"
+    if multiplies_codes(torch.device("cuda", gpu.index)):
+        return Kernel(name, True, "E4M3, one scale a tensor or a row, for bf16; every other recipe is emulated")
+    return Kernel(name, False, f"torch has none for {gpu.arch}: every recipe but bf16 is emulated")
 
 
 def _grouped_mm(gpu: Gpu) -> Kernel:

@@ -95,7 +95,7 @@ def path(a: Any, b: Any, device: torch.device) -> str:
     quantized = [s for s in (a, b) if isinstance(s, (QuantizedSpec, QuantizedTensor))]
     if not quantized:
         return ""
-    if len(quantized) < 2 or device.type != "cuda" or not _has_scaled_grouped_mm(device):
+    if len(quantized) < 2 or not multiplies_codes(device):
         return EMULATED
     if any(not _is_native(s.format) or s.dtype is not torch.bfloat16 for s in quantized):
         return EMULATED
@@ -111,6 +111,11 @@ def path_dense(a: Any, b: Any) -> str:
 
 def _is_native(format: Format) -> bool:
     return format.element is E4M3 and format.block[1] is None
+
+
+def multiplies_codes(device: torch.device) -> bool:
+    """Whether torch has a grouped product of FP8 codes there, by tensor or row."""
+    return device.type == "cuda" and _has_scaled_grouped_mm(device)
 
 
 @functools.cache

@@ -227,7 +227,7 @@ def test_torch_multiplies_codes_natively_where_it_can(device, recipe, monkeypatc
     assert paths == {"GroupedLinear": "native", "Wgrad": "native", "Dgrad": "native"}
     native = run()
     fm.clear_weight_cache(layer)
-    monkeypatch.setattr(products, "_has_scaled_grouped_mm", lambda device: False)
+    monkeypatch.setattr(products, "multiplies_codes", lambda device: False)
     emulated = run()
     exact = exact_products(recipe, layer[0].weight.detach(), x.detach(), splits, dy)
     for a, b, want in zip(native, emulated, exact, strict=True):

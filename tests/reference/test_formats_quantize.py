@@ -516,3 +516,26 @@ def test_rotated_products_are_products():
     assert ((a[:, first] @ b[:, first].T - expected).norm() / expected.norm()) < 0.1
     values = [q.dequantize() for q in rotated]
     torch.testing.assert_close(a[:, first] @ b[:, first].T, values[0][:20].T @ values[1][:20], rtol=0, atol=0.2)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"x": torch.zeros(4, 16, dtype=torch.float64)}, "x: expected float32, bfloat16 or float16, got torch.float64"),
+        ({"x": torch.zeros(16)}, r"x: expected rows \(R, K\), or .* got \(16,\)"),
+        ({"axis": 0}, r"axis: expected -1 \(by rows\) or -2 \(by columns\), got 0"),
+        ({"offsets": torch.tensor([4])}, r"offsets: expected \(E,\) int32, got \(1,\) torch.int64"),
+        ({"offsets": ends()}, r"offsets: expected \(E,\) int32, got \(0,\)"),
+        ({"format": fp8_tensor(), "encode": torch.ones(2)}, r"encode: expected \(1,\) float32, got \(2,\)"),
+        ({"encode": torch.ones(1)}, "encode: expected none for mxfp8"),
+        ({"format": mxfp8(across=32), "offsets": ends(4)}, "offsets: expected none by rows for mxfp8 e4m3 32x32"),
+        (
+            {"format": Quantizer(nvfp4(), stochastic_rounding=True), "random_bits": torch.zeros(4, 8).byte()},
+            r"random_bits: expected \(4, 16\) uint8, as the codes lie, got \(4, 8\)",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(more, said):
+    given = {"x": torch.zeros(4, 16), "format": mxfp8(), "axis": -1} | more
+    with pytest.raises(InputError, match=said):
+        quantize(given.pop("x"), given.pop("format"), given.pop("axis"), **given)

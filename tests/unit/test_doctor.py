@@ -33,6 +33,7 @@ def machine(monkeypatch):
         monkeypatch.setattr(
             module, "runs_on_device", lambda device, dtype: devices[device.index].major == 9 and dtype is torch.bfloat16
         )
+        monkeypatch.setattr(module, "multiplies_codes", lambda device: devices[device.index].major == 9)
 
     return make
 
@@ -64,7 +65,9 @@ def test_each_gpu_is_listed_and_each_architecture_once(machine):
     assert names == [
         "torch grouped GEMM, cpu",
         "torch grouped GEMM, sm_80",
+        "torch FP8 grouped GEMM, sm_80",
         "torch grouped GEMM, sm_90",
+        "torch FP8 grouped GEMM, sm_90",
         "fused kernels",
     ]
 
@@ -89,6 +92,8 @@ def test_grouped_gemm_is_available_where_it_runs_on_the_device(machine):
     available = {kernel.name: kernel.available for kernel in module.doctor().kernels}
     assert available["torch grouped GEMM, sm_80"] is False
     assert available["torch grouped GEMM, sm_90"] is True
+    assert available["torch FP8 grouped GEMM, sm_80"] is False
+    assert available["torch FP8 grouped GEMM, sm_90"] is True
 
 
 def test_no_device_visible(machine):
