@@ -188,7 +188,7 @@ def test_main_prints_json(capsys, machine):
     report = json.loads(capsys.readouterr().out)
     assert report["gpus"][0]["arch"] == "sm_90"
     assert {"name": "torch", "value": torch.__version__} in report["software"]
-    assert [kernel["available"] for kernel in report["kernels"]] == [True, True, False]
+    assert [kernel["available"] for kernel in report["kernels"]] == [True, True, True, False]
 
 
 def test_unknown_option_is_refused(capsys):
