@@ -177,7 +177,8 @@ class Plan:
         """Return the plan as data, its bytes for these arguments."""
         specs = self._quantized_gradients(self.graph.infer(arguments))
         costs = Costs(specs, self.graph.parameters, rows=0)
-        kept = tuple(v for v in self.saved if v not in self.graph.parameters)
+        of_weights = {*self.graph.parameters, *(v for s in self.weights for v in s.gives)}
+        kept = tuple(v for v in self.saved if v not in of_weights)
         device, arch = self.environment.device, self.environment.arch
         weights = tuple(
             PlannedStep(

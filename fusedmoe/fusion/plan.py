@@ -149,7 +149,7 @@ class PlanData:
     attempts : tuple of Attempt
         Every rule at every position.
     kept : tuple of str
-        Values kept for the backward pass, parameters apart.
+        Values kept for the backward pass, parameters and quantized weights apart.
     kept_bytes : int
         Their bytes, for the shapes explained; what the caller holds anyway (its own arguments) is counted too.
     device, dtype, recipe : str
