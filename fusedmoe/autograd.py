@@ -9,6 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from fusedmoe.autocast import without_autocast
 from fusedmoe.formats.tensor import packed, unpacked
+from fusedmoe.ops.weight_cache import note_gradient
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,7 +42,10 @@ def _gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     call: Call = ctx.call
     saved = unpacked(ctx.saved_tensors, ctx.packed) if call.plan.keeps_quantized else ctx.saved_tensors
     with without_autocast(call.plan.environment.device):  # the dtypes were settled in forward
-        return (None, *call.backward(saved, grads, ctx.needs_input_grad[1:]))
+        gradients = call.backward(saved, grads, ctx.needs_input_grad[1:])
+    for layer in call.plan.graph.quantized_layers:
+        note_gradient(layer)
+    return (None, *gradients)
 
 
 _guarded_gradients = once_differentiable(_gradients)

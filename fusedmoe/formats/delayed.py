@@ -20,6 +20,8 @@ class AmaxHistory:
         (steps, E) fp32: the last steps' amax; zeros before the first.
     encode : Tensor
         (E,) fp32: what tensors are multiplied by; 1 before the first step.
+    previous : Tensor
+        (E,) fp32: what they were multiplied by in the last step, for who computes that step again.
     """
 
     def __init__(self, quantizer: Quantizer, experts: int, device: torch.device) -> None:
@@ -33,6 +35,7 @@ class AmaxHistory:
         with torch.inference_mode(False):  # what inference begins with, training updates
             self.amax = torch.zeros(quantizer.delayed.history, experts, device=device)
             self.encode = torch.ones(experts, device=device)
+            self.previous = torch.ones(experts, device=device)
 
     def fits(self, quantizer: Quantizer, experts: int, device: torch.device) -> bool:
         """Whether it is the history of such a quantizer, on such a device."""
@@ -42,6 +45,7 @@ class AmaxHistory:
         """Add a step, in place: ``encode = max / 2**margin / (largest amax remembered)`` where that is finite."""
         delayed, element = self.quantizer.delayed, self.quantizer.format.element
         assert delayed is not None
+        self.previous.copy_(self.encode)
         self.amax.copy_(torch.cat((amax_E[None], self.amax[:-1])))
         amax_E = amax_E if delayed.most_recent else self.amax.amax(0)
         encode_E = (torch.full_like(amax_E, element.max / 2.0**delayed.margin) / amax_E).clamp(max=_FLT_MAX)

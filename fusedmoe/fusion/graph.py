@@ -166,7 +166,12 @@ class Graph:
         self._split_rows: dict[int, str] = {}  # the offsets that say where the rows of that set end
         self._takes_offsets = _first_takers_of_offsets(nodes)
         self._quantized: set[str] = set()  # values that a Quantize gives, weights among them
-        self.weights = _weight_steps(nodes)  # what quantizes weights, by the weight
+        quantizations = _weight_quantizations(nodes)
+        self.quantized_layers = tuple(run.layer for _, run, _ in quantizations.values())
+        self.weights = {  # what quantizes weights, by the weight
+            weight: Plain(label, run, (weight,), (quantized(weight), columns(quantized(weight))), launches=launches)
+            for weight, (label, run, launches) in quantizations.items()
+        }
         self._quantized.update(map(quantized, self.weights))
         places = []
         rows = 0
@@ -473,9 +478,11 @@ def _first_takers_of_offsets(nodes: Sequence[Node]) -> dict[int, str]:
     return takers
 
 
-def _weight_steps(nodes: Sequence[Node]) -> dict[str, Plain]:
-    """Return what quantizes the weights of linear layers that a `Quantize` before them wants quantized."""
-    steps = {}
+def _weight_quantizations(nodes: Sequence[Node]) -> dict[str, tuple[str, WeightQuantization, int]]:
+    """Return what quantizes the weights of linear layers that a `Quantize` before them wants quantized, with its label
+    and launches.
+    """
+    found = {}
     for i, (label, op) in enumerate(nodes):
         if not isinstance(op, Quantize) or op.weight_quantizer is None:
             continue
@@ -484,12 +491,10 @@ def _weight_steps(nodes: Sequence[Node]) -> dict[str, Plain]:
             what = "the end of the chain" if following is None else f"{following.label}.{type(following.op).__name__}"
             raise InputError(f"{label}.{op!r}: weight: expected a linear layer to follow, got {what}")
         weight = f"{following.label}.weight"
-        if weight in steps:
+        if weight in found:
             raise InputError(f"{label}.{op!r}: weight: {following.label}'s weight would be quantized twice")
-        run = WeightQuantization(following.op, op.weight_quantizer)
-        gives = quantized(weight), columns(quantized(weight))
-        steps[weight] = Plain(f"{label}.Quantize", run, (weight,), gives, launches=op.launches)
-    return steps
+        found[weight] = f"{label}.Quantize", WeightQuantization(following.op, op.weight_quantizer), op.launches
+    return found
 
 
 def _for_taker(

@@ -5,6 +5,7 @@ An op without it has no such keys, and none are expected of a checkpoint: stock 
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from fusedmoe.formats.delayed import AmaxHistory
@@ -33,6 +34,14 @@ def history(op: nn.Module, role: str, quantizer: Quantizer, experts: int, device
         new.encode.copy_(tensors[1])
     histories[role] = new
     return new
+
+
+def by_role(op: nn.Module) -> SimpleNamespace:
+    """Return an op's histories, each with attributes ``amax`` and ``encode``."""
+    return SimpleNamespace(**{
+        role: found if isinstance(found, AmaxHistory) else SimpleNamespace(amax=found[0], encode=found[1])
+        for role, found in op.__dict__.get(_NAME, {}).items()
+    })  # fmt: skip
 
 
 def save(op: nn.Module, destination: dict[str, Any], prefix: str) -> None:

@@ -200,6 +200,11 @@ class Op(nn.Module):
 
         return run_alone(self, x, inputs)
 
+    @property
+    def amax_history(self) -> object:
+        """What delayed scaling remembers: ``op.amax_history.input.amax``, ``.encode``, as ``state_dict`` names them."""
+        return amax_state.by_role(self)
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         amax_state.save(self, destination, prefix)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from fusedmoe.errors import InputError
@@ -204,8 +205,10 @@ def _quantized(
     if quantizer.delayed is not None:
         experts = rows.shape[0] if rows.dim() == 3 else 1 if offsets is None else offsets.shape[0]
         history = amax_state.history(owner, role, quantizer, experts, rows.device)
-        encode = history.encode.clone() if training else history.encode  # what is kept must not follow the update
-        if training:
+        # a forward pass inside of a backward pass is one that checkpointing runs again: a step counts once
+        again = role != "grad" and torch._C._current_graph_task_id() != -1
+        encode = (history.previous if again else history.encode).clone()  # what is kept must not follow an update
+        if training and not again:
             history.update(amax_by_expert(rows, offsets))
     forms: list[Any] = [quantize(rows, quantizer, axis, offsets=offsets, encode=encode) for axis in axes]
     if rows is not x:

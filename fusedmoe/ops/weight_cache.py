@@ -7,13 +7,13 @@ another:
   ``torch.no_grad`` updates, fused and foreach optimizers);
 - no ``torch.optim`` optimizer has stepped since, not even one that writes through ``.data``, which torch does not
   count;
-- its ``.grad`` has not been set to None, or to another tensor, since;
+- no gradient that it has got since is gone: ``.grad`` was not set to None, nor to another tensor;
 - nobody has set the parameter on the module, as FSDP2 does when it unshards and reshards: that also frees what is
   kept;
 - the CUDA stream is the same one.
 
 Nothing is read or kept while a CUDA graph is captured: a graph quantizes in every replay. A hand-written loop that
-changes weights through ``.data`` and never resets ``.grad`` goes unnoticed: it has `clear_weight_cache` to call.
+changes weights through ``.data``, and zeroes ``.grad`` in place, goes unnoticed: it has `clear_weight_cache` to call.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.weak import WeakIdKeyDictionary
 
 if TYPE_CHECKING:
     from fusedmoe.formats import QuantizedTensor, Quantizer
@@ -36,7 +35,6 @@ _NAME = "_quantized_weight"  # on the layer; dropped with every parameter that i
 
 _optimizer_steps = 0
 _hook: Any = None
-_entries: Any = WeakIdKeyDictionary()  # of each parameter whose gradients are watched
 
 
 def _count_step(*_: object) -> None:
@@ -52,42 +50,27 @@ def _watch_optimizers() -> None:
         _hook = register_optimizer_step_post_hook(_count_step)
 
 
-def _watch_gradients(parameter: Tensor, entry: _Entry) -> None:
-    """Have an entry told of gradients: of one that comes and goes between two calls, no trace is left."""
-    if not parameter.requires_grad:
-        return
-    if parameter not in _entries:
-        _entries[parameter] = weakref.WeakSet()
-        parameter.register_post_accumulate_grad_hook(_note_gradient)
-    _entries[parameter].add(entry)
-
-
-def _note_gradient(parameter: Tensor) -> None:
-    grad = parameter.grad
-    for entry in _entries.get(parameter, ()):
-        entry.stale = not entry.holds_after(grad) or grad is None
-
-
-@dataclass(eq=False)
+@dataclass
 class _Entry:
     parameter: weakref.ref[Tensor]
     storage: StorageWeakRef  # as long as it is there, no other storage has its address
     grad: weakref.ref[Tensor] | None
     state: tuple[Any, ...]
     forms: dict[int, QuantizedTensor]
-    stale: bool = False
+    gradient_given: bool = False
 
     def holds(self, parameter: Tensor, state: tuple[Any, ...]) -> bool:
         if self.parameter() is not parameter or self.state != state:
             return False
-        return self.storage.cdata == parameter.untyped_storage()._cdata and self.holds_after(parameter.grad)
+        return self.storage.cdata == parameter.untyped_storage()._cdata and self._still_accumulates(parameter.grad)
 
-    def holds_after(self, grad: Tensor | None) -> bool:
+    def _still_accumulates(self, grad: Tensor | None) -> bool:
+        """Whether no gradient has gone since: whoever takes one away has perhaps used it."""
         if self.grad is not None:
-            self.stale = self.stale or grad is None or self.grad() is not grad
-        elif grad is not None:  # the first gradient since it was quantized: others will be added to it
+            return grad is not None and self.grad() is grad
+        if grad is not None:  # the first since the weight was quantized: others will be added to it
             self.grad = weakref.ref(grad)
-        return not self.stale
+        return grad is not None or not self.gradient_given
 
 
 def _state(parameter: Tensor, weight: Tensor, quantizer: Quantizer) -> tuple[Any, ...]:
@@ -137,9 +120,17 @@ def keep(layer: Op, weight: Tensor, quantizer: Quantizer, axes: Sequence[int], f
     state = _state(parameter, weight, quantizer)
     storage = StorageWeakRef(parameter.untyped_storage())
     kept = dict(zip(axes, found, strict=True))
-    entry = layer.__dict__[_NAME] = _Entry(weakref.ref(parameter), storage, grad, state, kept)
-    if not getattr(layer, "accumulate_into_main_grad", False):  # there, .grad comes and goes and means nothing
-        _watch_gradients(parameter, entry)
+    layer.__dict__[_NAME] = _Entry(weakref.ref(parameter), storage, grad, state, kept)
+
+
+def note_gradient(layer: Op) -> None:
+    """Remember that a backward pass through a layer has given its weight a gradient."""
+    entry: _Entry | None = layer.__dict__.get(_NAME)
+    parameter = layer._parameters.get("weight")
+    if entry is None or parameter is None or not parameter.requires_grad:
+        return
+    # with main_grad, .grad comes and goes and means nothing
+    entry.gradient_given = not getattr(layer, "accumulate_into_main_grad", False)
 
 
 def weight_cache_bytes(module: nn.Module) -> int:

@@ -24,7 +24,9 @@ _IGNORED = {
     # derived from other fields, or of attention
     "fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad",
     "fp4_quant_fwd_inp", "fp4_quant_fwd_weight", "fp4_quant_bwd_grad",
-    "fp8_dpa", "fp8_mha", "nvfp4_4over6_err_mode", "fp4_format",
+    "fp8_dpa", "fp8_mha", "fp4_format",
+    # of nvfp4_4over6, which is refused
+    "nvfp4_4over6_err_mode", "nvfp4_4over6_e4m3_use_256",
 }  # fmt: skip
 
 

@@ -1,0 +1,563 @@
+"""Recipes as data, what they put into a chain, and whom they leave alone."""
+
+import copy
+import dataclasses
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from toy import only_plan, outcome
+
+import fusedmoe as fm
+from fusedmoe.chain import Chain
+from fusedmoe.formats import (
+    E2M1,
+    E4M3,
+    E5M2,
+    Delayed,
+    Format,
+    ScaleRule,
+    fp8_block,
+    fp8_row,
+    fp8_tensor,
+    mxfp8,
+    nvfp4,
+)
+from fusedmoe.formats.roles import ROLES, Roles
+from fusedmoe.ops.op import Node
+from fusedmoe.recipes import BF16, MXFP8, NVFP4, RECIPES, Custom, FP8Block, FP8Row, FP8Tensor, Recipe, resolve
+
+E, H, I = 2, 64, 32  # noqa: E741
+SPLITS = torch.tensor([9, 5])
+CLASSES = {"fp8_tensor": FP8Tensor, "fp8_row": FP8Row, "fp8_block": FP8Block, "mxfp8": MXFP8, "nvfp4": NVFP4}
+
+
+def experts(**options):
+    return fm.Sequential(
+        fm.GroupedLinear(E, H, 2 * I, **options), fm.SwiGLU(), fm.GroupedLinear(E, I, H, **options)
+    )  # fmt: skip
+
+
+def rows(dtype=torch.float32):
+    return torch.randn(16, H, dtype=dtype, requires_grad=True)
+
+
+def steps(plan, direction="forward"):
+    return [op for s in plan.steps if s.direction == direction for op in s.ops]
+
+
+def rewritten(recipe, *ops):
+    """The labels and kinds of a chain under a recipe."""
+    nodes = resolve(recipe).rewrite(tuple(Node(str(i), op) for i, op in enumerate(ops)))
+    return [f"{n.label}.{type(n.op).__name__}" for n in nodes]
+
+
+def quantized_by(recipe, chain, x, **named):
+    """The names of what is quantized in a plan."""
+    with fm.recipe(recipe):
+        plan = only_plan(chain, x, **named)
+    return [op for s in plan.steps for op in s.ops if "Quantize" in op]
+
+
+# --- data ----------------------------------------------------------------------------------------------------------
+
+
+def test_names_and_defaults():
+    assert list(RECIPES) == ["bf16", *CLASSES]
+    assert RECIPES["bf16"] is BF16 == Recipe()
+    for name, kind in CLASSES.items():
+        assert RECIPES[name] == kind()
+        assert kind().name == name
+        assert resolve(name) is RECIPES[name]
+    assert FP8Tensor() == FP8Tensor("fp8_tensor", hybrid=True, power_of_two=False, delayed=None)
+    assert FP8Row() == FP8Row("fp8_row", hybrid=False, power_of_two=False)
+    assert FP8Block() == FP8Block("fp8_block", hybrid=False, power_of_two=True, amax_epsilon=0.0)
+    assert MXFP8() == MXFP8("mxfp8", hybrid=False, scale_rule="rceil", weight_2d=False)
+    assert NVFP4() == NVFP4("nvfp4", hadamard=True, stochastic_rounding=True, weight_2d=True)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_name_means_the_same_to_a_recipe_and_to_an_op(name):
+    assert list(ROLES) == list(CLASSES)
+    assert ROLES[name] == RECIPES[name].roles()
+    op = fm.Quantize(name, name, name)
+    assert (op.quantizer, op.weight_quantizer, op.grad_quantizer) == tuple(ROLES[name])
+
+
+def roles_of(recipe):
+    return tuple(recipe.roles())
+
+
+def q(format, **options):
+    return fm.Quantizer(format, **options)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "expected"),
+    [
+        (Recipe(), (None, None, None)),
+        (FP8Tensor(), (q(fp8_tensor()), q(fp8_tensor()), q(fp8_tensor(E5M2)))),
+        (FP8Tensor(hybrid=False), (q(fp8_tensor()),) * 3),
+        (FP8Tensor(power_of_two=True), (*[q(fp8_tensor(E4M3, True))] * 2, q(fp8_tensor(E5M2, True)))),
+        (
+            FP8Tensor(delayed=Delayed(3)),
+            (*[q(fp8_tensor(), delayed=Delayed(3))] * 2, q(fp8_tensor(E5M2), delayed=Delayed(3))),
+        ),
+        (FP8Row(), (q(fp8_row()),) * 3),
+        (FP8Row(hybrid=True, power_of_two=True), (*[q(fp8_row(E4M3, True))] * 2, q(fp8_row(E5M2, True)))),
+        (FP8Block(), (q(fp8_block()), q(fp8_block(across=128)), q(fp8_block()))),
+        (
+            FP8Block(hybrid=True, power_of_two=False, amax_epsilon=1e-4),
+            (
+                q(fp8_block(E4M3, 1, False, 1e-4)),
+                q(fp8_block(E4M3, 128, False, 1e-4)),
+                q(fp8_block(E5M2, 1, False, 1e-4)),
+            ),
+        ),
+        (MXFP8(), (q(mxfp8()),) * 3),
+        (MXFP8(hybrid=True, weight_2d=True), (q(mxfp8()), q(mxfp8(across=32)), q(mxfp8(E5M2)))),
+        (MXFP8(scale_rule="floor"), (q(mxfp8(rule=ScaleRule.FLOOR)),) * 3),
+        (
+            NVFP4(),
+            (q(nvfp4(), hadamard=True), q(nvfp4(16)), q(nvfp4(), stochastic_rounding=True, hadamard=True)),
+        ),
+        (NVFP4(hadamard=False, stochastic_rounding=False, weight_2d=False), (q(nvfp4()),) * 3),
+        (Custom("mine", input=q(mxfp8())), (q(mxfp8()), None, None)),
+    ],
+    ids=str,
+)
+def test_fields_say_what_each_operand_becomes(recipe, expected):
+    assert roles_of(recipe) == expected
+
+
+VARIANTS = [
+    *CLASSES.values(), lambda: FP8Tensor(hybrid=False), lambda: FP8Tensor(power_of_two=True),
+    lambda: FP8Row(hybrid=True), lambda: FP8Row(power_of_two=True), lambda: FP8Block(hybrid=True),
+    lambda: FP8Block(power_of_two=False), lambda: FP8Block(amax_epsilon=1e3), lambda: MXFP8(hybrid=True),
+    lambda: MXFP8(scale_rule="floor"), lambda: MXFP8(weight_2d=True), lambda: NVFP4(hadamard=False),
+    lambda: NVFP4(weight_2d=False), lambda: NVFP4(stochastic_rounding=False),
+    lambda: FP8Tensor(delayed=Delayed(4)), lambda: Custom(grad=q(mxfp8(E5M2))), Recipe,
+]  # fmt: skip
+
+
+def test_a_changed_value_is_another_plan_with_other_results():
+    chain, x = experts(), rows()
+    with torch.no_grad():  # small rows beside large ones: whoever shares a scale with whom shows
+        for p in (chain[0].weight, chain[2].weight):
+            p *= torch.logspace(-3, 0, p.shape[1])[:, None]
+    seen = []
+    for make in VARIANTS:
+        torch.manual_seed(1)
+        with fm.recipe(make()):
+            seen.append(outcome(copy.deepcopy(chain), x, splits=SPLITS))
+    for i, a in enumerate(seen):
+        for j, b in enumerate(seen[:i]):
+            assert not all(torch.equal(a[name], b[name]) for name in a), (i, j)
+    # and in the same module, one after the other: plans and weights of one are not the other's
+    for make, want in list(zip(VARIANTS, seen, strict=True))[:-3]:
+        torch.manual_seed(1)
+        with fm.recipe(make()):
+            got = outcome(chain, x, splits=SPLITS)
+        assert all(torch.equal(got[name], want[name]) for name in want), make()
+
+
+@pytest.mark.parametrize("make", VARIANTS)
+def test_recipes_are_values(make):
+    recipe = make()
+    assert recipe == make()
+    assert hash(recipe) == hash(make())
+    assert pickle.loads(pickle.dumps(recipe)) == recipe == copy.deepcopy(recipe)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        recipe.name = "another"
+    assert dataclasses.replace(recipe, name="another") != recipe
+
+
+def test_the_innermost_recipe_holds():
+    chain, x, names = experts(), rows(), []
+
+    def note():
+        names.append(only_plan(chain, x, splits=SPLITS).recipe)
+
+    with fm.recipe("mxfp8") as outer:
+        assert outer == MXFP8()
+        note()
+        with fm.recipe(NVFP4(name="mine")):
+            note()
+            with fm.recipe("bf16"):
+                note()
+        note()
+    note()
+    assert names == ["mxfp8", "mine", "bf16", "mxfp8", "bf16"]
+
+
+# --- what they insert ----------------------------------------------------------------------------------------------
+
+
+def test_what_a_recipe_puts_around_a_layer():
+    up, act, down = experts()
+    assert rewritten("mxfp8", up, act, down) == [
+        "0:weight.Quantize", "0:input.Quantize", "0.GroupedLinear", "0:grad.Quantize",
+        "1.SwiGLU",
+        "2:weight.Quantize", "2:input.Quantize", "2.GroupedLinear", "2:grad.Quantize",
+    ]  # fmt: skip
+    assert rewritten("bf16", up, act, down) == ["0.GroupedLinear", "1.SwiGLU", "2.GroupedLinear"]
+    assert rewritten("mxfp8", fm.Linear(H, H), fm.Linear(H, H)) == [
+        "0:weight.Quantize", "0:input.Quantize", "0.Linear", "0:grad.Quantize",
+        "1:weight.Quantize", "1:input.Quantize", "1.Linear", "1:grad.Quantize",
+    ]  # fmt: skip
+    assert rewritten("mxfp8", act, fm.Scale("s")) == ["0.SwiGLU", "1.Scale"]
+
+
+def test_a_subclass_of_a_layer_is_a_layer():
+    class Mine(fm.GroupedLinear):
+        pass
+
+    assert "0:input.Quantize" in rewritten("mxfp8", Mine(E, H, H))
+
+
+def test_labels_are_those_of_nested_modules():
+    chain = fm.Sequential(fm.Sequential(fm.GroupedLinear(E, H, H), fm.Sequential(fm.GroupedLinear(E, H, H))))
+    assert quantized_by("mxfp8", chain, rows(), splits=SPLITS) == [
+        "0.0:weight.Quantize", "0.1.0:weight.Quantize",
+        "0.0:input.Quantize", "0.1.0:input.Quantize",
+        "0.1.0:grad.QuantizeGrad", "0.0:grad.QuantizeGrad",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("before", "behind", "expected"),
+    [
+        ([("mxfp8", None, None)], [], ["1:weight", "0", "1", "1:grad"]),
+        ([(None, None, "mxfp8")], [], ["0", "1:input", "1", "1:grad"]),
+        ([("mxfp8", None, "mxfp8")], [], ["0", "1", "1:grad"]),
+        ([("mxfp8", None, None), (None, None, "mxfp8")], [], ["0", "1", "2", "2:grad"]),
+        ([], [(None, "mxfp8", None)], ["0:weight", "0:input", "0", "1"]),
+        ([], [("mxfp8", None, None)], ["0:weight", "0:input", "0", "0:grad", "1"]),
+        ([("mxfp8", None, "mxfp8")], [(None, "mxfp8", None)], ["0", "1", "2"]),
+        ([(None, "mxfp8", None)], [], ["0", "1:weight", "1:input", "1", "1:grad"]),
+    ],
+    ids=["rows", "weight", "both", "in two ops", "gradient", "rows behind", "all", "a gradient before"],
+)
+def test_a_recipe_fills_in_what_an_op_of_the_chain_leaves(before, behind, expected):
+    ops = [*(fm.Quantize(*a) for a in before), fm.GroupedLinear(E, H, H), *(fm.Quantize(*a) for a in behind)]
+    assert sorted(n.rpartition(".")[0] for n in rewritten("fp8_row", *ops)) == sorted(expected)
+    chain, x = fm.Sequential(*ops), rows()
+    with fm.recipe("fp8_row"):
+        got = outcome(chain, x, splits=SPLITS)
+    # what is written out in full means the same
+    roles, mine = ROLES["fp8_row"], ROLES["mxfp8"]
+    forward = next((mine.input for f, _, _ in before if f), roles.input)
+    weight = next((mine.weight for _, _, w in before if w), roles.weight)
+    gradient = next((mine.grad for _, g, _ in behind if g), roles.grad)
+    last = [fm.Quantize(f) for f, _, _ in behind if f]
+    first = [fm.Quantize(backward=g) for _, g, _ in before if g]
+    layer = copy.deepcopy(ops[len(before)])
+    full = fm.Sequential(*first, fm.Quantize(forward, weight=weight), layer, fm.Quantize(backward=gradient), *last)
+    want = outcome(full, x, splits=SPLITS)
+    for a, b in zip(got.values(), want.values(), strict=True):
+        assert b.any()
+        assert torch.equal(a, b)
+
+
+def test_an_op_elsewhere_in_the_chain_fills_in_nothing():
+    up, act, down = experts()
+    chain = fm.Sequential(up, fm.Quantize("fp8_row"), act, down)
+    assert "3:input.Quantize" in quantized_by("mxfp8", chain, rows(), splits=SPLITS)
+
+
+@pytest.mark.parametrize("role", ["input", "weight", "grad"])
+def test_a_recipe_of_ones_own_may_leave_operands_alone(role):
+    recipe = Custom("half", **{role: q(mxfp8())})
+    found = quantized_by(recipe, fm.Sequential(fm.GroupedLinear(E, H, H)), rows(), splits=SPLITS)
+    assert found == [f"0:{role}.Quantize" + ("Grad" if role == "grad" else "")]
+    assert Custom().roles() == Roles(None, None, None)
+    assert quantized_by(Custom(), experts(), rows(), splits=SPLITS) == []
+
+
+def test_a_chain_of_nothing_to_quantize_is_left_alone():
+    chain, x = fm.Sequential(fm.SwiGLU(), fm.Scale("s")), torch.randn(3, H)
+    with fm.recipe("mxfp8"):
+        assert torch.equal(chain(x, s=torch.ones(3)), fm.SwiGLU()(x))
+
+
+def test_a_layer_alone_is_quantized_too():
+    fc, x = fm.GroupedLinear(E, H, I), rows()
+    with fm.recipe("mxfp8"):
+        alone, chain = fc(x, splits=SPLITS), fm.Sequential(fc)(x, splits=SPLITS)
+    assert torch.equal(alone, chain)
+    assert not torch.equal(alone, fc(x, splits=SPLITS))
+
+
+# --- recipes of layers ---------------------------------------------------------------------------------------------
+
+LAYERS = {
+    "GroupedLinear": (lambda **o: fm.GroupedLinear(E, H, H, **o), {"splits": SPLITS}),
+    "Linear": (lambda **o: fm.Linear(H, H, **o), {}),
+}
+each_layer = pytest.mark.parametrize("kind", LAYERS)
+
+
+@each_layer
+@pytest.mark.parametrize("around", ["bf16", "fp8_row"])
+def test_a_layers_own_recipe_holds_whatever_is_around(kind, around):
+    make, named = LAYERS[kind]
+    own, other, x = make(recipe="mxfp8"), make(), rows()
+    other.load_state_dict(own.state_dict())
+    with fm.recipe("mxfp8"):
+        expected = other(x, **named)
+    with fm.recipe(around):
+        assert torch.equal(own(x, **named), expected)
+        assert not torch.equal(other(x, **named), expected)
+        own.recipe = None
+        assert torch.equal(own(x, **named), other(x, **named))
+        own.recipe = MXFP8()
+        assert torch.equal(own(x, **named), expected)
+        own.recipe = "bf16"
+    assert torch.equal(own(x, **named), other(x, **named))
+
+
+@each_layer
+def test_a_layers_recipe_is_in_its_text_and_its_copies(kind):
+    make, _ = LAYERS[kind]
+    assert "recipe" not in repr(make())
+    assert "recipe='mxfp8'" in repr(make(recipe="mxfp8"))
+    assert "recipe=NVFP4(" in repr(make(recipe=NVFP4()))
+    assert copy.deepcopy(make(recipe="mxfp8")).recipe == "mxfp8"
+    assert "recipe" not in make(recipe="mxfp8").state_dict()
+
+
+@each_layer
+def test_a_recipe_that_there_is_not_is_an_error_of_the_call(kind):
+    make, named = LAYERS[kind]
+    layer = make(recipe="fp7")
+    for around in ("bf16", "mxfp8"):
+        with fm.recipe(around), pytest.raises(fm.InputError, match=r"expected a Recipe, .* 'mxfp8', .* got 'fp7'"):
+            layer(rows(), **named)
+    layer.recipe = ["mxfp8"]
+    with pytest.raises(fm.InputError, match="recipe: expected something hashable"):
+        layer(rows(), **named)
+
+
+def test_layers_of_a_chain_may_differ():
+    chain, x = experts(), rows()
+    chain[0].recipe, chain[2].recipe = "mxfp8", "bf16"
+    assert quantized_by("nvfp4", chain, x, splits=SPLITS) == [
+        "0:weight.Quantize", "0:input.Quantize", "0:grad.QuantizeGrad",
+    ]  # fmt: skip
+    with fm.recipe("nvfp4"):
+        plan = only_plan(chain, x, splits=SPLITS)
+    paths = {s.ops[0]: s.path for s in plan.steps if s.path}
+    assert paths == dict.fromkeys(("0.GroupedLinear", "0.Wgrad", "0.Dgrad"), "emulated")
+
+
+class Block(nn.Module):
+    def __init__(self, name):
+        super().__init__()
+        self.norm = nn.LayerNorm(H)
+        if name == "moe":
+            self.mlp = fm.MoE(H, I, 4, 2, shared_intermediate=I, shared_gate=True)
+        else:
+            self.mlp = fm.Sequential(fm.Linear(H, 2 * I), fm.SwiGLU(), fm.Sequential(fm.Linear(I, H)))
+
+    def forward(self, x):
+        return x + self.mlp(self.norm(x))
+
+
+def model(*kinds):
+    return nn.Sequential(*map(Block, kinds))
+
+
+def linear_ops(module):
+    return {n: m for n, m in module.named_modules() if isinstance(m, (fm.GroupedLinear, fm.Linear))}
+
+
+def test_first_and_last_layers_stay_in_bf16():
+    net = model("moe", "dense", "moe", "dense")
+    assert fm.keep_in_bf16(net, first=1, last=1) == ["0.mlp", "3.mlp"]
+    kept = {n for n, m in linear_ops(net).items() if m.recipe == "bf16"}
+    assert kept == {
+        "0.mlp.experts.gate_up", "0.mlp.experts.down", "0.mlp.shared.gate_up", "0.mlp.shared.down",
+        "0.mlp.shared_gate", "2.mlp.shared_gate", "3.mlp.0", "3.mlp.2.0",
+    }  # fmt: skip
+    x = torch.randn(6, H)
+    with fm.recipe("mxfp8"):
+        got = net(x)
+    plain = copy.deepcopy(net)
+    for m in linear_ops(plain).values():
+        m.recipe = "bf16"
+    want = x
+    for i, block in enumerate(plain):
+        with fm.recipe("mxfp8"):
+            want = block(want) if i in (0, 3) else net[i](want)
+    assert torch.equal(got, want)
+    assert not torch.equal(got, plain(x))
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "expected"),
+    [
+        (0, 0, []),
+        (2, 0, ["0.mlp", "1.mlp"]),
+        (0, 2, ["1.mlp", "2.mlp"]),
+        (2, 2, ["0.mlp", "1.mlp", "2.mlp"]),
+        (3, 3, ["0.mlp", "1.mlp", "2.mlp"]),
+    ],
+)
+def test_layers_are_counted_from_both_ends(first, last, expected):
+    net = model("dense", "moe", "dense")
+    assert fm.keep_in_bf16(net, first, last) == expected
+    for name, op in linear_ops(net).items():
+        if not name.endswith("shared_gate"):
+            assert (op.recipe == "bf16") is any(name.startswith(f"{e}.") for e in expected)
+
+
+@pytest.mark.parametrize(("first", "last"), [(4, 0), (0, 4), (-1, 0), (0, -1)])
+def test_there_are_no_more_layers_than_there_are(first, last):
+    net = model("dense", "moe", "dense")
+    with pytest.raises(fm.InputError, match=rf"keep_in_bf16: expected 0 to 3 layers.*first={first}, last={last}"):
+        fm.keep_in_bf16(net, first, last)
+    assert all(op.recipe is None for name, op in linear_ops(net).items() if "shared_gate" not in name)
+
+
+def test_a_layer_by_itself_is_a_model_of_one():
+    chain = experts()
+    assert fm.keep_in_bf16(chain, first=1) == [""]
+    assert quantized_by("mxfp8", chain, rows(), splits=SPLITS) == []
+
+
+def test_routers_and_gates_are_quantized_by_nobody():
+    moe, x = fm.MoE(H, I, 4, 2, shared_intermediate=I, shared_gate=True), torch.randn(12, H)
+    _, expected = moe._route(x)
+    gates = []
+    moe.shared_gate.register_forward_hook(lambda module, args, output: gates.append(output))
+    moe(x)
+    with fm.recipe("nvfp4"):
+        assert all(torch.equal(a, b) for a, b in zip(moe._route(x)[1], expected, strict=True))
+        moe(x)
+        assert torch.equal(*gates)
+        (plan,) = moe.explain(x).plans
+    assert {op for op in steps(plan) if "Quantize" in op} == {
+        "gate_up:weight.Quantize", "down:weight.Quantize", "gate_up:input.Quantize", "down:input.Quantize",
+    }  # fmt: skip
+
+
+# --- errors --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: fm.Quantize("fp7"), "Quantize: forward: expected .* one of 'fp8_tensor', .*'nvfp4', got 'fp7'"),
+        (lambda: fm.Quantize("bf16"), "Quantize: forward: .* got 'bf16'"),
+        (lambda: fm.Quantize(backward="fp7"), "Quantize: backward: .* got 'fp7'"),
+        (lambda: fm.Quantize(3), "Quantize: forward: expected a Quantizer, a Format, a name or None, got 3"),
+        (lambda: fm.Quantize(weight=E4M3), "Quantize: weight: expected a Quantizer, a Format, a name or None, got E"),
+        (
+            lambda: fm.Quantize(weight=q(nvfp4(), hadamard=True)),
+            "weight: expected a quantizer that rotates nothing, got nvfp4 e2m1 1x16, Hadamard",
+        ),
+        (lambda: MXFP8(scale_rule="x"), "MXFP8: scale_rule: expected 'rceil' or 'floor', got 'x'"),
+        (lambda: Delayed(history=0), "Delayed: history: expected at least 1 step, got 0"),
+        (lambda: q(mxfp8(), stochastic_rounding=True), "stochastic_rounding: expected a format of e2m1, got mxfp8"),
+        (lambda: q(fp8_row(), hadamard=True), "hadamard: expected blocks of one row, got fp8 e4m3 a row"),
+        (lambda: q(nvfp4(16), hadamard=True), "hadamard: expected blocks of one row, got nvfp4"),
+        (lambda: q(fp8_row(), delayed=Delayed()), "delayed: expected a format with one scale a tensor, got fp8"),
+        (lambda: Format("f", E4M3, (0, 32), ScaleRule.FP32), "Format 'f': block: expected positive sizes"),
+        (lambda: Format("f", E4M3, (None, 32), ScaleRule.FP32), "Format 'f': block: expected positive sizes; None"),
+        (lambda: Format("f", E4M3, (1, None), ScaleRule.RCEIL), "block: expected a size along, .* 'rceil'"),
+        (lambda: Format("f", E4M3, (2, None), ScaleRule.FP32), "block: expected 1 or None across"),
+        (lambda: Format("f", E4M3, (1, 32), ScaleRule.FP32, True), "tensor_scale: expected False .* 'fp32', got True"),
+        (lambda: Format("f", E2M1, (1, 16), ScaleRule.TWO_LEVEL), "tensor_scale: expected True .* got False"),
+        (lambda: Format("f", E2M1, (1, 16), ScaleRule.FP32), "element: expected e2m1 with the rule 'two level'"),
+        (lambda: Format("f", E4M3, (1, 16), ScaleRule.TWO_LEVEL, True), "element: expected e2m1 .* 'two level'"),
+        (lambda: fp8_row(amax_epsilon=-1.0), "amax_epsilon: expected 0 or more, .* got -1.0"),
+        (
+            lambda: Format("f", E4M3, (1, 32), ScaleRule.RCEIL, amax_epsilon=1.0),
+            "amax_epsilon: .* 0 for scales that are not fp32, got 1.0",
+        ),
+    ],
+    ids=str,
+)
+def test_arguments_that_make_no_sense(make, message):
+    with pytest.raises(fm.InputError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("ops", "message"),
+    [
+        (lambda: [fm.Quantize(weight="mxfp8")], r"0.Quantize\(weight=.*expected a linear layer to follow, got the end"),
+        (lambda: [fm.Quantize(weight="mxfp8"), fm.SwiGLU()], r"a linear layer to follow, got 1.SwiGLU"),
+        (
+            lambda: [fm.Quantize(weight="mxfp8"), fm.Quantize(weight="fp8_row"), fm.GroupedLinear(E, H, H)],
+            "1.Quantize.*2's weight would be quantized twice",
+        ),
+    ],
+    ids=["alone", "an activation", "twice"],
+)
+def test_a_weight_is_that_of_the_layer_behind(ops, message):
+    with pytest.raises(fm.InputError, match=message):
+        fm.Sequential(*ops())(rows(), **({"splits": SPLITS} if len(ops()) == 3 else {}))
+
+
+def test_no_weight_is_reached_across_another_module():
+    chain = fm.Sequential(fm.Quantize(weight="mxfp8"), nn.Identity(), fm.Linear(H, H))
+    with pytest.raises(fm.InputError, match="a linear layer to follow, got the end of the chain"):
+        chain(rows())
+
+
+# --- what is said --------------------------------------------------------------------------------------------------
+
+
+def test_the_explanation_shows_what_is_quantized_and_how_it_is_multiplied():
+    chain, x = experts(), rows()
+    with fm.recipe("mxfp8"):
+        plan = only_plan(chain, x, splits=SPLITS)
+    text = str(plan)
+    assert steps(plan)[:4] == ["0:weight.Quantize", "2:weight.Quantize", "0:input.Quantize", "0.GroupedLinear"]
+    products = [op for s in plan.steps if s.path == "emulated" for op in s.ops]
+    assert products == ["0.GroupedLinear", "2.GroupedLinear", "2.Wgrad", "2.Dgrad", "0.Wgrad", "0.Dgrad"]
+    assert text.count("unfused emulated") == 6
+    assert "recipe mxfp8" in text
+    chain(x, splits=SPLITS)
+    with fm.recipe("mxfp8"):
+        chain(x, splits=SPLITS)
+    # 64 * 64 + 64 * 32 elements an expert, a byte each, and one for 32 of them; twice, but the first's columns where
+    # nobody wants the gradient of the rows
+    assert plan.weight_bytes == fm.weight_cache_bytes(chain) == 2 * E * (H * 2 * I + I * H) * 33 // 32
+    assert "quantized weights: 24.8 KiB, kept until the weights change" in text
+    with fm.recipe("mxfp8"):
+        frozen = only_plan(chain, x.detach(), splits=SPLITS)
+    assert frozen.weight_bytes == plan.weight_bytes - E * H * 2 * I * 33 // 32
+    plain = only_plan(chain, x, splits=SPLITS)
+    assert plain.weight_bytes == 0
+    assert "quantized weights" not in str(plain)
+    assert "emulated" not in str(plain)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_strict_has_nothing_to_say_of_quantized_chains(name, builtin_rules):
+    chain, x = experts(dtype=torch.bfloat16), rows(torch.bfloat16)
+    with fm.recipe(name), fm.strict():
+        chain(x, splits=SPLITS).sum().backward()
+    assert x.grad.any()
+
+
+def test_a_recipe_keeps_the_arguments_of_a_chain():
+    nodes = [Node("fc", fm.GroupedLinear(E, H, H)), Node("s", fm.Scale("probs"))]
+    chain = Chain(nodes)
+    assert chain._rewritten(MXFP8()).arguments[1:] == chain._names[1:]
+    assert chain.inputs == ("splits", "probs")
+
+
+def test_autocast_casts_what_a_recipe_then_quantizes():
+    chain, x = experts(), rows()
+    cast = copy.deepcopy(chain).bfloat16()
+    with fm.recipe("mxfp8"):
+        want = outcome(cast, x.detach().bfloat16().requires_grad_(), splits=SPLITS)
+        with torch.autocast("cpu", torch.bfloat16):
+            got = outcome(chain, x, splits=SPLITS)
+    assert got["y"].dtype is torch.bfloat16
+    for name in want:
+        assert torch.equal(got[name].bfloat16(), want[name]), name

@@ -1,0 +1,534 @@
+"""Weights are quantized once, and again as soon as they may have changed: never is a stale one multiplied."""
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
+
+import fusedmoe as fm
+from fusedmoe.ops import quantize as quantize_op
+from fusedmoe.ops import weight_cache
+
+E, H, I = 3, 64, 32  # noqa: E741
+SPLITS = torch.tensor([12, 0, 16])
+
+
+@pytest.fixture(autouse=True)
+def mxfp8():
+    with fm.recipe("mxfp8"):
+        yield
+
+
+@pytest.fixture
+def count(monkeypatch):
+    """How often a weight was quantized since the last question, one for each form."""
+    counted = []
+
+    def counting(x, *args, **kwargs):
+        if x.dim() == 3:
+            counted.append(args[1] if len(args) > 1 else kwargs.get("axis", -1))
+        return fm.quantize(x, *args, **kwargs)
+
+    monkeypatch.setattr(quantize_op, "quantize", counting)
+
+    def since():
+        found = len(counted)
+        counted.clear()
+        return found
+
+    return since
+
+
+def layer(**options):
+    return fm.GroupedLinear(E, H, I, **options)
+
+
+def rows(dtype=torch.float32, requires_grad=True):
+    return torch.randn(30, H, dtype=dtype, requires_grad=requires_grad)
+
+
+def results(module, x):
+    """The output, and the gradients of rows and weight, of a call; what gradients there are is left alone."""
+    y = module(x, splits=SPLITS)
+    wanted = [x, *(p for p in module.parameters() if p.requires_grad)]
+    return [y, *torch.autograd.grad(y, wanted, torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y))]
+
+
+def assert_as_fresh(module, x):
+    """A copy has quantized nothing yet."""
+    fresh = copy.deepcopy(module)
+    assert fm.weight_cache_bytes(fresh) == 0
+    for got, want in zip(results(module, x), results(fresh, x), strict=True):
+        assert want.any()
+        assert torch.equal(got, want)
+
+
+def train(module, x, micro_batches=1):
+    for _ in range(micro_batches):
+        y = module(x, splits=SPLITS)
+        (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum().backward()
+
+
+BOTH = 2  # by rows for the output, by columns for the data gradient
+
+
+def test_once_over_micro_batches(count):
+    fc, x = layer(), rows()
+    train(fc, x, micro_batches=4)
+    assert count() == BOTH
+    fc.zero_grad(set_to_none=False)
+    train(fc, x, micro_batches=2)
+    assert count() == 0
+    assert_as_fresh(fc, x)
+
+
+def test_once_where_forward_passes_run_ahead_of_backward(count):
+    fc, x = layer(), rows()
+    outputs = [fc(x, splits=SPLITS) for _ in range(3)]
+    for y in outputs:
+        y.sum().backward()
+    fc(x, splits=SPLITS)
+    assert count() == BOTH
+
+
+def test_once_over_the_recomputation_of_a_checkpoint(count):
+    fc, x = layer(), rows()
+    for _ in range(2):
+        checkpoint(fc, x, splits=SPLITS, use_reentrant=False).sum().backward()
+    assert count() == BOTH
+
+
+def test_once_for_a_parameter_of_two_layers_each(count):
+    first, second, x = layer(), layer(), rows()
+    second.weight = first.weight
+    for _ in range(2):
+        (first(x, splits=SPLITS) + second(x, splits=SPLITS)).sum().backward()
+    assert count() == 2 * BOTH
+    first.weight.data.mul_(2)
+    first.weight.grad = None
+    for fc in (first, second):
+        assert_as_fresh(fc, x)
+
+
+OPTIMIZERS = {
+    "SGD": partial(torch.optim.SGD, lr=0.1),
+    "SGD foreach": partial(torch.optim.SGD, lr=0.1, foreach=True),
+    "SGD fused": partial(torch.optim.SGD, lr=0.1, fused=True),
+    "AdamW": partial(torch.optim.AdamW, lr=0.1),
+    "AdamW foreach": partial(torch.optim.AdamW, lr=0.1, foreach=True),
+    "AdamW fused": partial(torch.optim.AdamW, lr=0.1, fused=True),
+}
+
+
+@pytest.mark.parametrize("set_to_none", [False, True], ids=["grad zeroed", "grad None"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_again_after_a_step(optimizer, set_to_none, count):
+    fc, x = layer(), rows()
+    step = OPTIMIZERS[optimizer](fc.parameters())
+    for _ in range(3):
+        train(fc, x, micro_batches=2)
+        assert count() == BOTH
+        before = fc.weight.detach().clone()
+        step.step()
+        assert not torch.equal(before, fc.weight)
+        step.zero_grad(set_to_none=set_to_none)
+    assert_as_fresh(fc, x)
+
+
+class ThroughData(torch.optim.Optimizer):
+    """Writes where torch does not count."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.add_(p.grad, alpha=-group["lr"])
+
+
+@pytest.mark.parametrize("set_to_none", [False, True], ids=["grad zeroed", "grad None"])
+def test_again_after_an_optimizer_that_writes_through_data(set_to_none, count):
+    fc, x = layer(), rows()
+    step = ThroughData(fc.parameters())
+    for _ in range(3):
+        train(fc, x)
+        count()
+        step.step()
+        step.zero_grad(set_to_none=set_to_none)
+        assert_as_fresh(fc, x)
+        assert count() == 2 * BOTH  # with the copy's
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_again_where_a_loop_by_hand_writes_through_data_and_drops_the_gradient(micro_batches, count):
+    fc, x = layer(), rows()
+    for _ in range(3):
+        train(fc, x, micro_batches)
+        assert count() == BOTH
+        fc.weight.data.add_(fc.weight.grad, alpha=-0.1)
+        fc.weight.grad = None
+    assert_as_fresh(fc, x)
+
+
+def test_again_where_the_gradient_is_dropped_in_the_backward_pass(count):
+    """An optimizer that steps as soon as a gradient is there, so that none is kept."""
+
+    def step(p):
+        p.data.add_(p.grad, alpha=-0.1)
+        p.grad = None
+
+    fc, x = layer(), rows()
+    fc.weight.register_post_accumulate_grad_hook(step)
+    for _ in range(3):
+        train(fc, x)
+        assert count() == BOTH
+    assert_as_fresh(fc, x)
+
+
+def test_once_where_gradients_go_elsewhere_and_what_autograd_gets_is_dropped(count):
+    """As Megatron-LM does after each micro-batch."""
+    fc, x = layer(accumulate_into_main_grad=True), rows()
+    fc.weight.main_grad = torch.zeros(E, I, H)
+    fc.weight.grad_added_to_main_grad = False
+    for _ in range(3):
+        train(fc, x)
+        assert fc.weight.grad is not None
+        fc.weight.grad = None
+    assert count() == BOTH
+    assert fc.weight.main_grad.any()
+    in_place(fc)
+    train(fc, x)
+    assert count() == BOTH
+
+
+def in_place(fc):
+    with torch.no_grad():
+        fc.weight.mul_(1.5)
+
+
+def loaded(fc, assign):
+    fc.load_state_dict({"weight": torch.randn(E, I, H)}, assign=assign)
+
+
+def set_attribute(fc):
+    fc.weight = nn.Parameter(torch.randn(E, I, H))
+
+
+def set_data(fc):
+    fc.weight.data = torch.randn(E, I, H)
+
+
+def redrawn(fc):
+    fc.reset_parameters()
+
+
+CHANGES = {
+    "in place": in_place,
+    "state_dict copied": partial(loaded, assign=False),
+    "state_dict assigned": partial(loaded, assign=True),
+    "attribute": set_attribute,
+    "data": set_data,
+    "reset_parameters": redrawn,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("grad", [False, True], ids=["no gradient", "gradient"])
+def test_again_after_a_change(change, grad, count):
+    fc, x = layer(), rows()
+    train(fc, x) if grad else results(fc, x)
+    count()
+    before = fc.weight.detach().clone()
+    CHANGES[change](fc)
+    assert not torch.equal(before, fc.weight)
+    assert_as_fresh(fc, x)
+    assert count() == 2 * BOTH
+
+
+def test_again_where_memory_that_was_freed_is_handed_out_again():
+    """Offloaded and gathered, or cast and cast back: another weight at the old address."""
+    fc, x = layer(), rows()
+    same = 0
+    with torch.no_grad():
+        for _ in range(8):
+            fc(x, splits=SPLITS)
+            address = fc.weight.data_ptr()
+            fc.weight.data = torch.empty(0)
+            fc.weight.data = torch.randn(E, I, H)
+            same += fc.weight.data_ptr() == address
+            assert torch.equal(fc(x, splits=SPLITS), copy.deepcopy(fc)(x, splits=SPLITS))
+            fc.to(torch.bfloat16)
+            fc.to(torch.float32)
+            assert torch.equal(fc(x, splits=SPLITS), copy.deepcopy(fc)(x, splits=SPLITS))
+    if not same:
+        pytest.skip("the allocator handed out no address again")
+
+
+def test_again_in_another_dtype(count):
+    fc, x = layer(), rows()
+    results(fc, x)
+    fc.to(torch.bfloat16)
+    assert_as_fresh(fc, rows(torch.bfloat16))
+    fc.to(torch.float32)
+    assert_as_fresh(fc, x)
+    assert count() == 5 * BOTH
+
+
+def test_a_parameter_that_is_set_frees_what_was_kept():
+    """FSDP2 sets a parameter twice a step: unsharded, for its forward pass, and sharded again."""
+    fc, x = layer(), rows()
+    results(fc, x)
+    entry = fc.__dict__[weight_cache._NAME]
+    data = weakref.ref(entry.forms[-1].data)
+    del entry
+    assert fm.weight_cache_bytes(fc) > 0
+    fc.weight = fc.weight
+    gc.collect()
+    assert fm.weight_cache_bytes(fc) == 0
+    assert data() is None
+
+
+def test_other_weights_of_a_functional_call_are_never_mixed_up(count):
+    fc, x = layer(), rows()
+    results(fc, x)
+    count()
+    other = nn.Parameter(torch.randn(E, I, H))
+    swapped = layer()
+    swapped.weight = other
+    for weight in (other, other.detach(), other * 1.0):
+        y = torch.func.functional_call(fc, {"weight": weight}, (x,), {"splits": SPLITS})
+        assert torch.equal(y, swapped(x, splits=SPLITS))
+        assert_as_fresh(fc, x)
+    in_place(swapped)
+    y = torch.func.functional_call(fc, {"weight": other}, (x,), {"splits": SPLITS})
+    assert torch.equal(y, copy.deepcopy(swapped)(x, splits=SPLITS))
+    assert_as_fresh(fc, x)
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+def test_a_parametrized_weight_is_another_tensor_every_time(count):
+    fc, x = layer(), rows()
+    results(fc, x)
+    parametrize.register_parametrization(fc, "weight", Doubled())
+    count()
+    for _ in range(2):
+        plain = layer()
+        plain.weight = nn.Parameter(2 * fc.parametrizations.weight.original.detach())
+        assert torch.equal(fc(x, splits=SPLITS), plain(x, splits=SPLITS))
+        train(fc, x)
+        assert fm.weight_cache_bytes(fc) == 0
+        with torch.no_grad():
+            fc.parametrizations.weight.original.data.mul_(0.5)
+    assert count() == 2 * 2 * BOTH + 2 * BOTH
+
+
+class LoRA(fm.GroupedLinear):
+    """A frozen weight, and a product that is trained; both make the layer's weight, anew at each call."""
+
+    def __init__(self):
+        super().__init__(E, H, I)
+        base = self.weight.detach()
+        del self.weight
+        self.register_buffer("base", base)
+        self.down = nn.Parameter(torch.randn(E, 2, H))
+        self.up = nn.Parameter(torch.randn(E, I, 2))
+
+    def __getattr__(self, name):
+        if name == "weight" and "base" in self.__dict__.get("_buffers", ()):
+            return self.base + self.up @ self.down
+        return super().__getattr__(name)
+
+
+def test_a_weight_that_is_computed():
+    fc, x = LoRA(), rows()
+    for _ in range(2):
+        plain = layer()
+        plain.weight = nn.Parameter(fc.weight.detach())
+        y = fc(x, splits=SPLITS)
+        assert torch.equal(y, plain(x, splits=SPLITS))
+        fc.up.grad = None
+        y.sum().backward()
+        assert fc.up.grad.any()
+        fc.up.data.sub_(fc.up.grad)
+    assert fm.weight_cache_bytes(fc) == 0
+
+
+def test_again_under_another_recipe(count):
+    fc, x = layer(), rows()
+    results(fc, x)
+    for recipe in ("fp8_row", "mxfp8", "nvfp4"):
+        with fm.recipe(recipe):
+            torch.manual_seed(1)
+            got = results(fc, x)
+            fresh = copy.deepcopy(fc)
+            torch.manual_seed(1)
+            assert all(torch.equal(a, b) for a, b in zip(got, results(fresh, x), strict=True))
+    with fm.recipe("bf16"):
+        assert_as_fresh(fc, x)
+    assert count() == (1 + 3 * 2) * BOTH
+
+
+def test_weights_cast_by_autocast_are_kept_for_the_parameter(count):
+    fc, x = layer(), rows()
+    with torch.autocast("cpu", torch.bfloat16):
+        train(fc, x, micro_batches=3)
+        assert count() == BOTH
+        in_place(fc)
+        train(fc, x)
+        assert count() == BOTH
+    with torch.autocast("cpu", torch.float16):
+        train(fc, x)
+    assert count() == BOTH
+    assert_as_fresh(fc, x)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_inference_keeps_the_form_that_it_reads_and_training_both(mode, count):
+    fc, x = layer(), rows()
+    one, two = [
+        sum(fm.quantize(fc.weight.detach(), fm.Quantize(weight="mxfp8").weight_quantizer, a).nbytes for a in axes)
+        for axes in ((-1,), (-1, -2))
+    ]
+    with mode():
+        for _ in range(2):
+            fc(x, splits=SPLITS)
+    assert count() == 1
+    assert fm.weight_cache_bytes(fc) == one
+    train(fc, x)
+    assert count() == BOTH
+    assert fm.weight_cache_bytes(fc) == two
+    with mode():
+        fc(x, splits=SPLITS)
+    assert count() == 0  # the form by rows is there
+    assert fm.weight_cache_bytes(fc) == two
+    assert_as_fresh(fc, x)
+
+
+def test_a_data_gradient_that_nobody_wants_needs_no_columns(count):
+    fc = layer()
+    fc(rows(requires_grad=False), splits=SPLITS).sum().backward()
+    assert count() == 1
+
+
+def test_weights_quantized_in_inference_mode_serve_training(count):
+    fc = layer()
+    x = rows(requires_grad=False)
+    with torch.inference_mode():
+        fc(x, splits=SPLITS)
+    fc(x, splits=SPLITS).sum().backward()
+    assert fc.weight.grad.any()
+    assert count() == 1
+
+
+def test_a_frozen_weight_stays_quantized(count):
+    fc, x = layer().requires_grad_(False), rows()
+    for _ in range(3):
+        fc(x, splits=SPLITS).sum().backward()
+    assert count() == BOTH
+    in_place(fc)
+    fc(x, splits=SPLITS).sum().backward()
+    assert count() == BOTH
+
+
+def test_bytes_are_those_of_what_is_kept():
+    x = rows()
+    chain = fm.Sequential(layer(), fm.SwiGLU(), fm.GroupedLinear(E, I // 2, H))
+    assert fm.weight_cache_bytes(chain) == 0
+    chain(x, splits=SPLITS)
+    kept = [op.__dict__[weight_cache._NAME].forms for op in (chain[0], chain[2])]
+    tensors = [t for forms in kept for form in forms.values() for t in form.tensors() if t is not None]
+    assert len(tensors) == 2 * 2 * 2  # layers, forms, codes and scales
+    # a byte an element in each form, and one for 32 of them
+    assert fm.weight_cache_bytes(chain) == sum(t.nbytes for t in tensors)
+    assert fm.weight_cache_bytes(chain[0]) == 2 * E * (H * I + H * I // 32)
+    fm.clear_weight_cache(chain[0])
+    assert fm.weight_cache_bytes(chain[0]) == 0 < fm.weight_cache_bytes(chain)
+    fm.clear_weight_cache(chain)
+    assert fm.weight_cache_bytes(chain) == 0
+
+
+def test_clearing_is_what_silent_changes_need(count):
+    fc, x = layer(), rows(requires_grad=False)
+    with torch.no_grad():
+        before = fc(x, splits=SPLITS)
+        fc.weight.data.mul_(2)
+        count()
+        fm.clear_weight_cache(fc)
+        assert torch.equal(fc(x, splits=SPLITS), 2 * before)
+    assert count() == 1
+
+
+def test_copies_take_nothing_along():
+    fc, x = layer(), rows()
+    train(fc, x)
+    buffer = io.BytesIO()
+    torch.save(fc, buffer)
+    buffer.seek(0)
+    for other in (copy.deepcopy(fc), pickle.loads(pickle.dumps(fc)), torch.load(buffer, weights_only=False)):
+        assert fm.weight_cache_bytes(other) == 0
+        train(other, x)
+        in_place(other)
+        assert_as_fresh(other, x)
+    assert fm.weight_cache_bytes(fc) > 0
+    assert_as_fresh(fc, x)
+
+
+def test_what_is_kept_holds_neither_the_parameter_nor_its_gradient():
+    fc, x = layer(), rows()
+    train(fc, x, micro_batches=2)
+    weight, grad = weakref.ref(fc.weight), weakref.ref(fc.weight.grad)
+    fc.weight.grad = None
+    gc.collect()
+    assert grad() is None
+    set_attribute(fc)
+    gc.collect()
+    assert weight() is None
+
+
+def test_layers_that_come_and_go_leave_nothing_behind():
+    x = rows()
+    refs = []
+    for _ in range(3):
+        fc = layer()
+        train(fc, x)
+        refs += [weakref.ref(fc), weakref.ref(fc.__dict__[weight_cache._NAME].forms[-2].data)]
+    del fc
+    gc.collect()
+    gc.collect()
+    assert all(ref() is None for ref in refs)
+
+
+def test_results_are_right_through_a_life_of_changes():
+    """Whatever comes between two calls; compared with a layer that was never called before."""
+    fc, x = layer(), rows()
+    steps = [
+        lambda: train(fc, x),
+        lambda: torch.optim.SGD(fc.parameters(), lr=0.1).step(),
+        lambda: fc.zero_grad(),
+        lambda: CHANGES["in place"](fc),
+        lambda: fc.weight.grad is None or fc.weight.data.add_(fc.weight.grad),
+        lambda: setattr(fc.weight, "grad", None),
+        lambda: CHANGES["state_dict copied"](fc),
+        lambda: fc(x, splits=SPLITS),
+    ]
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(60):
+        kind = int(torch.randint(len(steps), (), generator=generator))
+        steps[kind]()
+        if kind == 4:  # torch is told of nothing until the gradient goes
+            fc.weight.grad = None
+            fm.clear_weight_cache(fc)
+        assert_as_fresh(fc, x)
