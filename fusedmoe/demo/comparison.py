@@ -163,7 +163,7 @@ def write_figure(folder: Path, outcomes: list[Outcome]) -> Path | None:
     for axes in (training, held_out, gap):
         axes.grid(alpha=0.3)
         axes.tick_params(labelbottom=True)
-        axes.legend(handlelength=4)
+        axes.legend(handlelength=4, loc="lower right" if axes is gap else "best")  # where the curves have settled
     return report.write_png(folder / FIGURE_NAME, figure)
 
 

@@ -3,6 +3,7 @@
 A block whose fence says ```` ```python no-run ```` is shown only: a fragment, or one that needs a GPU.
 """
 
+import json
 import re
 from pathlib import Path
 
@@ -44,3 +45,11 @@ def test_code_blocks_run(document, tmp_path, monkeypatch, capsys):
 
 def test_the_benchmark_page_is_written_from_the_result_files():
     assert (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8") == page.render()
+
+
+def test_the_comparison_of_recipes_is_that_of_the_result_file():
+    runs = json.loads((ROOT / "benchmarks" / "results" / "demo" / "compare.json").read_text(encoding="utf-8"))["runs"]
+    text = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    for run in runs:
+        gap = "" if run["recipe"] == "bf16" else f"{run['gap_percent']:+.2f} %"
+        assert f"| {run['recipe']} | {run['held_out_bits_per_byte']:.4f} | {gap} |".replace("  ", " ") in text
