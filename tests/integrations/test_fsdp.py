@@ -1,0 +1,78 @@
+"""Recipes under FSDP2 and with distributed checkpoints: one process, gloo, on a CPU."""
+
+import pytest
+import torch
+from torch import distributed as dist
+
+import fusedmoe as fm
+from fusedmoe.formats import Delayed
+from fusedmoe.recipes import FP8Tensor
+
+if not dist.is_available():
+    pytest.skip("torch is built without distributed", allow_module_level=True)
+
+
+@pytest.fixture
+def mesh():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield dist.init_device_mesh("cpu", (1,))
+    finally:
+        dist.destroy_process_group()
+
+
+def make():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(fm.MoE(32, 16, 4, 2), fm.MoE(32, 16, 4, 2))
+
+
+def train(model, recipe, steps=3):
+    """Losses; two micro-batches a step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    torch.manual_seed(1)
+    losses = []
+    for _ in range(steps):
+        for x in torch.randn(2, 40, 32):
+            with fm.recipe(recipe):
+                loss = (model(x) - x.roll(1, -1)).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_tensor"])
+def test_sharded_training_is_unsharded_training(mesh, recipe, reshard):
+    """Quantized weights are of the weights that are there now, and go when those do."""
+    fully_shard = pytest.importorskip("torch.distributed.fsdp").fully_shard
+    expected = train(make(), recipe)
+    model = make()
+    for layer in model:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+    assert train(model, recipe) == expected
+    assert expected[-1] < 0.9 * expected[0]
+    assert fm.weight_cache_bytes(model) == 0
+
+
+def test_a_distributed_checkpoint_has_what_delayed_scaling_remembers(mesh, tmp_path):
+    checkpoint = pytest.importorskip("torch.distributed.checkpoint")
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+    recipe = FP8Tensor(delayed=Delayed(history=4))
+    trained, loaded = make(), make()
+    train(trained, recipe)
+    train(loaded, recipe, steps=1)  # so that there is something to load into
+    state = get_model_state_dict(trained)
+    key = "0.experts.down.amax_history.input.encode"
+    assert not torch.equal(state[key], get_model_state_dict(loaded)[key])
+    checkpoint.save(state, checkpoint_id=tmp_path)
+    target = get_model_state_dict(loaded)
+    checkpoint.load(target, checkpoint_id=tmp_path)
+    set_model_state_dict(loaded, target)
+    assert torch.equal(get_model_state_dict(loaded)[key], state[key])
+    x = torch.randn(40, 32)
+    with fm.recipe(recipe), torch.no_grad():
+        assert torch.equal(loaded(x), trained(x))
