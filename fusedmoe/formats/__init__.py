@@ -15,7 +15,7 @@ from fusedmoe.formats.format import (
     mxfp8,
     nvfp4,
 )
-from fusedmoe.formats.quantize import amax_by_expert, quantize
+from fusedmoe.formats.quantizers import amax_by_expert, quantize
 from fusedmoe.formats.swizzle import SwizzledGroups, swizzle, swizzle_column_groups, swizzle_row_groups, unswizzle
 from fusedmoe.formats.tensor import QuantizedSpec, QuantizedTensor
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fusedmoe.errors import InputError
 from fusedmoe.formats import Format, QuantizedSpec, QuantizedTensor, Quantizer, amax_by_expert, quantize
-from fusedmoe.formats.quantize import DTYPES
+from fusedmoe.formats.quantizers import DTYPES
 from fusedmoe.formats.roles import ROLES
 from fusedmoe.ops import amax_state, weight_cache
 from fusedmoe.ops.op import BackwardOp, Op

@@ -254,3 +254,25 @@ def exact_products(recipe, weight, x, splits, dy):
         y[rows], dx[rows] = x_rows[rows] @ w_rows[e].T, dy_rows[rows] @ w_columns[e]
         dw[e] = dy_columns[rows].T @ x_columns[rows]
     return y, dx, dw
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=name)
+@pytest.mark.parametrize("used", [0, 1])
+@pytest.mark.parametrize("rows", [0, 1, 40])
+def test_hardly_any_rows(device, recipe, rows, used):
+    """No rows at all; rows of which none, or one, belongs to an expert."""
+    used = min(used, rows)
+    chain = experts(device)
+    x, probs, _, dy = operands(device, rows=rows, used=used)
+    splits = torch.zeros(E, dtype=torch.int64, device=device)
+    splits[3] = used
+    with fm.recipe(recipe):
+        y, dx, dprobs, *parameters = outcome(chain, x, probs, splits, dy)
+    assert not y[used:].any()
+    assert not dx[used:].any()
+    assert not dprobs[used:].any()
+    for gradient in parameters:
+        others = torch.cat((gradient[:3], gradient[4:]))
+        assert not others.any()
+        assert torch.isfinite(gradient).all()
+        assert gradient[3].any().item() is (used > 0)

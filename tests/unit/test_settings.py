@@ -78,7 +78,7 @@ def test_settings_cannot_be_assigned():
 
 
 def test_an_unknown_recipe_lists_the_known_ones():
-    with pytest.raises(fm.InputError, match="Recipe.*, or one of 'bf16', .*'nvfp4', got 'fp7'"), fm.recipe("fp7"):
+    with pytest.raises(fm.InputError, match=r"Recipe.*, or one of 'bf16', .*'nvfp4', got 'fp7'"), fm.recipe("fp7"):
         pass
 
 
@@ -165,7 +165,7 @@ def test_a_rewrite_is_validated(how, text):
 
 @pytest.mark.parametrize("recipe", [None, [], 8])
 def test_what_is_no_recipe_is_refused(recipe):
-    with pytest.raises(fm.InputError, match="expected a Recipe, .*, or one of"), fm.recipe(recipe):
+    with pytest.raises(fm.InputError, match=r"expected a Recipe, .*, or one of"), fm.recipe(recipe):
         pass
 
 
