@@ -200,6 +200,8 @@ def _native_wgrad(dy: QuantizedTensor, x: QuantizedTensor) -> Tensor:
     padded = dy.padded
     assert padded is not None
     experts = padded.offsets_E.shape[0]
+    if not padded.num_padded:  # which torch refuses
+        return dy.data.new_zeros(experts, dy.shape[1], x.shape[1], dtype=torch.bfloat16)
     scale_dy, scale_x = [_scales(t).expand(experts, t.data.shape[0]).reshape(-1).contiguous() for t in (dy, x)]
     return _scaled_grouped_mm(dy.data, x.data.mT, scale_dy, scale_x, padded.ends_E)
 
