@@ -34,9 +34,9 @@ def to_codes(x: Tensor, element: Element, random_bits: Tensor | None = None) -> 
     return codes
 
 
-def from_codes(codes: Tensor, element: Element) -> Tensor:
-    """Return the fp32 values of codes, one code an entry."""
-    return codes.to(torch.float32) if element is not E2M1 else _from_e2m1(codes)
+def from_codes(codes: Tensor, element: Element, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the values of codes, one code an entry, in fp32 or bf16: both hold them."""
+    return codes.to(dtype) if element is not E2M1 else _from_e2m1(codes).to(dtype)
 
 
 def _from_e2m1(codes: Tensor) -> Tensor:

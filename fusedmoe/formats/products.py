@@ -66,8 +66,8 @@ def grouped_mm_wgrad(dy: Operand, x: Operand, offsets_E: Tensor) -> Tensor:
         # as they lie, with every expert's rows padded with zeros: rotated ones need not be rotated back
         padded = dy.padded
         assert padded is not None
-        (dy_NP, dy_factor), (x_KP, x_factor) = dy.split(), x.split()
-        product = grouped_gemm.grouped_mm_wgrad(dy_NP.to(torch.bfloat16).mT, x_KP.to(torch.bfloat16).mT, padded.ends_E)
+        (dy_NP, dy_factor), (x_KP, x_factor) = dy.split(torch.bfloat16), x.split(torch.bfloat16)
+        product = grouped_gemm.grouped_mm_wgrad(dy_NP.mT, x_KP.mT, padded.ends_E)
         return _times(product, None if dy_factor is None else dy_factor[..., None], x_factor, 1)
     return grouped_gemm.grouped_mm_wgrad(_bf16(dy), _bf16(x), offsets_E)
 
@@ -167,8 +167,7 @@ def _rows_times(x: Operand, weight: Operand, weight_axis: int, offsets_E: Tensor
 def _bf16_and_factor(t: Operand) -> tuple[Tensor, Tensor | None]:
     if isinstance(t, Tensor):
         return t, None
-    values, factor = t.split()
-    values = values.to(torch.bfloat16)
+    values, factor = t.split(torch.bfloat16)
     if t.axis == -2:
         values = values.mT
     rows, columns = t.matrix_shape

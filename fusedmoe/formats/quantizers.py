@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fusedmoe.errors import InputError
+from fusedmoe.formats.blocks import blocks_of, times_blocks
 from fusedmoe.formats.casts import pack, to_codes
 from fusedmoe.formats.format import E2M1, Format, Quantizer
 from fusedmoe.formats.groups import PaddedRows, group_of, max_by_group, of_group
@@ -61,37 +64,15 @@ def quantize(
         quantizer = Quantizer(quantizer)
     format = quantizer.format
     _check(x, axis, offsets, format, encode)
-    values, padded = _laid_out(x, axis, offsets, format)
+    values, experts = _laid_out(x, axis, offsets, column_block(format))
     rotated = quantizer.hadamard and axis == -2
     if rotated:
         values = rotate(_whole_tiles(values)).to(torch.float32)
-    magnitude = values.abs().nan_to_num_(nan=0.0, posinf=torch.inf)
     tensor_scale = None
-    across, along = format.block
-    if along is None:
-        if encode is None:
-            amax = (
-                _amax_of_tensor(magnitude, axis, offsets, padded)
-                if across is None
-                else _amax_of_rows(magnitude, padded)
-            )
-            encode, scale = encode_and_scale(amax, format)
-        else:
-            scale = 1 / encode
-        per_element = _of_elements(encode, format, x, axis, offsets, padded)
+    if format.block[1] is None:
+        values, scale = _scaled_by_row(values, format, experts, encode)
     else:
-        assert across is not None, "Format sees to that"
-        amax = _amax_of_blocks(magnitude, across, along)
-        encode_E = None
-        if format.tensor_scale:
-            encode_E = tensor_encode(_amax_of_tensor(magnitude, axis, offsets, padded))
-            tensor_scale = 1 / encode_E
-            encode_E = _of_blocks(encode_E, along, x, axis, offsets, padded)
-        encode, scale = encode_and_scale(amax, format, encode_E)
-        per_element = encode.repeat_interleave(along, -1)[..., : values.shape[-1]]
-        if across > 1:
-            per_element = per_element.repeat_interleave(across, -2)[..., : values.shape[-2], :]
-    values = values * per_element
+        values, scale, tensor_scale = _scaled_by_block(values, format, experts)
     codes = to_codes(values, format.element, _random_bits(quantizer, values, random_bits, generator))
     data = pack(codes) if format.element is E2M1 else codes
     return QuantizedTensor(data, scale, format, axis, tuple(x.shape), x.dtype, tensor_scale, offsets, rotated)
@@ -101,8 +82,8 @@ def amax_by_expert(x: Tensor, offsets: Tensor | None = None) -> Tensor:
     """The largest magnitude of each expert's elements, NaNs apart: (E,) fp32 of rows (R, K) with offsets or of a weight
     (E, N, K); (1,) of rows alone.
     """
-    values, padded = _laid_out(x, -1, offsets, None)
-    return _amax_of_tensor(values.abs().nan_to_num_(nan=0.0, posinf=torch.inf), -1, offsets, padded)
+    values, experts = _laid_out(x, -1, offsets, 1)
+    return experts.amax(_magnitude(values))
 
 
 def _check(x: Tensor, axis: int, offsets: Tensor | None, format: Format, encode: Tensor | None) -> None:
@@ -125,18 +106,100 @@ def _check(x: Tensor, axis: int, offsets: Tensor | None, format: Format, encode:
         raise InputError(f"quantize: encode: expected ({experts},) float32, got {tuple(encode.shape)} {encode.dtype}")
 
 
-def _laid_out(x: Tensor, axis: int, offsets: Tensor | None, format: Format | None) -> tuple[Tensor, PaddedRows | None]:
-    """Return the values in fp32, contiguous, with the axis quantized along last, and how rows are padded there."""
+class _Experts(NamedTuple):
+    """Which expert each of the values (..., M, L) belongs to, that lie with the axis quantized along last.
+
+    Either the M are rows sorted by expert (``ends_E``: where each expert's end), or the L are (``padded``), or there is
+    a matrix an expert, or one matrix alone.
+    """
+
+    ends_E: Tensor | None = None  # noqa: N815
+    padded: PaddedRows | None = None
+
+    def amax(self, magnitude: Tensor) -> Tensor:
+        """(E,), (1,) of one matrix."""
+        if self.padded is not None:
+            return max_by_group(_amax(magnitude, 0), self.padded.ends_E)
+        if self.ends_E is not None:
+            return max_by_group(_amax(magnitude, 1), self.ends_E)
+        return _amax(magnitude.flatten(1) if magnitude.dim() == 3 else magnitude.flatten()[None], 1)
+
+    def amax_of_rows(self, magnitude: Tensor) -> Tensor:
+        """(..., M, 1), or (M, E) where the L are rows."""
+        if self.padded is not None:
+            return max_by_group(magnitude.mT.contiguous(), self.padded.ends_E).mT.contiguous()
+        return _amax(magnitude, -1)[..., None]
+
+    def spread(self, of_expert: Tensor, shape: torch.Size, along: int = 1) -> Tensor:
+        """Return what each expert has, (E,) or (M, E), as something that broadcasts against the values of this shape,
+        or against one entry for every ``along`` of them.
+        """
+        if self.padded is not None:
+            return of_group(of_expert, self.padded.expert_of_padded()[::along])
+        if self.ends_E is not None:
+            return of_group(of_expert, group_of(self.ends_E, shape[0]))[:, None]
+        return of_expert[:, None, None] if len(shape) == 3 else of_expert
+
+
+def _laid_out(x: Tensor, axis: int, offsets: Tensor | None, block: int) -> tuple[Tensor, _Experts]:
+    """Return the values in fp32, contiguous, with the axis quantized along last: an expert's rows padded to a multiple
+    of ``block`` there.
+    """
     if axis == -1:
         values = x.to(torch.float32, copy=offsets is not None).contiguous()
         if offsets is not None:
             values.masked_fill_(tail_mask(offsets, x.shape[0])[:, None], 0)
-        return values, None
+        return values, _Experts(ends_E=offsets)
     if offsets is None:
-        return x.mT.to(torch.float32).contiguous(), None
-    assert format is not None
-    padded = PaddedRows.of(offsets, x.shape[0], column_block(format))
-    return padded.spread(x).mT.to(torch.float32).contiguous(), padded
+        return x.mT.contiguous().to(torch.float32), _Experts()  # transposed first: it is half of the bytes
+    padded = PaddedRows.of(offsets, x.shape[0], block)
+    return padded.spread(x).mT.contiguous().to(torch.float32), _Experts(padded=padded)
+
+
+def _scaled_by_row(values: Tensor, format: Format, experts: _Experts, encode: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the values as they are to be rounded, and the scales: one an expert, or one a row."""
+    by_tensor = format.block[0] is None
+    if encode is None:
+        magnitude = _magnitude(values)
+        amax = experts.amax(magnitude) if by_tensor else experts.amax_of_rows(magnitude)
+        encode, scale = encode_and_scale(amax, format)
+    else:
+        scale = 1 / encode
+    of_expert = by_tensor or experts.padded is not None
+    return values * (experts.spread(encode, values.shape) if of_expert else encode), scale
+
+
+def _scaled_by_block(values: Tensor, format: Format, experts: _Experts) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the values as they are to be rounded, the scales of blocks, and of experts where the format has them."""
+    across, along = format.block
+    assert across is not None, "Format sees to that"
+    assert along is not None, "where it is None, there are no blocks"
+    magnitude = _magnitude(values)
+    amax = blocks_of(magnitude, across, along).amax((-3, -1))
+    encode_E = tensor_scale = None
+    if format.tensor_scale:
+        encode_E = tensor_encode(experts.amax(magnitude))
+        tensor_scale = 1 / encode_E
+        encode_E = experts.spread(encode_E, values.shape, along)
+    encode, scale = encode_and_scale(amax, format, encode_E)
+    return times_blocks(values, encode, across, along), scale, tensor_scale
+
+
+def _magnitude(values: Tensor) -> Tensor:
+    return values.abs().nan_to_num_(nan=0.0, posinf=torch.inf)
+
+
+def _amax(magnitude: Tensor, dim: int) -> Tensor:
+    """``amax`` that is 0 of nothing."""
+    if magnitude.shape[dim] == 0:
+        shape = list(magnitude.shape)
+        del shape[dim]
+        return magnitude.new_zeros(shape)
+    return magnitude.amax(dim)
+
+
+def _whole_tiles(values: Tensor) -> Tensor:
+    return F.pad(values, (0, -values.shape[-1] % TILE))
 
 
 def _random_bits(
@@ -150,71 +213,3 @@ def _random_bits(
         expected = f"{tuple(values.shape)} uint8, as the codes lie"
         raise InputError(f"quantize: random_bits: expected {expected}, got {tuple(given.shape)} {given.dtype}")
     return given
-
-
-def _whole_tiles(values: Tensor) -> Tensor:
-    return F.pad(values, (0, -values.shape[-1] % TILE))
-
-
-def _amax_of_tensor(magnitude: Tensor, axis: int, offsets: Tensor | None, padded: PaddedRows | None) -> Tensor:
-    """(E,), (1,) without experts."""
-    if magnitude.dim() == 3:
-        return _amax(magnitude.flatten(1), 1)
-    if offsets is None:
-        return _amax(magnitude.flatten()[None], 1)
-    if padded is not None:
-        return max_by_group(_amax(magnitude, 0), padded.ends_E)
-    return max_by_group(_amax(magnitude, 1), offsets)
-
-
-def _amax_of_rows(magnitude: Tensor, padded: PaddedRows | None) -> Tensor:
-    """(..., M, 1), or (M, E) of rows by columns."""
-    if padded is not None:
-        return max_by_group(magnitude.mT.contiguous(), padded.ends_E).mT.contiguous()
-    return _amax(magnitude, -1)[..., None]
-
-
-def _amax_of_blocks(magnitude: Tensor, across: int, along: int) -> Tensor:
-    """(..., ceil(M / across), ceil(L / along))."""
-    rows, columns = magnitude.shape[-2:]
-    magnitude = F.pad(magnitude, (0, -columns % along, 0, -rows % across))
-    if across == 1:
-        return _amax(magnitude.unflatten(-1, (-1, along)), -1)
-    return _amax(magnitude.unflatten(-1, (-1, along)).unflatten(-3, (-1, across)), -1).amax(-2)
-
-
-def _amax(magnitude: Tensor, dim: int) -> Tensor:
-    """``amax`` that is 0 of nothing."""
-    if magnitude.shape[dim] == 0:
-        shape = list(magnitude.shape)
-        del shape[dim]
-        return magnitude.new_zeros(shape)
-    return magnitude.amax(dim)
-
-
-def _of_elements(
-    encode: Tensor, format: Format, x: Tensor, axis: int, offsets: Tensor | None, padded: PaddedRows | None
-) -> Tensor:
-    """Return what follows from a scale a tensor, or a row, as something to multiply the values by."""
-    if format.block[0] is not None:  # one a row
-        return encode if padded is None else of_group(encode, padded.expert_of_padded())
-    if x.dim() == 3:
-        return encode[:, None, None]
-    if offsets is None:
-        return encode
-    if padded is not None:
-        return of_group(encode, padded.expert_of_padded())
-    return of_group(encode, group_of(offsets, x.shape[0]))[:, None]
-
-
-def _of_blocks(
-    encode_E: Tensor, along: int, x: Tensor, axis: int, offsets: Tensor | None, padded: PaddedRows | None
-) -> Tensor:
-    """Return each expert's encoding factor as something that broadcasts against scales of blocks."""
-    if x.dim() == 3:
-        return encode_E[:, None, None]
-    if offsets is None:
-        return encode_E
-    if padded is not None:
-        return of_group(encode_E, padded.expert_of_padded()[::along])
-    return of_group(encode_E, group_of(offsets, x.shape[0]))[:, None]

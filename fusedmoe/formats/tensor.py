@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.errors import InputError
+from fusedmoe.formats.blocks import times_blocks
 from fusedmoe.formats.casts import from_codes, unpack
 from fusedmoe.formats.format import E2M1, Format
 from fusedmoe.formats.groups import PaddedRows, group_of, of_group
@@ -154,18 +155,19 @@ class QuantizedTensor:
         """Rows and features, of the matrix or of one expert's."""
         return (math.prod(self.shape[:-1]) if self.data.dim() == 2 else self.shape[-2]), self.shape[-1]
 
-    def split(self) -> tuple[Tensor, Tensor | None]:
-        """Return the values up to a factor, fp32 in the layout of the codes, and that `factor`.
+    def split(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor | None]:
+        """Return the values up to a factor, fp32 or bf16 in the layout of the codes, and that `factor`.
 
         The values have eight significant bits at most (but for blocks with fp32 scales that are no powers of two), so
         that bf16 holds them.
         """
-        values = from_codes(self.codes(), self.format.element)
         across, along = self.format.block
-        if along is not None:
-            assert across is not None
-            values = values * _expanded(decoded(self.scale), across, along, values.shape)
-        return values, self.factor
+        if along is None:
+            return from_codes(self.codes(), self.format.element, dtype), self.factor
+        assert across is not None, "Format sees to that"
+        exact = dtype if self.format.scales_are_exact else torch.float32
+        values, scale = from_codes(self.codes(), self.format.element, exact), decoded(self.scale).to(exact)
+        return times_blocks(values, scale, across, along).to(dtype), self.factor
 
     @property
     def factor(self) -> Tensor | None:
@@ -227,13 +229,6 @@ class QuantizedSpec(NamedTuple):
 def column_block(format: Format) -> int:
     """Return what every expert's rows are padded to a multiple of, by columns: a block, or what matrix units read."""
     return format.block[1] or 16
-
-
-def _expanded(scale: Tensor, across: int, along: int, shape: torch.Size) -> Tensor:
-    """Return one scale an element."""
-    if across > 1:
-        scale = scale.repeat_interleave(across, -2)[..., : shape[-2], :]
-    return scale.repeat_interleave(along, -1)[..., : shape[-1]]
 
 
 def packed(values: Sequence[Any]) -> tuple[list[Tensor | None], list[QuantizedTensor | None]]:
