@@ -21,7 +21,8 @@ from fusedmoe.ops.op import SpecLike, TensorSpec
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
-    from fusedmoe.fusion.graph import Place, Plain
+    from fusedmoe.fusion.graph import Place
+    from fusedmoe.fusion.plain import Plain
     from fusedmoe.fusion.rule import Direction
 
 # an H100's, rounded: only their ratio matters, and it only has to rank coverings of the same chain

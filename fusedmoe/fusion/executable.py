@@ -11,8 +11,9 @@ import torch
 
 from fusedmoe.formats import QuantizedSpec
 from fusedmoe.fusion.candidates import Costs
-from fusedmoe.fusion.graph import Graph, Place, Plain
+from fusedmoe.fusion.graph import Graph, Place
 from fusedmoe.fusion.names import NONE, primal
+from fusedmoe.fusion.plain import Plain
 from fusedmoe.fusion.plan import Attempt, PlanData, PlannedStep
 from fusedmoe.fusion.program import AnyStep, Fused, Program, Runs, Values, needed_steps
 from fusedmoe.fusion.rule import FusionError

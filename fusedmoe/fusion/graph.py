@@ -21,35 +21,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fusedmoe.errors import InputError
 from fusedmoe.formats import QuantizedSpec
+from fusedmoe.fusion.forms import dequantize, set_forms, weight_quantizations, with_forms
 from fusedmoe.fusion.names import NONE, columns, dequantized, grad, primal, quantized
+from fusedmoe.fusion.plain import Plain
 from fusedmoe.fusion.rule import RuleError
 from fusedmoe.kernels.torch.rows import zero_tail_
 from fusedmoe.ops.derived import DERIVED
 from fusedmoe.ops.op import BackwardOp, Node, Op, TensorSpec
-from fusedmoe.ops.quantize import Quantize, QuantizeGrad, WeightQuantization
+from fusedmoe.ops.quantize import Quantize, QuantizeGrad
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from torch import Tensor
 
-    from fusedmoe.formats import QuantizedTensor
     from fusedmoe.ops.op import SpecLike
-
-
-@dataclass(frozen=True)
-class Plain:
-    """One step in plain PyTorch: an op, a backward op, or glue between them (derived values, gradient sums, tail
-    masks).
-    """
-
-    label: str
-    run: Callable[..., Any]
-    needs: tuple[str, ...]
-    gives: tuple[str, ...]
-    zeroes_tail: bool = True
-    launches: int = 1
-    bind: Callable[..., Callable[..., Any]] | None = None  # as in `fusedmoe.fusion.rule.Step`
 
 
 @dataclass(frozen=True)
@@ -166,7 +152,7 @@ class Graph:
         self._split_rows: dict[int, str] = {}  # the offsets that say where the rows of that set end
         self._takes_offsets = _first_takers_of_offsets(nodes)
         self._quantized: set[str] = set()  # values that a Quantize gives, weights among them
-        quantizations = _weight_quantizations(nodes)
+        quantizations = weight_quantizations(nodes)
         self.quantized_layers = tuple(run.layer for _, run, _ in quantizations.values())
         self.weights = {  # what quantizes weights, by the weight
             weight: Plain(label, run, (weight,), (quantized(weight), columns(quantized(weight))), launches=launches)
@@ -197,7 +183,7 @@ class Graph:
         self._output_keys = (keys[-1], *self.exports.values())
         self.arguments = (values[0], *self.inputs, *self.parameters)
         self._argument_keys = {values[0]: keys[0]}
-        steps = (*(p.step for p in self.forward), *self.weights.values(), *map(_dequantize, self._quantized))
+        steps = (*(p.step for p in self.forward), *self.weights.values(), *map(dequantize, self._quantized))
         self.producers = {value: step for step in steps for value in step.gives} | self.derived
         _reject_double_weights(self.forward)
 
@@ -296,7 +282,7 @@ class Graph:
         specs: dict[str, Any] = {**arguments, NONE: None}
         for weight, step in self.weights.items():
             try:
-                _set_forms(specs, quantized(weight), step.run.infer(specs[weight]))  # type: ignore[attr-defined]
+                set_forms(specs, quantized(weight), step.run.infer(specs[weight]))  # type: ignore[attr-defined]
             except InputError as error:
                 raise InputError(f"{step.label}: {error}") from None
         for place in self.forward:
@@ -309,7 +295,7 @@ class Graph:
             except InputError as error:
                 raise InputError(f"{place.label}: {error}") from None
             if isinstance(out, QuantizedSpec):
-                _set_forms(specs, place.values["output"], out)
+                set_forms(specs, place.values["output"], out)
                 continue
             for value, spec in zip(place.step.gives, (out,) if isinstance(out, TensorSpec) else out, strict=True):
                 specs[value] = spec
@@ -325,13 +311,13 @@ class Graph:
         """Return the forward chain with the forms of quantized values that it reads, or this backward chain does."""
         training = backward is not NO_BACKWARD
         needs = {*self.outputs, *(v for p in self.forward for v in p.step.needs)}
-        glue = tuple(map(_dequantize, sorted(v for v in self._quantized if dequantized(v) in needs)))
+        glue = tuple(map(dequantize, sorted(v for v in self._quantized if dequantized(v) in needs)))
         needs |= {v for step in glue for v in step.needs} | backward.needs
         places = tuple(
-            replace(place, step=_only(place.step, needs, training)) if isinstance(place.item, Quantize) else place
+            replace(place, step=with_forms(place.step, needs, training)) if isinstance(place.item, Quantize) else place
             for place in self.forward
         )
-        return Forward(places, tuple(_only(step, needs, training) for step in self.weights.values()), glue)
+        return Forward(places, tuple(with_forms(step, needs, training) for step in self.weights.values()), glue)
 
     def backward(self, wanted: Collection[str], specs: Mapping[str, SpecLike | None]) -> Backward:
         """Return the backward chain for the gradients of these arguments."""
@@ -405,7 +391,7 @@ class Graph:
             return backward
         needs = {*backward.needs, *backward.gradients.values()}
         sources = sorted(v for v in {*quantized_grads, *self._quantized} if dequantized(v) in needs)
-        glue = tuple(map(_dequantize, sources))
+        glue = tuple(map(dequantize, sources))
         needs |= {v for step in glue for v in step.needs}
         places = []
         of_grads: dict[str, QuantizedSpec] = {}
@@ -415,8 +401,8 @@ class Graph:
                     continue
                 spec = specs[place.keys["input"]]
                 assert spec is not None
-                _set_forms(of_grads, place.step.gives[0], place.item.infer(spec))
-                place = replace(place, step=_only(place.step, needs, training=True))
+                set_forms(of_grads, place.step.gives[0], place.item.infer(spec))
+                place = replace(place, step=with_forms(place.step, needs, training=True))
             places.append(place)
         return backward._replace(places=tuple(places), glue=(*backward.glue, *glue), specs=of_grads)
 
@@ -445,26 +431,6 @@ def _key(place: Place, gradient: str) -> str:
     return place.keys[name] if name in place.keys else place.value(name)
 
 
-def _only(step: Plain, needs: Collection[str], training: bool) -> Plain:
-    """Return a step that quantizes, giving the forms that are read."""
-    gives = tuple(v for v in step.gives if v in needs) or step.gives[:1]
-    axes = tuple(-1 if v == step.gives[0] else -2 for v in gives)
-    return replace(step, run=partial(step.run, axes=axes, training=training), gives=gives)
-
-
-def _dequantize(value: str) -> Plain:
-    def run(t: QuantizedTensor) -> Tensor:
-        return t.dequantize()
-
-    return Plain(f"dequantize {value}", run, (value,), (dequantized(value),), launches=3)
-
-
-def _set_forms(specs: dict[str, Any], value: str, spec: QuantizedSpec) -> None:
-    specs[value] = spec
-    specs[columns(value)] = spec._replace(axis=-2)
-    specs[dequantized(value)] = TensorSpec(spec.shape, spec.dtype)
-
-
 def _first_takers_of_offsets(nodes: Sequence[Node]) -> dict[int, str]:
     """Return, for each set of rows that is sorted by expert, the op whose error it is where the splits are wrong."""
     takers: dict[int, str] = {}
@@ -476,25 +442,6 @@ def _first_takers_of_offsets(nodes: Sequence[Node]) -> dict[int, str]:
         if "splits" in op.provides:
             takers.setdefault(rows, f"{label}.{type(op).__name__}")
     return takers
-
-
-def _weight_quantizations(nodes: Sequence[Node]) -> dict[str, tuple[str, WeightQuantization, int]]:
-    """Return what quantizes the weights of linear layers that a `Quantize` before them wants quantized, with its label
-    and launches.
-    """
-    found = {}
-    for i, (label, op) in enumerate(nodes):
-        if not isinstance(op, Quantize) or op.weight_quantizer is None:
-            continue
-        following = next((node for node in nodes[i + 1 :] if not isinstance(node.op, Quantize)), None)
-        if following is None or "weight" not in following.op.contracts:
-            what = "the end of the chain" if following is None else f"{following.label}.{type(following.op).__name__}"
-            raise InputError(f"{label}.{op!r}: weight: expected a linear layer to follow, got {what}")
-        weight = f"{following.label}.weight"
-        if weight in found:
-            raise InputError(f"{label}.{op!r}: weight: {following.label}'s weight would be quantized twice")
-        found[weight] = f"{label}.Quantize", WeightQuantization(following.op, op.weight_quantizer), op.launches
-    return found
 
 
 def _for_taker(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from fusedmoe.fusion.graph import Plain
+    from fusedmoe.fusion.plain import Plain
 
 NAME = "sm90.offsets_from_splits"
 """What ``fm.disabled`` calls it."""

@@ -16,10 +16,11 @@ from fusedmoe.formats import QuantizedSpec
 from fusedmoe.fusion.candidates import Costs, Line
 from fusedmoe.fusion.choice import cheapest, final_attempts, nearest_miss
 from fusedmoe.fusion.executable import Covered, Environment, Plan
-from fusedmoe.fusion.graph import NO_BACKWARD, Plain
+from fusedmoe.fusion.graph import NO_BACKWARD
 from fusedmoe.fusion.log import say_once
 from fusedmoe.fusion.names import NONE
 from fusedmoe.fusion.offsets import with_kernels
+from fusedmoe.fusion.plain import Plain
 from fusedmoe.fusion.program import AnyStep, Fused, Program, all_needs, needed_steps
 
 if TYPE_CHECKING:

@@ -30,9 +30,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fusedmoe.fusion.graph import Plain
 from fusedmoe.fusion.log import say_once
 from fusedmoe.fusion.names import NONE
+from fusedmoe.fusion.plain import Plain
 from fusedmoe.fusion.rule import Declined, FusionError, NothingToDo, RuleError
 
 if TYPE_CHECKING:
