@@ -12,8 +12,8 @@ another:
   kept;
 - the CUDA stream is the same one.
 
-Nothing is read or kept while a CUDA graph is captured: a graph quantizes in every replay. A hand-written loop that
-changes weights through ``.data``, and zeroes ``.grad`` in place, goes unnoticed: it has `clear_weight_cache` to call.
+Nothing is read or kept while a CUDA graph is captured: a graph quantizes in every replay. Any other write through
+``.data`` goes unnoticed: `clear_weight_cache` is to be called after it.
 """
 
 from __future__ import annotations
