@@ -396,6 +396,28 @@ def test_checkpointing_changes_no_bit(recipe):
         assert torch.equal(plain, recomputed)
 
 
+def test_a_checkpointed_step_counts_once_and_is_computed_again_with_its_own_scales():
+    """Rows that grow threefold a step: the scale of the next step would be another altogether."""
+    recipe = FP8Tensor(delayed=Delayed(history=3))
+    rows = torch.randn(40, 64)
+    found = []
+    for again in (False, True):
+        torch.manual_seed(0)
+        layer = moe()
+        gradients = []
+        for i in range(4):
+            x = (rows * 3**i).requires_grad_()
+            with fm.recipe(recipe):
+                y = checkpoint(layer, x, use_reentrant=False) if again else layer(x)
+                gradients += torch.autograd.grad(y.square().mean(), [x, *layer.experts.parameters()])
+        encode = layer.experts.down.amax_history.input.encode
+        found.append((encode, gradients))
+    (encode, expected), (encode_again, got) = found
+    assert torch.equal(encode_again, encode)
+    assert (encode < 448).any()  # it has learnt
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
 def test_micro_batches_add_up():
     """Whole experts' rows to each micro-batch: what shares a scale stays together."""
     chain = fm.Sequential(fm.GroupedLinear(2, 64, 64), fm.SwiGLU(), fm.GroupedLinear(2, 32, 64))
