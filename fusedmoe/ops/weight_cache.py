@@ -3,7 +3,7 @@
 What is kept stands beside the layer, for one quantizer at a time. It is used as long as nothing says that the weight is
 another:
 
-- the parameter is the same object in the same memory, with the same count of in-place changes (``load_state_dict``,
+- the parameter is in the same memory, with the same count of in-place changes (``load_state_dict``,
   ``torch.no_grad`` updates, fused and foreach optimizers);
 - no ``torch.optim`` optimizer has stepped since, not even one that writes through ``.data``, which torch does not
   count;
@@ -18,7 +18,6 @@ Nothing is read or kept while a CUDA graph is captured: a graph quantizes in eve
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -52,24 +51,24 @@ def _watch_optimizers() -> None:
 
 @dataclass
 class _Entry:
-    parameter: weakref.ref[Tensor]
-    storage: StorageWeakRef  # as long as it is there, no other storage has its address
-    grad: weakref.ref[Tensor] | None
+    # of the parameter and of its gradient: as long as it is held, no other storage has its address (a weak reference to
+    # the tensor itself would keep torch from swapping it)
+    storage: StorageWeakRef
+    grad: StorageWeakRef | None
     state: tuple[Any, ...]
     forms: dict[int, QuantizedTensor]
     gradient_given: bool = False
 
     def holds(self, parameter: Tensor, state: tuple[Any, ...]) -> bool:
-        if self.parameter() is not parameter or self.state != state:
-            return False
-        return self.storage.cdata == parameter.untyped_storage()._cdata and self._still_accumulates(parameter.grad)
+        same = self.state == state and self.storage.cdata == parameter.untyped_storage()._cdata
+        return same and self._still_accumulates(parameter.grad)
 
     def _still_accumulates(self, grad: Tensor | None) -> bool:
         """Whether no gradient has gone since: whoever takes one away has perhaps used it."""
         if self.grad is not None:
-            return grad is not None and self.grad() is grad
+            return grad is not None and self.grad.cdata == grad.untyped_storage()._cdata
         if grad is not None:  # the first since the weight was quantized: others will be added to it
-            self.grad = weakref.ref(grad)
+            self.grad = StorageWeakRef(grad.untyped_storage())
         return grad is not None or not self.gradient_given
 
 
@@ -116,11 +115,11 @@ def keep(layer: Op, weight: Tensor, quantizer: Quantizer, axes: Sequence[int], f
         return
     _watch_optimizers()
     found = (forms,) if len(axes) == 1 else forms
-    grad = None if parameter.grad is None else weakref.ref(parameter.grad)
+    grad = None if parameter.grad is None else StorageWeakRef(parameter.grad.untyped_storage())
     state = _state(parameter, weight, quantizer)
     storage = StorageWeakRef(parameter.untyped_storage())
     kept = dict(zip(axes, found, strict=True))
-    layer.__dict__[_NAME] = _Entry(weakref.ref(parameter), storage, grad, state, kept)
+    layer.__dict__[_NAME] = _Entry(storage, grad, state, kept)
 
 
 def note_gradient(layer: Op) -> None:

@@ -283,6 +283,21 @@ def test_again_in_another_dtype(count):
     assert count() == 5 * BOTH
 
 
+def test_torch_may_swap_a_parameter_that_was_quantized(count):
+    fc, x = layer(), rows()
+    train(fc, x)
+    fc(x, splits=SPLITS)  # which has seen the gradient
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        fc.to(torch.bfloat16)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+    count()
+    assert_as_fresh(fc, rows(torch.bfloat16))
+    assert count() >= 4  # two forms of its own, two of the copy's
+
+
 def test_a_parameter_that_is_set_frees_what_was_kept():
     """FSDP2 sets a parameter twice a step: unsharded, for its forward pass, and sharded again."""
     fc, x = layer(), rows()
