@@ -82,10 +82,6 @@ class QuantizedTensor:
         """Return the strides of the codes."""
         return self.data.stride()
 
-    def data_ptr(self) -> int:
-        """Return the address of the codes."""
-        return self.data.data_ptr()
-
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Return all that it holds in memory, for `with_tensors`."""
         return self.data, self.scale, self.tensor_scale, self.offsets

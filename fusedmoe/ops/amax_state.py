@@ -12,11 +12,11 @@ from fusedmoe.formats.delayed import AmaxHistory
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor, nn
+    from torch import nn
 
     from fusedmoe.formats import Quantizer
 
-_NAME = "_amax_histories"  # on the op: the history of each role, or, where a checkpoint had one, its two tensors
+_NAME = "_amax_histories"  # on the op: the history of each role, or what a checkpoint had of it
 KEY = "amax_history."
 """What follows an op's prefix in ``state_dict``: ``amax_history.input.amax`` and ``amax_history.input.encode``."""
 
@@ -28,28 +28,23 @@ def history(op: nn.Module, role: str, quantizer: Quantizer, experts: int, device
     if isinstance(found, AmaxHistory) and found.fits(quantizer, experts, device):
         return found
     new = AmaxHistory(quantizer, experts, device)
-    tensors = (found.amax, found.encode) if isinstance(found, AmaxHistory) else found
-    if tensors is not None and (tensors[0].shape, tensors[1].shape) == (new.amax.shape, new.encode.shape):
-        new.amax.copy_(tensors[0])  # it is now on another device, or comes from a checkpoint
-        new.encode.copy_(tensors[1])
+    if found is not None and (found.amax.shape, found.encode.shape) == (new.amax.shape, new.encode.shape):
+        new.amax.copy_(found.amax)  # it is now on another device, or comes from a checkpoint
+        new.encode.copy_(found.encode)
     histories[role] = new
     return new
 
 
 def by_role(op: nn.Module) -> SimpleNamespace:
     """Return an op's histories, each with attributes ``amax`` and ``encode``."""
-    return SimpleNamespace(**{
-        role: found if isinstance(found, AmaxHistory) else SimpleNamespace(amax=found[0], encode=found[1])
-        for role, found in op.__dict__.get(_NAME, {}).items()
-    })  # fmt: skip
+    return SimpleNamespace(**op.__dict__.get(_NAME, {}))
 
 
 def save(op: nn.Module, destination: dict[str, Any], prefix: str) -> None:
     """Add an op's histories to a state_dict."""
     for role, found in op.__dict__.get(_NAME, {}).items():
-        amax, encode = (found.amax, found.encode) if isinstance(found, AmaxHistory) else found
-        destination[f"{prefix}{KEY}{role}.amax"] = amax.detach()
-        destination[f"{prefix}{KEY}{role}.encode"] = encode.detach()
+        destination[f"{prefix}{KEY}{role}.amax"] = found.amax.detach()
+        destination[f"{prefix}{KEY}{role}.encode"] = found.encode.detach()
 
 
 def load(op: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
@@ -59,5 +54,5 @@ def load(op: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
     for role in sorted(end.removesuffix(".amax") for end in ends if end.endswith(".amax")):
         if f"{role}.encode" not in ends:
             continue  # torch reports the key that is left
-        tensors: list[Tensor] = [state_dict.pop(f"{prefix}{KEY}{role}.{name}") for name in ("amax", "encode")]
-        op.__dict__.setdefault(_NAME, {})[role] = tuple(t.detach().clone() for t in tensors)
+        tensors = {name: state_dict.pop(f"{prefix}{KEY}{role}.{name}").detach().clone() for name in ("amax", "encode")}
+        op.__dict__.setdefault(_NAME, {})[role] = SimpleNamespace(**tensors)

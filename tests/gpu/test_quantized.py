@@ -2,15 +2,13 @@
 
 import pytest
 import torch
-from test_async import capture, random_splits  # beside this file
+from test_async import E, H, I, capture, experts, random_splits  # beside this file
 
 import fusedmoe as fm
 from fusedmoe import formats
 from fusedmoe.formats import E2M1, E4M3, E5M2, Delayed, Quantizer, ScaleRule, casts, products
 from fusedmoe.formats.roles import ROLES
 from fusedmoe.recipes import NVFP4, FP8Block, FP8Row, FP8Tensor
-
-E, H, I = 16, 128, 64  # noqa: E741
 
 QUANTIZERS = {
     "tensor": Quantizer(formats.fp8_tensor()),
@@ -93,16 +91,6 @@ def test_rows_have_the_same_codes_as_on_a_cpu(device, quantizer, axis, dtype):
 def test_weights_have_the_same_codes_as_on_a_cpu(device, format, axis):
     w = wide(3, 160, 272).bfloat16()
     assert_same_codes(fm.quantize(w.to(device), format, axis), fm.quantize(w, format, axis))
-
-
-def experts(device):
-    torch.manual_seed(0)
-    return fm.Sequential(
-        fm.GroupedLinear(E, H, 2 * I, bias=True, device=device, dtype=torch.bfloat16),
-        fm.SwiGLU(),
-        fm.Scale("probs"),
-        fm.GroupedLinear(E, I, H, bias=True, device=device, dtype=torch.bfloat16),
-    )
 
 
 def operands(device, rows=600, used=550, seed=1):

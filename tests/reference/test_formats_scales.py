@@ -102,7 +102,7 @@ def test_power_of_two():
 @pytest.mark.parametrize("epsilon", [0.0, 1e-4])
 @pytest.mark.parametrize("element", ELEMENTS, ids=str)
 def test_fp32_rules(element, epsilon):
-    amax = torch.cat((bf16_amax()[:: 1 if epsilon == 0 else 7], fp32_amax(-127, 0, 127, step=2048)))
+    amax = torch.cat((bf16_amax(), fp32_amax(-127, 0, 127, step=2048)))
     for power_of_two_scale, exact in ((False, oracles.fp32_encode), (True, oracles.power_of_two_encode)):
         format = fp8_row(element, power_of_two_scale, epsilon)
         encode, scale = encode_and_scale(amax, format)
@@ -187,7 +187,7 @@ def test_nvfp4_tensor_scale():
 @pytest.mark.parametrize("tensor_amax", TENSOR_AMAX)
 def test_nvfp4_block_scale(tensor_amax):
     # no block exceeds its tensor but where amax comes from elsewhere: then the scale is clipped
-    amax = torch.cat((bf16_amax()[::11], torch.rand(2000) * min(tensor_amax, 1e38), torch.tensor([0.0, float("inf")])))
+    amax = torch.cat((bf16_amax(), torch.rand(2000) * min(tensor_amax, 1e38), torch.tensor([0.0, float("inf")])))
     encode = tensor_encode(torch.tensor([tensor_amax]))
     factor, scale = encode_and_scale(amax, nvfp4(), encode)
     expected = [oracles.two_level(a, encode.numpy()[0]) for a in amax.numpy()]
