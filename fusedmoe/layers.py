@@ -25,7 +25,8 @@ def keep_in_bf16(model: nn.Module, first: int = 0, last: int = 0) -> list[str]:
         The names of the layers kept.
     """
     layers = _layers(model)
-    if min(first, last) < 0 or max(first, last) > len(layers):
+    whole = type(first) is int and type(last) is int
+    if not whole or min(first, last) < 0 or max(first, last) > len(layers):
         raise InputError(f"keep_in_bf16: expected 0 to {len(layers)} layers, which there are, got {first=}, {last=}")
     kept = list(dict.fromkeys([*layers[:first], *layers[len(layers) - last :]]))
     for name in kept:

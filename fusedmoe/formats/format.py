@@ -190,8 +190,12 @@ class Delayed:
     margin: int = 0
 
     def __post_init__(self) -> None:
-        if self.history < 1:
-            raise InputError(f"Delayed: history: expected at least 1 step, got {self.history!r}")
+        if type(self.history) is not int or self.history < 1:
+            raise InputError(f"Delayed: history: expected a number of steps, 1 or more, got {self.history!r}")
+        if type(self.margin) is not int:
+            raise InputError(f"Delayed: margin: expected a number of binades, got {self.margin!r}")
+        if not isinstance(self.most_recent, bool):
+            raise InputError(f"Delayed: most_recent: expected True or False, got {self.most_recent!r}")
 
 
 @dataclass(frozen=True)

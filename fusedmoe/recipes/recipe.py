@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from fusedmoe.errors import InputError
@@ -31,6 +31,13 @@ class Recipe:
     """
 
     name: str = "bf16"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise InputError(f"{type(self).__name__}: name: expected a str, got {self.name!r}")
+        for flag in fields(self):
+            if isinstance(flag.default, bool) and not isinstance(value := getattr(self, flag.name), bool):
+                raise InputError(f"{type(self).__name__}: {flag.name}: expected True or False, got {value!r}")
 
     def roles(self) -> Roles:
         """Return what the operands of every linear layer are quantized to."""
@@ -105,6 +112,11 @@ class FP8Tensor(Recipe):
     power_of_two: bool = False
     delayed: Delayed | None = None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.delayed, Delayed | None):
+            raise InputError(f"FP8Tensor: delayed: expected a fusedmoe.formats.Delayed or None, got {self.delayed!r}")
+
     def roles(self) -> Roles:
         return tensor_roles(self.hybrid, self.power_of_two, self.delayed)
 
@@ -176,6 +188,7 @@ class MXFP8(Recipe):
     weight_2d: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.scale_rule not in ("rceil", "floor"):
             raise InputError(f"MXFP8: scale_rule: expected 'rceil' or 'floor', got {self.scale_rule!r}")
 
@@ -222,6 +235,12 @@ class Custom(Recipe):
     input: Quantizer | None = None
     weight: Quantizer | None = None
     grad: Quantizer | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for role in ("input", "weight", "grad"):
+            if not isinstance(quantizer := getattr(self, role), Quantizer | None):
+                raise InputError(f"Custom: {role}: expected a fusedmoe.Quantizer or None, got {quantizer!r}")
 
     def roles(self) -> Roles:
         return Roles(self.input, self.weight, self.grad)

@@ -21,13 +21,15 @@ logger = logging.getLogger(__name__)
 _IGNORED = {
     # how products are summed on their hardware; ours always sum in fp32
     "fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad",
-    # derived from other fields, or of attention
+    # taken beside the fields, or of attention
     "fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad",
     "fp4_quant_fwd_inp", "fp4_quant_fwd_weight", "fp4_quant_bwd_grad",
     "fp8_dpa", "fp8_mha", "fp4_format",
     # of nvfp4_4over6, which is refused
     "nvfp4_4over6_err_mode", "nvfp4_4over6_e4m3_use_256",
 }  # fmt: skip
+
+_NOT_IN_FOUR_BITS = ("power_2_scale", "amax_epsilon")  # quantization parameters that NVFP4 has no use for here
 
 
 class _Fields:
@@ -109,11 +111,29 @@ def _fp8_block(recipe: Any, fields: _Fields) -> Recipe:
 
 def _nvfp4(recipe: Any, fields: _Fields) -> Recipe:
     fields.take("fp8_format", None)  # of what is not in four bits; there is no such thing here
-    return NVFP4(
-        hadamard=not fields.take("disable_rht", False),
-        stochastic_rounding=not fields.take("disable_stochastic_rounding", False),
-        weight_2d=not fields.take("disable_2d_quantization", False),
-    )
+    hadamard = not fields.take("disable_rht", False)
+    stochastic_rounding = not fields.take("disable_stochastic_rounding", False)
+    weight_2d = not fields.take("disable_2d_quantization", False)
+    # the flags only make the parameters, which are what their layers go by
+    params = {role: getattr(recipe, f"fp4_quant_{role}", None) for role in ("fwd_inp", "fwd_weight", "bwd_grad")}
+    if params["fwd_inp"] is not None:
+        hadamard = bool(params["fwd_inp"].random_hadamard_transform)
+    if params["fwd_weight"] is not None:
+        weight_2d = bool(params["fwd_weight"].fp4_2d_quantization)
+    if params["bwd_grad"] is not None:
+        stochastic_rounding = bool(params["bwd_grad"].stochastic_rounding)
+    expected = {
+        "fwd_inp": {"random_hadamard_transform": hadamard},
+        "fwd_weight": {"fp4_2d_quantization": weight_2d},
+        "bwd_grad": {"random_hadamard_transform": hadamard, "stochastic_rounding": stochastic_rounding},
+    }
+    for role, given in params.items():
+        for name in ("random_hadamard_transform", "stochastic_rounding", "fp4_2d_quantization", *_NOT_IN_FOUR_BITS):
+            only = expected[role].get(name, 0.0 if name == "amax_epsilon" else False)
+            value = getattr(given, name, only)
+            if given is not None and value != only:
+                raise InputError(f"recipe {fields.kind}: fp4_quant_{role}.{name}: expected {only!r}, got {value!r}")
+    return NVFP4(hadamard=hadamard, stochastic_rounding=stochastic_rounding, weight_2d=weight_2d)
 
 
 _CONVERSIONS: dict[str, tuple[Callable[[Any, _Fields], Recipe], dict[str, Any]]] = {

@@ -105,6 +105,12 @@ class NVFP4BlockScaling:
     fp8_dpa: bool = False
     backward_override: Any = None
 
+    def __post_init__(self):
+        rotated, rounded = not self.disable_rht, not self.disable_stochastic_rounding
+        self.fp4_quant_fwd_inp = QParams(random_hadamard_transform=rotated)
+        self.fp4_quant_fwd_weight = QParams(fp4_2d_quantization=not self.disable_2d_quantization)
+        self.fp4_quant_bwd_grad = QParams(random_hadamard_transform=rotated, stochastic_rounding=rounded)
+
 
 @dataclasses.dataclass
 class CustomRecipe:
@@ -115,6 +121,12 @@ class CustomRecipe:
 def params(**fields):
     """The same parameters for rows, weights and gradients."""
     return {f"fp8_quant_{role}": QParams(**fields) for role in ("fwd_inp", "fwd_weight", "bwd_grad")}
+
+
+def fp4_params(fwd_inp=(), fwd_weight=(), bwd_grad=()):
+    """Parameters that were set on the recipe afterwards."""
+    given = {"fwd_inp": fwd_inp, "fwd_weight": fwd_weight, "bwd_grad": bwd_grad}
+    return {f"fp4_quant_{role}": QParams(**dict(fields)) for role, fields in given.items()}
 
 
 OURS = [
@@ -143,6 +155,13 @@ OURS = [
     ("NVFP4BlockScaling", {"disable_stochastic_rounding": True}, NVFP4(stochastic_rounding=False)),
     ("NVFP4BlockScaling", {"disable_2d_quantization": True}, NVFP4(weight_2d=False)),
     ("NVFP4BlockScaling", {"nvfp4_4over6_err_mode": "MSE"}, NVFP4()),
+    ("NVFP4BlockScaling", fp4_params(), NVFP4(hadamard=False, stochastic_rounding=False, weight_2d=False)),
+    ("NVFP4BlockScaling", fp4_params(bwd_grad={"stochastic_rounding": True}), NVFP4(hadamard=False, weight_2d=False)),
+    (
+        "NVFP4BlockScaling",
+        fp4_params(fwd_inp={"random_hadamard_transform": True}, bwd_grad={"random_hadamard_transform": True}),
+        NVFP4(stochastic_rounding=False, weight_2d=False),
+    ),
 ]
 
 REFUSED = [
@@ -159,12 +178,38 @@ REFUSED = [
     ("NVFP4BlockScaling", {"backward_override": "dequantized"}, "backward_override: expected None"),
     ("NVFP4BlockScaling", {"row_scaled_activation": True}, "row_scaled_activation: expected False, got True"),
     ("NVFP4BlockScaling", {"nvfp4_4over6": "weights"}, "nvfp4_4over6: expected 'none', got 'weights'"),
+    (
+        "NVFP4BlockScaling",
+        fp4_params(fwd_inp={"random_hadamard_transform": True}),
+        "fp4_quant_bwd_grad.random_hadamard_transform: expected True, got False",
+    ),
+    (
+        "NVFP4BlockScaling",
+        fp4_params(fwd_inp={"stochastic_rounding": True}),
+        "fp4_quant_fwd_inp.stochastic_rounding: expected False, got True",
+    ),
+    (
+        "NVFP4BlockScaling",
+        fp4_params(fwd_weight={"random_hadamard_transform": True}),
+        "fp4_quant_fwd_weight.random_hadamard_transform: expected False, got True",
+    ),
+    (
+        "NVFP4BlockScaling",
+        fp4_params(bwd_grad={"fp4_2d_quantization": True}),
+        "fp4_quant_bwd_grad.fp4_2d_quantization: expected False, got True",
+    ),
+    (
+        "NVFP4BlockScaling",
+        fp4_params(fwd_inp={"amax_epsilon": 1e-4}),
+        "fp4_quant_fwd_inp.amax_epsilon: expected 0.0, got 0.0001",
+    ),
 ]
 
 
 def made(module, kind, fields):
     """A recipe of that class, formats by the module's own enumeration."""
-    recipe = module[kind]()
+    flags = {name: value for name, value in fields.items() if name.startswith("disable_")}
+    recipe = module[kind](**flags)
     for name, value in fields.items():  # afterwards: some of what is refused here, theirs refuses at once
         setattr(recipe, name, getattr(module["Format"], value) if name == "fp8_format" else value)
     return recipe
