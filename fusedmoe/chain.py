@@ -20,6 +20,7 @@ from fusedmoe.fusion.signature import Signature, signature
 from fusedmoe.kernels.device import arch
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
 from fusedmoe.ops.op import Node, Op
+from fusedmoe.recompute import backward_pass
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from fusedmoe.settings import Settings
 
 _REMEMBERED_CALLS = 1024  # of each chain
+_REMEMBERED_PLANS = 256
 
 
 class _Last(NamedTuple):
@@ -64,6 +66,7 @@ class Chain:
         self._plans: dict[tuple[Any, ...], Plan] = {}  # by what a plan depends on
         self._calls: dict[tuple[int, bool, Signature], Call] = {}  # by exact shapes too: calls that were checked
         self._last: _Last | None = None
+        self._settings: Settings | None = None  # of the last call outside of a backward pass
 
     def run(self, x: Tensor, named: dict[str, Tensor], options: KernelOptions = DEFAULT) -> Tensor:
         """Run the chain on rows and runtime inputs by name, add its exports to the latter, and return its result."""
@@ -116,13 +119,26 @@ class Chain:
     def _around(self, options: KernelOptions) -> tuple[Any, ...]:
         """Return what a plan depends on besides the arguments, as it is now; `changes.count` stands for much of it."""
         return (
-            settings.current(),
+            self._settings_of_call(),
             options,
             changes.count,
             environment_state(),
             torch.is_grad_enabled(),
             torch.are_deterministic_algorithms_enabled(),
         )
+
+    def _settings_of_call(self) -> Settings:
+        """Return the settings that hold: for what is computed again in a backward pass, those of the call before it.
+
+        A backward pass may run behind the ``with`` block that the call was in, and on a GPU runs in another thread,
+        where no such block holds; only what was set in it, by the very function that is computed again, counts.
+        """
+        now, within = settings.current(), backward_pass()
+        if within == -1:
+            self._settings = now
+        elif now.set_in != within and self._settings is not None:
+            return self._settings
+        return now
 
     def _run(self, arguments: list[Tensor | None], tensors: Signature, around: tuple[Any, ...]) -> tuple[Tensor, ...]:
         call = self._call(arguments, tensors, around)
@@ -145,6 +161,8 @@ class Chain:
         circumstances = (
             *[op.attributes() for op in self._ops], now.recipe, now.disabled, registry.generation(), options, *others,
         )  # fmt: skip
+        if circumstances not in self._circumstances and len(self._circumstances) >= _REMEMBERED_PLANS:
+            self._forget_plans()
         number = self._circumstances.setdefault(circumstances, len(self._circumstances))
         key = number, now.strict, tensors
         call = self._calls.get(key)
@@ -167,8 +185,15 @@ class Chain:
         plan = self._plans.get(key)
         if plan is None:
             disabled = (*now.disabled, *settings.patterns(disabled_by_environment()))
+            if len(self._plans) >= _REMEMBERED_PLANS:
+                self._plans.clear()
             plan = self._plans[key] = self._make(arguments, now.recipe, disabled, options)
         return plan
+
+    def _forget_plans(self) -> None:
+        """Begin anew: an attribute that changes with every step has made too many."""
+        for remembered in (self._circumstances, self._plans, self._calls):
+            remembered.clear()
 
     def _make(
         self, arguments: list[Tensor | None], recipe: Recipe, disabled: tuple[str, ...], options: KernelOptions

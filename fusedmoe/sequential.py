@@ -12,6 +12,7 @@ from fusedmoe.fusion.log import say_once
 from fusedmoe.fusion.plan import Explanation
 from fusedmoe.kernels.options import DEFAULT, KernelOptions, Schedule
 from fusedmoe.layout import ChainPart, Layout
+from fusedmoe.ops.amax_state import only_looking
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -124,16 +125,17 @@ class Sequential(nn.Sequential):
         """Return what `forward` would do with this call, and why: ``print`` it for a table.
 
         The backward pass is planned as autograd would want it here: nothing under ``torch.no_grad()``. Chains and
-        modules in front of another chain are run, to know what it gets.
+        modules in front of another chain are run, to know what it gets; for delayed scaling that is no step.
         """
         layout = self._current_layout()
         named = layout.bind(x, inputs)
         explained = []
-        for i, part in enumerate(layout.parts):
-            plan = part.chain.explain(x, named, self._options) if isinstance(part, ChainPart) else None
-            explained.append((part.title, plan))
-            if i + 1 < len(layout.parts):
-                x = layout.runs[i](x, named, self._options)
+        with only_looking():
+            for i, part in enumerate(layout.parts):
+                plan = part.chain.explain(x, named, self._options) if isinstance(part, ChainPart) else None
+                explained.append((part.title, plan))
+                if i + 1 < len(layout.parts):
+                    x = layout.runs[i](x, named, self._options)
         return Explanation(tuple(explained))
 
     @property

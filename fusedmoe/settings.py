@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from fusedmoe.recipes import BF16, Recipe, resolve
+from fusedmoe.recompute import backward_pass
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -15,11 +16,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings that hold here."""
+    """The settings that hold here.
+
+    Attributes
+    ----------
+    recipe, disabled, strict
+        What `fm.recipe`, `fm.disabled` and `fm.strict` set.
+    set_in : int
+        The backward pass that they were set in; -1: in none.
+    """
 
     recipe: Recipe = BF16
     disabled: tuple[str, ...] = ()
     strict: bool = False
+    set_in: int = field(default=-1, compare=False)
 
 
 _settings: ContextVar[Settings] = ContextVar("fusedmoe.settings", default=Settings())  # noqa: B039  (frozen)
@@ -36,7 +46,7 @@ def patterns(text: str) -> tuple[str, ...]:
 
 @contextmanager
 def _changed(**changes: Any) -> Iterator[None]:
-    token = _settings.set(replace(_settings.get(), **changes))
+    token = _settings.set(replace(_settings.get(), set_in=backward_pass(), **changes))
     try:
         yield
     finally:
@@ -48,7 +58,8 @@ def recipe(recipe: object) -> Iterator[Recipe]:
     """Run what is called inside under this recipe: a name (``"mxfp8"``), a `Recipe`, or one of Transformer Engine's
     recipes; the innermost holds, but for layers with a recipe of their own.
 
-    The backward pass of a call uses the recipe of its forward.
+    The backward pass of a call uses the recipe of its forward, and so does what activation checkpointing computes
+    again, wherever ``backward()`` is called.
     """
     resolved = resolve(recipe)
     with _changed(recipe=resolved):

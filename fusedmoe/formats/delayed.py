@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from fusedmoe.errors import InputError
-from fusedmoe.formats.format import Quantizer
+from fusedmoe.formats.scales import fp32_encode
 
-_FLT_MAX = torch.finfo(torch.float32).max
+if TYPE_CHECKING:
+    from fusedmoe.formats.format import Quantizer
 
 
 class AmaxHistory:
@@ -18,10 +21,17 @@ class AmaxHistory:
     ----------
     amax : Tensor
         (steps, E) fp32: the last steps' amax; zeros before the first.
+    reference : Tensor
+        (E,) fp32: the amax that scales follow from, the last known one; 0 before the first.
     encode : Tensor
-        (E,) fp32: what tensors are multiplied by; 1 before the first step.
+        (E,) fp32: what tensors are multiplied by, ``max / 2**margin / reference`` by the format's rule; 1 before the
+        first step.
     previous : Tensor
         (E,) fp32: what they were multiplied by in the last step, for who computes that step again.
+    begun : bool
+        Whether any step has been added.
+    counted : bool
+        Whether the last forward pass was added as a step: one under ``torch.no_grad()`` is not.
     """
 
     def __init__(self, quantizer: Quantizer, experts: int, device: torch.device) -> None:
@@ -32,22 +42,47 @@ class AmaxHistory:
                 "anew with every replay; run a step before"
             )
         self.quantizer = quantizer
+        self.begun = self.counted = False
         with torch.inference_mode(False):  # what inference begins with, training updates
-            self.amax = torch.zeros(quantizer.delayed.history, experts, device=device)
-            self.encode = torch.ones(experts, device=device)
-            self.previous = torch.ones(experts, device=device)
+            self.amax = torch.zeros(quantizer.delayed.history, experts, dtype=torch.float32, device=device)
+            self.reference = torch.zeros(experts, dtype=torch.float32, device=device)
+            self.encode = torch.ones(experts, dtype=torch.float32, device=device)
+            self.previous = torch.ones(experts, dtype=torch.float32, device=device)
 
     def fits(self, quantizer: Quantizer, experts: int, device: torch.device) -> bool:
         """Whether it is the history of such a quantizer, on such a device."""
         return self.quantizer == quantizer and self.encode.shape == (experts,) and self.encode.device == device
 
     def update(self, amax_E: Tensor) -> None:
-        """Add a step, in place: ``encode = max / 2**margin / (largest amax remembered)`` where that is finite."""
-        delayed, element = self.quantizer.delayed, self.quantizer.format.element
+        """Add a step, in place; an amax of 0, or an infinite one, leaves the scale as it is."""
+        delayed = self.quantizer.delayed
         assert delayed is not None
+        self.begun = True
         self.previous.copy_(self.encode)
         self.amax.copy_(torch.cat((amax_E[None], self.amax[:-1])))
         amax_E = amax_E if delayed.most_recent else self.amax.amax(0)
-        encode_E = (torch.full_like(amax_E, element.max / 2.0**delayed.margin) / amax_E).clamp(max=_FLT_MAX)
-        known_E = (amax_E > 0) & amax_E.isfinite()
-        self.encode.copy_(torch.where(known_E, encode_E, self.encode))
+        self.reference.copy_(torch.where((amax_E > 0) & amax_E.isfinite(), amax_E, self.reference))
+        self._scale()
+
+    def restore(self, amax: Tensor, reference: Tensor) -> None:
+        """Take over, in place, what another history of as many experts remembers, perhaps one of another format or
+        length.
+        """
+        steps = min(len(amax), len(self.amax))
+        restored = torch.zeros_like(self.amax)
+        restored[:steps].copy_(amax[:steps])
+        self.amax.copy_(restored)
+        self.reference.copy_(reference)
+        self._scale()
+        self.begun, self.counted = True, False
+
+    def forget(self) -> None:
+        """Begin anew, in place."""
+        self.restore(torch.zeros_like(self.amax), torch.zeros_like(self.reference))
+        self.begun = False
+
+    def _scale(self) -> None:
+        delayed = self.quantizer.delayed
+        assert delayed is not None
+        encode_E = fp32_encode(self.reference, self.quantizer.format, delayed.margin)
+        self.encode.copy_(torch.where(self.reference > 0, encode_E, 1.0))  # an epsilon is no amax

@@ -33,9 +33,7 @@ def encode_and_scale(amax: Tensor, format: Format, tensor_encode: Tensor | None 
     if rule in (ScaleRule.RCEIL, ScaleRule.FLOOR):
         byte = e8m0_rceil(amax, element) if rule is ScaleRule.RCEIL else e8m0_floor(amax, element)
         return power_of_two(254 - byte), byte.to(torch.uint8).view(torch.float8_e8m0fnu)
-    encode = fp32_encode(amax, element.max, format.amax_epsilon)
-    if rule is ScaleRule.POWER_OF_TWO:
-        encode = (encode.view(torch.int32) & ~_MANTISSA).view(torch.float32)
+    encode = fp32_encode(amax, format)
     return encode, 1 / encode
 
 
@@ -46,10 +44,14 @@ def decoded(scale: Tensor) -> Tensor:
     return scale.to(torch.float32)
 
 
-def fp32_encode(amax: Tensor, largest: float, epsilon: float = 0.0) -> Tensor:
-    """``largest / max(amax, epsilon)``; 1 where that amax is 0 or infinite, and never infinite itself."""
-    amax = amax.clamp(min=epsilon)
-    encode = (torch.full_like(amax, largest) / amax).clamp(max=_FLT_MAX)
+def fp32_encode(amax: Tensor, format: Format, margin: int = 0) -> Tensor:
+    """``max / 2**margin / max(amax, epsilon)`` by the rules FP32 and POWER_OF_TWO; 1 where that amax is 0 or infinite,
+    and never infinite itself.
+    """
+    amax = amax.clamp(min=format.amax_epsilon)
+    encode = (torch.full_like(amax, format.element.max / 2.0**margin) / amax).clamp(max=_FLT_MAX)
+    if format.rule is ScaleRule.POWER_OF_TWO:
+        encode = (encode.view(torch.int32) & ~_MANTISSA).view(torch.float32)
     return encode.masked_fill((amax == 0) | amax.isinf(), 1.0)
 
 

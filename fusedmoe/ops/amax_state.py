@@ -5,20 +5,41 @@ An op without it has no such keys, and none are expected of a checkpoint: stock 
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from fusedmoe.formats.delayed import AmaxHistory
+from fusedmoe.recompute import backward_pass
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     import torch
-    from torch import nn
+    from torch import Tensor, nn
 
     from fusedmoe.formats import Quantizer
 
 _NAME = "_amax_histories"  # on the op: the history of each role, or what a checkpoint had of it
+_PARTS = ("amax", "reference")
 KEY = "amax_history."
-"""What follows an op's prefix in ``state_dict``: ``amax_history.input.amax`` and ``amax_history.input.encode``."""
+"""What follows an op's prefix in ``state_dict``: ``amax_history.input.amax`` and ``amax_history.input.reference``."""
+
+_only_looking: ContextVar[bool] = ContextVar("fusedmoe.amax_state.only_looking", default=False)
+
+looking = _only_looking.get
+"""Returns whether calls count as no step here."""
+
+
+@contextmanager
+def only_looking() -> Iterator[None]:
+    """Have calls inside count as no step: ``explain()`` runs some."""
+    token = _only_looking.set(True)
+    try:
+        yield
+    finally:
+        _only_looking.reset(token)
 
 
 def history(op: nn.Module, role: str, quantizer: Quantizer, experts: int, device: torch.device) -> AmaxHistory:
@@ -28,31 +49,64 @@ def history(op: nn.Module, role: str, quantizer: Quantizer, experts: int, device
     if isinstance(found, AmaxHistory) and found.fits(quantizer, experts, device):
         return found
     new = AmaxHistory(quantizer, experts, device)
-    if found is not None and (found.amax.shape, found.encode.shape) == (new.amax.shape, new.encode.shape):
-        new.amax.copy_(found.amax)  # it is now on another device, or comes from a checkpoint
-        new.encode.copy_(found.encode)
+    if found is not None and found.reference.shape == new.reference.shape:
+        # for another format or length, on another device, or from a checkpoint
+        new.restore(found.amax, found.reference)
+        new.begun = getattr(found, "begun", True)
     histories[role] = new
     return new
 
 
+def step(history: AmaxHistory, role: str, training: bool, amax: Callable[[], Tensor]) -> Tensor:
+    """Return what to multiply a tensor by, and add its amax to the history where this call is a step of training.
+
+    What activation checkpointing computes again, it multiplies by what it was multiplied by before, and adds nothing;
+    unless the call before was none of training: checkpointing with ``use_reentrant=True`` calls without gradients
+    first.
+    """
+    forward_again = role != "grad" and backward_pass() != -1
+    again = forward_again and history.counted
+    encode = (history.previous if again else history.encode).clone()  # what is kept must not follow an update
+    if not looking():
+        if training and not again:
+            history.update(amax())
+        if not forward_again:
+            history.counted = training
+    return encode
+
+
 def by_role(op: nn.Module) -> SimpleNamespace:
-    """Return an op's histories, each with attributes ``amax`` and ``encode``."""
+    """Return an op's histories, each with attributes ``amax`` and ``reference``."""
     return SimpleNamespace(**op.__dict__.get(_NAME, {}))
 
 
 def save(op: nn.Module, destination: dict[str, Any], prefix: str) -> None:
     """Add an op's histories to a state_dict."""
     for role, found in op.__dict__.get(_NAME, {}).items():
-        destination[f"{prefix}{KEY}{role}.amax"] = found.amax.detach()
-        destination[f"{prefix}{KEY}{role}.encode"] = found.encode.detach()
+        for part in _PARTS:
+            destination[f"{prefix}{KEY}{role}.{part}"] = getattr(found, part).detach()
 
 
 def load(op: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-    """Take an op's histories out of a state_dict."""
+    """Take an op's histories out of a state_dict, in place where they have the same shape: a CUDA graph may use them.
+    Where its parameters come without, they start anew.
+    """
+    histories: dict[str, Any] = op.__dict__.get(_NAME, {})
     start = prefix + KEY
     ends = {key[len(start) :] for key in state_dict if key.startswith(start)}
-    for role in sorted(end.removesuffix(".amax") for end in ends if end.endswith(".amax")):
-        if f"{role}.encode" not in ends:
+    for role in sorted({end.rpartition(".")[0] for end in ends}):
+        if any(f"{role}.{part}" not in ends for part in _PARTS):
             continue  # torch reports the key that is left
-        tensors = {name: state_dict.pop(f"{prefix}{KEY}{role}.{name}").detach().clone() for name in ("amax", "encode")}
-        op.__dict__.setdefault(_NAME, {})[role] = SimpleNamespace(**tensors)
+        loaded = {part: state_dict.pop(f"{start}{role}.{part}").detach() for part in _PARTS}
+        found = histories.get(role)
+        if isinstance(found, AmaxHistory) and all(getattr(found, n).shape == t.shape for n, t in loaded.items()):
+            found.restore(**loaded)
+        else:
+            copies = SimpleNamespace(**{part: t.clone() for part, t in loaded.items()})
+            op.__dict__.setdefault(_NAME, {})[role] = copies
+    if not ends and any(prefix + name in state_dict for name in op._parameters):
+        for role, found in list(histories.items()):
+            if isinstance(found, AmaxHistory):
+                found.forget()
+            else:
+                del histories[role]

@@ -202,7 +202,7 @@ class Op(nn.Module):
 
     @property
     def amax_history(self) -> object:
-        """What delayed scaling remembers: ``op.amax_history.input.amax``, ``.encode``, as ``state_dict`` names them."""
+        """What delayed scaling remembers: ``op.amax_history.input.amax``, ``.reference``, as ``state_dict`` has it."""
         return amax_state.by_role(self)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -215,7 +215,8 @@ class Op(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # plans hold functions of this very process: neither a pickle nor a deepcopy takes them along
-        return {k: v for k, v in self.__dict__.items() if k not in ("_alone", "_attributes", "_quantized_weight")}
+        of_this_process = ("_alone", "_attributes", "_quantized_weight", "_captured")
+        return {k: v for k, v in self.__dict__.items() if k not in of_this_process}
 
 
 def _note_change(op: Op, name: str) -> None:

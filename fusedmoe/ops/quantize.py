@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from fusedmoe.errors import InputError
@@ -68,9 +67,11 @@ class Quantize(Op):
         self.quantizer = _resolved("forward", forward)
         self.grad_quantizer = _resolved("backward", backward)
         self.weight_quantizer = _resolved("weight", weight)
-        if self.weight_quantizer is not None and self.weight_quantizer.hadamard:
-            # its partner in the weight gradient's product are no rows of the weight
-            raise self.reject("weight", "a quantizer that rotates nothing", self.weight_quantizer)
+        if (quantizer := self.weight_quantizer) is not None:
+            if quantizer.hadamard:  # its partner in the weight gradient's product are no rows of the weight
+                raise self.reject("weight", "a quantizer that rotates nothing", quantizer)
+            if quantizer.stochastic_rounding:  # kept, it draws nothing when checkpointing computes a call again
+                raise self.reject("weight", "a quantizer that rounds to nearest", quantizer)
 
     @classmethod
     def for_layer(
@@ -162,11 +163,29 @@ class WeightQuantization:
         return _spec(self.layer, "weight", weight, self.quantizer)
 
     def __call__(self, weight: Tensor, *, axes: Sequence[int] = (-1, -2), training: bool = False) -> Forms:
-        found: Forms | None = weight_cache.find(self.layer, weight, self.quantizer, axes)
-        if found is None:
-            found = _quantized(self.layer, "weight", weight, self.quantizer, None, axes, training)
-            weight_cache.keep(self.layer, weight, self.quantizer, axes, found)
-        return found
+        training = training and not amax_state.looking()
+        entry = weight_cache.find(self.layer, weight, self.quantizer, axes)
+        if entry is not None:
+            if training and not entry.counted:  # it was quantized for inference
+                self._step(weight, training)
+                entry.counted = True
+            return _forms([entry.forms[axis] for axis in axes])
+        encode, lasts = self._step(weight, training)
+        forms = [quantize(weight, self.quantizer, axis, encode=encode) for axis in axes]
+        if lasts:
+            weight_cache.keep(self.layer, weight, self.quantizer, dict(zip(axes, forms, strict=True)), training)
+        return _forms(forms)
+
+    def _step(self, weight: Tensor, training: bool) -> tuple[Tensor | None, bool]:
+        """Return what to multiply by under delayed scaling, and whether the result is one to keep: not before there has
+        been a step, when nothing is known of the weight's size.
+        """
+        if self.quantizer.delayed is None:
+            return None, True
+        experts = weight.shape[0] if weight.dim() == 3 else 1
+        history = amax_state.history(self.layer, "weight", self.quantizer, experts, weight.device)
+        begun = history.begun
+        return amax_state.step(history, "weight", training, lambda: amax_by_expert(weight, None)), begun
 
 
 def _resolved(role: str, quantizer: str | Quantizer | Format | None) -> Quantizer | None:
@@ -198,19 +217,17 @@ def _quantized(
     axes: Sequence[int],
     training: bool,
 ) -> Forms:
-    """Return a tensor quantized along each of these axes: the one result there is, or a tuple."""
+    """Return rows, or their gradient, quantized along each of these axes: the one result there is, or a tuple."""
     shape = tuple(x.shape)
-    rows = x.flatten(0, -2) if role != "weight" and x.dim() > 2 else x
+    rows = x.flatten(0, -2) if x.dim() > 2 else x
     encode = None
     if quantizer.delayed is not None:
-        experts = rows.shape[0] if rows.dim() == 3 else 1 if offsets is None else offsets.shape[0]
-        history = amax_state.history(owner, role, quantizer, experts, rows.device)
-        # a forward pass inside of a backward pass is one that checkpointing runs again: a step counts once
-        again = role != "grad" and torch._C._current_graph_task_id() != -1
-        encode = (history.previous if again else history.encode).clone()  # what is kept must not follow an update
-        if training and not again:
-            history.update(amax_by_expert(rows, offsets))
-    forms: list[Any] = [quantize(rows, quantizer, axis, offsets=offsets, encode=encode) for axis in axes]
-    if rows is not x:
-        forms = [replace(form, shape=shape) for form in forms]
+        history = amax_state.history(owner, role, quantizer, 1 if offsets is None else offsets.shape[0], rows.device)
+        encode = amax_state.step(history, role, training, lambda: amax_by_expert(rows, offsets))
+    forms = [quantize(rows, quantizer, axis, offsets=offsets, encode=encode) for axis in axes]
+    return _forms(forms if rows is x else [replace(form, shape=shape) for form in forms])
+
+
+def _forms(forms: list[QuantizedTensor]) -> Forms:
+    """Return the one result there is, or a tuple."""
     return tuple(forms) if len(forms) > 1 else forms[0]

@@ -12,8 +12,10 @@ another:
   kept;
 - the CUDA stream is the same one.
 
-Nothing is read or kept while a CUDA graph is captured: a graph quantizes in every replay. Any other write through
-``.data`` goes unnoticed: `clear_weight_cache` is to be called after it.
+Nothing is read or kept while a CUDA graph is captured: a graph quantizes in every replay. Nor is it ever after, for a
+layer that was captured: a replay may change its weight, and says so to nobody. Any other write that torch does not
+count goes unnoticed, such as those through ``.data`` and by ``torch.distributed``'s collectives: `clear_weight_cache`
+is to be called after it.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from fusedmoe.ops.op import Op
 
 _NAME = "_quantized_weight"  # on the layer; dropped with every parameter that is set, see `Op.__setattr__`
+_CAPTURED = "_captured"  # on the layer: whether a CUDA graph has its weight
 
 _optimizer_steps = 0
 _hook: Any = None
@@ -57,6 +60,7 @@ class _Entry:
     grad: StorageWeakRef | None
     state: tuple[Any, ...]
     forms: dict[int, QuantizedTensor]
+    counted: bool  # whether delayed scaling has added the weight as a step
     gradient_given: bool = False
 
     def holds(self, parameter: Tensor, state: tuple[Any, ...]) -> bool:
@@ -85,41 +89,36 @@ def _cacheable(layer: Op, weight: Tensor) -> Tensor | None:
     if not parameter.is_leaf:  # computed for this very call, as those of functional_call may be
         return None
     if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+        layer.__dict__[_CAPTURED] = True
+    if _CAPTURED in layer.__dict__:
         return None
     if torch._C._are_functorch_transforms_active():
         return None
     return parameter
 
 
-def find(layer: Op, weight: Tensor, quantizer: Quantizer, axes: Sequence[int]) -> Any:
-    """Return what is kept, in these forms, where it still holds."""
+def find(layer: Op, weight: Tensor, quantizer: Quantizer, axes: Sequence[int]) -> _Entry | None:
+    """Return what is kept, where it still holds and has these forms."""
     entry: _Entry | None = layer.__dict__.get(_NAME)
     if entry is None:
         return None
-    if layer._parameters.get("weight") is None:  # parametrized since
-        del layer.__dict__[_NAME]
-        return None
     parameter = _cacheable(layer, weight)
+    if layer._parameters.get("weight") is None or _CAPTURED in layer.__dict__:  # parametrized or captured since
+        del layer.__dict__[_NAME]
     if parameter is None or not entry.holds(parameter, _state(parameter, weight, quantizer)):
         return None
-    if any(axis not in entry.forms for axis in axes):
-        return None
-    forms = tuple(entry.forms[axis] for axis in axes)
-    return forms if len(forms) > 1 else forms[0]
+    return entry if all(axis in entry.forms for axis in axes) else None
 
 
-def keep(layer: Op, weight: Tensor, quantizer: Quantizer, axes: Sequence[int], forms: Any) -> None:
-    """Keep a weight's forms, in the place of what was kept."""
+def keep(layer: Op, weight: Tensor, quantizer: Quantizer, forms: dict[int, QuantizedTensor], counted: bool) -> None:
+    """Keep a weight's forms, by axis, in the place of what was kept."""
     parameter = _cacheable(layer, weight)
     if parameter is None:
         return
     _watch_optimizers()
-    found = (forms,) if len(axes) == 1 else forms
     grad = None if parameter.grad is None else StorageWeakRef(parameter.grad.untyped_storage())
-    state = _state(parameter, weight, quantizer)
     storage = StorageWeakRef(parameter.untyped_storage())
-    kept = dict(zip(axes, found, strict=True))
-    layer.__dict__[_NAME] = _Entry(storage, grad, state, kept)
+    layer.__dict__[_NAME] = _Entry(storage, grad, _state(parameter, weight, quantizer), forms, counted)
 
 
 def note_gradient(layer: Op) -> None:
@@ -141,7 +140,8 @@ def weight_cache_bytes(module: nn.Module) -> int:
 def clear_weight_cache(module: nn.Module) -> None:
     """Forget the quantized weights of a module and all within it: the next call quantizes them again.
 
-    Needed only after weights were changed in a way that neither torch nor an optimizer notices: through ``.data``.
+    Needed only after weights were changed in a way that neither torch nor an optimizer notices: through ``.data``, or
+    by a collective such as ``torch.distributed.broadcast(weight)``.
     """
     for m in module.modules():
         m.__dict__.pop(_NAME, None)

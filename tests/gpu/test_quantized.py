@@ -3,6 +3,7 @@
 import pytest
 import torch
 from test_async import E, H, I, capture, experts, random_splits  # beside this file
+from torch.utils.checkpoint import checkpoint
 
 import fusedmoe as fm
 from fusedmoe import formats
@@ -174,7 +175,66 @@ def test_a_graph_of_a_training_step_quantizes_what_it_finds(device, recipe):
             else:
                 assert torch.equal(out["all"][0], eager[0])
             assert out["all"][0].any()
-    assert fm.weight_cache_bytes(chain) > 0  # of the warm-ups
+    assert fm.weight_cache_bytes(chain) == 0  # a replay may change a weight, and nobody would know
+    assert fm.weight_cache_bytes(twin) > 0
+
+
+@pytest.mark.parametrize("recipe", ["fp8_row", "mxfp8", FP8Tensor(delayed=Delayed(history=4))], ids=name)
+def test_weights_that_a_graph_trains_are_seen_between_its_replays(device, recipe):
+    chain = experts(device)
+    x, probs, splits, dy = operands(device, used=600)
+    optimizer = torch.optim.SGD(chain.parameters(), lr=0.1)
+    for p in chain.parameters():
+        p.grad = torch.zeros_like(p)
+
+    def step():
+        optimizer.zero_grad(set_to_none=False)
+        chain(x, splits=splits, probs=probs).backward(dy)
+        optimizer.step()
+
+    def evaluated():
+        with torch.no_grad(), fm.recipe(recipe):
+            return chain(x, splits=splits, probs=probs)
+
+    with fm.recipe(recipe):
+        graph = capture(step)
+    found = []
+    for _ in range(3):
+        graph.replay()
+        found.append(evaluated())
+        fm.clear_weight_cache(chain)
+        assert torch.equal(found[-1], evaluated())
+    assert not torch.equal(found[0], found[1])
+    assert not torch.equal(found[1], found[2])
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("inside", [True, False], ids=["backward in the block", "backward behind it"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_row", FP8Tensor(delayed=Delayed(history=4))], ids=name)
+def test_what_is_checkpointed_is_computed_again_by_the_recipe_of_its_forward(device, recipe, inside, use_reentrant):
+    """In autograd's own thread, where no block holds that is around ``backward()``."""
+    x, probs, splits, dy = operands(device, used=600)
+    found = []
+    for again in (False, True):
+        torch.manual_seed(1)
+        chain = experts(device)
+
+        def run(x, probs, chain=chain):
+            return chain(x, splits=splits, probs=probs)
+
+        for _ in range(3):
+            leaves = [t.detach().clone().requires_grad_() for t in (x, probs)]
+            chain.zero_grad()
+            with fm.recipe(recipe):
+                y = checkpoint(run, *leaves, use_reentrant=use_reentrant) if again else run(*leaves)
+                if inside:
+                    y.backward(dy)
+            if not inside:
+                y.backward(dy)
+        found.append([y.detach(), *(t.grad for t in (*leaves, *chain.parameters()))])
+    for plain, recomputed in zip(*found, strict=True):
+        assert plain.any()
+        assert torch.equal(plain, recomputed)
 
 
 def test_stochastic_rounding_draws_anew_in_every_replay(device):

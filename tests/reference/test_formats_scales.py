@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fusedmoe.formats import E4M3, E5M2, ScaleRule, fp8_block, fp8_row, mxfp8, nvfp4, quantize
+from fusedmoe.formats import E4M3, E5M2, ScaleRule, fp8_block, fp8_row, fp8_tensor, mxfp8, nvfp4, quantize
 from fusedmoe.formats.scales import (
     decoded,
     e8m0_floor,
@@ -116,8 +116,8 @@ def test_fp32_rules(element, epsilon):
 
 def test_fp32_edges():
     amax = torch.tensor([0.0, float("inf"), 1e-45, 448.0, 896.0])
-    assert fp32_encode(amax, 448.0).tolist() == [1.0, 1.0, FLT_MAX, 1.0, 0.5]
-    assert fp32_encode(amax, 448.0, 1e-4)[0] == torch.tensor(448.0) / torch.tensor(1e-4)
+    assert fp32_encode(amax, fp8_tensor()).tolist() == [1.0, 1.0, FLT_MAX, 1.0, 0.5]
+    assert fp32_encode(amax, fp8_tensor(amax_epsilon=1e-4))[0] == torch.tensor(448.0) / torch.tensor(1e-4)
     encode, _ = encode_and_scale(amax, fp8_row(power_of_two=True))
     assert encode.tolist() == [1.0, 1.0, 2.0**127, 1.0, 0.5]
 

@@ -6,6 +6,9 @@ import copy
 import io
 import math
 import pickle
+import threading
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -155,7 +158,7 @@ def test_the_scale_in_use_is_that_of_the_steps_before(delayed):
         assert state["amax_history.input.amax"].shape == (delayed.history, 1)
         held = state["amax_history.input.amax"][: len(ring.seen), 0]
         assert torch.equal(held, torch.tensor(ring.seen, dtype=torch.float32))
-        assert state["amax_history.input.encode"].tolist() == [ring.encode]
+        assert op.amax_history.input.encode.tolist() == [ring.encode]
     assert any(grown), "nothing was ever clipped"
 
 
@@ -192,7 +195,7 @@ def test_each_role_and_each_expert_has_scales_of_its_own():
             ):
                 torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5 * want.abs().max().item())
         for role, of_role in rings.items():
-            encode = fc.state_dict()[f"amax_history.{role}.encode"]
+            encode = getattr(fc.amax_history, role).encode
             assert encode.tolist() == [ring.encode for ring in of_role]
 
 
@@ -201,7 +204,7 @@ def test_inference_uses_the_scales_and_leaves_them():
     x = torch.randn(8, 32, requires_grad=True) * 5
     op(x)
     before = {name: t.clone() for name, t in op.state_dict().items()}
-    expected = fm.quantize(x.detach(), fp8_tensor(), encode=before["amax_history.input.encode"]).dequantize()
+    expected = fm.quantize(x.detach(), fp8_tensor(), encode=op.amax_history.input.encode.clone()).dequantize()
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             assert torch.equal(op(x.detach()), expected)
@@ -227,7 +230,7 @@ def trained(recipe, steps=2):
 
 
 DELAYED_RECIPE = FP8Tensor(delayed=Delayed(history=4))
-KEYS = {f"amax_history.{role}.{part}" for role in ("input", "weight", "grad") for part in ("amax", "encode")}
+KEYS = {f"amax_history.{role}.{part}" for role in ("input", "weight", "grad") for part in ("amax", "reference")}
 
 
 def test_a_state_dict_takes_the_scales_along():
@@ -274,19 +277,25 @@ def test_checkpoints_without_scales_load_and_checkpoints_with_them_do_no_harm():
     expected = torch.cat([x[:2] @ plain.weight[0].T, x[2:] @ plain.weight[1].T])
     torch.testing.assert_close(plain(x, splits=torch.tensor([2, 4])), expected)
     assert set(plain.state_dict()) == {"weight", *KEYS}
-    half = {name: t for name, t in fc.state_dict().items() if name != "amax_history.grad.encode"}
+    half = {name: t for name, t in fc.state_dict().items() if name != "amax_history.grad.reference"}
     with pytest.raises(RuntimeError, match=r"Unexpected key.*amax_history.grad.amax"):
         plain.load_state_dict(half)
 
 
-def test_a_history_of_another_length_starts_anew():
+def test_a_history_of_another_length_goes_on():
     fc = trained(DELAYED_RECIPE)
+    before = fc.state_dict()["amax_history.input.amax"].clone()
     with fm.recipe(FP8Tensor(delayed=Delayed(history=7))):
         fc(torch.randn(6, 32, requires_grad=True), splits=torch.tensor([2, 4])).sum().backward()
     amax = fc.state_dict()["amax_history.input.amax"]
     assert amax.shape == (7, 2)
     assert amax[0].all()
-    assert not amax[1:].any()
+    assert torch.equal(amax[1:5], before)
+    assert before[:2].all()
+    with fm.recipe(FP8Tensor(delayed=Delayed(history=2))):
+        fc(torch.randn(6, 32, requires_grad=True), splits=torch.tensor([2, 4])).sum().backward()
+    shorter = fc.state_dict()["amax_history.input.amax"]
+    assert torch.equal(shorter[1:], amax[:1])
 
 
 def test_copies_have_scales_of_their_own():
@@ -309,7 +318,7 @@ def test_an_op_of_the_chain_keeps_its_own_scales_and_a_recipes_are_the_layers():
     chain = fm.Sequential(fm.Quantize(delayed, weight=delayed), fm.Linear(32, 32), fm.Quantize(backward=delayed))
     chain(torch.randn(6, 32, requires_grad=True)).sum().backward()
     keys = {name for name in chain.state_dict() if "amax" in name}
-    parts = ("amax", "encode")
+    parts = ("amax", "reference")
     owners = {"0": "input", "1": "weight", "2": "grad"}
     assert keys == {f"{label}.amax_history.{role}.{part}" for label, role in owners.items() for part in parts}
 
@@ -396,7 +405,63 @@ def test_checkpointing_changes_no_bit(recipe):
         assert torch.equal(plain, recomputed)
 
 
-def test_a_checkpointed_step_counts_once_and_is_computed_again_with_its_own_scales():
+def in_another_thread(run):
+    """As a GPU's backward pass is run."""
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("backward", ["in the block", "behind it", "in another thread"])
+@pytest.mark.parametrize("recipe", [MXFP8(), FP8Tensor()], ids=lambda r: r.name)
+def test_what_is_checkpointed_is_computed_again_by_the_recipe_of_its_forward(recipe, backward, use_reentrant):
+    chain, x = small_layer()
+
+    def plain(t):
+        return chain(t, splits=SMALL)
+
+    found = []
+    for call in (plain, partial(checkpoint, plain, use_reentrant=use_reentrant)):
+        chain.zero_grad()
+        leaf = x.detach().clone().requires_grad_()
+        with fm.recipe(recipe):
+            loss = call(leaf).square().sum()
+            if backward == "in the block":
+                loss.backward()
+        if backward == "behind it":
+            loss.backward()
+        elif backward == "in another thread":
+            in_another_thread(loss.backward)
+        found.append([leaf.grad, *(p.grad for p in chain.parameters())])
+    chain.zero_grad()
+    leaf = x.detach().clone().requires_grad_()
+    plain(leaf).square().sum().backward()
+    for expected, got, unquantized in zip(*found, [leaf.grad, *(p.grad for p in chain.parameters())], strict=True):
+        assert torch.equal(got, expected)
+        assert not torch.equal(got, unquantized)
+
+
+def test_settings_within_what_is_computed_again_hold():
+    chain, x = small_layer()
+
+    def both(t):
+        with fm.recipe("mxfp8"):
+            y = chain(t, splits=SMALL)
+        with fm.recipe("fp8_row"):
+            return y + chain(t, splits=SMALL)
+
+    found = []
+    for call in (both, partial(checkpoint, both, use_reentrant=False)):
+        leaf = x.detach().clone().requires_grad_()
+        loss = call(leaf).square().sum()
+        in_another_thread(loss.backward)
+        found.append(leaf.grad)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpointed_step_counts_once_and_is_computed_again_with_its_own_scales(use_reentrant):
     """Rows that grow threefold a step: the scale of the next step would be another altogether."""
     recipe = FP8Tensor(delayed=Delayed(history=3))
     rows = torch.randn(40, 64)
@@ -404,18 +469,138 @@ def test_a_checkpointed_step_counts_once_and_is_computed_again_with_its_own_scal
     for again in (False, True):
         torch.manual_seed(0)
         layer = moe()
+        optimizer = torch.optim.SGD(layer.parameters(), lr=1e-9)
         gradients = []
         for i in range(4):
             x = (rows * 3**i).requires_grad_()
             with fm.recipe(recipe):
-                y = checkpoint(layer, x, use_reentrant=False) if again else layer(x)
-                gradients += torch.autograd.grad(y.square().mean(), [x, *layer.experts.parameters()])
-        encode = layer.experts.down.amax_history.input.encode
-        found.append((encode, gradients))
-    (encode, expected), (encode_again, got) = found
-    assert torch.equal(encode_again, encode)
-    assert (encode < 448).any()  # it has learnt
+                y = checkpoint(layer, x, use_reentrant=use_reentrant) if again else layer(x)
+            optimizer.zero_grad()
+            y.square().mean().backward()
+            optimizer.step()
+            gradients += [x.grad, *(p.grad.clone() for p in layer.experts.parameters())]
+        state = {name: t for name, t in layer.state_dict().items() if "amax_history" in name}
+        found.append((state, gradients))
+    (state, expected), (state_again, got) = found
+    assert all(torch.equal(state_again[name], t) for name, t in state.items())
+    assert all(t[:3].all() for name, t in state.items() if name.endswith(".amax"))  # it has learnt, and each step once
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def test_a_weight_quantized_for_inference_counts_once_it_is_trained():
+    recipe = FP8Tensor(delayed=Delayed(history=8))
+    layer = fm.GroupedLinear(2, 32, 32)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    splits = torch.tensor([2, 4])
+    for step in range(1, 4):
+        x = torch.randn(6, 32)
+        with fm.recipe(recipe):
+            with torch.no_grad():
+                layer(x, splits=splits)
+            layer(x.requires_grad_(), splits=splits).square().sum().backward()
+            layer(x, splits=splits).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        steps = layer.amax_history.weight.amax.all(dim=1).sum()
+        assert steps == step + 1, "the very first step has two calls that quantize the weight"
+
+
+def test_a_frozen_weight_is_not_left_at_the_scale_of_the_first_step():
+    layer = fm.GroupedLinear(2, 64, 64).requires_grad_(False)
+    with torch.no_grad():
+        layer.weight *= 0.01  # at scale 1 nearly all underflow
+    x, splits = torch.randn(6, 64), torch.tensor([2, 4])
+    for _ in range(3):
+        with fm.recipe(FP8Tensor(delayed=Delayed(history=4))):
+            y = layer(x.clone().requires_grad_(), splits=splits)
+            y.sum().backward()
+    with fm.recipe("fp8_tensor"):
+        expected = layer(x, splits=splits)
+    torch.testing.assert_close(y, expected, rtol=0, atol=1e-3 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("through", ["the same module", "a checkpoint"])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (FP8Tensor(hybrid=True), FP8Tensor(hybrid=False)),
+        (FP8Tensor(hybrid=False), FP8Tensor(hybrid=True)),
+        (FP8Tensor(), FP8Tensor(power_of_two=True)),
+    ],
+    ids=["hybrid to e4m3", "e4m3 to hybrid", "power of two"],
+)
+def test_scales_follow_a_changed_format(before, after, through):
+    delayed = Delayed(history=4)
+    layer, x, dy = fm.GroupedLinear(1, 64, 64), torch.randn(32, 64), torch.randn(32, 64)
+    splits = torch.tensor([32])
+
+    def step(layer, recipe):
+        leaf = x.clone().requires_grad_()
+        with fm.recipe(replace(recipe, delayed=delayed)):
+            y = layer(leaf, splits=splits)
+        y.backward(dy)
+        return y.detach(), leaf.grad, layer.weight.grad.clone()
+
+    for _ in range(2):
+        step(layer, before)
+        layer.zero_grad()
+    if through == "a checkpoint":
+        state = layer.state_dict()
+        layer = fm.GroupedLinear(1, 64, 64)
+        layer.load_state_dict(state)
+    got = step(layer, after)
+    layer.zero_grad()
+    with fm.recipe(after):  # the same rows in every step: current scaling has the same scales
+        expected = layer(leaf := x.clone().requires_grad_(), splits=splits)
+    expected.backward(dy)
+    for a, b in zip(got, (expected.detach(), leaf.grad, layer.weight.grad), strict=True):
+        assert torch.equal(a, b)
+    encode = layer.amax_history.input.encode
+    assert (encode.log2() % 1 == 0).all() == after.power_of_two
+
+
+def test_delayed_scales_do_not_depend_on_the_default_dtype():
+    for dtype in (torch.bfloat16, torch.float64):
+        layer = fm.GroupedLinear(2, 32, 32, dtype=torch.float32)
+        torch.set_default_dtype(dtype)
+        try:
+            with fm.recipe(DELAYED_RECIPE):
+                layer(torch.randn(6, 32, dtype=torch.float32), splits=torch.tensor([2, 4])).sum().backward()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert layer.amax_history.input.encode.dtype is torch.float32
+
+
+def test_explaining_is_no_step():
+    chain = fm.Sequential(fm.GroupedLinear(2, 32, 32), nn.Identity(), fm.GroupedLinear(2, 32, 32))
+    x, splits = torch.randn(6, 32, requires_grad=True), torch.tensor([2, 4])
+    with fm.recipe(DELAYED_RECIPE):
+        chain(x, splits=splits).sum().backward()
+        chain(x, splits=splits)
+        state = {name: t.clone() for name, t in chain.state_dict().items()}
+        with torch.no_grad():
+            chain[0].weight *= 2
+        chain.explain(x, splits=splits)
+        for name, t in state.items():
+            if name != "0.weight":
+                assert torch.equal(chain.state_dict()[name], t)
+        chain(x, splits=splits)
+    first, second = chain[0].amax_history.weight.amax[:2]
+    assert torch.equal(first, 2 * second), "the changed weight counts"
+
+
+def test_loading_is_in_place_and_a_stock_checkpoint_starts_anew():
+    """A CUDA graph would go on using the same tensors."""
+    layer, other = trained(DELAYED_RECIPE), trained(DELAYED_RECIPE)
+    held = layer.amax_history.input
+    encode = held.encode
+    layer.load_state_dict(other.state_dict())
+    assert layer.amax_history.input is held
+    assert torch.equal(encode, other.amax_history.input.encode)
+    layer.load_state_dict({"weight": other.weight})
+    assert layer.amax_history.input is held
+    assert torch.equal(encode, torch.ones(2))
+    assert not held.amax.any()
 
 
 def test_micro_batches_add_up():
