@@ -6,10 +6,13 @@ A quantized operand stands for its dequantized values, and products are summed i
 
 - *native*: `F.scaled_grouped_mm` multiplies the codes. bf16 results of E4M3 by E4M3 with one scale a tensor or a row,
   on GPUs of compute capability 9.0 and 10.0.
-- *emulated* on such GPUs otherwise: bf16 holds the codes times the scales of their blocks, exactly but for blocks with
-  fp32 scales that are no powers of two. Their product is rounded to bf16, then multiplied by the scales of rows and
-  tensors.
-- *emulated* elsewhere, and for results that are not bf16: in fp32 throughout, rounded once.
+- *emulated in bf16*, results that are bf16 on GPUs where `F.grouped_mm` has a kernel for it (9.x and 10.x): bf16 holds
+  the codes times the scales of their blocks, exactly but for blocks with fp32 scales that are no powers of two. Their
+  product is rounded to bf16, then multiplied by the scales of rows and tensors.
+- *emulated in fp32* elsewhere, throughout, and rounded once.
+
+Two rotated operands of a weight gradient stand for values in the rotated space, padding included: nothing is rotated
+back, and what quantization made of the zeros behind an expert's last row counts, as where hardware multiplies codes.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusedmoe.formats.format import E4M3, Format
-from fusedmoe.formats.groups import group_of
+from fusedmoe.formats.groups import group_of, of_group
 from fusedmoe.formats.tensor import QuantizedSpec, QuantizedTensor, column_block
 from fusedmoe.kernels.torch import grouped_gemm
 from fusedmoe.kernels.torch.rows import zero_tail_
@@ -59,24 +62,23 @@ def grouped_mm_wgrad(dy: Operand, x: Operand, offsets_E: Tensor) -> Tensor:
         assert isinstance(dy, QuantizedTensor)
         assert isinstance(x, QuantizedTensor)
         return _native_wgrad(dy, x)
-    if not _in_bf16(dy.dtype, dy.device):
-        product = grouped_gemm.grouped_mm_wgrad(_fp32(dy), _fp32(x), offsets_E)
-        return product.to(dy.dtype)
-    if isinstance(dy, QuantizedTensor) and isinstance(x, QuantizedTensor) and _same_rows(dy, x):
-        # as they lie, with every expert's rows padded with zeros: rotated ones need not be rotated back
+    dtype = torch.bfloat16 if _in_bf16(dy.dtype, dy.device) else torch.float32
+    if isinstance(dy, QuantizedTensor) and isinstance(x, QuantizedTensor) and _lie_alike(dy, x):
         padded = dy.padded
         assert padded is not None
-        (dy_NP, dy_factor), (x_KP, x_factor) = dy.split(torch.bfloat16), x.split(torch.bfloat16)
+        (dy_NP, dy_factor), (x_KP, x_factor) = dy.split(dtype), x.split(dtype)
         product = grouped_gemm.grouped_mm_wgrad(dy_NP.mT, x_KP.mT, padded.ends_E)
-        return _times(product, None if dy_factor is None else dy_factor[..., None], x_factor, 1)
-    return grouped_gemm.grouped_mm_wgrad(_bf16(dy), _bf16(x), offsets_E)
+        product = _times(product, None if dy_factor is None else dy_factor[..., None], x_factor, 1)
+    else:  # an operand that alone is rotated is rotated back
+        product = grouped_gemm.grouped_mm_wgrad(_values(dy, dtype), _values(x, dtype), offsets_E)
+    return product.to(dy.dtype)
 
 
 def mm(x: Operand, weight: Operand, weight_axis: int) -> Tensor:
     """``x @ weight.T`` (weight_axis -1) or ``x @ weight`` (-2): x (..., K); in fp32 where either is quantized."""
     if isinstance(x, Tensor) and isinstance(weight, Tensor):
         return x @ (weight.mT if weight_axis == -1 else weight)
-    a, b = _fp32(_along(x, -1)), _fp32(_along(weight, weight_axis))
+    a, b = _values(_along(x, -1)), _values(_along(weight, weight_axis))
     return (a @ (b.mT if weight_axis == -1 else b)).to(x.dtype)
 
 
@@ -84,8 +86,10 @@ def mm_wgrad(dy: Operand, x: Operand) -> Tensor:
     """``dy.T @ x`` over all rows: dy (..., N), x (..., K), both by columns where quantized."""
     if isinstance(dy, Tensor) and isinstance(x, Tensor):
         return dy.flatten(0, -2).mT @ x.flatten(0, -2)
-    a, b = _fp32(_along(dy, -2)), _fp32(_along(x, -2))
-    return (a.flatten(0, -2).mT @ b.flatten(0, -2)).to(dy.dtype)
+    dy, x = _along(dy, -2), _along(x, -2)
+    if isinstance(dy, QuantizedTensor) and isinstance(x, QuantizedTensor) and dy.rotated and _lie_alike(dy, x):
+        return (_as_it_lies(dy) @ _as_it_lies(x).mT).to(dy.dtype)
+    return (_values(dy).flatten(0, -2).mT @ _values(x).flatten(0, -2)).to(dy.dtype)
 
 
 def path(a: Any, b: Any, device: torch.device) -> str:
@@ -128,20 +132,27 @@ def _along(t: Operand, axis: int) -> Operand:
 
 
 def _in_bf16(dtype: torch.dtype, device: torch.device) -> bool:
-    return dtype is torch.bfloat16 and device.type == "cuda"
+    """Whether an emulated product is one in bf16: on a GPU where torch has such a product of grouped rows."""
+    return device.type == "cuda" and dtype is torch.bfloat16 and grouped_gemm.runs_on_device(device, dtype)
 
 
-def _fp32(t: Operand) -> Tensor:
-    return t.to(torch.float32) if isinstance(t, Tensor) else t.dequantize(torch.float32)
+def _values(t: Operand, dtype: torch.dtype = torch.float32) -> Tensor:
+    return t.to(dtype) if isinstance(t, Tensor) else t.dequantize(dtype)
 
 
-def _bf16(t: Operand) -> Tensor:
-    return t if isinstance(t, Tensor) else t.dequantize(torch.bfloat16)
+def _as_it_lies(t: QuantizedTensor) -> Tensor:
+    """Return what the codes of rows by columns stand for where they lie, fp32: rotated, with the padding."""
+    values, factor = t.split()
+    if factor is None:
+        return values
+    padded = t.padded
+    return values * (factor.reshape(-1, 1) if padded is None else of_group(factor.mT, padded.expert_of_padded()))
 
 
-def _same_rows(a: QuantizedTensor, b: QuantizedTensor) -> bool:
-    """Whether rows by columns are laid out alike."""
-    return a.rotated is b.rotated and a.offsets is not None and column_block(a.format) == column_block(b.format)
+def _lie_alike(a: QuantizedTensor, b: QuantizedTensor) -> bool:
+    """Whether rows by columns are laid out alike: a product of them may take the codes where they lie."""
+    sorted_alike = (a.offsets is None) is (b.offsets is None)
+    return a.rotated is b.rotated and sorted_alike and column_block(a.format) == column_block(b.format)
 
 
 def _rows_times(x: Operand, weight: Operand, weight_axis: int, offsets_E: Tensor) -> Tensor:
@@ -154,7 +165,7 @@ def _rows_times(x: Operand, weight: Operand, weight_axis: int, offsets_E: Tensor
         assert isinstance(weight, QuantizedTensor)
         return _native_rows_times(x, weight, offsets_E)
     if not _in_bf16(x.dtype, x.device):
-        return product(_fp32(x), _fp32(weight), offsets_E).to(x.dtype)
+        return product(_values(x), _values(weight), offsets_E).to(x.dtype)
     x_values, x_factor = _bf16_and_factor(x)
     weight_values, weight_factor = _bf16_and_factor(weight)
     y = product(x_values, weight_values, offsets_E)

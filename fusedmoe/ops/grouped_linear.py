@@ -6,7 +6,7 @@ Axes: R rows, E experts (groups), K features in, N features out.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from fusedmoe.errors import InputError
 from fusedmoe.formats import QuantizedTensor, products
 from fusedmoe.kernels.torch import grouped_gemm
+from fusedmoe.kernels.torch.rows import tail_mask
 from fusedmoe.ops.main_grad import grad_instead, main_grad_of
 from fusedmoe.ops.op import BackwardOp, Op, TensorSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from fusedmoe.formats.products import Operand
     from fusedmoe.ops.op import SpecLike
@@ -95,6 +96,15 @@ class BiasGrad(BackwardOp):
 
 
 # The dense layer's backward steps are classes of their own: a rule for grouped products does not stand on them.
+# Those that sum over rows leave out the rows that belong to no expert, where there are experts further on.
+
+
+def _without_tail(rows: Operand, offsets: Tensor | None) -> Operand:
+    """Return the rows with zeros in those that belong to no expert; quantized ones have them."""
+    if offsets is None or isinstance(rows, QuantizedTensor):
+        return rows
+    tail = tail_mask(offsets, rows.shape[0])
+    return rows.masked_fill(tail.view(-1, *(1,) * (rows.dim() - 1)), 0)
 
 
 class LinearDgrad(BackwardOp):
@@ -111,17 +121,18 @@ class LinearDgrad(BackwardOp):
 
 
 class LinearWgrad(BackwardOp):
-    """``dW = dy.T @ x``."""
+    """``dW = dy.T @ x``, over the rows that belong to an expert where they are sorted so."""
 
+    needs = ("grad_output", "input", "offsets")
     gives = ("grad_weight",)
     contracts: ClassVar[Mapping[str, int]] = {"grad_output": -2, "input": -2}
     op: Linear
 
-    def compute(self, grad_output: Operand, x: Operand) -> Tensor:
-        return products.mm_wgrad(grad_output, x)
+    def compute(self, grad_output: Operand, x: Operand, offsets: Tensor | None = None) -> Tensor:
+        return products.mm_wgrad(_without_tail(grad_output, offsets), _without_tail(x, offsets))
 
     def path(self, operands: Sequence[SpecLike | None], device: torch.device) -> str:
-        return products.path_dense(*operands)
+        return products.path_dense(*operands[:2])
 
 
 class LinearWgradIntoMainGrad(LinearWgrad):
@@ -129,20 +140,24 @@ class LinearWgradIntoMainGrad(LinearWgrad):
 
     launches = 2
 
-    def compute(self, grad_output: Operand, x: Operand) -> Tensor | None:  # type: ignore[override]
-        main_grad_of(self.op).add_(super().compute(grad_output, x))
+    def compute(  # type: ignore[override]
+        self, grad_output: Operand, x: Operand, offsets: Tensor | None = None
+    ) -> Tensor | None:
+        main_grad_of(self.op).add_(super().compute(grad_output, x, offsets))
         return grad_instead(self.op)
 
 
 class LinearBiasGrad(BackwardOp):
-    """``db = sum of dy over the rows``, accumulated in fp32."""
+    """``db = sum of dy over the rows``, those that belong to an expert where they are sorted so; in fp32."""
 
-    needs = ("grad_output",)
+    needs = ("grad_output", "offsets")
     gives = ("grad_bias",)
     unquantized = ("grad_output",)
 
-    def compute(self, grad_output: Tensor) -> Tensor:
-        return grouped_gemm.grouped_bias_grad(grad_output.flatten(0, -2), None)[0]
+    def compute(self, grad_output: Tensor, offsets: Tensor | None = None) -> Tensor:
+        rows = _without_tail(grad_output, offsets)
+        assert isinstance(rows, Tensor)
+        return grouped_gemm.grouped_bias_grad(rows.flatten(0, -2), None)[0]
 
 
 def _positive(op: str, **sizes: object) -> None:
@@ -157,7 +172,19 @@ def _draw(op: Op, in_features: int) -> None:
         nn.init.uniform_(parameter, -bound, bound)
 
 
-class GroupedLinear(Op):
+class _LinearOp(Op):
+    """A linear layer, which may have a recipe of its own."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "recipe" and value is not None:
+            from fusedmoe.recipes import resolve  # which is built on ops
+
+            resolved = resolve(value)
+            value = value if isinstance(value, str) else resolved  # Transformer Engine's cannot be hashed
+        super().__setattr__(name, value)
+
+
+class GroupedLinear(_LinearOp):
     """``y[r] = x[r] @ weight[e].T + bias[e]`` for each row r of expert e.
 
     Parameters
@@ -178,7 +205,7 @@ class GroupedLinear(Op):
         set to True. Every backward pass through the op adds, ``torch.autograd.grad`` of something else too. The bias
         gets its gradient as ever.
     recipe
-        The recipe of this layer, a name or a `Recipe`, whatever holds around the call: ``"bf16"`` quantizes nothing.
+        The recipe of this layer, whatever holds around the call: what ``fm.recipe`` takes. ``"bf16"`` is none.
         None leaves it to ``fm.recipe``. May be set as an attribute at any time.
 
     Attributes
@@ -211,7 +238,7 @@ class GroupedLinear(Op):
         dtype: torch.dtype | None = None,
         *,
         accumulate_into_main_grad: bool = False,
-        recipe: Hashable = None,
+        recipe: object = None,
     ) -> None:
         super().__init__()
         self.accumulate_into_main_grad, self.recipe = accumulate_into_main_grad, recipe
@@ -244,7 +271,7 @@ class GroupedLinear(Op):
         return BiasGrad(self), wgrad(self), Dgrad(self)
 
     def host_sync(self, x: SpecLike, device: torch.device) -> bool:
-        return not grouped_gemm.runs_on_device(device, x.dtype, self.in_features, self.out_features)
+        return x.shape[0] > 0 and not grouped_gemm.runs_on_device(device, x.dtype, self.in_features, self.out_features)
 
     def path(self, operands: Sequence[SpecLike | None], device: torch.device) -> str:
         return products.path(operands[0], operands[1], device)
@@ -256,14 +283,16 @@ class GroupedLinear(Op):
         return text + ("" if self.recipe is None else f", recipe={self.recipe!r}")
 
 
-class Linear(Op):
+class Linear(_LinearOp):
     """``y = x @ weight.T + bias``: one group, no splits; the dense MLP's layer.
 
     Parameters and attributes are those of `torch.nn.Linear`: ``weight`` (N, K), ``bias`` (N,); and
-    ``accumulate_into_main_grad`` and ``recipe``, see `GroupedLinear`. Called with ``x`` (..., K).
+    ``accumulate_into_main_grad`` and ``recipe``, see `GroupedLinear`. Called with ``x`` (..., K). Among rows sorted by
+    expert, those that belong to none count in no gradient of weight and bias.
     """
 
     parameter_names = ("weight", "bias")
+    optional_inputs = ("offsets",)  # for the backward steps
     bias: nn.Parameter | None
     contracts: ClassVar[Mapping[str, int]] = {"input": -1, "weight": -1}
 
@@ -276,7 +305,7 @@ class Linear(Op):
         dtype: torch.dtype | None = None,
         *,
         accumulate_into_main_grad: bool = False,
-        recipe: Hashable = None,
+        recipe: object = None,
     ) -> None:
         super().__init__()
         self.accumulate_into_main_grad, self.recipe = accumulate_into_main_grad, recipe
@@ -291,13 +320,15 @@ class Linear(Op):
         """Draw new parameters, uniform within ``1 / sqrt(in_features)``."""
         _draw(self, self.in_features)
 
-    def infer(self, x: SpecLike, weight: SpecLike, bias: SpecLike | None) -> TensorSpec:
+    def infer(
+        self, x: SpecLike, weight: SpecLike, bias: SpecLike | None, offsets: SpecLike | None = None
+    ) -> TensorSpec:
         if len(x.shape) < 2 or x.shape[-1] != self.in_features:
             raise self.reject("x", f"shape (..., rows, {self.in_features})", x.shape)
         _check_parameters(self, x, weight, bias, (self.out_features, self.in_features))
         return TensorSpec((*x.shape[:-1], self.out_features), x.dtype)
 
-    def compute(self, x: Operand, weight: Operand, bias: Tensor | None) -> Tensor:
+    def compute(self, x: Operand, weight: Operand, bias: Tensor | None, offsets: Tensor | None = None) -> Tensor:
         if isinstance(x, Tensor) and isinstance(weight, Tensor):
             return nn.functional.linear(x, weight, bias)
         y = products.mm(x, weight, weight_axis=-1)

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from oracles import ROUNDOFF, exact_copies, relative_error
 
 import fusedmoe as fm
+from fusedmoe.recipes import NVFP4
 
 
 @pytest.mark.parametrize("shape", [(5, 4), (2, 3, 4), (2, 1, 3, 4), (0, 4), (2, 0, 4)])
@@ -58,3 +59,45 @@ def test_strided_rows_weight_and_gradient():
     found = torch.autograd.grad(op(x), wanted, dy)
     for got, want in zip(found, torch.autograd.grad(F.linear(*wanted), wanted, dy), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
+
+
+TAIL_CHAINS = {
+    "before the experts": lambda **o: (fm.Linear(32, 32, **o), fm.SquaredReLU(), fm.GroupedLinear(2, 32, 32)),
+    "behind them": lambda **o: (fm.GroupedLinear(2, 32, 32), fm.SquaredReLU(), fm.Linear(32, 32, **o)),
+    "between them": lambda **o: (fm.GroupedLinear(2, 32, 32), fm.Linear(32, 32, **o), fm.GroupedLinear(2, 32, 32)),
+}
+
+
+@pytest.mark.parametrize("accumulate", [False, True], ids=["grad", "main_grad"])
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8", NVFP4(stochastic_rounding=False)], ids=str)
+@pytest.mark.parametrize("ops", TAIL_CHAINS.values(), ids=TAIL_CHAINS)
+def test_rows_of_no_expert_count_in_no_gradient(ops, recipe, accumulate):
+    chain = fm.Sequential(*ops(accumulate_into_main_grad=accumulate))
+    (fc,) = (op for op in chain if isinstance(op, fm.Linear))
+    rows, upstream = torch.randn(10, 32), torch.randn(10, 32)
+
+    def outcome(poison):
+        x, dy = rows.clone(), upstream.clone()
+        x[6:] = dy[6:] = poison
+        x.requires_grad_()
+        chain.zero_grad()
+        fc.weight.main_grad = torch.zeros(32, 32)
+        with fm.recipe(recipe):
+            y = chain(x, splits=torch.tensor([2, 4]))
+        y.backward(dy)
+        dw = fc.weight.main_grad if accumulate else fc.weight.grad
+        others = [p.grad for p in chain.parameters() if p is not fc.weight]
+        return [y.detach(), x.grad, dw, *others]
+
+    healthy = outcome(0.5)
+    for poison in (float("nan"), float("inf")):
+        for got, want in zip(outcome(poison), healthy, strict=True):
+            assert want.any()
+            assert torch.equal(got, want)
+
+
+def test_without_experts_every_row_counts():
+    op, x = fm.Sequential(fm.Linear(4, 3), fm.SquaredReLU()), torch.randn(5, 4)
+    x[3:] = float("nan")
+    op(x).sum().backward()
+    assert all(p.grad.isnan().any() for p in op.parameters())

@@ -6,6 +6,7 @@ Axes: R rows, E experts, K features in, N features out, T tokens.
 
 import copy
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -35,6 +36,15 @@ def meaning(x, quantizer, axis=-1):
     return fm.quantize(x, quantizer, axis).dequantize(torch.float32).double()
 
 
+def over_rows(dy, grad, x, forward):
+    """``dy.T @ x`` of one expert: two rotated operands where they lie, in the rotated space, padding included."""
+    if not (grad and forward and grad.hadamard and forward.hadamard):
+        return meaning(dy, grad, -2).T @ meaning(x, forward, -2)
+    codes = [fm.quantize(t, quantizer, -2) for t, quantizer in ((dy, grad), (x, forward))]
+    a, b = (replace(q, rotated=False, shape=(q.length, q.shape[1])) for q in codes)
+    return a.dequantize(torch.float32).double().T @ b.dequantize(torch.float32).double()
+
+
 class Layer:
     """A linear layer by hand: it notes what its gradients are made of."""
 
@@ -60,7 +70,7 @@ class Layer:
                 part, grad = self.x[first:end], self.roles.grad
                 w = meaning(self.weight[e], self.roles.weight, -2)
                 dx[first:end] = meaning(dy[first:end], grad, -1) @ w
-                self.dw[e] = meaning(dy[first:end], grad, -2).T @ meaning(part, self.roles.input, -2)
+                self.dw[e] = over_rows(dy[first:end], grad, part, self.roles.input)
                 self.db[e] = dy[first:end].double().sum(0)
         return dx.to(dy.dtype)
 

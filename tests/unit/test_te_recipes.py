@@ -222,6 +222,19 @@ def test_each_of_theirs_is_one_of_ours(kind, fields, ours):
         assert found == ours
 
 
+@pytest.mark.parametrize("make", [fm.GroupedLinear, lambda _, *sizes, **o: fm.Linear(*sizes, **o)], ids=["grouped", ""])
+def test_one_of_theirs_may_be_a_layers_own(make):
+    x, named = torch.randn(6, 32), {"splits": torch.tensor([2, 4])} if make is fm.GroupedLinear else {}
+    layer = make(2, 32, 32, recipe=Float8BlockScaling())  # which cannot be hashed
+    assert layer.recipe == FP8Block()
+    layer.recipe = MXFP8BlockScaling(enable_2d_quantization=True)
+    got = layer(x, **named)
+    layer.recipe = MXFP8(weight_2d=True)
+    assert torch.equal(layer(x, **named), got)
+    layer.recipe = None
+    assert not torch.equal(layer(x, **named), got)
+
+
 @pytest.mark.parametrize(("kind", "fields", "message"), REFUSED, ids=str)
 def test_what_there_is_not_is_refused_by_name(kind, fields, message):
     with pytest.raises(fm.InputError, match=f"recipe {kind}: {message}"):

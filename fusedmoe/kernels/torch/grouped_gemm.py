@@ -7,7 +7,8 @@ On an NVIDIA GPU of compute capability 9.x or 10.x, bf16 goes through ``F.groupe
 device; on a CPU it takes fp32, bf16 and fp16. Everything else is a loop over the experts; on a GPU that loop reads the
 offsets on the host once (``explain()`` marks it HOST SYNC).
 
-What ``F.grouped_mm`` leaves to its caller: rows past the last offset are not written, so they are zeroed here.
+What ``F.grouped_mm`` leaves to its caller: rows past the last offset are not written, so they are zeroed here; operands
+without elements, whose product is zeros, are refused.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def _aligned(t: Tensor) -> Tensor | None:
 def _native(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor] | None:
     """Return the operands for F.grouped_mm, or None where only the loop can take them."""
     dtypes = _NATIVE_ON_CPU if a.is_cpu else _NATIVE_ON_CUDA if a.is_cuda else ()
-    if a.dtype not in dtypes or not a.numel() or not b.numel():
+    if a.dtype not in dtypes:
         return None
     if a.is_cuda and not _has_device_side_grouped_mm(a.device):
         return None
@@ -76,6 +77,8 @@ def _ranges(offsets_E: Tensor) -> list[tuple[int, int, int]]:
 def _rows_times(x_RK: Tensor, w_EKN: Tensor, offsets_E: Tensor | None) -> Tensor:
     if offsets_E is None:
         return x_RK @ w_EKN[0]
+    if not x_RK.numel() or not w_EKN.numel():
+        return x_RK.new_zeros(x_RK.shape[0], w_EKN.shape[2])
     if native := _native(x_RK, w_EKN):
         return zero_tail_(F.grouped_mm(*native, offs=offsets_E), offsets_E)
     out_RN = x_RK.new_empty(x_RK.shape[0], w_EKN.shape[2])
@@ -100,9 +103,12 @@ def grouped_mm_wgrad(dy_RN: Tensor, x_RK: Tensor, offsets_E: Tensor | None) -> T
     """``dW[e] = dy[rows of e].T @ x[rows of e]``: (E, N, K); exact zeros for an expert without rows."""
     if offsets_E is None:
         return (dy_RN.mT @ x_RK)[None]
+    shape = offsets_E.shape[0], dy_RN.shape[1], x_RK.shape[1]
+    if not dy_RN.numel() or not x_RK.numel():
+        return x_RK.new_zeros(shape)
     if native := _native(dy_RN, x_RK):
         return F.grouped_mm(native[0].mT, native[1], offs=offsets_E)
-    out_ENK = x_RK.new_zeros(offsets_E.shape[0], dy_RN.shape[1], x_RK.shape[1])
+    out_ENK = x_RK.new_zeros(shape)
     for e, first, last in _ranges(offsets_E):
         torch.mm(dy_RN[first:last].mT, x_RK[first:last], out=out_ENK[e])
     return out_ENK

@@ -1,0 +1,236 @@
+"""Grouped products as they are emulated, in fp32 and in bf16, against fp64 of what the codes stand for; and products of
+nothing, which have no reason to read the offsets.
+
+Axes: R rows, E experts, K features in, N features out, P padded rows.
+"""
+
+import pytest
+import torch
+
+import fusedmoe as fm
+from fusedmoe import formats
+from fusedmoe.formats import Quantizer, products
+from fusedmoe.formats.roles import ROLES, nvfp4_roles
+from fusedmoe.kernels.torch import grouped_gemm
+from fusedmoe.ops import TensorSpec
+from fusedmoe.recipes import NVFP4, RECIPES
+
+K, N = 48, 32
+SPLITS = (9, 0, 31, 21)  # no whole tile of 16 rows
+USED, ROWS = sum(SPLITS), 64  # three rows belong to no expert
+E2M1_VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+ROTATED = Quantizer(formats.nvfp4(), hadamard=True)
+
+
+def ends(*splits):
+    return torch.tensor(splits).cumsum(0).to(torch.int32)
+
+
+def operands(dtype=torch.float32, used=USED):
+    dy, x = torch.randn(ROWS, N).to(dtype), torch.randn(ROWS, K).to(dtype)
+    for t in (dy, x):
+        t[used:] = float("nan")
+    return dy, x
+
+
+def by_columns(quantizers, rows, offsets):
+    return [fm.quantize(t, q, -2, offsets=offsets) for q, t in zip(quantizers, rows, strict=True)]
+
+
+def nvfp4_where_it_lies(q, splits):
+    """What NVFP4 by columns stands for before anything is rotated back: (M, P) fp64, bytes taken apart by hand."""
+    low, high = q.data & 15, q.data >> 4
+    codes = torch.stack((low, high), -1).flatten(-2).to(torch.int64)
+    values = E2M1_VALUES[codes & 7] * (1 - 2 * (codes >> 3)) * q.scale.double().repeat_interleave(16, -1)
+    tiles = [-(-rows // 16) for rows in splits]
+    used = sum(tiles) * 16
+    of_expert = q.tensor_scale.double().repeat_interleave(torch.tensor(tiles) * 16)
+    values[:, :used] *= of_expert
+    assert not values[:, used:].any()
+    return values
+
+
+def wgrad_where_it_lies(dy, x, splits):
+    """The weight gradient in fp64, of two operands in NVFP4 in the rotated space, padding included: (E, N, K)."""
+    dy_NP, x_KP = nvfp4_where_it_lies(dy, splits), nvfp4_where_it_lies(x, splits)
+    tiles = [-(-rows // 16) * 16 for rows in splits]
+    parts = zip(dy_NP[:, : sum(tiles)].split(tiles, 1), x_KP[:, : sum(tiles)].split(tiles, 1), strict=True)
+    return torch.stack([a @ b.T for a, b in parts])
+
+
+def wgrad_dequantized(dy, x, splits):
+    """The weight gradient in fp64 of the dequantized rows that there are: (E, N, K)."""
+    values = (t if isinstance(t, torch.Tensor) else t.dequantize(torch.float32) for t in (dy, x))
+    dy, x = (t.double()[: sum(splits)].split(splits) for t in values)
+    return torch.stack([a.T @ b for a, b in zip(dy, x, strict=True)])
+
+
+def error(got, want):
+    return ((got.double() - want).norm() / want.norm()).item()
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["in fp32", "in bf16"])
+def emulation(request, monkeypatch):
+    """The dtype that products are emulated in: bf16 is what GPUs do that have such a grouped product."""
+    monkeypatch.setattr(products, "_in_bf16", lambda dtype, device: request.param is torch.bfloat16)
+    return request.param
+
+
+def assert_product(got, want, emulation):
+    """Each entry is right but for sums in fp32 and, in bf16, two roundings: of the product, and with its scales."""
+    roundoff = 2 * 2.0**-8 if emulation is torch.bfloat16 else 1e-6
+    torch.testing.assert_close(got.double(), want, rtol=roundoff, atol=2e-6 * want.abs().max().item())
+
+
+@pytest.mark.parametrize("splits", [SPLITS, (2, 1, 3), (16, 32), (0, 3), (5,)], ids=str)
+def test_two_rotated_operands_are_multiplied_as_they_lie(emulation, splits):
+    offsets = ends(*splits)
+    dy, x = by_columns((ROTATED, ROTATED), operands(used=sum(splits)), offsets)
+    want, got = wgrad_where_it_lies(dy, x, splits), products.grouped_mm_wgrad(dy, x, offsets)
+    assert_product(got, want, emulation)
+    assert not got[torch.tensor(splits) == 0].any()
+    if sum(splits) % 16:  # what became of the zeros of the padding counts
+        assert error(wgrad_dequantized(dy, x, splits), want) > 1e-3
+    else:
+        assert error(wgrad_dequantized(dy, x, splits), want) < 1e-6
+
+
+@pytest.mark.parametrize("name", ROLES)
+def test_a_weight_gradient_under_every_recipe(emulation, name):
+    roles = nvfp4_roles(hadamard=False, stochastic_rounding=False) if name == "nvfp4" else ROLES[name]
+    offsets = ends(*SPLITS)
+    dy, x = by_columns((roles.grad, roles.input), operands(torch.bfloat16), offsets)
+    got, want = products.grouped_mm_wgrad(dy, x, offsets), wgrad_dequantized(dy, x, SPLITS)
+    assert got.dtype is torch.bfloat16
+    assert error(got, want) < 2.5e-3  # the result's own rounding; in bf16, the product's too
+    assert not got[1].any()
+
+
+@pytest.mark.parametrize("other", [formats.nvfp4(), Quantizer(formats.mxfp8(), hadamard=True), None], ids=str)
+def test_what_cannot_be_multiplied_as_it_lies_is_rotated_back(emulation, other):
+    """One operand alone is rotated, or the other's blocks are longer, so that they are padded otherwise."""
+    offsets = ends(*SPLITS)
+    dy, x = operands()
+    dy = fm.quantize(dy, ROTATED, -2, offsets=offsets)
+    x = x if other is None else fm.quantize(x, other, -2, offsets=offsets)
+    want = wgrad_dequantized(dy, x, SPLITS)
+    # operands are rounded to bf16, since those that were rotated back need more bits
+    assert error(products.grouped_mm_wgrad(dy, x, offsets), want) < (1e-6 if emulation is torch.float32 else 5e-3)
+
+
+@pytest.mark.parametrize("by_expert", [False, True], ids=["rows alone", "by expert"])
+def test_the_dense_weight_gradient_is_of_the_same_kind(by_expert):
+    splits = SPLITS if by_expert else (USED,)
+    rows = operands() if by_expert else [t[:USED] for t in operands()]
+    dy, x = by_columns((ROTATED, ROTATED), rows, ends(*splits) if by_expert else None)
+    want = wgrad_where_it_lies(dy, x, splits).sum(0)
+    assert error(products.mm_wgrad(dy, x), want) < 1e-6
+    assert error(wgrad_dequantized(dy, x, splits).sum(0), want) > 1e-3
+
+
+# --- where products are emulated in bf16 ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("capability", "has_kernel"),
+    [((8, 0), False), ((8, 9), False), ((9, 0), True), ((10, 0), True), ((10, 3), True), ((11, 0), False),
+     ((12, 0), False)],
+    ids=str,
+)  # fmt: skip
+def test_in_bf16_where_torch_has_such_a_grouped_product(monkeypatch, capability, has_kernel):
+    asked = grouped_gemm._has_device_side_grouped_mm.__wrapped__  # what it says is kept, of every device
+    monkeypatch.setattr(grouped_gemm, "_has_device_side_grouped_mm", asked)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", None)
+    gpu = torch.device("cuda", 0)
+    assert products._in_bf16(torch.bfloat16, gpu) is has_kernel
+    assert grouped_gemm.runs_on_device(gpu, torch.bfloat16, K, N) is has_kernel
+    assert not products._in_bf16(torch.float32, gpu)
+    assert not products._in_bf16(torch.bfloat16, torch.device("cpu"))
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert not products._in_bf16(torch.bfloat16, gpu)
+
+
+# --- products of nothing -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_host_reads(monkeypatch):
+    """Nothing but the loop over the experts is left, as on a GPU without a grouped product, and the loop is barred."""
+
+    def read(offsets_E):
+        raise AssertionError("the offsets were read on the host")
+
+    monkeypatch.setattr(grouped_gemm, "_NATIVE_ON_CPU", set())
+    monkeypatch.setattr(grouped_gemm, "_ranges", read)
+
+
+def looped(a, b, offsets, wgrad):
+    """The product an expert at a time: rows (R, L) by (E, L, M), or (R, M) by (R, L) for a weight gradient."""
+    shape = (len(offsets), a.shape[1], b.shape[1]) if wgrad else (a.shape[0], b.shape[2])
+    out, first = torch.zeros(shape, dtype=a.dtype), 0
+    for e, end in enumerate(offsets.tolist()):
+        if wgrad:
+            out[e] = a[first:end].T @ b[first:end]
+        else:
+            out[first:end] = a[first:end] @ b[e]
+        first = end
+    return out
+
+
+SHAPES = {
+    "no rows": (0, 3, 5, 4),
+    "no features in": (6, 3, 0, 4),
+    "no features out": (6, 3, 5, 0),
+    "none": (6, 0, 5, 4),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.usefixtures("no_host_reads")
+def test_a_product_of_nothing_reads_no_offsets(shape, dtype):
+    rows, experts, k, n = shape
+    offsets = ends(*([0, rows // 2, rows // 3][:experts]))
+    x, dy, weight = (torch.randn(s, dtype=dtype) for s in ((rows, k), (rows, n), (experts, n, k)))
+    found = {}
+    for name, run, a, b, wanted in (
+        ("y", products.grouped_mm, x, weight, (x, weight.mT, offsets, False)),
+        ("dx", products.grouped_mm_dgrad, dy, weight, (dy, weight, offsets, False)),
+        ("dw", products.grouped_mm_wgrad, dy, x, (dy, x, offsets, True)),
+    ):
+        if a.numel() and b.numel():
+            with pytest.raises(AssertionError, match="read on the host"):
+                run(a, b, offsets)
+            continue
+        found[name], want = run(a, b, offsets), looped(*wanted)
+        assert found[name].dtype is dtype
+        assert torch.equal(found[name], want), name
+    assert found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.usefixtures("no_host_reads")
+def test_a_chain_without_rows_reads_no_offsets(emulation, name, dtype):
+    recipe = NVFP4(stochastic_rounding=False) if name == "nvfp4" else name
+    chain = fm.Sequential(
+        fm.GroupedLinear(3, K, 2 * N, bias=True), fm.SwiGLU(), fm.Scale("probs"), fm.GroupedLinear(3, N, K)
+    ).to(dtype)
+    x, probs = torch.zeros(0, K, dtype=dtype, requires_grad=True), torch.zeros(0, requires_grad=True)
+    with fm.recipe(recipe):
+        y = chain(x, splits=torch.zeros(3, dtype=torch.int64), probs=probs)
+        y.backward(torch.zeros_like(y))
+    assert (y.shape, y.dtype) == ((0, K), dtype)
+    for t in (x, probs, *chain.parameters()):
+        assert t.grad.shape == t.shape
+        assert t.grad.dtype is t.dtype
+        assert not t.grad.any()
+
+
+def test_explain_knows_that_a_call_without_rows_reads_nothing():
+    gpu, fc = torch.device("cuda", 0), fm.GroupedLinear(3, K, N, bias=True)
+    for op in (fc, *fc.backward_ops()):
+        sums_alone = type(op).__name__ == "BiasGrad"
+        assert op.host_sync(TensorSpec((8, K), torch.float32), gpu) is not sums_alone  # no such product on any GPU
+        assert op.host_sync(TensorSpec((0, K), torch.float32), gpu) is False
