@@ -45,7 +45,7 @@ class PaddedRows:
     @property
     def num_padded(self) -> int:
         """P: enough for any splits, so that the experts' padded rows may end earlier."""
-        return (self.num_rows // self.block + min(self.offsets_E.shape[0], self.num_rows)) * self.block
+        return padded_rows(self.num_rows, self.offsets_E.shape[0], self.block)
 
     def expert_of_padded(self) -> Tensor:
         """Return the expert of each padded row: (P,) int64, E behind the last."""
@@ -70,6 +70,11 @@ class PaddedRows:
         place_R = row_R - _starts(self.offsets_E)[expert_R] + _starts(self.ends_E)[expert_R]
         tail_R = tail_mask(self.offsets_E, self.num_rows)
         return x_PK[place_R.clamp(max=self.num_padded - 1)].masked_fill_(tail_R[:, None], 0)
+
+
+def padded_rows(num_rows: int, experts: int, block: int) -> int:
+    """Return how many rows there may be, each expert's padded to a multiple of ``block``: enough for any splits."""
+    return (num_rows // block + min(experts, num_rows)) * block
 
 
 def _starts(ends_E: Tensor) -> Tensor:

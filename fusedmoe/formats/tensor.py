@@ -13,8 +13,8 @@ from fusedmoe.errors import InputError
 from fusedmoe.formats.blocks import times_blocks
 from fusedmoe.formats.casts import from_codes, unpack
 from fusedmoe.formats.format import E2M1, Format
-from fusedmoe.formats.groups import PaddedRows, group_of, of_group
-from fusedmoe.formats.hadamard import rotate_back
+from fusedmoe.formats.groups import PaddedRows, group_of, of_group, padded_rows
+from fusedmoe.formats.hadamard import TILE, rotate_back
 from fusedmoe.formats.scales import decoded
 
 if TYPE_CHECKING:
@@ -205,26 +205,57 @@ class QuantizedSpec(NamedTuple):
         What it is quantized to.
     axis : int
         The axis that it is quantized along.
+    experts : int or None
+        Of rows sorted by expert: how many experts.
+    stacked : bool
+        It is a matrix an expert, (E, N, K); otherwise one matrix, whose rows may have more than one axis.
+    rotated : bool
+        As of `QuantizedTensor`.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     format: Format
     axis: int
+    experts: int | None = None
+    stacked: bool = False
+    rotated: bool = False
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes and scales, about: without what pads every expert's rows."""
-        count = math.prod(self.shape)
+        """Bytes of codes and scales: `QuantizedTensor.nbytes` of what `quantize` allocates, for any splits."""
+        element, rule = self.format.element, self.format.rule
+        matrices = self.shape[0] if self.stacked else 1
+        lines, length = self._matrix_of_codes()
+        bytes_a_line = _ceil_div(length * element.bits, 8)
+        sharing = matrices if self.experts is None else self.experts  # an expert is what scales are not shared across
         across, along = self.format.block
-        size = max(1, self.shape[self.axis]) if along is None else along
-        blocks = 1 if across is None else count / (size * across)
-        return int(count * self.format.element.bits / 8 + blocks * self.format.rule.dtype.itemsize)
+        if across is None:
+            scales = sharing
+        elif along is None:
+            scales = lines * (matrices if self.axis == -1 else sharing)
+        else:
+            scales = matrices * _ceil_div(lines, across) * _ceil_div(length, along)
+        tensor_scales = sharing if self.format.tensor_scale else 0
+        return matrices * lines * bytes_a_line + scales * rule.dtype.itemsize + tensor_scales * torch.float32.itemsize
+
+    def _matrix_of_codes(self) -> tuple[int, int]:
+        """Return M and L of one matrix of codes (M, L), the axis quantized along last."""
+        rows, columns = math.prod(self.shape[1 if self.stacked else 0 : -1]), self.shape[-1]
+        if self.axis == -1:
+            return rows, columns
+        if self.experts is not None:
+            rows = padded_rows(rows, self.experts, column_block(self.format))
+        return columns, rows + (-rows % TILE if self.rotated else 0)
 
 
 def column_block(format: Format) -> int:
     """Return what every expert's rows are padded to a multiple of, by columns: a block, or what matrix units read."""
     return format.block[1] or 16
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
 
 
 def packed(values: Sequence[Any]) -> tuple[list[Tensor | None], list[QuantizedTensor | None]]:

@@ -12,18 +12,21 @@ import torch
 from fusedmoe.formats import QuantizedSpec
 from fusedmoe.fusion.candidates import Costs
 from fusedmoe.fusion.graph import Graph, Place
-from fusedmoe.fusion.names import NONE, primal
+from fusedmoe.fusion.names import NONE, columns, primal
 from fusedmoe.fusion.plain import Plain
 from fusedmoe.fusion.plan import Attempt, PlanData, PlannedStep
 from fusedmoe.fusion.program import AnyStep, Fused, Program, Runs, Values, needed_steps
 from fusedmoe.fusion.rule import FusionError
 from fusedmoe.fusion.signature import Signature, signature
+from fusedmoe.ops.op import TensorSpec
+from fusedmoe.ops.quantize import Quantize, QuantizeGrad, WeightQuantization
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from torch import Tensor
 
+    from fusedmoe.formats import Quantizer
     from fusedmoe.fusion.rule import Direction
     from fusedmoe.kernels.options import KernelOptions
     from fusedmoe.ops.op import SpecLike
@@ -76,6 +79,7 @@ class Covered:
             self.host_sync(specs, device),
             self.nearest_miss,
             self.path(specs, device),
+            tuple((q.label, str(q.quantizer)) for q in filter(None, map(_quantized, self.places))),
         )
 
     def path(self, specs: Mapping[str, SpecLike | None], device: torch.device) -> str:
@@ -84,6 +88,79 @@ class Covered:
             return ""
         (place,) = self.places
         return place.item.path([specs.get(v, specs.get(primal(v))) for v in place.step.needs], device)
+
+
+def with_plain_gradients(specs: Mapping[str, SpecLike | None], places: Iterable[Place]) -> dict[str, SpecLike | None]:
+    """Return the specs with those of the gradients of quantized values which are not quantized themselves.
+
+    Parameters
+    ----------
+    specs
+        Of every value of the forward pass and of every quantized gradient.
+    places
+        Of the backward pass; others do no harm.
+    """
+    found = dict(specs)
+    for value in (v for place in places for v in place.names.values()):
+        of = specs.get(primal(value))
+        if value not in specs and isinstance(of, QuantizedSpec):
+            found[value] = TensorSpec(of.shape, of.dtype)
+    return found
+
+
+def with_layouts(
+    specs: Mapping[str, SpecLike | None], graph: Graph, places: Iterable[Place]
+) -> dict[str, SpecLike | None]:
+    """Return the specs with what only the steps that quantize know: how codes and scales lie in memory.
+
+    Parameters
+    ----------
+    specs
+        Of every value and of every quantized gradient.
+    graph, places
+        The chain, and its places of both directions.
+    """
+    found = dict(specs)
+    for step in graph.weights.values():
+        for value in step.gives:
+            if isinstance(spec := specs.get(value), QuantizedSpec):
+                found[value] = spec._replace(stacked=len(spec.shape) == 3)
+    for quantized in filter(None, map(_quantized, places)):
+        offsets = specs[quantized.offsets]
+        experts = None if offsets is None else offsets.shape[0]
+        for value in quantized.forms:
+            if isinstance(spec := specs.get(value), QuantizedSpec):
+                rotated = quantized.quantizer.hadamard and spec.axis == -2
+                found[value] = spec._replace(experts=experts, rotated=rotated)
+    return found
+
+
+class _Quantized(NamedTuple):
+    """What the step of a place quantizes: rows or their gradient."""
+
+    label: str  # as in `PlannedStep.quantizes`
+    quantizer: Quantizer
+    forms: tuple[str, str]  # the values by rows and by columns
+    offsets: str
+
+
+def _quantized(place: Place) -> _Quantized | None:
+    """Return what the step of a place quantizes, if it quantizes."""
+    item = place.item
+    if isinstance(item, Quantize):
+        quantizer, role, rows = item.quantizer, "input", "output"
+    elif isinstance(item, QuantizeGrad):
+        quantizer, role, rows = item.op.grad_quantizer, "grad", "grad_input"
+    else:
+        return None
+    assert quantizer is not None, "otherwise there is no step"
+    value = place.names[rows]
+    return _Quantized(_in_role(place.node.label, role), quantizer, (value, columns(value)), place.names["offsets"])
+
+
+def _in_role(label: str, role: str) -> str:
+    """``0:weight`` of the op with that label, which a recipe has inserted, and of an op ``0`` that was written out."""
+    return label if label.endswith(f":{role}") else f"{label}:{role}"
 
 
 class _Backward(NamedTuple):
@@ -176,21 +253,20 @@ class Plan:
 
     def data(self, arguments: Mapping[str, SpecLike | None]) -> PlanData:
         """Return the plan as data, its bytes for these arguments."""
+        places = [place for c in self.covered for place in c.places]
         specs = self._quantized_gradients(self.graph.infer(arguments))
+        specs = with_layouts(with_plain_gradients(specs, places), self.graph, places)
         costs = Costs(specs, self.graph.parameters, rows=0)
         of_weights = {*self.graph.parameters, *(v for s in self.weights for v in s.gives)}
-        kept = tuple(v for v in self.saved if v not in of_weights)
+        kept = [v for v in self.saved if v not in of_weights]
+        held = [q.offsets for q in filter(None, map(_quantized, places)) if not set(kept).isdisjoint(q.forms)]
+        kept += [v for v in dict.fromkeys(held) if v not in (*kept, NONE)]  # a `QuantizedTensor` holds them too
         device, arch = self.environment.device, self.environment.arch
-        weights = tuple(
-            PlannedStep(
-                "forward", (s.label,), None, s.needs, s.gives, int(costs.moved((*s.needs, *s.gives))), s.launches
-            )
-            for s in self.weights
-        )
+        weights = tuple(self._planned_weight(s, costs) for s in self.weights)
         return PlanData(
             (*weights, *(c.planned(specs, costs, device) for c in self.covered)),
             self.attempts,
-            kept,
+            tuple(kept),
             sum(costs.nbytes(v) for v in kept),
             str(device) + (f" (sm_{arch})" if arch else ""),
             str(self.dtype).removeprefix("torch."),
@@ -199,6 +275,22 @@ class Plan:
             self.program.source,
             self.backward(tuple([a in self.wanted for a in self.graph.arguments])).program.source,
             sum(costs.nbytes(v) for s in self.weights for v in s.gives),
+        )
+
+    def _planned_weight(self, step: Plain, costs: Costs) -> PlannedStep:
+        """Return a step that quantizes a weight, as data."""
+        (weight,) = step.needs
+        run = self.graph.weights[weight].run
+        assert isinstance(run, WeightQuantization)
+        return PlannedStep(
+            "forward",
+            (step.label,),
+            None,
+            step.needs,
+            step.gives,
+            int(costs.moved((*step.needs, *step.gives))),
+            step.launches,
+            quantizes=((_in_role(step.label.rpartition(".")[0], "weight"), str(run.quantizer)),),
         )
 
     def _quantized_gradients(self, specs: dict[str, SpecLike | None]) -> dict[str, SpecLike | None]:

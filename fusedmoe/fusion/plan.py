@@ -112,6 +112,9 @@ class PlannedStep:
     path : str
         Of an unfused product of quantized operands: ``"native"`` where torch multiplies their codes, ``"emulated"``
         where it multiplies what they stand for.
+    quantizes : tuple of (str, str)
+        What it quantizes, as ``label:role`` of the op that does so (``input``, ``weight``, ``grad``), and to what: the
+        quantizer in words.
     """
 
     direction: Direction
@@ -124,6 +127,7 @@ class PlannedStep:
     host_sync: bool = False
     nearest_miss: Attempt | None = None
     path: str = ""
+    quantizes: tuple[tuple[str, str], ...] = ()
 
     @property
     def status(self) -> str:
@@ -185,6 +189,15 @@ class PlanData:
         """The steps in plain PyTorch."""
         return tuple(s for s in self.steps if s.rule is None)
 
+    @property
+    def formats(self) -> dict[str, tuple[str, ...]]:
+        """What is quantized, by what it is quantized to, both in the order of the steps."""
+        found: dict[str, tuple[str, ...]] = {}
+        for step in self.steps:
+            for what, quantizer in step.quantizes:
+                found[quantizer] = (*found.get(quantizer, ()), what)
+        return found
+
     def __str__(self) -> str:
         kept = f" ({', '.join(self.kept)})" if self.kept else ""
         lines = [
@@ -194,6 +207,10 @@ class PlanData:
         ]
         if self.weight_bytes:
             lines.append(f"quantized weights: {format_bytes(self.weight_bytes)}, kept until the weights change")
+        if self.formats:
+            lines.append("quantized to:")
+        for quantizer, what in self.formats.items():
+            lines += _wrapped(f"  {quantizer}: {', '.join(what)}")
         reasons: dict[str, list[str]] = {}
         unavailable: dict[str, list[str]] = {}  # what several rules miss alike is said once
         for step in self.unfused:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from fusedmoe.formats import QuantizedSpec
 from fusedmoe.fusion.candidates import Costs, Line
 from fusedmoe.fusion.choice import cheapest, final_attempts, nearest_miss
-from fusedmoe.fusion.executable import Covered, Environment, Plan
+from fusedmoe.fusion.executable import Covered, Environment, Plan, with_layouts, with_plain_gradients
 from fusedmoe.fusion.graph import NO_BACKWARD
 from fusedmoe.fusion.log import say_once
 from fusedmoe.fusion.names import NONE
@@ -60,9 +60,13 @@ def make_plan(
     of_backward = graph.backward(wanted, specs) if wanted else NO_BACKWARD
     of_forward = graph.chosen(of_backward)
     specs |= of_backward.specs
+    specs = with_plain_gradients(specs, of_backward.places)
     incoming, gradients = of_backward.incoming, of_backward.gradients
 
+    # without what pads the rows of each expert: it does not grow with them, and the choice must not depend on how many
+    # there are; every covering pads alike
     costs = Costs(specs, graph.parameters, math.prod(rows.shape[:-1]))
+    specs = with_layouts(specs, graph, (*of_forward.places, *of_backward.places))
     context = {
         "device": environment.device,
         "arch": environment.arch,

@@ -1,0 +1,256 @@
+"""What `explain()` says of quantized values: their bytes, those that pad each expert's rows too, and their formats.
+
+The bytes are compared with those of the tensors that a call really saves.
+"""
+
+import pytest
+import torch
+from toy import only_plan
+
+import fusedmoe as fm
+from fusedmoe.formats import Delayed, QuantizedSpec, Quantizer, nvfp4
+from fusedmoe.formats.roles import ROLES
+from fusedmoe.fusion.rule import FusionRule
+from fusedmoe.ops import SwiGLU
+from fusedmoe.recipes import MXFP8, RECIPES, Custom, FP8Tensor
+
+BF16 = torch.bfloat16
+every_recipe = pytest.mark.parametrize("recipe", [*RECIPES, MXFP8(weight_2d=True)], ids=lambda r: getattr(r, "name", r))
+
+
+def rows(*shape, requires_grad=True):
+    return torch.randn(*shape, dtype=BF16, requires_grad=requires_grad)
+
+
+def experts(num_groups=4, hidden=32, intermediate=32):
+    up, down = (
+        fm.GroupedLinear(num_groups, hidden, 2 * intermediate),
+        fm.GroupedLinear(num_groups, intermediate, hidden),
+    )
+    return fm.Sequential(up, fm.SwiGLU(), down).to(BF16)
+
+
+def splits(num_groups, num_rows):
+    """Uneven ones, that leave two rows to nobody where there are as many."""
+    expert = torch.randint(0, num_groups, (max(num_rows - 2, 0),))
+    return torch.bincount(expert, minlength=num_groups)
+
+
+def storages(tensors):
+    found = [t.untyped_storage() for t in tensors if t is not None]
+    return {s.data_ptr(): s.nbytes() for s in found if s.nbytes()}
+
+
+def quantized_weights(module):
+    entries = [m.__dict__["_quantized_weight"] for m in module.modules() if "_quantized_weight" in m.__dict__]
+    return [t for entry in entries for form in entry.forms.values() for t in form.tensors()]
+
+
+def saved_bytes(chain, x, **named):
+    """The bytes of what autograd keeps of a call, each storage once: parameters and quantized weights apart."""
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = chain(x, **named)
+    assert y.grad_fn is not None
+    elsewhere = storages([*chain.parameters(), *quantized_weights(chain)])
+    return sum(nbytes for at, nbytes in storages(saved).items() if at not in elsewhere)
+
+
+def check_bytes(chain, x, **named):
+    plan = only_plan(chain, x, **named)
+    assert plan.kept_bytes == saved_bytes(chain, x, **named)
+    assert plan.weight_bytes == fm.weight_cache_bytes(chain)
+    return plan
+
+
+# --- bytes ---------------------------------------------------------------------------------------------------------
+
+
+@every_recipe
+@pytest.mark.parametrize(
+    ("num_groups", "num_rows", "hidden", "intermediate"),
+    [(64, 512, 64, 64), (200, 7, 40, 24), (2, 2000, 128, 96), (1, 10, 33, 17), (3, 0, 64, 64)],
+    ids=["many small experts", "fewer rows than experts", "few large experts", "odd sizes", "no rows"],
+)
+def test_what_is_kept_is_what_is_saved(recipe, num_groups, num_rows, hidden, intermediate):
+    chain = experts(num_groups, hidden, intermediate)
+    with fm.recipe(recipe):
+        check_bytes(chain, rows(num_rows, hidden), splits=splits(num_groups, num_rows))
+
+
+@every_recipe
+@pytest.mark.parametrize("shape", [(100, 64), (5, 33), (3, 7, 48), (130, 130)], ids=str)
+def test_a_dense_mlp(recipe, shape):
+    chain = fm.Sequential(fm.Linear(shape[-1], 2 * 36), fm.SwiGLU(), fm.Linear(36, shape[-1])).to(BF16)
+    with fm.recipe(recipe):
+        check_bytes(chain, rows(*shape))
+
+
+@every_recipe
+def test_a_routed_chain(recipe):
+    chain = fm.Sequential(fm.Dispatch(), *experts(), fm.Combine())
+    index, weight = torch.randint(0, 4, (20, 2)), torch.rand(20, 2, requires_grad=True)
+    with fm.recipe(recipe):
+        check_bytes(chain, rows(20, 32), expert_index=index, expert_weight=weight)
+
+
+@every_recipe
+def test_calls_that_share_a_plan_have_bytes_of_their_own(recipe):
+    chain = experts(8)
+    with fm.recipe(recipe):
+        plans = [check_bytes(chain, rows(n, 32), splits=splits(8, n)) for n in (300, 257, 511)]
+    assert len({plan.kept_bytes for plan in plans}) == 3
+    assert len({(plan.kept, plan.forward_source, plan.backward_source) for plan in plans}) == 1
+
+
+def test_many_small_experts_cost_more_in_blocks_than_in_bf16():
+    """A block for every expert, and those that are full: 68 of 128 rows, for 512 rows in all."""
+    chain, x, named = experts(64, 256, 256), rows(512, 256), {"splits": splits(64, 512)}
+    kept = {}
+    for recipe in RECIPES:
+        with fm.recipe(recipe):
+            kept[recipe] = check_bytes(chain, x, **named).kept_bytes
+    assert kept["nvfp4"] < kept["bf16"] < kept["fp8_tensor"] < kept["mxfp8"] < kept["fp8_block"]
+    padded, offsets = 68 * 128, 64 * 4
+    assert kept["fp8_block"] == 2 * 256 * (padded + padded // 128 * 4) + 512 * 512 * 2 + offsets
+
+
+def test_offsets_that_codes_alone_hold_are_kept_too():
+    chain = fm.Sequential(fm.Dispatch(num_experts=4), fm.Quantize("mxfp8"), fm.SwiGLU(), fm.Combine())
+    index, weight = torch.randint(0, 4, (20, 2)), torch.rand(20, 2, requires_grad=True)
+    plan = check_bytes(chain, rows(20, 32), expert_index=index, expert_weight=weight)
+    assert plan.kept[-1] == "0.offsets"
+
+
+@pytest.mark.parametrize("quantizer", [*(q for r in ROLES.values() for q in r), Quantizer(nvfp4())], ids=str)
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_a_spec_knows_the_bytes(quantizer, axis):
+    format = quantizer.format
+    rotated = quantizer.hadamard and axis == -2
+    for num_rows in (0, 1, 31, 100):
+        x = torch.randn(num_rows, 45)
+        spec = QuantizedSpec((num_rows, 45), x.dtype, format, axis, rotated=rotated)
+        assert spec.nbytes == fm.quantize(x, quantizer, axis).nbytes
+        if axis == -1 and (format.block[0] or 1) > 1:
+            continue  # experts would share blocks
+        for num_groups in (1, 3, 50):
+            offsets = splits(num_groups, num_rows).cumsum(0, dtype=torch.int32)
+            found = fm.quantize(x, quantizer, axis, offsets=offsets)
+            assert spec._replace(experts=num_groups).nbytes == found.nbytes
+    if not quantizer.hadamard:
+        weight = torch.randn(3, 130, 45)
+        spec = QuantizedSpec((3, 130, 45), weight.dtype, format, axis, stacked=True)
+        assert spec.nbytes == fm.quantize(weight, quantizer, axis).nbytes
+
+
+def test_steps_move_the_codes_with_what_pads_them_and_gradients_as_they_are():
+    chain, x, named = experts(16), rows(40, 32), {"splits": splits(16, 40)}
+    with fm.recipe("mxfp8"):
+        steps = {s.ops[0]: s for s in only_plan(chain, x, **named).steps}
+    by_rows, by_columns = 40 * 33, 32 * (1 + 16) * 33  # one whole block of rows, and one for each expert
+    offsets, in_bf16, weight = 16 * 4, 40 * 32 * 2, 16 * 32 * 33
+    assert steps["2:input.Quantize"].bytes_moved == in_bf16 + offsets + by_rows + by_columns
+    assert steps["2.Wgrad"].bytes_moved == 2 * by_columns + offsets + 16 * 32 * 32 * 2
+    assert steps["2.Dgrad"].bytes_moved == by_rows + weight + offsets + in_bf16
+
+
+def test_a_gradient_of_quantized_rows_is_not_taken_for_quantized():
+    chain = fm.Sequential(fm.GroupedLinear(4, 32, 32), fm.GroupedLinear(4, 32, 32)).to(BF16)
+    recipe = Custom("rows", input=ROLES["mxfp8"].input)
+    with fm.recipe(recipe):
+        steps = {s.ops[0]: s for s in only_plan(chain, rows(20, 32), splits=splits(4, 20)).steps}
+    assert (steps["1.Wgrad"].path, steps["0.Wgrad"].path) == ("emulated", "emulated")
+    assert (steps["1.Dgrad"].path, steps["0.Dgrad"].path) == ("", "")
+
+
+# --- formats -------------------------------------------------------------------------------------------------------
+
+
+def test_the_formats_of_a_recipe():
+    with fm.recipe("mxfp8"):
+        plan = only_plan(experts(), rows(20, 32), splits=splits(4, 20))
+    everything = ("0:weight", "2:weight", "0:input", "2:input", "2:grad", "0:grad")
+    assert plan.formats == {"mxfp8 e4m3 1x32": everything}
+    assert [s.quantizes for s in plan.steps if "Quantize" in s.ops[0]] == [
+        ((what, "mxfp8 e4m3 1x32"),) for what in everything
+    ]
+    assert f"quantized to:\n  mxfp8 e4m3 1x32: {', '.join(everything)}\nunfused" in str(plan)
+
+
+def test_the_format_of_a_layer_with_a_recipe_of_its_own():
+    chain = experts()
+    chain[0].recipe = "nvfp4"
+    with fm.recipe("mxfp8"):
+        plan = only_plan(chain, rows(20, 32), splits=splits(4, 20))
+    assert list(plan.formats.items()) == [
+        ("nvfp4 e2m1 16x16", ("0:weight",)),
+        ("mxfp8 e4m3 1x32", ("2:weight", "2:input", "2:grad")),
+        ("nvfp4 e2m1 1x16, Hadamard", ("0:input",)),
+        ("nvfp4 e2m1 1x16, stochastic rounding, Hadamard", ("0:grad",)),
+    ]
+    text = str(plan)
+    assert "recipe mxfp8" in text
+    assert (
+        "quantized to:\n"
+        "  nvfp4 e2m1 16x16: 0:weight\n"
+        "  mxfp8 e4m3 1x32: 2:weight, 2:input, 2:grad\n"
+        "  nvfp4 e2m1 1x16, Hadamard: 0:input\n"
+        "  nvfp4 e2m1 1x16, stochastic rounding, Hadamard: 0:grad\n"
+    ) in text
+
+
+def test_delayed_scaling_is_named():
+    with fm.recipe(FP8Tensor(delayed=Delayed())):
+        formats = only_plan(experts(), rows(20, 32), splits=splits(4, 20)).formats
+    assert list(formats) == ["fp8 e4m3 a tensor, delayed", "fp8 e5m2 a tensor, delayed"]
+
+
+def test_ops_that_are_written_out_say_what_they_quantize():
+    chain = fm.Sequential(
+        fm.Quantize("mxfp8", backward="fp8_row", weight="nvfp4"), fm.Linear(32, 32), fm.Quantize("mxfp8")
+    )
+    plan = only_plan(chain.to(BF16), rows(20, 32))
+    assert (plan.recipe, list(plan.formats.items())) == (
+        "bf16",
+        [
+            ("nvfp4 e2m1 16x16", ("0:weight",)),
+            ("mxfp8 e4m3 1x32", ("0:input", "2:input")),
+            ("fp8 e4m3 a row", ("0:grad",)),
+        ],
+    )
+
+
+def test_a_fused_step_says_what_it_quantizes():
+    class GluQuantize(FusionRule, name="toy.glu_quantize", direction="forward"):
+        act: SwiGLU
+        quantize: fm.Quantize
+        takes_quantized = True
+
+        def build(self, ctx):
+            def run(x, offsets):
+                return self.quantize.compute(self.act.compute(x), offsets, axes=(-1,))
+
+            return fm.Step(run, ("input", "quantize.offsets"), ("output",), launches=1)
+
+    with fm.register(GluQuantize), fm.recipe("mxfp8"), torch.no_grad():
+        plan = only_plan(experts(), rows(20, 32), splits=splits(4, 20))
+    (fused,) = plan.fused
+    assert fused.ops == ("1.SwiGLU", "2:input.Quantize")
+    assert fused.quantizes == (("2:input", "mxfp8 e4m3 1x32"),)
+    assert plan.formats == {"mxfp8 e4m3 1x32": ("0:weight", "2:weight", "0:input", "2:input")}
+
+
+def test_nothing_is_said_where_nothing_is_quantized():
+    plan = only_plan(experts(), rows(20, 32), splits=splits(4, 20))
+    assert plan.formats == {}
+    assert "quantized" not in str(plan)
+
+
+def test_long_lines_are_wrapped():
+    chain = fm.Sequential(*(fm.Linear(32, 32) for _ in range(6)))
+    with fm.recipe("mxfp8"):
+        lines = str(only_plan(chain.to(BF16), rows(20, 32))).splitlines()
+    at = lines.index("quantized to:")
+    assert lines[at + 1].startswith("  mxfp8 e4m3 1x32: 0:weight, 1:weight")
+    assert lines[at + 2].startswith("    ")
+    assert all(len(line) <= 100 for line in lines[at:])
