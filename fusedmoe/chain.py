@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -19,8 +21,9 @@ from fusedmoe.fusion.planner import make_plan
 from fusedmoe.fusion.signature import Signature, signature
 from fusedmoe.kernels.device import arch
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
+from fusedmoe.ops.amax_state import looking
 from fusedmoe.ops.op import Node, Op
-from fusedmoe.recompute import backward_pass
+from fusedmoe.recompute import backward_pass, had_gradients
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -63,10 +66,11 @@ class Chain:
         self.takers = graph.takers  # each runtime input, with the ops that take it
         self._parameters = [(node.op, name) for node in self.nodes for name in node.op.parameter_names]
         self._circumstances: dict[tuple[Any, ...], int] = {}
+        self._numbers = count()
         self._plans: dict[tuple[Any, ...], Plan] = {}  # by what a plan depends on
         self._calls: dict[tuple[int, bool, Signature], Call] = {}  # by exact shapes too: calls that were checked
         self._last: _Last | None = None
-        self._settings: Settings | None = None  # of the last call outside of a backward pass
+        self._settings: dict[bool, Settings] = {}  # of the last call with gradients, and of the last without
 
     def run(self, x: Tensor, named: dict[str, Tensor], options: KernelOptions = DEFAULT) -> Tensor:
         """Run the chain on rows and runtime inputs by name, add its exports to the latter, and return its result."""
@@ -76,7 +80,7 @@ class Chain:
             return run_chain(self, x, named, options)  # type: ignore[no-any-return]
         arguments = self._arguments(x, named)
         tensors = signature(arguments)
-        around = self._around(options)
+        around = self._around(self._settings_of_call(), options)
         last = self._last
         if (
             last is not None
@@ -100,7 +104,7 @@ class Chain:
         arguments = self._arguments(x, named)
         if (dtype := autocast_dtype(x.device)) is not None:
             arguments = self._cast(arguments, dtype)
-        plan = self._call(arguments, signature(arguments), self._around(options)).plan
+        plan = self._call(arguments, signature(arguments), self._around(settings.current(), options)).plan
         return plan.data(dict(zip(plan.graph.arguments, arguments, strict=True)))
 
     def _arguments(self, x: Tensor, named: Mapping[str, Tensor]) -> list[Tensor | None]:
@@ -116,10 +120,10 @@ class Chain:
         first_parameter = 1 + len(self.inputs)
         return [a if a is None or 0 < i < first_parameter else _cast(a, dtype) for i, a in enumerate(arguments)]
 
-    def _around(self, options: KernelOptions) -> tuple[Any, ...]:
+    def _around(self, now: Settings, options: KernelOptions) -> tuple[Any, ...]:
         """Return what a plan depends on besides the arguments, as it is now; `changes.count` stands for much of it."""
         return (
-            self._settings_of_call(),
+            now,
             options,
             changes.count,
             environment_state(),
@@ -128,16 +132,23 @@ class Chain:
         )
 
     def _settings_of_call(self) -> Settings:
-        """Return the settings that hold: for what is computed again in a backward pass, those of the call before it.
+        """Return the settings that hold: for what a backward pass computes again, those of the call before it.
 
         A backward pass may run behind the ``with`` block that the call was in, and on a GPU runs in another thread,
-        where no such block holds; only what was set in it, by the very function that is computed again, counts.
+        where no such block holds; only what is set by the very function that is computed again counts there. The call
+        before is the last one that had gradients, or had none, as the first run of that function.
         """
         now, within = settings.current(), backward_pass()
+        grad = torch.is_grad_enabled()
         if within == -1:
-            self._settings = now
-        elif now.set_in != within and self._settings is not None:
-            return self._settings
+            if not looking():
+                self._settings[grad] = now
+            return now
+        before = self._settings.get(grad and had_gradients())
+        if before is not None:
+            now = replace(before, **now.within(within))
+            if grad:  # what is checkpointed again within what was
+                self._settings[True] = now
         return now
 
     def _run(self, arguments: list[Tensor | None], tensors: Signature, around: tuple[Any, ...]) -> tuple[Tensor, ...]:
@@ -161,9 +172,11 @@ class Chain:
         circumstances = (
             *[op.attributes() for op in self._ops], now.recipe, now.disabled, registry.generation(), options, *others,
         )  # fmt: skip
-        if circumstances not in self._circumstances and len(self._circumstances) >= _REMEMBERED_PLANS:
-            self._forget_plans()
-        number = self._circumstances.setdefault(circumstances, len(self._circumstances))
+        number = self._circumstances.get(circumstances)
+        if number is None:
+            if len(self._circumstances) >= _REMEMBERED_PLANS:
+                self._forget_plans()
+            number = self._circumstances[circumstances] = next(self._numbers)
         key = number, now.strict, tensors
         call = self._calls.get(key)
         if call is None:

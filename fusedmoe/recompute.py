@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 
 def backward_pass() -> int:
     """Return the backward pass that runs here, by autograd's number; -1 outside of any."""
     return torch._C._current_graph_task_id()
+
+
+def had_gradients() -> bool:
+    """Return whether what a backward pass computes again had gradients the first time.
+
+    ``use_reentrant=True`` calls without gradients first, and again in the backward of an autograd function, whose name
+    has "Checkpoint" in it: in PyTorch, Megatron-LM, DeepSpeed and Transformer Engine. ``use_reentrant=False`` computes
+    again in whatever function asks for what it saved.
+    """
+    node: Any = torch._C._current_autograd_node()
+    return node is None or "Checkpoint" not in node.name()

@@ -11,7 +11,7 @@ from fusedmoe.recipes import BF16, Recipe, resolve
 from fusedmoe.recompute import backward_pass
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 
 @dataclass(frozen=True)
@@ -22,14 +22,18 @@ class Settings:
     ----------
     recipe, disabled, strict
         What `fm.recipe`, `fm.disabled` and `fm.strict` set.
-    set_in : int
-        The backward pass that they were set in; -1: in none.
+    set_in : dict of str to int
+        Those that were set in a backward pass, and in which: by what is computed again there.
     """
 
     recipe: Recipe = BF16
     disabled: tuple[str, ...] = ()
     strict: bool = False
-    set_in: int = field(default=-1, compare=False)
+    set_in: Mapping[str, int] = field(default_factory=dict, compare=False)
+
+    def within(self, backward_pass: int) -> dict[str, Any]:
+        """Return what was set in this backward pass."""
+        return {name: getattr(self, name) for name, where in self.set_in.items() if where == backward_pass}
 
 
 _settings: ContextVar[Settings] = ContextVar("fusedmoe.settings", default=Settings())  # noqa: B039  (frozen)
@@ -46,7 +50,9 @@ def patterns(text: str) -> tuple[str, ...]:
 
 @contextmanager
 def _changed(**changes: Any) -> Iterator[None]:
-    token = _settings.set(replace(_settings.get(), set_in=backward_pass(), **changes))
+    now, within = _settings.get(), backward_pass()
+    set_in = now.set_in if within == -1 else {**now.set_in, **dict.fromkeys(changes, within)}
+    token = _settings.set(replace(now, set_in=set_in, **changes))
     try:
         yield
     finally:
@@ -59,7 +65,7 @@ def recipe(recipe: object) -> Iterator[Recipe]:
     recipes; the innermost holds, but for layers with a recipe of their own.
 
     The backward pass of a call uses the recipe of its forward, and so does what activation checkpointing computes
-    again, wherever ``backward()`` is called.
+    again, wherever ``backward()`` is called: see `fusedmoe.chain.Chain`.
     """
     resolved = resolve(recipe)
     with _changed(recipe=resolved):

@@ -30,8 +30,6 @@ class AmaxHistory:
         (E,) fp32: what they were multiplied by in the last step, for who computes that step again.
     begun : bool
         Whether any step has been added.
-    counted : bool
-        Whether the last forward pass was added as a step: one under ``torch.no_grad()`` is not.
     """
 
     def __init__(self, quantizer: Quantizer, experts: int, device: torch.device) -> None:
@@ -42,7 +40,7 @@ class AmaxHistory:
                 "anew with every replay; run a step before"
             )
         self.quantizer = quantizer
-        self.begun = self.counted = False
+        self.begun = False
         with torch.inference_mode(False):  # what inference begins with, training updates
             self.amax = torch.zeros(quantizer.delayed.history, experts, dtype=torch.float32, device=device)
             self.reference = torch.zeros(experts, dtype=torch.float32, device=device)
@@ -74,7 +72,7 @@ class AmaxHistory:
         self.amax.copy_(restored)
         self.reference.copy_(reference)
         self._scale()
-        self.begun, self.counted = True, False
+        self.begun = True
 
     def forget(self) -> None:
         """Begin anew, in place."""

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from fusedmoe.formats.delayed import AmaxHistory
-from fusedmoe.recompute import backward_pass
+from fusedmoe.recompute import backward_pass, had_gradients
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -57,22 +57,17 @@ def history(op: nn.Module, role: str, quantizer: Quantizer, experts: int, device
     return new
 
 
-def step(history: AmaxHistory, role: str, training: bool, amax: Callable[[], Tensor]) -> Tensor:
-    """Return what to multiply a tensor by, and add its amax to the history where this call is a step of training.
+def step(history: AmaxHistory, role: str, training: bool, amax: Callable[[], Tensor]) -> tuple[Tensor, bool]:
+    """Return what to multiply a tensor by, and whether this call is one that activation checkpointing runs again.
 
-    What activation checkpointing computes again, it multiplies by what it was multiplied by before, and adds nothing;
-    unless the call before was none of training: checkpointing with ``use_reentrant=True`` calls without gradients
-    first.
+    Such a tensor is multiplied by what it was multiplied by before. Any other call for training is a step, whose amax
+    is added to the history.
     """
-    forward_again = role != "grad" and backward_pass() != -1
-    again = forward_again and history.counted
+    again = training and role != "grad" and backward_pass() != -1 and had_gradients()
     encode = (history.previous if again else history.encode).clone()  # what is kept must not follow an update
-    if not looking():
-        if training and not again:
-            history.update(amax())
-        if not forward_again:
-            history.counted = training
-    return encode
+    if training and not again and not looking():
+        history.update(amax())
+    return encode, again
 
 
 def by_role(op: nn.Module) -> SimpleNamespace:
@@ -81,15 +76,15 @@ def by_role(op: nn.Module) -> SimpleNamespace:
 
 
 def save(op: nn.Module, destination: dict[str, Any], prefix: str) -> None:
-    """Add an op's histories to a state_dict."""
+    """Add an op's histories to a state_dict, those that have begun."""
     for role, found in op.__dict__.get(_NAME, {}).items():
-        for part in _PARTS:
+        for part in _PARTS if getattr(found, "begun", True) else ():
             destination[f"{prefix}{KEY}{role}.{part}"] = getattr(found, part).detach()
 
 
 def load(op: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
     """Take an op's histories out of a state_dict, in place where they have the same shape: a CUDA graph may use them.
-    Where its parameters come without, they start anew.
+    Where a weight comes without, they start anew.
     """
     histories: dict[str, Any] = op.__dict__.get(_NAME, {})
     start = prefix + KEY
@@ -104,7 +99,7 @@ def load(op: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
         else:
             copies = SimpleNamespace(**{part: t.clone() for part, t in loaded.items()})
             op.__dict__.setdefault(_NAME, {})[role] = copies
-    if not ends and any(prefix + name in state_dict for name in op._parameters):
+    if not ends and prefix + "weight" in state_dict:
         for role, found in list(histories.items()):
             if isinstance(found, AmaxHistory):
                 found.forget()

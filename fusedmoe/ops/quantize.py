@@ -185,7 +185,8 @@ class WeightQuantization:
         experts = weight.shape[0] if weight.dim() == 3 else 1
         history = amax_state.history(self.layer, "weight", self.quantizer, experts, weight.device)
         begun = history.begun
-        return amax_state.step(history, "weight", training, lambda: amax_by_expert(weight, None)), begun
+        encode, again = amax_state.step(history, "weight", training, lambda: amax_by_expert(weight, None))
+        return encode, begun and not again
 
 
 def _resolved(role: str, quantizer: str | Quantizer | Format | None) -> Quantizer | None:
@@ -223,7 +224,7 @@ def _quantized(
     encode = None
     if quantizer.delayed is not None:
         history = amax_state.history(owner, role, quantizer, 1 if offsets is None else offsets.shape[0], rows.device)
-        encode = amax_state.step(history, role, training, lambda: amax_by_expert(rows, offsets))
+        encode, _ = amax_state.step(history, role, training, lambda: amax_by_expert(rows, offsets))
     forms = [quantize(rows, quantizer, axis, offsets=offsets, encode=encode) for axis in axes]
     return _forms(forms if rows is x else [replace(form, shape=shape) for form in forms])
 

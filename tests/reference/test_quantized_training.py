@@ -7,8 +7,10 @@ import io
 import math
 import pickle
 import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -277,7 +279,8 @@ def test_checkpoints_without_scales_load_and_checkpoints_with_them_do_no_harm():
     expected = torch.cat([x[:2] @ plain.weight[0].T, x[2:] @ plain.weight[1].T])
     torch.testing.assert_close(plain(x, splits=torch.tensor([2, 4])), expected)
     assert set(plain.state_dict()) == {"weight", *KEYS}
-    half = {name: t for name, t in fc.state_dict().items() if name != "amax_history.grad.reference"}
+    assert set(fc.state_dict()) == {"weight"}, "it starts anew"
+    half = {name: t for name, t in plain.state_dict().items() if name != "amax_history.grad.reference"}
     with pytest.raises(RuntimeError, match=r"Unexpected key.*amax_history.grad.amax"):
         plain.load_state_dict(half)
 
@@ -442,6 +445,43 @@ def test_what_is_checkpointed_is_computed_again_by_the_recipe_of_its_forward(rec
         assert not torch.equal(got, unquantized)
 
 
+def no_call(chain, x):
+    pass
+
+
+def evaluation_in_bf16(chain, x):
+    with torch.no_grad(), fm.recipe("bf16"):
+        chain(x, splits=SMALL)
+
+
+def explanation(chain, x):
+    chain.explain(x, splits=SMALL)
+
+
+@pytest.mark.parametrize(
+    ("use_reentrant", "between"),  # with use_reentrant=True the last call without gradients is the one, as documented
+    [(False, no_call), (False, evaluation_in_bf16), (False, explanation), (True, no_call), (True, explanation)],
+)
+@pytest.mark.parametrize("within", [None, partial(fm.strict, False), partial(fm.disabled, "none.*")])
+def test_nothing_in_between_changes_what_is_computed_again(use_reentrant, between, within):
+    (layer,), x = small_layer()
+    chain = fm.Sequential(layer, nn.Identity(), fm.GroupedLinear(3, 64, 64))
+
+    def run(t):
+        with within() if within else nullcontext():
+            return chain(t, splits=SMALL)
+
+    found = []
+    for call in (run, partial(checkpoint, run, use_reentrant=use_reentrant)):
+        leaf = x.detach().clone().requires_grad_()
+        with fm.recipe("mxfp8"):
+            loss = call(leaf).square().sum()
+        between(chain, x)
+        in_another_thread(loss.backward)
+        found.append(leaf.grad)
+    assert torch.equal(*found)
+
+
 def test_settings_within_what_is_computed_again_hold():
     chain, x = small_layer()
 
@@ -485,6 +525,57 @@ def test_a_checkpointed_step_counts_once_and_is_computed_again_with_its_own_scal
     assert all(torch.equal(state_again[name], t) for name, t in state.items())
     assert all(t[:3].all() for name, t in state.items() if name.endswith(".amax"))  # it has learnt, and each step once
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def nested(*use_reentrant):
+    """Checkpoint in checkpoint."""
+
+    def call(run, *args):
+        for reentrant in use_reentrant:
+            run = partial(checkpoint, run, use_reentrant=reentrant)
+        return run(*args)
+
+    return call
+
+
+@pytest.mark.parametrize("evaluate", [False, True])
+@pytest.mark.parametrize("use_reentrant", [(), (False,), (True,), *product((False, True), repeat=2)], ids=str)
+def test_each_step_counts_once_however_often_it_is_computed(use_reentrant, evaluate):
+    chain = fm.Sequential(fm.Linear(32, 32), fm.SquaredReLU(), fm.Linear(32, 32))
+    rows = torch.randn(8, 32)
+    for i in range(3):
+        x = (rows * 2**i).requires_grad_()
+        with fm.recipe(DELAYED_RECIPE):
+            loss = nested(*use_reentrant)(chain, x).square().sum()
+            if evaluate:
+                with torch.no_grad():
+                    chain(100 * rows)
+            loss.backward()
+    amax = rows.abs().max()
+    assert chain[0].amax_history.input.amax[:, 0].tolist() == [4 * amax, 2 * amax, amax, 0]
+    assert chain[2].amax_history.input.amax[:3].all()
+    assert not chain[2].amax_history.input.amax[3:].any()
+
+
+@pytest.mark.parametrize("use_reentrant", [None, False, True])
+def test_no_weight_is_kept_at_the_scale_from_before_the_first_step(use_reentrant):
+    layer, x = fm.Linear(32, 32), torch.randn(8, 32, requires_grad=True)
+    with torch.no_grad():
+        layer.weight *= 0.01
+    for step in range(2):
+        with fm.recipe(DELAYED_RECIPE):
+            y = layer(x) if use_reentrant is None else checkpoint(layer, x, use_reentrant=use_reentrant)
+            y.sum().backward()
+        assert (fm.weight_cache_bytes(layer) > 0) == (step > 0)
+
+
+def test_what_has_not_begun_is_in_no_state_dict():
+    chain, x = fm.Sequential(fm.Linear(32, 32), nn.Identity(), fm.Linear(32, 32)), torch.randn(8, 32)
+    with fm.recipe(DELAYED_RECIPE):
+        chain.explain(x.requires_grad_())
+        with torch.no_grad():
+            chain(x)
+    assert not any("amax" in name for name in chain.state_dict())
 
 
 def test_a_weight_quantized_for_inference_counts_once_it_is_trained():
