@@ -144,10 +144,11 @@ class Chain:
             if not looking():
                 self._settings[grad] = now
             return now
-        before = self._settings.get(grad and had_gradients())
+        first_had_gradients = had_gradients()
+        before = self._settings.get(grad and first_had_gradients)
         if before is not None:
             now = replace(before, **now.within(within))
-            if grad:  # what is checkpointed again within what was
+            if grad and not first_had_gradients:  # the first call of what is checkpointed within it
                 self._settings[True] = now
         return now
 

@@ -482,19 +482,20 @@ def test_nothing_in_between_changes_what_is_computed_again(use_reentrant, betwee
     assert torch.equal(*found)
 
 
-def test_settings_within_what_is_computed_again_hold():
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_settings_within_what_is_computed_again_hold(use_reentrant):
     chain, x = small_layer()
 
     def both(t):
         with fm.recipe("mxfp8"):
             y = chain(t, splits=SMALL)
-        with fm.recipe("fp8_row"):
-            return y + chain(t, splits=SMALL)
+        return y + chain(t, splits=SMALL)
 
     found = []
-    for call in (both, partial(checkpoint, both, use_reentrant=False)):
+    for call in (both, partial(checkpoint, both, use_reentrant=use_reentrant)):
         leaf = x.detach().clone().requires_grad_()
-        loss = call(leaf).square().sum()
+        with fm.recipe("fp8_row"):
+            loss = call(leaf).square().sum()
         in_another_thread(loss.backward)
         found.append(leaf.grad)
     assert torch.equal(*found)

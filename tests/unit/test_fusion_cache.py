@@ -252,3 +252,17 @@ def test_plans_survive_new_parameter_values(called):
     chain[0].weight = torch.nn.Parameter(chain[0].weight.detach().clone())
     chain(x, **named)
     assert len(plans(chain)) == 1
+
+
+def test_an_attribute_that_always_changes_leaves_no_plans_behind(monkeypatch):
+    monkeypatch.setattr("fusedmoe.chain._REMEMBERED_PLANS", 8)
+    act = fm.SwiGLU(limit=1.0)
+    chain, x = fm.Sequential(act), 4 * torch.randn(6, 2 * 8)
+    outputs = []
+    for step in range(40):
+        act.limit = 1.0 + step % 20
+        outputs.append(chain(x))
+        assert len(plans(chain)) <= 8
+    for first, again in zip(outputs[:20], outputs[20:], strict=True):
+        assert torch.equal(first, again)
+    assert not torch.equal(outputs[0], outputs[1])
