@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 def keep_in_bf16(model: nn.Module, first: int = 0, last: int = 0) -> list[str]:
     """Keep the linear ops of a model's first and last layers unquantized under every recipe.
 
-    A layer is an `MoE`, or a `Sequential` that is in none; they count in the order of ``model.named_modules()``. Sets
-    ``recipe`` of their `GroupedLinear` and `Linear` ops to ``"bf16"``.
+    A layer is an `MoE` or a `Sequential` that is within no other; they count in the order of ``model.named_modules()``.
+    Sets ``recipe`` of the `GroupedLinear` and `Linear` ops in them to ``"bf16"``, which can be done by hand for ops
+    outside of any.
 
     Returns
     -------

@@ -64,8 +64,9 @@ def recipe(recipe: object) -> Iterator[Recipe]:
     """Run what is called inside under this recipe: a name (``"mxfp8"``), a `Recipe`, or one of Transformer Engine's
     recipes; the innermost holds, but for layers with a recipe of their own.
 
-    The backward pass of a call uses the recipe of its forward, and so does what activation checkpointing computes
-    again, wherever ``backward()`` is called: see `fusedmoe.chain.Chain`.
+    The backward pass of a call uses the recipe of its forward, wherever ``backward()`` is called. What activation
+    checkpointing computes again uses that of the chain's last call with gradients, or, under ``use_reentrant=True``, of
+    its last call without.
     """
     resolved = resolve(recipe)
     with _changed(recipe=resolved):

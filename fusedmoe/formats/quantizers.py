@@ -42,7 +42,7 @@ def quantize(
     x
         fp32, bf16 or fp16: rows (R, K), or a weight an expert (E, N, K).
     quantizer
-        The format, or a format with stochastic rounding, rotation.
+        The format, or a format with stochastic rounding, rotation, delayed scales (then with ``encode``).
     axis
         Which axis blocks run along: the one that a product will sum over. -1 by rows, -2 by columns.
     offsets
@@ -64,6 +64,8 @@ def quantize(
         quantizer = Quantizer(quantizer)
     format = quantizer.format
     _check(x, axis, offsets, format, encode)
+    if quantizer.delayed is not None and encode is None:
+        raise InputError("quantize: encode: expected for delayed scales, which follow from steps before, got None")
     values, experts = _laid_out(x, axis, offsets, column_block(format))
     rotated = quantizer.hadamard and axis == -2
     if rotated:

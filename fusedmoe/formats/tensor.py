@@ -39,8 +39,8 @@ class QuantizedTensor:
         rows by rows; (K, P) of rows by columns, every expert's rows padded to whole blocks; (E, N, K) and (E, K, N) of
         weights.
     scale : Tensor
-        In the rule's dtype: one a block, (..., M / across, L / along) for data (..., M, L); one a row, (M, 1), or (M,
-        E) of rows by columns; one a tensor, (E,).
+        In the rule's dtype: one a block, (..., M / across, L / along) for data (..., M, L); one a row, (..., M, 1), or
+        (M, E) of rows by columns; one a tensor, (E,).
     format : Format
         What codes and scales are.
     axis : int
@@ -132,8 +132,8 @@ class QuantizedTensor:
         Parameters
         ----------
         dtype
-            Of the result; the source's by default. The arithmetic is fp32. bf16 holds the values exactly of every
-            format but those with fp32 scales that are no powers of two.
+            Of the result; the source's by default. The arithmetic is fp32. bf16 holds the values of MXFP8, and of FP8
+            with scales that are powers of two, exactly, but for rotated ones; others it rounds.
         """
         values, factor = self.split()
         if factor is not None:

@@ -38,8 +38,8 @@ class Quantize(Op):
     weight
         What to quantize the weight of the linear layer right behind to.
 
-        Each of the three is a name (``"mxfp8"``: what the recipe of that name has in that place), a
-        `fusedmoe.formats.Quantizer` or a `fusedmoe.formats.Format`.
+        Each of the three is a name (``"mxfp8"``: what the recipe of that name has in that place; so with every recipe
+        that quantizes), a `fusedmoe.formats.Quantizer` or a `fusedmoe.formats.Format`.
 
     Notes
     -----

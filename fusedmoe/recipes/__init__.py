@@ -1,5 +1,7 @@
 """Recipes: which numeric formats a chain computes in, as a rewrite of the chain."""
 
+from fusedmoe.formats.roles import Roles
+from fusedmoe.ops.op import Node
 from fusedmoe.recipes.recipe import (
     BF16,
     MXFP8,
@@ -22,6 +24,8 @@ __all__ = [
     "FP8Block",
     "FP8Row",
     "FP8Tensor",
+    "Node",
     "Recipe",
+    "Roles",
     "resolve",
 ]

@@ -72,7 +72,11 @@ class Recipe:
         if "weight" not in op.contracts:  # no linear layer
             return _NOTHING
         own = getattr(op, "recipe", None)
-        return (self if own is None else resolve(own)).roles()
+        recipe = self if own is None else resolve(own)
+        roles = recipe.roles()
+        if not isinstance(roles, Roles):
+            raise InputError(f"recipe {recipe.name!r}: roles() must return fusedmoe.recipes.Roles, got {roles!r}")
+        return roles
 
 
 def _quantizes_before(nodes: tuple[Node, ...], i: int) -> list[Quantize]:

@@ -398,8 +398,6 @@ def test_factors_from_elsewhere(axis):
         expected = oracles.values_of(codes, "e4m3") * (np.float32(1) / np.float32(factor))
         np.testing.assert_array_equal(values[first:end].numpy(), expected)
     assert not values[37:].any()
-    own = quantize(x, quantizer, axis, offsets=offsets)
-    check(own, x, fp8_tensor(), axis, offsets)
 
 
 @axes

@@ -338,6 +338,18 @@ def test_a_recipe_that_there_is_not_is_refused_at_once(kind):
     assert layer.recipe == "mxfp8"
 
 
+def test_roles_of_another_type_are_refused_by_the_recipes_name():
+    @dataclasses.dataclass(frozen=True)
+    class Mine(Recipe):
+        name: str = "mine"
+
+        def roles(self):
+            return None, None, None
+
+    with fm.recipe(Mine()), pytest.raises(fm.InputError, match=r"recipe 'mine': roles\(\) must return .*Roles, got"):
+        experts()(rows(), splits=SPLITS)
+
+
 def test_layers_of_a_chain_may_differ():
     chain, x = experts(), rows()
     chain[0].recipe, chain[2].recipe = "mxfp8", "bf16"
@@ -468,6 +480,10 @@ def test_routers_and_gates_are_quantized_by_nobody():
         (
             lambda: fm.Quantize(weight=q(nvfp4(), stochastic_rounding=True)),
             "weight: expected a quantizer that rounds to nearest, got nvfp4 e2m1 1x16, stochastic rounding",
+        ),
+        (
+            lambda: fm.quantize(torch.ones(2, 2), q(fp8_tensor(), delayed=Delayed())),
+            "quantize: encode: expected for delayed scales, which follow from steps before, got None",
         ),
         (lambda: fm.keep_in_bf16(fm.MoE(8, 8, 2, 1), first=1.0), "keep_in_bf16: expected 0 to 1 layers.* first=1.0"),
         (lambda: q(mxfp8(), stochastic_rounding=True), "stochastic_rounding: expected a format of e2m1, got mxfp8"),
