@@ -17,7 +17,7 @@ def _kind(device: torch.device) -> str:
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """Return what autocast computes in on a device; None where it is off, or knows no such device."""
-    kind = _kind(device)
+    kind = device.type if torch.compiler.is_compiling() else _kind(device)
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return None
     return torch.get_autocast_dtype(kind)

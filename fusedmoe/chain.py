@@ -27,6 +27,9 @@ from fusedmoe.recompute import backward_pass, had_gradients
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
+    from typing import TypeAlias
+
+    Parameters: TypeAlias = Mapping[str, Tensor | None]
 
     from fusedmoe.fusion.plan import PlanData
     from fusedmoe.recipes import Recipe
@@ -61,10 +64,12 @@ class Chain:
         self.exports = tuple(exports)
         graph = Graph(self.nodes, self.exports)
         self.inputs = tuple(graph.inputs)
-        self._names = graph.arguments
+        self.arguments = graph.arguments
         self._ops = tuple(node.op for node in self.nodes)
         self.takers = graph.takers  # each runtime input, with the ops that take it
-        self._parameters = [(node.op, name) for node in self.nodes for name in node.op.parameter_names]
+        self.parameters = [  # with their names here
+            (node.op, name, f"{node.label}.{name}") for node in self.nodes for name in node.op.parameter_names
+        ]
         self._circumstances: dict[tuple[Any, ...], int] = {}
         self._numbers = count()
         self._plans: dict[tuple[Any, ...], Plan] = {}  # by what a plan depends on
@@ -72,13 +77,18 @@ class Chain:
         self._last: _Last | None = None
         self._settings: dict[bool, Settings] = {}  # of the last call with gradients, and of the last without
 
-    def run(self, x: Tensor, named: dict[str, Tensor], options: KernelOptions = DEFAULT) -> Tensor:
-        """Run the chain on rows and runtime inputs by name, add its exports to the latter, and return its result."""
-        if torch.compiler.is_dynamo_compiling():
-            from fusedmoe.uncompiled import run_chain
+    def run(
+        self,
+        x: Tensor,
+        named: dict[str, Tensor],
+        options: KernelOptions = DEFAULT,
+        parameters: Parameters | None = None,
+    ) -> Tensor:
+        """Run the chain on rows and runtime inputs by name, add its exports to the latter, and return its result.
 
-            return run_chain(self, x, named, options)  # type: ignore[no-any-return]
-        arguments = self._arguments(x, named)
+        Parameters by label and name, ``"1.weight"``, are for ops that have none.
+        """
+        arguments = self.arguments_of(x, named, parameters)
         tensors = signature(arguments)
         around = self._around(self._settings_of_call(), options)
         last = self._last
@@ -99,26 +109,33 @@ class Chain:
             named.update(zip(self.exports, results[1:], strict=True))
         return results[0]
 
-    def explain(self, x: Tensor, named: Mapping[str, Tensor], options: KernelOptions = DEFAULT) -> PlanData:
+    def explain(
+        self,
+        x: Tensor,
+        named: Mapping[str, Tensor],
+        options: KernelOptions = DEFAULT,
+        parameters: Parameters | None = None,
+    ) -> PlanData:
         """Return the plan for this call, as data."""
-        arguments = self._arguments(x, named)
+        arguments = self.arguments_of(x, named, parameters)
         if (dtype := autocast_dtype(x.device)) is not None:
             arguments = self._cast(arguments, dtype)
         plan = self._call(arguments, signature(arguments), self._around(settings.current(), options)).plan
         return plan.data(dict(zip(plan.graph.arguments, arguments, strict=True)))
 
-    def _arguments(self, x: Tensor, named: Mapping[str, Tensor]) -> list[Tensor | None]:
+    def arguments_of(
+        self, x: Tensor, named: Mapping[str, Tensor], parameters: Parameters | None
+    ) -> list[Tensor | None]:
         """Return rows, runtime inputs and parameters as they are now."""
-        return [
-            x,
-            *[named[name] for name in self.inputs],
-            *[op._parameters[name] if name in op._parameters else getattr(op, name) for op, name in self._parameters],
-        ]
+        own = [op._parameters[name] if name in op._parameters else getattr(op, name) for op, name, _ in self.parameters]
+        if parameters:
+            own = [parameters.get(key) if t is None else t for t, (_, _, key) in zip(own, self.parameters, strict=True)]
+        return [x, *[named[name] for name in self.inputs], *own]
 
     def _cast(self, arguments: list[Tensor | None], dtype: torch.dtype) -> list[Tensor | None]:
         """Return the arguments with rows and parameters as autocast wants them."""
         first_parameter = 1 + len(self.inputs)
-        return [a if a is None or 0 < i < first_parameter else _cast(a, dtype) for i, a in enumerate(arguments)]
+        return [autocast_argument(a, dtype, 0 < i < first_parameter) for i, a in enumerate(arguments)]
 
     def _around(self, now: Settings, options: KernelOptions) -> tuple[Any, ...]:
         """Return what a plan depends on besides the arguments, as it is now; `changes.count` stands for much of it."""
@@ -212,22 +229,38 @@ class Chain:
     def _make(
         self, arguments: list[Tensor | None], recipe: Recipe, disabled: tuple[str, ...], options: KernelOptions
     ) -> Plan:
-        x = arguments[0]
-        assert x is not None
-        for name, argument in zip(self._names, arguments, strict=True):
-            if argument is not None and argument.device != x.device:
-                takes = f"; {', '.join(self.takers[name])} takes it" if name in self.inputs else ""
-                raise InputError(f"{name}: expected on {x.device}, where the rows are, got on {argument.device}{takes}")
-        environment = Environment(
-            x.device, arch(x.device), torch.are_deterministic_algorithms_enabled(), recipe, disabled, options
-        )
-        graph = self._rewritten(recipe)
+        self.check_devices(arguments)
+        graph = self.rewritten(recipe)
         named = dict(zip(graph.arguments, arguments, strict=True))
         grad = torch.is_grad_enabled()
         wanted = {name for name, a in named.items() if grad and a is not None and a.requires_grad}
+        x = arguments[0]
+        assert x is not None
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        environment = Environment(x.device, arch(x.device), deterministic, recipe, disabled, options)
         return make_plan(graph, named, wanted, environment)
 
-    def _rewritten(self, recipe: Recipe) -> Graph:
+    def changes_state(self, recipe: Recipe) -> bool:
+        """Whether a call changes more than it returns: a ``main_grad``, or what delayed scaling remembers."""
+        if any(getattr(op, "accumulate_into_main_grad", False) for op in self._ops):
+            return True
+        graph = self.rewritten(recipe)
+        quantizers = [getattr(node.op, name, None) for node in graph.nodes for name in ("quantizer", "grad_quantizer")]
+        quantizers += [getattr(step.run, "quantizer", None) for step in graph.weights.values()]
+        return any(q is not None and q.delayed is not None for q in quantizers)
+
+    def check_devices(self, arguments: Sequence[Tensor | None]) -> None:
+        """Refuse arguments that are not where the rows are."""
+        rows = arguments[0]
+        assert rows is not None
+        for name, argument in zip(self.arguments, arguments, strict=True):
+            if argument is not None and argument.device != rows.device:
+                takes = f"; {', '.join(self.takers[name])} takes it" if name in self.inputs else ""
+                raise InputError(
+                    f"{name}: expected on {rows.device}, where the rows are, got on {argument.device}{takes}"
+                )
+
+    def rewritten(self, recipe: Recipe) -> Graph:
         """Return the chain as the recipe wants it, with the same arguments in the same order."""
         nodes = recipe.rewrite(self.nodes)
         must = f"recipe {recipe.name!r}: rewrite() must"
@@ -247,23 +280,31 @@ class Chain:
         return graph
 
 
-def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast what autocast casts: floats, but not fp64."""
-    return t.to(dtype) if t.is_floating_point() and t.dtype is not torch.float64 else t
+def autocast_argument(t: Tensor | None, dtype: torch.dtype, runtime_input: bool) -> Tensor | None:
+    """Cast what autocast casts: rows and parameters, floats, but not fp64."""
+    if t is None or runtime_input or not t.is_floating_point() or t.dtype is torch.float64:
+        return t
+    return t.to(dtype)
 
 
 def run_alone(op: Op, x: Tensor, inputs: Mapping[str, Tensor]) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
     """Run one op as a chain of one."""
     if not isinstance(x, Tensor):
         raise InputError(f"{op!r}: x: expected a tensor, got {type(x).__name__}")
-    chain: Chain | None = op.__dict__.get("_alone")
-    if chain is None:
-        chain = op.__dict__["_alone"] = Chain([Node("op", op.placed(()))], op.provides)
+    chain = alone(op)
     if inputs.keys() != set(chain.inputs) or not all(isinstance(t, Tensor) for t in inputs.values()):
         check_inputs(repr(op), chain.takers, inputs)
     named = dict(inputs)
     y = chain.run(x, named)
     return (y, {name: named[name] for name in op.provides}) if op.provides else y
+
+
+def alone(op: Op) -> Chain:
+    """Return the chain of one op, labelled ``op``."""
+    chain: Chain | None = op.__dict__.get("_alone")
+    if chain is None:
+        chain = op.__dict__["_alone"] = Chain([Node("op", op.placed(()))], op.provides)
+    return chain
 
 
 def check_inputs(
@@ -272,7 +313,23 @@ def check_inputs(
     given: Mapping[str, Tensor],
     provided: Mapping[str, str] | None = None,
 ) -> None:
-    """Raise unless exactly the wanted runtime inputs are given, as tensors.
+    """Raise unless exactly the wanted runtime inputs are given, as tensors; see `check_names`."""
+    missing = {name for name in wanted if given.get(name) is None}
+    check_names(who, wanted, given.keys() - missing, provided)
+    for name, ops in wanted.items():
+        if not isinstance(given[name], Tensor):
+            raise InputError(
+                f"{who}: {name}: expected a tensor, got {type(given[name]).__name__}; {', '.join(ops)} takes it"
+            )
+
+
+def check_names(
+    who: str,
+    wanted: Mapping[str, Sequence[str]],
+    given: Collection[str],
+    provided: Mapping[str, str] | None = None,
+) -> None:
+    """Raise unless exactly the wanted runtime inputs are given.
 
     Parameters
     ----------
@@ -292,9 +349,5 @@ def check_inputs(
             takes = ", ".join(f"{n!r} (for {', '.join(ops)})" for n, ops in wanted.items()) or "none"
             raise InputError(f"{who}: no op takes the runtime input {name!r}; the inputs that ops take: {takes}")
     for name, ops in wanted.items():
-        if given.get(name) is None:
+        if name not in given:
             raise InputError(f"{who}: the runtime input {name!r} is missing, which {', '.join(ops)} takes")
-        if not isinstance(given[name], Tensor):
-            raise InputError(
-                f"{who}: {name}: expected a tensor, got {type(given[name]).__name__}; {', '.join(ops)} takes it"
-            )

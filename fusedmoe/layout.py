@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from fusedmoe.chain import Chain, check_inputs
+from fusedmoe.chain import Chain, check_inputs, check_names
 from fusedmoe.errors import InputError
 from fusedmoe.fusion.graph import Graph
 from fusedmoe.ops.op import Node, Op
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
+    from fusedmoe.chain import Parameters
     from fusedmoe.kernels.options import KernelOptions
 
 
@@ -60,7 +61,9 @@ class ModulePart:
         )
         return f"module {self.label}: {type(self.module).__name__}: {why}"
 
-    def run(self, x: Tensor, named: dict[str, Tensor], options: KernelOptions) -> Tensor:
+    def run(
+        self, x: Tensor, named: dict[str, Tensor], options: KernelOptions, parameters: Parameters | None = None
+    ) -> Tensor:
         """Call it on the rows and what it takes of the values by name, to which it adds those that it provides. It has
         options of its own, where it has any.
         """
@@ -124,6 +127,8 @@ class Layout:
                 (member,) = group
                 self.parts.append(ModulePart(member.label, member.module, tuple(takes[i]), tuple(provides)))
         self._names = self.wanted.keys()
+        chains = [part.chain for part in self.parts if isinstance(part, ChainPart)]
+        self._parameters = {key: (op, name) for chain in chains for op, name, key in chain.parameters}
         self.runs = [part.chain.run if isinstance(part, ChainPart) else part.run for part in self.parts]
 
     def _members(self, parent: nn.Module, prefix: str, opened: Callable[[nn.Module], bool]) -> list[Member]:
@@ -160,6 +165,24 @@ class Layout:
         if inputs.keys() != self._names or False in [isinstance(t, Tensor) for t in inputs.values()]:
             check_inputs("Sequential", self.wanted, inputs, self.provided)
         return inputs
+
+    def check_names(self, given: Sequence[str]) -> None:
+        """Check that the caller gives just those runtime inputs that are wanted."""
+        check_names("Sequential", self.wanted, given, self.provided)
+
+    def check_parameters(self, given: Collection[str]) -> None:
+        """Check that parameters that come with a call are such that an op takes, and has none itself."""
+        for key in given:
+            taker = self._parameters.get(key)
+            if taker is None:
+                names = ", ".join(map(repr, self._parameters)) or "none"
+                raise InputError(f"Sequential: parameters: no op takes {key!r}; those that ops take: {names}")
+            op, name = taker
+            if op._parameters.get(name) is not None:
+                raise InputError(
+                    f"Sequential: parameters: {key!r} is given, but the op has one; see Sequential.without_parameters, "
+                    f"or use torch.func.functional_call"
+                )
 
 
 def _hooked(module: nn.Module) -> bool:

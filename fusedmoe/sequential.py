@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, get_args
 
+import torch
 from torch import nn
 
 from fusedmoe.errors import InputError
@@ -13,8 +14,11 @@ from fusedmoe.fusion.plan import Explanation
 from fusedmoe.kernels.options import DEFAULT, KernelOptions, Schedule
 from fusedmoe.layout import ChainPart, Layout
 from fusedmoe.ops.amax_state import only_looking
+from fusedmoe.ops.op import Op, constant_in_graphs
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
 
 logger = logging.getLogger(__name__)
@@ -113,12 +117,46 @@ class Sequential(nn.Sequential):
         InputError
             A runtime input is missing, is used by no op, or has the wrong shape, dtype or device.
         """
-        layout = self._layout
-        if layout is None or not layout.holds():
-            layout = self._new_layout()
+        return self._run(x, inputs, None)
+
+    def forward_with(self, parameters: Mapping[str, Tensor | None], x: Tensor, /, **inputs: Tensor) -> Tensor:
+        """Run the ops with parameters that belong to somebody else: ``{"0.weight": w, "0.bias": None, ...}``.
+
+        For a module that holds weights of its own and composes ops without any; see `without_parameters`. (What
+        ``torch.func.functional_call`` does for a module with parameters works too, but takes the host longer.) Any
+        strides will do: ``weight.mT`` of a weight that is stored (E, in, out).
+
+        Raises
+        ------
+        InputError
+            As `forward`; or a parameter is given that no op takes or that the op has itself, or is missing.
+        """
+        return self._run(x, inputs, parameters)
+
+    def without_parameters(self) -> Sequential:
+        """Take the parameters from the ops, for `forward_with`; return this `Sequential`.
+
+        Build it with ``device="meta"``, and no memory is taken for them.
+        """
+        for module in self.modules():
+            if isinstance(module, Op):
+                for name in module.parameter_names:
+                    setattr(module, name, None)
+        return self
+
+    def _run(self, x: Tensor, inputs: dict[str, Tensor], parameters: Mapping[str, Tensor | None] | None) -> Tensor:
+        if torch.compiler.is_compiling():
+            from fusedmoe import compiled, exported
+
+            if torch.compiler.is_exporting():
+                return exported.run_sequential(self, x, inputs, parameters)
+            return compiled.run_sequential(self, x, inputs, parameters)
+        layout = self._current_layout()
         named = layout.bind(x, inputs)
+        if parameters is not None:
+            layout.check_parameters(parameters)
         for run in layout.runs:
-            x = run(x, named, self._options)
+            x = run(x, named, self._options, parameters)
         return x
 
     def explain(self, x: Tensor, /, **inputs: Tensor) -> Explanation:
@@ -127,15 +165,23 @@ class Sequential(nn.Sequential):
         The backward pass is planned as autograd would want it here: nothing under ``torch.no_grad()``. Chains and
         modules in front of another chain are run, to know what it gets; for delayed scaling that is no step.
         """
+        return self.explain_with(None, x, **inputs)
+
+    def explain_with(
+        self, parameters: Mapping[str, Tensor | None] | None, x: Tensor, /, **inputs: Tensor
+    ) -> Explanation:
+        """Return what `forward_with` would do with this call, and why; see `explain`."""
         layout = self._current_layout()
         named = layout.bind(x, inputs)
+        if parameters is not None:
+            layout.check_parameters(parameters)
         explained = []
         with only_looking():
             for i, part in enumerate(layout.parts):
-                plan = part.chain.explain(x, named, self._options) if isinstance(part, ChainPart) else None
+                plan = part.chain.explain(x, named, self._options, parameters) if isinstance(part, ChainPart) else None
                 explained.append((part.title, plan))
                 if i + 1 < len(layout.parts):
-                    x = layout.runs[i](x, named, self._options)
+                    x = layout.runs[i](x, named, self._options, parameters)
         return Explanation(tuple(explained))
 
     @property
@@ -151,6 +197,19 @@ class Sequential(nn.Sequential):
         layout = self.__dict__["_layout"] = Layout(self, opened=lambda module: type(module) is Sequential)
         self._say_whose_options_hold(layout)
         return layout
+
+    @constant_in_graphs
+    def _describe_for_compiler(self) -> None:
+        for module in self.modules():
+            if isinstance(module, Op):
+                module.describe()
+
+    @constant_in_graphs
+    def _parts_for_compiler(self, *around: Any) -> Any:
+        """Return what `fusedmoe.compiled` reads of this. It follows from what is given, which Dynamo has guards on."""
+        from fusedmoe.compiled import parts_for_compiler
+
+        return parts_for_compiler(self, around[-1])
 
     def _say_whose_options_hold(self, layout: Layout) -> None:
         message = "nested Sequential %r: %s holds only where it is called by itself; set it on the outer one"

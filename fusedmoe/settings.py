@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -43,6 +44,20 @@ current = _settings.get
 """Returns the settings that hold at this point."""
 
 
+class _Thread(threading.local):
+    """The settings of a thread as a text: `torch.compile` can guard on it, but not on a context variable."""
+
+    key = ""
+
+
+thread = _Thread()
+_keys: dict[Settings, str] = {Settings(): ""}
+
+
+def _key(settings: Settings) -> str:
+    return _keys.setdefault(settings, f"settings {len(_keys)}")
+
+
 def patterns(text: str) -> tuple[str, ...]:
     """``"sm90.*, my.rule" -> ("sm90.*", "my.rule")``."""
     return tuple(filter(None, (part.strip() for part in text.split(","))))
@@ -52,11 +67,13 @@ def patterns(text: str) -> tuple[str, ...]:
 def _changed(**changes: Any) -> Iterator[None]:
     now, within = _settings.get(), backward_pass()
     set_in = now.set_in if within == -1 else {**now.set_in, **dict.fromkeys(changes, within)}
-    token = _settings.set(replace(now, set_in=set_in, **changes))
+    changed = replace(now, set_in=set_in, **changes)
+    token, thread.key = _settings.set(changed), _key(changed)
     try:
         yield
     finally:
         _settings.reset(token)
+        thread.key = _key(now)
 
 
 @contextmanager

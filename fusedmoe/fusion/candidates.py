@@ -49,11 +49,17 @@ class Candidate:
 
 
 class Costs:
-    """The cost model: bytes and launches as microseconds, the rows scaled to the next power of two."""
+    """The cost model: bytes and launches as microseconds, the rows scaled to a number, or to the next power of two."""
 
-    def __init__(self, specs: Mapping[str, SpecLike | None], parameters: Collection[str], rows: int) -> None:
+    def __init__(
+        self,
+        specs: Mapping[str, SpecLike | None],
+        parameters: Collection[str],
+        rows: int,
+        nominal_rows: int | None = None,
+    ) -> None:
         self._specs, self._parameters = specs, parameters
-        self._scale = (1 << rows.bit_length()) / rows if rows else 1.0
+        self._scale = (nominal_rows or 1 << rows.bit_length()) / rows if rows else 1.0
 
     def nbytes(self, value: str) -> int:
         spec = self._specs.get(value, self._specs.get(primal(value)))

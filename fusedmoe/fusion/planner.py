@@ -40,6 +40,7 @@ def make_plan(
     arguments: Mapping[str, SpecLike | None],
     wanted: Collection[str],
     environment: Environment,
+    nominal_rows: int | None = None,
 ) -> Plan:
     """Plan a chain.
 
@@ -53,6 +54,8 @@ def make_plan(
         The arguments that want a gradient; empty for inference.
     environment
         What else the choice depends on.
+    nominal_rows
+        The number of rows that the choice is made for; by default the next power of two above those that there are.
     """
     specs = graph.infer(arguments)
     rows = specs[graph.arguments[0]]
@@ -65,7 +68,7 @@ def make_plan(
 
     # without what pads the rows of each expert: it does not grow with them, and the choice must not depend on how many
     # there are; every covering pads alike
-    costs = Costs(specs, graph.parameters, math.prod(rows.shape[:-1]))
+    costs = Costs(specs, graph.parameters, math.prod(rows.shape[:-1]), nominal_rows)
     specs = with_layouts(specs, graph, (*of_forward.places, *of_backward.places))
     context = {
         "device": environment.device,

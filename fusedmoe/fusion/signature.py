@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fusedmoe.ops.op import TensorSpec
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -35,3 +37,19 @@ def signature(tensors: Sequence[Tensor | None]) -> Signature:
         )  # fmt: skip
     except RuntimeError:  # a sparse one has no strides, one inside a transform of torch.func no address
         return tuple([None if t is None else (type(t), t.shape, t.dtype, t.requires_grad, t.device) for t in tensors])
+
+
+NOMINAL_ROWS = 32768
+"""The number of rows that a plan for any number of them is made for."""
+
+
+def spec_of(t: Tensor | None) -> TensorSpec | None:
+    """Return shape and dtype, each size as a number: of one that is symbolic, that of the call that is traced."""
+    return None if t is None else TensorSpec(tuple(map(_size, t.shape)), t.dtype)
+
+
+def _size(size: Any) -> int:
+    if isinstance(size, int):
+        return size
+    hint = size.node.hint if size.node.has_hint() else None
+    return NOMINAL_ROWS if hint is None else int(hint)

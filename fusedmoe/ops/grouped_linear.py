@@ -348,9 +348,11 @@ class Linear(_LinearOp):
         return text + ("" if self.recipe is None else f", recipe={self.recipe!r}")
 
 
-def _check_parameters(op: Op, x: SpecLike, weight: SpecLike, bias: SpecLike | None, shape: tuple[int, ...]) -> None:
-    if tuple(weight.shape) != shape:
-        raise op.reject("weight", f"shape {shape}", weight.shape)
+def _check_parameters(
+    op: Op, x: SpecLike, weight: SpecLike | None, bias: SpecLike | None, shape: tuple[int, ...]
+) -> None:
+    if weight is None or tuple(weight.shape) != shape:
+        raise op.reject("weight", f"shape {shape}", None if weight is None else weight.shape)
     if bias is not None and tuple(bias.shape) != shape[:-1]:
         raise op.reject("bias", f"shape {shape[:-1]}", bias.shape)
     for name, parameter in (("weight", weight), ("bias", bias)):

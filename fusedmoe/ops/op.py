@@ -11,7 +11,9 @@ Names of values, as an op sees them:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+import itertools
+import os
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +57,16 @@ def exact_together(*tensors: Tensor) -> list[Tensor]:
     """Return the tensors in the one dtype that arithmetic between them is done in: fp32, or fp64 where any is."""
     dtype = torch.float64 if any(t.dtype is torch.float64 for t in tensors) else torch.float32
     return [t.to(dtype) for t in tensors]
+
+
+_T = TypeVar("_T")
+
+
+def constant_in_graphs(function: _T) -> _T:
+    """Mark a function whose result `torch.compile` takes for a constant: it runs when the graph is traced."""
+    # what torch.compiler.assume_constant_result does, which imports all of Dynamo to do it
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 Specs = TensorSpec | tuple[TensorSpec, ...]
@@ -172,6 +184,26 @@ class Op(nn.Module):
             attributes = self.__dict__["_attributes"] = tuple(public.items())
         return attributes
 
+    def describe(self) -> str:
+        """Return class and public attributes as a text, which stays up to date from then on: equal texts mean the same
+        computation. What graphs of `torch.compile` are made for.
+        """
+        description: str | None = self.__dict__.get("_description")
+        if description is None:
+            description = self.__dict__["_description"] = _description(self)
+        return description
+
+    @constant_in_graphs
+    def _describe_for_compiler(self) -> None:
+        self.describe()
+
+    @constant_in_graphs
+    def _chain_for_compiler(self, *around: Any) -> Any:
+        """Return what `fusedmoe.compiled` reads of the op alone. It follows from what is given, as for `Sequential`."""
+        from fusedmoe.compiled import chain_for_compiler
+
+        return chain_for_compiler(self, around[-1])
+
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         _note_change(self, name)
@@ -198,6 +230,10 @@ class Op(nn.Module):
         """
         from fusedmoe.chain import run_alone  # the op alone is a chain of one: the way of a call leads back up, once
 
+        if torch.compiler.is_compiling():
+            from fusedmoe import compiled, exported
+
+            return (exported if torch.compiler.is_exporting() else compiled).run_op(self, x, inputs)
         return run_alone(self, x, inputs)
 
     @property
@@ -215,7 +251,7 @@ class Op(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # plans hold functions of this very process: neither a pickle nor a deepcopy takes them along
-        of_this_process = ("_alone", "_attributes", "_quantized_weight", "_captured")
+        of_this_process = ("_alone", "_attributes", "_description", "_number", "_quantized_weight", "_captured")
         return {k: v for k, v in self.__dict__.items() if k not in of_this_process}
 
 
@@ -227,7 +263,22 @@ def _note_change(op: Op, name: str) -> None:
         op.__dict__.pop("_quantized_weight", None)  # with FSDP2, the memory that a resharded weight must not hold
     elif name[0] != "_":
         op.__dict__.pop("_attributes", None)
+        if "_description" in op.__dict__:
+            op.__dict__["_description"] = _description(op)
         changes.note()
+
+
+_numbers = itertools.count()
+
+
+def _description(op: Op) -> str:
+    attributes = ", ".join([f"{name}={value!r}" for name, value in op.attributes()])  # type: ignore[misc, has-type]
+    kind = type(op)
+    text = f"{kind.__module__}.{kind.__qualname__}({attributes})"
+    if kind.__module__.partition(".")[0] == "fusedmoe" and not op._buffers and not op._modules:
+        return text
+    # somebody else's may depend on more: buffers, objects that do not say all of what they are
+    return f"{text} of process {os.getpid()}, number {op.__dict__.setdefault('_number', next(_numbers))}"
 
 
 class BackwardOp:

@@ -574,7 +574,7 @@ def test_strict_has_nothing_to_say_of_quantized_chains(name, builtin_rules):
 def test_a_recipe_keeps_the_arguments_of_a_chain():
     nodes = [Node("fc", fm.GroupedLinear(E, H, H)), Node("s", fm.Scale("probs"))]
     chain = Chain(nodes)
-    assert chain._rewritten(MXFP8()).arguments[1:] == chain._names[1:]
+    assert chain.rewritten(MXFP8()).arguments[1:] == chain.arguments[1:]
     assert chain.inputs == ("splits", "probs")
 
 

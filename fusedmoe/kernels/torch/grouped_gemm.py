@@ -77,6 +77,10 @@ def _ranges(offsets_E: Tensor) -> list[tuple[int, int, int]]:
 def _rows_times(x_RK: Tensor, w_EKN: Tensor, offsets_E: Tensor | None) -> Tensor:
     if offsets_E is None:
         return x_RK @ w_EKN[0]
+    if torch.compiler.is_exporting():
+        if x_RK.dtype is torch.bfloat16:
+            return zero_tail_(F.grouped_mm(x_RK, w_EKN, offs=offsets_E), offsets_E)
+        return torch.ops.fusedmoe.grouped_mm(x_RK, w_EKN, offsets_E)  # type: ignore[no-any-return]
     if not x_RK.numel() or not w_EKN.numel():
         return x_RK.new_zeros(x_RK.shape[0], w_EKN.shape[2])
     if native := _native(x_RK, w_EKN):
@@ -135,3 +139,14 @@ def grouped_bias_grad(dy_RN: Tensor, offsets_E: Tensor | None) -> Tensor:
     starts = F.pad(offsets_E.to(torch.int64), (1, 0))
     sums_EN = torch.segment_reduce(dy_RN.to(accumulate), "sum", offsets=starts, axis=0, initial=0, unsafe=True)
     return sums_EN.to(dy_RN.dtype)
+
+
+# For exported programs: torch's own operator has no fake implementation but for bf16, whatever it computes.
+_library = torch.library.Library("fusedmoe", "FRAGMENT")
+_library.define("grouped_mm(Tensor rows, Tensor weight, Tensor offsets) -> Tensor")
+_library.impl("grouped_mm", _rows_times, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("fusedmoe::grouped_mm", lib=_library)  # type: ignore[untyped-decorator]
+def _(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], weight.shape[2])

@@ -36,7 +36,7 @@ def tail_mask(offsets_E: Tensor, num_rows: int) -> Tensor:
 
 def zero_tail_(rows: Tensor, offsets_E: Tensor) -> Tensor:
     """Set the rows that belong to no expert to zero, in place. ``rows`` is (R,) or (R, H)."""
-    if rows.is_cpu:  # reading one number costs less than a mask
+    if rows.is_cpu and not torch.compiler.is_compiling():  # reading one number costs less than a mask
         end = offsets_E.tolist()[-1]  # quicker than indexing the tensor
         if end < rows.shape[0]:
             rows[end:].zero_()

@@ -1,0 +1,422 @@
+"""A `Sequential` as `torch.compile` meets it: each chain is one operator, forward and backward. Imported only then.
+
+Dynamo traces `run_sequential`, which gathers what the chains are called with, and never sees the planner. What a chain
+is, and what holds around the call (recipe, switched-off rules, options), is written into a text, the *handle*, which is
+baked into the graph: equal texts mean the same computation, also in a graph that came from a cache on disk. Where any
+of it changes, a guard fails and Dynamo traces anew.
+
+    fusedmoe::run_chain(handle, wanted, tensors) -> results, kept
+    fusedmoe::run_chain_backward(plan, sizes, saved, grads) -> gradients
+
+The plan follows from the handle, from which tensors want a gradient, and from dtypes and widths, not from the number of
+rows: a graph for any number of rows is a graph with one plan. The fake implementations say what that plan's steps would
+return. A chain that keeps quantized values keeps its inputs instead and computes them again in backward.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedmoe import settings
+from fusedmoe.autocast import without_autocast
+from fusedmoe.chain import Chain, alone, autocast_argument, check_names
+from fusedmoe.environment import disabled_by_environment
+from fusedmoe.fusion import registry
+from fusedmoe.fusion.executable import Call, Environment, Plan
+from fusedmoe.fusion.planner import make_plan
+from fusedmoe.fusion.signature import NOMINAL_ROWS, Signature, signature, spec_of
+from fusedmoe.kernels.device import arch
+from fusedmoe.kernels.options import DEFAULT, KernelOptions
+from fusedmoe.layout import ChainPart
+from fusedmoe.ops.op import Node, Op
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import nn
+
+    from fusedmoe.chain import Parameters
+    from fusedmoe.ops.op import SpecLike
+    from fusedmoe.sequential import Sequential
+    from fusedmoe.settings import Settings
+
+Path = tuple[str, ...]
+
+
+class TracedChain(NamedTuple):
+    """What Dynamo reads of a chain: only texts."""
+
+    handle: str | None
+    inputs: tuple[str, ...]
+    parameters: tuple[tuple[Path, str, str], ...]  # where the op is, the parameter's name, and its name in the chain
+    exports: tuple[str, ...]
+    chain: Chain | None  # where there is no handle
+
+
+class TracedModule(NamedTuple):
+    """What Dynamo reads of a module among the ops."""
+
+    path: Path
+    takes: tuple[str, ...]
+    provides: tuple[str, ...]
+
+
+# ---- what Dynamo traces -------------------------------------------------------------------------------------------
+
+
+def run_sequential(
+    root: Sequential, x: Tensor, inputs: dict[str, Tensor], parameters: Parameters | None = None
+) -> Tensor:
+    """Run a `Sequential` in a graph that is being traced."""
+    root._describe_for_compiler()
+    options = root._options
+    parts = root._parts_for_compiler(
+        _described(root), settings.thread.key, registry.generation(), options.sm_margin, options.schedule,
+        torch.are_deterministic_algorithms_enabled(), tuple(inputs),
+    )  # fmt: skip
+    named = dict(inputs)
+    for part in parts:
+        if isinstance(part, TracedModule):
+            module = _at(root, part.path)
+            y = module(x, **{name: named[name] for name in part.takes})
+            if part.provides:
+                x, provided = y
+                named.update(provided)
+            else:
+                x = y
+        else:
+            own = [getattr(_at(root, path), name) for path, name, _ in part.parameters]
+            if parameters is not None:
+                keys = [key for _, _, key in part.parameters]
+                own = [parameters.get(key) if t is None else t for t, key in zip(own, keys, strict=True)]
+            x = _run_chain(part, x, named, own, options, parameters)
+    return x
+
+
+def run_op(op: Op, x: Tensor, inputs: dict[str, Tensor]) -> Any:
+    """Run an op alone in a graph that is being traced."""
+    op._describe_for_compiler()
+    part = op._chain_for_compiler(
+        op._description, settings.thread.key, registry.generation(), torch.are_deterministic_algorithms_enabled(),
+        tuple(inputs),
+    )  # fmt: skip
+    named = dict(inputs)
+    y = _run_chain(part, x, named, [getattr(op, name) for _, name, _ in part.parameters], DEFAULT, None)
+    return (y, {name: named[name] for name in op.provides}) if op.provides else y
+
+
+def _described(module: Any) -> tuple[Any, ...]:
+    """Return what the layout of a `Sequential` depends on, as texts: Dynamo guards on each that it reads."""
+    return tuple(
+        [
+            (name, child._description if isinstance(child, Op) else _described(child) if _opened(child) else "")
+            for name, child in module._modules.items()
+        ]
+    )
+
+
+def _opened(module: nn.Module | None) -> bool:
+    from fusedmoe.sequential import Sequential
+
+    return type(module) is Sequential
+
+
+def _at(root: nn.Module, path: Path) -> Any:
+    module: Any = root
+    for name in path:
+        module = module._modules[name]
+    return module
+
+
+def _run_chain(
+    part: TracedChain,
+    x: Tensor,
+    named: dict[str, Tensor],
+    parameters: list[Tensor | None],
+    options: KernelOptions,
+    given: Parameters | None,
+) -> Tensor:
+    inputs: list[Tensor | None] = [named[name] for name in part.inputs]
+    arguments = [x, *inputs, *parameters]
+    kind = x.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        first_parameter = 1 + len(inputs)
+        arguments = [autocast_argument(a, dtype, 0 < i < first_parameter) for i, a in enumerate(arguments)]
+    if part.handle is None:
+        results = _run_uncompiled(part.chain, x, named, options, given)
+    else:
+        grad = torch.is_grad_enabled()
+        wanted = "".join(["-" if a is None else "g" if grad and a.requires_grad else "n" for a in arguments])
+        results = torch.ops.fusedmoe.run_chain(part.handle, wanted, [a for a in arguments if a is not None])
+    for i, name in enumerate(part.exports):
+        named[name] = results[1 + i]
+    return results[0]  # type: ignore[no-any-return]
+
+
+@torch.compiler.disable(  # type: ignore[untyped-decorator]
+    reason="a chain that changes more than it returns (accumulate_into_main_grad, delayed scaling) is not traced"
+)
+def _run_uncompiled(
+    chain: Chain, x: Tensor, named: dict[str, Tensor], options: KernelOptions, parameters: Parameters | None
+) -> tuple[Tensor, ...]:
+    """Run a chain eagerly: a graph break."""
+    named = dict(named)
+    y = chain.run(x, named, options, parameters)
+    return (y, *[named[name] for name in chain.exports])
+
+
+# ---- what Dynamo takes for constants ------------------------------------------------------------------------------
+
+
+def parts_for_compiler(root: Sequential, given: tuple[str, ...]) -> tuple[TracedChain | TracedModule, ...]:
+    """Return what a `Sequential` is made of, for `run_sequential`; check that the caller gives what it takes."""
+    layout = root._current_layout()
+    layout.check_names(given)
+    return tuple(
+        _traced_chain(part.chain, [tuple(node.label.split(".")) for node in part.chain.nodes], root._options)
+        if isinstance(part, ChainPart)
+        else TracedModule(tuple(part.label.split(".")), part.takes, part.provides)
+        for part in layout.parts
+    )
+
+
+def chain_for_compiler(op: Op, given: tuple[str, ...]) -> TracedChain:
+    """Return an op alone, for `run_op`; check that the caller gives what it takes."""
+    chain = alone(op)
+    check_names(repr(op), chain.takers, given)
+    return _traced_chain(chain, [()], DEFAULT)
+
+
+def _traced_chain(chain: Chain, paths: Sequence[Path], options: KernelOptions) -> TracedChain:
+    parameters = tuple(
+        (path, name, f"{node.label}.{name}")
+        for node, path in zip(chain.nodes, paths, strict=True)
+        for name in node.op.parameter_names
+    )
+    handle = _handle(chain, options)
+    return TracedChain(handle, chain.inputs, parameters, chain.exports, None if handle else chain)
+
+
+# ---- the operators ------------------------------------------------------------------------------------------------
+
+
+class _Around(NamedTuple):
+    """What holds around a call that is traced."""
+
+    settings: Settings
+    disabled: tuple[str, ...]
+    options: KernelOptions
+    deterministic: bool
+
+
+class _Traced:
+    """A chain with what held around the traced call: what a handle stands for."""
+
+    def __init__(self, chain: Chain, around: _Around) -> None:
+        self.chain, self.around = chain, around
+        self.plans: dict[tuple[Any, ...], _TracedPlan] = {}
+
+
+class _TracedPlan:
+    """A plan as an operator runs it: which of its values come out beside the results, and what backward reads."""
+
+    def __init__(self, key: str, plan: Plan, wanted: str, dtypes: Mapping[str, torch.dtype], strict: bool) -> None:
+        self.key, self.plan, self.dtypes, self.strict = key, plan, dtypes, strict
+        self.names = plan.graph.arguments
+        self.given = tuple(w != "-" for w in wanted)
+        self.gradients = tuple(w == "g" and a in plan.gradients for a, w in zip(self.names, wanted, strict=True))
+        self.wanted = tuple(w == "g" for w in wanted)
+        self.results = len(plan.outputs)
+        made = [v for v in plan.saved if v not in (*self.names, *plan.outputs)]
+        # quantized values, whose tensors only their makers know, are made again in backward
+        self.kept = () if plan.keeps_quantized or not any(self.wanted) else tuple(made)
+        saved = self.names if plan.keeps_quantized else plan.saved
+        self.saved = tuple(saved) if any(self.wanted) else ()
+        self._calls: dict[Signature, Call] = {}
+
+    def call(self, arguments: Sequence[Tensor | None]) -> Call:
+        """Return what runs the plan for tensors like these."""
+        kind = signature(arguments)
+        call = self._calls.get(kind)
+        if call is None:
+            if len(self._calls) >= _REMEMBERED_CALLS:
+                self._calls.clear()
+            call = self._calls[kind] = Call(self.plan, self.strict)
+        return call
+
+
+_REMEMBERED_CALLS = 256
+_lock = threading.Lock()
+_traced: dict[str, _Traced] = {}
+_plans: dict[str, _TracedPlan] = {}
+
+
+def _handle(chain: Chain, options: KernelOptions) -> str | None:
+    """Return the text that says what a chain computes, and under what; None for one that no operator can be."""
+    now = settings.current()
+    if chain.changes_state(now.recipe):
+        return None
+    disabled = (*now.disabled, *settings.patterns(disabled_by_environment()))
+    around = _Around(now, disabled, options, torch.are_deterministic_algorithms_enabled())
+    rules = [f"{rule.__module__}.{rule.__qualname__}" for rule in registry.rules()]
+    ops = [f"{node.label}={node.op.describe()}" for node in chain.nodes]
+    said = (ops, chain.exports, repr(now.recipe), now.strict, disabled, repr(options), around.deterministic, rules)
+    handle = f"fusedmoe {_version()} " + " ".join(map(str, said))
+    with _lock:
+        if handle not in _traced:
+            nodes = [Node(node.label, _without_parameters(node.op)) for node in chain.nodes]
+            _traced[handle] = _Traced(Chain(nodes, chain.exports), around)
+    return handle
+
+
+@functools.cache
+def _version() -> str:
+    from fusedmoe import __version__
+
+    return __version__
+
+
+def _without_parameters(op: Op) -> Op:
+    """Return the op without its parameters, so that a graph keeps no weights alive."""
+    bare = copy.copy(op)
+    bare.__dict__["_parameters"] = dict.fromkeys(op._parameters)
+    bare.__dict__.pop("_alone", None)
+    return bare
+
+
+def _spread(wanted: str, tensors: Sequence[Tensor]) -> list[Tensor | None]:
+    each = iter(tensors)
+    return [None if w == "-" else next(each) for w in wanted]
+
+
+def _plan(handle: str, wanted: str, arguments: Sequence[Tensor | None]) -> _TracedPlan:
+    traced = _traced[handle]
+    x = arguments[0]
+    assert x is not None
+    specs = [spec_of(a) for a in arguments]
+    kinds = [None if s is None else (s.dtype, s.shape[1:]) for s in specs]
+    key = (wanted, x.device, x.shape[0] == 0, *kinds)
+    found = traced.plans.get(key)
+    if found is None:
+        traced.chain.check_devices(arguments)
+        recipe, strict = traced.around.settings.recipe, traced.around.settings.strict
+        environment = Environment(
+            x.device, arch(x.device), traced.around.deterministic, recipe, traced.around.disabled, traced.around.options
+        )
+        graph = traced.chain.rewritten(recipe)
+        names = graph.arguments
+        asked = [name for name, w in zip(names, wanted, strict=True) if w == "g"]
+        plan = make_plan(graph, dict(zip(names, specs, strict=True)), asked, environment, nominal_rows=NOMINAL_ROWS)
+        if strict:
+            plan.raise_if_missed()
+        dtypes = {name: a.dtype for name, a in zip(names, arguments, strict=True) if a is not None}
+        text = f"{handle} {key}"
+        found = traced.plans[key] = _plans[text] = _TracedPlan(text, plan, wanted, dtypes, strict)
+    return found
+
+
+def _forward(handle: str, wanted: str, tensors: list[Tensor]) -> list[Tensor]:
+    """Return the chain's results, and what backward needs that is none of its arguments."""
+    arguments = _spread(wanted, tensors)
+    traced = _plan(handle, wanted, arguments)
+    call = traced.call(arguments)
+    with torch.no_grad(), without_autocast(tensors[0].device):
+        outputs, saved = call.run([*arguments], *call.runs)
+    by_name = dict(zip(traced.plan.saved, saved, strict=True))
+    inputs = {t.untyped_storage().data_ptr() for t in tensors}
+    return [_own(t, inputs) for t in (*outputs, *[by_name[v] for v in traced.kept])]
+
+
+def _own(t: Tensor | None, inputs: set[int]) -> Tensor:
+    """Return a tensor as an operator may return it: contiguous, and sharing no memory with an argument."""
+    assert t is not None
+    t = t.contiguous()
+    return t.clone() if t.untyped_storage().data_ptr() in inputs else t
+
+
+def _forward_fake(handle: str, wanted: str, tensors: list[Tensor]) -> list[Tensor]:
+    arguments = _spread(wanted, tensors)
+    traced = _plan(handle, wanted, arguments)
+    specs = traced.plan.graph.infer(dict(zip(traced.names, arguments, strict=True)))
+    values = (*traced.plan.graph.outputs, *traced.kept)
+    return [_empty(specs[v], tensors[0]) for v in values]
+
+
+def _empty(spec: SpecLike | None, like: Tensor) -> Tensor:
+    assert spec is not None
+    return like.new_empty(tuple(spec.shape), dtype=spec.dtype)
+
+
+def _backward(plan: str, sizes: list[int], saved: list[Tensor], grads: list[Tensor], there: str) -> list[Tensor]:
+    """Return a gradient for each argument that gets one."""
+    traced = _plans[plan]
+    each, incoming = iter(saved), iter(grads)
+    values: dict[str, Tensor | None] = {v: next(each) for v, h in zip(traced.saved, there, strict=False) if h == "t"}
+    arrived = [next(incoming) if h == "t" else None for h in there[len(traced.saved) :]]
+    with torch.no_grad(), without_autocast((*saved, *grads)[0].device):
+        if traced.plan.keeps_quantized:
+            arguments = [values.get(name) for name in traced.names]
+            call = traced.call(arguments)
+            _, kept = call.run([*arguments], *call.runs)
+        else:
+            kept = tuple([values.get(v) for v in traced.plan.saved])
+            call = traced.call([])
+        found = call.backward(kept, arrived, traced.gradients)
+    mine = {t.untyped_storage().data_ptr() for t in (*saved, *grads)}
+    return [_own(t, mine) for t, g in zip(found, traced.gradients, strict=True) if g]
+
+
+def _backward_fake(plan: str, sizes: list[int], saved: list[Tensor], grads: list[Tensor], there: str) -> list[Tensor]:
+    traced = _plans[plan]
+    like = (*saved, *grads)[0]
+    found, rest = [], list(sizes)
+    for name, wanted, has in zip(traced.names, traced.wanted, traced.gradients, strict=True):
+        if wanted:
+            count, rest = rest[0], rest[1:]
+            shape, rest = rest[:count], rest[count:]
+            if has:
+                found.append(like.new_empty(shape, dtype=traced.dtypes[name]))
+    return found
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    handle, wanted, tensors = inputs
+    arguments = _spread(wanted, tensors)
+    traced = _plan(handle, wanted, arguments)
+    there: dict[str, Tensor | None] = dict(zip(traced.names, arguments, strict=True))
+    there.update(zip((*traced.plan.outputs, *traced.kept), output, strict=True))
+    saved = [there[v] for v in traced.saved]
+    ctx.save_for_backward(*[t for t in saved if t is not None])
+    ctx.traced, ctx.there = traced, "".join(map(_mark, saved))
+    differentiated = [a for a, w in zip(arguments, traced.wanted, strict=True) if w and a is not None]
+    ctx.sizes = [n for a in differentiated for n in (a.dim(), *a.shape)]
+
+
+def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[None, None, list[Tensor | None]]:
+    traced: _TracedPlan = ctx.traced
+    arrived = grads[: traced.results]  # nobody differentiates what is kept beside the results
+    there = ctx.there + "".join(map(_mark, arrived))
+    given = [g for g in arrived if g is not None]
+    found = iter(torch.ops.fusedmoe.run_chain_backward(traced.key, ctx.sizes, [*ctx.saved_tensors], given, there))
+    return None, None, [next(found) if g else None for g, t in zip(traced.gradients, traced.given, strict=True) if t]
+
+
+def _mark(t: Tensor | None) -> str:
+    return "-" if t is None else "t"
+
+
+_library = torch.library.Library("fusedmoe", "FRAGMENT")
+_library.define("run_chain(str handle, str wanted, Tensor[] tensors) -> Tensor[]")
+_library.define("run_chain_backward(str plan, SymInt[] sizes, Tensor[] saved, Tensor[] grads, str there) -> Tensor[]")
+_library.impl("run_chain", _forward, "CompositeExplicitAutograd")
+_library.impl("run_chain_backward", _backward, "CompositeExplicitAutograd")
+torch.library.register_fake("fusedmoe::run_chain", _forward_fake, lib=_library)
+torch.library.register_fake("fusedmoe::run_chain_backward", _backward_fake, lib=_library)
+torch.library.register_autograd("fusedmoe::run_chain", _differentiate, setup_context=_keep_for_backward, lib=_library)

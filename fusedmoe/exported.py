@@ -1,0 +1,64 @@
+"""A `Sequential` as `torch.export` meets it: the plain PyTorch of its ops, so that whoever loads the program needs no
+`fusedmoe`. For inference. Imported only then.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fusedmoe import settings
+from fusedmoe.autocast import autocast_dtype
+from fusedmoe.chain import alone, autocast_argument, check_inputs
+from fusedmoe.fusion.executable import Environment
+from fusedmoe.fusion.planner import make_plan
+from fusedmoe.fusion.signature import NOMINAL_ROWS, spec_of
+from fusedmoe.kernels.options import DEFAULT
+from fusedmoe.layout import ChainPart
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fusedmoe.chain import Chain, Parameters
+    from fusedmoe.ops.op import Op
+    from fusedmoe.sequential import Sequential
+
+
+def run_sequential(
+    root: Sequential, x: Tensor, inputs: dict[str, Tensor], parameters: Parameters | None = None
+) -> Tensor:
+    """Run a `Sequential` in a program that is being exported."""
+    layout = root._current_layout()
+    named = layout.bind(x, inputs)
+    if parameters is not None:
+        layout.check_parameters(parameters)
+    for part in layout.parts:
+        if isinstance(part, ChainPart):
+            x = _run_chain(part.chain, x, named, parameters)
+        else:
+            x = part.run(x, named, root._options)
+    return x
+
+
+def run_op(op: Op, x: Tensor, inputs: dict[str, Tensor]) -> Any:
+    """Run an op alone in a program that is being exported."""
+    chain = alone(op)
+    check_inputs(repr(op), chain.takers, inputs)
+    named = dict(inputs)
+    y = _run_chain(chain, x, named, None)
+    return (y, {name: named[name] for name in op.provides}) if op.provides else y
+
+
+def _run_chain(chain: Chain, x: Tensor, named: dict[str, Tensor], parameters: Parameters | None) -> Tensor:
+    arguments = chain.arguments_of(x, named, parameters)
+    if (dtype := autocast_dtype(x.device)) is not None:
+        inputs = range(1, 1 + len(chain.inputs))
+        arguments = [autocast_argument(a, dtype, i in inputs) for i, a in enumerate(arguments)]
+    recipe = settings.current().recipe
+    environment = Environment(x.device, None, False, recipe, ("*",), DEFAULT)
+    graph = chain.rewritten(recipe)
+    specs = dict(zip(graph.arguments, [spec_of(a) for a in arguments], strict=True))
+    program = make_plan(graph, specs, (), environment, NOMINAL_ROWS).program
+    results = program.run([*arguments], *program.runs(strict=False))[0]
+    named.update(zip(chain.exports, results[1:], strict=True))  # type: ignore[arg-type]
+    assert results[0] is not None
+    return results[0]

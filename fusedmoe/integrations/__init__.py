@@ -1,0 +1,1 @@
+"""Real models on `fusedmoe` without being rewritten: one module for each framework, none imported by another."""

@@ -1,0 +1,281 @@
+"""Tiny models with random weights, of every family of Mixture-of-Experts models that transformers has."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+MODELS = Path(transformers.__file__).parent / "models"
+DECORATED = re.compile(r"^@use_experts_implementation.*\nclass (\w+)", re.MULTILINE)
+SUFFIXES = ("ForCausalLM", "ForTokenClassification", "TextModel")  # of the class that is built: the first there is
+ROUTER = re.compile(r"\.(gate|router)\.(\w+\.)*weight$")
+CORRECTION = re.compile(r"\.(e_score_correction_bias|expert_bias|balancing_biases)$")
+BATCH, LENGTH = 2, 12
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 16,
+    "vocab_size": 128,
+    "vocab_size_per_layer_input": 128,
+    "hidden_size_per_layer_input": 8,
+    "max_position_embeddings": 64,
+    "sliding_window": 8,
+    "sliding_window_size": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "use_cache": False,
+    # experts, and which layers have them
+    "n_routed_experts": 8,
+    "num_local_experts": 8,
+    "num_experts": 8,
+    "moe_num_experts": 8,
+    "num_experts_per_tok": 2,
+    "num_experts_per_token": 2,
+    "moe_topk": 2,
+    "moe_k": 2,
+    "top_k_experts": 2,
+    "router_hidden_size": 32,
+    "first_k_dense_replace": 0,
+    "num_dense_layers": 0,
+    "moe_layer_start_index": 0,
+    "mlp_only_layers": [],
+    "enable_moe_block": True,
+    "swiglu_limit": 1.0,  # low enough that some values are beyond it
+    # widths of MLPs
+    "intermediate_size": 64,
+    "intermediate_size_mlp": 64,
+    "dense_intermediate_size": 64,
+    "prefix_dense_intermediate_size": 64,
+    "moe_intermediate_size": 32,
+    "moe_hidden_size": 32,
+    "shared_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "shared_experts_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 32,
+    # latent and sparse attention: every key is selected, so that no rounding changes which are
+    "kv_lora_rank": 32,
+    "q_lora_rank": 32,
+    "o_lora_rank": 16,
+    "o_groups": 2,
+    "v_head_dim": 16,
+    "index_head_dim": 16,
+    "index_n_heads": 4,
+    "index_topk": 64,
+    "index_kpool": 4,
+    "d_rel": 8,
+    "rel_extent": 16,
+    "rotary_dim": 8,
+    # linear attention and state spaces
+    "linear_num_heads": 4,
+    "linear_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "mamba_d_state": 16,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 32,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 32,
+    "mamba_dt_rank": 4,
+    "mamba_chunk_size": 16,
+    "ssm_state_size": 16,
+    "n_groups": 2,
+    "chunk_size": 16,
+    "block_size": 16,
+    "hc_lowrank": 16,
+    "gated_norm_rank": 8,
+}
+# what the sizes above and the rules below do not get right, by family, or by class for those in OTHER_MODELS
+FAMILIES: dict[str, dict[str, Any]] = {
+    "deepseek_ocr2": {"mlp_layer_types": ["sparse", "sparse"]},
+    "deepseek_v4": {
+        "head_dim": 16,
+        "num_key_value_heads": 1,
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+    },
+    "diffusion_gemma": {"global_head_dim": 16},
+    "dots1": {"n_shared_experts": 1},
+    "dots3_note": {
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "swa_q_lora_rank": 32,
+        "swa_kv_lora_rank": 32,
+        "swa_head_dim": 16,
+        "swa_qk_nope_head_dim": 8,
+        "swa_v_head_dim": 16,
+    },
+    "ernie4_5_vl_moe": {
+        "moe_intermediate_size": [32, 32],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 3, 2]},
+    },
+    "gemma4": {"global_head_dim": 16},
+    "glm4v_moe": {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [1, 1, 2],
+        }
+    },
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 1, "expert_layer_offset": 0},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mistral4": {"head_dim": 16},
+    "Qwen3OmniMoeTalkerModel": {"shared_expert_intermediate_size": 32},
+    "qwen4_exp": {
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 64,
+        "indexer_compress_ratio": 4,
+    },
+    "unlimited_ocr": {"mlp_layer_types": ["sparse", "sparse"]},
+    "zaya": {"num_experts_per_tok": 1},  # its configuration takes no other
+}
+FLOAT32_ROUTER = {"Inkling2ForCausalLM"}  # casts what its router reads to float32, whatever its weights are
+# further classes with experts of their own: tiny(family, model_class=name)
+OTHER_MODELS = [("qwen3_omni_moe", "Qwen3OmniMoeTalkerModel")]
+WITHOUT_TOKENS = {"Qwen3OmniMoeTalkerModel"}  # called with embeddings
+
+
+class NotBuilt(Exception):  # noqa: N818
+    """A family of which no tiny model can be made, and why."""
+
+
+@dataclass
+class Tiny:
+    family: str
+    model: nn.Module
+    inputs: dict[str, torch.Tensor]
+    experts: list[tuple[str, nn.Module]]
+
+
+@cache
+def experts_classes() -> dict[str, list[str]]:
+    """Names of the classes of experts, by family; llama4's are the ones that are not decorated."""
+    found = {path.parent.name: DECORATED.findall(path.read_text("utf-8")) for path in MODELS.glob("*/modeling_*.py")}
+    return {"llama4": ["Llama4TextExperts"]} | {family: names for family, names in found.items() if names}
+
+
+def family_names() -> list[str]:
+    return sorted(experts_classes())
+
+
+def find_class(family: str, model_class: str | None = None) -> type[Any]:
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    if model_class is not None:
+        return getattr(module, model_class)
+    for suffix in SUFFIXES:
+        for name, value in vars(module).items():
+            if name.endswith(suffix) and inspect.isclass(value) and value.__module__ == module.__name__:
+                return value
+    raise NotBuilt(f"{module.__name__} has no class whose name ends in {', '.join(SUFFIXES)}")
+
+
+def small_config(config_class: type[Any], overrides: dict[str, Any]) -> Any:
+    """Of those sizes, the ones that this class has; two layers, or one of each kind of layer there is."""
+    fields = config_class().to_dict()
+    chosen = {name: size for name, size in SIZES.items() if name in fields}
+    if "qk_rope_head_dim" in fields:  # latent attention
+        rope = 8 if fields["qk_rope_head_dim"] else 0
+        chosen |= {"qk_rope_head_dim": rope, "qk_nope_head_dim": 16 - rope, "head_dim": rope}
+        chosen["num_key_value_heads"] = chosen["num_attention_heads"]
+    for groups in ("n_group", "num_expert_group"):
+        if (fields.get(groups) or 1) > 1:
+            chosen |= {groups: 4, "topk_group": 2}
+    if types := fields.get("layer_types"):
+        kinds = list(dict.fromkeys(types))
+        chosen["layer_types"] = kinds if len(kinds) > 1 else kinds * 2
+        chosen["num_hidden_layers"] = len(chosen["layer_types"])
+    if types := fields.get("mlp_layer_types"):
+        kinds = [kind for kind in dict.fromkeys(types) if kind != "dense"]
+        chosen["mlp_layer_types"] = [kinds[i % len(kinds)] for i in range(chosen["num_hidden_layers"])]
+    return config_class(**chosen | overrides)
+
+
+@torch.no_grad()
+def draw(model: nn.Module) -> None:
+    """Random values for every parameter, around one where it starts as ones, and for what else routers read."""
+    for name, parameter in model.named_parameters():
+        # logits that differ, and corrections of them that do not decide alone, spread tokens over the experts
+        scale = 0.2 if ROUTER.search(name) else 0.02 if CORRECTION.search(name) else 0.1
+        noise = scale * torch.randn_like(parameter)
+        constant = parameter.isfinite().all() and parameter.min() == parameter.max()
+        parameter.copy_(parameter + noise if constant or parameter.ndim < 2 else noise)
+    for name, buffer in model.named_buffers():
+        if CORRECTION.search(name):
+            buffer.normal_(std=0.02)
+        elif name.endswith("tid2eid"):  # deepseek_v4: experts by token, all of them the first until they are loaded
+            experts = model.get_submodule(name.rpartition(".")[0]).num_experts
+            buffer.copy_(torch.rand(len(buffer), experts).topk(buffer.shape[1]).indices)
+
+
+def cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """What loading leaves in float32 in half precision stays so: code that calls `.float()` needs it to be."""
+    patterns = {"mlp.gate.weight"} if type(model).__name__ in FLOAT32_ROUTER else set()
+    if dtype.itemsize < 4:
+        patterns |= set(model._keep_in_fp32_modules_strict or [])
+    # their data, as .to() changes a parameter where it is
+    kept = {name: tensor.data for name, tensor in tensors(model) if any(re.search(p, name) for p in patterns)}
+    model.to(dtype)
+    for name, tensor in tensors(model):
+        tensor.data = kept.get(name, tensor.data)
+
+
+def tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def tiny(
+    family: str,
+    experts_implementation: str | None = "eager",
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    model_class: str | None = None,
+) -> Tiny:
+    """A seed has the same weights whatever the implementation of the experts, and in every dtype but for rounding."""
+    found = find_class(family, model_class)
+    config = small_config(found.config_class, FAMILIES.get(model_class or family, {}))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = found._from_config(config, experts_implementation=experts_implementation)
+        draw(model)
+        ids = torch.randint(3, config.vocab_size, (BATCH, LENGTH))
+        embeddings = torch.randn(BATCH, LENGTH, config.hidden_size).to(dtype)
+    cast(model.eval(), dtype)
+    inputs = {"inputs_embeds": embeddings} if found.__name__ in WITHOUT_TOKENS else {"input_ids": ids}
+    parameters = inspect.signature(found.forward).parameters
+    if "moe_mm_token_type_ids" in parameters:  # tokens of text and of images have experts of their own
+        inputs["moe_mm_token_type_ids"] = (ids % 3 == 0).int()
+    if "labels" in parameters:
+        inputs["labels"] = ids % config.num_labels if found.__name__.endswith("ForTokenClassification") else ids
+    names = experts_classes()[family]
+    experts = [(name, module) for name, module in model.named_modules() if type(module).__name__ in names]
+    if not experts:
+        raise NotBuilt(f"{found.__name__} has none of {', '.join(names)} in it")
+    return Tiny(family, model, inputs, experts)
+
+
+def logits_and_loss(tiny: Tiny) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits and their loss; of a model without a head, the last hidden states and their mean square."""
+    output = tiny.model(**tiny.inputs)
+    logits = output["logits"] if "logits" in output else output["last_hidden_state"]
+    loss = output.get("loss")
+    return logits, logits.square().mean() if loss is None else loss
