@@ -148,9 +148,9 @@ class Sequential(nn.Sequential):
         if torch.compiler.is_compiling():
             from fusedmoe import compiled, exported
 
-            if torch.compiler.is_exporting():
-                return exported.run_sequential(self, x, inputs, parameters)
-            return compiled.run_sequential(self, x, inputs, parameters)
+            if torch.compiler.is_dynamo_compiling():
+                return compiled.run_sequential(self, x, inputs, parameters)
+            return exported.run_sequential(self, x, inputs, parameters)
         layout = self._current_layout()
         named = layout.bind(x, inputs)
         if parameters is not None:

@@ -120,10 +120,12 @@ _OPS = "_fusedmoe_experts"  # beside the module's own attributes, not among its 
 def _experts_of(module: nn.Module) -> Experts:
     """Return a module's ops: those made before, if it has not changed since."""
     if torch.compiler.is_compiling():
-        _prepare(module)  # when the graph is traced; the comparison below makes guards of what the ops depend on
+        # when the graph is traced; the comparison below makes guards of what the ops depend on
+        _let_prepare(type(module))
+        module._fusedmoe_prepare()  # type: ignore[operator]
     experts: Experts | None = module.__dict__.get(_OPS)
     if experts is None or _state(module, experts.names) != experts.state:
-        _prepare(module)
+        _fusedmoe_prepare(module)
         experts = module.__dict__[_OPS]
     return experts
 
@@ -133,7 +135,13 @@ def _state(module: nn.Module, names: tuple[str, ...]) -> tuple[object, ...]:
 
 
 @constant_in_graphs
-def _prepare(module: nn.Module) -> None:
+def _let_prepare(experts_class: type[nn.Module]) -> None:
+    """Make the function below a method: of functions that are constants, Dynamo hands only methods their module."""
+    experts_class._fusedmoe_prepare = _fusedmoe_prepare  # type: ignore[assignment]
+
+
+@constant_in_graphs
+def _fusedmoe_prepare(module: nn.Module) -> None:
     """Make a module's ops, and keep them on it."""
     experts: Experts | None = module.__dict__.get(_OPS)
     if experts is None or _state(module, experts.names) != experts.state:

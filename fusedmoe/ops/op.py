@@ -233,7 +233,7 @@ class Op(nn.Module):
         if torch.compiler.is_compiling():
             from fusedmoe import compiled, exported
 
-            return (exported if torch.compiler.is_exporting() else compiled).run_op(self, x, inputs)
+            return (compiled if torch.compiler.is_dynamo_compiling() else exported).run_op(self, x, inputs)
         return run_alone(self, x, inputs)
 
     @property

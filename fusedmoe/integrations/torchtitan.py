@@ -1,0 +1,226 @@
+"""Experts of torchtitan: an override that has a model's `GroupedExperts` computed by the ops here.
+
+    --override.imports fusedmoe.integrations.torchtitan.experts
+    --override.imports 'fusedmoe.integrations.torchtitan.experts={"recipe": "mxfp8"}'
+
+Parameters keep their names, shapes, placements and initialisation, so checkpoints and parallel plans stay as they are;
+so do the router, the dispatcher and the losses. GPT-OSS's experts are taken too, quantized ones are not: a recipe does
+that here. Importing this module imports torchtitan.
+
+Source of the interface: ``torchtitan.config.override``, ``torchtitan.models.common.moe`` and
+``torchtitan.models.gpt_oss.moe``, torchtitan 0.3.
+
+Axes: R rows, E experts, D model features, F intermediate features, G = 2 F.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torchtitan.config.override import derive, override
+from torchtitan.models.common.moe import GroupedExperts
+
+from fusedmoe.errors import InputError
+from fusedmoe.ops import GroupedLinear, SwiGLU
+from fusedmoe.ops.op import constant_in_graphs
+from fusedmoe.recipes import resolve
+from fusedmoe.sequential import Sequential
+
+if TYPE_CHECKING:
+    from fusedmoe.fusion.plan import Explanation
+    from fusedmoe.ops import Op
+
+_CHAIN = "_fusedmoe_chain"  # beside the module's own attributes, not among its submodules: no state_dict has it
+
+
+class FusedGroupedExperts(GroupedExperts):  # type: ignore[misc]
+    """``y[r] = (silu(x[r] @ w1[e].T) * (x[r] @ w3[e].T)) @ w2[e].T`` for each row r of expert e.
+
+    Attributes
+    ----------
+    w1_EFD, w3_EFD, w2_EDF : Parameter
+        Gate, up and down, as torchtitan has them. Of a DTensor, this rank's part is used.
+
+    Notes
+    -----
+    The first product takes gate and up as one weight, ``torch.cat([w1, w3], dim=1)`` in bf16: that copy reads and
+    writes 4 E F D bytes each at every call, and is kept until the backward pass unless activation checkpointing
+    computes it again. The gradients of w1 and w3 are the halves of one tensor.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GroupedExperts.Config):  # type: ignore[misc]
+        """What torchtitan's has, and ``recipe``: what both products multiply in, whatever holds around the call; None
+        leaves it to ``fm.recipe``.
+        """
+
+        recipe: str | None = None
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._set_recipe(config.recipe)
+
+    def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
+        """Run the experts of this rank, in bf16, as torchtitan does whatever the dtypes of parameters and rows.
+
+        Parameters
+        ----------
+        x_RD
+            The rows, sorted by expert; there may be more than belong to experts.
+        num_tokens_per_expert_E
+            (E,) integers on x's device, rows an expert. On a GPU the host never reads them.
+
+        Returns
+        -------
+        Tensor
+            (R, D) in x's dtype; zeros in the rows past the last expert's. Under tensor parallelism a partial sum.
+
+        Raises
+        ------
+        InputError
+            Shapes, dtypes or devices do not fit each other.
+        """
+        parameters = self._chain_parameters()
+        y_RD = self._chain(parameters).forward_with(parameters, x_RD.bfloat16(), splits=num_tokens_per_expert_E)
+        return y_RD.to(x_RD.dtype)
+
+    def explain(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Explanation:
+        """Return what `forward` does with this call, and why: ``print`` it for a table."""
+        parameters = self._chain_parameters()
+        return self._chain(parameters).explain_with(parameters, x_RD.bfloat16(), splits=num_tokens_per_expert_E)
+
+    def _chain_parameters(self) -> dict[str, Tensor]:
+        """Return the parameters as the ops take them: (E, out, in), those of this rank."""
+        gate_EFD, up_EFD, down_EDF = _in_bf16(self.w1_EFD), _in_bf16(self.w3_EFD), _in_bf16(self.w2_EDF)
+        return {"gate_up.weight": torch.cat([gate_EFD, up_EFD], dim=1), "down.weight": down_EDF}
+
+    def _activation(self) -> Op:
+        return SwiGLU()
+
+    def _set_recipe(self, recipe: str | None) -> None:
+        if recipe is not None:
+            resolve(recipe)  # raises here, rather than in the first step
+        self.recipe = recipe
+
+    def _chain(self, parameters: dict[str, Tensor]) -> Sequential:
+        """Return the ops for parameters of these shapes: those made before, if nothing has changed since."""
+        sizes = tuple(parameters["down.weight"].shape)
+        if torch.compiler.is_compiling():
+            self._prepare(sizes, "down.bias" in parameters)  # when the graph is traced
+        held = self.__dict__.get(_CHAIN)
+        if held is None or held[0] != (sizes, self.recipe):
+            self._prepare(sizes, "down.bias" in parameters)
+            held = self.__dict__[_CHAIN]
+        chain: Sequential = held[1]
+        return chain
+
+    @constant_in_graphs
+    def _prepare(self, sizes: tuple[int, ...], bias: bool) -> None:
+        held = self.__dict__.get(_CHAIN)
+        if held is not None and held[0] == (sizes, self.recipe):
+            return
+        experts, dim, hidden_dim = sizes
+        options: dict[str, Any] = {"bias": bias, "device": "meta", "recipe": self.recipe}
+        chain = Sequential(
+            OrderedDict(
+                gate_up=GroupedLinear(experts, dim, 2 * hidden_dim, **options),
+                activation=self._activation(),
+                down=GroupedLinear(experts, hidden_dim, dim, **options),
+            )
+        )
+        self.__dict__[_CHAIN] = (sizes, self.recipe), chain.without_parameters()
+
+
+class FusedGptOssGroupedExperts(FusedGroupedExperts):
+    """``y[r] = act(x[r] @ mlp1[e].T + b1[e]) @ mlp2[e].T + b2[e]``, GPT-OSS's experts; see `FusedGroupedExperts`.
+
+    ``act(g, u) = gc * sigmoid(1.702 gc) * (uc + 1)`` with ``gc = min(g, swiglu_limit)``, ``uc = clamp(u, -swiglu_limit,
+    swiglu_limit)``, g and u the even and odd features.
+
+    Attributes
+    ----------
+    mlp1_weight_EGD, mlp1_bias_EG, mlp2_weight_EDF, mlp2_bias_ED : Parameter
+        As torchtitan has them; used as they are, without a copy but for a cast to bf16.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(FusedGroupedExperts.Config):
+        """What torchtitan's has, and ``recipe``."""
+
+        swiglu_limit: float = 7.0
+
+    def __init__(self, config: Config) -> None:
+        GroupedExperts.__base__.__init__(self)  # as torchtitan's: the parameters are others than the base class has
+        experts, dim, hidden_dim = config.num_experts, config.dim, config.hidden_dim
+        self.num_experts, self.swiglu_limit = experts, config.swiglu_limit
+        self.mlp1_weight_EGD = nn.Parameter(torch.empty(experts, 2 * hidden_dim, dim))
+        self.mlp1_bias_EG = nn.Parameter(torch.empty(experts, 2 * hidden_dim))
+        self.mlp2_weight_EDF = nn.Parameter(torch.empty(experts, dim, hidden_dim))
+        self.mlp2_bias_ED = nn.Parameter(torch.empty(experts, dim))
+        self._set_recipe(config.recipe)
+
+    def _chain_parameters(self) -> dict[str, Tensor]:
+        bias_ED = _local(self.mlp2_bias_ED)
+        tensor_parallel = _size_of_mesh_axis(self.mlp2_bias_ED, "tp")
+        if tensor_parallel > 1:  # the sum over ranks has it once; each rank's gradient is that of the whole
+            bias_ED = (bias_ED / tensor_parallel).detach() + (bias_ED - bias_ED.detach())
+        return {
+            "gate_up.weight": _in_bf16(self.mlp1_weight_EGD),
+            "gate_up.bias": _in_bf16(self.mlp1_bias_EG),
+            "down.weight": _in_bf16(self.mlp2_weight_EDF),
+            "down.bias": bias_ED.bfloat16(),
+        }
+
+    def _activation(self) -> Op:
+        return SwiGLU(limit=self.swiglu_limit, alpha=1.702, offset=1.0, interleaved=True)
+
+
+_GPT_OSS = ("torchtitan.models.gpt_oss.moe", "GptOssGroupedExperts.Config")  # importing it would import Triton
+
+
+@override(target=GroupedExperts.Config, description="Experts by fusedmoe: fused grouped products.")  # type: ignore[untyped-decorator]
+def experts(config: Any, *, recipe: str | None = None) -> Any:
+    """Return the configuration of the fused experts in place of torchtitan's: the override to activate.
+
+    Parameters
+    ----------
+    config
+        Of `GroupedExperts`, or of GPT-OSS's; one that this has returned before comes back as it is.
+    recipe
+        Of `FusedGroupedExperts`.
+
+    Raises
+    ------
+    InputError
+        Any other configuration: its class computes something else.
+    """
+    found = type(config)
+    if found in (FusedGroupedExperts.Config, FusedGptOssGroupedExperts.Config):
+        return config
+    if found is GroupedExperts.Config:
+        return derive(config, FusedGroupedExperts.Config, recipe=recipe)
+    if (found.__module__, found.__qualname__) == _GPT_OSS:
+        return derive(config, FusedGptOssGroupedExperts.Config, recipe=recipe)
+    raise InputError(
+        f"experts: config: expected one of GroupedExperts or of GptOssGroupedExperts itself, got "
+        f"{found.__module__}.{found.__qualname__}, which computes something else; for quantized products take the "
+        f"converter out of the model's and name a recipe instead"
+    )
+
+
+def _local(parameter: Any) -> Tensor:
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter  # type: ignore[no-any-return]
+
+
+def _in_bf16(parameter: Any) -> Tensor:
+    return _local(parameter).bfloat16()
+
+
+def _size_of_mesh_axis(parameter: Any, axis: str) -> int:
+    mesh = getattr(parameter, "device_mesh", None)
+    names = () if mesh is None else mesh.mesh_dim_names or ()
+    return int(mesh.size(names.index(axis))) if axis in names else 1
