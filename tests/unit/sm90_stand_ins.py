@@ -10,6 +10,7 @@ from fusedmoe.kernels.activation import Activation
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
 from fusedmoe.kernels.sm90 import limits
 from fusedmoe.kernels.torch.rows import offsets_from_splits as plain_offsets
+from fusedmoe.kernels.torch.rows import sort_by_expert
 from fusedmoe.ops.glu import GeGLU, ReGLU, SwiGLU
 from fusedmoe.ops.squared_relu import SquaredReLU
 
@@ -194,3 +195,59 @@ def column_sums(grad, offsets, dtype=None):
 def offsets_from_splits(splits, rows):
     calls.append(("offsets_from_splits", {}))
     return plain_offsets(splits, rows)
+
+
+def bind_route(index, weight, experts):
+    def run(index, weight):
+        calls.append(("route", {}))
+        assert index.is_contiguous()
+        assert weight.is_contiguous()
+        assert index.dtype in (torch.int32, torch.int64)
+        slot_of_row, row_of_slot, splits = sort_by_expert(index, experts)
+        probs = weight.flatten()[slot_of_row]
+        probs[splits.sum() :] = 0
+        return splits, probs, row_of_slot, slot_of_row
+
+    return Bound(run, index, weight)
+
+
+def _used(row_of_slot, slot_of_row):
+    return row_of_slot.flatten()[slot_of_row] < row_of_slot.numel()
+
+
+def bind_gather_rows(source, row_of_slot, scale):
+    def run(source, row_of_slot, slot_of_row, scale=None):
+        calls.append(("gather_rows", {"scale": scale is not None}))
+        _matrix(source)
+        rows = source[slot_of_row // row_of_slot.shape[1]].float()
+        rows = rows if scale is None else rows * scale.float()[:, None]
+        rows[~_used(row_of_slot, slot_of_row)] = 0
+        return rows.to(source.dtype)
+
+    return Bound(run, *[t for t in (source, scale) if t is not None])
+
+
+def bind_sum_slots(rows, row_of_slot, scale):
+    def run(rows, row_of_slot, scale=None):
+        calls.append(("sum_slots", {"scale": scale is not None}))
+        _matrix(rows)
+        out = torch.zeros(row_of_slot.shape[0], rows.shape[1])
+        for t, of_token in enumerate(row_of_slot.tolist()):
+            for row in of_token:
+                if row < rows.shape[0]:
+                    out[t] += rows[row].float() * (1 if scale is None else scale[row].float())
+        return out.to(rows.dtype)
+
+    return Bound(run, *[t for t in (rows, scale) if t is not None])
+
+
+def bind_row_dots(source, rows, row_of_slot, dtype):
+    def run(source, rows, row_of_slot, slot_of_row):
+        calls.append(("row_dots", {}))
+        _matrix(rows)
+        _matrix(source)
+        dots = (source[slot_of_row // row_of_slot.shape[1]].float() * rows.float()).sum(1)
+        dots[~_used(row_of_slot, slot_of_row)] = 0
+        return dots.to(dtype)
+
+    return Bound(run, source, rows)

@@ -19,7 +19,7 @@ from fusedmoe.kernels.sm90.rows import IN_FLIGHT, LANES, VECTOR, ColumnSums, Off
 KERNELS = [
     Offsets("int32"), Offsets("int64"), ColumnSums("bf16", "bf16"), ColumnSums("fp16", "fp32"),
 ]  # fmt: skip
-LAUNCH = re.compile(r"(\w+?)_(?:Offsets|ColumnSums)")
+LAUNCH = re.compile(r"(\w+?)_(?:Offsets|ColumnSums|Route|GatherRows|SumSlots|RowDots)")
 INSTRUCTION = re.compile(r"\*/ +(?:@!?U?P\d+ +)?([A-Z][\w.]*)")
 
 
@@ -30,26 +30,26 @@ def disassembler():
     return str(found)
 
 
+def disassembled(kernel, monkeypatch, tmp_path):
+    """Compile a kernel; the instructions of each of its launches, by the launch's name."""
+    plain = cute.compile
+
+    def keeping(*args, options, **kwargs):
+        return plain(*args, options=f"{options} --keep-cubin --dump-dir {tmp_path}", **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cute, "compile", keeping)
+        cubin = kernel.compile().__cubin__
+    file = tmp_path / "kernel.cubin"
+    file.write_bytes(cubin)
+    text = subprocess.run([disassembler(), "-c", file], capture_output=True, text=True, check=True).stdout
+    _, *launches = re.split(r"^\.text\.kernel_cutlass_", text, flags=re.MULTILINE)
+    return {LAUNCH.match(launch)[1]: INSTRUCTION.findall(launch) for launch in launches}
+
+
 @pytest.fixture
 def instructions(monkeypatch, tmp_path):
-    """Compile a kernel; the instructions of each of its launches, by the launch's name."""
-
-    def compile_(kernel):
-        plain = cute.compile
-
-        def keeping(*args, options, **kwargs):
-            return plain(*args, options=f"{options} --keep-cubin --dump-dir {tmp_path}", **kwargs)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(cute, "compile", keeping)
-            cubin = kernel.compile().__cubin__
-        file = tmp_path / "kernel.cubin"
-        file.write_bytes(cubin)
-        text = subprocess.run([disassembler(), "-c", file], capture_output=True, text=True, check=True).stdout
-        _, *launches = re.split(r"^\.text\.kernel_cutlass_", text, flags=re.MULTILINE)
-        return {LAUNCH.match(launch)[1]: INSTRUCTION.findall(launch) for launch in launches}
-
-    return compile_
+    return lambda kernel: disassembled(kernel, monkeypatch, tmp_path)
 
 
 def starting(instructions, prefix):

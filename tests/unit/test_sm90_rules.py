@@ -240,10 +240,10 @@ def test_moe():
     x = torch.randn(10, H, dtype=BF16, requires_grad=True)
     with fm.disabled("*"):
         expected = outcome(layer, x)
-    with fm.strict():  # Dispatch, Combine and the dense layers miss nothing
+    with fm.strict():  # the dense layers miss nothing
         assert_close(outcome(layer, x), expected)
     (plan,) = layer.explain(x).plans
-    assert len(plan.fused) == 6
+    assert len(plan.fused) == 11
     assert all(what["options"].sm_margin == 4 for _, what in stand_ins.calls if "options" in what)
 
 
@@ -309,7 +309,9 @@ def reasons(plan):
     return {a.rule: a.reason for a in plan.attempts if a.status in (Status.CONSTRAINT, Status.UNAVAILABLE)}
 
 
-ALL = {rule.name for rule in hopper.OnHopper.__subclasses__()}
+# those that stand on Dispatch, Combine and their backward have a file of their own
+SLOTS = {"sm90.dispatch", "sm90.combine", "sm90.dcombine", "sm90.combine_weight_grad", "sm90.ddispatch"}
+ALL = {rule.name for rule in hopper.OnHopper.__subclasses__()} - SLOTS
 
 
 def declined(chain, x, **named):
@@ -323,7 +325,7 @@ def declined(chain, x, **named):
 
 
 def test_all_rules_are_for_hopper():
-    assert {rule.name for rule in fm.rules()} == ALL
+    assert {rule.name for rule in fm.rules()} == ALL | SLOTS
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

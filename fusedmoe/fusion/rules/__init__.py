@@ -9,6 +9,7 @@ from fusedmoe.fusion.rules.grouped_dgrad_activation import GroupedDgradActivatio
 from fusedmoe.fusion.rules.grouped_gemm import GroupedGemm
 from fusedmoe.fusion.rules.grouped_gemm_activation import GroupedGemmActivation
 from fusedmoe.fusion.rules.grouped_wgrad import GroupedWgrad
+from fusedmoe.fusion.rules.slots import GatherGradient, RouteAndGather, RowDots, SumGradients, SumSlots
 
 BUILTIN: tuple[type[FusionRule], ...] = (
     GroupedGemm,
@@ -17,4 +18,9 @@ BUILTIN: tuple[type[FusionRule], ...] = (
     GroupedDgradActivation,
     GroupedWgrad,
     ColumnSums,
+    RouteAndGather,
+    SumSlots,
+    GatherGradient,
+    RowDots,
+    SumGradients,
 )

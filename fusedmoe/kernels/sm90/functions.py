@@ -25,6 +25,7 @@ from fusedmoe.kernels.sm90.row_functions import (
     column_sums,
     offsets_from_splits,
 )
+from fusedmoe.kernels.sm90.slot_functions import bind_gather_rows, bind_route, bind_row_dots, bind_sum_slots
 
 if TYPE_CHECKING:
     from fusedmoe.kernels.activation import Activation
@@ -33,11 +34,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "bind_column_sums",
+    "bind_gather_rows",
     "bind_grouped_gemm",
     "bind_grouped_gemm_activation",
     "bind_grouped_gemm_activation_backward",
     "bind_grouped_wgrad",
     "bind_offsets_from_splits",
+    "bind_route",
+    "bind_row_dots",
+    "bind_sum_slots",
     "column_sums",
     "grouped_gemm",
     "grouped_gemm_activation",

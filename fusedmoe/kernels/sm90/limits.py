@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 
 DTYPES = ("torch.bfloat16", "torch.float16")
 ROW_SCALE_DTYPES = ("torch.float32", *DTYPES)
+MOST_EXPERTS = 1024
+"""That the kernels sort rows by: they count each in shared memory."""
 ALIGNMENT_BYTES = 16
 UNIT = 8
 """Elements of 16 bytes: TMA wants every pitch to be a multiple, and so every width."""
@@ -38,6 +40,13 @@ def why_not_row_scale(dtype: object) -> str | None:
     if str(dtype) in ROW_SCALE_DTYPES:
         return None
     return f"the row scale is {_short(dtype)}, not float32, bfloat16 or float16: convert it"
+
+
+def why_not_routing(index_dtype: object, experts: int) -> str | None:
+    """Expert ids are int32 or int64, and the experts few enough for what a CTA counts."""
+    if str(index_dtype) not in ("torch.int32", "torch.int64"):
+        return f"expert_index is {_short(index_dtype)}, not int32 or int64: convert it"
+    return None if experts <= MOST_EXPERTS else f"{experts} experts, over {MOST_EXPERTS}"
 
 
 def why_not_width(name: str, features: int) -> str | None:

@@ -14,6 +14,7 @@ from fusedmoe.kernels.sm90.functions import heavy
 from fusedmoe.kernels.sm90.ragged_k import RaggedK
 from fusedmoe.kernels.sm90.ragged_m import Epilogue, RaggedM
 from fusedmoe.kernels.sm90.rows import ColumnSums, Offsets
+from fusedmoe.kernels.sm90.slots import GatherRows, Route, RowDots, SumSlots
 
 if TYPE_CHECKING:
     from fusedmoe.kernels.activation import Kind
@@ -65,5 +66,10 @@ def KERNELS() -> tuple[Kernel, ...]:
     kernels.append(RaggedK("fp16", PP_192, out="fp16"))
 
     kernels += [Offsets("int32"), Offsets("int64")]
+    routed = itertools.product(("int64", "int32"), ("fp32", "bf16"), (64, 128, 256, 512), (False, True))
+    kernels += [Route(*settings) for settings in routed]
+    for scale in (None, "fp32", "bf16"):
+        kernels += [GatherRows("bf16", scale), SumSlots("bf16", scale)]
+    kernels += [RowDots("bf16", "fp32"), RowDots("bf16", "bf16")]
     kernels += [ColumnSums("bf16", "bf16"), ColumnSums("bf16", "fp32"), ColumnSums("fp16", "fp16")]
     return tuple(kernels)

@@ -1,0 +1,162 @@
+"""Rules for what sorts rows by expert and brings them back, a rule for each op: `Dispatch`, `Combine`, their backward.
+
+Plain PyTorch takes a dozen launches for the sorting, and several passes over the rows around each gather.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fusedmoe.fusion.rule import FusionRule, NothingToDo, PlanContext, Step, require
+from fusedmoe.fusion.rules.hopper import (
+    OnHopper,
+    Run,
+    decline,
+    functions,
+    guard_gradient,
+    guard_matrix,
+    readable,
+    unreadable,
+)
+from fusedmoe.kernels.sm90 import limits
+from fusedmoe.ops.dispatch import Combine, CombineWeightGrad, DCombine, DDispatch, Dispatch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def _check_rows(ctx: PlanContext, rows: str) -> None:
+    spec = ctx.spec(rows)
+    decline(limits.why_not_dtypes({"x": spec.dtype}))
+    decline(limits.why_not_width("features", spec.shape[-1]))
+
+
+def _guard(rows: Tensor, routing: Tensor) -> None:
+    if not routing.numel():
+        raise NothingToDo("no rows")
+    guard_matrix("x", rows)
+
+
+class RouteAndGather(OnHopper, FusionRule, name="sm90.dispatch", direction="forward"):
+    """A stable counting sort of the slots, and ``rows[r] = x[token of r]``: two or three launches."""
+
+    dispatch: Dispatch
+
+    def check(self, ctx: PlanContext) -> None:
+        _check_rows(ctx, "input")
+        decline(limits.why_not_routing(ctx.dtype("dispatch.expert_index"), self.dispatch.num_experts or 0))
+        decline(limits.why_not_row_scale(ctx.dtype("dispatch.expert_weight")))
+
+    def build(self, ctx: PlanContext) -> Step:
+        experts = self.dispatch.num_experts
+        assert experts is not None
+
+        def bind(x: Tensor, index: Tensor, weight: Tensor) -> Run:
+            _guard(x, index)
+            require(index.is_contiguous() and weight.is_contiguous(), "expert_index or expert_weight is not contiguous")
+            route = functions().bind_route(index, weight, experts)
+            gather = functions().bind_gather_rows(x, index, None)
+
+            def run(x: Tensor, index: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+                splits, probs, row_of_slot, slot_of_row = route(index, weight)
+                return gather(x, row_of_slot, slot_of_row), splits, probs, row_of_slot, slot_of_row
+
+            return run
+
+        needs = ("input", "dispatch.expert_index", "dispatch.expert_weight")
+        gives = ("output", *(f"dispatch.{name}" for name in self.dispatch.provides))
+        return Step(None, needs, gives, bind=bind, zeroes_tail=True, launches=3)
+
+
+class SumSlots(OnHopper, FusionRule, name="sm90.combine", direction="forward"):
+    """``y[t] = sum over k of w[row] * rows[row]``, in one launch."""
+
+    combine: Combine
+
+    def check(self, ctx: PlanContext) -> None:
+        _check_rows(ctx, "input")
+        if self.combine.weights is not None:
+            decline(limits.why_not_row_scale(ctx.dtype(f"combine.{self.combine.weights}")))
+
+    def build(self, ctx: PlanContext) -> Step:
+        def bind(rows: Tensor, row_of_slot: Tensor, weight: Tensor | None = None) -> Run:
+            _guard(rows, row_of_slot)
+            _require_contiguous(row_of_slot, weight)
+            return functions().bind_sum_slots(rows, row_of_slot, weight)  # type: ignore[no-any-return]
+
+        needs = ("input", "combine.row_of_slot", *(f"combine.{name}" for name in self.combine.applies))
+        return Step(None, needs, gives=("output",), bind=bind, zeroes_tail=True)
+
+
+class GatherGradient(OnHopper, FusionRule, name="sm90.dcombine", direction="backward"):
+    """``drows[r] = w[r] * dy[token of r]``, in one launch."""
+
+    dcombine: DCombine
+
+    def check(self, ctx: PlanContext) -> None:
+        _check_rows(ctx, "grad_output")
+        if self.dcombine.op.weights is not None:
+            decline(limits.why_not_row_scale(ctx.dtype(f"dcombine.{self.dcombine.op.weights}")))
+
+    def build(self, ctx: PlanContext) -> Step:
+        def bind(dy: Tensor, row_of_slot: Tensor, slot_of_row: Tensor, weight: Tensor | None = None) -> Run:
+            guard_gradient(dy)
+            _require_contiguous(row_of_slot, slot_of_row, weight)
+            gather = functions().bind_gather_rows(dy, row_of_slot, weight)
+            return _copying(gather) if unreadable(dy) else gather
+
+        needs = ("grad_output", *(f"dcombine.{name}" for name in self.dcombine.op.runtime_inputs))
+        return Step(None, needs, gives=("grad_input",), bind=bind, zeroes_tail=True)
+
+
+class RowDots(OnHopper, FusionRule, name="sm90.combine_weight_grad", direction="backward"):
+    """``dw[r] = sum over features of rows[r] * dy[token of r]``, in one launch."""
+
+    weight_grad: CombineWeightGrad
+
+    def check(self, ctx: PlanContext) -> None:
+        _check_rows(ctx, "grad_output")
+        _check_rows(ctx, "weight_grad.input")
+        decline(limits.why_not_row_scale(ctx.dtype(f"weight_grad.{self.weight_grad.op.weights}")))
+
+    def build(self, ctx: PlanContext) -> Step:
+        weight = f"weight_grad.{self.weight_grad.op.weights}"
+        dtype = ctx.dtype(weight)
+
+        def bind(dy: Tensor, rows: Tensor, row_of_slot: Tensor, slot_of_row: Tensor) -> Run:
+            guard_gradient(dy)
+            guard_matrix("x", rows)
+            _require_contiguous(row_of_slot, slot_of_row)
+            dots = functions().bind_row_dots(dy, rows, row_of_slot, dtype)
+            return _copying(dots) if unreadable(dy) else dots
+
+        needs = ("grad_output", "weight_grad.input", "weight_grad.row_of_slot", "weight_grad.slot_of_row")
+        return Step(None, needs, (f"weight_grad.{self.weight_grad.gives[0]}",), bind=bind, zeroes_tail=True)
+
+
+class SumGradients(OnHopper, FusionRule, name="sm90.ddispatch", direction="backward"):
+    """``dx[t] = sum over k of drows[row_of_slot[t, k]]``, in one launch."""
+
+    ddispatch: DDispatch
+
+    def check(self, ctx: PlanContext) -> None:
+        _check_rows(ctx, "grad_output")
+
+    def build(self, ctx: PlanContext) -> Step:
+        def bind(grad: Tensor, row_of_slot: Tensor) -> Run:
+            guard_gradient(grad)
+            _require_contiguous(row_of_slot)
+            add = functions().bind_sum_slots(grad, row_of_slot, None)
+            return _copying(add) if unreadable(grad) else add
+
+        needs = ("grad_output", "ddispatch.row_of_slot")
+        return Step(None, needs, gives=("grad_input",), bind=bind, zeroes_tail=True)
+
+
+def _copying(run: Run) -> Run:
+    """Return what runs on a copy of the gradient that the kernel can read."""
+    return lambda grad, *others: run(readable(grad), *others)
+
+
+def _require_contiguous(*routing: Tensor | None) -> None:
+    require(all(t is None or t.is_contiguous() for t in routing), "what Dispatch provides is not contiguous any more")

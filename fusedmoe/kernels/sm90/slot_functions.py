@@ -1,0 +1,141 @@
+"""The kernels of `slots.py` as functions of torch tensors. No call waits for the device.
+
+Each ``bind_*`` returns the function for tensors of the same shapes, dtypes and strides as these. Matrices are bf16 or
+fp16, (rows, H) with unit stride in H, a multiple of 8 as the pitch is, at addresses that are multiples of 16 bytes;
+everything else is contiguous. `limits` says so in words.
+
+Axes: T tokens, K slots a token, R = T*K rows, E experts, H columns.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fusedmoe.kernels.compiler import Function, load
+from fusedmoe.kernels.sm90.limits import MOST_EXPERTS
+from fusedmoe.kernels.sm90.row_functions import NAMES
+
+CHUNK = 2048  # slots, of `slots.CHUNK`
+
+Route = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]
+
+
+def bind_route(index_TK: Tensor, weight_TK: Tensor, num_experts: int) -> Route:
+    """Order slots by expert: ``(splits, probs, row_of_slot, slot_of_row)`` of ids and weights.
+
+    Parameters
+    ----------
+    index_TK
+        int32 or int64; an id outside of [0, E) is a sentinel, whose row lies behind those of every expert.
+    weight_TK
+        fp32, bf16 or fp16.
+    num_experts
+        E, at most `limits.MOST_EXPERTS`.
+
+    Returns
+    -------
+    callable
+        Returns ``splits`` (E,) int64, rows an expert; ``probs`` (R,), each row's weight, zero for sentinels;
+        ``row_of_slot`` (T, K) int64, R for sentinels; ``slot_of_row`` (R,) int64.
+    """
+    shape, slots = tuple(index_TK.shape), index_TK.numel()
+    chunks = -(-slots // CHUNK)
+    room = next(n for n in _ROOM if num_experts <= n)
+    kernel = _route(index_TK.dtype, weight_TK.dtype, room, chunks > 1)
+    counted = (chunks, num_experts + 1) if chunks > 1 else (1, 1)
+
+    def run(index_TK: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        counts = index_TK.new_empty(counted, dtype=torch.int32)
+        places = index_TK.new_empty(2, slots, dtype=torch.int64)
+        row_of_slot, slot_of_row = places.unbind(0)
+        probs, splits = weight_TK.new_empty(slots), index_TK.new_empty(num_experts, dtype=torch.int64)
+        kernel(index_TK.view(-1), weight_TK.view(-1), counts, row_of_slot, slot_of_row, probs, splits)
+        return splits, probs, row_of_slot.view(shape), slot_of_row
+
+    return run
+
+
+def bind_gather_rows(source_TH: Tensor, row_of_slot_TK: Tensor, scale_R: Tensor | None) -> Callable[..., Tensor]:
+    """``rows[r] = scale[r] * source[token of r]``, zeros for sentinels: (R, H) of ``(source, row_of_slot, slot_of_row,
+    scale)``.
+    """
+    chosen, rows, columns = row_of_slot_TK.shape[1], row_of_slot_TK.numel(), source_TH.shape[1]
+    kernel = _gather_rows(source_TH.dtype, None if scale_R is None else scale_R.dtype)
+    nothing = source_TH.new_empty(rows, dtype=torch.float32) if scale_R is None else None
+
+    def run(source_TH: Tensor, row_of_slot_TK: Tensor, slot_of_row: Tensor, scale_R: Tensor | None = None) -> Tensor:
+        rows_RH = source_TH.new_empty(rows, columns)
+        scale = nothing if scale_R is None else scale_R
+        kernel(source_TH, slot_of_row, row_of_slot_TK.view(-1), scale, rows_RH, chosen)
+        return rows_RH
+
+    return run
+
+
+def bind_sum_slots(rows_RH: Tensor, row_of_slot_TK: Tensor, scale_R: Tensor | None) -> Callable[..., Tensor]:
+    """``out[t] = sum over k of scale[row] * rows[row]``, ``row = row_of_slot[t, k]``, in fp32, sentinels left out: (T, H)
+    of ``(rows, row_of_slot, scale)``.
+    """
+    (tokens, chosen), (rows, columns) = row_of_slot_TK.shape, rows_RH.shape
+    kernel = _sum_slots(rows_RH.dtype, None if scale_R is None else scale_R.dtype)
+    nothing = rows_RH.new_empty(rows, dtype=torch.float32) if scale_R is None else None
+
+    def run(rows_RH: Tensor, row_of_slot_TK: Tensor, scale_R: Tensor | None = None) -> Tensor:
+        out_TH = rows_RH.new_empty(tokens, columns)
+        kernel(rows_RH, row_of_slot_TK.view(-1), nothing if scale_R is None else scale_R, out_TH, chosen)
+        return out_TH
+
+    return run
+
+
+def bind_row_dots(
+    source_TH: Tensor, rows_RH: Tensor, row_of_slot_TK: Tensor, dtype: torch.dtype
+) -> Callable[..., Tensor]:
+    """``dots[r] = sum over columns of source[token of r] * rows[r]``, in fp32, zeros for sentinels: (R,) of ``(source,
+    rows, row_of_slot, slot_of_row)``.
+    """
+    chosen, count = row_of_slot_TK.shape[1], rows_RH.shape[0]
+    kernel = _row_dots(rows_RH.dtype, dtype)
+
+    def run(source_TH: Tensor, rows_RH: Tensor, row_of_slot_TK: Tensor, slot_of_row: Tensor) -> Tensor:
+        dots_R = rows_RH.new_empty(count, dtype=dtype)
+        kernel(rows_RH, source_TH, slot_of_row, row_of_slot_TK.view(-1), dots_R, chosen)
+        return dots_R
+
+    return run
+
+
+_ROOM = (64, 128, 256, 512, MOST_EXPERTS)
+
+
+@functools.cache
+def _route(index: torch.dtype, weight: torch.dtype, experts: int, chunked: bool) -> Function:
+    from fusedmoe.kernels.sm90 import slots  # imports CuTe DSL
+
+    assert slots.CHUNK == CHUNK
+    return load(slots.Route(NAMES[index], NAMES[weight], experts, chunked))
+
+
+@functools.cache
+def _gather_rows(dtype: torch.dtype, scale: torch.dtype | None) -> Function:
+    from fusedmoe.kernels.sm90.slots import GatherRows
+
+    return load(GatherRows(NAMES[dtype], None if scale is None else NAMES[scale]))
+
+
+@functools.cache
+def _sum_slots(dtype: torch.dtype, scale: torch.dtype | None) -> Function:
+    from fusedmoe.kernels.sm90.slots import SumSlots
+
+    return load(SumSlots(NAMES[dtype], None if scale is None else NAMES[scale]))
+
+
+@functools.cache
+def _row_dots(dtype: torch.dtype, out: torch.dtype) -> Function:
+    from fusedmoe.kernels.sm90.slots import RowDots
+
+    return load(RowDots(NAMES[dtype], NAMES[out]))

@@ -1,0 +1,489 @@
+"""From tokens and a routing to rows sorted by expert, and back, beside the matrix products. No atomics on results.
+
+A *slot* (t, k) is the k-th expert of token t, number ``t * K + k``; R = T*K slots become R rows, those of sentinels
+(ids outside of [0, E)) behind every expert's.
+
+`Route`: a stable counting sort of the slots, in one launch up to `CHUNK` slots, in two above. A CTA has a chunk of
+them, a warp 32 at a time in order; lanes with the same expert find each other by ``match``, and the lowest counts for
+all. The first launch writes how many slots of each chunk chose each expert; the second adds those of the chunks before
+its own, so that it knows where its rows begin without waiting for another CTA.
+
+`GatherRows`: ``rows[r] = scale[r] * source[token of r]``, zeros for sentinels. A warp has one row and 1,024 columns.
+
+`SumSlots`: ``out[t] = sum over k of scale[row] * rows[row of slot (t, k)]`` in fp32, in the order of k. A warp has one
+token and 256 columns, with the rows of `SLOTS_IN_FLIGHT` slots in flight.
+
+`RowDots`: ``dots[r] = sum over columns of rows[r] * source[token of r]`` in fp32, zeros for sentinels; a warp a row.
+
+Rows of sentinels are never read. Axes: T tokens, K slots a token, R rows, E experts, H columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
+from cutlass.memory import SmemAllocator
+
+from fusedmoe.kernels.sm90.rows import ELEMENTS
+
+LANES = 32
+WARPS = 8  # of a CTA
+VECTOR = 8  # columns of a lane: 16 bytes
+VECTORS = 4  # of a lane at once, where rows are gathered
+BLOCK = LANES * VECTOR  # columns that a warp reads at once
+SLOTS_IN_FLIGHT = 8
+STEPS = 8  # of 32 slots a warp, where they are sorted
+CHUNK = WARPS * STEPS * LANES
+FULL = 0xFFFFFFFF
+
+
+def _options(arch: str) -> str:
+    return f"--enable-tvm-ffi --gpu-arch {arch}"
+
+
+def _stream() -> Any:
+    return cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+
+
+def _vector(dtype: Any, size: Any) -> Any:
+    return cute.runtime.make_fake_tensor(dtype, (size,), (1,))
+
+
+def _matrix(dtype: Any, rows: Any, columns: Any) -> Any:
+    strides = (cute.sym_int64(divisibility=VECTOR), 1)
+    return cute.runtime.make_fake_tensor(dtype, (rows, columns), strides, assumed_align=16)
+
+
+@dataclass(frozen=True)
+class Route:
+    """Rows of slots, slots of rows, rows an expert, and each row's weight."""
+
+    index: str  # dtype of the expert ids: "int32" or "int64"
+    weight: str  # dtype of the weights: "fp32", "bf16" or "fp16"
+    experts: int  # at most as many, which is a multiple of 8
+    chunked: bool  # whether there is more than one chunk
+    arch: str = "sm_90a"
+
+    @property
+    def symbol(self) -> str:
+        return f"sm90_route_{self.index}_{self.weight}_{self.experts}" + ("_chunked" if self.chunked else "")
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return ("fusedmoe.kernels.sm90.slots", "fusedmoe.kernels.sm90.rows")
+
+    def compile(self) -> Any:
+        """Compile without a GPU; a function of ids (R,), weights (R,), counts (chunks, experts + 1) int32, rows of
+        slots (R,) int64, slots of rows (R,) int64, probs (R,) and splits (E,) int64.
+        """
+        slots, experts = cute.sym_int(), cute.sym_int()
+        counts = cute.runtime.make_fake_tensor(Int32, (cute.sym_int(), cute.sym_int()), (cute.sym_int64(), 1))
+        return cute.compile(
+            self, _vector(ELEMENTS[self.index], slots), _vector(ELEMENTS[self.weight], slots), counts,
+            _vector(Int64, slots), _vector(Int64, slots), _vector(ELEMENTS[self.weight], slots),
+            _vector(Int64, experts), _stream(), options=_options(self.arch),
+        )  # fmt: skip
+
+    @cute.jit
+    def __call__(
+        self,
+        index: cute.Tensor,
+        weight: cute.Tensor,
+        counts: cute.Tensor,
+        row_of_slot: cute.Tensor,
+        slot_of_row: cute.Tensor,
+        probs: cute.Tensor,
+        splits: cute.Tensor,
+        stream,
+    ):
+        grid, block = (cute.ceil_div(cute.size(index), CHUNK), 1, 1), (WARPS * LANES, 1, 1)
+        if const_expr(self.chunked):
+            self.count(index, counts, cute.size(splits)).launch(grid=grid, block=block, stream=stream)
+        self.place(index, weight, counts, row_of_slot, slot_of_row, probs, splits).launch(
+            grid=grid, block=block, stream=stream
+        )
+
+    @cute.jit
+    def load_keys(self, index: cute.Tensor, first: Int32, lane: Int32, experts: Int32) -> cute.Tensor:
+        """The experts of a warp's slots: E for a sentinel, -1 where there is no slot any more."""
+        keys = cute.make_rmem_tensor((STEPS,), Int32)
+        keys.fill(-1)
+        for i in cutlass.range_constexpr(STEPS):
+            slot = first + i * LANES + lane
+            if slot < cute.size(index):
+                chosen = Int64(index[slot])
+                keys[i] = experts
+                if chosen >= 0 and chosen < Int64(experts):
+                    keys[i] = Int32(chosen)
+        return keys
+
+    @cute.kernel
+    def count(self, index: cute.Tensor, counts: cute.Tensor, experts: Int32):
+        thread, _, _ = cute.arch.thread_idx()
+        lane = cute.arch.lane_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        chunk, _, _ = cute.arch.block_idx()
+        smem = SmemAllocator()
+        s_count = smem.allocate_tensor(Int32, cute.make_layout((self.experts + 8,)), 16)
+        for bucket in cutlass.range(thread, experts + 1, WARPS * LANES, unroll=1):
+            s_count[bucket] = 0
+        cute.arch.sync_threads()
+        keys = self.load_keys(index, (chunk * WARPS + warp) * STEPS * LANES, lane, experts)
+        for i in cutlass.range_constexpr(STEPS):
+            same = cute.arch.match_sync(FULL, keys[i])
+            lower = cute.arch.popc(same & ((Uint32(1) << Uint32(lane)) - Uint32(1)))
+            if keys[i] >= 0 and lower == 0:  # integers: the same sum in every order
+                cute.arch.atomic_add(s_count.iterator + keys[i], Int32(cute.arch.popc(same)), scope="cta")
+        cute.arch.sync_threads()
+        for bucket in cutlass.range(thread, experts + 1, WARPS * LANES, unroll=1):
+            counts[chunk, bucket] = s_count[bucket]
+
+    @cute.kernel
+    def place(
+        self,
+        index: cute.Tensor,
+        weight: cute.Tensor,
+        counts: cute.Tensor,
+        row_of_slot: cute.Tensor,
+        slot_of_row: cute.Tensor,
+        probs: cute.Tensor,
+        splits: cute.Tensor,
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        lane = cute.arch.lane_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        chunk, _, _ = cute.arch.block_idx()
+        experts, slots = cute.size(splits), cute.size(index)
+        smem = SmemAllocator()
+        buckets = self.experts + 8
+        s_count = smem.allocate_tensor(Int32, cute.make_layout((buckets, WARPS)), 16)
+        s_total = smem.allocate_tensor(Int32, cute.make_layout((buckets,)), 16)
+        s_start = smem.allocate_tensor(Int32, cute.make_layout((buckets,)), 16)
+        for bucket in cutlass.range(thread, experts + 1, WARPS * LANES, unroll=1):
+            for w in cutlass.range_constexpr(WARPS):
+                s_count[bucket, w] = 0
+        cute.arch.sync_threads()
+
+        # each slot's rank among those of its warp that chose the same expert
+        first = (chunk * WARPS + warp) * STEPS * LANES
+        keys = self.load_keys(index, first, lane, experts)
+        ranks = cute.make_rmem_tensor((STEPS,), Int32)
+        ranks.fill(0)
+        for i in cutlass.range_constexpr(STEPS):
+            same = cute.arch.match_sync(FULL, keys[i])
+            lower = cute.arch.popc(same & ((Uint32(1) << Uint32(lane)) - Uint32(1)))
+            if keys[i] >= 0:
+                ranks[i] = s_count[keys[i], warp] + Int32(lower)
+            cute.arch.sync_warp()
+            if keys[i] >= 0 and lower == 0:
+                s_count[keys[i], warp] = ranks[i] + Int32(cute.arch.popc(same))
+            cute.arch.sync_warp()
+        cute.arch.sync_threads()
+
+        # how many slots before this warp, in this chunk and the earlier ones, chose each expert; how many in all
+        for bucket in cutlass.range(thread, experts + 1, WARPS * LANES, unroll=1):
+            total = Int32(0)
+            for w in cutlass.range_constexpr(WARPS):
+                of_warp = s_count[bucket, w]
+                s_count[bucket, w] = total
+                total += of_warp
+            earlier = Int32(0)
+            if const_expr(self.chunked):
+                total = Int32(0)
+                for c in cutlass.range(cute.size(counts, mode=[0]), unroll=8):
+                    of_chunk = counts[c, bucket]
+                    if c < chunk:
+                        earlier += of_chunk
+                    total += of_chunk
+            s_total[bucket] = total
+            s_start[bucket] = earlier
+            if chunk == 0 and bucket < experts:
+                splits[bucket] = Int64(total)
+        cute.arch.sync_threads()
+
+        # where each expert's rows begin
+        if warp == 0:
+            carried = Int32(0)
+            for chunk_of_experts in cutlass.range(0, experts + 1, LANES, unroll=1):
+                bucket = chunk_of_experts + lane
+                total = Int32(0)
+                if bucket <= experts:
+                    total = s_total[bucket]
+                end = self.inclusive_sum(total, lane)
+                if bucket <= experts:
+                    s_start[bucket] = s_start[bucket] + carried + end - total
+                carried += cute.arch.shuffle_sync(end, LANES - 1)
+        cute.arch.sync_threads()
+
+        for i in cutlass.range_constexpr(STEPS):
+            slot = first + i * LANES + lane
+            if keys[i] >= 0:
+                row = s_start[keys[i]] + s_count[keys[i], warp] + ranks[i]
+                slot_of_row[row] = Int64(slot)
+                if keys[i] < experts:
+                    row_of_slot[slot] = Int64(row)
+                    probs[row] = weight[slot]
+                else:
+                    row_of_slot[slot] = Int64(slots)
+                    probs[row] = Float32(0.0).to(probs.element_type)
+
+    @cute.jit
+    def inclusive_sum(self, value: Int32, lane: Int32) -> Int32:
+        """Sum over this lane and those below it."""
+        for step in cutlass.range_constexpr(5):
+            below = cute.arch.shuffle_sync_up(value, 1 << step)
+            if lane >= (1 << step):
+                value += below
+        return value
+
+
+@dataclass(frozen=True)
+class GatherRows:
+    """Rows of tokens, sorted by expert, scaled or not."""
+
+    dtype: str  # "bf16" or "fp16"
+    scale: str | None  # dtype of the scale: "fp32", "bf16" or "fp16"; None for none
+    arch: str = "sm_90a"
+
+    @property
+    def symbol(self) -> str:
+        return f"sm90_gather_rows_{self.dtype}" + (f"_scaled_{self.scale}" if self.scale else "")
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return ("fusedmoe.kernels.sm90.slots", "fusedmoe.kernels.sm90.rows")
+
+    def compile(self) -> Any:
+        """Compile without a GPU; a function of source (T, H), slots of rows (R,) int64, rows of slots (R,) int64,
+        scale (R,), rows (R, H) and K.
+        """
+        rows, columns = cute.sym_int(), cute.sym_int(divisibility=VECTOR)
+        element = ELEMENTS[self.dtype]
+        return cute.compile(
+            self, _matrix(element, cute.sym_int(), columns), _vector(Int64, rows), _vector(Int64, rows),
+            _vector(ELEMENTS[self.scale or "fp32"], rows), _matrix(element, rows, columns), Int32(1), _stream(),
+            options=_options(self.arch),
+        )  # fmt: skip
+
+    @cute.jit
+    def __call__(
+        self,
+        source: cute.Tensor,
+        slot_of_row: cute.Tensor,
+        row_of_slot: cute.Tensor,
+        scale: cute.Tensor,
+        rows: cute.Tensor,
+        chosen: Int32,
+        stream,
+    ):
+        blocks = cute.ceil_div(rows.shape[1], BLOCK * VECTORS)
+        units = rows.shape[0] * blocks
+        self.kernel(source, slot_of_row, row_of_slot, scale, rows, chosen, blocks, units).launch(
+            grid=(cute.ceil_div(units, WARPS), 1, 1), block=(WARPS * LANES, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        source: cute.Tensor,
+        slot_of_row: cute.Tensor,
+        row_of_slot: cute.Tensor,
+        scale: cute.Tensor,
+        rows: cute.Tensor,
+        chosen: Int32,
+        blocks: Int32,
+        units: Int32,
+    ):
+        lane = cute.arch.lane_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        bidx, _, _ = cute.arch.block_idx()
+        unit = bidx * WARPS + warp
+        if unit < units:
+            row = unit // blocks
+            block = unit - row * blocks
+            slot = Int32(slot_of_row[row])
+            used = Int32(row_of_slot[slot]) == row
+            token = slot // chosen
+            loaded = [cute.make_rmem_tensor((VECTOR,), source.element_type) for _ in range(VECTORS)]
+            for i in cutlass.range_constexpr(VECTORS):
+                vector = (block * VECTORS + i) * LANES + lane
+                loaded[i].fill(0.0)
+                if used and vector * VECTOR < rows.shape[1]:
+                    cute.autovec_copy(cute.local_tile(source[token, None], (VECTOR,), (vector,)), loaded[i])
+            if const_expr(self.scale is not None):
+                factor = Float32(0.0)
+                if used:
+                    factor = Float32(scale[row])
+                for i in cutlass.range_constexpr(VECTORS):
+                    loaded[i].store((loaded[i].load().to(Float32) * factor).to(source.element_type))
+            for i in cutlass.range_constexpr(VECTORS):
+                vector = (block * VECTORS + i) * LANES + lane
+                if vector * VECTOR < rows.shape[1]:
+                    cute.autovec_copy(loaded[i], cute.local_tile(rows[row, None], (VECTOR,), (vector,)))
+
+
+@dataclass(frozen=True)
+class SumSlots:
+    """Sums over a token's rows, scaled or not."""
+
+    dtype: str  # "bf16" or "fp16"
+    scale: str | None  # dtype of the scale: "fp32", "bf16" or "fp16"; None for none
+    arch: str = "sm_90a"
+
+    @property
+    def symbol(self) -> str:
+        return f"sm90_sum_slots_{self.dtype}" + (f"_scaled_{self.scale}" if self.scale else "")
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return ("fusedmoe.kernels.sm90.slots", "fusedmoe.kernels.sm90.rows")
+
+    def compile(self) -> Any:
+        """Compile without a GPU; a function of rows (R, H), rows of slots (R,) int64, scale (R,), out (T, H) and K."""
+        rows, columns = cute.sym_int(), cute.sym_int(divisibility=VECTOR)
+        element = ELEMENTS[self.dtype]
+        return cute.compile(
+            self, _matrix(element, rows, columns), _vector(Int64, rows), _vector(ELEMENTS[self.scale or "fp32"], rows),
+            _matrix(element, cute.sym_int(), columns), Int32(1), _stream(), options=_options(self.arch),
+        )  # fmt: skip
+
+    @cute.jit
+    def __call__(
+        self,
+        rows: cute.Tensor,
+        row_of_slot: cute.Tensor,
+        scale: cute.Tensor,
+        out: cute.Tensor,
+        chosen: Int32,
+        stream,
+    ):
+        blocks = cute.ceil_div(out.shape[1], BLOCK)
+        units = out.shape[0] * blocks
+        self.kernel(rows, row_of_slot, scale, out, chosen, blocks, units).launch(
+            grid=(cute.ceil_div(units, WARPS), 1, 1), block=(WARPS * LANES, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        rows: cute.Tensor,
+        row_of_slot: cute.Tensor,
+        scale: cute.Tensor,
+        out: cute.Tensor,
+        chosen: Int32,
+        blocks: Int32,
+        units: Int32,
+    ):
+        lane = cute.arch.lane_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        bidx, _, _ = cute.arch.block_idx()
+        unit = bidx * WARPS + warp
+        if unit < units:
+            token = unit // blocks
+            vector = (unit - token * blocks) * LANES + lane
+            if vector * VECTOR < out.shape[1]:
+                total = cute.make_rmem_tensor((VECTOR,), Float32)
+                total.fill(0.0)
+                for first in cutlass.range(0, chosen, SLOTS_IN_FLIGHT, unroll=1):
+                    loaded = [cute.make_rmem_tensor((VECTOR,), rows.element_type) for _ in range(SLOTS_IN_FLIGHT)]
+                    factors = cute.make_rmem_tensor((SLOTS_IN_FLIGHT,), Float32)
+                    factors.fill(1.0)
+                    for i in cutlass.range_constexpr(SLOTS_IN_FLIGHT):
+                        loaded[i].fill(0.0)
+                        if first + i < chosen:
+                            row = Int32(row_of_slot[token * chosen + first + i])
+                            if row < rows.shape[0]:
+                                cute.autovec_copy(cute.local_tile(rows[row, None], (VECTOR,), (vector,)), loaded[i])
+                                if const_expr(self.scale is not None):
+                                    factors[i] = Float32(scale[row])
+                    for i in cutlass.range_constexpr(SLOTS_IN_FLIGHT):
+                        total.store(total.load() + loaded[i].load().to(Float32) * factors[i])
+                result = cute.make_rmem_tensor((VECTOR,), out.element_type)
+                result.store(total.load().to(out.element_type))
+                cute.autovec_copy(result, cute.local_tile(out[token, None], (VECTOR,), (vector,)))
+
+
+@dataclass(frozen=True)
+class RowDots:
+    """Products of rows with those of their tokens: the gradient of the weights that `SumSlots` scales by."""
+
+    dtype: str  # "bf16" or "fp16"
+    out: str  # dtype of the products: "fp32", "bf16" or "fp16"
+    arch: str = "sm_90a"
+
+    @property
+    def symbol(self) -> str:
+        return f"sm90_row_dots_{self.dtype}_{self.out}"
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return ("fusedmoe.kernels.sm90.slots", "fusedmoe.kernels.sm90.rows")
+
+    def compile(self) -> Any:
+        """Compile without a GPU; a function of rows (R, H), source (T, H), slots of rows (R,) int64, rows of slots (R,)
+        int64, dots (R,) and K.
+        """
+        rows, columns = cute.sym_int(), cute.sym_int(divisibility=VECTOR)
+        element = ELEMENTS[self.dtype]
+        return cute.compile(
+            self, _matrix(element, rows, columns), _matrix(element, cute.sym_int(), columns), _vector(Int64, rows),
+            _vector(Int64, rows), _vector(ELEMENTS[self.out], rows), Int32(1), _stream(), options=_options(self.arch),
+        )  # fmt: skip
+
+    @cute.jit
+    def __call__(
+        self,
+        rows: cute.Tensor,
+        source: cute.Tensor,
+        slot_of_row: cute.Tensor,
+        row_of_slot: cute.Tensor,
+        dots: cute.Tensor,
+        chosen: Int32,
+        stream,
+    ):
+        self.kernel(rows, source, slot_of_row, row_of_slot, dots, chosen).launch(
+            grid=(cute.ceil_div(rows.shape[0], WARPS), 1, 1), block=(WARPS * LANES, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        rows: cute.Tensor,
+        source: cute.Tensor,
+        slot_of_row: cute.Tensor,
+        row_of_slot: cute.Tensor,
+        dots: cute.Tensor,
+        chosen: Int32,
+    ):
+        lane = cute.arch.lane_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        bidx, _, _ = cute.arch.block_idx()
+        row = bidx * WARPS + warp
+        if row < rows.shape[0]:
+            slot = Int32(slot_of_row[row])
+            token = slot // chosen
+            total = cute.make_rmem_tensor((VECTOR,), Float32)
+            total.fill(0.0)
+            if Int32(row_of_slot[slot]) == row:
+                for block in cutlass.range(0, cute.ceil_div(rows.shape[1], BLOCK), VECTORS, unroll=1):
+                    a = [cute.make_rmem_tensor((VECTOR,), rows.element_type) for _ in range(VECTORS)]
+                    b = [cute.make_rmem_tensor((VECTOR,), rows.element_type) for _ in range(VECTORS)]
+                    for i in cutlass.range_constexpr(VECTORS):
+                        vector = (block + i) * LANES + lane
+                        a[i].fill(0.0)
+                        b[i].fill(0.0)
+                        if vector * VECTOR < rows.shape[1]:
+                            cute.autovec_copy(cute.local_tile(rows[row, None], (VECTOR,), (vector,)), a[i])
+                            cute.autovec_copy(cute.local_tile(source[token, None], (VECTOR,), (vector,)), b[i])
+                    for i in cutlass.range_constexpr(VECTORS):
+                        total.store(total.load() + a[i].load().to(Float32) * b[i].load().to(Float32))
+            of_lane = Float32(0.0)
+            for i in cutlass.range_constexpr(VECTOR):
+                of_lane += total[i]
+            dot = cute.arch.warp_reduction_sum(of_lane)
+            if lane == 0:
+                dots[row] = dot.to(dots.element_type)

@@ -1,0 +1,53 @@
+"""The kernels that sort and move rows compile for sm_90a without a GPU: nothing spills, rows move 16 bytes a lane."""
+
+import pytest
+
+from fusedmoe.kernels.sm90 import limits, slot_functions
+
+pytest.importorskip("cutlass")
+
+from test_sm90_rows_compile import disassembled, starting
+
+from fusedmoe.kernels.sm90 import slots
+from fusedmoe.kernels.sm90.slots import GatherRows, Route, RowDots, SumSlots
+
+KERNELS = [
+    Route("int64", "fp32", 128, False),
+    Route("int32", "bf16", limits.MOST_EXPERTS, True),
+    GatherRows("bf16", None),
+    GatherRows("fp16", "fp32"),
+    SumSlots("bf16", None),
+    SumSlots("fp16", "bf16"),
+    RowDots("bf16", "fp32"),
+]
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.symbol)
+def test_compiles_for_hopper_without_spills(kernel, monkeypatch, tmp_path):
+    launches = disassembled(kernel, monkeypatch, tmp_path)
+    chunked = isinstance(kernel, Route) and kernel.chunked
+    assert set(launches) == ({"count", "place"} if chunked else {"place"} if isinstance(kernel, Route) else {"kernel"})
+    for code in launches.values():
+        assert starting(code, "EXIT")
+        assert not starting(code, ("STL", "LDL", "CALL", "ATOMG", "RED."))  # counts alone are atomic, in shared memory
+
+
+@pytest.mark.parametrize("kernel", [GatherRows("bf16", "fp32"), SumSlots("bf16", "fp32"), RowDots("bf16", "fp32")])
+def test_rows_move_16_bytes_a_lane_with_several_loads_in_flight(kernel, monkeypatch, tmp_path):
+    (code,) = disassembled(kernel, monkeypatch, tmp_path).values()
+    wide = [i for i in starting(code, "LDG") if i.endswith(".128")]
+    assert (
+        len(wide)
+        >= {GatherRows: slots.VECTORS, SumSlots: slots.SLOTS_IN_FLIGHT, RowDots: 2 * slots.VECTORS}[type(kernel)]
+    )
+    if not isinstance(kernel, RowDots):
+        assert set(starting(code, "STG")) == {"STG.E.128"}
+
+
+def test_symbols_tell_the_kernels_apart():
+    assert len({kernel.symbol for kernel in KERNELS}) == len(KERNELS)
+
+
+def test_host_and_kernel_agree():
+    assert slot_functions.CHUNK == slots.CHUNK
+    assert max(slot_functions._ROOM) == limits.MOST_EXPERTS
