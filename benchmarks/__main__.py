@@ -2,8 +2,8 @@
 
 Sections: ``host`` (what the framework costs the host), ``kernels`` (each kernel), ``mlp`` (the expert MLP through the
 public API), ``recipes`` (the same under each recipe), ``deepgemm`` (DeepGEMM's products, for an environment of its
-own), ``tiles`` (every tile for many layers, about a minute). By default the first, and the next two where there is a
-GPU.
+own), ``tiles`` (every tile for many layers, about a minute), ``transformers`` (a stack of decoder layers). By default
+the first, and the next two where there is a GPU.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import gpu, host, shapes, tiles
+from benchmarks import gpu, host, shapes, stack, tiles
 from benchmarks.gpu_timing import GpuTimer, ceiling
 from benchmarks.results import ROOT, machine, write
 
-SECTIONS = ("host", *gpu.SECTIONS, "tiles")
+SECTIONS = ("host", *gpu.SECTIONS, "tiles", "transformers")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> None:
     devices = args.device or ["cpu"] + ["cuda"] * torch.cuda.is_available()
     sections = args.only or ("host", *(("kernels", "mlp") if "cuda" in devices else ()))
     on_gpu = tuple(section for section in sections if section in gpu.SECTIONS)
-    if (on_gpu or "tiles" in sections) and not torch.cuda.is_available():
+    if set(sections) - {"host"} and not torch.cuda.is_available():
         parser.error(f"--only {','.join(s for s in sections if s != 'host')}: needs a GPU, and torch sees none")
     torch.manual_seed(0)
     torch.set_num_threads(1)  # of the host's time: a thread pool's wake-ups are not what is measured
@@ -36,6 +36,13 @@ def main(argv: list[str] | None = None) -> None:
     if "tiles" in sections:
         measured = tiles.measure(torch.device("cuda", torch.cuda.current_device()), args.reps)
         print("written to", write(args.results, "tiles", {"tiles": measured}))
+    if "transformers" in sections:
+        device = torch.device("cuda", torch.cuda.current_device())
+        found = []
+        for measured_now in stack.measure(GpuTimer(device, args.reps, host_reps=3), device, args.layers):
+            found.append(measured_now)
+            print(stack.lines(measured_now), flush=True)
+        print("written to", write(args.results, "transformers", stack.results(found, args.layers)))
     if on_gpu:
         device = torch.device("cuda", torch.cuda.current_device())
         settings = gpu.Settings(
@@ -66,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     which.add_argument("--quick", action="store_true", help=f"these shapes alone: {', '.join(shapes.QUICK)}")
     parser.add_argument("--routing", choices=shapes.ROUTINGS, default="uniform", help="how rows spread over experts")
     parser.add_argument("--reps", type=int, default=30, help="timed calls of each peer (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=stack.LAYERS, help="transformers: layers (default: %(default)s)")
     parser.add_argument(
         "--tune-peers", action="store_true", help="let QuACK and SonicMoE tune: a minute for each kernel"
     )

@@ -30,6 +30,14 @@ favour. `F.grouped_mm` stands for torch, with eager pointwise operations and wit
 {machine}, torch {torch}, CUDA {cuda}, nvidia-cutlass-dsl {dsl}, QuACK {quack}, commit {commit}{mlp_commit}.
 Measured ceilings of this GPU: {tflops:.0f} TFLOP/s (a bf16 product of 8192³), {copy:.1f} TB/s (copy, read and written).
 """
+STACK = """\
+## In transformers
+
+{layers} decoder layers of Qwen3-30B-A3B's shape in transformers {transformers} (commit {commit}), bf16, {tokens} tokens
+in {batch} sequences, with each experts implementation: the whole stack, and the MoE part of one layer (router and
+experts). *x grouped_mm* is that implementation's time over ours, uncompiled over uncompiled and compiled over compiled.
+*Peak* is memory above weights and gradients.
+"""
 TUNED = """\
 ## QuACK tuned
 
@@ -134,6 +142,27 @@ def recipe_table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def stack_table(results: dict[str, Any]) -> str:
+    """Return the times in transformers: a row for each part, case and implementation."""
+    lines = [
+        "| part | case | experts | ms | x grouped_mm | x eager | peak, GiB | compiled, ms | x grouped_mm, compiled |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    found = {(m["part"], m["case"], m["implementation"], m["compiled"]): m for m in results["measured"]}
+    for part, case, implementation in dict.fromkeys((p, c, i) for p, c, i, _ in found):
+        of = {compiled: found[part, case, implementation, compiled] for compiled in (False, True)}
+
+        def ratio(other: str, compiled: bool, part: str = part, case: str = case, mine: Any = of) -> str:
+            theirs, own = found[part, case, other, compiled]["ms"], mine[compiled]["ms"]
+            return f"{theirs / own:.2f}" if theirs and own else ""
+
+        ms = {compiled: f"{m['ms']:.2f}" if m["ms"] else "-" for compiled, m in of.items()}
+        peak = f"{of[False]['peak_gib']:.2f}" if of[False]["ms"] else "-"
+        cells = [part, case, f"`{implementation}`", ms[False], ratio("grouped_mm", False), ratio("eager", False), peak]
+        lines.append("| " + " | ".join([*cells, ms[True], ratio("grouped_mm", True)]) + " |")
+    return "\n".join(lines)
+
+
 def deepgemm_table(kernels: dict[str, Any], deepgemm: dict[str, Any]) -> str:
     """Return the plain products beside DeepGEMM's, by way of torch."""
     theirs = {shape["name"]: shape for shape in deepgemm["shapes"]}
@@ -180,6 +209,15 @@ def render(folder: Path = RESULTS) -> str:
     recipes = load(folder, "recipes")
     if recipes:
         parts += [RECIPES.format(commit=recipes["commit"], reps=recipes["reps"]), recipe_table(recipes) + "\n"]
+    stack = load(folder, "transformers")
+    if stack:
+        parts.append(
+            STACK.format(
+                layers=stack["layers"], tokens=stack["tokens"], batch=stack["batch"], commit=stack["commit"],
+                transformers=stack["versions"]["transformers"],
+            )
+        )  # fmt: skip
+        parts.append(stack_table(stack) + "\n")
     tuned, deepgemm, host = load(folder, "kernels-tuned-peers"), load(folder, "deepgemm"), load(folder, "host")
     if tuned:
         parts.append(TUNED.format(shape=tuned["shapes"][0]["name"], commit=tuned["commit"]))

@@ -330,15 +330,21 @@ def _forward(handle: str, wanted: str, tensors: list[Tensor]) -> list[Tensor]:
     with torch.no_grad(), without_autocast(tensors[0].device):
         outputs, saved = call.run([*arguments], *call.runs)
     by_name = dict(zip(traced.plan.saved, saved, strict=True))
-    inputs = {t.untyped_storage().data_ptr() for t in tensors}
-    return [_own(t, inputs) for t in (*outputs, *[by_name[v] for v in traced.kept])]
+    return _own((*outputs, *[by_name[v] for v in traced.kept]), tensors)
 
 
-def _own(t: Tensor | None, inputs: set[int]) -> Tensor:
-    """Return a tensor as an operator may return it: contiguous, and sharing no memory with an argument."""
-    assert t is not None
-    t = t.contiguous()
-    return t.clone() if t.untyped_storage().data_ptr() in inputs else t
+def _own(results: Sequence[Tensor | None], arguments: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors as an operator may: contiguous, none sharing memory with an argument or with another."""
+    taken = {t.untyped_storage().data_ptr() for t in arguments if t.numel()}
+    own = []
+    for t in results:
+        assert t is not None
+        result = t.contiguous()
+        if result.numel() and result.untyped_storage().data_ptr() in taken:
+            result = result.clone()
+        taken.add(result.untyped_storage().data_ptr())
+        own.append(result)
+    return own
 
 
 def _forward_fake(handle: str, wanted: str, tensors: list[Tensor]) -> list[Tensor]:
@@ -369,8 +375,7 @@ def _backward(plan: str, sizes: list[int], saved: list[Tensor], grads: list[Tens
             kept = tuple([values.get(v) for v in traced.plan.saved])
             call = traced.call([])
         found = call.backward(kept, arrived, traced.gradients)
-    mine = {t.untyped_storage().data_ptr() for t in (*saved, *grads)}
-    return [_own(t, mine) for t, g in zip(found, traced.gradients, strict=True) if g]
+    return _own([t for t, g in zip(found, traced.gradients, strict=True) if g], (*saved, *grads))
 
 
 def _backward_fake(plan: str, sizes: list[int], saved: list[Tensor], grads: list[Tensor], there: str) -> list[Tensor]:

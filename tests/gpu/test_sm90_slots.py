@@ -5,7 +5,13 @@ import torch
 from poison import nan_in_new_tensors
 
 import fusedmoe as fm
-from fusedmoe.kernels.sm90.slot_functions import bind_gather_rows, bind_route, bind_row_dots, bind_sum_slots
+from fusedmoe.kernels.sm90.slot_functions import (
+    bind_gather_rows,
+    bind_route,
+    bind_row_dots,
+    bind_slot_values,
+    bind_sum_slots,
+)
 from fusedmoe.kernels.torch.rows import sort_by_expert
 
 hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -133,6 +139,19 @@ def test_row_dots(device, kind, columns, out):
         error = (got[:used].double() - products.sum(1)).abs()
         assert (error <= TOLERANCE[out] * products.abs().sum(1) + 1e-30).all()
         assert not got[used:].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["random", "sentinels", "only sentinels"])
+def test_values_of_slots(device, kind, dtype):
+    for tokens, chosen in ((1, 1), (129, 9), (8192, 8)):
+        _, row_of_slot, used = routed(tokens, chosen, 13, device, kind, seed=tokens)
+        values = torch.randn(tokens * chosen, device=device).to(dtype)
+        values[used:] = torch.nan
+        with nan_in_new_tensors():
+            got = bind_slot_values(values, row_of_slot)(values, row_of_slot)
+        padded = torch.cat([values, values.new_zeros(1)])
+        assert torch.equal(got, padded[row_of_slot])
 
 
 def layer(device, early, bias=False):

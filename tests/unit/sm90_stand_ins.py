@@ -251,3 +251,12 @@ def bind_row_dots(source, rows, row_of_slot, dtype):
         return dots.to(dtype)
 
     return Bound(run, source, rows)
+
+
+def bind_slot_values(values, row_of_slot):
+    def run(values, row_of_slot):
+        calls.append(("slot_values", {}))
+        assert values.is_contiguous()
+        return torch.cat([values, values.new_zeros(1)])[row_of_slot]
+
+    return Bound(run, values)

@@ -59,7 +59,7 @@ def test_weighted_before_the_second_product(sentinels, index_dtype, weight_dtype
     plan = both_ways(experts(), tokens(), **named)
     assert rules_used(plan) == [
         *FORWARD, "sm90.dcombine", "sm90.grouped_wgrad", "sm90.grouped_dgrad_activation", "sm90.grouped_wgrad",
-        "sm90.grouped_dgrad", "sm90.ddispatch",
+        "sm90.grouped_dgrad", "sm90.dispatch_weight_grad", "sm90.ddispatch",
     ]  # fmt: skip
     assert called("gather_rows") == [{"scale": False}] * 2
     assert called("sum_slots") == [{"scale": False}] * 2
@@ -71,7 +71,7 @@ def test_weighted_in_the_sum(sentinels, weight_dtype):
     plan = both_ways(experts(early=False), tokens(), **routing(sentinels=sentinels, dtype=weight_dtype))
     assert rules_used(plan) == [
         *FORWARD, "sm90.combine_weight_grad", "sm90.dcombine", "sm90.grouped_wgrad", "sm90.grouped_dgrad_activation",
-        "sm90.grouped_wgrad", "sm90.grouped_dgrad", "sm90.ddispatch",
+        "sm90.grouped_wgrad", "sm90.grouped_dgrad", "sm90.dispatch_weight_grad", "sm90.ddispatch",
     ]  # fmt: skip
     assert called("gather_rows") == [{"scale": False}, {"scale": True}]
     assert called("sum_slots") == [{"scale": True}, {"scale": False}]
@@ -155,6 +155,6 @@ def test_stand_ins_have_the_signatures_of_the_kernels():
     from fusedmoe.kernels.sm90 import slot_functions
 
     assert sys.modules["fusedmoe.kernels.sm90.functions"] is stand_ins
-    for name in ("bind_route", "bind_gather_rows", "bind_sum_slots", "bind_row_dots"):
+    for name in ("bind_route", "bind_gather_rows", "bind_sum_slots", "bind_row_dots", "bind_slot_values"):
         ours = [*inspect.signature(getattr(slot_functions, name)).parameters]
         assert len(ours) == len(inspect.signature(getattr(stand_ins, name)).parameters), name

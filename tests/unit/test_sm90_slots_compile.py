@@ -9,7 +9,7 @@ pytest.importorskip("cutlass")
 from test_sm90_rows_compile import disassembled, starting
 
 from fusedmoe.kernels.sm90 import slots
-from fusedmoe.kernels.sm90.slots import GatherRows, Route, RowDots, SumSlots
+from fusedmoe.kernels.sm90.slots import GatherRows, Route, RowDots, SlotValues, SumSlots
 
 KERNELS = [
     Route("int64", "fp32", 128, False),
@@ -19,6 +19,7 @@ KERNELS = [
     SumSlots("bf16", None),
     SumSlots("fp16", "bf16"),
     RowDots("bf16", "fp32"),
+    SlotValues("fp32"),
 ]
 
 

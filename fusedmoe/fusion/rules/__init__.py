@@ -9,7 +9,14 @@ from fusedmoe.fusion.rules.grouped_dgrad_activation import GroupedDgradActivatio
 from fusedmoe.fusion.rules.grouped_gemm import GroupedGemm
 from fusedmoe.fusion.rules.grouped_gemm_activation import GroupedGemmActivation
 from fusedmoe.fusion.rules.grouped_wgrad import GroupedWgrad
-from fusedmoe.fusion.rules.slots import GatherGradient, RouteAndGather, RowDots, SumGradients, SumSlots
+from fusedmoe.fusion.rules.slots import (
+    GatherGradient,
+    RouteAndGather,
+    RowDots,
+    SlotValues,
+    SumGradients,
+    SumSlots,
+)
 
 BUILTIN: tuple[type[FusionRule], ...] = (
     GroupedGemm,
@@ -23,4 +30,5 @@ BUILTIN: tuple[type[FusionRule], ...] = (
     GatherGradient,
     RowDots,
     SumGradients,
+    SlotValues,
 )

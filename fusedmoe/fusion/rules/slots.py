@@ -19,7 +19,7 @@ from fusedmoe.fusion.rules.hopper import (
     unreadable,
 )
 from fusedmoe.kernels.sm90 import limits
-from fusedmoe.ops.dispatch import Combine, CombineWeightGrad, DCombine, DDispatch, Dispatch
+from fusedmoe.ops.dispatch import Combine, CombineWeightGrad, DCombine, DDispatch, Dispatch, DispatchWeightGrad
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -151,6 +151,25 @@ class SumGradients(OnHopper, FusionRule, name="sm90.ddispatch", direction="backw
 
         needs = ("grad_output", "ddispatch.row_of_slot")
         return Step(None, needs, gives=("grad_input",), bind=bind, zeroes_tail=True)
+
+
+class SlotValues(OnHopper, FusionRule, name="sm90.dispatch_weight_grad", direction="backward"):
+    """``dexpert_weight[t, k] = dprobs[row_of_slot[t, k]]``, in one launch."""
+
+    weight_grad: DispatchWeightGrad
+
+    def check(self, ctx: PlanContext) -> None:
+        decline(limits.why_not_row_scale(ctx.dtype("weight_grad.grad_probs")))
+
+    def build(self, ctx: PlanContext) -> Step:
+        def bind(grad: Tensor, row_of_slot: Tensor) -> Run:
+            guard_gradient(grad)
+            _require_contiguous(row_of_slot)
+            values = functions().bind_slot_values(grad, row_of_slot)
+            return values if grad.is_contiguous() else _copying(values)
+
+        needs = ("weight_grad.grad_probs", "weight_grad.row_of_slot")
+        return Step(None, needs, gives=("weight_grad.grad_expert_weight",), bind=bind, zeroes_tail=True)
 
 
 def _copying(run: Run) -> Run:

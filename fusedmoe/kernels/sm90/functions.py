@@ -25,7 +25,13 @@ from fusedmoe.kernels.sm90.row_functions import (
     column_sums,
     offsets_from_splits,
 )
-from fusedmoe.kernels.sm90.slot_functions import bind_gather_rows, bind_route, bind_row_dots, bind_sum_slots
+from fusedmoe.kernels.sm90.slot_functions import (
+    bind_gather_rows,
+    bind_route,
+    bind_row_dots,
+    bind_slot_values,
+    bind_sum_slots,
+)
 
 if TYPE_CHECKING:
     from fusedmoe.kernels.activation import Activation
@@ -42,6 +48,7 @@ __all__ = [
     "bind_offsets_from_splits",
     "bind_route",
     "bind_row_dots",
+    "bind_slot_values",
     "bind_sum_slots",
     "column_sums",
     "grouped_gemm",

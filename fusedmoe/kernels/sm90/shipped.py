@@ -14,7 +14,7 @@ from fusedmoe.kernels.sm90.functions import heavy
 from fusedmoe.kernels.sm90.ragged_k import RaggedK
 from fusedmoe.kernels.sm90.ragged_m import Epilogue, RaggedM
 from fusedmoe.kernels.sm90.rows import ColumnSums, Offsets
-from fusedmoe.kernels.sm90.slots import GatherRows, Route, RowDots, SumSlots
+from fusedmoe.kernels.sm90.slots import GatherRows, Route, RowDots, SlotValues, SumSlots
 
 if TYPE_CHECKING:
     from fusedmoe.kernels.activation import Kind
@@ -70,6 +70,6 @@ def KERNELS() -> tuple[Kernel, ...]:
     kernels += [Route(*settings) for settings in routed]
     for scale in (None, "fp32", "bf16"):
         kernels += [GatherRows("bf16", scale), SumSlots("bf16", scale)]
-    kernels += [RowDots("bf16", "fp32"), RowDots("bf16", "bf16")]
+    kernels += [RowDots("bf16", "fp32"), RowDots("bf16", "bf16"), SlotValues("fp32"), SlotValues("bf16")]
     kernels += [ColumnSums("bf16", "bf16"), ColumnSums("bf16", "fp32"), ColumnSums("fp16", "fp16")]
     return tuple(kernels)

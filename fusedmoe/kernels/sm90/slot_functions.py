@@ -50,8 +50,7 @@ def bind_route(index_TK: Tensor, weight_TK: Tensor, num_experts: int) -> Route:
 
     def run(index_TK: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         counts = index_TK.new_empty(counted, dtype=torch.int32)
-        places = index_TK.new_empty(2, slots, dtype=torch.int64)
-        row_of_slot, slot_of_row = places.unbind(0)
+        row_of_slot, slot_of_row = (index_TK.new_empty(slots, dtype=torch.int64) for _ in range(2))
         probs, splits = weight_TK.new_empty(slots), index_TK.new_empty(num_experts, dtype=torch.int64)
         kernel(index_TK.view(-1), weight_TK.view(-1), counts, row_of_slot, slot_of_row, probs, splits)
         return splits, probs, row_of_slot.view(shape), slot_of_row
@@ -77,7 +76,7 @@ def bind_gather_rows(source_TH: Tensor, row_of_slot_TK: Tensor, scale_R: Tensor 
 
 
 def bind_sum_slots(rows_RH: Tensor, row_of_slot_TK: Tensor, scale_R: Tensor | None) -> Callable[..., Tensor]:
-    """``out[t] = sum over k of scale[row] * rows[row]``, ``row = row_of_slot[t, k]``, in fp32, sentinels left out: (T, H)
+    """``out[t] = sum over k of scale[row] * rows[row]``, `X
     of ``(rows, row_of_slot, scale)``.
     """
     (tokens, chosen), (rows, columns) = row_of_slot_TK.shape, rows_RH.shape
@@ -109,6 +108,19 @@ def bind_row_dots(
     return run
 
 
+def bind_slot_values(values_R: Tensor, row_of_slot_TK: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """``out[t, k] = values[row_of_slot[t, k]]``, zeros for sentinels: (T, K) of ``(values, row_of_slot)``."""
+    shape = tuple(row_of_slot_TK.shape)
+    kernel = _slot_values(values_R.dtype)
+
+    def run(values_R: Tensor, row_of_slot_TK: Tensor) -> Tensor:
+        out_TK = values_R.new_empty(shape)
+        kernel(values_R, row_of_slot_TK.view(-1), out_TK.view(-1))
+        return out_TK
+
+    return run
+
+
 _ROOM = (64, 128, 256, 512, MOST_EXPERTS)
 
 
@@ -132,6 +144,13 @@ def _sum_slots(dtype: torch.dtype, scale: torch.dtype | None) -> Function:
     from fusedmoe.kernels.sm90.slots import SumSlots
 
     return load(SumSlots(NAMES[dtype], None if scale is None else NAMES[scale]))
+
+
+@functools.cache
+def _slot_values(dtype: torch.dtype) -> Function:
+    from fusedmoe.kernels.sm90.slots import SlotValues
+
+    return load(SlotValues(NAMES[dtype]))
 
 
 @functools.cache

@@ -13,6 +13,8 @@ its own, so that it knows where its rows begin without waiting for another CTA.
 `SumSlots`: ``out[t] = sum over k of scale[row] * rows[row of slot (t, k)]`` in fp32, in the order of k. A warp has one
 token and 256 columns, with the rows of `SLOTS_IN_FLIGHT` slots in flight.
 
+`SlotValues`: ``out[t, k] = values[row of slot (t, k)]``, zeros for sentinels.
+
 `RowDots`: ``dots[r] = sum over columns of rows[r] * source[token of r]`` in fp32, zeros for sentinels; a warp a row.
 
 Rows of sentinels are never read. Axes: T tokens, K slots a token, R rows, E experts, H columns.
@@ -487,3 +489,44 @@ class RowDots:
             dot = cute.arch.warp_reduction_sum(of_lane)
             if lane == 0:
                 dots[row] = dot.to(dots.element_type)
+
+
+@dataclass(frozen=True)
+class SlotValues:
+    """A value of each slot's row, zero for sentinels: the gradient of the weights that rows brought along."""
+
+    dtype: str  # "fp32", "bf16" or "fp16"
+    arch: str = "sm_90a"
+
+    @property
+    def symbol(self) -> str:
+        return f"sm90_slot_values_{self.dtype}"
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return ("fusedmoe.kernels.sm90.slots", "fusedmoe.kernels.sm90.rows")
+
+    def compile(self) -> Any:
+        """Compile without a GPU; a function of values (R,), rows of slots (R,) int64 and out (R,)."""
+        slots, element = cute.sym_int(), ELEMENTS[self.dtype]
+        return cute.compile(
+            self, _vector(element, slots), _vector(Int64, slots), _vector(element, slots), _stream(),
+            options=_options(self.arch),
+        )  # fmt: skip
+
+    @cute.jit
+    def __call__(self, values: cute.Tensor, row_of_slot: cute.Tensor, out: cute.Tensor, stream):
+        grid = (cute.ceil_div(cute.size(out), WARPS * LANES), 1, 1)
+        self.kernel(values, row_of_slot, out).launch(grid=grid, block=(WARPS * LANES, 1, 1), stream=stream)
+
+    @cute.kernel
+    def kernel(self, values: cute.Tensor, row_of_slot: cute.Tensor, out: cute.Tensor):
+        thread, _, _ = cute.arch.thread_idx()
+        bidx, _, _ = cute.arch.block_idx()
+        slot = bidx * (WARPS * LANES) + thread
+        if slot < cute.size(out):
+            row = Int32(row_of_slot[slot])
+            value = Float32(0.0).to(values.element_type)
+            if row < cute.size(values):
+                value = values[row]
+            out[slot] = value

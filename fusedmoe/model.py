@@ -1,0 +1,214 @@
+"""`explain`: what a whole model will run, and why, without calling the model."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from fusedmoe.errors import InputError
+from fusedmoe.fusion.plan import Explanation, format_bytes
+from fusedmoe.moe import MoE
+from fusedmoe.ops import GroupedLinear, Linear, Op
+from fusedmoe.sequential import Sequential
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor
+
+    from fusedmoe.fusion.plan import PlannedStep
+
+
+@dataclass(frozen=True)
+class ExplainedModules:
+    """Modules of a model that are planned alike.
+
+    Attributes
+    ----------
+    names : tuple of str
+        Their names in the model.
+    kind : str
+        Their class.
+    explanation : Explanation or None
+        Their plans, of the first of them; None where there are none.
+    note : str
+        Why there are none.
+    """
+
+    names: tuple[str, ...]
+    kind: str
+    explanation: Explanation | None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class ModelExplanation:
+    """What the experts and MLPs of a model run: ``str()`` of it is a table, a line for modules that are planned alike.
+
+    Attributes
+    ----------
+    groups : tuple of ExplainedModules
+        In the order of the model. ``print(result.groups[0].explanation)`` shows a plan step by step.
+    """
+
+    groups: tuple[ExplainedModules, ...]
+
+    @property
+    def plans(self) -> tuple[Any, ...]:
+        """The plans of all groups."""
+        return tuple(plan for g in self.groups if g.explanation for plan in g.explanation.plans)
+
+    def __str__(self) -> str:
+        if not self.groups:
+            return "no module of this model runs on fusedmoe"
+        rows = [("modules", "class", "forward", "backward", "kept", "for")]
+        notes: list[str] = []
+        for group in self.groups:
+            names = _short(group.names)
+            if group.explanation is None:
+                rows.append((names, group.kind, "-", "-", "-", group.note))
+                continue
+            steps, plans = group.explanation.steps, group.explanation.plans
+            forward, backward = (_counted([s for s in steps if s.direction == d]) for d in ("forward", "backward"))
+            kept = format_bytes(sum(plan.kept_bytes for plan in plans))
+            for_ = ", ".join(dict.fromkeys(f"{p.device}, {p.dtype}, recipe {p.recipe}" for p in plans))
+            rows.append((names, group.kind, forward, backward, kept, for_))
+            notes += _why_unfused(names, group.explanation)
+        widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
+        rows.insert(1, tuple("-" * w for w in widths))  # type: ignore[arg-type]
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join([*lines, *notes])
+
+
+def explain(model: nn.Module, tokens: int = 4096) -> ModelExplanation:
+    """Return what every part of a model that runs on `fusedmoe` will do with a call, and why: ``print`` it for a table.
+
+    That is: each `MoE` and `Sequential`, and the experts of a framework that `fusedmoe.integrations` has been told to
+    take over. The model is not called: each part is planned for evenly routed tokens, on the device and in the dtype of
+    its weights, under the settings that hold here (``fm.recipe``, ``torch.autocast``, ``torch.no_grad``).
+
+    Parameters
+    ----------
+    model
+        The model.
+    tokens
+        Tokens, or rows of a `Sequential` without `Dispatch`, to plan for.
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"explain: model: expected a module, got {type(model).__name__}")
+    groups: dict[tuple[str, str], ExplainedModules] = {}
+    for name, module, explanation, note in _parts(model, tokens):
+        key = type(module).__name__, note if explanation is None else str(explanation)
+        known = groups.get(key)
+        names = (*known.names, name) if known else (name,)
+        groups[key] = ExplainedModules(names, key[0], explanation, note)
+    return ModelExplanation(tuple(groups.values()))
+
+
+def _parts(model: nn.Module, tokens: int) -> Iterator[tuple[str, nn.Module, Explanation | None, str]]:
+    within: list[str] = []
+    for name, module in model.named_modules():
+        if any(name.startswith(prefix) for prefix in within):
+            continue
+        found = _explained(module, tokens)
+        if found is not None:
+            within.append(f"{name}." if name else "")
+            yield name, module, *found
+
+
+def _explained(module: nn.Module, tokens: int) -> tuple[Explanation | None, str] | None:
+    """Return a module's plans, or None and why there are none; None of a module that is not ours."""
+    if isinstance(module, MoE):
+        weight = module.router.weight
+        return module.explain(_rows(tokens, module.hidden, weight)), ""
+    if isinstance(module, Sequential):
+        return _explained_sequential(module, tokens)
+    own = getattr(module, "explain_fused", None)  # of a framework's experts that were built on fusedmoe
+    if callable(own):
+        return own(tokens), ""
+    if "transformers" in sys.modules:
+        from fusedmoe.integrations import transformers
+
+        return transformers.explained(module, tokens)
+    return None
+
+
+def _explained_sequential(module: Sequential, tokens: int) -> tuple[Explanation | None, str] | None:
+    ops = [m for m in module.modules() if isinstance(m, Op)]
+    layers = [op for op in ops if isinstance(op, GroupedLinear | Linear)]
+    if not ops:
+        return None
+    if not layers:
+        return None, "no linear layer to tell the width of its rows: call its own explain()"
+    weight = layers[0].weight
+    if weight is None:
+        return None, "its parameters come with each call: call its own explain_with()"
+    groups = [op.num_groups for op in ops if isinstance(op, GroupedLinear)]
+    experts = groups[0] if groups else 1
+    slots = torch.arange(tokens * min(2, experts), device=weight.device).view(tokens, -1) % experts
+    splits = torch.full((experts,), tokens // experts, device=weight.device)
+    splits[: tokens % experts] += 1
+    known: dict[str, Tensor] = {
+        "splits": splits,
+        "probs": torch.ones(tokens, device=weight.device),
+        "expert_index": slots,
+        "expert_weight": torch.ones(slots.shape, device=weight.device),
+    }
+    if unknown := [name for name in module.runtime_inputs if name not in known]:
+        return None, f"takes {', '.join(unknown)}: call its own explain()"
+    inputs = {name: known[name] for name in module.runtime_inputs}
+    return module.explain(_rows(tokens, layers[0].in_features, weight), **inputs), ""
+
+
+def _rows(tokens: int, features: int, weight: Tensor) -> Tensor:
+    kind = weight.device.type
+    dtype = torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else weight.dtype
+    return torch.zeros(tokens, features, dtype=dtype, device=weight.device, requires_grad=torch.is_grad_enabled())
+
+
+def _counted(steps: Sequence[PlannedStep]) -> str:
+    fused = sum(step.rule is not None for step in steps)
+    return f"{fused} of {len(steps)} fused" if steps else "-"
+
+
+def _why_unfused(names: str, explanation: Explanation) -> list[str]:
+    lines = []
+    for title, plan in explanation.parts:
+        text = title if plan is None else str(plan)
+        _, found, reasons = text.partition("unfused, because:\n")
+        if plan is None:
+            lines.append(f"  {title}")
+        elif found:
+            lines += reasons.splitlines()
+    return [f"{names}, unfused:", *lines] if lines else []
+
+
+def _short(names: Sequence[str]) -> str:
+    """``layers.0.mlp, layers.1.mlp, layers.3.mlp -> layers.{0-1,3}.mlp``."""
+    patterns: dict[str, list[int]] = {}
+    for name in names:
+        numbers = re.findall(r"(?<=\.)\d+(?=\.|$)", f".{name}")
+        if not numbers:
+            patterns[name] = []
+            continue
+        first = int(numbers[0])
+        patterns.setdefault(re.sub(rf"(?<![^.]){first}(?![^.])", "{}", name, count=1), []).append(first)
+    texts = [pattern.replace("{}", _ranges(numbers)) for pattern, numbers in patterns.items()]
+    return ", ".join(text or "(the model)" for text in texts)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    if len(numbers) < 2:
+        return "".join(map(str, numbers))
+    runs: list[list[int]] = []
+    for n in sorted(numbers):
+        if runs and n == runs[-1][-1] + 1:
+            runs[-1].append(n)
+        else:
+            runs.append([n])
+    return "{" + ",".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else str(r[0]) for r in runs) + "}"
