@@ -36,7 +36,7 @@ STACK = """\
 {layers} decoder layers of Qwen3-30B-A3B's shape in transformers {transformers} (commit {commit}), bf16, {tokens} tokens
 in {batch} sequences, with each experts implementation: the whole stack, and the MoE part of one layer (router and
 experts). *x grouped_mm* is that implementation's time over ours, uncompiled over uncompiled and compiled over compiled.
-*Peak* is memory above weights and gradients.
+*Kept* is the memory that forward keeps for backward.
 """
 TUNED = """\
 ## QuACK tuned
@@ -145,7 +145,7 @@ def recipe_table(results: dict[str, Any]) -> str:
 def stack_table(results: dict[str, Any]) -> str:
     """Return the times in transformers: a row for each part, case and implementation."""
     lines = [
-        "| part | case | experts | ms | x grouped_mm | x eager | peak, GiB | compiled, ms | x grouped_mm, compiled |",
+        "| part | case | experts | ms | x grouped_mm | x eager | kept, GiB | compiled, ms | x grouped_mm, compiled |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     found = {(m["part"], m["case"], m["implementation"], m["compiled"]): m for m in results["measured"]}
@@ -157,8 +157,8 @@ def stack_table(results: dict[str, Any]) -> str:
             return f"{theirs / own:.2f}" if theirs and own else ""
 
         ms = {compiled: f"{m['ms']:.2f}" if m["ms"] else "-" for compiled, m in of.items()}
-        peak = f"{of[False]['peak_gib']:.2f}" if of[False]["ms"] else "-"
-        cells = [part, case, f"`{implementation}`", ms[False], ratio("grouped_mm", False), ratio("eager", False), peak]
+        kept = f"{of[False]['kept_gib']:.2f}" if of[False]["kept_gib"] is not None else ""
+        cells = [part, case, f"`{implementation}`", ms[False], ratio("grouped_mm", False), ratio("eager", False), kept]
         lines.append("| " + " | ".join([*cells, ms[True], ratio("grouped_mm", True)]) + " |")
     return "\n".join(lines)
 

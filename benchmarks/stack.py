@@ -33,8 +33,8 @@ class Measured:
         ``"stack"`` or ``"MoE part"``.
     case : str
         ``"forward"`` or ``"forward + backward"``.
-    peak_gib : float
-        Memory at its highest above what the weights and their gradients take.
+    kept_gib : float
+        Memory that a forward pass keeps for backward; none without gradients.
     difference : float
         Of the output to that with eager experts, in norm.
     note : str
@@ -47,7 +47,7 @@ class Measured:
     compiled: bool
     ms: float | None
     host_us: float | None = None
-    peak_gib: float | None = None
+    kept_gib: float | None = None
     difference: float | None = None
     note: str = ""
 
@@ -109,7 +109,8 @@ def _part(
                 y = run()
                 told[name] = {"difference": float((y.float() - want).norm() / want.norm())}
                 del y
-                told[name]["peak_gib"] = _peak_gib(run, model)
+                if case != "forward":
+                    told[name]["kept_gib"] = _kept_gib(implementation, ran, call, x, model)
             except torch.cuda.OutOfMemoryError:
                 notes[implementation, compiled] = "out of memory"
                 continue
@@ -155,16 +156,16 @@ def _run(
     return forward if case == "forward" else step
 
 
-def _peak_gib(run: Callable[[], object], model: nn.Module) -> float:
-    """Return the highest memory of a call, above what weights and gradients take."""
+def _kept_gib(
+    implementation: str, module: nn.Module, call: Callable[[nn.Module, Tensor], Tensor], x: Tensor, model: Any
+) -> float:
+    """Return the memory that is taken between forward and backward, the output apart."""
+    model.config._experts_implementation_internal = implementation
     model.zero_grad(set_to_none=True)
-    torch.cuda.synchronize()
+    leaf = x.detach().requires_grad_()
     before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    run()
-    torch.cuda.synchronize()
-    gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
-    return (torch.cuda.max_memory_allocated() - before - gradients) / 2**30
+    y = call(module, leaf)
+    return (torch.cuda.memory_allocated() - before - y.nbytes) / 2**30
 
 
 def results(found: list[Measured], layers: int) -> dict[str, Any]:
@@ -176,5 +177,6 @@ def lines(m: Measured) -> str:
     """Return a row of the printed table."""
     name = f"{m.implementation}, compiled" if m.compiled else m.implementation
     time = f"{m.ms:9.2f} ms" if m.ms is not None else f"{'-':>9}   "
-    more = f"  peak {m.peak_gib:6.2f} GiB  differs by {m.difference:.4f}" if m.ms is not None else f"  {m.note}"
-    return f"{m.part:10}{m.case:20}{name:22}{time}{more}"
+    kept = "" if m.kept_gib is None else f"  kept {m.kept_gib:6.2f} GiB"
+    more = f"  differs by {m.difference:.4f}" if m.ms is not None else f"  {m.note}"
+    return f"{m.part:10}{m.case:20}{name:22}{time}{more}{kept}"

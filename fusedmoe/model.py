@@ -128,24 +128,22 @@ def _explained(module: nn.Module, tokens: int) -> tuple[Explanation | None, str]
         return module.explain(_rows(tokens, module.hidden, weight)), ""
     if isinstance(module, Sequential):
         return _explained_sequential(module, tokens)
-    own = getattr(module, "explain_fused", None)  # of a framework's experts that were built on fusedmoe
-    if callable(own):
-        return own(tokens), ""
     if "transformers" in sys.modules:
-        from fusedmoe.integrations import transformers
+        from fusedmoe.integrations.transformers import explained
 
-        return transformers.explained(module, tokens)
+        return explained(module, tokens)
     return None
 
 
-def _explained_sequential(module: Sequential, tokens: int) -> tuple[Explanation | None, str] | None:
+def _explained_sequential(module: nn.Module, tokens: int) -> tuple[Explanation | None, str] | None:
+    assert isinstance(module, Sequential)
     ops = [m for m in module.modules() if isinstance(m, Op)]
     layers = [op for op in ops if isinstance(op, GroupedLinear | Linear)]
     if not ops:
         return None
     if not layers:
         return None, "no linear layer to tell the width of its rows: call its own explain()"
-    weight = layers[0].weight
+    weight: Tensor | None = layers[0].weight
     if weight is None:
         return None, "its parameters come with each call: call its own explain_with()"
     groups = [op.num_groups for op in ops if isinstance(op, GroupedLinear)]

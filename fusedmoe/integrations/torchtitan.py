@@ -179,7 +179,8 @@ class FusedGptOssGroupedExperts(FusedGroupedExperts):
         return SwiGLU(limit=self.swiglu_limit, alpha=1.702, offset=1.0, interleaved=True)
 
 
-_GPT_OSS = ("torchtitan.models.gpt_oss.moe", "GptOssGroupedExperts.Config")  # importing it would import Triton
+# by name: importing it imports the whole model
+_GPT_OSS = ("torchtitan.models.gpt_oss.moe", "GptOssGroupedExperts.Config")
 
 
 @override(target=GroupedExperts.Config, description="Experts by fusedmoe: fused grouped products.")  # type: ignore[untyped-decorator]
@@ -222,5 +223,6 @@ def _in_bf16(parameter: Any) -> Tensor:
 
 def _size_of_mesh_axis(parameter: Any, axis: str) -> int:
     mesh = getattr(parameter, "device_mesh", None)
-    names = () if mesh is None else mesh.mesh_dim_names or ()
-    return int(mesh.size(names.index(axis))) if axis in names else 1
+    if mesh is None or axis not in (mesh.mesh_dim_names or ()):
+        return 1
+    return int(mesh.size(mesh.mesh_dim_names.index(axis)))

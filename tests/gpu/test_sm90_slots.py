@@ -100,7 +100,7 @@ def test_rows_are_gathered_scaled_and_summed(device, kind, dtype, columns, scale
         source, factors = between_nan(tokens, columns, dtype, device), torch.ones(rows, device=device).double()
         weight = None
         if scale is not None:
-            weight = torch.rand(rows, device=device).to(scale)
+            weight = (0.1 + torch.rand(rows, device=device)).to(scale)
             weight[used:] = torch.nan
             factors = weight.double()
         with nan_in_new_tensors():

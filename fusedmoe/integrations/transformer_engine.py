@@ -1,0 +1,319 @@
+"""Chains of Transformer Engine's ops as chains of the ops here, and back, with copies of the weights.
+
+    experts = from_te(te_experts)            # te_experts(x, splits, probs, splits)
+    experts(x, splits=splits, probs=probs)
+    te_experts = to_te(experts)
+
+============================================ ===========================================================
+``transformer_engine.pytorch.ops``           here
+============================================ ===========================================================
+``GroupedLinear(E, in, out, bias=True)``     ``GroupedLinear(E, in, out, bias=True)``
+``SwiGLU()``                                 ``SwiGLU()``
+``ClampedSwiGLU(limit=, alpha=, ...)``       ``SwiGLU(limit=, alpha=, offset=)``, offset ``glu_linear_offset``
+``QGEGLU()``                                 ``SwiGLU(alpha=1.702)``
+``GEGLU()``                                  ``GeGLU("tanh")``
+``ReGLU()``                                  ``ReGLU()``
+``SReLU()``                                  ``SquaredReLU()``
+``ScaledSwiGLU()``                           ``SwiGLU(), Scale("probs")``
+``ScaledClampedQGeGLU(limit=, alpha=, ...)`` ``SwiGLU(limit=, alpha=, offset=), Scale("probs")``
+``ScaledSReLU()``                            ``SquaredReLU(), Scale("probs")``
+============================================ ===========================================================
+
+The activated half is the first on both sides. (Transformer Engine's kernels call the second one, the linear one, the
+gate.) With ``glu_interleave_size=s`` blocks of s features of the halves alternate there: the rows of the layer before
+are then put in order, [gate; up] here and blocks there; s = 1 is ``interleaved=True`` and needs no other order.
+
+A layer's weights are ``weight0`` and on there, or one ``weight``, and one (E, out, in) here. What is not a function of
+the inputs stays behind: ``main_grad``, hooks, quantization state; so does the recipe, which is a context there too.
+
+Transformer Engine is imported at the first call, and needs CUDA. Source of the interface:
+``transformer_engine.pytorch.ops``, Transformer Engine 2.20; it is tested with a stand-in of that, which has its names
+and signatures and computes what it documents.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fusedmoe.errors import InputError
+from fusedmoe.ops import GLU, GeGLU, GroupedLinear, Op, ReGLU, Scale, SquaredReLU, SwiGLU
+from fusedmoe.sequential import Sequential
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_QUICK = 1.702  # the slope of QGEGLU
+_NAMES = (
+    "GroupedLinear", "SwiGLU", "ClampedSwiGLU", "QGEGLU", "GEGLU", "ReGLU", "SReLU",
+    "ScaledSwiGLU", "ScaledClampedQGeGLU", "ScaledSReLU",
+)  # fmt: skip
+_WITHOUT_SETTINGS: dict[str, Callable[[], Op]] = {
+    "SwiGLU": SwiGLU,
+    "QGEGLU": lambda: SwiGLU(alpha=_QUICK),
+    "GEGLU": GeGLU,
+    "ReGLU": ReGLU,
+    "SReLU": SquaredReLU,
+}
+_WITH_BLOCKS = ("SwiGLU", "ClampedSwiGLU", "ScaledSwiGLU", "ScaledClampedQGeGLU")
+
+
+def from_te(sequential: Any) -> Sequential:
+    """Return the chain that computes what a ``transformer_engine.pytorch.ops.Sequential`` of grouped ops does.
+
+    Parameters
+    ----------
+    sequential
+        Of the ops in the table above, as many as there are. Called as ``sequential(x, *extra_inputs)`` it takes the
+        splits once for each ``GroupedLinear`` and the scales for each ``Scaled...``, in order; the result takes
+        ``splits=`` and ``probs=``, once.
+
+    Returns
+    -------
+    Sequential
+        With parameters of its own, with the same dtype, device and ``requires_grad``. Its parts are numbered: an op and
+        its scale are two.
+
+    Raises
+    ------
+    InputError
+        There is another op, a weight that is stored quantized, or a setting that has no equivalent: ``scale_bias``,
+        ``delay_wgrad_compute``, ``cache_quantized_input``, ``activation_recompute_in_mlp``; or a block size with no
+        ``GroupedLinear`` before it.
+    """
+    import transformer_engine.pytorch.ops as te_ops
+
+    if not isinstance(sequential, te_ops.Sequential):
+        raise InputError(
+            f"from_te: sequential: expected a transformer_engine.pytorch.ops.Sequential, got {_kind(sequential)}"
+        )
+    ops = [_TEOp(f"from_te: {place}.{type(op).__name__}", op, te_ops) for place, op in enumerate(sequential)]
+    found: list[Op] = []
+    for op, following in zip(ops, [*ops[1:], None], strict=True):
+        if op.name == "GroupedLinear":
+            found.append(op.linear(None if following is None else following.block_size))
+            continue
+        if op.block_size not in (None, 1) and (not found or not isinstance(found[-1], GroupedLinear)):
+            raise InputError(
+                f"{op.where}: glu_interleave_size: expected 1 or None where no GroupedLinear is before it, whose rows "
+                f"could be put in order; got {op.block_size}"
+            )
+        found += op.activation()
+    return Sequential(*found)
+
+
+def to_te(sequential: Sequential, glu_interleave_size: int | None = None) -> Any:
+    """Return the ``transformer_engine.pytorch.ops.Sequential`` that computes what a chain of grouped ops does.
+
+    Parameters
+    ----------
+    sequential
+        Of the ops in the table above; those of a `Sequential` among them are taken in its place.
+    glu_interleave_size
+        In blocks of how many features gate and up alternate there: 32 for Transformer Engine's fused kernels. None
+        leaves them as they are here.
+
+    Returns
+    -------
+    transformer_engine.pytorch.ops.Sequential
+        With parameters of its own, with the same dtype, device and ``requires_grad``. Called as ``y = te(x, splits,
+        probs, splits)``: what each op takes, in order.
+
+    Raises
+    ------
+    InputError
+        There is another op, a combination that Transformer Engine has no op for, a layer without parameters of its own
+        or with a recipe of its own, or fp64.
+    """
+    import transformer_engine.pytorch.ops as te_ops
+
+    if type(sequential) is not Sequential:
+        raise InputError(f"to_te: sequential: expected a fusedmoe.Sequential, got {_kind(sequential)}")
+    if glu_interleave_size is not None and glu_interleave_size < 1:
+        raise InputError(f"to_te: glu_interleave_size: expected 1 or more, or None, got {glu_interleave_size!r}")
+    ops = list(_flat(sequential))
+    found: list[Any] = []
+    before: nn.Module | None = None
+    for place, (op, following) in enumerate(zip(ops, [*ops[1:], None], strict=True)):
+        where = f"to_te: {place}.{type(op).__name__}"
+        if type(op) is GroupedLinear:
+            found.append(_linear_to_te(where, op, te_ops, *_block_sizes(following, glu_interleave_size)))
+        elif not (isinstance(op, Scale) and _is_activation(before)):  # which its activation has taken
+            name, settings = _equivalent(where, op, isinstance(following, Scale))
+            now, then = _block_sizes(op, glu_interleave_size)
+            if then is not None:
+                if name not in _WITH_BLOCKS or (now != then and type(before) is not GroupedLinear):
+                    raise InputError(
+                        f"{where}: expected gate and up as halves, since {name} takes no others or no GroupedLinear is "
+                        f"before it, got blocks of {then}"
+                    )
+                settings["glu_interleave_size"] = then
+            if not hasattr(te_ops, name):
+                raise InputError(f"{where}: this Transformer Engine has no {name}; a later one does")
+            found.append(getattr(te_ops, name)(**settings))
+        before = op
+    return te_ops.Sequential(*found)
+
+
+class _TEOp:
+    """One of Transformer Engine's ops, looked at from here. Raises `InputError` for one that has no equivalent."""
+
+    def __init__(self, where: str, op: Any, te_ops: Any) -> None:
+        self.where, self.op, self.name = where, op, type(op).__name__
+        # the very class: SiTUGLU is a SwiGLU there, and computes something else
+        if self.name not in _NAMES or type(op) is not getattr(te_ops, self.name, None):
+            raise InputError(f"{where}: expected one of {', '.join(_NAMES)}, got {_kind(op)}")
+        store = getattr(op, "wgrad_store", None)
+        settings = {
+            "scale_bias": getattr(op, "_scale_bias", False),
+            "delay_wgrad_compute": store is not None and store.delay_wgrad_compute(),
+            "cache_quantized_input": getattr(op, "cache_quantized_input", False),
+            "activation_recompute_in_mlp": getattr(op, "activation_recompute_in_mlp", False),
+            "quantized weights": getattr(op, "_with_quantized_weight", False),
+        }
+        for setting, given in settings.items():
+            if given:
+                raise InputError(f"{where}: {setting}: expected none, which is all that there is here, got {given!r}")
+
+    @property
+    def block_size(self) -> int | None:
+        """In blocks of how many features gate and up alternate; None for halves."""
+        size: int | None = getattr(self.op, "glu_interleave_size", None)
+        return size
+
+    def linear(self, block_size: int | None) -> GroupedLinear:
+        """Return the layer, with the rows in the order that `activation` of the next op takes."""
+        op = self.op
+        weight, bias = self._packed("weight"), self._packed("bias")
+        assert weight is not None
+        layer = GroupedLinear(
+            op.num_groups,
+            op.in_features,
+            op.out_features,
+            bias=bias is not None,
+            device=weight.device,
+            dtype=weight.dtype,
+            accumulate_into_main_grad=op._accumulate_into_main_grad,
+        )
+        then = 1 if block_size == 1 else None
+        for name, packed in (("weight", weight), ("bias", bias)):
+            if packed is not None:
+                rows = _reordered(self.where, packed, block_size, then)
+                setattr(layer, name, nn.Parameter(rows.contiguous(), packed.requires_grad))
+        return layer
+
+    def _packed(self, name: str) -> Tensor | None:
+        """Return the parameters of all experts as one new tensor; None if there are none."""
+        op = self.op
+        whole = op._parameters.get(name)
+        if whole is not None:
+            tail = (op.out_features, op.in_features)[: 2 if name == "weight" else 1]
+            data: Tensor = getattr(whole, "rowwise_data", whole)  # of a GroupedTensor
+            return data.detach().clone().view(op.num_groups, *tail).requires_grad_(whole.requires_grad)
+        parts = [op._parameters.get(f"{name}{i}") for i in range(op.num_groups)]
+        if all(part is None for part in parts):
+            return None
+        trained = {part.requires_grad for part in parts}
+        if len(trained) > 1:
+            raise InputError(f"{self.where}: {name}: expected requires_grad to be the same for all experts, it differs")
+        return torch.stack([part.detach() for part in parts]).requires_grad_(trained.pop())
+
+    def activation(self) -> list[Op]:
+        """Return the activation, and the scale after it if there is one."""
+        op, activation = self.op, self.name.removeprefix("Scaled")
+        if activation in ("ClampedSwiGLU", "ClampedQGeGLU"):
+            clamp = getattr(op, "_clamped", op)
+            found: Op = SwiGLU(limit=clamp.limit, alpha=clamp.alpha, offset=clamp.glu_linear_offset)
+        else:
+            found = _WITHOUT_SETTINGS[activation]()
+        if isinstance(found, GLU):
+            found.interleaved = self.block_size == 1
+        return [found, Scale("probs")] if activation != self.name else [found]
+
+
+def _linear_to_te(where: str, layer: GroupedLinear, te_ops: Any, now: int | None, then: int | None) -> Any:
+    if layer._parameters.get("weight") is None or layer.recipe is not None:
+        got = f"recipe={layer.recipe!r}" if layer.recipe is not None else "no weight"
+        raise InputError(f"{where}: expected a layer with parameters and without a recipe of its own, got {got}")
+    if layer.weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise InputError(f"{where}: weight: expected fp32, fp16 or bf16, got {layer.weight.dtype}")
+    op = te_ops.GroupedLinear(
+        layer.num_groups,
+        layer.in_features,
+        layer.out_features,
+        bias=layer.bias is not None,
+        device=layer.weight.device,
+        dtype=layer.weight.dtype,
+        accumulate_into_main_grad=layer.accumulate_into_main_grad,
+    )
+    for name, packed in layer.named_parameters():
+        for i, part in enumerate(_reordered(where, packed.detach(), now, then)):
+            parameter = getattr(op, f"{name}{i}")
+            parameter.data.copy_(part)
+            parameter.requires_grad_(packed.requires_grad)
+    return op
+
+
+def _equivalent(where: str, op: nn.Module, scaled: bool) -> tuple[str, dict[str, Any]]:
+    """Return the name of Transformer Engine's op, and its settings."""
+    prefix = "Scaled" if scaled else ""
+    if type(op) is SquaredReLU:
+        return f"{prefix}SReLU", {}
+    if type(op) is SwiGLU and op.limit is not None:
+        settings = {"limit": op.limit, "alpha": op.alpha, "glu_linear_offset": op.offset}
+        return "ScaledClampedQGeGLU" if scaled else "ClampedSwiGLU", settings
+    if isinstance(op, GLU) and op.limit is None and op.offset == 0:
+        if type(op) is SwiGLU and op.alpha == 1:
+            return f"{prefix}SwiGLU", {}
+        if type(op) is SwiGLU and op.alpha == _QUICK and not scaled:
+            return "QGEGLU", {}
+        if type(op) is GeGLU and (op.approximate, op.alpha) == ("tanh", 1) and not scaled:
+            return "GEGLU", {}
+        if type(op) is ReGLU and not scaled:
+            return "ReGLU", {}
+    raise InputError(
+        f"{where}: expected an op that Transformer Engine has too, among {', '.join(_NAMES)}; got {op!r}"
+        f"{' and a Scale' if scaled else ''}"
+    )
+
+
+def _is_activation(op: nn.Module | None) -> bool:
+    return isinstance(op, GLU | SquaredReLU)
+
+
+def _block_sizes(op: nn.Module | None, wanted: int | None) -> tuple[int | None, int | None]:
+    """In blocks of how many features the gate and up that an op takes alternate now, and are to; None for halves."""
+    if not isinstance(op, GLU):
+        return None, None
+    now = 1 if op.interleaved else None
+    return now, wanted or now
+
+
+def _reordered(where: str, rows: Tensor, now: int | None, then: int | None) -> Tensor:
+    """(E, 2 I, ...) with gate and up in alternating blocks of ``now`` -> in those of ``then``; None for halves."""
+    if now == then:
+        return rows
+    for size in (now, then):
+        if size is not None and rows.shape[1] % (2 * size):
+            raise InputError(
+                f"{where}: expected a multiple of twice the block size {size} as out_features, got {rows.shape[1]}"
+            )
+    if now is not None:
+        rows = rows.unflatten(1, (-1, 2, now)).transpose(1, 2).flatten(1, 3)
+    if then is not None:
+        rows = rows.unflatten(1, (2, -1, then)).transpose(1, 2).flatten(1, 3)
+    return rows
+
+
+def _flat(sequential: Sequential) -> Iterator[nn.Module]:
+    for op in sequential:
+        if type(op) is Sequential:
+            yield from _flat(op)
+        else:
+            yield op
+
+
+def _kind(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"

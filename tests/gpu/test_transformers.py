@@ -1,0 +1,164 @@
+"""Models of transformers on a GPU: their experts run fused, alike eager ones, generate, and compile into one graph."""
+
+import copy
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+import fusedmoe as fm  # noqa: E402
+from fusedmoe.integrations import transformers as integration  # noqa: E402
+
+hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [
+    pytest.mark.skipif(not hopper, reason="needs an sm_90 GPU"),
+    pytest.mark.filterwarnings("ignore"),  # those of transformers and of torch's compiler
+]
+
+COMMON = {
+    "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    "vocab_size": 256, "max_position_embeddings": 512, "pad_token_id": 0,
+}  # fmt: skip
+CONFIGS = {
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **COMMON, intermediate_size=256, moe_intermediate_size=128, num_experts=16, num_experts_per_tok=4
+    ),
+    "mixtral": lambda: transformers.MixtralConfig(
+        **COMMON, intermediate_size=256, num_local_experts=8, num_experts_per_tok=2
+    ),
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **COMMON, intermediate_size=128, num_local_experts=16, num_experts_per_tok=4, swiglu_limit=1.0
+    ),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(
+        **{**COMMON, "num_key_value_heads": 4}, intermediate_size=256, moe_intermediate_size=128, n_routed_experts=16,
+        num_experts_per_tok=4, n_group=4, topk_group=2, first_k_dense_replace=0, kv_lora_rank=64, q_lora_rank=64,
+        qk_rope_head_dim=32, qk_nope_head_dim=32, v_head_dim=64,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered():
+    integration.register()
+
+
+def made(name, device, dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(
+        CONFIGS[name](), dtype=torch.float32, experts_implementation="eager"
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.1)
+    return model.to(device, dtype).eval()
+
+
+def tokens(device, seed=0):
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randint(1, 256, (2, 128), device=device, generator=generator)
+
+
+def step(model, ids, implementation=None):
+    if implementation is not None:
+        model.set_experts_implementation(implementation)
+    model.zero_grad()
+    out = model(input_ids=ids, labels=ids, use_cache=False)
+    out.loss.backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return {"logits": out.logits, "loss": out.loss, **gradients}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_experts_are_as_exact_as_eager_ones(device, name):
+    """In one experts module, whose routing no rounding changes; in a model a rounding may choose another expert."""
+    model = made(name, device)
+    experts = next(m for m in model.modules() if hasattr(m, "_apply_gate"))
+    exact = copy.deepcopy(experts).double()
+    generator = torch.Generator(device).manual_seed(1)
+    chosen = model.config.num_experts_per_tok
+    scores = torch.rand(300, experts.num_experts, device=device, generator=generator)
+    index = scores.topk(chosen).indices
+    weight = torch.rand(300, chosen, device=device, generator=generator) / chosen
+    x = torch.randn(300, 256, device=device, generator=generator).bfloat16()
+    grad = torch.randn(300, 256, device=device, generator=generator).bfloat16()
+
+    def call(module, dtype, implementation):
+        module.config._experts_implementation = implementation
+        module.zero_grad()
+        leaves = [x.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()]
+        y = module(leaves[0], index, leaves[1])
+        y.backward(grad.to(dtype))
+        return [y.detach(), *(t.grad for t in leaves), *(p.grad.clone() for p in module.parameters())]
+
+    want = call(exact, torch.float64, "eager")
+    eager = call(experts, torch.bfloat16, "eager")
+    with fm.strict():
+        fused = call(experts, torch.bfloat16, "fusedmoe")
+    assert not integration.explain(experts, tokens=300).plans[0].unfused
+    for a, b, c in zip(fused, eager, want, strict=True):
+        size = c.norm()
+        assert size > 0
+        assert (a.double() - c).norm() <= 1.5 * (b.double() - c).norm() + 1e-6 * size
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_model_trains_alike(device, name):
+    model = made(name, device)
+    eager, fused = (step(model, tokens(device), i) for i in ("eager", "fusedmoe"))
+    assert eager.keys() == fused.keys()
+    for key, want in eager.items():
+        assert want.norm() > 0, key
+        assert (fused[key] - want).norm() <= 0.1 * want.norm(), key  # bf16; a token or two may change an expert
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_generates_to_one_token(device, name):
+    model = made(name, device)
+    ids = tokens(device)[:, :7]
+    model.set_experts_implementation("fusedmoe")
+    with torch.inference_mode():
+        assert model.generate(ids, max_new_tokens=5, do_sample=False).shape == (2, 12)
+        alone = model(input_ids=ids[:1, :1], use_cache=False).logits
+        model.set_experts_implementation("eager")
+        want = model(input_ids=ids[:1, :1], use_cache=False).logits
+    assert (alone - want).norm() <= 0.05 * want.norm()
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "mixtral"])
+def test_compiles_into_one_graph_for_every_routing(device, name):
+    torch._dynamo.reset()
+    model = made(name, device)
+    model.set_experts_implementation("fusedmoe")
+    compiled = torch.compile(model, fullgraph=True)
+    want = step(model, tokens(device))
+    got = step(compiled, tokens(device))
+    for key, value in want.items():
+        other = got.get(key, got.get(f"_orig_mod.{key}"))
+        assert (other - value).norm() <= 0.1 * value.norm(), key
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for seed in range(1, 11):
+            found = step(compiled, tokens(device, seed))
+            assert found["loss"].isfinite()
+
+
+def test_nothing_waits_for_the_device(device, no_sync):
+    model = made("qwen3_moe", device)
+    model.set_experts_implementation("fusedmoe")
+    experts = model.model.layers[0].mlp.experts
+    x = torch.randn(300, 256, device=device, dtype=torch.bfloat16, requires_grad=True)
+    index = torch.rand(300, 16, device=device).topk(4).indices
+    weight = torch.rand(300, 4, device=device)
+    experts(x, index, weight).sum().backward()
+    with no_sync():
+        y = experts(x, index, weight)
+        y.backward(torch.ones_like(y))
+
+
+def test_a_whole_model_is_explained(device):
+    model = made("qwen3_moe", device)
+    model.set_experts_implementation("fusedmoe")
+    (group,) = fm.explain(model).groups
+    assert group.names == ("model.layers.0.mlp.experts", "model.layers.1.mlp.experts")
+    assert not group.explanation.plans[0].unfused

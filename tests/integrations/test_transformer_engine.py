@@ -1,0 +1,280 @@
+"""Chains from and to Transformer Engine. It needs CUDA to be imported, so a stand-in of its published ops is in its
+place, which has its names and signatures and computes what it documents.
+"""
+
+import pytest
+import torch
+import transformer_engine_stand_in as te
+from framework_oracle import install, relative_error
+
+import fusedmoe as fm
+from fusedmoe.integrations.transformer_engine import from_te, to_te
+
+HIDDEN, INTERMEDIATE = 32, 16
+COUNTS = [5, 0, 9, 1]
+
+# Transformer Engine's activation, the ops here that compute the same, and whether there is a scale
+ACTIVATIONS = {
+    "SwiGLU": (te.SwiGLU, lambda: [fm.SwiGLU()]),
+    "ClampedSwiGLU": (
+        lambda **k: te.ClampedSwiGLU(limit=0.5, alpha=1.5, glu_linear_offset=0.25, **k),
+        lambda: [fm.SwiGLU(0.5, 1.5, 0.25)],
+    ),
+    "QGEGLU": (te.QGEGLU, lambda: [fm.SwiGLU(alpha=1.702)]),
+    "GEGLU": (te.GEGLU, lambda: [fm.GeGLU("tanh")]),
+    "ReGLU": (te.ReGLU, lambda: [fm.ReGLU()]),
+    "SReLU": (te.SReLU, lambda: [fm.SquaredReLU()]),
+    "ScaledSwiGLU": (te.ScaledSwiGLU, lambda: [fm.SwiGLU(), fm.Scale("probs")]),
+    "ScaledClampedQGeGLU": (
+        lambda **k: te.ScaledClampedQGeGLU(limit=0.5, alpha=1.5, glu_linear_offset=0.25, **k),
+        lambda: [fm.SwiGLU(0.5, 1.5, 0.25), fm.Scale("probs")],
+    ),
+    "ScaledSReLU": (te.ScaledSReLU, lambda: [fm.SquaredReLU(), fm.Scale("probs")]),
+}
+WITH_BLOCKS = ["SwiGLU", "ClampedSwiGLU", "ScaledSwiGLU", "ScaledClampedQGeGLU"]
+
+
+@pytest.fixture(autouse=True)
+def transformer_engine(monkeypatch):
+    install(monkeypatch, te.MODULES)
+    torch.manual_seed(0)
+
+
+def wide(name):
+    return INTERMEDIATE if name.endswith("SReLU") else 2 * INTERMEDIATE
+
+
+def make_te(name, size=None, **linear):
+    options = {} if size is None else {"glu_interleave_size": size}
+    activation = ACTIVATIONS[name][0](**options)
+    first = te.GroupedLinear(len(COUNTS), HIDDEN, wide(name), **linear)
+    return te.Sequential(first, activation, te.GroupedLinear(len(COUNTS), INTERMEDIATE, HIDDEN, **linear))
+
+
+def make_ours(name, interleaved=False, bias=True, **linear):
+    ops = ACTIVATIONS[name][1]()
+    if interleaved:
+        ops[0].interleaved = True
+    first = fm.GroupedLinear(len(COUNTS), HIDDEN, wide(name), bias=bias, **linear)
+    last = fm.GroupedLinear(len(COUNTS), INTERMEDIATE, HIDDEN, bias=bias, **linear)
+    return fm.Sequential(first, *ops, last)
+
+
+def check_same(name, theirs, ours, dtype=torch.float32, reordered=None):
+    """Output and every gradient, to rounding."""
+    rows, tolerance = sum(COUNTS), 1e-5 if dtype is torch.float32 else 0.015
+    splits, dy = torch.tensor(COUNTS), torch.randn(rows, HIDDEN)
+    x, probs = torch.randn(rows, HIDDEN, dtype=dtype, requires_grad=True), (torch.rand(rows) + 0.1).requires_grad_()
+    scaled = name.startswith("Scaled")
+    got = ours(x, splits=splits, **({"probs": probs} if scaled else {}))
+    want = theirs(x, *([splits, probs, splits] if scaled else [splits, splits]))
+    assert relative_error(got, want.double()) < tolerance
+    inputs = [x, probs] if scaled else [x]
+    first, _, last = theirs
+    leaves = [layer.of(n, e) for layer in (first, last) for n in ("weight", "bias") for e in range(len(COUNTS))]
+    gradients = torch.autograd.grad(want, [*inputs, *[p for p in leaves if p is not None]], dy.to(dtype))
+    grads = torch.autograd.grad(got, [*inputs, *ours.parameters()], dy.to(dtype))
+    for g, w in zip(grads[: len(inputs)], gradients, strict=False):
+        assert relative_error(g, w.double()) < tolerance
+    packed = iter(gradients[len(inputs) :])
+    for g, (key, parameter) in zip(grads[len(inputs) :], ours.named_parameters(), strict=True):
+        w = torch.stack([next(packed) for _ in COUNTS]).double()
+        if key.startswith("0.") and reordered is not None:
+            w = reordered(w)
+        assert g.shape == parameter.shape
+        assert relative_error(g, w) < tolerance, key
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_from(name, bias):
+    theirs = make_te(name, bias=bias)
+    ours = from_te(theirs)
+    assert [repr(op) for op in ours[1:-1]] == [repr(op) for op in ACTIVATIONS[name][1]()]
+    check_same(name, theirs, ours)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_to(name, bias):
+    ours = make_ours(name, bias=bias)
+    theirs = to_te(ours)
+    assert [type(op).__name__ for op in theirs] == ["GroupedLinear", name, "GroupedLinear"]
+    check_same(name, theirs, ours)
+    back = from_te(theirs)
+    assert repr(back) == repr(ours)
+    assert all(torch.equal(a, b) for a, b in zip(back.parameters(), ours.parameters(), strict=True))
+
+
+def test_in_bf16():
+    theirs = make_te("ScaledSwiGLU", dtype=torch.bfloat16)
+    ours = from_te(theirs)
+    assert {p.dtype for p in ours.parameters()} == {torch.bfloat16}
+    check_same("ScaledSwiGLU", theirs, ours, torch.bfloat16)
+    assert {p.dtype for p in to_te(ours).parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("name", WITH_BLOCKS)
+@pytest.mark.parametrize("size", [1, 4, 16])
+def test_from_blocks(name, size):
+    """The rows are [gate; up] here; alternating rows stay as they are."""
+    theirs = make_te(name, size)
+    ours = from_te(theirs)
+    before = torch.stack([theirs._modules["0"].of("weight", e) for e in range(len(COUNTS))])
+
+    def in_order(rows):
+        blocks = rows.split(size, dim=1)
+        return rows if size == 1 else torch.cat([*blocks[::2], *blocks[1::2]], dim=1)
+
+    assert ours[1].interleaved == (size == 1)
+    assert torch.equal(ours[0].weight, in_order(before))
+    check_same(name, theirs, ours, reordered=in_order)
+
+
+@pytest.mark.parametrize("name", WITH_BLOCKS)
+@pytest.mark.parametrize("interleaved", [False, True], ids=["", "interleaved"])
+@pytest.mark.parametrize("size", [None, 1, 4])
+def test_to_blocks(name, interleaved, size):
+    ours = make_ours(name, interleaved)
+    theirs = to_te(ours, glu_interleave_size=size)
+    assert list(theirs)[1].glu_interleave_size == (1 if interleaved and size is None else size)
+    back = from_te(theirs)
+    x, splits = torch.randn(sum(COUNTS), HIDDEN), torch.tensor(COUNTS)
+    probs = torch.rand(sum(COUNTS)) + 0.1
+    scaled = name.startswith("Scaled")
+    want = ours(x, splits=splits, **({"probs": probs} if scaled else {}))
+    got = theirs(x, *([splits, probs, splits] if scaled else [splits, splits]))
+    assert relative_error(got, want.double()) < 1e-5
+    again = back(x, splits=splits, **({"probs": probs} if scaled else {}))
+    assert relative_error(again, want.double()) < 1e-5
+
+
+def test_one_parameter_for_all_experts():
+    theirs = make_te("ScaledSwiGLU", single_grouped_weight=True, single_grouped_bias=True)
+    ours = from_te(theirs)
+    assert torch.equal(ours[0].weight, theirs._modules["0"].weight)
+    first, _, last = theirs
+    packed = [first.weight, first.bias, last.weight, last.bias]
+    for mine, parameter in zip(ours.parameters(), packed, strict=True):
+        assert torch.equal(mine, parameter)
+        assert mine.data_ptr() != parameter.data_ptr()
+
+
+def test_parameters_are_copies():
+    theirs = make_te("ScaledSwiGLU")
+    ours = from_te(theirs)
+    again = to_te(ours)
+    before = [p.detach().clone() for p in theirs.parameters()]
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            parameter.zero_()
+    assert all(torch.equal(p, b) for p, b in zip(theirs.parameters(), before, strict=True))
+    assert all(torch.equal(p, b) for p, b in zip(again.parameters(), before, strict=True))
+
+
+def test_settings_of_layers():
+    theirs = make_te("ScaledSwiGLU", accumulate_into_main_grad=True)
+    for e in range(len(COUNTS)):
+        theirs._modules["0"].of("weight", e).requires_grad_(False)
+    ours = from_te(theirs)
+    assert [op.accumulate_into_main_grad for op in ours if isinstance(op, fm.GroupedLinear)] == [True, True]
+    assert [p.requires_grad for p in ours.parameters()] == [False, True, True, True]
+    again = to_te(ours)
+    assert [p.requires_grad for p in again.parameters()] == [p.requires_grad for p in theirs.parameters()]
+    first, _, last = again
+    assert first._accumulate_into_main_grad
+    assert last._accumulate_into_main_grad
+
+
+def test_a_nested_chain_counts_as_its_ops():
+    ours = make_ours("ScaledSwiGLU")
+    nested = fm.Sequential(ours[0], fm.Sequential(ours[1], ours[2]), ours[3])
+    check_same("ScaledSwiGLU", to_te(nested), ours)
+
+
+# ---- what is refused ----------------------------------------------------------------------------------------------
+
+
+def mixed():
+    layer = te.GroupedLinear(4, HIDDEN, HIDDEN)
+    layer.weight2.requires_grad_(False)
+    return layer
+
+
+def quantized():
+    layer = te.GroupedLinear(4, HIDDEN, HIDDEN)
+    layer._with_quantized_weight = True
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (torch.nn.Identity, "from_te: 0.Identity: expected one of GroupedLinear, .*got torch"),
+        (te.SiTUGLU, "from_te: 0.SiTUGLU: expected one of GroupedLinear"),
+        (lambda: te.GroupedLinear(4, 8, 8, scale_bias=True), "scale_bias: expected none.*got True"),
+        (lambda: te.GroupedLinear(4, 8, 8, delay_wgrad_compute=True), "delay_wgrad_compute: expected none"),
+        (quantized, "quantized weights: expected none"),
+        (mixed, "0.GroupedLinear: weight: expected requires_grad to be the same for all experts"),
+        (lambda: te.SwiGLU(cache_quantized_input=True), "cache_quantized_input: expected none"),
+        (lambda: te.ScaledSReLU(activation_recompute_in_mlp=True), "activation_recompute_in_mlp: expected none"),
+        (lambda: te.SwiGLU(glu_interleave_size=4), "glu_interleave_size: expected 1 or None .* got 4"),
+    ],
+)
+def test_from_refuses(make, message):
+    with pytest.raises(fm.InputError, match=message):
+        from_te(te.Sequential(make()))
+
+
+def test_from_refuses_other_things_than_chains():
+    with pytest.raises(fm.InputError, match=r"expected a transformer_engine\.pytorch\.ops\.Sequential, got torch"):
+        from_te(torch.nn.Sequential())
+    with pytest.raises(fm.InputError, match="multiple of twice the block size 5 as out_features, got 32"):
+        from_te(make_te("SwiGLU", 5))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: fm.Scale("probs"), "to_te: 0.Scale: expected an op that Transformer Engine has too"),
+        (lambda: fm.Dispatch(4), "to_te: 0.Dispatch: expected an op"),
+        (lambda: fm.Linear(8, 8), "to_te: 0.Linear: expected an op"),
+        (torch.nn.Identity, "to_te: 0.Identity: expected an op"),
+        (lambda: fm.GeGLU("none"), "to_te: 0.GeGLU: expected an op"),
+        (lambda: fm.GeGLU("tanh", limit=7.0), "to_te: 0.GeGLU: expected an op"),
+        (lambda: fm.ReGLU(offset=1.0), "to_te: 0.ReGLU: expected an op"),
+        (lambda: fm.SwiGLU(alpha=2.0), r"to_te: 0.SwiGLU: expected an op .*got SwiGLU\(alpha=2.0\)"),
+        (lambda: fm.SwiGLU(offset=1.0), "to_te: 0.SwiGLU: expected an op"),
+        (lambda: fm.ReGLU(interleaved=True), "to_te: 0.ReGLU: expected gate and up as halves"),
+        (lambda: fm.GroupedLinear(4, 8, 8, recipe="mxfp8"), "without a recipe of its own, got recipe='mxfp8'"),
+        (lambda: fm.GroupedLinear(4, 8, 8, dtype=torch.float64), "weight: expected fp32, fp16 or bf16, got .*float64"),
+    ],
+)
+def test_to_refuses(make, message):
+    with pytest.raises(fm.InputError, match=message):
+        to_te(fm.Sequential(make()))
+
+
+def test_to_refuses_what_this_transformer_engine_lacks(monkeypatch):
+    modules = {name: {k: v for k, v in names.items() if k != "ScaledSwiGLU"} for name, names in te.MODULES.items()}
+    install(monkeypatch, modules)
+    with pytest.raises(fm.InputError, match=r"1\.SwiGLU: this Transformer Engine has no ScaledSwiGLU"):
+        to_te(make_ours("ScaledSwiGLU"))
+
+
+def test_to_refuses_chains():
+    with pytest.raises(fm.InputError, match=r"expected a fusedmoe\.Sequential, got torch"):
+        to_te(torch.nn.Sequential())
+    scale = [fm.Scale("probs")]
+    with pytest.raises(fm.InputError, match=r"GeGLU: expected an op .* and a Scale"):
+        to_te(fm.Sequential(fm.GeGLU("tanh"), *scale))
+    with pytest.raises(fm.InputError, match=r"SwiGLU: expected an op .* and a Scale"):
+        to_te(fm.Sequential(fm.SwiGLU(alpha=1.702), *scale))
+    with pytest.raises(fm.InputError, match="without a recipe of its own, got no weight"):
+        to_te(make_ours("SwiGLU").without_parameters())
+    with pytest.raises(fm.InputError, match="glu_interleave_size: expected 1 or more, or None, got 0"):
+        to_te(make_ours("SwiGLU"), glu_interleave_size=0)
+    with pytest.raises(fm.InputError, match="no GroupedLinear is before it, got blocks of 4"):
+        to_te(fm.Sequential(fm.SwiGLU()), glu_interleave_size=4)
+    with pytest.raises(fm.InputError, match="multiple of twice the block size 5 as out_features, got 32"):
+        to_te(make_ours("SwiGLU"), glu_interleave_size=5)
