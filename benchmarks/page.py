@@ -36,7 +36,8 @@ STACK = """\
 {layers} decoder layers of Qwen3-30B-A3B's shape in transformers {transformers} (commit {commit}), bf16, {tokens} tokens
 in {batch} sequences, with each experts implementation: the whole stack, and the MoE part of one layer (router and
 experts). *x grouped_mm* is that implementation's time over ours, uncompiled over uncompiled and compiled over compiled.
-*Kept* is the memory that forward keeps for backward.
+*Kept* is the memory that forward keeps for backward, *host* the wall time of the uncompiled call. Few tokens are what
+generating text has.
 """
 TUNED = """\
 ## QuACK tuned
@@ -145,21 +146,29 @@ def recipe_table(results: dict[str, Any]) -> str:
 def stack_table(results: dict[str, Any]) -> str:
     """Return the times in transformers: a row for each part, case and implementation."""
     lines = [
-        "| part | case | experts | ms | x grouped_mm | x eager | kept, GiB | compiled, ms | x grouped_mm, compiled |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| part | case | experts | ms | host, ms | x grouped_mm | x eager | kept, GiB | compiled, ms | x grouped_mm |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     found = {(m["part"], m["case"], m["implementation"], m["compiled"]): m for m in results["measured"]}
     for part, case, implementation in dict.fromkeys((p, c, i) for p, c, i, _ in found):
-        of = {compiled: found[part, case, implementation, compiled] for compiled in (False, True)}
+        plain = found[part, case, implementation, False]
 
-        def ratio(other: str, compiled: bool, part: str = part, case: str = case, mine: Any = of) -> str:
-            theirs, own = found[part, case, other, compiled]["ms"], mine[compiled]["ms"]
+        def ms(who: str, compiled: bool, part: str = part, case: str = case) -> float | None:
+            return found.get((part, case, who, compiled), {}).get("ms")  # type: ignore[no-any-return]
+
+        def shown(ms: float | None) -> str:
+            return f"{ms:.3g}" if ms else "-"
+
+        def ratio(theirs: float | None, own: float | None) -> str:
             return f"{theirs / own:.2f}" if theirs and own else ""
 
-        ms = {compiled: f"{m['ms']:.2f}" if m["ms"] else "-" for compiled, m in of.items()}
-        kept = f"{of[False]['kept_gib']:.2f}" if of[False]["kept_gib"] is not None else ""
-        cells = [part, case, f"`{implementation}`", ms[False], ratio("grouped_mm", False), ratio("eager", False), kept]
-        lines.append("| " + " | ".join([*cells, ms[True], ratio("grouped_mm", True)]) + " |")
+        own, compiled = ms(implementation, False), ms(implementation, True)
+        lines.append(
+            f"| {part} | {case} | `{implementation}` | {shown(own)} | {plain['host_us'] / 1e3:.2f} "
+            f"| {ratio(ms('grouped_mm', False), own)} | {ratio(ms('eager', False), own)} "
+            f"| {'' if plain['kept_gib'] is None else format(plain['kept_gib'], '.2f')} "
+            f"| {shown(compiled)} | {ratio(ms('grouped_mm', True), compiled)} |"
+        )
     return "\n".join(lines)
 
 

@@ -19,6 +19,7 @@ from benchmarks.gpu_timing import Timer
 IMPLEMENTATIONS = ("fusedmoe", "grouped_mm", "eager")
 LAYERS = 12  # what an 80 GB GPU holds of them with gradients, in the implementation that keeps the most
 BATCH, LENGTH = 4, 2048
+DECODE = (1, 16, 128, 1024)  # tokens of a batch while text is generated
 # relative norm of the difference to eager experts, in bf16; over many layers a rounding may choose another expert
 WRONG = {"stack": 0.1, "MoE part": 0.02}
 
@@ -79,6 +80,13 @@ def measure(timer: Timer, device: torch.device, layers: int = LAYERS) -> Iterato
     yield from _part("stack", model, lambda m, x: m(inputs_embeds=x).last_hidden_state, x, model, timer)
     block = model.layers[0].mlp
     yield from _part("MoE part", block, _first_of, x, model, timer)
+    for tokens in DECODE:
+        few = x.view(1, -1, 2048)[:, :tokens]
+        yield from _part(f"MoE part, {_counted(tokens)}", block, _first_of, few, model, timer, few=True)
+
+
+def _counted(tokens: int) -> str:
+    return "1 token" if tokens == 1 else f"{tokens} tokens"
 
 
 def _first_of(block: nn.Module, x: Tensor) -> Tensor:
@@ -87,19 +95,27 @@ def _first_of(block: nn.Module, x: Tensor) -> Tensor:
 
 
 def _part(
-    part: str, module: nn.Module, call: Callable[[nn.Module, Tensor], Tensor], x: Tensor, model: Any, timer: Timer
+    part: str,
+    module: nn.Module,
+    call: Callable[[nn.Module, Tensor], Tensor],
+    x: Tensor,
+    model: Any,
+    timer: Timer,
+    few: bool = False,
 ) -> Iterator[Measured]:
+    """Time a part; with ``few`` tokens as for generating text: forward, as it is."""
     grad = (torch.randn_like(x) * 0.2).requires_grad_(False)
     with torch.no_grad():
         want = call(module, x).float()
-    variants = [(i, False) for i in IMPLEMENTATIONS] + [(i, True) for i in IMPLEMENTATIONS if i != "eager"]
+    variants = [(i, False) for i in IMPLEMENTATIONS]
+    variants += [(i, True) for i in IMPLEMENTATIONS if i != "eager" and not few]
     ready: dict[tuple[str, bool], nn.Module] = {}
     notes: dict[tuple[str, bool], str] = {("eager", True): "does not compile: it reads the routing on the host"}
     for implementation, compiled in variants:
         torch.compiler.reset()
         model.set_experts_implementation(implementation)
         ready[implementation, compiled] = torch.compile(module, fullgraph=True) if compiled else module
-    for case in ("forward", "forward + backward"):
+    for case in ("forward",) if few else ("forward", "forward + backward"):
         calls: dict[str, Callable[[], object]] = {}
         told: dict[str, dict[str, Any]] = {}
         for (implementation, compiled), ran in ready.items():
@@ -114,12 +130,12 @@ def _part(
             except torch.cuda.OutOfMemoryError:
                 notes[implementation, compiled] = "out of memory"
                 continue
-            if told[name]["difference"] > WRONG[part]:
+            if told[name]["difference"] > (WRONG["stack"] if part == "stack" else WRONG["MoE part"]):
                 raise AssertionError(f"{part}, {name}: differs from eager by {told[name]['difference']:.3f}")
             calls[name] = run
         times = timer.measure(calls)
         for implementation in IMPLEMENTATIONS:
-            for compiled in (False, True):
+            for compiled in (False,) if few else (False, True):
                 name = f"{implementation}, compiled" if compiled else implementation
                 if name in times:
                     t = times[name]
@@ -179,4 +195,4 @@ def lines(m: Measured) -> str:
     time = f"{m.ms:9.2f} ms" if m.ms is not None else f"{'-':>9}   "
     kept = "" if m.kept_gib is None else f"  kept {m.kept_gib:6.2f} GiB"
     more = f"  differs by {m.difference:.4f}" if m.ms is not None else f"  {m.note}"
-    return f"{m.part:10}{m.case:20}{name:22}{time}{more}{kept}"
+    return f"{m.part:22}{m.case:20}{name:22}{time}{more}{kept}"

@@ -14,6 +14,7 @@ from fusedmoe.fusion.plan import Attempt, Explanation, PlanData, PlannedStep, St
 from fusedmoe.fusion.registry import register, rules
 from fusedmoe.fusion.rule import FusionError, FusionRule, PlanContext, RuleError, Step, require
 from fusedmoe.layers import keep_in_bf16
+from fusedmoe.lora import GroupedLoRA
 from fusedmoe.model import ModelExplanation, explain
 from fusedmoe.moe import MoE, MoEStats, Router
 from fusedmoe.ops import (
@@ -33,7 +34,6 @@ from fusedmoe.ops import (
     clear_weight_cache,
     weight_cache_bytes,
 )
-from fusedmoe.ops.grouped_lora import GroupedLoRA
 from fusedmoe.recipes import Recipe
 from fusedmoe.sequential import Sequential
 from fusedmoe.settings import disabled, recipe, strict

@@ -27,6 +27,7 @@ from fusedmoe import settings
 from fusedmoe.autocast import without_autocast
 from fusedmoe.chain import Chain, alone, autocast_argument, check_names
 from fusedmoe.environment import disabled_by_environment
+from fusedmoe.errors import InputError
 from fusedmoe.fusion import registry
 from fusedmoe.fusion.executable import Call, Environment, Plan
 from fusedmoe.fusion.planner import make_plan
@@ -34,7 +35,7 @@ from fusedmoe.fusion.signature import NOMINAL_ROWS, Signature, signature, spec_o
 from fusedmoe.kernels.device import arch
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
 from fusedmoe.layout import ChainPart
-from fusedmoe.ops.op import Node, Op
+from fusedmoe.ops.op import Node, Op, constant_in_graphs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -74,11 +75,12 @@ def run_sequential(
     root: Sequential, x: Tensor, inputs: dict[str, Tensor], parameters: Parameters | None = None
 ) -> Tensor:
     """Run a `Sequential` in a graph that is being traced."""
+    _load_rules()
     root._describe_for_compiler()
     options = root._options
     parts = root._parts_for_compiler(
         _described(root), settings.thread.key, registry.generation(), options.sm_margin, options.schedule,
-        torch.are_deterministic_algorithms_enabled(), tuple(inputs),
+        torch.are_deterministic_algorithms_enabled(), _given(inputs),
     )  # fmt: skip
     named = dict(inputs)
     for part in parts:
@@ -101,14 +103,21 @@ def run_sequential(
 
 def run_op(op: Op, x: Tensor, inputs: dict[str, Tensor]) -> Any:
     """Run an op alone in a graph that is being traced."""
+    _load_rules()
     op._describe_for_compiler()
     part = op._chain_for_compiler(
         op._description, settings.thread.key, registry.generation(), torch.are_deterministic_algorithms_enabled(),
-        tuple(inputs),
+        _given(inputs),
     )  # fmt: skip
     named = dict(inputs)
     y = _run_chain(part, x, named, [getattr(op, name) for _, name, _ in part.parameters], DEFAULT, None)
     return (y, {name: named[name] for name in op.provides}) if op.provides else y
+
+
+@constant_in_graphs
+def _load_rules() -> None:
+    """Load the rules, which Dynamo could not trace; what it reads of them afterwards become guards."""
+    registry.generation()
 
 
 def _described(module: Any) -> tuple[Any, ...]:
@@ -122,9 +131,9 @@ def _described(module: Any) -> tuple[Any, ...]:
 
 
 def _opened(module: nn.Module | None) -> bool:
-    from fusedmoe.sequential import Sequential
+    from fusedmoe.sequential import opened
 
-    return type(module) is Sequential
+    return opened(module)
 
 
 def _at(root: nn.Module, path: Path) -> Any:
@@ -172,9 +181,15 @@ def _run_uncompiled(
     return (y, *[named[name] for name in chain.exports])
 
 
+def _given(inputs: Mapping[str, Tensor | None]) -> tuple[str, ...]:
+    return tuple([name for name, t in inputs.items() if t is not None])
+
+
 # ---- what Dynamo takes for constants ------------------------------------------------------------------------------
 
 
+# behind a graph break these are called rather than taken for constants: they are not to be traced then
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def parts_for_compiler(root: Sequential, given: tuple[str, ...]) -> tuple[TracedChain | TracedModule, ...]:
     """Return what a `Sequential` is made of, for `run_sequential`; check that the caller gives what it takes."""
     layout = root._current_layout()
@@ -187,6 +202,7 @@ def parts_for_compiler(root: Sequential, given: tuple[str, ...]) -> tuple[Traced
     )
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def chain_for_compiler(op: Op, given: tuple[str, ...]) -> TracedChain:
     """Return an op alone, for `run_op`; check that the caller gives what it takes."""
     chain = alone(op)
@@ -300,6 +316,9 @@ def _plan(handle: str, wanted: str, arguments: Sequence[Tensor | None]) -> _Trac
     traced = _traced[handle]
     x = arguments[0]
     assert x is not None
+    if not x.dim():
+        node = traced.chain.nodes[0]
+        raise InputError(f"{node.label}.{type(node.op).__name__}: x: expected rows, got a scalar")
     specs = [spec_of(a) for a in arguments]
     kinds = [None if s is None else (s.dtype, s.shape[1:]) for s in specs]
     key = (wanted, x.device, x.shape[0] == 0, *kinds)

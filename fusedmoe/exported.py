@@ -1,5 +1,6 @@
-"""A `Sequential` as `torch.export` meets it: the plain PyTorch of its ops, so that whoever loads the program needs no
-`fusedmoe`. For inference. Imported only then.
+"""A `Sequential` as `torch.export` meets it: the plain PyTorch of its ops, for inference. Imported only then.
+
+In bf16 whoever loads the program needs no `fusedmoe`; see `fusedmoe.kernels.torch.grouped_gemm` for the rest.
 """
 
 from __future__ import annotations

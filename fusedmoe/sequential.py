@@ -34,6 +34,11 @@ def kernel_options(who: str, sm_margin: object, schedule: Schedule) -> KernelOpt
     return KernelOptions(sm_margin, schedule)
 
 
+def opened(module: nn.Module | None) -> bool:
+    """Whether a nested module counts as its own modules: a `Sequential`, or one that is called as such."""
+    return isinstance(module, Sequential) and type(module).forward is Sequential.forward
+
+
 class Sequential(nn.Sequential):
     """``torch.nn.Sequential`` whose ops are fused where there is a kernel for them, with the same results.
 
@@ -194,7 +199,7 @@ class Sequential(nn.Sequential):
         return self._new_layout() if layout is None or not layout.holds() else layout
 
     def _new_layout(self) -> Layout:
-        layout = self.__dict__["_layout"] = Layout(self, opened=lambda module: type(module) is Sequential)
+        layout = self.__dict__["_layout"] = Layout(self, opened=opened)
         self._say_whose_options_hold(layout)
         return layout
 
@@ -219,4 +224,4 @@ class Sequential(nn.Sequential):
                 say_once(logger, logging.WARNING, message, label, ", ".join(module._options.changed()))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k != "_layout"}
+        return {k: v for k, v in super().__getstate__().items() if k != "_layout"}

@@ -47,7 +47,8 @@ current = _settings.get
 class _Thread(threading.local):
     """The settings of a thread as a text: `torch.compile` can guard on it, but not on a context variable."""
 
-    key = ""
+    def __init__(self) -> None:  # in each thread: Dynamo does not see that an attribute of a class gets hidden
+        self.key = ""
 
 
 thread = _Thread()

@@ -215,7 +215,7 @@ def _tails_zeroed(
     steps, renamed = list(steps), {}
     for key, value in results.items():
         maker = made_by.get(value)
-        mask = None if maker is None or maker.zeroes_tail else graph.zero_tail(value, f"zeroed {value}")
+        mask = None if maker is not None and maker.zeroes_tail else graph.zero_tail(value, f"zeroed {value}")
         if mask is not None:
             steps.append(mask)
         renamed[key] = value if mask is None else mask.gives[0]

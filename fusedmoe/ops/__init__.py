@@ -14,6 +14,7 @@ from fusedmoe.ops.grouped_linear import (
     Wgrad,
     WgradIntoMainGrad,
 )
+from fusedmoe.ops.grouped_lora import LoRADown, LoRADownDgrad, LoRADownWgrad, LoRAUp, LoRAUpDgrad, LoRAUpWgrad
 from fusedmoe.ops.op import AutogradBackward, BackwardOp, Op, SpecLike, TensorSpec
 from fusedmoe.ops.quantize import Quantize, QuantizeGrad
 from fusedmoe.ops.scale import DScale, Scale, ScaleGrad
@@ -45,6 +46,12 @@ __all__ = [
     "LinearDgrad",
     "LinearWgrad",
     "LinearWgradIntoMainGrad",
+    "LoRADown",
+    "LoRADownDgrad",
+    "LoRADownWgrad",
+    "LoRAUp",
+    "LoRAUpDgrad",
+    "LoRAUpWgrad",
     "Op",
     "Quantize",
     "QuantizeGrad",

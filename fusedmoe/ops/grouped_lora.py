@@ -1,6 +1,6 @@
-"""LoRA on stacked experts: a grouped linear layer, and the low-rank update that is trained in its stead.
+"""The low-rank update of a grouped linear layer, as two ops around it; `fusedmoe.lora.GroupedLoRA` puts them there.
 
-The update is two ops around the layer, so that the layer itself stays what rules, recipes and the planner know:
+So the layer itself stays what rules, recipes and the planner know:
 
     LoRADown    h = x @ A.T, handed on beside x
     the layer   y = x @ weight.T + bias
@@ -14,17 +14,13 @@ Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models".
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from fusedmoe.errors import InputError
 from fusedmoe.kernels.torch import grouped_gemm
-from fusedmoe.ops.grouped_linear import GroupedLinear
-from fusedmoe.ops.op import BackwardOp, Op, TensorSpec, exact
-from fusedmoe.sequential import Sequential
+from fusedmoe.ops.op import BackwardOp, Op, TensorSpec
 
 if TYPE_CHECKING:
     from fusedmoe.ops.op import SpecLike
@@ -213,116 +209,3 @@ def _check(op: LoRADown | LoRAUp, weight: SpecLike | None, shape: tuple[int, ...
         raise op.reject("weight", f"shape {shape}", None if weight is None else weight.shape)
     if offsets.shape[0] != op.num_groups:
         raise op.reject("splits", f"shape ({op.num_groups},), one count an expert", offsets.shape)
-
-
-def _scale(rank: object, alpha: object) -> float:
-    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-        raise InputError(f"GroupedLoRA: rank: expected a positive integer, got {rank!r}")
-    if alpha is None:
-        return 1.0
-    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha):
-        raise InputError(f"GroupedLoRA: alpha: expected a finite number, got {alpha!r}")
-    return alpha / rank
-
-
-class GroupedLoRA(Sequential):
-    """``y[r] = x[r] @ weight[e].T + bias[e] + alpha / rank * (x[r] @ A[e].T) @ B[e].T`` for each row r of expert e.
-
-    A `GroupedLinear` that stays as it is, and a low-rank update of it that is trained. B starts as zeros, and so does
-    the update.
-
-    Parameters
-    ----------
-    layer
-        The layer; its weight and bias are frozen here. It becomes part of this module, and is not copied.
-    rank
-        Q. In bf16 a multiple of 8 lets the update run on a GPU without a host synchronisation.
-    alpha
-        The update is scaled by ``alpha / rank``; by 1 if None.
-    dtype
-        Of A and B: that of the layer's weight by default. Whatever it is, they are multiplied in the dtype of the rows,
-        as under autocast: fp32 with bf16 rows keeps what an optimizer steps by, and changes no product.
-
-    Attributes
-    ----------
-    base_layer : GroupedLinear
-        The layer. ``base_layer.requires_grad_()`` trains it too.
-    lora_A : LoRADown
-        ``lora_A.weight`` (E, Q, K).
-    lora_B : LoRAUp
-        ``lora_B.weight`` (E, N, Q).
-
-    Notes
-    -----
-    Called as the layer is: rows (R, K) and ``splits=``. It is a `Sequential` of the three, in the order ``lora_A``,
-    ``base_layer``, ``lora_B``. So the layer's products run on the kernels that it has, without the activation behind
-    it, as the update comes in between. Its weight gradient is computed only if it is wanted. A recipe quantizes the
-    layer; A, B and the rows that they are multiplied by stay as they are.
-
-    In ``state_dict``: ``base_layer.weight``, ``base_layer.bias``, ``lora_A.weight`` and ``lora_B.weight``. It loads a
-    checkpoint of the bare layer too, with ``strict=False``, as that has no A and B.
-
-    Examples
-    --------
-    >>> experts = Sequential(
-    ...     GroupedLoRA(GroupedLinear(8, 64, 2 * 32), rank=8, alpha=16), SwiGLU(),
-    ...     GroupedLoRA(GroupedLinear(8, 32, 64), rank=8, alpha=16),
-    ... )
-    """
-
-    lora_A: LoRADown  # noqa: N815  (as peft names them)
-    base_layer: GroupedLinear
-    lora_B: LoRAUp  # noqa: N815
-
-    def __init__(
-        self, layer: GroupedLinear, rank: int, alpha: float | None = None, *, dtype: torch.dtype | None = None
-    ) -> None:
-        if type(layer) is not GroupedLinear:
-            raise InputError(f"GroupedLoRA: layer: expected a GroupedLinear, got {layer!r}")
-        scale = _scale(rank, alpha)
-        weight = layer.weight
-        kind: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype if dtype is None else dtype}
-        super().__init__(
-            OrderedDict(
-                lora_A=LoRADown(layer.num_groups, layer.in_features, rank, **kind),
-                base_layer=layer.requires_grad_(False),
-                lora_B=LoRAUp(layer.num_groups, rank, layer.out_features, scale, **kind),
-            )
-        )
-
-    def reset_lora(self) -> None:
-        """Draw a new A, and set B to zeros."""
-        self.lora_A.reset_parameters()
-        self.lora_B.reset_parameters()
-
-    @torch.no_grad()
-    def merged(self) -> GroupedLinear:
-        """Return a new layer that computes the same: ``weight[e] + alpha / rank * B[e] @ A[e]``, rounded once."""
-        base, scale = self.base_layer, self.lora_B.scale
-        weight = base.weight.clone()
-        for e, (a, b) in enumerate(zip(self.lora_A.weight, self.lora_B.weight, strict=True)):  # one in fp32 at a time
-            into = exact(weight[e])
-            weight[e] = torch.addmm(into, b.to(into.dtype), a.to(into.dtype), alpha=scale)
-        layer = GroupedLinear(
-            base.num_groups,
-            base.in_features,
-            base.out_features,
-            bias=base.bias is not None,
-            device="meta",
-            accumulate_into_main_grad=base.accumulate_into_main_grad,
-            recipe=base.recipe,
-        )
-        layer.weight = nn.Parameter(weight)
-        layer.bias = None if base.bias is None else nn.Parameter(base.bias.clone())
-        return layer.train(self.training)
-
-    def __getitem__(self, idx: int | slice) -> Any:
-        if isinstance(idx, slice):  # a part of it is none
-            return Sequential(OrderedDict([*self._modules.items()]))[idx]
-        return super().__getitem__(idx)
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        for name in ("weight", "bias"):  # a checkpoint of the bare layer
-            if prefix + name in state_dict:
-                state_dict[f"{prefix}base_layer.{name}"] = state_dict.pop(prefix + name)
-        super()._load_from_state_dict(state_dict, prefix, *args)

@@ -252,7 +252,7 @@ class Op(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # plans hold functions of this very process: neither a pickle nor a deepcopy takes them along
         of_this_process = ("_alone", "_attributes", "_description", "_number", "_quantized_weight", "_captured")
-        return {k: v for k, v in self.__dict__.items() if k not in of_this_process}
+        return {k: v for k, v in super().__getstate__().items() if k not in of_this_process}
 
 
 def _note_change(op: Op, name: str) -> None:
@@ -261,7 +261,7 @@ def _note_change(op: Op, name: str) -> None:
     """
     if name in op._parameters:
         op.__dict__.pop("_quantized_weight", None)  # with FSDP2, the memory that a resharded weight must not hold
-    elif name[0] != "_":
+    elif name[0] != "_" or name == "__class__":
         op.__dict__.pop("_attributes", None)
         if "_description" in op.__dict__:
             op.__dict__["_description"] = _description(op)

@@ -94,6 +94,8 @@ def _cacheable(layer: Op, weight: Tensor) -> Tensor | None:
         return None
     if torch._C._are_functorch_transforms_active():
         return None
+    if torch._C._len_torch_dispatch_stack():  # selective checkpointing counts on meeting the same operators again
+        return None
     return parameter
 
 

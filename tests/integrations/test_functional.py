@@ -1,0 +1,294 @@
+"""Parameters that come from elsewhere: functional calls, shared and computed weights, copies, states; and inference."""
+
+import copy
+import pickle
+import weakref
+
+import plain_models
+import pytest
+import torch
+from torch import nn
+
+import fusedmoe as fm
+
+E, H, I = 4, 8, 8  # noqa: E741  (experts, hidden, intermediate: square layers can share a weight)
+SPLITS = torch.tensor([3, 0, 4, 2])
+ROWS = 11  # two of them belong to no expert
+
+
+def rows(requires_grad=True):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(ROWS, H, generator=generator, dtype=torch.float64).requires_grad_(requires_grad)
+
+
+def experts(seed=0):
+    torch.manual_seed(seed)
+    return fm.Sequential(fm.GroupedLinear(E, H, 2 * I), fm.SwiGLU(), fm.GroupedLinear(E, I, H)).double()
+
+
+def plain_experts(weights, x):
+    """The same of these weights, in plain PyTorch."""
+    model = plain_models.Experts(E, H, I, torch.float64)
+    return torch.func.functional_call(model, weights, (x, SPLITS))
+
+
+def square(seed=0):
+    """Two layers of the same shape with an activation between them."""
+    torch.manual_seed(seed)
+    return fm.Sequential(fm.GroupedLinear(E, H, H), fm.SquaredReLU(), fm.GroupedLinear(E, H, H)).double()
+
+
+def grouped(x, weight):
+    parts = x.split([*SPLITS.tolist(), ROWS - int(SPLITS.sum())])
+    return torch.cat([*(part @ w.T for part, w in zip(parts, weight, strict=False)), torch.zeros_like(parts[-1])])
+
+
+def plain_square(x, first, second):
+    return grouped(grouped(x, first).clamp(min=0).square(), second)
+
+
+def weighted(y):
+    return (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum()
+
+
+def assert_close(got, want):
+    for a, b in zip(got, want, strict=True):
+        assert b.abs().sum() > 0, "zeros would pass"
+        torch.testing.assert_close(a, b)
+
+
+def leaves(module):
+    return {name: p.detach().clone().requires_grad_() for name, p in module.named_parameters()}
+
+
+@pytest.mark.parametrize("how", ["functional_call", "forward_with"])
+def test_replaced_parameters_get_the_gradients(how):
+    module, other, x = experts(), leaves(experts(1)), rows()
+    if how == "functional_call":
+        y = torch.func.functional_call(module, other, (x,), {"splits": SPLITS})
+    else:
+        y = experts().without_parameters().forward_with(other, x, splits=SPLITS)
+    got = torch.autograd.grad(weighted(y), [x, *other.values()])
+    x, same = rows(), leaves(experts(1))
+    want = plain_experts(same, x)
+    assert_close([y, *got], [want, *torch.autograd.grad(weighted(want), [x, *same.values()])])
+    assert all(p.grad is None for p in module.parameters())
+
+
+def test_a_layer_with_replaced_parameters():
+    torch.manual_seed(0)
+    module, other = fm.MoE(H, I, E, 2).double(), leaves(fm.MoE(H, I, E, 2).double())
+    x = rows()
+    y = torch.func.functional_call(module, other, (x,))
+    got = torch.autograd.grad(weighted(y), [x, *other.values()])
+    plain = plain_models.MoE(H, I, E, 2)
+    want = torch.func.functional_call(plain, other, (x,))
+    assert_close([y, *got], [want, *torch.autograd.grad(weighted(want), [x, *other.values()])])
+
+
+def test_a_gradient_through_what_computes_the_parameters():
+    """As hypernetworks and differentiable optimizers have it."""
+    module, x = experts(), rows()
+    scale = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+    start = {name: p.detach() for name, p in module.named_parameters()}
+    y = torch.func.functional_call(module, {name: scale * p for name, p in start.items()}, (x,), {"splits": SPLITS})
+    (got,) = torch.autograd.grad(weighted(y), scale)
+    want = plain_experts({name: scale * p for name, p in start.items()}, x)
+    assert_close([y, got], [want, *torch.autograd.grad(weighted(want), scale)])
+
+
+def test_a_weight_of_two_layers_of_one_sequential():
+    module, x = square(), rows()
+    module[2].weight = module[0].weight
+    assert len(list(module.parameters())) == 1
+    weighted(module(x, splits=SPLITS)).backward()
+    weight, other = module[0].weight.detach().clone().requires_grad_(), rows()
+    weighted(plain_square(other, weight, weight)).backward()
+    assert_close([module[0].weight.grad, x.grad], [weight.grad, other.grad])
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_row"])
+def test_a_shared_weight_when_it_is_quantized(recipe):
+    """Two layers keep its forms; both see that it has changed."""
+    module, twin = square().float(), square().float()
+    module[2].weight = module[0].weight
+    with torch.no_grad():
+        twin[2].weight.copy_(module[0].weight)
+        twin[0].weight.copy_(module[0].weight)
+    losses = []
+    for _ in range(2):
+        with fm.recipe(recipe):
+            y, want = (m(rows().float(), splits=SPLITS) for m in (module, twin))
+        assert torch.equal(y, want)
+        losses.append(weighted(y))
+        losses[-1].backward()
+        weighted(want).backward()
+        torch.testing.assert_close(module[0].weight.grad, twin[0].weight.grad + twin[2].weight.grad)
+        with torch.no_grad():
+            for weight in (module[0].weight, twin[0].weight, twin[2].weight):
+                weight -= 0.1 * module[0].weight.grad
+        module.zero_grad()
+        twin.zero_grad()
+    assert losses[0] != losses[1]
+
+
+def test_a_weight_of_two_sequentials():
+    first, second, x = square(0), square(1), rows()
+    second[0].weight = first[2].weight
+    weighted(second(first(x, splits=SPLITS), splits=SPLITS)).backward()
+    a, shared, b = (p.detach().clone().requires_grad_() for p in (first[0].weight, first[2].weight, second[2].weight))
+    other = rows()
+    weighted(plain_square(plain_square(other, a, shared), shared, b)).backward()
+    assert_close(
+        [first[0].weight.grad, second[0].weight.grad, second[2].weight.grad, x.grad],
+        [a.grad, shared.grad, b.grad, other.grad],
+    )
+    assert second[0].weight.grad is first[2].weight.grad
+
+
+class LowRank(nn.Module):
+    """``weight + b @ a``."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.a = nn.Parameter(torch.randn(E, 2, H, dtype=torch.float64))
+        self.b = nn.Parameter(torch.randn(E, 2 * I, 2, dtype=torch.float64))
+
+    def forward(self, weight):
+        return weight + self.b @ self.a
+
+
+def test_a_parametrized_weight():
+    module, x = experts(), rows()
+    original = module[0].weight.detach().clone()
+    down = module[2].weight.detach().clone()
+    nn.utils.parametrize.register_parametrization(module[0], "weight", LowRank())
+    low_rank = module[0].parametrizations.weight[0]
+    module[0].parametrizations.weight.original.requires_grad_(False)
+    y = module(x, splits=SPLITS)
+    got = torch.autograd.grad(weighted(y), [low_rank.a, low_rank.b, x])
+    a, b, other = low_rank.a.detach().requires_grad_(), low_rank.b.detach().requires_grad_(), rows()
+    want = plain_experts({"0.weight": original + b @ a, "2.weight": down}, other)
+    assert_close([y, *got], [want, *torch.autograd.grad(weighted(want), [a, b, other])])
+    nn.utils.parametrize.remove_parametrizations(module[0], "weight")
+    with torch.no_grad():
+        assert torch.equal(module(x, splits=SPLITS), y)
+
+
+def test_parametrizations_are_cached_for_a_call():
+    module, x = square(), rows()
+    module[2].weight = module[0].weight
+    nn.utils.parametrize.register_parametrization(module[0], "weight", nn.Identity(), unsafe=True)
+    with nn.utils.parametrize.cached():
+        y = module(x, splits=SPLITS)
+    weight = module[2].weight
+    torch.testing.assert_close(y, plain_square(x, weight, weight))
+
+
+@pytest.mark.parametrize(("changed", "message"), [
+    ({"0.weight": None}, r"0\.GroupedLinear.*weight"),
+    ({"1.weight": torch.zeros(1)}, r"no op takes '1\.weight'; those that ops take: '0\.weight', '0\.bias', '2\."),
+    ({"0.weight": torch.zeros(E, H, 2 * I).double()}, r"0\.GroupedLinear.*weight: expected shape \(4, 16, 8\)"),
+])  # fmt: skip
+def test_wrong_parameters_are_refused_by_name(changed, message):
+    given = {**leaves(experts()), **changed}
+    with pytest.raises(fm.InputError, match=message):
+        experts().without_parameters().forward_with(given, rows(), splits=SPLITS)
+
+
+def test_a_parameter_that_the_op_has_itself_is_refused():
+    module = experts()
+    with pytest.raises(fm.InputError, match=r"'0\.weight' is given, but the op has one"):
+        module.forward_with(leaves(module), rows(), splits=SPLITS)
+
+
+def test_without_parameters_nothing_is_left():
+    with torch.device("meta"):
+        module = experts()
+    assert module.without_parameters() is module
+    assert not list(module.parameters())
+    with pytest.raises(fm.InputError, match="weight"):
+        module(rows(), splits=SPLITS)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+def test_a_copy_of_a_layer_in_use_is_a_layer_of_its_own(copied, recipe):
+    torch.manual_seed(0)
+    module, x = fm.MoE(32, 32, E, 2, shared_intermediate=32), torch.randn(ROWS, 32)
+    with fm.recipe(recipe):
+        y = module(x)
+        y.square().sum().backward()
+        other = copied(module)
+        assert torch.equal(other(x), y)
+        with torch.no_grad():
+            other.experts.down.weight.mul_(2)
+            other.shared.down.weight.mul_(2)
+        assert torch.equal(module(x), y)
+        torch.testing.assert_close(other(x), 2 * y)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
+def test_assigned_states_are_used_as_they_are(recipe):
+    torch.manual_seed(0)
+    module, other, x = fm.MoE(32, 32, E, 2), fm.MoE(32, 32, E, 2), torch.randn(ROWS, 32)
+    with fm.recipe(recipe):
+        before, want = module(x), other(x)
+        given = {name: t.detach().clone() for name, t in other.state_dict().items()}
+        module.load_state_dict(given, assign=True)
+        assert module.experts.down.weight.data_ptr() == given["experts.down.weight"].data_ptr()
+        got = module(x)
+        assert torch.equal(got, want)
+        assert not torch.equal(got, before)
+        got.square().sum().backward()
+        assert module.experts.down.weight.grad.abs().sum() > 0
+
+
+class Kept:
+    """Weak references to all tensors that the chains' steps made; which of them are alive tells what is kept."""
+
+    def __init__(self, monkeypatch):
+        self.references = []
+        compute = fm.SwiGLU.compute
+
+        def noted(op, x):
+            y = compute(op, x)
+            self.references += [weakref.ref(x), weakref.ref(y)]
+            return y
+
+        monkeypatch.setattr(fm.SwiGLU, "compute", noted)
+
+    def alive(self):
+        return sum(reference() is not None for reference in self.references)
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_nothing_is_kept(context, monkeypatch):
+    module, x = experts(), rows()
+    kept = Kept(monkeypatch)
+    want = module(x, splits=SPLITS)
+    assert len(kept.references) == 2
+    assert kept.alive() > 0, "nothing to see even with gradients"
+    del want
+    assert kept.alive() == 0
+    want = module(x, splits=SPLITS).detach()
+    with context():
+        y = module(x, splits=SPLITS)
+        assert kept.alive() == 0
+        assert y.grad_fn is None
+        assert not y.requires_grad
+        assert torch.equal(y, want)
+        assert y.is_inference() == (context is torch.inference_mode)
+
+
+def test_parameters_made_in_inference_mode():
+    want = experts()(rows(), splits=SPLITS).detach()
+    with torch.inference_mode():
+        module, x = experts(), rows(requires_grad=False)
+        assert torch.equal(module(x, splits=SPLITS), want)
+        with fm.recipe("mxfp8"):
+            y = module.float()(x.float(), splits=SPLITS)
+            module[2].weight.mul_(2)  # torch counts no changes of such a tensor: nothing may be kept of it
+            assert torch.equal(module(x.float(), splits=SPLITS), 2 * y)
+    assert y.abs().sum() > 0

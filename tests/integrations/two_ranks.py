@@ -1,0 +1,74 @@
+"""Two processes of one gloo group, started once: `Ranks.run` calls a function in both and returns what they return."""
+
+import os
+import traceback
+import warnings
+from multiprocessing.connection import Connection
+
+import torch
+import torch.multiprocessing
+from torch import distributed as dist
+
+SIZE = 2
+PATIENCE_S = 120
+
+
+class Ranks:
+    def __init__(self, folder):
+        context = torch.multiprocessing.get_context("spawn")
+        self._ends = []
+        self._processes = []
+        for rank in range(SIZE):
+            mine, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, str(folder / "store"), theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._ends.append(mine)
+            self._processes.append(process)
+
+    def run(self, function, *args):
+        """``[function(0, *args), function(1, *args)]``, of a function that a module of this folder defines."""
+        for end in self._ends:
+            end.send((function, args))
+        answers = [self._answer(rank, end) for rank, end in enumerate(self._ends)]
+        failed = [text for text, _ in answers if text]
+        assert not failed, "\n".join(failed)
+        return [result for _, result in answers]
+
+    @staticmethod
+    def _answer(rank, end):
+        if not end.poll(PATIENCE_S):
+            return f"rank {rank} does not answer", None
+        try:
+            return end.recv()
+        except EOFError:
+            return f"rank {rank} is gone", None
+
+    def stop(self):
+        for end in self._ends:
+            end.close()
+        for process in self._processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _serve(rank: int, store: str, requests: Connection) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, SIZE), rank=rank, world_size=SIZE)
+    while True:
+        try:
+            function, args = requests.recv()
+        except EOFError:
+            break
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # of Dynamo
+                answer = None, function(rank, *args)
+        except BaseException:  # noqa: BLE001  (told to whoever asked)
+            answer = f"rank {rank}:\n{traceback.format_exc()}", None
+        requests.send(answer)
+    dist.destroy_process_group()
