@@ -13,8 +13,8 @@ READY := $(VENV)/.ready
 # They run in $(PYTHON) where it was given, else in .venv where there is one.
 RUN = $(if $(filter file,$(origin PYTHON)),$(firstword $(wildcard $(BIN)/python) $(PYTHON)),$(PYTHON))
 
-# no GPU, one process, no test over half a minute
-QUICK := --ignore=tests/gpu --ignore=tests/distributed -m "not gpu and not distributed and not slow" --timeout=300
+# no GPU, no test over half a minute; a process for each core, a file in one of them
+QUICK := --ignore=tests/gpu -m "not gpu and not slow" --timeout=300 --numprocesses=auto --dist=loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-gpu test-all bench lint format docs clean

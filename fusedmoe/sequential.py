@@ -224,4 +224,4 @@ class Sequential(nn.Sequential):
                 say_once(logger, logging.WARNING, message, label, ", ".join(module._options.changed()))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in super().__getstate__().items() if k != "_layout"}
+        return {k: v for k, v in super().__getstate__().items() if k != "_layout"}  # type: ignore[no-untyped-call]

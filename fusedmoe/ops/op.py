@@ -252,7 +252,7 @@ class Op(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # plans hold functions of this very process: neither a pickle nor a deepcopy takes them along
         of_this_process = ("_alone", "_attributes", "_description", "_number", "_quantized_weight", "_captured")
-        return {k: v for k, v in super().__getstate__().items() if k not in of_this_process}
+        return {k: v for k, v in super().__getstate__().items() if k not in of_this_process}  # type: ignore[no-untyped-call]
 
 
 def _note_change(op: Op, name: str) -> None:

@@ -249,10 +249,11 @@ def tiny(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     model_class: str | None = None,
+    **overrides: Any,
 ) -> Tiny:
     """A seed has the same weights whatever the implementation of the experts, and in every dtype but for rounding."""
     found = find_class(family, model_class)
-    config = small_config(found.config_class, FAMILIES.get(model_class or family, {}))
+    config = small_config(found.config_class, FAMILIES.get(model_class or family, {}) | overrides)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = found._from_config(config, experts_implementation=experts_implementation)

@@ -66,8 +66,8 @@ def KERNELS() -> tuple[Kernel, ...]:
     kernels.append(RaggedK("fp16", PP_192, out="fp16"))
 
     kernels += [Offsets("int32"), Offsets("int64")]
-    routed = itertools.product(("int64", "int32"), ("fp32", "bf16"), (64, 128, 256, 512), (False, True))
-    kernels += [Route(*settings) for settings in routed]
+    routed = itertools.product(("fp32", "bf16"), (64, 128, 256, 512), (False, True))
+    kernels += [Route("int64", *settings) for settings in routed]
     for scale in (None, "fp32", "bf16"):
         kernels += [GatherRows("bf16", scale), SumSlots("bf16", scale)]
     kernels += [RowDots("bf16", "fp32"), RowDots("bf16", "bf16"), SlotValues("fp32"), SlotValues("bf16")]

@@ -1,0 +1,101 @@
+"""The table of docs/transformers.md: every family, and what of its experts fuses. Run it to write the table anew."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import re
+import sys
+from pathlib import Path
+from unittest import mock
+
+import moe_families
+import torch
+import transformers
+
+import fusedmoe.integrations.transformers as fusedmoe_transformers
+from fusedmoe.fusion.log import forget_said
+from fusedmoe.fusion.rules import hopper
+
+PAGE = Path(__file__).parents[2] / "docs" / "transformers.md"
+STAND_INS = Path(__file__).parents[1] / "unit" / "sm90_stand_ins.py"
+TABLE = re.compile(r"(?<=<!-- families, by tests/integrations/families_page.py -->\n).*?(?=<!-- end -->)", re.DOTALL)
+CAPTION = "Families of transformers {version}, tiny models of each:\n\n"
+TOKENS = 64
+HEAD = ("family", "experts", "layout", "activation", "sm_90, bf16")
+
+
+def layout(module: torch.nn.Module) -> str:
+    """What is not as with most: weights (E, out, in), all gates before all ups, no bias."""
+    found = fusedmoe_transformers._layout(module)
+    names = {
+        "transposed": found.transposed, "interleaved": found.interleaved, "bias": found.biased,
+        "not gated": not found.gated, "norm after": found.normed, "weight before": found.scales_input,
+    }  # fmt: skip
+    return ", ".join(name for name, there in names.items() if there)
+
+
+class Declined(logging.Handler):
+    """What fell back at a call, for what its tensors are: the ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "declined this call" in record.getMessage():
+            self.ops += record.getMessage().partition(":")[0].split(" + ")
+
+
+def verdict(module: torch.nn.Module) -> str:
+    """What the rules for sm_90 do in a training step in bf16, the architecture being pretended: plan and call."""
+    spec = importlib.util.spec_from_file_location("sm90_stand_ins", STAND_INS)
+    stand_ins = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(stand_ins)
+    declined, logger = Declined(), logging.getLogger("fusedmoe.fusion.program")
+    hopper.functions.cache_clear()
+    forget_said()
+    logger.addHandler(declined)
+    try:
+        with (
+            mock.patch("fusedmoe.chain.arch", return_value=90),
+            mock.patch.object(hopper, "missing_packages", return_value=()),
+            mock.patch.dict(sys.modules, {"fusedmoe.kernels.sm90.functions": stand_ins}),
+        ):
+            explanation = fusedmoe_transformers.explain(module, tokens=TOKENS)
+            chain = fusedmoe_transformers._experts_of(module).chain
+            x = torch.zeros(TOKENS, chain.gate_up.in_features, dtype=torch.bfloat16, requires_grad=True)
+            index = (torch.arange(2 * TOKENS) % chain.gate_up.num_groups).view(TOKENS, 2)
+            weights = torch.ones(TOKENS, 2, requires_grad=True)
+            fusedmoe_transformers.experts_forward(module, x, index, weights).sum().backward()
+    finally:
+        logger.removeHandler(declined)
+        hopper.functions.cache_clear()
+    left = declined.ops + [op for plan in explanation.plans for step in plan.unfused for op in step.ops]
+    if left:
+        return f"fused but for {', '.join(op.replace('_', ' ').replace('.', ' ') for op in left)}"
+    return "unfused activation" if isinstance(chain.activation, fusedmoe_transformers._AsItIs) else "fused"
+
+
+def row(family: str, module: torch.nn.Module) -> tuple[str, ...]:
+    op = fusedmoe_transformers.recognised(module)
+    activation = "as it is" if op is None else f"`{re.sub(r'limit=[^,)]*', 'limit=…', repr(op))}`"
+    shown = verdict(module)
+    return family, f"`{type(module).__name__}`", layout(module), activation, shown
+
+
+def rows() -> list[tuple[str, ...]]:
+    found = {}
+    for family, model_class in [(family, None) for family in moe_families.family_names()] + moe_families.OTHER_MODELS:
+        tiny = moe_families.tiny(family, "eager", torch.bfloat16, model_class=model_class)
+        found |= {(family, type(module).__name__): row(family, module) for _, module in tiny.experts}
+    return [found[key] for key in sorted(found)]
+
+
+def table() -> str:
+    lines = [f"| {' | '.join(cells)} |" for cells in (HEAD, ("---",) * len(HEAD), *rows())]
+    return CAPTION.format(version=transformers.__version__) + "\n".join(re.sub(" +", " ", x) for x in lines) + "\n\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(TABLE.sub(lambda match: table(), PAGE.read_text("utf-8")), "utf-8")
