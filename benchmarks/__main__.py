@@ -39,10 +39,11 @@ def main(argv: list[str] | None = None) -> None:
     if "transformers" in sections:
         device = torch.device("cuda", torch.cuda.current_device())
         found = []
-        for measured_now in stack.measure(GpuTimer(device, args.reps, host_reps=3), device, args.layers):
+        for measured_now in stack.measure(GpuTimer(device, args.reps, host_reps=2), device, args.layers):
             found.append(measured_now)
             print(stack.lines(measured_now), flush=True)
-        print("written to", write(args.results, "transformers", stack.results(found, args.layers)))
+            written = write(args.results, "transformers", stack.results(found, args.layers, args.reps))
+        print("written to", written)
     if on_gpu:
         device = torch.device("cuda", torch.cuda.current_device())
         settings = gpu.Settings(

@@ -34,10 +34,10 @@ STACK = """\
 ## In transformers
 
 {layers} decoder layers of Qwen3-30B-A3B's shape in transformers {transformers} (commit {commit}), bf16, {tokens} tokens
-in {batch} sequences, with each experts implementation: the whole stack, and the MoE part of one layer (router and
-experts). *x grouped_mm* is that implementation's time over ours, uncompiled over uncompiled and compiled over compiled.
-*Kept* is the memory that forward keeps for backward, *host* the wall time of the uncompiled call. Few tokens are what
-generating text has.
+in {batch} sequences, the median of {reps} calls, with each experts implementation: the whole stack, and the MoE part of
+one layer (router and experts). *x grouped_mm* is that implementation's time over ours, uncompiled over uncompiled and,
+in the last column, compiled over compiled. *Kept* is the memory that forward keeps for backward, *host* the wall time
+of the uncompiled call. Few tokens are what generating text has.
 """
 TUNED = """\
 ## QuACK tuned
@@ -222,8 +222,8 @@ def render(folder: Path = RESULTS) -> str:
     if stack:
         parts.append(
             STACK.format(
-                layers=stack["layers"], tokens=stack["tokens"], batch=stack["batch"], commit=stack["commit"],
-                transformers=stack["versions"]["transformers"],
+                layers=stack["layers"], reps=stack["reps"], tokens=stack["tokens"], batch=stack["batch"],
+                commit=stack["commit"], transformers=stack["versions"]["transformers"],
             )
         )  # fmt: skip
         parts.append(stack_table(stack) + "\n")

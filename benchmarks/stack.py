@@ -184,9 +184,15 @@ def _kept_gib(
     return (torch.cuda.memory_allocated() - before - y.nbytes) / 2**30
 
 
-def results(found: list[Measured], layers: int) -> dict[str, Any]:
+def results(found: list[Measured], layers: int, reps: int) -> dict[str, Any]:
     """Return what a result file has."""
-    return {"layers": layers, "tokens": BATCH * LENGTH, "batch": BATCH, "measured": [asdict(m) for m in found]}
+    return {
+        "reps": reps,
+        "layers": layers,
+        "tokens": BATCH * LENGTH,
+        "batch": BATCH,
+        "measured": [asdict(m) for m in found],
+    }
 
 
 def lines(m: Measured) -> str:

@@ -130,14 +130,15 @@ def test_plan_is_made_of_hopper_kernels_in_both_directions(act, scale, bias):
     assert str(plan).count("sm90.") == len(plan.steps)
 
 
-def test_plan_of_a_moe_leaves_dispatch_and_combine_to_pytorch():
+def test_plan_of_a_moe_is_all_fused():
     layer = fm.MoE(H, I, E, K, bias=True, device="cuda", dtype=BF16)
     (plan,) = layer.explain(torch.randn(100, H, device="cuda", dtype=BF16, requires_grad=True)).plans
     assert {step.rule for step in plan.fused} == {
         "sm90.grouped_gemm_activation", "sm90.grouped_gemm", "sm90.column_sums", "sm90.grouped_wgrad",
-        "sm90.grouped_dgrad_activation", "sm90.grouped_dgrad",
+        "sm90.grouped_dgrad_activation", "sm90.grouped_dgrad", "sm90.dispatch", "sm90.combine", "sm90.dcombine",
+        "sm90.combine_weight_grad", "sm90.dispatch_weight_grad", "sm90.ddispatch",
     }  # fmt: skip
-    assert {op.partition(".")[0] for step in plan.unfused for op in step.ops} == {"dispatch", "combine"}
+    assert not plan.unfused
     assert not any(step.host_sync for step in plan.steps)
 
 

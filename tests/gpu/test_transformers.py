@@ -31,7 +31,8 @@ CONFIGS = {
         **COMMON, intermediate_size=128, num_local_experts=16, num_experts_per_tok=4, swiglu_limit=1.0
     ),
     "deepseek_v3": lambda: transformers.DeepseekV3Config(
-        **{**COMMON, "num_key_value_heads": 4}, intermediate_size=256, moe_intermediate_size=128, n_routed_experts=16,
+        **{n: v for n, v in COMMON.items() if n != "head_dim"} | {"num_key_value_heads": 4},
+        intermediate_size=256, moe_intermediate_size=128, n_routed_experts=16,
         num_experts_per_tok=4, n_group=4, topk_group=2, first_k_dense_replace=0, kv_lora_rank=64, q_lora_rank=64,
         qk_rope_head_dim=32, qk_nope_head_dim=32, v_head_dim=64,
     ),
@@ -103,14 +104,26 @@ def test_experts_are_as_exact_as_eager_ones(device, name):
         assert (a.double() - c).norm() <= 1.5 * (b.double() - c).norm() + 1e-6 * size
 
 
+def assert_alike(got, want):
+    """In bf16, where a rounding may choose another expert for a token or two: all others agree, and gradients point the
+    same way.
+    """
+    assert got.keys() == want.keys()
+    error = (got["logits"] - want["logits"]).float().norm(dim=-1) / want["logits"].float().norm(dim=-1)
+    assert error.median() < 0.04
+    assert (got["loss"] - want["loss"]).abs() < 0.02 * want["loss"]
+    for key in want.keys() - {"logits", "loss"}:
+        a, b = got[key].double().flatten(), want[key].double().flatten()
+        assert b.norm() > 0, key
+        assert torch.dot(a, b) > 0.95 * a.norm() * b.norm(), key
+        assert 0.8 < a.norm() / b.norm() < 1.25, key
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_model_trains_alike(device, name):
     model = made(name, device)
     eager, fused = (step(model, tokens(device), i) for i in ("eager", "fusedmoe"))
-    assert eager.keys() == fused.keys()
-    for key, want in eager.items():
-        assert want.norm() > 0, key
-        assert (fused[key] - want).norm() <= 0.1 * want.norm(), key  # bf16; a token or two may change an expert
+    assert_alike(fused, eager)
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
@@ -134,9 +147,7 @@ def test_compiles_into_one_graph_for_every_routing(device, name):
     compiled = torch.compile(model, fullgraph=True)
     want = step(model, tokens(device))
     got = step(compiled, tokens(device))
-    for key, value in want.items():
-        other = got.get(key, got.get(f"_orig_mod.{key}"))
-        assert (other - value).norm() <= 0.1 * value.norm(), key
+    assert_alike({key.removeprefix("_orig_mod."): t for key, t in got.items()}, want)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for seed in range(1, 11):
             found = step(compiled, tokens(device, seed))

@@ -1,0 +1,153 @@
+"""An activation that fusedmoe does not have, its derivative, and fusion rules for both: all in one file.
+
+    python examples/custom_activation.py
+
+The activation is a soft-capped SwiGLU, ``y = cap * tanh(silu(g) * u / cap)``: close to SwiGLU where that is small,
+never beyond the cap. `third_party_rule/` beside this file is the same idea as a package, whose rules are found through
+an entry point once it is installed; here they are registered by hand, which a script or a notebook does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fusedmoe as fm
+from fusedmoe.ops import DScale, ScaleGrad
+
+# ---- the op: what it computes, and its derivative. This alone composes with every other op. -------------------------
+
+
+class SoftcapSwiGLU(fm.Op):
+    """``y = cap * tanh(silu(g) * u / cap)``, rows being ``[g | u]``."""
+
+    def __init__(self, cap: float) -> None:
+        super().__init__()
+        self.cap = cap  # a public attribute: another value is another plan
+
+    def infer(self, x: fm.TensorSpec) -> fm.TensorSpec:
+        if x.shape[-1] % 2:
+            raise self.reject("x", "an even number of features, gate and up", tuple(x.shape))
+        return fm.TensorSpec((*x.shape[:-1], x.shape[-1] // 2), x.dtype)
+
+    def compute(self, x: Tensor) -> Tensor:
+        gate, up = in_fp32(x).chunk(2, dim=-1)
+        return (self.cap * torch.tanh(F.silu(gate) * up / self.cap)).to(x.dtype)
+
+    def backward_ops(self) -> tuple[fm.BackwardOp, ...]:
+        return (DSoftcapSwiGLU(self),)
+
+
+class DSoftcapSwiGLU(fm.BackwardOp):
+    """``d = dy * (1 - (y / cap)^2)``, ``dg = d * u * silu'(g)``, ``du = d * silu(g)``; y is computed again."""
+
+    op: SoftcapSwiGLU
+
+    def compute(self, grad_output: Tensor, x: Tensor) -> Tensor:
+        gate, up = in_fp32(x).chunk(2, dim=-1)
+        sigmoid = torch.sigmoid(gate)
+        silu = gate * sigmoid
+        d = in_fp32(grad_output) * (1 - torch.tanh(silu * up / self.op.cap).square())
+        return torch.cat([d * up * (sigmoid + silu * (1 - sigmoid)), d * silu], dim=-1).to(x.dtype)
+
+
+def in_fp32(x: Tensor) -> Tensor:
+    return x if x.dtype is torch.float64 else x.float()
+
+
+# ---- the rules: the activation and the Scale after it in one step, and the way back ---------------------------------
+
+
+class SoftcapSwiGLUScale(fm.FusionRule, name="example.softcap_swiglu_scale", direction="forward"):
+    """What comes out of the activation is scaled where it lies, before it is rounded. A kernel would go here."""
+
+    act: SoftcapSwiGLU
+    scale: fm.Scale
+
+    def check(self, ctx: fm.PlanContext) -> None:
+        fm.require(self.act.cap > 0, "cap %s is not positive", self.act.cap)
+
+    def build(self, ctx: fm.PlanContext) -> fm.Step:
+        def run(x: Tensor, factor: Tensor) -> Tensor:
+            gate, up = in_fp32(x).chunk(2, dim=-1)
+            y = F.silu(gate).mul_(up).div_(self.act.cap).tanh_()
+            return y.mul_((self.act.cap * factor.to(y.dtype))[:, None]).to(x.dtype)
+
+        return fm.Step(run, needs=("input", "scale.factor"), gives=("output",))
+
+
+class SoftcapSwiGLUScaleBackward(fm.FusionRule, name="example.softcap_swiglu_scale_backward", direction="backward"):
+    """Both derivatives. The scale's needs what went into the scale, which is computed again, so nobody keeps it."""
+
+    scale_grad: ScaleGrad | None  # absent where nobody wants the gradient of the scale
+    dscale: DScale
+    dact: DSoftcapSwiGLU
+
+    def build(self, ctx: fm.PlanContext) -> fm.Step:
+        op, scale_grad = self.dact.op, self.scale_grad
+
+        def run(dy: Tensor, factor: Tensor, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+            dx = self.dact.compute(in_fp32(dy) * factor[:, None], x)
+            if scale_grad is None:
+                return dx
+            return dx, (in_fp32(dy) * op.compute(in_fp32(x))).sum(dim=1).to(factor.dtype)
+
+        gives = ["grad_input"] if scale_grad is None else ["grad_input", f"scale_grad.{scale_grad.gives[0]}"]
+        return fm.Step(run, needs=("grad_output", "dscale.factor", "dact.input"), gives=tuple(gives))
+
+
+RULES = (SoftcapSwiGLUScale, SoftcapSwiGLUScaleBackward)
+
+# ---- before, after, and a check -------------------------------------------------------------------------------------
+
+
+def by_autograd(experts: fm.Sequential, x: Tensor, splits: Tensor, probs: Tensor) -> Tensor:
+    """Return what the experts mean, written down once more: expert by expert, without fusedmoe."""
+    up, act, _, down = experts
+    results = []
+    for e, (rows, p) in enumerate(zip(x.split(splits.tolist()), probs.split(splits.tolist()), strict=True)):
+        gate, linear = (rows @ up.weight[e].T).chunk(2, dim=-1)
+        results.append((act.cap * torch.tanh(F.silu(gate) * linear / act.cap) * p[:, None]) @ down.weight[e].T)
+    return torch.cat(results)
+
+
+def main(argv: list[str] | None = None) -> dict[str, object]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cap", type=float, default=2.0)
+    cap = parser.parse_args(argv).cap
+    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    torch.manual_seed(0)
+    up, down = fm.GroupedLinear(4, 64, 2 * 48), fm.GroupedLinear(4, 48, 64)
+    experts = fm.Sequential(up, SoftcapSwiGLU(cap), fm.Scale("probs"), down).to(device, dtype)
+    x = torch.randn(32, 64, device=device, dtype=dtype, requires_grad=True)
+    named = {"splits": torch.tensor([9, 0, 16, 7], device=device), "probs": torch.rand(32, device=device)}
+    named["probs"].requires_grad_()
+
+    before = experts.explain(x, **named)
+    print("Without the rules:", before, sep="\n")
+    with fm.register(*RULES):  # without the `with`: for good
+        after = experts.explain(x, **named)
+        print("\nWith the rules:", after, sep="\n")
+
+        # the same in fp64, where a wrong formula cannot hide behind rounding
+        exact = copy.deepcopy(experts).double()
+        x, probs = (3 * x).detach().double().requires_grad_(), named["probs"].detach().double().requires_grad_()
+        inputs = [x, probs, *exact.parameters()]
+        y = exact(x, splits=named["splits"], probs=probs)
+        expected = by_autograd(exact, x, named["splits"], probs)
+        weights = torch.randn_like(y)
+        got = [y, *torch.autograd.grad(y, inputs, weights)]
+        wanted = [expected, *torch.autograd.grad(expected, inputs, weights)]
+    errors = [((a - b).norm() / b.norm()).item() for a, b in zip(got, wanted, strict=True)]
+    print("\nRelative error against autograd in fp64, of the output and every gradient:")
+    for name, error in zip(["y", "x", "probs", "0.weight", "3.weight"], errors, strict=True):
+        print(f"  {name:8}  {error:.1e}")
+    return {"before": before, "after": after, "errors": errors, "norms": [t.norm().item() for t in wanted]}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""GPT-OSS's logits with its own experts and with fusedmoe's: the drop-in changes nothing beyond rounding.
+
+    python examples/gpt_oss_logits.py                                             # a tiny one with random weights
+    python examples/gpt_oss_logits.py --model openai/gpt-oss-20b --exact float32  # 84 GB of memory
+
+The same weights are run in fp64, which stands for exact, and then in fp32 and bf16 with either kind of experts. If
+fusedmoe computed anything else, its logits would be further from the exact ones than the model's own. Then both write
+a few tokens, greedily. Needs transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig, GptOssForCausalLM, Mxfp4Config
+from transformers import PreTrainedModel as Model
+
+import fusedmoe as fm
+import fusedmoe.integrations.transformers as fusedmoe_transformers
+
+PROMPT = "Mixture-of-Experts models send every token to a few of many experts, and"
+EXPERTS = ("eager", "fusedmoe")
+
+
+class Result(NamedTuple):
+    largest: dict[tuple[str, str], float]  # by dtype and experts: the largest |logit - exact logit|
+    relative: dict[tuple[str, str], float]  # |logits - exact| / |exact| of the median token
+    generated: dict[str, list[int]]  # by experts: the prompt and the new tokens
+    explanation: fm.ModelExplanation
+
+
+def load(name: str | None) -> tuple[Model, list[int]]:
+    """Return the model as it comes, and the prompt in its tokens: bytes, for the tiny one."""
+    if name is not None:
+        # the checkpoint's experts are quantized; its own and fusedmoe's both take them as plain tensors
+        kind = {"dtype": torch.bfloat16, "quantization_config": Mxfp4Config(dequantize=True)}
+        return AutoModelForCausalLM.from_pretrained(name, **kind), AutoTokenizer.from_pretrained(name)(PROMPT).input_ids
+    torch.manual_seed(0)
+    config = GptOssConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=64, num_hidden_layers=3, num_local_experts=8,
+        num_experts_per_tok=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, sliding_window=32,
+        pad_token_id=0, bos_token_id=0, eos_token_id=0, initializer_range=0.15,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )  # fmt: skip
+    model = GptOssForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        if "bias" in name:  # zeros at first, which would hide a bias that is left out
+            torch.nn.init.normal_(parameter, std=0.5)
+    return cast(model, torch.bfloat16), list(PROMPT.encode())  # numbers that every dtype below holds exactly
+
+
+def cast(model: Model, dtype: torch.dtype) -> Model:
+    """Cast the parameters alone: rotary embeddings are fp32 buffers, in a bf16 model too."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+@torch.no_grad()
+def logits_of(model: Model, experts: str, tokens: Tensor) -> Tensor:
+    model.set_experts_implementation(experts)
+    return model(input_ids=tokens).logits.double()
+
+
+def main(argv: list[str] | None = None) -> Result:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a GPT-OSS checkpoint; by default a tiny model with random weights")
+    parser.add_argument("--exact", choices=["float64", "float32"], default="float64", help="what stands for exact")
+    parser.add_argument("--tokens", type=int, default=12, help="to generate")
+    options = parser.parse_args(argv)
+
+    fusedmoe_transformers.register()  # makes the name "fusedmoe" known
+    model, prompt = load(options.model)
+    model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    tokens = torch.tensor([prompt], device=model.device)
+
+    # from bf16 to fp64 nothing is lost, nor on the way back
+    exact = logits_of(cast(model, getattr(torch, options.exact)), "eager", tokens)
+    print(f"{exact.shape[1]} tokens, logits from {exact.min():.2f} to {exact.max():.2f}\n")
+    print(f"against {options.exact}   experts    largest difference   relative, of the median token")
+    largest, relative = {}, {}
+    for dtype in ("float32", "bfloat16"):
+        if dtype == options.exact:
+            continue
+        cast(model, getattr(torch, dtype))
+        for experts in EXPERTS:
+            difference = logits_of(model, experts, tokens) - exact
+            key = dtype, experts
+            largest[key] = difference.abs().max().item()
+            # the median: a token whose router is all but undecided may go elsewhere in bf16, with either experts
+            relative[key] = (difference.norm(dim=-1) / exact.norm(dim=-1)).median().item()
+            print(f"{dtype:15}   {experts:8}   {largest[key]:18.1e}   {relative[key]:29.1e}")
+
+    explanation = fm.explain(model, tokens=tokens.numel())
+    print(f"\n{explanation}\n")
+
+    # where two tokens are as likely but for rounding, bf16 may choose either; fp32 leaves next to no such places
+    if options.model is None:
+        cast(model, torch.float32)
+    generated = {}
+    for experts in EXPERTS:
+        model.set_experts_implementation(experts)
+        found = model.generate(
+            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=options.tokens, do_sample=False
+        )
+        generated[experts] = found[0].tolist()
+        print(f"{experts:8} writes {generated[experts][len(prompt) :]}")
+    same = generated["eager"] == generated["fusedmoe"]
+    print("the same" if same else "not the same: rounding chose between tokens that are as likely")
+    return Result(largest, relative, generated, explanation)
+
+
+if __name__ == "__main__":
+    main()

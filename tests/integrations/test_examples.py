@@ -1,0 +1,279 @@
+"""The scripts of examples/: each runs on a CPU, and does what its text says.
+
+olmoe_lora.py and third_party_rule/ have tests of their own.
+"""
+
+import importlib.util
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import fusedmoe as fm
+from fusedmoe.fusion.log import forget_said
+from fusedmoe.fusion.rules import hopper
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+STAND_INS = ROOT / "tests" / "unit" / "sm90_stand_ins.py"
+
+
+def load(path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses look their annotations up there
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        del sys.modules[path.stem]
+    return module
+
+
+def example(name):
+    return load(EXAMPLES / f"{name}.py")
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    forget_said()
+    registered = fm.rules()
+    yield
+    assert fm.rules() == registered, "the example left rules behind"
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """The examples find no GPU: what they print and compute is that of a CPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
+
+def test_every_example_is_listed():
+    listed = (EXAMPLES / "README.md").read_text("utf-8"), (ROOT / "docs" / "examples.md").read_text("utf-8")
+    for path in EXAMPLES.iterdir():
+        if path.suffix == ".py" or (path.is_dir() and (path / "README.md").exists()):
+            assert all(path.name in text for text in listed), path.name
+
+
+# ---- qwen3_moe_trainer ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def qwen3():
+    find = importlib.util.find_spec
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        pytest.importorskip("accelerate")
+        # peft, which Trainer imports where it is installed, takes the recipes of Transformer Engine for all of it
+        absent = "transformer_engine"
+        patch.setattr(importlib.util, "find_spec", lambda name, *args: None if name == absent else find(name, *args))
+        warnings.simplefilter("ignore")  # of packages that transformers imports
+        pytest.importorskip("transformers")
+        return example("qwen3_moe_trainer")
+
+
+def test_the_trainer_learns_the_same_with_either_experts(qwen3, capsys):
+    steps = ["--steps", "24"]
+    ours = qwen3.main(steps)
+    printed = capsys.readouterr().out
+    eager = qwen3.main([*steps, "--experts", "eager"])
+    assert len(ours.losses) == 24
+    assert ours.before > 5.5  # about log(256): it knows nothing yet
+    assert ours.after < ours.before - 2
+    torch.testing.assert_close(torch.tensor(ours.losses), torch.tensor(eager.losses), rtol=1e-4, atol=0)
+    torch.testing.assert_close(ours.before, eager.before, rtol=1e-5, atol=0)
+    torch.testing.assert_close(ours.after, eager.after, rtol=1e-4, atol=0)
+    # each ran the experts that it was asked for
+    (group,) = ours.explanation.groups
+    assert (group.kind, len(group.names)) == ("Qwen3MoeExperts", 2)
+    assert {"GroupedLinear", "SwiGLU"} <= {op.split(".")[1] for step in group.explanation.steps for op in step.ops}
+    assert eager.explanation.groups == ()
+    assert printed.count(str(ours.explanation)) == 1
+    assert f"{ours.before:.4f} before, {ours.after:.4f} after" in printed
+
+
+def test_the_trainer_takes_another_text(qwen3, tmp_path):
+    text = tmp_path / "alphabet.txt"
+    text.write_text("abcdefghijklmnopqrstuvwxyz " * 100, encoding="utf-8")
+    result = qwen3.main(["--text", str(text), "--steps", "12", "--batch", "4"])
+    assert result.after < 2  # far below what English costs after so few steps
+
+
+# ---- gpt_oss_logits -------------------------------------------------------------------------------------------------
+
+
+def test_gpt_oss_is_the_same_but_for_rounding(capsys):
+    pytest.importorskip("transformers")
+    result = example("gpt_oss_logits").main([])
+    assert set(result.relative) == {(d, e) for d in ("float32", "bfloat16") for e in ("eager", "fusedmoe")}
+    for dtype, most in [("float32", 3e-6), ("bfloat16", 3e-2)]:
+        ours, own = result.relative[dtype, "fusedmoe"], result.relative[dtype, "eager"]
+        assert most / 100 < ours < most  # of this dtype, and no other
+        assert ours < 1.3 * own  # and no worse than without
+    assert result.largest["float32", "fusedmoe"] < 3e-5  # of any token
+    assert result.generated["fusedmoe"] == result.generated["eager"]
+    assert len(set(result.generated["eager"][-12:])) > 2  # it wrote something
+    (group,) = result.explanation.groups
+    assert (group.kind, len(group.names)) == ("GptOssExperts", 3)
+    printed = capsys.readouterr().out
+    assert "\nthe same\n" in printed
+    assert str(result.explanation) in printed
+
+
+# ---- custom_activation ----------------------------------------------------------------------------------------------
+
+
+def rules_of(explanation):
+    return {step.rule: step.ops for step in explanation.steps if step.rule}
+
+
+@pytest.mark.parametrize("cap", ["2.0", "0.3"])
+def test_the_activation_and_its_rules(cap):
+    result = example("custom_activation").main(["--cap", cap])
+    assert rules_of(result["before"]) == {}
+    assert rules_of(result["after"]) == {
+        "example.softcap_swiglu_scale": ("1.SoftcapSwiGLU", "2.Scale"),
+        "example.softcap_swiglu_scale_backward": ("2.ScaleGrad", "2.DScale", "1.DSoftcapSwiGLU"),
+    }
+    assert max(result["errors"]) < 1e-13
+    assert len(result["norms"]) == 5
+    assert min(result["norms"]) > 0.1  # zeros would be as far off as they are long
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
+@pytest.mark.parametrize("trained_scale", [False, True], ids=["", "scale trained"])
+def test_the_activation_alone(fused, trained_scale):
+    module = example("custom_activation")
+    torch.manual_seed(0)
+    chain = fm.Sequential(module.SoftcapSwiGLU(0.5), fm.Scale("probs"))
+    x = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
+    probs = torch.rand(5, dtype=torch.float64, requires_grad=trained_scale)
+    with fm.register(*module.RULES if fused else ()):
+        assert len(rules_of(chain.explain(x, probs=probs))) == 2 * fused
+        assert torch.autograd.gradcheck(lambda x, p: chain(x, probs=p), (x, probs))
+        y = chain(x, probs=probs)
+        gate, up = x.chunk(2, dim=-1)
+        expected = 0.5 * torch.tanh(gate * torch.sigmoid(gate) * up / 0.5) * probs[:, None]
+        torch.testing.assert_close(y, expected)
+        half = chain(x.bfloat16(), probs=probs.bfloat16())
+        assert half.dtype is torch.bfloat16
+        torch.testing.assert_close(half.double(), expected, rtol=0.02, atol=0.01)
+
+
+def test_a_cap_that_the_rule_declines():
+    module = example("custom_activation")
+    x = torch.randn(4, 8)
+    with fm.register(*module.RULES), torch.no_grad():
+        chain = fm.Sequential(module.SoftcapSwiGLU(-1.0), fm.Scale("probs"))
+        step = chain.explain(x, probs=torch.rand(4)).steps[0]
+        assert str(step.nearest_miss) == "example.softcap_swiglu_scale: CONSTRAINT: cap -1.0 is not positive"
+        chain = fm.Sequential(module.SoftcapSwiGLU(1.0), fm.SwiGLU())
+        step = chain.explain(x).steps[0]
+        assert step.nearest_miss.status is fm.Status.NO_MATCH
+    with pytest.raises(fm.InputError, match="an even number of features"):
+        chain(torch.randn(4, 7))
+
+
+# ---- reading_explain ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hopper_machine(monkeypatch):
+    """The CPU says that it is an sm_90 GPU, whose kernels are stand-ins; returns those."""
+    stand_ins = load(STAND_INS)
+    monkeypatch.setattr("fusedmoe.chain.arch", lambda device: 90)
+    monkeypatch.setitem(sys.modules, "fusedmoe.kernels.sm90.functions", stand_ins)
+    monkeypatch.setattr(hopper, "missing_packages", lambda: ())
+    hopper.functions.cache_clear()
+    yield stand_ins
+    hopper.functions.cache_clear()
+
+
+# what is FUSED when a mistake is gone that was not before, and what is left; the labels are those of the new chain
+STORY = (
+    ({"0.GroupedLinear", "0.Wgrad", "0.Dgrad"}, 8),
+    ({"4.GroupedLinear", "4.Wgrad", "4.Dgrad"}, 5),
+    ({"0.GroupedLinear + 1.SwiGLU"}, 4),
+    ({"2.Wgrad", "2.Dgrad + 1.DSwiGLU"}, 3),
+    ({"0.GroupedLinear + 1.SwiGLU + 2.Scale", "3.Dgrad + 2.ScaleGrad + 2.DScale + 1.DSwiGLU"}, 0),
+)
+
+
+def check_story(told, prefix, printed):
+    assert len(told) == 1 + len(STORY)
+    assert [bool(chapter.strict_error) for chapter in told] == [True, True, False, False, False, False]
+    assert "0.GroupedLinear" in told[0].strict_error
+    assert "in_features 100" in told[1].strict_error
+    explained = [chapter.explanation for chapter in told]
+    first, *others = explained
+    assert not rules_of(first)
+    for explanation, (fused, left) in zip(others, STORY, strict=True):
+        found = {" + ".join(step.ops) for step in explanation.steps if step.rule}
+        assert fused <= found, explanation
+        assert sum(step.rule is None for step in explanation.steps) == left, explanation
+        assert all(rule.startswith(prefix) for rule in rules_of(explanation))
+    assert len(explained[-1].steps) == 6
+    # the reasons that the text quotes are those that were given, one change earlier
+    assert "input is float32, not bfloat16 or float16" in str(explained[0])
+    assert "in_features 100 is not a multiple of 8" in " ".join(str(explained[1]).split())
+    assert "module 1: Deinterleave: not an op: splits the chain" in str(explained[2])
+    assert "module 2: Dropout: not an op: splits the chain" in str(explained[3])
+    assert "5.Scale" not in str(explained[4])
+    assert "3.Scale" in str(explained[4])
+    assert "Under fm.strict() that is an error" in printed
+    assert told[0].strict_error in printed
+    assert "3 of 11 steps are FUSED; fm.strict() raises\n" in printed
+    assert "6 of 6 steps are FUSED; fm.strict() passes\n" in printed
+    assert printed.endswith(f"{explained[-1]}\n")
+
+
+def test_the_story_rehearsed_on_a_cpu(capsys):
+    told = example("reading_explain").main([])
+    printed = capsys.readouterr().out
+    assert "rehearsing" in printed
+    check_story(told, "rehearsed.", printed)
+
+
+def test_the_story_on_a_hopper_gpu(hopper_machine, capsys):
+    told = example("reading_explain").main([])
+    printed = capsys.readouterr().out
+    assert "rehears" not in printed
+    check_story(told, "sm90.", printed)
+    # the last call ran on the kernels
+    assert "grouped_gemm_activation_backward" in [name for name, _ in hopper_machine.calls]
+
+
+@pytest.mark.usefixtures("hopper_machine")
+def test_a_rehearsal_says_what_the_gpu_says():
+    """The same steps with the same reasons, with the rules under their own names and rehearsed."""
+    module = example("reading_explain")
+    layer = module.Layer()
+    for change in ({}, *(change for _, change in module.STORY)):
+        layer = module.replace(layer, **change)
+        experts, x, named = module.call_of(layer, "cpu")
+        real = [(step.ops, step.rule, step.why) for step in experts.explain(x, **named).steps]
+        rules = [rule for rule in fm.rules() if rule.name.startswith("sm90.")]
+        with fm.disabled("sm90.*"), fm.register(*map(module.rehearsal, rules)):
+            steps = experts.explain(x, **named).steps
+        rehearsed = [
+            (step.ops, step.rule and step.rule.replace("rehearsed.", "sm90."), step.why.replace("rehearsed.", "sm90."))
+            for step in steps
+        ]
+        assert rehearsed == real
+
+
+def test_the_changes_but_for_dropout_do_not_change_the_result():
+    """The weights of the first layer, in the last one: what alternates stays, widths are padded with zeros."""
+    module = example("reading_explain")
+    first, x, named = module.call_of(module.Layer(dtype=torch.float64), "cpu")
+    layer = module.Layer(torch.float64, 104, reorder_by_module=False, dropout_inside=False, scale_last=False)
+    last, *_ = module.call_of(layer, "cpu")
+    with torch.no_grad():
+        last[0].weight.zero_()[:, :200] = first[0].weight
+        last[3].weight.zero_()[:, :, :100] = first[4].weight
+    expected, got = first.eval()(x, **named), last.eval()(x, **named)
+    torch.testing.assert_close(got, expected)
+    assert expected.norm() > 1
