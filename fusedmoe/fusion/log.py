@@ -31,10 +31,13 @@ def configure(value: str | None = None) -> None:
     Several areas are separated by commas. Unset, nothing changes: plain `logging` configuration applies.
     """
     value = os.environ.get("FUSEDMOE_LOG", "") if value is None else value
-    for area in filter(None, (part.strip() for part in value.split(","))):
+    areas = [part.strip() for part in value.split(",") if part.strip()]
+    for area in areas:  # all of them before any holds
         name, _, level = area.partition(":")
         if name != "fusion" or level not in ("", "info", "debug"):
             raise ValueError(f"FUSEDMOE_LOG: expected 'fusion' or 'fusion:debug', got {area!r}")
+    for area in areas:
+        level = area.partition(":")[2]
         logger = logging.getLogger("fusedmoe.fusion")
         logger.setLevel(logging.DEBUG if level == "debug" else logging.INFO)
         if not any(getattr(h, "_fusedmoe", False) for h in logger.handlers):

@@ -47,6 +47,22 @@ def test_the_benchmark_page_is_written_from_the_result_files():
     assert (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8") == page.render()
 
 
+def test_the_times_in_transformers_are_those_of_the_result_file():
+    results = json.loads((page.RESULTS / "transformers.json").read_text(encoding="utf-8"))
+    ms = {
+        (m["implementation"], m["compiled"]): m["ms"]
+        for m in results["measured"]
+        if (m["part"], m["case"]) == ("MoE part", "forward + backward")
+    }
+    text = " ".join((ROOT / "docs" / "transformers.md").read_text(encoding="utf-8").split())
+    plain = f"{ms['fusedmoe', False]:.1f} ms, against {ms['grouped_mm', False]:.1f} ms with `grouped_mm`"
+    compiled = f"compiled {ms['fusedmoe', True]:.1f} against {ms['grouped_mm', True]:.1f} ms"
+    assert plain in text
+    assert compiled in text
+    for is_compiled in (False, True):  # what the project sets out for
+        assert ms["grouped_mm", is_compiled] >= 1.3 * ms["fusedmoe", is_compiled]
+
+
 def test_the_comparison_of_recipes_is_that_of_the_result_files():
     def runs(name):
         results = json.loads((ROOT / "benchmarks" / "results" / "demo" / name).read_text(encoding="utf-8"))
