@@ -1,0 +1,92 @@
+"""`fm.explain(model)`: which modules are explained, how alike ones are put together, and what the table says."""
+
+import pytest
+import torch
+from torch import nn
+
+import fusedmoe as fm
+from fusedmoe.model import _short
+
+H, I, E = 16, 8, 4  # noqa: E741
+
+
+def moe():
+    return fm.MoE(H, I, E, 2, shared_intermediate=I)
+
+
+def experts(*more):
+    return fm.Sequential(fm.GroupedLinear(E, H, 2 * I), fm.SwiGLU(), *more, fm.GroupedLinear(E, I, H))
+
+
+class Block(nn.Module):
+    def __init__(self, mlp):
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(H), mlp
+
+
+def test_modules_that_are_planned_alike_are_one_line():
+    model = nn.Module()
+    model.layers = nn.ModuleList([Block(moe()), Block(moe()), Block(experts()), Block(moe())])
+    result = fm.explain(model)
+    assert [(g.kind, g.names) for g in result.groups] == [
+        ("MoE", ("layers.0.mlp", "layers.1.mlp", "layers.3.mlp")),
+        ("Sequential", ("layers.2.mlp",)),
+    ]
+    lines = str(result).splitlines()
+    assert lines[2].startswith("layers.{0-1,3}.mlp  MoE")
+    assert lines[3].startswith("layers.2.mlp")
+    assert "0 of 5 fused" in lines[2]
+    assert "0 of 3 fused  0 of 5 fused" in lines[3]
+    assert "needs an sm_90 GPU, this device is cpu" in str(result)
+
+
+def test_it_is_what_the_module_itself_explains():
+    layer = moe()
+    (group,) = fm.explain(layer, tokens=100).groups
+    assert str(group.explanation) == str(layer.explain(torch.zeros(100, H, requires_grad=True)))
+    assert group.names == ("",)
+    assert "(the model)" in str(fm.explain(layer))
+
+
+def test_what_holds_around_it_counts():
+    model = nn.Sequential(moe())
+    with torch.no_grad():
+        (plan,) = fm.explain(model).plans
+        assert {step.direction for step in plan.steps} == {"forward"}
+    with fm.recipe("mxfp8"), torch.autocast("cpu", torch.bfloat16):
+        (plan,) = fm.explain(model).plans
+    assert (plan.recipe, plan.dtype) == ("mxfp8", "bfloat16")
+
+
+def test_rows_that_need_what_nobody_can_guess_are_named():
+    model = nn.ModuleList([experts(fm.Scale("gates")), experts(fm.Scale("probs")), fm.Sequential(fm.SwiGLU())])
+    model.append(experts().without_parameters())
+    gates, probs, nothing, without = fm.explain(model).groups
+    assert (gates.explanation, gates.note) == (None, "takes gates: call its own explain()")
+    assert probs.explanation is not None
+    assert nothing.note == "no linear layer to tell the width of its rows: call its own explain()"
+    assert without.note == "its parameters come with each call: call its own explain_with()"
+    assert "takes gates" in str(fm.explain(model))
+
+
+def test_a_model_without_any():
+    result = fm.explain(nn.Sequential(nn.Linear(3, 3)))
+    assert result.groups == result.plans == ()
+    assert str(result) == "no module of this model runs on fusedmoe"
+
+
+def test_what_is_no_module_is_refused():
+    with pytest.raises(fm.InputError, match="explain: model: expected a module, got function"):
+        fm.explain(lambda x: x)
+
+
+@pytest.mark.parametrize(("names", "short"), [
+    (["a.0.b", "a.1.b", "a.2.b"], "a.{0-2}.b"),
+    (["0", "1", "7"], "{0-1,7}"),
+    (["encoder.0.mlp", "decoder.0.mlp"], "encoder.0.mlp, decoder.0.mlp"),
+    (["a.0.b.3", "a.1.b.3"], "a.{0-1}.b.3"),
+    (["layer10.mlp"], "layer10.mlp"),
+    ([""], "(the model)"),
+])  # fmt: skip
+def test_names_are_put_together(names, short):
+    assert _short(names) == short
