@@ -8,6 +8,7 @@ import fusedmoe as fm
 from fusedmoe.model import _short
 
 H, I, E = 16, 8, 4  # noqa: E741
+pytestmark = pytest.mark.usefixtures("builtin_rules")
 
 
 def moe():
