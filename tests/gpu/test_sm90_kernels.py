@@ -75,6 +75,12 @@ def not_shipped():
     ]
     wanted += [("n", config, backward(clamped=True, interleaved=True)) for config in CANDIDATES["derivative"]]
     wanted += [("n", config, backward("geglu_tanh")) for config in CANDIDATES["heavy_derivative"]]
+    wanted += [("n", config, swiglu(interleaved=False)) for config in CANDIDATES["transposed_activation"]]
+    wanted += [
+        ("n", PP_128, swiglu(interleaved=False, keep=False)),
+        ("n", PP_128, swiglu(True, interleaved=False)),
+        ("n", PP_128, Epilogue("geglu_tanh", keep=True)),
+    ]
     kernels = [RaggedM("bf16", config, b_major=major, epilogue=epilogue) for major, config, epilogue in wanted]
     return [kernel for kernel in kernels if kernel not in shipped.shipped("sm_90a")]
 
@@ -311,6 +317,15 @@ def test_grouped_gemm_activation_of_weights_with_unit_stride_along_n(kind, keep,
     activation(a=ACTIVATIONS[kind], keep=keep, major="n", biased=True, scale=FP32).check()
 
 
+@pytest.mark.parametrize(
+    ("kind", "keep"), [("swiglu", True), ("swiglu", False), ("clamped", True), ("geglu_tanh", True)]
+)
+@pytest.mark.parametrize("n", [8, 328, 424])  # of columns that end anywhere in a load's 64
+def test_gate_and_up_side_by_side_with_unit_stride_along_n(n, kind, keep, tiles):
+    tiles(PP_128)
+    activation(n=n, a=ACTIVATIONS[kind], keep=keep, major="n", biased=True, scale=FP32).check()
+
+
 @pytest.mark.parametrize("gradient", [False, True], ids=["", "scale and its gradient"])
 @pytest.mark.parametrize("kind", ACTIVATIONS)
 def test_derivative(kind, gradient, tiles):
@@ -529,6 +544,7 @@ CONFIGS = [
 ]
 OF_CONFIGS = {
     **FAMILIES,
+    "transposed_activation": lambda *of: activation(*of, major="n"),
     "heavy_derivative": lambda *of: derivative(*of, a=ACTIVATIONS["geglu_tanh"]),
     "derivative of gpt-oss": lambda *of: derivative(*of, a=ACTIVATIONS["gpt-oss"]),
     "accumulating wgrad": lambda *of: wgrad(*of, out=FP32, accumulate=True),

@@ -71,7 +71,7 @@ def grouped_gemm_activation(
 ):
     _note("grouped_gemm_activation", options, keep_preactivation=keep_preactivation, row_scale=row_scale is not None)
     _matrix(x)
-    _matrix(weight, transposed=activation.interleaved or not activation.gated)
+    _matrix(weight, transposed=True)
     p = _product(x, weight, offsets, bias)
     y = _scaled(_op(activation).compute(p), row_scale, offsets).to(x.dtype)
     return y, p.to(x.dtype) if keep_preactivation else None

@@ -98,7 +98,7 @@ def test_large_products_are_estimated_between_half_of_the_peak_and_the_peak(fami
     assert at_peak <= cycles(problem, choose(problem)) < 2 * at_peak
 
 
-@pytest.mark.parametrize("family", ["plain", "activation", "derivative", "heavy_derivative"])
+@pytest.mark.parametrize("family", ["plain", "activation", "transposed_activation", "derivative", "heavy_derivative"])
 def test_large_products_run_in_clusters(family):
     """A CTA alone loads more than the L2 gives."""
     assert choose(Problem(family, 262_144, 16, 6144, 4096, SMS)).ctas == 2
@@ -171,7 +171,7 @@ def test_layers_of_known_models_run_with_nearly_the_fastest_tiles():
     assert statistics.mean(ratios) < 1.015
 
 
-@pytest.mark.parametrize("family", ["plain", "activation", "derivative", "heavy_derivative"])
+@pytest.mark.parametrize("family", ["plain", "activation", "transposed_activation", "derivative", "heavy_derivative"])
 def test_a_row_tile_left_over_is_not_paired_with_an_empty_one(family):
     three, four = (Problem(family, tiles * 128 * 64 - 4096, 64, 3072, 4096, SMS) for tiles in (3, 4))
     for config in CANDIDATES[family]:

@@ -21,18 +21,20 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl, which compiles 
 
 from fusedmoe.kernels import shipped
 from fusedmoe.kernels.compiler import SYMBOL
-from fusedmoe.kernels.sm90.choice import CANDIDATES, CO_256, CO_256_TALL
+from fusedmoe.kernels.sm90.choice import CANDIDATES, CO_256, CO_256_TALL, PP_192
 from fusedmoe.kernels.sm90.config import BARRIER_BYTES, SMEM_BYTES
 from fusedmoe.kernels.sm90.ragged_k import RaggedK
 from fusedmoe.kernels.sm90.ragged_m import Epilogue, RaggedM
 
 SHIPPED = [kernel for kernel in shipped.shipped("sm_90a") if isinstance(kernel, (RaggedM, RaggedK))]
+SWIGLU = Epilogue("swiglu", keep=True)
 GPT_OSS_BACKWARD = Epilogue("swiglu", derivative=True, clamped=True, interleaved=True, keep=True, row_scale=True)
 GEGLU_BACKWARD = Epilogue("geglu_tanh", derivative=True, keep=True, row_scale=True)
 NOT_SHIPPED = [  # what `choose` may pick besides
     *(RaggedM("bf16", c, b_major="n", epilogue=GPT_OSS_BACKWARD) for c in CANDIDATES["derivative"]),
     *(RaggedM("bf16", c, b_major="n", epilogue=GEGLU_BACKWARD) for c in CANDIDATES["heavy_derivative"]),
     RaggedM("bf16", CO_256, epilogue=Epilogue("swiglu", clamped=True, interleaved=True, keep=True)),
+    *(RaggedM("bf16", c, b_major="n", epilogue=SWIGLU) for c in CANDIDATES["transposed_activation"]),
 ]
 KERNELS = {kernel.symbol: kernel for kernel in (*SHIPPED, *NOT_SHIPPED)}
 
@@ -43,6 +45,8 @@ COVERING = (
     "sm90_ragged_m_fp16_bn_plain_128x192pp_c21",
     "sm90_ragged_m_bf16_bk_swiglu_keep_128x192pp_c21",
     "sm90_ragged_m_bf16_bk_swiglu_keep_128x256co_c21",
+    "sm90_ragged_m_bf16_bn_swiglu_keep_128x128pp_c21",
+    "sm90_ragged_m_bf16_bn_swiglu_keep_128x256co_c21",
     "sm90_ragged_m_bf16_bn_swiglu_clamp_inter_keep_128x192pp_c21",
     "sm90_ragged_m_bf16_bk_squared_relu_keep_128x192pp_c21",
     "sm90_ragged_m_bf16_bn_dswiglu_scale_keep_128x192pp_c21",
@@ -155,6 +159,11 @@ def test_ragged_rows_take_clusters_of_two_row_tiles():
         RaggedM("bf16", CO_256_TALL)
 
 
+def test_gate_and_up_side_by_side_take_tiles_of_whole_loads():
+    with pytest.raises(ValueError, match="64 columns at a time, got 128x192pp_c21"):
+        RaggedM("bf16", PP_192, b_major="n", epilogue=SWIGLU)
+
+
 def test_symbols_tell_the_kernels_apart():
     kernels = shipped.shipped("sm_90a")
     symbols = [kernel.symbol for kernel in kernels]
@@ -182,5 +191,5 @@ def family_of(kernel):
     if not e.act:
         return "plain"
     if not e.derivative:
-        return "activation"
+        return "transposed_activation" if kernel.paired and kernel.b_major == "n" else "activation"
     return "heavy_derivative" if e.act.startswith("geglu") else "derivative"

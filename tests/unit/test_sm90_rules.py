@@ -293,9 +293,11 @@ def test_an_untouched_weight_of_columns_is_read_in_place_where_a_kernel_can():
     both_ways(chain, x, **named)
 
 
-@pytest.mark.parametrize(("act", "settings"), [(fm.SwiGLU, {"interleaved": True}), (fm.SquaredReLU, {})])
-def test_before_an_activation_too_unless_it_pairs_rows_far_apart(act, settings):
-    """[E, H, 2 I] in memory, as GPT-OSS stores it: gate and up are neighbours there."""
+@pytest.mark.parametrize(
+    ("act", "settings"), [(fm.SwiGLU, {}), (fm.SwiGLU, {"interleaved": True}), (fm.SquaredReLU, {})]
+)
+def test_before_an_activation_too(act, settings):
+    """[E, H, 2 I] in memory, as Llama-4 stores it, and GPT-OSS with gate and up in turns."""
     chain, x, named = experts(act, **settings), rows(), inputs()
     chain[0].weight = nn.Parameter(chain[0].weight.detach().mT.contiguous().mT)
     both_ways(chain, x, **named)
@@ -515,8 +517,7 @@ def strided(t, how):
         ("x", "pitch", "x has strides (36, 1): unit stride in the last axis and multiples of 8 else are expected"),
         ("x", "columns", "x has strides (1, 15): unit stride in the last axis and multiples of 8 else are expected"),
         ("0.weight", "address", "the weight does not begin at a multiple of 16 bytes"),
-        ("0.weight", "pitch", "the weight has strides (1152, 36, 1): unit stride in"),
-        ("0.weight", "columns", "the weight has strides (1024, 1, 32): unit stride in the last axis"),
+        ("0.weight", "pitch", "the weight has strides (1152, 36, 1): unit stride in one of the last two axes"),
         ("3.weight", "address", "the weight does not begin at a multiple of 16 bytes"),
         ("3.weight", "pitch", "the weight has strides (640, 20, 1): unit stride in one of the last two axes"),
     ],

@@ -40,7 +40,7 @@ class GroupedGemm(OnHopper, FusionRule, name="sm90.grouped_gemm", direction="for
         options = ctx.options
 
         def bind(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, factor: Tensor | None) -> Run:
-            guard_operands(x, weight, bias, transposed=True)
+            guard_operands(x, weight, bias)
             return functions().bind_grouped_gemm(x, weight, bias, factor, options)  # type: ignore[no-any-return]
 
         needs = ("input", "fc.weight", "fc.bias", "offsets", "scale.factor")

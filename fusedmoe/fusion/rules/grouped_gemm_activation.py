@@ -47,7 +47,6 @@ class GroupedGemmActivation(OnHopper, FusionRule, name="sm90.grouped_gemm_activa
 
     def build(self, ctx: PlanContext) -> Step:
         activation, options = activation_of(self.act), ctx.options
-        transposed = activation.interleaved or not activation.gated
 
         def bind(
             x: Tensor,
@@ -58,7 +57,7 @@ class GroupedGemmActivation(OnHopper, FusionRule, name="sm90.grouped_gemm_activa
             *,
             keep: tuple[str, ...] = (),
         ) -> Run:
-            guard_operands(x, weight, bias, transposed)
+            guard_operands(x, weight, bias)
             return functions().bind_grouped_gemm_activation(  # type: ignore[no-any-return]
                 x, weight, bias, factor, activation, bool(keep), options
             )

@@ -81,14 +81,14 @@ def activation_of(op: Op) -> Activation:
     return Activation(kind, op.limit, op.alpha, op.offset, op.interleaved)
 
 
-def guard_operands(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> None:
+def guard_operands(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """Decline rows, a weight or a bias that a kernel cannot read where it is; leave a call without rows to plain
-    PyTorch. ``transposed``: the weight may have unit stride along either of its last two axes.
+    PyTorch.
     """
     if not x.shape[0]:
         raise NothingToDo("no rows")
     guard_matrix("x", x)
-    guard_matrix("the weight", weight, transposed)
+    guard_matrix("the weight", weight, transposed=True)
     if bias is not None:
         require(bias.is_contiguous(), "the bias is not contiguous")
 

@@ -40,7 +40,7 @@ from fusedmoe.kernels.sm90 import tuned
 from fusedmoe.kernels.sm90.config import EPILOGUE_COLUMNS, TILE_K, TileConfig
 from fusedmoe.kernels.sm90.measured import MEASURED, Coarse
 
-Family = Literal["plain", "activation", "derivative", "heavy_derivative", "wgrad"]
+Family = Literal["plain", "activation", "transposed_activation", "derivative", "heavy_derivative", "wgrad"]
 
 PP_192 = TileConfig(128, 192, 2, 1, pingpong=True)
 PP_128 = TileConfig(128, 128, 2, 1, pingpong=True)
@@ -55,25 +55,29 @@ CO_256_ALONE = TileConfig(128, 256, pingpong=False)
 # on an H100, 6,500 to 8,400 of them take 1.7 to 1.8 ms, 8,800 1.85, 9,000 2.1 to 2.2, 9,900 2.87; those of 128x128,
 # 5,000 to 7,000, take 2.1. A loop over the two blocks of 64 rows, with the accumulators moved in between, would be half
 # as long, but ptxas spills all of them then.
+# Nor for a "transposed" activation, whose weight is [gate | up] with unit stride along N: both halves of a tile come
+# 64 columns at a time.
 # Measured and left out: 128x160 (a quarter slower than 128x192 throughout), L2 eviction hints on what is read once (up
 # to 15% slower), 256x128 over two rows of a weight gradient (never the fastest), clusters that always share the weights
 # (a second tile is often empty: up to a fifth slower, 256 to 640 rows an expert) or always the rows.
 CANDIDATES: dict[Family, tuple[TileConfig, ...]] = {
     "plain": (PP_192, CO_256, PP_128),
     "activation": (PP_192, CO_256, PP_128),
+    "transposed_activation": (CO_256, PP_128),
     "derivative": (PP_192, PP_128),
     "heavy_derivative": (PP_128,),
     "wgrad": (PP_192, CO_256, CO_256_TALL, CO_256_ALONE),
 }
 
 # Cycles of an epilogue for 64 x 32 results of a warpgroup, as far as nothing hides them. That of "heavy_derivative" is
-# an estimate, the others are fitted.
+# an estimate, that of "transposed_activation" the other activation's, the others are fitted.
 EPILOGUE_CYCLES: dict[Family, int] = {
-    "plain": 400, "activation": 600, "derivative": 3450, "heavy_derivative": 4700, "wgrad": 680,
+    "plain": 400, "activation": 600, "transposed_activation": 600, "derivative": 3450, "heavy_derivative": 4700,
+    "wgrad": 680,
 }  # fmt: skip
 # Values of two bytes that a row has beside its K in memory, in columns of the result: read and written.
 ROW_VALUES: dict[Family, float] = {
-    "plain": 1, "activation": 1.5, "derivative": 5, "heavy_derivative": 5, "wgrad": 1,
+    "plain": 1, "activation": 1.5, "transposed_activation": 1.5, "derivative": 5, "heavy_derivative": 5, "wgrad": 1,
 }  # fmt: skip
 LOAD_BYTES_A_CYCLE = 36.5  # of an SM from the L2, all SMs loading
 MEMORY_BYTES_A_CYCLE = 14.5 * 132  # of the GPU: 2.8 TB/s

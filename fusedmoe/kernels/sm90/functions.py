@@ -129,8 +129,7 @@ def grouped_gemm_activation(
     x
         (R, K), features with unit stride.
     weight
-        (E, N, K); of a gated activation ``[gate; up]`` rows with unit stride along K, or gate and up in turns, with
-        unit stride along N or K.
+        (E, N, K), with unit stride along N or K; of a gated activation ``[gate; up]`` rows, or gate and up in turns.
     offsets
         See the module's page.
     activation
@@ -427,6 +426,8 @@ def _ragged_m_launch(
     """
     if family == "derivative" and activation is not None and heavy(activation):
         family = "heavy_derivative"
+    if family == "activation" and activation is not None and activation.gated and not activation.interleaved:
+        family = "transposed_activation" if b_major == "n" else family
     options = KernelOptions(sm_margin, schedule)
     sms = _sms(device, options)
     problem = Problem(family, rows, experts, columns, depth, sms)

@@ -201,8 +201,9 @@ class Gemm:
             (ACROSS, TILE_K), num_multicast=ctas,
         )  # fmt: skip
 
-    def across(self, tma, view, s, tile: int, at, width, rank, ctas: int):
-        """Shared and global sides of the loads of one tile that is contiguous along M or N: one a 64 columns.
+    def across(self, tma, view, s, tile: int, at, width, rank, ctas: int, behind: int = 0):
+        """Shared and global sides of the loads of one tile that is contiguous along M or N: one a 64 columns. It lies
+        behind so many others in the stage.
 
         Columns past the tensor's are wanted by nobody, but a box of which none exists takes several times as long to be
         filled with zeros as any other to load: such a box loads the last one that exists instead.
@@ -212,7 +213,7 @@ class Gemm:
         for b in range(tile // ACROSS):
             box = cutlass.min(at * (tile // ACROSS) + b, last)
             g_box = cute.local_tile(view, (ACROSS, TILE_K), (box, None))
-            s_box = cute.local_tile(s, (ACROSS, TILE_K, self.stages), (b, 0, 0))
+            s_box = cute.local_tile(s, (ACROSS, TILE_K, self.stages), (behind * (tile // ACROSS) + b, 0, 0))
             pairs.append(
                 cpasync.tma_partition(
                     tma, rank, cute.make_layout(ctas), cute.group_modes(s_box, 0, 2), cute.group_modes(g_box, 0, 2)

@@ -23,7 +23,7 @@ valid`` begins at ``row`` in memory, and the hardware drops what lies past row 6
 serves all experts.
 
 Gated activations read gate and up of one output from one thread: where the weight is ``[gate | up]``, a tile of B is
-half gate rows, half up rows (one descriptor, N as (I, 2)), and accumulators j and j + tile_n / 2 belong together.
+half gate rows, half up rows (one descriptor), and accumulators j and j + tile_n / 2 belong together.
 Where gate and up alternate they are neighbouring accumulators.
 
 Axes: M rows of a tile, N columns, K contraction, E experts.
@@ -44,6 +44,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from fusedmoe.kernels.sm90 import epilogues, tiles
 from fusedmoe.kernels.sm90.config import BLOCK_ROWS, EPILOGUE_COLUMNS, TILE_K
 from fusedmoe.kernels.sm90.gemm import (
+    ACROSS,
     EPILOGUE_LOAD_WARP,
     LOAD,
     LOAD_WARP,
@@ -92,6 +93,8 @@ class RaggedM(Gemm):
     def __post_init__(self) -> None:
         if (self.config.cluster_m, self.config.cluster_n) != (2, 1):
             raise ValueError(f"ragged rows: expected a cluster of two row tiles, got {self.config.name}")
+        if self.paired and self.b_major == "n" and self.config.tile_n % (2 * ACROSS):
+            raise ValueError(f"halves of a tile come {ACROSS} columns at a time, got {self.config.name}")
 
     @property
     def symbol(self) -> str:
@@ -183,14 +186,17 @@ class RaggedM(Gemm):
         b_smem = self.smem_layout((config.tile_n, TILE_K), major, self.stages)
         box_smem = self.box_layout(self.boxes)
 
-        # weights as (N, K, E); for a gated activation N is (I, 2): the rows of gate, then those of up
+        # weights as (N, K, E); for a gated activation the rows of gate, then those of up: N is (I, 2) or, where it has
+        # unit stride and comes 64 columns at a time, (I, K, 2, E)
         experts, n, k = b.shape
         se, sn, sk = b.stride
-        n_mode, sn_mode, tile_n = n, sn, config.tile_n
+        tile_n, layout = config.tile_n, cute.make_layout((n, k, experts), stride=(sn, sk, se))
         if const_expr(self.paired):
-            n_mode, sn_mode = (n // 2, 2), (sn, (n // 2) * sn)
-            tile_n = (config.tile_n // 2, 2)  # type: ignore[assignment]
-        b_nke = cute.make_tensor(b.iterator, cute.make_layout((n_mode, k, experts), stride=(sn_mode, sk, se)))
+            tile_n, up = (config.tile_n // 2, 2), (n // 2) * sn  # type: ignore[assignment]
+            layout = cute.make_layout(((n // 2, 2), k, experts), stride=((sn, up), sk, se))
+            if const_expr(self.b_major == "n"):
+                layout = cute.make_layout((n // 2, k, 2, experts), stride=(sn, sk, up, se))
+        b_view = cute.make_tensor(b.iterator, layout)
 
         a_box, a_tile = cute.slice_(a_smem, (None, None, 0)), (config.tile_m, TILE_K)
         whole_a, shared_a = (
@@ -198,11 +204,11 @@ class RaggedM(Gemm):
             for op, ctas in ((LOAD, 1), (SHARED_LOAD, config.ctas))
         )
         if const_expr(self.b_major == "n"):
-            shared_b = self.across_atom(b_nke, b_smem, config.ctas)
+            shared_b = self.across_atom(b_view, b_smem, config.ctas)
         else:
             b_box = cute.slice_(b_smem, (None, None, 0))
             shared_b = cpasync.make_tiled_tma_atom(
-                SHARED_LOAD, b_nke, b_box, (tile_n, TILE_K), num_multicast=config.ctas
+                SHARED_LOAD, b_view, b_box, (tile_n, TILE_K), num_multicast=config.ctas
             )
         box = cute.slice_(box_smem, (None, None, 0))
         halves = 2 if e.gated and not e.interleaved else 1
@@ -379,6 +385,13 @@ class RaggedM(Gemm):
     def loads_b(self, operand, s_b, expert, column, n, part):
         """Shared and global sides of the loads of a half of a tile of B."""
         (tma, view), config = operand, self.config
+        if self.b_major == "n" and self.paired:
+            halves = [view[None, None, half, expert] for half in range(2)]
+            return [
+                load
+                for i, half in enumerate(halves)
+                for load in self.across(tma, half, s_b, config.tile_n // 2, column, n // 2, part, config.ctas, i)
+            ]
         weight = view[None, None, expert]
         if self.b_major == "n":
             return self.across(tma, weight, s_b, config.tile_n, column, n, part, config.ctas)

@@ -76,8 +76,8 @@ def bind_gather_rows(source_TH: Tensor, row_of_slot_TK: Tensor, scale_R: Tensor 
 
 
 def bind_sum_slots(rows_RH: Tensor, row_of_slot_TK: Tensor, scale_R: Tensor | None) -> Callable[..., Tensor]:
-    """``out[t] = sum over k of scale[row] * rows[row]``, `X
-    of ``(rows, row_of_slot, scale)``.
+    """``out[t] = sum over k of scale[row] * rows[row]``, `row` being that of slot (t, k), without those of sentinels:
+    (T, H) of ``(rows, row_of_slot, scale)``.
     """
     (tokens, chosen), (rows, columns) = row_of_slot_TK.shape, rows_RH.shape
     kernel = _sum_slots(rows_RH.dtype, None if scale_R is None else scale_R.dtype)

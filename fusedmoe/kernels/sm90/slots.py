@@ -8,10 +8,13 @@ them, a warp 32 at a time in order; lanes with the same expert find each other b
 all. The first launch writes how many slots of each chunk chose each expert; the second adds those of the chunks before
 its own, so that it knows where its rows begin without waiting for another CTA.
 
-`GatherRows`: ``rows[r] = scale[r] * source[token of r]``, zeros for sentinels. A warp has one row and 1,024 columns.
+`GatherRows`: ``rows[r] = scale[r] * source[token of r]``, zeros for sentinels. A warp has one token and 1,024 columns:
+it reads them once and writes them to each of the token's rows. Other warps look through 32 rows each for those of
+sentinels.
 
 `SumSlots`: ``out[t] = sum over k of scale[row] * rows[row of slot (t, k)]`` in fp32, in the order of k. A warp has one
-token and 256 columns, with the rows of `SLOTS_IN_FLIGHT` slots in flight.
+token and 256 columns, with the rows of `SLOTS_IN_FLIGHT` slots in flight: as many lanes load their numbers at once, or
+each row would wait for the one before.
 
 `SlotValues`: ``out[t, k] = values[row of slot (t, k)]``, zeros for sentinels.
 
@@ -22,12 +25,12 @@ Rows of sentinels are never read. Axes: T tokens, K slots a token, R rows, E exp
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
 from fusedmoe.kernels.sm90.rows import ELEMENTS
@@ -43,14 +46,6 @@ CHUNK = WARPS * STEPS * LANES
 FULL = 0xFFFFFFFF
 
 
-def _options(arch: str) -> str:
-    return f"--enable-tvm-ffi --gpu-arch {arch}"
-
-
-def _stream() -> Any:
-    return cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-
-
 def _vector(dtype: Any, size: Any) -> Any:
     return cute.runtime.make_fake_tensor(dtype, (size,), (1,))
 
@@ -60,23 +55,45 @@ def _matrix(dtype: Any, rows: Any, columns: Any) -> Any:
     return cute.runtime.make_fake_tensor(dtype, (rows, columns), strides, assumed_align=16)
 
 
+def _launch(units: Any, stream: Any) -> dict[str, Any]:
+    """How to launch a warp for each unit of work."""
+    return {"grid": (cute.ceil_div(units, WARPS), 1, 1), "block": (WARPS * LANES, 1, 1), "stream": stream}
+
+
+def _unit() -> tuple[Any, Any]:
+    """Which unit of work this warp has, and which of its lanes this is."""
+    block, _, _ = cute.arch.block_idx()
+    return block * WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
+
+
 @dataclass(frozen=True)
-class Route:
+class _Slots:
+    """What the kernels of this page have in common."""
+
+    arch: str = field(default="sm_90a", kw_only=True)
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return ("fusedmoe.kernels.sm90.slots", "fusedmoe.kernels.sm90.rows")
+
+    def compiled_for(self, *arguments: Any) -> Any:
+        """Compile without a GPU for tensors and numbers like these, on any stream."""
+        stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+        return cute.compile(self, *arguments, stream, options=f"--enable-tvm-ffi --gpu-arch {self.arch}")
+
+
+@dataclass(frozen=True)
+class Route(_Slots):
     """Rows of slots, slots of rows, rows an expert, and each row's weight."""
 
     index: str  # dtype of the expert ids: "int32" or "int64"
     weight: str  # dtype of the weights: "fp32", "bf16" or "fp16"
     experts: int  # at most as many, which is a multiple of 8
     chunked: bool  # whether there is more than one chunk
-    arch: str = "sm_90a"
 
     @property
     def symbol(self) -> str:
         return f"sm90_route_{self.index}_{self.weight}_{self.experts}" + ("_chunked" if self.chunked else "")
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        return ("fusedmoe.kernels.sm90.slots", "fusedmoe.kernels.sm90.rows")
 
     def compile(self) -> Any:
         """Compile without a GPU; a function of ids (R,), weights (R,), counts (chunks, experts + 1) int32, rows of
@@ -84,10 +101,10 @@ class Route:
         """
         slots, experts = cute.sym_int(), cute.sym_int()
         counts = cute.runtime.make_fake_tensor(Int32, (cute.sym_int(), cute.sym_int()), (cute.sym_int64(), 1))
-        return cute.compile(
-            self, _vector(ELEMENTS[self.index], slots), _vector(ELEMENTS[self.weight], slots), counts,
-            _vector(Int64, slots), _vector(Int64, slots), _vector(ELEMENTS[self.weight], slots),
-            _vector(Int64, experts), _stream(), options=_options(self.arch),
+        weight = _vector(ELEMENTS[self.weight], slots)
+        return self.compiled_for(
+            _vector(ELEMENTS[self.index], slots), weight, counts, _vector(Int64, slots), _vector(Int64, slots), weight,
+            _vector(Int64, experts),
         )  # fmt: skip
 
     @cute.jit
@@ -244,20 +261,15 @@ class Route:
 
 
 @dataclass(frozen=True)
-class GatherRows:
+class GatherRows(_Slots):
     """Rows of tokens, sorted by expert, scaled or not."""
 
     dtype: str  # "bf16" or "fp16"
     scale: str | None  # dtype of the scale: "fp32", "bf16" or "fp16"; None for none
-    arch: str = "sm_90a"
 
     @property
     def symbol(self) -> str:
         return f"sm90_gather_rows_{self.dtype}" + (f"_scaled_{self.scale}" if self.scale else "")
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        return ("fusedmoe.kernels.sm90.slots", "fusedmoe.kernels.sm90.rows")
 
     def compile(self) -> Any:
         """Compile without a GPU; a function of source (T, H), slots of rows (R,) int64, rows of slots (R,) int64,
@@ -265,10 +277,9 @@ class GatherRows:
         """
         rows, columns = cute.sym_int(), cute.sym_int(divisibility=VECTOR)
         element = ELEMENTS[self.dtype]
-        return cute.compile(
-            self, _matrix(element, cute.sym_int(), columns), _vector(Int64, rows), _vector(Int64, rows),
-            _vector(ELEMENTS[self.scale or "fp32"], rows), _matrix(element, rows, columns), Int32(1), _stream(),
-            options=_options(self.arch),
+        return self.compiled_for(
+            _matrix(element, cute.sym_int(), columns), _vector(Int64, rows), _vector(Int64, rows),
+            _vector(ELEMENTS[self.scale or "fp32"], rows), _matrix(element, rows, columns), Int32(1),
         )  # fmt: skip
 
     @cute.jit
@@ -283,9 +294,10 @@ class GatherRows:
         stream,
     ):
         blocks = cute.ceil_div(rows.shape[1], BLOCK * VECTORS)
-        units = rows.shape[0] * blocks
-        self.kernel(source, slot_of_row, row_of_slot, scale, rows, chosen, blocks, units).launch(
-            grid=(cute.ceil_div(units, WARPS), 1, 1), block=(WARPS * LANES, 1, 1), stream=stream
+        of_tokens = source.shape[0] * blocks
+        units = of_tokens + cute.ceil_div(rows.shape[0], LANES)
+        self.kernel(source, slot_of_row, row_of_slot, scale, rows, chosen, blocks, of_tokens).launch(
+            **_launch(units, stream)
         )
 
     @cute.kernel
@@ -298,59 +310,77 @@ class GatherRows:
         rows: cute.Tensor,
         chosen: Int32,
         blocks: Int32,
-        units: Int32,
+        of_tokens: Int32,
     ):
-        lane = cute.arch.lane_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        bidx, _, _ = cute.arch.block_idx()
-        unit = bidx * WARPS + warp
-        if unit < units:
-            row = unit // blocks
-            block = unit - row * blocks
-            slot = Int32(slot_of_row[row])
-            used = Int32(row_of_slot[slot]) == row
-            token = slot // chosen
-            loaded = [cute.make_rmem_tensor((VECTOR,), source.element_type) for _ in range(VECTORS)]
-            for i in cutlass.range_constexpr(VECTORS):
-                vector = (block * VECTORS + i) * LANES + lane
-                loaded[i].fill(0.0)
-                if used and vector * VECTOR < rows.shape[1]:
-                    cute.autovec_copy(cute.local_tile(source[token, None], (VECTOR,), (vector,)), loaded[i])
+        unit, lane = _unit()
+        if unit < of_tokens:
+            token = unit // blocks
+            self.copy_token(source, row_of_slot, scale, rows, chosen, token, unit - token * blocks, lane)
+        else:
+            self.clear_sentinels(slot_of_row, row_of_slot, rows, (unit - of_tokens) * LANES, lane)
+
+    @cute.jit
+    def copy_token(self, source, row_of_slot, scale, rows, chosen, token: Int32, block: Int32, lane: Int32):
+        """Write a block of columns of one token to all its rows."""
+        loaded = [cute.make_rmem_tensor((VECTOR,), source.element_type) for _ in range(VECTORS)]
+        for i in cutlass.range_constexpr(VECTORS):
+            # past the last, that once more: in a branch of its own, each load would be waited for
+            vector = cutlass.min((block * VECTORS + i) * LANES + lane, rows.shape[1] // VECTOR - 1)
+            cute.autovec_copy(cute.local_tile(source[token, None], (VECTOR,), (vector,)), loaded[i])
+        for first in cutlass.range(0, chosen, LANES, unroll=1):
+            row_of_lane, factor_of_lane = rows.shape[0], Float32(0.0)
+            if first + lane < chosen:
+                row_of_lane = Int32(row_of_slot[token * chosen + first + lane])
             if const_expr(self.scale is not None):
-                factor = Float32(0.0)
-                if used:
-                    factor = Float32(scale[row])
-                for i in cutlass.range_constexpr(VECTORS):
-                    loaded[i].store((loaded[i].load().to(Float32) * factor).to(source.element_type))
-            for i in cutlass.range_constexpr(VECTORS):
-                vector = (block * VECTORS + i) * LANES + lane
-                if vector * VECTOR < rows.shape[1]:
-                    cute.autovec_copy(loaded[i], cute.local_tile(rows[row, None], (VECTOR,), (vector,)))
+                if row_of_lane < rows.shape[0]:
+                    factor_of_lane = Float32(scale[row_of_lane])
+            for k in cutlass.range(cutlass.min(chosen - first, LANES), unroll=4):
+                row = cute.arch.shuffle_sync(row_of_lane, k)
+                factor = cute.arch.shuffle_sync(factor_of_lane, k)
+                if row < rows.shape[0]:
+                    for i in cutlass.range_constexpr(VECTORS):
+                        vector = (block * VECTORS + i) * LANES + lane
+                        if vector * VECTOR < rows.shape[1]:
+                            result = loaded[i]
+                            if const_expr(self.scale is not None):
+                                result = cute.make_rmem_tensor((VECTOR,), source.element_type)
+                                result.store((loaded[i].load().to(Float32) * factor).to(source.element_type))
+                            cute.autovec_copy(result, cute.local_tile(rows[row, None], (VECTOR,), (vector,)))
+
+    @cute.jit
+    def clear_sentinels(self, slot_of_row, row_of_slot, rows, first: Int32, lane: Int32):
+        """Write zeros to those of 32 rows that belong to no expert."""
+        unused = Boolean(False)
+        if first + lane < rows.shape[0]:
+            unused = Int32(row_of_slot[Int32(slot_of_row[first + lane])]) != first + lane
+        left = cute.arch.vote_ballot_sync(unused)
+        zeros = cute.make_rmem_tensor((VECTOR,), rows.element_type)
+        zeros.fill(0.0)
+        while left != 0:
+            row = first + Int32(cute.arch.popc((left - 1) & ~left))  # the lowest
+            left = left & (left - 1)
+            for vector in cutlass.range(lane, rows.shape[1] // VECTOR, LANES, unroll=4):
+                cute.autovec_copy(zeros, cute.local_tile(rows[row, None], (VECTOR,), (vector,)))
 
 
 @dataclass(frozen=True)
-class SumSlots:
+class SumSlots(_Slots):
     """Sums over a token's rows, scaled or not."""
 
     dtype: str  # "bf16" or "fp16"
     scale: str | None  # dtype of the scale: "fp32", "bf16" or "fp16"; None for none
-    arch: str = "sm_90a"
 
     @property
     def symbol(self) -> str:
         return f"sm90_sum_slots_{self.dtype}" + (f"_scaled_{self.scale}" if self.scale else "")
 
-    @property
-    def sources(self) -> tuple[str, ...]:
-        return ("fusedmoe.kernels.sm90.slots", "fusedmoe.kernels.sm90.rows")
-
     def compile(self) -> Any:
         """Compile without a GPU; a function of rows (R, H), rows of slots (R,) int64, scale (R,), out (T, H) and K."""
         rows, columns = cute.sym_int(), cute.sym_int(divisibility=VECTOR)
         element = ELEMENTS[self.dtype]
-        return cute.compile(
-            self, _matrix(element, rows, columns), _vector(Int64, rows), _vector(ELEMENTS[self.scale or "fp32"], rows),
-            _matrix(element, cute.sym_int(), columns), Int32(1), _stream(), options=_options(self.arch),
+        return self.compiled_for(
+            _matrix(element, rows, columns), _vector(Int64, rows), _vector(ELEMENTS[self.scale or "fp32"], rows),
+            _matrix(element, cute.sym_int(), columns), Int32(1),
         )  # fmt: skip
 
     @cute.jit
@@ -365,9 +395,7 @@ class SumSlots:
     ):
         blocks = cute.ceil_div(out.shape[1], BLOCK)
         units = out.shape[0] * blocks
-        self.kernel(rows, row_of_slot, scale, out, chosen, blocks, units).launch(
-            grid=(cute.ceil_div(units, WARPS), 1, 1), block=(WARPS * LANES, 1, 1), stream=stream
-        )
+        self.kernel(rows, row_of_slot, scale, out, chosen, blocks, units).launch(**_launch(units, stream))
 
     @cute.kernel
     def kernel(
@@ -380,50 +408,47 @@ class SumSlots:
         blocks: Int32,
         units: Int32,
     ):
-        lane = cute.arch.lane_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        bidx, _, _ = cute.arch.block_idx()
-        unit = bidx * WARPS + warp
+        unit, lane = _unit()
         if unit < units:
             token = unit // blocks
             vector = (unit - token * blocks) * LANES + lane
-            if vector * VECTOR < out.shape[1]:
-                total = cute.make_rmem_tensor((VECTOR,), Float32)
-                total.fill(0.0)
-                for first in cutlass.range(0, chosen, SLOTS_IN_FLIGHT, unroll=1):
-                    loaded = [cute.make_rmem_tensor((VECTOR,), rows.element_type) for _ in range(SLOTS_IN_FLIGHT)]
-                    factors = cute.make_rmem_tensor((SLOTS_IN_FLIGHT,), Float32)
-                    factors.fill(1.0)
-                    for i in cutlass.range_constexpr(SLOTS_IN_FLIGHT):
-                        loaded[i].fill(0.0)
-                        if first + i < chosen:
-                            row = Int32(row_of_slot[token * chosen + first + i])
-                            if row < rows.shape[0]:
-                                cute.autovec_copy(cute.local_tile(rows[row, None], (VECTOR,), (vector,)), loaded[i])
-                                if const_expr(self.scale is not None):
-                                    factors[i] = Float32(scale[row])
-                    for i in cutlass.range_constexpr(SLOTS_IN_FLIGHT):
-                        total.store(total.load() + loaded[i].load().to(Float32) * factors[i])
+            within = vector * VECTOR < out.shape[1]
+            total = cute.make_rmem_tensor((VECTOR,), Float32)
+            total.fill(0.0)
+            for first in cutlass.range(0, chosen, SLOTS_IN_FLIGHT, unroll=1):
+                row_of_lane, factor_of_lane = rows.shape[0], Float32(0.0)
+                if lane < SLOTS_IN_FLIGHT and first + lane < chosen:
+                    row_of_lane = Int32(row_of_slot[token * chosen + first + lane])
+                if const_expr(self.scale is not None):
+                    if row_of_lane < rows.shape[0]:
+                        factor_of_lane = Float32(scale[row_of_lane])
+                loaded = [cute.make_rmem_tensor((VECTOR,), rows.element_type) for _ in range(SLOTS_IN_FLIGHT)]
+                for i in cutlass.range_constexpr(SLOTS_IN_FLIGHT):
+                    row = cute.arch.shuffle_sync(row_of_lane, i)
+                    loaded[i].fill(0.0)
+                    if within and row < rows.shape[0]:
+                        cute.autovec_copy(cute.local_tile(rows[row, None], (VECTOR,), (vector,)), loaded[i])
+                for i in cutlass.range_constexpr(SLOTS_IN_FLIGHT):
+                    factor = Float32(1.0)
+                    if const_expr(self.scale is not None):
+                        factor = cute.arch.shuffle_sync(factor_of_lane, i)
+                    total.store(total.load() + loaded[i].load().to(Float32) * factor)
+            if within:
                 result = cute.make_rmem_tensor((VECTOR,), out.element_type)
                 result.store(total.load().to(out.element_type))
                 cute.autovec_copy(result, cute.local_tile(out[token, None], (VECTOR,), (vector,)))
 
 
 @dataclass(frozen=True)
-class RowDots:
+class RowDots(_Slots):
     """Products of rows with those of their tokens: the gradient of the weights that `SumSlots` scales by."""
 
     dtype: str  # "bf16" or "fp16"
     out: str  # dtype of the products: "fp32", "bf16" or "fp16"
-    arch: str = "sm_90a"
 
     @property
     def symbol(self) -> str:
         return f"sm90_row_dots_{self.dtype}_{self.out}"
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        return ("fusedmoe.kernels.sm90.slots", "fusedmoe.kernels.sm90.rows")
 
     def compile(self) -> Any:
         """Compile without a GPU; a function of rows (R, H), source (T, H), slots of rows (R,) int64, rows of slots (R,)
@@ -431,9 +456,9 @@ class RowDots:
         """
         rows, columns = cute.sym_int(), cute.sym_int(divisibility=VECTOR)
         element = ELEMENTS[self.dtype]
-        return cute.compile(
-            self, _matrix(element, rows, columns), _matrix(element, cute.sym_int(), columns), _vector(Int64, rows),
-            _vector(Int64, rows), _vector(ELEMENTS[self.out], rows), Int32(1), _stream(), options=_options(self.arch),
+        return self.compiled_for(
+            _matrix(element, rows, columns), _matrix(element, cute.sym_int(), columns), _vector(Int64, rows),
+            _vector(Int64, rows), _vector(ELEMENTS[self.out], rows), Int32(1),
         )  # fmt: skip
 
     @cute.jit
@@ -447,9 +472,7 @@ class RowDots:
         chosen: Int32,
         stream,
     ):
-        self.kernel(rows, source, slot_of_row, row_of_slot, dots, chosen).launch(
-            grid=(cute.ceil_div(rows.shape[0], WARPS), 1, 1), block=(WARPS * LANES, 1, 1), stream=stream
-        )
+        self.kernel(rows, source, slot_of_row, row_of_slot, dots, chosen).launch(**_launch(rows.shape[0], stream))
 
     @cute.kernel
     def kernel(
@@ -461,10 +484,7 @@ class RowDots:
         dots: cute.Tensor,
         chosen: Int32,
     ):
-        lane = cute.arch.lane_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        bidx, _, _ = cute.arch.block_idx()
-        row = bidx * WARPS + warp
+        row, lane = _unit()
         if row < rows.shape[0]:
             slot = Int32(slot_of_row[row])
             token = slot // chosen
@@ -492,38 +512,28 @@ class RowDots:
 
 
 @dataclass(frozen=True)
-class SlotValues:
+class SlotValues(_Slots):
     """A value of each slot's row, zero for sentinels: the gradient of the weights that rows brought along."""
 
     dtype: str  # "fp32", "bf16" or "fp16"
-    arch: str = "sm_90a"
 
     @property
     def symbol(self) -> str:
         return f"sm90_slot_values_{self.dtype}"
 
-    @property
-    def sources(self) -> tuple[str, ...]:
-        return ("fusedmoe.kernels.sm90.slots", "fusedmoe.kernels.sm90.rows")
-
     def compile(self) -> Any:
         """Compile without a GPU; a function of values (R,), rows of slots (R,) int64 and out (R,)."""
         slots, element = cute.sym_int(), ELEMENTS[self.dtype]
-        return cute.compile(
-            self, _vector(element, slots), _vector(Int64, slots), _vector(element, slots), _stream(),
-            options=_options(self.arch),
-        )  # fmt: skip
+        return self.compiled_for(_vector(element, slots), _vector(Int64, slots), _vector(element, slots))
 
     @cute.jit
     def __call__(self, values: cute.Tensor, row_of_slot: cute.Tensor, out: cute.Tensor, stream):
-        grid = (cute.ceil_div(cute.size(out), WARPS * LANES), 1, 1)
-        self.kernel(values, row_of_slot, out).launch(grid=grid, block=(WARPS * LANES, 1, 1), stream=stream)
+        self.kernel(values, row_of_slot, out).launch(**_launch(cute.ceil_div(cute.size(out), LANES), stream))
 
     @cute.kernel
     def kernel(self, values: cute.Tensor, row_of_slot: cute.Tensor, out: cute.Tensor):
-        thread, _, _ = cute.arch.thread_idx()
-        bidx, _, _ = cute.arch.block_idx()
-        slot = bidx * (WARPS * LANES) + thread
+        unit, lane = _unit()
+        slot = unit * LANES + lane
         if slot < cute.size(out):
             row = Int32(row_of_slot[slot])
             value = Float32(0.0).to(values.element_type)
