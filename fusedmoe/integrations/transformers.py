@@ -6,8 +6,8 @@
     model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-30B-A3B", experts_implementation="fusedmoe")
 
 Parameters, ``state_dict``, router and auxiliary losses stay the model's. What the experts compute between their two
-products is found out from the model: its gate is tried on numbers and taken for one of the activations here only if it
-gives what that gives. Any other gate runs as it is, between the two products, and says so once.
+products is found out from the model: its gate is tried on numbers (`gates`) and taken for one of the activations here
+only if it gives what that gives. Any other gate runs as it is, between the two products, and says so once.
 
 Llama-4's experts are no experts of that interface: `patch_llama4`.
 
@@ -16,28 +16,22 @@ Source of the interface: ``transformers.integrations.moe``, transformers 5.7 and
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
-from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import type_before_parametrizations as class_of
 
 from fusedmoe.errors import InputError
 from fusedmoe.fusion.log import say_once
-from fusedmoe.ops import Combine, Dispatch, GeGLU, GroupedLinear, Op, ReGLU, Scale, SquaredReLU, SwiGLU
-from fusedmoe.ops.glu import GLU
+from fusedmoe.integrations.gates import Recognised, RowLayout, Watch, Watched, functions_of, recognise, state_of
+from fusedmoe.ops import Combine, Dispatch, GroupedLinear, Op, Scale
 from fusedmoe.ops.op import constant_in_graphs
 from fusedmoe.sequential import Sequential
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from fusedmoe.fusion.plan import Explanation
 
 logger = logging.getLogger(__name__)
@@ -127,6 +121,18 @@ def explained(module: nn.Module, tokens: int) -> tuple[Explanation | None, str] 
         return explain(module, tokens), ""
     except InputError as error:
         return None, str(error)
+
+
+def recognised(module: nn.Module) -> Op | None:
+    """Return the op that computes what an experts module computes between its products; None if there is none.
+
+    `fusedmoe.integrations.gates.recognise` says how it is found.
+    """
+    layout = _layout(module)
+    down = _parameters(module, layout)["down.weight"]
+    assert down is not None
+    found = _recognise_activation(module, layout, down.shape[-1])
+    return None if found is None else found.op
 
 
 def _runs_here(module: nn.Module) -> bool:
@@ -225,10 +231,6 @@ class Experts(NamedTuple):
         return _none, ()  # a copy of the module makes its own
 
 
-Path = tuple[str, ...]
-Watched = tuple[tuple[Path, tuple[str, ...], tuple[str, ...]], ...]  # a submodule, its settings, and its functions
-
-
 def _none() -> None:
     return None
 
@@ -243,7 +245,7 @@ def _experts_of(module: nn.Module) -> Experts:
         _let_prepare(type(module))
         module._fusedmoe_prepare()  # type: ignore[operator]
         experts: Experts = module.__dict__[_OPS]
-        if _state(module, experts.watched) == experts.state:
+        if state_of(module, experts.watched) == experts.state:
             return experts
     found: Experts | None = module.__dict__.get(_OPS)
     if found is None or not _holds(module, found):
@@ -254,41 +256,7 @@ def _experts_of(module: nn.Module) -> Experts:
 
 def _holds(module: nn.Module, experts: Experts) -> bool:
     watched = experts.watched
-    return _state(module, watched) == experts.state and _functions(module, watched) == experts.functions
-
-
-def _state(module: nn.Module, watched: Watched) -> tuple[object, ...]:
-    """Return the settings that the ops were made from, as they are now."""
-    found: list[object] = []
-    for path, names, _ in watched:
-        part = _at(module, path)
-        found.append(None if part is None else class_of(part))  # peft's parametrizations bring a new one a call
-        found += [getattr(part, name, None) for name in names]
-    return tuple(found)
-
-
-def _functions(module: nn.Module, watched: Watched) -> tuple[object, ...]:
-    """Return the functions that the ops stand for, as they are now, and whether somebody hooks into them."""
-    found: list[object] = [getattr(type(module), "_apply_gate", None), vars(module).get("_apply_gate")]
-    for path, _, names in watched:
-        part = _at(module, path)
-        if part is not None and part is not module:
-            found += [type(part).forward, vars(part).get("forward"), _hooked(part), tuple(part._modules)]
-        found += [getattr(part, name, None) for name in names]
-    return tuple(found)
-
-
-def _at(module: nn.Module, path: Path) -> nn.Module | None:
-    part: nn.Module | None = module
-    for name in path:
-        part = None if part is None else part._modules.get(name)
-    return part
-
-
-def _hooked(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
+    return state_of(module, watched) == experts.state and functions_of(module, watched) == experts.functions
 
 
 @constant_in_graphs
@@ -319,18 +287,18 @@ def _new_experts(module: nn.Module) -> Experts:
             f"{type(module).__name__}: expected weights ({experts}, {factor} * I, H) and ({experts}, H, I), "
             f"got {tuple(up.shape)} and {tuple(down.shape)}"
         )
-    activation = recognised(module)
-    if activation is None:
-        name = "act_fn" if not layout.gated or not hasattr(module, "_apply_gate") else "_apply_gate"
+    found = _recognise_activation(module, layout, intermediate)
+    if found is None:
+        name = "act_fn" if not layout.gated or not hasattr(module, _GATE) else _GATE
         message = "%s: %s is none of the activations that can be fused; it runs as it is, between the two products"
         say_once(logger, logging.WARNING, message, type(module).__name__, name)
     # the routing weight goes into the activation's epilogue where all that follows is linear in it; else into the sum
-    early = activation is not None and not layout.biased and not layout.normed
+    early = found is not None and not layout.biased and not layout.normed
     ops: dict[str, Any] = {
         "dispatch": Dispatch(_number_of_experts(module)),
         "input": Scale("probs") if layout.scales_input else None,
         "gate_up": GroupedLinear(experts, hidden, wide, bias=layout.biased, device="meta"),
-        "activation": _AsItIs(module, _activation) if activation is None else activation,
+        "activation": _AsItIs(module, _activation) if found is None else found.op,
         "weight": Scale("probs") if early and not layout.scales_input else None,
         "down": GroupedLinear(experts, intermediate, hidden, bias=layout.biased, device="meta"),
         "norm": _AsItIs(module, _norm) if layout.normed else None,
@@ -338,10 +306,15 @@ def _new_experts(module: nn.Module) -> Experts:
     }
     chain = Sequential(OrderedDict((name, op) for name, op in ops.items() if op is not None)).without_parameters()
     # what runs as it is may change as it likes
-    watched = _bare(module)[1] if activation is not None else (((), _LAYOUT_SETTINGS, ()),)
-    return Experts(chain, layout, watched, _state(module, watched), _functions(module, watched))
+    watched = (Watch((), _GATE, _LAYOUT_SETTINGS, ()),) if found is None else found.watched
+    return Experts(chain, layout, watched, state_of(module, watched), functions_of(module, watched))
 
 
+def _recognise_activation(module: nn.Module, layout: Layout, intermediate: int) -> Recognised | None:
+    return recognise(module, _activation, _GATE, RowLayout(layout.gated, layout.interleaved, intermediate))
+
+
+_GATE = "_apply_gate"  # the method that a class of experts has if its gate is more than act_fn(gate) * up
 _LAYOUT_SETTINGS = (
     "num_experts", "has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated",
 )  # fmt: skip
@@ -403,7 +376,7 @@ def _activation(module: Any, x: Tensor) -> Tensor:
     """Return what an experts module computes between its products."""
     if not _setting(module, "has_gate", True):
         return module.act_fn(x)  # type: ignore[no-any-return]
-    if hasattr(module, "_apply_gate"):
+    if hasattr(module, _GATE):
         return module._apply_gate(x)  # type: ignore[no-any-return]
     gate, up = x.chunk(2, dim=-1)  # as transformers has it for experts that define none
     return module.act_fn(gate) * up  # type: ignore[no-any-return]
@@ -411,212 +384,3 @@ def _activation(module: Any, x: Tensor) -> Tensor:
 
 def _norm(module: Any, x: Tensor) -> Tensor:
     return module.post_expert_norm(x)  # type: ignore[no-any-return]
-
-
-# ---- which activation it is ---------------------------------------------------------------------------------------
-
-
-def recognised(module: nn.Module) -> Op | None:
-    """Return the op that computes what an experts module computes between its products; None if there is none.
-
-    It is found by trying, in fp64, fp32 and bf16, values and derivatives: the module's function on every pair of a gate
-    and an up, from 1e-18 to 1e18, against each op with each of the module's own numbers for ``limit`` and ``alpha``.
-
-    Notes
-    -----
-    What is tried is a copy of the module that has nothing but numbers, texts and functions, and submodules of such; ops
-    are made anew when one of these changes. A gate that reads more, such as a parameter, a buffer or the model's
-    configuration, fails there, and none that has a hook is tried. A function that reads a variable of its Python module
-    is taken at its present value.
-    """
-    try:
-        bare, watched, key = _bare(module)
-    except _NotRecognisable as error:
-        logger.info("%s: %s", type(module).__name__, error)
-        return None
-    if key not in _recognised_before:
-        if len(_recognised_before) >= _REMEMBERED:
-            _recognised_before.clear()
-        with ThreadPoolExecutor(1) as thread:  # where no mode and no hook for saved tensors holds that holds here
-            trial = thread.submit(_recognise, bare, watched, _parameters(module, _layout(module)))
-            _recognised_before[key] = trial.result()
-    return copy.deepcopy(_recognised_before[key])
-
-
-_recognised_before: dict[object, Op | None] = {}
-_REMEMBERED = 256
-
-
-class _NotRecognisable(Exception):  # noqa: N818
-    """What keeps a gate from being tried."""
-
-
-_SETTING = (bool, int, float, str, type(None))
-_OF_MODULES = frozenset({*vars(nn.Module()), *vars(nn.Module)})
-
-
-def _bare(module: nn.Module) -> tuple[nn.Module, Watched, tuple[object, ...]]:
-    """Return a copy of a module with nothing in it that may change unnoticed, what to watch, and all of that as a key:
-    two modules with the same key have the same gate.
-    """
-    bare, watched, key = _bare_part(module, ())
-    gate = getattr(type(module), "_apply_gate", None)
-    if "_apply_gate" in vars(module):
-        raise _NotRecognisable("_apply_gate was set on the module itself")
-    if gate is not None:
-        _key(gate, module)
-    return bare, tuple(watched), (gate, *key)
-
-
-def _bare_part(module: nn.Module, path: Path) -> tuple[nn.Module, list[Any], list[object]]:
-    kind = class_of(module)
-    bare: nn.Module = object.__new__(kind)
-    nn.Module.__init__(bare)
-    functions: list[str] = []
-    key: list[object] = [path, kind]
-    of_class = {n: v for c in reversed(kind.__mro__[:-1]) if c is not nn.Module for n, v in vars(c).items()}
-    settings = [n for n, v in of_class.items() if n[0] != "_" and isinstance(v, _SETTING) and n not in _OF_MODULES]
-    for name, value in vars(module).items():
-        if name in _OF_MODULES and name != "forward":
-            continue
-        if name[0] != "_" and isinstance(value, _SETTING):
-            settings.append(name)
-            vars(bare)[name] = value
-        elif name[0] != "_" and isinstance(value, _FUNCTIONS) and name not in of_class:
-            functions.append(name)
-            vars(bare)[name] = MethodType(value.__func__, bare) if isinstance(value, MethodType) else value
-        elif name in of_class and (path or name != "forward"):  # the experts' own forward is not their gate
-            raise _NotRecognisable(f"{'.'.join((*path, name))} was set on the module itself")
-    settings = list(dict.fromkeys(settings))
-    key += [(name, type(value), value) for name in settings for value in [getattr(module, name)]]
-    key += [(name, _key(getattr(module, name), module)) for name in functions]
-    watched: list[Any] = [(path, tuple(settings), tuple(functions))]
-    if path:
-        _key(type(module).forward, module)
-        key.append(type(module).forward)
-        if _hooked(module):
-            raise _NotRecognisable(f"{'.'.join(path)} has a hook")
-    for name, part in module._modules.items():
-        if part is None or any(True for _ in part.parameters()) or any(True for _ in part.buffers()):
-            continue  # a gate that wants it fails without it
-        bare_part, its_watched, its_key = _bare_part(part, (*path, name))
-        bare._modules[name] = bare_part
-        watched += its_watched
-        key += its_key
-    return bare, watched, key
-
-
-_FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, functools.partial)
-
-
-def _key(function: Any, module: nn.Module) -> object:
-    """Return what makes a function what it is, apart from what it is written in; raise if it holds something else."""
-    if isinstance(function, functools.partial):
-        values = (*function.args, *function.keywords.values())
-        if all(isinstance(value, _SETTING) for value in values):
-            return _key(function.func, module), function.args, tuple(function.keywords.items())
-    elif isinstance(function, MethodType):
-        if function.__self__ is module:
-            return _key(function.__func__, module)
-    else:
-        cells = getattr(function, "__closure__", None) or ()
-        if all(isinstance(cell.cell_contents, type) for cell in cells):  # what super() means
-            return function
-    raise _NotRecognisable(f"{function!r} holds values of its own")
-
-
-def _recognise(bare: nn.Module, watched: Watched, parameters: dict[str, Tensor | None]) -> Op | None:
-    down = parameters["down.weight"]
-    assert down is not None
-    layout, state = _layout(bare), _state(bare, watched)
-    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
-        rows = _rows_to_try(layout, down.shape[-1])
-        try:
-            answers = [
-                _answer(functools.partial(_activation, bare.train(training)), rows.to(dtype), layout)
-                for dtype in (torch.float64, torch.float32, torch.bfloat16)
-                for training in (True, False)
-            ]
-        except Exception as error:  # noqa: BLE001  (somebody else's function: it may want a GPU, or more than numbers)
-            logger.info("%s: tried on a CPU, its activation says %r", type(bare).__name__, error)
-            return None
-        if _state(bare, watched) != state:
-            logger.info("%s: its activation changes what it reads", type(bare).__name__)
-            return None
-        of_module = (v for v in state if isinstance(v, int | float) and not isinstance(v, bool))
-        numbers = dict.fromkeys(float(v) for v in of_module if v > 0)
-        for op in _candidates(layout, list(numbers)):
-            if _agree(op, rows[:1], answers[:1], layout) and _agree(op, rows, answers, layout):
-                return op
-    return None
-
-
-def _rows_to_try(layout: Layout, intermediate: int) -> Tensor:
-    """Return rows of the module's own width, three or more, with every pair of a gate and an up in them; fp64."""
-    sizes = torch.cat([torch.logspace(-18, -1, 9), torch.linspace(0.4, 10, 25), torch.logspace(1.1, 18, 15)])
-    sizes = sizes.bfloat16().double()  # the same numbers in every dtype
-    values = torch.cat([-sizes, torch.tensor([0.0, torch.nan]).double(), sizes])
-    pairs = torch.cartesian_prod(values, values) if layout.gated else values[:, None]
-    pairs = pairs[torch.randperm(len(pairs), generator=torch.Generator().manual_seed(0))]
-    height = max(3, -(-len(pairs) // intermediate))
-    pairs = pairs[torch.arange(height * intermediate) % len(pairs)].view(height, intermediate, -1)
-    return (pairs if layout.interleaved else pairs.mT).flatten(1)
-
-
-class _Answer(NamedTuple):
-    """What a function gives for rows: ``y``, and the derivative by each half of them; (1 or 2 or 3, *y.shape)."""
-
-    values: Tensor
-    tolerance: float
-    with_derivatives: bool
-
-
-def _answer(function: Any, rows: Tensor, layout: Layout) -> _Answer:
-    x = rows.detach().requires_grad_()
-    y = function(x)
-    if y.shape != (len(rows), rows.shape[1] // (2 if layout.gated else 1)) or y.dtype is not rows.dtype:
-        raise ValueError(f"{tuple(rows.shape)} in {rows.dtype} became {tuple(y.shape)} in {y.dtype}")
-    (grad,) = torch.autograd.grad(y.sum(), x)
-    values = torch.stack([y.detach(), *_halves(grad, layout)]).double()
-    y = values[0][values[0].isfinite()]
-    if rows.dtype is torch.bfloat16:
-        return _Answer(values, 0.03, with_derivatives=False)  # too coarse to tell them
-    # a function that computes in fp32, whatever it is given, comes no closer than that
-    exact = rows.dtype is torch.float64 and not y.float().double().equal(y)
-    return _Answer(values, 1e-12 if exact else 4e-6, with_derivatives=True)
-
-
-def _halves(rows: Tensor, layout: Layout) -> tuple[Tensor, ...]:
-    if not layout.gated:
-        return (rows,)
-    return (rows[:, ::2], rows[:, 1::2]) if layout.interleaved else rows.chunk(2, dim=-1)
-
-
-def _agree(op: Op, rows: Tensor, answers: list[_Answer], layout: Layout) -> bool:
-    """Whether an op gives the same, to the precision of answers for the first so many rows and more."""
-    got = _answer(op.compute, rows, layout).values
-    inputs = torch.stack(_halves(rows, layout))
-    scales, limit = [rows.square(), rows.abs()], None
-    if isinstance(op, GLU):
-        gate, up = op.clamped(*inputs)
-        scales, limit = [gate.abs() * (up.abs() + op.offset), up.abs() + op.offset, gate.abs()], op.limit
-    # elsewhere a derivative is either of two, or overflows
-    smooth = ((inputs != 0) & (inputs.abs() != limit) & (inputs.abs() < 1e4)).all(0)
-    for values, tolerance, with_derivatives in answers:
-        want = values[:, : len(rows)]
-        same = ((got - want).abs() <= tolerance * torch.stack(scales)) | (got.isnan() & want.isnan())
-        same[1:] |= ~smooth
-        if not (same if with_derivatives else same[:1]).all():
-            return False
-    return True
-
-
-def _candidates(layout: Layout, numbers: list[float]) -> Iterator[Op]:
-    if not layout.gated:
-        yield SquaredReLU()
-        return
-    for limit in (None, *numbers):
-        for offset in (0.0, 1.0):
-            shape: dict[str, Any] = {"limit": limit, "offset": offset, "interleaved": layout.interleaved}
-            yield from (SwiGLU(alpha=alpha, **shape) for alpha in dict.fromkeys((1.0, 1.702, *numbers)))
-            yield from (GeGLU("tanh", **shape), GeGLU("none", **shape), ReGLU(**shape))

@@ -1,13 +1,12 @@
-"""The experts of transformers: which gates are recognised, and what goes on around a call.
+"""The experts of transformers: what goes on around a call, and around a model.
 
-That whole models compute what eager ones compute is tested for every family in test_transformers_families.py.
+Which gates are recognised is tested in test_gates.py. That whole models compute what eager ones compute is tested for
+every family in test_transformers_families.py.
 """
 
 import copy
-import functools
 import importlib.util
 import io
-import logging
 import pickle
 import types
 
@@ -15,18 +14,16 @@ import families_page
 import moe_families
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
+from stand_in_experts import E, H, I, K, Plain, T, arguments, assert_same, by_tokens, config, outcome
 from torch import nn
-from transformers.activations import ACT2FN
-from transformers.integrations.moe import ExpertsInterface, use_experts_implementation
+from transformers.integrations.moe import ExpertsInterface
 
 import fusedmoe as fm
 import fusedmoe.integrations.transformers as fusedmoe_transformers
 from fusedmoe.fusion.log import forget_said
-from fusedmoe.integrations.transformers import experts_forward, recognised
-
-E, H, I, K, T = 8, 16, 12, 2, 20  # noqa: E741  (experts, hidden, intermediate, chosen, tokens)
+from fusedmoe.integrations import gates
+from fusedmoe.integrations.transformers import experts_forward
 
 
 @pytest.fixture(autouse=True)
@@ -34,400 +31,6 @@ def registered():
     forget_said()
     fusedmoe_transformers.register()
     torch.manual_seed(0)
-
-
-class Gated(nn.Module):
-    """Experts as transformers' models have them."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.num_experts, self.limit = E, 7.0
-        self.gate_up_proj = nn.Parameter(torch.randn(E, 2 * I, H, dtype=torch.float64))
-        self.down_proj = nn.Parameter(torch.randn(E, H, I, dtype=torch.float64))
-        self.act_fn = nn.SiLU()
-
-    def forward(self, hidden_states, top_k_index, top_k_weights):
-        raise AssertionError("eager")
-
-
-@use_experts_implementation
-class Plain(Gated):
-    pass
-
-
-@use_experts_implementation(has_gate=False)
-class NotGated(Gated):
-    def __init__(self, config):
-        super().__init__(config)
-        self.up_proj = nn.Parameter(torch.randn(E, I, H, dtype=torch.float64))
-        del self.gate_up_proj
-
-
-@use_experts_implementation(is_concatenated=False)
-class Interleaved(Gated):
-    def _apply_gate(self, x):
-        return self.act_fn(x[..., ::2]) * x[..., 1::2]
-
-
-def config(implementation="fusedmoe", **settings):
-    return types.SimpleNamespace(_experts_implementation=implementation, num_experts_per_tok=K, **settings)
-
-
-def gated(gate, act_fn=None, **attributes):
-    """A module of a class of its own, whose gate is that function of the module and its rows."""
-    kind = use_experts_implementation(type("Own", (Gated,), {"_apply_gate": gate}))
-    module = kind(config())
-    if act_fn is not None:
-        module.act_fn = act_fn
-    for name, value in attributes.items():
-        setattr(module, name, value)
-    return module
-
-
-def by_activation(name, kind=Plain):
-    module = kind(config())
-    module.act_fn = ACT2FN[name] if isinstance(name, str) else name
-    return module
-
-
-def halves(x):
-    return x.chunk(2, dim=-1)
-
-
-def arguments(dtype=torch.float64, tokens=T):
-    x = torch.randn(tokens, H, dtype=dtype, requires_grad=True)
-    index = torch.rand(tokens, E).topk(K).indices
-    weights = torch.rand(tokens, K, dtype=dtype, requires_grad=True)
-    return x, index, weights
-
-
-def outcome(function, module, x, index, weights):
-    x, weights = (t.detach().clone().requires_grad_() for t in (x, weights))
-    module.zero_grad()
-    y = function(module, x, index, weights)
-    (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum().backward()
-    grads = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
-    return {"y": y.detach(), "x": x.grad, "weights": weights.grad, **grads}
-
-
-def by_tokens(module, x, index, weights):
-    """What the experts mean: token by token, with the module's own functions."""
-    y = []
-    for t in range(len(x)):
-        total = torch.zeros_like(x[t])
-        for k in range(index.shape[1]):
-            e = int(index[t, k])
-            if e >= module.num_experts:
-                continue
-            up = module.gate_up_proj if module.has_gate else module.up_proj
-            h = fusedmoe_transformers._activation(module, x[t : t + 1] @ up[e].T)
-            total = total + weights[t, k] * (h @ module.down_proj[e].T)[0]
-        y.append(total)
-    return torch.stack(y)
-
-
-def assert_same(got, want, **tolerances):
-    assert got.keys() == want.keys()
-    for name in want:
-        torch.testing.assert_close(got[name], want[name], **tolerances, msg=lambda text, name=name: f"{name}: {text}")
-        assert want[name].any(), f"{name}: zeros would pass"
-
-
-def computes_its_own(module):
-    given = arguments()
-    assert_same(outcome(experts_forward, module, *given), outcome(by_tokens, module, *given))
-
-
-def of_halves(self, x):
-    return type(self).function(self, *halves(x))
-
-
-def at(function):
-    """A gate: that function of the module, gate and up. It has no closure, which would keep it from being tried."""
-
-    def make():
-        module = gated(of_halves)
-        type(module).function = staticmethod(function)
-        return module
-
-    return make
-
-
-# ---- gates that are one of ours -----------------------------------------------------------------------------------
-
-KNOWN = {
-    "silu": (lambda: by_activation("silu"), "SwiGLU()"),
-    "swish": (lambda: by_activation("swish"), "SwiGLU()"),
-    "a function": (lambda: gated(lambda self, x: F.silu(halves(x)[0]) * halves(x)[1]), "SwiGLU()"),
-    "gelu": (lambda: by_activation("gelu"), "GeGLU(approximate='none')"),
-    "gelu in python": (lambda: by_activation("gelu_python"), "GeGLU(approximate='none')"),
-    "gelu_pytorch_tanh": (lambda: by_activation("gelu_pytorch_tanh"), "GeGLU()"),
-    "gelu_new": (lambda: by_activation("gelu_new"), "GeGLU()"),
-    "quick_gelu": (lambda: by_activation("quick_gelu"), "SwiGLU(alpha=1.702)"),
-    "relu": (lambda: by_activation("relu"), "ReGLU()"),
-    "partial": (lambda: by_activation(functools.partial(F.gelu, approximate="tanh"), Functional), "GeGLU()"),
-    "interleaved": (lambda: Interleaved(config()), "SwiGLU(interleaved=True)"),
-    "relu2, not gated": (lambda: by_activation("relu2", NotGated), "SquaredReLU()"),
-    "slices": (lambda: gated(lambda self, x: F.silu(x[..., : self.width]) * x[..., self.width :], width=I), "SwiGLU()"),
-    "clamped": (
-        lambda: gated(lambda self, x: F.silu(halves(x)[0].clamp(max=self.limit)) * halves(x)[1].clamp(-7.0, 7.0)),
-        "SwiGLU(limit=7.0)",
-    ),
-    "alpha of the module": (
-        lambda: gated(lambda self, x: halves(x)[0] * torch.sigmoid(self.beta * halves(x)[0]) * halves(x)[1], beta=1.5),
-        "SwiGLU(alpha=1.5)",
-    ),
-    "alpha of the class": (
-        lambda: by_activation(type("Own", (nn.Module,), {"b": 2.5, "forward": lambda s, g: g * (s.b * g).sigmoid()})()),
-        "SwiGLU(alpha=2.5)",
-    ),
-    "in fp32": (at(lambda self, g, u: (F.silu(g.float()) * u.float()).to(g.dtype)), "SwiGLU()"),
-}  # fmt: skip
-
-
-@use_experts_implementation
-class Functional(Gated):
-    """Whose act_fn is no module."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        del self.act_fn
-
-
-@pytest.mark.parametrize("name", KNOWN)
-def test_recognised(name, caplog):
-    make, expected = KNOWN[name]
-    module = make()
-    with caplog.at_level(logging.WARNING, "fusedmoe"):
-        assert repr(recognised(module)) == expected
-        given = arguments()
-        tolerances = {"rtol": 1e-4, "atol": 1e-4} if name == "in fp32" else {}
-        assert_same(outcome(experts_forward, module, *given), outcome(by_tokens, module, *given), **tolerances)
-    assert not caplog.records
-
-
-# ---- gates that must not be taken for one of ours -----------------------------------------------------------------
-
-
-class Own(nn.Module):
-    """An activation with something in it."""
-
-    def __init__(self, forward, **attributes):
-        super().__init__()
-        self.set, self._function = True, forward
-        for name, value in attributes.items():
-            setattr(self, name, value)
-
-    def forward(self, gate):
-        return self._function(self, gate)
-
-
-class WithParameter(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.beta = nn.Parameter(torch.ones(()).double())
-
-    def forward(self, gate):
-        return gate * torch.sigmoid(self.beta * gate)
-
-
-class WithBuffer(WithParameter):
-    def __init__(self):
-        super().__init__()
-        del self.beta
-        self.register_buffer("beta", torch.ones(()).double())
-
-
-class Private(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self._beta = 1.0
-
-    def forward(self, gate):
-        return gate * torch.sigmoid(self._beta * gate)
-
-
-class Counting(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, gate):
-        self.calls += 1
-        return F.silu(gate)
-
-
-class OnlyInTraining(nn.Module):
-    def forward(self, gate):
-        return F.relu(gate) if self.training else F.silu(gate)
-
-
-def silu_times(module, x):
-    gate, up = halves(x)
-    return F.silu(gate) * up
-
-
-def hooked():
-    module = by_activation("silu")
-    module.act_fn.register_forward_hook(lambda module, args, y: 2 * y)
-    return module
-
-
-def set_on_the_module():
-    module = Plain(config())
-    module._apply_gate = lambda x: F.relu(halves(x)[0]) * halves(x)[1]
-    return module
-
-
-def forward_set_on_the_activation():
-    module = by_activation("silu")
-    module.act_fn.forward = F.relu
-    return module
-
-
-def closure(beta):
-    return gated(lambda self, x: silu_times(self, x) * beta)
-
-
-UNKNOWN = {
-    "swapped halves": at(lambda self, gate, up: gate * F.silu(up)),
-    "a limit of its own": at(lambda self, g, u: F.silu(g.clamp(max=6.5)) * u.clamp(-6.5, 6.5)),
-    "a huge limit": at(lambda self, g, u: F.silu(g.clamp(max=3e5)) * u.clamp(-3e5, 3e5)),
-    "up is not clamped": at(lambda self, g, u: F.silu(g.clamp(max=self.limit)) * u),
-    "gate is clamped below": at(lambda self, g, u: F.silu(g.clamp(-self.limit, self.limit)) * u.clamp(-7, 7)),
-    "clamped after the activation": at(lambda self, g, u: F.silu(g).clamp(max=self.limit) * u.clamp(-7, 7)),
-    "clamped after it, at 14": at(lambda self, g, u: F.silu(g).clamp(max=14.0) * u.clamp(-14.0, 14.0)),
-    "alpha nearby": at(lambda self, g, u: g * torch.sigmoid(1.7021 * g) * u),
-    "another offset": at(lambda self, g, u: F.silu(g) * (u + 0.5)),
-    "doubled": at(lambda self, g, u: 2 * F.silu(g) * u),
-    "zero where tiny": at(lambda self, g, u: F.silu(g.where(g.abs() > 1e-12, 0)) * u),
-    "NaN becomes zero": at(lambda self, g, u: (F.silu(g) * u).nan_to_num(0.0)),
-    "no gradient of gate": at(lambda self, g, u: F.silu(g).detach() * u),
-    "straight through": at(lambda self, g, u: (g + (F.silu(g) - g).detach()) * u),
-    "over rows": at(lambda self, g, u: F.silu(g) * u / len(g)),
-    "in bf16 another": at(lambda self, g, u: (F.relu if g.dtype is torch.bfloat16 else F.silu)(g) * u),
-    "in fp16 inside": at(lambda self, g, u: (F.silu(g.half()) * u.half()).to(g.dtype)),
-    "of the configuration": lambda: gated(lambda self, x: silu_times(self, x) * self.config.num_experts_per_tok / K),
-    "not in fp64": at(lambda self, g, u: F.silu(g) * u if g.dtype is not torch.float64 else 0),
-    "dropout": at(lambda self, g, u: F.dropout(F.silu(g) * u, 0.1, self.training)),
-    "parameter": lambda: by_activation(WithParameter()),
-    "buffer": lambda: by_activation(WithBuffer()),
-    "private number": lambda: by_activation(Private()),
-    "changes itself": lambda: by_activation(Counting()),
-    "training": lambda: by_activation(OnlyInTraining()),
-    "hook": hooked,
-    "gate set on the module": set_on_the_module,
-    "forward set on the activation": forward_set_on_the_activation,
-    "closure": lambda: closure(1.0),
-    "mish": lambda: by_activation("mish"),
-    "clipped gelu": lambda: by_activation("gelu_10"),
-    "leaky": lambda: by_activation("leaky_relu"),
-    "not gated, silu": lambda: by_activation("silu", NotGated),
-    "not gated, relu": lambda: by_activation("relu", NotGated),
-    "not gated, gelu": lambda: by_activation("gelu", NotGated),
-}  # fmt: skip
-NOT_COMPARED = {"dropout", "over rows", "not in fp64"}  # by the row they are something else, or random, or nothing
-
-
-@pytest.mark.parametrize("name", UNKNOWN)
-def test_not_recognised(name, caplog):
-    module = UNKNOWN[name]()
-    assert recognised(module) is None
-    if name in NOT_COMPARED:
-        return
-    with caplog.at_level(logging.WARNING, "fusedmoe"):
-        computes_its_own(module)
-        experts_forward(UNKNOWN[name](), *arguments())
-    assert len([r for r in caplog.records if "runs as it is" in r.getMessage()]) == 1
-
-
-def test_trying_draws_no_random_numbers_and_leaves_the_module_alone():
-    module = UNKNOWN["dropout"]()
-    before, state = {name: copy.copy(value) for name, value in vars(module).items()}, torch.get_rng_state()
-    recognised(module)
-    assert torch.get_rng_state().equal(state)
-    assert vars(module).keys() == before.keys()
-    assert module.training
-
-
-def change_limit(module):
-    module.limit = 3.0
-
-
-def change_beta(module):
-    module.act_fn.beta = 2.0
-
-
-def change_act_fn(module):
-    module.act_fn = nn.ReLU()
-
-
-def change_forward(module):
-    module.act_fn.forward = torch.tanh
-
-
-def change_gate(module):
-    module._apply_gate = types.MethodType(lambda self, x: torch.tanh(halves(x)[0]) * halves(x)[1], module)
-
-
-def change_class(module):
-    type(module)._apply_gate = lambda self, x: F.relu(halves(x)[0]) * halves(x)[1]
-
-
-def change_hooks(module):
-    module.act_fn.register_forward_hook(lambda module, args, y: y + 1)
-
-
-class Beta(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.beta = 1.0
-
-    def forward(self, gate):
-        return gate * torch.sigmoid(self.beta * gate)
-
-
-@pytest.mark.parametrize(
-    "change", [change_limit, change_beta, change_act_fn, change_forward, change_gate, change_class, change_hooks]
-)
-def test_a_changed_gate_is_tried_again(change):
-    def gate(self, x):
-        return self.act_fn(halves(x)[0].clamp(max=self.limit)) * halves(x)[1].clamp(-self.limit, self.limit)
-
-    module = gated(gate, Beta())
-    with torch.no_grad():
-        module.gate_up_proj *= 3  # beyond the limit
-    given = arguments()
-    before = outcome(experts_forward, module, *given)
-    assert repr(recognised(module)) == "SwiGLU(limit=7.0)"
-    chain = fusedmoe_transformers._experts_of(module).chain
-    assert fusedmoe_transformers._experts_of(module).chain is chain
-    change(module)
-    after = outcome(experts_forward, module, *given)
-    assert not torch.allclose(before["y"], after["y"])
-    assert_same(after, outcome(by_tokens, module, *given))
-
-
-def test_layers_of_a_model_share_what_was_found(monkeypatch):
-    tried = []
-    recognise = fusedmoe_transformers._recognise
-    monkeypatch.setattr(fusedmoe_transformers, "_recognised_before", {})
-    monkeypatch.setattr(fusedmoe_transformers, "_recognise", lambda *a: tried.append(a) or recognise(*a))
-    for family in ("qwen3_moe", "gemma4"):
-        tiny = moe_families.tiny(family, "fusedmoe")
-        moe_families.logits_and_loss(tiny)
-        assert len(tiny.experts) == 2
-        assert len(tried) == 1
-        tried.clear()
-
-
-@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)])
-def test_it_is_tried_in_any_mode(around, monkeypatch):
-    monkeypatch.setattr(fusedmoe_transformers, "_recognised_before", {})
-    with around(), torch.device("meta"):
-        assert repr(recognised(by_activation("silu"))) == "SwiGLU()"
-    y = experts_forward(by_activation("silu"), *arguments())
-    assert y.requires_grad
 
 
 # ---- around a call ------------------------------------------------------------------------------------------------
@@ -601,7 +204,7 @@ def test_auxiliary_losses_are_the_models(family):
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_gradient_checkpointing_in_training(family, monkeypatch):
-    monkeypatch.setattr(fusedmoe_transformers, "_recognised_before", {})  # tried while the first pass saves tensors
+    monkeypatch.setattr(gates, "_recognised_before", {})  # tried while the first pass saves tensors
 
     def change(tiny):
         # by the name that it has in this version
