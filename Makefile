@@ -59,6 +59,7 @@ $(READY): pyproject.toml | $(BIN)/pip
 	@echo "installing $(TORCH), fusedmoe and its tools into $(VENV)"
 	@$(BIN)/pip install --quiet --quiet "$(TORCH)"
 	@$(BIN)/pip install --quiet --quiet --editable ".[dev,demo]"
+	@$(BIN)/pip install --quiet --quiet --no-deps "torchtitan==0.3.*"  # without its data sets and trackers
 	@touch $@
 
 $(BIN)/pip:

@@ -1,8 +1,10 @@
 """Experts of torchtitan: in torchtitan itself where it can be imported, else in a stand-in of its interface."""
 
 import copy
-import importlib
+import importlib.util
+import sys
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -23,10 +25,19 @@ LIMIT = 0.5  # of GPT-OSS's activation: low enough that many values are beyond i
 def titan(request, monkeypatch):
     """torchtitan's classes, and this package's integration of them."""
     if request.param == "torchtitan":
-        moe = pytest.importorskip("torchtitan.models.common.moe")
+        moe = imported("torchtitan.models.common.moe")
         return SimpleNamespace(GroupedExperts=moe.GroupedExperts, ours=importlib.import_module(OURS))
     install(monkeypatch, stand_in.MODULES)
     return SimpleNamespace(GroupedExperts=stand_in.GroupedExperts, ours=import_anew(monkeypatch, OURS))
+
+
+def imported(module):
+    """A module of torchtitan's; without its kernels in Triton, which no test here runs, where there is no Triton."""
+    pytest.importorskip("torchtitan")
+    with pytest.MonkeyPatch.context() as patch:
+        if importlib.util.find_spec("triton") is None:
+            patch.setitem(sys.modules, "torchtitan.distributed.minimal_async_ep.kernels", MagicMock())
+        return importlib.import_module(module)
 
 
 def stock_config(titan, kind):
@@ -35,7 +46,7 @@ def stock_config(titan, kind):
         return titan.GroupedExperts.Config(**sizes)
     if titan.GroupedExperts is stand_in.GroupedExperts:
         return stand_in.GptOssGroupedExperts.Config(**sizes, swiglu_limit=LIMIT)
-    moe = pytest.importorskip("torchtitan.models.gpt_oss.moe", exc_type=ImportError)  # which imports Triton
+    moe = imported("torchtitan.models.gpt_oss.moe")
     return moe.GptOssGroupedExperts.Config(**sizes, swiglu_limit=LIMIT)
 
 
@@ -178,6 +189,24 @@ def test_explain(titan, kind):
     assert "down" in text
 
 
+@KINDS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_explain_of_a_model(titan, kind, dtype):
+    model = torch.nn.ModuleList([make(titan, kind, dtype), make(titan, kind, dtype)])
+    (group,) = fm.explain(model, tokens=18).groups
+    assert (group.names, group.note) == (("0", "1"), "")
+    assert group.kind == type(model[0]).__name__
+    x = torch.zeros(18, DIM, dtype=dtype, requires_grad=True)
+    assert str(group.explanation) == str(model[0].explain(x, torch.tensor([5, 5, 4, 4])))
+    assert {s.direction for s in group.explanation.steps} == {"forward", "backward"}
+    with torch.no_grad():
+        (plan,) = fm.explain(model).plans
+    assert {s.direction for s in plan.steps} == {"forward"}
+    assert plan.dtype == "bfloat16"
+    (group,) = fm.explain(model.to("meta")).groups
+    assert group.explanation.plans[0].device == "meta"
+
+
 def test_configurations(titan):
     config = titan.ours.experts(stock_config(titan, "GroupedExperts"), recipe="mxfp8")
     assert type(config) is titan.ours.FusedGroupedExperts.Config
@@ -267,6 +296,44 @@ def test_dtensors(titan, kind, axis):
     for (name, got), parameter in zip(module.named_parameters(), plain.parameters(), strict=True):
         assert got.grad.placements == got.placements, name
         assert torch.equal(got.grad.to_local(), parameter.grad), name
+
+
+@KINDS
+@pytest.mark.parametrize("axis", ["ep", "tp"])
+@pytest.mark.parametrize("process_group", [2], indirect=True)
+def test_explain_of_a_model_of_dtensors(titan, kind, axis, process_group):
+    """Of what a rank has, as a call."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    def placement(name):
+        if axis == "ep":
+            return Shard(0)
+        return {"w2_EDF": Shard(2), "mlp2_weight_EDF": Shard(2), "mlp2_bias_ED": Replicate()}.get(name, Shard(1))
+
+    plain = make(titan, kind)
+    mesh = dist.init_device_mesh("cpu", (process_group,), mesh_dim_names=(axis,))
+    module = distribute(copy.deepcopy(plain), mesh, placement)
+    assert str(fm.explain(module).groups[0].explanation) == str(fm.explain(plain).groups[0].explanation)
+
+
+@KINDS
+@pytest.mark.parametrize("names", [("fsdp",), None], ids=["fsdp", "no name"])
+@pytest.mark.parametrize("process_group", [1, 2], indirect=True)
+def test_explain_of_a_model_under_fsdp(titan, kind, names, process_group):
+    """A part of the parameters is no part of the experts."""
+    from torch.distributed.fsdp import fully_shard
+
+    module = make(titan, kind)
+    plain = str(fm.explain(module).groups[0].explanation)
+    fully_shard(module, mesh=dist.init_device_mesh("cpu", (process_group,), mesh_dim_names=names))
+    (group,) = fm.explain(module).groups
+    if process_group == 1:
+        assert str(group.explanation) == plain
+    else:
+        name = next(name for name, _ in module.named_parameters())
+        assert group.explanation is None
+        assert f"{name}: expected this rank's experts, got a part of them, sharded over" in group.note
+        assert group.note in str(fm.explain(module))
 
 
 @KINDS
