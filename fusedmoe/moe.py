@@ -20,6 +20,7 @@ from fusedmoe.ops.dispatch import Combine, Dispatch
 from fusedmoe.ops.glu import GLU, GeGLU, ReGLU, SwiGLU
 from fusedmoe.ops.grouped_linear import GroupedLinear, Linear
 from fusedmoe.ops.op import Op
+from fusedmoe.ops.scale import Scale
 from fusedmoe.ops.squared_relu import SquaredReLU
 from fusedmoe.sequential import Sequential, kernel_options
 
@@ -259,8 +260,9 @@ class MoE(nn.Module):
     ----------
     router : Router
     experts : Sequential
-        ``dispatch``, ``gate_up`` (E, 2I, H), ``activation``, ``down`` (E, H, I), ``combine``. For an activation without
-        a gate, ``gate_up`` is (E, I, H).
+        ``dispatch``, ``gate_up`` (E, 2I, H), ``activation``, ``weight``, ``down`` (E, H, I), ``combine``. For an
+        activation without a gate, ``gate_up`` is (E, I, H). With biases ``combine`` applies the routing weights, and
+        there is no ``weight``.
     shared : Sequential or None
         ``gate_up``, ``activation``, ``down``.
     """
@@ -305,15 +307,17 @@ class MoE(nn.Module):
             dtype=dtype,
         )
         wide = 2 if isinstance(_activation(activation), GLU) else 1
-        self.experts = Sequential(
-            OrderedDict(
-                dispatch=Dispatch(num_experts),
-                gate_up=GroupedLinear(num_experts, hidden, wide * intermediate, bias=bias, device=device, dtype=dtype),
-                activation=_activation(activation),
-                down=GroupedLinear(num_experts, intermediate, hidden, bias=bias, device=device, dtype=dtype),
-                combine=Combine(),
-            )
-        )
+        # the routing weight goes into the activation's epilogue, so that the experts' results are not kept for its
+        # gradient; a bias behind it would be left unweighted
+        ops: dict[str, Op | None] = {
+            "dispatch": Dispatch(num_experts),
+            "gate_up": GroupedLinear(num_experts, hidden, wide * intermediate, bias=bias, device=device, dtype=dtype),
+            "activation": _activation(activation),
+            "weight": None if bias else Scale("probs"),
+            "down": GroupedLinear(num_experts, intermediate, hidden, bias=bias, device=device, dtype=dtype),
+            "combine": Combine("probs" if bias else None),
+        }
+        self.experts = Sequential(OrderedDict((name, op) for name, op in ops.items() if op is not None))
         self.shared: Sequential | None = None
         self.shared_gate: Linear | None = None
         if shared_intermediate is not None:
