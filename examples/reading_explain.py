@@ -67,8 +67,8 @@ STORY = (
      "SwiGLU(interleaved=True).", {"reorder_by_module": False}),
     ("'module 2: Dropout: not an op: splits the chain', in its middle. Drop from the layer's output instead.",
      {"dropout_inside": False}),
-    ("'slot 'act': expected SwiGLU ..., got Scale': after a layer the kernels take an activation, and no Scale whose\n"
-     "gradient is wanted. Without a bias a Scale before the layer gives the same, in the activation's own kernel.",
+    ("'cannot keep 3.input, which 3.ScaleGrad needs': after a layer the kernel takes a Scale only if nobody wants its\n"
+     "gradient. Without a bias a Scale before the layer gives the same, in the activation's own kernel.",
      {"scale_last": False}),
 )  # fmt: skip
 

@@ -88,16 +88,19 @@ class ModelExplanation:
 def explain(model: nn.Module, tokens: int = 4096) -> ModelExplanation:
     """Return what every part of a model that runs on `fusedmoe` will do with a call, and why: ``print`` it for a table.
 
-    That is: each `MoE` and `Sequential`, and the experts of a framework that `fusedmoe.integrations` has been told to
-    take over. The model is not called: each part is planned for evenly routed tokens, on the device and in the dtype of
-    its weights, under the settings that hold here (``fm.recipe``, ``torch.autocast``, ``torch.no_grad``).
+    That is: each `MoE` and `Sequential`; the experts of transformers that are computed here; those of torchtitan and
+    Megatron-Core that were built from `fusedmoe.integrations`; and any other module whose class has a method
+    ``explain_rows(rows: int) -> Explanation``, which is asked. The model is not called: each part is planned for evenly
+    routed tokens, on the device and in the dtype of its weights, under the settings that hold here (``fm.recipe``,
+    ``torch.autocast``, ``torch.no_grad``).
 
     Parameters
     ----------
     model
         The model.
     tokens
-        Tokens, or rows of a `Sequential` without `Dispatch`, to plan for.
+        Tokens to plan for; rows, of what is called with rows that are sorted already: a `Sequential` without
+        `Dispatch`, experts of torchtitan and of Megatron-Core.
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"explain: model: expected a module, got {type(model).__name__}")
@@ -128,6 +131,11 @@ def _explained(module: nn.Module, tokens: int) -> tuple[Explanation | None, str]
         return module.explain(_rows(tokens, module.hidden, weight)), ""
     if isinstance(module, Sequential):
         return _explained_sequential(module, tokens)
+    if callable(explain_rows := getattr(type(module), "explain_rows", None)):
+        try:
+            return explain_rows(module, tokens), ""
+        except InputError as error:
+            return None, str(error)
     if "transformers" in sys.modules:
         from fusedmoe.integrations.transformers import explained
 
@@ -149,10 +157,8 @@ def _explained_sequential(module: nn.Module, tokens: int) -> tuple[Explanation |
     groups = [op.num_groups for op in ops if isinstance(op, GroupedLinear)]
     experts = groups[0] if groups else 1
     slots = torch.arange(tokens * min(2, experts), device=weight.device).view(tokens, -1) % experts
-    splits = torch.full((experts,), tokens // experts, device=weight.device)
-    splits[: tokens % experts] += 1
     known: dict[str, Tensor] = {
-        "splits": splits,
+        "splits": even_splits(tokens, experts, weight.device),
         "probs": torch.ones(tokens, device=weight.device),
         "expert_index": slots,
         "expert_weight": torch.ones(slots.shape, device=weight.device),
@@ -161,6 +167,13 @@ def _explained_sequential(module: nn.Module, tokens: int) -> tuple[Explanation |
         return None, f"takes {', '.join(unknown)}: call its own explain()"
     inputs = {name: known[name] for name in module.runtime_inputs}
     return module.explain(_rows(tokens, layers[0].in_features, weight), **inputs), ""
+
+
+def even_splits(rows: int, experts: int, device: torch.device) -> Tensor:
+    """Return how many of the rows each expert gets where they are routed as evenly as can be."""
+    splits = torch.full((experts,), rows // experts, device=device)
+    splits[: rows % experts] += 1
+    return splits
 
 
 def _rows(tokens: int, features: int, weight: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from fusedmoe.fusion.graph import Place
+    from fusedmoe.fusion.matcher import Match
     from fusedmoe.fusion.plain import Plain
     from fusedmoe.fusion.rule import Direction
 
@@ -108,44 +109,46 @@ class Line:
         start: int,
         end: int,
         matched: int,
+        about: range,
         status: Status,
         reason: str,
         here: bool,
-        subclass: bool = False,
-        quantized: bool = False,
+        excused: bool = False,
     ) -> None:
         self.attempts.append(
-            Attempt(rule.name, self.direction, start, end, matched, status, reason, here, subclass, quantized)
+            Attempt(rule.name, self.direction, start, end, matched, about, status, reason, here, excused)
         )
 
     def _try(self, rule: type[FusionRule], unavailable: str | None, start: int) -> None:
         found = match(rule.slots, [p.item for p in self.places], start)
         if isinstance(found, Mismatch):
             end = min(start + found.matched + 1, len(self.places))
-            here = unavailable is None
-            self._note(rule, start, end, found.matched, Status.NO_MATCH, str(found), here, found.subclass)
+            about = range(start, start + found.stood)
+            self._note(rule, start, end, found.matched, about, Status.NO_MATCH, str(found), here=unavailable is None)
             return
         if unavailable is not None:
             end, matched = found[0].end, sum(b is not None for b in found[0].bindings.values())
-            self._note(rule, start, end, matched, Status.UNAVAILABLE, unavailable, here=False)
+            self._note(rule, start, end, matched, range(start, end), Status.UNAVAILABLE, unavailable, here=False)
             return
-        declined: list[tuple[int, int, str, bool]] = []
         for m in found:
-            matched = sum(b is not None for b in m.bindings.values())
             bound = rule(m.bindings)
             ctx = self._ctx(rule, m.bindings, start, m.end)
             if why_not := None if rule.takes_quantized else self._quantized_operand(start, m.end):
-                declined.append((m.end, matched, why_not, True))
+                self._note_declined(rule, start, m, why_not, excused=True)
                 continue
             try:
                 bound.check(ctx)
             except Declined as why:
-                declined.append((m.end, matched, str(why), False))
+                self._note_declined(rule, start, m, str(why))
                 continue
             self.candidates.append(self._candidate(rule, bound.build(ctx), ctx, start, m.end))
-        if len(declined) == len(found):
-            end, matched, reason, quantized = declined[0]
-            self._note(rule, start, end, matched, Status.CONSTRAINT, reason, here=True, quantized=quantized)
+
+    def _note_declined(
+        self, rule: type[FusionRule], start: int, m: Match, reason: str, *, excused: bool = False
+    ) -> None:
+        matched = sum(b is not None for b in m.bindings.values())
+        about = range(start, m.end)
+        self._note(rule, start, m.end, matched, about, Status.CONSTRAINT, reason, here=True, excused=excused)
 
     def _quantized_operand(self, start: int, end: int) -> str | None:
         """Why a rule for plain tensors does not take these places."""

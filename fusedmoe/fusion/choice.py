@@ -11,6 +11,7 @@ wait for the step itself. Steps that others wait for get such a value from the f
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fusedmoe.fusion.candidates import Candidate, Line
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 Covering = tuple[Candidate, ...]
 _Ranked = tuple[float, int, tuple[str, ...], Covering]
+
+_STATUSES = list(Status)  # the best first
 
 
 def _rank(covering: _Ranked) -> tuple[float, int, tuple[str, ...]]:
@@ -102,17 +105,21 @@ def cheapest(forward: Line, backward: Line, kept_anyway: Collection[str]) -> tup
 def final_attempts(line: Line, covering: Covering, kept: Collection[str], kept_for: Mapping[str, str]) -> list[Attempt]:
     """Return how every rule ended at every position, once the covering is chosen.
 
+    A rule ends at a position in one status: of the ways in which it stands there the best, the longest of those. Each
+    longer way is told besides, of its further ops alone: they would take the reasons of other rules for it otherwise.
+
     ``kept`` are the values to keep, ``kept_for`` the backward step that needs each of them.
     """
     attempts = list(line.attempts)
+    able = {(c.name, c.start) for c in line.candidates if not _cannot_keep(c, kept)}
     for c in line.candidates:
         if c.rule is None:
             continue
-        status, reason = Status.FUSED, ""
+        status, reason, excused = Status.FUSED, "", False
         if c not in covering:
             impossible = _cannot_keep(c, kept)
             if impossible:
-                status = Status.CONSTRAINT
+                status, excused = Status.CONSTRAINT, (c.name, c.start) in able
                 reason = f"cannot keep {', '.join(impossible)}, which {kept_for[impossible[0]]} needs"
             else:
                 status = Status.SHADOWED
@@ -120,20 +127,27 @@ def final_attempts(line: Line, covering: Covering, kept: Collection[str], kept_f
                 reason = "by " + ", ".join(
                     dict.fromkeys(o.name or line.places[o.start].label + " in plain PyTorch" for o in others)
                 )
-        attempts.append(Attempt(c.name, line.direction, c.start, c.end, c.end - c.start, status, reason))
-    # every (rule, position) ends in one status: of the ways in which a rule stood at a position, the best
-    order = list(Status)
-    best: dict[tuple[str, int], Attempt] = {}
+        span = range(c.start, c.end)
+        attempts.append(
+            Attempt(c.name, line.direction, c.start, c.end, len(span), span, status, reason, excused=excused)
+        )
+    ways: dict[tuple[int, str], list[Attempt]] = {}
     for attempt in attempts:
-        key = attempt.rule, attempt.start
-        if key not in best or order.index(attempt.status) < order.index(best[key].status):
-            best[key] = attempt
-    return [best[key] for key in sorted(best, key=lambda k: (k[1], k[0]))]
+        ways.setdefault((attempt.start, attempt.rule), []).append(attempt)
+    return [attempt for key in sorted(ways) for attempt in _best_and_longer(ways[key])]
+
+
+def _best_and_longer(ways: list[Attempt]) -> list[Attempt]:
+    """Return how a rule ended at a position, and how in each longer way in which it stands there, by length."""
+    ranked = sorted(ways, key=lambda a: (_STATUSES.index(a.status), -a.end))
+    best = ranked[0]
+    longer = {a.end: replace(a, about=range(best.end, a.end)) for a in reversed(ranked) if a.end > best.end}
+    return [best, *(longer[end] for end in sorted(longer))]
 
 
 def nearest_miss(attempts: Iterable[Attempt], position: int) -> Attempt | None:
     """Return the rule that came nearest to taking this place: on this device first, then by how far it got."""
-    near = (a for a in attempts if a.start <= position < a.end and (a.matched or a.subclass))
+    near = (a for a in attempts if a.start <= position < a.end and (a.matched or a.about))
     stood = [a for a in near if a.status is not Status.FUSED]
     got = {Status.CONSTRAINT: 3, Status.SHADOWED: 2, Status.UNAVAILABLE: 1, Status.NO_MATCH: 0}
 

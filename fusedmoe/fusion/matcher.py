@@ -22,26 +22,35 @@ class Match:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """The farthest that a pattern got: the slots bound before it, the slot that failed, what it wanted, what came, and
-    whether that is a subclass of what it wanted.
+    """The farthest that a pattern got: the slots bound before it, the slot that failed, what it wanted, what came.
+
+    Attributes
+    ----------
+    stood : int
+        The ops, from the first, that the pattern is about for all that it does not stand: those up to the last that a
+        required slot was bound to. An optional slot takes an op on account of what comes next: where something else
+        comes, nothing is said of that op. Where a subclass of what was wanted comes, it is the right place, and all
+        ops up to that one count.
     """
 
     matched: int
     slot: str
     expected: str
     got: str
-    subclass: bool = False
+    stood: int
 
     def __str__(self) -> str:
         return f"slot {self.slot!r}: expected {self.expected}, got {self.got}"
 
 
 def match(slots: tuple[Slot, ...], items: Sequence[Op | BackwardOp], start: int) -> list[Match] | Mismatch:
-    """Match a pattern at a position: every way in which it stands, most slots bound first, or the farthest mismatch."""
+    """Match a pattern at a position: every way in which it stands, most slots bound first, or the farthest mismatch: by
+    required slots, then by all.
+    """
     found: list[Match] = []
     farthest: Mismatch | None = None
 
-    def walk(index: int, position: int, bindings: dict[str, Op | BackwardOp | None]) -> None:
+    def walk(index: int, position: int, stood: int, bindings: dict[str, Op | BackwardOp | None]) -> None:
         nonlocal farthest
         if index == len(slots):
             found.append(Match(bindings, position))
@@ -49,26 +58,28 @@ def match(slots: tuple[Slot, ...], items: Sequence[Op | BackwardOp], start: int)
         slot = slots[index]
         item = items[position] if position < len(items) else None
         if item is not None and type(item) in slot.types:
-            walk(index + 1, position + 1, {**bindings, slot.name: item})
+            after = position + 1
+            walk(index + 1, after, stood if slot.optional else after - start, {**bindings, slot.name: item})
         if slot.optional:
-            walk(index + 1, position, {**bindings, slot.name: None})
+            walk(index + 1, position, stood, {**bindings, slot.name: None})
         elif item is None or type(item) not in slot.types:
-            bound = position - start
-            if farthest is None or bound > farthest.matched:
-                farthest = _mismatch(bound, slot, item)
+            failed = _mismatch(position - start, stood, slot, item)
+            if farthest is None or (failed.stood, failed.matched) > (farthest.stood, farthest.matched):
+                farthest = failed
 
-    walk(0, start, {})
+    walk(0, start, 0, {})
     if found:
         return sorted(found, key=lambda m: -m.end)
     assert farthest is not None, "a pattern that does not stand has a slot that failed"
     return farthest
 
 
-def _mismatch(bound: int, slot: Slot, item: Op | BackwardOp | None) -> Mismatch:
+def _mismatch(bound: int, stood: int, slot: Slot, item: Op | BackwardOp | None) -> Mismatch:
     if item is None:
-        return Mismatch(bound, slot.name, slot.expected, "the end of the chain")
+        return Mismatch(bound, slot.name, slot.expected, "the end of the chain", stood)
     got = type(item).__name__
     base = next((t.__name__ for t in slot.types if isinstance(item, t)), None)
     if base is not None:
         got += f", a subclass of {base}, which may compute something else"
-    return Mismatch(bound, slot.name, slot.expected, got, base is not None)
+        stood = bound + 1
+    return Mismatch(bound, slot.name, slot.expected, got, stood)

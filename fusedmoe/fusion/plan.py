@@ -34,6 +34,10 @@ class Status(str, Enum):
 class Attempt:
     """One rule at one position, and how it ended.
 
+    Where a rule has optional slots, it may stand at a position in several ways, over fewer ops and over more. Of those
+    there is the one that ended best (of these the longest), and each longer one, which is about its further ops alone:
+    why the rule does not take them too.
+
     Attributes
     ----------
     rule : str
@@ -44,16 +48,17 @@ class Attempt:
         The positions that it covers; of a NO_MATCH, those up to the one that did not fit, inclusive.
     matched : int
         Slots bound.
+    about : range
+        The positions of the ops that it says something of, see `stands_on`.
     status : Status
         How it ended.
     reason : str
         The rule that shadows it, what is missing, the constraint, or slot, expected and got.
     on_this_device : bool
         Whether the rule could run on this machine at all.
-    subclass : bool
-        Of a NO_MATCH: what did not fit is a subclass of what would have.
-    quantized : bool
-        Of a CONSTRAINT: an operand is quantized, which the rule has no kernel for on any device.
+    excused : bool
+        Of a CONSTRAINT: nothing is missed. An operand is quantized, which the rule has no kernel for on any device; or
+        the rule could take fewer ops, and takes no more since it cannot keep what lies between for the backward pass.
     """
 
     rule: str
@@ -61,24 +66,29 @@ class Attempt:
     start: int
     end: int
     matched: int
+    about: range
     status: Status
     reason: str = ""
     on_this_device: bool = True
-    subclass: bool = False
-    quantized: bool = False
+    excused: bool = False
 
     @property
     def missed(self) -> bool:
-        """Whether this device has the kernel and it does not run: what ``fm.strict()`` raises for."""
-        stood = self.matched > 0 and self.status in (Status.CONSTRAINT, Status.NO_MATCH)
-        return stood and self.on_this_device and not self.quantized
+        """Whether this device has a kernel for the ops that it is about, in this place, and it does not run: what
+        ``fm.strict()`` raises for.
+        """
+        stood = self.matched > 0 and len(self.about) > 0 and self.status in (Status.CONSTRAINT, Status.NO_MATCH)
+        return stood and self.on_this_device and not self.excused
 
     def stands_on(self, position: int) -> bool:
-        """Whether a slot was bound to the op there, or would have been but that the op is of a subclass.
+        """Whether the rule has something for the op there: a slot was bound to it, or would have been but that the op
+        is of a subclass.
 
-        The op at which a pattern ended is none of the rule's: a `Combine` after a layer misses no activation.
+        The op at which a pattern ended is none of the rule's: a `Combine` after a layer misses no activation. Nor are
+        those that optional slots were bound to right before it: a rule for a scale between an activation and a layer
+        has none for a scale between a `Dispatch` and a layer.
         """
-        return self.start <= position < self.start + self.matched + self.subclass
+        return position in self.about
 
     def __str__(self) -> str:
         return (
@@ -151,7 +161,7 @@ class PlanData:
     steps : tuple of PlannedStep
         In the order in which they run, forward then backward.
     attempts : tuple of Attempt
-        Every rule at every position.
+        Every rule at every position, see `Attempt`.
     kept : tuple of str
         Values kept for the backward pass, parameters and quantized weights apart.
     kept_bytes : int

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fusedmoe.errors import InputError
+from fusedmoe.model import even_splits
 from fusedmoe.ops import GeGLU, GroupedLinear, Op, ReGLU, Scale, SquaredReLU, SwiGLU
 from fusedmoe.sequential import Sequential
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from fusedmoe.fusion.plan import Explanation
 
 _LAYERS = ("linear_fc1", "linear_fc2")
+_ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}  # by `moe_router_dtype`; else that of the rows
 
 
 class FusedGroupedMLP(nn.Module):
@@ -143,6 +145,19 @@ class FusedGroupedMLP(nn.Module):
         x, inputs = permuted_local_hidden_states, self._inputs(permuted_local_hidden_states, tokens_per_expert)
         return self._ops().explain(x, probs=permuted_probs, **inputs)
 
+    def explain_rows(self, rows: int) -> Explanation:
+        """Return what `forward` does with so many evenly routed rows, and why: what ``fm.explain`` of a model asks.
+
+        They are on the device and in the dtype of the weights, the probabilities in the router's dtype, and want
+        gradients unless those are switched off. No hook of the layers runs: nothing is gathered.
+        """
+        weight = self.linear_fc1.weight
+        kind: dict[str, Any] = {"device": weight.device, "requires_grad": torch.is_grad_enabled()}
+        x = torch.zeros(rows, weight.shape[-1], dtype=weight.dtype, **kind)
+        probs = torch.ones(rows, dtype=_ROUTER_DTYPES.get(self.config.moe_router_dtype, weight.dtype), **kind)
+        splits = even_splits(rows, self.num_local_experts, weight.device)
+        return self._ops(hooks=False).explain(x, probs=probs, splits=splits)
+
     def backward_dw(self) -> None:
         """Do nothing: the weights' gradients are there when `forward`'s backward pass is done.
 
@@ -185,11 +200,12 @@ class FusedGroupedMLP(nn.Module):
     def _inputs(self, x: Tensor, tokens_per_expert: Tensor | Sequence[int]) -> dict[str, Tensor]:
         return {"splits": torch.as_tensor(tokens_per_expert).to(x.device, non_blocking=True)}
 
-    def _ops(self) -> Sequential:
-        """Return the ops, with the parameters that the layers have now."""
+    def _ops(self, *, hooks: bool = True) -> Sequential:
+        """Return the ops, with the parameters that the layers have now, or have once their hooks have run."""
         chain: Sequential = self.__dict__["_chain"]
         for name in _LAYERS:
-            op, (weight, bias) = getattr(chain, name), getattr(self, name)()
+            op, layer = getattr(chain, name), getattr(self, name)
+            weight, bias = layer() if hooks else layer.forward()
             if op.weight is not weight:
                 op.weight = weight
             if op.bias is not bias:

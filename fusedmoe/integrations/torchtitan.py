@@ -25,6 +25,7 @@ from torchtitan.config.override import derive, override
 from torchtitan.models.common.moe import GroupedExperts
 
 from fusedmoe.errors import InputError
+from fusedmoe.model import even_splits
 from fusedmoe.ops import GroupedLinear, SwiGLU
 from fusedmoe.ops.op import constant_in_graphs
 from fusedmoe.recipes import resolve
@@ -92,6 +93,31 @@ class FusedGroupedExperts(GroupedExperts):  # type: ignore[misc]
         """Return what `forward` does with this call, and why: ``print`` it for a table."""
         parameters = self._chain_parameters()
         return self._chain(parameters).explain_with(parameters, x_RD.bfloat16(), splits=num_tokens_per_expert_E)
+
+    def explain_rows(self, rows: int) -> Explanation:
+        """Return what `forward` does with so many evenly routed rows, and why: what ``fm.explain`` of a model asks.
+
+        They are on the device of the parameters, and want gradients unless those are switched off. Of a DTensor, this
+        rank's part is planned with, as `forward` does. The copy of the weights that a call makes is made here too.
+
+        Raises
+        ------
+        InputError
+            Parameters are sharded over an axis of the mesh that is none of expert or tensor parallelism: FSDP gathers
+            them when the model is called, and what it gathers is not known here.
+        """
+        for name, parameter in self.named_parameters(recurse=False):
+            if axes := _gathered_axes(parameter):
+                raise InputError(
+                    f"{type(self).__name__}: {name}: expected this rank's experts, got a part of them, sharded over "
+                    f"{', '.join(axes)} and gathered in a call: plan before it is sharded"
+                )
+        parameters = self._chain_parameters()
+        weight = parameters["gate_up.weight"]
+        kind: dict[str, Any] = {"device": weight.device, "requires_grad": torch.is_grad_enabled()}
+        x_RD = torch.zeros(rows, weight.shape[-1], dtype=torch.bfloat16, **kind)
+        splits = even_splits(rows, weight.shape[0], weight.device)
+        return self._chain(parameters).explain_with(parameters, x_RD, splits=splits)
 
     def _chain_parameters(self) -> dict[str, Tensor]:
         """Return the parameters as the ops take them: (E, out, in), those of this rank."""
@@ -226,3 +252,13 @@ def _size_of_mesh_axis(parameter: Any, axis: str) -> int:
     if mesh is None or axis not in (mesh.mesh_dim_names or ()):
         return 1
     return int(mesh.size(mesh.mesh_dim_names.index(axis)))
+
+
+def _gathered_axes(parameter: Any) -> list[str]:
+    """Return the axes of the mesh that a parameter is sharded over and that `forward` will not meet: FSDP's."""
+    mesh = getattr(parameter, "device_mesh", None)
+    if mesh is None:
+        return []
+    names = mesh.mesh_dim_names or ("an axis without a name",) * mesh.ndim
+    placed = zip(names, mesh.shape, parameter.placements, strict=True)
+    return [n for n, size, p in placed if size > 1 and not p.is_replicate() and n not in ("ep", "tp", "etp")]

@@ -108,6 +108,7 @@ def transformer_config(**settings):
         "init_method": init_method(0.02),
         "moe_apply_probs_on_input": False,
         "moe_latent_size": None,
+        "moe_router_dtype": None,
         "moe_router_topk": 2,
         "offload_modules": [],
         "output_layer_init_method": init_method(0.02),

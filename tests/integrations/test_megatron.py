@@ -19,6 +19,7 @@ from fusedmoe.integrations.megatron import FusedGroupedMLP
 HIDDEN, INTERMEDIATE = 32, 16
 COUNTS = [5, 0, 9, 1]
 ROWS = 18  # three belong to no expert
+BF16 = torch.bfloat16
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.01}
 
 
@@ -293,6 +294,52 @@ def test_a_hook_on_every_module_sees_the_parameters_and_splits_nothing(megatron)
 def _call():
     x, probs, _ = rows()
     return x, COUNTS, probs
+
+
+@pytest.mark.parametrize("settings", [{}, {"add_bias_linear": True}], ids=["", "bias"])
+def test_explain_of_a_model(megatron, settings):
+    """Evenly routed rows, in the dtype and on the device of the weights, without hooks that would gather parameters."""
+    model = torch.nn.ModuleDict({"a": make(megatron, **settings), "b": make(megatron, **settings)})
+    for part in model.modules():
+        part.register_forward_pre_hook(lambda *_: pytest.fail("a hook has run"))
+    (group,) = fm.explain(model, tokens=18).groups
+    assert (group.kind, group.names, group.note) == ("FusedGroupedMLP", ("a", "b"), "")
+    x, probs = torch.zeros(18, HIDDEN, requires_grad=True), torch.ones(18, requires_grad=True)
+    own = make(megatron, **settings).explain(x, [5, 5, 4, 4], probs)
+    assert str(group.explanation) == str(own)
+    assert {s.direction for s in group.explanation.steps} == {"forward", "backward"}
+    assert "a, b" in str(fm.explain(model))
+
+
+def test_what_holds_around_explain_of_a_model_counts(megatron):
+    module = make(megatron, params_dtype=torch.bfloat16, recipe="mxfp8")
+    with torch.no_grad():
+        (plan,) = fm.explain(module).plans
+    assert {s.direction for s in plan.steps} == {"forward"}
+    assert plan.dtype == "bfloat16"
+    assert plan.formats
+    module = make(megatron)
+    x, probs = torch.zeros(18, HIDDEN, requires_grad=True), torch.ones(18, requires_grad=True)
+    with fm.recipe("fp8_block"), torch.autocast("cpu", torch.bfloat16):
+        (plan,) = fm.explain(module, tokens=18).plans
+        assert str(plan) == str(module.explain(x, [5, 5, 4, 4], probs).plans[0])
+    assert (plan.recipe, plan.dtype) == ("fp8_block", "bfloat16")
+
+
+@pytest.mark.parametrize(("router", "dtype"), [(None, BF16), ("fp32", torch.float32), ("fp64", torch.float64)])
+def test_probabilities_are_explained_in_the_routers_dtype(megatron, monkeypatch, router, dtype):
+    module = make(megatron, params_dtype=BF16, moe_router_dtype=router)
+    asked = []
+    monkeypatch.setattr(fm.Sequential, "explain", lambda self, x, **inputs: asked.append((x, inputs["probs"])))
+    module.explain_rows(8)
+    assert [(x.dtype, probs.dtype) for x, probs in asked] == [(BF16, dtype)]
+
+
+def test_explain_of_a_model_on_the_meta_device(megatron):
+    module = make(megatron).to("meta")
+    (plan,) = fm.explain(module).plans
+    assert plan.device == "meta"
+    assert {s.direction for s in plan.steps} == {"forward", "backward"}
 
 
 def test_parameters_may_be_changed_and_replaced(megatron):

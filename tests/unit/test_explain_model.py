@@ -36,7 +36,7 @@ def test_modules_that_are_planned_alike_are_one_line():
     lines = str(result).splitlines()
     assert lines[2].startswith("layers.{0-1,3}.mlp  MoE")
     assert lines[3].startswith("layers.2.mlp")
-    assert "0 of 5 fused" in lines[2]
+    assert "0 of 6 fused" in lines[2]
     assert "0 of 3 fused" in lines[3]
     assert "0 of 5 fused" in lines[3]
     assert "needs an sm_90 GPU, this device is cpu" in str(result)
@@ -69,6 +69,35 @@ def test_rows_that_need_what_nobody_can_guess_are_named():
     assert nothing.note == "no linear layer to tell the width of its rows: call its own explain()"
     assert without.note == "its parameters come with each call: call its own explain_with()"
     assert "takes gates" in str(fm.explain(model))
+
+
+class Foreign(nn.Module):
+    """Experts of a framework, which say themselves what they will do with so many rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = experts()
+
+    def explain_rows(self, rows):
+        if rows > 100:
+            raise fm.InputError("at most 100 rows")
+        return self.inner.explain(torch.zeros(rows, H), splits=torch.tensor([rows, 0, 0, 0]))
+
+
+def test_a_module_that_explains_rows_is_asked():
+    model = nn.Sequential(Foreign(), experts(), Foreign())
+    foreign, own = fm.explain(model, tokens=10).groups
+    assert (foreign.kind, foreign.names) == ("Foreign", ("0", "2"))
+    assert str(foreign.explanation) == str(model[0].explain_rows(10))
+    assert own.names == ("1",)
+    foreign, _ = fm.explain(model, tokens=101).groups
+    assert (foreign.explanation, foreign.note) == (None, "at most 100 rows")
+
+
+def test_an_attribute_of_a_module_is_no_method_of_its_class():
+    model = nn.Linear(3, 3)
+    model.explain_rows = lambda rows: pytest.fail("asked")
+    assert fm.explain(model).groups == ()
 
 
 def test_a_model_without_any():

@@ -77,6 +77,38 @@ def test_the_farthest_of_several_ways_is_told():
     assert (missed.matched, str(missed)) == (2, "slot 'end': expected Linear, got SquaredReLU")
 
 
+LAST = slot("last", Linear)
+LEADING = (slot("before", Scale, optional=True), FC, ACT)
+MIDDLE = (FC, slot("a", Scale, optional=True), slot("b", Scale, optional=True), ACT, LAST)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "chain", "matched", "stood"),
+    [
+        (LEADING, [relu], 0, 0),
+        (LEADING, [scale, relu], 1, 0),
+        (LEADING, [scale, fc, relu], 2, 2),
+        (LEADING, [scale, fc, Sub()], 2, 3),
+        (MIDDLE, [fc, relu], 1, 1),
+        (MIDDLE, [fc, scale, scale, relu], 3, 1),
+        (MIDDLE, [fc, scale, scale], 3, 1),
+        (MIDDLE, [fc, scale, scale, Sub()], 3, 4),
+        (MIDDLE, [fc, scale, act, relu], 3, 3),
+        ((slot("act", SwiGLU), FC), [Sub()], 0, 1),
+    ],
+)  # fmt: skip
+def test_a_mismatch_is_about_the_ops_up_to_the_last_that_had_to_be_there(pattern, chain, matched, stood):
+    """What an optional slot was bound to counts only if the pattern went on behind it, or almost did."""
+    missed = match(pattern, chain, 0)
+    assert (missed.matched, missed.stood) == (matched, stood)
+
+
+def test_the_way_that_got_farthest_is_that_of_the_required_slots():
+    pattern = (slot("a", Scale, optional=True), slot("b", SquaredReLU, optional=True), slot("end", Scale), FC)
+    missed = match(pattern, [scale, relu, act], 0)  # a and b are bound, or end is
+    assert (missed.stood, str(missed)) == (1, "slot 'fc': expected Linear, got SquaredReLU")
+
+
 def test_a_subclass_that_is_named_matches():
     sub = Sub()
     assert match((slot("act", SwiGLU, Sub),), [sub], 0) == [Match({"act": sub}, 1)]

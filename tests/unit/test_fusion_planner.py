@@ -299,6 +299,74 @@ def test_every_rule_has_one_status_at_every_place():
         assert sorted(attempts) == sorted((r.name, i) for r in rules for i in range(places))
 
 
+def ways(plan, rule, start):
+    """(ops covered, ops that it is about, status) of every way in which a rule stands at a position."""
+    found = [a for a in plan.attempts if (a.rule, a.start, a.direction) == (rule, start, "forward")]
+    return [(a.end - a.start, (*a.about,), a.status) for a in found]
+
+
+def test_each_longer_way_is_told_besides_of_its_further_ops():
+    chain = fm.Sequential(*list(experts(scale=True))[:3])
+    x, named = rows(), inputs(scale=True)
+    with fm.register(gemm_glu()):
+        plan = both_ways([], chain, x, **named)
+        assert ways(plan, "toy.gemm_glu", 0) == [(2, (0, 1), Status.FUSED), (3, (2,), Status.CONSTRAINT)]
+        assert plan.steps[1].why == "toy.gemm_glu: CONSTRAINT: cannot keep 2.input, which 2.ScaleGrad needs"
+        with torch.no_grad():  # the longest is the best
+            plan = only_plan(chain, x, **named)
+        assert ways(plan, "toy.gemm_glu", 0) == [(3, (0, 1, 2), Status.FUSED)]
+        with fm.disabled("toy.*"):
+            assert ways(only_plan(chain, x, **named), "toy.gemm_glu", 0) == [(3, (0, 1, 2), Status.UNAVAILABLE)]
+
+
+def test_each_longer_way_has_its_own_reason():
+    class Picky(FusionRule, name="toy.picky", direction="forward"):
+        act: SwiGLU
+        one: fm.Scale | None
+        two: fm.Scale | None
+
+        def check(self, ctx):
+            fm.require(self.two is None, "two Scales")
+            fm.require(self.one is None, "one Scale")
+
+        def build(self, ctx):
+            return Step(self.act.compute, ("input",), ("output",))
+
+    chain = fm.Sequential(SwiGLU(), fm.Scale("p"), fm.Scale("q"), SwiGLU())
+    x, p, q = rows(requires_grad=False), torch.rand(9), torch.rand(9)
+    with fm.register(Picky):
+        plan = only_plan(chain, x, p=p, q=q)
+    assert ways(plan, "toy.picky", 0) == [
+        (1, (0,), Status.FUSED), (2, (1,), Status.CONSTRAINT), (3, (1, 2), Status.CONSTRAINT),
+    ]  # fmt: skip
+    assert ways(plan, "toy.picky", 3) == [(1, (3,), Status.FUSED)]
+    assert [a.reason for a in plan.attempts if a.start == 0] == ["", "one Scale", "two Scales"]
+
+
+def test_a_longer_way_that_costs_more_is_shadowed_and_says_so():
+    class Slow(FusionRule, name="toy.slow", direction="forward"):
+        act: SwiGLU
+        scale: fm.Scale | None
+
+        def build(self, ctx):
+            run = lambda x, *p: self.scale.compute(self.act.compute(x), *p) if p else self.act.compute(x)  # noqa: E731
+            return Step(run, ("input", "scale.factor"), ("output",), launches=1 if self.scale is None else 100)
+
+    plan = only_plan_of(Slow, fm.Sequential(SwiGLU(), fm.Scale("p")), rows(requires_grad=False), p=torch.rand(9))
+    assert ways(plan, "toy.slow", 0) == [(1, (0,), Status.FUSED), (2, (1,), Status.SHADOWED)]
+    assert plan.steps[1].why == "toy.slow: SHADOWED: by toy.slow, 1.Scale in plain PyTorch"
+
+
+def test_all_ways_declined_is_one_constraint_on_all_ops():
+    plan = both_ways([gemm_glu()], experts(scale=True, limit=7.0), rows(), **inputs(scale=True))
+    assert ways(plan, "toy.gemm_glu", 0) == [(3, (0, 1, 2), Status.CONSTRAINT)]
+
+
+def only_plan_of(rule, chain, x, **named):
+    with fm.register(rule):
+        return only_plan(chain, x, **named)
+
+
 def test_a_bug_in_check_or_available_or_build_is_a_bug():
     for method in ("check", "available", "build"):
 

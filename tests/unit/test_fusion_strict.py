@@ -68,6 +68,67 @@ def test_the_op_at_which_a_pattern_ends_is_a_miss_if_it_is_a_subclass_of_what_wa
         strictly(chain, rows(), **inputs())
 
 
+def between(*middle):
+    """A layer, and its rule, for which two Scales may stand before the activation that has to."""
+
+    class Scaled(FusionRule, name="toy.scaled", direction="forward"):
+        fc: GroupedLinear
+        first: Scale | None
+        second: Scale | None
+        act: SwiGLU
+
+        def check(self, ctx):
+            fm.require(self.act.limit is None, "limit %s is not taken", self.act.limit)
+
+    return fm.register(Scaled, gemm()), fm.Sequential(experts()[0], Scale("probs"), *middle)
+
+
+def test_optional_ops_right_before_the_one_at_which_a_pattern_ends_are_no_miss(caplog):
+    """Nobody has a kernel for a Scale between a layer and ReGLU; explain still names what came nearest."""
+    rules, chain = between(fm.ReGLU())
+    with rules, torch.no_grad():
+        strictly(chain, rows(), **inputs(scale=True))
+        assert not caplog.records
+        step = chain.explain(rows(), **inputs(scale=True)).steps[1]
+    assert step.ops == ("1.Scale",)
+    assert step.why == "toy.scaled: NO_MATCH: slot 'act': expected SwiGLU, got ReGLU"
+    assert not step.nearest_miss.stands_on(1)
+
+
+def test_the_required_op_before_them_is_a_miss():
+    rules, chain = between(fm.ReGLU())
+    with rules, fm.disabled("toy.gemm"), torch.no_grad(), pytest.raises(FusionError) as raised:
+        strictly(chain, rows(), **inputs(scale=True))
+    assert re.findall(r"^  (\S+):", str(raised.value), re.MULTILINE) == ["0.GroupedLinear"]
+
+
+class MySwiGLU(SwiGLU):
+    pass
+
+
+@pytest.mark.parametrize(("act", "why"), [
+    (MySwiGLU(), "NO_MATCH: slot 'act': expected SwiGLU, got MySwiGLU, a subclass of SwiGLU"),
+    (SwiGLU(limit=7.0), "CONSTRAINT: limit 7.0 is not taken"),
+])  # fmt: skip
+def test_optional_ops_are_a_miss_where_the_rule_is_for_this_place(act, why):
+    rules, chain = between(act)
+    with rules, torch.no_grad(), pytest.raises(FusionError) as raised:
+        strictly(chain, rows(), **inputs(scale=True))
+    assert f"1.Scale: toy.scaled: {why}" in str(raised.value)
+    assert f"2.{type(act).__name__}: toy.scaled: {why}" in str(raised.value)
+
+
+def test_a_leading_optional_op_alone_is_no_miss():
+    class ScaledGlu(FusionRule, name="toy.scaled_glu", direction="forward"):
+        scale: Scale | None
+        act: SwiGLU
+
+    chain = fm.Sequential(Scale("probs"), experts()[0])
+    with fm.register(ScaledGlu), torch.no_grad():
+        strictly(chain, rows(), **inputs(scale=True))
+        assert not any(a.missed for a in chain.explain(rows(), **inputs(scale=True)).plans[0].attempts)
+
+
 def test_it_raises_at_every_call():
     chain = experts(limit=7.0)
     with fm.register(gemm_glu()):
@@ -90,6 +151,34 @@ def test_a_miss_in_the_backward_pass_raises_at_the_forward_call():
 def test_what_the_joint_choice_gives_up_raises():
     with fm.register(gemm_glu(keeps=()), gemm()), pytest.raises(FusionError, match=r"1.SwiGLU: .*cannot keep 1.input"):
         strictly(experts(), rows(), **inputs())
+
+
+def test_what_a_rule_cannot_keep_raises_for_no_more_ops_than_it_could_take(caplog):
+    """The Scale's gradient needs what went into it: the rule runs without the Scale, which costs least."""
+    chain = fm.Sequential(*list(experts(scale=True))[:3])
+    with fm.register(gemm_glu()):
+        strictly(chain, rows(), **inputs(scale=True)).sum().backward()
+        assert not caplog.records
+        step = chain.explain(rows(), **inputs(scale=True)).steps[1]
+    assert (step.ops, step.nearest_miss.missed) == (("2.Scale",), False)
+    assert step.why == "toy.gemm_glu: CONSTRAINT: cannot keep 2.input, which 2.ScaleGrad needs"
+
+
+def test_a_constraint_of_more_ops_raises_for_those():
+    class Picky(FusionRule, name="toy.picky", direction="forward"):
+        act: SwiGLU
+        scale: Scale | None
+
+        def check(self, ctx):
+            fm.require(self.scale is None or ctx.dtype("scale.factor") is torch.float32, "the scale is not fp32")
+
+        def build(self, ctx):
+            return fm.Step(lambda x, *_: self.act.compute(x), ("input", "scale.factor"), ("output",))
+
+    chain = fm.Sequential(SwiGLU(), Scale("probs"))
+    with fm.register(Picky), torch.no_grad(), pytest.raises(FusionError) as raised:
+        strictly(chain, rows(), probs=torch.rand(9, dtype=torch.float64))
+    assert str(raised.value).splitlines()[1:] == ["  1.Scale: toy.picky: CONSTRAINT: the scale is not fp32"]
 
 
 def test_a_rule_of_another_device_does_not_raise():

@@ -58,14 +58,19 @@ def assert_same(got, expected):
 
 def statuses(plan, rule):
     """``{first position: (status, reason)}`` of a rule in a plan."""
-    return {a.start: (a.status, a.reason) for a in plan.attempts if a.rule == rule}
+    return {a.start: (a.status, a.reason) for a in ended(plan, rule)}
 
 
 def status(plan, rule, start=None):
     """(status, reason) of a rule at a position, or where it got farthest."""
-    attempts = [a for a in plan.attempts if a.rule == rule and (start is None or a.start == start)]
+    attempts = [a for a in ended(plan, rule) if start is None or a.start == start]
     best = max(attempts, key=lambda a: (a.matched, -a.start))
     return best.status, best.reason
+
+
+def ended(plan, rule):
+    """How a rule ended at each position, without what is told of ways in which it takes more ops there."""
+    return [a for a in plan.attempts if a.rule == rule and a.about.start == a.start]
 
 
 def rules_used(plan, direction=None):
