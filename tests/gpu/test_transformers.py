@@ -30,6 +30,10 @@ CONFIGS = {
     "gpt_oss": lambda: transformers.GptOssConfig(
         **COMMON, intermediate_size=128, num_local_experts=16, num_experts_per_tok=4, swiglu_limit=1.0
     ),
+    # weights (E, in, out), gate and up one behind the other
+    "aria": lambda: transformers.AriaTextConfig(
+        **COMMON, intermediate_size=128, moe_num_experts=16, moe_topk=4, moe_num_shared_experts=1
+    ),
     "deepseek_v3": lambda: transformers.DeepseekV3Config(
         **{n: v for n, v in COMMON.items() if n != "head_dim"} | {"num_key_value_heads": 4},
         intermediate_size=256, moe_intermediate_size=128, n_routed_experts=16,
@@ -78,7 +82,7 @@ def test_experts_are_as_exact_as_eager_ones(device, name):
     experts = next(m for m in model.modules() if hasattr(m, "_apply_gate"))
     exact = copy.deepcopy(experts).double()
     generator = torch.Generator(device).manual_seed(1)
-    chosen = model.config.num_experts_per_tok
+    chosen = getattr(model.config, "num_experts_per_tok", 4)
     scores = torch.rand(300, experts.num_experts, device=device, generator=generator)
     index = scores.topk(chosen).indices
     weight = torch.rand(300, chosen, device=device, generator=generator) / chosen
@@ -124,6 +128,28 @@ def test_a_model_trains_alike(device, name):
     model = made(name, device)
     eager, fused = (step(model, tokens(device), i) for i in ("eager", "fusedmoe"))
     assert_alike(fused, eager)
+
+
+def test_llama4_trains_alike(device):
+    """Its routing weight multiplies what goes into an expert: that runs by itself, the products are fused."""
+    torch.manual_seed(0)
+    config = transformers.Llama4TextConfig(
+        **COMMON, intermediate_size=128, intermediate_size_mlp=256, num_local_experts=8, num_experts_per_tok=1,
+        interleave_moe_layer_step=1, attention_chunk_size=64,
+    )  # fmt: skip
+    model = transformers.Llama4ForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.1)
+    model = model.to(device, torch.bfloat16).eval()
+    eager = {key: t.detach().clone() for key, t in step(model, tokens(device)).items()}
+    assert integration.patch_llama4(model) == 2
+    with fm.strict():
+        fused = step(model, tokens(device))
+    assert_alike(fused, eager)
+    (group,) = fm.explain(model).groups
+    assert {op.partition(".")[0] for s in group.explanation.plans[0].unfused for op in s.ops} == {"input"}
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])

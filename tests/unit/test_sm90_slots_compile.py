@@ -17,7 +17,7 @@ KERNELS = [
     GatherRows("bf16", None),
     GatherRows("fp16", "fp32"),
     SumSlots("bf16", None),
-    SumSlots("fp16", "bf16"),
+    SumSlots("fp16", "bf16", 4),
     RowDots("bf16", "fp32"),
     SlotValues("fp32"),
 ]
@@ -33,14 +33,15 @@ def test_compiles_for_hopper_without_spills(kernel, monkeypatch, tmp_path):
         assert not starting(code, ("STL", "LDL", "CALL", "ATOMG", "RED."))  # counts alone are atomic, in shared memory
 
 
-@pytest.mark.parametrize("kernel", [GatherRows("bf16", "fp32"), SumSlots("bf16", "fp32"), RowDots("bf16", "fp32")])
+@pytest.mark.parametrize(
+    "kernel",
+    [GatherRows("bf16", "fp32"), *(SumSlots("bf16", "fp32", n) for n in slots.SLOTS), RowDots("bf16", "fp32")],
+    ids=lambda k: k.symbol,
+)
 def test_rows_move_16_bytes_a_lane_with_several_loads_in_flight(kernel, monkeypatch, tmp_path):
     (code,) = disassembled(kernel, monkeypatch, tmp_path).values()
     wide = [i for i in starting(code, "LDG") if i.endswith(".128")]
-    assert (
-        len(wide)
-        >= {GatherRows: slots.VECTORS, SumSlots: slots.SLOTS_IN_FLIGHT, RowDots: 2 * slots.VECTORS}[type(kernel)]
-    )
+    assert len(wide) >= {GatherRows: slots.VECTORS, SumSlots: slots.IN_FLIGHT, RowDots: 2 * slots.VECTORS}[type(kernel)]
     if not isinstance(kernel, RowDots):
         assert set(starting(code, "STG")) == {"STG.E.128"}
 
@@ -51,4 +52,5 @@ def test_symbols_tell_the_kernels_apart():
 
 def test_host_and_kernel_agree():
     assert slot_functions.CHUNK == slots.CHUNK
+    assert slot_functions.SLOTS == slots.SLOTS
     assert max(slot_functions._ROOM) == limits.MOST_EXPERTS

@@ -14,7 +14,7 @@ from fusedmoe.kernels.sm90.functions import heavy
 from fusedmoe.kernels.sm90.ragged_k import RaggedK
 from fusedmoe.kernels.sm90.ragged_m import Epilogue, RaggedM
 from fusedmoe.kernels.sm90.rows import ColumnSums, Offsets
-from fusedmoe.kernels.sm90.slots import GatherRows, Route, RowDots, SlotValues, SumSlots
+from fusedmoe.kernels.sm90.slots import SLOTS, GatherRows, Route, RowDots, SlotValues, SumSlots
 
 if TYPE_CHECKING:
     from fusedmoe.kernels.activation import Kind
@@ -69,7 +69,7 @@ def KERNELS() -> tuple[Kernel, ...]:
     routed = itertools.product(("fp32", "bf16"), (64, 128, 256, 512), (False, True))
     kernels += [Route("int64", *settings) for settings in routed]
     for scale in (None, "fp32", "bf16"):
-        kernels += [GatherRows("bf16", scale), SumSlots("bf16", scale)]
+        kernels += [GatherRows("bf16", scale), *(SumSlots("bf16", scale, at_once) for at_once in SLOTS)]
     kernels += [RowDots("bf16", "fp32"), RowDots("bf16", "bf16"), SlotValues("fp32"), SlotValues("bf16")]
     kernels += [ColumnSums("bf16", "bf16"), ColumnSums("bf16", "fp32"), ColumnSums("fp16", "fp16")]
     return tuple(kernels)

@@ -20,6 +20,7 @@ from fusedmoe.kernels.sm90.limits import MOST_EXPERTS
 from fusedmoe.kernels.sm90.row_functions import NAMES
 
 CHUNK = 2048  # slots, of `slots.CHUNK`
+SLOTS = (2, 4, 8)  # of `slots.SLOTS`
 
 Route = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]
 
@@ -80,7 +81,8 @@ def bind_sum_slots(rows_RH: Tensor, row_of_slot_TK: Tensor, scale_R: Tensor | No
     (T, H) of ``(rows, row_of_slot, scale)``.
     """
     (tokens, chosen), (rows, columns) = row_of_slot_TK.shape, rows_RH.shape
-    kernel = _sum_slots(rows_RH.dtype, None if scale_R is None else scale_R.dtype)
+    at_once = next((n for n in SLOTS if chosen <= n), SLOTS[-1])
+    kernel = _sum_slots(rows_RH.dtype, None if scale_R is None else scale_R.dtype, at_once)
     nothing = rows_RH.new_empty(rows, dtype=torch.float32) if scale_R is None else None
 
     def run(rows_RH: Tensor, row_of_slot_TK: Tensor, scale_R: Tensor | None = None) -> Tensor:
@@ -140,10 +142,10 @@ def _gather_rows(dtype: torch.dtype, scale: torch.dtype | None) -> Function:
 
 
 @functools.cache
-def _sum_slots(dtype: torch.dtype, scale: torch.dtype | None) -> Function:
+def _sum_slots(dtype: torch.dtype, scale: torch.dtype | None, at_once: int) -> Function:
     from fusedmoe.kernels.sm90.slots import SumSlots
 
-    return load(SumSlots(NAMES[dtype], None if scale is None else NAMES[scale]))
+    return load(SumSlots(NAMES[dtype], None if scale is None else NAMES[scale], at_once))
 
 
 @functools.cache

@@ -13,8 +13,8 @@ it reads them once and writes them to each of the token's rows. Other warps look
 sentinels.
 
 `SumSlots`: ``out[t] = sum over k of scale[row] * rows[row of slot (t, k)]`` in fp32, in the order of k. A warp has one
-token and 256 columns, with the rows of `SLOTS_IN_FLIGHT` slots in flight: as many lanes load their numbers at once, or
-each row would wait for the one before.
+token and 256 to 1,024 columns, the more the fewer slots a token has, so that `IN_FLIGHT` loads of a lane are in flight.
+As many lanes load the numbers of the rows at once, or each row would wait for the one before.
 
 `SlotValues`: ``out[t, k] = values[row of slot (t, k)]``, zeros for sentinels.
 
@@ -40,7 +40,8 @@ WARPS = 8  # of a CTA
 VECTOR = 8  # columns of a lane: 16 bytes
 VECTORS = 4  # of a lane at once, where rows are gathered
 BLOCK = LANES * VECTOR  # columns that a warp reads at once
-SLOTS_IN_FLIGHT = 8
+IN_FLIGHT = 8  # loads of a lane, where rows are summed
+SLOTS = (2, 4, 8)  # of a token at once
 STEPS = 8  # of 32 slots a warp, where they are sorted
 CHUNK = WARPS * STEPS * LANES
 FULL = 0xFFFFFFFF
@@ -369,10 +370,16 @@ class SumSlots(_Slots):
 
     dtype: str  # "bf16" or "fp16"
     scale: str | None  # dtype of the scale: "fp32", "bf16" or "fp16"; None for none
+    slots: int = SLOTS[-1]  # of a token at once, of `SLOTS`
 
     @property
     def symbol(self) -> str:
-        return f"sm90_sum_slots_{self.dtype}" + (f"_scaled_{self.scale}" if self.scale else "")
+        return f"sm90_sum_slots_by_{self.slots}_{self.dtype}" + (f"_scaled_{self.scale}" if self.scale else "")
+
+    @property
+    def vectors(self) -> int:
+        """Of a lane."""
+        return IN_FLIGHT // self.slots
 
     def compile(self) -> Any:
         """Compile without a GPU; a function of rows (R, H), rows of slots (R,) int64, scale (R,), out (T, H) and K."""
@@ -393,7 +400,7 @@ class SumSlots(_Slots):
         chosen: Int32,
         stream,
     ):
-        blocks = cute.ceil_div(out.shape[1], BLOCK)
+        blocks = cute.ceil_div(out.shape[1], BLOCK * self.vectors)
         units = out.shape[0] * blocks
         self.kernel(rows, row_of_slot, scale, out, chosen, blocks, units).launch(**_launch(units, stream))
 
@@ -411,32 +418,38 @@ class SumSlots(_Slots):
         unit, lane = _unit()
         if unit < units:
             token = unit // blocks
-            vector = (unit - token * blocks) * LANES + lane
-            within = vector * VECTOR < out.shape[1]
-            total = cute.make_rmem_tensor((VECTOR,), Float32)
-            total.fill(0.0)
-            for first in cutlass.range(0, chosen, SLOTS_IN_FLIGHT, unroll=1):
+            first_vector = (unit - token * blocks) * self.vectors * LANES + lane
+            end = out.shape[1] // VECTOR
+            totals = [cute.make_rmem_tensor((VECTOR,), Float32) for _ in range(self.vectors)]
+            for v in cutlass.range_constexpr(self.vectors):
+                totals[v].fill(0.0)
+            for first in cutlass.range(0, chosen, self.slots, unroll=1):
                 row_of_lane, factor_of_lane = rows.shape[0], Float32(0.0)
-                if lane < SLOTS_IN_FLIGHT and first + lane < chosen:
+                if lane < self.slots and first + lane < chosen:
                     row_of_lane = Int32(row_of_slot[token * chosen + first + lane])
                 if const_expr(self.scale is not None):
                     if row_of_lane < rows.shape[0]:
                         factor_of_lane = Float32(scale[row_of_lane])
-                loaded = [cute.make_rmem_tensor((VECTOR,), rows.element_type) for _ in range(SLOTS_IN_FLIGHT)]
-                for i in cutlass.range_constexpr(SLOTS_IN_FLIGHT):
+                loaded = [cute.make_rmem_tensor((VECTOR,), rows.element_type) for _ in range(IN_FLIGHT)]
+                for i in cutlass.range_constexpr(self.slots):
                     row = cute.arch.shuffle_sync(row_of_lane, i)
-                    loaded[i].fill(0.0)
-                    if within and row < rows.shape[0]:
-                        cute.autovec_copy(cute.local_tile(rows[row, None], (VECTOR,), (vector,)), loaded[i])
-                for i in cutlass.range_constexpr(SLOTS_IN_FLIGHT):
+                    for v in cutlass.range_constexpr(self.vectors):
+                        to, vector = loaded[i * self.vectors + v], first_vector + v * LANES
+                        to.fill(0.0)
+                        if vector < end and row < rows.shape[0]:
+                            cute.autovec_copy(cute.local_tile(rows[row, None], (VECTOR,), (vector,)), to)
+                for i in cutlass.range_constexpr(self.slots):
                     factor = Float32(1.0)
                     if const_expr(self.scale is not None):
                         factor = cute.arch.shuffle_sync(factor_of_lane, i)
-                    total.store(total.load() + loaded[i].load().to(Float32) * factor)
-            if within:
-                result = cute.make_rmem_tensor((VECTOR,), out.element_type)
-                result.store(total.load().to(out.element_type))
-                cute.autovec_copy(result, cute.local_tile(out[token, None], (VECTOR,), (vector,)))
+                    for v in cutlass.range_constexpr(self.vectors):
+                        values = loaded[i * self.vectors + v].load().to(Float32)
+                        totals[v].store(totals[v].load() + values * factor)
+            for v in cutlass.range_constexpr(self.vectors):
+                if first_vector + v * LANES < end:
+                    result = cute.make_rmem_tensor((VECTOR,), out.element_type)
+                    result.store(totals[v].load().to(out.element_type))
+                    cute.autovec_copy(result, cute.local_tile(out[token, None], (VECTOR,), (first_vector + v * LANES,)))
 
 
 @dataclass(frozen=True)
