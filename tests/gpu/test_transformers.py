@@ -79,7 +79,7 @@ def step(model, ids, implementation=None):
 def test_experts_are_as_exact_as_eager_ones(device, name):
     """In one experts module, whose routing no rounding changes; in a model a rounding may choose another expert."""
     model = made(name, device)
-    experts = next(m for m in model.modules() if hasattr(m, "_apply_gate"))
+    experts = next(m for m in model.modules() if hasattr(m, "down_proj") and hasattr(m, "num_experts"))
     exact = copy.deepcopy(experts).double()
     generator = torch.Generator(device).manual_seed(1)
     chosen = getattr(model.config, "num_experts_per_tok", 4)
@@ -108,26 +108,31 @@ def test_experts_are_as_exact_as_eager_ones(device, name):
         assert (a.double() - c).norm() <= 1.5 * (b.double() - c).norm() + 1e-6 * size
 
 
-def assert_alike(got, want):
-    """In bf16, where a rounding may choose another expert for a token or two: all others agree, and gradients point the
-    same way.
+def in_fp32(model, ids):
+    """What a step of the model gives in fp32, by eager experts."""
+    return step(copy.deepcopy(model).float(), ids, "eager" if hasattr(model, "set_experts_implementation") else None)
+
+
+def assert_as_exact(got, want, exact):
+    """In bf16, where a rounding chooses another expert for a token or two, which other tokens then look at: as far from
+    fp32 as another way to compute it is.
     """
-    assert got.keys() == want.keys()
-    error = (got["logits"] - want["logits"]).float().norm(dim=-1) / want["logits"].float().norm(dim=-1)
-    assert error.median() < 0.04
-    assert (got["loss"] - want["loss"]).abs() < 0.02 * want["loss"]
-    for key in want.keys() - {"logits", "loss"}:
-        a, b = got[key].double().flatten(), want[key].double().flatten()
-        assert b.norm() > 0, key
-        assert torch.dot(a, b) > 0.95 * a.norm() * b.norm(), key
-        assert 0.8 < a.norm() / b.norm() < 1.25, key
+    assert got.keys() == want.keys() == exact.keys()
+    ours, its = ((t["logits"] - exact["logits"]).norm(dim=-1) / exact["logits"].norm(dim=-1) for t in (got, want))
+    assert ours.median() <= 1.5 * its.median() + 0.01
+    assert (got["loss"] - exact["loss"]).abs() <= 2 * (want["loss"] - exact["loss"]).abs() + 0.01 * exact["loss"]
+    for key in exact.keys() - {"logits", "loss"}:
+        assert exact[key].norm() > 0, key
+        ours, its = (torch.cosine_similarity(t[key].float().flatten(), exact[key].flatten(), 0) for t in (got, want))
+        assert 1 - ours <= 2 * (1 - its) + 0.02, key
+        assert 0.8 < got[key].norm() / want[key].norm() < 1.25, key
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_model_trains_alike(device, name):
     model = made(name, device)
     eager, fused = (step(model, tokens(device), i) for i in ("eager", "fusedmoe"))
-    assert_alike(fused, eager)
+    assert_as_exact(fused, eager, in_fp32(model, tokens(device)))
 
 
 def test_llama4_trains_alike(device):
@@ -143,11 +148,11 @@ def test_llama4_trains_alike(device):
             if parameter.dim() > 1:
                 parameter.normal_(std=0.1)
     model = model.to(device, torch.bfloat16).eval()
-    eager = {key: t.detach().clone() for key, t in step(model, tokens(device)).items()}
+    exact, eager = in_fp32(model, tokens(device)), step(model, tokens(device))
     assert integration.patch_llama4(model) == 2
     with fm.strict():
         fused = step(model, tokens(device))
-    assert_alike(fused, eager)
+    assert_as_exact(fused, eager, exact)
     (group,) = fm.explain(model).groups
     assert {op.partition(".")[0] for s in group.explanation.plans[0].unfused for op in s.ops} == {"input"}
 
@@ -171,9 +176,9 @@ def test_compiles_into_one_graph_for_every_routing(device, name):
     model = made(name, device)
     model.set_experts_implementation("fusedmoe")
     compiled = torch.compile(model, fullgraph=True)
-    want = step(model, tokens(device))
+    exact, want = in_fp32(model, tokens(device)), step(model, tokens(device))
     got = step(compiled, tokens(device))
-    assert_alike({key.removeprefix("_orig_mod."): t for key, t in got.items()}, want)
+    assert_as_exact({key.removeprefix("_orig_mod."): t for key, t in got.items()}, want, exact)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for seed in range(1, 11):
             found = step(compiled, tokens(device, seed))
