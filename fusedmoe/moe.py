@@ -260,9 +260,9 @@ class MoE(nn.Module):
     ----------
     router : Router
     experts : Sequential
-        ``dispatch``, ``gate_up`` (E, 2I, H), ``activation``, ``weight``, ``down`` (E, H, I), ``combine``. For an
+        ``dispatch``, ``gate_up`` (E, 2I, H), ``activation``, ``scale``, ``down`` (E, H, I), ``combine``. For an
         activation without a gate, ``gate_up`` is (E, I, H). With biases ``combine`` applies the routing weights, and
-        there is no ``weight``.
+        there is no ``scale``.
     shared : Sequential or None
         ``gate_up``, ``activation``, ``down``.
     """
@@ -313,7 +313,7 @@ class MoE(nn.Module):
             "dispatch": Dispatch(num_experts),
             "gate_up": GroupedLinear(num_experts, hidden, wide * intermediate, bias=bias, device=device, dtype=dtype),
             "activation": _activation(activation),
-            "weight": None if bias else Scale("probs"),
+            "scale": None if bias else Scale("probs"),
             "down": GroupedLinear(num_experts, intermediate, hidden, bias=bias, device=device, dtype=dtype),
             "combine": Combine("probs" if bias else None),
         }

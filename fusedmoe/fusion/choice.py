@@ -106,7 +106,7 @@ def final_attempts(line: Line, covering: Covering, kept: Collection[str], kept_f
     """Return how every rule ended at every position, once the covering is chosen.
 
     A rule ends at a position in one status: of the ways in which it stands there the best, the longest of those. Each
-    longer way is told besides, of its further ops alone: they would take the reasons of other rules for it otherwise.
+    longer way is told besides, of its further ops alone: without it, those would be given another rule's reason.
 
     ``kept`` are the values to keep, ``kept_for`` the backward step that needs each of them.
     """
@@ -134,14 +134,19 @@ def final_attempts(line: Line, covering: Covering, kept: Collection[str], kept_f
     ways: dict[tuple[int, str], list[Attempt]] = {}
     for attempt in attempts:
         ways.setdefault((attempt.start, attempt.rule), []).append(attempt)
-    return [attempt for key in sorted(ways) for attempt in _best_and_longer(ways[key])]
+    return [attempt for key in sorted(ways) for attempt in _best_and_longer(ways[key], line, kept)]
 
 
-def _best_and_longer(ways: list[Attempt]) -> list[Attempt]:
+def _best_and_longer(ways: list[Attempt], line: Line, kept: Collection[str]) -> list[Attempt]:
     """Return how a rule ended at a position, and how in each longer way in which it stands there, by length."""
     ranked = sorted(ways, key=lambda a: (_STATUSES.index(a.status), -a.end))
-    best = ranked[0]
-    longer = {a.end: replace(a, about=range(best.end, a.end)) for a in reversed(ranked) if a.end > best.end}
+    best, longer = ranked[0], {}
+    for a in reversed(ranked):
+        if a.end > best.end:
+            # declined, and it could not have kept this either
+            between = (v for p in line.places[best.end - 1 : a.end - 1] for v in p.step.gives)
+            excused = best.status in (Status.FUSED, Status.SHADOWED) and any(v in kept for v in between)
+            longer[a.end] = replace(a, about=range(best.end, a.end), excused=a.excused or excused)
     return [best, *(longer[end] for end in sorted(longer))]
 
 
@@ -152,6 +157,6 @@ def nearest_miss(attempts: Iterable[Attempt], position: int) -> Attempt | None:
     got = {Status.CONSTRAINT: 3, Status.SHADOWED: 2, Status.UNAVAILABLE: 1, Status.NO_MATCH: 0}
 
     def nearness(a: Attempt) -> tuple[object, ...]:
-        return a.on_this_device, a.stands_on(position), got[a.status], a.matched, -a.start, a.rule
+        return a.on_this_device, a.stands_on(position), got[a.status], not a.excused, a.matched, -a.start, a.rule
 
     return max(stood, key=nearness, default=None)

@@ -27,8 +27,8 @@ class Mismatch:
     Attributes
     ----------
     stood : int
-        The ops, from the first, that the pattern is about for all that it does not stand: those up to the last that a
-        required slot was bound to. An optional slot takes an op on account of what comes next: where something else
+        How many ops, from the first, it still says something about: those up to the last that a required slot was bound
+        to. An optional slot takes an op on account of what comes next: where something else
         comes, nothing is said of that op. Where a subclass of what was wanted comes, it is the right place, and all
         ops up to that one count.
     """

@@ -75,9 +75,7 @@ def not_shipped():
     ]
     wanted += [("n", config, backward(clamped=True, interleaved=True)) for config in CANDIDATES["derivative"]]
     wanted += [("n", config, backward("geglu_tanh")) for config in CANDIDATES["heavy_derivative"]]
-    wanted += [("n", config, swiglu(interleaved=False)) for config in CANDIDATES["transposed_activation"]]
     wanted += [
-        ("n", PP_128, swiglu(interleaved=False, keep=False)),
         ("n", PP_128, swiglu(True, interleaved=False)),
         ("n", PP_128, Epilogue("geglu_tanh", keep=True)),
     ]
@@ -324,6 +322,11 @@ def test_grouped_gemm_activation_of_weights_with_unit_stride_along_n(kind, keep,
 def test_gate_and_up_side_by_side_with_unit_stride_along_n(n, kind, keep, tiles):
     tiles(PP_128)
     activation(n=n, a=ACTIVATIONS[kind], keep=keep, major="n", biased=True, scale=FP32).check()
+
+
+def test_gate_and_up_side_by_side_in_fp16(tiles):
+    tiles(PP_128)
+    activation(dtype=FP16, major="n").check()
 
 
 @pytest.mark.parametrize("gradient", [False, True], ids=["", "scale and its gradient"])

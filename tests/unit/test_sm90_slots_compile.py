@@ -44,6 +44,8 @@ def test_rows_move_16_bytes_a_lane_with_several_loads_in_flight(kernel, monkeypa
     assert len(wide) >= {GatherRows: slots.VECTORS, SumSlots: slots.IN_FLIGHT, RowDots: 2 * slots.VECTORS}[type(kernel)]
     if not isinstance(kernel, RowDots):
         assert set(starting(code, "STG")) == {"STG.E.128"}
+    if isinstance(kernel, SumSlots):  # a lane's row and its scale: one load each, none between those of two rows
+        assert len(starting(code, "LDG")) == len(wide) + 2
 
 
 def test_symbols_tell_the_kernels_apart():

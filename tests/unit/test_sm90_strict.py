@@ -66,10 +66,21 @@ def test_what_else_is_missed_there_is_told():
 def test_a_scale_between_an_activation_and_a_layer_is_missed_where_it_is_declined():
     named = inputs(dtype=torch.float64)
     found = missed(experts(), rows(), **named)
-    assert found == ["2.Scale", "2.ScaleGrad", "2.DScale", "1.DSwiGLU"]
+    assert found == ["2.ScaleGrad", "2.DScale", "1.DSwiGLU"]  # with its gradient by itself, the scale cannot be fused
     reason = "CONSTRAINT: the row scale is float64, not float32, bfloat16 or float16: convert it"
     assert why(experts(), "2.Scale", rows(), **named) == f"sm90.grouped_gemm_activation: {reason}"
     assert why(experts(), "2.DScale", rows(), **named) == f"sm90.grouped_dgrad_activation: {reason}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("act", [None, fm.SwiGLU])
+def test_only_what_would_be_fused_is_missed(act, dtype):
+    """A trained scale behind the last layer would not be, whatever its dtype."""
+    ops = [fm.GroupedLinear(E, H, 2 * I, dtype=BF16), *([act()] if act else []), fm.Scale("probs")]
+    chain, label = fm.Sequential(*ops), f"{len(ops) - 1}.Scale"
+    assert missed(chain, rows(), **inputs(dtype=dtype)) == []
+    frozen = inputs(requires_grad=False, dtype=dtype)
+    assert missed(chain, rows(), **frozen) == ([label] if dtype is torch.float64 else [])
 
 
 @pytest.mark.parametrize("act", [None, fm.SwiGLU])

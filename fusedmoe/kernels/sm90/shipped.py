@@ -30,6 +30,8 @@ def KERNELS() -> tuple[Kernel, ...]:
         kernels += [RaggedM("bf16", config, b_major=major) for major in ("k", "n")]
     for config, keep in itertools.product(CANDIDATES["activation"], (True, False)):
         kernels.append(RaggedM("bf16", config, epilogue=Epilogue("swiglu", keep=keep)))
+    for config, keep in itertools.product(CANDIDATES["transposed_activation"], (True, False)):  # as in Llama-4
+        kernels.append(RaggedM("bf16", config, b_major="n", epilogue=Epilogue("swiglu", keep=keep)))
     for config, (keep, scaled) in itertools.product(
         CANDIDATES["derivative"], ((True, False), (True, True), (False, False))
     ):

@@ -13,8 +13,9 @@ it reads them once and writes them to each of the token's rows. Other warps look
 sentinels.
 
 `SumSlots`: ``out[t] = sum over k of scale[row] * rows[row of slot (t, k)]`` in fp32, in the order of k. A warp has one
-token and 256 to 1,024 columns, the more the fewer slots a token has, so that `IN_FLIGHT` loads of a lane are in flight.
-As many lanes load the numbers of the rows at once, or each row would wait for the one before.
+token and 256 to 1,024 columns, the more the fewer slots a token has: `IN_FLIGHT` loads a lane, of which at most one is
+waited for before the last is issued. As many lanes load the numbers of the rows at once, or each row would wait for the
+one before.
 
 `SlotValues`: ``out[t, k] = values[row of slot (t, k)]``, zeros for sentinels.
 

@@ -155,7 +155,7 @@ def _call(mlp: Mlp, product: Product) -> Callable[[], object]:
         return lambda: functions.grouped_wgrad(grad, x, offsets)
     rows = draw(p.rows, p.depth)
     weight = draw(p.experts, p.depth, p.columns).mT if product.across else draw(p.experts, p.columns, p.depth)
-    if p.family == "activation":
+    if p.family in ("activation", "transposed_activation"):
         return lambda: functions.grouped_gemm_activation(rows, weight, offsets, activation)
     if p.family == "plain":
         return lambda: functions.grouped_gemm(rows, weight, offsets)
