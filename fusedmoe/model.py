@@ -126,9 +126,9 @@ def _parts(model: nn.Module, tokens: int) -> Iterator[tuple[str, nn.Module, Expl
 
 def _explained(module: nn.Module, tokens: int) -> tuple[Explanation | None, str] | None:
     """Return a module's plans, or None and why there are none; None of a module that is not ours."""
-    if isinstance(module, MoE):
-        weight = module.router.weight
-        return module.explain(_rows(tokens, module.hidden, weight)), ""
+    if isinstance(module, MoE):  # the router is not called: it may be sharded
+        router = module.router
+        return _explained_sequential(module.experts, tokens, router.top_k, trained=router.weight.requires_grad)
     if isinstance(module, Sequential):
         return _explained_sequential(module, tokens)
     if callable(explain_rows := getattr(type(module), "explain_rows", None)):
@@ -143,8 +143,10 @@ def _explained(module: nn.Module, tokens: int) -> tuple[Explanation | None, str]
     return None
 
 
-def _explained_sequential(module: nn.Module, tokens: int) -> tuple[Explanation | None, str] | None:
-    assert isinstance(module, Sequential)
+def _explained_sequential(
+    module: Sequential, tokens: int, top_k: int = 2, *, trained: bool = False
+) -> tuple[Explanation | None, str] | None:
+    """Return the plans for so many experts a token; ``trained`` is whether the routing weights get a gradient."""
     ops = [m for m in module.modules() if isinstance(m, Op)]
     layers = [op for op in ops if isinstance(op, GroupedLinear | Linear)]
     if not ops:
@@ -156,17 +158,19 @@ def _explained_sequential(module: nn.Module, tokens: int) -> tuple[Explanation |
         return None, "its parameters come with each call: call its own explain_with()"
     groups = [op.num_groups for op in ops if isinstance(op, GroupedLinear)]
     experts = groups[0] if groups else 1
-    slots = torch.arange(tokens * min(2, experts), device=weight.device).view(tokens, -1) % experts
+    slots = torch.arange(tokens * min(top_k, experts), device=weight.device).view(tokens, -1) % experts
+    rows = _rows(tokens, layers[0].in_features, weight)
+    scores = torch.ones(slots.shape, dtype=torch.promote_types(rows.dtype, torch.float32), device=weight.device)
     known: dict[str, Tensor] = {
         "splits": even_splits(tokens, experts, weight.device),
         "probs": torch.ones(tokens, device=weight.device),
         "expert_index": slots,
-        "expert_weight": torch.ones(slots.shape, device=weight.device),
+        "expert_weight": scores.requires_grad_(trained and torch.is_grad_enabled()),
     }
     if unknown := [name for name in module.runtime_inputs if name not in known]:
         return None, f"takes {', '.join(unknown)}: call its own explain()"
     inputs = {name: known[name] for name in module.runtime_inputs}
-    return module.explain(_rows(tokens, layers[0].in_features, weight), **inputs), ""
+    return module.explain(rows, **inputs), ""
 
 
 def even_splits(rows: int, experts: int, device: torch.device) -> Tensor:

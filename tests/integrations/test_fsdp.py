@@ -76,3 +76,13 @@ def test_a_distributed_checkpoint_has_what_delayed_scaling_remembers(mesh, tmp_p
     x = torch.randn(40, 32)
     with fm.recipe(recipe), torch.no_grad():
         assert torch.equal(loaded(x), trained(x))
+
+
+def test_a_sharded_model_is_explained_without_being_called(mesh):
+    fully_shard = pytest.importorskip("torch.distributed.fsdp").fully_shard
+    layer = fm.MoE(32, 16, 4, 2)
+    (want,) = fm.explain(layer).groups
+    model = fully_shard(torch.nn.Sequential(fully_shard(layer, mesh=mesh)), mesh=mesh)
+    (group,) = fm.explain(model).groups
+    assert group.names == ("0",)
+    assert str(group.explanation) == str(want.explanation)
