@@ -34,8 +34,9 @@ class _RunPlan(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        # the guard against double differentiation takes its time, and only matters under create_graph=True
-        return _guarded_gradients(ctx, *grads) if torch.is_grad_enabled() else _gradients(ctx, *grads)
+        if torch.is_grad_enabled():  # under create_graph=True
+            return _gradients_once(ctx, torch.empty(0, requires_grad=True), *grads)
+        return _gradients(ctx, *grads)
 
 
 def _gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -48,7 +49,13 @@ def _gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     return (None, *gradients)
 
 
-_guarded_gradients = once_differentiable(_gradients)
+@once_differentiable
+def _gradients_once(ctx: Any, _: Tensor, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return the gradients, whose own are an error. They depend on the arguments, also where ``grads`` are constants:
+    torch's guard is for those that require a gradient, as the tensor ahead of them does.
+    """
+    return _gradients(ctx, *grads)
+
 
 # What `Function.apply` calls in turn, past what it does for functorch first: that takes as long as a kernel's launch.
 _apply = super(torch.autograd.Function, _RunPlan).apply

@@ -320,8 +320,9 @@ def _plan(handle: str, wanted: str, arguments: Sequence[Tensor | None]) -> _Trac
         node = traced.chain.nodes[0]
         raise InputError(f"{node.label}.{type(node.op).__name__}: x: expected rows, got a scalar")
     specs = [spec_of(a) for a in arguments]
-    kinds = [None if s is None else (s.dtype, s.shape[1:]) for s in specs]
-    key = (wanted, x.device, x.shape[0] == 0, *kinds)
+    # numbers, where the graph is traced for any: all but the number of rows decides what is computed
+    kinds = [None if s is None else (s.dtype, tuple(map(int, s.shape[1:]))) for s in specs]
+    key = (wanted, x.device, bool(x.shape[0] == 0), *kinds)
     found = traced.plans.get(key)
     if found is None:
         traced.chain.check_devices(arguments)

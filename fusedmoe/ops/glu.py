@@ -10,7 +10,7 @@ Axes: I intermediate features; rows are (..., 2 I), their halves (..., I).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +34,11 @@ class GLU(Op):
     """The family: a subclass gives the gate's nonlinearity `phi` and its derivative, both of ``alpha``."""
 
     launches = 5
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "phi" in vars(cls) and "dphi" not in vars(cls):
+            cls.backward_ops = Op.backward_ops  # type: ignore[method-assign]  # the derivative is of another function
 
     def __init__(
         self, limit: float | None = None, alpha: float = 1.0, offset: float = 0.0, interleaved: bool = False

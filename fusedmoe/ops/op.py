@@ -77,7 +77,8 @@ class Op(nn.Module):
     """One step of a `Sequential`; also a module of its own.
 
     A subclass states what it takes and gives in the class attributes below, what it computes in `compute`, and, where
-    the shape changes, `infer`. Its gradient comes from autograd unless `backward_ops` says otherwise.
+    the shape changes, `infer`. Its gradient comes from autograd unless `backward_ops` says otherwise. An inherited
+    `backward_ops` says nothing of a `compute` that is not inherited.
 
     Attributes
     ----------
@@ -122,6 +123,11 @@ class Op(nn.Module):
     changes_rows: ClassVar[bool] = False
     launches: ClassVar[int] = 1
     _attributes: tuple[Hashable, ...] | None = None  # what `attributes` said last
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "compute" in vars(cls) and "backward_ops" not in vars(cls):
+            cls.backward_ops = Op.backward_ops  # type: ignore[method-assign]  # what it inherits is of another function
 
     def compute(self, x: Tensor, *args: Any) -> Tensors:
         """Return the output, or ``(output, *provides)``, of the rows, the parameters and the runtime inputs, in that

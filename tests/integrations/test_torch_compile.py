@@ -3,6 +3,8 @@ changes what a chain computes has it traced anew, and nothing else has.
 """
 
 import copy
+import subprocess
+import sys
 import threading
 from collections import OrderedDict
 
@@ -584,3 +586,39 @@ def test_what_changes_state_says_why_it_is_no_full_graph(what):
     why = r"accumulate_into_main_grad, delayed scaling\) is not traced"
     with pytest.raises(torch._dynamo.exc.Unsupported, match=why), around:
         compiled(module)(rows(), splits=SPLITS)
+
+
+ANY_NUMBER_OF_ROWS = """
+import torch, fusedmoe as fm
+
+class Routed(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.chain = fm.Sequential(
+            fm.Dispatch(), fm.GroupedLinear(4, 16, 32), fm.SwiGLU(), fm.GroupedLinear(4, 16, 16), fm.Combine()
+        )
+
+    def forward(self, x, index, weight):
+        return self.chain(x, expert_index=index, expert_weight=weight)
+
+torch.manual_seed(0)
+layer = Routed()
+compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
+for rows, frozen in ((5, False), (9, False), (7, True), (1, True), (0, True)):
+    layer.requires_grad_(not frozen)
+    x, index, weight = torch.randn(rows, 16), torch.randint(0, 4, (rows, 2)), torch.rand(rows, 2)
+    results = []
+    for run in (layer, compiled):
+        leaf = x.clone().requires_grad_()
+        y = run(leaf, index, weight)
+        y.square().sum().backward()
+        results.append((y, leaf.grad))
+    for got, want in zip(*results):
+        assert torch.equal(got, want) and (want.any() or not rows), (rows, frozen)
+"""
+
+
+def test_a_plan_first_made_for_any_number_of_rows():
+    """In a process of its own: plans of another graph would be there already."""
+    done = subprocess.run([sys.executable, "-c", ANY_NUMBER_OF_ROWS], capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stderr

@@ -224,13 +224,21 @@ def test_splits_changed_after_the_call_do_not_matter(seq, x, probs):
     torch.testing.assert_close(dx, expected_gradients(seq, x, probs)["x"], rtol=1e-11, atol=1e-12)
 
 
-def test_differentiating_twice_is_an_error(seq, x, probs):
+@pytest.mark.parametrize("loss", [lambda y: y.square().sum(), lambda y: y.sum()], ids=["square", "constant gradient"])
+def test_differentiating_twice_is_an_error(seq, x, probs, loss):
     y = call(seq, x, probs)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        (dx,) = torch.autograd.grad(loss(y), x, create_graph=True)
     with pytest.raises(RuntimeError, match=r"twice|once_differentiable"):
         dx.sum().backward()
+
+
+def test_differentiating_a_layer_twice_is_an_error_rather_than_the_routers_part():
+    layer, x = fm.MoE(16, 8, 4, 2), torch.randn(5, 16, requires_grad=True)
+    (dx,) = torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"twice|once_differentiable"):
+        dx.square().sum().backward()
 
 
 def test_first_gradients_under_create_graph_are_right(seq, x, probs):
@@ -282,3 +290,37 @@ def test_functorch_is_refused_in_torchs_own_words():
     op, x = fm.SwiGLU(), torch.randn(3, 8)
     with pytest.raises(RuntimeError, match=r"autograd\.Function with functorch transforms"):
         torch.func.grad(lambda x: op(x).sum())(x)
+
+
+class _Softplus(fm.SquaredReLU):
+    def compute(self, x):
+        return torch.nn.functional.softplus(x)
+
+
+class _Cubed(fm.SwiGLU):
+    def phi(self, g):
+        return g**3
+
+
+class _Squared(fm.Scale):
+    def compute(self, x, factor):
+        return x * factor.square().unsqueeze(-1)
+
+
+@pytest.mark.parametrize(
+    ("op", "function"),
+    [
+        (_Softplus(), lambda x, p: torch.nn.functional.softplus(x)),
+        (_Cubed(), lambda x, p: x.chunk(2, -1)[0] ** 3 * x.chunk(2, -1)[1]),
+        (_Squared("probs"), lambda x, p: x * p.square().unsqueeze(-1)),
+    ],
+    ids=lambda v: type(v).__name__,
+)
+def test_a_subclass_that_computes_something_else_has_the_gradient_of_that(op, function):
+    named = {"probs": torch.rand(9).requires_grad_()} if op.runtime_inputs else {}
+    x = torch.randn(9, 8, requires_grad=True)
+    wanted = [x, *named.values()]
+    got = torch.autograd.grad(fm.Sequential(op)(x, **named).square().sum(), wanted)
+    want = torch.autograd.grad(function(x, named.get("probs")).square().sum(), wanted)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
