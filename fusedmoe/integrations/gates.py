@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from types import BuiltinFunctionType, FunctionType, MethodType
@@ -41,8 +42,8 @@ class Watch(NamedTuple):
     """What is to be watched of a module or of one of its submodules."""
 
     path: Path
-    method: str  # of its class: what computes
-    settings: tuple[str, ...]
+    methods: tuple[str, ...]  # of its class: what computes, and what that calls
+    settings: tuple[str, ...]  # numbers and texts, and what is not there
     functions: tuple[str, ...]
 
 
@@ -78,26 +79,42 @@ def recognise(
     Notes
     -----
     What is tried is a copy of the module that has nothing but numbers, texts and functions, and submodules of such:
-    those are to be watched. A gate that reads more, such as a parameter, a buffer or the model's configuration, fails
-    there, and none that has a hook is tried. A function that reads a variable of its Python module is taken at its
-    present value.
+    those are to be watched, and what else of its class the gate reads, or looks for and does not find. One that reads
+    more, such as a parameter, a buffer or the model's configuration, is not recognised, and none that has a hook is
+    tried. A function that reads a variable of its Python module is taken at its present value, and one with arguments
+    by default at theirs.
     """
     try:
         bare, watched, key = _bare(module, method)
+        key = (gate, layout, *key)
+        found = _recognised_before.get(key)
+        if found is None or not found.holds(module):
+            if len(_recognised_before) >= _REMEMBERED:
+                _recognised_before.clear()
+            with ThreadPoolExecutor(1) as thread:  # where no mode and no hook for saved tensors holds that holds here
+                op = thread.submit(_find_op, bare, watched, gate, layout).result()
+            read = () if op is None else tuple(_read_besides(module, bare, watched))
+            found = _Found(op, read, state_of(module, read), functions_of(module, read))
+            _recognised_before[key] = found
     except _NotRecognisable as error:
         logger.info("%s: %s", type(module).__name__, error)
         return None
-    key = (gate, layout, *key)
-    if key not in _recognised_before:
-        if len(_recognised_before) >= _REMEMBERED:
-            _recognised_before.clear()
-        with ThreadPoolExecutor(1) as thread:  # where no mode and no hook for saved tensors holds that holds here
-            _recognised_before[key] = thread.submit(_find_op, bare, watched, gate, layout).result()
-    op = _recognised_before[key]
-    return None if op is None else Recognised(copy.deepcopy(op), watched)
+    return None if found.op is None else Recognised(copy.deepcopy(found.op), (*watched, *found.read))
 
 
-_recognised_before: dict[object, Op | None] = {}
+class _Found(NamedTuple):
+    """What became of a trial, and what the gate read besides that all modules with the same key have in common."""
+
+    op: Op | None
+    read: Watched
+    state: tuple[object, ...]
+    functions: tuple[object, ...]
+
+    def holds(self, module: nn.Module) -> bool:
+        return state_of(module, self.read) == self.state and functions_of(module, self.read) == self.functions
+
+
+_recognised_before: dict[object, _Found] = {}
 _REMEMBERED = 256
 
 
@@ -127,8 +144,9 @@ def _bare(module: nn.Module, method: str) -> tuple[nn.Module, Watched, tuple[obj
 
 def _bare_part(module: nn.Module, path: Path, method: str) -> tuple[nn.Module, list[Watch], list[object]]:
     kind = class_of(module)
-    bare: nn.Module = object.__new__(kind)
+    bare: nn.Module = object.__new__(_noting(kind))
     nn.Module.__init__(bare)
+    vars(bare)[_READ] = set()
     functions: list[str] = []
     key: list[object] = [path, kind]
     of_class = {n: v for c in reversed(kind.__mro__[:-1]) if c is not nn.Module for n, v in vars(c).items()}
@@ -147,7 +165,7 @@ def _bare_part(module: nn.Module, path: Path, method: str) -> tuple[nn.Module, l
     settings = list(dict.fromkeys(settings))
     key += [(name, type(value), value) for name in settings for value in [getattr(module, name)]]
     key += [(name, _key(getattr(module, name), module)) for name in functions]
-    watched = [Watch(path, method, tuple(settings), tuple(functions))]
+    watched = [Watch(path, (method,), tuple(settings), tuple(functions))]
     if path:
         _key(type(module).forward, module)
         key.append(type(module).forward)
@@ -164,6 +182,41 @@ def _bare_part(module: nn.Module, path: Path, method: str) -> tuple[nn.Module, l
 
 
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, functools.partial)
+_READ = "_fusedmoe_read"
+
+
+def _noting(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return a class whose instances note the name of each attribute that is read of them, be it there or not."""
+
+    def note(self: nn.Module, name: str) -> object:
+        if name[:2] != "__" and name not in _OF_MODULES:
+            object.__getattribute__(self, "__dict__").get(_READ, set()).add(name)
+        return kind.__getattribute__(self, name)
+
+    return type(kind.__name__, (kind,), {"__getattribute__": note})
+
+
+def _read_besides(module: nn.Module, bare: nn.Module, watched: Watched) -> Iterator[Watch]:
+    """Yield what a gate that was tried has read of a copy and is not watched; raise if a copy lacks what is there."""
+    for path, methods, settings, functions in watched:
+        part, tried = _at(module, path), _at(bare, path)
+        assert part is not None
+        assert tried is not None
+        more_methods, more_settings = [], []
+        for name in sorted(vars(tried)[_READ] - {_READ, *methods, *settings, *functions, *tried._modules}):
+            of_class = inspect.getattr_static(type(part), name, None)
+            function = of_class.__func__ if isinstance(of_class, staticmethod | classmethod) else of_class
+            function = function.fget if isinstance(function, property) else function
+            its_own = any(name in there for there in (vars(part), part._parameters, part._buffers, part._modules))
+            if not its_own and isinstance(function, _FUNCTIONS):
+                _key(function, part)
+                more_methods.append(name)
+            elif not its_own and isinstance(of_class, _SETTING):  # or there is none
+                more_settings.append(name)
+            else:
+                raise _NotRecognisable(f"its activation reads {'.'.join((*path, name))}")
+        if more_methods or more_settings:
+            yield Watch(path, tuple(more_methods), tuple(more_settings), ())
 
 
 def _key(function: Any, module: nn.Module) -> object:
@@ -175,7 +228,7 @@ def _key(function: Any, module: nn.Module) -> object:
     elif isinstance(function, MethodType):
         if function.__self__ is module:
             return _key(function.__func__, module)
-    else:
+    elif isinstance(function, FunctionType | BuiltinFunctionType):
         cells = getattr(function, "__closure__", None) or ()
         if all(isinstance(cell.cell_contents, type) for cell in cells):  # what super() means
             return function
@@ -188,20 +241,30 @@ def state_of(module: nn.Module, watched: Watched) -> tuple[object, ...]:
     for path, _, names, _ in watched:
         part = _at(module, path)
         found.append(None if part is None else class_of(part))  # peft's parametrizations bring a new one a call
-        found += [getattr(part, name, None) for name in names]
+        for name in names:
+            value = getattr(part, name, _ABSENT)
+            found.append(value if isinstance(value, _SETTING) else _NO_SETTING)
     return tuple(found)
+
+
+_ABSENT, _NO_SETTING = "\0absent", "\0something else"
 
 
 def functions_of(module: nn.Module, watched: Watched) -> tuple[object, ...]:
     """Return the functions that are watched, as they are now, and whether somebody hooks into them."""
     found: list[object] = []
-    for path, method, _, names in watched:
+    for path, methods, _, names in watched:
         part = _at(module, path)
         if part is not None:
-            found += [getattr(type(part), method, None), vars(part).get(method)]
+            for method in methods:
+                found += [inspect.getattr_static(type(part), method, None), vars(part).get(method)]
         if part is not None and part is not module:
             found += [_hooked(part), tuple(part._modules)]
-        found += [getattr(part, name, None) for name in names]
+        for name in names:
+            function = getattr(part, name, None)
+            found.append(function)
+            if isinstance(function, functools.partial):
+                found += [function.args, tuple(function.keywords.items())]
     return tuple(found)
 
 

@@ -306,7 +306,7 @@ def _new_experts(module: nn.Module) -> Experts:
     }
     chain = Sequential(OrderedDict((name, op) for name, op in ops.items() if op is not None)).without_parameters()
     # what runs as it is may change as it likes
-    watched = (Watch((), _GATE, _LAYOUT_SETTINGS, ()),) if found is None else found.watched
+    watched = (Watch((), (_GATE,), _LAYOUT_SETTINGS, ()),) if found is None else found.watched
     return Experts(chain, layout, watched, state_of(module, watched), functions_of(module, watched))
 
 

@@ -6,6 +6,7 @@ import logging
 import types
 
 import moe_families
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -54,6 +55,7 @@ def gated(gate, act_fn=None, **attributes):
 
 def by_activation(name, kind=Plain):
     module = kind(config())
+    module._modules.pop("act_fn", None)  # which nothing but a module may take the place of
     module.act_fn = ACT2FN[name] if isinstance(name, str) else name
     return module
 
@@ -218,6 +220,37 @@ def closure(beta):
     return gated(lambda self, x: silu_times(self, x) * beta)
 
 
+def bounded(self, x):
+    """A gate that looks for something that is not in every module."""
+    gate, up = halves(x)
+    bound = getattr(self, "bound", None)
+    return F.silu(gate if bound is None else gate.clamp(max=bound)) * up
+
+
+def normed(self, x):
+    gate, up = halves(x)
+    return F.silu(self.norm(gate) if hasattr(self, "norm") else gate) * up
+
+
+def by_config(self, x):
+    return silu_times(self, x) * getattr(getattr(self, "config", None), "num_experts_per_tok", K) / K
+
+
+def by_helper(self, x):
+    return self.helper(halves(x)[0]) * halves(x)[1]
+
+
+def of_class(gate, **attributes):
+    return use_experts_implementation(type("OfClass", (Gated,), {"_apply_gate": gate, **attributes}))(config())
+
+
+class Callable:
+    beta = 1.0
+
+    def __call__(self, gate):
+        return gate * torch.sigmoid(self.beta * gate)
+
+
 UNKNOWN = {
     "swapped halves": at(lambda self, gate, up: gate * F.silu(up)),
     "a limit of its own": at(lambda self, g, u: F.silu(g.clamp(max=6.5)) * u.clamp(-6.5, 6.5)),
@@ -237,6 +270,14 @@ UNKNOWN = {
     "in bf16 another": at(lambda self, g, u: (F.relu if g.dtype is torch.bfloat16 else F.silu)(g) * u),
     "in fp16 inside": at(lambda self, g, u: (F.silu(g.half()) * u.half()).to(g.dtype)),
     "of the configuration": lambda: gated(lambda self, x: silu_times(self, x) * self.config.num_experts_per_tok / K),
+    "looks for a configuration": lambda: gated(by_config),
+    "looks for a parameter": lambda: gated(bounded, bound=nn.Parameter(torch.ones(I).double())),
+    "looks for a buffer": lambda: gated(bounded, bound=nn.Buffer(torch.ones(()).double())),
+    "looks for a tensor": lambda: gated(bounded, bound=torch.ones(()).double()),
+    "looks for a number of numpy's": lambda: gated(bounded, bound=numpy.float32(1.0)),
+    "looks for a submodule": lambda: gated(normed, norm=nn.LayerNorm(I).double()),
+    "a tuple of its class": lambda: of_class(lambda self, x: silu_times(self, x) * self.factors[0], factors=(1.0,)),
+    "a callable object": lambda: by_activation(functools.partial(Callable())),
     "not in fp64": at(lambda self, g, u: F.silu(g) * u if g.dtype is not torch.float64 else 0),
     "dropout": at(lambda self, g, u: F.dropout(F.silu(g) * u, 0.1, self.training)),
     "parameter": lambda: by_activation(WithParameter()),
@@ -314,6 +355,67 @@ class Beta(nn.Module):
 
     def forward(self, gate):
         return gate * torch.sigmoid(self.beta * gate)
+
+
+def set_bound(module):
+    module.bound = 0.5
+
+
+def set_on_class(module):
+    type(module)._beta = 2.0
+
+
+def set_private(module):
+    module._beta = 2.0
+
+
+def replace_helper(module):
+    module.helper = torch.tanh
+
+
+def replace_helper_of_class(module):
+    type(module).helper = staticmethod(F.relu)
+
+
+def change_partial(module):
+    module.act_fn.keywords["beta"] = 2.0
+
+
+def by_private(self, x):
+    return halves(x)[0] * torch.sigmoid(self._beta * halves(x)[0]) * halves(x)[1]
+
+
+def with_beta(gate, beta):
+    return gate * torch.sigmoid(beta * gate)
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        (lambda: gated(bounded), set_bound),
+        (lambda: of_class(by_private, _beta=1.0), set_on_class),
+        (lambda: of_class(by_private, _beta=1.0), set_private),
+        (lambda: of_class(by_helper, helper=staticmethod(F.silu)), replace_helper),
+        (lambda: of_class(by_helper, helper=staticmethod(F.silu)), replace_helper_of_class),
+        (lambda: by_activation(functools.partial(with_beta, beta=1.0)), change_partial),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+@pytest.mark.parametrize("again", [False, True], ids=["", "in a new module"])
+def test_what_a_gate_reads_besides_is_watched(make, change, again):
+    module = make()
+    with torch.no_grad():
+        module.gate_up_proj *= 3
+    given = arguments()
+    before = outcome(experts_forward, module, *given)
+    assert repr(recognised(module)) == "SwiGLU()"
+    if again:
+        module, state = copy.deepcopy(module), module.state_dict()
+        module.load_state_dict(state)
+    change(module)
+    after = outcome(experts_forward, module, *given)
+    assert not torch.allclose(before["y"], after["y"])
+    assert_same(after, outcome(by_tokens, module, *given))
 
 
 @pytest.mark.parametrize(
