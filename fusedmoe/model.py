@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 import sys
 from dataclasses import dataclass
@@ -104,6 +105,8 @@ def explain(model: nn.Module, tokens: int = 4096) -> ModelExplanation:
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"explain: model: expected a module, got {type(model).__name__}")
+    if operator.index(tokens) < 1:
+        raise InputError(f"explain: tokens: expected a positive number, got {tokens}")
     groups: dict[tuple[str, str], ExplainedModules] = {}
     for name, module, explanation, note in _parts(model, tokens):
         key = type(module).__name__, note if explanation is None else str(explanation)
@@ -114,13 +117,17 @@ def explain(model: nn.Module, tokens: int = 4096) -> ModelExplanation:
 
 
 def _parts(model: nn.Module, tokens: int) -> Iterator[tuple[str, nn.Module, Explanation | None, str]]:
-    within: list[str] = []
+    done: list[str] = []  # prefixes of what belongs to a module that was explained
     for name, module in model.named_modules():
-        if any(name.startswith(prefix) for prefix in within):
+        if any(f"{name}.".startswith(prefix) for prefix in done):
             continue
-        found = _explained(module, tokens)
+        try:
+            found = _explained(module, tokens)
+        except (InputError, RuntimeError) as error:  # the latter out of a module between two chains, which is called
+            found = None, str(error).splitlines()[0]
         if found is not None:
-            within.append(f"{name}." if name else "")
+            prefix = f"{name}." if name else ""
+            done.append(f"{prefix}experts." if isinstance(module, MoE) else prefix)  # its shared expert is another line
             yield name, module, *found
 
 
@@ -132,10 +139,10 @@ def _explained(module: nn.Module, tokens: int) -> tuple[Explanation | None, str]
     if isinstance(module, Sequential):
         return _explained_sequential(module, tokens)
     if callable(explain_rows := getattr(type(module), "explain_rows", None)):
-        try:
-            return explain_rows(module, tokens), ""
-        except InputError as error:
-            return None, str(error)
+        explanation = explain_rows(module, tokens)
+        if not isinstance(explanation, Explanation):
+            raise InputError(f"explain_rows: expected an Explanation, got {type(explanation).__name__}")
+        return explanation, ""
     if "transformers" in sys.modules:
         from fusedmoe.integrations.transformers import explained
 

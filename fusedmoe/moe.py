@@ -368,6 +368,13 @@ class MoE(nn.Module):
             y, like x; with ``return_stats`` also the losses and the load.
         """
         tokens, routing = self._route(x)
+        if isinstance(getattr(self.experts, "scale", None), Scale):
+            down = getattr(self.experts, "down", None)
+            if getattr(down, "bias", None) is not None:
+                raise InputError(
+                    "MoE: experts.down: expected no bias, which the routing weight ahead of it would not multiply, "
+                    "got one: make the layer with bias=True"
+                )
         y = self.experts(tokens, expert_index=routing.expert_index, expert_weight=routing.expert_weight)
         if self.shared is not None:
             shared = self.shared(tokens)

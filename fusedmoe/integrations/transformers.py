@@ -99,14 +99,19 @@ def explain(module: nn.Module, tokens: int = 4096, top_k: int | None = None) -> 
     parameters = _parameters(module, experts.layout)
     weight = parameters["down.weight"]
     assert weight is not None
+    if len(weight) != _number_of_experts(module):
+        raise InputError(
+            f"{type(module).__name__}: expected weights of {_number_of_experts(module)} experts, got {len(weight)}: "
+            f"where they are sharded and gathered in a call, plan before that"
+        )
     config = getattr(module, "config", None)
     chosen = top_k or getattr(config, "num_experts_per_tok", None) or 2
-    dtype = (
-        torch.get_autocast_dtype(weight.device.type) if torch.is_autocast_enabled(weight.device.type) else weight.dtype
-    )
-    x = torch.zeros(tokens, weight.shape[1], dtype=dtype, device=weight.device, requires_grad=torch.is_grad_enabled())
+    kind = weight.device.type
+    autocast = kind != "meta" and torch.is_autocast_enabled(kind)
+    how: dict[str, Any] = {"device": weight.device, "requires_grad": torch.is_grad_enabled()}
+    x = torch.zeros(tokens, weight.shape[1], dtype=torch.get_autocast_dtype(kind) if autocast else weight.dtype, **how)
     slots = torch.arange(tokens * chosen, device=weight.device).view(tokens, chosen)
-    weights = torch.ones(tokens, chosen, device=weight.device, requires_grad=torch.is_grad_enabled())
+    weights = torch.ones(tokens, chosen, **how)
     index = slots % _number_of_experts(module)
     return experts.chain.explain_with(parameters, x, expert_index=index, expert_weight=weights)
 
@@ -289,9 +294,8 @@ def _new_experts(module: nn.Module) -> Experts:
         )
     found = _recognise_activation(module, layout, intermediate)
     if found is None:
-        name = "act_fn" if not layout.gated or not hasattr(module, _GATE) else _GATE
         message = "%s: %s is none of the activations that can be fused; it runs as it is, between the two products"
-        say_once(logger, logging.WARNING, message, type(module).__name__, name)
+        say_once(logger, logging.WARNING, message, type(module).__name__, _name_of_activation(module, layout))
     # the routing weight goes into the activation's epilogue where all that follows is linear in it; else into the sum
     early = found is not None and not layout.biased and not layout.normed
     ops: dict[str, Any] = {
@@ -308,6 +312,15 @@ def _new_experts(module: nn.Module) -> Experts:
     # what runs as it is may change as it likes
     watched = (Watch((), (_GATE,), _LAYOUT_SETTINGS, ()),) if found is None else found.watched
     return Experts(chain, layout, watched, state_of(module, watched), functions_of(module, watched))
+
+
+def _name_of_activation(module: nn.Module, layout: Layout) -> str:
+    """Return where a module has its activation from: a gate of its own, or a function in transformers' own."""
+    gate = vars(module).get(_GATE, getattr(type(module), _GATE, None))
+    if layout.gated and gate is not None and getattr(gate, "__module__", None) != "transformers.integrations.moe":
+        return _GATE
+    function = getattr(module, "act_fn", None)
+    return f"act_fn, {getattr(function, '__name__', type(function).__name__)},"
 
 
 def _recognise_activation(module: nn.Module, layout: Layout, intermediate: int) -> Recognised | None:

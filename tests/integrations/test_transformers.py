@@ -176,6 +176,18 @@ def test_explain_of_a_whole_model():
 # ---- around a model -----------------------------------------------------------------------------------------------
 
 
+def test_explain_on_the_meta_device_and_of_a_part_of_the_experts():
+    tiny = moe_families.tiny("qwen3_moe", "fusedmoe")
+    want = str(fm.explain(tiny.model)).replace("cpu", "meta")
+    (group,) = fm.explain(tiny.model.to("meta")).groups
+    assert len(group.explanation.steps) == 16
+    assert str(fm.explain(tiny.model)).splitlines()[2] == want.splitlines()[2]
+    experts = Plain(config())
+    experts.num_experts = 2 * E
+    (group,) = fm.explain(experts).groups
+    assert group.note.startswith(f"Plain: expected weights of {2 * E} experts, got {E}: where they are sharded")
+
+
 def results(tiny, **inputs):
     tiny.model.zero_grad()
     output = tiny.model(**tiny.inputs, **inputs)

@@ -250,3 +250,10 @@ def test_on_the_meta_device_shapes_follow():
     assert y.is_meta
     assert y.shape == (2, 3, 16)
     assert stats.load.shape == (4,)
+
+
+def test_a_bias_behind_the_routing_weight_is_refused():
+    layer, x = fm.MoE(8, 4, 3, 2), torch.randn(5, 8)
+    layer.experts.down = fm.GroupedLinear(3, 4, 8, bias=True)
+    with pytest.raises(fm.InputError, match=r"experts\.down: expected no bias"):
+        layer(x)

@@ -31,27 +31,30 @@ def test_modules_that_are_planned_alike_are_one_line():
     result = fm.explain(model)
     assert [(g.kind, g.names) for g in result.groups] == [
         ("MoE", ("layers.0.mlp", "layers.1.mlp", "layers.3.mlp")),
+        ("Sequential", ("layers.0.mlp.shared", "layers.1.mlp.shared", "layers.3.mlp.shared")),
         ("Sequential", ("layers.2.mlp",)),
     ]
     lines = str(result).splitlines()
-    assert lines[2].startswith("layers.{0-1,3}.mlp  MoE")
-    assert lines[3].startswith("layers.2.mlp")
+    assert lines[2].startswith("layers.{0-1,3}.mlp         MoE")
+    assert lines[3].startswith("layers.{0-1,3}.mlp.shared  Sequential")
+    assert lines[4].startswith("layers.2.mlp ")
     assert "0 of 6 fused" in lines[2]
-    assert "0 of 3 fused" in lines[3]
-    assert "0 of 5 fused" in lines[3]
+    assert "0 of 3 fused" in lines[4]
+    assert "0 of 5 fused" in lines[4]
     assert "needs an sm_90 GPU, this device is cpu" in str(result)
 
 
 def test_it_is_what_the_module_itself_explains():
     layer = moe()
-    (group,) = fm.explain(layer, tokens=100).groups
+    group, shared = fm.explain(layer, tokens=100).groups
     assert str(group.explanation) == str(layer.explain(torch.zeros(100, H, requires_grad=True)))
     assert group.names == ("",)
+    assert str(shared.explanation) == str(layer.shared.explain(torch.zeros(100, H, requires_grad=True)))
     assert "(the model)" in str(fm.explain(layer))
 
 
 def test_what_holds_around_it_counts():
-    model = nn.Sequential(moe())
+    model = nn.Sequential(fm.MoE(H, I, E, 2))
     with torch.no_grad():
         (plan,) = fm.explain(model).plans
         assert {step.direction for step in plan.steps} == {"forward"}
@@ -94,6 +97,23 @@ def test_a_module_that_explains_rows_is_asked():
     assert (foreign.explanation, foreign.note) == (None, "at most 100 rows")
 
 
+def test_one_that_cannot_be_planned_does_not_keep_the_others_from_it():
+    class Wrong(Foreign):
+        def explain_rows(self, rows):
+            return "a table"
+
+    model = nn.ModuleList(
+        [fm.MoE(H, I, E, 2).double(), fm.Sequential(nn.Linear(H, 3), fm.GroupedLinear(E, H, H)), Wrong(), moe()]
+    )
+    with fm.recipe("mxfp8"):
+        double, foreign, wrong, layer, shared = fm.explain(model).groups
+    assert "float64" in double.note
+    assert foreign.explanation is None
+    assert wrong.note == "explain_rows: expected an Explanation, got str"
+    assert layer.explanation is not None
+    assert shared.explanation is not None
+
+
 def test_an_attribute_of_a_module_is_no_method_of_its_class():
     model = nn.Linear(3, 3)
     model.explain_rows = lambda rows: pytest.fail("asked")
@@ -109,6 +129,8 @@ def test_a_model_without_any():
 def test_what_is_no_module_is_refused():
     with pytest.raises(fm.InputError, match="explain: model: expected a module, got function"):
         fm.explain(lambda x: x)
+    with pytest.raises(fm.InputError, match="explain: tokens: expected a positive number, got 0"):
+        fm.explain(moe(), tokens=0)
 
 
 @pytest.mark.parametrize(("names", "short"), [
