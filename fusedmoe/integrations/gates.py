@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from types import BuiltinFunctionType, FunctionType, MethodType
@@ -189,7 +188,7 @@ def _noting(kind: type[nn.Module]) -> type[nn.Module]:
     """Return a class whose instances note the name of each attribute that is read of them, be it there or not."""
 
     def note(self: nn.Module, name: str) -> object:
-        if name[:2] != "__" and name not in _OF_MODULES:
+        if name[:2] != "__" and name not in _OF_MODULES and name != "parametrizations":  # which `class_of` looks for
             object.__getattribute__(self, "__dict__").get(_READ, set()).add(name)
         return kind.__getattribute__(self, name)
 
@@ -204,7 +203,7 @@ def _read_besides(module: nn.Module, bare: nn.Module, watched: Watched) -> Itera
         assert tried is not None
         more_methods, more_settings = [], []
         for name in sorted(vars(tried)[_READ] - {_READ, *methods, *settings, *functions, *tried._modules}):
-            of_class = inspect.getattr_static(type(part), name, None)
+            of_class = _of_class(part, name)
             function = of_class.__func__ if isinstance(of_class, staticmethod | classmethod) else of_class
             function = function.fget if isinstance(function, property) else function
             its_own = any(name in there for there in (vars(part), part._parameters, part._buffers, part._modules))
@@ -257,7 +256,7 @@ def functions_of(module: nn.Module, watched: Watched) -> tuple[object, ...]:
         part = _at(module, path)
         if part is not None:
             for method in methods:
-                found += [inspect.getattr_static(type(part), method, None), vars(part).get(method)]
+                found += [_of_class(part, method), vars(part).get(method)]
         if part is not None and part is not module:
             found += [_hooked(part), tuple(part._modules)]
         for name in names:
@@ -273,6 +272,14 @@ def _at(module: nn.Module, path: Path) -> nn.Module | None:
     for name in path:
         part = None if part is None else part._modules.get(name)
     return part
+
+
+def _of_class(module: nn.Module, name: str) -> object:
+    """Return what a module's class has under a name, as it was written; None for nothing."""
+    for kind in type(module).__mro__:
+        if name in vars(kind):
+            return vars(kind)[name]
+    return None
 
 
 def _hooked(module: nn.Module) -> bool:

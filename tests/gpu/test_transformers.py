@@ -30,10 +30,6 @@ CONFIGS = {
     "gpt_oss": lambda: transformers.GptOssConfig(
         **COMMON, intermediate_size=128, num_local_experts=16, num_experts_per_tok=4, swiglu_limit=1.0
     ),
-    # weights (E, in, out), gate and up one behind the other
-    "aria": lambda: transformers.AriaTextConfig(
-        **COMMON, intermediate_size=128, moe_num_experts=16, moe_topk=4, moe_num_shared_experts=1
-    ),
     "deepseek_v3": lambda: transformers.DeepseekV3Config(
         **{n: v for n, v in COMMON.items() if n != "head_dim"} | {"num_key_value_heads": 4},
         intermediate_size=256, moe_intermediate_size=128, n_routed_experts=16,
@@ -82,7 +78,7 @@ def test_experts_are_as_exact_as_eager_ones(device, name):
     experts = next(m for m in model.modules() if hasattr(m, "down_proj") and hasattr(m, "num_experts"))
     exact = copy.deepcopy(experts).double()
     generator = torch.Generator(device).manual_seed(1)
-    chosen = getattr(model.config, "num_experts_per_tok", 4)
+    chosen = model.config.num_experts_per_tok
     scores = torch.rand(300, experts.num_experts, device=device, generator=generator)
     index = scores.topk(chosen).indices
     weight = torch.rand(300, chosen, device=device, generator=generator) / chosen
@@ -136,7 +132,9 @@ def test_a_model_trains_alike(device, name):
 
 
 def test_llama4_trains_alike(device):
-    """Its routing weight multiplies what goes into an expert: that runs by itself, the products are fused."""
+    """Its weights are (E, in, out), gate and up one behind the other, and the routing weight multiplies what goes into
+    an expert: that runs by itself, the products are fused.
+    """
     torch.manual_seed(0)
     config = transformers.Llama4TextConfig(
         **COMMON, intermediate_size=128, intermediate_size_mlp=256, num_local_experts=8, num_experts_per_tok=1,
