@@ -143,9 +143,12 @@ def _bare(module: nn.Module, method: str) -> tuple[nn.Module, Watched, tuple[obj
 
 def _bare_part(module: nn.Module, path: Path, method: str) -> tuple[nn.Module, list[Watch], list[object]]:
     kind = class_of(module)
-    bare: nn.Module = object.__new__(_noting(kind))
-    nn.Module.__init__(bare)
-    vars(bare)[_READ] = set()
+    try:
+        bare: nn.Module = object.__new__(_noting(kind))
+        nn.Module.__init__(bare)
+        vars(bare)[_READ] = set()
+    except Exception as error:
+        raise _NotRecognisable(f"{kind.__name__} cannot be copied: {error!r}") from error
     functions: list[str] = []
     key: list[object] = [path, kind]
     of_class = {n: v for c in reversed(kind.__mro__[:-1]) if c is not nn.Module for n, v in vars(c).items()}
