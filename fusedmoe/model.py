@@ -105,7 +105,8 @@ def explain(model: nn.Module, tokens: int = 4096) -> ModelExplanation:
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"explain: model: expected a module, got {type(model).__name__}")
-    if operator.index(tokens) < 1:
+    tokens = operator.index(tokens)
+    if tokens < 1:
         raise InputError(f"explain: tokens: expected a positive number, got {tokens}")
     groups: dict[tuple[str, str], ExplainedModules] = {}
     for name, module, explanation, note in _parts(model, tokens):
@@ -123,8 +124,8 @@ def _parts(model: nn.Module, tokens: int) -> Iterator[tuple[str, nn.Module, Expl
             continue
         try:
             found = _explained(module, tokens)
-        except (InputError, RuntimeError) as error:  # the latter out of a module between two chains, which is called
-            found = None, str(error).splitlines()[0]
+        except Exception as error:  # noqa: BLE001  (a module between two chains, which is called, may raise anything)
+            found = None, (str(error).splitlines() or [type(error).__name__])[0]
         if found is not None:
             prefix = f"{name}." if name else ""
             done.append(f"{prefix}experts." if isinstance(module, MoE) else prefix)  # its shared expert is another line
@@ -134,6 +135,7 @@ def _parts(model: nn.Module, tokens: int) -> Iterator[tuple[str, nn.Module, Expl
 def _explained(module: nn.Module, tokens: int) -> tuple[Explanation | None, str] | None:
     """Return a module's plans, or None and why there are none; None of a module that is not ours."""
     if isinstance(module, MoE):  # the router is not called: it may be sharded
+        module.check_biases()
         router = module.router
         return _explained_sequential(module.experts, tokens, router.top_k, trained=router.weight.requires_grad)
     if isinstance(module, Sequential):

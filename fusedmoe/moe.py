@@ -367,14 +367,8 @@ class MoE(nn.Module):
         Tensor or (Tensor, MoEStats)
             y, like x; with ``return_stats`` also the losses and the load.
         """
+        self.check_biases()
         tokens, routing = self._route(x)
-        if isinstance(getattr(self.experts, "scale", None), Scale):
-            down = getattr(self.experts, "down", None)
-            if getattr(down, "bias", None) is not None:
-                raise InputError(
-                    "MoE: experts.down: expected no bias, which the routing weight ahead of it would not multiply, "
-                    "got one: make the layer with bias=True"
-                )
         y = self.experts(tokens, expert_index=routing.expert_index, expert_weight=routing.expert_weight)
         if self.shared is not None:
             shared = self.shared(tokens)
@@ -385,8 +379,18 @@ class MoE(nn.Module):
             y = y.view(*x.shape[:-1], y.shape[-1])
         return (y, self.router.stats(routing)) if return_stats else y
 
+    def check_biases(self) -> None:
+        """Raise if the experts have got a bias that their routing weight, applied ahead of it, would not multiply."""
+        down = getattr(self.experts, "down", None)
+        if isinstance(getattr(down, "bias", None), Tensor) and hasattr(self.experts, "scale"):
+            raise InputError(
+                "MoE: experts.down: expected no bias, which the routing weight ahead of it would not multiply, got "
+                "one: make the layer with bias=True"
+            )
+
     def explain(self, x: Tensor) -> Explanation:
         """Return the plan of the experts' chain for this input; ``print`` it for a table. The router runs."""
+        self.check_biases()
         tokens, routing = self._route(x)
         return self.experts.explain(tokens, expert_index=routing.expert_index, expert_weight=routing.expert_weight)
 

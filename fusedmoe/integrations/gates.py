@@ -10,7 +10,7 @@ import copy
 import functools
 import logging
 from concurrent.futures import ThreadPoolExecutor
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -80,8 +80,8 @@ def recognise(
     What is tried is a copy of the module that has nothing but numbers, texts and functions, and submodules of such:
     those are to be watched, and what else of its class the gate reads, or looks for and does not find. One that reads
     more, such as a parameter, a buffer or the model's configuration, is not recognised, and none that has a hook is
-    tried. A function that reads a variable of its Python module is taken at its present value, and one with arguments
-    by default at theirs.
+    tried. What a gate reads otherwise than as an attribute of a module (a variable of its Python module, arguments by
+    default, ``vars(self)``, ``type(self)``) is taken at its present value.
     """
     try:
         bare, watched, key = _bare(module, method)
@@ -92,6 +92,8 @@ def recognise(
                 _recognised_before.clear()
             with ThreadPoolExecutor(1) as thread:  # where no mode and no hook for saved tensors holds that holds here
                 op = thread.submit(_find_op, bare, watched, gate, layout).result()
+                if op is not None and not thread.submit(_computed_by, module, op, gate, layout).result():
+                    raise _NotRecognisable("its activation is another one than that of a copy")
             read = () if op is None else tuple(_read_besides(module, bare, watched))
             found = _Found(op, read, state_of(module, read), functions_of(module, read))
             _recognised_before[key] = found
@@ -144,6 +146,8 @@ def _bare(module: nn.Module, method: str) -> tuple[nn.Module, Watched, tuple[obj
 def _bare_part(module: nn.Module, path: Path, method: str) -> tuple[nn.Module, list[Watch], list[object]]:
     kind = class_of(module)
     try:
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError("a ScriptModule")
         bare: nn.Module = object.__new__(_noting(kind))
         nn.Module.__init__(bare)
         vars(bare)[_READ] = set()
@@ -195,7 +199,8 @@ def _noting(kind: type[nn.Module]) -> type[nn.Module]:
             object.__getattribute__(self, "__dict__").get(_READ, set()).add(name)
         return kind.__getattribute__(self, name)
 
-    return type(kind.__name__, (kind,), {"__getattribute__": note})
+    unseen = type("_Unseen", (), {"__init_subclass__": classmethod(lambda cls, **_: None)})  # by registries of classes
+    return type.__new__(type(kind), kind.__name__, (unseen, kind), {"__getattribute__": note})
 
 
 def _read_besides(module: nn.Module, bare: nn.Module, watched: Watched) -> Iterator[Watch]:
@@ -232,8 +237,9 @@ def _key(function: Any, module: nn.Module) -> object:
             return _key(function.__func__, module)
     elif isinstance(function, FunctionType | BuiltinFunctionType):
         cells = getattr(function, "__closure__", None) or ()
-        if all(isinstance(cell.cell_contents, type) for cell in cells):  # what super() means
-            return function
+        of = getattr(function, "__self__", None)  # a builtin may be a tensor's method
+        if isinstance(of, ModuleType | type | None) and all(isinstance(c.cell_contents, type) for c in cells):
+            return function  # with no variables but what super() means
     raise _NotRecognisable(f"{function!r} holds values of its own")
 
 
@@ -318,6 +324,18 @@ def _find_op(
             if _agree(op, rows[:1], answers[:1], layout) and _agree(op, rows, answers, layout):
                 return op
     return None
+
+
+def _computed_by(module: nn.Module, op: Op, gate: Callable[[nn.Module, Tensor], Tensor], layout: RowLayout) -> bool:
+    """Whether a module itself computes what the op does that its copy was taken for."""
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+        rows = _rows_to_try(layout)
+        try:
+            answer = _answer(functools.partial(gate, module), rows, layout)
+        except Exception as error:  # noqa: BLE001  (it may read what is on a GPU)
+            logger.info("%s: on a CPU, its activation says %r", type(module).__name__, error)
+            return False
+        return _agree(op, rows, [answer], layout)
 
 
 def _rows_to_try(layout: RowLayout) -> Tensor:

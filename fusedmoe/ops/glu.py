@@ -18,7 +18,7 @@ from einops import rearrange
 from torch import Tensor
 
 from fusedmoe.errors import InputError
-from fusedmoe.ops.op import BackwardOp, Op, TensorSpec, exact
+from fusedmoe.ops.op import BackwardOp, Op, TensorSpec, defined_before, exact
 
 if TYPE_CHECKING:
     from fusedmoe.ops.op import SpecLike
@@ -37,7 +37,8 @@ class GLU(Op):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "phi" in vars(cls) and "dphi" not in vars(cls):
+        other = any(defined_before(cls, name, "backward_ops") for name in ("halves", "clamped"))
+        if other or (defined_before(cls, "phi", "dphi") and defined_before(cls, "phi", "backward_ops")):
             cls.backward_ops = Op.backward_ops  # type: ignore[method-assign]  # the derivative is of another function
 
     def __init__(

@@ -126,7 +126,7 @@ class Op(nn.Module):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "compute" in vars(cls) and "backward_ops" not in vars(cls):
+        if defined_before(cls, "compute", "backward_ops"):
             cls.backward_ops = Op.backward_ops  # type: ignore[method-assign]  # what it inherits is of another function
 
     def compute(self, x: Tensor, *args: Any) -> Tensors:
@@ -285,6 +285,12 @@ def _description(op: Op) -> str:
         return text
     # somebody else's may depend on more: buffers, objects that do not say all of what they are
     return f"{text} of process {os.getpid()}, number {op.__dict__.setdefault('_number', next(_numbers))}"
+
+
+def defined_before(cls: type, name: str, other: str) -> bool:
+    """Whether a class has a name from a class ahead of the one that it has the other from."""
+    first = next((c for c in cls.__mro__ if name in vars(c) or other in vars(c)), None)
+    return first is not None and other not in vars(first)
 
 
 class BackwardOp:

@@ -240,6 +240,26 @@ def by_helper(self, x):
     return self.helper(halves(x)[0]) * halves(x)[1]
 
 
+def by_variables(self, x):
+    gate, up = halves(x)
+    bound = vars(self)["_buffers"].get("bound")
+    return F.silu(gate if bound is None else gate.clamp(max=bound)) * up
+
+
+def look_in_the_configuration(self, name):
+    try:
+        return nn.Module.__getattr__(self, name)
+    except AttributeError:
+        if name == "bound":
+            return self.config.num_experts_per_tok / 10
+        raise
+
+
+class Exact(nn.Module):
+    def forward(self, gate):
+        return F.silu(gate) if type(self) is Exact else F.relu(gate)
+
+
 def of_class(gate, **attributes):
     return use_experts_implementation(type("OfClass", (Gated,), {"_apply_gate": gate, **attributes}))(config())
 
@@ -277,6 +297,10 @@ UNKNOWN = {
     "looks for a number of numpy's": lambda: gated(bounded, bound=numpy.float32(1.0)),
     "looks for a submodule": lambda: gated(normed, norm=nn.LayerNorm(I).double()),
     "a tuple of its class": lambda: of_class(lambda self, x: silu_times(self, x) * self.factors[0], factors=(1.0,)),
+    "is of a class exactly": lambda: by_activation(Exact()),
+    "looks in its variables": lambda: gated(by_variables, bound=nn.Buffer(torch.ones(()).double())),
+    "has an attribute of the configuration": lambda: of_class(bounded, __getattr__=look_in_the_configuration),
+    "a tensor's method": lambda: by_activation(torch.ones((), dtype=torch.float64).mul),
     "a callable object": lambda: by_activation(functools.partial(Callable())),
     "not in fp64": at(lambda self, g, u: F.silu(g) * u if g.dtype is not torch.float64 else 0),
     "dropout": at(lambda self, g, u: F.dropout(F.silu(g) * u, 0.1, self.training)),

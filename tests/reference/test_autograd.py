@@ -307,9 +307,45 @@ class _Squared(fm.Scale):
         return x * factor.square().unsqueeze(-1)
 
 
+class _Mixin:
+    def compute(self, x):
+        return torch.tanh(x)
+
+
+class _Mixed(_Mixin, fm.SquaredReLU):
+    pass
+
+
+class _Halved(fm.SwiGLU):
+    def halves(self, x):
+        return x.chunk(2, -1)[::-1]
+
+    def clamped(self, gate, up):
+        return gate.sigmoid(), up
+
+
+def test_a_backward_step_of_its_own_is_used():
+    class Twice(fm.ops.op.BackwardOp):
+        def compute(self, grad_output, x):
+            return 2 * torch.ones_like(x)
+
+    class Own(fm.SwiGLU):
+        def phi(self, g):
+            return g.tanh()
+
+        def backward_ops(self):
+            return (Twice(self),)
+
+    x = torch.randn(3, 8, requires_grad=True)
+    fm.Sequential(Own())(x).sum().backward()
+    assert x.grad.eq(2).all()
+
+
 @pytest.mark.parametrize(
     ("op", "function"),
     [
+        (_Mixed(), lambda x, p: torch.tanh(x)),
+        (_Halved(), lambda x, p: torch.nn.functional.silu(x.chunk(2, -1)[1].sigmoid()) * x.chunk(2, -1)[0]),
         (_Softplus(), lambda x, p: torch.nn.functional.softplus(x)),
         (_Cubed(), lambda x, p: x.chunk(2, -1)[0] ** 3 * x.chunk(2, -1)[1]),
         (_Squared("probs"), lambda x, p: x * p.square().unsqueeze(-1)),

@@ -110,6 +110,13 @@ def test_one_that_cannot_be_planned_does_not_keep_the_others_from_it():
     assert "float64" in double.note
     assert foreign.explanation is None
     assert wrong.note == "explain_rows: expected an Explanation, got str"
+    biased = fm.MoE(H, I, E, 2)
+    biased.experts.down = fm.GroupedLinear(E, I, H, bias=True)
+    (group,) = fm.explain(biased).groups
+    assert group.note.startswith("MoE: experts.down: expected no bias")
+    silent = Foreign()
+    silent.inner = None  # whose explain() is an AttributeError
+    assert "has no attribute 'explain'" in fm.explain(silent, tokens=10).groups[0].note
     assert layer.explanation is not None
     assert shared.explanation is not None
 
