@@ -1,1 +1,4 @@
-"""Real models on `fusedmoe` without being rewritten: one module for each framework, none imported by another."""
+"""Real models on `fusedmoe` without being rewritten: one module for each framework, none imported by another.
+
+`gates` is what finds out which op a model's own activation is.
+"""
