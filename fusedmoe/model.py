@@ -125,7 +125,8 @@ def _parts(model: nn.Module, tokens: int) -> Iterator[tuple[str, nn.Module, Expl
         try:
             found = _explained(module, tokens)
         except Exception as error:  # noqa: BLE001  (a module between two chains, which is called, may raise anything)
-            found = None, (str(error).splitlines() or [type(error).__name__])[0]
+            text = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
+            found = None, next(iter(text.splitlines()), "")
         if found is not None:
             prefix = f"{name}." if name else ""
             done.append(f"{prefix}experts." if isinstance(module, MoE) else prefix)  # its shared expert is another line
@@ -146,9 +147,10 @@ def _explained(module: nn.Module, tokens: int) -> tuple[Explanation | None, str]
             raise InputError(f"explain_rows: expected an Explanation, got {type(explanation).__name__}")
         return explanation, ""
     if "transformers" in sys.modules:
-        from fusedmoe.integrations.transformers import explained
+        from fusedmoe.integrations import transformers
 
-        return explained(module, tokens)
+        if transformers.runs_here(module):
+            return transformers.explain(module, tokens), ""
     return None
 
 

@@ -116,18 +116,6 @@ def explain(module: nn.Module, tokens: int = 4096, top_k: int | None = None) -> 
     return experts.chain.explain_with(parameters, x, expert_index=index, expert_weight=weights)
 
 
-def explained(module: nn.Module, tokens: int) -> tuple[Explanation | None, str] | None:
-    """Return what `explain` says of an experts module that runs here, or None and why it says nothing; None of any
-    other module.
-    """
-    if not _runs_here(module):
-        return None
-    try:
-        return explain(module, tokens), ""
-    except InputError as error:
-        return None, str(error)
-
-
 def recognised(module: nn.Module) -> Op | None:
     """Return the op that computes what an experts module computes between its products; None if there is none.
 
@@ -140,7 +128,8 @@ def recognised(module: nn.Module) -> Op | None:
     return None if found is None else found.op
 
 
-def _runs_here(module: nn.Module) -> bool:
+def runs_here(module: nn.Module) -> bool:
+    """Whether it is an experts module whose calls come to `experts_forward`."""
     if _is_partial_of(vars(module).get("forward"), (experts_forward,)):
         return True
     name = getattr(getattr(module, "config", None), "_experts_implementation", None)

@@ -30,6 +30,17 @@ class Plain(Gated):
     pass
 
 
+class Beta(nn.Module):
+    """An activation with a number that may change."""
+
+    def __init__(self):
+        super().__init__()
+        self.beta = 1.0
+
+    def forward(self, gate):
+        return gate * torch.sigmoid(self.beta * gate)
+
+
 def config(implementation="fusedmoe", **settings):
     return types.SimpleNamespace(_experts_implementation=implementation, num_experts_per_tok=K, **settings)
 

@@ -6,6 +6,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from two_ranks import HIDDEN, TOKENS, batches
 
 import fusedmoe as fm
 
@@ -14,8 +15,7 @@ if not dist.is_available():
 
 pytestmark = pytest.mark.distributed
 
-E, H, I = 4, 16, 8  # noqa: E741  (experts, hidden, intermediate)
-TOKENS = 24  # of one rank
+E, H, I = 4, HIDDEN, 8  # noqa: E741  (experts, hidden, intermediate)
 STEPS = 3
 SPLITS = torch.tensor([[5, 0, 9, 8], [0, 20, 0, 4]])  # of each rank: an expert of it has no row, and rank 0 has a tail
 
@@ -36,15 +36,6 @@ def plain(kind, model):
         return plain_models.twin(plain_models.Experts(E, H, I, torch.float64), model)
     layers = plain_models.MoE(H, I, E, 2), plain_models.MoE(H, I, E, 2, shared=I)
     return plain_models.twin(nn.Sequential(*layers), model)
-
-
-def batches(rank, count, dtype=torch.float64):
-    """Tokens that want experts 0 and 1 on one rank, 2 and 3 on the other, and no others in the first layer."""
-    generator = torch.Generator().manual_seed(rank)
-    for _ in range(count):
-        x = torch.randn(TOKENS, H, generator=generator, dtype=torch.float64)
-        x[:, 2 * rank : 2 * rank + 2] += 8
-        yield x.to(dtype)
 
 
 def loss_of(model, kind, x, splits):

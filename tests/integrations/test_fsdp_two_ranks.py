@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import distributed as dist
 from torch import nn
+from two_ranks import HIDDEN, batches
 
 import fusedmoe as fm
 
@@ -19,8 +20,7 @@ if not hasattr(fsdp, "fully_shard"):
 
 pytestmark = pytest.mark.distributed
 
-E, H, I = 4, 16, 8  # noqa: E741  (experts, hidden, intermediate)
-TOKENS = 24  # of one rank
+E, H, I = 4, HIDDEN, 8  # noqa: E741  (experts, hidden, intermediate)
 STEPS = 3
 
 
@@ -56,15 +56,6 @@ def make(dtype=torch.float64):
     with torch.no_grad():
         model.first.router.weight.copy_(torch.eye(E, H))
     return model
-
-
-def batches(rank, count, dtype=torch.float64):
-    """Tokens that want experts 0 and 1 on one rank, 2 and 3 on the other, and no others in the first layer."""
-    generator = torch.Generator().manual_seed(rank)
-    for _ in range(count):
-        x = torch.randn(TOKENS, H, generator=generator, dtype=torch.float64)
-        x[:, 2 * rank : 2 * rank + 2] += 8
-        yield x.to(dtype)
 
 
 def loss_of(model, x, splits):

@@ -10,7 +10,7 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
-from stand_in_experts import E, Gated, H, I, K, Plain, arguments, assert_same, by_tokens, config, outcome
+from stand_in_experts import Beta, E, Gated, H, I, K, Plain, arguments, assert_same, by_tokens, config, outcome
 from torch import nn
 from transformers.activations import ACT2FN
 from transformers.integrations.moe import use_experts_implementation
@@ -370,15 +370,6 @@ def change_class(module):
 
 def change_hooks(module):
     module.act_fn.register_forward_hook(lambda module, args, y: y + 1)
-
-
-class Beta(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.beta = 1.0
-
-    def forward(self, gate):
-        return gate * torch.sigmoid(self.beta * gate)
 
 
 def set_bound(module):

@@ -11,6 +11,16 @@ from torch import distributed as dist
 
 SIZE = 2
 PATIENCE_S = 120
+TOKENS, HIDDEN = 24, 16  # of one rank; features
+
+
+def batches(rank, count, dtype=torch.float64):
+    """Tokens that want experts 0 and 1 on one rank, 2 and 3 on the other, and no others in the first layer."""
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(count):
+        x = torch.randn(TOKENS, HIDDEN, generator=generator, dtype=torch.float64)
+        x[:, 2 * rank : 2 * rank + 2] += 8
+        yield x.to(dtype)
 
 
 class Ranks:
