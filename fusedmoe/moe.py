@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, overload
 
 import torch
 import torch.nn.functional as F
@@ -185,6 +185,9 @@ class Router(nn.Module):
                 scores_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
             return Routing(index_TK, weight_TK * self.scale, logits_TE, scores_TE)
 
+    if TYPE_CHECKING:
+        __call__ = forward
+
     def _choose(self, ranked_TE: Tensor) -> Tensor:
         if self.balance_bias is not None:
             ranked_TE = ranked_TE + self.balance_bias
@@ -359,6 +362,15 @@ class MoE(nn.Module):
             if chain is not None:
                 chain.sm_margin, chain.schedule = options.sm_margin, options.schedule
 
+    @overload
+    def forward(self, x: Tensor, return_stats: Literal[False] = False) -> Tensor: ...
+
+    @overload
+    def forward(self, x: Tensor, return_stats: Literal[True]) -> tuple[Tensor, MoEStats]: ...
+
+    @overload
+    def forward(self, x: Tensor, return_stats: bool) -> Tensor | tuple[Tensor, MoEStats]: ...
+
     def forward(self, x: Tensor, return_stats: bool = False) -> Tensor | tuple[Tensor, MoEStats]:
         """Run the layer on ``x`` (..., H).
 
@@ -378,6 +390,9 @@ class MoE(nn.Module):
         if x.dim() != 2:  # a view of what needs none makes FSDP2 warn of in-place ops on it
             y = y.view(*x.shape[:-1], y.shape[-1])
         return (y, self.router.stats(routing)) if return_stats else y
+
+    if TYPE_CHECKING:  # of nn.Module, a type checker knows that a call returns Any
+        __call__ = forward
 
     def check_biases(self) -> None:
         """Raise if the experts have got a bias that their routing weight, applied ahead of it, would not multiply."""

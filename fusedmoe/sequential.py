@@ -124,6 +124,9 @@ class Sequential(nn.Sequential):
         """
         return self._run(x, inputs, None)
 
+    if TYPE_CHECKING:  # of nn.Module, a type checker knows that a call returns Any
+        __call__ = forward
+
     def forward_with(self, parameters: Mapping[str, Tensor | None], x: Tensor, /, **inputs: Tensor) -> Tensor:
         """Run the ops with parameters that belong to somebody else: ``{"0.weight": w, "0.bias": None, ...}``.
 
