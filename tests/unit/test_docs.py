@@ -3,12 +3,15 @@
 A block whose fence says ```` ```python no-run ```` is shown only: a fragment, or one that needs a GPU.
 """
 
+import importlib.util
 import json
 import re
 from pathlib import Path
 
 import pytest
+import torch
 
+import fusedmoe as fm
 from benchmarks import page
 
 ROOT = Path(__file__).parents[2]
@@ -43,8 +46,103 @@ def test_code_blocks_run(document, tmp_path, monkeypatch, capsys):
         assert match["table"] in printed, f"{document.name}: the table is not the one that the page's code prints"
 
 
+@pytest.fixture
+def figure():
+    """docs/figures/plan.py, which is in no package."""
+    spec = importlib.util.spec_from_file_location("plan_figure", ROOT / "docs" / "figures" / "plan.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_picture_of_a_plan_is_what_its_script_draws(figure):
+    assert figure.PICTURE.read_text(encoding="utf-8") == figure.draw()
+    assert f"_static/{figure.PICTURE.name}" in (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.usefixtures("builtin_rules")
+def test_the_picture_shows_the_plan_for_hopper(figure, monkeypatch):
+    monkeypatch.setattr("fusedmoe.chain.arch", lambda device: 90)
+    monkeypatch.setattr("fusedmoe.fusion.rules.hopper.missing_packages", lambda: ())
+    layers = [fm.GroupedLinear(2, 64, 2 * 32, device="meta"), fm.GroupedLinear(2, 32, 64, device="meta")]
+    experts = fm.Sequential(layers[0], fm.SwiGLU(), fm.Scale("probs"), layers[1]).bfloat16()
+    x = torch.empty(16, 64, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    probs = torch.empty(16, device="meta", requires_grad=True)
+    explanation = experts.explain(x, splits=torch.empty(2, dtype=torch.int64, device="meta"), probs=probs)
+    assert [(s.direction, s.ops, s.rule) for s in explanation.steps] == [s[:3] for s in figure.STEPS]
+    named = [type(op).__name__ + ('("probs")' if isinstance(op, fm.Scale) else "") for op in experts]
+    assert named == list(figure.OPS)
+
+
 def test_the_benchmark_page_is_written_from_the_result_files():
     assert (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8") == page.render()
+
+
+def test_the_figures_of_the_tour_are_those_of_the_result_files():
+    text = " ".join((ROOT / "docs" / "index.md").read_text(encoding="utf-8").split())
+    results = json.loads((page.RESULTS / "transformers.json").read_text(encoding="utf-8"))
+    step = {
+        (m["part"], m["implementation"]): m
+        for m in results["measured"]
+        if m["case"] == "forward + backward" and not m["compiled"]
+    }
+    stack, moe = step["stack", "grouped_mm"], step["MoE part", "grouped_mm"]
+    ours, layers = step["MoE part", "fusedmoe"], results["layers"]
+    assert f"{100 * layers * moe['ms'] / stack['ms']:.0f} % of a training step of {layers} layers" in text
+    assert f"({layers} times {moe['ms']:.1f} of {stack['ms']:.0f} ms" in text
+    assert f"{moe['kept_gib']:.2f} GiB per layer in the example above, and {ours['kept_gib']:.2f} GiB with" in text
+    assert f"in {ours['ms']:.1f} ms instead of {moe['ms']:.1f} ms" in text
+    kernels = json.loads((page.RESULTS / "kernels.json").read_text(encoding="utf-8"))
+    rows = next(shape["rows"] for shape in kernels["shapes"] if shape["name"] == "qwen3-30b-a3b")
+    ms = {row["peer"]: row["ms"] for row in rows if row["case"] == "FC2 dgrad + dSwiGLU"}
+    assert f"take {ms['torch eager']:.1f} ms. One fused kernel takes [{ms['fusedmoe']:.1f} ms]" in text
+
+
+def test_the_figures_of_which_recipe_are_those_of_the_result_files():
+    text = (ROOT / "docs" / "which_recipe.md").read_text(encoding="utf-8")
+    results = json.loads((page.RESULTS / "recipes.json").read_text(encoding="utf-8"))
+    slowest = {}
+    for shape in results["shapes"]:
+        name, recipes = shape["name"], dict(shape["recipes"])
+        bf16 = recipes.pop("bf16")
+        times = [recipe["ms"] / bf16["ms"] for recipe in recipes.values()]
+        slowest[name] = f"{min(times):.0f} to {max(times):.0f} times"
+        assert f"| {name} | {bf16['ms']:.1f} ms | {' | '.join(f'{time:.0f}x' for time in times)} |" in text
+        kept = [f"{recipe['kept_bytes'] / 2**30:.2f}" for recipe in recipes.values()]
+        weights = list(_weight_gib(shape, recipes))
+        cells = [f"{activations} + {weight:.2f}" for activations, weight in zip(kept, weights, strict=True)]
+        assert f"| {name} | {bf16['kept_bytes'] / 2**30:.2f} | {' | '.join(cells)} |" in text
+        fp8 = [recipes[name]["kept_bytes"] / 2**30 + weight for name, weight in zip(recipes, weights, strict=True)][:-1]
+        assert min(fp8) > bf16["kept_bytes"] / 2**30
+    text = " ".join(text.split())
+    assert f"and {slowest['qwen3-30b-a3b']} for Qwen3-30B-A3B" in text
+    mlp = json.loads((page.RESULTS / "mlp.json").read_text(encoding="utf-8"))
+    means = mlp["geometric_mean_speedups"]["forward + backward"]
+    eager, compiled = means["torch eager"], means["torch compiled"]
+    assert eager["shapes"] == compiled["shapes"] == 9
+    assert f"{eager['mean']:.2f} times as fast as eager PyTorch and {compiled['mean']:.2f} times as fast as" in text
+    rows = next(shape["rows"] for shape in mlp["shapes"] if shape["name"] == "qwen3-30b-a3b")
+    (forward,) = (row["ms"] for row in rows if (row["peer"], row["case"]) == ("fusedmoe", "forward"))
+    assert f"{forward:.1f} ms for the first shape" in text
+    stack = json.loads((page.RESULTS / "transformers.json").read_text(encoding="utf-8"))
+    measured = {(m["part"], m["case"], m["implementation"]): m for m in stack["measured"] if not m["compiled"]}
+    kept = [measured["MoE part", "forward + backward", name]["kept_gib"] for name in ("fusedmoe", "grouped_mm")]
+    assert f"{kept[0]:.2f} instead of {kept[1]:.2f} GiB per layer for {stack['tokens']} tokens" in text
+    token = [measured["MoE part, 1 token", "forward", name]["ms"] for name in ("fusedmoe", "grouped_mm")]
+    assert f"takes {token[0]:.2f} ms for one token on an H100, and {token[1]:.2f} ms with `grouped_mm`" in text
+
+
+def _weight_gib(shape, names):
+    """GiB of quantized weights under each recipe, by explain()."""
+    experts, hidden, intermediate = shape["experts"], shape["hidden"], shape["intermediate"]
+    fc1 = fm.GroupedLinear(experts, hidden, 2 * intermediate, device="meta", dtype=torch.bfloat16)
+    fc2 = fm.GroupedLinear(experts, intermediate, hidden, device="meta", dtype=torch.bfloat16)
+    chain = fm.Sequential(fc1, fm.SwiGLU(), fc2)
+    rows = torch.empty(shape["rows_in_all"], hidden, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    for name in names:
+        with fm.recipe(name):
+            (plan,) = chain.explain(rows, splits=torch.empty(experts, device="meta", dtype=torch.int64)).plans
+        yield plan.weight_bytes / 2**30
 
 
 def test_the_times_in_transformers_are_those_of_the_result_file():
