@@ -15,17 +15,20 @@ RESULTS = ROOT / "results" / "nvidia-h100-80gb-hbm3"
 INTRODUCTION = """\
 # Benchmarks
 
-`make bench` measures with what is installed, prints a table and writes `benchmarks/results/<machine>/*.json`, with
-the versions and the commit. This page is written from those files, by `python -m benchmarks.page`.
+`make bench` runs the benchmarks with the installed packages. It prints a table, and writes
+`benchmarks/results/<machine>/*.json` with the versions and the commit. `python -m benchmarks.page` writes this page
+from those files.
 """
 GPU = """\
 ## On the GPU
 
-CUDA events around one call, the L2 flushed and the host ahead, peers in turns, the median of {reps} calls. Rows lie
-dispatched, routing is {routing}. Every result was first compared with fp64 on the same operands, for the experts with
-the fewest, the median and the most rows. *x torch* and the like are the peer's time over ours: over 1 is in our
-favour. `F.grouped_mm` stands for torch, with eager pointwise operations and with compiled ones; QuACK runs with
-{tuned}. Every table comes from one run.
+Each time is the median of {reps} calls, measured with CUDA events around one call. The L2 cache is flushed before each
+call, launch gaps of the host are hidden, and the peers take turns. The rows are dispatched already, and the routing is
+{routing}. Every result was first compared with fp64 on the same operands, for the experts with the fewest, the median
+and the most rows.
+
+*x torch* and similar columns are the peer's time divided by ours: above 1, fusedmoe is faster. torch is
+`F.grouped_mm`, with eager or compiled pointwise operations. QuACK runs with {tuned}. Each table comes from one run.
 
 {machine}, torch {torch}, CUDA {cuda}, nvidia-cutlass-dsl {dsl}, QuACK {quack}, commit {commit}{mlp_commit}.
 Measured ceilings of this GPU: {tflops:.0f} TFLOP/s (a bf16 product of 8192³), {copy:.1f} TB/s (copy, read and written).
@@ -33,38 +36,43 @@ Measured ceilings of this GPU: {tflops:.0f} TFLOP/s (a bf16 product of 8192³), 
 STACK = """\
 ## In transformers
 
-{layers} decoder layers of Qwen3-30B-A3B's shape in transformers {transformers} (commit {commit}), bf16, {tokens} tokens
-in {batch} sequences, the median of {reps} calls, with each experts implementation: the whole stack, and the MoE part of
-one layer (router and experts). *x grouped_mm* is that implementation's time over ours, uncompiled over uncompiled and,
-in the last column, compiled over compiled. *Kept* is the memory that forward keeps for backward, *host* the wall time
-of the uncompiled call. Few tokens are what generating text has.
+{layers} decoder layers of Qwen3-30B-A3B's shape in transformers {transformers} (commit {commit}), in bf16, with
+{tokens} tokens in {batch} sequences, for each experts implementation. The MoE part is the router and the experts of one
+layer. Each time is the median of {reps} calls.
+
+- *x grouped_mm*: that implementation's time divided by ours. The last column compares compiled with compiled.
+- *kept*: the memory that forward keeps for backward.
+- *host*: the wall time of the uncompiled call.
+
+The cases with few tokens are typical for text generation.
 """
 TUNED = """\
 ## QuACK tuned
 
-The same kernels beside QuACK with the configurations that its own tuning finds, on {shape} (commit {commit}).
+The same kernels against QuACK with the configurations from QuACK's own tuning, on {shape} (commit {commit}).
 """
 RECIPES = """\
 ## Recipes
 
-Forward + backward of the expert MLP under each [recipe](recipes.md), unfused as they are so far, beside the fused bf16
-of the same run (commit {commit}): the median of {reps} calls. *Kept* is what the plan keeps for backward; SQNR, in dB,
-is that of the output and the gradients against `bf16`, on random normal operands.
+Forward + backward of the expert MLP under each [recipe](recipes.md), against fused bf16 in the same run (commit
+{commit}). The quantized recipes have no fused kernels yet. Each time is the median of {reps} calls. *kept* is the
+memory that the plan keeps for backward. The other columns are the SQNR, in dB, of the output and the gradients against
+`bf16`, on random normal operands.
 """
 DEEPGEMM = """\
 ## DeepGEMM
 
-DeepGEMM's bf16 products of groups of 128-row multiples, measured in a process of their own, since its packages and
-ours do not share an environment. torch was measured in both: *x DeepGEMM* is our time over torch's here, against
-DeepGEMM's over torch's there (DeepGEMM {version}, commit {commit}).
+DeepGEMM's bf16 grouped products, with groups of multiples of 128 rows (DeepGEMM {version}, commit {commit}). Its
+packages need an environment of their own, so that they were measured in another process. torch was measured in both
+processes. *x DeepGEMM* compares our speed relative to torch with DeepGEMM's speed relative to torch.
 """
 HOST = """\
-## What the framework costs the host
+## Host time
 
-A planned `Sequential(GroupedLinear, SwiGLU, GroupedLinear)` on few rows and small layers, against the same three ops'
-computations called by hand one after the other, with autograd's own backward. Wall time of the Python call in
-microseconds: the least over the rounds, which is what the code costs, and in parentheses the median, which includes
-whatever else the machine did.
+A planned `Sequential(GroupedLinear, SwiGLU, GroupedLinear)` with few rows and small layers, against the same three
+computations called by hand, with autograd's own backward. The times are wall times of the Python call in microseconds.
+The first number is the minimum over the rounds, which is the cost of the code. The number in parentheses is the median,
+which includes interference from other work on the machine.
 """
 
 

@@ -20,7 +20,7 @@ from fusedmoe.fusion.rules import hopper
 PAGE = Path(__file__).parents[2] / "docs" / "transformers.md"
 STAND_INS = Path(__file__).parents[1] / "unit" / "sm90_stand_ins.py"
 TABLE = re.compile(r"(?<=<!-- families, by tests/integrations/families_page.py -->\n).*?(?=<!-- end -->)", re.DOTALL)
-CAPTION = "Families of transformers {version}, tiny models of each:\n\n"
+CAPTION = "Families of transformers {version}:\n\n"
 TOKENS = 64
 HEAD = ("family", "experts", "layout", "activation", "sm_90, bf16")
 
@@ -73,7 +73,7 @@ def verdict(module: torch.nn.Module) -> str:
         hopper.functions.cache_clear()
     left = declined.ops + [op for plan in explanation.plans for step in plan.unfused for op in step.ops]
     if left:
-        return f"fused but for {', '.join(op.replace('_', ' ').replace('.', ' ') for op in left)}"
+        return f"fused except {', '.join(op.replace('_', ' ').replace('.', ' ') for op in left)}"
     return "unfused activation" if isinstance(chain.activation, fusedmoe_transformers._AsItIs) else "fused"
 
 
