@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,7 +14,7 @@ from fusedmoe import changes, settings
 from fusedmoe.autocast import autocast_dtype, without_autocast
 from fusedmoe.autograd import run_call
 from fusedmoe.environment import disabled_by_environment, environment_state
-from fusedmoe.errors import InputError
+from fusedmoe.errors import NO_EXPERT_PARALLELISM, InputError
 from fusedmoe.fusion import registry
 from fusedmoe.fusion.executable import Call, Environment, Plan
 from fusedmoe.fusion.graph import Graph
@@ -173,6 +174,8 @@ class Chain:
         call = self._call(arguments, tensors, around)
         x = arguments[0]
         assert x is not None
+        if call.refused is not None:
+            raise InputError(call.refused)
         if around[0].strict:
             call.plan.raise_if_missed()
         if x.is_meta:
@@ -203,7 +206,25 @@ class Chain:
             if len(self._calls) >= _REMEMBERED_CALLS:
                 self._calls.clear()
             call = self._calls[key] = Call(plan, now.strict)
+            call.refused = self._why_sharded(arguments)
         return call
+
+    def _why_sharded(self, arguments: list[Tensor | None]) -> str | None:
+        """Return the message for the first grouped op whose parameter is a DTensor; None where there is none."""
+        distributed = sys.modules.get("torch.distributed.tensor")  # loaded where there is a DTensor at all
+        if distributed is None:
+            return None
+        own = arguments[1 + len(self.inputs) :]
+        for (op, name, key), argument in zip(self.parameters, own, strict=True):
+            if hasattr(op, "num_groups") and isinstance(argument, distributed.DTensor):
+                placements = ", ".join(map(repr, argument.placements))
+                expected = f"a plain tensor of all {op.num_groups} experts"
+                return (
+                    f"{key.rpartition('.')[0]}.{op.reject(name, expected, f'a DTensor, {placements}')}; "
+                    f"{NO_EXPERT_PARALLELISM}. Under FSDP2, call the module that was given to fully_shard, which "
+                    "gathers its weights"
+                )
+        return None
 
     def _plan_of_kind(self, number: int, arguments: list[Tensor | None], now: Settings, options: KernelOptions) -> Plan:
         """Return the plan for calls that differ from this one in their number of rows, up to the next power of two."""

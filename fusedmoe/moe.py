@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fusedmoe.autocast import without_autocast
-from fusedmoe.errors import InputError
+from fusedmoe.errors import NO_EXPERT_PARALLELISM, InputError
 from fusedmoe.kernels.torch.rows import rows_per_expert
 from fusedmoe.ops.dispatch import Combine, Dispatch
 from fusedmoe.ops.glu import GLU, GeGLU, ReGLU, SwiGLU
@@ -258,6 +258,8 @@ class MoE(nn.Module):
         Of the parameters.
     sm_margin, schedule
         Of the `Sequential` of the experts, and of the shared expert; to be set as attributes too.
+    expert_parallel
+        Not supported yet: anything except None raises. The layer's weights are all on one rank.
 
     Attributes
     ----------
@@ -292,8 +294,11 @@ class MoE(nn.Module):
         *,
         sm_margin: int = 0,
         schedule: Schedule = "static",
+        expert_parallel: object = None,
     ) -> None:
         super().__init__()
+        if expert_parallel is not None:
+            raise InputError(f"MoE: expert_parallel: expected None, got {expert_parallel!r}; {NO_EXPERT_PARALLELISM}")
         self.hidden = hidden
         self.router = Router(
             hidden,

@@ -317,7 +317,11 @@ class Call:
     run, runs
         ``run([*arguments], *runs)`` returns the outputs, and the values that backward needs. There is no method for it,
         since calling one takes the host a microsecond.
+    refused
+        Why such a call can be explained and not run; None where it can be run.
     """
+
+    refused: str | None = None
 
     def __init__(self, plan: Plan, strict: bool) -> None:
         self.plan = plan

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fusedmoe.errors import InputError
+from fusedmoe.errors import NO_EXPERT_PARALLELISM, InputError
 from fusedmoe.formats import QuantizedTensor, products
 from fusedmoe.kernels.torch import grouped_gemm
 from fusedmoe.kernels.torch.rows import tail_mask
@@ -352,7 +352,10 @@ def _check_parameters(
     op: Op, x: SpecLike, weight: SpecLike | None, bias: SpecLike | None, shape: tuple[int, ...]
 ) -> None:
     if weight is None or tuple(weight.shape) != shape:
-        raise op.reject("weight", f"shape {shape}", None if weight is None else weight.shape)
+        expected = f"shape {shape}"
+        if weight is not None and len(shape) == 3 and tuple(weight.shape[1:]) == shape[1:]:
+            expected += f", all {shape[0]} experts ({NO_EXPERT_PARALLELISM})"
+        raise op.reject("weight", expected, None if weight is None else weight.shape)
     if bias is not None and tuple(bias.shape) != shape[:-1]:
         raise op.reject("bias", f"shape {shape[:-1]}", bias.shape)
     for name, parameter in (("weight", weight), ("bias", bias)):

@@ -1,0 +1,60 @@
+"""Expert parallelism is refused by name: it used to end in torch's errors, or in one that left the reason to guess."""
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
+
+import fusedmoe as fm
+
+NOT_YET = "expert parallelism: not yet: weights are one rank's"
+
+
+def sharded(layer, change):
+    """The layer with its experts' weights changed."""
+    for op in (layer.experts.gate_up, layer.experts.down):
+        op.weight = nn.Parameter(change(op.weight.detach()))
+    return layer
+
+
+def test_the_argument_is_refused():
+    with pytest.raises(fm.InputError, match=f"MoE: expert_parallel: expected None, got 2; {NOT_YET}"):
+        fm.MoE(8, 4, 4, 2, expert_parallel=2)
+
+
+def test_a_local_shard_is_refused():
+    layer = sharded(fm.MoE(8, 4, 4, 2), lambda weight: weight[:2].clone())
+    with pytest.raises(fm.InputError, match=rf"gate_up.*\(4, 8, 8\), all 4 experts \({NOT_YET}.*got \(2, 8, 8\)"):
+        layer(torch.randn(3, 8))
+
+
+def test_another_wrong_shape_says_nothing_of_ranks():
+    layer = sharded(fm.MoE(8, 4, 4, 2), lambda weight: weight[:, :, :2].clone())
+    with pytest.raises(fm.InputError, match=r"weight: expected shape \(4, 8, 8\), got \(4, 8, 2\)$"):
+        layer(torch.randn(3, 8))
+
+
+@pytest.fixture
+def mesh():
+    if not dist.is_available():
+        pytest.skip("torch is built without distributed")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield dist.init_device_mesh("cpu", (1,))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_dtensor_is_refused_and_explained(mesh):
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    layer = sharded(fm.MoE(8, 4, 4, 2), lambda weight: distribute_tensor(weight, mesh, [Shard(0)]))
+    x = torch.randn(3, 8)
+    assert "gate_up" in str(layer.explain(x)), "the plan of a sharded model can still be read"
+    for grad in (False, True, False):  # also where the plan is there already
+        with torch.set_grad_enabled(grad), pytest.raises(fm.InputError, match=NOT_YET) as raised:
+            layer(x)
+        assert str(raised.value).startswith(
+            "gate_up.GroupedLinear(num_groups=4, in_features=8, out_features=8): weight: "
+        )
+        assert "got a DTensor, Shard(dim=0); " in str(raised.value)
