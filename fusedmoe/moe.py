@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,8 @@ from fusedmoe.ops.squared_relu import SquaredReLU
 from fusedmoe.sequential import Sequential, kernel_options
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from fusedmoe.fusion.plan import Explanation
     from fusedmoe.kernels.options import Schedule
 
@@ -110,7 +112,8 @@ class Router(nn.Module):
     bias : Parameter or None
         (E,).
     balance_bias : Tensor or None
-        (E,) fp32 buffer, zeros at first.
+        (E,) fp32 buffer, zeros at first. It stays in fp32 when the module is cast (``.bfloat16()``, ``.to(dtype)``) and
+        when a checkpoint in another dtype is loaded: in bf16, steps of 1e-3 soon round to nothing.
     """
 
     balance_bias: Tensor | None
@@ -163,6 +166,21 @@ class Router(nn.Module):
             nn.init.uniform_(parameter, -bound, bound)
         if self.balance_bias is not None:
             self.balance_bias.zero_()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "balance_bias" and isinstance(value, Tensor) and value.dtype is not torch.float32:
+            value = value.to(torch.float32)
+        super().__setattr__(name, value)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        """Move or cast the module; ``balance_bias`` is moved but keeps its values in fp32."""
+        before = self.balance_bias
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        after = self.balance_bias
+        if before is not None and after is not None and after.dtype is not torch.float32:
+            source = after if before.is_meta else before
+            self.balance_bias = source.to(after.device, torch.float32)
+        return self
 
     def forward(self, x: Tensor) -> Routing:
         """Route tokens ``x`` (T, H)."""

@@ -86,3 +86,20 @@ def test_a_sharded_model_is_explained_without_being_called(mesh):
     (group,) = fm.explain(model).groups
     assert group.names == ("0",)
     assert str(group.explanation) == str(want.explanation)
+
+
+def test_the_balance_bias_stays_in_fp32(mesh):
+    """Sharded in bf16 from the meta device on, as a large model is made."""
+    fully_shard = pytest.importorskip("torch.distributed.fsdp").fully_shard
+    layer = fm.MoE(32, 16, 4, 2, score="sigmoid", device="meta")
+    model = fully_shard(torch.nn.Sequential(fully_shard(layer.bfloat16(), mesh=mesh)), mesh=mesh)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for t in (*model.parameters(), layer.router.balance_bias):
+            t.zero_()
+    for _ in range(1000):
+        layer.router.update_bias(torch.tensor([0, 8, 8, 16]))
+    _, stats = layer(torch.randn(40, 32, dtype=torch.bfloat16), return_stats=True)
+    assert stats.load.sum() == 80
+    expected = torch.tensor([1.0, 0.0, 0.0, -1.0])
+    torch.testing.assert_close(layer.router.balance_bias, expected, rtol=0, atol=1e-3)  # its dtype too
