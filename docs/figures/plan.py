@@ -31,7 +31,7 @@ STEPS = (
         "forward",
         ("0.GroupedLinear", "1.SwiGLU", "2.Scale"),
         "sm90.grouped_gemm_activation",
-        "grouped GEMM; SwiGLU and scale in the epilogue",
+        "grouped GEMM; epilogue: SwiGLU, scale",
     ),
     Step("forward", ("3.GroupedLinear",), "sm90.grouped_gemm", "grouped GEMM"),
     Step("backward", ("3.Wgrad",), "sm90.grouped_wgrad", "weight gradient"),
@@ -39,7 +39,7 @@ STEPS = (
         "backward",
         ("3.Dgrad", "2.ScaleGrad", "2.DScale", "1.DSwiGLU"),
         "sm90.grouped_dgrad_activation",
-        "input gradient; derivatives of scale and SwiGLU",
+        "input gradient; epilogue: their derivatives",
     ),
     Step("backward", ("0.Wgrad",), "sm90.grouped_wgrad", "weight gradient"),
     Step("backward", ("0.Dgrad",), "sm90.grouped_dgrad", "input gradient"),
@@ -50,18 +50,18 @@ MONO = "font-family='SFMono-Regular, Menlo, DejaVu Sans Mono, monospace'"
 INK, MUTED, PAPER, LINE = "#1b2733", "#5b6b7b", "#ffffff", "#b8c4d0"
 FILLS = {"op": "#eef2f7", "forward": "#e3effd", "backward": "#fdeee0", "plan": "#e2f4e6", "step": "#cdebd4"}
 
-WIDTH, TOP, ROW, BOX = 1060, 84, 38, 28
+WIDTH, TOP, ROW, BOX = 892, 84, 38, 28
 GAP = 18  # between forward and backward
-COLUMNS = {"op": (24, 150), "chain": (234, 168), "plan": (462, 256), "step": (778, 258)}
+COLUMNS = {"op": (20, 130), "chain": (190, 138), "plan": (372, 236), "step": (648, 224)}  # left edge and width
 HEADINGS = {
-    "op": ("1  Ops", "composed in a Sequential"),
-    "chain": ("2  Chain", "forward and backward ops"),
+    "op": ("1  Ops", "in a Sequential"),
+    "chain": ("2  Chain", "in both directions"),
     "plan": ("3  Plan", "fusion rules, chosen by cost"),
     "step": ("4  Steps", "kernels that run"),
 }
 NOTE = (
-    "Plan for an sm_90 GPU in bf16. An op that no rule covers is one step in plain PyTorch, which computes the same "
-    "function. explain() prints the plan."
+    "The plan for an sm_90 GPU in bf16, as explain() prints it.",
+    "An op that no rule covers is one step in plain PyTorch, which computes the same function.",
 )
 
 
@@ -99,9 +99,12 @@ def draw() -> str:
         middle = y + height / 2
         for k, name in enumerate(step.ops):
             top = y + k * ROW
-            parts += [_box("chain", top, BOX, step.direction), _text(244, top + 19, name, 13, INK, MONO)]
+            parts += [
+                _box("chain", top, BOX, step.direction),
+                _text(COLUMNS["chain"][0] + 10, top + 19, name, 12.5, INK, MONO),
+            ]
             if step.direction == "forward":
-                parts += [_box("op", top, BOX, "op"), _text(34, top + 19, OPS[op], 13, INK, MONO)]
+                parts += [_box("op", top, BOX, "op"), _text(COLUMNS["op"][0] + 10, top + 19, OPS[op], 12.5, INK, MONO)]
                 parts.append(_arrow("op", "chain", top + BOX / 2))
                 op += 1
         bracket = sum(COLUMNS["chain"]) + 6
@@ -109,24 +112,24 @@ def draw() -> str:
             path = f"M{bracket - 1} {y + 4:g} h8 V{y + height - 4:g} h-8"
             parts.append(f"<path d='{path}' fill='none' stroke='{MUTED}'/>")
         parts += [
-            f"<line x1='{bracket + 7}' y1='{middle:g}' x2='454' y2='{middle:g}' stroke='{MUTED}' "
+            f"<line x1='{bracket + 7}' y1='{middle:g}' x2='{COLUMNS['plan'][0] - 8}' y2='{middle:g}' stroke='{MUTED}' "
             "marker-end='url(#head)'/>",
             _box("plan", y, height, "plan"),
-            _text(472, middle + 5, step.rule, 12.5, INK, MONO),
+            _text(COLUMNS["plan"][0] + 10, middle + 5, step.rule, 12.5, INK, MONO),
             _arrow("plan", "step", middle),
             _box("step", y, height, "step"),
         ]
         lines = _wrapped(step.kernel)
         for k, line in enumerate(lines):
-            parts.append(_text(788, middle + 5 + (k - (len(lines) - 1) / 2) * 18, line))
+            parts.append(_text(COLUMNS["step"][0] + 10, middle + 5 + (k - (len(lines) - 1) / 2) * 18, line))
         y += height + ROW - BOX
     backward = TOP + ROW * sum(len(s.ops) for s in STEPS if s.direction == "forward") + GAP
     parts += [
-        _text(24, backward + 19, "each op names its", 12.5, MUTED),
-        _text(24, backward + 36, "backward ops", 12.5, MUTED),
-        _text(24, y + 24, NOTE, 12.5, MUTED),
+        _text(20, backward + 19, "each op names its", 12.5, MUTED),
+        _text(20, backward + 36, "backward ops", 12.5, MUTED),
+        *(_text(20, y + 22 + 18 * k, line, 12.5, MUTED) for k, line in enumerate(NOTE)),
     ]
-    height = y + 44
+    height = y + 60
     head = (
         f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {WIDTH} {height:g}' width='{WIDTH}' "
         f"height='{height:g}' role='img' aria-label='From ops to a chain, a plan and steps'>"
