@@ -15,6 +15,7 @@ from fusedmoe.fusion.registry import register, rules
 from fusedmoe.fusion.rule import FusionError, FusionRule, PlanContext, RuleError, Step, require
 from fusedmoe.layers import keep_in_bf16
 from fusedmoe.lora import GroupedLoRA
+from fusedmoe.losses import transformers_load_balancing_loss
 from fusedmoe.model import ModelExplanation, explain
 from fusedmoe.moe import MoE, MoEStats, Router
 from fusedmoe.ops import (
@@ -84,6 +85,7 @@ __all__ = [
     "require",
     "rules",
     "strict",
+    "transformers_load_balancing_loss",
     "weight_cache_bytes",
 ]
 

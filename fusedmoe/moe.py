@@ -66,15 +66,22 @@ class MoEStats(NamedTuple):
     load_balancing_loss : Tensor
         ``E * sum over e of f[e] * p[e]``, f the share of the routed rows that expert e got, p its mean probability: 1
         where all is even. 0-d fp32; gradients flow through p. Source: Fedus et al., "Switch Transformers", section 2.2.
+        Megatron-Core, MegaBlocks and SonicMoE define it so too. ``load_balancing_loss_func`` of Hugging Face
+        transformers divides f by the tokens instead of the routed rows, so that it is K times as large for the same
+        routing: multiply by K to keep its coefficient, or call `transformers_load_balancing_loss`.
     z_loss : Tensor
-        ``mean over tokens of logsumexp(logits)^2``. 0-d fp32. Source: Zoph et al., "ST-MoE", section 3.2.
+        ``mean over tokens of logsumexp(logits)^2``. 0-d fp32. Source: Zoph et al., "ST-MoE", section 3.2. That of
+        transformers, Megatron-Core and MegaBlocks is the same.
     load : Tensor
-        (E,) int64: rows an expert.
+        (E,) int64: rows per expert.
+    logits : Tensor
+        (T, E) fp32: the router's logits, for other losses. Keep them no longer than the step: they hold its graph.
     """
 
     load_balancing_loss: Tensor
     z_loss: Tensor
     load: Tensor
+    logits: Tensor
 
 
 class Router(nn.Module):
@@ -247,7 +254,7 @@ class Router(nn.Module):
         slots = max(routing.expert_index.numel(), 1)
         balance = self.num_experts * (load_E / slots * routing.probs.sum(0) / max(len(routing.probs), 1)).sum()
         z_loss = torch.logsumexp(routing.logits, dim=-1).square().sum() / max(len(routing.logits), 1)
-        return MoEStats(balance, z_loss, load_E)
+        return MoEStats(balance, z_loss, load_E, routing.logits)
 
     def extra_repr(self) -> str:
         """Return the settings, as `torch.nn.Module` prints them."""

@@ -676,3 +676,18 @@ def test_inputs_that_do_not_fit_are_refused(megatron):
         module(x, COUNTS[:3], probs)
     with pytest.raises(fm.InputError, match=r"probs: expected shape \(18,\)"):
         module(x, COUNTS, probs[:-1])
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_the_routers_losses_are_those_of_megatron(score):
+    if importlib.util.find_spec("megatron") is None:
+        pytest.skip("Megatron-Core is not installed")
+    import_megatron()
+    moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    tokens, experts, top_k = 24, 8, 3
+    router = fm.Router(HIDDEN, experts, top_k, score=score)
+    routing = router(torch.randn(tokens, HIDDEN))
+    stats = router.stats(routing)
+    balance = moe_utils.switch_load_balancing_loss_func(routing.probs, stats.load, tokens, top_k, experts, 1.0)
+    torch.testing.assert_close(stats.load_balancing_loss, balance)
+    torch.testing.assert_close(stats.z_loss, moe_utils.z_loss_func(routing.logits, 1.0))

@@ -1,0 +1,82 @@
+"""The router's losses beside those of other projects, computed by these projects; Megatron's are in `test_megatron`."""
+
+import pytest
+import torch
+
+import fusedmoe as fm
+
+T, HIDDEN, E, K = 24, 6, 8, 3
+
+
+@pytest.fixture
+def theirs():
+    return pytest.importorskip("transformers.models.mixtral.modeling_mixtral").load_balancing_loss_func
+
+
+def logits_of(layers, dtype=torch.float32):
+    return tuple((torch.randn(T, E, dtype=dtype) * 2).requires_grad_() for _ in range(layers))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("layers", [1, 3])
+def test_the_loss_of_transformers_and_its_gradient(theirs, layers, masked):
+    logits = logits_of(layers)
+    mask = (torch.rand(4, T // 4) > 0.4).long() if masked else None
+    expected = theirs(logits, E, K, mask)
+    got = fm.transformers_load_balancing_loss(logits, K, mask)
+    assert got.dtype is torch.float32
+    torch.testing.assert_close(got, expected)
+    for a, b in zip(torch.autograd.grad(got, logits), torch.autograd.grad(expected, logits), strict=True):
+        assert b.any()
+        torch.testing.assert_close(a, b)
+
+
+def test_the_loss_of_one_layer_is_top_k_times_the_layers_own(theirs):
+    layer = fm.MoE(HIDDEN, 4, E, K)
+    _, stats = layer(torch.randn(T, HIDDEN), return_stats=True)
+    expected = theirs((stats.logits,), E, K)
+    torch.testing.assert_close(K * stats.load_balancing_loss, expected)
+    assert stats.load_balancing_loss < 0.5 * expected, "they are not the same"
+    torch.testing.assert_close(fm.transformers_load_balancing_loss([stats.logits], K), expected)
+
+
+def test_the_loss_of_several_layers_is_no_mean_of_theirs(theirs):
+    """A layer that prefers some experts balances one that prefers the others; the layers' own losses do not."""
+    preferring = torch.tensor([5.0] * 4 + [0.0] * 4).expand(T, E)
+    logits = (preferring + torch.randn(T, E), preferring.flip(1) + torch.randn(T, E))
+    alone = sum(theirs((layer,), E, K) for layer in logits) / 2
+    together = fm.transformers_load_balancing_loss(logits, K)
+    torch.testing.assert_close(together, theirs(logits, E, K))
+    assert together < 0.75 * alone
+
+
+def test_gradients_of_the_loss_in_double():
+    logits = logits_of(2, torch.float64)
+    mask = torch.arange(T) % 3 > 0
+    assert torch.autograd.gradcheck(lambda *logits: fm.transformers_load_balancing_loss(logits, K, mask), logits)
+
+
+def test_a_batch_of_padding_alone_loses_nothing():
+    assert fm.transformers_load_balancing_loss(logits_of(2), K, torch.zeros(T)).item() == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((torch.zeros(T, E), K), "router_logits: expected a sequence of tensors"),
+        (([], K), "router_logits: expected a sequence of tensors"),
+        (([torch.zeros(T, E), torch.zeros(T, 4)], K), r"router_logits\[1\]: expected shape \(24, 8\).*got \(24, 4\)"),
+        (([torch.zeros(T, E)], 9), "a top_k of at most"),
+        (([torch.zeros(T, E)], K, torch.ones(5)), r"attention_mask: expected 24 elements.*\(5,\)"),
+    ],
+)
+def test_what_does_not_fit_is_refused(arguments, said):
+    with pytest.raises(fm.InputError, match=said):
+        fm.transformers_load_balancing_loss(*arguments)
+
+
+def test_the_z_loss_is_that_of_transformers():
+    switch = pytest.importorskip("transformers.models.switch_transformers.modeling_switch_transformers")
+    router = fm.Router(HIDDEN, E, K)
+    routing = router(torch.randn(T, HIDDEN))
+    torch.testing.assert_close(router.stats(routing).z_loss, switch.router_z_loss_func(routing.logits.unsqueeze(0)))
