@@ -1,8 +1,8 @@
 """Floats to the codes of small types and back, by rounding to nearest even, saturating; right on every version of torch
 and, bit for bit, the same on every device.
 
-What torch's own casts leave open is settled here: overflow (NaN on torch 2.11, the largest value on later ones) and the
-bits of a NaN.
+What torch's own casts leave open is settled here: overflow (NaN on torch 2.11, the largest value on later ones),
+infinities and the bits of a NaN.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ _NAN_CODE = 0x7F  # of E4M3 and of E5M2, as the hardware writes it
 
 
 def to_codes(x: Tensor, element: Element, random_bits: Tensor | None = None) -> Tensor:
-    """Return the codes of fp32 values: FP8 in its own dtype, E2M1 in uint8, one a byte (see `pack`).
+    """Return the codes of fp32 values: FP8 in its own dtype, E2M1 in uint8, one code per byte (see `pack`).
+
+    Finite values beyond the largest saturate. NaN and infinities become NaN in FP8. E2M1 has no NaN: there NaN becomes
+    +6 and infinities saturate, so that the caller must mark the block (see `fusedmoe.formats.quantizers`).
 
     Parameters
     ----------
@@ -30,7 +33,7 @@ def to_codes(x: Tensor, element: Element, random_bits: Tensor | None = None) -> 
     if element is E2M1:
         return _to_e2m1(x) if random_bits is None else _to_e2m1_stochastic(x, random_bits)
     codes = x.clamp(-element.max, element.max).to(element.dtype)
-    codes.view(torch.uint8).masked_fill_(x.isnan(), _NAN_CODE)
+    codes.view(torch.uint8).masked_fill_((x - x).isnan(), _NAN_CODE)  # infinity minus infinity is NaN
     return codes
 
 

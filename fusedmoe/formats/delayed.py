@@ -52,7 +52,7 @@ class AmaxHistory:
         return self.quantizer == quantizer and self.encode.shape == (experts,) and self.encode.device == device
 
     def update(self, amax_E: Tensor) -> None:
-        """Add a step, in place; an amax of 0, or an infinite one, leaves the scale as it is."""
+        """Add a step, in place; an amax of 0 leaves the scale as it is, and so does one that is not finite."""
         delayed = self.quantizer.delayed
         assert delayed is not None
         self.begun = True

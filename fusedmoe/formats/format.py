@@ -25,7 +25,7 @@ class Element:
     bits : int
         Of a code, sign included.
     max : float
-        The largest finite value; everything beyond is rounded to it, infinities too.
+        The largest finite value; finite values beyond it are rounded to it.
     max_exponent : int
         ``floor(log2(max))``.
     dtype : torch.dtype
@@ -48,13 +48,13 @@ E2M1 = Element("e2m1", 4, 6.0, 2, torch.uint8)
 
 
 class ScaleRule(str, Enum):
-    """How a scale follows from ``amax``, the largest magnitude among the elements that share it.
+    """How a scale follows from ``amax``, the largest finite magnitude among the elements that share it.
 
     ``max`` is the element's; an element is stored as ``q = round(x * encode)`` and stands for ``q * scale``.
     """
 
     FP32 = "fp32"
-    """``encode = max / amax``, ``scale = 1 / encode``, both rounded to fp32; 1 where amax is 0 or infinite."""
+    """``encode = max / amax``, ``scale = 1 / encode``, both rounded to fp32; 1 where amax is 0."""
     POWER_OF_TWO = "power of two"
     """As FP32, with the mantissa of ``encode`` cut off. Nothing is rounded by such a scale, and nothing clipped."""
     RCEIL = "rceil"

@@ -20,6 +20,7 @@ from fusedmoe.kernels.torch.rows import tail_mask
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What can be quantized."""
+_FLT_MAX = torch.finfo(torch.float32).max
 
 
 def quantize(
@@ -35,7 +36,8 @@ def quantize(
     """Return a tensor in a small format.
 
     ``q = round(x * encode)``, where elements of a block share one ``encode``, which follows from their largest
-    magnitude by the format's `ScaleRule`. NaNs are left out of that; they stay NaNs in FP8, and become +6 in E2M1.
+    finite magnitude by the format's `ScaleRule`. Finite values beyond the largest code saturate. A NaN or an infinity
+    becomes NaN in FP8 and changes nothing else; in E2M1, which has no NaN, its block gets the scale NaN.
 
     Parameters
     ----------
@@ -81,11 +83,11 @@ def quantize(
 
 
 def amax_by_expert(x: Tensor, offsets: Tensor | None = None) -> Tensor:
-    """The largest magnitude of each expert's elements, NaNs apart: (E,) fp32 of rows (R, K) with offsets or of a weight
+    """The largest finite magnitude of each expert's elements: (E,) fp32 of rows (R, K) with offsets or of a weight
     (E, N, K); (1,) of rows alone.
     """
     values, experts = _laid_out(x, -1, offsets, 1)
-    return experts.amax(_magnitude(values))
+    return experts.amax(_finite_magnitude(values))
 
 
 def _check(x: Tensor, axis: int, offsets: Tensor | None, format: Format, encode: Tensor | None) -> None:
@@ -161,12 +163,12 @@ def _laid_out(x: Tensor, axis: int, offsets: Tensor | None, block: int) -> tuple
 def _scaled_by_row(values: Tensor, format: Format, experts: _Experts, encode: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the values as they are to be rounded, and the scales: one an expert, or one a row."""
     by_tensor = format.block[0] is None
-    if encode is None:
-        magnitude = _magnitude(values)
-        amax = experts.amax(magnitude) if by_tensor else experts.amax_of_rows(magnitude)
-        encode, scale = encode_and_scale(amax, format)
-    else:
-        scale = 1 / encode
+    if encode is not None:
+        scaled = (values * experts.spread(encode, values.shape)).clamp_(-_FLT_MAX, _FLT_MAX)
+        return torch.where(values.isinf(), values, scaled), 1 / encode  # a finite value saturates, whatever the factor
+    magnitude = _finite_magnitude(values)
+    amax = experts.amax(magnitude) if by_tensor else experts.amax_of_rows(magnitude)
+    encode, scale = encode_and_scale(amax, format)
     of_expert = by_tensor or experts.padded is not None
     return values * (experts.spread(encode, values.shape) if of_expert else encode), scale
 
@@ -176,19 +178,21 @@ def _scaled_by_block(values: Tensor, format: Format, experts: _Experts) -> tuple
     across, along = format.block
     assert across is not None, "Format sees to that"
     assert along is not None, "where it is None, there are no blocks"
-    magnitude = _magnitude(values)
-    amax = blocks_of(magnitude, across, along).amax((-3, -1))
+    magnitude = _finite_magnitude(values)
     encode_E = tensor_scale = None
     if format.tensor_scale:
         encode_E = tensor_encode(experts.amax(magnitude))
         tensor_scale = 1 / encode_E
         encode_E = experts.spread(encode_E, values.shape, along)
+        magnitude += values - values  # the codes have no NaN: NaN where a value is not finite gives the block's scale
+    amax = blocks_of(magnitude, across, along).amax((-3, -1))
     encode, scale = encode_and_scale(amax, format, encode_E)
     return times_blocks(values, encode, across, along), scale, tensor_scale
 
 
-def _magnitude(values: Tensor) -> Tensor:
-    return values.abs().nan_to_num_(nan=0.0, posinf=torch.inf)
+def _finite_magnitude(values: Tensor) -> Tensor:
+    """Return magnitudes, 0 for NaN and infinities."""
+    return values.abs().nan_to_num_(nan=0.0, posinf=0.0)
 
 
 def _amax(magnitude: Tensor, dim: int) -> Tensor:

@@ -1,5 +1,6 @@
 """Scales from amax, by integer arithmetic on the bits of fp32 where a power of two is asked: ``log2`` misses some
-floats beside powers of two, and torch's cast to E8M0 rounds to nearest. A NaN counts as no element: amax leaves it out.
+floats beside powers of two, and torch's cast to E8M0 rounds to nearest. Amax is finite here: `quantize` leaves out NaN
+and infinities. Only `ScaleRule.TWO_LEVEL` takes NaN, which marks a block whose codes cannot.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def encode_and_scale(amax: Tensor, format: Format, tensor_encode: Tensor | None 
     Parameters
     ----------
     amax
-        fp32, one entry a scale.
+        fp32, one entry per scale; finite, or NaN for a NaN scale of `ScaleRule.TWO_LEVEL`.
     format
         Whose rule to go by.
     tensor_encode
@@ -45,24 +46,24 @@ def decoded(scale: Tensor) -> Tensor:
 
 
 def fp32_encode(amax: Tensor, format: Format, margin: int = 0) -> Tensor:
-    """``max / 2**margin / max(amax, epsilon)`` by the rules FP32 and POWER_OF_TWO; 1 where that amax is 0 or infinite,
-    and never infinite itself.
+    """``max / 2**margin / max(amax, epsilon)`` by the rules FP32 and POWER_OF_TWO; 1 where that amax is 0, and never
+    infinite.
     """
     amax = amax.clamp(min=format.amax_epsilon)
     encode = (torch.full_like(amax, format.element.max / 2.0**margin) / amax).clamp(max=_FLT_MAX)
     if format.rule is ScaleRule.POWER_OF_TWO:
         encode = (encode.view(torch.int32) & ~_MANTISSA).view(torch.float32)
-    return encode.masked_fill((amax == 0) | amax.isinf(), 1.0)
+    return encode.masked_fill(amax == 0, 1.0)
 
 
 def e8m0_rceil(amax: Tensor, element: Element) -> Tensor:
-    """The byte of ``2 ** ceil(log2(amax / max))``, int32: 0 for amax 0, 254 for an infinite one."""
+    """The byte of ``2 ** ceil(log2(amax / max))``, int32, 0 for amax 0."""
     d = amax * (1.0 / element.max)  # with fp32(1 / max): the same bytes as by dividing
     bits = d.view(torch.int32)
     exponent, mantissa = bits >> 23, bits & _MANTISSA
-    # half of the subnormals, those up to 2**-127, are byte 0's; the largest byte is 254
-    up = (mantissa > 0) & (exponent != 254) & ~((exponent == 0) & (mantissa <= 0x400000))
-    return (exponent + up).masked_fill(d.isinf(), 254)
+    # half of the subnormals, those up to 2**-127, are byte 0's
+    up = (mantissa > 0) & ~((exponent == 0) & (mantissa <= 0x400000))
+    return exponent + up
 
 
 def e8m0_floor(amax: Tensor, element: Element) -> Tensor:
@@ -82,7 +83,7 @@ def tensor_encode(amax: Tensor) -> Tensor:
     rounded.
     """
     encode = (torch.full_like(amax, E4M3.max * E2M1.max) / amax).clamp(max=_FLT_MAX)
-    return encode.masked_fill((amax == 0) | (encode == 0), 1.0)
+    return encode.masked_fill(amax == 0, 1.0)
 
 
 def _two_level(amax: Tensor, tensor_encode: Tensor) -> tuple[Tensor, Tensor]:

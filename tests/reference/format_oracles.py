@@ -29,11 +29,13 @@ def f32(x):
 
 
 def codes_of(x, element):
-    """fp32 to codes, one a byte: clamped first, since ml_dtypes makes NaNs of what is too large."""
+    """fp32 to codes, one per byte: clamped first, since ml_dtypes makes NaNs of values that are too large. Infinities
+    are NaNs in FP8; E2M1 has none.
+    """
     largest, dtype, nan = ELEMENTS[element]
-    finite = np.where(np.isnan(x), f32(0), x)
-    codes = np.clip(finite, -f32(largest), f32(largest)).astype(dtype).view(np.uint8)
-    return np.where(np.isnan(x), np.uint8(nan), codes)
+    as_nan = np.isnan(x) if element == "e2m1" else ~np.isfinite(x)
+    codes = np.clip(np.where(as_nan, f32(0), x), -f32(largest), f32(largest)).astype(dtype).view(np.uint8)
+    return np.where(as_nan, np.uint8(nan), codes)
 
 
 def values_of(codes, element):
@@ -64,7 +66,7 @@ def step(magnitude):
 def fp32_encode(amax, largest, epsilon=0.0):
     """An fp32 rule's factor: one division in fp32."""
     amax = max(f32(amax), f32(epsilon))
-    if amax == 0 or np.isinf(amax):
+    if amax == 0:
         return f32(1)
     with np.errstate(over="ignore"):
         return min(f32(largest) / amax, FLT_MAX)
@@ -88,8 +90,6 @@ def rceil_byte(amax, largest):
     """The smallest power of two that clips nothing: exact."""
     if amax == 0:
         return 0
-    if np.isinf(amax):
-        return 254
     return max(exponent_above(Fraction(float(amax)) / Fraction(largest)) + 127, 0)
 
 
@@ -97,7 +97,7 @@ def floor_byte(amax, largest):
     """The power of two below amax over the one below the largest value: exact."""
     if amax == 0:
         return 0
-    exponent = 128 if np.isinf(amax) else np.frexp(np.float64(amax))[1] - 1
+    exponent = np.frexp(np.float64(amax))[1] - 1
     return max(int(exponent) - int(np.frexp(largest)[1] - 1) + 127, 0)
 
 
@@ -108,14 +108,16 @@ def e8m0(byte):
 
 def tensor_encode(amax):
     """What NVFP4 multiplies the scales of a tensor by, before they are rounded to E4M3."""
-    if amax == 0 or np.isinf(amax):
+    if amax == 0:
         return f32(1)
     with np.errstate(over="ignore"):
         return min(f32(448 * 6) / f32(amax), FLT_MAX)
 
 
 def two_level(amax, encode):
-    """NVFP4's code of a block's scale, and what the elements are multiplied by."""
+    """NVFP4's code of a block's scale, and what the elements are multiplied by. A NaN gives NaNs."""
+    if np.isnan(amax):
+        return np.uint8(0x7F), f32(np.nan)
     with np.errstate(over="ignore", divide="ignore"):
         code = codes_of(np.array(min(f32(amax) * (encode * (f32(1) / f32(6))), f32(448))), "e4m3")
         return code, min(f32(1) / (values_of(code, "e4m3") * (f32(1) / encode)), FLT_MAX)
@@ -150,7 +152,7 @@ class Matrix(NamedTuple):
 
 
 def amax_of(x):
-    magnitude = np.abs(x[~np.isnan(x)])
+    magnitude = np.abs(x[np.isfinite(x)])
     return magnitude.max() if magnitude.size else f32(0)
 
 
@@ -168,7 +170,8 @@ def quantize_matrix(x, format, random_bits=None):
     for i, top in enumerate(tops):
         for j, left in enumerate(lefts):
             block = (slice(top, top + (down or rows)), slice(left, left + (right or columns)))
-            found = scale_of(amax_of(x[block]), format, encode)
+            spoiled = format.element.bits == 4 and not np.isfinite(x[block]).all()
+            found = scale_of(f32(np.nan) if spoiled else amax_of(x[block]), format, encode)
             scale[i, j] = found.stored
             with np.errstate(over="ignore", invalid="ignore"):
                 scaled = x[block] * found.encode
