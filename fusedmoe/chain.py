@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedmoe import changes, settings
+from fusedmoe import changes, settings, target
 from fusedmoe.autocast import autocast_dtype, without_autocast
 from fusedmoe.autograd import run_call
 from fusedmoe.environment import disabled_by_environment, environment_state
@@ -19,7 +19,7 @@ from fusedmoe.fusion import registry
 from fusedmoe.fusion.executable import Call, Environment, Plan
 from fusedmoe.fusion.graph import Graph
 from fusedmoe.fusion.planner import make_plan
-from fusedmoe.fusion.signature import Signature, signature
+from fusedmoe.fusion.signature import Signature, signature, spec_of
 from fusedmoe.kernels.device import arch
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
 from fusedmoe.ops.amax_state import looking
@@ -33,8 +33,10 @@ if TYPE_CHECKING:
     Parameters: TypeAlias = Mapping[str, Tensor | None]
 
     from fusedmoe.fusion.plan import PlanData
+    from fusedmoe.ops.op import SpecLike, TensorSpec
     from fusedmoe.recipes import Recipe
     from fusedmoe.settings import Settings
+    from fusedmoe.target import Target
 
 _REMEMBERED_CALLS = 1024  # of each chain
 _REMEMBERED_PLANS = 256
@@ -117,12 +119,53 @@ class Chain:
         options: KernelOptions = DEFAULT,
         parameters: Parameters | None = None,
     ) -> PlanData:
-        """Return the plan for this call, as data."""
+        """Return the plan for this call, as data: on the device of the rows, or on the one that is asked about."""
         arguments = self.arguments_of(x, named, parameters)
+        if (asked := target.current()) is not None:
+            return self._explain_for(asked, arguments, options)
         if (dtype := autocast_dtype(x.device)) is not None:
             arguments = self._cast(arguments, dtype)
         plan = self._call(arguments, signature(arguments), self._around(settings.current(), options)).plan
         return plan.data(dict(zip(plan.graph.arguments, arguments, strict=True)))
+
+    def _explain_for(self, asked: Target, arguments: list[Tensor | None], options: KernelOptions) -> PlanData:
+        """Return the plan for a device that need not be there: of shapes and dtypes alone, not remembered."""
+        self._check_rows(arguments[0])
+        now = settings.current()
+        disabled = (*now.disabled, *settings.patterns(disabled_by_environment()))
+        x = arguments[0]
+        assert x is not None
+        dtype = asked.dtype or autocast_dtype(x.device)
+        plan = self._make(self._specs(arguments, dtype), arguments, now.recipe, disabled, options, asked)
+        data = plan.data(dict(zip(plan.graph.arguments, self._specs(arguments, dtype), strict=True)))
+        given = "" if plan.dtype is x.dtype else str(x.dtype).removeprefix("torch.")
+        return replace(data, given_dtype=given if asked.dtype else "")
+
+    def results_of(self, x: Tensor, named: dict[str, Tensor], parameters: Parameters | None = None) -> Tensor:
+        """Return an empty tensor like the chain's result, and add ones like its exports to ``named``: nothing runs."""
+        arguments = self.arguments_of(x, named, parameters)
+        self._check_rows(x)
+        graph = self.rewritten(settings.current().recipe)
+        specs = graph.infer(dict(zip(graph.arguments, self._specs(arguments, autocast_dtype(x.device)), strict=True)))
+        grad = torch.is_grad_enabled() and any(a is not None and a.requires_grad for a in arguments)
+        results = []
+        for spec in (specs[value] for value in graph.outputs):
+            assert spec is not None
+            wants = grad and spec.dtype.is_floating_point
+            results.append(torch.empty(spec.shape, dtype=spec.dtype, device=x.device, requires_grad=wants))
+        named.update(zip(self.exports, results[1:], strict=True))
+        return results[0]
+
+    def _specs(self, arguments: Sequence[Tensor | None], dtype: torch.dtype | None) -> list[TensorSpec | None]:
+        """Return the specs of arguments, with rows and parameters in this dtype where autocast would cast them."""
+        specs = [spec_of(a) for a in arguments]
+        if dtype is None:
+            return specs
+        runtime_inputs = range(1, 1 + len(self.inputs))
+        return [
+            s._replace(dtype=dtype) if s is not None and autocasts(s.dtype) and i not in runtime_inputs else s
+            for i, s in enumerate(specs)
+        ]
 
     def arguments_of(
         self, x: Tensor, named: Mapping[str, Tensor], parameters: Parameters | None
@@ -177,7 +220,7 @@ class Chain:
         if call.refused is not None:
             raise InputError(call.refused)
         if around[0].strict:
-            call.plan.raise_if_missed()
+            call.plan.raise_if_missed(around[0].strict_unavailable)
         if x.is_meta:
             return call.plan.on_meta(arguments)
         self._last = _Last(call, tensors, around, x.device.type)
@@ -185,10 +228,7 @@ class Chain:
 
     def _call(self, arguments: list[Tensor | None], tensors: Signature, around: tuple[Any, ...]) -> Call:
         """Return the plan for these arguments, whose shapes fit the ops, with what runs it."""
-        x = arguments[0]
-        assert x is not None
-        if not x.dim():
-            raise InputError(f"{self.nodes[0].label}.{type(self.nodes[0].op).__name__}: x: expected rows, got a scalar")
+        self._check_rows(arguments[0])
         now, options, _, *others = around
         circumstances = (
             *[op.attributes() for op in self._ops], now.recipe, now.disabled, registry.generation(), options, *others,
@@ -226,6 +266,11 @@ class Chain:
                 )
         return None
 
+    def _check_rows(self, x: Tensor | None) -> None:
+        assert x is not None
+        if not x.dim():
+            raise InputError(f"{self.nodes[0].label}.{type(self.nodes[0].op).__name__}: x: expected rows, got a scalar")
+
     def _plan_of_kind(self, number: int, arguments: list[Tensor | None], now: Settings, options: KernelOptions) -> Plan:
         """Return the plan for calls that differ from this one in their number of rows, up to the next power of two."""
         x, *others = arguments
@@ -239,7 +284,7 @@ class Chain:
             disabled = (*now.disabled, *settings.patterns(disabled_by_environment()))
             if len(self._plans) >= _REMEMBERED_PLANS:
                 self._plans.clear()
-            plan = self._plans[key] = self._make(arguments, now.recipe, disabled, options)
+            plan = self._plans[key] = self._make(arguments, arguments, now.recipe, disabled, options)
         return plan
 
     def _forget_plans(self) -> None:
@@ -248,18 +293,26 @@ class Chain:
             remembered.clear()
 
     def _make(
-        self, arguments: list[Tensor | None], recipe: Recipe, disabled: tuple[str, ...], options: KernelOptions
+        self,
+        specs: Sequence[SpecLike | None],
+        arguments: list[Tensor | None],
+        recipe: Recipe,
+        disabled: tuple[str, ...],
+        options: KernelOptions,
+        asked: Target | None = None,
     ) -> Plan:
+        """Plan for arguments of these specs, on their device or, where one is asked about, on that."""
         self.check_devices(arguments)
         graph = self.rewritten(recipe)
-        named = dict(zip(graph.arguments, arguments, strict=True))
+        given = zip(graph.arguments, arguments, strict=True)
         grad = torch.is_grad_enabled()
-        wanted = {name for name, a in named.items() if grad and a is not None and a.requires_grad}
+        wanted = {name for name, a in given if grad and a is not None and a.requires_grad}
         x = arguments[0]
         assert x is not None
         deterministic = torch.are_deterministic_algorithms_enabled()
-        environment = Environment(x.device, arch(x.device), deterministic, recipe, disabled, options)
-        return make_plan(graph, named, wanted, environment)
+        device, of_device = (x.device, arch(x.device)) if asked is None else (torch.device("cuda"), asked.arch)
+        environment = Environment(device, of_device, deterministic, recipe, disabled, options, asked is not None)
+        return make_plan(graph, dict(zip(graph.arguments, specs, strict=True)), wanted, environment)
 
     def changes_state(self, recipe: Recipe) -> bool:
         """Whether a call changes more than it returns: a ``main_grad``, or what delayed scaling remembers."""
@@ -302,10 +355,13 @@ class Chain:
 
 
 def autocast_argument(t: Tensor | None, dtype: torch.dtype, runtime_input: bool) -> Tensor | None:
-    """Cast what autocast casts: rows and parameters, floats, but not fp64."""
-    if t is None or runtime_input or not t.is_floating_point() or t.dtype is torch.float64:
-        return t
-    return t.to(dtype)
+    """Cast what autocast casts: rows and parameters, see `autocasts`."""
+    return t if t is None or runtime_input or not autocasts(t.dtype) else t.to(dtype)
+
+
+def autocasts(dtype: torch.dtype) -> bool:
+    """Whether autocast casts tensors of this dtype: floats, except fp64."""
+    return dtype.is_floating_point and dtype is not torch.float64
 
 
 def run_alone(op: Op, x: Tensor, inputs: Mapping[str, Tensor]) -> Tensor | tuple[Tensor, dict[str, Tensor]]:

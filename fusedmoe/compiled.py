@@ -283,7 +283,8 @@ def _handle(chain: Chain, options: KernelOptions) -> str | None:
     around = _Around(now, disabled, options, torch.are_deterministic_algorithms_enabled())
     rules = [f"{rule.__module__}.{rule.__qualname__}" for rule in registry.rules()]
     ops = [f"{node.label}={node.op.describe()}" for node in chain.nodes]
-    said = (ops, chain.exports, repr(now.recipe), now.strict, disabled, repr(options), around.deterministic, rules)
+    strict = now.strict, now.strict_unavailable
+    said = (ops, chain.exports, repr(now.recipe), strict, disabled, repr(options), around.deterministic, rules)
     handle = f"fusedmoe {_version()} " + " ".join(map(str, said))
     with _lock:
         if handle not in _traced:
@@ -335,7 +336,7 @@ def _plan(handle: str, wanted: str, arguments: Sequence[Tensor | None]) -> _Trac
         asked = [name for name, w in zip(names, wanted, strict=True) if w == "g"]
         plan = make_plan(graph, dict(zip(names, specs, strict=True)), asked, environment, nominal_rows=NOMINAL_ROWS)
         if strict:
-            plan.raise_if_missed()
+            plan.raise_if_missed(traced.around.settings.strict_unavailable)
         dtypes = {name: a.dtype for name, a in zip(names, arguments, strict=True) if a is not None}
         text = f"{handle} {key}"
         found = traced.plans[key] = _plans[text] = _TracedPlan(text, plan, wanted, dtypes, strict)

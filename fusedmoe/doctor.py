@@ -233,9 +233,10 @@ def _gpu(index: int) -> Gpu:
 
 def _fused(rule: type[FusionRule], devices: Iterable[torch.device]) -> Kernel:
     disabled = patterns(disabled_by_environment())
-    reasons = [why_unavailable(rule, device, arch(device), disabled) for device in devices]
-    here = None in reasons
-    return Kernel(rule.name, here, f"{rule.direction}, a fusion rule" if here else "; ".join(map(str, reasons)))
+    found = [why_unavailable(rule, device, arch(device), disabled) for device in devices]
+    reasons = [unavailable.reason for unavailable in found if unavailable is not None]
+    here = len(reasons) < len(found)
+    return Kernel(rule.name, here, f"{rule.direction}, a fusion rule" if here else "; ".join(reasons))
 
 
 def _scaled_grouped_mm(gpu: Gpu) -> Kernel:

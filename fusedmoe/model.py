@@ -12,10 +12,12 @@ import torch
 from torch import nn
 
 from fusedmoe.errors import InputError
-from fusedmoe.fusion.plan import Explanation, format_bytes
+from fusedmoe.fusion.plan import Explanation, format_bytes, hints, raise_if_missed
+from fusedmoe.fusion.rule import FusionError
 from fusedmoe.moe import MoE
 from fusedmoe.ops import GroupedLinear, Linear, Op
 from fusedmoe.sequential import Sequential
+from fusedmoe.target import planned_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -64,6 +66,34 @@ class ModelExplanation:
         """The plans of all groups."""
         return tuple(plan for g in self.groups if g.explanation for plan in g.explanation.plans)
 
+    @property
+    def missed(self) -> tuple[tuple[str, str], ...]:
+        """What keeps a part of the model from being fused, as (where, why): see `PlanData.missed`; and the parts that
+        could not be planned.
+        """
+        found = []
+        for group in self.groups:
+            names = _short(group.names)
+            if group.explanation is None:
+                found.append((names, f"not planned: {group.note}"))
+            else:
+                found += [(f"{names}: {label}", str(miss)) for label, miss in group.explanation.missed]
+        return tuple(found)
+
+    def raise_if_missed(self) -> None:
+        """Raise `FusionError` unless all that has a fused kernel is fused: see `missed`.
+
+        What has none, such as a product of quantized operands, does not raise.
+
+        Raises
+        ------
+        FusionError
+            Also where there is nothing to fuse: no module runs on `fusedmoe`, or the architecture has no kernels.
+        """
+        if not self.groups:
+            raise FusionError("strict: no module of this model runs on fusedmoe")
+        raise_if_missed(self.plans, self.missed)
+
     def __str__(self) -> str:
         if not self.groups:
             return "no module of this model runs on fusedmoe"
@@ -77,16 +107,18 @@ class ModelExplanation:
             steps, plans = group.explanation.steps, group.explanation.plans
             forward, backward = (_counted([s for s in steps if s.direction == d]) for d in ("forward", "backward"))
             kept = format_bytes(sum(plan.kept_bytes for plan in plans))
-            for_ = ", ".join(dict.fromkeys(f"{p.device}, {p.dtype}, recipe {p.recipe}" for p in plans))
+            for_ = ", ".join(dict.fromkeys(p.planned_for for p in plans))
             rows.append((names, group.kind, forward, backward, kept, for_))
             notes += _why_unfused(names, group.explanation)
         widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
         rows.insert(1, tuple("-" * w for w in widths))  # type: ignore[arg-type]
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([*lines, *notes])
+        return "\n".join([*lines, *notes, *hints(self.plans)])
 
 
-def explain(model: nn.Module, tokens: int = 4096) -> ModelExplanation:
+def explain(
+    model: nn.Module, tokens: int = 4096, arch: int | None = None, dtype: torch.dtype | None = None
+) -> ModelExplanation:
     """Return what every part of a model that runs on `fusedmoe` will do with a call, and why: ``print`` it for a table.
 
     That is: each `MoE` and `Sequential`; the experts of transformers that are computed here; those of torchtitan and
@@ -102,6 +134,11 @@ def explain(model: nn.Module, tokens: int = 4096) -> ModelExplanation:
     tokens
         Tokens to plan for; rows, of what is called with rows that are sorted already: a `Sequential` without
         `Dispatch`, experts of torchtitan and of Megatron-Core.
+    arch
+        Plan for an NVIDIA GPU of this architecture, 90 for sm_90, in place of the device of the weights. No GPU need be
+        there, and the model may be on the meta device.
+    dtype
+        With ``arch``: plan as if rows and parameters were in this dtype, as `torch.autocast` has it. The table says so.
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"explain: model: expected a module, got {type(model).__name__}")
@@ -109,11 +146,12 @@ def explain(model: nn.Module, tokens: int = 4096) -> ModelExplanation:
     if tokens < 1:
         raise InputError(f"explain: tokens: expected a positive number, got {tokens}")
     groups: dict[tuple[str, str], ExplainedModules] = {}
-    for name, module, explanation, note in _parts(model, tokens):
-        key = type(module).__name__, note if explanation is None else str(explanation)
-        known = groups.get(key)
-        names = (*known.names, name) if known else (name,)
-        groups[key] = ExplainedModules(names, key[0], explanation, note)
+    with planned_for(arch, dtype):
+        for name, module, explanation, note in _parts(model, tokens):
+            key = type(module).__name__, note if explanation is None else str(explanation)
+            known = groups.get(key)
+            names = (*known.names, name) if known else (name,)
+            groups[key] = ExplainedModules(names, key[0], explanation, note)
     return ModelExplanation(tuple(groups.values()))
 
 

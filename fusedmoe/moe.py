@@ -433,11 +433,16 @@ class MoE(nn.Module):
                 "one: make the layer with bias=True"
             )
 
-    def explain(self, x: Tensor) -> Explanation:
-        """Return the plan of the experts' chain for this input; ``print`` it for a table. The router runs."""
+    def explain(self, x: Tensor, arch: int | None = None) -> Explanation:
+        """Return the plan of the experts' chain for this input; ``print`` it for a table. The router runs.
+
+        ``arch`` is that of `Sequential.explain`: 90 for what an sm_90 GPU would run.
+        """
         self.check_biases()
         tokens, routing = self._route(x)
-        return self.experts.explain(tokens, expert_index=routing.expert_index, expert_weight=routing.expert_weight)
+        return self.experts.explain(
+            tokens, arch=arch, expert_index=routing.expert_index, expert_weight=routing.expert_weight
+        )
 
     def _route(self, x: Tensor) -> tuple[Tensor, Routing]:
         if not x.dim() or x.shape[-1] != self.hidden:

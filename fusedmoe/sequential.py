@@ -15,6 +15,7 @@ from fusedmoe.kernels.options import DEFAULT, KernelOptions, Schedule
 from fusedmoe.layout import ChainPart, Layout
 from fusedmoe.ops.amax_state import only_looking
 from fusedmoe.ops.op import Op, constant_in_graphs
+from fusedmoe.target import planned_for
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -167,24 +168,42 @@ class Sequential(nn.Sequential):
             x = run(x, named, self._options, parameters)
         return x
 
-    def explain(self, x: Tensor, /, **inputs: Tensor) -> Explanation:
+    def explain(self, x: Tensor, /, *, arch: Any = None, **inputs: Tensor) -> Explanation:
         """Return what `forward` would do with this call, and why: ``print`` it for a table.
 
         The backward pass is planned as autograd would want it here: nothing under ``torch.no_grad()``. Chains and
         modules in front of another chain are run, to know what it gets; for delayed scaling that is no step.
+
+        Parameters
+        ----------
+        x, **inputs
+            As for `forward`.
+        arch
+            An integer: plan for an NVIDIA GPU of this architecture, 90 for sm_90, in place of x's device. No GPU need
+            be there. No chain runs; modules in front of another chain are called on tensors without memory. x and the
+            inputs may be on the meta device.
+
+        Raises
+        ------
+        InputError
+            As `forward`; or ``arch`` is no architecture.
         """
-        return self.explain_with(None, x, **inputs)
+        return self.explain_with(None, x, arch=arch, **inputs)
 
     def explain_with(
-        self, parameters: Mapping[str, Tensor | None] | None, x: Tensor, /, **inputs: Tensor
+        self, parameters: Mapping[str, Tensor | None] | None, x: Tensor, /, *, arch: Any = None, **inputs: Tensor
     ) -> Explanation:
         """Return what `forward_with` would do with this call, and why; see `explain`."""
         layout = self._current_layout()
         named = layout.bind(x, inputs)
         if parameters is not None:
             layout.check_parameters(parameters)
-        explained = []
-        with only_looking():
+        with only_looking(), planned_for(arch) as asked:
+            if asked is not None and len(layout.parts) > 1:
+                from fusedmoe.shapes import explain_shapes
+
+                return Explanation(explain_shapes(layout.parts, x, named, self._options, parameters))
+            explained = []
             for i, part in enumerate(layout.parts):
                 plan = part.chain.explain(x, named, self._options, parameters) if isinstance(part, ChainPart) else None
                 explained.append((part.title, plan))

@@ -21,7 +21,7 @@ class Settings:
 
     Attributes
     ----------
-    recipe, disabled, strict
+    recipe, disabled, strict, strict_unavailable
         What `fm.recipe`, `fm.disabled` and `fm.strict` set.
     set_in : dict of str to int
         Those that were set in a backward pass, and in which: by what is computed again there.
@@ -30,6 +30,7 @@ class Settings:
     recipe: Recipe = BF16
     disabled: tuple[str, ...] = ()
     strict: bool = False
+    strict_unavailable: bool = False
     set_in: Mapping[str, int] = field(default_factory=dict, compare=False)
 
     def within(self, backward_pass: int) -> dict[str, Any]:
@@ -102,11 +103,20 @@ def disabled(*patterns: str) -> Iterator[None]:
 
 
 @contextmanager
-def strict(enabled: bool = True) -> Iterator[None]:
+def strict(enabled: bool = True, *, unavailable: bool = False) -> Iterator[None]:
     """Raise `FusionError`, with the nearest miss, where an op that this device has fused kernels for runs unfused.
 
     That is: a rule available on this device stood on the op and ended in CONSTRAINT or NO_MATCH, or its kernel declined
-    at the call.
+    at the call. An op that no rule has a kernel for, on any device, is no miss: a product of quantized operands.
+
+    Parameters
+    ----------
+    enabled
+        False: raise nothing inside.
+    unavailable
+        Also raise where a rule stood on the op and ended in UNAVAILABLE: the device is another one, a package is
+        missing, or the rule is switched off. Without a GPU, ``explain(..., arch=90).raise_if_missed()`` checks the same
+        for one.
     """
-    with _changed(strict=enabled):
+    with _changed(strict=enabled, strict_unavailable=enabled and unavailable):
         yield

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fusedmoe import target
 from fusedmoe.formats.format import E4M3, Format
 from fusedmoe.formats.groups import group_of, of_group
 from fusedmoe.formats.tensor import QuantizedSpec, QuantizedTensor, column_block
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 Operand = Tensor | QuantizedTensor
 
+_MULTIPLIES_CODES = (90, 100)  # architectures that F.scaled_grouped_mm runs on
 NATIVE, EMULATED = "native", "emulated"
 """What `path` returns of a product with a quantized operand."""
 
@@ -99,7 +101,7 @@ def path(a: Any, b: Any, device: torch.device) -> str:
     quantized = [s for s in (a, b) if isinstance(s, (QuantizedSpec, QuantizedTensor))]
     if not quantized:
         return ""
-    if len(quantized) < 2 or not multiplies_codes(device):
+    if len(quantized) < 2 or not _will_multiply_codes(device):
         return EMULATED
     if any(not _is_native(s.format) or s.dtype is not torch.bfloat16 for s in quantized):
         return EMULATED
@@ -117,6 +119,12 @@ def _is_native(format: Format) -> bool:
     return format.element is E4M3 and format.block[1] is None
 
 
+def _will_multiply_codes(device: torch.device) -> bool:
+    """As `multiplies_codes`, of the architecture that is asked about, where one is."""
+    asked = target.current()
+    return multiplies_codes(device) if asked is None else asked.arch in _MULTIPLIES_CODES
+
+
 def multiplies_codes(device: torch.device) -> bool:
     """Whether torch has a grouped product of FP8 codes there, by tensor or row."""
     return device.type == "cuda" and _has_scaled_grouped_mm(device)
@@ -124,7 +132,8 @@ def multiplies_codes(device: torch.device) -> bool:
 
 @functools.cache
 def _has_scaled_grouped_mm(device: torch.device) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) in ((9, 0), (10, 0))
+    major, minor = torch.cuda.get_device_capability(device)
+    return torch.version.hip is None and 10 * major + minor in _MULTIPLIES_CODES
 
 
 def _along(t: Operand, axis: int) -> Operand:

@@ -8,6 +8,7 @@ which is part of the plan's key: neither the exact number of rows nor what was p
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fusedmoe.formats import QuantizedSpec
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from fusedmoe.fusion.graph import Place
-    from fusedmoe.fusion.matcher import Match
     from fusedmoe.fusion.plain import Plain
+    from fusedmoe.fusion.registry import Unavailable
     from fusedmoe.fusion.rule import Direction
 
 # an H100's, rounded: only their ratio matters, and it only has to rank coverings of the same chain
@@ -87,6 +88,7 @@ class Line:
         costs: Costs,
         context: Mapping[str, Any],
         disabled: tuple[str, ...],
+        assume_installed: bool,
     ) -> None:
         self.direction, self.places, self.costs = direction, tuple(places), costs
         self._used_after, self.glue, self._context = set(used_after), glue, context
@@ -94,7 +96,9 @@ class Line:
         self.candidates = [self._plain(i, p) for i, p in enumerate(self.places)]
         for rule in registry.rules():
             if rule.direction == direction:
-                unavailable = registry.why_unavailable(rule, context["device"], context["arch"], disabled)
+                unavailable = registry.why_unavailable(
+                    rule, context["device"], context["arch"], disabled, assume_installed
+                )
                 for start in range(len(self.places)):
                     self._try(rule, unavailable, start)
 
@@ -113,51 +117,44 @@ class Line:
         status: Status,
         reason: str,
         here: bool,
-        excused: bool = False,
+        **more: Any,
     ) -> None:
         self.attempts.append(
-            Attempt(rule.name, self.direction, start, end, matched, about, status, reason, here, excused)
+            Attempt(rule.name, self.direction, start, end, matched, about, status, reason, here, **more)
         )
 
-    def _try(self, rule: type[FusionRule], unavailable: str | None, start: int) -> None:
+    def _try(self, rule: type[FusionRule], unavailable: Unavailable | None, start: int) -> None:
         found = match(rule.slots, [p.item for p in self.places], start)
         if isinstance(found, Mismatch):
             end = min(start + found.matched + 1, len(self.places))
             about = range(start, start + found.stood)
             self._note(rule, start, end, found.matched, about, Status.NO_MATCH, str(found), here=unavailable is None)
             return
-        if unavailable is not None:
-            end, matched = found[0].end, sum(b is not None for b in found[0].bindings.values())
-            self._note(rule, start, end, matched, range(start, end), Status.UNAVAILABLE, unavailable, here=False)
-            return
         for m in found:
+            matched, about = sum(b is not None for b in m.bindings.values()), range(start, m.end)
+            note = partial(self._note, rule, start, m.end, matched, about)
+            if no_kernel := None if rule.takes_quantized else self._quantized_operands(start, m.end):
+                here = unavailable is None  # said also where it is not: no device has the kernel
+                note(Status.CONSTRAINT, no_kernel, here=here, excused=True, no_kernel=True)
+                continue
+            if unavailable is not None:
+                note(Status.UNAVAILABLE, unavailable.reason, here=False, cause=unavailable.cause)
+                return
             bound = rule(m.bindings)
             ctx = self._ctx(rule, m.bindings, start, m.end)
-            if why_not := None if rule.takes_quantized else self._quantized_operand(start, m.end):
-                self._note_declined(rule, start, m, why_not, excused=True)
-                continue
             try:
                 bound.check(ctx)
             except Declined as why:
-                self._note_declined(rule, start, m, str(why))
+                note(Status.CONSTRAINT, str(why), here=True)
                 continue
             self.candidates.append(self._candidate(rule, bound.build(ctx), ctx, start, m.end))
 
-    def _note_declined(
-        self, rule: type[FusionRule], start: int, m: Match, reason: str, *, excused: bool = False
-    ) -> None:
-        matched = sum(b is not None for b in m.bindings.values())
-        about = range(start, m.end)
-        self._note(rule, start, m.end, matched, about, Status.CONSTRAINT, reason, here=True, excused=excused)
-
-    def _quantized_operand(self, start: int, end: int) -> str | None:
+    def _quantized_operands(self, start: int, end: int) -> str | None:
         """Why a rule for plain tensors does not take these places."""
         specs = self._context["_specs"]
-        for place in self.places[start:end]:
-            for value in place.step.needs:
-                if isinstance(spec := specs.get(value), QuantizedSpec):
-                    return f"{value} is quantized ({spec.format}), and this rule takes plain tensors"
-        return None
+        needed = [specs.get(value) for place in self.places[start:end] for value in place.step.needs]
+        formats = {str(spec.format) for spec in needed if isinstance(spec, QuantizedSpec)}
+        return f"no fused kernel for {' and '.join(sorted(formats))} operands yet" if formats else None
 
     def _ctx(self, rule: type[FusionRule], bindings: Mapping[str, object], start: int, end: int) -> PlanContext:
         by_slot = {}

@@ -157,6 +157,9 @@ def nearest_miss(attempts: Iterable[Attempt], position: int) -> Attempt | None:
     got = {Status.CONSTRAINT: 3, Status.SHADOWED: 2, Status.UNAVAILABLE: 1, Status.NO_MATCH: 0}
 
     def nearness(a: Attempt) -> tuple[object, ...]:
-        return a.on_this_device, a.stands_on(position), got[a.status], not a.excused, a.matched, -a.start, a.rule
+        # of a rule that runs nowhere here, the lack of a device says more than the lack of a kernel for quantized
+        # operands: another rule may have one
+        rank = 0.5 if a.no_kernel and not a.on_this_device else got[a.status]
+        return a.on_this_device, a.stands_on(position), rank, not a.excused, a.matched, -a.start, a.rule
 
     return max(stood, key=nearness, default=None)

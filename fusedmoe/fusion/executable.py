@@ -5,16 +5,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from fusedmoe.formats import QuantizedSpec
+from fusedmoe.fusion import registry
 from fusedmoe.fusion.candidates import Costs
+from fusedmoe.fusion.choice import nearest_miss
 from fusedmoe.fusion.graph import Graph, Place
 from fusedmoe.fusion.names import NONE, columns, primal
 from fusedmoe.fusion.plain import Plain
-from fusedmoe.fusion.plan import Attempt, PlanData, PlannedStep
+from fusedmoe.fusion.plan import Attempt, PlanData, PlannedStep, Status, missed_text
 from fusedmoe.fusion.program import AnyStep, Fused, Program, Runs, Values, needed_steps
 from fusedmoe.fusion.rule import FusionError
 from fusedmoe.fusion.signature import Signature, signature
@@ -43,6 +45,7 @@ class Environment:
     recipe: Recipe
     disabled: tuple[str, ...]
     options: KernelOptions
+    asked: bool = False  # whether the device is one that `explain` was asked about, and need not be there
 
 
 @dataclass(frozen=True)
@@ -245,11 +248,30 @@ class Plan:
         unfused = ((c.places[0].label, c.position, c.nearest_miss) for c in self.covered if isinstance(c.step, Plain))
         return tuple((label, m) for label, at, m in unfused if m is not None and m.missed and m.stands_on(at))
 
-    def raise_if_missed(self) -> None:
+    @functools.cached_property
+    def missed_or_unavailable(self) -> tuple[tuple[str, Attempt], ...]:
+        """The ops of `missed`, and those that a rule stands on which is UNAVAILABLE; not one for other devices, where
+        the device is one that was asked about.
+        """
+        missed = dict(self.missed)
+        for covered in self.covered:
+            label, at = covered.places[0].label, covered.position
+            if isinstance(covered.step, Plain) and label not in missed:
+                stood = [a for a in self.attempts if self._unavailable(a) and a.direction == covered.direction]
+                if nearest := nearest_miss([a for a in stood if a.stands_on(at)], at):
+                    missed[label] = nearest
+        order = [covered.places[0].label for covered in self.covered]
+        return tuple(sorted(missed.items(), key=lambda item: order.index(item[0])))
+
+    def _unavailable(self, attempt: Attempt) -> bool:
+        return attempt.status is Status.UNAVAILABLE and not (self.environment.asked and attempt.cause == "device")
+
+    def raise_if_missed(self, unavailable: bool = False) -> None:
         """Raise what ``fm.strict()`` promises."""
-        if self.missed:
-            lines = "\n".join(f"  {label}: {miss}" for label, miss in self.missed)
-            raise FusionError(f"strict: these ops run unfused although this device has a kernel for them:\n{lines}")
+        if missed := self.missed_or_unavailable if unavailable else self.missed:
+            raise FusionError(
+                missed_text(missed, "this device has a kernel" if not unavailable else "there is a kernel")
+            )
 
     def data(self, arguments: Mapping[str, SpecLike | None]) -> PlanData:
         """Return the plan as data, its bytes for these arguments."""
@@ -268,14 +290,25 @@ class Plan:
             self.attempts,
             tuple(kept),
             sum(costs.nbytes(v) for v in kept),
-            str(device) + (f" (sm_{arch})" if arch else ""),
+            f"sm_{arch}" if self.environment.asked else str(device) + (f" (sm_{arch})" if arch else ""),
             str(self.dtype).removeprefix("torch."),
             self.environment.recipe.name,
             self.environment.options,
             self.program.source,
             self.backward(tuple([a in self.wanted for a in self.graph.arguments])).program.source,
             sum(costs.nbytes(v) for s in self.weights for v in s.gives),
+            missed=self.missed_or_unavailable,
+            **self._asked(),
         )
+
+    def _asked(self) -> dict[str, Any]:
+        """Return what `PlanData` says of a device that was asked about."""
+        if not self.environment.asked:
+            return {}
+        rules = {rule.name: rule for rule in registry.rules()}
+        fused = sorted({c.step.rule for c in self.covered if isinstance(c.step, Fused)})
+        assumed = dict.fromkeys(registry.what_is_missing(rules[name]) for name in fused if name in rules)
+        return {"asked_arch": self.environment.arch, "assumed": tuple(text for text in assumed if text is not None)}
 
     def _planned_weight(self, step: Plain, costs: Costs) -> PlannedStep:
         """Return a step that quantizes a weight, as data."""

@@ -11,7 +11,7 @@ import torch
 
 from fusedmoe.environment import debugging
 from fusedmoe.fusion.rule import Declined
-from fusedmoe.fusion.rules.hopper import functions, require_hopper
+from fusedmoe.fusion.rules.hopper import functions, require_hopper, require_packages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -25,13 +25,19 @@ NAME = "sm90.offsets_from_splits"
 
 
 def with_kernels(
-    derived: Iterable[Plain], device: torch.device, arch: int | None, disabled: tuple[str, ...]
+    derived: Iterable[Plain],
+    device: torch.device,
+    arch: int | None,
+    disabled: tuple[str, ...],
+    assume_installed: bool = False,
 ) -> tuple[Plain, ...]:
     """Return the steps that derive offsets, in one launch each where the device has the kernel."""
     if any(fnmatchcase(NAME, pattern) for pattern in disabled):
         return tuple(derived)
     try:
         require_hopper(device, arch)
+        if not assume_installed:
+            require_packages()
     except Declined:
         return tuple(derived)
     return tuple(replace(step, bind=partial(_bind, step.run), launches=1) for step in derived)

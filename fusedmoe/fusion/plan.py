@@ -5,14 +5,19 @@ from __future__ import annotations
 import textwrap
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+from fusedmoe.fusion.rule import FusionError
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
+from fusedmoe.target import ARCHITECTURES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from fusedmoe.fusion.rule import Direction
+
+
+Cause = Literal["", "device", "machine", "switch"]
 
 
 class Status(str, Enum):
@@ -59,6 +64,10 @@ class Attempt:
     excused : bool
         Of a CONSTRAINT: nothing is missed. An operand is quantized, which the rule has no kernel for on any device; or
         the rule could take fewer ops, and takes no more since it cannot keep what lies between for the backward pass.
+    cause : str
+        Of an UNAVAILABLE: ``"device"``, ``"machine"`` (a package or the operating system) or ``"switch"``.
+    no_kernel : bool
+        Of a CONSTRAINT: an operand is quantized, and the rule has no kernel for such operands, on any device.
     """
 
     rule: str
@@ -71,6 +80,8 @@ class Attempt:
     reason: str = ""
     on_this_device: bool = True
     excused: bool = False
+    cause: Cause = ""
+    no_kernel: bool = False
 
     @property
     def missed(self) -> bool:
@@ -175,6 +186,16 @@ class PlanData:
         they are called.
     weight_bytes : int
         Bytes of quantized weights, which are kept until the weights change.
+    asked_arch : int or None
+        The architecture that ``explain(..., arch=)`` was asked about, which need not be there.
+    given_dtype : str
+        The dtype that the rows have, where a plan was asked for with another one.
+    assumed : tuple of str
+        What the fused steps need and this machine lacks, of a plan for another one.
+    missed : tuple of (str, Attempt)
+        The ops that run unfused although a rule for this device, or for the architecture asked about, stands on them,
+        each with how that rule ended. UNAVAILABLE counts, except for a rule that is for other devices than the
+        architecture asked about.
     """
 
     steps: tuple[PlannedStep, ...]
@@ -188,6 +209,30 @@ class PlanData:
     forward_source: str = ""
     backward_source: str = ""
     weight_bytes: int = 0
+    asked_arch: int | None = None
+    given_dtype: str = ""
+    assumed: tuple[str, ...] = ()
+    missed: tuple[tuple[str, Attempt], ...] = ()
+
+    @property
+    def planned_for(self) -> str:
+        """Device, dtype and recipe, as the first line of the table has them."""
+        asked = " (asked for)" if self.asked_arch is not None else ""
+        dtype = f"{self.dtype} (asked for, given {self.given_dtype})" if self.given_dtype else self.dtype
+        return f"{self.device}{asked}, {dtype}, recipe {self.recipe}"
+
+    @property
+    def nothing_to_fuse(self) -> bool:
+        """Whether the architecture asked about has no kernels, neither ours nor those of a package."""
+        return self.asked_arch is not None and self.asked_arch not in ARCHITECTURES and not self.fused
+
+    @property
+    def without_kernel(self) -> tuple[PlannedStep, ...]:
+        """The unfused steps that have no fused kernel on the device, whatever is installed: no rule stands on them, or
+        each that does is for other devices or for operands that are not quantized.
+        """
+        missed = {label for label, _ in self.missed}
+        return tuple(step for step in self.unfused if missed.isdisjoint(step.ops))
 
     @property
     def fused(self) -> tuple[PlannedStep, ...]:
@@ -211,7 +256,7 @@ class PlanData:
     def __str__(self) -> str:
         kept = f" ({', '.join(self.kept)})" if self.kept else ""
         lines = [
-            ", ".join([f"planned for {self.device}", self.dtype, f"recipe {self.recipe}", *self.options.changed()]),
+            ", ".join([f"planned for {self.planned_for}", *self.options.changed()]),
             *_table(self.steps),
             *_wrapped(f"kept for backward: {format_bytes(self.kept_bytes)}{kept}"),
         ]
@@ -221,25 +266,27 @@ class PlanData:
             lines.append("quantized to:")
         for quantizer, what in self.formats.items():
             lines += _wrapped(f"  {quantizer}: {', '.join(what)}")
+        for missing in self.assumed:
+            lines += _wrapped(f"assumed to be there: this machine {missing}")
         reasons: dict[str, list[str]] = {}
-        unavailable: dict[str, list[str]] = {}  # what several rules miss alike is said once
+        alike: dict[str, list[str]] = {}  # what several rules miss alike is said once
         for step in self.unfused:
             miss = step.nearest_miss
             why = step.why
-            if miss is not None and miss.status is Status.UNAVAILABLE:
-                why = miss.reason
-                rules = unavailable.setdefault(why, [])
+            if miss is not None and (miss.status is Status.UNAVAILABLE or miss.no_kernel):
+                why = f"{miss.status.value}: {miss.reason}"
+                rules = alike.setdefault(why, [])
                 rules += [] if miss.rule in rules else [miss.rule]
             reasons.setdefault(why, []).extend(step.ops)
         if reasons:
             lines.append("unfused, because:")
         for why, ops in reasons.items():
             who = "all of them" if len(self.unfused) == len(self.steps) and len(reasons) == 1 else ", ".join(ops)
-            rules = unavailable.get(why, [])
+            rules = alike.get(why, [])
             if len(rules) == 1:
-                why = f"{rules[0]}: {Status.UNAVAILABLE.value}: {why}"
+                why = f"{rules[0]}: {why}"
             elif rules:
-                why = f"{Status.UNAVAILABLE.value}: {why} ({', '.join(sorted(rules))})"
+                why = f"{why} ({', '.join(sorted(rules))})"
             lines += _wrapped(f"  {who}: {why}")
         return "\n".join(lines)
 
@@ -283,8 +330,57 @@ class Explanation:
         """The steps of all chains, in order."""
         return tuple(step for plan in self.plans for step in plan.steps)
 
+    @property
+    def missed(self) -> tuple[tuple[str, Attempt], ...]:
+        """Those of all chains, see `PlanData.missed`."""
+        return tuple(missed for plan in self.plans for missed in plan.missed)
+
+    def raise_if_missed(self) -> None:
+        """Raise `FusionError` unless all that has a fused kernel is fused: see `PlanData.missed`.
+
+        What has none, such as a product of quantized operands, does not raise.
+
+        Raises
+        ------
+        FusionError
+            Also where the architecture asked about has no kernels.
+        """
+        raise_if_missed(self.plans, self.missed)
+
     def __str__(self) -> str:
-        return "\n\n".join(title if plan is None else f"{title}\n{plan}" for title, plan in self.parts)
+        parts = [title if plan is None else f"{title}\n{plan}" for title, plan in self.parts]
+        return "\n\n".join([*parts, *hints(self.plans)])
+
+
+def hints(plans: Iterable[PlanData]) -> list[str]:
+    """Return what else to know of these plans: that an architecture has no kernels, or how to ask about another."""
+    found: dict[str, None] = {}
+    for plan in plans:
+        if plan.nothing_to_fuse:
+            found[_no_kernels(plan)] = None
+        misses = [step.nearest_miss for step in plan.unfused if step.nearest_miss is not None]
+        if plan.asked_arch is None and any(m.cause == "device" and m.rule.startswith("sm90.") for m in misses):
+            found["explain(..., arch=90) shows what an sm_90 GPU would run"] = None
+    return list(found)
+
+
+def raise_if_missed(plans: Iterable[PlanData], missed: Sequence[tuple[str, object]]) -> None:
+    """Raise for what is missed, or that the architecture asked about has no kernels."""
+    for plan in plans:
+        if plan.nothing_to_fuse:
+            raise FusionError(f"strict: {_no_kernels(plan)}")
+    if missed:
+        raise FusionError(missed_text(missed, "there is a kernel"))
+
+
+def _no_kernels(plan: PlanData) -> str:
+    return f"there are no kernels for sm_{plan.asked_arch} yet, only for {', '.join(f'sm_{a}' for a in ARCHITECTURES)}"
+
+
+def missed_text(missed: Iterable[tuple[str, object]], although: str) -> str:
+    """Return the message of a `FusionError`: these ops run unfused ``although`` ..."""
+    lines = "".join(f"\n  {label}: {miss}" for label, miss in missed)
+    return f"strict: these ops run unfused although {although} for them:{lines}"
 
 
 def format_bytes(count: int) -> str:

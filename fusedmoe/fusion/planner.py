@@ -79,11 +79,13 @@ def make_plan(
         "options": environment.options,
         "_specs": specs,
     }
-    disabled = environment.disabled
-    derived = with_kernels(graph.derived.values(), environment.device, environment.arch, disabled)
+    disabled, asked = environment.disabled, environment.asked
+    derived = with_kernels(graph.derived.values(), environment.device, environment.arch, disabled, asked)
     glue = (*derived, *of_forward.weights, *of_forward.glue)
-    forward = Line("forward", of_forward.places, graph.outputs, glue, costs, context, disabled)
-    backward = Line("backward", of_backward.places, gradients.values(), of_backward.glue, costs, context, disabled)
+    forward = Line("forward", of_forward.places, graph.outputs, glue, costs, context, disabled, asked)
+    backward = Line(
+        "backward", of_backward.places, gradients.values(), of_backward.glue, costs, context, disabled, asked
+    )
     glued = {v for step in glue for v in step.gives}
     kept_anyway = {*graph.arguments, *graph.outputs, *glued}
     chosen_forward, chosen_backward, kept = cheapest(forward, backward, kept_anyway)
@@ -136,7 +138,8 @@ def make_plan(
         rows.dtype,
         {value: spec for value, spec in specs.items() if isinstance(spec, QuantizedSpec)},
     )
-    _log(plan, arguments)
+    if not asked:
+        _log(plan, arguments)
     return plan
 
 

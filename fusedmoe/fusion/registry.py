@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from fusedmoe import changes
 from fusedmoe.fusion.rule import Declined, FusionRule, RuleError
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     import torch
+
+    from fusedmoe.fusion.plan import Cause
 
 ENTRY_POINT_GROUP = "fusedmoe.fusions"
 
@@ -119,15 +121,39 @@ def generation() -> int:
     return _registry.generation
 
 
+class Unavailable(NamedTuple):
+    """Why a rule cannot run, and what keeps it from that."""
+
+    reason: str
+    cause: Cause
+
+
 def why_unavailable(
-    rule: type[FusionRule], device: torch.device, arch: int | None, disabled: tuple[str, ...]
-) -> str | None:
-    """Return why a rule cannot run on a device at all, or is switched off by one of these patterns; None if it can."""
+    rule: type[FusionRule],
+    device: torch.device,
+    arch: int | None,
+    disabled: tuple[str, ...],
+    assume_installed: bool = False,
+) -> Unavailable | None:
+    """Return why a rule cannot run on a device at all, or is switched off by one of these patterns; None if it can.
+
+    With ``assume_installed``, this machine is not asked for what the rule needs besides the device.
+    """
     for pattern in disabled:
         if fnmatchcase(rule.name, pattern):
-            return f"switched off by {pattern!r}"
+            return Unavailable(f"switched off by {pattern!r}", "switch")
     try:
         rule.available(device, arch)
+    except Declined as why:
+        return Unavailable(str(why), "device")
+    missing = None if assume_installed else what_is_missing(rule)
+    return None if missing is None else Unavailable(missing, "machine")
+
+
+def what_is_missing(rule: type[FusionRule]) -> str | None:
+    """Return what this machine lacks that a rule needs besides the device; None if it lacks nothing."""
+    try:
+        rule.installed()
     except Declined as why:
         return str(why)
     return None

@@ -206,8 +206,15 @@ class FusionRule:
 
     @classmethod
     def available(cls, device: torch.device, arch: int | None) -> None:
-        """Decline through `require` where this machine cannot run the rule at all: device, package, switch
-        (UNAVAILABLE).
+        """Decline through `require` where the rule cannot run on this device (UNAVAILABLE).
+
+        ``explain(..., arch=90)`` asks it of an architecture that need not be there: look at the arguments alone.
+        """
+
+    @classmethod
+    def installed(cls) -> None:
+        """Decline through `require` where this machine lacks a package or another thing that the rule needs
+        (UNAVAILABLE). ``explain(..., arch=90)`` assumes that it is there.
         """
 
     def check(self, ctx: PlanContext) -> None:

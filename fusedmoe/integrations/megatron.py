@@ -145,8 +145,9 @@ class FusedGroupedMLP(nn.Module):
         x, inputs = permuted_local_hidden_states, self._inputs(permuted_local_hidden_states, tokens_per_expert)
         return self._ops().explain(x, probs=permuted_probs, **inputs)
 
-    def explain_rows(self, rows: int) -> Explanation:
+    def explain_rows(self, rows: int, arch: int | None = None) -> Explanation:
         """Return what `forward` does with so many evenly routed rows, and why: what ``fm.explain`` of a model asks.
+        ``arch`` is that of `Sequential.explain`: 90 for what an sm_90 GPU would run.
 
         They are on the device and in the dtype of the weights, the probabilities in the router's dtype, and want
         gradients unless those are switched off. No hook of the layers runs: nothing is gathered.
@@ -156,7 +157,7 @@ class FusedGroupedMLP(nn.Module):
         x = torch.zeros(rows, weight.shape[-1], dtype=weight.dtype, **kind)
         probs = torch.ones(rows, dtype=_ROUTER_DTYPES.get(self.config.moe_router_dtype, weight.dtype), **kind)
         splits = even_splits(rows, self.num_local_experts, weight.device)
-        return self._ops(hooks=False).explain(x, probs=probs, splits=splits)
+        return self._ops(hooks=False).explain(x, arch=arch, probs=probs, splits=splits)
 
     def backward_dw(self) -> None:
         """Do nothing: the weights' gradients are there when `forward`'s backward pass is done.

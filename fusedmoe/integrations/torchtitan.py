@@ -94,11 +94,12 @@ class FusedGroupedExperts(GroupedExperts):  # type: ignore[misc]
         parameters = self._chain_parameters()
         return self._chain(parameters).explain_with(parameters, x_RD.bfloat16(), splits=num_tokens_per_expert_E)
 
-    def explain_rows(self, rows: int) -> Explanation:
+    def explain_rows(self, rows: int, arch: int | None = None) -> Explanation:
         """Return what `forward` does with so many evenly routed rows, and why: what ``fm.explain`` of a model asks.
 
         They are on the device of the parameters, and want gradients unless those are switched off. Of a DTensor, this
         rank's part is planned with, as `forward` does. The copy of the weights that a call makes is made here too.
+        ``arch`` is that of `Sequential.explain`: 90 for what an sm_90 GPU would run.
 
         Raises
         ------
@@ -117,7 +118,7 @@ class FusedGroupedExperts(GroupedExperts):  # type: ignore[misc]
         kind: dict[str, Any] = {"device": weight.device, "requires_grad": torch.is_grad_enabled()}
         x_RD = torch.zeros(rows, weight.shape[-1], dtype=torch.bfloat16, **kind)
         splits = even_splits(rows, weight.shape[0], weight.device)
-        return self._chain(parameters).explain_with(parameters, x_RD, splits=splits)
+        return self._chain(parameters).explain_with(parameters, x_RD, arch=arch, splits=splits)
 
     def _chain_parameters(self) -> dict[str, Tensor]:
         """Return the parameters as the ops take them: (E, out, in), those of this rank."""

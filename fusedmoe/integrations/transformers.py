@@ -83,7 +83,7 @@ def experts_forward(
     return y.to(hidden_states.dtype)
 
 
-def explain(module: nn.Module, tokens: int = 4096, top_k: int | None = None) -> Explanation:
+def explain(module: nn.Module, tokens: int = 4096, top_k: int | None = None, arch: int | None = None) -> Explanation:
     """Return what an experts module does with a call of ``tokens`` tokens that are routed evenly: ``print`` it.
 
     Parameters
@@ -94,6 +94,8 @@ def explain(module: nn.Module, tokens: int = 4096, top_k: int | None = None) -> 
         T.
     top_k
         K; by default ``num_experts_per_tok`` of the model's configuration.
+    arch
+        As for `Sequential.explain`: 90 for what an sm_90 GPU would run.
     """
     experts = _experts_of(module)
     parameters = _parameters(module, experts.layout)
@@ -113,7 +115,7 @@ def explain(module: nn.Module, tokens: int = 4096, top_k: int | None = None) -> 
     slots = torch.arange(tokens * chosen, device=weight.device).view(tokens, chosen)
     weights = torch.ones(tokens, chosen, **how)
     index = slots % _number_of_experts(module)
-    return experts.chain.explain_with(parameters, x, expert_index=index, expert_weight=weights)
+    return experts.chain.explain_with(parameters, x, arch=arch, expert_index=index, expert_weight=weights)
 
 
 def recognised(module: nn.Module) -> Op | None:

@@ -77,7 +77,7 @@ def test_patterns_that_switch_rules_off():
     def why(*patterns):
         return registry.why_unavailable(toy.gemm("sm90.gemm"), torch.device("cpu"), None, patterns)
 
-    assert why("sm100.*", "sm90.*") == "switched off by 'sm90.*'"
+    assert why("sm100.*", "sm90.*") == ("switched off by 'sm90.*'", "switch")
     assert why("SM90.*", "gemm") is None
     assert why() is None
 

@@ -33,13 +33,23 @@ class OnHopper:
 
     @classmethod
     def available(cls, device: torch.device, arch: int | None) -> None:
-        """Decline on other devices, and where a package is missing."""
+        """Decline on other devices."""
         require_hopper(device, arch)
+
+    @classmethod
+    def installed(cls) -> None:
+        """Decline where a package is missing that the kernels are compiled with."""
+        require_packages()
 
 
 def require_hopper(device: torch.device, arch: int | None) -> None:
-    """Decline unless this is an sm_90 GPU, with the packages that its kernels are compiled with."""
-    require(arch == 90, "needs an sm_90 GPU, this device is %s", device if arch is None else f"sm_{arch}")
+    """Decline unless this is an sm_90 GPU."""
+    require(arch is not None, "needs an sm_90 GPU, this device is %s", device)
+    require(arch == 90, "needs an sm_90 GPU; there are no kernels for sm_%s yet", arch)
+
+
+def require_packages() -> None:
+    """Decline unless this machine has what the kernels are compiled with."""
     require(sys.platform == "linux", "needs Linux, this is %s", sys.platform)
     missing = missing_packages()
     require(not missing, "needs %s: pip install %s", " and ".join(missing), " ".join(missing))

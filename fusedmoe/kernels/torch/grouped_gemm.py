@@ -19,26 +19,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fusedmoe import target
 from fusedmoe.kernels.torch.rows import zero_tail_
 
 _NATIVE_ON_CUDA = {torch.bfloat16}
 _NATIVE_ON_CPU = {torch.float32, torch.bfloat16, torch.float16}
+_MAJOR = (9, 10)  # of the compute capabilities that F.grouped_mm reads offsets on the device for
 _ALIGNMENT_BYTES = 16  # F.grouped_mm wants addresses and pitches that are multiples of this: its TMA loads do
 
 
 @functools.cache
 def _has_device_side_grouped_mm(device: torch.device) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] in (9, 10)
+    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] in _MAJOR
 
 
 def runs_on_device(device: torch.device, dtype: torch.dtype, *widths: int) -> bool:
     """Whether a grouped product of these feature widths runs without a host read: what a planner may ask ahead of a
-    call.
+    call, also of an architecture that need not be there.
     """
     if device.type != "cuda":
         return True  # reading offsets on the CPU waits for nothing
     aligned = all(width * dtype.itemsize % _ALIGNMENT_BYTES == 0 for width in widths)
-    return dtype is torch.bfloat16 and aligned and _has_device_side_grouped_mm(device)
+    if dtype is not torch.bfloat16 or not aligned:
+        return False
+    asked = target.current()
+    return _has_device_side_grouped_mm(device) if asked is None else asked.arch // 10 in _MAJOR
 
 
 def _aligned(t: Tensor) -> Tensor | None:

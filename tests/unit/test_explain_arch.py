@@ -1,0 +1,381 @@
+"""``explain(..., arch=90)``: what a GPU would run that is not there. Nothing here touches a GPU."""
+
+import importlib.util
+import logging
+
+import pytest
+import torch
+from torch import nn
+from toy import only_plan
+
+import fusedmoe as fm
+from fusedmoe import Status
+from fusedmoe.fusion.rule import FusionRule
+from fusedmoe.fusion.rules import hopper
+
+pytestmark = pytest.mark.usefixtures("builtin_rules")
+
+BF16 = torch.bfloat16
+E, H, I = 4, 64, 32  # noqa: E741
+
+
+def experts(dtype=BF16, device=None, **options):
+    return fm.Sequential(
+        fm.GroupedLinear(E, H, 2 * I, dtype=dtype, device=device, **options),
+        fm.SwiGLU(),
+        fm.GroupedLinear(E, I, H, dtype=dtype, device=device, **options),
+    )
+
+
+def call(dtype=BF16, device=None, rows=20):
+    x = torch.zeros(rows, H, dtype=dtype, device=device, requires_grad=True)
+    return x, {"splits": torch.tensor([5, 0, 12, 3], device=device)}
+
+
+FORWARD = ["sm90.grouped_gemm_activation", "sm90.grouped_gemm"]
+BACKWARD = ["sm90.grouped_wgrad", "sm90.grouped_dgrad_activation", "sm90.grouped_wgrad", "sm90.grouped_dgrad"]
+
+
+def used(plan):
+    return [step.rule for step in plan.steps]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_sequential(device):
+    x, named = call(device=device)
+    (plan,) = experts(device=device).explain(x, arch=90, **named).plans
+    assert used(plan) == FORWARD + BACKWARD
+    assert (plan.device, plan.dtype, plan.asked_arch, plan.missed) == ("sm_90", "bfloat16", 90, ())
+    assert "planned for sm_90 (asked for), bfloat16, recipe bf16" in str(plan)
+    # the input, and the preactivation in place of what the activation gives
+    assert plan.kept == ("offsets", "1.input", "0.input")
+    assert plan.kept_bytes == E * 4 + 20 * 2 * I * 2 + 20 * H * 2
+
+
+def test_it_is_the_plan_that_such_a_gpu_gets(monkeypatch):
+    """The same rules, steps and bytes as where the device itself is of that architecture."""
+    x, named = call()
+    asked = only_plan_of(experts().explain(x, arch=90, **named))
+    monkeypatch.setattr("fusedmoe.chain.arch", lambda device: 90)
+    monkeypatch.setattr(hopper, "missing_packages", lambda: ())
+    there = only_plan(experts(), x, **named)
+    assert asked.steps == there.steps
+    assert (asked.attempts, asked.kept, asked.kept_bytes) == (there.attempts, there.kept, there.kept_bytes)
+    assert (asked.forward_source, asked.backward_source) == (there.forward_source, there.backward_source)
+
+
+def only_plan_of(explanation):
+    (plan,) = explanation.plans
+    return plan
+
+
+def test_nothing_is_remembered_or_logged(caplog):
+    chain, (x, named) = experts(), call()
+    with caplog.at_level(logging.DEBUG, "fusedmoe"):
+        chain.explain(x, arch=90, **named)
+    assert caplog.records == []
+    assert used(only_plan(chain, x, **named)) == [None] * 8
+    with fm.strict():
+        assert chain(x, **named).device.type == "cpu"
+
+
+def test_constraints_are_those_of_the_architecture():
+    x, named = call(torch.float32)
+    plan = only_plan_of(experts(torch.float32).explain(x, arch=90, **named))
+    assert plan.fused == ()
+    assert {step.nearest_miss.status for step in plan.unfused} == {Status.CONSTRAINT}
+    assert "input is float32, not bfloat16 or float16" in str(plan)
+    assert [label for label, _ in plan.missed] == [op for step in plan.steps for op in step.ops]
+
+
+def test_host_syncs_are_those_of_the_architecture():
+    """Products in fp32 are a loop on an H100, which reads the splits; on this CPU nothing waits."""
+    x, named = call(torch.float32)
+    chain = experts(torch.float32)
+    assert [s.host_sync for s in chain.explain(x, arch=90, **named).steps].count(True) == 6
+    assert not any(s.host_sync for s in chain.explain(x, **named).steps)
+    with fm.disabled("sm90.*"):  # torch has a product in bf16
+        bf16, named = call()
+        assert not any(s.host_sync for s in experts().explain(bf16, arch=90, **named).steps)
+        assert any(s.host_sync for s in experts().explain(bf16, arch=80, **named).steps)
+
+
+def test_native_products_are_those_of_the_architecture():
+    x, named = call()
+    with fm.recipe("fp8_row"):
+        paths = [{s.path for s in experts().explain(x, arch=arch, **named).steps if s.path} for arch in (80, 90, None)]
+    assert paths == [{"emulated"}, {"native"}, {"emulated"}]
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_block", "nvfp4", "fp8_row"])
+@pytest.mark.parametrize("arch", [None, 90])
+def test_under_a_recipe_without_kernels_no_gpu_has_one(recipe, arch):
+    """Formerly: "needs an sm_90 GPU, this device is cpu"."""
+    x, named = call()
+    with fm.recipe(recipe):
+        explanation = experts().explain(x, arch=arch, **named)
+    (plan,) = explanation.plans
+    products = [s for s in plan.steps if s.ops[0] in ("0.GroupedLinear", "2.GroupedLinear", "2.Dgrad", "0.Wgrad")]
+    assert len(products) == 4
+    for step in products:
+        assert step.nearest_miss.reason.startswith("no fused kernel for ")
+        assert step.nearest_miss.reason.endswith(" operands yet")
+    assert "sm_90 GPU" not in str(explanation)
+    explanation.raise_if_missed()  # nothing is missed where there is no kernel
+    assert {*products} <= {*plan.without_kernel}
+
+
+def test_an_unavailable_rule_that_takes_quantized_operands_is_the_nearest_miss_all_the_same():
+    class Quantized(FusionRule, name="toy.quantized", direction="forward"):
+        fc: fm.GroupedLinear
+        takes_quantized = True
+
+        @classmethod
+        def available(cls, device, arch):
+            fm.require(arch == 100, "needs sm_100")
+
+    x, named = call()
+    with fm.register(Quantized), fm.recipe("mxfp8"):
+        step = next(s for s in experts().explain(x, **named).steps if s.ops == ("0.GroupedLinear",))
+    assert step.why == "toy.quantized: UNAVAILABLE: needs sm_100"
+
+
+def test_an_architecture_without_kernels():
+    x, named = call()
+    explanation = experts().explain(x, arch=100, **named)
+    assert explanation.plans[0].fused == ()
+    assert "there are no kernels for sm_100 yet, only for sm_90" in str(explanation)
+    with pytest.raises(fm.FusionError, match="there are no kernels for sm_100 yet"):
+        explanation.raise_if_missed()
+    with pytest.raises(fm.FusionError, match="there are no kernels for sm_100 yet"):
+        fm.explain(experts(), arch=100).raise_if_missed()
+
+
+@pytest.mark.parametrize("arch", ["nine", 9.0, 9, True, 900, "", [90]])
+def test_what_is_no_architecture(arch):
+    x, named = call()
+    for ask in (lambda: experts().explain(x, arch=arch, **named), lambda: fm.explain(experts(), arch=arch)):
+        with pytest.raises(fm.InputError, match="explain: arch: expected a number such as 90, for sm_90"):
+            ask()
+
+
+@pytest.mark.parametrize("arch", ["90", "sm_90", "sm_90a", "SM90"])
+def test_an_architecture_by_name(arch):
+    x, named = call()
+    assert experts().explain(x, arch=arch, **named).plans[0].asked_arch == 90
+
+
+def test_wrong_input_is_refused_as_in_a_call():
+    x, named = call()
+    with pytest.raises(fm.InputError, match="'splits' is missing"):
+        experts().explain(x, arch=90)
+    with pytest.raises(fm.InputError, match="expected shape"):
+        experts().explain(x[:, :8], arch=90, **named)
+    with pytest.raises(fm.InputError, match="expected rows, got a scalar"):
+        experts().explain(torch.zeros(()), arch=90, **named)
+
+
+def test_packages_that_this_machine_lacks_are_assumed_and_named(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "cutlass" else find(name))
+    hopper.missing_packages.cache_clear()
+    x, named = call()
+    try:
+        plan = only_plan_of(experts().explain(x, arch=90, **named))
+    finally:
+        hopper.missing_packages.cache_clear()
+    assert used(plan) == FORWARD + BACKWARD
+    assert plan.assumed == ("needs nvidia-cutlass-dsl: pip install nvidia-cutlass-dsl",)
+    assert "assumed to be there: this machine needs nvidia-cutlass-dsl" in str(plan)
+    monkeypatch.setattr("sys.platform", "darwin")
+    plan = only_plan_of(experts().explain(x, arch=90, **named))
+    assert used(plan) == FORWARD + BACKWARD
+    assert plan.assumed == ("needs Linux, this is darwin",)
+
+
+# ---- modules between chains ----------------------------------------------------------------------------------------
+
+
+class Counting(nn.Module):
+    """Doubles the features, and counts what it is called with in memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.called_on = nn.Linear(H, 2 * H, dtype=BF16), []
+
+    def forward(self, x):
+        self.called_on.append(type(x).__name__)
+        return self.linear(x)
+
+
+def test_a_module_in_front_of_a_chain_is_called_without_memory():
+    foreign = Counting()
+    after = fm.GroupedLinear(E, 2 * H, H, dtype=BF16)
+    chain = fm.Sequential(*experts(), foreign, after, nn.Identity())
+    x, named = call()
+    explanation = chain.explain(x, arch=90, **named)
+    assert [title.partition(":")[0] for title, _ in explanation.parts] == [
+        "chain 0 to 2",
+        "module 3",
+        "chain 4",
+        "module 5",
+    ]
+    assert used(explanation.plans[1]) == ["sm90.grouped_gemm", "sm90.grouped_wgrad", "sm90.grouped_dgrad"]
+    assert foreign.called_on == ["FakeTensor"]
+    assert foreign.linear.weight.grad is None
+
+
+def test_values_that_a_chain_provides_reach_the_next():
+    chain = fm.Sequential(fm.Dispatch(), *experts(), nn.LayerNorm(H, dtype=BF16), fm.Combine())
+    named = {
+        "expert_index": torch.zeros(6, 2, dtype=torch.int64),
+        "expert_weight": torch.ones(6, 2, requires_grad=True),
+    }
+    first, last = chain.explain(torch.zeros(6, H, dtype=BF16, requires_grad=True), arch=90, **named).plans
+    assert used(first)[0] == "sm90.dispatch"
+    assert used(last) == ["sm90.combine", "sm90.combine_weight_grad", "sm90.dcombine"]
+
+
+def test_a_module_that_reads_what_it_is_given_is_named():
+    class Reads(nn.Module):
+        def forward(self, x):
+            return x * float(x.sum())
+
+    x, named = call()
+    with pytest.raises(fm.InputError, match=r"module '3' \(Reads\) cannot be called on tensors without memory"):
+        fm.Sequential(*experts(), Reads(), fm.SwiGLU()).explain(x, arch=90, **named)
+
+
+# ---- layers and models ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_layer(device):
+    layer = fm.MoE(H, I, E, 2, dtype=BF16, device=device)
+    plan = only_plan_of(layer.explain(torch.zeros(10, H, dtype=BF16, device=device, requires_grad=True), arch=90))
+    assert plan.unfused == ()
+    assert len(plan.fused) == 11
+
+
+def test_a_model_on_the_meta_device():
+    with torch.device("meta"):
+        model = nn.ModuleList([fm.MoE(H, I, E, 2, shared_intermediate=I, dtype=BF16) for _ in range(3)])
+    result = fm.explain(model, tokens=1 << 20, arch=90)
+    layers, shared = result.groups
+    assert (layers.names, layers.explanation.plans[0].unfused) == (("0", "1", "2"), ())
+    assert layers.explanation.plans[0].kept_bytes > 1 << 29  # of tokens that nobody allocates here
+    assert shared.names == ("0.shared", "1.shared", "2.shared")
+    assert "sm_90 (asked for), bfloat16, recipe bf16" in str(result)
+    assert "4 of 4 fused" in str(result)
+
+
+def test_another_dtype_is_named_with_the_one_that_was_given():
+    model = fm.MoE(H, I, E, 2)
+    with pytest.raises(fm.FusionError, match="x is float32, not bfloat16 or float16"):
+        fm.explain(model, arch=90).raise_if_missed()
+    result = fm.explain(model, arch=90, dtype=BF16)
+    result.raise_if_missed()
+    (plan,) = result.plans
+    assert (plan.unfused, plan.dtype, plan.given_dtype) == ((), "bfloat16", "float32")
+    assert "sm_90 (asked for), bfloat16 (asked for, given float32), recipe bf16" in str(result)
+    with torch.autocast("cpu", BF16):
+        (plan,) = fm.explain(model, arch=90).plans
+    assert (plan.unfused, plan.dtype) == ((), "bfloat16")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, "bfloat16"])
+def test_what_is_no_dtype_to_plan_in(dtype):
+    with pytest.raises(fm.InputError, match="explain: dtype: expected a floating-point"):
+        fm.explain(experts(), arch=90, dtype=dtype)
+    with pytest.raises(fm.InputError, match="explain: dtype: expected with arch="):
+        fm.explain(experts(), dtype=dtype)
+
+
+def test_a_module_that_explains_rows_need_not_know_of_it():
+    class Foreign(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = experts()
+
+        def explain_rows(self, rows):
+            return self.inner.explain(torch.zeros(rows, H, dtype=BF16), splits=torch.tensor([rows, 0, 0, 0]))
+
+    (plan,) = fm.explain(Foreign(), arch=90).plans
+    assert plan.fused
+
+
+def test_a_model_that_has_nothing_to_fuse_or_cannot_be_planned_is_no_success():
+    with pytest.raises(fm.FusionError, match="no module of this model runs on fusedmoe"):
+        fm.explain(nn.Linear(3, 3), arch=90).raise_if_missed()
+    with pytest.raises(fm.FusionError, match=r"0: not planned: no linear layer"):
+        fm.explain(nn.ModuleList([fm.Sequential(fm.SwiGLU()), experts()]), arch=90).raise_if_missed()
+
+
+def test_on_a_cpu_the_way_to_ask_is_named_once():
+    x, named = call()
+    hint = "explain(..., arch=90) shows what an sm_90 GPU would run"
+    assert str(experts().explain(x, **named)).count(hint) == 1
+    assert str(fm.explain(nn.ModuleList([experts(), fm.MoE(H, I, E, 2)]))).count(hint) == 1
+    assert hint not in str(experts().explain(x, arch=90, **named))
+    with fm.disabled("sm90.*"):
+        assert hint not in str(experts().explain(x, **named))
+
+
+# ---- strict --------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_switched_off_is_missed():
+    with fm.disabled("sm90.grouped_wgrad"):
+        explanation = experts().explain(call()[0], arch=90, **call()[1])
+    assert [label for label, _ in explanation.missed] == ["2.Wgrad", "0.Wgrad"]
+    with pytest.raises(fm.FusionError, match=r"2\.Wgrad: sm90\.grouped_wgrad: UNAVAILABLE: switched off by"):
+        explanation.raise_if_missed()
+
+
+def test_a_rule_for_another_architecture_is_no_miss():
+    class OfAnother(FusionRule, name="toy.of_another", direction="forward"):
+        fc: fm.Linear
+
+        @classmethod
+        def available(cls, device, arch):
+            fm.require(arch == 100, "needs sm_100")
+
+    with fm.register(OfAnother):
+        explanation = fm.explain(fm.Sequential(fm.Linear(H, H, dtype=BF16)), arch=90)
+        explanation.raise_if_missed()
+        (plan,) = explanation.plans
+        assert plan.without_kernel == plan.unfused
+
+
+def test_strict_with_unavailable_raises_where_the_device_or_a_switch_is_in_the_way(monkeypatch):
+    """Formerly nothing raised on a machine where no kernel at all could run."""
+    chain, (x, named) = experts(), call()
+    with fm.strict():
+        chain(x, **named)
+    text = "0.GroupedLinear: sm90.grouped_gemm_activation: UNAVAILABLE: needs an sm_90 GPU, this device is cpu"
+    for _ in range(2):
+        with fm.strict(unavailable=True), pytest.raises(fm.FusionError, match=text):
+            chain(x, **named)
+    with fm.strict(unavailable=True), fm.strict():
+        chain(x, **named)
+    with fm.strict(unavailable=True), fm.strict(False):
+        chain(x, **named)
+    with fm.strict(False, unavailable=True):
+        chain(x, **named)
+    with fm.strict(unavailable=True), fm.recipe("mxfp8"):  # no device has a kernel
+        chain(x, **named)
+    with fm.strict(unavailable=True):
+        assert chain.explain(x, **named).missed  # says so, and raises nothing
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_strict_with_unavailable_under_torch_compile(dynamic):
+    chain, (x, named) = experts(), call()
+    torch._dynamo.reset()
+    compiled = torch.compile(chain, backend="eager", dynamic=dynamic)
+    with fm.strict():
+        compiled(x, **named)
+    with fm.strict(unavailable=True), pytest.raises(Exception, match="UNAVAILABLE: needs an sm_90 GPU"):
+        compiled(x, **named)
+    with fm.strict():
+        compiled(x, **named)
