@@ -1,18 +1,33 @@
-"""What is set around a call: recipe, switched-off rules, strictness. Each holds inside its ``with`` block only."""
+"""The settings that hold around a call: recipe, switched-off rules, strictness. Each holds inside its ``with`` block.
+
+How a block ends
+----------------
+Python may raise ``KeyboardInterrupt`` before the first and after the last instruction of ``__enter__`` and of
+``__exit__``, and blocks may end out of order: in generators, in contexts that were copied. So no code has to run for a
+block to end. A context variable holds the innermost `_Entry`, which refers weakly to the function that ends it. The
+``with`` statement alone holds that function; Python drops it when the statement is left, in whatever way. An entry
+counts while its function exists and was not called.
+
+`torch.compile` cannot guard on a context variable. A thread-local text, ``thread.key``, names the settings for it.
+"""
 
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager
+import weakref
+from contextlib import ContextDecorator
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 from fusedmoe.recipes import BF16, Recipe, resolve
 from fusedmoe.recompute import backward_pass
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Mapping
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -38,13 +53,6 @@ class Settings:
         return {name: getattr(self, name) for name, where in self.set_in.items() if where == backward_pass}
 
 
-_settings: ContextVar[Settings] = ContextVar("fusedmoe.settings", default=Settings())  # noqa: B039  (frozen)
-
-
-current = _settings.get
-"""Returns the settings that hold at this point."""
-
-
 class _Thread(threading.local):
     """The settings of a thread as a text: `torch.compile` can guard on it, but not on a context variable."""
 
@@ -52,12 +60,152 @@ class _Thread(threading.local):
         self.key = ""
 
 
+class _Entry:
+    """One entry into a block.
+
+    Attributes
+    ----------
+    outer
+        The entry around it.
+    end
+        Returns the function that ends the entry; None once the entry has ended.
+    known
+        The settings outside of the block and inside of it, as they were found last.
+    """
+
+    __slots__ = ("_changes", "_within", "end", "known", "outer")
+
+    def __init__(self, changes: Mapping[str, Any]) -> None:
+        self._changes, self._within = changes, backward_pass()
+        self.known: tuple[Settings, Settings] | None = None
+        self.outer: _Entry | None = None
+        self.end: Callable[[], object] = _ended
+
+    def settings(self, outside: Settings) -> Settings:
+        """Return the settings inside of the block, where these hold outside."""
+        known = self.known  # one attribute, which other threads may write meanwhile
+        if known is None or known[0] is not outside:
+            known = self.known = outside, self._changed(outside)
+        return known[1]
+
+    def _changed(self, outside: Settings) -> Settings:
+        changes = dict(self._changes)
+        if "disabled" in changes:
+            changes["disabled"] = (*outside.disabled, *changes["disabled"])
+        if self._within != -1:
+            return replace(outside, **changes, set_in={**outside.set_in, **dict.fromkeys(changes, self._within)})
+        changed = replace(outside, **changes)
+        return changed if changed.set_in else _known.setdefault(changed, changed)
+
+
+def _ended() -> None:
+    """Stand for the weak reference of an entry that has ended."""
+
+
+_innermost: ContextVar[_Entry | None] = ContextVar("fusedmoe.settings", default=None)
+_default = Settings()
+_known: dict[Settings, Settings] = {_default: _default}  # equal settings are one object: a call compares them
+_keys: dict[Settings, str] = {_default: ""}
 thread = _Thread()
-_keys: dict[Settings, str] = {Settings(): ""}
 
 
-def _key(settings: Settings) -> str:
-    return _keys.setdefault(settings, f"settings {len(_keys)}")
+def current(_innermost: Callable[[], _Entry | None] = _innermost.get) -> Settings:
+    """Return the settings that hold at this point."""
+    entry = _innermost()
+    if entry is None:
+        return _default
+    known = entry.known
+    outer: _Entry | None = entry
+    while outer is not None and outer.end() is not None:
+        outer = outer.outer
+    return known[1] if outer is None and known is not None else _of(entry)  # nothing has ended: as it was found last
+
+
+def _of(entry: _Entry | None) -> Settings:
+    entry = _open(entry)
+    if entry is None:
+        return _default
+    outer = entry.outer
+    return entry.settings(_default if outer is None else _of(outer))
+
+
+def _open(entry: _Entry | None) -> _Entry | None:
+    """Return the innermost entry, from this one outwards, that has not ended."""
+    while entry is not None and entry.end() is None:
+        entry = entry.outer
+    return entry
+
+
+def follow_context() -> None:
+    """Let ``thread.key`` name the settings that hold here; blocks of other contexts may have changed it."""
+    now = current()
+    thread.key = _keys.setdefault(now, f"settings {len(_keys)}")
+
+
+def _leave(entry: _Entry, *_: object) -> None:
+    reference, entry.end = entry.end, _ended  # an interrupt keeps this frame, and so the reference and its callback
+    if _innermost.get() is entry:
+        _innermost.set(_open(entry.outer))
+    follow_context()
+    del reference
+
+
+def _abandoned(_: object) -> None:
+    """Clean up after an entry that was interrupted before its block began, or as it ended."""
+    follow_context()
+
+
+class _End:
+    """``__exit__`` of a block: a function for each entry, which the ``with`` statement holds while it lasts."""
+
+    @overload
+    def __get__(self, block: None, kind: type) -> _End: ...
+    @overload
+    def __get__(self, block: _Block[Any], kind: type) -> Callable[..., None]: ...
+    def __get__(self, block: _Block[Any] | None, kind: type) -> Callable[..., None]:
+        if block is None:
+            return self
+        return block._end or block._prepared()
+
+    def __call__(self, block: _Block[Any], *error: object) -> None:
+        """Leave a block that was entered without a ``with`` statement, as `contextlib.ExitStack` does it."""
+        end, block._end = block._end, None
+        if end is not None:
+            end(*error)
+
+
+class _Block(ContextDecorator, Generic[_T]):
+    """A block, or the calls of a decorated function, in which settings differ. ``as`` gives its value."""
+
+    __exit__ = _End()
+
+    def __init__(self, value: _T, **changes: Any) -> None:
+        self._value, self._changes = value, changes
+        self._entry: _Entry | None = None  # the one that `__enter__` will enter
+        self._end: Callable[..., None] | None = None  # where no `with` statement holds it
+
+    def _recreate_cm(self) -> _Block[_T]:
+        return _Block(self._value, **self._changes)
+
+    def _prepared(self) -> Callable[..., None]:
+        entry = _Entry(self._changes)
+        end = partial(_leave, entry)
+        entry.end = weakref.ref(end, _abandoned)
+        self._entry = entry
+        return end
+
+    def __enter__(self) -> _T:
+        entry, self._entry = self._entry, None
+        if entry is None or entry.end() is None:
+            if self._end is not None:
+                raise RuntimeError("this block is entered already; call fm.recipe, fm.disabled or fm.strict again")
+            self._end = self._prepared()
+            entry, self._entry = self._entry, None
+        assert entry is not None
+        entry.outer = _open(_innermost.get())
+        _innermost.set(entry)
+        follow_context()
+        return self._value
 
 
 def patterns(text: str) -> tuple[str, ...]:
@@ -65,21 +213,7 @@ def patterns(text: str) -> tuple[str, ...]:
     return tuple(filter(None, (part.strip() for part in text.split(","))))
 
 
-@contextmanager
-def _changed(**changes: Any) -> Iterator[None]:
-    now, within = _settings.get(), backward_pass()
-    set_in = now.set_in if within == -1 else {**now.set_in, **dict.fromkeys(changes, within)}
-    changed = replace(now, set_in=set_in, **changes)
-    token, thread.key = _settings.set(changed), _key(changed)
-    try:
-        yield
-    finally:
-        _settings.reset(token)
-        thread.key = _key(now)
-
-
-@contextmanager
-def recipe(recipe: object) -> Iterator[Recipe]:
+def recipe(recipe: object) -> _Block[Recipe]:
     """Run what is called inside under this recipe: a name (``"mxfp8"``), a `Recipe`, or one of Transformer Engine's
     recipes; the innermost holds, but for layers with a recipe of their own.
 
@@ -88,22 +222,18 @@ def recipe(recipe: object) -> Iterator[Recipe]:
     its last call without.
     """
     resolved = resolve(recipe)
-    with _changed(recipe=resolved):
-        yield resolved
+    return _Block(resolved, recipe=resolved)
 
 
-@contextmanager
-def disabled(*patterns: str) -> Iterator[None]:
+def disabled(*patterns: str) -> _Block[None]:
     """Switch the fusion rules off whose names match any of these patterns (``fm.disabled("sm90.*")``): to bisect.
 
     The pattern is that of `fnmatch`. ``fm.disabled()`` switches nothing off; nested blocks add up.
     """
-    with _changed(disabled=(*current().disabled, *patterns)):
-        yield
+    return _Block(None, disabled=patterns)
 
 
-@contextmanager
-def strict(enabled: bool = True, *, unavailable: bool = False) -> Iterator[None]:
+def strict(enabled: bool = True, *, unavailable: bool = False) -> _Block[None]:
     """Raise `FusionError`, with the nearest miss, where an op that this device has fused kernels for runs unfused.
 
     That is: a rule available on this device stood on the op and ended in CONSTRAINT or NO_MATCH, or its kernel declined
@@ -118,5 +248,4 @@ def strict(enabled: bool = True, *, unavailable: bool = False) -> Iterator[None]
         missing, or the rule is switched off. Without a GPU, ``explain(..., arch=90).raise_if_missed()`` checks the same
         for one.
     """
-    with _changed(strict=enabled, strict_unavailable=enabled and unavailable):
-        yield
+    return _Block(None, strict=enabled, strict_unavailable=enabled and unavailable)

@@ -1,0 +1,243 @@
+"""However a block ends, its settings end with it: interrupted at any instruction, out of order, in another thread."""
+
+import asyncio
+import contextlib
+import contextvars
+import gc
+import sys
+import threading
+
+import pytest
+
+import fusedmoe as fm
+from fusedmoe import settings
+
+DEFAULT = settings.Settings()
+
+
+def interrupted(function, at):
+    """Run a function, with Ctrl-C in front of its n-th instruction, those of what it calls included.
+
+    Return the KeyboardInterrupt, whose traceback keeps every frame alive; None if there are fewer instructions.
+    """
+    count = 0
+
+    def trace(frame, event, arg):
+        nonlocal count
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            count += 1
+            if count == at:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function()
+    except KeyboardInterrupt as error:
+        return error
+    finally:
+        sys.settrace(before)
+    return None
+
+
+def one_block():
+    with fm.recipe("mxfp8") as recipe:
+        assert recipe.name == "mxfp8"
+
+
+def nested_blocks():
+    with fm.recipe("mxfp8"), fm.strict():
+        pass
+
+
+def a_block_kept_in_a_variable():
+    block = fm.disabled("a.*")
+    with block:
+        pass
+
+
+@fm.recipe("mxfp8")
+def a_decorated_function():
+    assert settings.current().recipe.name == "mxfp8"
+
+
+def a_block_in_a_generator():
+    def generator():
+        with fm.recipe("mxfp8"):
+            yield
+
+    for _ in generator():
+        pass
+
+
+@pytest.mark.parametrize(
+    "function",
+    [one_block, nested_blocks, a_block_kept_in_a_variable, a_decorated_function, a_block_in_a_generator],
+    ids=lambda f: f.__name__,
+)
+@pytest.mark.parametrize("within", [False, True], ids=["outermost", "within another block"])
+def test_an_interrupt_at_any_instruction_leaves_no_setting(function, within):
+    function()  # what is computed once is not what is tested
+    with fm.disabled("outer.*") if within else contextlib.nullcontext():
+        before, key = settings.current(), settings.thread.key
+        for at in range(1, 100_000):
+            error = interrupted(function, at)
+            assert settings.current() == before, f"after an interrupt at instruction {at}"
+            assert settings.thread.key == key, f"after an interrupt at instruction {at}"
+            if error is None:
+                break
+    assert at > 100
+    assert settings.current() == DEFAULT
+    assert settings.thread.key == ""
+
+
+def test_blocks_that_end_in_the_order_in_which_they_began():
+    a, b = fm.recipe("mxfp8"), fm.disabled("b.*")
+    a.__enter__()
+    b.__enter__()
+    assert (settings.current().recipe.name, settings.current().disabled) == ("mxfp8", ("b.*",))
+    a.__exit__(None, None, None)
+    assert (settings.current().recipe.name, settings.current().disabled) == ("bf16", ("b.*",))
+    b.__exit__(None, None, None)
+    assert settings.current() == DEFAULT
+    assert settings.thread.key == ""
+
+
+def held(*blocks):
+    """A generator that is within these blocks while it is not closed."""
+    with contextlib.ExitStack() as stack:
+        for block in blocks:
+            stack.enter_context(block)
+        yield
+
+
+def test_the_inner_settings_stay_when_an_outer_generator_is_closed():
+    a, b, c = held(fm.recipe("mxfp8")), held(fm.disabled("b")), held(fm.disabled("c"), fm.strict())
+    for generator in (a, b, c):
+        next(generator)
+    now = settings.current()
+    assert (now.recipe.name, now.disabled, now.strict) == ("mxfp8", ("b", "c"), True)
+    b.close()
+    now = settings.current()
+    assert (now.recipe.name, now.disabled, now.strict) == ("mxfp8", ("c",), True)
+    assert settings.current() is now  # no new object for each call: a call compares them
+    a.close()
+    now = settings.current()
+    assert (now.recipe.name, now.disabled, now.strict) == ("bf16", ("c",), True)
+    with fm.disabled("d"):
+        c.close()
+        assert settings.current() == settings.Settings(disabled=("d",))
+    assert settings.current() == DEFAULT
+    assert settings.thread.key == ""
+
+
+def test_a_generator_that_is_dropped():
+    generator = held(fm.recipe("mxfp8"))
+    next(generator)
+    assert settings.current().recipe.name == "mxfp8"
+    del generator
+    gc.collect()
+    assert settings.current() == DEFAULT
+    assert settings.thread.key == ""
+
+
+def test_a_generator_that_is_closed_in_another_thread():
+    generator = held(fm.recipe("mxfp8"))
+    next(generator)
+    seen = []
+
+    def close():
+        try:
+            generator.close()
+            seen.append((settings.current(), settings.thread.key))
+        except BaseException as error:  # noqa: BLE001  (told by the main thread)
+            seen.append(error)
+
+    thread = threading.Thread(target=close)
+    thread.start()
+    thread.join()
+    assert seen == [(DEFAULT, "")]
+    assert settings.current() == DEFAULT
+
+
+def test_a_generator_that_is_closed_in_another_context():
+    generator = held(fm.recipe("mxfp8"))
+    context = contextvars.copy_context()
+    context.run(next, generator)
+    assert settings.current() == DEFAULT
+    assert context.run(settings.current).recipe.name == "mxfp8"
+    generator.close()
+    assert context.run(settings.current) == DEFAULT
+
+
+def test_an_asynchronous_generator_that_the_event_loop_closes():
+    """Its blocks end in a context of the loop's own."""
+
+    async def generate():
+        with fm.recipe("mxfp8"):
+            yield 1
+            yield 2
+
+    async def main():
+        async for _ in generate():
+            break
+        gc.collect()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        return settings.current()
+
+    assert asyncio.run(main()) == DEFAULT
+
+
+def test_a_context_that_was_copied_within_a_block_keeps_no_setting_after_it():
+    with fm.recipe("mxfp8"):
+        context = contextvars.copy_context()
+        assert context.run(settings.current).recipe.name == "mxfp8"
+    assert context.run(settings.current) == DEFAULT
+
+
+def test_a_block_may_be_entered_again_and_within_itself():
+    block = fm.disabled("a")
+    for _ in range(2):
+        with block:
+            assert settings.current().disabled == ("a",)
+            with block:
+                assert settings.current().disabled == ("a", "a")
+            assert settings.current().disabled == ("a",)
+    assert settings.current() == DEFAULT
+
+
+def test_a_block_that_was_entered_by_hand_is_not_entered_twice():
+    block = fm.strict()
+    block.__enter__()
+    with pytest.raises(RuntimeError, match="entered already"):
+        block.__enter__()
+    block.__exit__(None, None, None)
+    assert settings.current() == DEFAULT
+
+
+def test_blocks_in_an_exit_stack():
+    with contextlib.ExitStack() as stack:
+        assert stack.enter_context(fm.recipe("mxfp8")).name == "mxfp8"
+        stack.enter_context(fm.strict())
+        assert settings.current().strict
+    assert settings.current() == DEFAULT
+
+
+def test_a_decorated_function_has_its_settings_in_every_call():
+    @fm.disabled("a")
+    def names(depth):
+        return [settings.current().disabled, *(names(depth - 1) if depth else ())]
+
+    for _ in range(2):
+        assert names(1) == [("a",), ("a", "a")]
+    assert settings.current() == DEFAULT
+
+
+def test_an_error_passes_through():
+    with pytest.raises(KeyError), fm.recipe("mxfp8"):
+        raise KeyError
+    assert settings.current() == DEFAULT
+    assert settings.thread.key == ""
