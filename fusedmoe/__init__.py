@@ -14,6 +14,7 @@ from fusedmoe.fusion.plan import Attempt, Explanation, PlanData, PlannedStep, St
 from fusedmoe.fusion.registry import register, rules
 from fusedmoe.fusion.rule import FusionError, FusionRule, PlanContext, RuleError, Step, require
 from fusedmoe.layers import keep_in_bf16
+from fusedmoe.loading import load_experts
 from fusedmoe.lora import GroupedLoRA
 from fusedmoe.losses import transformers_load_balancing_loss
 from fusedmoe.model import ModelExplanation, explain
@@ -79,6 +80,7 @@ __all__ = [
     "disabled",
     "explain",
     "keep_in_bf16",
+    "load_experts",
     "quantize",
     "recipe",
     "register",

@@ -1,0 +1,259 @@
+"""`load_experts`: the weights of another implementation, in its layout, into the layers of this project.
+
+Axes: E experts, H hidden, I intermediate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from fusedmoe.errors import InputError
+from fusedmoe.moe import MoE
+from fusedmoe.ops.glu import GLU
+from fusedmoe.ops.grouped_linear import GroupedLinear, Linear
+
+Weights: TypeAlias = Tensor | Iterable[Tensor | nn.Linear]
+Biases: TypeAlias = Tensor | Iterable[Tensor]
+
+_Layer = TypeVar("_Layer", bound=nn.Module)
+
+
+class _Source(NamedTuple):
+    """What came in one argument: a weight (out, in) for each expert, and biases (out,) or None."""
+
+    weights: list[Tensor]
+    biases: list[Tensor] | None
+
+
+@torch.no_grad()
+def load_experts(
+    layer: _Layer,
+    *,
+    down: Weights,
+    gate: Weights | None = None,
+    up: Weights | None = None,
+    gate_up: Weights | None = None,
+    router: Tensor | nn.Linear | None = None,
+    gate_bias: Biases | None = None,
+    up_bias: Biases | None = None,
+    gate_up_bias: Biases | None = None,
+    down_bias: Biases | None = None,
+    router_bias: Tensor | None = None,
+    transposed: bool = False,
+    interleaved: bool = False,
+) -> _Layer:
+    """Copy the weights of experts that were written for something else, and return the layer.
+
+    Parameters keep their dtype, device and identity, so that an optimizer that has them goes on. Everything is checked
+    before anything is copied.
+
+    Parameters
+    ----------
+    layer
+        An `MoE`, or a `Sequential` with two `GroupedLinear` (or two `Linear`, which count as one expert).
+    gate, up, down
+        Weights of each expert, (I, H), (I, H) and (H, I): a sequence of E ``nn.Linear`` or tensors, or one tensor with
+        the experts in front, (E, I, H). The nonlinearity is that of ``gate``. An activation without a gate takes
+        ``up`` alone.
+    gate_up
+        Gate and up in one, instead of both: (2 I, H) for each expert, ``[gate; up]`` rows.
+    router
+        (E, H), or the ``nn.Linear``. An `MoE` needs one; a `Sequential` has none.
+    gate_bias, up_bias, gate_up_bias, down_bias, router_bias
+        Biases (E, features), or a sequence of E, beside weights that are tensors. An ``nn.Linear`` brings its own.
+    transposed
+        Tensors are ``(in, out)``, as in ``x @ weight``: (E, H, 2 I) and (E, I, H). An ``nn.Linear`` never is. Where
+        one tensor alone is transposed, give its ``.mT`` instead.
+    interleaved
+        Rows of ``gate_up`` alternate, gate first: ``gate_up[0::2]`` is the gate. The layer keeps its own order, that of
+        its activation.
+
+    Raises
+    ------
+    InputError
+        Something is missing, is there twice, or has the wrong shape or dtype: the message names the argument, the
+        expert, the shape expected and the shape that came.
+
+    Examples
+    --------
+    >>> layer = MoE(hidden=64, intermediate=32, num_experts=8, top_k=2)
+    >>> load_experts(
+    ...     layer,
+    ...     gate=[expert.w1 for expert in block.experts],
+    ...     up=[expert.w3 for expert in block.experts],
+    ...     down=[expert.w2 for expert in block.experts],
+    ...     router=block.gate,
+    ... )
+    """
+    chain: nn.Module = layer.experts if isinstance(layer, MoE) else layer
+    first, last = _two_layers(chain)
+    wide = last.in_features
+    gated = _is_gated(first.out_features, wide)
+    weights = {"gate": gate, "up": up, "gate_up": gate_up, "down": down}
+    biases = {"gate": gate_bias, "up": up_bias, "gate_up": gate_up_bias, "down": down_bias}
+    names = _names(weights, biases, gated, interleaved)
+    own = _halves(wide, any(op.interleaved for op in chain.modules() if isinstance(op, GLU)))
+    theirs = _halves(wide, interleaved)
+    everything = slice(None)
+    # where the features of each argument go, and which of its own they are
+    places = {
+        "gate": [(own[0], everything)],
+        "up": [(own[1] if gated else everything, everything)],
+        "gate_up": list(zip(own, theirs, strict=True)),
+        "down": [(everything, everything)],
+    }
+    copies: list[tuple[Tensor, list[Tensor]]] = []
+    for name in names:
+        op = last if name == "down" else first
+        weight, bias = _parameters(op)
+        features = 2 * wide if name == "gate_up" else wide if op is first else last.out_features
+        source = _source(name, weights[name], biases[name], (len(weight), features, op.in_features), transposed)
+        for into, part in places[name]:
+            copies += _copies(name, weight, bias, source, into, part)
+    if isinstance(layer, MoE):
+        copies += _router(layer, router, router_bias)
+    elif router is not None or router_bias is not None:
+        raise _wrong("router", f"none, as a {type(layer).__name__} has no router", "one")
+    for target, tensors in copies:
+        for part, tensor in zip(target, tensors, strict=True):
+            part.copy_(tensor)
+    return layer
+
+
+def _wrong(argument: str, expected: str, got: object) -> InputError:
+    return InputError(f"load_experts: {argument}: expected {expected}, got {got}")
+
+
+def _two_layers(chain: nn.Module) -> tuple[GroupedLinear | Linear, GroupedLinear | Linear]:
+    found = [op for op in chain.modules() if isinstance(op, GroupedLinear | Linear)]
+    if len(found) != 2 or type(found[0]) is not type(found[1]):
+        got = ", ".join(type(op).__name__ for op in found) or type(chain).__name__
+        raise _wrong("layer", "an MoE, or a Sequential with two GroupedLinear or two Linear", got)
+    return found[0], found[1]
+
+
+def _is_gated(features: int, wide: int) -> bool:
+    if features not in (wide, 2 * wide):
+        raise _wrong("layer", f"a first layer with {wide} or {2 * wide} features out", features)
+    return features == 2 * wide
+
+
+def _names(
+    weights: dict[str, Weights | None], biases: dict[str, Biases | None], gated: bool, interleaved: bool
+) -> list[str]:
+    """Return the arguments that were given, where they are what such a layer takes."""
+    names = [name for name, weight in weights.items() if weight is not None]
+    if names not in ([["gate", "up", "down"], ["gate_up", "down"]] if gated else [["up", "down"]]):
+        expected = "gate and up, or gate_up" if gated else "up without gate, as the activation has no gate"
+        raise _wrong("gate, up, gate_up", expected, " and ".join(names[:-1]) or "none of them")
+    if interleaved and "gate_up" not in names:
+        raise _wrong("interleaved", "gate_up, whose rows may alternate", "gate and up apart" if gated else "up alone")
+    for name, bias in biases.items():
+        if bias is not None and name not in names:
+            raise _wrong(f"{name}_bias", f"{name} beside it", "none")
+    return names
+
+
+def _halves(wide: int, interleaved: bool) -> tuple[slice, slice]:
+    """Return where gate and up are among the features of both."""
+    if interleaved:
+        return slice(0, None, 2), slice(1, None, 2)
+    return slice(0, wide), slice(wide, None)
+
+
+def _parameters(op: GroupedLinear | Linear) -> tuple[Tensor, Tensor | None]:
+    """Return weight (E, out, in) and bias (E, out), which can be copied to."""
+    weight: Tensor | None = op.weight  # none where `without_parameters` took it
+    if weight is None or weight.is_meta:
+        got = "none" if weight is None else "some on the meta device"
+        raise _wrong("layer", "parameters with memory: call layer.to_empty(device=...) first", got)
+    if hasattr(weight, "full_tensor"):
+        raise _wrong("layer", "plain parameters: load before they are sharded", "DTensors")
+    if isinstance(op, GroupedLinear):
+        return op.weight, op.bias
+    return op.weight.unsqueeze(0), None if op.bias is None else op.bias.unsqueeze(0)
+
+
+def _source(
+    name: str, weights: Weights | None, biases: Biases | None, shape: tuple[int, int, int], transposed: bool
+) -> _Source:
+    """Check what came in an argument against the shape (E, out, in) that it has to have."""
+    experts, *each = shape
+    stored = (each[1], each[0]) if transposed else (each[0], each[1])
+    remedy = ""
+    if stored[0] != stored[1]:
+        remedy = "; for (in, out) give transposed=True" if not transposed else "; for (out, in) leave out transposed"
+    listed = _listed(name, weights, (experts, *stored), remedy)
+    own_biases = [item.bias for item in listed if isinstance(item, nn.Linear) and item.bias is not None]
+    if own_biases and (len(own_biases) < experts or biases is not None):
+        expected = f"a bias in each nn.Linear of {name} or in none of them, and then none beside them"
+        raise _wrong(f"{name}_bias", expected, f"{len(own_biases)} of {experts}")
+    found = []
+    for i, item in enumerate(listed):
+        tensor = item.weight if isinstance(item, nn.Linear) else item
+        linear = isinstance(item, nn.Linear)
+        _check(f"{name}[{i}]", tensor, (each[0], each[1]) if linear else stored, "" if linear else remedy)
+        found.append(tensor.mT if transposed and not linear else tensor)
+    if biases is None:
+        return _Source(found, list(own_biases) or None)
+    listed_biases = _listed(f"{name}_bias", biases, (experts, each[0]))
+    for i, bias in enumerate(listed_biases):
+        _check(f"{name}_bias[{i}]", bias, (each[0],))
+    return _Source(found, [bias for bias in listed_biases if isinstance(bias, Tensor)])
+
+
+def _listed(
+    name: str, given: Weights | None, shape: tuple[int, ...], remedy: str = ""
+) -> list[Tensor] | list[Tensor | nn.Linear]:
+    """Return one item for each expert, of a sequence of them or of one tensor with this shape."""
+    if isinstance(given, Tensor):
+        _check(name, given, shape, remedy)
+        return list(given.unbind(0))
+    if not isinstance(given, Iterable):
+        raise _wrong(name, f"a tensor {shape} or {shape[0]} nn.Linear or tensors", type(given).__name__)
+    listed = list(given)
+    if len(listed) != shape[0]:
+        raise _wrong(name, f"{shape[0]} experts", len(listed))
+    for i, item in enumerate(listed):
+        if not isinstance(item, Tensor | nn.Linear):
+            raise _wrong(f"{name}[{i}]", "an nn.Linear or a tensor", f"{type(item).__module__}.{type(item).__name__}")
+    return listed
+
+
+def _check(name: str, tensor: object, shape: tuple[int, ...], remedy: str = "") -> None:
+    if not isinstance(tensor, Tensor):
+        raise _wrong(name, "a tensor", type(tensor).__name__)
+    if hasattr(tensor, "full_tensor"):
+        raise _wrong(name, "a plain tensor: load before parameters are sharded, or give .full_tensor()", "a DTensor")
+    if tuple(tensor.shape) != shape:
+        raise _wrong(name, f"shape {shape}", f"{tuple(tensor.shape)}{remedy}")
+    if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
+        raise _wrong(name, "floats of 16 bits or more: dequantize codes first", tensor.dtype)
+    if tensor.is_meta:
+        raise _wrong(name, "a tensor with contents", "one on the meta device")
+
+
+def _copies(
+    name: str, weight: Tensor, bias: Tensor | None, source: _Source, into: slice, part: slice
+) -> list[tuple[Tensor, list[Tensor]]]:
+    """Return what is to be copied to these features of a layer."""
+    if (bias is None) != (source.biases is None):
+        has, came = ("none", "biases") if bias is None else ("biases", "none")
+        raise _wrong(f"{name}_bias", f"{has}, as the layer was made with bias={bias is not None}", came)
+    copies = [(weight[:, into], [tensor[part] for tensor in source.weights])]
+    if bias is not None and source.biases is not None:
+        copies.append((bias[:, into], [tensor[part] for tensor in source.biases]))
+    return copies
+
+
+def _router(layer: MoE, router: Tensor | nn.Linear | None, bias: Tensor | None) -> list[tuple[Tensor, list[Tensor]]]:
+    own = layer.router
+    if router is None:
+        raise _wrong("router", "its weight (E, H), as an MoE has a router; layer.router.weight keeps it", "none")
+    source = _source("router", [router], None if bias is None else [bias], (1, *own.weight.shape), False)
+    own_bias = None if own.bias is None else own.bias.unsqueeze(0)
+    return _copies("router", own.weight.unsqueeze(0), own_bias, source, slice(None), slice(None))

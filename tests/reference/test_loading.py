@@ -1,0 +1,246 @@
+"""`load_experts` against hand-written layers, in the layouts that other projects keep their weights in."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fusedmoe as fm
+
+E, HIDDEN, WIDE, K, T = 5, 8, 6, 2, 12
+DOUBLE = torch.float64
+
+
+class Expert(nn.Module):
+    """A hand-written gated expert."""
+
+    def __init__(self, bias):
+        super().__init__()
+        self.gate = nn.Linear(HIDDEN, WIDE, bias, dtype=DOUBLE)
+        self.up = nn.Linear(HIDDEN, WIDE, bias, dtype=DOUBLE)
+        self.down = nn.Linear(WIDE, HIDDEN, bias, dtype=DOUBLE)
+
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Written(nn.Module):
+    """A hand-written layer: a loop over the experts."""
+
+    def __init__(self, bias=False):
+        super().__init__()
+        self.router = nn.Linear(HIDDEN, E, bias, dtype=DOUBLE)
+        self.experts = nn.ModuleList(Expert(bias) for _ in range(E))
+
+    def forward(self, x):
+        weight, index = torch.softmax(self.router(x), -1).topk(K, -1)
+        weight = weight / weight.sum(-1, keepdim=True)
+        y = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            token, slot = (index == e).nonzero(as_tuple=True)
+            y = y.index_add(0, token, expert(x[token]) * weight[token, slot, None])
+        return y
+
+    def linears(self, name):
+        return [getattr(expert, name) for expert in self.experts]
+
+    def stack(self, name, kind="weight"):
+        return torch.stack([getattr(linear, kind) for linear in self.linears(name)])
+
+    def rows(self, kind="weight", interleaved=False):
+        """Gate and up in one: [gate; up] or alternating rows."""
+        both = (self.stack("gate", kind), self.stack("up", kind))
+        return torch.stack(both, 2).flatten(1, 2) if interleaved else torch.cat(both, 1)
+
+
+def linears(w):
+    return {name: w.linears(name) for name in ("gate", "up", "down")}
+
+
+def apart(w):
+    return {name: w.stack(name) for name in ("gate", "up", "down")}
+
+
+def apart_transposed(w):
+    return {name: t.mT.contiguous() for name, t in apart(w).items()} | {"transposed": True}
+
+
+def fused(w):
+    return {"gate_up": w.rows(), "down": w.stack("down")}
+
+
+def alternating(w):
+    return {"gate_up": w.rows(interleaved=True), "down": w.stack("down"), "interleaved": True}
+
+
+def alternating_transposed(w):
+    return {"gate_up": w.rows(interleaved=True).mT, "down": w.stack("down").mT, "interleaved": True, "transposed": True}
+
+
+def listed(w):
+    return {"gate_up": list(w.rows()), "down": nn.ModuleList(w.linears("down"))}
+
+
+def listed_linears_transposed_tensors(w):
+    return {"gate_up": [t.mT for t in w.rows()], "down": w.linears("down"), "transposed": True}
+
+
+def one_way_each(w):
+    """As MegaBlocks: [E * I, H] for all three, the last one applied untransposed."""
+    flat = {name: t.mT if name == "down" else t for name, t in apart(w).items()}
+    flat = {name: t.reshape(E * WIDE, HIDDEN) for name, t in flat.items()}
+    stacked = {name: t.view(E, WIDE, HIDDEN) for name, t in flat.items()}
+    return stacked | {"down": stacked["down"].mT}
+
+
+LAYOUTS = [
+    linears, apart, apart_transposed, fused, alternating, alternating_transposed, listed,
+    listed_linears_transposed_tensors, one_way_each,
+]  # fmt: skip
+
+
+def layer(bias=False, **options):
+    return fm.MoE(HIDDEN, WIDE, E, K, bias=bias, router_bias=bias, dtype=DOUBLE, **options)
+
+
+def compare(ours, theirs):
+    """Values and the gradients of the rows and the experts' weights."""
+    x = torch.randn(T, HIDDEN, dtype=DOUBLE, requires_grad=True)
+    dy = torch.randn(T, HIDDEN, dtype=DOUBLE)
+    y, expected = ours(x), theirs(x)
+    torch.testing.assert_close(y, expected)
+    got, got_down = torch.autograd.grad(y, (x, ours.experts.down.weight), dy)
+    want, *want_down = torch.autograd.grad(expected, (x, *[expert.down.weight for expert in theirs.experts]), dy)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(got_down, torch.stack(want_down))
+
+
+@pytest.mark.parametrize("own_interleaved", [False, True], ids=["halves", "alternating layer"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_computes_the_loop(layout, own_interleaved):
+    theirs, ours = Written(), layer(activation=fm.SwiGLU(interleaved=own_interleaved))
+    assert fm.load_experts(ours, **layout(theirs), router=theirs.router) is ours
+    compare(ours, theirs)
+
+
+@pytest.mark.parametrize("own_interleaved", [False, True], ids=["halves", "alternating layer"])
+def test_biases_come_with_linears_and_beside_tensors(own_interleaved):
+    theirs = Written(bias=True)
+    by_linears, by_tensors = (layer(True, activation=fm.SwiGLU(interleaved=own_interleaved)) for _ in range(2))
+    fm.load_experts(by_linears, **linears(theirs), router=theirs.router)
+    compare(by_linears, theirs)
+    fm.load_experts(
+        by_tensors,
+        gate_up=theirs.rows(interleaved=True),
+        gate_up_bias=theirs.rows("bias", interleaved=True),
+        interleaved=True,
+        down=theirs.stack("down"),
+        down_bias=[linear.bias for linear in theirs.linears("down")],
+        router=theirs.router.weight,
+        router_bias=theirs.router.bias,
+    )
+    for (name, a), b in zip(by_tensors.named_parameters(), by_linears.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_a_sequential_and_an_activation_without_a_gate():
+    chain = fm.Sequential(fm.GroupedLinear(E, HIDDEN, WIDE), fm.SquaredReLU(), fm.GroupedLinear(E, WIDE, HIDDEN))
+    up, down = torch.randn(E, WIDE, HIDDEN), torch.randn(E, HIDDEN, WIDE)
+    fm.load_experts(chain, up=up, down=down)
+    assert torch.equal(chain[0].weight, up)
+    assert torch.equal(chain[2].weight, down)
+
+
+def test_a_shared_expert_is_one_expert():
+    ours, theirs = fm.MoE(HIDDEN, WIDE, E, K, shared_intermediate=WIDE, dtype=DOUBLE), Expert(bias=False)
+    fm.load_experts(ours.shared, gate=[theirs.gate], up=[theirs.up], down=[theirs.down])
+    x = torch.randn(T, HIDDEN, dtype=DOUBLE)
+    torch.testing.assert_close(ours.shared(x), theirs(x))
+
+
+def test_parameters_stay_the_layers_own():
+    ours, theirs = fm.MoE(HIDDEN, WIDE, E, K, dtype=torch.bfloat16), Written()
+    ours.experts.down.weight.requires_grad_(False)
+    before = list(ours.parameters())
+    fm.load_experts(ours, **linears(theirs), router=theirs.router)
+    assert all(a is b for a, b in zip(ours.parameters(), before, strict=True))
+    assert {p.dtype for p in ours.parameters()} == {torch.bfloat16}
+    assert not ours.experts.down.weight.requires_grad
+    assert torch.equal(ours.experts.down.weight, theirs.stack("down").bfloat16())
+    assert all(p.grad_fn is None for p in ours.parameters())
+
+
+def test_quantized_weights_are_made_anew():
+    ours, theirs = fm.MoE(32, 32, E, K), {"gate_up": torch.randn(E, 64, 32), "down": torch.randn(E, 32, 32)}
+    x = torch.randn(T, 32)
+    with fm.recipe("mxfp8"):
+        before = ours(x)
+        fm.load_experts(ours, **theirs, router=ours.router.weight)
+        again = ours(x)
+    fresh = fm.load_experts(fm.MoE(32, 32, E, K), **theirs, router=ours.router.weight)
+    with fm.recipe("mxfp8"):
+        assert torch.equal(again, fresh(x))
+    assert not torch.equal(again, before)
+
+
+def wrong_cases():
+    w = Written()
+    good = linears(w) | {"router": w.router}
+    biased = linears(Written(bias=True))
+    short = [*w.linears("down")[:3], nn.Linear(WIDE + 1, HIDDEN, bias=False), w.linears("down")[4]]
+    some_biased = [nn.Linear(HIDDEN, WIDE, bias=i == 2) for i in range(E)]
+    codes = w.stack("down").to(torch.float8_e4m3fn)
+    return {
+        "shape of one": (good | {"down": short}, r"down\[3\]: expected shape \(8, 6\), got \(8, 7\)"),
+        "stack": (
+            good | {"gate": w.stack("gate").mT},
+            r"gate: expected shape \(5, 6, 8\), got \(5, 8, 6\); for \(in",
+        ),
+        "not transposed": (
+            apart(w) | {"router": w.router, "transposed": True},
+            r"gate: expected shape \(5, 8, 6\), got \(5, 6, 8\); for \(out, in\) leave out transposed",
+        ),
+        "number": (good | {"up": w.linears("up")[:4]}, "up: expected 5 experts, got 4"),
+        "nothing": ({"down": w.stack("down"), "router": w.router}, "gate and up, or gate_up, got none of them"),
+        "half": (good | {"up": None}, "expected gate and up, or gate_up, got gate"),
+        "twice": (good | {"gate_up": w.rows()}, "expected gate and up, or gate_up, got gate and up and gate_up"),
+        "router": (good | {"router": None}, "router: expected its weight"),
+        "router shape": (good | {"router": nn.Linear(HIDDEN, 4, bias=False)}, r"router\[0\]: expected shape \(5, 8\)"),
+        "router bias": (good | {"router": nn.Linear(HIDDEN, E)}, "router_bias: expected none, as the layer was made"),
+        "bias": (biased | {"router": w.router}, "gate_bias: expected none, as the layer was made with bias=False"),
+        "some biases": (
+            good | {"gate": some_biased},
+            "gate_bias: expected a bias in each nn.Linear of gate or",
+        ),
+        "lone bias": (good | {"gate_up_bias": torch.zeros(E, 2 * WIDE)}, "gate_up_bias: expected gate_up beside it"),
+        "module": (good | {"gate": [nn.Identity()] * E}, r"gate\[0\]: expected an nn.Linear or a tensor, got torch.nn"),
+        "number instead": (good | {"gate": 3}, "gate: expected a tensor"),
+        "codes": (good | {"down": codes}, "down: expected floats of 16 bits or more: dequantize"),
+        "meta": (good | {"down": torch.empty(E, HIDDEN, WIDE, device="meta")}, "down: expected a tensor with contents"),
+        "interleaved": (good | {"interleaved": True}, "interleaved: expected gate_up"),
+    }
+
+
+@pytest.mark.parametrize("case", wrong_cases())
+def test_what_does_not_fit_is_named_and_changes_nothing(case):
+    arguments, said = wrong_cases()[case]
+    ours = layer()
+    before = [p.clone() for p in ours.parameters()]
+    with pytest.raises(fm.InputError, match=f"load_experts: .*{said}"):
+        fm.load_experts(ours, **arguments)
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), before, strict=True))
+
+
+def test_layers_that_cannot_be_loaded():
+    w = Written(bias=True)
+    with pytest.raises(fm.InputError, match="gate_bias: expected biases, as the layer was made with bias=True, got"):
+        fm.load_experts(layer(True), **linears(Written()), router=w.router)
+    with pytest.raises(fm.InputError, match=r"layer: expected parameters with memory.*some on the meta device"):
+        fm.load_experts(layer(device="meta"), **linears(Written()), router=w.router)
+    with pytest.raises(fm.InputError, match=r"layer: expected an MoE, or a Sequential with two.*got GroupedLinear"):
+        fm.load_experts(fm.Sequential(fm.GroupedLinear(E, 4, 4)), **linears(w))
+    with pytest.raises(fm.InputError, match="router: expected none, as a Sequential has no router"):
+        fm.load_experts(layer().experts, **linears(Written()), router=w.router)
+    chain = fm.Sequential(fm.GroupedLinear(E, HIDDEN, WIDE), fm.SquaredReLU(), fm.GroupedLinear(E, WIDE, HIDDEN))
+    with pytest.raises(fm.InputError, match="expected up without gate, as the activation has no gate, got gate and up"):
+        fm.load_experts(chain, **linears(w))
