@@ -61,14 +61,13 @@ def test_the_picture_of_a_plan_is_what_its_script_draws(figure):
 
 
 @pytest.mark.usefixtures("builtin_rules")
-def test_the_picture_shows_the_plan_for_hopper(figure, monkeypatch):
-    monkeypatch.setattr("fusedmoe.chain.arch", lambda device: 90)
-    monkeypatch.setattr("fusedmoe.fusion.rules.hopper.missing_packages", lambda: ())
+def test_the_picture_shows_the_plan_for_hopper(figure):
     layers = [fm.GroupedLinear(2, 64, 2 * 32, device="meta"), fm.GroupedLinear(2, 32, 64, device="meta")]
     experts = fm.Sequential(layers[0], fm.SwiGLU(), fm.Scale("probs"), layers[1]).bfloat16()
     x = torch.empty(16, 64, device="meta", dtype=torch.bfloat16, requires_grad=True)
     probs = torch.empty(16, device="meta", requires_grad=True)
-    explanation = experts.explain(x, splits=torch.empty(2, dtype=torch.int64, device="meta"), probs=probs)
+    splits = torch.empty(2, dtype=torch.int64, device="meta")
+    explanation = experts.explain(x, splits=splits, probs=probs, arch=90)
     assert [(s.direction, s.ops, s.rule) for s in explanation.steps] == [s[:3] for s in figure.STEPS]
     named = [type(op).__name__ + ('("probs")' if isinstance(op, fm.Scale) else "") for op in experts]
     assert named == list(figure.OPS)
