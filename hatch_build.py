@@ -1,4 +1,4 @@
-"""The README as the package's description: its links to files of the repository become links to the repository's site."""
+"""The README as the package's description, with absolute links to the files of the repository."""
 
 import re
 from pathlib import Path

@@ -16,10 +16,12 @@ import torch
 
 import fusedmoe
 from fusedmoe.environment import disabled_by_environment
+from fusedmoe.extras import install_command
 from fusedmoe.formats.products import multiplies_codes
 from fusedmoe.fusion import registry
 from fusedmoe.fusion.registry import why_unavailable
 from fusedmoe.fusion.rule import FusionRule
+from fusedmoe.kernels import toolkit
 from fusedmoe.kernels.device import arch
 from fusedmoe.kernels.torch.grouped_gemm import runs_on_device
 from fusedmoe.settings import patterns
@@ -32,6 +34,7 @@ PACKAGES: tuple[tuple[str, str | None], ...] = (
     ("nvidia-cutlass-dsl", None),
     ("apache-tvm-ffi", None),
     ("einops", None),
+    ("transformers", "transformers"),
     ("matplotlib", "demo"),
     ("transformer-engine", "te"),
 )
@@ -116,7 +119,7 @@ def doctor() -> Report:
     gpus = () if no_gpu else _gpus()
     return Report(
         software=_software(),
-        packages=tuple(Fact(name, _package(name, extra)) for name, extra in PACKAGES),
+        packages=tuple(_packages()),
         environment=tuple(_environment()),
         gpus=gpus,
         no_gpu=no_gpu,
@@ -190,11 +193,41 @@ def _driver() -> str:
     return ", ".join(sorted(set(answer.split()))) or "nvidia-smi named no GPU"
 
 
-def _package(name: str, extra: str | None) -> str:
+def _packages() -> Iterable[Fact]:
+    for name, extra in PACKAGES:
+        version = _version(name)
+        remedy = f"not installed: {install_command(extra)}" if extra else "not installed"
+        yield Fact(name, version or remedy)
+        if name == toolkit.DSL and version:
+            yield Fact("its CUDA libraries", _toolkit(version))
+
+
+def _version(name: str) -> str | None:
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
-        return f"not installed: pip install 'fusedmoe[{extra}]'" if extra else "not installed"
+        return None
+
+
+def _toolkit(dsl_version: str) -> str:
+    """Name the CUDA libraries of the CuTe DSL, and say what is wrong with them or with their version beside torch's."""
+    unusable = toolkit.why_unusable()
+    if unusable is not None:
+        return f"unusable: {unusable}"
+    found, chosen = toolkit.libraries(), toolkit.chosen()
+    text = ", ".join(f"cu{major} {version}" for major, version in found.items())
+    if len(found) > 1:
+        text += f"; cu{chosen} is used"
+    others = [f"{toolkit.distribution(major)}=={dsl_version}" for major, v in found.items() if v != dsl_version]
+    if others:
+        return f"{text}; their version is not that of {toolkit.DSL}: pip install {' '.join(others)}"
+    cuda = torch.version.cuda
+    if cuda is None or int(cuda.partition(".")[0]) == chosen:
+        return text
+    text += f"; torch has CUDA {cuda}: the two work together"
+    if chosen == 12:
+        text += f". CUDA 13's compiler: {install_command('cu13')}"
+    return text
 
 
 def _environment() -> Iterable[Fact]:

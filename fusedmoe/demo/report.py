@@ -11,6 +11,7 @@ import torch
 
 from fusedmoe.demo.files import write_atomically
 from fusedmoe.demo.history import History
+from fusedmoe.extras import install_command
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 FIGURE_NAME = "training.png"
 RESULTS_NAME = "results.json"
-MISSING_MATPLOTLIB = "no figure: matplotlib is not installed; pip install 'fusedmoe[demo]' adds it"
+MISSING_MATPLOTLIB = f"no figure: matplotlib is not installed; {install_command('demo')}"
 COLUMNS = 200  # of the load map: each is the mean of so many of the steps as fit
 
 

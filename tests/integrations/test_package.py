@@ -1,4 +1,4 @@
-"""The wheel and the sdist as they would be uploaded: metadata, the README as the package's description, files, extras."""
+"""The wheel and the sdist as they would be uploaded: metadata, the README as a description, files, extras."""
 
 import email
 import re

@@ -135,7 +135,10 @@ def test_missing_package_names_the_extra_that_brings_it(monkeypatch):
 
     monkeypatch.setattr(module.metadata, "version", version)
     packages = values(module.doctor().packages)
-    assert packages["transformer-engine"] == "not installed: pip install 'fusedmoe[te]'"
+    assert packages["transformer-engine"] == (
+        "not installed: pip install 'fusedmoe[te]' (in a checkout: pip install '.[te]')"
+    )
+    assert "fusedmoe[transformers]" in packages["transformers"]
     assert packages["apache-tvm-ffi"] == "not installed"
 
 

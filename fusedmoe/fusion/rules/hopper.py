@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.fusion.rule import Declined, NothingToDo, PlanContext, require
+from fusedmoe.kernels import toolkit
 from fusedmoe.kernels.activation import Activation, Kind
 from fusedmoe.kernels.sm90 import limits
 from fusedmoe.ops.glu import GLU, GeGLU, ReGLU, SwiGLU
@@ -53,6 +54,8 @@ def require_packages() -> None:
     require(sys.platform == "linux", "needs Linux, this is %s", sys.platform)
     missing = missing_packages()
     require(not missing, "needs %s: pip install %s", " and ".join(missing), " ".join(missing))
+    unusable = toolkit.why_unusable()
+    require(unusable is None, "%s", unusable)
 
 
 @functools.cache
