@@ -36,6 +36,7 @@ from fusedmoe.ops import (
     clear_weight_cache,
     weight_cache_bytes,
 )
+from fusedmoe.plotting import plot_expert_load
 from fusedmoe.recipes import Recipe
 from fusedmoe.sequential import Sequential
 from fusedmoe.settings import disabled, recipe, strict
@@ -81,6 +82,7 @@ __all__ = [
     "explain",
     "keep_in_bf16",
     "load_experts",
+    "plot_expert_load",
     "quantize",
     "recipe",
     "register",

@@ -7,11 +7,10 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from fusedmoe.demo.files import write_atomically
 from fusedmoe.demo.history import History
 from fusedmoe.extras import install_command
+from fusedmoe.plotting import new_figure, plot_expert_load
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 FIGURE_NAME = "training.png"
 RESULTS_NAME = "results.json"
 MISSING_MATPLOTLIB = f"no figure: matplotlib is not installed; {install_command('demo')}"
-COLUMNS = 200  # of the load map: each is the mean of so many of the steps as fit
 
 
 def write_results(folder: Path, results: dict[str, Any]) -> Path:
@@ -37,13 +35,9 @@ def write_json(path: Path, content: dict[str, Any]) -> Path:
 def empty_figure(width: float, height: float) -> Figure | None:
     """Return a figure of so many inches, or None where matplotlib is missing."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
+        return new_figure(width, height)
     except ImportError:
         return None
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)  # draws without a display, and leaves pyplot's state alone
-    return figure
 
 
 def write_png(path: Path, figure: Figure) -> Path:
@@ -75,22 +69,7 @@ def write_figure(folder: Path, history: History, bigram_bits: float) -> Path | N
     loss_axes.set(title="Loss", xlabel="step", ylabel="bits a byte", xlim=(0, max(2, len(history.losses))))
     loss_axes.legend()
 
-    shares = load_map(torch.stack(history.loads))
-    layers, experts = history.loads[0].shape
-    image = load_axes.imshow(
-        shares.T.tolist(),
-        aspect="auto",
-        interpolation="nearest",
-        cmap="coolwarm",
-        vmin=0.0,
-        vmax=2.0,
-        extent=(0, len(history.loads), layers * experts, 0),
-    )
-    for layer in range(1, layers):
-        load_axes.axhline(layer * experts, color="black", linewidth=0.8)
-    load_axes.set_yticks([(layer + 0.5) * experts for layer in range(layers)], [f"layer {i}" for i in range(layers)])
-    load_axes.set(title=f"Load of the {experts} experts of each layer", xlabel="step")
-    figure.colorbar(image, ax=load_axes, label="rows / balanced share", extend="max")
+    plot_expert_load(history.loads, axes=load_axes)
     return write_png(folder / FIGURE_NAME, figure)
 
 
@@ -102,10 +81,3 @@ def smoothed(values: list[float], weight: float = 0.95) -> list[float]:
         total = weight * total + 1 - weight
         means.append(mean / total)
     return means
-
-
-def load_map(loads: torch.Tensor) -> torch.Tensor:
-    """Return rows as multiples of a balanced share, (columns, layers * experts) from (steps, layers, experts)."""
-    pieces = loads.double().tensor_split(min(COLUMNS, len(loads)))
-    load = torch.stack([piece.sum(dim=0) for piece in pieces])
-    return (load / load.mean(dim=-1, keepdim=True)).flatten(1)

@@ -1,0 +1,124 @@
+"""`plot_expert_load`: how many rows each expert got, as a picture. matplotlib is imported when a figure is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeAlias, cast
+
+import torch
+from torch import Tensor
+
+from fusedmoe.errors import InputError
+from fusedmoe.extras import install_command
+from fusedmoe.moe import MoEStats
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    Loads: TypeAlias = "Tensor | MoEStats | Sequence[Loads]"  # a list or tuple
+
+COLUMNS = 200  # of a picture over steps: each is the mean of so many of the steps as fit
+
+
+def plot_expert_load(loads: Loads, *, axes: Axes | None = None) -> Figure:
+    """Draw the load of experts, each in multiples of a balanced share: ``E * load[e] / sum(load)``.
+
+    A balanced expert is white, one with few rows is blue, one with twice its share or more is red. One step gives a
+    row of the picture for each layer. Several steps give a column for each step, with the experts of all layers below
+    each other.
+
+    Parameters
+    ----------
+    loads
+        Rows per expert: a `MoEStats`, a tensor (E,), (layers, E) or (steps, layers, E), or lists of these, such as a
+        list with the stats of each layer, or a list of such lists with one for each step. All layers have equally
+        many experts. The values are read on the host, which waits for a GPU.
+    axes
+        The matplotlib axes to draw in. None makes a figure.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        Save it with ``figure.savefig("load.png")``. Its canvas needs no display.
+
+    Raises
+    ------
+    InputError
+        The loads have the wrong shape.
+    ImportError
+        matplotlib is not installed: ``pip install 'fusedmoe[demo]'`` adds it.
+    """
+    load_SLE = _stacked(loads)
+    if axes is None:
+        axes = new_figure(9, 4).subplots()
+    steps, layers, experts = load_SLE.shape
+    shares = load_SLE.double()
+    names = [f"layer {i}" for i in range(layers)]
+    if steps == 1:
+        picture, extent = _shares(shares)[0], (0, experts, layers, 0)
+        axes.set_yticks([layer + 0.5 for layer in range(layers)], names)
+        axes.set(title="Expert load", xlabel="expert")
+    else:
+        pieces = shares.tensor_split(min(COLUMNS, steps))
+        picture = _shares(torch.stack([piece.sum(dim=0) for piece in pieces])).flatten(1).T
+        extent = (0, steps, layers * experts, 0)
+        axes.set_yticks([(layer + 0.5) * experts for layer in range(layers)], names)
+        axes.set(title=f"Load of the {experts} experts of each layer", xlabel="step")
+        for layer in range(1, layers):
+            axes.axhline(layer * experts, color="black", linewidth=0.8)
+    image = axes.imshow(
+        picture.tolist(), aspect="auto", interpolation="nearest", cmap="coolwarm", vmin=0.0, vmax=2.0, extent=extent
+    )
+    figure = cast("Figure", axes.figure)
+    figure.colorbar(image, ax=axes, label="rows / balanced share", extend="max")
+    return figure
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """Return a figure of so many inches, which needs no display and leaves pyplot's state alone.
+
+    Raises
+    ------
+    ImportError
+        matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(f"plots need matplotlib: {install_command('demo')}") from error
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _stacked(loads: Loads) -> Tensor:
+    """Return loads as one tensor (steps, layers, E) on the CPU."""
+    load = _tensor(loads)
+    if not 1 <= load.dim() <= 3 or not load.numel():
+        raise InputError(
+            "plot_expert_load: loads: expected shape (experts,), (layers, experts) or (steps, layers, experts), got "
+            f"{tuple(load.shape)}"
+        )
+    return load.reshape((1,) * (3 - load.dim()) + tuple(load.shape))
+
+
+def _tensor(loads: Loads) -> Tensor:
+    if isinstance(loads, MoEStats):
+        loads = loads.load
+    if isinstance(loads, Tensor):
+        return loads.detach().cpu()
+    parts = [_tensor(part) for part in loads] if isinstance(loads, list | tuple) else []
+    if not parts:
+        got = f"an empty {type(loads).__name__}" if isinstance(loads, list | tuple) else type(loads).__name__
+        raise InputError(f"plot_expert_load: loads: expected a MoEStats, a tensor or a list of these, got {got}")
+    if len({part.shape for part in parts}) > 1:
+        shapes = sorted({tuple(part.shape) for part in parts})
+        raise InputError(f"plot_expert_load: loads: expected equal shapes, got {', '.join(map(str, shapes))}")
+    return torch.stack(parts)
+
+
+def _shares(load: Tensor) -> Tensor:
+    """Return rows as multiples of a balanced share; zeros where a layer got no row at all."""
+    return load / load.mean(dim=-1, keepdim=True).clamp(min=torch.finfo(load.dtype).tiny)

@@ -1,0 +1,90 @@
+"""The picture of the experts' load: what is drawn of which loads."""
+
+import io
+import sys
+
+import pytest
+import torch
+
+import fusedmoe as fm
+
+
+@pytest.fixture
+def _matplotlib():
+    pytest.importorskip("matplotlib")
+
+
+def picture(figure):
+    """The numbers that are drawn."""
+    (image,) = figure.axes[0].get_images()
+    return torch.as_tensor(image.get_array().filled())
+
+
+@pytest.mark.usefixtures("_matplotlib")
+def test_one_step_is_a_row_for_each_layer():
+    figure = fm.plot_expert_load([torch.tensor([4, 0, 2, 2]), torch.tensor([0, 0, 0, 8])])
+    assert picture(figure).tolist() == [[2, 0, 1, 1], [0, 0, 0, 4]]
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["layer 0", "layer 1"]
+    assert figure.axes[0].get_xlabel() == "expert"
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    assert buffer.getvalue().startswith(b"\x89PNG")
+
+
+@pytest.mark.usefixtures("_matplotlib")
+def test_the_stats_of_a_layer_are_a_picture():
+    layer = fm.MoE(8, 4, num_experts=4, top_k=2)
+    _, stats = layer(torch.randn(6, 8), return_stats=True)
+    expected = (stats.load.double() / 3).unsqueeze(0)
+    for loads in (stats, stats.load, [stats], [[stats]]):
+        torch.testing.assert_close(picture(fm.plot_expert_load(loads)), expected)
+
+
+@pytest.mark.usefixtures("_matplotlib")
+def test_several_steps_are_a_column_each():
+    """Experts of all layers below each other, as the demo draws them."""
+    loads = [torch.tensor([[3, 1], [2, 2]]), torch.tensor([[0, 4], [4, 0]]), torch.tensor([[2, 2], [0, 0]])]
+    figure = fm.plot_expert_load(loads)
+    assert picture(figure).tolist() == [[1.5, 0, 1], [0.5, 2, 1], [1, 2, 0], [1, 0, 0]]
+    assert figure.axes[0].get_xlabel() == "step"
+
+
+@pytest.mark.usefixtures("_matplotlib")
+def test_many_steps_are_means():
+    loads = torch.tensor([[1, 3], [3, 1]]).repeat(500, 1).view(1000, 1, 2)
+    drawn = picture(fm.plot_expert_load(loads))
+    assert drawn.shape == (2, 200)
+    assert torch.allclose(drawn, torch.ones_like(drawn), atol=0.11)
+
+
+@pytest.mark.usefixtures("_matplotlib")
+def test_it_draws_in_axes_that_are_given():
+    from fusedmoe.plotting import new_figure
+
+    mine = new_figure(4, 3)
+    left, right = mine.subplots(1, 2)
+    assert fm.plot_expert_load(torch.tensor([1, 1]), axes=right) is mine
+    assert right.get_images()
+    assert not left.get_images()
+
+
+@pytest.mark.parametrize(
+    ("loads", "said"),
+    [
+        (torch.zeros(2, 2, 2, 2), r"expected shape \(experts,\).*got \(2, 2, 2, 2\)"),
+        ([torch.zeros(2), torch.zeros(3)], r"expected equal shapes, got \(2,\), \(3,\)"),
+        ([], "got an empty list"),
+        ("load", "got str"),
+        ([3], "got int"),
+    ],
+)
+def test_other_loads_are_refused(loads, said):
+    with pytest.raises(fm.InputError, match=f"plot_expert_load: loads: .*{said}"):
+        fm.plot_expert_load(loads)
+
+
+def test_without_matplotlib_the_error_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    with pytest.raises(ImportError, match=r"fusedmoe\[demo\]"):
+        fm.plot_expert_load(torch.tensor([1, 1]))
