@@ -47,7 +47,7 @@ def plot_expert_load(loads: Loads, *, axes: Axes | None = None) -> Figure:
     InputError
         The loads have the wrong shape.
     ImportError
-        matplotlib is not installed: ``pip install 'fusedmoe[demo]'`` adds it.
+        matplotlib is not installed, which the extra ``demo`` adds.
     """
     load_SLE = _stacked(loads)
     if axes is None:
