@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 import functools
 import threading
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -36,6 +37,7 @@ from fusedmoe.kernels.device import arch
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
 from fusedmoe.layout import ChainPart
 from fusedmoe.ops.op import Node, Op, constant_in_graphs
+from fusedmoe.recompute import backward_pass, checkpointing, had_gradients
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -75,7 +77,7 @@ def run_sequential(
     root: Sequential, x: Tensor, inputs: dict[str, Tensor], parameters: Parameters | None = None
 ) -> Tensor:
     """Run a `Sequential` in a graph that is being traced."""
-    _load_rules()
+    _prepare_tracing()
     root._describe_for_compiler()
     options = root._options
     parts = root._parts_for_compiler(
@@ -103,7 +105,7 @@ def run_sequential(
 
 def run_op(op: Op, x: Tensor, inputs: dict[str, Tensor]) -> Any:
     """Run an op alone in a graph that is being traced."""
-    _load_rules()
+    _prepare_tracing()
     op._describe_for_compiler()
     part = op._chain_for_compiler(
         op._description, settings.thread.key, registry.generation(), torch.are_deterministic_algorithms_enabled(),
@@ -115,9 +117,10 @@ def run_op(op: Op, x: Tensor, inputs: dict[str, Tensor]) -> Any:
 
 
 @constant_in_graphs
-def _load_rules() -> None:
-    """Load the rules, which Dynamo could not trace; what it reads of them afterwards become guards."""
+def _prepare_tracing() -> None:
+    """Load the rules, which Dynamo could not trace, and name the settings that hold here: both become guards."""
     registry.generation()
+    settings.follow_context()
 
 
 def _described(module: Any) -> tuple[Any, ...]:
@@ -235,9 +238,35 @@ class _Around(NamedTuple):
 class _Traced:
     """A chain with what held around the traced call: what a handle stands for."""
 
-    def __init__(self, chain: Chain, around: _Around) -> None:
-        self.chain, self.around = chain, around
+    def __init__(self, chain: Chain, around: _Around, calls: _Calls) -> None:
+        self.chain, self.around, self.calls = chain, around, calls
         self.plans: dict[tuple[Any, ...], _TracedPlan] = {}
+        self.handles: dict[Settings, str | None] = {}  # of the same chain, under other settings
+
+
+class _Calls:
+    """The settings of the last calls of chains with the same ops: by a tensor of the call and whether it had gradients.
+
+    The tensor is a parameter where there is one. It tells layers apart while its memory stays where it is.
+    """
+
+    def __init__(self, parameter: int) -> None:
+        self._parameter = parameter  # the position of the first in a call's tensors
+        self._last: dict[tuple[int | None, bool], Settings] = {}
+
+    def note(self, tensors: Sequence[Tensor], grad: bool, now: Settings) -> None:
+        """Remember that a call runs under these settings."""
+        if len(self._last) >= _REMEMBERED_CALLS:
+            self._last.clear()
+        self._last[self._which(tensors), grad] = self._last[None, grad] = now
+
+    def last(self, tensors: Sequence[Tensor], grad: bool) -> Settings | None:
+        """Return the settings of the last call that brought this parameter, else of the last call."""
+        found = self._last.get((self._which(tensors), grad))
+        return self._last.get((None, grad)) if found is None else found
+
+    def _which(self, tensors: Sequence[Tensor]) -> int | None:
+        return tensors[self._parameter].data_ptr() if self._parameter < len(tensors) else None
 
 
 class _TracedPlan:
@@ -271,6 +300,7 @@ class _TracedPlan:
 _REMEMBERED_CALLS = 256
 _lock = threading.Lock()
 _traced: dict[str, _Traced] = {}
+_calls: dict[str, _Calls] = {}  # by the ops
 _plans: dict[str, _TracedPlan] = {}
 
 
@@ -289,7 +319,8 @@ def _handle(chain: Chain, options: KernelOptions) -> str | None:
     with _lock:
         if handle not in _traced:
             nodes = [Node(node.label, _without_parameters(node.op)) for node in chain.nodes]
-            _traced[handle] = _Traced(Chain(nodes, chain.exports), around)
+            calls = _calls.setdefault(str(ops), _Calls(1 + len(chain.inputs)))
+            _traced[handle] = _Traced(Chain(nodes, chain.exports), around, calls)
     return handle
 
 
@@ -343,8 +374,65 @@ def _plan(handle: str, wanted: str, arguments: Sequence[Tensor | None]) -> _Trac
     return found
 
 
+def _under_settings_of_call(handle: str, grad: bool, tensors: Sequence[Tensor]) -> str:
+    """Return the handle for the settings that hold around this call.
+
+    `torch.compile` chooses a graph by ``settings.thread.key``. The text names the settings of another context where
+    asyncio tasks take turns within their blocks, and where a context was copied to a thread. Without gradients the
+    call then runs under its own settings. With gradients it cannot: the graph has a backward pass for other ones.
+
+    Raises
+    ------
+    InputError
+        The graph was made under other settings than those of the call, and has a backward pass.
+    """
+    traced = _traced[handle]
+    made_under = traced.around.settings
+    if backward_pass() != -1:
+        if checkpointing():
+            before = traced.calls.last(tensors, grad and had_gradients())
+            if before is not None and before != made_under:
+                raise _wrong_graph(made_under, before, _REMEDY_OF_CHECKPOINTING)
+        return handle
+    now = settings.current()
+    traced.calls.note(tensors, grad, now)
+    if now == made_under:
+        return handle
+    settings.follow_context()
+    if now not in traced.handles:
+        traced.handles[now] = _handle(traced.chain, traced.around.options)
+    other = traced.handles[now]
+    if grad or other is None:
+        raise _wrong_graph(made_under, now, _REMEDY_OF_TASKS)
+    return other
+
+
+_REMEDY_OF_TASKS = (
+    "Settings of another asyncio task, or of the context that this one was copied from, are in force in this thread. "
+    "Open the block around the compiled call alone, in a function that does not await and in the thread that calls; or "
+    "give the layers a recipe of their own (recipe=)."
+)
+_REMEDY_OF_CHECKPOINTING = (
+    "Activation checkpointing computes the call again where its settings are not in force. Compile the function that "
+    "checkpoints, rather than what it checkpoints; or give the layers a recipe of their own (recipe=)."
+)
+
+
+def _wrong_graph(made_under: Settings, called_under: Settings, remedy: str) -> InputError:
+    made, called = (
+        ", ".join(f"{name} {getattr(s, name)!r}" for name in _differing(made_under, called_under))
+        for s in (made_under, called_under)
+    )
+    return InputError(f"torch.compile chose a graph for {made}; expected one for {called}. {remedy}")
+
+
+def _differing(a: Settings, b: Settings) -> list[str]:
+    return [f.name for f in fields(a) if f.compare and getattr(a, f.name) != getattr(b, f.name)]
+
+
 def _forward(handle: str, wanted: str, tensors: list[Tensor]) -> list[Tensor]:
     """Return the chain's results, and what backward needs that is none of its arguments."""
+    handle = _under_settings_of_call(handle, "g" in wanted, tensors)
     arguments = _spread(wanted, tensors)
     traced = _plan(handle, wanted, arguments)
     call = traced.call(arguments)

@@ -21,3 +21,12 @@ def had_gradients() -> bool:
     """
     node: Any = torch._C._current_autograd_node()
     return node is None or "Checkpoint" not in node.name()
+
+
+def checkpointing() -> bool:
+    """Return whether activation checkpointing calls the forward pass that runs within this backward pass.
+
+    A compiled graph that computes its own values again in its backward pass is no such call. ``use_reentrant=False``
+    computes again under hooks that catch what the forward pass saves.
+    """
+    return not had_gradients() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
