@@ -1,5 +1,6 @@
 """The command line: ``fusedmoe demo`` trains a small model, ``fusedmoe doctor`` says what this machine can run,
-``fusedmoe compile`` builds the kernels ahead of time, ``fusedmoe tune`` measures which tiles are best for a model.
+``fusedmoe explain`` what a model's experts would run on a GPU that need not be there, ``fusedmoe compile`` builds the
+kernels ahead of time, ``fusedmoe tune`` measures which tiles are best for a model.
 
 Each subcommand imports what it needs when it is called. Exit status: 0 done, 1 something went wrong and the message
 says what to do, 2 wrong options, 130 Ctrl-C.
@@ -89,8 +90,18 @@ def _dispatch(arguments: list[str]) -> int:
         "fastest in the cache directory, where later processes find them. Compiles what is not compiled yet.",
         allow_abbrev=False,
     )
+    explain = commands.add_parser(
+        "explain",
+        help="say what a model's experts would run on a GPU; needs no GPU",
+        description="Plan the experts of a model for a GPU that need not be there, from the model's configuration: "
+        "which kernels run each step, forward and backward; what is kept for the backward pass; why a step is not "
+        "fused. Runs nothing and downloads nothing.",
+        allow_abbrev=False,
+    )
     if arguments[:1] == ["demo"]:
         return _demo(demo, arguments[1:])
+    if arguments[:1] == ["explain"]:
+        return _explain(explain, arguments[1:])
     if arguments[:1] == ["compile"]:
         return _compile(compile_, arguments[1:])
     if arguments[:1] == ["tune"]:
@@ -155,6 +166,20 @@ def _tune(parser: _Parser, arguments: list[str]) -> int:
     except KeyboardInterrupt:
         print(f"{parser.prog}: interrupted; the products measured so far are kept", file=sys.stderr)
         return 128 + signal.SIGINT
+
+
+def _explain(parser: _Parser, arguments: list[str]) -> int:
+    from fusedmoe import explain_cli
+    from fusedmoe.errors import InputError
+
+    explain_cli.add_arguments(parser)
+    namespace, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        parser.refuse(unknown)
+    try:
+        return explain_cli.run(explain_cli.ExplainOptions(**vars(namespace)))
+    except InputError as error:
+        parser.error(str(error))
 
 
 def _version() -> str:

@@ -48,6 +48,11 @@ class ExplainedModules:
     explanation: Explanation | None
     note: str = ""
 
+    @property
+    def name(self) -> str:
+        """Their names in one: ``layers.{0-47}.mlp``."""
+        return _short(self.names)
+
 
 @dataclass(frozen=True)
 class ModelExplanation:
@@ -73,11 +78,10 @@ class ModelExplanation:
         """
         found = []
         for group in self.groups:
-            names = _short(group.names)
             if group.explanation is None:
-                found.append((names, f"not planned: {group.note}"))
+                found.append((group.name, f"not planned: {group.note}"))
             else:
-                found += [(f"{names}: {label}", str(miss)) for label, miss in group.explanation.missed]
+                found += [(f"{group.name}: {label}", str(miss)) for label, miss in group.explanation.missed]
         return tuple(found)
 
     def raise_if_missed(self) -> None:
@@ -95,25 +99,27 @@ class ModelExplanation:
         raise_if_missed(self.plans, self.missed)
 
     def __str__(self) -> str:
+        explained = [(group.name, group.explanation) for group in self.groups if group.explanation is not None]
+        notes = [note for name, explanation in explained for note in _why_unfused(name, explanation)]
+        return "\n".join([self.table(), *notes, *hints(self.plans)])
+
+    def table(self) -> str:
+        """Return a line for each group."""
         if not self.groups:
             return "no module of this model runs on fusedmoe"
         rows = [("modules", "class", "forward", "backward", "kept", "for")]
-        notes: list[str] = []
         for group in self.groups:
-            names = _short(group.names)
             if group.explanation is None:
-                rows.append((names, group.kind, "-", "-", "-", group.note))
+                rows.append((group.name, group.kind, "-", "-", "-", group.note))
                 continue
             steps, plans = group.explanation.steps, group.explanation.plans
             forward, backward = (_counted([s for s in steps if s.direction == d]) for d in ("forward", "backward"))
             kept = format_bytes(sum(plan.kept_bytes for plan in plans))
             for_ = ", ".join(dict.fromkeys(p.planned_for for p in plans))
-            rows.append((names, group.kind, forward, backward, kept, for_))
-            notes += _why_unfused(names, group.explanation)
+            rows.append((group.name, group.kind, forward, backward, kept, for_))
         widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
         rows.insert(1, tuple("-" * w for w in widths))  # type: ignore[arg-type]
-        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([*lines, *notes, *hints(self.plans)])
+        return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
 def explain(

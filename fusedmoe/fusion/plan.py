@@ -229,10 +229,10 @@ class PlanData:
     @property
     def without_kernel(self) -> tuple[PlannedStep, ...]:
         """The unfused steps that have no fused kernel on the device, whatever is installed: no rule stands on them, or
-        each that does is for other devices or for operands that are not quantized.
+        what came nearest is for other devices or for operands that are not quantized.
         """
         missed = {label for label, _ in self.missed}
-        return tuple(step for step in self.unfused if missed.isdisjoint(step.ops))
+        return tuple(s for s in self.unfused if missed.isdisjoint(s.ops) and _no_kernel(s.nearest_miss))
 
     @property
     def fused(self) -> tuple[PlannedStep, ...]:
@@ -267,7 +267,7 @@ class PlanData:
         for quantizer, what in self.formats.items():
             lines += _wrapped(f"  {quantizer}: {', '.join(what)}")
         for missing in self.assumed:
-            lines += _wrapped(f"assumed to be there: this machine {missing}")
+            lines += _wrapped(f"not available on this machine, but assumed: {missing}")
         reasons: dict[str, list[str]] = {}
         alike: dict[str, list[str]] = {}  # what several rules miss alike is said once
         for step in self.unfused:
@@ -348,8 +348,11 @@ class Explanation:
         raise_if_missed(self.plans, self.missed)
 
     def __str__(self) -> str:
-        parts = [title if plan is None else f"{title}\n{plan}" for title, plan in self.parts]
-        return "\n\n".join([*parts, *hints(self.plans)])
+        return "\n\n".join(filter(None, [self.table(), *hints(self.plans)]))
+
+    def table(self) -> str:
+        """Return the table of each plan under its title."""
+        return "\n\n".join(title if plan is None else f"{title}\n{plan}" for title, plan in self.parts)
 
 
 def hints(plans: Iterable[PlanData]) -> list[str]:
@@ -375,6 +378,10 @@ def raise_if_missed(plans: Iterable[PlanData], missed: Sequence[tuple[str, objec
 
 def _no_kernels(plan: PlanData) -> str:
     return f"there are no kernels for sm_{plan.asked_arch} yet, only for {', '.join(f'sm_{a}' for a in ARCHITECTURES)}"
+
+
+def _no_kernel(nearest: Attempt | None) -> bool:
+    return nearest is None or nearest.no_kernel or nearest.status in (Status.UNAVAILABLE, Status.NO_MATCH)
 
 
 def missed_text(missed: Iterable[tuple[str, object]], although: str) -> str:

@@ -1,0 +1,278 @@
+"""``fusedmoe explain``: what a model's experts run on a GPU that need not be there, from its configuration alone."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fusedmoe import settings
+from fusedmoe.errors import InputError
+from fusedmoe.fusion.plan import format_bytes, hints
+from fusedmoe.fusion.rule import FusionError
+from fusedmoe.model import explain
+from fusedmoe.moe import ACTIVATIONS, MoE
+from fusedmoe.target import checked_arch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import nn
+
+    from fusedmoe.fusion.plan import PlanData
+    from fusedmoe.model import ExplainedModules, ModelExplanation
+
+__all__ = ["ExplainOptions", "add_arguments", "run"]
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_SIZES = ("hidden", "intermediate", "experts", "top_k")
+_TRANSFORMERS = "needs transformers 5.7 or later, which reads it: pip install transformers"
+
+
+@dataclass(frozen=True)
+class ExplainOptions:
+    """The options of the command, as its help describes them."""
+
+    config: str | None = None
+    arch: str = "90"
+    tokens: int = 8192
+    recipe: str = "bf16"
+    dtype: str | None = None
+    hidden: int | None = None
+    intermediate: int | None = None
+    experts: int | None = None
+    top_k: int | None = None
+    activation: str | None = None
+    strict: bool = False
+    json: bool = False
+
+
+class ConfigError(Exception):
+    """Why a model cannot be built from a configuration."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command to its parser."""
+    parser.add_argument(
+        "config",
+        nargs="?",
+        metavar="CONFIG",
+        help="config.json of a transformers model, a directory with one, or the name of a model in the local cache",
+    )
+    parser.add_argument(
+        "--arch",
+        default=ExplainOptions.arch,
+        help="architecture of the GPU to plan for; 90 is an H100 or H200 (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--tokens", metavar="T", type=int, default=ExplainOptions.tokens, help="tokens of a call (default: %(default)s)"
+    )
+    parser.add_argument("--recipe", default=ExplainOptions.recipe, help="recipe of the call (default: %(default)s)")
+    parser.add_argument(
+        "--dtype", choices=tuple(_DTYPES), help="of the parameters (default: the configuration's, else bfloat16)"
+    )
+    layer = parser.add_argument_group("one layer, in place of CONFIG")
+    layer.add_argument("--hidden", metavar="H", type=int, help="features of a token")
+    layer.add_argument("--intermediate", metavar="I", type=int, help="features between an expert's two products")
+    layer.add_argument("--experts", metavar="E", type=int, help="number of experts")
+    layer.add_argument("--top-k", metavar="K", type=int, help="experts chosen for each token")
+    layer.add_argument("--activation", choices=tuple(ACTIVATIONS), help="of the experts (default: swiglu)")
+    parser.add_argument(
+        "--strict", action="store_true", help="exit with status 1 unless everything that has a fused kernel is fused"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(options: ExplainOptions) -> int:
+    """Print the plans; the exit status.
+
+    Raises
+    ------
+    fusedmoe.InputError
+        An option has a value that it cannot have.
+    """
+    arch = checked_arch(options.arch)
+    if options.tokens < 1:
+        raise InputError(f"--tokens {options.tokens}: must be 1 or more")
+    with settings.recipe(options.recipe):
+        try:
+            title, model = _model(options)
+        except ConfigError as error:
+            print(f"fusedmoe explain: error: {error}", file=sys.stderr)
+            return 1
+        result = explain(model, tokens=options.tokens, arch=arch)
+    print(_as_json(title, arch, options, result) if options.json else _as_text(title, arch, options, result))
+    return _checked(options, result) if options.strict else 0
+
+
+# ---- the model -----------------------------------------------------------------------------------------------------
+
+
+def _model(options: ExplainOptions) -> tuple[str, nn.Module]:
+    """Return the model, with parameters that take no memory, and a title for it."""
+    sizes = {name: getattr(options, name) for name in (*_SIZES, "activation")}
+    given = [f"--{name.replace('_', '-')}" for name, size in sizes.items() if size is not None]
+    if options.config is not None:
+        if given:
+            raise InputError(f"{', '.join(given)}: expected without CONFIG, got {options.config}")
+        return _transformers_model(options.config, options.dtype)
+    if missing := [f"--{name.replace('_', '-')}" for name in _SIZES if sizes[name] is None]:
+        more = f"the layer lacks {', '.join(missing)}" if given else f"or a layer by {', '.join(missing)}"
+        raise InputError(f"expected CONFIG, {more}")
+    hidden, intermediate, experts, top_k = (int(sizes[name]) for name in _SIZES)
+    dtype, activation = options.dtype or "bfloat16", options.activation or "swiglu"
+    layer = MoE(hidden, intermediate, experts, top_k, activation=activation, device="meta", dtype=_DTYPES[dtype])
+    title = f"MoE layer, hidden {hidden}, intermediate {intermediate}, {experts} experts, top {top_k}, {activation}"
+    return f"{title}, {dtype}", torch.nn.ModuleDict({"layer": layer})
+
+
+def _transformers_model(name: str, dtype: str | None) -> tuple[str, nn.Module]:
+    """Return a model of transformers on the meta device, whose experts run here."""
+    try:
+        import transformers
+
+        from fusedmoe.integrations import transformers as ours
+
+        ours.register()
+    except ImportError as error:
+        raise ConfigError(f"{name}: {_TRANSFORMERS} ({error})") from error
+    config = _config(name)
+    chosen = _DTYPES[dtype] if dtype else getattr(config.get_text_config(), "dtype", None) or torch.bfloat16
+    try:
+        with torch.device("meta"):
+            model: nn.Module = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                config, experts_implementation=ours.NAME, dtype=chosen, trust_remote_code=False
+            )
+    except Exception as error:  # whatever a model's own code raises for the configuration
+        raise ConfigError(
+            f"{name}: transformers cannot build a model of it: {type(error).__name__}: {error}"
+        ) from error
+    if "llama4" in str(config.model_type):
+        ours.patch_llama4(model)
+    billions = sum(p.numel() for p in model.parameters()) / 1e9
+    return f"{type(model).__name__}, {billions:.1f} billion parameters, {str(chosen).removeprefix('torch.')}", model
+
+
+def _config(name: str) -> Any:
+    """Return the configuration that a file, a directory or a model's name stands for. Nothing is downloaded."""
+    from transformers import AutoConfig
+
+    path = Path(name)
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ConfigError(f"{name}: the directory has no config.json")
+    try:
+        if path.is_file():
+            fields = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(fields, dict) or "model_type" not in fields:
+                raise ConfigError(f"{name}: expected the config.json of a transformers model, got no model_type in it")
+            return AutoConfig.for_model(**fields)
+        return AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False)
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever the file has in it, or a configuration's class raises
+        if not path.exists():
+            missing = "no such file or directory, nor a model in the local cache of transformers"
+            raise ConfigError(f"{name}: {missing}; download its config.json and give the path") from error
+        text = " ".join(str(error).split())
+        raise ConfigError(f"{name}: transformers cannot read it: {type(error).__name__}: {text}") from error
+
+
+# ---- what is printed -----------------------------------------------------------------------------------------------
+
+
+def _as_text(title: str, arch: int, options: ExplainOptions, result: ModelExplanation) -> str:
+    parts = [f"{title}\n{options.tokens} tokens, training, on an sm_{arch} GPU; nothing was run", result.table()]
+    for group in result.groups:
+        if group.explanation is not None:
+            parts.append(f"{_heading(group)}\n\n{group.explanation.table()}")
+    return "\n\n".join([*parts, *hints(result.plans)])
+
+
+def _heading(group: ExplainedModules) -> str:
+    """``model.layers.{0-47}.mlp.experts: Qwen3MoeExperts, x48, kept for backward 48 x 449.3 MiB = 21.1 GiB``."""
+    assert group.explanation is not None
+    count = len(group.names)
+    kept = sum(plan.kept_bytes for plan in group.explanation.plans)
+    text = format_bytes(kept)
+    if count > 1:
+        text = f"{count} x {text} = {format_bytes(count * kept)}"
+    return f"{group.name}: {group.kind}{f', x{count}' if count > 1 else ''}, kept for backward {text}"
+
+
+def _without_kernel(result: ModelExplanation) -> dict[str, list[str]]:
+    """Return the ops that have no fused kernel on this architecture, by what is said of them."""
+    found: dict[str, list[str]] = {}
+    for plan in result.plans:
+        for step in plan.without_kernel:
+            why = step.nearest_miss.reason if step.nearest_miss is not None else "no fused kernel"
+            ops = found.setdefault(why, [])
+            ops += [op for op in step.ops if op not in ops]
+    return found
+
+
+def _checked(options: ExplainOptions, result: ModelExplanation) -> int:
+    """Say whether all that has a fused kernel is fused, on stderr; the exit status."""
+    sys.stdout.flush()
+    try:
+        result.raise_if_missed()
+    except FusionError as error:
+        print(f"fusedmoe explain: {error}", file=sys.stderr)
+        return 1
+    for why, ops in _without_kernel(result).items():
+        print(f"strict: not asked of {', '.join(ops)}: {why}", file=sys.stderr)
+    print("strict: all else is fused" if _without_kernel(result) else "strict: all is fused", file=sys.stderr)
+    return 0
+
+
+def _as_json(title: str, arch: int, options: ExplainOptions, result: ModelExplanation) -> str:
+    groups = [
+        {
+            "names": list(group.names),
+            "class": group.kind,
+            "note": group.note,
+            "plans": [_plan(plan) for plan in (group.explanation.plans if group.explanation is not None else ())],
+        }
+        for group in result.groups
+    ]
+    found = {
+        "model": title,
+        "arch": arch,
+        "tokens": options.tokens,
+        "recipe": options.recipe,
+        "groups": groups,
+        "missed": [{"where": where, "why": why} for where, why in result.missed],
+        "without_kernel": _without_kernel(result),
+    }
+    return json.dumps(found, indent=2)
+
+
+def _plan(plan: PlanData) -> dict[str, Any]:
+    return {
+        "device": plan.device,
+        "dtype": plan.dtype,
+        "recipe": plan.recipe,
+        "kept": list(plan.kept),
+        "kept_bytes": plan.kept_bytes,
+        "weight_bytes": plan.weight_bytes,
+        "assumed": list(plan.assumed),
+        "steps": list(_steps(plan)),
+    }
+
+
+def _steps(plan: PlanData) -> Iterator[dict[str, Any]]:
+    for step in plan.steps:
+        yield {
+            "direction": step.direction,
+            "ops": list(step.ops),
+            "rule": step.rule,
+            "status": step.status,
+            "why": step.why,
+            "host_sync": step.host_sync,
+            "bytes_moved": step.bytes_moved,
+            "launches": step.launches,
+        }

@@ -1,0 +1,133 @@
+"""``fusedmoe explain CONFIG``: models of transformers from their configuration, without memory for parameters."""
+
+import json
+
+import pytest
+import transformers
+from torch import nn
+
+from fusedmoe.cli import main
+
+QWEN3_30B_A3B = {
+    "model_type": "qwen3_moe", "torch_dtype": "bfloat16", "hidden_size": 2048, "moe_intermediate_size": 768,
+    "intermediate_size": 6144, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "hidden_act": "silu",
+}  # fmt: skip
+
+
+@pytest.fixture
+def config(tmp_path):
+    def write(**changes):
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps({**QWEN3_30B_A3B, **changes}), encoding="utf-8")
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def no_memory(monkeypatch):
+    """Have every parameter that takes memory be an error."""
+    register = nn.Module.register_parameter
+
+    def checked(self, name, parameter):
+        assert parameter is None or parameter.device.type == "meta", f"{type(self).__name__}.{name}"
+        register(self, name, parameter)
+
+    monkeypatch.setattr(nn.Module, "register_parameter", checked)
+
+
+def test_qwen3_30b_a3b(config, no_memory, capsys):
+    path = config()
+    assert main(["explain", path, "--strict"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(
+        "Qwen3MoeForCausalLM, 30.5 billion parameters, bfloat16\n8192 tokens, training, on an sm_90 GPU"
+    )
+    assert "model.layers.{0-47}.mlp.experts: Qwen3MoeExperts, x48, kept for backward 48 x " in text
+    assert "4 of 4 fused  7 of 7 fused" in text
+    assert text.count("chain dispatch to combine") == 1  # layers that are alike are shown once
+
+
+def test_a_directory_and_a_recipe(config, no_memory, tmp_path, capsys):
+    config(num_hidden_layers=2)
+    assert main(["explain", str(tmp_path), "--recipe", "fp8_block", "--strict"]) == 0
+    out, err = capsys.readouterr()
+    assert "recipe fp8_block" in out
+    assert "no fused kernel for fp8 e4m3" in out
+    assert "strict: not asked of gate_up.GroupedLinear" in err
+
+
+def test_the_dtype_is_the_configurations_unless_asked(config, no_memory, capsys):
+    path = config(num_hidden_layers=1, torch_dtype="float32")
+    assert main(["explain", path, "--strict"]) == 1
+    out, err = capsys.readouterr()
+    assert ", float32\n" in out
+    assert "input is float32, not bfloat16 or float16" in err
+    assert main(["explain", path, "--dtype", "bfloat16", "--strict"]) == 0
+    assert ", bfloat16\n" in capsys.readouterr().out
+    unset = {k: v for k, v in QWEN3_30B_A3B.items() if k != "torch_dtype"}
+    path = config(num_hidden_layers=1)
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump({**unset, "num_hidden_layers": 1}, file)
+    assert main(["explain", path, "--strict"]) == 0
+    assert ", bfloat16\n" in capsys.readouterr().out
+
+
+def test_layers_without_experts_are_no_part_of_it(config, no_memory, capsys):
+    assert main(["explain", config(num_hidden_layers=4, mlp_only_layers=[1]), "--json"]) == 0
+    (group,) = json.loads(capsys.readouterr().out)["groups"]
+    assert group["names"] == [f"model.layers.{i}.mlp.experts" for i in (0, 2, 3)]
+
+
+def test_a_dense_model_has_nothing_to_fuse(tmp_path, no_memory, capsys):
+    transformers.LlamaConfig(num_hidden_layers=1, hidden_size=64, intermediate_size=64).save_pretrained(tmp_path)
+    assert main(["explain", str(tmp_path)]) == 0
+    assert "no module of this model runs on fusedmoe" in capsys.readouterr().out
+    assert main(["explain", str(tmp_path), "--strict"]) == 1
+    assert "no module of this model runs on fusedmoe" in capsys.readouterr().err
+
+
+def test_llama4(tmp_path, no_memory, capsys):
+    small = {"hidden_size": 64, "intermediate_size": 64, "intermediate_size_mlp": 64, "num_attention_heads": 2}
+    config = transformers.Llama4TextConfig(num_hidden_layers=2, num_local_experts=4, num_key_value_heads=2, **small)
+    config.save_pretrained(tmp_path)
+    assert main(["explain", str(tmp_path), "--dtype", "bfloat16"]) == 0
+    assert "sm90.grouped_gemm_activation" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("content", "message"), [
+    (None, "no such file or directory, nor a model in the local cache of transformers"),
+    ("{", "transformers cannot read it"),
+    ("[]", "got no model_type in it"),
+    ('{"hidden_size": 8}', "got no model_type in it"),
+    ('{"model_type": "no_such_model"}', "transformers cannot read it"),
+    ('{"model_type": "qwen3_moe", "num_experts": "many"}', "transformers cannot"),
+    ('{"model_type": "clip"}', "transformers cannot build a model of it"),
+])  # fmt: skip
+def test_what_is_no_configuration(tmp_path, capsys, content, message):
+    path = tmp_path / "config.json"
+    if content is not None:
+        path.write_text(content, encoding="utf-8")
+    assert main(["explain", str(path)]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert f"fusedmoe explain: error: {path}: " in err
+    assert message in err
+
+
+def test_a_directory_without_a_configuration(tmp_path, capsys):
+    assert main(["explain", str(tmp_path)]) == 1
+    assert "the directory has no config.json" in capsys.readouterr().err
+
+
+def test_nothing_is_downloaded(monkeypatch, capsys):
+    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("connected"))
+    assert main(["explain", "nobody/no-such-model"]) == 1
+    assert "nobody/no-such-model: no such file or directory, nor a model in the local cache" in capsys.readouterr().err
+
+
+def test_without_transformers(monkeypatch, capsys):
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    assert main(["explain", "config.json"]) == 1
+    assert "config.json: needs transformers 5.7 or later" in capsys.readouterr().err

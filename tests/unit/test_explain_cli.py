@@ -1,0 +1,106 @@
+"""``fusedmoe explain``: one layer by its sizes, what is printed, exit statuses.
+
+Models of transformers are in tests/integrations/test_explain_config.py.
+"""
+
+import json
+
+import pytest
+import torch
+
+import fusedmoe as fm
+from fusedmoe.cli import main
+
+pytestmark = pytest.mark.usefixtures("builtin_rules")
+
+LAYER = ["explain", "--hidden", "2048", "--intermediate", "768", "--experts", "128", "--top-k", "8"]
+
+
+def test_a_layer_by_its_sizes(capsys):
+    assert main([*LAYER, "--tokens", "8192"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(
+        "MoE layer, hidden 2048, intermediate 768, 128 experts, top 8, swiglu, bfloat16\n"
+        "8192 tokens, training, on an sm_90 GPU; nothing was run\n"
+    )
+    assert "planned for sm_90 (asked for), bfloat16, recipe bf16" in text
+    assert "gate_up.GroupedLinear + activation.SwiGLU + scale.Scale" in text
+    assert "4 of 4 fused  7 of 7 fused" in text
+    assert "unfused" not in text
+
+
+def test_it_is_the_plan_of_the_layer(capsys):
+    main([*LAYER, "--tokens", "300", "--activation", "geglu", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    layer = fm.MoE(2048, 768, 128, 8, activation="geglu", device="meta", dtype=torch.bfloat16)
+    (plan,) = fm.explain(layer, tokens=300, arch=90).plans
+    (group,) = found["groups"]
+    assert (found["arch"], found["tokens"], found["missed"], group["names"]) == (90, 300, [], ["layer"])
+    (printed,) = group["plans"]
+    assert printed["kept_bytes"] == plan.kept_bytes > 0
+    assert [step["rule"] for step in printed["steps"]] == [step.rule for step in plan.steps]
+    assert [step["bytes_moved"] for step in printed["steps"]] == [step.bytes_moved for step in plan.steps]
+
+
+def test_strict_passes_where_all_is_fused(capsys):
+    assert main([*LAYER, "--strict"]) == 0
+    assert capsys.readouterr().err == "strict: all is fused\n"
+
+
+def test_strict_names_what_is_not_and_ends_with_status_1(capsys):
+    assert main([*LAYER, "--dtype", "float32", "--strict"]) == 1
+    out, err = capsys.readouterr()
+    assert "unfused HOST SYNC" in out
+    assert err.startswith("fusedmoe explain: strict: these ops run unfused although there is a kernel for them:\n")
+    assert "  layer: down.GroupedLinear: sm90.grouped_gemm: CONSTRAINT: input is float32" in err
+    assert main([*LAYER, "--dtype", "float32"]) == 0
+
+
+def test_strict_sees_what_is_switched_off(capsys, monkeypatch):
+    monkeypatch.setenv("FUSEDMOE_DISABLE", "sm90.grouped_wgrad")
+    assert main([*LAYER, "--strict"]) == 1
+    assert "layer: gate_up.Wgrad: sm90.grouped_wgrad: UNAVAILABLE: switched off" in capsys.readouterr().err
+
+
+def test_strict_lets_pass_what_has_no_kernel_and_says_so(capsys):
+    assert main([*LAYER, "--recipe", "mxfp8", "--strict"]) == 0
+    err = capsys.readouterr().err
+    assert "strict: not asked of gate_up.GroupedLinear, " in err
+    assert "no fused kernel for mxfp8 e4m3 1x32 operands yet" in err
+    assert err.endswith("strict: all else is fused\n")
+
+
+def test_an_architecture_without_kernels(capsys):
+    assert main([*LAYER, "--arch", "sm_100"]) == 0
+    assert "there are no kernels for sm_100 yet, only for sm_90" in capsys.readouterr().out
+    assert main([*LAYER, "--arch", "100", "--strict"]) == 1
+    assert "there are no kernels for sm_100 yet" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["explain"], "expected CONFIG, or a layer by --hidden, --intermediate, --experts, --top-k"),
+    (["explain", "--hidden", "8"], "expected CONFIG, the layer lacks --intermediate, --experts, --top-k"),
+    (["explain", "config.json", "--hidden", "8"], "--hidden: expected without CONFIG, got config.json"),
+    ([*LAYER, "--arch", "h100"], "arch: expected a number such as 90, for sm_90 (H100, H200), got 'h100'"),
+    ([*LAYER, "--tokens", "0"], "--tokens 0: must be 1 or more"),
+    ([*LAYER, "--recipe", "fp7"], "fp7"),
+    ([*LAYER, "--dtype", "int8"], "invalid choice: 'int8'"),
+    ([*LAYER, "--top-k", "200"], "top_k: expected 1 to num_experts=128, got 200"),
+    ([*LAYER, "--strickt"], "unknown option --strickt (did you mean --strict?)"),
+])  # fmt: skip
+def test_wrong_options(capsys, arguments, message):
+    try:
+        status = main(arguments)
+    except SystemExit as exit_:
+        status = exit_.code
+    out, err = capsys.readouterr()
+    assert (status, out) == (2, "")
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("json_", [False, True])
+def test_nothing_is_allocated_for_many_tokens(capsys, json_):
+    """Rows of 2^40 tokens exist nowhere."""
+    assert main([*LAYER, "--tokens", str(1 << 34), *(["--json"] if json_ else [])]) == 0
+    assert capsys.readouterr().out
