@@ -10,12 +10,16 @@ another:
 - no gradient that it has got since is gone: ``.grad`` was not set to None, nor to another tensor;
 - nobody has set the parameter on the module, as FSDP2 does when it unshards and reshards: that also frees what is
   kept;
+- no process group of ``torch.distributed`` has run a collective since on the weight's device: a collective may write
+  to the weight, and torch does not count that;
 - the CUDA stream is the same one.
 
 Nothing is read or kept while a CUDA graph is captured: a graph quantizes in every replay. Nor is it ever after, for a
-layer that was captured: a replay may change its weight, and says so to nobody. Any other write that torch does not
-count goes unnoticed, such as those through ``.data`` and by ``torch.distributed``'s collectives: `clear_weight_cache`
-is to be called after it.
+layer that was captured: a replay may change its weight, and says so to nobody.
+
+Any other write that torch does not count goes unnoticed, such as writes through ``.data`` or a NumPy view, and
+``torch.distributed.recv``: `clear_weight_cache` must be called after it. With ``FUSEDMOE_DEBUG=1`` each use compares a
+checksum of the weight, and raises an error if it differs.
 """
 
 from __future__ import annotations
@@ -26,7 +30,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from fusedmoe.environment import debugging
+from fusedmoe.errors import InputError
 
 if TYPE_CHECKING:
     from fusedmoe.formats import QuantizedTensor, Quantizer
@@ -61,6 +69,7 @@ class _Entry:
     state: tuple[Any, ...]
     forms: dict[int, QuantizedTensor]
     counted: bool  # whether delayed scaling has added the weight as a step
+    checksum: Tensor | None  # of the parameter, with FUSEDMOE_DEBUG
     gradient_given: bool = False
 
     def holds(self, parameter: Tensor, state: tuple[Any, ...]) -> bool:
@@ -78,7 +87,34 @@ class _Entry:
 
 def _state(parameter: Tensor, weight: Tensor, quantizer: Quantizer) -> tuple[Any, ...]:
     stream = torch.cuda.current_stream(weight.device).cuda_stream if weight.is_cuda else None
-    return parameter._version, parameter.data_ptr(), parameter.dtype, weight.dtype, quantizer, stream, _optimizer_steps
+    counts = parameter._version, _optimizer_steps, _collectives(parameter.device)
+    return *counts, parameter.data_ptr(), parameter.dtype, weight.dtype, quantizer, stream
+
+
+def _collectives(device: torch.device) -> object:
+    """Return what differs from before if a collective has run on such a device since: it may have written a weight."""
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    groups: Any = dist.distributed_c10d._world.pg_map
+    try:
+        return [
+            group._get_backend(device)._get_sequence_number_for_group()
+            for group in groups
+            if any(device.type == reached.type for reached in group._device_types)
+        ]
+    except RuntimeError:  # of a backend that does not count: there may have been one
+        return object()
+
+
+def _checksum(parameter: Tensor) -> Tensor | None:
+    """Return the sums of a weight's bits along rows and along columns, with FUSEDMOE_DEBUG: any write changes some."""
+    if not debugging():
+        return None
+    bits = parameter.detach().view(_BITS[parameter.element_size()])
+    return torch.cat([bits.sum(axis, dtype=torch.int64).flatten() for axis in (-1, -2)])
+
+
+_BITS = {2: torch.int16, 4: torch.int32}
 
 
 def _cacheable(layer: Op, weight: Tensor) -> Tensor | None:
@@ -109,7 +145,19 @@ def find(layer: Op, weight: Tensor, quantizer: Quantizer, axes: Sequence[int]) -
         del layer.__dict__[_NAME]
     if parameter is None or not entry.holds(parameter, _state(parameter, weight, quantizer)):
         return None
-    return entry if all(axis in entry.forms for axis in axes) else None
+    if not all(axis in entry.forms for axis in axes):
+        return None
+    checksum = _checksum(parameter)
+    if checksum is not None:
+        if entry.checksum is None:  # kept before FUSEDMOE_DEBUG was set
+            return None
+        if not torch.equal(checksum, entry.checksum):
+            raise InputError(
+                f"{layer!r}: weight: changed since it was quantized, in a way that torch does not count (through "
+                f".data, a NumPy view, torch.distributed.recv): call fm.clear_weight_cache(model) after such a write, "
+                f"or write in place under torch.no_grad()"
+            )
+    return entry
 
 
 def keep(layer: Op, weight: Tensor, quantizer: Quantizer, forms: dict[int, QuantizedTensor], counted: bool) -> None:
@@ -120,7 +168,8 @@ def keep(layer: Op, weight: Tensor, quantizer: Quantizer, forms: dict[int, Quant
     _watch_optimizers()
     grad = None if parameter.grad is None else StorageWeakRef(parameter.grad.untyped_storage())
     storage = StorageWeakRef(parameter.untyped_storage())
-    layer.__dict__[_NAME] = _Entry(storage, grad, _state(parameter, weight, quantizer), forms, counted)
+    state, checksum = _state(parameter, weight, quantizer), _checksum(parameter)
+    layer.__dict__[_NAME] = _Entry(storage, grad, state, forms, counted, checksum)
 
 
 def note_gradient(layer: Op) -> None:
@@ -142,8 +191,8 @@ def weight_cache_bytes(module: nn.Module) -> int:
 def clear_weight_cache(module: nn.Module) -> None:
     """Forget the quantized weights of a module and all within it: the next call quantizes them again.
 
-    Needed only after weights were changed in a way that neither torch nor an optimizer notices: through ``.data``, or
-    by a collective such as ``torch.distributed.broadcast(weight)``.
+    Needed only after weights were changed in a way that torch does not count: through ``.data``, through a NumPy view,
+    or by ``torch.distributed.recv``. With ``FUSEDMOE_DEBUG=1`` a missing call is an error.
     """
     for m in module.modules():
         m.__dict__.pop(_NAME, None)

@@ -486,6 +486,61 @@ def test_clearing_is_what_silent_changes_need(count):
     assert count() == 1
 
 
+def numpy_view(fc):
+    fc.weight.detach().numpy()[1, 2, 3] += 1
+
+
+def swapped_experts(fc):
+    fc.weight.data.copy_(fc.weight.data.flip(0))
+
+
+UNCOUNTED = {
+    "data": lambda fc: fc.weight.data.mul_(2),
+    "sign": lambda fc: fc.weight.data.neg_(),
+    "foreach": lambda fc: torch._foreach_mul_([fc.weight.data], 2),
+    "numpy": numpy_view,
+    "experts swapped": swapped_experts,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("write", UNCOUNTED)
+def test_debugging_finds_writes_that_torch_does_not_count(write, dtype, monkeypatch, count):
+    if write == "numpy" and dtype is torch.bfloat16:
+        pytest.skip("NumPy has no bf16")
+    fc, x = layer(bias=True).to(dtype), rows(dtype)
+    train(fc, x)  # kept before debugging
+    count()
+    monkeypatch.setenv("FUSEDMOE_DEBUG", "1")
+    train(fc, x, micro_batches=2)
+    assert count() == BOTH  # once more, to be compared from then on
+    UNCOUNTED[write](fc)
+    for _ in range(2):
+        with pytest.raises(
+            fm.InputError, match=r"^GroupedLinear\(num_groups=3, in.*weight: changed .*fm\.clear_weight_cache"
+        ):
+            fc(x, splits=SPLITS)
+    assert count() == 0
+    fm.clear_weight_cache(fc)
+    assert_as_fresh(fc, x)
+
+
+def test_debugging_lets_writes_that_are_counted_pass(monkeypatch, count):
+    monkeypatch.setenv("FUSEDMOE_DEBUG", "1")
+    for change in CHANGES.values():
+        fc, x = layer(), rows()
+        train(fc, x)
+        change(fc)
+        assert_as_fresh(fc, x)
+    fc, x = layer(), rows()
+    optimizer = ThroughData(fc.parameters())
+    for _ in range(2):
+        train(fc, x)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_as_fresh(fc, x)
+
+
 def test_copies_take_nothing_along():
     fc, x = layer(), rows()
     train(fc, x)

@@ -1,0 +1,166 @@
+"""Collectives that write to a quantized weight: the next call quantizes it again, and nobody has to say so."""
+
+import copy
+
+import pytest
+import torch
+from torch import distributed as dist
+
+import fusedmoe as fm
+from fusedmoe.ops import quantize as quantize_op
+
+if not dist.is_available():
+    pytest.skip("torch is built without distributed", allow_module_level=True)
+
+pytestmark = pytest.mark.distributed
+
+E, H, I = 2, 32, 32  # noqa: E741  (experts, in features, out features)
+SPLITS = torch.tensor([5, 3])
+
+
+def broadcast(weight):
+    dist.broadcast(weight, 0)
+
+
+def broadcast_of_data(weight):
+    dist.broadcast(weight.data, 1)
+
+
+def all_reduce(weight):
+    dist.all_reduce(weight)
+
+
+def all_reduce_and_wait(weight):
+    dist.all_reduce(weight, async_op=True).wait()
+
+
+def all_reduce_in_place_of_compiled_graphs(weight):
+    group = dist.group.WORLD.group_name
+    torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce_(weight.data, "sum", group))
+
+
+def coalesced(weight):
+    with dist.distributed_c10d._coalescing_manager(async_ops=True) as manager:
+        dist.all_reduce(weight.data)
+    manager.wait()
+
+
+def broadcast_coalesced(weight):
+    dist._broadcast_coalesced(dist.group.WORLD, [weight.data], 2**20, 0)
+
+
+def gathered(weight):
+    half = weight.detach()[0].clone()
+    dist.all_gather(list(weight.data.unbind()), half)
+
+
+def scattered(weight):
+    parts = [torch.full_like(weight, 0.5), torch.full_like(weight, 2.0)] if dist.get_rank() == 0 else None
+    dist.scatter(weight.data, parts, src=0)
+
+
+def broadcast_in_a_subgroup(weight):
+    dist.broadcast(weight.data, 1, group=_SUBGROUPS[0])
+
+
+COLLECTIVES = {
+    f.__name__: f
+    for f in (
+        broadcast, broadcast_of_data, all_reduce, all_reduce_and_wait, all_reduce_in_place_of_compiled_graphs,
+        coalesced, broadcast_coalesced, gathered, scattered, broadcast_in_a_subgroup,
+    )
+}  # fmt: skip
+_SUBGROUPS = []  # of this process
+
+
+class Counted:
+    """How often a weight is quantized."""
+
+    def __enter__(self):
+        self.count = 0
+        quantize_op.quantize = self._quantize
+        return self
+
+    def _quantize(self, x, *args, **kwargs):
+        self.count += x.dim() == 3
+        return fm.quantize(x, *args, **kwargs)
+
+    def __exit__(self, *_):
+        quantize_op.quantize = fm.quantize
+
+
+def after_a_collective(rank, name, gradient):
+    """Whether the weight changed, what was quantized before and after, and the outputs of the layer and of a copy."""
+    if not _SUBGROUPS:
+        _SUBGROUPS.append(dist.new_group([0, 1]))
+    torch.manual_seed(rank)
+    fc, x = fm.GroupedLinear(E, H, I), torch.randn(8, H)
+    with fm.recipe("mxfp8"), Counted() as quantized:
+        first = fc(x, splits=SPLITS)
+        if gradient:
+            first.sum().backward()  # the gradient is still there when the weight is written to
+        with torch.no_grad():
+            first = fc(x, splits=SPLITS)
+            counts = [quantized.count]
+            before = fc.weight.detach().clone()
+            COLLECTIVES[name](fc.weight)
+            changed = not torch.equal(before, fc.weight)
+            for _ in range(2):
+                y = fc(x, splits=SPLITS)
+                counts.append(quantized.count)
+        want = copy.deepcopy(fc)(x, splits=SPLITS).detach()
+    return changed, counts, torch.equal(y, want), torch.equal(y, first)
+
+
+@pytest.mark.parametrize("gradient", [False, True], ids=["no gradient", "gradient"])
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_collective_that_writes_to_a_weight_is_noticed(ranks, name, gradient):
+    found = ranks.run(after_a_collective, name, gradient)
+    changed = [f[0] for f in found]
+    assert any(changed)
+    for of_rank, (once, again, kept), as_fresh, as_before in found:
+        assert as_fresh
+        assert as_before is not of_rank
+        assert once > 0
+        assert again == once + 1  # by rows, without gradients
+        assert kept == again  # nothing has happened since
+
+
+def wrapped(rank):
+    """DDP sends the parameters of rank 0 when it is made."""
+    torch.manual_seed(rank)
+    fc, x = fm.GroupedLinear(E, H, I), torch.randn(8, H, generator=torch.Generator().manual_seed(0))
+    with fm.recipe("mxfp8"):
+        before = fc(x, splits=SPLITS).detach()
+        model = torch.nn.parallel.DistributedDataParallel(fc)
+        after = model(x, splits=SPLITS).detach()
+        return before, after, copy.deepcopy(fc)(x, splits=SPLITS).detach()
+
+
+def test_ddp_sends_its_parameters(ranks):
+    (first, after, fresh), (other, other_after, other_fresh) = ranks.run(wrapped)
+    assert not torch.equal(first, other)
+    assert torch.equal(after, first)
+    assert torch.equal(other_after, first)
+    assert torch.equal(after, fresh)
+    assert torch.equal(other_after, other_fresh)
+
+
+def accumulated(rank):
+    """How often two micro-batches quantize, without and with a collective between them."""
+    fc, x = fm.GroupedLinear(E, H, I), torch.randn(8, H)
+    counts = []
+    with fm.recipe("mxfp8"), Counted() as quantized:
+        for between in (False, True):
+            before = quantized.count
+            for _ in range(2):
+                fc(x, splits=SPLITS).sum().backward()
+                if between:
+                    dist.all_reduce(torch.ones(1))
+            counts.append(quantized.count - before)
+    return counts
+
+
+def test_without_a_collective_weights_stay_quantized(ranks):
+    # one form, as rows want no gradient
+    assert ranks.run(accumulated) == [[1, 1]] * 2
