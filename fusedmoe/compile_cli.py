@@ -21,6 +21,7 @@ from fusedmoe import __version__
 from fusedmoe.errors import InputError
 from fusedmoe.kernels import cache, compiler
 from fusedmoe.kernels.compiler import Kernel
+from fusedmoe.progress import counted
 
 __all__ = ["CompileOptions", "Outcome", "add_arguments", "run"]
 
@@ -94,10 +95,12 @@ def run(options: CompileOptions) -> int:
         return 0
     begin = time.perf_counter()
     outcomes = []
-    for outcome in _outcomes(kernels, options):
-        seconds = "" if outcome.status == "already cached" else f"  {outcome.seconds:6.1f} s"
-        print(f"{outcome.symbol:<{width}}  {outcome.status:<14}{seconds}".rstrip(), flush=True)
-        outcomes.append(outcome)
+    with counted(len(kernels), "kernels") as advance:
+        for outcome in _outcomes(kernels, options):
+            seconds = "" if outcome.status == "already cached" else f"  {outcome.seconds:6.1f} s"
+            print(f"{outcome.symbol:<{width}}  {outcome.status:<14}{seconds}".rstrip(), flush=True)
+            outcomes.append(outcome)
+            advance(outcome.symbol)
     return _summarize(outcomes, f"{options.arch} in {folder}", time.perf_counter() - begin)
 
 

@@ -15,6 +15,7 @@ from fusedmoe.kernels.sm90 import choice, tuned, tuning
 from fusedmoe.kernels.sm90.config import TileConfig
 from fusedmoe.kernels.sm90.limits import why_not_width
 from fusedmoe.kernels.sm90.tuning import Measure, Mlp, Product
+from fusedmoe.progress import counted
 
 __all__ = ["Gpu", "TuneOptions", "add_arguments", "find_gpu", "run"]
 
@@ -143,15 +144,19 @@ def _tune(mlp: Mlp, reps: int, measure: Measure, gpu: Gpu, file: Path) -> int:
     print(
         f"{gpu.name}, {mlp.dtype}, {mlp.activation}, {mlp.rows} rows of {mlp.experts} experts, medians of {reps} calls"
     )
-    for product in tuning.products(mlp, gpu.sms):
-        try:
-            times = measure(mlp, product, reps)
-        except torch.OutOfMemoryError:
-            print(f"fusedmoe tune: error: {product.title}: the GPU's memory is full; give less --rows", file=sys.stderr)
-            return 1
-        print(_table(product, times), flush=True)
-        best = min(times, key=lambda config: times[config])
-        tuned.add(file, gpu.name, product.problem.coarse, best.name, times[best])
+    products = tuning.products(mlp, gpu.sms)
+    total = sum(len(choice.candidates(product.problem)) for product in products)
+    with counted(total, "configurations") as advance:
+        for product in products:
+            try:
+                times = measure(mlp, product, reps, advance)
+            except torch.OutOfMemoryError:
+                message = f"{product.title}: the GPU's memory is full; give less --rows"
+                print(f"fusedmoe tune: error: {message}", file=sys.stderr)
+                return 1
+            print(_table(product, times), flush=True)
+            best = min(times, key=lambda config: times[config])
+            tuned.add(file, gpu.name, product.problem.coarse, best.name, times[best])
     print(f"\nkept in {file}; `fusedmoe tune --clear` removes it")
     return 0
 

@@ -34,9 +34,11 @@ def again():
     choose.cache_clear()
 
 
-def last_is_best(mlp, product, reps):
+def last_is_best(mlp, product, reps, advance):
     """The later a candidate stands in the list, the faster."""
     configs = candidates(product.problem)
+    for config in configs:
+        advance(config.name)
     return {config: 2.0 - index / len(configs) for index, config in enumerate(configs)}
 
 
@@ -62,6 +64,16 @@ def test_winners_are_kept_and_chosen_by_later_processes(table, capsys):
     assert content["gpus"][GPU.name]["activation/22/1536/11"]["config"] == CANDIDATES["activation"][-1].name
 
 
+def test_progress_counts_the_configurations_on_stderr(capsys):
+    """A run of minutes used to say nothing until a product was done."""
+    assert tune() == 0
+    said = capsys.readouterr().err.splitlines()
+    total = sum(len(candidates(problem)) for problem in problems())
+    assert said[-1].startswith(f"{total}/{total} configurations, ")
+    assert 10 < len(said) <= 25
+    assert said[0].partition("/")[0] == str(-(-total // 25))
+
+
 def test_a_table_that_is_written_holds_from_the_next_process_on():
     before = [choose(problem) for problem in problems()]
     tune()
@@ -81,7 +93,7 @@ def test_other_shapes_and_other_gpus_are_not_touched(monkeypatch):
 def test_tuning_again_replaces_its_entries_and_keeps_the_others(table):
     tune()
     tune(intermediate=512)
-    first_is_best = lambda mlp, product, reps: dict(zip(candidates(product.problem), (1.0, 2.0), strict=False))  # noqa: E731
+    first_is_best = lambda mlp, product, reps, advance: dict(zip(candidates(product.problem), (1.0, 2.0), strict=False))  # noqa: E731
     tune(first_is_best)
     again()
     entries = json.loads(table.read_text())["gpus"][GPU.name]
@@ -90,10 +102,10 @@ def test_tuning_again_replaces_its_entries_and_keeps_the_others(table):
 
 
 def test_products_measured_before_an_interruption_are_kept():
-    def interrupted(mlp, product, reps):
+    def interrupted(mlp, product, reps, advance):
         if product.title == "FC2":
             raise KeyboardInterrupt
-        return last_is_best(mlp, product, reps)
+        return last_is_best(mlp, product, reps, advance)
 
     with pytest.raises(KeyboardInterrupt):
         tune(interrupted)
@@ -102,7 +114,7 @@ def test_products_measured_before_an_interruption_are_kept():
 
 
 def test_the_table_that_is_printed(capsys):
-    def some_times(mlp, product, reps):
+    def some_times(mlp, product, reps, advance):
         assert reps == 7
         return {config: 1.0 if config == PP_128 else 2.5 for config in candidates(product.problem)}
 
@@ -168,7 +180,7 @@ def test_the_cache_switched_off(monkeypatch, capsys):
 def test_a_directory_that_cannot_be_written(monkeypatch, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FUSEDMOE_CACHE_DIR", str(tmp_path / "file" / "below"))
-    assert tune(lambda mlp, product, reps: pytest.fail("measured for nothing")) == 1
+    assert tune(lambda mlp, product, reps, advance: pytest.fail("measured for nothing")) == 1
     assert "cannot write" in capsys.readouterr().err
 
 
@@ -192,7 +204,7 @@ def test_without_a_gpu(monkeypatch, capsys):
 
 
 def test_no_memory_left(capsys):
-    def full(mlp, product, reps):
+    def full(mlp, product, reps, advance):
         raise torch.OutOfMemoryError
 
     assert tune(full) == 1

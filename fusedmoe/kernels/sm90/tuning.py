@@ -66,8 +66,9 @@ class Product:
         return 2.0 * self.problem.rows * self.problem.columns * self.problem.depth
 
 
-Measure = Callable[[Mlp, Product, int], "dict[TileConfig, float]"]
-"""(MLP, its product, repetitions) to the milliseconds of each candidate."""
+Measure = Callable[[Mlp, Product, int, Callable[[str], None]], "dict[TileConfig, float]"]
+"""(MLP, its product, repetitions, what to call with the name of each candidate that is ready) to the milliseconds of
+each candidate."""
 
 
 def products(mlp: Mlp, sms: int) -> tuple[Product, ...]:
@@ -89,14 +90,18 @@ def products(mlp: Mlp, sms: int) -> tuple[Product, ...]:
     )
 
 
-def measure(mlp: Mlp, product: Product, reps: int) -> dict[TileConfig, float]:
-    """Time each candidate: the median of ``reps`` calls in milliseconds, candidates in turns, nothing in the L2."""
+def measure(mlp: Mlp, product: Product, reps: int, advance: Callable[[str], None]) -> dict[TileConfig, float]:
+    """Time each candidate: the median of ``reps`` calls in milliseconds, candidates in turns, nothing in the L2.
+
+    ``advance`` is called when a candidate is compiled and warm, which takes far longer than its timed calls.
+    """
     call = _call(mlp, product)
     configs = candidates(product.problem)
     for config in configs:
         with forced(config):
             for _ in range(WARM_UP):
                 call()
+        advance(f"{product.title}, {config.name}")
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
     taken: dict[TileConfig, list[float]] = {config: [] for config in configs}
     for _ in range(reps):

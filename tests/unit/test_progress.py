@@ -1,0 +1,61 @@
+"""The progress of long commands: a bar on a terminal, lines elsewhere, always on stderr."""
+
+import io
+import sys
+
+import pytest
+from rich.console import Console
+
+from fusedmoe.progress import LINES, counted
+
+
+def console(terminal):
+    return Console(file=io.StringIO(), force_terminal=terminal, width=100)
+
+
+def test_a_terminal_gets_a_bar_that_counts():
+    shown = console(terminal=True)
+    with counted(3, "kernels", shown) as advance:
+        advance("first")
+        advance("[second]")  # a name is no markup
+    text = shown.file.getvalue()
+    assert "2/3" in text
+    assert "kernels" in text
+    assert "[second]" in text
+    assert "\x1b[" in text
+
+
+def test_elsewhere_there_are_plain_lines():
+    shown = console(terminal=False)
+    with counted(99, "kernels", shown) as advance:
+        for i in range(99):
+            advance(f"kernel {i}")
+    lines = shown.file.getvalue().splitlines()
+    assert len(lines) <= LINES
+    assert lines[0].startswith("4/99 kernels, 0 s, kernel 3")
+    assert lines[-1].startswith("99/99 kernels, 0 s, kernel 98")
+    assert "\x1b" not in shown.file.getvalue()
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_an_error_ends_it(terminal):
+    shown = console(terminal)
+
+    def interrupted():
+        with counted(3, "kernels", shown) as advance:
+            advance("first")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    with counted(1, "kernels", shown) as advance:  # a second bar beside the first would raise
+        advance("again")
+
+
+def test_it_goes_to_stderr(capsys):
+    with counted(2, "kernels") as advance:
+        advance("first")
+        sys.stdout.write("a result\n")
+    captured = capsys.readouterr()
+    assert captured.out == "a result\n"
+    assert captured.err.startswith("1/2 kernels, 0 s, first")
