@@ -93,19 +93,22 @@ class Report:
     gpus: tuple[Gpu, ...]
     no_gpu: str | None
     kernels: tuple[Kernel, ...]
+    broken_entry_points: tuple[Fact, ...] = ()
 
     def __str__(self) -> str:
         gpus = [
             (f"{gpu.index}: {gpu.name}", f"{gpu.arch}, {gpu.memory_gib:.1f} GiB, {gpu.sms} SMs") for gpu in self.gpus
         ]
         kernels = [(kernel.name, f"{'yes' if kernel.available else 'no '}  {kernel.note}") for kernel in self.kernels]
-        sections = (
+        sections = [
             ("software", _pairs(self.software)),
             ("packages", _pairs(self.packages)),
             ("environment", _pairs(self.environment) or [("nothing set", "")]),
             ("GPUs", gpus or [("none", self.no_gpu or "")]),
             ("kernels", kernels),
-        )
+        ]
+        if self.broken_entry_points:
+            sections.append(("packages whose fusion rules are not used", _pairs(self.broken_entry_points)))
         width = max(len(name) for _, rows in sections for name, _ in rows)
         return "\n\n".join(
             "\n".join([title, *(f"  {name:<{width}}  {value}".rstrip() for name, value in rows)])
@@ -124,6 +127,10 @@ def doctor() -> Report:
         gpus=gpus,
         no_gpu=no_gpu,
         kernels=kernel_lines(gpus),
+        broken_entry_points=tuple(
+            Fact(broken.package, f"entry point {broken.name} ({broken.value}) failed to load: {broken.error}")
+            for broken in registry.broken_entry_points()
+        ),
     )
 
 
@@ -266,7 +273,10 @@ def _gpu(index: int) -> Gpu:
 
 def _fused(rule: type[FusionRule], devices: Iterable[torch.device]) -> Kernel:
     disabled = patterns(disabled_by_environment())
-    found = [why_unavailable(rule, device, arch(device), disabled) for device in devices]
+    try:
+        found = [why_unavailable(rule, device, arch(device), disabled) for device in devices]
+    except Exception as error:  # noqa: BLE001  (a rule of another package may raise anything, and a call will raise it)
+        return Kernel(rule.name, False, f"a bug of this rule: {type(error).__name__}: {error}")
     reasons = [unavailable.reason for unavailable in found if unavailable is not None]
     here = len(reasons) < len(found)
     return Kernel(rule.name, here, f"{rule.direction}, a fusion rule" if here else "; ".join(reasons))

@@ -4,6 +4,7 @@ process.
 
 from __future__ import annotations
 
+import logging
 from fnmatch import fnmatchcase
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, NamedTuple
@@ -13,13 +14,25 @@ from fusedmoe.fusion.rule import Declined, FusionRule, RuleError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from importlib.metadata import EntryPoint
     from types import TracebackType
 
     import torch
 
     from fusedmoe.fusion.plan import Cause
 
+logger = logging.getLogger(__name__)
+
 ENTRY_POINT_GROUP = "fusedmoe.fusions"
+
+
+class BrokenEntryPoint(NamedTuple):
+    """An entry point that failed to load, and why."""
+
+    package: str
+    name: str
+    value: str
+    error: str
 
 
 class _Registry:
@@ -27,6 +40,7 @@ class _Registry:
         self.by_name: dict[str, type[FusionRule]] = {}
         self.generation = 0  # part of every plan's key
         self.loaded = False
+        self.broken: tuple[BrokenEntryPoint, ...] = ()
 
     def add(self, rules: Iterable[object]) -> tuple[type[FusionRule], ...]:
         """Add all of the rules or, where one is wrong, none; return those that were not there yet."""
@@ -47,21 +61,48 @@ class _Registry:
         return tuple(new.values())
 
     def load(self) -> None:
-        """Add the built-in rules and those of entry points, once, when the first plan is made."""
+        """Add the built-in rules and those of entry points, once, when the first plan is made.
+
+        An entry point that fails is left out: one WARNING names its package, and `broken` keeps it.
+        """
         from fusedmoe.fusion.rules import BUILTIN
 
-        self.loaded = True
-        self.add(BUILTIN)
-        for entry in entry_points(group=ENTRY_POINT_GROUP):
-            try:
-                found = entry.load()
-                self.add(found if isinstance(found, (list, tuple)) else [found])
-            except Exception as error:
-                package = entry.dist.name if entry.dist else "an unknown package"
-                self.loaded = False
-                raise RuleError(
-                    f"entry point {entry.name!r} of {package} ({entry.value}) failed to load: {error}"
-                ) from error
+        self.loaded = True  # already: an entry point may ask for the rules
+        try:
+            self.add(BUILTIN)
+            self.broken = tuple(filter(None, map(self._load_entry, entry_points(group=ENTRY_POINT_GROUP))))
+        except BaseException:
+            self.loaded = False
+            raise
+
+    def _load_entry(self, entry: EntryPoint) -> BrokenEntryPoint | None:
+        """Add the rules of an entry point; return what is wrong with it."""
+        try:
+            found = entry.load()
+            self.add(found if isinstance(found, (list, tuple)) else [found])
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # foreign code: a sys.exit is no Exception
+            broken = BrokenEntryPoint(_package(entry), entry.name, entry.value, _in_one_line(error))
+            logger.warning(
+                "the fusion rules of package %s are not used: its entry point %s (%s) failed to load: %s",
+                *broken,
+            )
+            logger.debug("entry point %s of package %s", entry.name, broken.package, exc_info=error)
+            return broken
+        return None
+
+
+def _package(entry: EntryPoint) -> str:
+    try:
+        return str(entry.dist.name) if entry.dist else "(unknown)"
+    except KeyError:  # a damaged installation: its metadata has no name
+        return "(unknown)"
+
+
+def _in_one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 _registry = _Registry()
@@ -112,6 +153,12 @@ def rules() -> tuple[type[FusionRule], ...]:
     if not _registry.loaded:
         _registry.load()
     return tuple(_registry.by_name[name] for name in sorted(_registry.by_name))
+
+
+def broken_entry_points() -> tuple[BrokenEntryPoint, ...]:
+    """Return the entry points that failed to load, whose rules are not there."""
+    rules()
+    return _registry.broken
 
 
 def generation() -> int:

@@ -1,13 +1,16 @@
 """The doctor's report, on machines that it is told about: no test here needs a GPU."""
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import fusedmoe
 from fusedmoe import doctor as module
 from fusedmoe.doctor import Fact, Gpu, Kernel, Report, main
 
@@ -207,3 +210,48 @@ def test_it_imports_no_cute_dsl():
         "sys.exit(any(name in sys.modules for name in ('cutlass', 'tvm_ffi')))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize("body", ["import sys; sys.exit('bye')", "import no_such_module", "RULES = 3"])
+def test_a_package_with_broken_rules_is_listed_and_everything_else_is_there(tmp_path, body):
+    """A process of its own, with an installed package whose entry point fails."""
+    (tmp_path / "broken_rules.py").write_text(body)
+    (tmp_path / "broken_rules-1.0.dist-info").mkdir()
+    (tmp_path / "broken_rules-1.0.dist-info/METADATA").write_text(
+        "Metadata-Version: 2.1\nName: broken-rules\nVersion: 1\n"
+    )
+    (tmp_path / "broken_rules-1.0.dist-info/entry_points.txt").write_text(
+        "[fusedmoe.fusions]\nsome = broken_rules:RULES\n"
+    )
+    path = os.pathsep.join([str(tmp_path), str(Path(fusedmoe.__file__).parents[1])])
+    environment = os.environ | {"PYTHONPATH": path, "FUSEDMOE_DISABLE": "*"}
+
+    def run(*arguments):
+        return subprocess.run(
+            [sys.executable, "-m", "fusedmoe", "doctor", *arguments], env=environment, capture_output=True, text=True,
+            timeout=300, check=False,
+        )  # fmt: skip
+
+    done = run("--json")
+    assert done.returncode == 0, done.stderr
+    assert (
+        "the fusion rules of package broken-rules are not used: its entry point some (broken_rules:RULES)"
+        in done.stderr
+    )
+    report = json.loads(done.stdout)
+    (broken,) = report["broken_entry_points"]
+    assert broken["name"] == "broken-rules"
+    assert "entry point some (broken_rules:RULES) failed to load: " in broken["value"]
+    assert "sm90.grouped_gemm" in {kernel["name"] for kernel in report["kernels"]}
+    assert "packages whose fusion rules are not used\n  broken-rules" in run().stdout
+
+
+def test_a_rule_that_cannot_say_whether_it_is_available(builtin_rules, monkeypatch):
+    def available(device, arch):
+        raise ZeroDivisionError("division by zero")
+
+    rule = next(rule for rule in builtin_rules if rule.name == "sm90.grouped_gemm")
+    monkeypatch.setattr(rule, "available", available)
+    (line,) = [kernel for kernel in module.doctor().kernels if kernel.name == rule.name]
+    assert not line.available
+    assert line.note == "a bug of this rule: ZeroDivisionError: division by zero"
