@@ -60,12 +60,17 @@ class Chain:
         The ops and their labels.
     exports
         Values that the ops provide and that something after the chain wants.
+    sorted_rows
+        The sets of rows that are sorted by expert, though no op of the chain takes their offsets; see `Graph`.
     """
 
-    def __init__(self, nodes: Sequence[Node], exports: Collection[str] = ()) -> None:
+    def __init__(
+        self, nodes: Sequence[Node], exports: Collection[str] = (), sorted_rows: Mapping[int, str] | None = None
+    ) -> None:
         self.nodes = tuple(nodes)
         self.exports = tuple(exports)
-        graph = Graph(self.nodes, self.exports)
+        self.sorted_rows = sorted_rows or {}
+        graph = Graph(self.nodes, self.exports, (), self.sorted_rows)
         self.inputs = tuple(graph.inputs)
         self.arguments = graph.arguments
         self._ops = tuple(node.op for node in self.nodes)
@@ -346,7 +351,7 @@ class Chain:
                 raise InputError(f"{must} give each inserted op a label of its own, got {label!r} twice")
             if op.parameter_names and Node(label, op) not in self.nodes:
                 raise InputError(f"{must} insert ops with no parameters, got {label}.{type(op).__name__}")
-        graph = Graph(nodes, self.exports, self.inputs)
+        graph = Graph(nodes, self.exports, self.inputs, self.sorted_rows)
         if more := graph.inputs[len(self.inputs) :]:
             raise InputError(
                 f"{must} insert ops that take what the chain has, got one that takes {', '.join(map(repr, more))}"
@@ -370,6 +375,7 @@ def run_alone(op: Op, x: Tensor, inputs: Mapping[str, Tensor]) -> Tensor | tuple
         raise InputError(f"{op!r}: x: expected a tensor, got {type(x).__name__}")
     chain = alone(op)
     if inputs.keys() != set(chain.inputs) or not all(isinstance(t, Tensor) for t in inputs.values()):
+        chain = alone_with(op, inputs)
         check_inputs(repr(op), chain.takers, inputs)
     named = dict(inputs)
     y = chain.run(x, named)
@@ -382,6 +388,20 @@ def alone(op: Op) -> Chain:
     if chain is None:
         chain = op.__dict__["_alone"] = Chain([Node("op", op.placed(()))], op.provides)
     return chain
+
+
+def alone_with(op: Op, given: Collection[str]) -> Chain:
+    """Return the chain of one op that is called with these inputs: among rows sorted by expert, if it is given
+    ``splits`` and takes them where there are any.
+    """
+    chain = alone(op)
+    if "splits" not in given or "splits" in chain.inputs or "offsets" not in op.optional_inputs:
+        return chain
+    found: Chain | None = op.__dict__.get("_alone_sorted")
+    if found is None:
+        found = Chain(chain.nodes, op.provides, {0: f"op.{type(op).__name__}"})
+        op.__dict__["_alone_sorted"] = found
+    return found
 
 
 def check_inputs(

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fusedmoe import settings
 from fusedmoe.autocast import without_autocast
-from fusedmoe.chain import Chain, alone, autocast_argument, check_names
+from fusedmoe.chain import Chain, alone_with, autocast_argument, check_names
 from fusedmoe.environment import disabled_by_environment
 from fusedmoe.errors import InputError
 from fusedmoe.fusion import registry
@@ -38,6 +38,7 @@ from fusedmoe.kernels.options import DEFAULT, KernelOptions
 from fusedmoe.layout import ChainPart
 from fusedmoe.ops.op import Node, Op, constant_in_graphs
 from fusedmoe.recompute import backward_pass, checkpointing, had_gradients
+from fusedmoe.sorted_rows import ModuleCall, call_module
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -62,12 +63,19 @@ class TracedChain(NamedTuple):
     chain: Chain | None  # where there is no handle
 
 
+class TracedPart(NamedTuple):
+    """What Dynamo reads of a part that is a chain: see `ChainPart`."""
+
+    chain: TracedChain
+    apart: TracedChain
+    sorts_rows: bool
+
+
 class TracedModule(NamedTuple):
     """What Dynamo reads of a module among the ops."""
 
     path: Path
-    takes: tuple[str, ...]
-    provides: tuple[str, ...]
+    call: ModuleCall
 
 
 # ---- what Dynamo traces -------------------------------------------------------------------------------------------
@@ -85,21 +93,18 @@ def run_sequential(
         torch.are_deterministic_algorithms_enabled(), _given(inputs),
     )  # fmt: skip
     named = dict(inputs)
+    counted = True
     for part in parts:
         if isinstance(part, TracedModule):
-            module = _at(root, part.path)
-            y = module(x, **{name: named[name] for name in part.takes})
-            if part.provides:
-                x, provided = y
-                named.update(provided)
-            else:
-                x = y
+            x, counted = call_module(_at(root, part.path), x, named, part.call, counted)
         else:
-            own = [getattr(_at(root, path), name) for path, name, _ in part.parameters]
+            chain = part.chain if counted else part.apart
+            own = [getattr(_at(root, path), name) for path, name, _ in chain.parameters]
             if parameters is not None:
-                keys = [key for _, _, key in part.parameters]
+                keys = [key for _, _, key in chain.parameters]
                 own = [parameters.get(key) if t is None else t for t, key in zip(own, keys, strict=True)]
-            x = _run_chain(part, x, named, own, options, parameters)
+            x = _run_chain(chain, x, named, own, options, parameters)
+            counted = counted or part.sorts_rows
     return x
 
 
@@ -193,22 +198,29 @@ def _given(inputs: Mapping[str, Tensor | None]) -> tuple[str, ...]:
 
 # behind a graph break these are called rather than taken for constants: they are not to be traced then
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def parts_for_compiler(root: Sequential, given: tuple[str, ...]) -> tuple[TracedChain | TracedModule, ...]:
+def parts_for_compiler(root: Sequential, given: tuple[str, ...]) -> tuple[TracedPart | TracedModule, ...]:
     """Return what a `Sequential` is made of, for `run_sequential`; check that the caller gives what it takes."""
-    layout = root._current_layout()
+    layout = root._layout_for(given)
     layout.check_names(given)
     return tuple(
-        _traced_chain(part.chain, [tuple(node.label.split(".")) for node in part.chain.nodes], root._options)
+        _traced_part(part, root._options)
         if isinstance(part, ChainPart)
-        else TracedModule(tuple(part.label.split(".")), part.takes, part.provides)
+        else TracedModule(tuple(part.label.split(".")), part.call)
         for part in layout.parts
     )
+
+
+def _traced_part(part: ChainPart, options: KernelOptions) -> TracedPart:
+    paths = [tuple(node.label.split(".")) for node in part.chain.nodes]
+    chain = _traced_chain(part.chain, paths, options)
+    apart = chain if part.apart is None else _traced_chain(part.apart, paths, options)
+    return TracedPart(chain, apart, part.sorts_rows)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def chain_for_compiler(op: Op, given: tuple[str, ...]) -> TracedChain:
     """Return an op alone, for `run_op`; check that the caller gives what it takes."""
-    chain = alone(op)
+    chain = alone_with(op, given)
     check_names(repr(op), chain.takers, given)
     return _traced_chain(chain, [()], DEFAULT)
 
@@ -314,13 +326,14 @@ def _handle(chain: Chain, options: KernelOptions) -> str | None:
     rules = [f"{rule.__module__}.{rule.__qualname__}" for rule in registry.rules()]
     ops = [f"{node.label}={node.op.describe()}" for node in chain.nodes]
     strict = now.strict, now.strict_unavailable
-    said = (ops, chain.exports, repr(now.recipe), strict, disabled, repr(options), around.deterministic, rules)
+    held = (repr(now.recipe), strict, disabled, repr(options), around.deterministic, rules)
+    said = (ops, chain.exports, chain.sorted_rows, *held)
     handle = f"fusedmoe {_version()} " + " ".join(map(str, said))
     with _lock:
         if handle not in _traced:
             nodes = [Node(node.label, _without_parameters(node.op)) for node in chain.nodes]
-            calls = _calls.setdefault(str(ops), _Calls(1 + len(chain.inputs)))
-            _traced[handle] = _Traced(Chain(nodes, chain.exports), around, calls)
+            calls = _calls.setdefault(str((ops, chain.sorted_rows)), _Calls(1 + len(chain.inputs)))
+            _traced[handle] = _Traced(Chain(nodes, chain.exports, chain.sorted_rows), around, calls)
     return handle
 
 
@@ -335,7 +348,8 @@ def _without_parameters(op: Op) -> Op:
     """Return the op without its parameters, so that a graph keeps no weights alive."""
     bare = copy.copy(op)
     bare.__dict__["_parameters"] = dict.fromkeys(op._parameters)
-    bare.__dict__.pop("_alone", None)
+    for chain in ("_alone", "_alone_sorted"):
+        bare.__dict__.pop(chain, None)
     return bare
 
 

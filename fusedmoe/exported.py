@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from fusedmoe import settings
 from fusedmoe.autocast import autocast_dtype
-from fusedmoe.chain import alone, autocast_argument, check_inputs
+from fusedmoe.chain import alone_with, autocast_argument, check_inputs
 from fusedmoe.fusion.executable import Environment
 from fusedmoe.fusion.planner import make_plan
 from fusedmoe.fusion.signature import NOMINAL_ROWS, spec_of
 from fusedmoe.kernels.options import DEFAULT
 from fusedmoe.layout import ChainPart
+from fusedmoe.sorted_rows import call_module
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,21 +29,23 @@ def run_sequential(
     root: Sequential, x: Tensor, inputs: dict[str, Tensor], parameters: Parameters | None = None
 ) -> Tensor:
     """Run a `Sequential` in a program that is being exported."""
-    layout = root._current_layout()
+    layout = root._layout_for(inputs)
     named = layout.bind(x, inputs)
     if parameters is not None:
         layout.check_parameters(parameters)
+    counted = True
     for part in layout.parts:
         if isinstance(part, ChainPart):
-            x = _run_chain(part.chain, x, named, parameters)
+            x = _run_chain(part.chain_for(counted), x, named, parameters)
+            counted = counted or part.sorts_rows
         else:
-            x = part.run(x, named, root._options)
+            x, counted = call_module(part.module, x, named, part.call, counted)
     return x
 
 
 def run_op(op: Op, x: Tensor, inputs: dict[str, Tensor]) -> Any:
     """Run an op alone in a program that is being exported."""
-    chain = alone(op)
+    chain = alone_with(op, inputs)
     check_inputs(repr(op), chain.takers, inputs)
     named = dict(inputs)
     y = _run_chain(chain, x, named, None)

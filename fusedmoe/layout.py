@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -10,11 +12,12 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from fusedmoe.chain import Chain, check_inputs, check_names
 from fusedmoe.errors import InputError
-from fusedmoe.fusion.graph import Graph
+from fusedmoe.fusion.graph import Graph, first_takers_of_offsets
 from fusedmoe.ops.op import Node, Op
+from fusedmoe.sorted_rows import Boundary, ModuleCall, accepts_splits, boundaries, call_module, module_call
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from fusedmoe.chain import Parameters
     from fusedmoe.kernels.options import KernelOptions
@@ -31,15 +34,37 @@ class Member:
 
 @dataclass(frozen=True)
 class ChainPart:
-    """Ops in a row, planned together."""
+    """Ops in a row, planned together.
+
+    Attributes
+    ----------
+    chain : Chain
+        The ops, with what other parts know of the rows: which are sorted by expert.
+    apart : Chain or None
+        The ops without that, for rows that are no longer those that ``splits`` counts; None where it is the same.
+    sorts_rows : bool
+        ``splits`` counts the rows that come out, whatever came in.
+    """
 
     chain: Chain
+    apart: Chain | None
+    sorts_rows: bool
 
     @property
     def title(self) -> str:
         """What ``explain()`` calls it."""
         first, last = self.chain.nodes[0].label, self.chain.nodes[-1].label
         return f"chain {first}" if first == last else f"chain {first} to {last}"
+
+    def chain_for(self, counted: bool) -> Chain:
+        """Return the chain for rows that ``splits`` counts, or does not count."""
+        return self.chain if counted or self.apart is None else self.apart
+
+    def run(
+        self, x: Tensor, named: dict[str, Tensor], options: KernelOptions, parameters: Parameters | None, counted: bool
+    ) -> tuple[Tensor, bool]:
+        """Run it; return its rows, and whether ``splits`` counts them."""
+        return self.chain_for(counted).run(x, named, options, parameters), counted or self.sorts_rows
 
 
 @dataclass(frozen=True)
@@ -48,31 +73,23 @@ class ModulePart:
 
     label: str
     module: nn.Module
-    takes: tuple[str, ...]
-    provides: tuple[str, ...]
+    call: ModuleCall
 
     @property
     def title(self) -> str:
         """What ``explain()`` calls it, and why it is no chain."""
         why = (
             "called as a module, for its hooks"
-            if self.takes or isinstance(self.module, Op)
+            if self.call.takes or isinstance(self.module, Op)
             else "not an op: splits the chain"
         )
         return f"module {self.label}: {type(self.module).__name__}: {why}"
 
     def run(
-        self, x: Tensor, named: dict[str, Tensor], options: KernelOptions, parameters: Parameters | None = None
-    ) -> Tensor:
-        """Call it on the rows and what it takes of the values by name, to which it adds those that it provides. It has
-        options of its own, where it has any.
-        """
-        y = self.module(x, **{name: named[name] for name in self.takes})
-        if not self.provides:
-            return y  # type: ignore[no-any-return]
-        rows, provided = y
-        named.update(provided)
-        return rows  # type: ignore[no-any-return]
+        self, x: Tensor, named: dict[str, Tensor], options: KernelOptions, parameters: Parameters | None, counted: bool
+    ) -> tuple[Tensor, bool]:
+        """Call it as `call_module` does. It has options of its own, where it has any."""
+        return call_module(self.module, x, named, self.call, counted)
 
 
 class Layout:
@@ -84,22 +101,28 @@ class Layout:
         The Sequential.
     opened
         Whether a nested module counts as its own modules.
+    sorted_rows
+        The caller gives ``splits`` although no op has to have them; see `may_be_sorted`.
 
     Attributes
     ----------
     parts : list
         `ChainPart` and `ModulePart`.
-    runs : list
-        What runs each part on rows, values by name, to which it adds those that later parts want, and options.
+    run : callable
+        Runs the parts on rows, values by name, options and parameters by name; returns the rows of the last part.
     wanted : dict
         Each runtime input that the caller gives, with the ops that take it.
     provided : dict
         Each value that an op provides, with its label.
     opened : list of (str, Module)
         The nested modules that count as their own modules, with their labels.
+    changes_rows : bool
+        Whether a module says that the rows that come out of it are others.
+    may_be_sorted : bool
+        Whether no op has to have ``splits``, but one takes them where there are any.
     """
 
-    def __init__(self, root: nn.Sequential, opened: Callable[[nn.Module], bool]) -> None:
+    def __init__(self, root: nn.Sequential, opened: Callable[[nn.Module], bool], sorted_rows: bool = False) -> None:
         self._children: list[tuple[nn.Module, list[tuple[str, nn.Module | None]]]] = []
         self._hooked: list[tuple[nn.Module, bool]] = []
         self._any_global_hook = _has_any_global_hook()
@@ -111,7 +134,15 @@ class Layout:
             else:
                 groups.append([member])
         takes = [_takes(group) for group in groups]
-        self.wanted: dict[str, list[str]] = {}
+        modules = [(member.label, member.module) for group in groups for member in group]
+        rows = boundaries(modules, "Sequential" if sorted_rows else None)
+        self.changes_rows = rows[0].rows != rows[-1].rows
+        first_rows = [module for (_, module), before in zip(modules, rows, strict=False) if before == (0, None)]
+        self.may_be_sorted = any(map(accepts_splits, first_rows))
+        ends = [*accumulate(map(len, groups), initial=0)]
+        around = [rows[start : end + 1] for start, end in pairwise(ends)]  # the rows in, between and out of each group
+        shared = [_shared_rows(group, among) for group, among in zip(groups, around, strict=True)]
+        self.wanted: dict[str, list[str]] = {"splits": []} if sorted_rows else {}
         self.provided: dict[str, str] = {}
         self.parts: list[ChainPart | ModulePart] = []
         for i, group in enumerate(groups):
@@ -119,17 +150,23 @@ class Layout:
                 if name not in self.provided:
                     self.wanted.setdefault(name, []).extend(ops)
             later = {name for t in takes[i + 1 :] for name in t}
+            if any(shared[i + 1 :]):
+                later.add("splits")
             provides = {name: node.label for node in _nodes(group) for name in node.op.provides}
             self.provided |= {name: f"{n.label}.{type(n.op).__name__}" for n in _nodes(group) for name in n.op.provides}
             if group[0].joins:
-                self.parts.append(ChainPart(Chain(_nodes(group), [name for name in provides if name in later])))
+                exports = [name for name in provides if name in later]
+                self.parts.append(_chain_part(_nodes(group), exports, shared[i], first=not i))
             else:
                 (member,) = group
-                self.parts.append(ModulePart(member.label, member.module, tuple(takes[i]), tuple(provides)))
+                call = module_call(member.module, tuple(takes[i]), tuple(provides), around[i], first=not i)
+                self.parts.append(ModulePart(member.label, member.module, call))
+        self.may_be_sorted = self.may_be_sorted and "splits" not in self.wanted
         self._names = self.wanted.keys()
         chains = [part.chain for part in self.parts if isinstance(part, ChainPart)]
         self._parameters = {key: (op, name) for chain in chains for op, name, key in chain.parameters}
-        self.runs = [part.chain.run if isinstance(part, ChainPart) else part.run for part in self.parts]
+        whole = self.parts[0].chain if len(self.parts) == 1 and isinstance(self.parts[0], ChainPart) else None
+        self.run: Callable[..., Tensor] = partial(_run_parts, self.parts) if whole is None else whole.run
 
     def _members(self, parent: nn.Module, prefix: str, opened: Callable[[nn.Module], bool]) -> list[Member]:
         """Every module in order; what `holds` will compare is noted on the way."""
@@ -183,6 +220,39 @@ class Layout:
                     f"Sequential: parameters: {key!r} is given, but the op has one; see Sequential.without_parameters, "
                     f"or use torch.func.functional_call"
                 )
+
+
+def _run_parts(
+    parts: Sequence[ChainPart | ModulePart],
+    x: Tensor,
+    named: dict[str, Tensor],
+    options: KernelOptions,
+    parameters: Parameters | None = None,
+) -> Tensor:
+    counted = True
+    for part in parts:
+        x, counted = part.run(x, named, options, parameters, counted)
+    return x
+
+
+def _shared_rows(group: Sequence[Member], among: Sequence[Boundary]) -> dict[int, str]:
+    """Return the sets of rows in a part, numbered from 0, that are sorted by expert for an op of another part: each
+    with that op.
+    """
+    own = first_takers_of_offsets(_nodes(group)) if group[0].joins else {}
+    found: dict[int, str | None] = {}
+    for boundary in among:
+        found.setdefault(boundary.rows - among[0].rows, boundary.taker)
+    return {rows: taker for rows, taker in found.items() if taker is not None and rows not in own}
+
+
+def _chain_part(nodes: Sequence[Node], exports: Sequence[str], shared: Mapping[int, str], first: bool) -> ChainPart:
+    """Return the part of these ops; only a module before it can have changed the number of the rows that go in."""
+    chain = Chain(nodes, exports, shared)
+    lost = {rows: taker for rows, taker in shared.items() if rows}
+    apart = None if first or 0 not in shared else Chain(nodes, exports, lost)
+    sorts_rows = any(node.op.changes_rows for node in nodes) or bool(first_takers_of_offsets(nodes))
+    return ChainPart(chain, apart, sorts_rows)
 
 
 def _hooked(module: nn.Module) -> bool:

@@ -18,7 +18,7 @@ from fusedmoe.ops.op import Op, constant_in_graphs
 from fusedmoe.target import planned_for
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from torch import Tensor
 
@@ -74,6 +74,7 @@ class Sequential(nn.Sequential):
 
     _options: KernelOptions = DEFAULT
     _layout: Layout | None = None
+    _sorted_layout: Layout | None = None  # for a call with ``splits`` that no op has to have
 
     def __init__(self, *args: Any, sm_margin: int = 0, schedule: Schedule = "static") -> None:
         super().__init__(*args)
@@ -161,12 +162,12 @@ class Sequential(nn.Sequential):
                 return compiled.run_sequential(self, x, inputs, parameters)
             return exported.run_sequential(self, x, inputs, parameters)
         layout = self._current_layout()
+        if layout.may_be_sorted:
+            layout = self._layout_for(inputs)
         named = layout.bind(x, inputs)
         if parameters is not None:
             layout.check_parameters(parameters)
-        for run in layout.runs:
-            x = run(x, named, self._options, parameters)
-        return x
+        return layout.run(x, named, self._options, parameters)
 
     def explain(self, x: Tensor, /, *, arch: Any = None, **inputs: Tensor) -> Explanation:
         """Return what `forward` would do with this call, and why: ``print`` it for a table.
@@ -194,7 +195,7 @@ class Sequential(nn.Sequential):
         self, parameters: Mapping[str, Tensor | None] | None, x: Tensor, /, *, arch: Any = None, **inputs: Tensor
     ) -> Explanation:
         """Return what `forward_with` would do with this call, and why; see `explain`."""
-        layout = self._current_layout()
+        layout = self._layout_for(inputs)
         named = layout.bind(x, inputs)
         if parameters is not None:
             layout.check_parameters(parameters)
@@ -204,17 +205,39 @@ class Sequential(nn.Sequential):
 
                 return Explanation(explain_shapes(layout.parts, x, named, self._options, parameters))
             explained = []
+            counted = True
             for i, part in enumerate(layout.parts):
-                plan = part.chain.explain(x, named, self._options, parameters) if isinstance(part, ChainPart) else None
+                chain = part.chain_for(counted) if isinstance(part, ChainPart) else None
+                plan = None if chain is None else chain.explain(x, named, self._options, parameters)
                 explained.append((part.title, plan))
                 if i + 1 < len(layout.parts):
-                    x = layout.runs[i](x, named, self._options, parameters)
+                    x, counted = part.run(x, named, self._options, parameters, counted)
         return Explanation(tuple(explained))
+
+    @property
+    def changes_rows(self) -> bool:
+        """Whether the rows that come out are not those that went in: a module among these says so."""
+        return self._current_layout().changes_rows
 
     @property
     def runtime_inputs(self) -> tuple[str, ...]:
         """The runtime inputs that `forward` takes, in order of first use."""
         return tuple(self._current_layout().wanted)
+
+    @property
+    def optional_inputs(self) -> tuple[str, ...]:
+        """``("offsets",)`` where `forward` may be given ``splits``, though no op has to have them; see `Linear`."""
+        return ("offsets",) if self._current_layout().may_be_sorted else ()
+
+    def _layout_for(self, given: Collection[str]) -> Layout:
+        """Return the layout for a call with these runtime inputs."""
+        layout = self._current_layout()
+        if not layout.may_be_sorted or "splits" not in given:
+            return layout
+        found = self._sorted_layout
+        if found is None or not found.holds():
+            found = self.__dict__["_sorted_layout"] = Layout(self, opened=opened, sorted_rows=True)
+        return found
 
     def _current_layout(self) -> Layout:
         layout = self._layout
@@ -246,4 +269,4 @@ class Sequential(nn.Sequential):
                 say_once(logger, logging.WARNING, message, label, ", ".join(module._options.changed()))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in super().__getstate__().items() if k != "_layout"}  # type: ignore[no-untyped-call]
+        return {k: v for k, v in super().__getstate__().items() if k not in ("_layout", "_sorted_layout")}  # type: ignore[no-untyped-call]

@@ -35,19 +35,21 @@ def explain_shapes(
         A module in front of another part cannot be called on tensors that have no memory.
     """
     explained = []
+    counted = True
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         x = mode.from_tensor(x, static_shapes=True)
         named: dict[str, Tensor] = {name: mode.from_tensor(t, static_shapes=True) for name, t in inputs.items()}
         for part in parts:
-            plan = part.chain.explain(x, named, options, parameters) if isinstance(part, ChainPart) else None
+            chain = part.chain_for(counted) if isinstance(part, ChainPart) else None
+            plan = None if chain is None else chain.explain(x, named, options, parameters)
             explained.append((part.title, plan))
             if part is parts[-1]:
                 break
             if isinstance(part, ChainPart):
-                x = part.chain.results_of(x, named, parameters)
+                x, counted = part.chain_for(counted).results_of(x, named, parameters), counted or part.sorts_rows
                 continue
             try:
-                x = part.run(x, named, options, parameters)
+                x, counted = part.run(x, named, options, parameters, counted)
             except Exception as error:
                 raise InputError(
                     f"explain: module {part.label!r} ({type(part.module).__name__}) cannot be called on tensors "

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fusedmoe.errors import InputError
@@ -137,9 +138,18 @@ class Graph:
         Names that ops of this chain provide and that something after the chain wants.
     inputs
         The runtime inputs that the caller gives, in the caller's order; others that ops want come after them.
+    sorted_rows
+        The sets of rows, numbered from 0, that are sorted by expert although no op here takes their offsets: each with
+        the op outside that does. The chain derives their offsets from ``splits`` too.
     """
 
-    def __init__(self, nodes: Sequence[Node], exports: Collection[str] = (), inputs: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        nodes: Sequence[Node],
+        exports: Collection[str] = (),
+        inputs: Collection[str] = (),
+        sorted_rows: Mapping[int, str] = MappingProxyType({}),
+    ) -> None:
         self.nodes = tuple(nodes)
         self.main = (*(f"{node.label}.input" for node in nodes), f"{nodes[-1].label}.output")
         self.inputs = list(inputs)  # runtime inputs that the caller gives
@@ -150,7 +160,8 @@ class Graph:
         scope = {name: name for name in inputs}
         self._rows_of: dict[str, int] = {}  # which set of rows (they change at Dispatch and Combine) a value belongs to
         self._split_rows: dict[int, str] = {}  # the offsets that say where the rows of that set end
-        self._takes_offsets = _first_takers_of_offsets(nodes)
+        self._sorted_rows = sorted_rows
+        self._takes_offsets = {**sorted_rows, **first_takers_of_offsets(nodes)}
         self._quantized: set[str] = set()  # values that a Quantize gives, weights among them
         quantizations = weight_quantizations(nodes)
         self.quantized_layers = tuple(run.layer for _, run, _ in quantizations.values())
@@ -164,6 +175,8 @@ class Graph:
         # where rows, or their gradient, pass an op as they are, they go by the name of the op behind it
         values = _names_past(self.main, [node.op.passes_forward for node in nodes])
         keys = _names_past(self.main, [node.op.passes_backward for node in nodes])
+        if rows in sorted_rows:
+            self._derive("offsets", scope, values[0], rows, sorted_rows[rows])
         for i, node in enumerate(nodes):
             self._rows_of[self.main[i]] = rows
             ends = {"input": values[i], "output": values[i + 1]}
@@ -173,8 +186,9 @@ class Graph:
             rows += node.op.changes_rows
             for name in node.op.provides:
                 scope[name] = f"{node.label}.{name}"
-            if "splits" in node.op.provides:
-                self._derive("offsets", scope, ends["output"], rows, f"{node.label}.{type(node.op).__name__}")
+            if "splits" in node.op.provides or (node.op.changes_rows and rows in sorted_rows):
+                taker = sorted_rows.get(rows, f"{node.label}.{type(node.op).__name__}")
+                self._derive("offsets", scope, ends["output"], rows, taker)
         self._rows_of[self.main[-1]] = rows
         self.places = tuple(places)
         self.forward = tuple(place for place in places if not place.node.op.passes_forward)
@@ -190,7 +204,8 @@ class Graph:
     @property
     def takers(self) -> dict[str, list[str]]:
         """Each runtime input that the caller gives, with the ops that take it."""
-        return {name: [p.label for p in self.forward if name in p.values.values()] for name in self.inputs}
+        outside = [*self._sorted_rows.values()]
+        return {name: [p.label for p in self.forward if name in p.values.values()] or outside for name in self.inputs}
 
     def _forward_place(
         self, node: Node, ends: Mapping[str, str], keys: Mapping[str, str], scope: dict[str, str], rows: int
@@ -431,7 +446,7 @@ def _key(place: Place, gradient: str) -> str:
     return place.keys[name] if name in place.keys else place.value(name)
 
 
-def _first_takers_of_offsets(nodes: Sequence[Node]) -> dict[int, str]:
+def first_takers_of_offsets(nodes: Sequence[Node]) -> dict[int, str]:
     """Return, for each set of rows that is sorted by expert, the op whose error it is where the splits are wrong."""
     takers: dict[int, str] = {}
     rows = 0

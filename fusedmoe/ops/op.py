@@ -69,6 +69,12 @@ def constant_in_graphs(function: _T) -> _T:
     return function
 
 
+# on an op; plans hold functions of this very process: neither a pickle nor a deepcopy takes them along
+_OF_THIS_PROCESS = (
+    "_alone", "_alone_sorted", "_attributes", "_description", "_number", "_quantized_weight", "_captured",
+)  # fmt: skip
+
+
 Specs = TensorSpec | tuple[TensorSpec, ...]
 Tensors = Tensor | tuple[Tensor, ...]
 
@@ -102,7 +108,8 @@ class Op(nn.Module):
         Those of ``input``, ``weight``, ... that `compute` takes quantized, with the axis that it sums over: by rows
         (-1) or by columns (-2). Anything else comes as what it stands for.
     optional_inputs : tuple of str
-        Derived values that `compute` takes last where the chain has them, and as None where it has not.
+        Derived values that `compute` takes last where the chain has them, and as None where it has not. An op that
+        names ``"offsets"`` here may be given ``splits=`` when it is called alone.
     passes_forward, passes_backward : bool
         Whether rows, or their gradient, pass as they are: the op is then no step in that direction.
     launches : int
@@ -256,9 +263,7 @@ class Op(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __getstate__(self) -> dict[str, Any]:
-        # plans hold functions of this very process: neither a pickle nor a deepcopy takes them along
-        of_this_process = ("_alone", "_attributes", "_description", "_number", "_quantized_weight", "_captured")
-        return {k: v for k, v in super().__getstate__().items() if k not in of_this_process}  # type: ignore[no-untyped-call]
+        return {k: v for k, v in super().__getstate__().items() if k not in _OF_THIS_PROCESS}  # type: ignore[no-untyped-call]
 
 
 def _note_change(op: Op, name: str) -> None:

@@ -45,6 +45,17 @@ def zero_tail_(rows: Tensor, offsets_E: Tensor) -> Tensor:
     return rows.masked_fill_(mask.view(-1, *(1,) * (rows.dim() - 1)), 0)
 
 
+def without_tail(rows: Tensor, splits_E: Tensor) -> Tensor:
+    """Return ``rows`` (R, ...) with zeros in the rows past ``splits.sum()``; the gradient has zeros there too.
+
+    Differentiable, and without a host synchronisation. ``splits`` (E,) are not checked here: the op that takes them
+    does that.
+    """
+    total = splits_E.to(torch.int64).clamp(min=0).sum()
+    tail = torch.arange(rows.shape[0], device=rows.device) >= total
+    return rows.masked_fill(tail.view(-1, *(1,) * (rows.dim() - 1)), 0)
+
+
 def sort_by_expert(expert_index_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Order the T*K routing slots by expert; a stable sort keeps the tokens of one expert in order.
 
