@@ -13,6 +13,7 @@ default_role = "literal"  # `x` in a docstring is code, as in the pages
 
 myst_heading_anchors = 3
 
+autodoc_mock_imports = ["torchtitan"]  # whose modules its integration subclasses, and which needs Triton
 autodoc_inherit_docstrings = False  # what a base class documents is not said again, nor what torch says of nn.Module
 autodoc_member_order = "groupwise"
 autodoc_typehints = "description"
