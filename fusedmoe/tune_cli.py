@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -131,7 +132,7 @@ def _mlp(options: TuneOptions) -> Mlp:
 
 
 def _clear(file: Path) -> int:
-    there = file.exists()
+    there = os.path.lexists(file)
     file.unlink(missing_ok=True)
     print(f"removed {file}" if there else f"there is no {file}")
     return 0

@@ -25,12 +25,14 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["VARIABLE", "CacheUnusableError", "DamagedError", "Entry", "folder", "replace"]
+__all__ = ["VARIABLE", "CacheUnusableError", "DamagedError", "Entry", "folder", "parsed", "read", "replace"]
 
 VARIABLE = "FUSEDMOE_CACHE_DIR"
 OFF = "0"  # the value of VARIABLE that keeps kernels in memory alone
 PATIENCE_S = 300.0  # how long to wait for a process that compiles: far more than it takes, for one that is suspended
 POLL_S = 0.05
+LARGEST_OBJECT = 2**28  # bytes: a thousand times what a kernel takes
+LARGEST_JSON = 2**24  # bytes
 
 
 class CacheUnusableError(Exception):
@@ -106,20 +108,18 @@ class Entry:
         DamagedError
             Something is there that is not to be loaded.
         """
-        manifest, object_ = _read(self.manifest_file), _read(self.object_file)
+        manifest, object_ = read(self.manifest_file, LARGEST_JSON), read(self.object_file, LARGEST_OBJECT)
         if manifest is None:  # written last: an object alone is what an interrupted process left
             return None
         if object_ is None:
             raise DamagedError("the manifest is there, the object is not")
-        try:
-            says = json.loads(manifest)
-        except ValueError as error:
-            raise DamagedError(f"its manifest is no JSON ({error})") from error
+        says = parsed(manifest, "its manifest")
         sha256 = hashlib.sha256(object_).hexdigest()
         for name, expected in (("symbol", self.symbol), ("key", self.key), ("sha256", sha256)):
             got = says.get(name) if isinstance(says, dict) else None
             if got != expected:
-                raise DamagedError(f"its manifest has {name} {got!r}, expected {expected!r}")
+                shown = repr(got) if got is None or isinstance(got, str) else f"of type {type(got).__name__}"
+                raise DamagedError(f"its manifest has {name} {shown[:100]}, expected {expected!r}")
         return object_
 
     def write(self, object_: bytes, built_with: Mapping[str, str]) -> None:
@@ -231,23 +231,55 @@ def _distrust(status: os.stat_result) -> str | None:
     return None
 
 
-def _read(path: Path) -> bytes | None:
-    """Read a file that this user or root wrote; None if there is none."""
+def read(path: Path, largest: int) -> bytes | None:
+    """Return a regular file that this user or root wrote; None if there is none. Every file of the cache is read here.
+
+    Parameters
+    ----------
+    path
+        The file.
+    largest
+        Its largest size in bytes.
+
+    Raises
+    ------
+    DamagedError
+        Something is there that is not to be read: no regular file, a link, too large, somebody else's.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # does not hang on a named pipe
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise DamagedError(f"{path.name} cannot be opened ({error.strerror})") from error
-    with open(descriptor, "rb") as file:
+    try:
         status = os.fstat(descriptor)
         reason = _distrust(status) if stat.S_ISREG(status.st_mode) else "is no file"
+        if reason is None and status.st_size > largest:
+            reason = f"is larger than {largest} bytes"
         if reason is not None:
             raise DamagedError(f"{path.name} {reason}")
-        try:
-            return file.read()
-        except OSError as error:
-            raise DamagedError(f"{path.name} cannot be read ({error.strerror})") from error
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read(largest)
+    except OSError as error:
+        raise DamagedError(f"{path.name} cannot be read ({error.strerror})") from error
+    finally:
+        os.close(descriptor)
+
+
+def parsed(content: bytes, who: str) -> object:
+    """Return what a file says as JSON; ``who`` it is, for the message.
+
+    Raises
+    ------
+    DamagedError
+        It is no JSON, or nested too deeply.
+    """
+    try:
+        says: object = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(f"{who} is no JSON ({error})") from error
+    return says
 
 
 def replace(path: Path, content: bytes) -> None:

@@ -9,6 +9,7 @@ import logging
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -333,6 +334,103 @@ def test_a_link_and_a_pipe_are_no_entries(monkeypatch, caplog, tmp_path):
     path.unlink()
     os.mkfifo(path)
     compiled_again(Toy(), monkeypatch, caplog, "is no file")
+
+
+NO_FILES = {
+    "directory": lambda path: path.mkdir(),
+    "directory with a file": lambda path: (path.mkdir(), (path / "a").touch()),
+    "named pipe": os.mkfifo,
+    "link to itself": lambda path: path.symlink_to(path),
+    "dangling link": lambda path: path.symlink_to(path.with_name("nothing")),
+    "socket": lambda path: socket.socket(socket.AF_UNIX).bind(str(path)),
+    "terabyte": lambda path: (path.touch(), os.truncate(path, 2**40)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
+@pytest.mark.parametrize("part", ["manifest_file", "object_file"])
+@pytest.mark.parametrize("kind", NO_FILES)
+def test_what_is_no_file_of_the_cache_is_never_read(monkeypatch, tmp_path, kind, part):
+    monkeypatch.chdir(tmp_path)  # the names of sockets are short
+    entry = cache.Entry(Path("."), "toy", "0" * 64)
+    entry.write(b"an object", {})
+    path = getattr(entry, part)
+    path.unlink()
+    NO_FILES[kind](path)
+    with pytest.raises(cache.DamagedError, match=f"^{path.name} (is|cannot)"):
+        entry.read()
+
+
+def test_files_that_may_not_be_read(monkeypatch, tmp_path):
+    entry = cache.Entry(tmp_path, "toy", "0" * 64)
+    entry.write(b"an object", {})
+
+    def refused(path, flags):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(cache.os, "open", refused)
+    with pytest.raises(cache.DamagedError, match="cannot be opened \\(Permission denied\\)"):
+        entry.read()
+
+
+def test_a_file_that_fails_as_it_is_read(monkeypatch, tmp_path):
+    """As on a network file system that has gone."""
+    entry = cache.Entry(tmp_path, "toy", "0" * 64)
+    entry.write(b"an object", {})
+
+    def stale(descriptor):
+        raise OSError(116, "Stale file handle")
+
+    with monkeypatch.context() as patch:  # pytest asks for the status of files too
+        patch.setattr(cache.os, "fstat", stale)
+        with pytest.raises(cache.DamagedError, match="cannot be read \\(Stale file handle\\)"):
+            entry.read()
+
+
+DAMAGED_JSON = {
+    "deep list": b"[" * 200_000,
+    "deep list, closed": b"[" * 200_000 + b"]" * 200_000,
+    "deep object": b'{"a":' * 200_000,
+    "deep value": b'{"symbol": ' + b"[" * 900 + b"]" * 900 + b"}",
+    "long number": b'{"symbol": ' + b"9" * 10_000 + b"}",
+    "infinite": b'{"symbol": 1e999}',
+    "NaN": b'{"symbol": NaN}',
+    "UTF-16": '{"symbol": "toy"}'.encode("utf-16"),
+    "no UTF-8": b'{"symbol": "\xff\xfe"}',
+    "zeros": bytes(1000),
+    "types": b'{"symbol": {}, "key": [], "sha256": 1}',
+    "long text": b'{"symbol": "' + b"a" * 1_000_000 + b'"}',
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGED_JSON)
+def test_a_manifest_that_says_anything_at_all(tmp_path, kind):
+    entry = cache.Entry(tmp_path, "toy", "0" * 64)
+    entry.write(b"an object", {})
+    entry.manifest_file.write_bytes(DAMAGED_JSON[kind])
+    with pytest.raises(cache.DamagedError, match="its manifest") as raised:
+        entry.read()
+    assert len(str(raised.value)) < 1000
+
+
+def test_a_manifest_that_is_a_directory_is_compiled_past(monkeypatch, caplog):
+    """It cannot be written either: every process compiles, and says both."""
+    compiler.load(Toy())
+    path = place(Toy()).manifest_file
+    path.unlink()
+    path.mkdir()
+    another_process(monkeypatch)
+    refuses_cpu_tensors(compiler.load(Toy()))
+    assert compiler.stats() == (1, 0, 1)
+    damaged, unwritten = warnings(caplog)
+    assert f"{path.name} is no file" in damaged
+    assert "cannot write to" in unwritten
+
+
+def test_a_manifest_nested_too_deeply_is_compiled_again(monkeypatch, caplog):
+    compiler.load(Toy())
+    place(Toy()).manifest_file.write_bytes(DAMAGED_JSON["deep list"])
+    compiled_again(Toy(), monkeypatch, caplog, "manifest")
 
 
 def memory_only(caplog, root, *words):

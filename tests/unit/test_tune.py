@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from fusedmoe import tune_cli
 from fusedmoe.cli import main
 from fusedmoe.errors import InputError
+from fusedmoe.kernels import cache
 from fusedmoe.kernels.sm90 import functions, tuned, tuning
 from fusedmoe.kernels.sm90.choice import CANDIDATES, CO_256, PP_128, Problem, by_model, candidates, choose
 from fusedmoe.tune_cli import Gpu, TuneOptions
@@ -141,7 +143,14 @@ def test_the_table_that_is_printed(capsys):
         b'{"format": 2, "gpus": {"Some GPU": {"activation/11/1536": {"config": "128x192pp_c21"}}}}',
         b'{"format": 2, "gpus": {"Some GPU": {"activation/22/1536/11": "128x192pp_c21"}}}',
         b'{"format": 2, "gpus": {"Some GPU": {"activation/22/1536/11": {"ms": 1}}}}',
+        b'{"format": 2, "gpus": {"Some GPU": {"activation/22/1536/%s": {"config": "a"}}}}' % (b"9" * 10_000),
+        b'{"format": 2, "gpus": {"Some GPU": {"%s": 1}}}' % (b"9" * 1_000_000),
+        b'{"format": NaN, "gpus": {}}',
+        b'{"format": 2, "gpus": ' + b"[" * 200_000,
+        b'{"format": 2, "gpus": {"Some GPU": {"activation/22/1536/11": {"config": ' + b"[" * 900 + b"]" * 900 + b"}}}}",
+        bytes(1000),
     ],
+    ids=lambda content: repr(content[:60]),
 )
 def test_a_damaged_table_is_ignored_with_one_warning(table, content, caplog):
     table.parent.mkdir(parents=True)
@@ -154,6 +163,51 @@ def test_a_damaged_table_is_ignored_with_one_warning(table, content, caplog):
     assert tune() == 0, "a damaged table is begun anew"
     again()
     assert len(tuned.table()) == 6
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (os.mkfifo, "is no file"),  # reading it waited for a writer, forever
+        (lambda path: path.mkdir(), "is no file"),
+        (lambda path: path.symlink_to(path), "cannot be opened"),
+        (lambda path: (path.touch(), os.truncate(path, 2**40)), "is larger than"),
+        (lambda path: (path.write_bytes(b"{}"), path.chmod(0o666)), "is writable by everyone"),
+    ],
+    ids=["named pipe", "directory", "link to itself", "terabyte", "writable by everyone"],
+)
+def test_what_is_no_file_is_no_table(table, make, why, caplog, capsys):
+    table.parent.mkdir(parents=True)
+    make(table)
+    with caplog.at_level(logging.WARNING, logger="fusedmoe"):
+        assert [choose(problem) for problem in problems()] == [by_model(problem) for problem in problems()]
+    (record,) = caplog.records
+    assert f"{table.name} {why}" in record.getMessage()
+    if table.is_dir():
+        assert tune() == 1
+        assert "cannot write" in capsys.readouterr().err
+    else:
+        assert tune_cli.run(TuneOptions(clear=True)) == 0
+        assert not os.path.lexists(table)
+
+
+def test_a_table_that_may_not_be_read(table, monkeypatch, caplog):
+    tuned.add(table, GPU.name, problems()[0].coarse, "a", 1.0)
+    again()
+
+    def refused(path, flags):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(cache.os, "open", refused)
+    assert tuned.table() == {}
+    (record,) = caplog.records
+    assert "cannot be opened (Permission denied)" in record.getMessage()
+
+
+def test_a_cache_directory_that_is_a_file_has_no_table(table, caplog):
+    table.parent.parent.write_text("a file")
+    assert tuned.table() == {}
+    assert caplog.records == []
 
 
 def test_a_name_that_is_no_candidate_is_passed_over(table):

@@ -13,6 +13,7 @@ import datetime
 import functools
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 FILE = "tuned_sm90.json"
 FORMAT = 2
+DECIMAL = re.compile(r"[0-9]{1,18}")
 
 
 def path() -> Path | None:
@@ -49,14 +51,15 @@ def table() -> dict[Coarse, str]:
         file = path()
     except cache.CacheUnusableError:  # which the compiler says
         return {}
-    if file is None or not file.exists():
+    if file is None:
         return {}
     try:
         gpus = _read(file)
-        return {_coarse(shape): str(entry["config"]) for shape, entry in gpus.get(gpu_name() or "", {}).items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        logger.warning("%s is not used: %s: %s; `fusedmoe tune --clear` removes it", file, type(error).__name__, error)
+    except cache.DamagedError as error:
+        logger.warning("%s is not used: %s; `fusedmoe tune --clear` removes it", file, error)
         return {}
+    of_gpu = gpus.get(gpu_name() or "", {}) if gpus else {}
+    return {_coarse(shape): entry["config"] for shape, entry in of_gpu.items()}
 
 
 def gpu_name() -> str | None:
@@ -76,7 +79,7 @@ def add(file: Path, gpu: str, shape: Coarse, config: str, ms: float) -> None:
     """
     try:
         gpus = _read(file)
-    except (FileNotFoundError, ValueError):
+    except cache.DamagedError:
         gpus = {}
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     of_gpu = gpus.setdefault(gpu, {})
@@ -87,23 +90,32 @@ def add(file: Path, gpu: str, shape: Coarse, config: str, ms: float) -> None:
 
 
 def _read(file: Path) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return the table's GPUs; raises ValueError where anything in it is not as it is written here."""
-    content = json.loads(file.read_text(encoding="utf-8"))
+    """Return the table's GPUs, none where there is no table.
+
+    Raises
+    ------
+    fusedmoe.kernels.cache.DamagedError
+        Anything in it is not as it is written here.
+    """
+    found = cache.read(file, cache.LARGEST_JSON)
+    if found is None:
+        return {}
+    content = cache.parsed(found, "the table")
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ValueError(f"no table of format {FORMAT}")
+        raise cache.DamagedError(f"no table of format {FORMAT}")
     gpus = content.get("gpus")
     if not isinstance(gpus, dict) or not all(isinstance(shapes, dict) for shapes in gpus.values()):
-        raise ValueError("no entries by GPU and shape")
+        raise cache.DamagedError("no entries by GPU and shape")
     for shape, entry in (item for shapes in gpus.values() for item in shapes.items()):
         if not isinstance(entry, dict) or not isinstance(entry.get("config"), str):
-            raise ValueError(f"{shape!r} has no configuration")
+            raise cache.DamagedError(f"{shape[:100]!r} has no configuration")
         _coarse(shape)
     return gpus
 
 
 def _coarse(shape: str) -> Coarse:
     family, *numbers = shape.split("/")
-    if len(numbers) != 3 or not all(number.isdecimal() for number in numbers):
-        raise ValueError(f"{shape!r} is no shape")
+    if len(numbers) != 3 or not all(DECIMAL.fullmatch(number) for number in numbers):
+        raise cache.DamagedError(f"{shape[:100]!r} is no shape")
     rows, columns, depth = map(int, numbers)
     return family, rows, columns, depth
