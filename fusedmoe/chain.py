@@ -19,6 +19,7 @@ from fusedmoe.fusion import registry
 from fusedmoe.fusion.executable import Call, Environment, Plan
 from fusedmoe.fusion.graph import Graph
 from fusedmoe.fusion.planner import make_plan
+from fusedmoe.fusion.results import announced
 from fusedmoe.fusion.signature import Signature, signature, spec_of
 from fusedmoe.kernels.device import arch
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
@@ -247,10 +248,10 @@ class Chain:
         call = self._calls.get(key)
         if call is None:
             plan = self._plan_of_kind(number, arguments, now, options)
-            plan.graph.infer(dict(zip(plan.graph.arguments, arguments, strict=True)))
+            specs = plan.graph.infer(dict(zip(plan.graph.arguments, arguments, strict=True)))
             if len(self._calls) >= _REMEMBERED_CALLS:
                 self._calls.clear()
-            call = self._calls[key] = Call(plan, now.strict)
+            call = self._calls[key] = Call(plan, now.strict, announced(specs))
             call.refused = self._why_sharded(arguments)
         return call
 

@@ -32,6 +32,7 @@ from fusedmoe.errors import InputError
 from fusedmoe.fusion import registry
 from fusedmoe.fusion.executable import Call, Environment, Plan
 from fusedmoe.fusion.planner import make_plan
+from fusedmoe.fusion.results import announced
 from fusedmoe.fusion.signature import NOMINAL_ROWS, Signature, signature, spec_of
 from fusedmoe.kernels.device import arch
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
@@ -305,7 +306,9 @@ class _TracedPlan:
         if call is None:
             if len(self._calls) >= _REMEMBERED_CALLS:
                 self._calls.clear()
-            call = self._calls[kind] = Call(self.plan, self.strict)
+            given = dict(zip(self.names, arguments, strict=False))
+            specs = announced(self.plan.graph.infer(given)) if given else None  # a backward pass alone has no arguments
+            call = self._calls[kind] = Call(self.plan, self.strict, specs)
         return call
 
 

@@ -16,7 +16,7 @@ from fusedmoe.fusion import registry
 from fusedmoe.fusion.matcher import Mismatch, match
 from fusedmoe.fusion.names import NONE, primal
 from fusedmoe.fusion.plan import Attempt, Status
-from fusedmoe.fusion.rule import Declined, FusionRule, PlanContext, RuleError, Step
+from fusedmoe.fusion.rule import Declined, FusionRule, PlanContext, RuleError, Step, expect_none
 from fusedmoe.ops.op import SpecLike, TensorSpec
 
 if TYPE_CHECKING:
@@ -143,11 +143,15 @@ class Line:
             bound = rule(m.bindings)
             ctx = self._ctx(rule, m.bindings, start, m.end)
             try:
-                bound.check(ctx)
+                expect_none(rule, "check", bound.check(ctx))  # type: ignore[func-returns-value]
             except Declined as why:
                 note(Status.CONSTRAINT, str(why), here=True)
                 continue
-            self.candidates.append(self._candidate(rule, bound.build(ctx), ctx, start, m.end))
+            step: object = bound.build(ctx)
+            if not isinstance(step, Step):
+                where = self._where(rule, start, m.end)
+                raise RuleError(f"{where}: build() returned {step!r}: expected a Step")
+            self.candidates.append(self._candidate(rule, step, ctx, start, m.end))
 
     def _quantized_operands(self, start: int, end: int) -> str | None:
         """Why a rule for plain tensors does not take these places."""

@@ -18,6 +18,7 @@ from fusedmoe.fusion.names import NONE, columns, primal
 from fusedmoe.fusion.plain import Plain
 from fusedmoe.fusion.plan import Attempt, PlanData, PlannedStep, Status, missed_text
 from fusedmoe.fusion.program import AnyStep, Fused, Program, Runs, Values, needed_steps
+from fusedmoe.fusion.results import Specs
 from fusedmoe.fusion.rule import FusionError
 from fusedmoe.fusion.signature import Signature, signature
 from fusedmoe.ops.op import TensorSpec
@@ -344,6 +345,8 @@ class Call:
         The plan.
     strict
         Whether ``fm.strict()`` holds, in the backward pass too.
+    specs
+        Of every value of the forward pass, which the first run checks results by; None: it checks none.
 
     Attributes
     ----------
@@ -356,10 +359,11 @@ class Call:
 
     refused: str | None = None
 
-    def __init__(self, plan: Plan, strict: bool) -> None:
+    def __init__(self, plan: Plan, strict: bool, specs: Specs | None = None) -> None:
         self.plan = plan
         self._strict = strict
-        self.run, self.runs = plan.program.run, plan.program.runs(strict)
+        self._specs = specs if plan.wanted else None  # for the first backward pass
+        self.run, self.runs = plan.program.run, plan.program.runs(strict, specs)
         self._backward: dict[tuple[bool, ...], tuple[Signature, Runs]] = {}
 
     def backward(
@@ -372,6 +376,6 @@ class Call:
         tensors = signature(given)
         last = self._backward.get(wanted)
         if last is None or last[0] != tensors:
-            last = self._backward[wanted] = tensors, program.runs(self._strict)
+            last = self._backward[wanted] = tensors, program.runs(self._strict, self._specs)
         (results,) = program.run(given, *last[1])
         return results

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 from fusedmoe.fusion.log import say_once
 from fusedmoe.fusion.names import NONE
 from fusedmoe.fusion.plain import Plain
+from fusedmoe.fusion.results import Specs, check_results
 from fusedmoe.fusion.rule import Declined, FusionError, NothingToDo, RuleError
 
 if TYPE_CHECKING:
@@ -111,13 +112,13 @@ class Program:
         self._stand_ins: dict[int, Program] = {}
         self.run: Callable[..., tuple[Values, ...]] = _function(self.source)
 
-    def runs(self, strict: bool) -> Runs:
+    def runs(self, strict: bool, specs: Specs | None = None) -> Runs:
         """Return what runs the steps, for calls of one kind: those whose tensors have the same signature. The first of
-        them binds each step.
+        them binds each step and, with the specs of the forward pass, checks what it returns.
         """
         runs: Runs = []
         for i, step in enumerate(self.steps):
-            runs.append(partial(_run_first, step, runs, len(runs)))
+            runs.append(partial(_run_first, step, runs, len(runs), specs))
             if isinstance(step, Fused) and step.may_decline:
                 runs += partial(_report, step, strict), partial(self._instead, i)
         return runs
@@ -133,7 +134,7 @@ class Program:
         return out if len(out) > 1 else out[0]
 
 
-def _run_first(step: AnyStep, runs: Runs, place: int, *tensors: Tensor | None) -> Any:
+def _run_first(step: AnyStep, runs: Runs, place: int, specs: Specs | None, *tensors: Tensor | None) -> Any:
     """Run a step for the first time for calls of a kind, and leave in ``runs`` what runs it from then on."""
     if step.bind is not None:
         run = step.bind(*tensors)
@@ -141,10 +142,15 @@ def _run_first(step: AnyStep, runs: Runs, place: int, *tensors: Tensor | None) -
         assert step.run is not None
         run = step.run
     out = run(*tensors)
-    count = len(out) if isinstance(out, (tuple, list)) else 1
+    results = out if isinstance(out, (tuple, list)) else (out,)
+    count = len(results)
+    who = f"rule {step.rule!r} on {step.label}" if isinstance(step, Fused) else step.label
+    of_op = "" if isinstance(step, Fused) else ", as infer() of the op says"
     if count != len(step.gives):
-        who = f"rule {step.rule!r} on {step.label}" if isinstance(step, Fused) else step.label
         raise RuleError(f"{who}: returned {count} tensors where {len(step.gives)} were announced: {step.gives}")
+    if specs is not None:
+        device = next((t.device for t in tensors if t is not None), None)
+        check_results(who, step.gives, results, specs, device, of_op)
     if count == 1 and isinstance(out, (tuple, list)):
         run, out = partial(_only, run), out[0]
     runs[place] = run

@@ -10,7 +10,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, NamedTuple
 
 from fusedmoe import changes
-from fusedmoe.fusion.rule import Declined, FusionRule, RuleError
+from fusedmoe.fusion.rule import Declined, FusionRule, RuleError, expect_none
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -190,7 +190,7 @@ def why_unavailable(
         if fnmatchcase(rule.name, pattern):
             return Unavailable(f"switched off by {pattern!r}", "switch")
     try:
-        rule.available(device, arch)
+        expect_none(rule, "available", rule.available(device, arch))
     except Declined as why:
         return Unavailable(str(why), "device")
     missing = None if assume_installed else what_is_missing(rule)
@@ -200,7 +200,7 @@ def why_unavailable(
 def what_is_missing(rule: type[FusionRule]) -> str | None:
     """Return what this machine lacks that a rule needs besides the device; None if it lacks nothing."""
     try:
-        rule.installed()
+        expect_none(rule, "installed", rule.installed())
     except Declined as why:
         return str(why)
     return None

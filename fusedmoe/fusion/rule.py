@@ -35,7 +35,9 @@ Direction = Literal["forward", "backward"]
 
 
 class RuleError(RuntimeError):
-    """A fusion rule is wrong in itself: its pattern, or the step that it built."""
+    """A fusion rule is wrong in itself: its pattern, or the step that it built. Also raised for an op whose `compute`
+    returns other shapes or dtypes than its `infer`.
+    """
 
 
 class FusionError(RuntimeError):
@@ -62,6 +64,14 @@ def require(condition: object, message: str, *values: object) -> None:
     """
     if not condition:
         raise Declined(message, *values)
+
+
+def expect_none(rule: type[FusionRule], method: str, answer: object) -> None:
+    """Raise for a rule that says yes or no by what it returns."""
+    if answer is not None:
+        raise RuleError(
+            f"rule {rule.name!r}: {method}() returned {answer!r}: expected None; decline through fm.require"
+        )
 
 
 @dataclass(frozen=True)

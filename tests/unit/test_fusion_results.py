@@ -1,0 +1,213 @@
+"""The results of a rule's step, or of an op, are checked once for each kind of call, with an error that names it."""
+
+import pytest
+import torch
+from torch import nn
+from toy import experts, inputs, rows
+
+import fusedmoe as fm
+from fusedmoe import RuleError
+from fusedmoe.fusion.rule import FusionRule
+from fusedmoe.kernels.torch.grouped_gemm import grouped_mm, grouped_mm_dgrad
+from fusedmoe.ops import BackwardOp, Dgrad, DSwiGLU, GroupedLinear, Op, SwiGLU
+
+
+def forward_rule(change, bound=False):
+    """A grouped linear layer, whose result is changed afterwards."""
+
+    class Gemm(FusionRule, name="toy.changed", direction="forward"):
+        fc: GroupedLinear
+
+        def build(self, ctx):
+            def run(x, weight, offsets):
+                return change(grouped_mm(x, weight, offsets))
+
+            how = {"bind": lambda *tensors: run} if bound else {}
+            return fm.Step(None if bound else run, ("input", "fc.weight", "offsets"), ("output",), **how)
+
+    return Gemm
+
+
+EXPECTED = r"Tensor of shape \(9, 8\) and dtype float64 on cpu"
+CHANGES = {
+    "rows": (lambda y: y[:3], r"got Tensor of shape \(3, 8\) and dtype float64 on cpu"),
+    "features": (lambda y: y[:, :4], r"got Tensor of shape \(9, 4\) and dtype float64 on cpu"),
+    "axes": (lambda y: y[None], r"got Tensor of shape \(1, 9, 8\) and dtype float64 on cpu"),
+    "dtype": (lambda y: y.float(), r"got Tensor of shape \(9, 8\) and dtype float32 on cpu"),
+    "device": (lambda y: y.to("meta"), r"got Tensor of shape \(9, 8\) and dtype float64 on meta"),
+    "nothing": (lambda y: None, "got None"),
+    "a list": (lambda y: [[1.0]], r"got \[1.0\]"),
+}
+
+
+@pytest.mark.parametrize("bound", [False, True], ids=["run", "bind"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_result_of_a_forward_rule(change, bound):
+    """Formerly 3 of 9 rows in another dtype reached the caller."""
+    function, message = CHANGES[change]
+    text = rf"^rule 'toy.changed' on 0.GroupedLinear: 1.input: expected {EXPECTED}, {message}"
+    chain = experts()
+    with fm.register(forward_rule(function, bound)), torch.no_grad():
+        for _ in range(2):  # at each call: one that failed is not remembered as one that was checked
+            with pytest.raises(RuleError, match=text):
+                chain(rows(), **inputs())
+
+
+def test_it_is_checked_for_each_kind_of_call_and_once():
+    """A rule that is wrong for some numbers of rows is found at the first call with that many."""
+    calls = []
+
+    def change(y):
+        calls.append(len(y))
+        return y[:8]
+
+    chain = experts()
+    with fm.register(forward_rule(change)), torch.no_grad():
+        chain(rows(8), splits=torch.tensor([3, 0, 4]))
+        with pytest.raises(RuleError, match=r"1\.input: expected Tensor of shape \(9, 8\)"):
+            chain(rows(9), **inputs())
+
+
+def test_a_value_kept_for_backward_is_checked():
+    class Keeps(FusionRule, name="toy.keeps", direction="forward"):
+        fc: GroupedLinear
+        act: SwiGLU
+
+        def build(self, ctx):
+            def run(x, weight, offsets, *, keep):
+                h = grouped_mm(x, weight, offsets)
+                return (self.act.compute(h), *(h.float() for _ in keep))
+
+            return fm.Step(run, ("input", "fc.weight", "offsets"), ("output",), keeps=("act.input",))
+
+    with fm.register(Keeps):
+        text = r"rule 'toy.keeps' on 0.GroupedLinear \+ 1.SwiGLU: 1.input: expected .* float64 on cpu, got .* float32"
+        with pytest.raises(RuleError, match=text):
+            experts()(rows(), **inputs())
+
+
+@pytest.mark.parametrize(("change", "got"), [
+    (lambda g: g[:3], r"got Tensor of shape \(3, 8\)"),
+    (lambda g: g.float(), "got Tensor of shape .* dtype float32"),
+    (lambda g: g.mT, r"got Tensor of shape \(8, 9\)"),
+])  # fmt: skip
+def test_the_result_of_a_backward_rule(change, got):
+    class Changed(FusionRule, name="toy.changed", direction="backward"):
+        dgrad: Dgrad
+        dact: DSwiGLU
+
+        def build(self, ctx):
+            def run(dy, weight, offsets, h):
+                return change(self.dact.compute(grouped_mm_dgrad(dy, weight, offsets), h))
+
+            return fm.Step(run, ("grad_output", "dgrad.weight", "offsets", "dact.input"), ("grad_input",))
+
+    text = rf"rule 'toy.changed' on 2.Dgrad \+ 1.DSwiGLU: grad\(1.input\): expected {EXPECTED}, {got}"
+    with fm.register(Changed):
+        y = experts()(rows(), **inputs())
+        with pytest.raises(RuleError, match=text):
+            y.sum().backward()
+
+
+def test_a_recomputed_value_of_a_backward_rule():
+    class Recomputes(FusionRule, name="toy.recomputes", direction="backward"):
+        dgrad: Dgrad
+        dact: DSwiGLU
+
+        def build(self, ctx):
+            def run(dy, weight, offsets, h):
+                y = self.dact.op.compute(h)
+                return self.dact.compute(grouped_mm_dgrad(dy, weight, offsets), h), y.to(torch.float16)
+
+            needs = ("grad_output", "dgrad.weight", "offsets", "dact.input")
+            return fm.Step(run, needs, ("grad_input", "dgrad.input"))
+
+    with fm.register(Recomputes):
+        y = experts()(rows(), **inputs())
+        with pytest.raises(RuleError, match=r"rule 'toy.recomputes' on .*: 2\.input: expected .* got .* float16"):
+            y.sum().backward()
+
+
+def test_under_torch_compile_the_forward_is_checked():
+    torch._dynamo.reset()
+    chain = experts()
+    text = r"rule 'toy.changed' on 0.GroupedLinear: 1.input: expected Tensor of shape"
+    with fm.register(forward_rule(lambda y: y[:3])), torch.no_grad(), pytest.raises(Exception, match=text):
+        torch.compile(chain, backend="eager")(rows(), **inputs())
+
+
+# ---- ops -----------------------------------------------------------------------------------------------------------
+
+
+class Halves(Op):
+    """Gives fewer features than infer() says, which is inherited."""
+
+    def compute(self, x):
+        return x[:, ::2].contiguous()
+
+
+def test_an_op_whose_compute_disagrees_with_its_infer():
+    expected = (
+        r"Tensor of shape \(9, 8\) and dtype float64 on cpu, as infer\(\) of the op says, got Tensor of shape \(9, 4\)"
+    )
+    with pytest.raises(RuleError, match=f"^0.Halves: 0.output: expected {expected}"):
+        fm.Sequential(Halves())(rows())
+    with pytest.raises(RuleError, match=r"op.Halves: op.output: expected Tensor of shape"):
+        Halves()(rows())
+
+
+class WrongBackward(BackwardOp):
+    def compute(self, grad_output, x):
+        return grad_output[:3]
+
+
+class Wrong(Op):
+    def compute(self, x):
+        return 2 * x
+
+    def backward_ops(self):
+        return (WrongBackward(self),)
+
+
+def test_a_backward_op_that_gives_another_shape():
+    y = fm.Sequential(nn.Identity(), Wrong())(rows())
+    with pytest.raises(
+        RuleError,
+        match=r"1.WrongBackward: grad\(1.input\): expected Tensor of shape \(9, 8\) .* got Tensor of shape \(3, 8\)",
+    ):
+        y.sum().backward()
+
+
+# ---- what else a rule may get wrong --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("answer", [False, True, "no", 0])
+@pytest.mark.parametrize("method", ["check", "available", "installed"])
+def test_an_answer_in_place_of_require(method, answer):
+    """Formerly ``return False`` counted as yes."""
+
+    class Answers(FusionRule, name="toy.answers", direction="forward"):
+        fc: GroupedLinear
+
+        def build(self, ctx):
+            pytest.fail("asked for a step")
+
+    setattr(Answers, method, (lambda self, ctx: answer) if method == "check" else classmethod(lambda *_: answer))
+    text = rf"rule 'toy.answers': {method}\(\) returned {answer!r}: expected None; decline through fm.require"
+    with fm.register(Answers), pytest.raises(RuleError, match=text):
+        experts()(rows(), **inputs())
+
+
+@pytest.mark.parametrize("built", [None, "a step", lambda x: x])
+def test_a_build_that_returns_no_step(built):
+    class Builds(FusionRule, name="toy.builds", direction="forward"):
+        fc: GroupedLinear
+
+        def build(self, ctx):
+            return built
+
+    with (
+        fm.register(Builds),
+        pytest.raises(RuleError, match=r"rule 'toy.builds' on 0.GroupedLinear: build\(\) returned"),
+    ):
+        experts()(rows(), **inputs())
