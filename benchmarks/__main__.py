@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 
 from benchmarks import gpu, host, shapes, stack, tiles
-from benchmarks.gpu_timing import GpuTimer, ceiling
+from benchmarks.ceiling import ceiling
 from benchmarks.results import ROOT, machine, write
+from fusedmoe.bench.timing import GpuTimer
 
 SECTIONS = ("host", *gpu.SECTIONS, "tiles", "transformers")
 

@@ -14,11 +14,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_timing import Ceiling, GpuTime, Timer
+from benchmarks.ceiling import Ceiling
 from benchmarks.problem import Problem
+from fusedmoe.bench.peers import why_not
+from fusedmoe.bench.timing import CallTime, Timer, memory_of, times_of
 
 OURS = "fusedmoe"
-NOT_INSTALLED = "not installed"
 WRONG = 0.008  # relative norm of the error; bf16 roundings of a chain of two products give about 0.005
 
 _PER_EXPERT = ("grad_weight", "grad_bias")  # outputs whose first axis is E; that of the others is R
@@ -120,15 +121,15 @@ def run_case(
                     continue
                 errors[peer.name] = error = worst_error(case, problem, candidate)
                 if case.keeps and problem.device.type == "cuda":
-                    memory[peer.name] = _memory(candidate.call, problem.device)
+                    memory[peer.name] = memory_of(candidate.call, problem.device)
             except Exception as raised:  # noqa: BLE001 a peer's fault is a line in its row
-                notes[peer.name] = why_not(raised, peer)
+                notes[peer.name] = why_not(raised, peer.packages)
                 continue
             wrong = not error < WRONG
             notes[peer.name] = f"wrong: relative error {error:.2g}" if wrong else candidate.note
             if not wrong:
                 calls[peer.name] = candidate.call
-        times = _times(timer, calls, notes)
+        times = times_of(timer, calls, notes)
     return _rows(case, problem, notes, errors, memory, times, ceiling)
 
 
@@ -150,18 +151,6 @@ def worst_error(case: Case, problem: Problem, candidate: Candidate) -> float:
             sizes[name] += wanted.square().sum().item()
     worst = max(math.sqrt(differences[name] / size) for name, size in sizes.items() if size)
     return worst if math.isfinite(worst) else math.inf
-
-
-def why_not(raised: Exception, peer: Peer) -> str:
-    """A note out of what a peer raised, on one line."""
-    if isinstance(raised, ModuleNotFoundError) and raised.name and raised.name in peer.packages:
-        return NOT_INSTALLED
-    return _in_a_line(raised)
-
-
-def _in_a_line(raised: Exception) -> str:
-    lines = str(raised).strip().splitlines() or [""]
-    return f"{type(raised).__name__}: {lines[0]}"[:160].rstrip(": ")
 
 
 def geometric_mean(values: Iterable[float]) -> float:
@@ -189,39 +178,13 @@ def release(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _times(timer: Timer, calls: dict[str, Callable[[], Any]], notes: dict[str, str | None]) -> dict[str, GpuTime]:
-    """Times of the calls; where measuring them together raises, those of each alone, so that one spoils no other."""
-    if not calls:
-        return {}
-    try:
-        return timer.measure(calls)
-    except Exception:  # noqa: BLE001 whose it was is found out below
-        times: dict[str, GpuTime] = {}
-    for name, call in calls.items():
-        try:
-            times |= timer.measure({name: call})
-        except Exception as raised:  # noqa: BLE001 a peer's fault is a line in its row
-            notes[name] = _in_a_line(raised)
-    return times
-
-
-def _memory(call: Callable[[], Any], device: torch.device) -> tuple[int, int]:
-    """Bytes that a call's result keeps alive beside the result itself, and at most while it ran."""
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    result = call()
-    kept = torch.cuda.memory_allocated(device) - before - result.nbytes
-    return kept, torch.cuda.max_memory_allocated(device) - before
-
-
 def _rows(
     case: Case,
     problem: Problem,
     notes: dict[str, str | None],
     errors: dict[str, float],
     memory: dict[str, tuple[int, int]],
-    times: dict[str, GpuTime],
+    times: dict[str, CallTime],
     ceiling: Ceiling | None,
 ) -> list[Row]:
     flops, ours = case.flops(problem), times.get(OURS)

@@ -12,13 +12,14 @@ import torch
 
 from benchmarks import kernels, mlp, recipes, table
 from benchmarks.cases import Peer, Row, mean_speedups, release
-from benchmarks.gpu_timing import Ceiling, Timer
+from benchmarks.ceiling import Ceiling
 from benchmarks.peers.deepgemm import DeepGemm
 from benchmarks.peers.ours import Ours
 from benchmarks.peers.plain import TorchEager
 from benchmarks.problem import Problem
 from benchmarks.results import write
 from benchmarks.shapes import Shape, aligned_splits, splits
+from fusedmoe.bench.timing import Timer
 
 
 @dataclass(frozen=True)

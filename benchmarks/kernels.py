@@ -6,11 +6,12 @@ from collections.abc import Iterable, Iterator
 
 from benchmarks import reference
 from benchmarks.cases import Case, Peer, Row, release, run_case
-from benchmarks.gpu_timing import Ceiling, Timer
+from benchmarks.ceiling import Ceiling
 from benchmarks.peers.ours import Ours
 from benchmarks.peers.plain import TorchCompiled, TorchEager
 from benchmarks.peers.quack import Quack
 from benchmarks.problem import Problem
+from fusedmoe.bench.timing import Timer
 
 
 def fc1_flops(problem: Problem) -> float:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from benchmarks import reference
 from benchmarks.cases import Case, Peer, Row
-from benchmarks.gpu_timing import Ceiling
+from benchmarks.ceiling import Ceiling
 from benchmarks.peers.ours import Ours, sequential
 from benchmarks.peers.plain import TorchCompiled, TorchEager
 from benchmarks.peers.quack import Quack

@@ -116,15 +116,3 @@ class Problem:
         seeded = torch.Generator(self.device).manual_seed(seed)
         drawn = torch.randn(size, generator=seeded, device=self.device, dtype=self.dtype)
         return drawn.mul_(scale)
-
-
-def interleave(t: Tensor, dim: int = -1) -> Tensor:
-    """``[gate | up]`` along ``dim`` as alternating features."""
-    dim %= t.dim()
-    return t.unflatten(dim, (2, -1)).transpose(dim, dim + 1).flatten(dim, dim + 1).contiguous()
-
-
-def deinterleave(t: Tensor, dim: int = -1) -> Tensor:
-    """What `interleave` undoes."""
-    dim %= t.dim()
-    return t.unflatten(dim, (-1, 2)).transpose(dim, dim + 1).flatten(dim, dim + 1)

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 import fusedmoe as fm
-from benchmarks.gpu_timing import Timer
 from benchmarks.peers.ours import sequential
 from benchmarks.problem import Problem
+from fusedmoe.bench.timing import Timer
 from fusedmoe.recipes import RECIPES
 
 NAMES = ("output", "dx", "dw1", "dw2")

@@ -4,50 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import re
 import subprocess
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
+from fusedmoe.bench.machine import machine, versions
 
 ROOT = Path(__file__).resolve().parent
-PACKAGES = (
-    "torch",
-    "triton",
-    "nvidia-cutlass-dsl",
-    "apache-tvm-ffi",
-    "quack-kernels",
-    "sonic-moe",
-    "sgl-deep-gemm",
-    "transformers",
-)
-
-
-def machine() -> str:
-    """The GPU's name, or the processor's."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    try:
-        found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    return found.group(1) if found else platform.processor() or platform.machine()
-
-
-def versions() -> dict[str, str]:
-    """Versions of what the results depend on, as far as it is installed."""
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    if torch.cuda.is_available():
-        found["cuda"] = str(torch.version.cuda)
-    return found
 
 
 def commit() -> str:

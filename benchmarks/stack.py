@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.gpu_timing import Timer
+from fusedmoe.bench.timing import Timer
 
 IMPLEMENTATIONS = ("fusedmoe", "grouped_mm", "eager")
 LAYERS = 12  # what an 80 GB GPU holds of them with gradients, in the implementation that keeps the most

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from benchmarks.cases import Candidate
 from benchmarks.peers.plain import leaves_of
-from benchmarks.problem import Problem, deinterleave, interleave
+from benchmarks.problem import Problem
+from fusedmoe.bench.peers import deinterleave, interleave, quack_expert_mlp, quack_interface
 
 _INTERLEAVED = {"preactivation": -1, "grad_preactivation": -1, "grad_weight1": 0, "grad_bias1": 0}
 
@@ -35,7 +36,7 @@ class Quack:
         self.tuned = tuned
 
     def fc1_activation(self, problem: Problem) -> Candidate:
-        q, x, w, cu = _interface(), problem.x, interleave(problem.weight1, 1), problem.cu_seqlens
+        q, x, w, cu = quack_interface(), problem.x, interleave(problem.weight1, 1), problem.cu_seqlens
         how = {"activation": _activation(problem), "tuned": self.tuned}
         bias = None if problem.bias1 is None else interleave(problem.bias1)
         return Candidate(
@@ -81,15 +82,15 @@ class Quack:
         return Candidate(lambda: torch.autograd.grad(call(), wanted, dy), tuple(leaves), concatenated, _note(problem))
 
     def _gemm(self, x: Tensor, w: Tensor, problem: Problem, bias: Tensor | None = None) -> Candidate:
-        q, cu, tuned = _interface(), problem.cu_seqlens, self.tuned
+        q, cu, tuned = quack_interface(), problem.cu_seqlens, self.tuned
         return Candidate(lambda: q.gemm(x, w, bias=bias, cu_seqlens_m=cu, tuned=tuned))
 
     def _wgrad(self, dy: Tensor, x: Tensor, problem: Problem, name: str) -> Candidate:
-        q, cu, tuned = _interface(), problem.cu_seqlens, self.tuned
+        q, cu, tuned = quack_interface(), problem.cu_seqlens, self.tuned
         return Candidate(lambda: q.gemm(dy.mT, x, cu_seqlens_k=cu, tuned=tuned), (name,))
 
     def _dgated(self, problem: Problem, names: tuple[str, ...], **scale: Any) -> Candidate:
-        q, dy, w, p = _interface(), problem.grad_y, problem.weight2, interleave(problem.preactivation)
+        q, dy, w, p = quack_interface(), problem.grad_y, problem.weight2, interleave(problem.preactivation)
         # the static scheduler is SonicMoE's choice
         how = scale | {"activation": _activation(problem), "dynamic_scheduler": False, "tuned": self.tuned}
         cu = problem.cu_seqlens
@@ -97,43 +98,15 @@ class Quack:
 
     def _mlp(self, problem: Problem) -> tuple[Callable[[], Tensor], dict[str, Tensor]]:
         """The fastest chain of its kernels on dispatched rows: SonicMoE's steps, without its gather and combine."""
-        q, cu, activation, tuned = _interface(), problem.cu_seqlens, _activation(problem), self.tuned
-        # a bias's gradient as a product with ones: QuACK has no kernel for it, and this reads the gradient once
+        cu, mlp = problem.cu_seqlens, quack_expert_mlp(_activation(problem), self.tuned)
         ones = torch.ones(problem.rows, 8, device=problem.device, dtype=problem.dtype) if problem.shape.biases else None
-
-        class ExpertMlp(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: Any, x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None) -> Tensor:
-                p, a = q.gemm_gated(x, w1.mT, bias=b1, activation=activation, cu_seqlens_m=cu, tuned=tuned)
-                ctx.save_for_backward(x, w1, w2, p)
-                return q.gemm(a, w2.mT, bias=b2, cu_seqlens_m=cu, tuned=tuned)
-
-            @staticmethod
-            def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-                x, w1, w2, p = ctx.saved_tensors
-                how = {"activation": activation, "dynamic_scheduler": False, "tuned": tuned}
-                dp, a = q.gemm_dgated(dy, w2, p, cu_seqlens_m=cu, **how)
-                dw2 = q.gemm(dy.mT, a, cu_seqlens_k=cu, tuned=tuned)
-                dw1 = q.gemm(dp.mT, x, cu_seqlens_k=cu, tuned=tuned)
-                dx = q.gemm(dp, w1, cu_seqlens_m=cu, tuned=tuned)
-                db1 = db2 = None
-                if ones is not None:
-                    db1, db2 = (q.gemm(d.mT, ones, cu_seqlens_k=cu, tuned=tuned)[..., 0] for d in (dp, dy))
-                return dx, dw1, dw2, db1, db2
-
         leaves = leaves_of(problem)
         for name in ("grad_weight1", "grad_bias1"):
             if name in leaves:
                 leaves[name] = interleave(leaves[name].detach(), 1).requires_grad_()
         x, w1, w2 = (leaves[name] for name in ("grad_x", "grad_weight1", "grad_weight2"))
         b1, b2 = leaves.get("grad_bias1"), leaves.get("grad_bias2")
-        return lambda: ExpertMlp.apply(x, w1, w2, b1, b2), leaves
-
-
-def _interface() -> Any:
-    from quack import gemm_interface
-
-    return gemm_interface
+        return lambda: mlp(x, w1, w2, b1, b2, cu, ones), leaves
 
 
 def _note(problem: Problem) -> str | None:

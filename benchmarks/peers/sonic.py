@@ -6,7 +6,6 @@ the other peers need not.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -14,7 +13,8 @@ import torch
 from benchmarks.cases import Candidate
 from benchmarks.peers.plain import leaves_of
 from benchmarks.peers.quack import concatenated
-from benchmarks.problem import Problem, interleave
+from benchmarks.problem import Problem
+from fusedmoe.bench.peers import interleave, sonic_functions
 
 _NOTE = "with gather and combine"
 
@@ -38,7 +38,7 @@ class Sonic:
         return Candidate(lambda: torch.autograd.grad(call(), wanted, dy), tuple(leaves), concatenated, _NOTE)
 
     def _mlp(self, problem: Problem) -> tuple[Any, dict[str, torch.Tensor]]:
-        functional, kind = layer_functions(self.tuned)
+        functional, kind = sonic_functions(self.tuned)
         if problem.activation.alpha != 1 or problem.activation.limit is not None:
             raise NotImplementedError("it has no clamped SwiGLU")
         leaves = leaves_of(problem)
@@ -56,20 +56,3 @@ class Sonic:
             return y
 
         return call, leaves
-
-
-def layer_functions(tuned: bool) -> tuple[Any, Any]:
-    """`sonicmoe.functional` and its enumeration of activations, tuning or not.
-
-    It always tunes; that takes minutes over a few shapes, so the names that its modules call are bound once more here.
-    """
-    from quack import gemm_interface
-    from sonicmoe import functional
-    from sonicmoe.enums import ActivationType
-    from sonicmoe.functional import backward, forward
-
-    for module in (forward, backward):
-        for name in ("gemm", "gemm_gated", "gemm_dgated"):
-            if hasattr(module, name):
-                setattr(module, name, functools.partial(getattr(gemm_interface, name), tuned=tuned))
-    return functional, ActivationType

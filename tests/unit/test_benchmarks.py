@@ -13,13 +13,15 @@ import torch
 from benchmarks import __main__ as command
 from benchmarks import cases, gpu, host, kernels, mlp, page, plot, reference, results, shapes, table
 from benchmarks.cases import Candidate, Case, Row
-from benchmarks.gpu_timing import Ceiling, GpuTime
+from benchmarks.ceiling import Ceiling
 from benchmarks.peers.deepgemm import DeepGemm
 from benchmarks.peers.ours import Ours
 from benchmarks.peers.plain import TorchCompiled, TorchEager
 from benchmarks.peers.quack import Quack, concatenated
-from benchmarks.problem import Problem, deinterleave, interleave
+from benchmarks.problem import Problem
 from benchmarks.shapes import Shape
+from fusedmoe.bench.peers import NOT_INSTALLED, deinterleave, interleave
+from fusedmoe.bench.timing import CallTime
 from fusedmoe.kernels.activation import Activation
 from fusedmoe.ops import SwiGLU
 from fusedmoe.recipes import RECIPES
@@ -37,7 +39,7 @@ class CountingTimer:
         for call in variants.values():
             call()
         self.turn += 1
-        return {name: GpuTime(n * self.turn, n, 10.0, 20.0) for n, name in enumerate(variants, start=1)}
+        return {name: CallTime(n * self.turn, n, 10.0, 20.0) for n, name in enumerate(variants, start=1)}
 
 
 def tiny(activation="swiglu", routing="empty", dtype=torch.float32, rows=96):
@@ -309,9 +311,9 @@ def test_an_absent_peer_is_not_installed():
     if importlib.util.find_spec("deep_gemm") or importlib.util.find_spec("quack"):
         pytest.skip("the peers are here")
     problem = tiny()
-    assert [row.note for row in cases.run_case(FC2, problem, [Quack()], CountingTimer())] == [cases.NOT_INSTALLED]
+    assert [row.note for row in cases.run_case(FC2, problem, [Quack()], CountingTimer())] == [NOT_INSTALLED]
     (case,) = (case for case in kernels.ALIGNED_CASES if case.key == "fc1")
-    assert [row.note for row in cases.run_case(case, problem, [DeepGemm()], CountingTimer())] == [cases.NOT_INSTALLED]
+    assert [row.note for row in cases.run_case(case, problem, [DeepGemm()], CountingTimer())] == [NOT_INSTALLED]
 
 
 def test_a_peer_that_lacks_something_else_says_so():
@@ -380,7 +382,7 @@ def test_mean_speedups_leave_out_ours_and_what_was_not_measured():
     rows = [
         Row("FC2", "a", ours_is=1.0),
         Row("FC2", "a", ours_is=4.0),
-        Row("FC2", "a", note=cases.NOT_INSTALLED),
+        Row("FC2", "a", note=NOT_INSTALLED),
         Row("FC2", cases.OURS, ours_is=1.0),
     ]
     found = cases.mean_speedups(rows)
@@ -392,7 +394,7 @@ def test_a_table_aligns_its_columns():
     rows = [
         Row("FC2", cases.OURS, None, 1.5e-3, 1.25, 1.2, 700.4, 88.0, 1.0, 31.0, 33.0, 5 << 20, 6 << 20),
         Row("FC2", "torch eager", None, 2e-3, 2.5, 2.4, 350.2, 44.0, 2.0, 31.0, 33.0),
-        Row("FC2", "QuACK", cases.NOT_INSTALLED),
+        Row("FC2", "QuACK", NOT_INSTALLED),
     ]
     title, names, ours, eager, absent = table.lines(rows, "all of ")
     assert title == "  all of FC2"
@@ -407,10 +409,10 @@ def test_backward_is_the_difference():
     rows = [
         Row(mlp.FORWARD, cases.OURS, ms=1.0),
         Row(mlp.FORWARD, "a", ms=2.0),
-        Row(mlp.FORWARD, "b", note=cases.NOT_INSTALLED),
+        Row(mlp.FORWARD, "b", note=NOT_INSTALLED),
         Row(mlp.STEP, cases.OURS, ms=3.0),
         Row(mlp.STEP, "a", ms=7.0),
-        Row(mlp.STEP, "b", note=cases.NOT_INSTALLED),
+        Row(mlp.STEP, "b", note=NOT_INSTALLED),
     ]
     *same, ours, a = mlp.with_backward(rows, problem, TOP)
     assert same == rows

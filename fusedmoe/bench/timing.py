@@ -1,4 +1,4 @@
-"""GPU time and host time of calls: L2 flushed, host gaps hidden, variants interleaved.
+"""Time of calls, variants interleaved: on a GPU with the L2 flushed and host gaps hidden; on a CPU by the wall clock.
 
 GPU time is between two CUDA events around one call. Before each, 256 MiB are written, so that nothing of the last call
 is left in the L2, and the GPU is set to spin for longer than the host takes to enqueue the call: otherwise the host's
@@ -7,42 +7,73 @@ gaps between two launches would be measured. Host time is a figure of its own.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
+from fusedmoe.bench.peers import why_not
+
 FLUSH_BYTES = 256 << 20
-CEILING_SIZE = 8192
-COPY_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
-class GpuTime:
-    """Time of one call: on the GPU in milliseconds, of the Python call in microseconds.
+class CallTime:
+    """Time of one call: on the device in milliseconds, of the Python call in microseconds.
 
     ``host_idle_us`` is with nothing for the GPU to do, ``host_queued_us`` with the GPU busy all along: a call that
-    waits for the GPU shows there.
+    waits for the GPU shows there. On a CPU both are the call's own time. ``quartiles_ms``: a quarter of the calls was
+    faster than the first, a quarter slower than the second.
     """
 
     median_ms: float
     least_ms: float
     host_idle_us: float
     host_queued_us: float
+    quartiles_ms: tuple[float, float] = (math.nan, math.nan)
+
+
+def _call_time(ms: list[float], host_idle_us: float, host_queued_us: float) -> CallTime:
+    low, median, high = statistics.quantiles(ms, n=4, method="inclusive") if len(ms) > 1 else ms * 3
+    return CallTime(median, min(ms), host_idle_us, host_queued_us, (low, high))
 
 
 class Timer(Protocol):
     """What the benchmarks measure with."""
 
-    def measure(self, variants: dict[str, Callable[[], object]]) -> dict[str, GpuTime]:
+    def measure(self, variants: dict[str, Callable[[], object]]) -> dict[str, CallTime]:
         """Time each variant, A B A B ..."""
 
 
+class CpuTimer:
+    """Wall time of calls on a CPU; ``reps`` timed calls of each variant, after one that is not timed."""
+
+    def __init__(self, reps: int = 10) -> None:
+        self.reps = reps
+
+    def measure(self, variants: dict[str, Callable[[], object]]) -> dict[str, CallTime]:
+        """Time each variant, A B A B ..."""
+        for call in variants.values():
+            call()
+        taken: dict[str, list[float]] = {name: [] for name in variants}
+        for _ in range(self.reps):
+            for name, call in variants.items():
+                start = time.perf_counter()
+                call()
+                taken[name].append((time.perf_counter() - start) * 1e3)
+        times = {}
+        for name, ms in taken.items():
+            host_us = statistics.median(ms) * 1e3
+            times[name] = _call_time(ms, host_us, host_us)
+        return times
+
+
 class GpuTimer:
-    """See the module.
+    """Time of calls on a GPU; see the module.
 
     Parameters
     ----------
@@ -57,7 +88,8 @@ class GpuTimer:
         self._flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
         self._cycles_per_us = self._calibrate()
 
-    def measure(self, variants: dict[str, Callable[[], object]]) -> dict[str, GpuTime]:
+    def measure(self, variants: dict[str, Callable[[], object]]) -> dict[str, CallTime]:
+        """Time each variant, A B A B ..."""
         for call in variants.values():
             call()  # what is compiled or allocated once
         idle = {name: self._host_idle_us(call) for name, call in variants.items()}
@@ -66,7 +98,7 @@ class GpuTimer:
         for _ in range(self.reps):
             for name, call in variants.items():
                 taken[name].append(self._gpu_ms(call, max(idle[name], queued[name])))
-        return {name: GpuTime(statistics.median(ms), min(ms), idle[name], queued[name]) for name, ms in taken.items()}
+        return {name: _call_time(ms, idle[name], queued[name]) for name, ms in taken.items()}
 
     def _gpu_ms(self, call: Callable[[], object], host_us: float) -> float:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -77,7 +109,7 @@ class GpuTimer:
         call()
         end.record()
         end.synchronize()
-        return start.elapsed_time(end)
+        return float(start.elapsed_time(end))
 
     def _host_idle_us(self, call: Callable[[], object]) -> float:
         taken = []
@@ -115,21 +147,31 @@ class GpuTimer:
         return cycles / best
 
 
-@dataclass(frozen=True)
-class Ceiling:
-    """What this GPU reached in this run: a dense bf16 matrix product, and a copy (bytes read and written)."""
+def times_of(timer: Timer, calls: dict[str, Callable[[], Any]], notes: dict[str, str | None]) -> dict[str, CallTime]:
+    """Time the calls; where measuring them together raises, each alone, so that one spoils no other.
 
-    tflops: float
-    copy_tb_s: float
+    What one raises becomes its note.
+    """
+    if not calls:
+        return {}
+    try:
+        return timer.measure(calls)
+    except Exception:  # noqa: BLE001 whose it was is found out below
+        times: dict[str, CallTime] = {}
+    for name, call in calls.items():
+        try:
+            times |= timer.measure({name: call})
+        except Exception as raised:  # noqa: BLE001 a peer's fault is a note
+            notes[name] = why_not(raised, ())
+    return times
 
 
-def ceiling(timer: Timer, device: torch.device) -> Ceiling:
-    """Measure it: ``8192^3`` with `torch.matmul`, and a copy of 1 GiB."""
-    a, b = (torch.randn(CEILING_SIZE, CEILING_SIZE, device=device, dtype=torch.bfloat16) for _ in range(2))
-    source = torch.randint(-128, 128, (COPY_BYTES,), dtype=torch.int8, device=device)
-    target = torch.empty_like(source)
-    times = timer.measure({"matmul": lambda: a @ b, "copy": lambda: target.copy_(source)})
-    return Ceiling(
-        tflops=2 * CEILING_SIZE**3 / times["matmul"].median_ms / 1e9,
-        copy_tb_s=2 * COPY_BYTES / times["copy"].median_ms / 1e9,
-    )
+def memory_of(call: Callable[[], Any], device: torch.device) -> tuple[int, int]:
+    """Return the bytes that a call's result keeps alive beside the result itself, and those at most while it ran."""
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    result = call()
+    results = result if isinstance(result, tuple) else (result,)
+    kept = torch.cuda.memory_allocated(device) - before - sum(t.nbytes for t in results)
+    return kept, torch.cuda.max_memory_allocated(device) - before

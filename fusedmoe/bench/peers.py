@@ -1,0 +1,96 @@
+"""Kernels of other projects, brought to one interface. Each package is imported where it is first called.
+
+Axes: R rows sorted by expert, E experts, H hidden, I intermediate.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NOT_INSTALLED = "not installed"
+
+
+def interleave(t: Tensor, dim: int = -1) -> Tensor:
+    """Return ``[gate | up]`` along ``dim`` as alternating features."""
+    dim %= t.dim()
+    halves: Tensor = t.unflatten(dim, (2, -1))
+    return halves.transpose(dim, dim + 1).flatten(dim, dim + 1).contiguous()
+
+
+def deinterleave(t: Tensor, dim: int = -1) -> Tensor:
+    """Return what `interleave` was given."""
+    dim %= t.dim()
+    pairs: Tensor = t.unflatten(dim, (-1, 2))
+    return pairs.transpose(dim, dim + 1).flatten(dim, dim + 1)
+
+
+def quack_interface() -> Any:
+    """Return ``quack.gemm_interface``."""
+    from quack import gemm_interface
+
+    return gemm_interface
+
+
+def quack_expert_mlp(activation: str, tuned: bool) -> Callable[..., Tensor]:
+    """Return ``mlp(x, weight1, weight2, bias1, bias2, cu_seqlens, ones)``: QuACK's fastest chain on sorted rows.
+
+    SonicMoE's steps, without its gather and combine. ``x`` (R, H), ``weight1`` (E, 2 I, H) with alternating gate and up
+    rows, ``weight2`` (E, H, I), biases or None, ``cu_seqlens`` (E + 1,) int32. A bias's gradient is a product with
+    ``ones`` (R, 8), since QuACK has no kernel for it: this reads the gradient once.
+    """
+    q = quack_interface()
+
+    class ExpertMlp(torch.autograd.Function):
+        @staticmethod
+        def forward(
+            ctx: Any, x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, cu: Tensor, ones: Tensor
+        ) -> Tensor:
+            p, a = q.gemm_gated(x, w1.mT, bias=b1, activation=activation, cu_seqlens_m=cu, tuned=tuned)
+            ctx.save_for_backward(x, w1, w2, p, cu, ones)
+            return q.gemm(a, w2.mT, bias=b2, cu_seqlens_m=cu, tuned=tuned)  # type: ignore[no-any-return]
+
+        @staticmethod
+        def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+            x, w1, w2, p, cu, ones = ctx.saved_tensors
+            # the static scheduler is SonicMoE's choice
+            how = {"activation": activation, "dynamic_scheduler": False, "tuned": tuned}
+            dp, a = q.gemm_dgated(dy, w2, p, cu_seqlens_m=cu, **how)
+            dw2 = q.gemm(dy.mT, a, cu_seqlens_k=cu, tuned=tuned)
+            dw1 = q.gemm(dp.mT, x, cu_seqlens_k=cu, tuned=tuned)
+            dx = q.gemm(dp, w1, cu_seqlens_m=cu, tuned=tuned)
+            db1 = db2 = None
+            if ones is not None:
+                db1, db2 = (q.gemm(d.mT, ones, cu_seqlens_k=cu, tuned=tuned)[..., 0] for d in (dp, dy))
+            return dx, dw1, dw2, db1, db2, None, None
+
+    return ExpertMlp.apply
+
+
+def sonic_functions(tuned: bool) -> tuple[Any, Any]:
+    """Return `sonicmoe.functional` and its enumeration of activations, tuning or not.
+
+    It always tunes; that takes minutes over a few shapes, so the names that its modules call are bound once more here.
+    """
+    from sonicmoe import functional
+    from sonicmoe.enums import ActivationType
+    from sonicmoe.functional import backward, forward
+
+    gemm_interface = quack_interface()
+    for module in (forward, backward):
+        for name in ("gemm", "gemm_gated", "gemm_dgated"):
+            if hasattr(module, name):
+                setattr(module, name, functools.partial(getattr(gemm_interface, name), tuned=tuned))
+    return functional, ActivationType
+
+
+def why_not(raised: Exception, packages: Collection[str]) -> str:
+    """Return a note on one line of what somebody's code raised; ``packages`` are those that it needs."""
+    if isinstance(raised, ModuleNotFoundError) and raised.name and raised.name in packages:
+        return NOT_INSTALLED
+    lines = str(raised).strip().splitlines() or [""]
+    return f"{type(raised).__name__}: {lines[0]}"[:160].rstrip(": ")
