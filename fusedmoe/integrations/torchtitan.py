@@ -27,7 +27,7 @@ from torchtitan.models.common.moe import GroupedExperts
 from fusedmoe.errors import InputError
 from fusedmoe.model import even_splits
 from fusedmoe.ops import GroupedLinear, SwiGLU
-from fusedmoe.ops.op import constant_in_graphs
+from fusedmoe.ops.op import constant_in_graphs, made_untraced
 from fusedmoe.recipes import resolve
 from fusedmoe.sequential import Sequential
 
@@ -154,9 +154,9 @@ class FusedGroupedExperts(GroupedExperts):  # type: ignore[misc]
         options: dict[str, Any] = {"bias": bias, "device": "meta", "recipe": self.recipe}
         chain = Sequential(
             OrderedDict(
-                gate_up=GroupedLinear(experts, dim, 2 * hidden_dim, **options),
+                gate_up=made_untraced(GroupedLinear, experts, dim, 2 * hidden_dim, **options),
                 activation=self._activation(),
-                down=GroupedLinear(experts, hidden_dim, dim, **options),
+                down=made_untraced(GroupedLinear, experts, hidden_dim, dim, **options),
             )
         )
         self.__dict__[_CHAIN] = (sizes, self.recipe), chain.without_parameters()

@@ -28,7 +28,7 @@ from fusedmoe.errors import InputError
 from fusedmoe.fusion.log import say_once
 from fusedmoe.integrations.gates import Recognised, RowLayout, Watch, Watched, functions_of, recognise, state_of
 from fusedmoe.ops import Combine, Dispatch, GroupedLinear, Op, Scale
-from fusedmoe.ops.op import constant_in_graphs
+from fusedmoe.ops.op import constant_in_graphs, made_untraced
 from fusedmoe.sequential import Sequential
 
 if TYPE_CHECKING:
@@ -271,17 +271,14 @@ def _fusedmoe_prepare(module: nn.Module) -> None:
 
 def _new_experts(module: nn.Module) -> Experts:
     layout = _layout(module)
-    parameters = _parameters(module, layout)
-    up, down = parameters["gate_up.weight"], parameters["down.weight"]
-    assert up is not None
-    assert down is not None
-    experts, wide, hidden = up.shape
-    intermediate = down.shape[-1]
+    up, down = (_shape(weight, layout) for weight in _weights(module, layout))
+    experts, wide, hidden = up
+    intermediate = down[-1]
     factor = 2 if layout.gated else 1
-    if wide != factor * intermediate or down.shape != (experts, hidden, intermediate):
+    if wide != factor * intermediate or down != (experts, hidden, intermediate):
         raise InputError(
             f"{type(module).__name__}: expected weights ({experts}, {factor} * I, H) and ({experts}, H, I), "
-            f"got {tuple(up.shape)} and {tuple(down.shape)}"
+            f"got {up} and {down}"
         )
     found = _recognise_activation(module, layout, intermediate)
     if found is None:
@@ -292,10 +289,10 @@ def _new_experts(module: nn.Module) -> Experts:
     ops: dict[str, Any] = {
         "dispatch": Dispatch(_number_of_experts(module)),
         "input": Scale("probs") if layout.scales_input else None,
-        "gate_up": GroupedLinear(experts, hidden, wide, bias=layout.biased, device="meta"),
+        "gate_up": made_untraced(GroupedLinear, experts, hidden, wide, bias=layout.biased, device="meta"),
         "activation": _AsItIs(module, _activation) if found is None else found.op,
         "weight": Scale("probs") if early and not layout.scales_input else None,
-        "down": GroupedLinear(experts, intermediate, hidden, bias=layout.biased, device="meta"),
+        "down": made_untraced(GroupedLinear, experts, intermediate, hidden, bias=layout.biased, device="meta"),
         "norm": _AsItIs(module, _norm) if layout.normed else None,
         "combine": Combine(None if early or layout.scales_input else "probs"),
     }
@@ -348,12 +345,27 @@ def _number_of_experts(module: nn.Module) -> int:
 
 def _parameters(module: nn.Module, layout: Layout) -> dict[str, Tensor | None]:
     """Return the parameters as the ops take them: (E, out, in), those of this rank."""
-    up = "gate_up_proj" if layout.gated else "up_proj"
-    weights = _local(getattr(module, up)), _local(module.down_proj)
+    weights = _weights(module, layout)
     if layout.transposed:
         weights = weights[0].mT, weights[1].mT
-    biases = (_local(getattr(module, f"{up}_bias")), _local(module.down_proj_bias)) if layout.biased else (None, None)
+    up = f"{_up(layout)}_bias"
+    biases = (_local(getattr(module, up)), _local(module.down_proj_bias)) if layout.biased else (None, None)
     return dict(zip(_NAMES, (*weights, *biases), strict=True))
+
+
+def _up(layout: Layout) -> str:
+    return "gate_up_proj" if layout.gated else "up_proj"
+
+
+def _weights(module: nn.Module, layout: Layout) -> tuple[Tensor, Tensor]:
+    """Return the weights as the module stores them, those of this rank."""
+    return _local(getattr(module, _up(layout))), _local(module.down_proj)
+
+
+def _shape(weight: Tensor, layout: Layout) -> tuple[int, ...]:
+    """Return (E, out, in) of a stored weight, by no operator: it would be in a program that is being exported."""
+    experts, rows, columns = weight.shape
+    return (experts, columns, rows) if layout.transposed else (experts, rows, columns)
 
 
 _NAMES = ("gate_up.weight", "down.weight", "gate_up.bias", "down.bias")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -23,7 +24,7 @@ from fusedmoe.errors import InputError
 from fusedmoe.ops import amax_state
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Mapping, Sequence
 
 
 class SpecLike(Protocol):
@@ -67,6 +68,14 @@ def constant_in_graphs(function: _T) -> _T:
     # what torch.compiler.assume_constant_result does, which imports all of Dynamo to do it
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def made_untraced(op: Callable[..., _T], *args: object, **kwargs: object) -> _T:
+    """Return ``op(*args, **kwargs)``, for an op that is made within a call: `torch.export` does not record how its
+    parameters are made. It is made in another thread, since the modes that record belong to a thread.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(op, *args, **kwargs).result()
 
 
 # on an op; plans hold functions of this very process: neither a pickle nor a deepcopy takes them along
