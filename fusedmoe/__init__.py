@@ -7,6 +7,7 @@ y = experts(x, splits=tokens_per_expert)
 print(experts.explain(x, splits=tokens_per_expert))
 """
 
+from fusedmoe.environment import check as _check_environment
 from fusedmoe.errors import InputError
 from fusedmoe.formats import QuantizedTensor, Quantizer, quantize
 from fusedmoe.fusion.log import configure as _configure_logging
@@ -94,3 +95,4 @@ __all__ = [
 ]
 
 _configure_logging()
+_check_environment()

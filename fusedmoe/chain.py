@@ -79,6 +79,7 @@ class Chain:
         self.parameters = [  # with their names here
             (node.op, name, f"{node.label}.{name}") for node in self.nodes for name in node.op.parameter_names
         ]
+        self.name = ""  # in a model, for log lines, once that is known
         self._circumstances: dict[tuple[Any, ...], int] = {}
         self._numbers = count()
         self._plans: dict[tuple[Any, ...], Plan] = {}  # by what a plan depends on
@@ -318,7 +319,7 @@ class Chain:
         deterministic = torch.are_deterministic_algorithms_enabled()
         device, of_device = (x.device, arch(x.device)) if asked is None else (torch.device("cuda"), asked.arch)
         environment = Environment(device, of_device, deterministic, recipe, disabled, options, asked is not None)
-        return make_plan(graph, dict(zip(graph.arguments, specs, strict=True)), wanted, environment)
+        return make_plan(graph, dict(zip(graph.arguments, specs, strict=True)), wanted, environment, name=self.name)
 
     def changes_state(self, recipe: Recipe) -> bool:
         """Whether a call changes more than it returns: a ``main_grad``, or what delayed scaling remembers."""

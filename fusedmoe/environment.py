@@ -1,9 +1,28 @@
-"""Environment variables that are read at every call, so that a change holds from the next call on."""
+"""Environment variables: those that are read at every call, and a check that each says something that is known."""
 
 from __future__ import annotations
 
+import difflib
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+
+from fusedmoe.fusion.log import say_once
+
+logger = logging.getLogger(__name__)
+
+VARIABLES = (
+    "FUSEDMOE_LOG",
+    "FUSEDMOE_DISABLE",
+    "FUSEDMOE_DEBUG",
+    "FUSEDMOE_CACHE_DIR",
+    "FUSEDMOE_COMMIT",  # of benchmarks and GPU tests
+    "FUSEDMOE_UPDATE_SNAPSHOTS",  # of tests
+)
+_FLAGS = {
+    **dict.fromkeys(("1", "true", "on", "yes"), True),
+    **dict.fromkeys(("", "0", "false", "off", "no"), False),
+}
 
 
 def reader(*names: str) -> Callable[[], tuple[object, ...]]:
@@ -30,4 +49,27 @@ def disabled_by_environment() -> str:
 
 def debugging() -> bool:
     """Whether inputs are checked that only a wait for the device can tell."""
-    return os.environ.get("FUSEDMOE_DEBUG") == "1"
+    text = os.environ.get("FUSEDMOE_DEBUG", "")
+    flag = _FLAGS.get(text.strip().lower())
+    if flag is None:
+        say_once(logger, logging.WARNING, "FUSEDMOE_DEBUG=%s: expected 1 or 0; it counts as 0", text)
+    return bool(flag)
+
+
+def check() -> None:
+    """Warn of variables that have no effect: unknown names that begin with FUSEDMOE_, and unknown values."""
+    for name in sorted(os.environ):
+        if name.startswith("FUSEDMOE_") and name not in VARIABLES:
+            hint = did_you_mean(name, VARIABLES, 0.8)  # they all begin alike
+            say_once(logger, logging.WARNING, "%s: fusedmoe reads no such environment variable%s", name, hint)
+    debugging()
+    folder = os.environ.get("FUSEDMOE_CACHE_DIR", "")
+    if _FLAGS.get(folder.strip().lower(), True) is False and folder not in ("", "0"):
+        message = "FUSEDMOE_CACHE_DIR=%s: is taken for the name of a directory; did you mean 0, which switches it off?"
+        say_once(logger, logging.WARNING, message, folder)
+
+
+def did_you_mean(text: str, known: Iterable[str], least: float = 0.6) -> str:
+    """``"; did you mean 'sm90.*'?"``: the nearest of what is known, or nothing."""
+    close = difflib.get_close_matches(text, list(known), n=1, cutoff=least)
+    return f"; did you mean {close[0]!r}?" if close else ""

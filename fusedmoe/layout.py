@@ -195,6 +195,12 @@ class Layout:
                 return False
         return _has_any_global_hook() is self._any_global_hook
 
+    def name(self, name: str) -> None:
+        """Let log lines call the chains by the name of the Sequential in a model."""
+        for part in self.parts:
+            if isinstance(part, ChainPart):
+                part.chain.name = f"{name}, {part.title}" if name else ""
+
     def bind(self, x: Tensor, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Check that the caller gave tensors, and just those that are wanted."""
         if not isinstance(x, Tensor):

@@ -62,9 +62,12 @@ class ModelExplanation:
     ----------
     groups : tuple of ExplainedModules
         In the order of the model. ``print(result.groups[0].explanation)`` shows a plan step by step.
+    tokens : int
+        The tokens, or rows, that were planned for: all bytes are counted for them.
     """
 
     groups: tuple[ExplainedModules, ...]
+    tokens: int = 0
 
     @property
     def plans(self) -> tuple[Any, ...]:
@@ -107,7 +110,7 @@ class ModelExplanation:
         """Return a line for each group."""
         if not self.groups:
             return "no module of this model runs on fusedmoe"
-        rows = [("modules", "class", "forward", "backward", "kept", "for")]
+        rows = [("modules", "class", "forward", "backward", f"kept for {self.tokens:,} tokens", "for")]
         for group in self.groups:
             if group.explanation is None:
                 rows.append((group.name, group.kind, "-", "-", "-", group.note))
@@ -158,7 +161,7 @@ def explain(
             known = groups.get(key)
             names = (*known.names, name) if known else (name,)
             groups[key] = ExplainedModules(names, key[0], explanation, note)
-    return ModelExplanation(tuple(groups.values()))
+    return ModelExplanation(tuple(groups.values()), tokens)
 
 
 def _parts(model: nn.Module, tokens: int) -> Iterator[tuple[str, nn.Module, Explanation | None, str]]:
@@ -167,6 +170,7 @@ def _parts(model: nn.Module, tokens: int) -> Iterator[tuple[str, nn.Module, Expl
         if any(f"{name}.".startswith(prefix) for prefix in done):
             continue
         try:
+            _name(module, name)
             found = _explained(module, tokens)
         except Exception as error:  # noqa: BLE001  (a module between two chains, which is called, may raise anything)
             text = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
@@ -175,6 +179,14 @@ def _parts(model: nn.Module, tokens: int) -> Iterator[tuple[str, nn.Module, Expl
             prefix = f"{name}." if name else ""
             done.append(f"{prefix}experts." if isinstance(module, MoE) else prefix)  # its shared expert is another line
             yield name, module, *found
+
+
+def _name(module: nn.Module, name: str) -> None:
+    """Let log lines call a `Sequential`, or that of an `MoE`, by its name in the model."""
+    if isinstance(module, MoE):
+        module.experts._is_called(f"{name}.experts".lstrip("."))
+    elif isinstance(module, Sequential):
+        module._is_called(name)
 
 
 def _explained(module: nn.Module, tokens: int) -> tuple[Explanation | None, str] | None:

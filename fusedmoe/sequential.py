@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_OF_THIS_OBJECT = ("_layout", "_sorted_layout", "_name_in_model")  # a copy has none of it
+
 
 def kernel_options(who: str, sm_margin: object, schedule: Schedule) -> KernelOptions:
     """Return the options, checked; ``who`` was given them."""
@@ -74,6 +76,7 @@ class Sequential(nn.Sequential):
 
     _options: KernelOptions = DEFAULT
     _layout: Layout | None = None
+    _name_in_model: str = ""
     _sorted_layout: Layout | None = None  # for a call with ``splits`` that no op has to have
 
     def __init__(self, *args: Any, sm_margin: int = 0, schedule: Schedule = "static") -> None:
@@ -245,8 +248,14 @@ class Sequential(nn.Sequential):
 
     def _new_layout(self) -> Layout:
         layout = self.__dict__["_layout"] = Layout(self, opened=opened)
+        layout.name(self._name_in_model)
         self._say_whose_options_hold(layout)
         return layout
+
+    def _is_called(self, name: str) -> None:
+        """Let log lines of new plans call this by its name in a model."""
+        self.__dict__["_name_in_model"] = name
+        self._current_layout().name(name)
 
     @constant_in_graphs
     def _describe_for_compiler(self) -> None:
@@ -269,4 +278,4 @@ class Sequential(nn.Sequential):
                 say_once(logger, logging.WARNING, message, label, ", ".join(module._options.changed()))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in super().__getstate__().items() if k not in ("_layout", "_sorted_layout")}  # type: ignore[no-untyped-call]
+        return {k: v for k, v in super().__getstate__().items() if k not in _OF_THIS_OBJECT}  # type: ignore[no-untyped-call]

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
+from fusedmoe.errors import InputError
 from fusedmoe.recipes import BF16, Recipe, resolve
 from fusedmoe.recompute import backward_pass
 
@@ -228,8 +229,12 @@ def recipe(recipe: object) -> _Block[Recipe]:
 def disabled(*patterns: str) -> _Block[None]:
     """Switch the fusion rules off whose names match any of these patterns (``fm.disabled("sm90.*")``): to bisect.
 
-    The pattern is that of `fnmatch`. ``fm.disabled()`` switches nothing off; nested blocks add up.
+    The pattern is that of `fnmatch`. ``fm.disabled()`` switches nothing off; nested blocks add up. A pattern that no
+    rule's name matches is no error, since rules may be registered later: the first plan that is made under it warns.
     """
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise InputError(f"disabled: patterns: expected names of rules, got {pattern!r}")
     return _Block(None, disabled=patterns)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -299,6 +300,7 @@ class Plan:
             self.backward(tuple([a in self.wanted for a in self.graph.arguments])).program.source,
             sum(costs.nbytes(v) for s in self.weights for v in s.gives),
             missed=self.missed_or_unavailable,
+            rows=_rows(specs[self.graph.arguments[0]]),
             **self._asked(),
         )
 
@@ -334,6 +336,10 @@ class Plan:
             if value not in specs and rows is not None:
                 specs[value] = spec._replace(shape=tuple(rows.shape))
         return specs
+
+
+def _rows(x: SpecLike | None) -> int:
+    return 0 if x is None else math.prod(map(int, x.shape[:-1]))
 
 
 class Call:

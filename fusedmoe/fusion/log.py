@@ -28,16 +28,17 @@ def configure(value: str | None = None) -> None:
     """Set logging up as ``FUSEDMOE_LOG`` asks: ``fusion`` shows plans and fallbacks, ``fusion:debug`` also every rule
     tried.
 
-    Several areas are separated by commas. Unset, nothing changes: plain `logging` configuration applies.
+    Several areas are separated by commas. One that is unknown is passed over, with a WARNING. Unset, nothing changes:
+    plain `logging` configuration applies.
     """
     value = os.environ.get("FUSEDMOE_LOG", "") if value is None else value
     areas = [part.strip() for part in value.split(",") if part.strip()]
-    for area in areas:  # all of them before any holds
+    for area in areas:
         name, _, level = area.partition(":")
         if name != "fusion" or level not in ("", "info", "debug"):
-            raise ValueError(f"FUSEDMOE_LOG: expected 'fusion' or 'fusion:debug', got {area!r}")
-    for area in areas:
-        level = area.partition(":")[2]
+            message = "FUSEDMOE_LOG: expected 'fusion' or 'fusion:debug', got %r; it is passed over"
+            say_once(logging.getLogger(__name__), logging.WARNING, message, area)
+            continue
         logger = logging.getLogger("fusedmoe.fusion")
         logger.setLevel(logging.DEBUG if level == "debug" else logging.INFO)
         if not any(getattr(h, "_fusedmoe", False) for h in logger.handlers):

@@ -196,6 +196,8 @@ class PlanData:
         The ops that run unfused although a rule for this device, or for the architecture asked about, stands on them,
         each with how that rule ended. UNAVAILABLE counts, except for a rule that is for other devices than the
         architecture asked about.
+    rows : int
+        The number of rows, or of tokens where the chain begins with a `Dispatch`, that all bytes are counted for.
     """
 
     steps: tuple[PlannedStep, ...]
@@ -213,6 +215,7 @@ class PlanData:
     given_dtype: str = ""
     assumed: tuple[str, ...] = ()
     missed: tuple[tuple[str, Attempt], ...] = ()
+    rows: int = 0
 
     @property
     def planned_for(self) -> str:
@@ -256,7 +259,7 @@ class PlanData:
     def __str__(self) -> str:
         kept = f" ({', '.join(self.kept)})" if self.kept else ""
         lines = [
-            ", ".join([f"planned for {self.planned_for}", *self.options.changed()]),
+            ", ".join([f"planned for {self.planned_for}", *self.options.changed(), f"{self.rows:,} rows"]),
             *_table(self.steps),
             *_wrapped(f"kept for backward: {format_bytes(self.kept_bytes)}{kept}"),
         ]

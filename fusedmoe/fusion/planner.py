@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import logging
 import math
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from fusedmoe.environment import did_you_mean
 from fusedmoe.formats import QuantizedSpec
+from fusedmoe.fusion import registry
 from fusedmoe.fusion.candidates import Costs, Line
 from fusedmoe.fusion.choice import cheapest, final_attempts, nearest_miss
 from fusedmoe.fusion.executable import Covered, Environment, Plan, with_layouts, with_plain_gradients
 from fusedmoe.fusion.graph import NO_BACKWARD
 from fusedmoe.fusion.log import say_once
 from fusedmoe.fusion.names import NONE
+from fusedmoe.fusion.offsets import NAME as OFFSETS
 from fusedmoe.fusion.offsets import with_kernels
 from fusedmoe.fusion.plain import Plain
 from fusedmoe.fusion.program import AnyStep, Fused, Program, all_needs, needed_steps
@@ -41,6 +45,7 @@ def make_plan(
     wanted: Collection[str],
     environment: Environment,
     nominal_rows: int | None = None,
+    name: str = "",
 ) -> Plan:
     """Plan a chain.
 
@@ -56,7 +61,10 @@ def make_plan(
         What else the choice depends on.
     nominal_rows
         The number of rows that the choice is made for; by default the next power of two above those that there are.
+    name
+        What log lines call the chain; by default its layers.
     """
+    _warn_of_patterns(environment.disabled)
     specs = graph.infer(arguments)
     rows = specs[graph.arguments[0]]
     assert rows is not None
@@ -139,7 +147,7 @@ def make_plan(
         {value: spec for value, spec in specs.items() if isinstance(spec, QuantizedSpec)},
     )
     if not asked:
-        _log(plan, arguments)
+        _log(plan, arguments, name or _layers(graph))
     return plan
 
 
@@ -225,7 +233,33 @@ def _tails_zeroed(
     return steps, renamed
 
 
-def _log(plan: Plan, arguments: Mapping[str, SpecLike | None]) -> None:
+def _warn_of_patterns(disabled: Collection[str]) -> None:
+    """Warn of patterns that switch no rule off. Entry points have added their rules by now."""
+    if not disabled:
+        return
+    names = [OFFSETS, *(rule.name for rule in registry.rules())]
+    for pattern in disabled:
+        if any(fnmatchcase(name, pattern) for name in names):
+            continue
+        families = sorted({f"{name.partition('.')[0]}.*" for name in names})
+        hint = did_you_mean(pattern.lower(), [*families, *names])
+        message = "FUSEDMOE_DISABLE or fm.disabled: no rule has a name that matches %r, which switches nothing off%s"
+        say_once(logger, logging.WARNING, message, pattern, hint)
+
+
+def _layers(graph: Graph) -> str:
+    """``0.GroupedLinear (8 x 64 -> 32), 2.GroupedLinear (8 x 16 -> 64)``; without such layers, all ops."""
+    layers = []
+    for label, op in graph.nodes:
+        features = [getattr(op, size, None) for size in ("in_features", "out_features")]
+        if None not in features:
+            groups = getattr(op, "num_groups", None)
+            many = "" if groups is None else f"{groups} x "
+            layers.append(f"{label}.{type(op).__name__} ({many}{features[0]} -> {features[1]})")
+    return ", ".join(layers or [f"{label}.{type(op).__name__}" for label, op in graph.nodes])
+
+
+def _log(plan: Plan, arguments: Mapping[str, SpecLike | None], name: str) -> None:
     missed = dict(plan.missed)
     for label, miss in missed.items():
         say_once(
@@ -234,9 +268,8 @@ def _log(plan: Plan, arguments: Mapping[str, SpecLike | None]) -> None:
     if not logger.isEnabledFor(logging.INFO):
         return
     data = plan.data(arguments)
-    logger.info(
-        "new plan: %s, %s, recipe %s, kept for backward %d bytes", data.device, data.dtype, data.recipe, data.kept_bytes
-    )
+    message = "new plan: %s, %s, recipe %s, kept for backward %d bytes for %d rows, of %s"
+    logger.info(message, data.device, data.dtype, data.recipe, data.kept_bytes, data.rows, name)
     for i, step in enumerate(data.steps, 1):
         logger.info("  %d. %s %s: %s", i, step.direction, " + ".join(step.ops), step.rule or "plain PyTorch")
     for step in data.unfused:

@@ -49,3 +49,20 @@ def test_what_is_read(monkeypatch, name, text, read, unset, is_set):
     monkeypatch.setenv(name, text)
     assert read() == is_set
     assert environment.environment_state() != before
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [(t, True) for t in ("1", "true", "on", "YES", " True ")] + [(t, False) for t in ("", "0", "False", "off", "no")],
+)
+def test_debugging_is_switched_by_the_usual_words(monkeypatch, caplog, text, expected):
+    monkeypatch.setenv("FUSEDMOE_DEBUG", text)
+    assert environment.debugging() is expected
+    assert caplog.records == []
+
+
+def test_debugging_by_another_word_is_off_and_says_so_once(monkeypatch, caplog):
+    monkeypatch.setenv("FUSEDMOE_DEBUG", "2")
+    assert not environment.debugging()
+    assert not environment.debugging()
+    assert [r.getMessage() for r in caplog.records] == ["FUSEDMOE_DEBUG=2: expected 1 or 0; it counts as 0"]

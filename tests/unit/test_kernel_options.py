@@ -82,10 +82,12 @@ def test_they_are_shown_if_not_the_default():
     assert "sm_margin" not in f"{made.explain(x, **named)}{made}"
     assert "schedule" not in f"{made.explain(x, **named)}{made}"
     made.sm_margin = 16
-    assert str(made.explain(x, **named)).splitlines()[1] == "planned for cpu, float64, recipe bf16, sm_margin 16"
+    assert (
+        str(made.explain(x, **named)).splitlines()[1] == "planned for cpu, float64, recipe bf16, sm_margin 16, 9 rows"
+    )
     assert "sm_margin=16" in repr(made)
     made.schedule = "dynamic"
-    assert ", sm_margin 16, schedule dynamic\n" in str(made.explain(x, **named))
+    assert ", sm_margin 16, schedule dynamic, 9 rows\n" in str(made.explain(x, **named))
     assert "sm_margin=16, schedule='dynamic'" in repr(made)
     assert only_plan(made, x, **named).options == KernelOptions(16, "dynamic")
 
