@@ -112,9 +112,9 @@ class Chain:
         elif (dtype := autocast_dtype(x.device)) is None:
             results = self._run(arguments, tensors, around)
         else:
-            arguments = self._cast(arguments, dtype)
+            cast = self._cast(arguments, dtype)
             with without_autocast(x.device):
-                results = self._run(arguments, signature(arguments), around)
+                results = self._run(cast, signature(cast), around, arguments)
         if len(results) > 1:
             named.update(zip(self.exports, results[1:], strict=True))
         return results[0]
@@ -220,7 +220,13 @@ class Chain:
                 self._settings[True] = now
         return now
 
-    def _run(self, arguments: list[Tensor | None], tensors: Signature, around: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    def _run(
+        self,
+        arguments: list[Tensor | None],
+        tensors: Signature,
+        around: tuple[Any, ...],
+        uncast: list[Tensor | None] | None = None,
+    ) -> tuple[Tensor, ...]:
         call = self._call(arguments, tensors, around)
         x = arguments[0]
         assert x is not None
@@ -231,7 +237,7 @@ class Chain:
         if x.is_meta:
             return call.plan.on_meta(arguments)
         self._last = _Last(call, tensors, around, x.device.type)
-        return run_call(call, arguments)
+        return run_call(call, arguments, uncast)
 
     def _call(self, arguments: list[Tensor | None], tensors: Signature, around: tuple[Any, ...]) -> Call:
         """Return the plan for these arguments, whose shapes fit the ops, with what runs it."""
@@ -252,7 +258,7 @@ class Chain:
             specs = plan.graph.infer(dict(zip(plan.graph.arguments, arguments, strict=True)))
             if len(self._calls) >= _REMEMBERED_CALLS:
                 self._calls.clear()
-            call = self._calls[key] = Call(plan, now.strict, announced(specs))
+            call = self._calls[key] = Call(plan, now.strict, announced(specs), tensors)
             call.refused = self._why_sharded(arguments)
         return call
 

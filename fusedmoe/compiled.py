@@ -30,6 +30,7 @@ from fusedmoe.chain import Chain, alone_with, autocast_argument, check_names
 from fusedmoe.environment import disabled_by_environment
 from fusedmoe.errors import InputError
 from fusedmoe.fusion import registry
+from fusedmoe.fusion.differentiable import SecondOrderError
 from fusedmoe.fusion.executable import Call, Environment, Plan
 from fusedmoe.fusion.planner import make_plan
 from fusedmoe.fusion.results import announced
@@ -531,6 +532,10 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) 
 
 
 def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[None, None, list[Tensor | None]]:
+    if torch.is_grad_enabled():  # AOTAutograd, which refuses them too, does not trace with gradients of gradients
+        raise SecondOrderError(
+            "second derivatives (create_graph=True): a compiled graph has none; call the module without torch.compile"
+        )
     traced: _TracedPlan = ctx.traced
     arrived = grads[: traced.results]  # nobody differentiates what is kept beside the results
     there = ctx.there + "".join(map(_mark, arrived))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,15 @@ from fusedmoe.formats import QuantizedSpec
 from fusedmoe.fusion import registry
 from fusedmoe.fusion.candidates import Costs
 from fusedmoe.fusion.choice import nearest_miss
+from fusedmoe.fusion.differentiable import (
+    GradientProgram,
+    SecondOrderError,
+    argument_names,
+    gradient_program,
+    why_not,
+)
 from fusedmoe.fusion.graph import Graph, Place
+from fusedmoe.fusion.log import say_once
 from fusedmoe.fusion.names import NONE, columns, primal
 from fusedmoe.fusion.plain import Plain
 from fusedmoe.fusion.plan import Attempt, PlanData, PlannedStep, Status, missed_text
@@ -35,6 +44,8 @@ if TYPE_CHECKING:
     from fusedmoe.kernels.options import KernelOptions
     from fusedmoe.ops.op import SpecLike
     from fusedmoe.recipes import Recipe
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -199,6 +210,9 @@ class Plan:
         What quantizes weights.
     attempts : tuple of Attempt
         Every rule tried.
+    unsaved : tuple of (int, bool)
+        The arguments that it does not keep for backward and that second derivatives need, by place; whether each is
+        small beside the rows.
     quantized : dict of str to QuantizedSpec
         Every value and gradient that is quantized, for the rows that it was planned with.
     """
@@ -243,6 +257,19 @@ class Plan:
         given = (*self.saved, *(v for _, v in incoming))
         program = Program(needed_steps(self.backward_steps, asked, given), given, [asked])
         return _Backward(program, tuple(i for i, _ in incoming))
+
+    @functools.cached_property
+    def unsaved(self) -> frozenset[int]:
+        """The arguments, by place, that second derivatives take and that are not in `saved`."""
+        if not self.wanted or self.no_second_derivatives:
+            return frozenset()
+        taken = argument_names(self.graph, self.saved)
+        return frozenset(i for i, a in enumerate(self.graph.arguments) if a in taken and a not in self.saved)
+
+    @functools.cached_property
+    def no_second_derivatives(self) -> str:
+        """Why the gradients have no derivatives; an empty text if they have."""
+        return why_not(self.graph)
 
     @property
     def missed(self) -> tuple[tuple[str, Attempt], ...]:
@@ -353,9 +380,14 @@ class Call:
         Whether ``fm.strict()`` holds, in the backward pass too.
     specs
         Of every value of the forward pass, which the first run checks results by; None: it checks none.
+    tensors
+        The signature; without it such a call has no second derivatives.
 
     Attributes
     ----------
+    unsaved, held
+        The arguments, by place, that second derivatives take and that the plan does not keep; those of them that have
+        to be held, each with whether it is kept alive. (A leaf that wants a gradient is found without.)
     run, runs
         ``run([*arguments], *runs)`` returns the outputs, and the values that backward needs. There is no method for it,
         since calling one takes the host a microsecond.
@@ -365,12 +397,49 @@ class Call:
 
     refused: str | None = None
 
-    def __init__(self, plan: Plan, strict: bool, specs: Specs | None = None) -> None:
-        self.plan = plan
+    def __init__(self, plan: Plan, strict: bool, specs: Specs | None = None, tensors: Signature = ()) -> None:
+        self.plan, self.tensors = plan, tensors
         self._strict = strict
         self._specs = specs if plan.wanted else None  # for the first backward pass
+        self.unsaved = frozenset(i for i in plan.unsaved if i < len(tensors) and tensors[i] is not None)
+        self.held = tuple(self._held(i) for i in sorted(self.unsaved) if not self._is_trained(i))
         self.run, self.runs = plan.program.run, plan.program.runs(strict, specs)
         self._backward: dict[tuple[bool, ...], tuple[Signature, Runs]] = {}
+        self._differentiable: dict[tuple[bool, ...], GradientProgram] = {}
+
+    def _is_trained(self, i: int) -> bool:
+        kind = self.tensors[i]
+        assert kind is not None
+        return kind[0] is torch.nn.Parameter and bool(kind[3])
+
+    def _held(self, i: int) -> tuple[int, bool]:
+        kind, rows = self.tensors[i], self.tensors[0]
+        assert kind is not None
+        assert rows is not None
+        is_input = 0 < i <= len(self.plan.graph.inputs)
+        small = 2 * kind[1].numel() <= rows[1].numel() or not kind[2].is_floating_point
+        return i, (is_input and small) or kind[0] is torch.nn.Parameter
+
+    def check_second_derivatives(self) -> None:
+        """Raise unless the gradients have derivatives; say once that for their sake the backward pass runs unfused."""
+        plan = self.plan
+        first, last = (plan.graph.nodes[i].label.partition(":")[0] for i in (0, -1))  # of a recipe's op, the layer's
+        chain = f"chain {first}" if first == last else f"chain {first} to {last}"
+        if why := plan.no_second_derivatives:
+            raise SecondOrderError(f"{chain}: second derivatives (create_graph=True): {why}")
+        fused = [c.step.label for c in plan.covered if c.direction == "backward" and isinstance(c.step, Fused)]
+        message = "its backward pass runs unfused, for second derivatives (create_graph=True)"
+        if fused and self._strict:
+            raise FusionError(f"strict: {chain}: {message}, although this device has a kernel for {', '.join(fused)}")
+        say_once(logger, logging.WARNING if fused else logging.INFO, "%s: %s", chain, message)
+
+    def differentiable(self, wanted: tuple[bool, ...]) -> GradientProgram:
+        """Return what gives gradients that autograd can differentiate: those wanted."""
+        program = self._differentiable.get(wanted)
+        if program is None:
+            specs = [None if kind is None else TensorSpec(tuple(kind[1]), kind[2]) for kind in self.tensors]
+            program = self._differentiable[wanted] = gradient_program(self.plan.graph, specs, wanted, self.plan.saved)
+        return program
 
     def backward(
         self, saved: Sequence[Tensor | None], grads: Sequence[Tensor | None], wanted: tuple[bool, ...]

@@ -147,7 +147,7 @@ class SwiGLU(GLU):
         return F.silu(g) if self.alpha == 1 else g * torch.sigmoid(self.alpha * g)
 
     def dphi(self, g: Tensor, grad: Tensor) -> Tensor:
-        if self.alpha == 1:
+        if self.alpha == 1 and not torch.is_grad_enabled():  # torch has no derivative of it
             return _silu_backward(grad, g)  # type: ignore[no-any-return]
         s = torch.sigmoid(self.alpha * g)
         return grad * s * (1 + self.alpha * g * (1 - s))

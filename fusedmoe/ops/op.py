@@ -380,13 +380,34 @@ class AutogradBackward(BackwardOp):
     def compute(self, *needs: Tensor | None) -> Tensors:
         grads, args = needs[: len(self._outputs)], needs[len(self._outputs) :]
         wanted = [f"grad_{name}" in self.gives for name in self._arguments]
+        again = torch.is_grad_enabled()  # the gradients are to be differentiated in their turn
+        source = _differentiable_source if again else _source
         with torch.enable_grad():
-            args = tuple(a if a is None else a.detach().requires_grad_(w) for a, w in zip(args, wanted, strict=True))
+            args = tuple(a if a is None else source(a, w) for a, w in zip(args, wanted, strict=True))
             outputs = self.op.compute(*args)  # type: ignore[arg-type]
         outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
         arrived = [(y, g) for y, g in zip(outputs, grads, strict=True) if g is not None and y.requires_grad]
         sources = [a for a, w in zip(args, wanted, strict=True) if w and a is not None]
         found = torch.autograd.grad(
-            [y for y, _ in arrived], sources, [g for _, g in arrived], allow_unused=True, materialize_grads=True
+            [y for y, _ in arrived],
+            sources,
+            [g for _, g in arrived],
+            create_graph=again,
+            allow_unused=True,
+            materialize_grads=True,
         )
         return found[0] if len(found) == 1 else found
+
+
+def _source(t: Tensor, wanted: bool) -> Tensor:
+    """Return the same values as a leaf, which has a gradient if it is wanted."""
+    return t.detach().requires_grad_(wanted)
+
+
+def _differentiable_source(t: Tensor, wanted: bool) -> Tensor:
+    """Return the same values where the graph goes on from them, at a place of their own if a gradient is wanted there:
+    another argument may be computed from the same tensor.
+    """
+    if not wanted:
+        return t
+    return t.view_as(t) if t.requires_grad else _source(t, wanted)

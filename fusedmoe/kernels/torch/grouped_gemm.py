@@ -9,11 +9,15 @@ offsets on the host once (``explain()`` marks it HOST SYNC).
 
 What ``F.grouped_mm`` leaves to its caller: rows past the last offset are not written, so they are zeroed here; operands
 without elements, whose product is zeros, are refused.
+
+Every product and every sum here may be differentiated by autograd, any number of times: the derivatives are products
+and sums of the same kinds. So rows that belong to no expert are read in no derivative either.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -79,6 +83,69 @@ def _ranges(offsets_E: Tensor) -> list[tuple[int, int, int]]:
     return [(e, first, end) for e, (first, end) in enumerate(zip([0, *ends], ends, strict=False)) if end > first]
 
 
+def _wants_gradient(*operands: Tensor) -> bool:
+    return any(t.requires_grad for t in operands)
+
+
+class _RowsTimes(torch.autograd.Function):
+    """``y[r] = x[r] @ w[expert of r]``, differentiable."""
+
+    @staticmethod
+    def forward(ctx: Any, x_RK: Tensor, w_EKN: Tensor, offsets_E: Tensor) -> Tensor:
+        ctx.save_for_backward(x_RK, w_EKN, offsets_E)
+        return _rows_times_now(x_RK, w_EKN, offsets_E)
+
+    @staticmethod
+    def backward(ctx: Any, dy_RN: Tensor) -> tuple[Tensor | None, ...]:
+        x_RK, w_EKN, offsets_E = ctx.saved_tensors
+        dx_RK = _rows_times(dy_RN.contiguous(), w_EKN.mT, offsets_E) if ctx.needs_input_grad[0] else None
+        dw_EKN = grouped_mm_wgrad(x_RK, dy_RN.contiguous(), offsets_E) if ctx.needs_input_grad[1] else None
+        return dx_RK, dw_EKN, None
+
+
+class _Wgrad(torch.autograd.Function):
+    """``dW[e] = dy[rows of e].T @ x[rows of e]``, differentiable."""
+
+    @staticmethod
+    def forward(ctx: Any, dy_RN: Tensor, x_RK: Tensor, offsets_E: Tensor) -> Tensor:
+        ctx.save_for_backward(dy_RN, x_RK, offsets_E)
+        return _wgrad_now(dy_RN, x_RK, offsets_E)
+
+    @staticmethod
+    def backward(ctx: Any, grad_ENK: Tensor) -> tuple[Tensor | None, ...]:
+        dy_RN, x_RK, offsets_E = ctx.saved_tensors
+        grad_dy = _rows_times(x_RK, grad_ENK.mT, offsets_E) if ctx.needs_input_grad[0] else None
+        grad_x = _rows_times(dy_RN, grad_ENK, offsets_E) if ctx.needs_input_grad[1] else None
+        return grad_dy, grad_x, None
+
+
+class _SumRows(torch.autograd.Function):
+    """``sums[e] = sum of rows of e``, differentiable."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_RN: Tensor, offsets_E: Tensor) -> Tensor:
+        ctx.save_for_backward(offsets_E)
+        ctx.num_rows = rows_RN.shape[0]
+        return _sum_rows_now(rows_RN, offsets_E)
+
+    @staticmethod
+    def backward(ctx: Any, grad_EN: Tensor) -> tuple[Tensor | None, ...]:
+        return _SpreadRows.apply(grad_EN, ctx.saved_tensors[0], ctx.num_rows), None  # type: ignore[no-untyped-call]
+
+
+class _SpreadRows(torch.autograd.Function):
+    """``rows[r] = values[expert of r]``, zero for rows that belong to no expert; differentiable."""
+
+    @staticmethod
+    def forward(ctx: Any, values_EN: Tensor, offsets_E: Tensor, num_rows: int) -> Tensor:
+        ctx.save_for_backward(offsets_E)
+        return _of_expert(values_EN, offsets_E, num_rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad_RN: Tensor) -> tuple[Tensor | None, ...]:
+        return grouped_bias_grad(grad_RN, ctx.saved_tensors[0]), None, None
+
+
 def _rows_times(x_RK: Tensor, w_EKN: Tensor, offsets_E: Tensor | None) -> Tensor:
     if offsets_E is None:
         return x_RK @ w_EKN[0]
@@ -86,6 +153,12 @@ def _rows_times(x_RK: Tensor, w_EKN: Tensor, offsets_E: Tensor | None) -> Tensor
         if x_RK.dtype is torch.bfloat16:
             return zero_tail_(F.grouped_mm(x_RK, w_EKN, offs=offsets_E), offsets_E)
         return torch.ops.fusedmoe.grouped_mm(x_RK, w_EKN, offsets_E)  # type: ignore[no-any-return]
+    if torch.is_grad_enabled() and _wants_gradient(x_RK, w_EKN):
+        return _RowsTimes.apply(x_RK, w_EKN, offsets_E)  # type: ignore[no-untyped-call, no-any-return]
+    return _rows_times_now(x_RK, w_EKN, offsets_E)
+
+
+def _rows_times_now(x_RK: Tensor, w_EKN: Tensor, offsets_E: Tensor) -> Tensor:
     if not x_RK.numel() or not w_EKN.numel():
         return x_RK.new_zeros(x_RK.shape[0], w_EKN.shape[2])
     if native := _native(x_RK, w_EKN):
@@ -112,6 +185,12 @@ def grouped_mm_wgrad(dy_RN: Tensor, x_RK: Tensor, offsets_E: Tensor | None) -> T
     """``dW[e] = dy[rows of e].T @ x[rows of e]``: (E, N, K); exact zeros for an expert without rows."""
     if offsets_E is None:
         return (dy_RN.mT @ x_RK)[None]
+    if torch.is_grad_enabled() and _wants_gradient(dy_RN, x_RK):
+        return _Wgrad.apply(dy_RN, x_RK, offsets_E)  # type: ignore[no-untyped-call, no-any-return]
+    return _wgrad_now(dy_RN, x_RK, offsets_E)
+
+
+def _wgrad_now(dy_RN: Tensor, x_RK: Tensor, offsets_E: Tensor) -> Tensor:
     shape = offsets_E.shape[0], dy_RN.shape[1], x_RK.shape[1]
     if not dy_RN.numel() or not x_RK.numel():
         return x_RK.new_zeros(shape)
@@ -127,10 +206,17 @@ def grouped_bias(y_RN: Tensor, bias_EN: Tensor, offsets_E: Tensor | None) -> Ten
     """``y[r] += bias[expert of r]``, in place; rows that belong to no expert stay as they are."""
     if offsets_E is None:
         return y_RN.add_(bias_EN[0])
-    rows_R = torch.arange(y_RN.shape[0], device=y_RN.device, dtype=torch.int32)
+    if torch.is_grad_enabled() and _wants_gradient(bias_EN):
+        return y_RN.add_(_SpreadRows.apply(bias_EN, offsets_E, y_RN.shape[0]))  # type: ignore[no-untyped-call]
+    return y_RN.add_(_of_expert(bias_EN, offsets_E, y_RN.shape[0]))
+
+
+def _of_expert(values_EN: Tensor, offsets_E: Tensor, num_rows: int) -> Tensor:
+    """``rows[r] = values[expert of r]``, zero for rows that belong to no expert."""
+    rows_R = torch.arange(num_rows, device=values_EN.device, dtype=torch.int32)
     expert_R = torch.searchsorted(offsets_E, rows_R, right=True)
-    padded_bias = F.pad(bias_EN, (0, 0, 0, 1))  # "expert" E has bias zero: the rows behind the last expert
-    return y_RN.add_(padded_bias[expert_R])
+    padded = F.pad(values_EN, (0, 0, 0, 1))  # "expert" E has zeros: it stands for the rows after the last expert's
+    return padded[expert_R]
 
 
 def grouped_bias_grad(dy_RN: Tensor, offsets_E: Tensor | None) -> Tensor:
@@ -138,9 +224,16 @@ def grouped_bias_grad(dy_RN: Tensor, offsets_E: Tensor | None) -> Tensor:
 
     Deterministic: ``segment_reduce`` walks each expert's rows in order, without atomics.
     """
-    accumulate = torch.promote_types(dy_RN.dtype, torch.float32)
     if offsets_E is None:
+        accumulate = torch.promote_types(dy_RN.dtype, torch.float32)
         return dy_RN.sum(0, keepdim=True, dtype=accumulate).to(dy_RN.dtype)
+    if torch.is_grad_enabled() and _wants_gradient(dy_RN):
+        return _SumRows.apply(dy_RN, offsets_E)  # type: ignore[no-untyped-call, no-any-return]
+    return _sum_rows_now(dy_RN, offsets_E)
+
+
+def _sum_rows_now(dy_RN: Tensor, offsets_E: Tensor) -> Tensor:
+    accumulate = torch.promote_types(dy_RN.dtype, torch.float32)
     starts = F.pad(offsets_E.to(torch.int64), (1, 0))
     sums_EN = torch.segment_reduce(dy_RN.to(accumulate), "sum", offsets=starts, axis=0, initial=0, unsafe=True)
     return sums_EN.to(dy_RN.dtype)
@@ -149,7 +242,7 @@ def grouped_bias_grad(dy_RN: Tensor, offsets_E: Tensor | None) -> Tensor:
 # For exported programs: torch's own operator has no fake implementation but for bf16, whatever it computes.
 _library = torch.library.Library("fusedmoe", "FRAGMENT")
 _library.define("grouped_mm(Tensor rows, Tensor weight, Tensor offsets) -> Tensor")
-_library.impl("grouped_mm", _rows_times, "CompositeExplicitAutograd")
+_library.impl("grouped_mm", _rows_times_now, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("fusedmoe::grouped_mm", lib=_library)  # type: ignore[untyped-decorator]

@@ -1,0 +1,239 @@
+"""The gradients of a chain as autograd can differentiate them: what ``create_graph=True`` asks for.
+
+The forward steps run again from the chain's arguments, the backward steps after them, all in plain PyTorch and recorded
+by autograd. So the first gradients are those of an unfused backward pass, and their derivatives follow from the ops:
+
+- an op's own derivative is what its `backward_ops` compute, also where something else is differentiated through it;
+- the derivative of a backward step is autograd's, of its `compute`.
+
+Rows that belong to no expert are zeros in every argument and in every gradient that arrives, and have no gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedmoe.fusion.names import NONE
+from fusedmoe.fusion.plain import Plain
+from fusedmoe.fusion.program import Program, needed_steps
+from fusedmoe.ops.op import AutogradBackward, BackwardOp, Op
+from fusedmoe.ops.quantize import Quantize
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from fusedmoe.fusion.graph import Graph, Place
+    from fusedmoe.ops.op import SpecLike
+
+
+class SecondOrderError(RuntimeError):
+    """Second derivatives were asked for (``create_graph=True``) where there are none; the message says why."""
+
+
+def why_not(graph: Graph) -> str:
+    """Return why the gradients of a chain have no derivatives; an empty text if they have."""
+    if graph.weights or any(isinstance(node.op, Quantize) for node in graph.nodes):
+        return "it computes with quantized values, whose rounding has no derivative; use recipe 'bf16'"
+    for label, op in graph.nodes:
+        if getattr(op, "accumulate_into_main_grad", False):
+            return f"{label} has accumulate_into_main_grad=True, so its gradient is no result that could have one"
+    return ""
+
+
+class GradientProgram(NamedTuple):
+    """The gradients that some call wants, as a function of the chain's arguments and of the gradients that arrive."""
+
+    program: Program
+    constants: tuple[str, ...]  # the values that it takes of those kept: they have no gradient
+    incoming: tuple[int, ...]  # of the outputs, those whose gradient it takes
+
+    def run(
+        self, arguments: Sequence[Tensor | None], kept: Mapping[str, Tensor | None], grads: Sequence[Tensor | None]
+    ) -> tuple[Tensor | None, ...]:
+        """Return a gradient, or None, for each argument; autograd records how it was computed."""
+        given = [*arguments, *[kept[v] for v in self.constants], *[grads[i] for i in self.incoming]]
+        with torch.enable_grad():
+            (results,) = self.program.run(given, *self.program.runs(strict=False))
+        return results
+
+
+def argument_names(graph: Graph, kept: Collection[str]) -> set[str]:
+    """Return the arguments that such a program may take, where these values are kept."""
+    values = {v for step in map(_forward_step, graph.forward) for v in step.needs} & {*graph.arguments}
+    return values | {step.needs[0] for value, step in graph.derived.items() if value not in kept} | {graph.arguments[0]}
+
+
+def gradient_program(
+    graph: Graph, arguments: Sequence[SpecLike | None], wanted: Sequence[bool], kept: Collection[str]
+) -> GradientProgram:
+    """Return the program for a chain called with arguments like these, and the gradients of those wanted; offsets are
+    taken from what is kept, if they are.
+    """
+    names = graph.arguments
+    specs = graph.infer(dict(zip(names, arguments, strict=True)))
+    asked = {name for name, w in zip(names, wanted, strict=True) if w}
+    backward = graph.backward(asked, specs)
+    forward = [*graph.derived.values(), *map(_forward_step, graph.forward)]
+    steps = [*forward, *map(_backward_step, backward.places), *backward.glue]
+
+    # rows and gradients as they are given, and their names there: the value's own name is for what the masks return
+    rowwise = [names[0], *(name for name in graph.inputs if _is_float(specs[name]))]
+    tails = {value: value for value in rowwise} | {g: value for value, g in backward.incoming.items()}
+    renamed = {name: f"given {name}" for name, value in tails.items() if graph.tail_offsets(value) is not None}
+    for name, given_name in renamed.items():
+        mask = graph.zero_tail(tails[name], name)
+        assert mask is not None
+        steps.append(replace(mask, needs=(given_name, *mask.needs[1:])))
+    # what derives offsets asks rows for their number alone: it need not wait for rows that wait for offsets
+    counted = graph.tail_offsets(names[0])
+    steps = [
+        replace(step, needs=(step.needs[0], renamed[names[0]])) if counted in step.gives else step for step in steps
+    ]
+
+    gradients = dict.fromkeys(names, NONE) | dict(backward.gradients)
+    for name, gradient in backward.gradients.items():
+        if (mask := graph.zero_tail(gradient, f"zeroed {gradient}")) is not None:
+            steps.append(mask)
+            gradients[name] = mask.gives[0]
+    incoming = [(i, backward.incoming[v]) for i, v in enumerate(graph.outputs) if v in backward.incoming]
+    constants = tuple(value for value in graph.derived if value in kept)
+    given = [renamed.get(v, v) for v in (*names, *constants, *(g for _, g in incoming))]
+    results = [gradients[name] for name in names]
+    program = Program(needed_steps(steps, results, given), given, [results])
+    return GradientProgram(program, constants, tuple(i for i, _ in incoming))
+
+
+def _is_float(spec: Any) -> bool:
+    return spec is not None and bool(spec.dtype.is_floating_point)
+
+
+# ---- forward steps --------------------------------------------------------------------------------------------------
+
+
+def _forward_step(place: Place) -> Plain:
+    """Return the step of an op whose derivative is what its backward steps compute."""
+    op = place.item
+    assert isinstance(op, Op)
+    if any(isinstance(item, AutogradBackward) for item in op.backward_ops()):
+        return place.step  # autograd's is what it has
+    read = {"input", *op.parameter_names, *op.runtime_inputs, *op.optional_inputs}
+    read.update(name for item in op.backward_ops() for name in item.needs)
+    made = {"output", *op.provides}
+    names = tuple(name for name in place.values if name in read and name not in made)
+    run = partial(_run_op, _Meaning(op, names))
+    return replace(place.step, run=run, needs=tuple(place.values[name] for name in names))
+
+
+class _Meaning:
+    """An op as a function of values by name.
+
+    Parameters
+    ----------
+    op
+        The op.
+    names
+        The values that it, or a step of its backward, may read, as the op knows them.
+    """
+
+    def __init__(self, op: Op, names: tuple[str, ...]) -> None:
+        self.op, self.names = op, names
+        self.takes = ("input", *op.parameter_names, *op.runtime_inputs, *op.optional_inputs)
+        self.gives = ("output", *op.provides)
+
+    def outputs(self, values: Mapping[str, Tensor | None]) -> tuple[Tensor, ...]:
+        """Return what the op computes."""
+        y = self.op.compute(*[values[name] for name in self.takes])  # type: ignore[arg-type]
+        return (y,) if isinstance(y, Tensor) else tuple(y)
+
+    def gradients(self, values: Mapping[str, Tensor | None], wanted: Mapping[str, bool]) -> dict[str, Tensor]:
+        """Return the gradients of the values wanted, of values and incoming gradients by name."""
+        found: dict[str, Tensor] = {}
+
+        def add(name: str, gradient: Tensor) -> None:
+            found[name] = found[name] + gradient if name in found else gradient
+
+        dy = values["grad_output"]
+        if self.op.passes_backward and dy is not None and wanted["input"]:
+            add("input", dy)
+        for item in self.op.backward_ops():
+            gives = tuple(g for g in item.gives if wanted[self._value(g)])
+            arriving = [values[name] for name in item.needs if name.startswith("grad_")]
+            if not gives or all(g is None for g in arriving):
+                continue
+            kept = item if len(gives) == len(item.gives) else item.only(gives)
+            out = _run_backward_op(kept, *[values[name] for name in kept.needs])
+            for name, gradient in zip(kept.gives, (out,) if isinstance(out, Tensor) else out, strict=True):
+                if wanted[self._value(name)]:
+                    add(self._value(name), gradient)
+        return found
+
+    def _value(self, gradient: str) -> str:
+        name = gradient.removeprefix("grad_")
+        return self.op.aliases.get(name, name)
+
+
+def _run_op(meaning: _Meaning, *tensors: Tensor | None) -> Any:
+    outputs = _Differentiable.apply(meaning, *tensors)  # type: ignore[no-untyped-call]
+    return outputs if len(outputs) > 1 else outputs[0]
+
+
+class _Differentiable(torch.autograd.Function):
+    """An op, whose gradients are those of its backward steps, which autograd differentiates again."""
+
+    @staticmethod
+    def forward(ctx: Any, meaning: _Meaning, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        outputs = meaning.outputs(dict(zip(meaning.names, tensors, strict=True)))
+        ctx.meaning = meaning
+        ctx.save_for_backward(*tensors, *outputs)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*[t for t in outputs if not t.is_floating_point()])
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        meaning: _Meaning = ctx.meaning
+        values = dict(zip((*meaning.names, *meaning.gives), ctx.saved_tensors, strict=True))
+        values |= {f"grad_{name}": g for name, g in zip(meaning.gives, grads, strict=True)}
+        wanted = dict(zip(meaning.names, ctx.needs_input_grad[1:], strict=True))
+        found = meaning.gradients(values, wanted)
+        return (None, *[found.get(name) for name in meaning.names])
+
+
+# ---- backward steps -------------------------------------------------------------------------------------------------
+
+
+def _backward_step(place: Place) -> Plain:
+    item = place.item
+    assert isinstance(item, BackwardOp)
+    return replace(place.step, run=partial(_run_backward_op, item))
+
+
+def _run_backward_op(item: BackwardOp, *needs: Tensor | None) -> Any:
+    """Run a step of an op's backward. Autograd must be able to differentiate it: a gradient that does not depend on
+    what arrives, on which every gradient depends, was computed out of autograd's sight.
+    """
+    if isinstance(item, AutogradBackward) or type(item).__module__.startswith("fusedmoe."):
+        return item.compute(*needs)
+    recording = torch.is_grad_enabled()
+    watched = [
+        g.detach().requires_grad_() if recording and name.startswith("grad_") and g is not None and not g.requires_grad
+        else g
+        for name, g in zip(item.needs, needs, strict=True)
+    ]  # fmt: skip
+    out = item.compute(*watched)
+    for name, gradient in zip(item.gives, (out,) if isinstance(out, Tensor) else out, strict=True):
+        if recording and not gradient.requires_grad and gradient.numel():
+            raise SecondOrderError(
+                f"{item!r}: compute: expected plain PyTorch that autograd can differentiate, as second derivatives are "
+                f"asked for (create_graph=True), got a {name} that does not depend on {_gradients(item)}"
+            )
+    return out
+
+
+def _gradients(item: BackwardOp) -> str:
+    return " or ".join(name for name in item.needs if name.startswith("grad_"))
