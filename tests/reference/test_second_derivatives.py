@@ -230,6 +230,17 @@ def test_routed_layers(weights):
     assert_same(second(y, wanted, wanted), second(expected, wanted, wanted))
 
 
+def test_parts_around_a_foreign_module_and_an_op_with_a_hook():
+    first, last = fm.GroupedLinear(3, H, H), fm.GroupedLinear(3, H // 2, H)
+    seq = fm.Sequential(first, torch.nn.Sigmoid(), fm.SwiGLU(), last).double()
+    seq[2].register_forward_hook(lambda *_: None)
+    x = leaf(ROWS, H)
+    rows = torch.sigmoid(grouped_linear(x, seq[0].weight, None, SPLITS))
+    expected = grouped_linear(glu(rows, "swiglu"), seq[3].weight, None, SPLITS)
+    wanted = [x, *seq.parameters()]
+    assert_same(second(seq(x, splits=SPLITS), wanted, wanted), second(expected, wanted, wanted))
+
+
 def test_the_low_rank_update():
     layer = fm.GroupedLoRA(fm.GroupedLinear(3, H, 2 * H, bias=True), rank=2, alpha=3).double()
     torch.nn.init.normal_(layer.lora_B.weight)
