@@ -148,20 +148,20 @@ class Chain:
         given = "" if plan.dtype is x.dtype else str(x.dtype).removeprefix("torch.")
         return replace(data, given_dtype=given if asked.dtype else "")
 
-    def results_of(self, x: Tensor, named: dict[str, Tensor], parameters: Parameters | None = None) -> Tensor:
-        """Return an empty tensor like the chain's result, and add ones like its exports to ``named``: nothing runs."""
-        arguments = self.arguments_of(x, named, parameters)
+    def _without_memory(self, arguments: list[Tensor | None]) -> tuple[Tensor, ...]:
+        """Return tensors like the results, in the mode for tensors without memory that holds here: nothing runs."""
+        x = arguments[0]
         self._check_rows(x)
+        assert x is not None
         graph = self.rewritten(settings.current().recipe)
-        specs = graph.infer(dict(zip(graph.arguments, self._specs(arguments, autocast_dtype(x.device)), strict=True)))
+        specs = graph.infer(dict(zip(graph.arguments, map(spec_of, arguments), strict=True)))
         grad = torch.is_grad_enabled() and any(a is not None and a.requires_grad for a in arguments)
         results = []
         for spec in (specs[value] for value in graph.outputs):
             assert spec is not None
             wants = grad and spec.dtype.is_floating_point
             results.append(torch.empty(spec.shape, dtype=spec.dtype, device=x.device, requires_grad=wants))
-        named.update(zip(self.exports, results[1:], strict=True))
-        return results[0]
+        return tuple(results)
 
     def _specs(self, arguments: Sequence[Tensor | None], dtype: torch.dtype | None) -> list[TensorSpec | None]:
         """Return the specs of arguments, with rows and parameters in this dtype where autocast would cast them."""
@@ -227,9 +227,11 @@ class Chain:
         around: tuple[Any, ...],
         uncast: list[Tensor | None] | None = None,
     ) -> tuple[Tensor, ...]:
-        call = self._call(arguments, tensors, around)
         x = arguments[0]
         assert x is not None
+        if target.current() is not None and target.has_no_memory(x):
+            return self._without_memory(arguments)
+        call = self._call(arguments, tensors, around)
         if call.refused is not None:
             raise InputError(call.refused)
         if around[0].strict:

@@ -45,12 +45,11 @@ def explain_shapes(
             explained.append((part.title, plan))
             if part is parts[-1]:
                 break
-            if isinstance(part, ChainPart):
-                x, counted = part.chain_for(counted).results_of(x, named, parameters), counted or part.sorts_rows
-                continue
             try:
                 x, counted = part.run(x, named, options, parameters, counted)
             except Exception as error:
+                if isinstance(part, ChainPart) or isinstance(error, InputError):
+                    raise
                 raise InputError(
                     f"explain: module {part.label!r} ({type(part.module).__name__}) cannot be called on tensors "
                     f"without memory, and what follows it depends on its result: {type(error).__name__}: {error}"

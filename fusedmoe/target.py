@@ -65,6 +65,13 @@ def planned_for(arch: object, dtype: object = None) -> Iterator[Target | None]:
         _target.reset(token)
 
 
+def has_no_memory(t: torch.Tensor) -> bool:
+    """Whether a tensor only has a shape, a dtype and a device."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(t, FakeTensor)
+
+
 def checked_arch(arch: object) -> int:
     """Return an architecture as a number: of ``90``, ``"90"``, ``"sm_90"`` and ``"sm_90a"``.
 

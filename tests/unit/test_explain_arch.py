@@ -236,6 +236,42 @@ def test_values_that_a_chain_provides_reach_the_next():
     assert used(last) == ["sm90.combine", "sm90.combine_weight_grad", "sm90.dcombine"]
 
 
+def hooked(module):
+    module.register_forward_hook(lambda *_: None)
+    return module
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_ops_that_are_called_for_their_hooks_run_nothing(device, nested):
+    """An op, or a nested Sequential, with a hook is a module; on tensors without memory there is nothing to compute."""
+    up, act, down = experts(device=device)
+    chain = fm.Sequential(hooked(fm.Sequential(up, act)), down) if nested else fm.Sequential(hooked(up), act, down)
+    x, named = call(device=device)
+    explanation = chain.explain(x, arch=90, **named)
+    (title, _), (_, plan) = explanation.parts
+    assert title.endswith("called as a module, for its hooks")
+    backward = ["sm90.grouped_wgrad", "sm90.grouped_dgrad" if nested else "sm90.grouped_dgrad_activation"]
+    assert used(plan) == [*([] if nested else [None]), "sm90.grouped_gemm", *backward]
+
+
+def test_a_call_that_is_made_to_explain_is_computed():
+    """Only tensors without memory have no values: a module's explain_rows() may call what it likes."""
+    (x, named), chain = call(), experts()
+    x = torch.randn_like(x)
+    expected = chain(x, **named)
+    assert expected.abs().sum() > 0
+
+    class Foreign(nn.Module):
+        def explain_rows(self, rows):
+            torch.testing.assert_close(chain(x, **named), expected)
+            return chain.explain(x, **named)
+
+    (group,) = fm.explain(Foreign(), arch=90).groups
+    assert group.note == ""
+    assert group.explanation.plans[0].fused
+
+
 def test_a_module_that_reads_what_it_is_given_is_named():
     class Reads(nn.Module):
         def forward(self, x):
