@@ -2,7 +2,7 @@
 # Set-up is part of demo, test, lint and docs: a virtual environment in .venv, made once and again when pyproject.toml changes.
 
 PYTHON ?= python3
-TORCH  ?= $(if $(shell nvidia-smi -L 2>/dev/null | grep '^GPU'),torch,torch==2.13.0)
+TORCH  ?= $(if $(shell nvidia-smi -L 2>/dev/null | grep '^GPU'),torch<2.16,torch==2.13.0)
 ARGS   ?=
 
 VENV  := .venv
