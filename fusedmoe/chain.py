@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import _get_tracing_state
 
 from fusedmoe import changes, settings, target
 from fusedmoe.autocast import autocast_dtype, without_autocast
 from fusedmoe.autograd import run_call
 from fusedmoe.environment import disabled_by_environment, environment_state
-from fusedmoe.errors import NO_EXPERT_PARALLELISM, InputError
+from fusedmoe.errors import NO_EXPERT_PARALLELISM, InputError, inside_jit_trace
 from fusedmoe.fusion import registry
 from fusedmoe.fusion.executable import Call, Environment, Plan
 from fusedmoe.fusion.graph import Graph
@@ -98,6 +99,8 @@ class Chain:
 
         Parameters by label and name, ``"1.weight"``, are for ops that have none.
         """
+        if _get_tracing_state() is not None:
+            raise inside_jit_trace(f"{self.nodes[0].label}.{type(self.nodes[0].op).__name__}")
         arguments = self.arguments_of(x, named, parameters)
         tensors = signature(arguments)
         around = self._around(self._settings_of_call(), options)

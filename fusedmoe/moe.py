@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C import _get_tracing_state
 
 from fusedmoe.autocast import without_autocast
-from fusedmoe.errors import NO_EXPERT_PARALLELISM, InputError
+from fusedmoe.errors import NO_EXPERT_PARALLELISM, InputError, inside_jit_trace
 from fusedmoe.kernels.torch.rows import rows_per_expert
 from fusedmoe.ops.dispatch import Combine, Dispatch
 from fusedmoe.ops.glu import GLU, GeGLU, ReGLU, SwiGLU
@@ -445,6 +446,8 @@ class MoE(nn.Module):
         )
 
     def _route(self, x: Tensor) -> tuple[Tensor, Routing]:
+        if not torch.compiler.is_compiling() and _get_tracing_state() is not None:
+            raise inside_jit_trace("MoE")
         if not x.dim() or x.shape[-1] != self.hidden:
             raise InputError(f"MoE: x: expected shape (..., {self.hidden}), got {tuple(x.shape)}")
         tokens = x.reshape(-1, self.hidden)
