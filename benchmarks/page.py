@@ -18,6 +18,21 @@ INTRODUCTION = """\
 `make bench` runs the benchmarks with the installed packages. It prints a table, and writes
 `benchmarks/results/<machine>/*.json` with the versions and the commit. `python -m benchmarks.page` writes this page
 from those files.
+
+## Your own layer
+
+`fusedmoe bench` needs no checkout. It measures one layer of your sizes, from tokens to tokens with the router:
+
+```sh
+fusedmoe bench --hidden 2048 --intermediate 768 --experts 128 --top-k 8 --tokens 8192
+fusedmoe bench --hidden 2048 --intermediate 768 --experts 128 --top-k 8 --tokens 8192 --recipe fp8_block --json
+fusedmoe bench --hidden 256 --intermediate 128 --experts 8 --top-k 2 --tokens 512 --device cpu
+```
+
+It compares the layer with the same layer in plain torch: `F.grouped_mm` on sorted rows, that compiled (on a GPU), and a
+loop over the experts. SonicMoE and QuACK take part where they are installed. All of them get the same tokens, weights,
+gradient and routing, and are compared with fp64 before they are timed. The table has medians and quartiles for forward
+and for forward + backward. On a GPU it also has host time, the memory kept for backward, and peak memory.
 """
 GPU = """\
 ## On the GPU

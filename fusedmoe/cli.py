@@ -1,6 +1,11 @@
-"""The command line: ``fusedmoe demo`` trains a small model, ``fusedmoe doctor`` says what this machine can run,
-``fusedmoe explain`` what a model's experts would run on a GPU that need not be there, ``fusedmoe compile`` builds the
-kernels ahead of time, ``fusedmoe tune`` measures which tiles are best for a model.
+"""The command line.
+
+- ``fusedmoe demo`` trains a small model;
+- ``fusedmoe doctor`` says what this machine can run;
+- ``fusedmoe explain`` says what a model's experts would run on a GPU that need not be there;
+- ``fusedmoe bench`` times a layer of the user's sizes;
+- ``fusedmoe compile`` builds the kernels ahead of time;
+- ``fusedmoe tune`` measures which tiles are best for a model.
 
 Each subcommand imports what it needs when it is called. Exit status: 0 done, 1 something went wrong and the message
 says what to do, 2 wrong options, 130 Ctrl-C.
@@ -14,8 +19,8 @@ import errno
 import os
 import signal
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, Protocol
 
 
 class _Parser(argparse.ArgumentParser):
@@ -98,8 +103,18 @@ def _dispatch(arguments: list[str]) -> int:
         "fused. Runs nothing and downloads nothing.",
         allow_abbrev=False,
     )
+    bench = commands.add_parser(
+        "bench",
+        help="time an MoE layer of your sizes against plain torch and other libraries that are installed",
+        description="Measure one MoE layer, tokens to tokens with its router, forward and forward + backward: time, "
+        "spread and memory. Beside it, the same layer in plain torch, compiled where there is a GPU, and in SonicMoE "
+        "and QuACK where they are installed. Runs on a CPU too; choose small sizes there.",
+        allow_abbrev=False,
+    )
     if arguments[:1] == ["demo"]:
         return _demo(demo, arguments[1:])
+    if arguments[:1] == ["bench"]:
+        return _bench(bench, arguments[1:])
     if arguments[:1] == ["explain"]:
         return _explain(explain, arguments[1:])
     if arguments[:1] == ["compile"]:
@@ -135,51 +150,54 @@ def _demo(parser: _Parser, arguments: list[str]) -> int:
 
 
 def _compile(parser: _Parser, arguments: list[str]) -> int:
-    from fusedmoe import compile_cli
-    from fusedmoe.errors import InputError
+    from fusedmoe import compile_cli as command
 
-    compile_cli.add_arguments(parser)
-    namespace, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        parser.refuse(unknown)
-    try:
-        return compile_cli.run(compile_cli.CompileOptions(**vars(namespace)))
-    except InputError as error:
-        parser.error(str(error))
-    except KeyboardInterrupt:
-        print(f"{parser.prog}: interrupted; the kernels built so far stay in the cache", file=sys.stderr)
-        return 128 + signal.SIGINT
+    return _run(parser, arguments, command, command.CompileOptions, "; the kernels built so far stay in the cache")
 
 
 def _tune(parser: _Parser, arguments: list[str]) -> int:
-    from fusedmoe import tune_cli
-    from fusedmoe.errors import InputError
+    from fusedmoe import tune_cli as command
 
-    tune_cli.add_arguments(parser)
-    namespace, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        parser.refuse(unknown)
-    try:
-        return tune_cli.run(tune_cli.TuneOptions(**vars(namespace)))
-    except InputError as error:
-        parser.error(str(error))
-    except KeyboardInterrupt:
-        print(f"{parser.prog}: interrupted; the products measured so far are kept", file=sys.stderr)
-        return 128 + signal.SIGINT
+    return _run(parser, arguments, command, command.TuneOptions, "; the products measured so far are kept")
+
+
+def _bench(parser: _Parser, arguments: list[str]) -> int:
+    from fusedmoe import bench_cli as command
+
+    return _run(parser, arguments, command, command.BenchOptions)
 
 
 def _explain(parser: _Parser, arguments: list[str]) -> int:
-    from fusedmoe import explain_cli
+    from fusedmoe import explain_cli as command
+
+    return _run(parser, arguments, command, command.ExplainOptions)
+
+
+class _Command(Protocol):
+    """The module of a subcommand."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def run(self, options: Any) -> int: ...
+
+
+def _run(
+    parser: _Parser, arguments: list[str], command: _Command, options: Callable[..., Any], interrupted: str = ""
+) -> int:
+    """Parse the arguments into the options of a subcommand and run it; ``interrupted`` is said after a Ctrl-C."""
     from fusedmoe.errors import InputError
 
-    explain_cli.add_arguments(parser)
+    command.add_arguments(parser)
     namespace, unknown = parser.parse_known_args(arguments)
     if unknown:
         parser.refuse(unknown)
     try:
-        return explain_cli.run(explain_cli.ExplainOptions(**vars(namespace)))
+        return command.run(options(**vars(namespace)))
     except InputError as error:
         parser.error(str(error))
+    except KeyboardInterrupt:
+        print(f"{parser.prog}: interrupted{interrupted}", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 def _version() -> str:

@@ -21,10 +21,10 @@ PACKAGES = (
 )
 
 
-def machine() -> str:
-    """Return the GPU's name, or the processor's."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
+def machine(device: torch.device | None = None) -> str:
+    """Return the GPU's name, or the processor's: of a device, or of what there is."""
+    if torch.cuda.is_available() if device is None else device.type == "cuda":
+        return torch.cuda.get_device_name(device)
     try:
         found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from peers_in_torch import quack_in_torch
 
 from benchmarks import __main__ as command
 from benchmarks import cases, gpu, host, kernels, mlp, page, plot, reference, results, shapes, table
@@ -203,42 +204,6 @@ def test_one_bad_output_among_several_is_seen():
 
 
 # -- adapters
-
-
-def quack_in_torch():
-    """What the adapter calls of QuACK 0.6.5 in plain torch: its argument names, its alternating gate and up."""
-
-    def gemm(A, B, out=None, bias=None, *, cu_seqlens_m=None, cu_seqlens_k=None, tuned=True):
-        ends = (cu_seqlens_k if cu_seqlens_m is None else cu_seqlens_m).tolist()
-        spans = [slice(first, end) for first, end in itertools.pairwise(ends)]
-        if cu_seqlens_m is None:
-            return torch.stack([A[:, span] @ B[span] for span in spans])
-        return torch.cat([A[s] @ B[e] + (0 if bias is None else bias[e]) for e, s in enumerate(spans)])
-
-    def glu(p, activation):
-        gate, up = p[..., ::2], p[..., 1::2]
-        if activation == "swiglu":
-            return gate * gate.sigmoid() * up
-        assert activation == "swiglu_oai"
-        return gate * (1.702 * gate).sigmoid() * (up + 1)
-
-    def gemm_gated(A, B, C=None, bias=None, activation=None, *, cu_seqlens_m=None, tuned=True):
-        p = gemm(A, B, bias=bias, cu_seqlens_m=cu_seqlens_m)
-        return p, glu(p, activation)
-
-    def gemm_dgated(
-        A, B, PreAct, activation=None, *, colvec_scale=None, colvec_reduce=False, cu_seqlens_m=None,
-        dynamic_scheduler=True, tuned=True,
-    ):  # fmt: skip
-        d, p = gemm(A, B, cu_seqlens_m=cu_seqlens_m), PreAct.detach().requires_grad_()
-        scale = 1 if colvec_scale is None else colvec_scale[:, None]
-        with torch.enable_grad():
-            activated = glu(p, activation)
-        (grad_p,) = torch.autograd.grad(activated, p, d * scale)
-        activated = activated.detach()
-        return (grad_p, activated * scale) + ((d * activated).sum(-1),) * colvec_reduce
-
-    return SimpleNamespace(gemm=gemm, gemm_gated=gemm_gated, gemm_dgated=gemm_dgated)
 
 
 @pytest.mark.parametrize("case", [*kernels.CASES, *kernels.ALIGNED_CASES, *mlp.CASES], ids=lambda case: case.key)

@@ -1,0 +1,320 @@
+"""One MoE layer, tokens to tokens, as each candidate computes it: ours, plain torch, and the peers.
+
+All of them get the same tokens, weights and gradient, and the same routing: softmax over all experts in fp32, the K
+largest, divided by their sum.
+
+Axes: T tokens, E experts, K chosen experts per token, R = T K rows, H hidden, I intermediate.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusedmoe import settings
+from fusedmoe.bench.peers import deinterleave, interleave, quack_expert_mlp, sonic_functions
+from fusedmoe.moe import ACTIVATIONS, MoE
+from fusedmoe.ops import GLU
+from fusedmoe.ops.weight_cache import clear_weight_cache
+from fusedmoe.recipes import BF16, Recipe
+
+OURS = "fusedmoe"
+SAMPLED_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a layer and of a call; ``activation`` is one of `ACTIVATIONS`."""
+
+    hidden: int
+    intermediate: int
+    experts: int
+    top_k: int
+    tokens: int
+    activation: str = "swiglu"
+
+    @property
+    def wide(self) -> int:
+        """Features of the first product: 2 I where the activation has a gate."""
+        return self.intermediate * (2 if issubclass(ACTIVATIONS[self.activation], GLU) else 1)
+
+    @property
+    def forward_flops(self) -> float:
+        """Those of the experts' two products. A backward pass is twice that."""
+        return 2.0 * self.tokens * self.top_k * self.hidden * (self.wide + self.intermediate)
+
+
+class Leaves(NamedTuple):
+    """What gets a gradient: tokens (T, H), the router's weight (E, H) and those of the experts' two layers."""
+
+    x: Tensor
+    router: Tensor
+    weight1: Tensor
+    weight2: Tensor
+
+
+class Candidate(NamedTuple):
+    """A way to compute the layer.
+
+    Attributes
+    ----------
+    forward : callable
+        Returns y (T, H), recorded by autograd.
+    leaves : Leaves
+        What it computes with.
+    alternating : bool
+        Whether ``weight1`` has alternating gate and up rows.
+    note : str
+        What a reader should know who compares it with the others.
+    """
+
+    forward: Callable[[], Tensor]
+    leaves: Leaves
+    alternating: bool = False
+    note: str = ""
+
+
+class Work:
+    """The operands of a layer, random normal: rows of variance 1, weights that keep it.
+
+    Attributes
+    ----------
+    x, dy : Tensor
+        (T, H).
+    router, weight1, weight2 : Tensor
+        (E, H), (E, 2 I, H) as ``[gate; up]`` (or (E, I, H) without a gate), (E, H, I).
+    """
+
+    def __init__(self, sizes: Sizes, dtype: torch.dtype, device: torch.device, recipe: Recipe = BF16) -> None:
+        self.sizes, self.dtype, self.device, self.recipe = sizes, dtype, device, recipe
+        seeded = torch.Generator(device).manual_seed(0)
+
+        def draw(*shape: int, fan_in: int = 1) -> Tensor:
+            drawn = torch.randn(shape, generator=seeded, device=device, dtype=dtype)
+            return drawn.mul_(fan_in**-0.5)
+
+        s = sizes
+        self.x, self.dy = draw(s.tokens, s.hidden), draw(s.tokens, s.hidden)
+        self.router = draw(s.experts, s.hidden, fan_in=s.hidden)
+        self.weight1 = draw(s.experts, s.wide, s.hidden, fan_in=s.hidden)
+        self.weight2 = draw(s.experts, s.hidden, s.intermediate, fan_in=s.intermediate)
+        self.index, _ = route(self.x, self.router, s.top_k)
+
+    def load(self) -> Tensor:
+        """Return the rows per expert, (E,), on the CPU."""
+        return torch.bincount(self.index.flatten().cpu(), minlength=self.sizes.experts)
+
+    def leaves(self, alternating: bool = False) -> Leaves:
+        """Return new leaves, which share the memory of the operands where their layout allows."""
+        weight1 = interleave(self.weight1, 1) if alternating else self.weight1
+        return Leaves(*[t.detach().requires_grad_() for t in (self.x, self.router, weight1, self.weight2)])
+
+
+# ---- plain torch ---------------------------------------------------------------------------------------------------
+
+
+def route(x: Tensor, router: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Return the chosen experts (T, K) and their weights, fp32."""
+    probs = torch.softmax(F.linear(x.float(), router.float()), dim=-1)
+    weight, index = probs.topk(top_k, dim=-1)
+    return index, weight / weight.sum(-1, keepdim=True)
+
+
+def activate(h: Tensor, activation: str) -> Tensor:
+    """Return the activation of ``[gate | up]`` rows, in their dtype."""
+    if activation == "squared_relu":
+        return F.relu(h).square()
+    gate, up = h.chunk(2, dim=-1)
+    if activation == "swiglu":
+        return F.silu(gate) * up
+    return (F.gelu(gate, approximate="tanh") if activation == "geglu" else F.relu(gate)) * up
+
+
+def grouped_mlp(rows: Tensor, weight1: Tensor, weight2: Tensor, offsets: Tensor, activation: str) -> Tensor:
+    """Return the experts' results for rows that are sorted by expert; ``offsets`` are the ends of their rows."""
+    h = F.grouped_mm(rows, weight1.mT, offs=offsets)
+    return F.grouped_mm(activate(h, activation), weight2.mT, offs=offsets)
+
+
+def sorted_layer(
+    x: Tensor, router: Tensor, weight1: Tensor, weight2: Tensor, top_k: int, mlp: Callable[..., Tensor]
+) -> Tensor:
+    """Sort the rows by expert, run ``mlp(rows, weight1, weight2, offsets)`` on them, and sum them by token."""
+    index, weight = route(x, router, top_k)
+    expert = index.flatten()
+    order = expert.argsort(stable=True)
+    counts = torch.zeros(len(router), dtype=torch.int32, device=x.device)
+    offsets = counts.scatter_add_(0, expert, torch.ones_like(expert, dtype=torch.int32)).cumsum(0, dtype=torch.int32)
+    rows = mlp(x.index_select(0, order // top_k), weight1, weight2, offsets)
+    rows = rows * weight.flatten().index_select(0, order)[:, None].to(rows.dtype)
+    row_of_slot = torch.empty_like(order)
+    row_of_slot[order] = torch.arange(len(order), device=x.device)
+    return rows.index_select(0, row_of_slot).view(-1, top_k, rows.shape[1]).sum(1)
+
+
+def looped_layer(x: Tensor, router: Tensor, weight1: Tensor, weight2: Tensor, top_k: int, activation: str) -> Tensor:
+    """Loop over the experts; the host reads how many rows each has."""
+    index, weight = route(x, router, top_k)
+    y = torch.zeros_like(x)
+    for expert in range(len(router)):
+        token, slot = torch.where(index == expert)
+        rows = F.linear(activate(F.linear(x[token], weight1[expert]), activation), weight2[expert])
+        y.index_add_(0, token, rows * weight[token, slot, None].to(rows.dtype))
+    return y
+
+
+# ---- candidates ----------------------------------------------------------------------------------------------------
+
+
+def our_layer(work: Work) -> MoE:
+    """Return the layer of this package, with the weights of the work."""
+    s = work.sizes
+    layer = MoE(s.hidden, s.intermediate, s.experts, s.top_k, s.activation, device="meta", dtype=work.dtype)
+    weights = {"router": work.router, "experts.gate_up": work.weight1, "experts.down": work.weight2}
+    layer.load_state_dict({f"{name}.weight": weight for name, weight in weights.items()}, assign=True)
+    return layer
+
+
+def ours(work: Work) -> Candidate:
+    """Return the layer of this package. Under a recipe, weights are quantized in every call, as in every step."""
+    layer, x = our_layer(work), work.x.detach().requires_grad_()
+
+    def forward() -> Tensor:
+        if work.recipe == BF16:
+            return layer(x)
+        clear_weight_cache(layer)
+        with settings.recipe(work.recipe):
+            return layer(x)
+
+    note = "" if work.recipe == BF16 else f"recipe {work.recipe.name}"
+    return Candidate(forward, Leaves(x, *layer.parameters()), note=note)
+
+
+def torch_loop(work: Work) -> Candidate:
+    """Return a loop over the experts."""
+    leaves = work.leaves()
+    call = functools.partial(looped_layer, *leaves, work.sizes.top_k, work.sizes.activation)
+    return Candidate(call, leaves, note="reads the rows per expert on the host" if work.device.type == "cuda" else "")
+
+
+def torch_grouped(work: Work, layer: Callable[..., Tensor] = sorted_layer) -> Candidate:
+    """Return torch's grouped products on sorted rows."""
+    leaves, mlp = work.leaves(), functools.partial(grouped_mlp, activation=work.sizes.activation)
+    return Candidate(functools.partial(layer, *leaves, work.sizes.top_k, mlp), leaves)
+
+
+def torch_compiled(work: Work) -> Candidate:
+    """Return the same, compiled for this number of tokens."""
+    torch.compiler.reset()
+    return torch_grouped(work, torch.compile(sorted_layer, dynamic=False, fullgraph=True))
+
+
+def quack(work: Work) -> Candidate:
+    """Return QuACK's kernels on rows that torch sorts and sums."""
+    if work.sizes.activation != "swiglu":
+        raise NotImplementedError(f"{work.sizes.activation} is not tried with it")
+    run, leaves = quack_expert_mlp("swiglu", tuned=False), work.leaves(alternating=True)
+
+    def mlp(rows: Tensor, weight1: Tensor, weight2: Tensor, offsets: Tensor) -> Tensor:
+        return run(rows, weight1, weight2, None, None, F.pad(offsets, (1, 0)), None)
+
+    call = functools.partial(sorted_layer, *leaves, work.sizes.top_k, mlp)
+    return Candidate(call, leaves, alternating=True, note="torch routes, sorts and sums the rows")
+
+
+def sonic(work: Work) -> Candidate:
+    """Return SonicMoE's layer for given routing."""
+    if work.sizes.activation != "swiglu":
+        raise NotImplementedError(f"{work.sizes.activation} is not tried with it")
+    functional, kind = sonic_functions(tuned=False)
+    leaves, top_k = work.leaves(alternating=True), work.sizes.top_k
+    x, router, weight1, weight2 = leaves
+    token = torch.arange(len(x), device=x.device, dtype=torch.int32).repeat_interleave(top_k)
+
+    def forward() -> Tensor:
+        index, weight = route(x, router, top_k)
+        stock1, stock2 = weight1.permute(1, 2, 0), weight2.permute(1, 2, 0)
+        expert = index.flatten().to(torch.int32)
+        y, _ = functional.moe_general_routing_inputs(
+            x, weight.flatten(), token, expert, stock1, None, stock2, None, len(router), 0, kind.SWIGLU
+        )
+        return y  # type: ignore[no-any-return]
+
+    return Candidate(forward, leaves, alternating=True, note="torch routes")
+
+
+class Peer(NamedTuple):
+    """Who takes part: a name, what prepares the candidate, the packages it needs, and the devices it runs on."""
+
+    name: str
+    prepare: Callable[[Work], Candidate]
+    packages: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ("cpu", "cuda")
+
+
+PEERS = (
+    Peer(OURS, ours),
+    Peer("torch grouped_mm", torch_grouped),
+    Peer("torch grouped_mm, compiled", torch_compiled, devices=("cuda",)),
+    Peer("torch loop", torch_loop),
+    Peer("QuACK", quack, ("quack",), ("cuda",)),
+    Peer("SonicMoE", sonic, ("sonicmoe", "quack"), ("cuda",)),
+)
+
+
+# ---- what is right -------------------------------------------------------------------------------------------------
+
+
+class Reference:
+    """The layer in fp64 for some tokens and for one expert, from the routing of the work."""
+
+    def __init__(self, work: Work) -> None:
+        s = work.sizes
+        self.tokens = torch.linspace(0, s.tokens - 1, min(SAMPLED_TOKENS, s.tokens), device=work.device).long().unique()
+        load = work.load()
+        self.expert = int(load.argsort(stable=True)[s.experts // 2])
+        x = work.x[self.tokens].double().requires_grad_()
+        y = self._mlp(work, x, work.index[self.tokens])
+        (grad_x,) = torch.autograd.grad(y, x, work.dy[self.tokens].double())
+        self.expected = {"y": y.detach(), "x": grad_x}
+        token, slot = torch.where(work.index == self.expert)
+        if len(token):
+            rows = work.x[token].double()
+            weight = self._weights(work, rows, work.index[token])[torch.arange(len(token)), slot]
+            w1, w2 = (w[self.expert].double().requires_grad_() for w in (work.weight1, work.weight2))
+            y = F.linear(activate(F.linear(rows, w1), s.activation), w2) * weight[:, None]
+            grads = torch.autograd.grad(y, (w1, w2), work.dy[token].double())
+            self.expected |= dict(zip(("weight1", "weight2"), grads, strict=True))
+
+    def error(self, candidate: Candidate, y: Tensor, grads: Leaves) -> float:
+        """Return the largest relative norm of an error among y and the gradients; infinite if not finite."""
+        weight1, weight2 = grads.weight1[self.expert], grads.weight2[self.expert]
+        if candidate.alternating:
+            weight1 = deinterleave(weight1, 0)
+        got = {"y": y[self.tokens], "x": grads.x[self.tokens], "weight1": weight1, "weight2": weight2}
+        worst = 0.0
+        for name, expected in self.expected.items():
+            error = ((got[name].double() - expected).norm() / expected.norm()).item()
+            worst = max(worst, error if math.isfinite(error) else math.inf)
+        return worst
+
+    @staticmethod
+    def _weights(work: Work, x: Tensor, index: Tensor) -> Tensor:
+        probs = torch.softmax(x @ work.router.double().T, dim=-1).gather(1, index)
+        return probs / probs.sum(-1, keepdim=True)
+
+    def _mlp(self, work: Work, x: Tensor, index: Tensor) -> Tensor:
+        weight, y = self._weights(work, x, index), torch.zeros_like(x)
+        for expert in index.unique().tolist():
+            token, slot = torch.where(index == expert)
+            w1, w2 = work.weight1[expert].double(), work.weight2[expert].double()
+            rows = F.linear(activate(F.linear(x[token], w1), work.sizes.activation), w2)
+            y = y.index_add(0, token, rows * weight[token, slot, None])
+        return y

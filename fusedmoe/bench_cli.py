@@ -1,0 +1,135 @@
+"""``fusedmoe bench``: time and memory of one MoE layer of the user's sizes, ours beside plain torch and peers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+
+import torch
+
+from fusedmoe import __version__
+from fusedmoe.bench.layer import OURS, PEERS, Peer, Sizes, Work
+from fusedmoe.bench.machine import machine, versions
+from fusedmoe.bench.measure import as_data, lines, measure, plan
+from fusedmoe.bench.timing import CpuTimer, GpuTimer, Timer
+from fusedmoe.errors import InputError
+from fusedmoe.moe import ACTIVATIONS
+from fusedmoe.progress import counted
+from fusedmoe.recipes import BF16, resolve
+
+__all__ = ["BenchOptions", "add_arguments", "run"]
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+SIZES = ("hidden", "intermediate", "experts", "top_k", "tokens")
+REPS = {"cuda": 30, "cpu": 10}
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """The options of the command, as its help describes them."""
+
+    hidden: int | None = None
+    intermediate: int | None = None
+    experts: int | None = None
+    top_k: int | None = None
+    tokens: int | None = None
+    activation: str = "swiglu"
+    dtype: str | None = None
+    recipe: str = "bf16"
+    device: str | None = None
+    reps: int | None = None
+    json: bool = False
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command to its parser."""
+    parser.add_argument("--hidden", metavar="H", type=int, help="features of a token")
+    parser.add_argument("--intermediate", metavar="I", type=int, help="features between an expert's two layers")
+    parser.add_argument("--experts", metavar="E", type=int, help="number of experts")
+    parser.add_argument("--top-k", metavar="K", type=int, help="experts chosen for each token")
+    parser.add_argument("--tokens", metavar="T", type=int, help="tokens of a call: batch x sequence length")
+    parser.add_argument("--activation", choices=tuple(ACTIVATIONS), default="swiglu", help="(default: %(default)s)")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), help="of tokens and weights (default: bf16; on a CPU fp32)")
+    parser.add_argument("--recipe", default="bf16", help="of our layer; the others run in the dtype (default: bf16)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="(default: cuda where torch sees a GPU)")
+    parser.add_argument("--reps", metavar="N", type=int, help="timed calls of each (default: 30; on a CPU 10)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(options: BenchOptions, timer: Timer | None = None, peers: tuple[Peer, ...] = PEERS) -> int:
+    """Measure and print; the exit status, 1 where our own layer could not be measured.
+
+    Raises
+    ------
+    fusedmoe.InputError
+        An option has a value that it cannot have.
+    """
+    sizes = _sizes(options)
+    device = _device(options)
+    recipe = resolve(options.recipe)
+    dtype = options.dtype or ("bf16" if device.type == "cuda" else "fp32")
+    reps = REPS[device.type] if options.reps is None else options.reps
+    if reps < 1:
+        raise InputError(f"--reps {reps}: must be 1 or more")
+    taking_part = tuple(peer for peer in peers if device.type in peer.devices)
+    try:
+        work = Work(sizes, DTYPES[dtype], device, recipe)
+        with counted(len(taking_part) + 2, "steps") as advance:
+            timer = timer or (GpuTimer(device, reps) if device.type == "cuda" else CpuTimer(reps))
+            rows = measure(work, timer, taking_part, advance)
+        planned = plan(work)
+    except torch.OutOfMemoryError as error:
+        raise InputError("the GPU's memory is full: give fewer --tokens") from error
+    load = work.load()
+    spread = {"least": int(load.min()), "median": int(load.median()), "most": int(load.max())}
+    head = {"machine": machine(device), "fusedmoe": __version__, "versions": versions()}
+    if options.json:
+        asked = {name: getattr(sizes, name) for name in (*SIZES, "activation")}
+        how = {"dtype": dtype, "recipe": recipe.name, "device": device.type, "reps": reps}
+        print(json.dumps({**head, **asked, **how, "rows_per_expert": spread, "plan": planned, "rows": as_data(rows)}))
+    else:
+        print(f"{head['machine']}, torch {torch.__version__}, fusedmoe {__version__}, {dtype}")
+        print(
+            f"one MoE layer, tokens to tokens, router included: {sizes.tokens} tokens, hidden {sizes.hidden}, "
+            f"intermediate {sizes.intermediate}, {sizes.experts} experts, top {sizes.top_k}, {sizes.activation}"
+        )
+        print(f"rows per expert: {spread['least']} to {spread['most']}, median {spread['median']}")
+        print(f"{OURS}, recipe {recipe.name}: {planned}")
+        print(_method(device, reps))
+        print("\n" + "\n".join(lines(rows)).rstrip())
+        if recipe != BF16:
+            print(f"\nOnly {OURS} runs under {recipe.name}; its weights are quantized in every call.")
+    return 0 if any(row.name == OURS and row.ms is not None for row in rows) else 1
+
+
+def _method(device: torch.device, reps: int) -> str:
+    text = f"medians of {reps} calls in turns, with first and third quartile; 'ours is 2x': twice as fast as that one"
+    if device.type == "cuda":
+        text += "\nthe L2 cache is flushed before each call; memory is beyond weights and inputs"
+    else:
+        text += f"\nwall time, {torch.get_num_threads()} threads; memory is measured on a GPU"
+    return text + "; error is against fp64"
+
+
+def _sizes(options: BenchOptions) -> Sizes:
+    values = {}
+    for name in SIZES:
+        size, flag = getattr(options, name), "--" + name.replace("_", "-")
+        if size is None:
+            raise InputError(f"{flag}: missing")
+        if size < 1:
+            raise InputError(f"{flag} {size}: must be 1 or more")
+        values[name] = size
+    if values["top_k"] > values["experts"]:
+        raise InputError(f"--top-k {values['top_k']}: must be at most --experts {values['experts']}")
+    return Sizes(**values, activation=options.activation)
+
+
+def _device(options: BenchOptions) -> torch.device:
+    there = torch.cuda.is_available()
+    if options.device == "cuda" and not there:
+        raise InputError("--device cuda: torch sees no GPU; `fusedmoe doctor` says more")
+    if options.device == "cpu" or not there:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())

@@ -1,0 +1,274 @@
+"""`fusedmoe bench`: every candidate does the same work, is checked, and is reported with what was measured."""
+
+import functools
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from peers_in_torch import quack_in_torch, sonic_in_torch
+
+import fusedmoe
+from fusedmoe import bench_cli
+from fusedmoe.bench import layer, measure, timing
+from fusedmoe.bench.layer import Candidate, Peer, Reference, Sizes, Work
+from fusedmoe.bench.peers import interleave
+from fusedmoe.bench.timing import CallTime
+from fusedmoe.cli import main
+from fusedmoe.errors import InputError
+from fusedmoe.moe import ACTIVATIONS
+from fusedmoe.recipes import resolve
+
+CPU = torch.device("cpu")
+SIZES = {"hidden": 32, "intermediate": 16, "experts": 6, "top_k": 2, "tokens": 40}
+ARGUMENTS = [part for name, size in SIZES.items() for part in (f"--{name.replace('_', '-')}", str(size))]
+
+
+class CountingTimer:
+    """The n-th variant takes n ms; each is called once."""
+
+    def measure(self, variants):
+        for call in variants.values():
+            call()
+        return {name: CallTime(n, n, 10.0, 20.0, (n - 0.5, n + 0.5)) for n, name in enumerate(variants, start=1)}
+
+
+def work(activation="swiglu", dtype=torch.float32, recipe="bf16", **sizes):
+    return Work(Sizes(**SIZES | sizes, activation=activation), dtype, CPU, resolve(recipe))
+
+
+def rows_of(w, *peers):
+    return measure.measure(w, CountingTimer(), peers)
+
+
+# -- the same work
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("name", ["ours", "torch_grouped", "torch_loop"])
+def test_every_candidate_computes_the_layer(name, activation):
+    w = work(activation)
+    assert measure._error(Reference(w), getattr(layer, name)(w), w) < 2e-6
+
+
+def test_the_compiled_candidate_is_one_graph(monkeypatch):
+    eager = functools.partial(torch.compile, backend="aot_eager")  # Inductor would need a compiler of C++
+    monkeypatch.setattr(torch, "compile", eager)
+    w = work(dtype=torch.bfloat16)  # torch traces no grouped product of another dtype
+    assert measure._error(Reference(w), layer.torch_compiled(w), w) < 0.02
+
+
+@pytest.mark.parametrize("name", ["torch_grouped", "torch_loop"])
+def test_all_gradients_are_those_of_ours(name):
+    """The reference knows a sample; between candidates everything is compared, the router too."""
+    w = work()
+    results = []
+    for candidate in (layer.ours(w), getattr(layer, name)(w)):
+        y = candidate.forward()
+        results.append((y, *torch.autograd.grad(y, candidate.leaves, w.dy)))
+    for a, b in zip(*results, strict=True):
+        assert b.any()
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["quack", "sonic"])
+def test_the_adapters_give_peers_the_same_work(name, monkeypatch):
+    monkeypatch.setitem(sys.modules, "quack", SimpleNamespace(gemm_interface=quack_in_torch()))
+    for module, stand_in in sonic_in_torch().items():
+        monkeypatch.setitem(sys.modules, module, stand_in)
+    w = work()
+    candidate = getattr(layer, name)(w)
+    assert measure._error(Reference(w), candidate, w) < 2e-6
+    (got,) = torch.autograd.grad(candidate.forward(), candidate.leaves.router, w.dy)
+    ours = layer.ours(w)
+    (expected,) = torch.autograd.grad(ours.forward(), ours.leaves.router, w.dy)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(NotImplementedError, match="geglu"):
+        getattr(layer, name)(work("geglu"))
+
+
+def test_the_operations_of_a_layer():
+    assert Sizes(**SIZES).forward_flops == 2 * 40 * 2 * 32 * 16 * 3
+    assert Sizes(**SIZES, activation="squared_relu").forward_flops == 2 * 40 * 2 * 32 * 16 * 2
+
+
+# -- what is wrong is not timed
+
+
+def changed(change):
+    """Plain torch with leaves or a result that were changed."""
+
+    def prepare(w):
+        return change(w, layer.torch_loop(w))
+
+    return Peer("changed", prepare)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda w, c: c._replace(forward=lambda: c.forward() * 1.01),
+        lambda w, c: c._replace(forward=lambda: torch.zeros_like(w.x) * c.forward()),
+        lambda w, c: c._replace(forward=lambda: c.forward() * torch.nan),
+        # the right result, and gradients in another order
+        lambda w, c: c._replace(alternating=True),
+    ],
+    ids=["a percent off", "zeros", "nan", "order of rows"],
+)
+def test_a_wrong_candidate_is_named_and_not_timed(change):
+    rows = rows_of(work(), changed(change), Peer("fusedmoe", layer.ours))
+    wrong, right = rows[:2]
+    assert wrong.note.startswith("wrong: relative error ")
+    assert wrong.ms is None
+    assert right.ms == 1
+    assert json.dumps(measure.as_data(rows), allow_nan=False)
+
+
+def test_a_recipe_is_allowed_its_noise():
+    w = work(recipe="mxfp8", hidden=64, intermediate=32)
+    ours, _ = rows_of(w, Peer("fusedmoe", layer.ours))
+    assert ours.note == "recipe mxfp8"
+    assert 0.01 < ours.error < 0.2
+    assert ours.ms == 1
+
+
+def test_weights_are_quantized_in_every_call():
+    w = work(recipe="mxfp8", hidden=64, intermediate=32)
+    candidate = layer.ours(w)
+    before = candidate.forward()
+    with torch.no_grad():
+        candidate.leaves.weight2.data.mul_(2)  # which no counter of torch sees
+    torch.testing.assert_close(candidate.forward(), 2 * before)
+
+
+# -- peers
+
+
+def test_what_a_peer_lacks_or_raises_is_its_note():
+    def absent(w):
+        raise ModuleNotFoundError("No module named 'sonicmoe'", name="sonicmoe")
+
+    def raises(w):
+        raise RuntimeError("no such tile\nand more of it")
+
+    peers = (
+        Peer("absent", absent, ("sonicmoe",)),
+        Peer("raises", raises),
+        Peer("for GPUs", raises, devices=("cuda",)),
+        Peer("fusedmoe", layer.ours),
+        Peer("torch loop", layer.torch_loop),
+    )
+    rows = rows_of(work(), *peers)
+    of_forward = {row.name: row for row in rows if row.case == measure.FORWARD}
+    assert set(of_forward) == {"absent", "raises", "fusedmoe", "torch loop"}
+    assert of_forward["raises"].note == "RuntimeError: no such tile"
+    loop = of_forward["torch loop"]
+    assert (loop.ms, loop.quartiles_ms, loop.ours_is) == (2, (1.5, 2.5), 2)
+    assert loop.tflops == pytest.approx(Sizes(**SIZES).forward_flops / 2e-3 / 1e12)
+    step = next(row for row in rows if row.case == measure.STEP and row.name == "torch loop")
+    assert step.tflops == pytest.approx(3 * loop.tflops)
+    text = measure.lines(rows)
+    assert text[-1] == "not installed, so not measured: absent"
+    assert text[0].split() == ["forward", "ms", "quartiles", "ours", "is", "TFLOP/s", "error"]  # no column is empty
+    assert next(line for line in text if "torch loop" in line).split()[2:7] == [
+        "2.000",
+        "1.500",
+        "to",
+        "2.500",
+        "2.00x",
+    ]
+
+
+def test_the_clock_of_a_cpu():
+    times = timing.CpuTimer(reps=5).measure({"a": lambda: None, "b": lambda: sum(range(20000))})
+    for t in times.values():
+        assert 0 < t.least_ms <= t.quartiles_ms[0] <= t.median_ms <= t.quartiles_ms[1]
+    assert times["b"].median_ms > times["a"].median_ms
+    assert timing.CpuTimer(reps=1).measure({"a": lambda: None})["a"].quartiles_ms[0] > 0
+
+
+# -- the command
+
+
+def test_the_command_says_what_was_measured_on_what(capsys):
+    assert main(["bench", *ARGUMENTS, "--reps", "2", "--device", "cpu"]) == 0
+    captured = capsys.readouterr()
+    out = captured.out
+    assert f"torch {torch.__version__}, fusedmoe {fusedmoe.__version__}, fp32" in out
+    assert "40 tokens, hidden 32, intermediate 16, 6 experts, top 2, swiglu" in out
+    assert "medians of 2 calls in turns" in out
+    assert "forward 0 of " in out, "how much of ours is fused"
+    assert [line.split()[0] for line in out.splitlines() if line.startswith("  ")] == ["fusedmoe", "torch", "torch"] * 2
+    assert "5/5 steps" in captured.err
+
+
+def test_the_command_prints_json(capsys):
+    options = ["--json", "--recipe", "mxfp8", "--dtype", "bf16", "--reps", "1", "--device", "cpu"]
+    sizes = [*ARGUMENTS, "--hidden", "64", "--intermediate", "32"]
+    assert main(["bench", *sizes, *options]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["hidden"], found["tokens"], found["recipe"], found["dtype"]) == (64, 40, "mxfp8", "bf16")
+    assert found["versions"]["torch"]
+    spread = found["rows_per_expert"]
+    assert spread["least"] <= spread["median"] <= spread["most"]
+    assert {(row["case"], row["name"]) for row in found["rows"]} == {
+        (case, name)
+        for case in ("forward", "forward + backward")
+        for name in ("fusedmoe", "torch grouped_mm", "torch loop")
+    }
+    assert all(row["ms"] > 0 for row in found["rows"])
+
+
+def test_the_command_ends_with_1_where_ours_was_not_measured(capsys):
+    def raises(w):
+        raise RuntimeError("no")
+
+    options = bench_cli.BenchOptions(**SIZES, device="cpu", dtype="fp32")
+    assert bench_cli.run(options, CountingTimer(), (Peer("fusedmoe", raises), Peer("torch", layer.torch_loop))) == 1
+    assert "RuntimeError: no" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (ARGUMENTS[2:], "--hidden: missing"),
+        ([*ARGUMENTS, "--experts", "1"], "--top-k 2: must be at most --experts 1"),
+        ([*ARGUMENTS, "--tokens", "0"], "--tokens 0: must be 1 or more"),
+        ([*ARGUMENTS, "--reps", "0"], "--reps 0: must be 1 or more"),
+        ([*ARGUMENTS, "--recipe", "fp9"], "fp9"),
+        ([*ARGUMENTS, "--device", "cuda"], "torch sees no GPU"),
+        ([*ARGUMENTS, "--token", "3"], "did you mean --tokens?"),
+    ],
+)
+def test_the_command_refuses_what_it_cannot_do(arguments, said, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", *arguments])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_wheel_has_all_that_it_needs():
+    """`benchmarks/` is not in it."""
+    for file in Path(fusedmoe.__file__).parent.rglob("*.py"):
+        text = file.read_text(encoding="utf-8")
+        assert "import benchmarks" not in text, file
+        assert "from benchmarks" not in text, file
+
+
+def test_interleaved_weights_are_the_work():
+    w = work()
+    candidate = Candidate(lambda: w.x, w.leaves(alternating=True), alternating=True)
+    assert torch.equal(candidate.leaves.weight1, interleave(w.weight1, 1))
+    assert torch.equal(candidate.leaves.weight1[:, 1], w.weight1[:, SIZES["intermediate"]])
+
+
+def test_out_of_memory_says_what_to_do(monkeypatch):
+    def full(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(bench_cli, "Work", full)
+    with pytest.raises(InputError, match="the GPU's memory is full: give fewer --tokens"):
+        bench_cli.run(bench_cli.BenchOptions(**SIZES, device="cpu"))
