@@ -333,8 +333,10 @@ class Chain:
         return make_plan(graph, dict(zip(graph.arguments, specs, strict=True)), wanted, environment, name=self.name)
 
     def changes_state(self, recipe: Recipe) -> bool:
-        """Whether a call changes more than it returns: a ``main_grad``, or what delayed scaling remembers."""
-        if any(getattr(op, "accumulate_into_main_grad", False) for op in self._ops):
+        """Whether a call changes more than it returns: a ``main_grad``, a random number generator, or what delayed
+        scaling remembers.
+        """
+        if any(op.draws_random or getattr(op, "accumulate_into_main_grad", False) for op in self._ops):
             return True
         graph = self.rewritten(recipe)
         quantizers = [getattr(node.op, name, None) for node in graph.nodes for name in ("quantizer", "grad_quantizer")]

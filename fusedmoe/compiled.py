@@ -180,7 +180,8 @@ def _run_chain(
 
 
 @torch.compiler.disable(  # type: ignore[untyped-decorator]
-    reason="a chain that changes more than it returns (accumulate_into_main_grad, delayed scaling) is not traced"
+    reason="a chain that changes more than it returns (draws_random, accumulate_into_main_grad, delayed scaling) "
+    "is not traced"
 )
 def _run_uncompiled(
     chain: Chain, x: Tensor, named: dict[str, Tensor], options: KernelOptions, parameters: Parameters | None

@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fusedmoe.fusion.graph import drawn_again
 from fusedmoe.fusion.names import NONE
 from fusedmoe.fusion.plain import Plain
 from fusedmoe.fusion.program import Program, needed_steps
+from fusedmoe.ops import random_state
 from fusedmoe.ops.op import AutogradBackward, BackwardOp, Op
 from fusedmoe.ops.quantize import Quantize
 
@@ -75,6 +77,11 @@ def gradient_program(
     taken from what is kept, if they are.
     """
     names = graph.arguments
+    if not set(graph.random_states) <= {*kept}:
+        raise SecondOrderError(
+            "second derivatives (create_graph=True): an op with draws_random is part of a fused step, which does not "
+            "keep the state of the generator"
+        )
     specs = graph.infer(dict(zip(names, arguments, strict=True)))
     asked = {name for name, w in zip(names, wanted, strict=True) if w}
     backward = graph.backward(asked, specs)
@@ -101,7 +108,7 @@ def gradient_program(
             steps.append(mask)
             gradients[name] = mask.gives[0]
     incoming = [(i, backward.incoming[v]) for i, v in enumerate(graph.outputs) if v in backward.incoming]
-    constants = tuple(value for value in graph.derived if value in kept)
+    constants = (*(value for value in graph.derived if value in kept), *graph.random_states)
     given = [renamed.get(v, v) for v in (*names, *constants, *(g for _, g in incoming))]
     results = [gradients[name] for name in names]
     program = Program(needed_steps(steps, results, given), given, [results])
@@ -120,9 +127,9 @@ def _forward_step(place: Place) -> Plain:
     op = place.item
     assert isinstance(op, Op)
     if any(isinstance(item, AutogradBackward) for item in op.backward_ops()):
-        return place.step  # autograd's is what it has
+        return drawn_again(place)  # autograd's is what it has
     read = {"input", *op.parameter_names, *op.runtime_inputs, *op.optional_inputs}
-    read.update(name for item in op.backward_ops() for name in item.needs)
+    read.update(random_state.NAMES, *[item.needs for item in op.backward_ops()])
     made = {"output", *op.provides}
     names = tuple(name for name in place.values if name in read and name not in made)
     run = partial(_run_op, _Meaning(op, names))
@@ -147,7 +154,10 @@ class _Meaning:
 
     def outputs(self, values: Mapping[str, Tensor | None]) -> tuple[Tensor, ...]:
         """Return what the op computes."""
-        y = self.op.compute(*[values[name] for name in self.takes])  # type: ignore[arg-type]
+        x: Any = values["input"]
+        states: Any = [values[name] for name in random_state.NAMES if name in values] or None
+        with random_state.drawing_again(states, x.device):
+            y = self.op.compute(*[values[name] for name in self.takes])  # type: ignore[arg-type]
         return (y,) if isinstance(y, Tensor) else tuple(y)
 
     def gradients(self, values: Mapping[str, Tensor | None], wanted: Mapping[str, bool]) -> dict[str, Tensor]:

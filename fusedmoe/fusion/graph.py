@@ -27,8 +27,9 @@ from fusedmoe.fusion.names import NONE, columns, dequantized, grad, primal, quan
 from fusedmoe.fusion.plain import Plain
 from fusedmoe.fusion.rule import RuleError
 from fusedmoe.kernels.torch.rows import zero_tail_
+from fusedmoe.ops import random_state
 from fusedmoe.ops.derived import DERIVED
-from fusedmoe.ops.op import BackwardOp, Node, Op, TensorSpec
+from fusedmoe.ops.op import AutogradBackward, BackwardOp, Node, Op, TensorSpec
 from fusedmoe.ops.quantize import Quantize, QuantizeGrad
 
 if TYPE_CHECKING:
@@ -197,7 +198,9 @@ class Graph:
         self._output_keys = (keys[-1], *self.exports.values())
         self.arguments = (values[0], *self.inputs, *self.parameters)
         self._argument_keys = {values[0]: keys[0]}
-        steps = (*(p.step for p in self.forward), *self.weights.values(), *map(dequantize, self._quantized))
+        self.random_states = tuple(v for p in self.forward for v in _random_states(p))
+        # what gives a value again
+        steps = (*map(drawn_again, self.forward), *self.weights.values(), *map(dequantize, self._quantized))
         self.producers = {value: step for step in steps for value in step.gives} | self.derived
         _reject_double_weights(self.forward)
 
@@ -235,6 +238,8 @@ class Graph:
             gives = (output, columns(output))
             values["columns"] = columns(output)
         values |= {p: f"{label}.{p}" for p in op.provides}
+        if op.draws_random:
+            values |= {p: f"{label}.{p}" for p in random_state.NAMES}
         values |= {alias: values[name] for alias, name in op.aliases.items()}
         names = self._formed(values, op.contracts)
         step = Plain(kind, op.compute, tuple(names[n] for n in needs), gives, op.zeroes_tail, op.launches)
@@ -314,6 +319,7 @@ class Graph:
                 continue
             for value, spec in zip(place.step.gives, (out,) if isinstance(out, TensorSpec) else out, strict=True):
                 specs[value] = spec
+            specs.update(dict.fromkeys(_random_states(place)))  # which have the size that the generators give them
         for place in self.places:  # the names that gradients go by
             specs.setdefault(place.keys["input"], specs[place.values["input"]])
             specs.setdefault(place.keys["output"], specs[place.values["output"]])
@@ -329,7 +335,11 @@ class Graph:
         glue = tuple(map(dequantize, sorted(v for v in self._quantized if dequantized(v) in needs)))
         needs |= {v for step in glue for v in step.needs} | backward.needs
         places = tuple(
-            replace(place, step=with_forms(place.step, needs, training)) if isinstance(place.item, Quantize) else place
+            replace(place, step=with_forms(place.step, needs, training))
+            if isinstance(place.item, Quantize)
+            else _with_states(place)
+            if training
+            else place
             for place in self.forward
         )
         return Forward(places, tuple(with_forms(step, needs, training) for step in self.weights.values()), glue)
@@ -430,6 +440,32 @@ class Graph:
                     through = [_key(place, n) for n in item.needs if n.startswith("grad_")]
                     found.update(v for v in through if (spec := specs[v]) is not None and spec.dtype.is_floating_point)
         return found
+
+
+def _random_states(place: Place) -> tuple[str, ...]:
+    return tuple(place.values[name] for name in random_state.NAMES if name in place.values)
+
+
+def _with_states(place: Place) -> Place:
+    """Return the place of an op in a forward pass that has a backward pass: it gives the states that it draws from, if
+    it says that it draws; where the backward pass computes it again, it is watched once, whether it does.
+    """
+    op, step = place.item, place.step
+    assert isinstance(op, Op)
+    if states := _random_states(place):
+        run = partial(random_state.compute_noting_states, op)
+        return replace(place, step=replace(step, run=run, gives=(*step.gives, *states)))
+    if any(isinstance(item, AutogradBackward) for item in op.backward_ops()):
+        return replace(place, step=replace(step, first=partial(random_state.compute_watched, op)))
+    return place
+
+
+def drawn_again(place: Place) -> Plain:
+    """Return the step that computes an op again, with the numbers that it drew the first time."""
+    op, step = place.item, place.step
+    assert isinstance(op, Op)
+    states = _random_states(place)
+    return replace(step, run=partial(random_state.compute_again, op), needs=(*step.needs, *states)) if states else step
 
 
 def _names_past(main: Sequence[str], passes: Sequence[bool]) -> list[str]:

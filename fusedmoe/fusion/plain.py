@@ -22,3 +22,4 @@ class Plain:
     zeroes_tail: bool = True
     launches: int = 1
     bind: Callable[..., Callable[..., Any]] | None = None  # as in `fusedmoe.fusion.rule.Step`
+    first: Callable[..., Any] | None = None  # what runs it the first time for calls of a kind, if not `run`

@@ -107,6 +107,8 @@ def make_plan(
 
     made_again = {v for step in of_backward.glue for v in step.gives}  # dequantized: the codes take less to keep
     saved = _saved(backward_all, incoming.values(), (kept | kept_anyway) - made_again, materialized)
+    if wanted:  # second derivatives compute the op again
+        saved = (*saved, *(v for v in graph.random_states if v in materialized and v not in saved))
     results = [(*outputs.values(),), saved]
     program = Program(needed_steps(forward_all, (*outputs.values(), *saved)), tuple(graph.arguments), results)
 

@@ -141,7 +141,8 @@ def _run_first(step: AnyStep, runs: Runs, place: int, specs: Specs | None, *tens
     else:
         assert step.run is not None
         run = step.run
-    out = run(*tensors)
+    first = step.first if isinstance(step, Plain) else None
+    out = (first or run)(*tensors)
     results = out if isinstance(out, (tuple, list)) else (out,)
     count = len(results)
     who = f"rule {step.rule!r} on {step.label}" if isinstance(step, Fused) else step.label

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fusedmoe import changes
 from fusedmoe.errors import InputError
-from fusedmoe.ops import amax_state
+from fusedmoe.ops import amax_state, random_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -111,6 +111,8 @@ class Op(nn.Module):
         Fixed names for values whose own name is up to the user: what rules call them.
     zeroes_tail : bool
         Rows that belong to no expert come out as zeros, whatever came in.
+    draws_random : bool
+        `compute` draws random numbers, from the default generators: see the notes.
     changes_rows : bool
         Rows out are not rows in (`Dispatch`, `Combine`).
     contracts : dict of str to int
@@ -123,6 +125,12 @@ class Op(nn.Module):
         Whether rows, or their gradient, pass as they are: the op is then no step in that direction.
     launches : int
         Kernels that the plain-PyTorch path launches on a GPU, about: a term of the planner's cost.
+
+    Notes
+    -----
+    Whatever computes an op again (its backward pass, second derivatives) sets the generators to the states from which
+    an op with ``draws_random`` drew the first time. A backward step has these states under the names ``random_state``
+    and ``device_random_state``. `torch.compile` runs a chain with such an op uncompiled.
     """
 
     parameter_names: ClassVar[tuple[str, ...]] = ()
@@ -135,6 +143,7 @@ class Op(nn.Module):
     optional_inputs: tuple[str, ...] = ()
     passes_forward: bool = False
     passes_backward: bool = False
+    draws_random: bool = False
     zeroes_tail: ClassVar[bool] = False
     changes_rows: ClassVar[bool] = False
     launches: ClassVar[int] = 1
@@ -371,18 +380,22 @@ class AutogradBackward(BackwardOp):
         super().__init__(op)
         self._arguments = ("input", *op.parameter_names, *op.runtime_inputs)
         self._outputs = ("output", *op.provides)
-        self.needs = (*(f"grad_{name}" for name in self._outputs), *self._arguments)
+        states = random_state.NAMES if op.draws_random else ()
+        self.needs = (*(f"grad_{name}" for name in self._outputs), *self._arguments, *states)
         self.gives = gives if gives is not None else tuple(f"grad_{name}" for name in self._arguments)
 
     def only(self, gives: tuple[str, ...]) -> AutogradBackward:
         return AutogradBackward(self.op, gives)
 
     def compute(self, *needs: Tensor | None) -> Tensors:
-        grads, args = needs[: len(self._outputs)], needs[len(self._outputs) :]
+        count = len(self._outputs)
+        grads, args = needs[:count], needs[count : count + len(self._arguments)]
+        states: Any = needs[count + len(self._arguments) :] or None
+        assert args[0] is not None
         wanted = [f"grad_{name}" in self.gives for name in self._arguments]
         again = torch.is_grad_enabled()  # the gradients are to be differentiated in their turn
         source = _differentiable_source if again else _source
-        with torch.enable_grad():
+        with torch.enable_grad(), random_state.drawing_again(states, args[0].device):
             args = tuple(a if a is None else source(a, w) for a, w in zip(args, wanted, strict=True))
             outputs = self.op.compute(*args)  # type: ignore[arg-type]
         outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
