@@ -233,7 +233,7 @@ def _toolkit(dsl_version: str) -> str:
         return text
     text += f"; torch has CUDA {cuda}: the two work together"
     if chosen == 12:
-        text += f". CUDA 13's compiler: {install_command('cu13')}"
+        text += f". Optional, for CUDA 13's compiler: {install_command('cu13')}"
     return text
 
 
