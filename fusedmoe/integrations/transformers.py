@@ -11,18 +11,23 @@ only if it gives what that gives. Any other gate runs as it is, between the two 
 
 Llama-4's experts are no experts of that interface: `patch_llama4`.
 
+Experts whose weights are quantized (transformers' ``FP8Experts``, tensor subclasses such as torchao's) run as
+transformers runs them without this package, and a WARNING says so once.
+
 Source of the interface: ``transformers.integrations.moe``, transformers 5.7 and later.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fusedmoe.errors import InputError
 from fusedmoe.fusion.log import say_once
@@ -32,6 +37,8 @@ from fusedmoe.ops.op import constant_in_graphs, made_untraced
 from fusedmoe.sequential import Sequential
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from fusedmoe.fusion.plan import Explanation
 
 logger = logging.getLogger(__name__)
@@ -46,6 +53,11 @@ def register(name: str = NAME) -> None:
     from transformers.integrations.moe import ExpertsInterface
 
     ExpertsInterface.register(name, experts_forward)
+    try:
+        from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
+    except ImportError:  # it is no public name
+        return
+    FP8ExpertsInterface.register(name, experts_forward)
 
 
 def experts_forward(
@@ -75,6 +87,8 @@ def experts_forward(
             f"got {len(args)} more and {', '.join(kwargs) or 'no others by name'}"
         )
     experts = _experts_of(self)
+    if experts.stock is not None:
+        return experts.stock(self, hidden_states, top_k_index, top_k_weights)
     parameters = _parameters(self, experts.layout)
     x = hidden_states
     if not torch.is_autocast_enabled(x.device.type):
@@ -98,6 +112,8 @@ def explain(module: nn.Module, tokens: int = 4096, top_k: int | None = None, arc
         As for `Sequential.explain`: 90 for what an sm_90 GPU would run.
     """
     experts = _experts_of(module)
+    if experts.stock is not None:
+        raise InputError(_runs_as_stock(module, experts.layout))
     parameters = _parameters(module, experts.layout)
     weight = parameters["down.weight"]
     assert weight is not None
@@ -154,13 +170,16 @@ def patch_llama4(model: nn.Module) -> int:
     Raises
     ------
     InputError
-        The model has no such layer, or somebody else has replaced the ``forward`` of one.
+        The model has no such layer, the experts of one are quantized, or somebody else has replaced its ``forward``.
     """
     layers = _llama4_layers(model)
     if not layers:
         raise InputError(f"patch_llama4: expected a model with Llama4TextMoe layers, got {type(model).__name__}")
     ours = (_llama4_forward, experts_forward)
     for name, layer in layers:
+        if not _is_llama4(layer.experts) or _quantized_to(layer.experts, _layout(layer.experts)):
+            got = type(layer.experts).__name__
+            raise InputError(f"patch_llama4: {name}.experts: expected {got} with weights that are not quantized")
         for module in (layer, layer.experts):
             replaced = vars(module).get("forward")
             if replaced is not None and not _is_partial_of(replaced, ours):
@@ -222,6 +241,9 @@ class Experts(NamedTuple):
     watched: Watched
     state: tuple[object, ...]
     functions: tuple[object, ...]
+    weight_type: type
+    weight_dtype: torch.dtype
+    stock: Callable[..., Tensor] | None = None  # what runs instead, where weights are quantized
 
     def __reduce__(self) -> Any:
         return _none, ()  # a copy of the module makes its own
@@ -252,6 +274,11 @@ def _experts_of(module: nn.Module) -> Experts:
 
 def _holds(module: nn.Module, experts: Experts) -> bool:
     watched = experts.watched
+    weight = module._parameters.get("down_proj")
+    if type(weight) is not experts.weight_type or (weight is not None and weight.dtype is not experts.weight_dtype):
+        is_quantized = bool(_quantized_to(module, experts.layout))
+        if is_quantized is not (experts.stock is not None):
+            return False
     return state_of(module, watched) == experts.state and functions_of(module, watched) == experts.functions
 
 
@@ -271,6 +298,9 @@ def _fusedmoe_prepare(module: nn.Module) -> None:
 
 def _new_experts(module: nn.Module) -> Experts:
     layout = _layout(module)
+    if _quantized_to(module, layout):
+        say_once(logger, logging.WARNING, "%s", _runs_as_stock(module, layout))
+        return Experts(Sequential(), layout, (), (), (), *_weight_kind(module), _stock(module))
     up, down = (_shape(weight, layout) for weight in _weights(module, layout))
     experts, wide, hidden = up
     intermediate = down[-1]
@@ -299,7 +329,47 @@ def _new_experts(module: nn.Module) -> Experts:
     chain = Sequential(OrderedDict((name, op) for name, op in ops.items() if op is not None)).without_parameters()
     # what runs as it is may change as it likes
     watched = (Watch((), (_GATE,), _LAYOUT_SETTINGS, ()),) if found is None else found.watched
-    return Experts(chain, layout, watched, state_of(module, watched), functions_of(module, watched))
+    now = state_of(module, watched), functions_of(module, watched)
+    return Experts(chain, layout, watched, *now, *_weight_kind(module))
+
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def _quantized_to(module: nn.Module, layout: Layout) -> str:
+    """Return what a module's weights are quantized to: a dtype or a class of tensors; "" where they are not."""
+    weights: tuple[Any, Any] = _weights(module, layout)
+    for weight in weights:
+        if is_traceable_wrapper_subclass(weight):
+            return type(weight).__name__
+        if weight.dtype not in _DTYPES:
+            return str(weight.dtype)
+    return ""
+
+
+def _weight_kind(module: nn.Module) -> tuple[type, torch.dtype]:
+    """Return what tells cheaply that a weight may have been quantized since: see `_holds`."""
+    return type(module._parameters.get("down_proj")), module.down_proj.dtype  # type: ignore[return-value]
+
+
+def _stock(module: nn.Module) -> Callable[..., Tensor]:
+    """Return what runs a module with quantized weights in transformers."""
+    if _is_a(module, "FP8Experts") and getattr(module, "activation_scheme", "") != "static":
+        from transformers.integrations.finegrained_fp8 import fp8_grouped_mm_experts_forward
+
+        return fp8_grouped_mm_experts_forward  # as without experts_implementation
+    if _is_llama4(module):  # its own forward takes other arguments
+        raise InputError(f"{type(module).__name__}: expected weights that are not quantized")
+    # without the decorator, which FP8Experts has once for each layer
+    forward: Callable[..., Tensor] = inspect.unwrap(type(module).forward)
+    return forward
+
+
+def _runs_as_stock(module: nn.Module, layout: Layout) -> str:
+    return (
+        f"{type(module).__name__}: its weights are quantized to {_quantized_to(module, layout)}, which fusedmoe "
+        f"has no kernels for: it runs as in transformers without fusedmoe. Load the model dequantized to run it here"
+    )
 
 
 def _name_of_activation(module: nn.Module, layout: Layout) -> str:
@@ -322,7 +392,7 @@ _LAYOUT_SETTINGS = (
 
 
 def _layout(module: nn.Module) -> Layout:
-    if any(c.__name__ == "Llama4TextExperts" for c in type(module).__mro__):
+    if _is_llama4(module):
         return Layout(True, interleaved=False, transposed=True, biased=False, normed=False, scales_input=True)
     gated = _setting(module, "has_gate", True)
     return Layout(
@@ -333,6 +403,14 @@ def _layout(module: nn.Module) -> Layout:
         normed=_setting(module, "has_post_expert_norm", False),
         scales_input=False,
     )
+
+
+def _is_llama4(module: nn.Module) -> bool:
+    return _is_a(module, "Llama4TextExperts")
+
+
+def _is_a(module: nn.Module, name: str) -> bool:
+    return any(c.__name__ == name for c in type(module).__mro__)
 
 
 def _setting(module: nn.Module, name: str, default: bool) -> bool:
