@@ -10,8 +10,8 @@ import torch
 from fusedmoe.kernels.sm90 import tuning
 from fusedmoe.kernels.sm90.tuning import Mlp
 
-# (hidden, intermediate, experts) of models' layers, and the rows an expert that they are measured with: those of a
-# training step, and fewer, down to a decoded token's
+# (hidden, intermediate, experts) of models' layers, and the rows per expert to measure them with: those of a
+# training step, and fewer, down to those of one decoded token
 LAYERS: dict[tuple[int, int, int], tuple[int, ...]] = {
     (1536, 256, 128): (1536,),
     (4096, 1024, 64): (2048,),

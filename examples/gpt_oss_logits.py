@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> Result:
     explanation = fm.explain(model, tokens=tokens.numel())
     print(f"\n{explanation}\n")
 
-    # where two tokens are as likely but for rounding, bf16 may choose either; fp32 leaves next to no such places
+    # bf16 rounding may change the choice between two tokens that are almost equally likely; in fp32 that is rare
     if options.model is None:
         cast(model, torch.float32)
     generated = {}

@@ -28,7 +28,7 @@ def main() -> None:
     got = call(experts, x, splits)
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b)
-    print("\nsame output and gradients, zeros behind the last expert:", bool((got[0][18:] == 0).all()))
+    print("\nsame output and gradients, zeros after the last expert's rows:", bool((got[0][18:] == 0).all()))
 
 
 if __name__ == "__main__":
