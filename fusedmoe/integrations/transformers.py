@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fusedmoe.errors import InputError
+from fusedmoe.extras import install_command
 from fusedmoe.fusion.log import say_once
 from fusedmoe.integrations.gates import Recognised, RowLayout, Watch, Watched, functions_of, recognise, state_of
 from fusedmoe.ops import Combine, Dispatch, GroupedLinear, Op, Scale
@@ -49,8 +50,16 @@ NAME = "fusedmoe"
 def register(name: str = NAME) -> None:
     """Make ``experts_implementation=name`` known to transformers: in ``from_pretrained``, in ``from_config`` and in
     ``model.set_experts_implementation``. Twice is once.
+
+    Raises
+    ------
+    ImportError
+        transformers is not installed, or older than 5.7.
     """
-    from transformers.integrations.moe import ExpertsInterface
+    try:
+        from transformers.integrations.moe import ExpertsInterface
+    except ImportError as error:
+        raise ImportError(f"register() needs transformers 5.7 or newer: {install_command('transformers')}") from error
 
     ExpertsInterface.register(name, experts_forward)
     try:

@@ -8,6 +8,7 @@ import copy
 import importlib.util
 import io
 import pickle
+import sys
 import types
 
 import families_page
@@ -424,3 +425,9 @@ def test_the_page_names_the_families_that_are_not_decorated():
         source = importlib.util.find_spec(f"transformers.models.{family}.modeling_{family}").origin
         with open(source, encoding="utf-8") as file:
             assert "@use_experts_implementation" not in file.read(), family
+
+
+def test_without_transformers_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers.integrations.moe", None)  # as for an absent or an old transformers
+    with pytest.raises(ImportError, match=r"transformers 5\.7 or newer: pip install 'fusedmoe\[transformers\]'"):
+        fusedmoe_transformers.register()
