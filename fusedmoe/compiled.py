@@ -65,6 +65,9 @@ class TracedChain(NamedTuple):
     chain: Chain | None  # where there is no handle
 
 
+Given = tuple[tuple[str, str], ...]  # as `_given` returns it
+
+
 class TracedPart(NamedTuple):
     """What Dynamo reads of a part that is a chain: see `ChainPart`."""
 
@@ -92,8 +95,10 @@ def run_sequential(
     options = root._options
     parts = root._parts_for_compiler(
         _described(root), settings.thread.key, registry.generation(), options.sm_margin, options.schedule,
-        torch.are_deterministic_algorithms_enabled(), _given(inputs),
+        torch.are_deterministic_algorithms_enabled(), _given(x, inputs),
     )  # fmt: skip
+    if isinstance(parts, str):
+        _refuse(parts)
     named = dict(inputs)
     counted = True
     for part in parts:
@@ -116,8 +121,10 @@ def run_op(op: Op, x: Tensor, inputs: dict[str, Tensor]) -> Any:
     op._describe_for_compiler()
     part = op._chain_for_compiler(
         op._description, settings.thread.key, registry.generation(), torch.are_deterministic_algorithms_enabled(),
-        _given(inputs),
+        _given(x, inputs),
     )  # fmt: skip
+    if isinstance(part, str):
+        _refuse(part)
     named = dict(inputs)
     y = _run_chain(part, x, named, [getattr(op, name) for _, name, _ in part.parameters], DEFAULT, None)
     return (y, {name: named[name] for name in op.provides}) if op.provides else y
@@ -192,8 +199,18 @@ def _run_uncompiled(
     return (y, *[named[name] for name in chain.exports])
 
 
-def _given(inputs: Mapping[str, Tensor | None]) -> tuple[str, ...]:
-    return tuple([name for name, t in inputs.items() if t is not None])
+def _refuse(message: str) -> None:
+    """Raise an `InputError` behind a graph break: one that is raised while Dynamo traces would be Dynamo's, or have it
+    trace what the module calls instead of the module from then on. Where no break may be, its error has the message.
+    """
+    torch._dynamo.graph_break(msg=message)
+    raise InputError(message)
+
+
+def _given(x: object, inputs: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
+    """Return what came besides tensors, as ``x`` or by name: each name with a type, or with nothing for a tensor."""
+    came = [(name, "" if isinstance(t, Tensor) else type(t).__name__) for name, t in inputs.items() if t is not None]
+    return (("x", "" if isinstance(x, Tensor) else type(x).__name__), *came)
 
 
 # ---- what Dynamo takes for constants ------------------------------------------------------------------------------
@@ -201,16 +218,27 @@ def _given(inputs: Mapping[str, Tensor | None]) -> tuple[str, ...]:
 
 # behind a graph break these are called rather than taken for constants: they are not to be traced then
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def parts_for_compiler(root: Sequential, given: tuple[str, ...]) -> tuple[TracedPart | TracedModule, ...]:
-    """Return what a `Sequential` is made of, for `run_sequential`; check that the caller gives what it takes."""
-    layout = root._layout_for(given)
-    layout.check_names(given)
-    return tuple(
-        _traced_part(part, root._options)
-        if isinstance(part, ChainPart)
-        else TracedModule(tuple(part.label.split(".")), part.call)
-        for part in layout.parts
-    )
+def parts_for_compiler(root: Sequential, given: Given) -> tuple[TracedPart | TracedModule, ...] | str:
+    """Return what a `Sequential` is made of, for `run_sequential`; or the message where the call is refused."""
+    try:
+        names = [name for name, _ in given[1:]]
+        layout = root._layout_for(names)
+        layout.check_names(names)
+        _check_tensors("Sequential", given)
+        return tuple(
+            _traced_part(part, root._options)
+            if isinstance(part, ChainPart)
+            else TracedModule(tuple(part.label.split(".")), part.call)
+            for part in layout.parts
+        )
+    except InputError as error:
+        return str(error)
+
+
+def _check_tensors(who: str, given: Given) -> None:
+    for name, kind in given:
+        if kind:
+            raise InputError(f"{who}: {name}: expected a tensor, got {kind}")
 
 
 def _traced_part(part: ChainPart, options: KernelOptions) -> TracedPart:
@@ -221,11 +249,16 @@ def _traced_part(part: ChainPart, options: KernelOptions) -> TracedPart:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def chain_for_compiler(op: Op, given: tuple[str, ...]) -> TracedChain:
-    """Return an op alone, for `run_op`; check that the caller gives what it takes."""
-    chain = alone_with(op, given)
-    check_names(repr(op), chain.takers, given)
-    return _traced_chain(chain, [()], DEFAULT)
+def chain_for_compiler(op: Op, given: Given) -> TracedChain | str:
+    """Return an op alone, for `run_op`; or the message where the call is refused."""
+    try:
+        names = [name for name, _ in given[1:]]
+        chain = alone_with(op, names)
+        check_names(repr(op), chain.takers, names)
+        _check_tensors(repr(op), given)
+        return _traced_chain(chain, [()], DEFAULT)
+    except InputError as error:
+        return str(error)
 
 
 def _traced_chain(chain: Chain, paths: Sequence[Path], options: KernelOptions) -> TracedChain:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fusedmoe.errors import InputError
+from fusedmoe.checks import MODULE, integer
 from fusedmoe.moe import MoE
 from fusedmoe.ops import GroupedLinear, Linear
 from fusedmoe.sequential import Sequential
@@ -25,10 +25,9 @@ def keep_in_bf16(model: nn.Module, first: int = 0, last: int = 0) -> list[str]:
     list of str
         The names of the layers kept.
     """
-    layers = _layers(model)
-    whole = type(first) is int and type(last) is int
-    if not whole or min(first, last) < 0 or max(first, last) > len(layers):
-        raise InputError(f"keep_in_bf16: expected 0 to {len(layers)} layers, which there are, got {first=}, {last=}")
+    layers = _layers(MODULE("keep_in_bf16: model", model))
+    as_many = integer(f"0 to {len(layers)} layers, which there are", 0, len(layers))
+    first, last = as_many("keep_in_bf16: first", first), as_many("keep_in_bf16: last", last)
     kept = list(dict.fromkeys([*layers[:first], *layers[len(layers) - last :]]))
     for name in kept:
         for module in model.get_submodule(name).modules():

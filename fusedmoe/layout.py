@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
@@ -17,7 +18,7 @@ from fusedmoe.ops.op import Node, Op
 from fusedmoe.sorted_rows import Boundary, ModuleCall, accepts_splits, boundaries, call_module, module_call
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from fusedmoe.chain import Parameters
     from fusedmoe.kernels.options import KernelOptions
@@ -173,7 +174,8 @@ class Layout:
         self._children.append((parent, [*parent._modules.items()]))
         members = []
         for name, module in parent._modules.items():
-            assert module is not None
+            if module is None:
+                raise InputError(f"Sequential: {prefix}{name}: expected a module, got None")
             hooked = _hooked(module)
             self._hooked.append((module, hooked))
             hooked = hooked or self._any_global_hook
@@ -213,9 +215,15 @@ class Layout:
         """Check that the caller gives just those runtime inputs that are wanted."""
         check_names("Sequential", self.wanted, given, self.provided)
 
-    def check_parameters(self, given: Collection[str]) -> None:
+    def check_parameters(self, given: Parameters) -> None:
         """Check that parameters that come with a call are such that an op takes, and has none itself."""
-        for key in given:
+        if type(given) is not dict and not isinstance(given, Mapping):
+            raise InputError(f"Sequential: parameters: expected a dict of names to tensors, got {type(given).__name__}")
+        for key, parameter in given.items():
+            if parameter is not None and not isinstance(parameter, Tensor):
+                raise InputError(
+                    f"Sequential: parameters: {key!r}: expected a tensor or None, got {type(parameter).__name__}"
+                )
             taker = self._parameters.get(key)
             if taker is None:
                 names = ", ".join(map(repr, self._parameters)) or "none"

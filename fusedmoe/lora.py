@@ -7,13 +7,13 @@ Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models".
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from typing import Any
 
 import torch
 from torch import nn
 
+from fusedmoe.checks import FINITE, PARAMETER_DTYPE, POSITIVE_INTEGER
 from fusedmoe.errors import InputError
 from fusedmoe.ops.grouped_linear import GroupedLinear
 from fusedmoe.ops.grouped_lora import LoRADown, LoRAUp
@@ -22,13 +22,8 @@ from fusedmoe.sequential import Sequential
 
 
 def _scale(rank: object, alpha: object) -> float:
-    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-        raise InputError(f"GroupedLoRA: rank: expected a positive integer, got {rank!r}")
-    if alpha is None:
-        return 1.0
-    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha):
-        raise InputError(f"GroupedLoRA: alpha: expected a finite number, got {alpha!r}")
-    return alpha / rank
+    kept: int = POSITIVE_INTEGER("GroupedLoRA: rank", rank)
+    return 1.0 if alpha is None else FINITE("GroupedLoRA: alpha", alpha) / kept
 
 
 class GroupedLoRA(Sequential):
@@ -85,6 +80,7 @@ class GroupedLoRA(Sequential):
     ) -> None:
         if type(layer) is not GroupedLinear:
             raise InputError(f"GroupedLoRA: layer: expected a GroupedLinear, got {layer!r}")
+        PARAMETER_DTYPE("GroupedLoRA: dtype", dtype)
         scale = _scale(rank, alpha)
         weight = layer.weight
         kind: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype if dtype is None else dtype}

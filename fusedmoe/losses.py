@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.autocast import without_autocast
+from fusedmoe.checks import POSITIVE_INTEGER, TENSOR
 from fusedmoe.errors import InputError
 
 
@@ -47,10 +48,12 @@ def transformers_load_balancing_loss(
         There is no layer, or the shapes do not fit together.
     """
     name = "transformers_load_balancing_loss"
-    layers = [] if isinstance(router_logits, Tensor) else list(router_logits)
+    iterable = hasattr(router_logits, "__iter__") and not isinstance(router_logits, Tensor)
+    layers = list(router_logits) if iterable else []
     if not layers:
         raise InputError(f"{name}: router_logits: expected a sequence of tensors, one for each layer")
-    first = layers[0]
+    first: Tensor = TENSOR(f"{name}: router_logits[0]", layers[0])
+    POSITIVE_INTEGER(f"{name}: top_k", top_k)
     if first.dim() != 2 or not 1 <= top_k <= first.shape[1]:
         raise InputError(
             f"{name}: expected router_logits of shape (tokens, experts) and a top_k of at most as many experts, got "
@@ -59,6 +62,7 @@ def transformers_load_balancing_loss(
     exact = torch.promote_types(first.dtype, torch.float32)
     counts_T1 = torch.ones(len(first), 1, dtype=exact, device=first.device)
     if attention_mask is not None:
+        TENSOR(f"{name}: attention_mask", attention_mask)
         if attention_mask.numel() != len(first):
             raise InputError(
                 f"{name}: attention_mask: expected {len(first)} elements, one for each token, got shape "
@@ -68,6 +72,7 @@ def transformers_load_balancing_loss(
     load_E = prob_E = first.new_zeros(first.shape[1], dtype=exact)
     with without_autocast(first.device):
         for i, logits_TE in enumerate(layers):
+            TENSOR(f"{name}: router_logits[{i}]", logits_TE)
             if logits_TE.shape != first.shape:
                 raise InputError(
                     f"{name}: router_logits[{i}]: expected shape {tuple(first.shape)}, that of the first layer, got "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import re
 import sys
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from fusedmoe.checks import MODULE, POSITIVE_INTEGER
 from fusedmoe.errors import InputError
 from fusedmoe.fusion.plan import Explanation, format_bytes, hints, raise_if_missed
 from fusedmoe.fusion.rule import FusionError
@@ -149,11 +149,8 @@ def explain(
     dtype
         With ``arch``: plan as if rows and parameters were in this dtype, as `torch.autocast` has it. The table says so.
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(f"explain: model: expected a module, got {type(model).__name__}")
-    tokens = operator.index(tokens)
-    if tokens < 1:
-        raise InputError(f"explain: tokens: expected a positive number, got {tokens}")
+    MODULE("explain: model", model)
+    tokens = POSITIVE_INTEGER("explain: tokens", tokens)
     groups: dict[tuple[str, str], ExplainedModules] = {}
     with planned_for(arch, dtype):
         for name, module, explanation, note in _parts(model, tokens):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, overload
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._C import _get_tracing_state
 
 from fusedmoe.autocast import without_autocast
+from fusedmoe.checks import FINITE, FLAG, POSITIVE_INTEGER, TENSOR, Checked, check_all, check_factory, one_of, said
 from fusedmoe.errors import NO_EXPERT_PARALLELISM, InputError, inside_jit_trace
 from fusedmoe.kernels.torch.rows import rows_per_expert
 from fusedmoe.ops.dispatch import Combine, Dispatch
@@ -26,8 +27,9 @@ from fusedmoe.ops.squared_relu import SquaredReLU
 from fusedmoe.sequential import Sequential, kernel_options
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
+    from fusedmoe.checks import Check
     from fusedmoe.fusion.plan import Explanation
     from fusedmoe.kernels.options import Schedule
 
@@ -35,6 +37,16 @@ ACTIVATIONS: dict[str, type[Op]] = {"swiglu": SwiGLU, "geglu": GeGLU, "reglu": R
 """The activations that `MoE` knows by name."""
 
 SCORES = ("softmax", "topk_softmax", "sigmoid")
+
+_CHOICE = {"num_experts", "top_k", "num_groups", "top_groups"}  # settings of a router that have to fit together
+_MOE: Mapping[str, Check] = {
+    "intermediate": POSITIVE_INTEGER,
+    "bias": FLAG,
+    "router_bias": FLAG,
+    "shared_gate": FLAG,
+    "balance_bias": FLAG.or_none(),
+    "shared_intermediate": POSITIVE_INTEGER.or_none(),
+}
 
 
 class Routing(NamedTuple):
@@ -85,7 +97,7 @@ class MoEStats(NamedTuple):
     logits: Tensor
 
 
-class Router(nn.Module):
+class Router(Checked, nn.Module):
     """Chooses K of E experts for each token. Logits, scores and weights are fp32 (fp64 for fp64 tokens), also under
     autocast.
 
@@ -125,6 +137,16 @@ class Router(nn.Module):
     """
 
     balance_bias: Tensor | None
+    _checks: ClassVar[Mapping[str, Check]] = {
+        "hidden": POSITIVE_INTEGER,
+        "num_experts": POSITIVE_INTEGER,
+        "top_k": POSITIVE_INTEGER,
+        "score": one_of(SCORES),
+        "renormalize": FLAG,
+        "scale": FINITE,
+        "num_groups": POSITIVE_INTEGER,
+        "top_groups": POSITIVE_INTEGER,
+    }
 
     def __init__(
         self,
@@ -142,28 +164,17 @@ class Router(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if score not in SCORES:
-            raise InputError(f"Router: score: expected one of {', '.join(map(repr, SCORES))}, got {score!r}")
-        if not 1 <= top_k <= num_experts:
-            raise InputError(f"Router: top_k: expected 1 to num_experts={num_experts}, got {top_k}")
-        if num_experts % num_groups or not 1 <= top_groups <= num_groups:
-            raise InputError(
-                f"Router: num_groups, top_groups: expected a divisor of num_experts={num_experts} and at most that "
-                f"many, got {num_groups} and {top_groups}"
-            )
-        if top_k > num_experts // num_groups * top_groups:
-            raise InputError(
-                f"Router: top_k: expected at most {num_experts // num_groups * top_groups}, the experts of "
-                f"{top_groups} of {num_groups} groups, got {top_k}"
-            )
+        FLAG("Router: bias", bias)
+        FLAG.or_none()("Router: balance_bias", balance_bias)
+        check_factory("Router", device, dtype)
         self.hidden, self.num_experts, self.top_k = hidden, num_experts, top_k
         self.score, self.renormalize, self.scale = score, renormalize, scale
         self.num_groups, self.top_groups = num_groups, top_groups
-        self.weight = nn.Parameter(torch.empty(num_experts, hidden, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(num_experts, device=device, dtype=dtype)) if bias else None
+        self.weight = nn.Parameter(torch.empty(self.num_experts, self.hidden, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(self.num_experts, device=device, dtype=dtype)) if bias else None
         corrected = score == "sigmoid" if balance_bias is None else balance_bias
         self.register_buffer(
-            "balance_bias", torch.zeros(num_experts, device=device, dtype=torch.float32) if corrected else None
+            "balance_bias", torch.zeros(self.num_experts, device=device, dtype=torch.float32) if corrected else None
         )
         self.reset_parameters()
 
@@ -178,7 +189,31 @@ class Router(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "balance_bias" and isinstance(value, Tensor) and value.dtype is not torch.float32:
             value = value.to(torch.float32)
+        before = self.__dict__.get(name)
         super().__setattr__(name, value)
+        if name in _CHOICE and self.__dict__.keys() >= _CHOICE:  # the last of them is set
+            try:
+                self._check_choice()
+            except InputError:
+                if before is not None:
+                    super().__setattr__(name, before)
+                raise
+
+    def _check_choice(self) -> None:
+        """Raise unless the numbers of experts, of chosen ones and of groups fit together."""
+        experts, groups = self.num_experts, self.num_groups
+        if self.top_k > experts:
+            raise InputError(f"Router: top_k: expected 1 to num_experts={experts}, got {self.top_k}")
+        if experts % groups or self.top_groups > groups:
+            raise InputError(
+                f"Router: num_groups, top_groups: expected a divisor of num_experts={experts} and at most that "
+                f"many, got {groups} and {self.top_groups}"
+            )
+        if self.top_k > experts // groups * self.top_groups:
+            raise InputError(
+                f"Router: top_k: expected at most {experts // groups * self.top_groups}, the experts of "
+                f"{self.top_groups} of {groups} groups, got {self.top_k}"
+            )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
         """Move or cast the module; ``balance_bias`` is moved but keeps its values in fp32."""
@@ -192,8 +227,12 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> Routing:
         """Route tokens ``x`` (T, H)."""
+        if not isinstance(x, Tensor):
+            raise InputError(f"Router: x: expected a tensor, got {type(x).__name__}")
         if x.dim() != 2 or x.shape[1] != self.hidden:
             raise InputError(f"Router: x: expected shape (tokens, {self.hidden}), got {tuple(x.shape)}")
+        if not x.dtype.is_floating_point:
+            raise InputError(f"Router: x: expected a floating-point dtype, got {x.dtype}")
         exact = torch.promote_types(x.dtype, torch.float32)
         with without_autocast(x.device):
             bias = None if self.bias is None else self.bias.to(exact)
@@ -244,6 +283,8 @@ class Router(nn.Module):
         """
         if self.balance_bias is None:
             raise InputError("Router: update_bias: expected a router with balance_bias=True, this one has none")
+        TENSOR("Router: load", load)
+        FINITE("Router: rate", rate)
         if tuple(load.shape) != (self.num_experts,):
             raise InputError(f"Router: load: expected shape ({self.num_experts},), got {tuple(load.shape)}")
         load = load.to(torch.float32)
@@ -262,7 +303,7 @@ class Router(nn.Module):
         return f"hidden={self.hidden}, num_experts={self.num_experts}, top_k={self.top_k}, score={self.score!r}"
 
 
-class MoE(nn.Module):
+class MoE(Checked, nn.Module):
     """A Mixture-of-Experts MLP: ``y[t] = sum over k of w[t, k] * expert[e[t, k]](x[t])``, plus the shared expert of x.
 
     Parameters
@@ -298,6 +339,8 @@ class MoE(nn.Module):
         ``gate_up``, ``activation``, ``down``.
     """
 
+    _checks: ClassVar[Mapping[str, Check]] = {"hidden": POSITIVE_INTEGER}
+
     def __init__(
         self,
         hidden: int,
@@ -326,6 +369,8 @@ class MoE(nn.Module):
         if expert_parallel is not None:
             raise InputError(f"MoE: expert_parallel: expected None, got {expert_parallel!r}; {NO_EXPERT_PARALLELISM}")
         self.hidden = hidden
+        check_all("MoE", _MOE, intermediate=intermediate, bias=bias, router_bias=router_bias, shared_gate=shared_gate)
+        check_all("MoE", _MOE, balance_bias=balance_bias, shared_intermediate=shared_intermediate)
         self.router = Router(
             hidden,
             num_experts,
@@ -448,18 +493,19 @@ class MoE(nn.Module):
     def _route(self, x: Tensor) -> tuple[Tensor, Routing]:
         if not torch.compiler.is_compiling() and _get_tracing_state() is not None:
             raise inside_jit_trace("MoE")
+        if not isinstance(x, Tensor):
+            raise InputError(f"MoE: x: expected a tensor, got {type(x).__name__}")
         if not x.dim() or x.shape[-1] != self.hidden:
             raise InputError(f"MoE: x: expected shape (..., {self.hidden}), got {tuple(x.shape)}")
         tokens = x.reshape(-1, self.hidden)
         return tokens, self.router(tokens)
 
 
-def _activation(activation: str | Op) -> Op:
+def _activation(activation: object) -> Op:
     """Return a new op for a name; an op given is used as it is, by the experts and the shared expert alike."""
     if isinstance(activation, Op):
         return activation
-    if activation not in ACTIVATIONS:
-        raise InputError(
-            f"MoE: activation: expected an op or one of {', '.join(map(repr, ACTIVATIONS))}, got {activation!r}"
-        )
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
+        expected = f"an op or one of {', '.join(map(repr, ACTIVATIONS))}"
+        raise InputError(f"MoE: activation: expected {expected}, got {said(activation)}")
     return ACTIVATIONS[activation]()

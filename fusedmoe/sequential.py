@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 from torch import nn
 
-from fusedmoe.errors import InputError
+from fusedmoe.checks import integer, one_of
 from fusedmoe.fusion.log import say_once
 from fusedmoe.fusion.plan import Explanation
 from fusedmoe.kernels.options import DEFAULT, KernelOptions, Schedule
@@ -27,14 +27,13 @@ logger = logging.getLogger(__name__)
 _OF_THIS_OBJECT = ("_layout", "_sorted_layout", "_name_in_model")  # a copy has none of it
 
 
+_SMS = integer("a number of SMs, 0 or more", 0)
+_SCHEDULE = one_of(get_args(Schedule))
+
+
 def kernel_options(who: str, sm_margin: object, schedule: Schedule) -> KernelOptions:
     """Return the options, checked; ``who`` was given them."""
-    if not isinstance(sm_margin, int) or isinstance(sm_margin, bool) or sm_margin < 0:
-        raise InputError(f"{who}: sm_margin: expected a number of SMs, 0 or more, got {sm_margin!r}")
-    if schedule not in get_args(Schedule):
-        expected = " or ".join(map(repr, get_args(Schedule)))
-        raise InputError(f"{who}: schedule: expected {expected}, got {schedule!r}")
-    return KernelOptions(sm_margin, schedule)
+    return KernelOptions(_SMS(f"{who}: sm_margin", sm_margin), _SCHEDULE(f"{who}: schedule", schedule))
 
 
 def opened(module: nn.Module | None) -> bool:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
-from fusedmoe.errors import InputError
+from fusedmoe.checks import FLAG, TEXT
 from fusedmoe.recipes import BF16, Recipe, resolve
 from fusedmoe.recompute import backward_pass
 
@@ -233,8 +233,7 @@ def disabled(*patterns: str) -> _Block[None]:
     rule's name matches is no error, since rules may be registered later: the first plan that is made under it warns.
     """
     for pattern in patterns:
-        if not isinstance(pattern, str):
-            raise InputError(f"disabled: patterns: expected names of rules, got {pattern!r}")
+        TEXT("disabled: patterns", pattern)
     return _Block(None, disabled=patterns)
 
 
@@ -253,4 +252,5 @@ def strict(enabled: bool = True, *, unavailable: bool = False) -> _Block[None]:
         missing, or the rule is switched off. Without a GPU, ``explain(..., arch=90).raise_if_missed()`` checks the same
         for one.
     """
+    enabled, unavailable = FLAG("strict: enabled", enabled), FLAG("strict: unavailable", unavailable)
     return _Block(None, strict=enabled, strict_unavailable=enabled and unavailable)

@@ -11,6 +11,19 @@ from enum import Enum
 
 import torch
 
+from fusedmoe.checks import (
+    ANY_INTEGER,
+    FINITE,
+    FLAG,
+    POSITIVE,
+    POSITIVE_INTEGER,
+    TEXT,
+    WRONG,
+    Check,
+    check_fields,
+    instance,
+    integer,
+)
 from fusedmoe.errors import InputError
 
 
@@ -37,6 +50,10 @@ class Element:
     max: float
     max_exponent: int
     dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        bits, dtype = POSITIVE_INTEGER, instance(torch.dtype, "a torch.dtype")
+        check_fields(self, {"name": TEXT, "bits": bits, "max": POSITIVE, "max_exponent": ANY_INTEGER, "dtype": dtype})
 
     def __str__(self) -> str:
         return self.name
@@ -81,6 +98,23 @@ _SCALE_DTYPES = {
 }
 
 
+def _block(value: object) -> object:
+    sizes = tuple(value) if isinstance(value, tuple | list) else ()
+    each = [None if size is None else _SIZE("Format: block", size) for size in sizes]
+    return tuple(each) if len(each) == 2 else WRONG
+
+
+_SIZE = integer("two positive integers, or None", 1)
+_FORMAT = {
+    "name": TEXT,
+    "element": instance(Element, "a fusedmoe.formats.Element"),
+    "block": Check("two sizes, each a positive integer or None", _block),
+    "rule": instance(ScaleRule, "a fusedmoe.formats.ScaleRule"),
+    "tensor_scale": FLAG,
+    "amax_epsilon": FINITE,
+}
+
+
 @dataclass(frozen=True)
 class Format:
     """What a tensor is quantized to.
@@ -113,6 +147,7 @@ class Format:
         def reject(field: str, expected: str) -> InputError:
             return InputError(f"Format {self.name!r}: {field}: expected {expected}, got {getattr(self, field)!r}")
 
+        check_fields(self, _FORMAT)
         across, along = self.block
         if not all(size is None or size > 0 for size in self.block) or (across is None and along is not None):
             raise reject("block", "positive sizes; None across only where it is None along too")
@@ -190,12 +225,8 @@ class Delayed:
     margin: int = 0
 
     def __post_init__(self) -> None:
-        if type(self.history) is not int or self.history < 1:
-            raise InputError(f"Delayed: history: expected a number of steps, 1 or more, got {self.history!r}")
-        if type(self.margin) is not int:
-            raise InputError(f"Delayed: margin: expected a number of binades, got {self.margin!r}")
-        if not isinstance(self.most_recent, bool):
-            raise InputError(f"Delayed: most_recent: expected True or False, got {self.most_recent!r}")
+        steps, binades = integer("a number of steps, 1 or more", 1), integer("a number of binades")
+        check_fields(self, {"history": steps, "margin": binades, "most_recent": FLAG})
 
 
 @dataclass(frozen=True)
@@ -222,6 +253,9 @@ class Quantizer:
     delayed: Delayed | None = None
 
     def __post_init__(self) -> None:
+        delayed = instance(Delayed, "a fusedmoe.formats.Delayed").or_none()
+        of_format = instance(Format, "a fusedmoe.formats.Format")
+        check_fields(self, {"format": of_format, "stochastic_rounding": FLAG, "hadamard": FLAG, "delayed": delayed})
         if self.stochastic_rounding and self.format.element is not E2M1:
             raise InputError(f"Quantizer: stochastic_rounding: expected a format of e2m1, got {self.format}")
         if self.hadamard and (self.format.block[1] or 0) % 16:

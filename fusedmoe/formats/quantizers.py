@@ -8,12 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fusedmoe.checks import TENSOR, said
 from fusedmoe.errors import InputError
 from fusedmoe.formats.blocks import blocks_of, times_blocks
 from fusedmoe.formats.casts import pack, to_codes
 from fusedmoe.formats.format import E2M1, Format, Quantizer
 from fusedmoe.formats.groups import PaddedRows, group_of, max_by_group, of_group
 from fusedmoe.formats.hadamard import TILE, rotate
+from fusedmoe.formats.roles import ROLES
 from fusedmoe.formats.scales import encode_and_scale, tensor_encode
 from fusedmoe.formats.tensor import QuantizedTensor, column_block
 from fusedmoe.kernels.torch.rows import tail_mask
@@ -25,7 +27,7 @@ _FLT_MAX = torch.finfo(torch.float32).max
 
 def quantize(
     x: Tensor,
-    quantizer: Quantizer | Format,
+    quantizer: str | Quantizer | Format,
     axis: int = -1,
     *,
     offsets: Tensor | None = None,
@@ -44,7 +46,8 @@ def quantize(
     x
         fp32, bf16 or fp16: rows (R, K), or a weight an expert (E, N, K).
     quantizer
-        The format, or a format with stochastic rounding, rotation, delayed scales (then with ``encode``).
+        The format, or a format with stochastic rounding, rotation, delayed scales (then with ``encode``). Or the name
+        of a recipe, such as ``"mxfp8"``: what it quantizes rows (R, K) to, or a weight (E, N, K).
     axis
         Which axis blocks run along: the one that a product will sum over. -1 by rows, -2 by columns.
     offsets
@@ -62,8 +65,7 @@ def quantize(
     InputError
         A shape or dtype that cannot be quantized so.
     """
-    if isinstance(quantizer, Format):
-        quantizer = Quantizer(quantizer)
+    quantizer = _resolved(TENSOR("quantize: x", x), quantizer)
     format = quantizer.format
     _check(x, axis, offsets, format, encode)
     if quantizer.delayed is not None and encode is None:
@@ -90,12 +92,31 @@ def amax_by_expert(x: Tensor, offsets: Tensor | None = None) -> Tensor:
     return experts.amax(_finite_magnitude(values))
 
 
+def _resolved(x: Tensor, quantizer: object) -> Quantizer:
+    if isinstance(quantizer, str) and quantizer in ROLES:
+        roles = ROLES[quantizer]
+        found = roles.weight if x.dim() == 3 else roles.input
+        assert found is not None, "every recipe here quantizes both"
+        return found
+    if isinstance(quantizer, Format):
+        return Quantizer(quantizer)
+    if not isinstance(quantizer, Quantizer):
+        names = ", ".join(map(repr, ROLES))
+        raise InputError(
+            f"quantize: quantizer: expected a Quantizer, a Format or one of {names}, got {said(quantizer)}"
+        )
+    return quantizer
+
+
 def _check(x: Tensor, axis: int, offsets: Tensor | None, format: Format, encode: Tensor | None) -> None:
     if x.dtype not in DTYPES:
         raise InputError(f"quantize: x: expected float32, bfloat16 or float16, got {x.dtype}")
     if x.dim() not in (2, 3) or (offsets is not None and x.dim() != 2):
         raise InputError(f"quantize: x: expected rows (R, K), or (E, N, K) without offsets, got {tuple(x.shape)}")
-    if axis not in (-1, -2):
+    for name, t in (("offsets", offsets), ("encode", encode)):
+        if t is not None:
+            TENSOR(f"quantize: {name}", t)
+    if type(axis) is not int or axis not in (-1, -2):
         raise InputError(f"quantize: axis: expected -1 (by rows) or -2 (by columns), got {axis!r}")
     if offsets is not None and axis == -1 and (format.block[0] or 1) > 1:
         raise InputError(f"quantize: offsets: expected none by rows for {format}, whose blocks experts would share")
@@ -215,6 +236,7 @@ def _random_bits(
         return None
     if given is None:
         return torch.randint(0, 256, values.shape, dtype=torch.uint8, device=values.device, generator=generator)
+    TENSOR("quantize: random_bits", given)
     if given.shape != values.shape or given.dtype is not torch.uint8:
         expected = f"{tuple(values.shape)} uint8, as the codes lie"
         raise InputError(f"quantize: random_bits: expected {expected}, got {tuple(given.shape)} {given.dtype}")

@@ -20,6 +20,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fusedmoe.checks import check_names
 from fusedmoe.errors import InputError
 from fusedmoe.formats import QuantizedSpec
 from fusedmoe.fusion.forms import dequantize, set_forms, weight_quantizations, with_forms
@@ -28,7 +29,7 @@ from fusedmoe.fusion.plain import Plain
 from fusedmoe.fusion.rule import RuleError
 from fusedmoe.kernels.torch.rows import zero_tail_
 from fusedmoe.ops import random_state
-from fusedmoe.ops.derived import DERIVED
+from fusedmoe.ops.derived import CHECKED, DERIVED, OFFSETS
 from fusedmoe.ops.op import AutogradBackward, BackwardOp, Node, Op, TensorSpec
 from fusedmoe.ops.quantize import Quantize, QuantizeGrad
 
@@ -215,6 +216,8 @@ class Graph:
     ) -> Place:
         label, op = node
         kind = f"{label}.{type(op).__name__}"
+        check_names(kind, "runtime_inputs", [n for n in op.runtime_inputs if n not in DERIVED], op.parameter_names)
+        check_names(kind, "provides", op.provides, op.parameter_names)
         values = {**ends, **{p: f"{label}.{p}" for p in op.parameter_names}}
         keys = {**keys, **{p: f"{label}.{p}" for p in op.parameter_names}}
         for p in op.parameter_names:
@@ -224,6 +227,9 @@ class Graph:
             if name in DERIVED:
                 values[name] = self._derive(name, scope, ends["input"], rows, kind)
                 values[DERIVED[name].source] = scope[DERIVED[name].source]
+            elif name in CHECKED and scope.get(name, name) == name:  # of the caller
+                values[name] = self._derive(CHECKED[name].name, scope, ends["input"], rows, kind)
+                values[f"{name} of the caller"] = name
             else:
                 values[name] = self._take(name, scope)
                 if name in op.rowwise_inputs:
@@ -269,7 +275,7 @@ class Graph:
             run = partial(_for_taker, derived.compute, taker)
             self.derived[value] = Plain(value, run, (source, rows_value), (value,))
             self._derived_infer[value] = derived.infer
-            if name == "offsets":
+            if name == OFFSETS.name:
                 self._split_rows.setdefault(rows, value)
         return value
 

@@ -12,6 +12,7 @@ import torch
 from fusedmoe.environment import debugging
 from fusedmoe.fusion.rule import Declined
 from fusedmoe.fusion.rules.hopper import functions, require_hopper, require_packages
+from fusedmoe.ops.derived import OFFSETS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -40,7 +41,12 @@ def with_kernels(
             require_packages()
     except Declined:
         return tuple(derived)
-    return tuple(replace(step, bind=partial(_bind, step.run), launches=1) for step in derived)
+    return tuple(
+        replace(step, bind=partial(_bind, step.run), launches=1)
+        if step.gives[0].rpartition(".")[2] == OFFSETS.name
+        else step
+        for step in derived
+    )
 
 
 def _bind(run: Callable[..., Tensor], splits_E: Tensor, rows: Tensor) -> Callable[..., Tensor]:

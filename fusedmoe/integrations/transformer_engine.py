@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from fusedmoe.checks import POSITIVE_INTEGER
 from fusedmoe.errors import InputError
 from fusedmoe.ops import GLU, GeGLU, GroupedLinear, Op, ReGLU, Scale, SquaredReLU, SwiGLU
 from fusedmoe.sequential import Sequential
@@ -127,6 +128,7 @@ def to_te(sequential: Sequential, glu_interleave_size: int | None = None) -> Any
         There is another op, a combination that Transformer Engine has no op for, a layer without parameters of its own
         or with a recipe of its own, or fp64.
     """
+    glu_interleave_size = POSITIVE_INTEGER.or_none()("to_te: glu_interleave_size", glu_interleave_size)
     import transformer_engine.pytorch.ops as te_ops
 
     if type(sequential) is not Sequential:

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from fusedmoe.checks import MODULE, POSITIVE_INTEGER, TEXT
 from fusedmoe.errors import InputError
 from fusedmoe.extras import install_command
 from fusedmoe.fusion.log import say_once
@@ -56,6 +57,7 @@ def register(name: str = NAME) -> None:
     ImportError
         transformers is not installed, or older than 5.7.
     """
+    TEXT("register: name", name)
     try:
         from transformers.integrations.moe import ExpertsInterface
     except ImportError as error:
@@ -120,6 +122,7 @@ def explain(module: nn.Module, tokens: int = 4096, top_k: int | None = None, arc
     arch
         As for `Sequential.explain`: 90 for what an sm_90 GPU would run.
     """
+    tokens, top_k = POSITIVE_INTEGER("explain: tokens", tokens), POSITIVE_INTEGER.or_none()("explain: top_k", top_k)
     experts = _experts_of(module)
     if experts.stock is not None:
         raise InputError(_runs_as_stock(module, experts.layout))
@@ -181,7 +184,7 @@ def patch_llama4(model: nn.Module) -> int:
     InputError
         The model has no such layer, the experts of one are quantized, or somebody else has replaced its ``forward``.
     """
-    layers = _llama4_layers(model)
+    layers = _llama4_layers(MODULE("patch_llama4: model", model))
     if not layers:
         raise InputError(f"patch_llama4: expected a model with Llama4TextMoe layers, got {type(model).__name__}")
     ours = (_llama4_forward, experts_forward)
@@ -203,7 +206,7 @@ def patch_llama4(model: nn.Module) -> int:
 def unpatch_llama4(model: nn.Module) -> int:
     """Undo `patch_llama4`; return in how many layers."""
     undone = 0
-    for _, layer in _llama4_layers(model):
+    for _, layer in _llama4_layers(MODULE("unpatch_llama4: model", model)):
         if _is_partial_of(vars(layer).get("forward"), (_llama4_forward,)):
             del layer.forward, layer.experts.forward
             undone += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -62,4 +63,33 @@ def _infer_offsets(splits_E: SpecLike, rows: SpecLike) -> TensorSpec:
 OFFSETS = Derived("offsets", source="splits", compute=_offsets, infer=_infer_offsets)
 """``offsets[e]``: where the rows of expert e end; int32, clamped to the rows that there are."""
 
-DERIVED = {OFFSETS.name: OFFSETS}
+
+def _checked_places(
+    name: str, most: int, places: Tensor, rows: Tensor, kernel: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
+    """Return places among the rows, of which none lies outside of them: ``most`` more is allowed, for a sentinel."""
+    end = rows.shape[0] - 1 + most
+    if (places.device.type == "cpu" and not torch.compiler.is_compiling()) or debugging():
+        low, high = (t.item() for t in places.aminmax()) if places.numel() else (0, 0)
+        if low < 0 or high > max(end, 0):
+            wrong = low if low < 0 else high
+            raise InputError(f"{name}: expected places from 0 to {end}, among {rows.shape[0]} rows, got {wrong}")
+    # on a GPU nothing is read: a place outside becomes a sentinel, or the last row
+    return torch.where(places < 0, end, places).clamp_(max=max(end, 0))
+
+
+def _infer_places(name: str, places: SpecLike, rows: SpecLike) -> TensorSpec:
+    if places.dtype is not torch.int64:
+        raise InputError(f"{name}: expected int64, as Dispatch provides it, got {places.dtype}")
+    return TensorSpec(tuple(places.shape), places.dtype)
+
+
+def _places(name: str, most: int) -> Derived:
+    return Derived(f"checked_{name}", name, partial(_checked_places, name, most), partial(_infer_places, name))
+
+
+CHECKED = {"row_of_slot": _places("row_of_slot", 1), "slot_of_row": _places("slot_of_row", 0)}
+"""Runtime inputs that address memory, by their names: where the caller gives them, ops get these in their stead."""
+
+DERIVED = {derived.name: derived for derived in (OFFSETS, *CHECKED.values())}
+"""Every derived value, by its name."""

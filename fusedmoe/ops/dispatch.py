@@ -10,19 +10,21 @@ K experts. The rows of sentinels lie behind those of every expert.
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from fusedmoe.checks import INPUT_NAME, POSITIVE_INTEGER
 from fusedmoe.errors import InputError
 from fusedmoe.kernels.torch.rows import gather_rows, sort_by_expert, tail_mask
 from fusedmoe.ops.op import BackwardOp, Op, TensorSpec, exact_together
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
+    from fusedmoe.checks import Check
     from fusedmoe.ops.op import SpecLike
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -58,11 +60,10 @@ class Dispatch(Op):
     provides = ("splits", "probs", "row_of_slot", "slot_of_row")
     changes_rows = True
     launches = 14
+    _checks: ClassVar[Mapping[str, Check]] = {"num_experts": POSITIVE_INTEGER.or_none()}
 
     def __init__(self, num_experts: int | None = None) -> None:
         super().__init__()
-        if num_experts is not None and num_experts < 1:
-            raise InputError(f"Dispatch: num_experts: expected a positive integer or None, got {num_experts!r}")
         self.num_experts = num_experts
 
     def placed(self, following: Sequence[Op]) -> Op:
@@ -147,7 +148,8 @@ class Combine(Op):
     Parameters
     ----------
     weights
-        The runtime input (R,) to weight rows by; None where a `Scale` has applied it before.
+        The runtime input (R,) to weight rows by; None where a `Scale` has applied it before. It cannot be changed
+        later.
 
     Notes
     -----
@@ -159,11 +161,13 @@ class Combine(Op):
     changes_rows = True
     zeroes_tail = True  # there are no rows any more
     launches = 7
+    _checks: ClassVar[Mapping[str, Check]] = {"weights": INPUT_NAME.or_none()}
+    _fixed = ("weights",)
 
     def __init__(self, weights: str | None = "probs") -> None:
         super().__init__()
         self.weights = weights
-        self.rowwise_inputs = self.applies = () if weights is None else (weights,)
+        self.rowwise_inputs = self.applies = () if self.weights is None else (self.weights,)
         self.runtime_inputs = ("row_of_slot", "slot_of_row", *self.applies)
 
     def infer(

@@ -10,17 +10,20 @@ Axes: I intermediate features; rows are (..., 2 I), their halves (..., I).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from fusedmoe.errors import InputError
+from fusedmoe.checks import FINITE, FLAG, POSITIVE, one_of
 from fusedmoe.ops.op import BackwardOp, Op, TensorSpec, defined_before, exact
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from fusedmoe.checks import Check
     from fusedmoe.ops.op import SpecLike
 
 
@@ -34,6 +37,12 @@ class GLU(Op):
     """The family: a subclass gives the gate's nonlinearity `phi` and its derivative, both of ``alpha``."""
 
     launches = 5
+    _checks: ClassVar[Mapping[str, Check]] = {
+        "limit": POSITIVE.or_none(),
+        "alpha": POSITIVE,
+        "offset": FINITE,
+        "interleaved": FLAG,
+    }
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -45,11 +54,6 @@ class GLU(Op):
         self, limit: float | None = None, alpha: float = 1.0, offset: float = 0.0, interleaved: bool = False
     ) -> None:
         super().__init__()
-        name = type(self).__name__
-        if limit is not None and not limit > 0:
-            raise InputError(f"{name}: limit: expected a positive number or None, got {limit!r}")
-        if not alpha > 0:
-            raise InputError(f"{name}: alpha: expected a positive number, got {alpha!r}")
         self.limit, self.alpha, self.offset, self.interleaved = limit, alpha, offset, interleaved
 
     def phi(self, g: Tensor) -> Tensor:
@@ -163,6 +167,8 @@ class GeGLU(GLU):
         sqrt(2)))``.
     """
 
+    _checks: ClassVar[Mapping[str, Check]] = {**GLU._checks, "approximate": one_of(("tanh", "none"))}
+
     def __init__(
         self,
         approximate: str = "tanh",
@@ -172,8 +178,6 @@ class GeGLU(GLU):
         interleaved: bool = False,
     ) -> None:
         super().__init__(limit, alpha, offset, interleaved)
-        if approximate not in ("tanh", "none"):
-            raise InputError(f"GeGLU: approximate: expected 'tanh' or 'none', got {approximate!r}")
         self.approximate = approximate
 
     def phi(self, g: Tensor) -> Tensor:

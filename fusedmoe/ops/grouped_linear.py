@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fusedmoe.errors import NO_EXPERT_PARALLELISM, InputError
+from fusedmoe.checks import FLAG, POSITIVE_INTEGER, check_factory
+from fusedmoe.errors import NO_EXPERT_PARALLELISM
 from fusedmoe.formats import QuantizedTensor, products
 from fusedmoe.kernels.torch import grouped_gemm
 from fusedmoe.kernels.torch.rows import tail_mask
@@ -21,6 +22,7 @@ from fusedmoe.ops.op import BackwardOp, Op, TensorSpec
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from fusedmoe.checks import Check
     from fusedmoe.formats.products import Operand
     from fusedmoe.ops.op import SpecLike
 
@@ -160,12 +162,6 @@ class LinearBiasGrad(BackwardOp):
         return grouped_gemm.grouped_bias_grad(rows.flatten(0, -2), None)[0]
 
 
-def _positive(op: str, **sizes: object) -> None:
-    for name, size in sizes.items():
-        if not isinstance(size, int) or size < 1:
-            raise InputError(f"{op}: {name}: expected a positive integer, got {size!r}")
-
-
 def _draw(op: Op, in_features: int) -> None:
     bound = 1 / math.sqrt(in_features)
     for parameter in op.parameters(recurse=False):
@@ -174,6 +170,13 @@ def _draw(op: Op, in_features: int) -> None:
 
 class _LinearOp(Op):
     """A linear layer, which may have a recipe of its own."""
+
+    _checks: ClassVar[Mapping[str, Check]] = {
+        "num_groups": POSITIVE_INTEGER,
+        "in_features": POSITIVE_INTEGER,
+        "out_features": POSITIVE_INTEGER,
+        "accumulate_into_main_grad": FLAG,
+    }
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "recipe" and value is not None:
@@ -241,11 +244,13 @@ class GroupedLinear(_LinearOp):
         recipe: object = None,
     ) -> None:
         super().__init__()
+        FLAG(f"{type(self).__name__}: bias", bias)
+        check_factory(type(self).__name__, device, dtype)
         self.accumulate_into_main_grad, self.recipe = accumulate_into_main_grad, recipe
-        _positive("GroupedLinear", num_groups=num_groups, in_features=in_features, out_features=out_features)
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
-        self.weight = nn.Parameter(torch.empty(num_groups, out_features, in_features, device=device, dtype=dtype))
-        empty_bias = torch.empty(num_groups, out_features, device=device, dtype=dtype) if bias else None
+        shape = (self.num_groups, self.out_features, self.in_features)
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        empty_bias = torch.empty(shape[:-1], device=device, dtype=dtype) if bias else None
         self.register_parameter("bias", None if empty_bias is None else nn.Parameter(empty_bias))
         self.reset_parameters()
 
@@ -308,11 +313,13 @@ class Linear(_LinearOp):
         recipe: object = None,
     ) -> None:
         super().__init__()
+        FLAG(f"{type(self).__name__}: bias", bias)
+        check_factory(type(self).__name__, device, dtype)
         self.accumulate_into_main_grad, self.recipe = accumulate_into_main_grad, recipe
-        _positive("Linear", in_features=in_features, out_features=out_features)
         self.in_features, self.out_features = in_features, out_features
-        self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
-        empty_bias = torch.empty(out_features, device=device, dtype=dtype) if bias else None
+        shape = (self.out_features, self.in_features)
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        empty_bias = torch.empty(shape[:-1], device=device, dtype=dtype) if bias else None
         self.register_parameter("bias", None if empty_bias is None else nn.Parameter(empty_bias))
         self.reset_parameters()
 

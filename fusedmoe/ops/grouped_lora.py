@@ -14,15 +14,19 @@ Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models".
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from fusedmoe.checks import FINITE, POSITIVE_INTEGER, check_factory
 from fusedmoe.kernels.torch import grouped_gemm
 from fusedmoe.ops.op import BackwardOp, Op, TensorSpec
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from fusedmoe.checks import Check
     from fusedmoe.ops.op import SpecLike
 
 
@@ -46,6 +50,11 @@ class LoRADown(Op):
     runtime_inputs = ("offsets",)
     provides = ("lora_rows",)
     launches = 4
+    _checks: ClassVar[Mapping[str, Check]] = {
+        "num_groups": POSITIVE_INTEGER,
+        "in_features": POSITIVE_INTEGER,
+        "rank": POSITIVE_INTEGER,
+    }
 
     def __init__(
         self,
@@ -56,6 +65,7 @@ class LoRADown(Op):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_factory(type(self).__name__, device, dtype)
         self.num_groups, self.in_features, self.rank = num_groups, in_features, rank
         self.weight = nn.Parameter(torch.empty(num_groups, rank, in_features, device=device, dtype=dtype))
         self.reset_parameters()
@@ -132,6 +142,12 @@ class LoRAUp(Op):
     rowwise_inputs = ("lora_rows",)
     passes_backward = True
     launches = 5
+    _checks: ClassVar[Mapping[str, Check]] = {
+        "num_groups": POSITIVE_INTEGER,
+        "rank": POSITIVE_INTEGER,
+        "out_features": POSITIVE_INTEGER,
+        "scale": FINITE,
+    }
 
     def __init__(
         self,
@@ -143,6 +159,7 @@ class LoRAUp(Op):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_factory(type(self).__name__, device, dtype)
         self.num_groups, self.rank, self.out_features, self.scale = num_groups, rank, out_features, scale
         self.weight = nn.Parameter(torch.empty(num_groups, out_features, rank, device=device, dtype=dtype))
         self.reset_parameters()

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedmoe import changes
+from fusedmoe.checks import Checked
 from fusedmoe.errors import InputError
 from fusedmoe.ops import amax_state, random_state
 
@@ -88,7 +89,7 @@ Specs = TensorSpec | tuple[TensorSpec, ...]
 Tensors = Tensor | tuple[Tensor, ...]
 
 
-class Op(nn.Module):
+class Op(Checked, nn.Module):
     """One step of a `Sequential`; also a module of its own.
 
     A subclass states what it takes and gives in the class attributes below, what it computes in `compute`, and, where
@@ -125,6 +126,8 @@ class Op(nn.Module):
         Whether rows, or their gradient, pass as they are: the op is then no step in that direction.
     launches : int
         Kernels that the plain-PyTorch path launches on a GPU, about: a term of the planner's cost.
+    _checks, _fixed
+        What the op's settings have to be; see `fusedmoe.checks.Checked`.
 
     Notes
     -----

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
+from fusedmoe.checks import Check, instance
 from fusedmoe.errors import InputError
 from fusedmoe.formats import Format, QuantizedSpec, QuantizedTensor, Quantizer, amax_by_expert, quantize
 from fusedmoe.formats.quantizers import DTYPES
@@ -56,6 +57,10 @@ class Quantize(Op):
     optional_inputs = ("offsets",)
     zeroes_tail = True
     launches = 12
+    _checks: ClassVar[Mapping[str, Check]] = {
+        name: instance(Quantizer, "a fusedmoe.Quantizer").or_none()
+        for name in ("quantizer", "grad_quantizer", "weight_quantizer")
+    }
 
     def __init__(
         self,

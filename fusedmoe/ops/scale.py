@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from fusedmoe.errors import InputError
+from fusedmoe.checks import INPUT_NAME
 from fusedmoe.ops.op import BackwardOp, Op, TensorSpec, exact_together
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
 
+    from fusedmoe.checks import Check
     from fusedmoe.ops.op import SpecLike
 
 
@@ -21,17 +24,22 @@ class Scale(Op):
     Parameters
     ----------
     name
-        The runtime input to multiply by: ``Scale("probs")`` takes ``probs=``.
+        The runtime input to multiply by: ``Scale("probs")`` takes ``probs=``. It cannot be changed later.
+
+    Raises
+    ------
+    InputError
+        The name is no identifier, or stands for something else: ``"input"``, ``"weight"``, ``"splits"``, ...
     """
 
     launches = 3
+    _checks: ClassVar[Mapping[str, Check]] = {"name": INPUT_NAME}
+    _fixed = ("name",)
 
     def __init__(self, name: str) -> None:
         super().__init__()
-        if not str(name).isidentifier():
-            raise InputError(f"Scale: name: expected the name of a runtime input, such as 'probs', got {name!r}")
         self.name = name
-        self.runtime_inputs = self.rowwise_inputs = self.applies = (name,)
+        self.runtime_inputs = self.rowwise_inputs = self.applies = (self.name,)
 
     @property
     def aliases(self) -> dict[str, str]:  # type: ignore[override]

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from fusedmoe.checks import MODULE
 from fusedmoe.environment import debugging
 from fusedmoe.errors import InputError
 
@@ -184,6 +185,7 @@ def note_gradient(layer: Op) -> None:
 
 def weight_cache_bytes(module: nn.Module) -> int:
     """Return the bytes that quantized weights take beside the parameters of a module and all within it."""
+    MODULE("weight_cache_bytes: module", module)
     entries = [m.__dict__[_NAME] for m in module.modules() if _NAME in m.__dict__]
     return sum(form.nbytes for entry in entries for form in entry.forms.values())
 
@@ -194,5 +196,5 @@ def clear_weight_cache(module: nn.Module) -> None:
     Needed only after weights were changed in a way that torch does not count: through ``.data``, through a NumPy view,
     or by ``torch.distributed.recv``. With ``FUSEDMOE_DEBUG=1`` a missing call is an error.
     """
-    for m in module.modules():
+    for m in MODULE("clear_weight_cache: module", module).modules():
         m.__dict__.pop(_NAME, None)

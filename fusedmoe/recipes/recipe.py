@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
+from fusedmoe.checks import FLAG, NOT_NEGATIVE, TEXT, check_fields
 from fusedmoe.errors import InputError
 from fusedmoe.formats import Delayed, Quantizer, ScaleRule
 from fusedmoe.formats.roles import Roles, block_roles, mxfp8_roles, nvfp4_roles, row_roles, tensor_roles
@@ -33,11 +34,7 @@ class Recipe:
     name: str = "bf16"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str):
-            raise InputError(f"{type(self).__name__}: name: expected a str, got {self.name!r}")
-        for flag in fields(self):
-            if isinstance(flag.default, bool) and not isinstance(value := getattr(self, flag.name), bool):
-                raise InputError(f"{type(self).__name__}: {flag.name}: expected True or False, got {value!r}")
+        check_fields(self, {"name": TEXT, **{f.name: FLAG for f in fields(self) if isinstance(f.default, bool)}})
 
     def roles(self) -> Roles:
         """Return what the operands of every linear layer are quantized to."""
@@ -166,6 +163,10 @@ class FP8Block(Recipe):
     power_of_two: bool = True
     amax_epsilon: float = 0.0
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_fields(self, {"amax_epsilon": NOT_NEGATIVE})
+
     def roles(self) -> Roles:
         return block_roles(self.hybrid, self.power_of_two, self.amax_epsilon)
 
@@ -268,7 +269,7 @@ def resolve(recipe: object) -> Recipe:
                 f"recipe {recipe.name!r} is part of every plan key and must be hashable: {error}"
             ) from None
         return recipe
-    found = next((known for name, known in RECIPES.items() if name == recipe), None)
+    found = RECIPES.get(recipe) if isinstance(recipe, str) else None
     if found is None:
         from fusedmoe.recipes.transformer_engine import converted
 

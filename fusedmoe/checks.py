@@ -1,0 +1,206 @@
+"""Checks of settings: of what constructors and functions are given, and of attributes that are set later.
+
+A `Check` says what a setting has to be, and returns the value to keep: a plain ``int``, ``float`` or ``bool`` for
+NumPy's. All of them look at the host alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fusedmoe.errors import InputError
+
+WRONG = object()
+
+
+@dataclass(frozen=True)
+class Check:
+    """What a setting has to be.
+
+    Attributes
+    ----------
+    expected : str
+        In words, for the message.
+    kept : callable
+        Returns the value to keep, or `WRONG`.
+    """
+
+    expected: str
+    kept: Callable[[Any], Any]
+
+    def __call__(self, what: str, value: Any) -> Any:
+        """Return the value to keep. Raises `InputError` for a wrong one of ``what``: ``"SwiGLU: limit"``."""
+        kept = self.kept(value)
+        if kept is WRONG:
+            raise InputError(f"{what}: expected {self.expected}, got {said(value)}")
+        return kept
+
+    def or_none(self) -> Check:
+        """Return the check that takes None too."""
+        return Check(f"{self.expected} or None", lambda value: None if value is None else self.kept(value))
+
+
+def said(value: object) -> str:
+    """Return a value as an error message says it: briefly, and without reading a tensor."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, nn.Module):
+        return f"a module {type(value).__name__}"
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def integer(expected: str, least: int | None = None, most: int | None = None) -> Check:
+    """Return the check for an integer within bounds."""
+
+    def kept(value: Any) -> Any:
+        if type(value) is bool or not isinstance(value, Integral):
+            return WRONG
+        number = int(value)
+        return number if (least is None or number >= least) and (most is None or number <= most) else WRONG
+
+    return Check(expected, kept)
+
+
+def number(expected: str, holds: Callable[[float], bool] = math.isfinite) -> Check:
+    """Return the check for a finite number for which ``holds`` is true."""
+
+    def kept(value: Any) -> Any:
+        if type(value) is bool or not isinstance(value, Real) or not math.isfinite(value):
+            return WRONG
+        plain = int(value) if isinstance(value, Integral) else float(value)
+        return plain if holds(plain) else WRONG
+
+    return Check(expected, kept)
+
+
+def one_of(names: Collection[str]) -> Check:
+    """Return the check for one of these texts."""
+    expected = f"one of {', '.join(map(repr, names))}"
+    return Check(expected, lambda value: value if isinstance(value, str) and value in names else WRONG)
+
+
+def instance(kind: type | tuple[type, ...], expected: str) -> Check:
+    """Return the check for an instance of a class."""
+    return Check(expected, lambda value: value if isinstance(value, kind) else WRONG)
+
+
+def _flag(value: Any) -> Any:
+    if isinstance(value, bool):
+        return value
+    # NumPy's, without importing it
+    return bool(value) if type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_") else WRONG
+
+
+ANY_INTEGER = integer("an integer")
+POSITIVE_INTEGER = integer("a positive integer", 1)
+COUNT = integer("an integer, 0 or more", 0)
+FINITE = number("a finite number")
+POSITIVE = number("a positive number", lambda value: value > 0)
+NOT_NEGATIVE = number("a finite number, 0 or more", lambda value: value >= 0)
+FLAG = Check("True or False", _flag)
+TEXT = instance(str, "a str")
+TENSOR = instance(Tensor, "a tensor")
+MODULE = instance(nn.Module, "a module")
+
+_PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+PARAMETER_DTYPE = Check(
+    "float32, bfloat16, float16, float64 or None",
+    lambda value: value if value is None or value in _PARAMETER_DTYPES else WRONG,
+)
+
+
+def _device(value: Any) -> Any:
+    if isinstance(value, bool):
+        return WRONG
+    try:
+        return None if value is None else torch.device(value)
+    except (RuntimeError, TypeError, ValueError):
+        return WRONG
+
+
+DEVICE = Check("a torch.device, its name or None", _device)
+
+
+def check_all(who: str, checks: Mapping[str, Check], **values: Any) -> None:
+    """Raise `InputError` for the first wrong value; ``checks`` are by its name."""
+    for name, value in values.items():
+        checks[name](f"{who}: {name}", value)
+
+
+def check_fields(owner: Any, checks: Mapping[str, Check]) -> None:
+    """Check the fields of a frozen dataclass, and keep what `Check` returns."""
+    for name, check in checks.items():
+        object.__setattr__(owner, name, check(f"{type(owner).__name__}: {name}", getattr(owner, name)))
+
+
+def check_factory(who: str, device: Any, dtype: Any) -> None:
+    """Check where a constructor is to make its parameters, and of which dtype."""
+    DEVICE(f"{who}: device", device)
+    PARAMETER_DTYPE(f"{who}: dtype", dtype)
+
+
+class Checked:
+    """A module whose settings are checked whenever they are set, in the constructor and later.
+
+    Attributes
+    ----------
+    _checks : dict of str to Check
+        What each setting has to be, by the attribute's name.
+    _fixed : tuple of str
+        Settings that others were derived from: they cannot be changed.
+    """
+
+    _checks: ClassVar[Mapping[str, Check]] = {}
+    _fixed: ClassVar[tuple[str, ...]] = ()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        check = self._checks.get(name)
+        if check is not None:
+            who = f"{type(self).__name__}: {name}"
+            value = check(who, value)
+            if name in self._fixed and self.__dict__.get(name, value) != value:
+                raise InputError(f"{who}: expected {self.__dict__[name]!r} as before, got {value!r}; make a new one")
+        super().__setattr__(name, value)
+
+
+# ---- names of runtime inputs --------------------------------------------------------------------------------------
+
+_OWN = ("input", "output", "weight", "bias", "offsets", "columns", "none", "random_state", "device_random_state")
+_ARGUMENTS = ("self", "arch")
+_INTEGERS = ("splits", "row_of_slot", "slot_of_row", "expert_index")
+
+
+def reserved(name: str) -> bool:
+    """Whether a name stands for something else within an op, or in a call."""
+    return name in _OWN or name in _ARGUMENTS or name.startswith("grad_")
+
+
+def _input_name(value: Any) -> Any:
+    usable = isinstance(value, str) and value.isidentifier() and not reserved(value) and value not in _INTEGERS
+    return str(value) if usable else WRONG
+
+
+INPUT_NAME = Check(
+    "the name of a runtime input with one float for each row, such as 'probs': an identifier other than "
+    f"{', '.join(map(repr, (*_OWN, *_ARGUMENTS, *_INTEGERS)))}, that does not start with 'grad_'",
+    _input_name,
+)
+"""What `Scale` and `Combine` multiply rows by."""
+
+
+def check_names(who: str, kind: str, names: Collection[str], parameters: Collection[str]) -> None:
+    """Raise `InputError` where an op calls what it takes or provides by a name that stands for something else."""
+    for name in names:
+        if not str(name).isidentifier() or reserved(name) or name in parameters:
+            taken = ", ".join(map(repr, dict.fromkeys((*_OWN, *_ARGUMENTS, *parameters))))
+            raise InputError(
+                f"{who}: {kind}: expected identifiers other than {taken}, that do not start with 'grad_', got {name!r}"
+            )
