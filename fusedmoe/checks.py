@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any, ClassVar
 
@@ -18,6 +18,16 @@ from torch import Tensor, nn
 from fusedmoe.errors import InputError
 
 WRONG = object()
+
+
+def said(value: object) -> str:
+    """Return a value as an error message says it: briefly, and without reading a tensor."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, nn.Module):
+        return f"a module {type(value).__name__}"
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 @dataclass(frozen=True)
@@ -30,31 +40,24 @@ class Check:
         In words, for the message.
     kept : callable
         Returns the value to keep, or `WRONG`.
+    say : callable
+        Returns a wrong value as the message says it.
     """
 
     expected: str
     kept: Callable[[Any], Any]
+    say: Callable[[Any], str] = said
 
     def __call__(self, what: str, value: Any) -> Any:
         """Return the value to keep. Raises `InputError` for a wrong one of ``what``: ``"SwiGLU: limit"``."""
         kept = self.kept(value)
         if kept is WRONG:
-            raise InputError(f"{what}: expected {self.expected}, got {said(value)}")
+            raise InputError(f"{what}: expected {self.expected}, got {self.say(value)}")
         return kept
 
     def or_none(self) -> Check:
         """Return the check that takes None too."""
-        return Check(f"{self.expected} or None", lambda value: None if value is None else self.kept(value))
-
-
-def said(value: object) -> str:
-    """Return a value as an error message says it: briefly, and without reading a tensor."""
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    if isinstance(value, nn.Module):
-        return f"a module {type(value).__name__}"
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:200]}..."
+        return Check(f"{self.expected} or None", lambda value: None if value is None else self.kept(value), self.say)
 
 
 def integer(expected: str, least: int | None = None, most: int | None = None) -> Check:
@@ -83,7 +86,8 @@ def number(expected: str, holds: Callable[[float], bool] = math.isfinite) -> Che
 
 def one_of(names: Collection[str]) -> Check:
     """Return the check for one of these texts."""
-    expected = f"one of {', '.join(map(repr, names))}"
+    texts = [*map(repr, names)]
+    expected = " or ".join(texts) if len(texts) == 2 else f"one of {', '.join(texts)}"
     return Check(expected, lambda value: value if isinstance(value, str) and value in names else WRONG)
 
 
@@ -107,8 +111,8 @@ POSITIVE = number("a positive number", lambda value: value > 0)
 NOT_NEGATIVE = number("a finite number, 0 or more", lambda value: value >= 0)
 FLAG = Check("True or False", _flag)
 TEXT = instance(str, "a str")
-TENSOR = instance(Tensor, "a tensor")
-MODULE = instance(nn.Module, "a module")
+TENSOR = replace(instance(Tensor, "a tensor"), say=lambda value: type(value).__name__)
+MODULE = replace(instance(nn.Module, "a module"), say=lambda value: type(value).__name__)
 
 _PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 PARAMETER_DTYPE = Check(

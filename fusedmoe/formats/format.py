@@ -100,15 +100,14 @@ _SCALE_DTYPES = {
 
 def _block(value: object) -> object:
     sizes = tuple(value) if isinstance(value, tuple | list) else ()
-    each = [None if size is None else _SIZE("Format: block", size) for size in sizes]
-    return tuple(each) if len(each) == 2 else WRONG
+    each = tuple(None if size is None else ANY_INTEGER.kept(size) for size in sizes)
+    return each if len(each) == 2 and WRONG not in each else WRONG
 
 
-_SIZE = integer("two positive integers, or None", 1)
 _FORMAT = {
     "name": TEXT,
     "element": instance(Element, "a fusedmoe.formats.Element"),
-    "block": Check("two sizes, each a positive integer or None", _block),
+    "block": Check("two sizes, each an integer or None", _block),
     "rule": instance(ScaleRule, "a fusedmoe.formats.ScaleRule"),
     "tensor_scale": FLAG,
     "amax_epsilon": FINITE,

@@ -136,7 +136,7 @@ def test_a_model_without_any():
 def test_what_is_no_module_is_refused():
     with pytest.raises(fm.InputError, match="explain: model: expected a module, got function"):
         fm.explain(lambda x: x)
-    with pytest.raises(fm.InputError, match="explain: tokens: expected a positive number, got 0"):
+    with pytest.raises(fm.InputError, match="explain: tokens: expected a positive integer, got 0"):
         fm.explain(moe(), tokens=0)
 
 
