@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C import _get_tracing_state
+from torch._C import _get_tracing_state, _len_torch_dispatch_stack
 
 from fusedmoe import changes, settings, target
 from fusedmoe.autocast import autocast_dtype, without_autocast
 from fusedmoe.autograd import run_call
 from fusedmoe.environment import disabled_by_environment, environment_state
 from fusedmoe.errors import NO_EXPERT_PARALLELISM, InputError, inside_jit_trace
+from fusedmoe.estimating import counts_flops, has_values
 from fusedmoe.fusion import registry
 from fusedmoe.fusion.executable import Call, Environment, Plan
 from fusedmoe.fusion.graph import Graph
@@ -200,6 +201,7 @@ class Chain:
             environment_state(),
             torch.is_grad_enabled(),
             torch.are_deterministic_algorithms_enabled(),
+            _len_torch_dispatch_stack() and counts_flops(),
         )
 
     def _settings_of_call(self) -> Settings:
@@ -237,10 +239,11 @@ class Chain:
         call = self._call(arguments, tensors, around)
         if call.refused is not None:
             raise InputError(call.refused)
-        if around[0].strict:
+        if around[0].strict and not call.plan.environment.estimated:
             call.plan.raise_if_missed(around[0].strict_unavailable)
         if x.is_meta:
-            return call.plan.on_meta(arguments)
+            estimated = around[-1] or call.plan.wanted
+            return run_call(call, arguments) if estimated else call.plan.on_meta(arguments)
         self._last = _Last(call, tensors, around, x.device.type)
         return run_call(call, arguments, uncast)
 
@@ -259,7 +262,8 @@ class Chain:
         key = number, now.strict, tensors
         call = self._calls.get(key)
         if call is None:
-            plan = self._plan_of_kind(number, arguments, now, options)
+            estimated = bool(around[-1]) or not all(a is None or has_values(a) for a in arguments)
+            plan = self._plan_of_kind(number, arguments, now, options, estimated)
             specs = plan.graph.infer(dict(zip(plan.graph.arguments, arguments, strict=True)))
             if len(self._calls) >= _REMEMBERED_CALLS:
                 self._calls.clear()
@@ -289,20 +293,29 @@ class Chain:
         if not x.dim():
             raise InputError(f"{self.nodes[0].label}.{type(self.nodes[0].op).__name__}: x: expected rows, got a scalar")
 
-    def _plan_of_kind(self, number: int, arguments: list[Tensor | None], now: Settings, options: KernelOptions) -> Plan:
+    def _plan_of_kind(
+        self,
+        number: int,
+        arguments: list[Tensor | None],
+        now: Settings,
+        options: KernelOptions,
+        estimated: bool,
+    ) -> Plan:
         """Return the plan for calls that differ from this one in their number of rows, up to the next power of two."""
         x, *others = arguments
         assert x is not None
         width = x.shape[-1]
         rows = x.numel() // width if width else 0
         kinds = [None if o is None else (o.shape[1:], o.dtype, o.requires_grad, o.device) for o in others]
-        key = (number, rows.bit_length(), width, x.dtype, x.requires_grad, x.device, *kinds)
+        key = (number, estimated, rows.bit_length(), width, x.dtype, x.requires_grad, x.device, *kinds)
         plan = self._plans.get(key)
         if plan is None:
             disabled = (*now.disabled, *settings.patterns(disabled_by_environment()))
             if len(self._plans) >= _REMEMBERED_PLANS:
                 self._plans.clear()
-            plan = self._plans[key] = self._make(arguments, arguments, now.recipe, disabled, options)
+            disabled = ("*",) if estimated else disabled
+            plan = self._make(arguments, arguments, now.recipe, disabled, options, estimated=estimated)
+            self._plans[key] = plan
         return plan
 
     def _forget_plans(self) -> None:
@@ -318,8 +331,11 @@ class Chain:
         disabled: tuple[str, ...],
         options: KernelOptions,
         asked: Target | None = None,
+        estimated: bool = False,
     ) -> Plan:
-        """Plan for arguments of these specs, on their device or, where one is asked about, on that."""
+        """Plan for arguments of these specs, on their device or, where one is asked about, on that. The device of an
+        estimated call need not be there.
+        """
         self.check_devices(arguments)
         graph = self.rewritten(recipe)
         given = zip(graph.arguments, arguments, strict=True)
@@ -328,8 +344,11 @@ class Chain:
         x = arguments[0]
         assert x is not None
         deterministic = torch.are_deterministic_algorithms_enabled()
-        device, of_device = (x.device, arch(x.device)) if asked is None else (torch.device("cuda"), asked.arch)
-        environment = Environment(device, of_device, deterministic, recipe, disabled, options, asked is not None)
+        device = x.device if asked is None else torch.device("cuda")
+        of_device = asked.arch if asked is not None else None if estimated else arch(device)
+        environment = Environment(
+            device, of_device, deterministic, recipe, disabled, options, asked is not None, estimated
+        )
         return make_plan(graph, dict(zip(graph.arguments, specs, strict=True)), wanted, environment, name=self.name)
 
     def changes_state(self, recipe: Recipe) -> bool:

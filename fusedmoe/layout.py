@@ -178,7 +178,7 @@ class Layout:
                 raise InputError(f"Sequential: {prefix}{name}: expected a module, got None")
             hooked = _hooked(module)
             self._hooked.append((module, hooked))
-            hooked = hooked or self._any_global_hook
+            hooked = hooked or (self._any_global_hook and not _without_parameters(module))
             if opened(module) and not hooked:
                 self.opened.append((prefix + name, module))
                 members += self._members(module, f"{prefix}{name}.", opened)
@@ -278,6 +278,14 @@ def _hooked(module: nn.Module) -> bool:
         or own["_backward_hooks"]
         or own["_backward_pre_hooks"]
         or "forward" in own
+    )
+
+
+def _without_parameters(module: nn.Module) -> bool:
+    """Whether an op within has parameters only for `Sequential.forward_with`, and so cannot be called as a module."""
+    return any(
+        isinstance(m, Op) and m.parameter_names and all(getattr(m, name, None) is None for name in m.parameter_names)
+        for m in module.modules()
     )
 
 

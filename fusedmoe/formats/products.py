@@ -132,6 +132,8 @@ def multiplies_codes(device: torch.device) -> bool:
 
 @functools.cache
 def _has_scaled_grouped_mm(device: torch.device) -> bool:
+    if not torch.cuda.is_available():  # of a FakeTensor
+        return False
     major, minor = torch.cuda.get_device_capability(device)
     return torch.version.hip is None and 10 * major + minor in _MULTIPLIES_CODES
 

@@ -59,6 +59,7 @@ class Environment:
     disabled: tuple[str, ...]
     options: KernelOptions
     asked: bool = False  # whether the device is one that `explain` was asked about, and need not be there
+    estimated: bool = False  # whether the call is one that an estimator of torch watches; see `fusedmoe.estimating`
 
 
 @dataclass(frozen=True)

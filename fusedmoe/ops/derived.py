@@ -11,6 +11,7 @@ import torch
 
 from fusedmoe.environment import debugging
 from fusedmoe.errors import InputError
+from fusedmoe.estimating import has_values
 from fusedmoe.kernels.torch.rows import offsets_from_splits
 from fusedmoe.ops.op import TensorSpec
 
@@ -45,9 +46,9 @@ def _checked_ends(splits_E: Tensor, num_rows: int) -> list[int]:
 
 
 def _offsets(splits_E: Tensor, rows: Tensor, kernel: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-    if kernel is None and splits_E.device.type == "cpu" and not torch.compiler.is_compiling():
+    if kernel is None and splits_E.device.type == "cpu" and not torch.compiler.is_compiling() and has_values(splits_E):
         return torch.tensor(_checked_ends(splits_E, rows.shape[0]), dtype=torch.int32)
-    if debugging():
+    if debugging() and has_values(splits_E):
         _checked_ends(splits_E, rows.shape[0])
     return offsets_from_splits(splits_E, rows.shape[0]) if kernel is None else kernel(splits_E)
 

@@ -22,8 +22,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
 
 from fusedmoe import target
+from fusedmoe.estimating import FLOP_FORMULAS, counts_flops, has_values
 from fusedmoe.kernels.torch.rows import zero_tail_
 
 _NATIVE_ON_CUDA = {torch.bfloat16}
@@ -34,6 +36,8 @@ _ALIGNMENT_BYTES = 16  # F.grouped_mm wants addresses and pitches that are multi
 
 @functools.cache
 def _has_device_side_grouped_mm(device: torch.device) -> bool:
+    if not torch.cuda.is_available():  # of a FakeTensor
+        return False
     return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] in _MAJOR
 
 
@@ -146,6 +150,15 @@ class _SpreadRows(torch.autograd.Function):
         return grouped_bias_grad(grad_RN, ctx.saved_tensors[0]), None, None
 
 
+def _as_one_operator(offsets_E: Tensor) -> bool:
+    """Whether a product is to be one operator: for tensors without values, which have no offsets to read, and for a
+    FLOP counter, to which a product is that of all its rows, whatever kernel computes it.
+    """
+    if type(offsets_E) is not Tensor or offsets_E.is_meta:
+        return not has_values(offsets_E)
+    return bool(_len_torch_dispatch_stack()) and counts_flops()
+
+
 def _rows_times(x_RK: Tensor, w_EKN: Tensor, offsets_E: Tensor | None) -> Tensor:
     if offsets_E is None:
         return x_RK @ w_EKN[0]
@@ -159,6 +172,12 @@ def _rows_times(x_RK: Tensor, w_EKN: Tensor, offsets_E: Tensor | None) -> Tensor
 
 
 def _rows_times_now(x_RK: Tensor, w_EKN: Tensor, offsets_E: Tensor) -> Tensor:
+    if _as_one_operator(offsets_E):
+        return torch.ops.fusedmoe.grouped_mm(x_RK, w_EKN, offsets_E)  # type: ignore[no-any-return]
+    return _rows_times_of_values(x_RK, w_EKN, offsets_E)
+
+
+def _rows_times_of_values(x_RK: Tensor, w_EKN: Tensor, offsets_E: Tensor) -> Tensor:
     if not x_RK.numel() or not w_EKN.numel():
         return x_RK.new_zeros(x_RK.shape[0], w_EKN.shape[2])
     if native := _native(x_RK, w_EKN):
@@ -191,6 +210,12 @@ def grouped_mm_wgrad(dy_RN: Tensor, x_RK: Tensor, offsets_E: Tensor | None) -> T
 
 
 def _wgrad_now(dy_RN: Tensor, x_RK: Tensor, offsets_E: Tensor) -> Tensor:
+    if _as_one_operator(offsets_E):
+        return torch.ops.fusedmoe.grouped_mm_wgrad(dy_RN, x_RK, offsets_E)  # type: ignore[no-any-return]
+    return _wgrad_of_values(dy_RN, x_RK, offsets_E)
+
+
+def _wgrad_of_values(dy_RN: Tensor, x_RK: Tensor, offsets_E: Tensor) -> Tensor:
     shape = offsets_E.shape[0], dy_RN.shape[1], x_RK.shape[1]
     if not dy_RN.numel() or not x_RK.numel():
         return x_RK.new_zeros(shape)
@@ -239,12 +264,32 @@ def _sum_rows_now(dy_RN: Tensor, offsets_E: Tensor) -> Tensor:
     return sums_EN.to(dy_RN.dtype)
 
 
-# For exported programs: torch's own operator has no fake implementation but for bf16, whatever it computes.
+# Products as operators, for exported programs and estimators: torch's own operator has no fake implementation but for
+# bf16, whatever it computes, and no FLOP formula.
 _library = torch.library.Library("fusedmoe", "FRAGMENT")
 _library.define("grouped_mm(Tensor rows, Tensor weight, Tensor offsets) -> Tensor")
-_library.impl("grouped_mm", _rows_times_now, "CompositeExplicitAutograd")
+_library.define("grouped_mm_wgrad(Tensor grad, Tensor rows, Tensor offsets) -> Tensor")
+_library.impl("grouped_mm", _rows_times_of_values, "CompositeExplicitAutograd")
+_library.impl("grouped_mm_wgrad", _wgrad_of_values, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("fusedmoe::grouped_mm", lib=_library)  # type: ignore[untyped-decorator]
 def _(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return rows.new_empty(rows.shape[0], weight.shape[2])
+
+
+@torch.library.register_fake("fusedmoe::grouped_mm_wgrad", lib=_library)  # type: ignore[untyped-decorator]
+def _(grad: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
+    return rows.new_empty(offsets.shape[0], grad.shape[1], rows.shape[1])
+
+
+def _flops(rows: Tensor, weight: Tensor, offsets: Tensor, *, out_val: object) -> int:
+    return 2 * rows.numel() * weight.shape[2]
+
+
+def _wgrad_flops(grad: Tensor, rows: Tensor, offsets: Tensor, *, out_val: object) -> int:
+    return 2 * grad.numel() * rows.shape[1]
+
+
+FLOP_FORMULAS[torch.ops.fusedmoe.grouped_mm] = _flops
+FLOP_FORMULAS[torch.ops.fusedmoe.grouped_mm_wgrad] = _wgrad_flops

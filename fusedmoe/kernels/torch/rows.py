@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fusedmoe.estimating import has_values
+
 
 def offsets_from_splits(splits_E: Tensor, num_rows: int) -> Tensor:
     """Running ends of the experts' rows: ``offsets[e] = min(sum(max(splits[: e + 1], 0)), num_rows)``.
@@ -36,7 +38,8 @@ def tail_mask(offsets_E: Tensor, num_rows: int) -> Tensor:
 
 def zero_tail_(rows: Tensor, offsets_E: Tensor) -> Tensor:
     """Set the rows that belong to no expert to zero, in place. ``rows`` is (R,) or (R, H)."""
-    if rows.is_cpu and not torch.compiler.is_compiling():  # reading one number costs less than a mask
+    # reading one number costs less than a mask
+    if rows.is_cpu and not torch.compiler.is_compiling() and has_values(offsets_E):
         end = offsets_E.tolist()[-1]  # quicker than indexing the tensor
         if end < rows.shape[0]:
             rows[end:].zero_()
