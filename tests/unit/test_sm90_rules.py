@@ -219,7 +219,7 @@ def test_options_reach_every_kernel():
     x, named = rows(), inputs()
     outcome(chain, x, **named)
     assert {what["options"] for _, what in stand_ins.calls if "options" in what} == {KernelOptions(8, "dynamic")}
-    assert ", sm_margin 8, schedule dynamic\n" in str(chain.explain(x, **named))
+    assert ", sm_margin 8, schedule dynamic, 15 rows\n" in str(chain.explain(x, **named))
     stand_ins.calls.clear()
     chain.sm_margin = 0
     outcome(chain, x, **named)
