@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
     from fusedmoe.fusion.executable import Call
 
-    # a tensor, or a reference to it or to what it is a view of; its count of changes in place; of a view its kind, as
-    # in a signature, and its offset
-    Held: TypeAlias = tuple[Tensor | ref[Tensor], int, tuple[Any, ...] | None, int]
+    # a tensor, or a reference to it; its count of changes in place; of a view a reference to its base, its kind, as in a
+    # signature, and its offset
+    Held: TypeAlias = tuple[Tensor | ref[Tensor], int, ref[Tensor] | None, tuple[Any, ...] | None, int]
 
 
 class _RunPlan(torch.autograd.Function):
@@ -45,6 +45,8 @@ class _RunPlan(torch.autograd.Function):
         ctx.save_for_backward(*saved)
         if call.held:
             ctx.held = _held(call, arguments)
+        if call.trained:
+            ctx.versions = _versions(call, arguments)
         if len(outputs) > 1:
             ctx.mark_non_differentiable(*[t for t in outputs if not t.is_floating_point()])
         return outputs
@@ -75,18 +77,21 @@ def _differentiable_gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor |
         return (None, *call.differentiable(ctx.needs_input_grad[1:]).run(arguments, saved, grads))
 
 
+def _versions(call: Call, arguments: Sequence[Tensor | None]) -> list[int]:
+    """Return the counts of changes in place of trained parameters that the plan does not keep."""
+    try:
+        return [arguments[i]._version for i in call.trained]  # type: ignore[union-attr]
+    except RuntimeError:  # made in inference mode: nobody counts its changes
+        return [-1 if (t := arguments[i]) is None or t.is_inference() else t._version for i in call.trained]
+
+
 def _held(call: Call, arguments: Sequence[Tensor | None]) -> dict[int, Held] | None:
     """Return what second derivatives take besides what the plan keeps, by place; None where it cannot be held."""
     held: dict[int, Held] = {}
     try:
         for i, kept_alive in call.held:
             t: Any = arguments[i]
-            if kept_alive:
-                held[i] = t, t._version, None, 0
-            elif (base := t._base) is None:
-                held[i] = ref(t), t._version, None, 0
-            else:
-                held[i] = ref(base), t._version, call.tensors[i], t.storage_offset()
+            held[i] = (t, t._version, None, None, 0) if kept_alive else _referred(t, call.tensors[i])
     except RuntimeError:  # made in inference mode: nobody counts its changes
         return None
     return held
@@ -99,10 +104,16 @@ def _held_uncast(call: Call, arguments: Sequence[Tensor | None]) -> dict[int, He
     for i, kept_alive in call.held:
         t: Any = arguments[i]
         if not kept_alive and not t.is_inference():
-            reference = t if type(t) is nn.Parameter else ref(t if t._base is None else t._base)
-            view = isinstance(reference, ref) and t._base is not None
-            held[i] = reference, t._version, kinds[i] if view else None, t.storage_offset()
+            held[i] = (t, t._version, None, None, 0) if type(t) is nn.Parameter else _referred(t, kinds[i])
     return held
+
+
+def _referred(t: Any, kind: tuple[Any, ...] | None) -> Held:
+    """Return a weak reference to a tensor and, where another such view can be made in its place, one to its base."""
+    base = t._base
+    if base is None or t._backward_hooks:  # another view would be without the hooks
+        return ref(t), t._version, None, None, 0
+    return ref(t), t._version, ref(base), kind, t.storage_offset()
 
 
 def _unsaved(ctx: Any, i: int) -> Tensor | None:
@@ -112,11 +123,15 @@ def _unsaved(ctx: Any, i: int) -> Tensor | None:
     if kind is None or i not in call.unsaved:
         return None
     accumulate = ctx.next_functions[sum(other is not None for other in call.tensors[:i])][0]
+    held = (getattr(ctx, "held", None) or {}).get(i)
     if hasattr(accumulate, "variable"):  # a parameter, or another leaf
-        return accumulate.variable  # type: ignore[no-any-return]
-    t = _again(name, ctx.held.get(i)) if ctx.held else None
+        t = accumulate.variable
+        if not t.is_inference():  # of such a leaf nobody counts the changes
+            _check_version(name, t, held[1] if held else ctx.versions[call.trained.index(i)])
+        return t  # type: ignore[no-any-return]
+    t = _again(name, held, accumulate)
     if t is None and (uncast := getattr(ctx, "uncast", {}).get(i)) is not None:  # what was cast was for the call alone
-        t = _again(name, uncast)
+        t = _again(name, uncast, accumulate.next_functions[0][0] if accumulate is not None else None)
         if t is not None:
             with torch.enable_grad():
                 t = t.to(kind[2])
@@ -128,26 +143,51 @@ def _unsaved(ctx: Any, i: int) -> Tensor | None:
     return t
 
 
-def _again(name: str, held: Held | None) -> Tensor | None:
-    """Return a tensor that was held, as it was then; None if it is gone."""
+def _again(name: str, held: Held | None, node: Any) -> Tensor | None:
+    """Return a tensor that was held, as it was then; None if it is gone. ``node`` is what autograd computed it by."""
     if held is None:
         return None
-    reference, version, view, offset = held
-    t: Any = reference() if isinstance(reference, ref) else reference
-    if t is None:
+    reference, version, base, view, offset = held
+    t: Any = _alive(reference)
+    if t is not None:
+        _check_version(name, t, version)
+        return t  # type: ignore[no-any-return]
+    source: Any = None if base is None else _alive(base)
+    if source is None or view is None:
         return None
+    _check_version(name, source, version)
+    _, shape, _, differentiable, _, strides, _ = view
+    if differentiable and not _only_views(node, source):
+        return None
+    with torch.set_grad_enabled(differentiable):
+        return source.as_strided(shape, strides, offset)  # type: ignore[no-any-return]
+
+
+def _alive(held: Tensor | ref[Tensor]) -> Tensor | None:
+    t: Any = held() if isinstance(held, ref) else held
     if hasattr(t, "_fix_weakref"):  # it may have been autograd's alone, and be freed under Python's hands
         t._fix_weakref()
+    return t  # type: ignore[no-any-return]
+
+
+def _check_version(name: str, t: Tensor, version: int) -> None:
     if t._version != version:
         raise SecondOrderError(
             f"second derivatives (create_graph=True): {name} has been modified by an inplace operation since the call: "
             f"it is at version {t._version}, expected version {version}"
         )
-    if view is not None:
-        _, shape, _, differentiable, _, strides, _ = view
-        with torch.set_grad_enabled(differentiable):
-            t = t.as_strided(shape, strides, offset)
-    return t  # type: ignore[no-any-return]
+
+
+def _only_views(node: Any, base: Tensor) -> bool:
+    """Whether a gradient goes from a view to its base by torch's own view operators alone, and not through a
+    ``torch.autograd.Function`` that returned its input as a view and has a gradient of its own.
+    """
+    end = base.grad_fn
+    while node is not None and node is not end and not hasattr(node, "variable"):
+        if isinstance(node, torch.autograd.function.BackwardCFunction) or len(node.next_functions) != 1:
+            return False
+        node = node.next_functions[0][0]
+    return node is not None
 
 
 # What `Function.apply` calls in turn, past what it does for functorch first: that takes as long as a kernel's launch.

@@ -388,7 +388,9 @@ class Call:
     ----------
     unsaved, held
         The arguments, by place, that second derivatives take and that the plan does not keep; those of them that have
-        to be held, each with whether it is kept alive. (A leaf that wants a gradient is found without.)
+        to be held, each with whether it is kept alive.
+    trained
+        Those that are not held, by place: parameters that want a gradient, which autograd knows.
     run, runs
         ``run([*arguments], *runs)`` returns the outputs, and the values that backward needs. There is no method for it,
         since calling one takes the host a microsecond.
@@ -403,7 +405,8 @@ class Call:
         self._strict = strict
         self._specs = specs if plan.wanted else None  # for the first backward pass
         self.unsaved = frozenset(i for i in plan.unsaved if i < len(tensors) and tensors[i] is not None)
-        self.held = tuple(self._held(i) for i in sorted(self.unsaved) if not self._is_trained(i))
+        self.trained = tuple(i for i in sorted(self.unsaved) if self._is_trained(i))
+        self.held = tuple(self._held(i) for i in sorted(self.unsaved.difference(self.trained)))
         self.run, self.runs = plan.program.run, plan.program.runs(strict, specs)
         self._backward: dict[tuple[bool, ...], tuple[Signature, Runs]] = {}
         self._differentiable: dict[tuple[bool, ...], GradientProgram] = {}

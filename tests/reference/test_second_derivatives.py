@@ -457,6 +457,80 @@ def test_rows_changed_in_place_are_an_error_only_where_they_are_needed():
         torch.autograd.grad(weighted(y), seq[2].weight, create_graph=True)
 
 
+@pytest.mark.parametrize("changed", ["0.weight", "0.bias"])
+def test_a_trained_parameter_that_is_not_kept_was_changed_in_place(changed):
+    """The backward pass alone does not need it, so that torch does not see the change. The gradients were computed from
+    the new values, without a word.
+    """
+    seq, x = chain("gpt_oss", 3), torch.randn(ROWS, H, dtype=torch.float64)
+    parameter = seq.get_parameter(changed)
+    y = seq(x, **inputs_of(seq))
+    (before,) = torch.autograd.grad(weighted(y), parameter, retain_graph=True)
+    with torch.no_grad():
+        parameter.add_(1)
+    (after,) = torch.autograd.grad(weighted(y), parameter, retain_graph=True)
+    assert torch.equal(after, before)
+    with pytest.raises(SecondOrderError, match=rf"{changed} has been modified by an inplace operation"):
+        torch.autograd.grad(weighted(y), parameter, create_graph=True)
+
+
+def test_a_leaf_that_is_not_kept_was_changed_in_place():
+    seq, x = chain("mlp", 3).requires_grad_(False), leaf(ROWS, H)
+    y = seq(x, splits=SPLITS)
+    with torch.no_grad():
+        x.add_(1)
+    with pytest.raises(SecondOrderError, match=r"0\.input has been modified by an inplace operation"):
+        torch.autograd.grad(weighted(y), x, create_graph=True)
+
+
+def test_of_a_view_that_is_not_kept():
+    """Its second derivatives went to the tensor that it is a view of, and none to the view."""
+    seq, base = chain("mlp", 3).requires_grad_(False), leaf(2 * ROWS, H)
+    x = base[:ROWS]
+    y = seq(x, splits=SPLITS)
+    assert_same(second(y, [x], [x, base]), second(meaning(seq, x, splits=SPLITS), [x], [x, base]))
+
+
+class Reversed(torch.autograd.Function):
+    """Returns its input, as the functions of tensor parallelism do, and has a gradient of its own."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x
+
+    @staticmethod
+    def backward(ctx, dy):
+        return -3 * dy
+
+
+def hooked_view(x):
+    view = x.view(ROWS, H)
+    view.register_hook(lambda dx: 5 * dx)
+    return view
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("through", [Reversed.apply, lambda x: Reversed.apply(x).view(ROWS, H), hooked_view])
+def test_a_view_with_a_gradient_of_its_own(through, autocast):
+    """Autograd takes it for a view of its input, and made from that again it lost the gradient of its own."""
+    dtype = torch.float32 if autocast else torch.float64
+    seq, z = chain("mlp", 3).requires_grad_(False).to(dtype), leaf(ROWS, H, dtype=dtype)
+
+    def call(x):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return seq(x, splits=SPLITS)
+
+    base = z.sin()
+    x = through(base)
+    want = second(meaning(seq, x, splits=SPLITS), [z], [z])
+    scales = [t.detach().abs().max() for t in want]
+    got, want = ([t / scale for t, scale in zip(ts, scales, strict=True)] for ts in (second(call(x), [z], [z]), want))
+    assert_same(got, want, *([0, 0.05] if autocast else []))
+    y = call(through(base))  # nobody has the view itself
+    with pytest.raises(SecondOrderError, match=r"0\.input.* is gone"):
+        torch.autograd.grad(weighted(y), z, create_graph=True)
+
+
 def test_splits_changed_after_the_call_do_not_matter():
     seq, x, splits = chain("mlp", 3), leaf(ROWS, H), SPLITS.clone()
     y = seq(x, splits=splits)
