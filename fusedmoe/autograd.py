@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     from fusedmoe.fusion.executable import Call
 
-    # a tensor, or a reference to it; its count of changes in place; of a view a reference to its base, its kind, as in a
-    # signature, and its offset
+    # a tensor, or a reference to it; its count of changes in place; of a view a reference to its base, its kind (as in
+    # a signature) and its offset
     Held: TypeAlias = tuple[Tensor | ref[Tensor], int, ref[Tensor] | None, tuple[Any, ...] | None, int]
 
 
