@@ -140,7 +140,7 @@ def _unsaved(ctx: Any, i: int) -> Tensor | None:
             f"second derivatives (create_graph=True): {name}, which the call was given, is gone, and the backward pass "
             f"alone does not need it; keep a reference to it until then"
         )
-    return t
+    return t  # type: ignore[no-any-return]
 
 
 def _again(name: str, held: Held | None, node: Any) -> Tensor | None:

@@ -13,6 +13,7 @@ counts while its function exists and was not called.
 
 from __future__ import annotations
 
+import inspect
 import threading
 import weakref
 from contextlib import ContextDecorator
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 _T = TypeVar("_T")
+_F = TypeVar("_F", bound="Callable[..., Any]")
 
 
 @dataclass(frozen=True)
@@ -184,6 +186,22 @@ class _Block(ContextDecorator, Generic[_T]):
         self._value, self._changes = value, changes
         self._entry: _Entry | None = None  # the one that `__enter__` will enter
         self._end: Callable[..., None] | None = None  # where no `with` statement holds it
+
+    def __call__(self, function: _F) -> _F:
+        """Decorate a function, which runs within the block then.
+
+        Raises
+        ------
+        InputError
+            Its body runs after the decorated call has returned: that of a generator or of a coroutine.
+        """
+        kinds = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
+        if any(is_kind(function) for is_kind in kinds):
+            raise InputError(
+                "fm.recipe, fm.disabled, fm.strict: function: expected one whose body runs when it is called, got "
+                f"{function!r}, a generator or a coroutine; open the block inside of it, with a `with` statement"
+            )
+        return super().__call__(function)
 
     def _recreate_cm(self) -> _Block[_T]:
         return _Block(self._value, **self._changes)

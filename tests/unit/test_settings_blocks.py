@@ -241,3 +241,23 @@ def test_an_error_passes_through():
         raise KeyError
     assert settings.current() == DEFAULT
     assert settings.thread.key == ""
+
+
+def yields():
+    yield settings.current().recipe.name
+
+
+async def awaits():
+    return settings.current().recipe.name
+
+
+async def yields_and_awaits():
+    yield settings.current().recipe.name
+
+
+@pytest.mark.parametrize("function", [yields, awaits, yields_and_awaits])
+@pytest.mark.parametrize("block", [lambda: fm.recipe("mxfp8"), fm.strict, lambda: fm.disabled("*")])
+def test_a_decorated_generator_or_coroutine_is_refused(function, block):
+    """Its body ran after the block had ended, under no recipe, without a word."""
+    with pytest.raises(fm.InputError, match=rf"function: expected .*{function.__name__}"):
+        block()(function)
