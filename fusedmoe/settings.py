@@ -23,6 +23,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 from fusedmoe.checks import FLAG, TEXT
+from fusedmoe.errors import InputError
 from fusedmoe.recipes import BF16, Recipe, resolve
 from fusedmoe.recompute import backward_pass
 
