@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
-from fusedmoe.checks import FLAG, TEXT
+from fusedmoe.checks import FLAG, instance
 from fusedmoe.errors import InputError
 from fusedmoe.recipes import BF16, Recipe, resolve
 from fusedmoe.recompute import backward_pass
@@ -245,6 +245,9 @@ def recipe(recipe: object) -> _Block[Recipe]:
     return _Block(resolved, recipe=resolved)
 
 
+_PATTERN = instance(str, "names of rules")
+
+
 def disabled(*patterns: str) -> _Block[None]:
     """Switch the fusion rules off whose names match any of these patterns (``fm.disabled("sm90.*")``): to bisect.
 
@@ -252,7 +255,7 @@ def disabled(*patterns: str) -> _Block[None]:
     rule's name matches is no error, since rules may be registered later: the first plan that is made under it warns.
     """
     for pattern in patterns:
-        TEXT("disabled: patterns", pattern)
+        _PATTERN("disabled: patterns", pattern)
     return _Block(None, disabled=patterns)
 
 

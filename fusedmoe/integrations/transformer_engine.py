@@ -133,8 +133,6 @@ def to_te(sequential: Sequential, glu_interleave_size: int | None = None) -> Any
 
     if type(sequential) is not Sequential:
         raise InputError(f"to_te: sequential: expected a fusedmoe.Sequential, got {_kind(sequential)}")
-    if glu_interleave_size is not None and glu_interleave_size < 1:
-        raise InputError(f"to_te: glu_interleave_size: expected 1 or more, or None, got {glu_interleave_size!r}")
     ops = list(_flat(sequential))
     found: list[Any] = []
     before: nn.Module | None = None

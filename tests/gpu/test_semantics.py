@@ -199,3 +199,88 @@ def test_dispatch_is_the_same_on_both_devices(device):
     assert torch.equal(rows, rows_gpu.cpu())
     for name, value in provided.items():
         assert torch.equal(value, provided_gpu[name].cpu()), name
+
+
+def nothing(*_):
+    return None
+
+
+@pytest.mark.parametrize("separation", ["hooks", "identities"])
+def test_what_stands_between_the_ops_keeps_the_tail_out(device, no_sync, separation):
+    """The parts of a Sequential share its splits on the device, without a host synchronisation."""
+    torch.manual_seed(4)
+    ops = [
+        fm.GroupedLinear(E, H, 2 * I),
+        fm.SwiGLU(),
+        fm.Scale("probs"),
+        fm.GroupedLinear(E, I, H),
+        fm.Scale("probs_2"),
+    ]
+    seq = fm.Sequential(*ops).to(device, torch.bfloat16)
+    splits = torch.tensor(SPLITS["uneven"], device=device)
+    used, rows = sum(SPLITS["uneven"]), sum(SPLITS["uneven"]) + 37
+    x, dy = (torch.randn(rows, H, device=device, dtype=torch.bfloat16) for _ in range(2))
+    probs, probs_2 = (torch.rand(rows, device=device) for _ in range(2))
+    for t in (x, dy, probs, probs_2):
+        t[used:] = torch.nan
+
+    def outcome(module):
+        module.zero_grad()
+        leaves = [t.clone().requires_grad_() for t in (x, probs, probs_2)]
+        y = module(leaves[0], splits=splits, probs=leaves[1], probs_2=leaves[2])
+        y.backward(dy)
+        return [y.detach(), *[t.grad for t in leaves], *[p.grad for p in module.parameters()]]
+
+    expected = outcome(seq)
+    if separation == "hooks":
+        for op in seq:
+            op.register_forward_hook(nothing)
+        separated = seq
+    else:
+        separated = fm.Sequential(torch.nn.Identity(), *[m for op in seq for m in (op, torch.nn.Identity())])
+    outcome(separated)  # compiles and makes the plans
+    with no_sync():
+        got = outcome(separated)
+    for a, b in zip(got, expected, strict=True):
+        assert b.isfinite().all()
+        assert relative_error(a, b.double()) < 8e-3  # a fused epilogue rounds less often
+    for t in got[:4]:
+        assert not t[used:].any()
+        assert t[:used].any()
+
+
+@pytest.mark.parametrize("disabled", ["", "*"])
+@pytest.mark.parametrize("weights", ["probs", None])
+def test_places_outside_of_the_rows_address_no_memory(device, no_sync, weights, disabled, monkeypatch):
+    """A negative place, or one past the end, is taken for a sentinel; with FUSEDMOE_DEBUG=1 it is an error."""
+    torch.manual_seed(5)
+    tokens, chosen = 40, 4
+    rows = tokens * chosen
+    places = torch.randperm(rows, device=device).view(tokens, chosen)
+    slots = torch.empty(rows, dtype=torch.int64, device=device)
+    slots[places.flatten()] = torch.arange(rows, device=device)
+    wrong, right = places.clone(), places.clone()
+    wrong[::3, 1], wrong[1::3, 2], wrong[2::3, 0] = -1, -(2**40), rows + 5
+    right[::3, 1], right[1::3, 2], right[2::3, 0] = rows, rows, rows
+    x = torch.randn(rows, 64, device=device, dtype=torch.bfloat16)
+    named = {} if weights is None else {"probs": torch.rand(rows, device=device)}
+    combine = fm.Combine(weights)
+
+    def outcome(row_of_slot):
+        leaves = [t.clone().requires_grad_() for t in (x, *named.values())]
+        given = dict(zip(named, leaves[1:], strict=True))
+        y = combine(leaves[0], row_of_slot=row_of_slot, slot_of_row=slots, **given)
+        y.square().sum().backward()
+        return [y.detach(), *[t.grad for t in leaves]]
+
+    with fm.disabled(*filter(None, [disabled])):
+        expected = outcome(right)
+        outcome(wrong)
+        with no_sync():
+            got = outcome(wrong)
+        for a, b in zip(got, expected, strict=True):
+            assert torch.equal(a, b)
+            assert b.any()
+        monkeypatch.setenv("FUSEDMOE_DEBUG", "1")
+        with pytest.raises(fm.InputError, match="row_of_slot: expected places from 0 to 160, among 160 rows, got -"):
+            outcome(wrong)

@@ -272,7 +272,7 @@ def test_to_refuses_chains():
         to_te(fm.Sequential(fm.SwiGLU(alpha=1.702), *scale))
     with pytest.raises(fm.InputError, match="without a recipe of its own, got no weight"):
         to_te(make_ours("SwiGLU").without_parameters())
-    with pytest.raises(fm.InputError, match="glu_interleave_size: expected 1 or more, or None, got 0"):
+    with pytest.raises(fm.InputError, match="glu_interleave_size: expected a positive integer or None, got 0"):
         to_te(make_ours("SwiGLU"), glu_interleave_size=0)
     with pytest.raises(fm.InputError, match="no GroupedLinear is before it, got blocks of 4"):
         to_te(fm.Sequential(fm.SwiGLU()), glu_interleave_size=4)
