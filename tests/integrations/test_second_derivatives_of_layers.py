@@ -123,6 +123,7 @@ def test_a_batch_of_hessian_rows_is_right_or_an_error():
     assert_same([got], [want])
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:FutureWarning")  # torch's own
 @pytest.mark.parametrize("name", ["grad", "jacrev", "hessian"])
 def test_transforms_of_functions_are_an_error(name):
     seq, x = experts(), rows().detach()
