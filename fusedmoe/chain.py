@@ -65,15 +65,22 @@ class Chain:
         Values that the ops provide and that something after the chain wants.
     sorted_rows
         The sets of rows that are sorted by expert, though no op of the chain takes their offsets; see `Graph`.
+    provided
+        The runtime inputs that come from ops before the chain.
     """
 
     def __init__(
-        self, nodes: Sequence[Node], exports: Collection[str] = (), sorted_rows: Mapping[int, str] | None = None
+        self,
+        nodes: Sequence[Node],
+        exports: Collection[str] = (),
+        sorted_rows: Mapping[int, str] | None = None,
+        provided: Collection[str] = (),
     ) -> None:
         self.nodes = tuple(nodes)
         self.exports = tuple(exports)
         self.sorted_rows = sorted_rows or {}
-        graph = Graph(self.nodes, self.exports, (), self.sorted_rows)
+        self.provided = tuple(provided)
+        graph = Graph(self.nodes, self.exports, (), self.sorted_rows, self.provided)
         self.inputs = tuple(graph.inputs)
         self.arguments = graph.arguments
         self._ops = tuple(node.op for node in self.nodes)
@@ -385,7 +392,7 @@ class Chain:
                 raise InputError(f"{must} give each inserted op a label of its own, got {label!r} twice")
             if op.parameter_names and Node(label, op) not in self.nodes:
                 raise InputError(f"{must} insert ops with no parameters, got {label}.{type(op).__name__}")
-        graph = Graph(nodes, self.exports, self.inputs, self.sorted_rows)
+        graph = Graph(nodes, self.exports, self.inputs, self.sorted_rows, self.provided)
         if more := graph.inputs[len(self.inputs) :]:
             raise InputError(
                 f"{must} insert ops that take what the chain has, got one that takes {', '.join(map(repr, more))}"

@@ -365,13 +365,13 @@ def _handle(chain: Chain, options: KernelOptions) -> str | None:
     ops = [f"{node.label}={node.op.describe()}" for node in chain.nodes]
     strict = now.strict, now.strict_unavailable
     held = (repr(now.recipe), strict, disabled, repr(options), around.deterministic, rules)
-    said = (ops, chain.exports, chain.sorted_rows, *held)
+    said = (ops, chain.exports, chain.sorted_rows, chain.provided, *held)
     handle = f"fusedmoe {_version()} " + " ".join(map(str, said))
     with _lock:
         if handle not in _traced:
             nodes = [Node(node.label, _without_parameters(node.op)) for node in chain.nodes]
             calls = _calls.setdefault(str((ops, chain.sorted_rows)), _Calls(1 + len(chain.inputs)))
-            _traced[handle] = _Traced(Chain(nodes, chain.exports, chain.sorted_rows), around, calls)
+            _traced[handle] = _Traced(Chain(nodes, chain.exports, chain.sorted_rows, chain.provided), around, calls)
     return handle
 
 

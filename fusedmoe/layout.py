@@ -153,11 +153,12 @@ class Layout:
             later = {name for t in takes[i + 1 :] for name in t}
             if any(shared[i + 1 :]):
                 later.add("splits")
+            before = tuple(self.provided)
             provides = {name: node.label for node in _nodes(group) for name in node.op.provides}
             self.provided |= {name: f"{n.label}.{type(n.op).__name__}" for n in _nodes(group) for name in n.op.provides}
             if group[0].joins:
                 exports = [name for name in provides if name in later]
-                self.parts.append(_chain_part(_nodes(group), exports, shared[i], first=not i))
+                self.parts.append(_chain_part(_nodes(group), exports, shared[i], before, first=not i))
             else:
                 (member,) = group
                 call = module_call(member.module, tuple(takes[i]), tuple(provides), around[i], first=not i)
@@ -260,11 +261,13 @@ def _shared_rows(group: Sequence[Member], among: Sequence[Boundary]) -> dict[int
     return {rows: taker for rows, taker in found.items() if taker is not None and rows not in own}
 
 
-def _chain_part(nodes: Sequence[Node], exports: Sequence[str], shared: Mapping[int, str], first: bool) -> ChainPart:
+def _chain_part(
+    nodes: Sequence[Node], exports: Sequence[str], shared: Mapping[int, str], before: Sequence[str], first: bool
+) -> ChainPart:
     """Return the part of these ops; only a module before it can have changed the number of the rows that go in."""
-    chain = Chain(nodes, exports, shared)
+    chain = Chain(nodes, exports, shared, before)
     lost = {rows: taker for rows, taker in shared.items() if rows}
-    apart = None if first or 0 not in shared else Chain(nodes, exports, lost)
+    apart = None if first or 0 not in shared else Chain(nodes, exports, lost, before)
     sorts_rows = any(node.op.changes_rows for node in nodes) or bool(first_takers_of_offsets(nodes))
     return ChainPart(chain, apart, sorts_rows)
 

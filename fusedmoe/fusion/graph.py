@@ -143,6 +143,8 @@ class Graph:
     sorted_rows
         The sets of rows, numbered from 0, that are sorted by expert although no op here takes their offsets: each with
         the op outside that does. The chain derives their offsets from ``splits`` too.
+    provided
+        The runtime inputs that come from ops before the chain: their values need no check.
     """
 
     def __init__(
@@ -151,6 +153,7 @@ class Graph:
         exports: Collection[str] = (),
         inputs: Collection[str] = (),
         sorted_rows: Mapping[int, str] = MappingProxyType({}),
+        provided: Collection[str] = (),
     ) -> None:
         self.nodes = tuple(nodes)
         self.main = (*(f"{node.label}.input" for node in nodes), f"{nodes[-1].label}.output")
@@ -163,6 +166,7 @@ class Graph:
         self._rows_of: dict[str, int] = {}  # which set of rows (they change at Dispatch and Combine) a value belongs to
         self._split_rows: dict[int, str] = {}  # the offsets that say where the rows of that set end
         self._sorted_rows = sorted_rows
+        self._provided = frozenset(provided)
         self._takes_offsets = {**sorted_rows, **first_takers_of_offsets(nodes)}
         self._quantized: set[str] = set()  # values that a Quantize gives, weights among them
         quantizations = weight_quantizations(nodes)
@@ -227,7 +231,7 @@ class Graph:
             if name in DERIVED:
                 values[name] = self._derive(name, scope, ends["input"], rows, kind)
                 values[DERIVED[name].source] = scope[DERIVED[name].source]
-            elif name in CHECKED and scope.get(name, name) == name:  # of the caller
+            elif name in CHECKED and name not in self._provided and scope.get(name, name) == name:  # of the caller
                 values[name] = self._derive(CHECKED[name].name, scope, ends["input"], rows, kind)
                 values[f"{name} of the caller"] = name
             else:

@@ -384,6 +384,9 @@ def test_what_dispatch_provides_is_not_checked_again():
     x, index = torch.randn(3, 4), torch.tensor([[0, 1]] * 3)
     (plan,) = chain.explain(x, expert_index=index, expert_weight=torch.rand(3, 2)).plans
     assert "checked" not in plan.forward_source
+    split = fm.Sequential(fm.Dispatch(2), nn.Identity(), grouped(), fm.Combine())
+    plans = split.explain(x, expert_index=index, expert_weight=torch.rand(3, 2)).plans
+    assert not any("checked" in plan.forward_source for plan in plans)
     (plan,) = fm.Sequential(fm.Combine()).explain(torch.randn(4, 3), **ROWS).plans
     assert "checked" in plan.forward_source
 
