@@ -57,7 +57,7 @@ def _infer_offsets(splits_E: SpecLike, rows: SpecLike) -> TensorSpec:
     if len(splits_E.shape) != 1 or not splits_E.shape[0]:
         raise InputError(f"splits: expected shape (experts,), got {tuple(splits_E.shape)}")
     if splits_E.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
-        raise InputError(f"splits: expected integers, rows an expert, got {splits_E.dtype}")
+        raise InputError(f"splits: expected integers, rows per expert, got {splits_E.dtype}")
     return TensorSpec(tuple(splits_E.shape), torch.int32)
 
 
@@ -70,7 +70,8 @@ def _checked_places(
 ) -> Tensor:
     """Return places among the rows, of which none lies outside of them: ``most`` more is allowed, for a sentinel."""
     end = rows.shape[0] - 1 + most
-    if (places.device.type == "cpu" and not torch.compiler.is_compiling()) or debugging():
+    on_host = places.device.type == "cpu" and not torch.compiler.is_compiling()
+    if (on_host or debugging()) and has_values(places):
         low, high = (t.item() for t in places.aminmax()) if places.numel() else (0, 0)
         if low < 0 or high > max(end, 0):
             wrong = low if low < 0 else high

@@ -45,9 +45,10 @@ def test_fake_tensors_never_reach_a_kernel(device):
     real, (x, splits) = mlp(device), arguments(device)
     y = real(x, splits=splits)
     y.sum().backward()
-    with FakeTensorMode() as mode:
+    mode = FakeTensorMode()
+    fake_x, fake_splits = mode.from_tensor(x.detach()).requires_grad_(), mode.from_tensor(splits)
+    with mode:
         seq = mlp(device)
-        fake_x, fake_splits = mode.from_tensor(x.detach()).requires_grad_(), mode.from_tensor(splits)
         assert count(seq, fake_x, fake_splits) == (FORWARD, 2 * FORWARD)
         assert seq(fake_x, splits=fake_splits).device == y.device
     for fake, of_run in zip(
