@@ -106,8 +106,8 @@ def test_rows_without_dimensions():
         (torch.tensor([3, 4]), "expected shape (3,), one count an expert, got (2,)"),
         (torch.tensor([[3, 0, 4]]), "expected shape (experts,), got (1, 3)"),
         (torch.tensor(7), "expected shape (experts,), got ()"),
-        (torch.tensor([3.0, 0, 4]), "expected integers, rows an expert, got torch.float32"),
-        (torch.tensor([True, True, True]), "expected integers, rows an expert, got torch.bool"),
+        (torch.tensor([3.0, 0, 4]), "expected integers, rows per expert, got torch.float32"),
+        (torch.tensor([True, True, True]), "expected integers, rows per expert, got torch.bool"),
     ],
     ids=["shape", "dims", "scalar", "float", "bool"],
 )
