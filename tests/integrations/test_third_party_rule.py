@@ -89,7 +89,7 @@ def test_the_script_explains_before_and_after(site):
     assert "softcap.gemm_softcap: UNAVAILABLE: switched off by 'softcap.gemm_softcap'" in before
     assert "0.GroupedLinear + 1.Softcap" in after
     assert after.count("FUSED") == 2
-    assert "zeros behind the last expert: True" in after
+    assert "zeros after the last expert's rows: True" in after
 
 
 def test_the_example_left_nothing_in_the_checkout():
