@@ -32,6 +32,7 @@ def interrupted(function, at):
         return trace
 
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 traces them only if asked before settrace
     sys.settrace(trace)
     try:
         function()
