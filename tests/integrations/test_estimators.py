@@ -16,7 +16,8 @@ E, H, I, R = 4, 16, 8, 12  # noqa: E741  (experts, hidden, intermediate, rows)
 SPLITS = [3, 0, 4, 2]  # the rows after the ninth belong to no expert
 FORWARD = 2 * R * (H * 2 * I + I * H)
 # without CUDA in its build, torch makes no FakeTensor on a GPU that requires a gradient, not for torch.nn.Linear either
-FAKE_DEVICES = ["cpu", *(["cuda"] if torch.backends.cuda.is_built() else [])]
+# autograd asks the driver for the device of a fake CUDA tensor, so that its gradients take a GPU
+FAKE_DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 
 

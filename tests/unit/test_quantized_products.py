@@ -140,6 +140,7 @@ def test_the_dense_weight_gradient_is_of_the_same_kind(by_expert):
 def test_in_bf16_where_torch_has_such_a_grouped_product(monkeypatch, capability, has_kernel):
     asked = grouped_gemm._has_device_side_grouped_mm.__wrapped__  # what it says is kept, of every device
     monkeypatch.setattr(grouped_gemm, "_has_device_side_grouped_mm", asked)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "hip", None)
     gpu = torch.device("cuda", 0)
