@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import contextvars
 import gc
+import os
 import sys
 import threading
 
@@ -13,6 +14,7 @@ import fusedmoe as fm
 from fusedmoe import settings
 
 DEFAULT = settings.Settings()
+PACKAGE = os.path.dirname(fm.__file__)
 
 
 def interrupted(function, at):
@@ -24,7 +26,8 @@ def interrupted(function, at):
 
     def trace(frame, event, arg):
         nonlocal count
-        if "torch" in frame.f_code.co_filename:  # a callback of Dynamo's, in which Python would only report the error
+        file = frame.f_code.co_filename
+        if "site-packages" in file and not file.startswith(PACKAGE):  # a callback, whose error Python would only report
             return None
         frame.f_trace_opcodes = True
         if event == "opcode":
@@ -35,6 +38,7 @@ def interrupted(function, at):
 
     before = sys.gettrace()
     sys._getframe().f_trace_opcodes = True  # Python 3.12 traces them only if asked before settrace
+    gc.disable()  # finalizers of other tests, whose error Python would only report too
     sys.settrace(trace)
     try:
         function()
@@ -42,6 +46,7 @@ def interrupted(function, at):
         return error
     finally:
         sys.settrace(before)
+        gc.enable()
     return None
 
 
