@@ -33,7 +33,9 @@ from fusedmoe.fusion import registry
 from fusedmoe.fusion.differentiable import SecondOrderError
 from fusedmoe.fusion.executable import Call, Environment, Plan
 from fusedmoe.fusion.planner import make_plan
+from fusedmoe.fusion.program import Fused
 from fusedmoe.fusion.results import announced
+from fusedmoe.fusion.rule import RuleError
 from fusedmoe.fusion.signature import NOMINAL_ROWS, Signature, signature, spec_of
 from fusedmoe.kernels.device import arch
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
@@ -332,6 +334,7 @@ class _TracedPlan:
         self.kept = () if plan.keeps_quantized or not any(self.wanted) else tuple(made)
         saved = self.names if plan.keeps_quantized else plan.saved
         self.saved = tuple(saved) if any(self.wanted) else ()
+        self.checked = False  # whether the gradients that its rules return were compared with the arguments
         self._calls: dict[Signature, Call] = {}
 
     def call(self, arguments: Sequence[Tensor | None]) -> Call:
@@ -361,7 +364,7 @@ def _handle(chain: Chain, options: KernelOptions) -> str | None:
         return None
     disabled = (*now.disabled, *settings.patterns(disabled_by_environment()))
     around = _Around(now, disabled, options, torch.are_deterministic_algorithms_enabled())
-    rules = [f"{rule.__module__}.{rule.__qualname__}" for rule in registry.rules()]
+    rules = [rule.identity for rule in registry.rules()]
     ops = [f"{node.label}={node.op.describe()}" for node in chain.nodes]
     strict = now.strict, now.strict_unavailable
     held = (repr(now.recipe), strict, disabled, repr(options), around.deterministic, rules)
@@ -536,20 +539,40 @@ def _backward(plan: str, sizes: list[int], saved: list[Tensor], grads: list[Tens
             kept = tuple([values.get(v) for v in traced.plan.saved])
             call = traced.call([])
         found = call.backward(kept, arrived, traced.gradients)
-    return _own([t for t, g in zip(found, traced.gradients, strict=True) if g], (*saved, *grads))
+    gradients = [t for t, g in zip(found, traced.gradients, strict=True) if g]
+    if not traced.checked:
+        _check_gradients(traced, sizes, gradients)
+        traced.checked = True
+    return _own(gradients, (*saved, *grads))
 
 
 def _backward_fake(plan: str, sizes: list[int], saved: list[Tensor], grads: list[Tensor], there: str) -> list[Tensor]:
-    traced = _plans[plan]
     like = (*saved, *grads)[0]
+    return [like.new_empty(shape, dtype=dtype) for _, shape, dtype in _expected_gradients(_plans[plan], sizes)]
+
+
+def _expected_gradients(traced: _TracedPlan, sizes: list[int]) -> list[tuple[str, list[int], torch.dtype]]:
+    """Return name, shape and dtype of each argument that gets a gradient; ``sizes`` has those that are wanted."""
     found, rest = [], list(sizes)
     for name, wanted, has in zip(traced.names, traced.wanted, traced.gradients, strict=True):
         if wanted:
             count, rest = rest[0], rest[1:]
             shape, rest = rest[:count], rest[count:]
             if has:
-                found.append(like.new_empty(shape, dtype=traced.dtypes[name]))
+                found.append((name, shape, traced.dtypes[name]))
     return found
+
+
+def _check_gradients(traced: _TracedPlan, sizes: list[int], found: Sequence[Tensor | None]) -> None:
+    """Raise `RuleError` where a rule's step returned another gradient than the graph was made for."""
+    for (name, shape, dtype), g in zip(_expected_gradients(traced, sizes), found, strict=True):
+        if g is None or [*g.shape] != shape or g.dtype != dtype:
+            got = "None" if g is None else f"shape {tuple(g.shape)} and dtype {g.dtype}"
+            rules = sorted({c.step.rule for c in traced.plan.covered if isinstance(c.step, Fused)})
+            raise RuleError(
+                f"the gradient of {name}: expected shape {tuple(shape)} and dtype {dtype}, got {got}, from a step of "
+                f"{' or '.join(rules) or 'an op'}; a call without torch.compile names the step"
+            )
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:

@@ -143,7 +143,7 @@ class Line:
             bound = rule(m.bindings)
             ctx = self._ctx(rule, m.bindings, start, m.end)
             try:
-                expect_none(rule, "check", bound.check(ctx))  # type: ignore[func-returns-value]
+                expect_none(rule.name, "check", bound.check(ctx))  # type: ignore[func-returns-value]
             except Declined as why:
                 note(Status.CONSTRAINT, str(why), here=True)
                 continue

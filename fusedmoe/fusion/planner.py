@@ -26,6 +26,8 @@ from fusedmoe.fusion.offsets import NAME as OFFSETS
 from fusedmoe.fusion.offsets import with_kernels
 from fusedmoe.fusion.plain import Plain
 from fusedmoe.fusion.program import AnyStep, Fused, Program, all_needs, needed_steps
+from fusedmoe.fusion.rule import expect_none
+from fusedmoe.ops.op import BackwardOp
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -166,16 +168,20 @@ def _step(graph: Graph, line: Line, c: Candidate, kept: Collection[str], there: 
         keep = tuple(name for name, _ in wanted)
         run, bind = run and partial(run, keep=keep), bind and partial(bind, keep=keep)
     if run is not None and s.guard is not None:
-        run = _guarded(run, s.guard)
+        run = _guarded(run, s.guard, c.name)
     may_decline = bind is not None or s.guard is not None
     stand_ins = _stand_ins(graph, places, gives, {*there, *s.needs}) if may_decline else ()
     label = " + ".join(p.label for p in places)
-    return Fused(label, c.name, run, bind, s.needs, gives, may_decline, s.zeroes_tail, s.launches, stand_ins)
+    may_give_none = any(isinstance(p.item, BackwardOp) and p.item.may_give_none for p in places)
+    return Fused(
+        label, c.name, run, bind, s.needs, gives, may_decline, may_give_none, s.zeroes_tail, s.launches, stand_ins
+    )
 
 
-def _guarded(run: Callable[..., Any], guard: Callable[..., None]) -> Callable[..., Any]:
+def _guarded(run: Callable[..., Any], guard: Callable[..., object], rule: str) -> Callable[..., Any]:
     def guarded(*tensors: Tensor | None) -> Any:
-        guard(*tensors)
+        if (answer := guard(*tensors)) is not None:
+            expect_none(rule, "guard", answer)
         return run(*tensors)
 
     return guarded

@@ -31,7 +31,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fusedmoe.fusion.log import say_once
-from fusedmoe.fusion.names import NONE
+from fusedmoe.fusion.names import NONE, primal
 from fusedmoe.fusion.plain import Plain
 from fusedmoe.fusion.results import Specs, check_results
 from fusedmoe.fusion.rule import Declined, FusionError, NothingToDo, RuleError
@@ -57,6 +57,7 @@ class Fused:
     needs: tuple[str, ...]
     gives: tuple[str, ...]
     may_decline: bool
+    may_give_none: bool
     zeroes_tail: bool
     launches: int
     fallback: tuple[Plain, ...] = ()
@@ -136,8 +137,11 @@ class Program:
 
 def _run_first(step: AnyStep, runs: Runs, place: int, specs: Specs | None, *tensors: Tensor | None) -> Any:
     """Run a step for the first time for calls of a kind, and leave in ``runs`` what runs it from then on."""
+    who = f"rule {step.rule!r} on {step.label}" if isinstance(step, Fused) else step.label
     if step.bind is not None:
         run = step.bind(*tensors)
+        if not callable(run):
+            raise RuleError(f"{who}: bind returned {run!r}: expected a function; decline through fm.require")
     else:
         assert step.run is not None
         run = step.run
@@ -145,13 +149,14 @@ def _run_first(step: AnyStep, runs: Runs, place: int, specs: Specs | None, *tens
     out = (first or run)(*tensors)
     results = out if isinstance(out, (tuple, list)) else (out,)
     count = len(results)
-    who = f"rule {step.rule!r} on {step.label}" if isinstance(step, Fused) else step.label
     of_op = "" if isinstance(step, Fused) else ", as infer() of the op says"
     if count != len(step.gives):
         raise RuleError(f"{who}: returned {count} tensors where {len(step.gives)} were announced: {step.gives}")
     if specs is not None:
         device = next((t.device for t in tensors if t is not None), None)
-        check_results(who, step.gives, results, specs, device, of_op)
+        arriving = [t for v, t in zip(step.needs, tensors, strict=True) if primal(v) != v]
+        may_be_none = isinstance(step, Plain) or step.may_give_none or any(g is None for g in arriving)
+        check_results(who, step.gives, results, specs, device, of_op, may_be_none)
     if count == 1 and isinstance(out, (tuple, list)):
         run, out = partial(_only, run), out[0]
     runs[place] = run

@@ -190,7 +190,7 @@ def why_unavailable(
         if fnmatchcase(rule.name, pattern):
             return Unavailable(f"switched off by {pattern!r}", "switch")
     try:
-        expect_none(rule, "available", rule.available(device, arch))
+        expect_none(rule.name, "available", rule.available(device, arch))
     except Declined as why:
         return Unavailable(str(why), "device")
     missing = None if assume_installed else what_is_missing(rule)
@@ -200,7 +200,7 @@ def why_unavailable(
 def what_is_missing(rule: type[FusionRule]) -> str | None:
     """Return what this machine lacks that a rule needs besides the device; None if it lacks nothing."""
     try:
-        expect_none(rule, "installed", rule.installed())
+        expect_none(rule.name, "installed", rule.installed())
     except Declined as why:
         return str(why)
     return None

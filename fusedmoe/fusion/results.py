@@ -37,6 +37,7 @@ def check_results(
     specs: Specs,
     device: torch.device | None,
     according_to: str = "",
+    may_be_none: bool = True,
 ) -> None:
     """Compare what a step returned with the specs of what it gives.
 
@@ -52,15 +53,17 @@ def check_results(
         Where the step's operands are; None where it has none.
     according_to
         Where the expectation comes from, for the message.
+    may_be_none
+        Whether a gradient may be None, which stands for no gradient.
 
     Raises
     ------
     RuleError
-        A result has another type, shape, dtype or device. None stands for no gradient.
+        A result has another type, shape, dtype or device.
     """
     for value, result in zip(gives, results, strict=True):
         spec, is_gradient = specs.get(primal(value)), primal(value) != value
-        if spec is None or (result is None and is_gradient):
+        if spec is None or (result is None and is_gradient and may_be_none):
             continue
         kind = QuantizedTensor if isinstance(spec, QuantizedSpec) and not is_gradient else Tensor
         wanted = tuple(spec.shape), spec.dtype, device

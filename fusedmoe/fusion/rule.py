@@ -13,9 +13,11 @@ named.
 from __future__ import annotations
 
 import inspect
+import itertools
 import sys
 import types
 import typing
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Union
 
@@ -23,7 +25,7 @@ from fusedmoe.fusion.names import primal
 from fusedmoe.ops.op import BackwardOp, Op
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     import torch
 
@@ -66,12 +68,10 @@ def require(condition: object, message: str, *values: object) -> None:
         raise Declined(message, *values)
 
 
-def expect_none(rule: type[FusionRule], method: str, answer: object) -> None:
+def expect_none(rule: str, method: str, answer: object) -> None:
     """Raise for a rule that says yes or no by what it returns."""
     if answer is not None:
-        raise RuleError(
-            f"rule {rule.name!r}: {method}() returned {answer!r}: expected None; decline through fm.require"
-        )
+        raise RuleError(f"rule {rule!r}: {method}() returned {answer!r}: expected None; decline through fm.require")
 
 
 @dataclass(frozen=True)
@@ -185,12 +185,17 @@ class PlanContext:
         return self._used_outside(self._resolve(value))
 
 
+_definitions: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+
+
 class FusionRule:
     """A chain of ops, or of backward ops, and the step that computes all of it at once. See the module's page for the
     pattern.
 
     Attributes
     ----------
+    identity : (str, int)
+        The qualified name of the class, and how often a class of that name was defined before in this process.
     takes_quantized : bool
         Whether the step takes `QuantizedTensor` for operands that are quantized (by columns under the name
         ``"<slot>.columns"``, ``"<slot>.grad_columns"`` of the op that quantizes). A rule that does not say so is not
@@ -200,6 +205,7 @@ class FusionRule:
     name: ClassVar[str]
     direction: ClassVar[Direction]
     slots: ClassVar[tuple[Slot, ...]]
+    identity: ClassVar[tuple[str, int]]
     takes_quantized: ClassVar[bool] = False
 
     def __init_subclass__(cls, *, name: str, direction: Direction, **kwargs: Any) -> None:
@@ -207,6 +213,8 @@ class FusionRule:
         if direction not in ("forward", "backward"):
             raise RuleError(f"rule {name!r}: direction: expected 'forward' or 'backward', got {direction!r}")
         cls.name, cls.direction = name, direction
+        qualified = f"{cls.__module__}.{cls.__qualname__}"
+        cls.identity = qualified, next(_definitions[qualified])
         # the frame of the class statement: a rule written inside a function may name what is local there
         cls.slots = _slots(cls, sys._getframe(1).f_locals)
 

@@ -66,6 +66,7 @@ class Wgrad(BackwardOp):
 class WgradIntoMainGrad(Wgrad):
     """``main_grad[e] += dW[e]``: `Wgrad`, added to the weight's ``main_grad`` instead of given to autograd."""
 
+    may_give_none = True
     launches = 2
 
     def compute(self, grad_output: Operand, x: Operand, offsets: Tensor) -> Tensor | None:  # type: ignore[override]
@@ -140,6 +141,7 @@ class LinearWgrad(BackwardOp):
 class LinearWgradIntoMainGrad(LinearWgrad):
     """``main_grad += dW``: `LinearWgrad`, added to the weight's ``main_grad`` instead of given to autograd."""
 
+    may_give_none = True
     launches = 2
 
     def compute(  # type: ignore[override]

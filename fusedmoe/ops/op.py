@@ -333,6 +333,9 @@ class BackwardOp:
         The values that `compute` returns, in order.
     unquantized : tuple of str
         Gradients among `needs` that `compute` takes as they were before they were quantized.
+    may_give_none : bool
+        A gradient among `gives` may be None although one arrives, because it was stored elsewhere. A fused step that
+        covers other backward ops alone has to return tensors.
     contracts, zeroes_tail, launches
         As for `Op`.
     """
@@ -341,6 +344,7 @@ class BackwardOp:
     gives: tuple[str, ...] = ("grad_input",)
     contracts: ClassVar[Mapping[str, int]] = {}
     unquantized: ClassVar[tuple[str, ...]] = ()
+    may_give_none: ClassVar[bool] = False
     zeroes_tail: ClassVar[bool] = False
     launches: ClassVar[int] = 1
 
@@ -378,6 +382,8 @@ class AutogradBackward(BackwardOp):
     """The gradient of any op: its ``compute`` is run again and differentiated by autograd. For ops that define no
     backward.
     """
+
+    may_give_none = True  # for what `compute` does not depend on
 
     def __init__(self, op: Op, gives: tuple[str, ...] | None = None) -> None:
         super().__init__(op)

@@ -9,7 +9,7 @@ import fusedmoe as fm
 from fusedmoe import RuleError
 from fusedmoe.fusion.rule import FusionRule
 from fusedmoe.kernels.torch.grouped_gemm import grouped_mm, grouped_mm_dgrad
-from fusedmoe.ops import BackwardOp, Dgrad, DSwiGLU, GroupedLinear, Op, SwiGLU
+from fusedmoe.ops import BackwardOp, Dgrad, DSwiGLU, GroupedLinear, Op, SwiGLU, Wgrad
 
 
 def forward_rule(change, bound=False):
@@ -128,6 +128,55 @@ def test_a_recomputed_value_of_a_backward_rule():
             y.sum().backward()
 
 
+def weight_gradient_rule(change):
+    class Gradient(FusionRule, name="toy.changed", direction="backward"):
+        wgrad: Wgrad
+
+        def build(self, ctx):
+            def run(dy, x, offsets):
+                return change(self.wgrad.compute(dy, x, offsets))
+
+            return fm.Step(run, ("grad_output", "wgrad.input", "offsets"), ("wgrad.grad_weight",))
+
+    return Gradient
+
+
+def test_no_gradient_where_one_arrives():
+    """Formerly the weight had no gradient, without an error."""
+    text = r"rule 'toy.changed' on 2.Wgrad: grad\(2.weight\): expected Tensor of shape \(3, 8, 4\) .* got None"
+    with fm.register(weight_gradient_rule(lambda g: None)):
+        y = experts()(rows(), **inputs())
+        with pytest.raises(RuleError, match=text):
+            y.sum().backward()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(("change", "got"), [
+    (lambda g: None, "got None"),
+    (lambda g: g.float(), r"got shape \(3, 8, (4|8)\) and dtype torch.float32"),
+    (lambda g: g[:, :2], r"got shape \(3, 2, (4|8)\)"),
+], ids=["none", "dtype", "shape"])  # fmt: skip
+def test_under_torch_compile_the_gradients_are_checked(backend, change, got):
+    torch._dynamo.reset()
+    text = rf"the gradient of [02].weight: expected shape \(3, 8, (4|8)\) and dtype torch.float64, {got}.* toy.changed"
+    with fm.register(weight_gradient_rule(change)):
+        y = torch.compile(experts(), backend=backend)(rows(), **inputs())
+        with pytest.raises(RuleError, match=text):
+            y.sum().backward()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_rule_that_is_defined_again_under_its_name_is_another_one_when_compiled(backend):
+    """As in a notebook. Formerly the first definition ran in graphs that were made for the second."""
+    chain, x, named = experts(), rows(), inputs()
+    want = chain(x, **named)
+    for factor in (1000.0, 1.0):
+        torch._dynamo.reset()
+        with fm.register(forward_rule(lambda y, factor=factor: factor * y)), torch.no_grad():
+            got = torch.compile(chain, backend=backend)(x, **named)
+    torch.testing.assert_close(got, want)
+
+
 def test_under_torch_compile_the_forward_is_checked():
     torch._dynamo.reset()
     chain = experts()
@@ -195,6 +244,35 @@ def test_an_answer_in_place_of_require(method, answer):
     setattr(Answers, method, (lambda self, ctx: answer) if method == "check" else classmethod(lambda *_: answer))
     text = rf"rule 'toy.answers': {method}\(\) returned {answer!r}: expected None; decline through fm.require"
     with fm.register(Answers), pytest.raises(RuleError, match=text):
+        experts()(rows(), **inputs())
+
+
+@pytest.mark.parametrize("answer", [False, True, 0])
+def test_an_answer_of_a_guard(answer):
+    """Formerly the step ran for what its guard had refused by False."""
+
+    class Guarded(FusionRule, name="toy.guarded", direction="forward"):
+        fc: GroupedLinear
+
+        def build(self, ctx):
+            needs = ("input", "fc.weight", "offsets")
+            return fm.Step(lambda *_: pytest.fail("ran"), needs, ("output",), guard=lambda *_: answer)
+
+    text = rf"rule 'toy.guarded': guard\(\) returned {answer!r}: expected None; decline through fm.require"
+    with fm.register(Guarded), pytest.raises(RuleError, match=text):
+        experts()(rows(), **inputs())
+
+
+@pytest.mark.parametrize("bound", [None, False])
+def test_a_bind_that_returns_no_function(bound):
+    class Binds(FusionRule, name="toy.binds", direction="forward"):
+        fc: GroupedLinear
+
+        def build(self, ctx):
+            return fm.Step(None, ("input", "fc.weight", "offsets"), ("output",), bind=lambda *_: bound)
+
+    text = rf"rule 'toy.binds' on 0.GroupedLinear: bind returned {bound}: expected a function; decline through"
+    with fm.register(Binds), pytest.raises(RuleError, match=text):
         experts()(rows(), **inputs())
 
 
