@@ -138,8 +138,8 @@ def _unsaved(ctx: Any, i: int) -> Tensor | None:
     if t is None:
         raise SecondOrderError(
             f"second derivatives (create_graph=True): {name}, which the call was given, is gone, and the backward pass "
-            f"alone does not need it; keep a reference to it until then. Within a Sequential, between two parts (around "
-            f"an op with hooks, or another module), nobody can: remove the hooks"
+            f"alone does not need it; keep a reference to it until then. Nobody can between two parts of a Sequential, "
+            f"such as around an op with hooks: remove the hooks"
         )
     return t  # type: ignore[no-any-return]
 
