@@ -30,7 +30,7 @@ from fusedmoe.fusion.rule import RuleError
 from fusedmoe.kernels.torch.rows import zero_tail_
 from fusedmoe.ops import random_state
 from fusedmoe.ops.derived import CHECKED, DERIVED, OFFSETS
-from fusedmoe.ops.op import AutogradBackward, BackwardOp, Node, Op, TensorSpec
+from fusedmoe.ops.op import BackwardOp, Node, Op, TensorSpec
 from fusedmoe.ops.quantize import Quantize, QuantizeGrad
 
 if TYPE_CHECKING:
@@ -457,15 +457,15 @@ def _random_states(place: Place) -> tuple[str, ...]:
 
 
 def _with_states(place: Place) -> Place:
-    """Return the place of an op in a forward pass that has a backward pass: it gives the states that it draws from, if
-    it says that it draws; where the backward pass computes it again, it is watched once, whether it does.
+    """Return the place of an op in a forward pass that has a backward pass. An op that says that it draws gives the
+    states that it draws from; another one that is not ours is watched once, whether it draws.
     """
     op, step = place.item, place.step
     assert isinstance(op, Op)
     if states := _random_states(place):
         run = partial(random_state.compute_noting_states, op)
         return replace(place, step=replace(step, run=run, gives=(*step.gives, *states)))
-    if any(isinstance(item, AutogradBackward) for item in op.backward_ops()):
+    if not type(op).__module__.startswith("fusedmoe."):
         return replace(place, step=replace(step, first=partial(random_state.compute_watched, op)))
     return place
 

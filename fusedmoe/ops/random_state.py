@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedmoe.errors import InputError
 
@@ -94,15 +95,40 @@ def compute_watched(op: Op, x: Tensor, *args: Any) -> Any:
     out = op.compute(x, *args)
     if _same(before, _states(x.device)):
         return out
-    with torch.no_grad():
+    # another thread may have drawn; and another drawing may give the same output
+    with torch.no_grad(), _Draws(x.device) as draws:
         again = op.compute(x, *args)
-    # another thread may have drawn
-    if not _same((out,) if isinstance(out, Tensor) else out, (again,) if isinstance(again, Tensor) else again):
+    same = _same((out,) if isinstance(out, Tensor) else out, (again,) if isinstance(again, Tensor) else again)
+    if draws.seen or not same:
         raise InputError(
-            f"{op!r}: compute: draws random numbers, and its backward pass would draw others: set draws_random = True "
-            f"in the class"
+            f"{op!r}: compute: draws random numbers, and would draw others where it is computed again: set "
+            f"draws_random = True in the class"
         )
     return out
+
+
+class _Draws(TorchDispatchMode):
+    """Sees whether an operator that this thread runs draws: torch tags those that may."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen = False
+        self._device = device
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch compile what is inside."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+            return func(*args, **kwargs or {})
+        before = _states(self._device)
+        out = func(*args, **kwargs or {})
+        self.seen = self.seen or not _same(before, _states(self._device))
+        return out
 
 
 def _same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:

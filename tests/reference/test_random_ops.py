@@ -1,5 +1,7 @@
 """Ops that draw random numbers: whatever computes them again draws the same numbers again."""
 
+import threading
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,6 +9,7 @@ from chains import H
 from oracles import grouped_linear
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import fusedmoe as fm
 
@@ -189,14 +192,98 @@ def test_one_that_does_not_say_so_is_an_error():
         seq(x, splits=SPLITS)
 
 
+class DropPath(fm.Op):
+    def compute(self, x):
+        return x * (torch.rand(()) >= 0.1).to(x.dtype) / 0.9
+
+
+class LoRA(fm.Op):
+    """As at the start of training: B is zeros."""
+
+    def compute(self, x):
+        return x + F.dropout(x, 0.5) @ x.new_zeros(x.shape[-1], x.shape[-1])
+
+
+class Compiled(fm.Op):
+    draw = staticmethod(torch.compile(lambda x: F.dropout(x, 0.5), backend="aot_eager", fullgraph=True))
+
+    def compute(self, x):
+        return x + 0 * self.draw(x)
+
+
+class KeepsMask(fm.Op):
+    """Its backward pass draws nothing; second derivatives compute it again."""
+
+    provides = ("mask",)
+
+    def infer(self, x):
+        return (fm.TensorSpec(tuple(x.shape), x.dtype),) * 2
+
+    def compute(self, x):
+        mask = F.dropout(torch.ones_like(x), 0.5)
+        return x * mask, mask
+
+    def backward_ops(self):
+        return (ByMask(self),)
+
+
+class ByMask(fm.BackwardOp):
+    needs = ("grad_output", "mask")
+
+    def compute(self, grad_output, mask):
+        return grad_output * mask
+
+
+@torch.library.custom_op("fusedmoe_tests::untagged_dropout", mutates_args=())
+def untagged_dropout(x: torch.Tensor) -> torch.Tensor:
+    return F.dropout(x, 0.5)
+
+
+class Untagged(fm.Op):
+    def compute(self, x):
+        return untagged_dropout(x)
+
+
+@pytest.mark.parametrize(
+    ("op", "x"),
+    [
+        (DropPath(), torch.ones(2, 2)),
+        (LoRA(), torch.ones(2, 2)),
+        (Undeclared(), torch.zeros(8, 4)),
+        (Undeclared(0.001), torch.ones(2, 2)),
+        (Compiled(), torch.ones(2, 2)),
+        (Untagged(), torch.ones(64, 64)),
+        (KeepsMask(), torch.ones(2, 2)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_an_undeclared_draw_is_found_whatever_the_second_draw_gives(op, x):
+    """A second draw that happened to give the same output let the op pass for good, and later gradients were wrong."""
+    x = x.double().requires_grad_()
+    for seed in range(8):
+        torch.manual_seed(seed)
+        with pytest.raises(fm.InputError, match=r"compute: draws random numbers.*draws_random = True"):
+            fm.Sequential(op)(x)
+
+
+def test_an_undeclared_draw_is_found_under_a_flop_counter():
+    with FlopCounterMode(display=False), pytest.raises(fm.InputError, match="draws random numbers"):
+        fm.Sequential(DropPath())(leaf(2, 2))
+
+
 def test_another_thread_that_draws_is_no_error():
+    """Not even where the op has an operator that might draw, and does not."""
+
     class Disturbed(fm.Op):
         def compute(self, x):
-            torch.rand(1)  # stands for another thread: what is drawn has no part in the result
-            return x.sin()
+            thread = threading.Thread(target=torch.rand, args=(1,))
+            thread.start()
+            thread.join()
+            return torch.native_dropout(x.sin(), 0.5, False)[0]
 
-    x = leaf(3, 4)
+    x, state = leaf(3, 4), torch.get_rng_state()
     torch.testing.assert_close(torch.autograd.grad(fm.Sequential(Disturbed())(x).sum(), x)[0], x.cos())
+    assert not torch.equal(torch.get_rng_state(), state)
 
 
 def test_inference_keeps_no_state(monkeypatch):
