@@ -114,6 +114,12 @@ TEXT = instance(str, "a str")
 TENSOR = replace(instance(Tensor, "a tensor"), say=lambda value: type(value).__name__)
 MODULE = replace(instance(nn.Module, "a module"), say=lambda value: type(value).__name__)
 
+FLOATS = Check(
+    "a floating-point dtype of 16 bits or more",
+    lambda value: value if value.is_floating_point and value.itemsize > 1 else WRONG,
+)
+"""Dtypes that arithmetic is done with: those of 8 bits and fewer are of codes."""
+
 _PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 PARAMETER_DTYPE = Check(
     "float32, bfloat16, float16, float64 or None",
@@ -177,7 +183,10 @@ class Checked:
 
 # ---- names of runtime inputs --------------------------------------------------------------------------------------
 
-_OWN = ("input", "output", "weight", "bias", "offsets", "columns", "none", "random_state", "device_random_state")
+_OWN = (
+    "input", "output", "weight", "bias", "offsets", "columns", "none", "random_state", "device_random_state",
+    "checked_row_of_slot", "checked_slot_of_row",
+)  # fmt: skip
 _ARGUMENTS = ("self", "arch")
 _INTEGERS = ("splits", "row_of_slot", "slot_of_row", "expert_index")
 

@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
+from fusedmoe.checks import FLAG, FLOATS, WRONG
 from fusedmoe.errors import InputError
 from fusedmoe.moe import MoE
 from fusedmoe.ops.glu import GLU
@@ -62,12 +63,12 @@ def load_experts(
     gate_up
         Gate and up in one, instead of both: (2 I, H) for each expert, ``[gate; up]`` rows.
     router
-        (E, H), or the ``nn.Linear``. An `MoE` needs one; a `Sequential` has none.
+        (E, H) also with ``transposed``, or the ``nn.Linear``. An `MoE` needs one; a `Sequential` has none.
     gate_bias, up_bias, gate_up_bias, down_bias, router_bias
         Biases (E, features), or a sequence of E, beside weights that are tensors. An ``nn.Linear`` brings its own.
     transposed
-        Tensors are ``(in, out)``, as in ``x @ weight``: (E, H, 2 I) and (E, I, H). An ``nn.Linear`` never is. Where
-        one tensor alone is transposed, give its ``.mT`` instead.
+        Weights of experts that are tensors are ``(in, out)``, as in ``x @ weight``: (E, H, 2 I) and (E, I, H). An
+        ``nn.Linear`` never is. Where one tensor alone is transposed, give its ``.mT`` instead.
     interleaved
         Rows of ``gate_up`` alternate, gate first: ``gate_up[0::2]`` is the gate. The layer keeps its own order, that of
         its activation.
@@ -89,6 +90,8 @@ def load_experts(
     ...     router=block.gate,
     ... )
     """
+    FLAG("load_experts: transposed", transposed)
+    FLAG("load_experts: interleaved", interleaved)
     chain: nn.Module = layer.experts if isinstance(layer, MoE) else layer
     first, last = _two_layers(chain)
     wide = last.in_features
@@ -118,18 +121,27 @@ def load_experts(
         copies += _router(layer, router, router_bias)
     elif router is not None or router_bias is not None:
         raise _wrong("router", f"none, as a {type(layer).__name__} has no router", "one")
-    for target, tensors in copies:
+    # a copy must not overwrite what a later one reads: the layer's own weights may be the source
+    own_memory = {_memory(target) for target, _ in copies}
+    sources = [[t.clone() if _memory(t) in own_memory else t for t in tensors] for _, tensors in copies]
+    for (target, _), tensors in zip(copies, sources, strict=True):
         for part, tensor in zip(target, tensors, strict=True):
             part.copy_(tensor)
     return layer
+
+
+def _memory(tensor: Tensor) -> int:
+    """Return a number for the storage that a tensor is a view of, also for one without an address (a fake tensor)."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _wrong(argument: str, expected: str, got: object) -> InputError:
     return InputError(f"load_experts: {argument}: expected {expected}, got {got}")
 
 
-def _two_layers(chain: nn.Module) -> tuple[GroupedLinear | Linear, GroupedLinear | Linear]:
-    found = [op for op in chain.modules() if isinstance(op, GroupedLinear | Linear)]
+def _two_layers(chain: object) -> tuple[GroupedLinear | Linear, GroupedLinear | Linear]:
+    modules = chain.modules() if isinstance(chain, nn.Module) else ()
+    found = [op for op in modules if isinstance(op, GroupedLinear | Linear)]
     if len(found) != 2 or type(found[0]) is not type(found[1]):
         got = ", ".join(type(op).__name__ for op in found) or type(chain).__name__
         raise _wrong("layer", "an MoE, or a Sequential with two GroupedLinear or two Linear", got)
@@ -184,9 +196,7 @@ def _source(
     """Check what came in an argument against the shape (E, out, in) that it has to have."""
     experts, *each = shape
     stored = (each[1], each[0]) if transposed else (each[0], each[1])
-    remedy = ""
-    if stored[0] != stored[1]:
-        remedy = "; for (in, out) give transposed=True" if not transposed else "; for (out, in) leave out transposed"
+    remedy = "; for (out, in) leave out transposed" if transposed else "; for (in, out) give transposed=True"
     listed = _listed(name, weights, (experts, *stored), remedy)
     own_biases = [item.bias for item in listed if isinstance(item, nn.Linear) and item.bias is not None]
     if own_biases and (len(own_biases) < experts or biases is not None):
@@ -225,13 +235,17 @@ def _listed(
 
 
 def _check(name: str, tensor: object, shape: tuple[int, ...], remedy: str = "") -> None:
+    """Raise unless it can be copied from. The remedy is that of a matrix which fits when it is transposed."""
     if not isinstance(tensor, Tensor):
         raise _wrong(name, "a tensor", type(tensor).__name__)
     if hasattr(tensor, "full_tensor"):
         raise _wrong(name, "a plain tensor: load before parameters are sharded, or give .full_tensor()", "a DTensor")
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        raise _wrong(name, "a dense tensor", "a nested one" if tensor.is_nested else tensor.layout)
     if tuple(tensor.shape) != shape:
-        raise _wrong(name, f"shape {shape}", f"{tuple(tensor.shape)}{remedy}")
-    if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
+        fits = (*tensor.shape[:-2], *tensor.shape[:-3:-1]) == shape
+        raise _wrong(name, f"shape {shape}", f"{tuple(tensor.shape)}{remedy if fits else ''}")
+    if FLOATS.kept(tensor.dtype) is WRONG:
         raise _wrong(name, "floats of 16 bits or more: dequantize codes first", tensor.dtype)
     if tensor.is_meta:
         raise _wrong(name, "a tensor with contents", "one on the meta device")
@@ -254,6 +268,8 @@ def _router(layer: MoE, router: Tensor | nn.Linear | None, bias: Tensor | None) 
     own = layer.router
     if router is None:
         raise _wrong("router", "its weight (E, H), as an MoE has a router; layer.router.weight keeps it", "none")
+    if isinstance(router, Tensor):
+        _check("router", router, tuple(own.weight.shape), "; a router is never transposed: give its .T")
     source = _source("router", [router], None if bias is None else [bias], (1, *own.weight.shape), False)
     own_bias = None if own.bias is None else own.bias.unsqueeze(0)
     return _copies("router", own.weight.unsqueeze(0), own_bias, source, slice(None), slice(None))

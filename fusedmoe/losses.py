@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.autocast import without_autocast
-from fusedmoe.checks import POSITIVE_INTEGER, TENSOR
+from fusedmoe.checks import FLOATS, POSITIVE_INTEGER, TENSOR
 from fusedmoe.errors import InputError
 
 
@@ -45,14 +45,16 @@ def transformers_load_balancing_loss(
     Raises
     ------
     InputError
-        There is no layer, or the shapes do not fit together.
+        There is no layer, the logits are not floats, or the shapes do not fit together.
     """
     name = "transformers_load_balancing_loss"
     iterable = hasattr(router_logits, "__iter__") and not isinstance(router_logits, Tensor)
     layers = list(router_logits) if iterable else []
     if not layers:
         raise InputError(f"{name}: router_logits: expected a sequence of tensors, one for each layer")
-    first: Tensor = TENSOR(f"{name}: router_logits[0]", layers[0])
+    for i, logits_TE in enumerate(layers):
+        FLOATS(f"{name}: router_logits[{i}]", TENSOR(f"{name}: router_logits[{i}]", logits_TE).dtype)
+    first: Tensor = layers[0]
     POSITIVE_INTEGER(f"{name}: top_k", top_k)
     if first.dim() != 2 or not 1 <= top_k <= first.shape[1]:
         raise InputError(
@@ -72,7 +74,6 @@ def transformers_load_balancing_loss(
     load_E = prob_E = first.new_zeros(first.shape[1], dtype=exact)
     with without_autocast(first.device):
         for i, logits_TE in enumerate(layers):
-            TENSOR(f"{name}: router_logits[{i}]", logits_TE)
             if logits_TE.shape != first.shape:
                 raise InputError(
                     f"{name}: router_logits[{i}]: expected shape {tuple(first.shape)}, that of the first layer, got "

@@ -15,7 +15,21 @@ from torch import Tensor, nn
 from torch._C import _get_tracing_state
 
 from fusedmoe.autocast import without_autocast
-from fusedmoe.checks import FINITE, FLAG, POSITIVE_INTEGER, TENSOR, Checked, check_all, check_factory, one_of, said
+from fusedmoe.checks import (
+    FINITE,
+    FLAG,
+    FLOATS,
+    MODULE,
+    NOT_NEGATIVE,
+    POSITIVE_INTEGER,
+    TENSOR,
+    Checked,
+    check_all,
+    check_factory,
+    instance,
+    one_of,
+    said,
+)
 from fusedmoe.errors import NO_EXPERT_PARALLELISM, InputError, inside_jit_trace
 from fusedmoe.kernels.torch.rows import rows_per_expert
 from fusedmoe.ops.dispatch import Combine, Dispatch
@@ -146,7 +160,9 @@ class Router(Checked, nn.Module):
         "scale": FINITE,
         "num_groups": POSITIVE_INTEGER,
         "top_groups": POSITIVE_INTEGER,
+        "bias": instance(Tensor, "a tensor").or_none(),
     }
+    _fixed = ("hidden", "num_experts")
 
     def __init__(
         self,
@@ -187,7 +203,10 @@ class Router(Checked, nn.Module):
             self.balance_bias.zero_()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "balance_bias" and isinstance(value, Tensor) and value.dtype is not torch.float32:
+        if name == "balance_bias" and value is not None:
+            if not isinstance(value, Tensor) or tuple(value.shape) != (self.num_experts,):
+                expected = f"a tensor of shape ({self.num_experts},) or None"
+                raise InputError(f"Router: balance_bias: expected {expected}, got {said(value)}")
             value = value.to(torch.float32)
         before = self.__dict__.get(name)
         super().__setattr__(name, value)
@@ -231,8 +250,7 @@ class Router(Checked, nn.Module):
             raise InputError(f"Router: x: expected a tensor, got {type(x).__name__}")
         if x.dim() != 2 or x.shape[1] != self.hidden:
             raise InputError(f"Router: x: expected shape (tokens, {self.hidden}), got {tuple(x.shape)}")
-        if not x.dtype.is_floating_point:
-            raise InputError(f"Router: x: expected a floating-point dtype, got {x.dtype}")
+        FLOATS("Router: x", x.dtype)
         exact = torch.promote_types(x.dtype, torch.float32)
         with without_autocast(x.device):
             bias = None if self.bias is None else self.bias.to(exact)
@@ -279,12 +297,12 @@ class Router(Checked, nn.Module):
         load
             (E,), rows an expert over the step, `MoEStats.load`, summed over micro-batches and ranks.
         rate
-            The step of the correction.
+            The step of the correction, 0 or more.
         """
         if self.balance_bias is None:
             raise InputError("Router: update_bias: expected a router with balance_bias=True, this one has none")
         TENSOR("Router: load", load)
-        FINITE("Router: rate", rate)
+        NOT_NEGATIVE("Router: rate", rate)
         if tuple(load.shape) != (self.num_experts,):
             raise InputError(f"Router: load: expected shape ({self.num_experts},), got {tuple(load.shape)}")
         load = load.to(torch.float32)
@@ -339,7 +357,13 @@ class MoE(Checked, nn.Module):
         ``gate_up``, ``activation``, ``down``.
     """
 
-    _checks: ClassVar[Mapping[str, Check]] = {"hidden": POSITIVE_INTEGER}
+    _checks: ClassVar[Mapping[str, Check]] = {
+        "hidden": POSITIVE_INTEGER,
+        "router": MODULE,
+        "experts": MODULE,
+        "shared": MODULE.or_none(),
+        "shared_gate": MODULE.or_none(),
+    }
 
     def __init__(
         self,
@@ -455,6 +479,8 @@ class MoE(Checked, nn.Module):
         Tensor or (Tensor, MoEStats)
             y, like x; with ``return_stats`` also the losses and the load.
         """
+        if type(return_stats) is not bool:
+            return_stats = FLAG("MoE: return_stats", return_stats)  # type: ignore[unreachable]
         self.check_biases()
         tokens, routing = self._route(x)
         y = self.experts(tokens, expert_index=routing.expert_index, expert_weight=routing.expert_weight)

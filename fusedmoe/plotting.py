@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 import torch
 from torch import Tensor
 
+from fusedmoe.checks import said
 from fusedmoe.errors import InputError
 from fusedmoe.extras import install_command
 from fusedmoe.moe import MoEStats
@@ -45,11 +46,13 @@ def plot_expert_load(loads: Loads, *, axes: Axes | None = None) -> Figure:
     Raises
     ------
     InputError
-        The loads have the wrong shape.
+        The loads have the wrong shape, or are not finite numbers, 0 or more.
     ImportError
         matplotlib is not installed, which the extra ``demo`` adds.
     """
     load_SLE = _stacked(loads)
+    if axes is not None and not hasattr(axes, "set_yticks"):
+        raise InputError(f"plot_expert_load: axes: expected the Axes of matplotlib or None, got {said(axes)}")
     if axes is None:
         axes = new_figure(9, 4).subplots()
     steps, layers, experts = load_SLE.shape
@@ -101,6 +104,8 @@ def _stacked(loads: Loads) -> Tensor:
             "plot_expert_load: loads: expected shape (experts,), (layers, experts) or (steps, layers, experts), got "
             f"{tuple(load.shape)}"
         )
+    if load.is_complex() or not bool((load >= 0).logical_and(load.isfinite()).all()):
+        raise InputError(f"plot_expert_load: loads: expected finite numbers of rows, 0 or more, got {said(load)}")
     return load.reshape((1,) * (3 - load.dim()) + tuple(load.shape))
 
 

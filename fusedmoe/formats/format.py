@@ -174,27 +174,31 @@ class Format:
         return f"{self.name} {self.element} {shape}"
 
 
-def _fp32_rule(power_of_two: bool) -> ScaleRule:
+def _fp32_rule(name: str, power_of_two: bool) -> ScaleRule:
+    power_of_two = FLAG(f"{name}: power_of_two", power_of_two)
     return ScaleRule.POWER_OF_TWO if power_of_two else ScaleRule.FP32
 
 
 def fp8_tensor(element: Element = E4M3, power_of_two: bool = False, amax_epsilon: float = 0.0) -> Format:
     """FP8 with one scale for all elements of an expert."""
-    return Format("fp8", element, (None, None), _fp32_rule(power_of_two), amax_epsilon=amax_epsilon)
+    return Format("fp8", element, (None, None), _fp32_rule("fp8_tensor", power_of_two), amax_epsilon=amax_epsilon)
 
 
 def fp8_row(element: Element = E4M3, power_of_two: bool = False, amax_epsilon: float = 0.0) -> Format:
     """FP8 with one scale for each row: for all elements of an expert that a product sums over together."""
-    return Format("fp8", element, (1, None), _fp32_rule(power_of_two), amax_epsilon=amax_epsilon)
+    return Format("fp8", element, (1, None), _fp32_rule("fp8_row", power_of_two), amax_epsilon=amax_epsilon)
 
 
 def fp8_block(element: Element = E4M3, across: int = 1, power_of_two: bool = True, amax_epsilon: float = 0.0) -> Format:
     """FP8 with one scale for ``across`` x 128 elements: DeepSeek-V3's 1x128 and 128x128."""
-    return Format("fp8", element, (across, 128), _fp32_rule(power_of_two), amax_epsilon=amax_epsilon)
+    rule = _fp32_rule("fp8_block", power_of_two)
+    return Format("fp8", element, (across, 128), rule, amax_epsilon=amax_epsilon)
 
 
 def mxfp8(element: Element = E4M3, across: int = 1, rule: ScaleRule = ScaleRule.RCEIL) -> Format:
     """MXFP8: FP8 with one scale in E8M0 for ``across`` x 32 elements."""
+    if rule not in (ScaleRule.RCEIL, ScaleRule.FLOOR):
+        raise InputError(f"mxfp8: rule: expected ScaleRule.RCEIL or ScaleRule.FLOOR, got {rule!r}")
     return Format("mxfp8", element, (across, 32), rule)
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusedmoe.checks import TENSOR, said
+from fusedmoe.checks import TENSOR, instance, said
 from fusedmoe.errors import InputError
 from fusedmoe.formats.blocks import blocks_of, times_blocks
 from fusedmoe.formats.casts import pack, to_codes
@@ -22,6 +22,7 @@ from fusedmoe.kernels.torch.rows import tail_mask
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What can be quantized."""
+_GENERATOR = instance(torch.Generator, "a torch.Generator").or_none()
 _FLT_MAX = torch.finfo(torch.float32).max
 
 
@@ -66,6 +67,7 @@ def quantize(
         A shape or dtype that cannot be quantized so.
     """
     quantizer = _resolved(TENSOR("quantize: x", x), quantizer)
+    _GENERATOR("quantize: generator", generator)
     format = quantizer.format
     _check(x, axis, offsets, format, encode)
     if quantizer.delayed is not None and encode is None:

@@ -89,8 +89,7 @@ class Dispatch(Op):
             raise self.reject(
                 "expert_weight", f"shape {tuple(expert_index.shape)}, as expert_index", expert_weight.shape
             )
-        if not expert_weight.dtype.is_floating_point:
-            raise self.reject("expert_weight", "a floating-point dtype", expert_weight.dtype)
+        self.check_floats("expert_weight", expert_weight.dtype)
         tokens, chosen = expert_index.shape
         rows = tokens * chosen
         assert self.num_experts is not None, "placed() has set it"
@@ -183,7 +182,10 @@ class Combine(Op):
         if tuple(slot_of_row.shape) != (rows,):
             raise self.reject("slot_of_row", f"shape ({rows},)", slot_of_row.shape)
         if probs is not None and tuple(probs.shape) != (rows,):
-            raise self.reject(str(self.weights), f"shape ({rows},), one weight a row", probs.shape)
+            raise self.reject(str(self.weights), f"shape ({rows},), one weight per row", probs.shape)
+        self.check_floats("x", x.dtype)
+        if probs is not None:
+            self.check_floats(str(self.weights), probs.dtype)
         return TensorSpec((row_of_slot.shape[0], x.shape[1]), x.dtype)
 
     def compute(self, x: Tensor, row_of_slot: Tensor, slot_of_row: Tensor, probs: Tensor | None = None) -> Tensor:

@@ -79,8 +79,7 @@ class GLU(Op):
         return gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
 
     def infer(self, x: SpecLike) -> TensorSpec:
-        if not x.dtype.is_floating_point:
-            raise self.reject("x", "a floating-point dtype", x.dtype)
+        self.check_floats("x", x.dtype)
         if not x.shape or x.shape[-1] % 2:
             raise self.reject("x", "an even number of features, gate and up", tuple(x.shape))
         return TensorSpec((*x.shape[:-1], x.shape[-1] // 2), x.dtype)

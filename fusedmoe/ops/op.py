@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedmoe import changes
-from fusedmoe.checks import Checked
+from fusedmoe.checks import FLOATS, WRONG, Checked
 from fusedmoe.errors import InputError
 from fusedmoe.ops import amax_state, random_state
 
@@ -253,6 +253,11 @@ class Op(Checked, nn.Module):
         if isinstance(got, torch.Size):
             got = tuple(got)
         return InputError(f"{self!r}: {argument}: expected {expected}, got {got}")
+
+    def check_floats(self, argument: str, dtype: torch.dtype) -> None:
+        """Raise unless an argument has a dtype that elementwise arithmetic is done with."""
+        if FLOATS.kept(dtype) is WRONG:
+            raise self.reject(argument, FLOATS.expected, dtype)
 
     def forward(self, x: Tensor, /, **inputs: Tensor) -> Any:
         """Run the op alone, with its runtime inputs by name.

@@ -51,8 +51,8 @@ class Scale(Op):
             raise self.reject("x", "shape (rows, ..., features)", x.shape)
         if tuple(scale.shape) != (x.shape[0],):
             raise self.reject(self.name, f"shape ({x.shape[0]},), one value a row", scale.shape)
-        if not scale.dtype.is_floating_point:
-            raise self.reject(self.name, "a floating-point dtype", scale.dtype)
+        self.check_floats("x", x.dtype)
+        self.check_floats(self.name, scale.dtype)
         return TensorSpec(tuple(x.shape), x.dtype)
 
     def compute(self, x: Tensor, scale: Tensor) -> Tensor:

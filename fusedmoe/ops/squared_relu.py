@@ -20,8 +20,7 @@ class SquaredReLU(Op):
     launches = 3
 
     def infer(self, x: SpecLike) -> TensorSpec:
-        if not x.dtype.is_floating_point:
-            raise self.reject("x", "a floating-point dtype", x.dtype)
+        self.check_floats("x", x.dtype)
         return TensorSpec(tuple(x.shape), x.dtype)
 
     def compute(self, x: Tensor) -> Tensor:

@@ -170,6 +170,21 @@ def test_parameters_stay_the_layers_own():
     assert all(p.grad_fn is None for p in ours.parameters())
 
 
+def test_a_layers_own_weights_may_be_the_source():
+    """Halves that change places, and alternating rows that are put in order: each overwrites what another one reads."""
+    theirs = Written()
+    ours, alternating_rows = layer(), theirs.rows(interleaved=True)
+    fm.load_experts(ours, gate_up=alternating_rows, down=theirs.stack("down"), router=theirs.router)
+    weights = {"gate_up": ours.experts.gate_up.weight, "down": ours.experts.down.weight, "router": ours.router.weight}
+    fm.load_experts(ours, **weights, interleaved=True)
+    compare(ours, theirs)
+    rest = {"down": theirs.stack("down"), "router": theirs.router}
+    fm.load_experts(ours, gate=theirs.stack("up"), up=theirs.stack("gate"), **rest)
+    weight = ours.experts.gate_up.weight
+    fm.load_experts(ours, gate=weight[:, WIDE:], up=weight[:, :WIDE], **rest)
+    compare(ours, theirs)
+
+
 def test_quantized_weights_are_made_anew():
     ours, theirs = fm.MoE(32, 32, E, K), {"gate_up": torch.randn(E, 64, 32), "down": torch.randn(E, 32, 32)}
     x = torch.randn(T, 32)
@@ -200,12 +215,37 @@ def wrong_cases():
             apart(w) | {"router": w.router, "transposed": True},
             r"gate: expected shape \(5, 8, 6\), got \(5, 6, 8\); for \(out, in\) leave out transposed",
         ),
+        "experts alone": (good | {"gate": w.stack("gate")[:4]}, r"gate: expected shape \(5, 6, 8\), got \(4, 6, 8\)$"),
+        "experts, transposed": (
+            apart_transposed(w) | {"router": w.router, "up": w.stack("up")[:4].mT},
+            r"up: expected shape \(5, 8, 6\), got \(4, 8, 6\)$",
+        ),
+        "router transposed": (
+            good | {"router": w.router.weight.T},
+            r"router: expected shape \(5, 8\), got \(8, 5\); a router is never transposed: give its \.T",
+        ),
+        "router transposed beside transposed": (
+            apart_transposed(w) | {"router": w.router.weight.T},
+            r"router: expected shape \(5, 8\), got \(8, 5\); a router is never transposed: give its \.T",
+        ),
+        "sparse": (
+            good | {"gate": w.stack("gate").to_sparse()},
+            r"gate: expected a dense tensor, got torch\.sparse_coo",
+        ),
+        "transposed no": (good | {"transposed": "no"}, "transposed: expected True or False, got 'no'"),
+        "interleaved no": (
+            fused(w) | {"router": w.router, "interleaved": "no"},
+            "interleaved: expected True or False, got 'no'",
+        ),
         "number": (good | {"up": w.linears("up")[:4]}, "up: expected 5 experts, got 4"),
         "nothing": ({"down": w.stack("down"), "router": w.router}, "gate and up, or gate_up, got none of them"),
         "half": (good | {"up": None}, "expected gate and up, or gate_up, got gate"),
         "twice": (good | {"gate_up": w.rows()}, "expected gate and up, or gate_up, got gate and up and gate_up"),
         "router": (good | {"router": None}, "router: expected its weight"),
-        "router shape": (good | {"router": nn.Linear(HIDDEN, 4, bias=False)}, r"router\[0\]: expected shape \(5, 8\)"),
+        "router shape": (
+            good | {"router": nn.Linear(HIDDEN, 4, bias=False)},
+            r"router\[0\]: expected shape \(5, 8\), got \(4, 8\)$",
+        ),
         "router bias": (good | {"router": nn.Linear(HIDDEN, E)}, "router_bias: expected none, as the layer was made"),
         "bias": (biased | {"router": w.router}, "gate_bias: expected none, as the layer was made with bias=False"),
         "some biases": (
@@ -241,6 +281,9 @@ def test_layers_that_cannot_be_loaded():
         fm.load_experts(fm.Sequential(fm.GroupedLinear(E, 4, 4)), **linears(w))
     with pytest.raises(fm.InputError, match="router: expected none, as a Sequential has no router"):
         fm.load_experts(layer().experts, **linears(Written()), router=w.router)
+    for no_layer in (None, "x"):
+        with pytest.raises(fm.InputError, match=f"layer: expected an MoE.*got {type(no_layer).__name__}"):
+            fm.load_experts(no_layer, **linears(w))
     chain = fm.Sequential(fm.GroupedLinear(E, HIDDEN, WIDE), fm.SquaredReLU(), fm.GroupedLinear(E, WIDE, HIDDEN))
     with pytest.raises(fm.InputError, match="expected up without gate, as the activation has no gate, got gate and up"):
         fm.load_experts(chain, **linears(w))

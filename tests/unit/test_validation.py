@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fusedmoe as fm
-from fusedmoe.formats import E4M3, Delayed, Element, Format, ScaleRule, mxfp8
+from fusedmoe.formats import E2M1, E4M3, Delayed, Element, Format, ScaleRule, fp8_block, fp8_row, fp8_tensor, mxfp8
 from fusedmoe.fusion.plan import Status
 from fusedmoe.integrations import transformer_engine, transformers
 from fusedmoe.ops import LoRADown, LoRAUp
@@ -24,7 +24,8 @@ NO_POSITIVE = [0, -1, -0.5, *NO_NUMBERS]
 NO_TEXTS = [None, 3, b"probs", True, ["probs"]]
 RESERVED = [
     "output", "input", "weight", "bias", "offsets", "columns", "none", "self", "arch", "splits", "row_of_slot",
-    "slot_of_row", "expert_index", "grad_input", "grad_x", "a.b", "0.output", "", "two words", "1st",
+    "slot_of_row", "expert_index", "checked_row_of_slot", "checked_slot_of_row", "grad_input", "grad_x",
+    "a.b", "0.output", "", "two words", "1st",
 ]  # fmt: skip
 
 
@@ -88,6 +89,8 @@ OF_GLU = {
     "offset": [None, *NO_NUMBERS],
     "interleaved": NO_FLAGS,
 }
+NO_ELEMENTS = ["e4m3", None, 8, E2M1]
+OF_FP8 = {"element": NO_ELEMENTS, "power_of_two": NO_FLAGS, "amax_epsilon": [-1.0, None, *NO_NUMBERS]}
 SIZES = dict.fromkeys(("num_groups", "in_features", "out_features"), NO_INTEGERS)
 OPTIONS = {
     "sm_margin": [-1, True, 1.5, "8", None, NAN],
@@ -128,6 +131,10 @@ CONSTRUCTORS = {
         "name": NO_TEXTS, "bits": NO_INTEGERS, "max": [None, *NO_POSITIVE], "max_exponent": [1.5, True, "8", None],
         "dtype": ["uint8", None, 8],
     },
+    fp8_tensor: OF_FP8,
+    fp8_row: OF_FP8,
+    fp8_block: OF_FP8,
+    mxfp8: {"element": NO_ELEMENTS, "rule": ["rceil", None, 3, ScaleRule.FP32]},
     Delayed: {"history": NO_INTEGERS, "most_recent": NO_FLAGS, "margin": [1.5, True, "1", None, NAN]},
     lambda **kwargs: fm.Quantizer(**({"format": mxfp8()} | kwargs)): {
         "format": ["mxfp8", None, E4M3], "delayed": [True, 3], "stochastic_rounding": NO_FLAGS, "hadamard": NO_FLAGS
@@ -154,7 +161,21 @@ def test_a_constructor_refuses(make, name, value):
         make(**{name: value})
 
 
-FROZEN = (format_of, element, Delayed, fm.Recipe, FP8Tensor, FP8Block, MXFP8, NVFP4, Custom)
+FROZEN = (
+    format_of,
+    element,
+    fp8_tensor,
+    fp8_row,
+    fp8_block,
+    mxfp8,
+    Delayed,
+    fm.Recipe,
+    FP8Tensor,
+    FP8Block,
+    MXFP8,
+    NVFP4,
+    Custom,
+)
 
 
 def kept(make, name):
@@ -224,6 +245,43 @@ def test_names_of_runtime_inputs_stay_as_they_were_made():
     assert scale(torch.ones(2, 2), probs=torch.full((2,), 3.0)).sum() == 12
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("num_experts", 8, "expected 4 as before, got 8; make a new one"),
+        ("hidden", 16, "expected 8 as before, got 16; make a new one"),
+        ("balance_bias", torch.zeros(7), r"expected a tensor of shape \(4,\) or None, got a tensor of shape \(7,\)"),
+        ("balance_bias", torch.zeros(1), r"expected a tensor of shape \(4,\)"),
+        ("balance_bias", 0, r"expected a tensor of shape \(4,\) or None, got 0"),
+        ("bias", "7", "expected a tensor or None, got '7'"),
+    ],
+)
+def test_a_router_refuses_what_its_weight_does_not_fit(name, value, said):
+    for r in (router(bias=True, balance_bias=True), router(balance_bias=False)):
+        x = torch.randn(5, 8)
+        before = r(x)
+        with pytest.raises(fm.InputError, match=f"Router: {name}: {said}"):
+            setattr(r, name, value)
+        assert torch.equal(r(x).logits, before.logits)
+
+
+@pytest.mark.parametrize("name", ["router", "experts", "shared", "shared_gate"])
+def test_the_parts_of_a_layer_stay_modules(name):
+    for layer in (moe(), moe(shared_intermediate=4, shared_gate=True)):
+        with pytest.raises(fm.InputError, match=f"MoE: {name}: expected a module.*, got int"):
+            setattr(layer, name, 0)
+    layer.shared = None
+    assert layer(X).shape == X.shape
+
+
+def test_every_derived_value_has_a_reserved_name():
+    from fusedmoe.checks import reserved
+    from fusedmoe.ops.derived import DERIVED
+
+    assert len(DERIVED) >= 3
+    assert all(map(reserved, DERIVED))
+
+
 def test_reserved_names_are_listed():
     with pytest.raises(fm.InputError) as error:
         fm.Scale("output")
@@ -250,6 +308,8 @@ def test_an_op_of_a_third_party_may_not_use_them_either(where, name):
 
 
 X = torch.ones(4, 8)
+CODES = X.to(torch.float8_e4m3fn)
+ROWS = {"row_of_slot": torch.tensor([[0, 1], [2, 4]]), "slot_of_row": torch.arange(4), "probs": torch.rand(4)}
 NO_MODULES = [None, 3, "model", torch.ones(1), nn.Linear]
 FUNCTIONS = {
     "quantize x": (lambda v: fm.quantize(v, "mxfp8"), [None, 3, [1.0], np.ones((2, 2))], "x"),
@@ -257,6 +317,7 @@ FUNCTIONS = {
     "quantize axis": (lambda v: fm.quantize(X, "mxfp8", v), [0, 1, None, True, -1.0, "rows"], "axis"),
     "quantize offsets": (lambda v: fm.quantize(X, "mxfp8", offsets=v), [[1, 4], 4, torch.ones(2)], "offsets"),
     "quantize encode": (lambda v: fm.quantize(X, "fp8_tensor", encode=v), [1.0, [1.0], torch.ones(3)], "encode"),
+    "quantize generator": (lambda v: fm.quantize(X, "mxfp8", generator=v), [0, True, "cpu"], "generator"),
     "explain model": (fm.explain, NO_MODULES, "model"),
     "explain tokens": (lambda v: fm.explain(moe(), v), NO_INTEGERS, "tokens"),
     "explain arch": (lambda v: fm.explain(moe(), arch=v), ["h100", 9.5, True, -1, [90]], "arch"),
@@ -271,24 +332,52 @@ FUNCTIONS = {
     "strict": (fm.strict, NO_FLAGS, "enabled"),
     "strict unavailable": (lambda v: fm.strict(unavailable=v), NO_FLAGS, "unavailable"),
     "load_balancing_loss logits": (
-        lambda v: fm.transformers_load_balancing_loss(v, 1), [None, 3, [], [None], X, [X, 3]], "router_logits"
+        lambda v: fm.transformers_load_balancing_loss(v, 1), [None, 3, [], [None], X, [X, 3], [X + 0j], [X, X.int()]],
+        "router_logits",
     ),
     "load_balancing_loss top_k": (lambda v: fm.transformers_load_balancing_loss([X], v), NO_INTEGERS, "top_k"),
     "load_balancing_loss mask": (
         lambda v: fm.transformers_load_balancing_loss([X], 1, v), [3, [1, 1, 1, 1], torch.ones(3)], "attention_mask"
     ),
-    "plot_expert_load": (fm.plot_expert_load, [None, 3, [], ["a"], torch.ones(0)], "loads"),
+    "plot_expert_load": (
+        fm.plot_expert_load, [None, 3, [], ["a"], torch.ones(0), X[0] + 0j, X[0] * NAN, X[0] * INF, -X[0]], "loads"
+    ),
+    "plot_expert_load axes": (
+        lambda v: fm.plot_expert_load(X[0], axes=v), ["x", 3, np.array([None, None], dtype=object)], "axes"
+    ),
     "GroupedLoRA layer": (lambda v: fm.GroupedLoRA(v, 2), [None, nn.Linear(2, 2), linear(), "layer"], "layer"),
-    "Router x": (lambda v: router()(v), [None, [1.0], X[0], X.int(), torch.ones(2, 7)], "x"),
-    "MoE x": (lambda v: moe()(v), [None, [1.0], torch.tensor(1.0), torch.ones(2, 7), "x"], "x"),
+    "Router x": (lambda v: router()(v), [None, [1.0], X[0], X.int(), CODES, torch.ones(2, 7)], "x"),
+    "MoE x": (lambda v: moe()(v), [None, [1.0], torch.tensor(1.0), CODES, torch.ones(2, 7), "x"], "x"),
+    "MoE return_stats": (lambda v: moe()(X, return_stats=v), NO_FLAGS, "return_stats"),
     "MoE explain x": (lambda v: moe().explain(v), [None, torch.ones(2, 7)], "x"),
     "Sequential x": (lambda v: sequential()(v, splits=torch.tensor([1, 1])), [None, [1.0], 3], "x"),
     "op x": (lambda v: fm.SwiGLU()(v), [None, [1.0], 3], "x"),
+    **{
+        f"{type(op).__name__} dtype": (lambda v, op=op: op(v), [X.int(), X.bool(), X + 0j, CODES], "x: ")
+        for op in (fm.SwiGLU(), fm.GeGLU(), fm.ReGLU(), fm.SquaredReLU())
+    },
+    "Scale dtype": (
+        lambda v: fm.Scale("probs")(v, probs=X[:, 0]), [X.int(), X.bool(), X + 0j, CODES], "x: "
+    ),
+    "Scale factor dtype": (
+        lambda v: fm.Scale("probs")(X, probs=v[:, 0]), [X.int(), X.bool(), X + 0j, CODES], "probs: "
+    ),
+    "Combine dtype": (
+        lambda v: fm.Combine()(v, **ROWS), [X.int(), X.bool(), X + 0j, CODES], "x: "
+    ),
+    "Combine without weights dtype": (
+        lambda v: fm.Combine(None)(v, row_of_slot=ROWS["row_of_slot"], slot_of_row=ROWS["slot_of_row"]),
+        [CODES], "x: ",
+    ),
+    "Dispatch weights dtype": (
+        lambda v: fm.Dispatch(2)(X, expert_index=torch.zeros(4, 1, dtype=torch.int64), expert_weight=v[:, :1]),
+        [X.int(), X + 0j, CODES], "expert_weight: ",
+    ),
     "update_bias load": (
         lambda v: router(balance_bias=True).update_bias(v), [None, [1, 2, 3, 4], torch.ones(3)], "load"
     ),
     "update_bias rate": (
-        lambda v: router(balance_bias=True).update_bias(torch.ones(4), v), [None, *NO_NUMBERS], "rate"
+        lambda v: router(balance_bias=True).update_bias(torch.ones(4), v), [None, -1e-3, *NO_NUMBERS], "rate"
     ),
     "parameters": (
         lambda v: sequential().without_parameters().forward_with(v, X), [3, "a", [1]], "parameters|'splits'"
@@ -342,8 +431,6 @@ def test_quantize_takes_the_names_that_the_op_takes(name):
 
 
 # ---- places that address memory -----------------------------------------------------------------------------------
-
-ROWS = {"row_of_slot": torch.tensor([[0, 1], [2, 4]]), "slot_of_row": torch.arange(4), "probs": torch.rand(4)}
 
 
 @pytest.mark.parametrize("debug", [False, True])
