@@ -5,11 +5,13 @@ process.
 from __future__ import annotations
 
 import logging
+import traceback
 from fnmatch import fnmatchcase
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, NamedTuple
 
 from fusedmoe import changes
+from fusedmoe.fusion.log import say_once
 from fusedmoe.fusion.rule import Declined, FusionRule, RuleError, expect_none
 
 if TYPE_CHECKING:
@@ -95,14 +97,14 @@ class _Registry:
 
 def _package(entry: EntryPoint) -> str:
     try:
-        return str(entry.dist.name) if entry.dist else "(unknown)"
-    except KeyError:  # a damaged installation: its metadata has no name
+        return (entry.dist.name if entry.dist else None) or "(unknown)"
+    except (KeyError, OSError):  # a damaged installation: its metadata is gone, or has no name
         return "(unknown)"
 
 
 def _in_one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    """Return what a traceback ends with: that also has a text for an error that cannot give its own."""
+    return " ".join("".join(traceback.format_exception_only(error)).split())
 
 
 _registry = _Registry()
@@ -189,18 +191,27 @@ def why_unavailable(
     for pattern in disabled:
         if fnmatchcase(rule.name, pattern):
             return Unavailable(f"switched off by {pattern!r}", "switch")
-    try:
-        expect_none(rule.name, "available", rule.available(device, arch))
-    except Declined as why:
-        return Unavailable(str(why), "device")
-    missing = None if assume_installed else what_is_missing(rule)
-    return None if missing is None else Unavailable(missing, "machine")
+    found = _asked(rule, "available", "device", device, arch)
+    return found if found is not None or assume_installed else _asked(rule, "installed", "machine")
 
 
 def what_is_missing(rule: type[FusionRule]) -> str | None:
     """Return what this machine lacks that a rule needs besides the device; None if it lacks nothing."""
+    missing = _asked(rule, "installed", "machine")
+    return None if missing is None else missing.reason
+
+
+def _asked(rule: type[FusionRule], method: str, cause: Cause, *values: object) -> Unavailable | None:
+    """Call a method by which a rule may decline. A rule that fails in it is unavailable: one WARNING names it."""
     try:
-        expect_none(rule.name, "installed", rule.installed())
+        expect_none(rule.name, method, getattr(rule, method)(*values))
     except Declined as why:
-        return str(why)
+        return Unavailable(str(why), cause)
+    except (RuleError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # foreign code: a sys.exit is no Exception
+        reason = f"{method}() failed: {_in_one_line(error)}"
+        say_once(logger, logging.WARNING, "rule %r is not used: its %s", rule.name, reason, key=(rule.name, method))
+        logger.debug("%s() of rule %r", method, rule.name, exc_info=error)
+        return Unavailable(reason, "machine")
     return None

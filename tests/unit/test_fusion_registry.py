@@ -1,11 +1,15 @@
 """Which rules there are: registered ones, those of entry points, and what is wrong with either."""
 
+import traceback
+
 import pytest
 import torch
 import toy
 
 import fusedmoe as fm
+from fusedmoe import doctor
 from fusedmoe.fusion import registry, rules
+from fusedmoe.fusion.plan import Status
 from fusedmoe.fusion.rule import RuleError
 
 
@@ -82,6 +86,14 @@ def test_patterns_that_switch_rules_off():
     assert why() is None
 
 
+class WordlessError(Exception):
+    def __str__(self):
+        raise ValueError("no text")
+
+
+WORDLESS = "".join(traceback.format_exception_only(WordlessError())).strip()
+
+
 class Dist:
     name = "a-package"
 
@@ -154,6 +166,7 @@ def a_call():
         (SystemExit(), "SystemExit"),
         (RecursionError("deep"), "RecursionError: deep"),
         (BaseException("a panic"), "BaseException: a panic"),
+        (WordlessError(), WORDLESS),
     ],
     ids=repr,
 )
@@ -211,9 +224,57 @@ def test_two_entry_points_with_the_same_name_of_a_rule(entry_points, caplog):
     assert "a rule named 'toy.a' is registered already" in message
 
 
-def test_an_entry_point_without_a_package(entry_points, caplog, monkeypatch):
-    monkeypatch.setattr(Entry, "dist", None)
+class Nameless:
+    name = None  # as Python gives it where there is no METADATA
+
+
+@pytest.mark.parametrize("dist", [None, Nameless()])
+def test_an_entry_point_without_a_package(entry_points, caplog, monkeypatch, dist):
+    monkeypatch.setattr(Entry, "dist", dist)
     entry_points(ValueError("bad"))
     assert fm.rules() == ()
     (message,) = warnings(caplog)
     assert "package (unknown)" in message
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (RuntimeError("no driver"), "RuntimeError: no driver"),
+        (SystemExit(4), "SystemExit: 4"),
+        (WordlessError(), WORDLESS),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("method", ["available", "installed"])
+def test_a_rule_that_fails_where_it_is_asked_is_unavailable(caplog, method, error, text):
+    """The error came out of every call and named no rule; a SystemExit ended the process."""
+
+    def fails(*_):
+        raise error
+
+    broken, reason = toy.gemm("toy.broken"), f"{method}() failed: {text}"
+    setattr(broken, method, fails)
+    with fm.register(broken, toy.gemm("toy.works")):
+        a_call()
+        plan = toy.only_plan(toy.experts(), toy.rows(), **toy.inputs())
+        assert toy.rules_used(plan) == ["toy.works"] * 2
+        (attempt, *_) = [a for a in plan.attempts if a.rule == "toy.broken" and a.status is Status.UNAVAILABLE]
+        assert (attempt.reason, attempt.cause) == (reason, "machine")
+        kernels = {kernel.name: kernel for kernel in doctor.doctor().kernels}
+        assert kernels["toy.broken"] == doctor.Kernel("toy.broken", False, reason)
+        assert kernels["toy.works"].available
+    assert [m for m in warnings(caplog) if "toy.broken" in m] == [f"rule 'toy.broken' is not used: its {reason}"]
+
+
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), RuleError("wrong in itself")], ids=lambda error: type(error).__name__
+)
+def test_an_interrupt_and_a_rule_that_says_what_is_wrong_with_it_pass_through(error):
+    def fails(*_):
+        raise error
+
+    broken = toy.gemm("toy.broken")
+    broken.available = fails
+    with fm.register(broken), pytest.raises(type(error)):
+        a_call()
