@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,11 @@ __all__ = ["ExplainOptions", "add_arguments", "run"]
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _SIZES = ("hidden", "intermediate", "experts", "top_k")
+_AUTO_CLASSES = {  # the classes of transformers that build a model, the first that knows the configuration
+    "AutoModelForCausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING",
+    "AutoModelForMultimodalLM": "MODEL_FOR_MULTIMODAL_LM_MAPPING",
+    "AutoModel": "MODEL_MAPPING",
+}
 _TRANSFORMERS = "needs transformers 5.7 or later, which reads it: pip install transformers"
 
 
@@ -101,11 +107,14 @@ def run(options: ExplainOptions) -> int:
         raise InputError(f"--tokens {options.tokens}: must be 1 or more")
     with settings.recipe(options.recipe):
         try:
-            title, model = _model(options)
+            title, model, not_planned = _model(options)
         except ConfigError as error:
             print(f"fusedmoe explain: error: {error}", file=sys.stderr)
             return 1
         result = explain(model, tokens=options.tokens, arch=arch)
+    if not_planned:
+        groups = tuple(replace(group, explanation=None, note=not_planned) for group in result.groups)
+        result = replace(result, groups=groups)
     print(_as_json(title, arch, options, result) if options.json else _as_text(title, arch, options, result))
     return _checked(options, result) if options.strict else 0
 
@@ -113,13 +122,15 @@ def run(options: ExplainOptions) -> int:
 # ---- the model -----------------------------------------------------------------------------------------------------
 
 
-def _model(options: ExplainOptions) -> tuple[str, nn.Module]:
-    """Return the model, with parameters that take no memory, and a title for it."""
+def _model(options: ExplainOptions) -> tuple[str, nn.Module, str]:
+    """Return a title, the model with parameters that take no memory, and why its experts are not planned, or ""."""
     sizes = {name: getattr(options, name) for name in (*_SIZES, "activation")}
     given = [f"--{name.replace('_', '-')}" for name, size in sizes.items() if size is not None]
     if options.config is not None:
         if given:
             raise InputError(f"{', '.join(given)}: expected without CONFIG, got {options.config}")
+        if not options.config:
+            raise InputError("CONFIG: the name is empty")
         return _transformers_model(options.config, options.dtype)
     if missing := [f"--{name.replace('_', '-')}" for name in _SIZES if sizes[name] is None]:
         more = f"the layer lacks {', '.join(missing)}" if given else f"or a layer by {', '.join(missing)}"
@@ -128,13 +139,13 @@ def _model(options: ExplainOptions) -> tuple[str, nn.Module]:
     dtype, activation = options.dtype or "bfloat16", options.activation or "swiglu"
     layer = MoE(hidden, intermediate, experts, top_k, activation=activation, device="meta", dtype=_DTYPES[dtype])
     title = f"MoE layer, hidden {hidden}, intermediate {intermediate}, {experts} experts, top {top_k}, {activation}"
-    return f"{title}, {dtype}", torch.nn.ModuleDict({"layer": layer})
+    return f"{title}, {dtype}", torch.nn.ModuleDict({"layer": layer}), ""
 
 
-def _transformers_model(name: str, dtype: str | None) -> tuple[str, nn.Module]:
-    """Return a model of transformers on the meta device, whose experts run here."""
+def _transformers_model(name: str, dtype: str | None) -> tuple[str, nn.Module, str]:
+    """Return what `_model` does, for a model of transformers whose experts run here."""
     try:
-        import transformers
+        import transformers  # noqa: F401
 
         from fusedmoe.integrations import transformers as ours
 
@@ -142,20 +153,70 @@ def _transformers_model(name: str, dtype: str | None) -> tuple[str, nn.Module]:
     except ImportError as error:
         raise ConfigError(f"{name}: {_TRANSFORMERS} ({error})") from error
     config = _config(name)
-    chosen = _DTYPES[dtype] if dtype else getattr(config.get_text_config(), "dtype", None) or torch.bfloat16
-    try:
-        with torch.device("meta"):
-            model: nn.Module = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                config, experts_implementation=ours.NAME, dtype=chosen, trust_remote_code=False
-            )
-    except Exception as error:  # whatever a model's own code raises for the configuration
-        raise ConfigError(
-            f"{name}: transformers cannot build a model of it: {type(error).__name__}: {error}"
-        ) from error
-    if "llama4" in str(config.model_type):
+    dtype_ = _DTYPES[dtype] if dtype else getattr(config.get_text_config(), "dtype", None) or torch.bfloat16
+    quantization = _quantization(config)
+    method = quantization.get("quant_method")
+    model = _built(name, config, dtype_)
+    if method == "fp8":  # the one method whose layers in transformers are known before there are weights
+        _quantize(name, model, quantization)
+    if "llama4" in str(config.model_type) and not quantization:
         ours.patch_llama4(model)
+    for module in filter(ours.runs_here, model.modules()):
+        _check_top_k(name, module)
     billions = sum(p.numel() for p in model.parameters()) / 1e9
-    return f"{type(model).__name__}, {billions:.1f} billion parameters, {str(chosen).removeprefix('torch.')}", model
+    title = f"{type(model).__name__}, {billions:.1f} billion parameters, {str(dtype_).removeprefix('torch.')}"
+    if not quantization:
+        return title, model, ""
+    not_planned = (
+        f"the checkpoint is quantized by {method}, and fusedmoe has no kernels for quantized experts; "
+        f"remove quantization_config from the configuration to plan the model unquantized"
+    )
+    return f"{title}, quantized by {method}", model, "" if method == "fp8" else not_planned
+
+
+def _built(name: str, config: Any, dtype: torch.dtype) -> nn.Module:
+    """Return the model of a configuration on the meta device."""
+    import transformers
+
+    from fusedmoe.integrations.transformers import NAME
+
+    known = (auto for auto, mapping in _AUTO_CLASSES.items() if type(config) in getattr(transformers, mapping))
+    if (auto := next(known, None)) is None:
+        raise ConfigError(f"{name}: transformers builds no model from {type(config).__name__} alone")
+    how = {"experts_implementation": NAME, "dtype": dtype, "trust_remote_code": False}
+    with _errors_of_transformers(name), torch.device("meta"):
+        model: nn.Module = getattr(transformers, auto).from_config(config, **how)
+    return model
+
+
+def _quantize(name: str, model: nn.Module, quantization: dict[str, Any]) -> None:
+    """Replace the layers of a model by those that hold the weights of a quantized checkpoint."""
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    with _errors_of_transformers(name):
+        quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=True)
+        quantizer.preprocess_model(model)
+
+
+@contextmanager
+def _errors_of_transformers(name: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # whatever a model's own code raises for the configuration
+        text = f"transformers cannot build a model of it: {type(error).__name__}: {error}"
+        raise ConfigError(f"{name}: {text}") from error
+
+
+def _check_top_k(name: str, experts: Any) -> None:
+    top_k, of = getattr(getattr(experts, "config", None), "num_experts_per_tok", None), experts.num_experts
+    if top_k is not None and not 1 <= top_k <= of:
+        raise ConfigError(f"{name}: num_experts_per_tok: expected 1 to {of}, got {top_k}")
+
+
+def _quantization(config: Any) -> dict[str, Any]:
+    """Return how a configuration says that the checkpoint is quantized; empty where it is not."""
+    found = (getattr(part, "quantization_config", None) for part in (config, config.get_text_config()))
+    return next((settings for settings in found if settings), {})
 
 
 def _config(name: str) -> Any:
@@ -205,13 +266,18 @@ def _heading(group: ExplainedModules) -> str:
 
 
 def _without_kernel(result: ModelExplanation) -> dict[str, list[str]]:
-    """Return the ops that have no fused kernel on this architecture, by what is said of them."""
+    """Return the ops that have no fused kernel on this architecture, and the modules between chains, by the reason."""
     found: dict[str, list[str]] = {}
     for plan in result.plans:
         for step in plan.without_kernel:
             why = step.nearest_miss.reason if step.nearest_miss is not None else "no fused kernel"
             ops = found.setdefault(why, [])
             ops += [op for op in step.ops if op not in ops]
+    for group in result.groups:
+        for title in group.explanation.modules if group.explanation is not None else ():
+            label, kind, why = title.removeprefix("module ").split(": ", 2)
+            ops = found.setdefault(f"no fused kernel ({why})", [])
+            ops += [op for op in [f"{label}.{kind}"] if op not in ops]
     return found
 
 
@@ -235,6 +301,7 @@ def _as_json(title: str, arch: int, options: ExplainOptions, result: ModelExplan
             "names": list(group.names),
             "class": group.kind,
             "note": group.note,
+            "modules": list(group.explanation.modules if group.explanation is not None else ()),
             "plans": [_plan(plan) for plan in (group.explanation.plans if group.explanation is not None else ())],
         }
         for group in result.groups

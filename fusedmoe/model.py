@@ -115,8 +115,9 @@ class ModelExplanation:
             if group.explanation is None:
                 rows.append((group.name, group.kind, "-", "-", "-", group.note))
                 continue
-            steps, plans = group.explanation.steps, group.explanation.plans
-            forward, backward = (_counted([s for s in steps if s.direction == d]) for d in ("forward", "backward"))
+            steps, plans, modules = group.explanation.steps, group.explanation.plans, len(group.explanation.modules)
+            directions = ([s for s in steps if s.direction == d] for d in ("forward", "backward"))
+            forward, backward = (_counted(of_direction, modules) for of_direction in directions)
             kept = format_bytes(sum(plan.kept_bytes for plan in plans))
             for_ = ", ".join(dict.fromkeys(p.planned_for for p in plans))
             rows.append((group.name, group.kind, forward, backward, kept, for_))
@@ -250,9 +251,10 @@ def _rows(tokens: int, features: int, weight: Tensor) -> Tensor:
     return torch.zeros(tokens, features, dtype=dtype, device=weight.device, requires_grad=torch.is_grad_enabled())
 
 
-def _counted(steps: Sequence[PlannedStep]) -> str:
+def _counted(steps: Sequence[PlannedStep], modules: int) -> str:
+    """Return how many steps are fused; each module between chains is one more step."""
     fused = sum(step.rule is not None for step in steps)
-    return f"{fused} of {len(steps)} fused" if steps else "-"
+    return f"{fused} of {len(steps) + modules} fused" if steps else "-"
 
 
 def _why_unfused(names: str, explanation: Explanation) -> list[str]:

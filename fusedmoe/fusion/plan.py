@@ -329,6 +329,11 @@ class Explanation:
         return tuple(plan for _, plan in self.parts if plan is not None)
 
     @property
+    def modules(self) -> tuple[str, ...]:
+        """The titles of the modules that are called between chains, in order."""
+        return tuple(title for title, plan in self.parts if plan is None)
+
+    @property
     def steps(self) -> tuple[PlannedStep, ...]:
         """The steps of all chains, in order."""
         return tuple(step for plan in self.plans for step in plan.steps)

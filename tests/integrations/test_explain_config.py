@@ -2,6 +2,7 @@
 
 import json
 
+import moe_families
 import pytest
 import transformers
 from torch import nn
@@ -88,6 +89,103 @@ def test_a_dense_model_has_nothing_to_fuse(tmp_path, no_memory, capsys):
     assert "no module of this model runs on fusedmoe" in capsys.readouterr().err
 
 
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+def test_a_checkpoint_in_fp8_is_told_as_the_loaded_model_is(config, no_memory, capsys):
+    path = config(num_hidden_layers=2, quantization_config=FP8)
+    assert main(["explain", path]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[0].endswith(" bfloat16, quantized by fp8")
+    assert "FP8Experts: its weights are quantized to torch.float8_e4m3fn" in out
+    assert main(["explain", path, "--strict", "--json"]) == 1
+    out, err = capsys.readouterr()
+    assert "not planned: FP8Experts: its weights are quantized to torch.float8_e4m3fn" in err
+    (group,) = json.loads(out)["groups"]
+    assert (group["class"], group["plans"]) == ("FP8Experts", [])
+    assert group["names"] == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
+
+
+@pytest.mark.parametrize("more", [{"modules_to_not_convert": ["experts"]}, {"dequantize": True}])
+def test_experts_that_an_fp8_checkpoint_has_in_bf16_are_planned(config, no_memory, capsys, more):
+    assert main(["explain", config(num_hidden_layers=2, quantization_config=FP8 | more), "--strict"]) == 0
+    assert "4 of 4 fused  7 of 7 fused" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("method", ["mxfp4", "gptq", "awq", "bitsandbytes", "compressed-tensors", "torchao", "newest"])
+def test_experts_quantized_by_another_method_are_not_planned(config, no_memory, capsys, method):
+    path = config(num_hidden_layers=2, quantization_config={"quant_method": method, "bits": 4})
+    message = f"the checkpoint is quantized by {method}, and fusedmoe has no kernels for quantized experts"
+    assert main(["explain", path]) == 0
+    out = capsys.readouterr().out
+    assert message in out
+    assert "of 4 fused" not in out
+    assert main(["explain", path, "--strict"]) == 1
+    err = capsys.readouterr().err
+    assert f"model.layers.{{0-1}}.mlp.experts: not planned: {message}" in err
+    assert "remove quantization_config" in err
+
+
+def test_a_checkpoint_whose_quantization_is_null_is_not_quantized(config, no_memory, capsys):
+    assert main(["explain", config(num_hidden_layers=1, quantization_config=None), "--strict"]) == 0
+    assert "quantized" not in capsys.readouterr().out
+
+
+TWO_LAYERS = {"text_config": {"num_hidden_layers": 2}}
+NOT_CAUSAL = {  # what their small configurations have: the defaults of some are those of no model
+    "aria": TWO_LAYERS,
+    "deepseek_ocr2": {"text_config": {"num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"]}},
+    "diffusion_gemma": {"text_config": {"num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 64}},
+    "ernie4_5_vl_moe": TWO_LAYERS,
+    "glm4v_moe": TWO_LAYERS,
+    "glm5_next": {},
+    "inkling2": TWO_LAYERS,
+    "minimax_m3_vl": TWO_LAYERS,
+    "mistral4": {},
+    "mistral_large4": TWO_LAYERS,
+    "muse_spark": TWO_LAYERS,
+    "openai_privacy_filter": {},
+    "qwen3_omni_moe": {
+        "talker_config": {"text_config": {"shared_expert_intermediate_size": 64}, "spatial_merge_size": 2}
+    },
+    "qwen3_vl_moe": TWO_LAYERS,
+    "unlimited_ocr": TWO_LAYERS,
+}
+
+
+@pytest.mark.parametrize("family", NOT_CAUSAL)
+def test_a_family_that_is_no_causal_language_model(family, tmp_path, no_memory, capsys):
+    if family not in moe_families.family_names():
+        pytest.skip("not in this version of transformers")
+    transformers.AutoConfig.for_model(family, **NOT_CAUSAL[family]).save_pretrained(tmp_path)
+    assert main(["explain", str(tmp_path), "--tokens", "64", "--json"]) == 0
+    groups = json.loads(capsys.readouterr().out)["groups"]
+    assert all(group["plans"] for group in groups)
+    assert {group["class"] for group in groups} == set(moe_families.experts_classes()[family])
+
+
+@pytest.mark.parametrize("chosen", [0, 9])
+def test_more_experts_for_a_token_than_there_are(config, capsys, chosen):
+    path = config(num_hidden_layers=1, num_experts=8, num_experts_per_tok=chosen)
+    assert main(["explain", path]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == f"fusedmoe explain: error: {path}: num_experts_per_tok: expected 1 to 8, got {chosen}\n"
+
+
+def test_an_activation_that_runs_as_it_is_is_listed(config, no_memory, capsys):
+    path = config(num_hidden_layers=1, hidden_act="mish")
+    assert main(["explain", path, "--strict"]) == 0
+    out, err = capsys.readouterr()
+    assert "4 of 5 fused  8 of 9 fused" in out
+    assert "strict: not asked of activation._AsItIs: no fused kernel (not an op: splits the chain)\n" in err
+    assert err.endswith("strict: all else is fused\n")
+    assert main(["explain", path, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["without_kernel"] == {"no fused kernel (not an op: splits the chain)": ["activation._AsItIs"]}
+    assert found["groups"][0]["modules"] == ["module activation: _AsItIs: not an op: splits the chain"]
+
+
 def test_llama4(tmp_path, no_memory, capsys):
     small = {"hidden_size": 64, "intermediate_size": 64, "intermediate_size_mlp": 64, "num_attention_heads": 2}
     config = transformers.Llama4TextConfig(num_hidden_layers=2, num_local_experts=4, num_key_value_heads=2, **small)
@@ -103,7 +201,8 @@ def test_llama4(tmp_path, no_memory, capsys):
     ('{"hidden_size": 8}', "got no model_type in it"),
     ('{"model_type": "no_such_model"}', "transformers cannot read it"),
     ('{"model_type": "qwen3_moe", "num_experts": "many"}', "transformers cannot"),
-    ('{"model_type": "clip"}', "transformers cannot build a model of it"),
+    ('{"model_type": "blip_text_model"}', "transformers builds no model from BlipTextConfig alone"),
+    ('{"model_type": "qwen3_moe", "num_attention_heads": 0}', "transformers cannot"),
 ])  # fmt: skip
 def test_what_is_no_configuration(tmp_path, capsys, content, message):
     path = tmp_path / "config.json"
@@ -119,6 +218,12 @@ def test_what_is_no_configuration(tmp_path, capsys, content, message):
 def test_a_directory_without_a_configuration(tmp_path, capsys):
     assert main(["explain", str(tmp_path)]) == 1
     assert "the directory has no config.json" in capsys.readouterr().err
+
+
+def test_an_empty_name(capsys):
+    with pytest.raises(SystemExit):
+        main(["explain", ""])
+    assert "error: CONFIG: the name is empty" in capsys.readouterr().err
 
 
 def test_nothing_is_downloaded(monkeypatch, capsys):
