@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
@@ -91,6 +92,18 @@ class ModulePart:
     ) -> tuple[Tensor, bool]:
         """Call it as `call_module` does. It has options of its own, where it has any."""
         return call_module(self.module, x, named, self.call, counted)
+
+
+@contextmanager
+def buffers_kept(parts: Sequence[ChainPart | ModulePart]) -> Iterator[None]:
+    """Have calls inside leave the buffers of modules as they were: ``explain()`` makes some."""
+    modules = [part.module for part in parts if isinstance(part, ModulePart)]
+    buffers = [(b, b.clone()) for m in modules for b in m.buffers() if not b.is_inference()]
+    try:
+        yield
+    finally:
+        for buffer, before in buffers:
+            buffer.data.copy_(before)  # to autograd nothing has changed
 
 
 class Layout:

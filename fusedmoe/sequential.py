@@ -12,7 +12,7 @@ from fusedmoe.checks import integer, one_of
 from fusedmoe.fusion.log import say_once
 from fusedmoe.fusion.plan import Explanation
 from fusedmoe.kernels.options import DEFAULT, KernelOptions, Schedule
-from fusedmoe.layout import ChainPart, Layout
+from fusedmoe.layout import ChainPart, Layout, buffers_kept
 from fusedmoe.ops.amax_state import only_looking
 from fusedmoe.ops.op import Op, constant_in_graphs
 from fusedmoe.target import planned_for
@@ -175,7 +175,8 @@ class Sequential(nn.Sequential):
         """Return what `forward` would do with this call, and why: ``print`` it for a table.
 
         The backward pass is planned as autograd would want it here: nothing under ``torch.no_grad()``. Chains and
-        modules in front of another chain are run, to know what it gets; for delayed scaling that is no step.
+        modules in front of another chain are run, to know what it gets. For delayed scaling that is no step, and the
+        buffers of these modules stay as they were.
 
         Parameters
         ----------
@@ -201,7 +202,7 @@ class Sequential(nn.Sequential):
         named = layout.bind(x, inputs)
         if parameters is not None:
             layout.check_parameters(parameters)
-        with only_looking(), planned_for(arch) as asked:
+        with only_looking(), buffers_kept(layout.parts), planned_for(arch) as asked:
             if asked is not None and len(layout.parts) > 1:
                 from fusedmoe.shapes import explain_shapes
 

@@ -415,3 +415,19 @@ def test_strict_with_unavailable_under_torch_compile(dynamic):
         compiled(x, **named)
     with fm.strict():
         compiled(x, **named)
+
+
+@pytest.mark.parametrize("arch", [None, 90])
+def test_modules_between_chains_keep_their_buffers(arch):
+    """A norm that is in training must not count the call of `explain`, nor the rows that `fm.explain` makes up."""
+    norm = nn.BatchNorm1d(H, dtype=BF16)
+    chain = fm.Sequential(*experts(), norm, *experts())
+    x, inputs = call()
+    before = {name: (b, b.clone()) for name, b in norm.named_buffers()}
+    chain.explain(x, arch=arch, **inputs)
+    fm.explain(chain, arch=arch)
+    for name, b in norm.named_buffers():
+        assert b is before[name][0], name
+        assert torch.equal(b, before[name][1]), name
+    chain(x, **inputs)
+    assert norm.num_batches_tracked == 1
