@@ -285,7 +285,7 @@ def _fused(rule: type[FusionRule], devices: Iterable[torch.device]) -> Kernel:
 def _scaled_grouped_mm(gpu: Gpu) -> Kernel:
     name = f"torch FP8 grouped GEMM, {gpu.arch}"
     if multiplies_codes(torch.device("cuda", gpu.index)):
-        return Kernel(name, True, "E4M3, one scale a tensor or a row, for bf16; every other recipe is emulated")
+        return Kernel(name, True, "E4M3, one scale per tensor or per row, for bf16; every other recipe is emulated")
     return Kernel(name, False, f"torch has none for {gpu.arch}: every recipe but bf16 is emulated")
 
 

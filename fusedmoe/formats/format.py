@@ -170,7 +170,7 @@ class Format:
 
     def __str__(self) -> str:
         across, along = self.block
-        shape = f"{across}x{along}" if along is not None else "a tensor" if across is None else "a row"
+        shape = f"{across}x{along}" if along is not None else "per-tensor" if across is None else "per-row"
         return f"{self.name} {self.element} {shape}"
 
 
@@ -247,7 +247,7 @@ class Quantizer:
         Rotate tiles of 16 rows before quantizing along the rows, for the weight gradient: see
         `fusedmoe.formats.hadamard`.
     delayed : Delayed or None
-        Scales from steps before: for one scale a tensor.
+        Scales from steps before: for one scale per tensor.
     """
 
     format: Format
@@ -266,7 +266,7 @@ class Quantizer:
         if self.hadamard and (self.format.block[1] is None or self.format.block[0] != 1):
             raise InputError(f"Quantizer: hadamard: expected blocks of one row, got {self.format}")
         if self.delayed is not None and self.format.block != (None, None):
-            raise InputError(f"Quantizer: delayed: expected a format with one scale a tensor, got {self.format}")
+            raise InputError(f"Quantizer: delayed: expected a format with one scale per tensor, got {self.format}")
 
     def __str__(self) -> str:
         extras = [

@@ -4,8 +4,8 @@ Axes: R rows, E experts, K features in, N features out.
 
 A quantized operand stands for its dequantized values, and products are summed in fp32:
 
-- *native*: `F.scaled_grouped_mm` multiplies the codes. bf16 results of E4M3 by E4M3 with one scale a tensor or a row,
-  on GPUs of compute capability 9.0 and 10.0.
+- *native*: `F.scaled_grouped_mm` multiplies the codes. bf16 results of E4M3 by E4M3 with one scale per tensor or per
+  row, on GPUs of compute capability 9.0 and 10.0.
 - *emulated in bf16*, results that are bf16 on GPUs where `F.grouped_mm` has a kernel for it (9.x and 10.x): bf16 holds
   the codes times the scales of their blocks, exactly but for blocks with fp32 scales that are no powers of two. Their
   product is rounded to bf16, then multiplied by the scales of rows and tensors.
@@ -228,7 +228,7 @@ def _native_wgrad(dy: QuantizedTensor, x: QuantizedTensor) -> Tensor:
 
 
 def _scales(t: QuantizedTensor) -> Tensor:
-    assert t.factor is not None, "every format with a native product has one scale a tensor or a row"
+    assert t.factor is not None, "every format with a native product has one scale per tensor or per row"
     return t.factor
 
 

@@ -55,7 +55,7 @@ def quantize(
         Of rows sorted by expert: where each expert's rows end, (E,) int32. Nothing is shared between experts, blocks
         along the rows begin anew with each; rows that belong to none are not looked at, and become zeros.
     encode
-        For a format with one scale a tensor: what to multiply by, (E,) fp32, instead of what follows from ``x``.
+        For a format with one scale per tensor: what to multiply by, (E,) fp32, instead of what follows from ``x``.
     random_bits
         For stochastic rounding: uint8, one an element in the layout of the result's codes. Drawn where missing.
     generator
@@ -127,7 +127,7 @@ def _check(x: Tensor, axis: int, offsets: Tensor | None, format: Format, encode:
     if encode is None:
         return
     if format.block != (None, None):
-        raise InputError(f"quantize: encode: expected none for {format}, which has more than one scale a tensor")
+        raise InputError(f"quantize: encode: expected none for {format}, which has more than one scale per tensor")
     experts = x.shape[0] if x.dim() == 3 else 1 if offsets is None else offsets.shape[0]
     if tuple(encode.shape) != (experts,) or encode.dtype is not torch.float32:
         raise InputError(f"quantize: encode: expected ({experts},) float32, got {tuple(encode.shape)} {encode.dtype}")

@@ -82,7 +82,7 @@ class Dispatch(Op):
         if len(x.shape) != 2:
             raise self.reject("x", "shape (tokens, features)", x.shape)
         if len(expert_index.shape) != 2 or expert_index.shape[0] != x.shape[0]:
-            raise self.reject("expert_index", f"shape ({x.shape[0]}, experts a token)", expert_index.shape)
+            raise self.reject("expert_index", f"shape ({x.shape[0]}, experts per token)", expert_index.shape)
         if expert_index.dtype not in _INTEGERS:
             raise self.reject("expert_index", "integers", expert_index.dtype)
         if tuple(expert_weight.shape) != tuple(expert_index.shape):
@@ -177,7 +177,7 @@ class Combine(Op):
         rows = x.shape[0]
         if len(row_of_slot.shape) != 2 or row_of_slot.shape[0] * row_of_slot.shape[1] != rows:
             raise self.reject(
-                "row_of_slot", f"shape (tokens, experts a token) of {rows} slots, one a row", row_of_slot.shape
+                "row_of_slot", f"shape (tokens, experts per token) of {rows} slots, one per row", row_of_slot.shape
             )
         if tuple(slot_of_row.shape) != (rows,):
             raise self.reject("slot_of_row", f"shape ({rows},)", slot_of_row.shape)

@@ -266,7 +266,7 @@ class GroupedLinear(_LinearOp):
         shape = (self.num_groups, self.out_features, self.in_features)
         _check_parameters(self, x, weight, bias, shape)
         if offsets.shape[0] != self.num_groups:
-            raise self.reject("splits", f"shape ({self.num_groups},), one count an expert", offsets.shape)
+            raise self.reject("splits", f"shape ({self.num_groups},), one count per expert", offsets.shape)
         return TensorSpec((x.shape[0], self.out_features), x.dtype)
 
     def compute(self, x: Operand, weight: Operand, bias: Tensor | None, offsets: Tensor) -> Tensor:

@@ -225,4 +225,4 @@ def _check(op: LoRADown | LoRAUp, weight: SpecLike | None, shape: tuple[int, ...
     if weight is None or tuple(weight.shape) != shape:
         raise op.reject("weight", f"shape {shape}", None if weight is None else weight.shape)
     if offsets.shape[0] != op.num_groups:
-        raise op.reject("splits", f"shape ({op.num_groups},), one count an expert", offsets.shape)
+        raise op.reject("splits", f"shape ({op.num_groups},), one count per expert", offsets.shape)

@@ -50,7 +50,7 @@ class Scale(Op):
         if len(x.shape) < 2:
             raise self.reject("x", "shape (rows, ..., features)", x.shape)
         if tuple(scale.shape) != (x.shape[0],):
-            raise self.reject(self.name, f"shape ({x.shape[0]},), one value a row", scale.shape)
+            raise self.reject(self.name, f"shape ({x.shape[0]},), one value per row", scale.shape)
         self.check_floats("x", x.dtype)
         self.check_floats(self.name, scale.dtype)
         return TensorSpec(tuple(x.shape), x.dtype)

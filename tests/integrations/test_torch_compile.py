@@ -530,7 +530,7 @@ def test_threads_have_settings_of_their_own():
     ({"x": torch.zeros(ROWS, 15)}, r"0\.GroupedLinear.*x: expected shape \(rows, 16\), got \(12, 15\)"),
     ({"x": torch.zeros(ROWS, H, dtype=torch.float64)}, r"0\.GroupedLinear.*x: expected torch.float32, the dtype of we"),
     ({"x": torch.zeros(H)}, r"0\.GroupedLinear.*x: expected shape \(rows, 16\), got \(16,\)"),
-    ({"splits": torch.tensor([1, 2])}, r"0\.GroupedLinear.*splits: expected shape \(4,\), one count an expert"),
+    ({"splits": torch.tensor([1, 2])}, r"0\.GroupedLinear.*splits: expected shape \(4,\), one count per expert"),
     ({"probs": torch.zeros(ROWS)}, "no op takes the runtime input 'probs'; the inputs that ops take: 'splits'"),
 ])  # fmt: skip
 def test_wrong_arguments_are_named(wrong, message):

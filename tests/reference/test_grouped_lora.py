@@ -441,7 +441,7 @@ def test_arguments_that_do_not_fit():
         op(x[:, 1:], splits=SPLITS)
     with pytest.raises(fm.InputError, match=r"base_layer\.GroupedLinear.*x: expected torch.float64.*got torch.float32"):
         op(x.float(), splits=SPLITS)
-    with pytest.raises(fm.InputError, match=r"splits: expected shape \(4,\), one count an expert, got \(3,\)"):
+    with pytest.raises(fm.InputError, match=r"splits: expected shape \(4,\), one count per expert, got \(3,\)"):
         op(x, splits=SPLITS[:3])
     with pytest.raises(fm.InputError, match="runtime input 'splits' is missing"):
         op(x)

@@ -202,7 +202,7 @@ def test_the_format_of_a_layer_with_a_recipe_of_its_own():
 def test_delayed_scaling_is_named():
     with fm.recipe(FP8Tensor(delayed=Delayed())):
         formats = only_plan(experts(), rows(20, 32), splits=splits(4, 20)).formats
-    assert list(formats) == ["fp8 e4m3 a tensor, delayed", "fp8 e5m2 a tensor, delayed"]
+    assert list(formats) == ["fp8 e4m3 per-tensor, delayed", "fp8 e5m2 per-tensor, delayed"]
 
 
 def test_ops_that_are_written_out_say_what_they_quantize():
@@ -215,7 +215,7 @@ def test_ops_that_are_written_out_say_what_they_quantize():
         [
             ("nvfp4 e2m1 16x16", ("0:weight",)),
             ("mxfp8 e4m3 1x32", ("0:input", "2:input")),
-            ("fp8 e4m3 a row", ("0:grad",)),
+            ("fp8 e4m3 per-row", ("0:grad",)),
         ],
     )
 

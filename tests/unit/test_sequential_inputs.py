@@ -103,7 +103,7 @@ def test_rows_without_dimensions():
 @pytest.mark.parametrize(
     ("splits", "text"),
     [
-        (torch.tensor([3, 4]), "expected shape (3,), one count an expert, got (2,)"),
+        (torch.tensor([3, 4]), "expected shape (3,), one count per expert, got (2,)"),
         (torch.tensor([[3, 0, 4]]), "expected shape (experts,), got (1, 3)"),
         (torch.tensor(7), "expected shape (experts,), got ()"),
         (torch.tensor([3.0, 0, 4]), "expected integers, rows per expert, got torch.float32"),
@@ -121,8 +121,8 @@ def test_wrong_splits(splits, text):
 def test_wrong_shape_and_dtype_of_a_scale():
     chain, x = experts(scale=True), rows()
     for probs, text in [
-        (torch.ones(8), "2.Scale: Scale('probs'): probs: expected shape (9,), one value a row, got (8,)"),
-        (torch.ones(9, 1), "2.Scale: Scale('probs'): probs: expected shape (9,), one value a row, got (9, 1)"),
+        (torch.ones(8), "2.Scale: Scale('probs'): probs: expected shape (9,), one value per row, got (8,)"),
+        (torch.ones(9, 1), "2.Scale: Scale('probs'): probs: expected shape (9,), one value per row, got (9, 1)"),
         (torch.ones(9, dtype=torch.int64), "2.Scale: Scale('probs'): probs: expected a floating-point dtype"),
     ]:
         refused(text, chain, x, **inputs(), probs=probs)
