@@ -79,8 +79,13 @@ def run(options: BenchOptions, timer: Timer | None = None, peers: tuple[Peer, ..
             timer = timer or (GpuTimer(device, reps) if device.type == "cuda" else CpuTimer(reps))
             rows = measure(work, timer, taking_part, advance)
         planned = plan(work)
-    except torch.OutOfMemoryError as error:
-        raise InputError("the GPU's memory is full: give fewer --tokens") from error
+    except (RuntimeError, TypeError) as error:
+        if not _is_lack_of_memory(error):
+            raise
+        memory = "GPU" if device.type == "cuda" else "machine"
+        raise InputError(
+            f"these sizes do not fit the memory of the {memory}: give smaller ones, such as fewer --tokens"
+        ) from error
     load = work.load()
     spread = {"least": int(load.min()), "median": int(load.median()), "most": int(load.max())}
     head = {"machine": machine(device), "fusedmoe": __version__, "versions": versions()}
@@ -101,6 +106,12 @@ def run(options: BenchOptions, timer: Timer | None = None, peers: tuple[Peer, ..
         if recipe != BF16:
             print(f"\nOnly {OURS} runs under {recipe.name}; its weights are quantized in every call.")
     return 0 if any(row.name == OURS and row.ms is not None for row in rows) else 1
+
+
+def _is_lack_of_memory(error: Exception) -> bool:
+    """Whether torch has no memory for a tensor; on a CPU, or for sizes beyond 64 bits, only the message says so."""
+    said = ("can't allocate memory", "not enough memory", "overflow")
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error).lower() for text in said)
 
 
 def _method(device: torch.device, reps: int) -> str:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, and where to look."""
 
     def error(self, message: str) -> NoReturn:
@@ -65,7 +65,7 @@ def _dispatch(arguments: list[str]) -> int:
         from fusedmoe import doctor
 
         return doctor.main(arguments[1:])
-    parser = _Parser(
+    parser = Parser(
         prog="fusedmoe",
         description="Fused kernels for training Mixture-of-Experts models.",
         allow_abbrev=False,
@@ -121,11 +121,15 @@ def _dispatch(arguments: list[str]) -> int:
         return _compile(compile_, arguments[1:])
     if arguments[:1] == ["tune"]:
         return _tune(tune, arguments[1:])
+    if arguments and not arguments[0].startswith("-"):
+        close = difflib.get_close_matches(arguments[0], commands.choices, n=1)
+        hint = f" (did you mean {close[0]}?)" if close else f": expected one of {', '.join(commands.choices)}"
+        parser.error(f"unknown command {arguments[0]}{hint}")
     _, unknown = parser.parse_known_args(arguments)  # ends here with --help, --version, or an error
     return parser.refuse(unknown or arguments)
 
 
-def _demo(parser: _Parser, arguments: list[str]) -> int:
+def _demo(parser: Parser, arguments: list[str]) -> int:
     from fusedmoe.demo import options
     from fusedmoe.demo.errors import DemoError
 
@@ -149,25 +153,25 @@ def _demo(parser: _Parser, arguments: list[str]) -> int:
         return error.exit_code
 
 
-def _compile(parser: _Parser, arguments: list[str]) -> int:
+def _compile(parser: Parser, arguments: list[str]) -> int:
     from fusedmoe import compile_cli as command
 
     return _run(parser, arguments, command, command.CompileOptions, "; the kernels built so far stay in the cache")
 
 
-def _tune(parser: _Parser, arguments: list[str]) -> int:
+def _tune(parser: Parser, arguments: list[str]) -> int:
     from fusedmoe import tune_cli as command
 
     return _run(parser, arguments, command, command.TuneOptions, "; the products measured so far are kept")
 
 
-def _bench(parser: _Parser, arguments: list[str]) -> int:
+def _bench(parser: Parser, arguments: list[str]) -> int:
     from fusedmoe import bench_cli as command
 
     return _run(parser, arguments, command, command.BenchOptions)
 
 
-def _explain(parser: _Parser, arguments: list[str]) -> int:
+def _explain(parser: Parser, arguments: list[str]) -> int:
     from fusedmoe import explain_cli as command
 
     return _run(parser, arguments, command, command.ExplainOptions)
@@ -182,7 +186,7 @@ class _Command(Protocol):
 
 
 def _run(
-    parser: _Parser, arguments: list[str], command: _Command, options: Callable[..., Any], interrupted: str = ""
+    parser: Parser, arguments: list[str], command: _Command, options: Callable[..., Any], interrupted: str = ""
 ) -> int:
     """Parse the arguments into the options of a subcommand and run it; ``interrupted`` is said after a Ctrl-C."""
     from fusedmoe.errors import InputError

@@ -22,6 +22,7 @@ from fusedmoe.errors import InputError
 from fusedmoe.kernels import cache, compiler
 from fusedmoe.kernels.compiler import Kernel
 from fusedmoe.progress import counted
+from fusedmoe.target import checked_arch
 
 __all__ = ["CompileOptions", "Outcome", "add_arguments", "run"]
 
@@ -50,9 +51,11 @@ class Outcome(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command to its parser."""
-    parser.add_argument("--arch", default=CompileOptions.arch, help="architecture to build for (default: %(default)s)")
+    parser.add_argument(
+        "--arch", default=CompileOptions.arch, help="architecture to build for, such as 90 (default: %(default)s)"
+    )
     parser.add_argument("--list", action="store_true", help="list kernels, cached or not; build nothing")
-    parser.add_argument("--only", metavar="PATTERN", help="kernels whose name matches, such as 'sm90_wgrad_*'")
+    parser.add_argument("--only", metavar="PATTERN", help="kernels whose name matches, such as 'sm90_ragged_k_*'")
     parser.add_argument(
         "--jobs", metavar="N", type=int, help="processes to build in; 1: in this one (default: one for each CPU)"
     )
@@ -75,9 +78,10 @@ def run(options: CompileOptions) -> int:
         raise InputError(f"--jobs {options.jobs}: must be 1 or more")
     if options.cache_dir == "":
         raise InputError("--cache-dir: the name is empty")
-    everything = shipped(options.arch)
+    arch = f"sm_{checked_arch(options.arch, '--arch')}a"
+    everything = shipped(arch)
     if not everything:
-        print(f"fusedmoe {__version__} ships no kernels for {options.arch}")
+        print(f"fusedmoe {__version__} ships no kernels for {arch}")
         return 0
     kernels = [k for k in everything if options.only is None or fnmatch.fnmatchcase(k.symbol, options.only)]
     if not kernels:
@@ -101,7 +105,7 @@ def run(options: CompileOptions) -> int:
             print(f"{outcome.symbol:<{width}}  {outcome.status:<14}{seconds}".rstrip(), flush=True)
             outcomes.append(outcome)
             advance(outcome.symbol)
-    return _summarize(outcomes, f"{options.arch} in {folder}", time.perf_counter() - begin)
+    return _summarize(outcomes, f"{arch} in {folder}", time.perf_counter() - begin)
 
 
 def _folder(root: str | None) -> Path:

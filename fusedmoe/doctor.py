@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import os
@@ -15,6 +14,7 @@ from importlib import metadata
 import torch
 
 import fusedmoe
+from fusedmoe.cli import Parser
 from fusedmoe.environment import disabled_by_environment
 from fusedmoe.extras import install_command
 from fusedmoe.formats.products import multiplies_codes
@@ -151,13 +151,15 @@ def kernel_lines(gpus: Sequence[Gpu]) -> tuple[Kernel, ...]:
 
 def main(argv: list[str] | None = None) -> int:
     """Run ``fusedmoe doctor``: print the report, as text or with ``--json`` as JSON."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="fusedmoe doctor",
         description="Say what this machine has, which kernels are available, and why the others are not.",
         allow_abbrev=False,
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    options = parser.parse_args(argv)
+    options, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parser.refuse(unknown)
     report = doctor()
     print(json.dumps(dataclasses.asdict(report), indent=2) if options.json else report)
     return 0

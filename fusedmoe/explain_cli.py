@@ -32,6 +32,7 @@ __all__ = ["ExplainOptions", "add_arguments", "run"]
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _SIZES = ("hidden", "intermediate", "experts", "top_k")
+_MOST_TOKENS, _MOST_NUMBERS = 1 << 40, 1 << 56  # what torch can count the bytes of, with much to spare
 _AUTO_CLASSES = {  # the classes of transformers that build a model, the first that knows the configuration
     "AutoModelForCausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING",
     "AutoModelForMultimodalLM": "MODEL_FOR_MULTIMODAL_LM_MAPPING",
@@ -102,9 +103,11 @@ def run(options: ExplainOptions) -> int:
     fusedmoe.InputError
         An option has a value that it cannot have.
     """
-    arch = checked_arch(options.arch)
+    arch = checked_arch(options.arch, "--arch")
     if options.tokens < 1:
         raise InputError(f"--tokens {options.tokens}: must be 1 or more")
+    if options.tokens > _MOST_TOKENS:
+        raise InputError(f"--tokens {options.tokens}: must be at most 2^40")
     with settings.recipe(options.recipe):
         try:
             title, model, not_planned = _model(options)
@@ -136,6 +139,8 @@ def _model(options: ExplainOptions) -> tuple[str, nn.Module, str]:
         more = f"the layer lacks {', '.join(missing)}" if given else f"or a layer by {', '.join(missing)}"
         raise InputError(f"expected CONFIG, {more}")
     hidden, intermediate, experts, top_k = (int(sizes[name]) for name in _SIZES)
+    if max(options.tokens * top_k, 2 * experts * intermediate) * max(hidden, 2 * intermediate) > _MOST_NUMBERS:
+        raise InputError("the layer would have tensors of more than 2^56 numbers: give smaller sizes")
     dtype, activation = options.dtype or "bfloat16", options.activation or "swiglu"
     layer = MoE(hidden, intermediate, experts, top_k, activation=activation, device="meta", dtype=_DTYPES[dtype])
     title = f"MoE layer, hidden {hidden}, intermediate {intermediate}, {experts} experts, top {top_k}, {activation}"

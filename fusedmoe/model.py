@@ -127,7 +127,7 @@ class ModelExplanation:
 
 
 def explain(
-    model: nn.Module, tokens: int = 4096, arch: int | None = None, dtype: torch.dtype | None = None
+    model: nn.Module, tokens: int = 4096, arch: int | str | None = None, dtype: torch.dtype | None = None
 ) -> ModelExplanation:
     """Return what every part of a model that runs on `fusedmoe` will do with a call, and why: ``print`` it for a table.
 
@@ -145,8 +145,8 @@ def explain(
         Tokens to plan for; rows, of what is called with rows that are sorted already: a `Sequential` without
         `Dispatch`, experts of torchtitan and of Megatron-Core.
     arch
-        Plan for an NVIDIA GPU of this architecture, 90 for sm_90, in place of the device of the weights. No GPU need be
-        there, and the model may be on the meta device.
+        Plan for an NVIDIA GPU of this architecture, 90 or "sm_90", in place of the device of the weights. No GPU need
+        be there, and the model may be on the meta device.
     dtype
         With ``arch``: plan as if rows and parameters were in this dtype, as `torch.autocast` has it. The table says so.
     """

@@ -505,7 +505,7 @@ class MoE(Checked, nn.Module):
                 "one: make the layer with bias=True"
             )
 
-    def explain(self, x: Tensor, arch: int | None = None) -> Explanation:
+    def explain(self, x: Tensor, arch: int | str | None = None) -> Explanation:
         """Return the plan of the experts' chain for this input; ``print`` it for a table. The router runs.
 
         ``arch`` is that of `Sequential.explain`: 90 for what an sm_90 GPU would run.

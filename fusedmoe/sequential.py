@@ -183,8 +183,8 @@ class Sequential(nn.Sequential):
         x, **inputs
             As for `forward`.
         arch
-            An integer: plan for an NVIDIA GPU of this architecture, 90 for sm_90, in place of x's device. No GPU need
-            be there. No chain runs; modules in front of another chain are called on tensors without memory. x and the
+            Plan for an NVIDIA GPU of this architecture, 90 or "sm_90", in place of x's device. No GPU need be
+            there. No chain runs; modules in front of another chain are called on tensors without memory. x and the
             inputs may be on the meta device.
 
         Raises

@@ -72,8 +72,10 @@ def has_no_memory(t: torch.Tensor) -> bool:
     return isinstance(t, FakeTensor)
 
 
-def checked_arch(arch: object) -> int:
+def checked_arch(arch: object, name: str = "explain: arch") -> int:
     """Return an architecture as a number: of ``90``, ``"90"``, ``"sm_90"`` and ``"sm_90a"``.
+
+    ``name`` is what errors call it.
 
     Raises
     ------
@@ -86,5 +88,5 @@ def checked_arch(arch: object) -> int:
     except TypeError:
         number = -1
     if not 50 <= number < 200:
-        raise InputError(f"explain: arch: expected a number such as 90, for sm_90 (H100, H200), got {arch!r}")
+        raise InputError(f"{name}: expected a number such as 90, for sm_90 (H100, H200), got {arch!r}")
     return number

@@ -106,7 +106,7 @@ def measure(work: Work, timer: Timer, peers: Iterable[Peer] = PEERS, advance: Ad
 
 
 def plan(work: Work) -> str:
-    """Return how many steps of ours are fused, as ``explain`` counts them."""
+    """Return how many steps of ours are fused, as ``explain`` counts them, and each reason why others are not."""
     with settings.recipe(work.recipe):
         explanation = our_layer(work).explain(work.x.detach().requires_grad_())
     parts = []
@@ -114,7 +114,7 @@ def plan(work: Work) -> str:
         steps = [step for step in explanation.steps if step.direction == direction]
         parts.append(f"{direction} {sum(step.rule is not None for step in steps)} of {len(steps)} steps fused")
     misses = [step.nearest_miss.reason for step in explanation.steps if step.nearest_miss is not None]
-    why = f" ({misses[0]})" if misses else ""
+    why = f" ({'; '.join(dict.fromkeys(misses))})" if misses else ""
     return ", ".join(parts) + why
 
 

@@ -36,8 +36,11 @@ def configure(value: str | None = None) -> None:
     for area in areas:
         name, _, level = area.partition(":")
         if name != "fusion" or level not in ("", "info", "debug"):
-            message = "FUSEDMOE_LOG: expected 'fusion' or 'fusion:debug', got %r; it is passed over"
-            say_once(logging.getLogger(__name__), logging.WARNING, message, area)
+            from fusedmoe.environment import did_you_mean  # which imports this module
+
+            message = "FUSEDMOE_LOG: expected 'fusion' or 'fusion:debug', got %r; it is passed over%s"
+            hint = did_you_mean(area, ("fusion", "fusion:debug"))
+            say_once(logging.getLogger(__name__), logging.WARNING, message, area, hint)
             continue
         logger = logging.getLogger("fusedmoe.fusion")
         logger.setLevel(logging.DEBUG if level == "debug" else logging.INFO)

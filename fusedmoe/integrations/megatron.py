@@ -145,7 +145,7 @@ class FusedGroupedMLP(nn.Module):
         x, inputs = permuted_local_hidden_states, self._inputs(permuted_local_hidden_states, tokens_per_expert)
         return self._ops().explain(x, probs=permuted_probs, **inputs)
 
-    def explain_rows(self, rows: int, arch: int | None = None) -> Explanation:
+    def explain_rows(self, rows: int, arch: int | str | None = None) -> Explanation:
         """Return what `forward` does with so many evenly routed rows, and why: what ``fm.explain`` of a model asks.
         ``arch`` is that of `Sequential.explain`: 90 for what an sm_90 GPU would run.
 

@@ -94,7 +94,7 @@ class FusedGroupedExperts(GroupedExperts):  # type: ignore[misc]
         parameters = self._chain_parameters()
         return self._chain(parameters).explain_with(parameters, x_RD.bfloat16(), splits=num_tokens_per_expert_E)
 
-    def explain_rows(self, rows: int, arch: int | None = None) -> Explanation:
+    def explain_rows(self, rows: int, arch: int | str | None = None) -> Explanation:
         """Return what `forward` does with so many evenly routed rows, and why: what ``fm.explain`` of a model asks.
 
         They are on the device of the parameters, and want gradients unless those are switched off. Of a DTensor, this

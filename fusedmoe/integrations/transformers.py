@@ -108,7 +108,9 @@ def experts_forward(
     return y.to(hidden_states.dtype)
 
 
-def explain(module: nn.Module, tokens: int = 4096, top_k: int | None = None, arch: int | None = None) -> Explanation:
+def explain(
+    module: nn.Module, tokens: int = 4096, top_k: int | None = None, arch: int | str | None = None
+) -> Explanation:
     """Return what an experts module does with a call of ``tokens`` tokens that are routed evenly: ``print`` it.
 
     Parameters

@@ -265,10 +265,39 @@ def test_interleaved_weights_are_the_work():
     assert torch.equal(candidate.leaves.weight1[:, 1], w.weight1[:, SIZES["intermediate"]])
 
 
-def test_out_of_memory_says_what_to_do(monkeypatch):
+@pytest.mark.parametrize(("device", "memory"), [("cuda", "GPU"), ("cpu", "machine")])
+def test_out_of_memory_says_what_to_do(device, memory, monkeypatch):
     def full(*arguments):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(bench_cli, "Work", full)
-    with pytest.raises(InputError, match="the GPU's memory is full: give fewer --tokens"):
+    monkeypatch.setattr(bench_cli, "_device", lambda options: torch.device(device))
+    with pytest.raises(InputError, match=f"these sizes do not fit the memory of the {memory}: give smaller ones"):
+        bench_cli.run(bench_cli.BenchOptions(**SIZES))
+
+
+@pytest.mark.parametrize("hidden", [1 << 44, 1 << 62, 1 << 63], ids=["memory", "bytes", "an integer"])
+def test_sizes_beyond_the_memory_of_a_cpu_are_one_line(hidden, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", *ARGUMENTS, "--hidden", str(hidden), "--device", "cpu"])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "these sizes do not fit the memory of the machine: give smaller ones" in line
+
+
+def test_other_errors_are_no_lack_of_memory(monkeypatch):
+    def broken(*arguments):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(bench_cli, "Work", broken)
+    with pytest.raises(RuntimeError, match="a bug"):
         bench_cli.run(bench_cli.BenchOptions(**SIZES, device="cpu"))
+
+
+@pytest.mark.usefixtures("builtin_rules")
+def test_the_plan_gives_every_reason_once():
+    """Under a recipe without kernels, the products would run unfused on any GPU."""
+    assert measure.plan(work()).endswith(" steps fused (needs an sm_90 GPU, this device is cpu)")
+    assert measure.plan(work(recipe="mxfp8", hidden=64, intermediate=32)).endswith(
+        " steps fused (needs an sm_90 GPU, this device is cpu; no fused kernel for mxfp8 e4m3 1x32 operands yet)"
+    )

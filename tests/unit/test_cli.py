@@ -86,7 +86,8 @@ def test_unknown_options_are_named_with_the_nearest_known_one(capsys):
 
 def test_no_command_and_an_unknown_one(capsys):
     assert "COMMAND" in refused(capsys)
-    assert "train" in refused(capsys, "train")
+    assert "unknown command train: expected one of doctor, demo, " in refused(capsys, "train")
+    assert "unknown command explian (did you mean explain?)" in refused(capsys, "explian", "--strict")
 
 
 def test_bad_values(capsys, tmp_path):
@@ -96,6 +97,10 @@ def test_bad_values(capsys, tmp_path):
     assert "--activation" in refused(capsys, "demo", "--activation", "tanh", *output)
     assert "--eval-interval 0: must be 1 or more" in refused(capsys, "demo", "--eval-interval", "0", *output)
     assert not (tmp_path / "out").exists()
+
+
+def test_doctor_names_the_nearest_option(capsys):
+    assert "fusedmoe doctor: error: unknown option --jsn (did you mean --json?)" in refused(capsys, "doctor", "--jsn")
 
 
 def test_doctor_gets_the_arguments_after_its_name(monkeypatch):

@@ -86,6 +86,10 @@ def test_an_architecture_without_kernels(capsys):
     ([*LAYER, "--recipe", "fp7"], "fp7"),
     ([*LAYER, "--dtype", "int8"], "invalid choice: 'int8'"),
     ([*LAYER, "--top-k", "200"], "top_k: expected 1 to num_experts=128, got 200"),
+    ([*LAYER, "--tokens", str(1 << 62)], f"--tokens {1 << 62}: must be at most 2^40"),
+    ([*LAYER, "--hidden", str(1 << 63)], "tensors of more than 2^56 numbers: give smaller sizes"),
+    ([*LAYER, "--hidden", str(1 << 40), "--intermediate", str(1 << 40)], "tensors of more than 2^56 numbers"),
+    ([*LAYER, "--tokens", str(1 << 40), "--hidden", str(1 << 20)], "tensors of more than 2^56 numbers"),
     ([*LAYER, "--strickt"], "unknown option --strickt (did you mean --strict?)"),
 ])  # fmt: skip
 def test_wrong_options(capsys, arguments, message):

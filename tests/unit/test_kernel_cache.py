@@ -4,10 +4,12 @@ A function that came out of an object file refuses tensors that are not on a GPU
 shows, without a GPU, which kernel it is.
 """
 
+import fnmatch
 import json
 import logging
 import os
 import pickle
+import re
 import signal
 import socket
 import subprocess
@@ -688,6 +690,32 @@ def test_the_shipped_list():
         assert pickle.loads(pickle.dumps(kernel)) == kernel
     with pytest.raises(fusedmoe.InputError, match="'sm_80': expected one of sm_90a"):
         shipped.shipped("sm_80")
+
+
+def test_patterns_in_the_help_and_the_pages_match_shipped_kernels(capsys):
+    with pytest.raises(SystemExit):
+        main(["compile", "--help"])
+    pages = [path.read_text("utf-8") for path in (Path(__file__).parents[2] / "docs").rglob("*.md")]
+    patterns = re.findall(r"'(sm90_\w*\*\w*)'", "".join([capsys.readouterr().out, *pages]))
+    assert len(patterns) >= 2
+    symbols = [kernel.symbol for kernel in shipped.shipped("sm_90a")]
+    assert [pattern for pattern in patterns if not fnmatch.filter(symbols, pattern)] == []
+
+
+@pytest.mark.parametrize("arch", ["90", "sm_90", "SM_90a", "sm_90a"])
+def test_an_architecture_is_named_as_for_explain(arch, capsys):
+    assert main(["compile", "--list", "--arch", arch, "--only", "sm90_offsets*"]) == 0
+    assert lines(capsys)[0][0].startswith("sm90_offsets")
+
+
+@pytest.mark.parametrize(("arch", "message"), [
+    ("100", "arch 'sm_100a': expected one of sm_90a"),
+    ("h100", "--arch: expected a number such as 90, for sm_90 (H100, H200), got 'h100'"),
+])  # fmt: skip
+def test_an_architecture_without_kernels_is_refused(arch, message, capsys):
+    with pytest.raises(SystemExit):
+        main(["compile", "--arch", arch])
+    assert message in lines(capsys)[1][0]
 
 
 def test_compile_command(ships, capsys, monkeypatch):

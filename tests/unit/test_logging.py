@@ -139,10 +139,15 @@ def test_every_record_has_arguments_not_a_formatted_text(caplog):
     assert all(r.args for r in caplog.records)
 
 
-@pytest.mark.parametrize("value", ["fusion:trace", "fusoin", "kernels", "1"])
-def test_a_bad_value_lists_the_good_ones(caplog, value):
+@pytest.mark.parametrize(("value", "nearest"), [
+    ("fusion:trace", "fusion:debug"), ("fusoin", "fusion"), ("fusoin:debug", "fusion:debug"), ("kernels", ""),
+    ("1", ""),
+])  # fmt: skip
+def test_a_bad_value_lists_the_good_ones_and_the_nearest(caplog, value, nearest):
     configure(value)
-    assert messages(caplog) == [f"FUSEDMOE_LOG: expected 'fusion' or 'fusion:debug', got {value!r}; it is passed over"]
+    hint = f"; did you mean {nearest!r}?" if nearest else ""
+    expected = f"FUSEDMOE_LOG: expected 'fusion' or 'fusion:debug', got {value!r}; it is passed over{hint}"
+    assert messages(caplog) == [expected]
 
 
 def test_a_pattern_that_matches_no_rule_is_said_once_with_the_nearest(caplog):

@@ -1,10 +1,13 @@
 """What a type checker knows of calls; `make lint` checks this file, nothing runs it."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from typing_extensions import assert_type
 
 import fusedmoe as fm
+from fusedmoe.fusion.plan import Explanation
 from fusedmoe.moe import Routing
 
 
@@ -16,6 +19,9 @@ def calls_of_a_layer(moe: fm.MoE, x: Tensor, flag: bool) -> None:
     assert_type(moe.forward(x), Tensor)
     assert_type(moe.forward(x, return_stats=True), tuple[Tensor, fm.MoEStats])
     assert_type(moe.router(x), Routing)
+    assert_type(fm.explain(moe, arch="sm_90").plans, tuple[Any, ...])
+    assert_type(moe.explain(x, arch=90), Explanation)
+    assert_type(moe.explain(x, arch="sm_90"), Explanation)
     moe(x, return_stats="yes")  # type: ignore[call-overload]
 
 
