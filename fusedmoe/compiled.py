@@ -42,7 +42,7 @@ from fusedmoe.kernels.options import DEFAULT, KernelOptions
 from fusedmoe.layout import ChainPart
 from fusedmoe.ops.op import Node, Op, constant_in_graphs
 from fusedmoe.recompute import backward_pass, checkpointing, had_gradients
-from fusedmoe.sorted_rows import ModuleCall, call_module
+from fusedmoe.sorted_rows import ModuleCall, call_module, why_no_rows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -106,6 +106,8 @@ def run_sequential(
     for part in parts:
         if isinstance(part, TracedModule):
             x, counted = call_module(_at(root, part.path), x, named, part.call, counted)
+            if wrong := why_no_rows(x, part.call):
+                _refuse(wrong)
         else:
             chain = part.chain if counted else part.apart
             own = [getattr(_at(root, path), name) for path, name, _ in chain.parameters]

@@ -15,7 +15,6 @@ from fusedmoe.fusion.planner import make_plan
 from fusedmoe.fusion.signature import NOMINAL_ROWS, spec_of
 from fusedmoe.kernels.options import DEFAULT
 from fusedmoe.layout import ChainPart
-from fusedmoe.sorted_rows import call_module
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,7 +38,7 @@ def run_sequential(
             x = _run_chain(part.chain_for(counted), x, named, parameters)
             counted = counted or part.sorts_rows
         else:
-            x, counted = call_module(part.module, x, named, part.call, counted)
+            x, counted = part.run(x, named, DEFAULT, parameters, counted)
     return x
 
 

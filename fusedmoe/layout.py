@@ -16,7 +16,7 @@ from fusedmoe.chain import Chain, check_inputs, check_names
 from fusedmoe.errors import InputError
 from fusedmoe.fusion.graph import Graph, first_takers_of_offsets
 from fusedmoe.ops.op import Node, Op
-from fusedmoe.sorted_rows import Boundary, ModuleCall, accepts_splits, boundaries, call_module, module_call
+from fusedmoe.sorted_rows import Boundary, ModuleCall, accepts_splits, boundaries, call_module, module_call, why_no_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -90,8 +90,17 @@ class ModulePart:
     def run(
         self, x: Tensor, named: dict[str, Tensor], options: KernelOptions, parameters: Parameters | None, counted: bool
     ) -> tuple[Tensor, bool]:
-        """Call it as `call_module` does. It has options of its own, where it has any."""
-        return call_module(self.module, x, named, self.call, counted)
+        """Call it as `call_module` does. It has options of its own, where it has any.
+
+        Raises
+        ------
+        InputError
+            It returned no tensor, and an op comes after it.
+        """
+        y, counted = call_module(self.module, x, named, self.call, counted)
+        if wrong := why_no_rows(y, self.call):
+            raise InputError(wrong)
+        return y, counted
 
 
 @contextmanager
@@ -174,7 +183,8 @@ class Layout:
                 self.parts.append(_chain_part(_nodes(group), exports, shared[i], before, first=not i))
             else:
                 (member,) = group
-                call = module_call(member.module, tuple(takes[i]), tuple(provides), around[i], first=not i)
+                gives_rows = _gives_rows(member, groups[i + 1][0]) if i + 1 < len(groups) else ""
+                call = module_call(member.module, tuple(takes[i]), tuple(provides), around[i], not i, gives_rows)
                 self.parts.append(ModulePart(member.label, member.module, call))
         self.may_be_sorted = self.may_be_sorted and "splits" not in self.wanted
         self._names = self.wanted.keys()
@@ -272,6 +282,14 @@ def _shared_rows(group: Sequence[Member], among: Sequence[Boundary]) -> dict[int
     for boundary in among:
         found.setdefault(boundary.rows - among[0].rows, boundary.taker)
     return {rows: taker for rows, taker in found.items() if taker is not None and rows not in own}
+
+
+def _gives_rows(member: Member, after: Member) -> str:
+    """Return `ModuleCall.gives_rows` of a module."""
+    if not after.joins:
+        return ""
+    here, there = (f"{m.label}.{type(m.module).__name__}" for m in (member, after))
+    return f"{here}: output: expected a tensor, the rows for {there}"
 
 
 def _chain_part(

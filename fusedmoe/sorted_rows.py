@@ -96,6 +96,8 @@ class ModuleCall(NamedTuple):
         It takes ``splits`` only if its rows are sorted (`Linear`, `Quantize`, a `Sequential` of such).
     masks_input, masks_output : bool
         Zero the rows that belong to no expert before the call, and after it.
+    gives_rows : str
+        The module and the op after it, for the error where no tensor comes out; empty where no op comes after it.
     """
 
     takes: tuple[str, ...]
@@ -106,10 +108,16 @@ class ModuleCall(NamedTuple):
     offered_splits: bool = False
     masks_input: bool = False
     masks_output: bool = False
+    gives_rows: str = ""
 
 
 def module_call(
-    module: nn.Module, takes: tuple[str, ...], provides: tuple[str, ...], around: Sequence[Boundary], first: bool
+    module: nn.Module,
+    takes: tuple[str, ...],
+    provides: tuple[str, ...],
+    around: Sequence[Boundary],
+    first: bool,
+    gives_rows: str,
 ) -> ModuleCall:
     """Return how to call a module with these rows before and after it; ``first``: no other part comes before it."""
     before, after = around
@@ -123,6 +131,7 @@ def module_call(
         offered_splits=sorted_rows and "splits" not in takes and accepts_splits(module),
         masks_input=sorted_rows and first,  # rows that come from another part have zeros there
         masks_output=after.taker is not None,
+        gives_rows=gives_rows,
     )
 
 
@@ -158,6 +167,13 @@ def call_module(module: Any, x: Any, named: dict[str, Tensor], call: ModuleCall,
     elif counted:
         counted = _are_rows(x) and _are_rows(y) and x.shape[0] == y.shape[0]
     return _without_tail(y, named) if call.masks_output and counted else y, counted
+
+
+def why_no_rows(y: Any, call: ModuleCall) -> str | None:
+    """Return what is wrong with the output of a module that an op comes after; None if it is a tensor."""
+    if not call.gives_rows or isinstance(y, Tensor):
+        return None
+    return f"Sequential: {call.gives_rows}, got {type(y).__name__}; wrap the module in one that returns the rows alone"
 
 
 def _are_rows(x: Any) -> bool:

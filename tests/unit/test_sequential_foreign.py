@@ -1,5 +1,7 @@
 """Foreign modules in a `Sequential`: they split the chain, and values that ops provide cross the split."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -118,3 +120,43 @@ def test_a_foreign_module_gets_the_rows_alone():
 
     chain = fm.Sequential(fm.GroupedLinear(E, H, H, dtype=torch.float64), Rows())
     assert chain(rows(), **inputs()).shape == (9, H)
+
+
+class Returning(nn.Module):
+    def __init__(self, give):
+        super().__init__()
+        self.give = give
+
+    def forward(self, x):
+        return self.give(x)
+
+
+@pytest.mark.parametrize(
+    ("module", "named"),
+    [
+        (nn.GRU(4, 4), "GRU: output: expected a tensor, the rows for 2.{}, got tuple"),
+        (Returning(lambda x: None), "Returning: output: expected a tensor, the rows for 2.{}, got NoneType"),
+        (Returning(lambda x: [x]), "Returning: output: expected a tensor, the rows for 2.{}, got list"),
+    ],
+    ids=["tuple", "None", "list"],
+)
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("backend", [None, "eager"])
+def test_a_module_that_returns_no_tensor_to_an_op_is_named(module, named, grouped, backend):
+    """The op failed with an AttributeError of the tuple."""
+    torch._dynamo.reset()
+    make = (lambda: fm.GroupedLinear(2, 4, 4)) if grouped else (lambda: fm.Linear(4, 4))
+    given = {"splits": torch.tensor([1, 2])} if grouped else {}
+    chain, x = fm.Sequential(make(), module, make()), torch.randn(3, 4)
+    call = chain if backend is None else torch.compile(chain, backend=backend)
+    with pytest.raises(fm.InputError, match=re.escape("Sequential: 1." + named.format(type(chain[2]).__name__))):
+        call(x, **given)
+
+
+def test_modules_may_hand_anything_to_each_other_and_to_the_caller():
+    pair = Returning(lambda x: (x, 2 * x))
+    x = torch.randn(3, 4)
+    total = fm.Sequential(fm.SquaredReLU(), pair, Returning(sum), fm.SquaredReLU())
+    torch.testing.assert_close(total(x), (3 * x.clamp(min=0) ** 2) ** 2)
+    last = fm.Sequential(fm.SquaredReLU(), pair)(x)
+    torch.testing.assert_close(last, (x.clamp(min=0) ** 2, 2 * x.clamp(min=0) ** 2))
