@@ -159,8 +159,8 @@ def _transformers_model(name: str, dtype: str | None) -> tuple[str, nn.Module, s
         raise ConfigError(f"{name}: {_TRANSFORMERS} ({error})") from error
     config = _config(name)
     dtype_ = _DTYPES[dtype] if dtype else getattr(config.get_text_config(), "dtype", None) or torch.bfloat16
-    quantization = _quantization(config)
-    method = quantization.get("quant_method")
+    quantization = _quantization(name, config)
+    method = quantization.get("quant_method", "bitsandbytes")  # whose first files do not say it
     model = _built(name, config, dtype_)
     if method == "fp8":  # the one method whose layers in transformers are known before there are weights
         _quantize(name, model, quantization)
@@ -218,10 +218,13 @@ def _check_top_k(name: str, experts: Any) -> None:
         raise ConfigError(f"{name}: num_experts_per_tok: expected 1 to {of}, got {top_k}")
 
 
-def _quantization(config: Any) -> dict[str, Any]:
+def _quantization(name: str, config: Any) -> dict[str, Any]:
     """Return how a configuration says that the checkpoint is quantized; empty where it is not."""
     found = (getattr(part, "quantization_config", None) for part in (config, config.get_text_config()))
-    return next((settings for settings in found if settings), {})
+    settings = next((settings for settings in found if settings), {})
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{name}: quantization_config: expected an object, got {settings!r}")
+    return settings
 
 
 def _config(name: str) -> Any:

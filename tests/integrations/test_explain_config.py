@@ -126,6 +126,11 @@ def test_experts_quantized_by_another_method_are_not_planned(config, no_memory, 
     assert "remove quantization_config" in err
 
 
+def test_a_checkpoint_that_names_no_method_is_one_of_bitsandbytes(config, no_memory, capsys):
+    assert main(["explain", config(num_hidden_layers=1, quantization_config={"load_in_4bit": True})]) == 0
+    assert "the checkpoint is quantized by bitsandbytes" in capsys.readouterr().out
+
+
 def test_a_checkpoint_whose_quantization_is_null_is_not_quantized(config, no_memory, capsys):
     assert main(["explain", config(num_hidden_layers=1, quantization_config=None), "--strict"]) == 0
     assert "quantized" not in capsys.readouterr().out
@@ -201,6 +206,7 @@ def test_llama4(tmp_path, no_memory, capsys):
     ('{"hidden_size": 8}', "got no model_type in it"),
     ('{"model_type": "no_such_model"}', "transformers cannot read it"),
     ('{"model_type": "qwen3_moe", "num_experts": "many"}', "transformers cannot"),
+    ('{"model_type": "qwen3_moe", "quantization_config": "fp8"}', "quantization_config: expected an object, got 'fp8'"),
     ('{"model_type": "blip_text_model"}', "transformers builds no model from BlipTextConfig alone"),
     ('{"model_type": "qwen3_moe", "num_attention_heads": 0}', "transformers cannot"),
 ])  # fmt: skip
