@@ -221,7 +221,7 @@ def _check_top_k(name: str, experts: Any) -> None:
 def _quantization(name: str, config: Any) -> dict[str, Any]:
     """Return how a configuration says that the checkpoint is quantized; empty where it is not."""
     found = (getattr(part, "quantization_config", None) for part in (config, config.get_text_config()))
-    settings = next((settings for settings in found if settings), {})
+    settings: object = next((settings for settings in found if settings), {})
     if not isinstance(settings, dict):
         raise ConfigError(f"{name}: quantization_config: expected an object, got {settings!r}")
     return settings
