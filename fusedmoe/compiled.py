@@ -145,10 +145,17 @@ def _described(module: Any) -> tuple[Any, ...]:
     """Return what the layout of a `Sequential` depends on, as texts: Dynamo guards on each that it reads."""
     return tuple(
         [
-            (name, child._description if isinstance(child, Op) else _described(child) if _opened(child) else "")
+            (name, _text_of(child) if isinstance(child, Op) else _described(child) if _opened(child) else "")
             for name, child in module._modules.items()
         ]
     )
+
+
+def _text_of(op: Op) -> str:
+    """Return the op's description. It is missing behind a graph break here (a bare ``nn.GRU``), where a graph that was
+    made for another `Sequential` came before.
+    """
+    return getattr(op, "_description", None) or op.describe()
 
 
 def _opened(module: nn.Module | None) -> bool:

@@ -131,6 +131,10 @@ class Returning(nn.Module):
         return self.give(x)
 
 
+dynamos_own = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor")
+
+
+@dynamos_own
 @pytest.mark.parametrize(
     ("module", "named"),
     [
@@ -144,13 +148,20 @@ class Returning(nn.Module):
 @pytest.mark.parametrize("backend", [None, "eager"])
 def test_a_module_that_returns_no_tensor_to_an_op_is_named(module, named, grouped, backend):
     """The op failed with an AttributeError of the tuple."""
-    torch._dynamo.reset()
     make = (lambda: fm.GroupedLinear(2, 4, 4)) if grouped else (lambda: fm.Linear(4, 4))
     given = {"splits": torch.tensor([1, 2])} if grouped else {}
     chain, x = fm.Sequential(make(), module, make()), torch.randn(3, 4)
     call = chain if backend is None else torch.compile(chain, backend=backend)
     with pytest.raises(fm.InputError, match=re.escape("Sequential: 1." + named.format(type(chain[2]).__name__))):
         call(x, **given)
+
+
+@dynamos_own
+def test_compiled_after_another_with_a_module_that_dynamo_does_not_trace():
+    """The graph up to there was taken for the next one too: an op had no attribute '_description'."""
+    x = torch.randn(3, 4)
+    for chain in (fm.Sequential(fm.Linear(4, 4), nn.GRU(4, 4)), fm.Sequential(fm.Linear(4, 4), nn.Tanh())):
+        torch.testing.assert_close(torch.compile(chain, backend="eager")(x), chain(x))
 
 
 def test_modules_may_hand_anything_to_each_other_and_to_the_caller():
