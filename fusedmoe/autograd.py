@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from fusedmoe.autocast import without_autocast
+from fusedmoe.errors import InputError
 from fusedmoe.formats.tensor import packed, unpacked
 from fusedmoe.fusion.differentiable import SecondOrderError
 from fusedmoe.fusion.signature import signature
@@ -53,15 +54,29 @@ class _RunPlan(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # under create_graph=True
-            return _differentiable_gradients(ctx, *grads)
         call: Call = ctx.call
-        saved = unpacked(ctx.saved_tensors, ctx.packed) if call.plan.keeps_quantized else ctx.saved_tensors
-        with without_autocast(call.plan.environment.device):  # the dtypes were settled in forward
-            gradients = call.backward(saved, grads, ctx.needs_input_grad[1:])
-        for layer in call.plan.graph.quantized_layers:
-            note_gradient(layer)
-        return (None, *gradients)
+        try:
+            if torch.is_grad_enabled():  # under create_graph=True
+                return _differentiable_gradients(ctx, *grads)
+            saved = unpacked(ctx.saved_tensors, ctx.packed) if call.plan.keeps_quantized else ctx.saved_tensors
+            with without_autocast(call.plan.environment.device):  # the dtypes were settled in forward
+                gradients = call.backward(saved, grads, ctx.needs_input_grad[1:])
+            for layer in call.plan.graph.quantized_layers:
+                note_gradient(layer)
+            return (None, *gradients)
+        except Exception as error:
+            _raise_if_batched(call, grads, error)
+            raise
+
+
+def _raise_if_batched(call: Call, grads: Sequence[Tensor | None], error: Exception) -> None:
+    """Name the reason for an error where gradients come in a batch: torch's own is that of some operator."""
+    if any(g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in grads):
+        ops = ", ".join([f"{label}.{type(op).__name__}" for label, op in call.plan.graph.nodes])
+        raise InputError(
+            f"{ops}: backward: expected one gradient, got a batch of them (is_grads_batched=True, vectorize=True), "
+            f"which a step cannot compute with; take them one by one (vectorize=False)"
+        ) from error
 
 
 # ---- second derivatives ---------------------------------------------------------------------------------------------

@@ -112,15 +112,38 @@ def test_hessian_vector_products():
     assert_same(*results)
 
 
-def test_a_batch_of_hessian_rows_is_right_or_an_error():
+def in_a_batch(f, x, create_graph):
+    y = f(x)
+    grads = torch.randn(3, *y.shape).double()
+    return torch.autograd.grad(y, x, grads, is_grads_batched=True, create_graph=create_graph)
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda f, x: torch.autograd.functional.jacobian(f, x, vectorize=True),
+        lambda f, x: in_a_batch(f, x, create_graph=False),
+        lambda f, x: in_a_batch(f, x, create_graph=True),
+    ],
+    ids=["jacobian", "gradients", "differentiable gradients"],
+)
+def test_a_batch_of_gradients_is_an_error(take):
+    """It was torch's, of some operator that has no batching rule."""
     seq, x = experts(), rows()
-    plain = plain_experts(seq)
-    want = torch.autograd.functional.hessian(lambda x: plain(x, SPLITS).square().sum(), x)
-    try:
-        got = torch.autograd.functional.hessian(lambda x: seq(x, splits=SPLITS).square().sum(), x, vectorize=True)
-    except (RuntimeError, NotImplementedError):
-        return
-    assert_same([got], [want])
+    with pytest.raises(fm.InputError, match=r"0\.GroupedLinear, .*: expected one gradient, got a batch .*vectorize="):
+        take(lambda x: seq(x, splits=SPLITS), x)
+
+
+def test_a_batch_of_hessian_rows_is_an_error_of_torch():
+    seq, x = experts(), rows()
+    with pytest.raises(RuntimeError, match="Batching rule not implemented"):
+        torch.autograd.functional.hessian(lambda x: seq(x, splits=SPLITS).square().sum(), x, vectorize=True)
+
+
+def test_a_batch_of_gradients_is_right_where_torch_can_compute_with_it():
+    seq, x = fm.Sequential(fm.SwiGLU(), fm.SquaredReLU()), rows()
+    jacobian = torch.autograd.functional.jacobian
+    assert_same([jacobian(seq, x, vectorize=True)], [jacobian(seq, x)])
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:FutureWarning")  # torch's own
