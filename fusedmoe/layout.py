@@ -222,10 +222,12 @@ class Layout:
         return _has_any_global_hook() is self._any_global_hook
 
     def name(self, name: str) -> None:
-        """Let log lines call the chains by the name of the Sequential in a model."""
+        """Let log lines and errors call the chains and their ops by the name of the Sequential in a model."""
         for part in self.parts:
             if isinstance(part, ChainPart):
                 part.chain.name = f"{name}, {part.title}" if name else ""
+                for label, op in part.chain.nodes:
+                    op.__dict__["_place"] = f"{name}.{label}".lstrip(".")
 
     def bind(self, x: Tensor, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Check that the caller gave tensors, and just those that are wanted."""

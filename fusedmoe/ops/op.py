@@ -81,7 +81,7 @@ def made_untraced(op: Callable[..., _T], *args: object, **kwargs: object) -> _T:
 
 # on an op; plans hold functions of this very process: neither a pickle nor a deepcopy takes them along
 _OF_THIS_PROCESS = (
-    "_alone", "_alone_sorted", "_attributes", "_description", "_number", "_quantized_weight", "_captured",
+    "_alone", "_alone_sorted", "_attributes", "_description", "_number", "_quantized_weight", "_captured", "_place",
 )  # fmt: skip
 
 

@@ -7,26 +7,30 @@ another:
   ``torch.no_grad`` updates, fused and foreach optimizers);
 - no ``torch.optim`` optimizer has stepped since, not even one that writes through ``.data``, which torch does not
   count;
-- no gradient that it has got since is gone: ``.grad`` was not set to None, nor to another tensor;
+- no gradient that it has got since is gone: ``.grad`` was not set to None, nor to another tensor, and nothing except
+  the accumulation of gradients has changed it in place (its count of changes says so);
 - nobody has set the parameter on the module, as FSDP2 does when it unshards and reshards: that also frees what is
   kept;
-- no process group of ``torch.distributed`` has run a collective since on the weight's device: a collective may write
-  to the weight, and torch does not count that;
+- no process group of ``torch.distributed`` has run a collective since on the weight's device, and none was made or
+  destroyed: a collective may write to the weight, and torch does not count that;
 - the CUDA stream is the same one.
 
 Nothing is read or kept while a CUDA graph is captured: a graph quantizes in every replay. Nor is it ever after, for a
 layer that was captured: a replay may change its weight, and says so to nobody.
 
-Any other write that torch does not count goes unnoticed, such as writes through ``.data`` or a NumPy view, and
-``torch.distributed.recv``: `clear_weight_cache` must be called after it. With ``FUSEDMOE_DEBUG=1`` each use compares a
-checksum of the weight, and raises an error if it differs.
+Any other write that torch does not count goes unnoticed; ``docs/recipes.md`` lists them. `clear_weight_cache` must be
+called after it. With ``FUSEDMOE_DEBUG=1`` each use compares a checksum of the weight, and raises an error if it
+differs.
 """
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -42,8 +46,10 @@ if TYPE_CHECKING:
     from fusedmoe.ops.op import Op
 
 _NAME = "_quantized_weight"  # on the layer; dropped with every parameter that is set, see `Op.__setattr__`
+_PLACE = "_place"  # on the layer: its label in a Sequential, with the name of that in a model where it is known
 _CAPTURED = "_captured"  # on the layer: whether a CUDA graph has its weight
 
+_DISTRIBUTED = dist.is_available()
 _optimizer_steps = 0
 _hook: Any = None
 
@@ -67,23 +73,48 @@ class _Entry:
     # the tensor itself would keep torch from swapping it)
     storage: StorageWeakRef
     grad: StorageWeakRef | None
+    grad_version: float  # the gradient's count of in-place changes
     state: tuple[Any, ...]
     forms: dict[int, QuantizedTensor]
     counted: bool  # whether delayed scaling has added the weight as a step
     checksum: Tensor | None  # of the parameter, with FUSEDMOE_DEBUG
-    gradient_given: bool = False
+    gradient_given: bool = False  # by a backward pass since the gradient was looked at
 
     def holds(self, parameter: Tensor, state: tuple[Any, ...]) -> bool:
         same = self.state == state and self.storage.cdata == parameter.untyped_storage()._cdata
-        return same and self._still_accumulates(parameter.grad)
+        return same and self.still_accumulates(parameter.grad)
 
-    def _still_accumulates(self, grad: Tensor | None) -> bool:
-        """Whether no gradient has gone since: whoever takes one away has perhaps used it."""
-        if self.grad is not None:
-            return grad is not None and self.grad.cdata == grad.untyped_storage()._cdata
-        if grad is not None:  # the first since the weight was quantized: others will be added to it
+    def still_accumulates(self, grad: Tensor | None) -> bool:
+        """Whether backward passes have only added to the gradient since: whoever takes it away or overwrites it has
+        perhaps changed the weight by it, and so has whoever got one from ``torch.autograd.grad``.
+        """
+        if grad is None:
+            return self.grad is None and not self.gradient_given
+        expected = 0.0
+        if self.grad is None:  # the first since the weight was quantized: nothing was added to it yet
             self.grad = StorageWeakRef(grad.untyped_storage())
-        return grad is not None or not self.gradient_given
+        elif self.grad.cdata == grad.untyped_storage()._cdata:
+            expected = self.grad_version + self.gradient_given
+        else:
+            return False
+        self.grad_version, self.gradient_given = _version(grad), False
+        return self.grad_version == expected
+
+    def is_given(self, grad: Tensor | None) -> bool:
+        """Note that a backward pass is about to add to the gradient; whether it was only added to until now."""
+        seen = self.grad is not None and grad is not None and self.grad_version == _version(grad)
+        if grad is not None and not seen and not self.still_accumulates(grad):
+            return False
+        self.gradient_given = True
+        return True
+
+
+def _version(grad: Tensor) -> float:
+    """Return a gradient's count of in-place changes; of one that was made in inference mode, what equals nothing."""
+    try:
+        return grad._version
+    except RuntimeError:
+        return math.nan
 
 
 def _state(parameter: Tensor, weight: Tensor, quantizer: Quantizer) -> tuple[Any, ...]:
@@ -94,13 +125,15 @@ def _state(parameter: Tensor, weight: Tensor, quantizer: Quantizer) -> tuple[Any
 
 def _collectives(device: torch.device) -> object:
     """Return what differs from before if a collective has run on such a device since: it may have written a weight."""
-    if not dist.is_available() or not dist.is_initialized():
+    if not _DISTRIBUTED:
         return None
-    groups: Any = dist.distributed_c10d._world.pg_map
+    world: Any = dist.distributed_c10d._world
+    if world.default_pg is None:
+        return sys.excepthook  # of every `init_process_group` a new one, which stays when the groups are destroyed
     try:
-        return [
-            group._get_backend(device)._get_sequence_number_for_group()
-            for group in groups
+        return world.group_count, [  # which grows when a group is made, also one that is gone by now
+            (ref(group), group._get_backend(device)._get_sequence_number_for_group())
+            for group in world.pg_map
             if any(device.type == reached.type for reached in group._device_types)
         ]
     except RuntimeError:  # of a backend that does not count: there may have been one
@@ -153,10 +186,11 @@ def find(layer: Op, weight: Tensor, quantizer: Quantizer, axes: Sequence[int]) -
         if entry.checksum is None:  # kept before FUSEDMOE_DEBUG was set
             return None
         if not torch.equal(checksum, entry.checksum):
+            called = f"{layer.__dict__[_PLACE]}." if _PLACE in layer.__dict__ else ""
             raise InputError(
-                f"{layer!r}: weight: changed since it was quantized, in a way that torch does not count (through "
-                f".data, a NumPy view, torch.distributed.recv): call fm.clear_weight_cache(model) after such a write, "
-                f"or write in place under torch.no_grad()"
+                f"{called}{layer!r}: weight: changed since it was quantized, in a way that torch does not count "
+                f"(through .data, a NumPy view, torch.distributed.recv): call fm.clear_weight_cache(model) after such "
+                f"a write, or write in place under torch.no_grad()"
             )
     return entry
 
@@ -167,20 +201,24 @@ def keep(layer: Op, weight: Tensor, quantizer: Quantizer, forms: dict[int, Quant
     if parameter is None:
         return
     _watch_optimizers()
-    grad = None if parameter.grad is None else StorageWeakRef(parameter.grad.untyped_storage())
+    grad, version = None, 0.0
+    if parameter.grad is not None:
+        grad, version = StorageWeakRef(parameter.grad.untyped_storage()), _version(parameter.grad)
     storage = StorageWeakRef(parameter.untyped_storage())
     state, checksum = _state(parameter, weight, quantizer), _checksum(parameter)
-    layer.__dict__[_NAME] = _Entry(storage, grad, state, forms, counted, checksum)
+    layer.__dict__[_NAME] = _Entry(storage, grad, version, state, forms, counted, checksum)
 
 
 def note_gradient(layer: Op) -> None:
-    """Remember that a backward pass through a layer has given its weight a gradient."""
+    """Note that a backward pass through a layer is about to give its weight a gradient."""
     entry: _Entry | None = layer.__dict__.get(_NAME)
     parameter = layer._parameters.get("weight")
     if entry is None or parameter is None or not parameter.requires_grad:
         return
-    # with main_grad, .grad comes and goes and means nothing
-    entry.gradient_given = not getattr(layer, "accumulate_into_main_grad", False)
+    if parameter.grad is None and getattr(layer, "accumulate_into_main_grad", False):
+        return  # with main_grad, .grad comes and goes and means nothing
+    if not entry.is_given(parameter.grad):
+        layer.__dict__.pop(_NAME, None)
 
 
 def weight_cache_bytes(module: nn.Module) -> int:
@@ -193,8 +231,9 @@ def weight_cache_bytes(module: nn.Module) -> int:
 def clear_weight_cache(module: nn.Module) -> None:
     """Forget the quantized weights of a module and all within it: the next call quantizes them again.
 
-    Needed only after weights were changed in a way that torch does not count: through ``.data``, through a NumPy view,
-    or by ``torch.distributed.recv``. With ``FUSEDMOE_DEBUG=1`` a missing call is an error.
+    Needed only after weights were changed in a way that torch does not count: through ``.data`` (as ``merge_adapter()``
+    of peft does), through a NumPy view, or by ``torch.distributed.recv``. ``docs/recipes.md`` lists them all. With
+    ``FUSEDMOE_DEBUG=1`` a missing call is an error.
     """
     for m in MODULE("clear_weight_cache: module", module).modules():
         m.__dict__.pop(_NAME, None)

@@ -7,6 +7,7 @@ import torch
 from torch import distributed as dist
 
 import fusedmoe as fm
+from fusedmoe.ops import quantize as quantize_op
 
 E, H, I = 2, 64, 64  # noqa: E741
 
@@ -29,6 +30,12 @@ def coalesced(weight):
     manager.wait()
 
 
+def in_a_group_of_its_own(weight):
+    group = dist.new_group([0])
+    dist.broadcast(weight, 0, group=group)
+    dist.destroy_process_group(group)
+
+
 COLLECTIVES = {
     "broadcast": lambda weight: dist.broadcast(weight, 0),
     "all_reduce": dist.all_reduce,
@@ -36,6 +43,7 @@ COLLECTIVES = {
     "all_gather": lambda weight: dist.all_gather([weight], weight.clone()),
     "coalesced": coalesced,
     "subgroup": lambda weight: dist.broadcast(weight, 0, group=dist.new_group([0])),
+    "group of its own": in_a_group_of_its_own,
 }
 
 
@@ -52,3 +60,30 @@ def test_a_collective_is_noticed(device, world, no_sync, name):
             y = fc(x, splits=splits)
         assert torch.equal(y, copy.deepcopy(fc)(x, splits=splits))
     assert torch.equal(y, 2 * first)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_row", "mxfp8", "nvfp4"])
+def test_micro_batches_keep_a_weight_and_a_zeroed_gradient_does_not(device, no_sync, recipe, monkeypatch):
+    """An update by hand that torch does not count: only the count of the gradient's changes shows it."""
+    fc = fm.GroupedLinear(E, H, I, device=device, dtype=torch.bfloat16)
+    x = torch.randn(8, H, device=device, dtype=torch.bfloat16, requires_grad=True)
+    splits = torch.tensor([5, 3], device=device)
+    counted = []
+
+    def counting(t, *args, **kwargs):
+        counted.append(t.dim() == 3)
+        return fm.quantize(t, *args, **kwargs)
+
+    monkeypatch.setattr(quantize_op, "quantize", counting)
+    with fm.recipe(recipe):
+        for _ in range(2):
+            counted.clear()
+            for _ in range(4):
+                fc(x, splits=splits).sum().backward()
+            assert sum(counted) == 2  # by rows and by columns
+            fc.weight.data.sub_(fc.weight.grad)
+            fc.weight.grad.zero_()
+            with no_sync(), torch.no_grad():
+                y = fc(x, splits=splits)
+            assert torch.equal(y, copy.deepcopy(fc)(x, splits=splits))
+            fm.clear_weight_cache(fc)

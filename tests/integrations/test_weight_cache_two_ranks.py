@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import distributed as dist
+from two_ranks import Ranks
 
 import fusedmoe as fm
 from fusedmoe.ops import quantize as quantize_op
@@ -63,11 +64,17 @@ def broadcast_in_a_subgroup(weight):
     dist.broadcast(weight.data, 1, group=_SUBGROUPS[0])
 
 
+def broadcast_in_a_group_of_its_own(weight):
+    group = dist.new_group([0, 1])
+    dist.broadcast(weight, 0, group=group)
+    dist.destroy_process_group(group)
+
+
 COLLECTIVES = {
     f.__name__: f
     for f in (
         broadcast, broadcast_of_data, all_reduce, all_reduce_and_wait, all_reduce_in_place_of_compiled_graphs,
-        coalesced, broadcast_coalesced, gathered, scattered, broadcast_in_a_subgroup,
+        coalesced, broadcast_coalesced, gathered, scattered, broadcast_in_a_subgroup, broadcast_in_a_group_of_its_own,
     )
 }  # fmt: skip
 _SUBGROUPS = []  # of this process
@@ -124,6 +131,63 @@ def test_a_collective_that_writes_to_a_weight_is_noticed(ranks, name, gradient):
         assert once > 0
         assert again == once + 1  # by rows, without gradients
         assert kept == again  # nothing has happened since
+
+
+def made_and_destroyed(fc, init):
+    dist.destroy_process_group()
+    fc.quantize()
+    init()
+    dist.broadcast(fc.weight, 0)
+    dist.destroy_process_group()
+    fc.compare()
+    init()
+
+
+def made_again_with_as_many_collectives(fc, init):
+    dist.destroy_process_group()
+    init()
+    dist.broadcast(torch.ones(1), 0)
+    fc.quantize()
+    dist.destroy_process_group()
+    init()
+    dist.broadcast(fc.weight, 0)
+    fc.compare()
+
+
+class Compared(fm.GroupedLinear):
+    def quantize(self):
+        self.before = self(torch.ones(8, H), splits=SPLITS)
+
+    def compare(self):
+        y, want = self(torch.ones(8, H), splits=SPLITS), copy.deepcopy(self)(torch.ones(8, H), splits=SPLITS)
+        self.found = torch.equal(y, want), not torch.equal(y, self.before)
+
+
+def in_a_default_group_that_comes_and_goes(rank, store):
+    stores = iter(range(100))
+
+    def init():
+        dist.init_process_group("gloo", store=dist.FileStore(f"{store}{next(stores)}", 2), rank=rank, world_size=2)
+
+    found = []
+    with torch.no_grad(), fm.recipe("mxfp8"):
+        for scenario in 2 * (made_and_destroyed, made_again_with_as_many_collectives):
+            torch.manual_seed(rank)
+            fc = Compared(E, H, I)
+            scenario(fc, init)
+            found.append(fc.found)
+    return found
+
+
+def test_a_collective_of_a_default_group_that_comes_and_goes_is_noticed(tmp_path):
+    """Its count of collectives begins anew, and says nothing by itself."""
+    own = Ranks(tmp_path)
+    try:
+        of_rank_0, of_rank_1 = own.run(in_a_default_group_that_comes_and_goes, str(tmp_path / "again"))
+    finally:
+        own.stop()
+    assert of_rank_0 == [(True, False)] * 4  # it sends
+    assert of_rank_1 == [(True, True)] * 4
 
 
 def wrapped(rank):
