@@ -147,7 +147,8 @@ class Router(Checked, nn.Module):
         (E,).
     balance_bias : Tensor or None
         (E,) fp32 buffer, zeros at first. It stays in fp32 when the module is cast (``.bfloat16()``, ``.to(dtype)``) and
-        when a checkpoint in another dtype is loaded: in bf16, steps of 1e-3 soon round to nothing.
+        when a checkpoint in another dtype is loaded: in bf16, steps of 1e-3 soon round to nothing. A cast that goes
+        past the module, such as ``buffer_dtype`` of FSDP1's and DDP's mixed precision, lasts until `update_bias`.
     """
 
     balance_bias: Tensor | None
@@ -272,8 +273,9 @@ class Router(Checked, nn.Module):
         __call__ = forward
 
     def _choose(self, ranked_TE: Tensor) -> Tensor:
-        if self.balance_bias is not None:
-            ranked_TE = ranked_TE + self.balance_bias
+        bias = self.balance_bias
+        if bias is not None:
+            ranked_TE = ranked_TE + (bias if bias.dtype is torch.float32 else bias.to(ranked_TE.dtype))
         if self.top_groups < self.num_groups:
             grouped_TGE = ranked_TE.unflatten(1, (self.num_groups, -1))
             best = min(2 if self.score == "sigmoid" else 1, grouped_TGE.shape[-1])
@@ -290,12 +292,15 @@ class Router(Checked, nn.Module):
         The scores of "sigmoid" are far enough apart for it. Those of "softmax" over many experts lie closer together
         than one step of the usual rate: choose a smaller one there.
 
+        If something has cast ``balance_bias`` to another dtype, it becomes fp32 again first, in place: it stays the
+        same tensor object, as DDP and FSDP need. Values that the cast rounded stay rounded.
+
         Source: Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts".
 
         Parameters
         ----------
         load
-            (E,), rows an expert over the step, `MoEStats.load`, summed over micro-batches and ranks.
+            (E,), rows per expert over the step, `MoEStats.load`, summed over micro-batches and ranks.
         rate
             The step of the correction, 0 or more.
         """
@@ -306,6 +311,8 @@ class Router(Checked, nn.Module):
         if tuple(load.shape) != (self.num_experts,):
             raise InputError(f"Router: load: expected shape ({self.num_experts},), got {tuple(load.shape)}")
         load = load.to(torch.float32)
+        if self.balance_bias.dtype is not torch.float32:
+            self.balance_bias.data = self.balance_bias.data.to(torch.float32)
         self.balance_bias.add_(torch.sign(load.mean() - load), alpha=rate)
 
     def stats(self, routing: Routing) -> MoEStats:

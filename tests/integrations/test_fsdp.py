@@ -103,3 +103,32 @@ def test_the_balance_bias_stays_in_fp32(mesh):
     assert stats.load.sum() == 80
     expected = torch.tensor([1.0, 0.0, 0.0, -1.0])
     torch.testing.assert_close(layer.router.balance_bias, expected, rtol=0, atol=1e-3)  # its dtype too
+
+
+def test_the_balance_bias_is_fp32_again_under_fsdp1_mixed_precision(mesh):
+    """``buffer_dtype`` casts through ``.data``, at the first call."""
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    layer = fm.MoE(16, 8, num_experts=4, top_k=2, score="sigmoid")
+    bf16 = fsdp.MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+    cpu, whole = torch.device("cpu"), fsdp.ShardingStrategy.NO_SHARD
+    model = fsdp.FullyShardedDataParallel(layer, sharding_strategy=whole, device_id=cpu, mixed_precision=bf16)
+    check_steps_add_up(layer, model)
+
+
+def test_the_balance_bias_is_fp32_again_under_ddp_mixed_precision(mesh):
+    precision = pytest.importorskip("torch.nn.parallel.distributed")._MixedPrecision
+    layer = fm.MoE(16, 8, num_experts=4, top_k=2, score="sigmoid")
+    bf16 = precision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+    torch.nn.parallel.DistributedDataParallel(layer, mixed_precision=bf16)  # its calls need a GPU
+    check_steps_add_up(layer)
+
+
+def check_steps_add_up(layer, model=None):
+    for step in range(1000):
+        if model is not None and step < 4:
+            model(torch.randn(6, 16)).float().sum().backward()
+        assert step or layer.router.balance_bias.dtype is torch.bfloat16
+        for _ in range(2):
+            layer.router.update_bias(torch.tensor([0, 8, 8, 16]))
+    expected = torch.tensor([2.0, 0.0, 0.0, -2.0])
+    torch.testing.assert_close(layer.router.balance_bias, expected, rtol=0, atol=1e-3)

@@ -108,3 +108,41 @@ def test_a_cast_layer_routes_and_updates():
         _, stats = layer(torch.randn(6, 16, dtype=torch.bfloat16), return_stats=True)
     layer.router.update_bias(stats.load)
     assert layer.router.balance_bias.dtype is torch.float32
+
+
+def cast_data(router):
+    for buffer in router.buffers():
+        buffer.data = buffer.data.bfloat16()
+
+
+def cast_buffer(router):
+    router._buffers["balance_bias"] = router.balance_bias.bfloat16()
+
+
+@pytest.mark.parametrize("cast", [cast_data, cast_buffer])
+def test_small_steps_add_up_after_a_cast_that_goes_past_the_module(cast):
+    """FSDP1, DDP and accelerate cast buffers so."""
+    router = moe().router
+    cast(router)
+    assert router.balance_bias.dtype is torch.bfloat16
+    buffer = router.balance_bias
+    for _ in range(2000):
+        router.update_bias(UNEVEN)
+    assert router.balance_bias is buffer
+    torch.testing.assert_close(router.balance_bias, torch.tensor([2.0, 0.0, 0.0, -2.0]), rtol=0, atol=1e-3)
+
+
+FLOATS = (torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@pytest.mark.parametrize("tokens", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_the_choice_takes_a_bias_of_any_floating_dtype(dtype, tokens):
+    router = moe(dtype=tokens).router
+    values = torch.tensor([2.0, -4.0, 0.0, 4.0])  # larger than any difference of two scores
+    router.balance_bias.data = values.to(dtype)
+    routing = router(torch.randn(6, 16, dtype=tokens))
+    assert routing.expert_index.tolist() == [[3, 0]] * 6
+    assert router.balance_bias.dtype is dtype
+    router.update_bias(UNEVEN)
+    assert torch.equal(router.balance_bias, values + 1e-3 * torch.tensor([1.0, 0.0, 0.0, -1.0]))
