@@ -102,9 +102,10 @@ class _Entry:
 
     def is_given(self, grad: Tensor | None) -> bool:
         """Note that a backward pass is about to add to the gradient; whether it was only added to until now."""
-        seen = self.grad is not None and grad is not None and self.grad_version == _version(grad)
-        if grad is not None and not seen and not self.still_accumulates(grad):
-            return False
+        if grad is not None:
+            seen = self.grad is not None and self.grad_version == _version(grad)
+            if not seen and not self.still_accumulates(grad):
+                return False
         self.gradient_given = True
         return True
 
@@ -215,9 +216,10 @@ def note_gradient(layer: Op) -> None:
     parameter = layer._parameters.get("weight")
     if entry is None or parameter is None or not parameter.requires_grad:
         return
-    if parameter.grad is None and getattr(layer, "accumulate_into_main_grad", False):
+    grad = parameter.grad
+    if grad is None and getattr(layer, "accumulate_into_main_grad", False):
         return  # with main_grad, .grad comes and goes and means nothing
-    if not entry.is_given(parameter.grad):
+    if not entry.is_given(grad):
         layer.__dict__.pop(_NAME, None)
 
 
