@@ -213,9 +213,11 @@ def _errors_of_transformers(name: str) -> Iterator[None]:
 
 
 def _check_top_k(name: str, experts: Any) -> None:
-    top_k, of = getattr(getattr(experts, "config", None), "num_experts_per_tok", None), experts.num_experts
+    from fusedmoe.integrations.transformers import top_k_of
+
+    top_k, of = top_k_of(experts), experts.num_experts
     if top_k is not None and not 1 <= top_k <= of:
-        raise ConfigError(f"{name}: num_experts_per_tok: expected 1 to {of}, got {top_k}")
+        raise ConfigError(f"{name}: experts per token: expected 1 to {of}, got {top_k}")
 
 
 def _quantization(name: str, config: Any) -> dict[str, Any]:

@@ -120,9 +120,14 @@ def explain(
     tokens
         T.
     top_k
-        K; by default ``num_experts_per_tok`` of the model's configuration.
+        K; by default that of the model's configuration, under the name that its family has for it.
     arch
         As for `Sequential.explain`: 90 for what an sm_90 GPU would run.
+
+    Raises
+    ------
+    InputError
+        The module is none whose experts can run here, or nobody says K.
     """
     tokens, top_k = POSITIVE_INTEGER("explain: tokens", tokens), POSITIVE_INTEGER.or_none()("explain: top_k", top_k)
     experts = _experts_of(module)
@@ -136,8 +141,12 @@ def explain(
             f"{type(module).__name__}: expected weights of {_number_of_experts(module)} experts, got {len(weight)}: "
             f"where they are sharded and gathered in a call, plan before that"
         )
-    config = getattr(module, "config", None)
-    chosen = top_k or getattr(config, "num_experts_per_tok", None) or 2
+    chosen = top_k or top_k_of(module)
+    if chosen is None:
+        raise InputError(
+            f"{type(module).__name__}: top_k: expected the number of experts per token, got None, and the model's "
+            f"configuration has none of {', '.join(_TOP_K)}"
+        )
     kind = weight.device.type
     autocast = kind != "meta" and torch.is_autocast_enabled(kind)
     how: dict[str, Any] = {"device": weight.device, "requires_grad": torch.is_grad_enabled()}
@@ -146,6 +155,15 @@ def explain(
     weights = torch.ones(tokens, chosen, **how)
     index = slots % _number_of_experts(module)
     return experts.chain.explain_with(parameters, x, arch=arch, expert_index=index, expert_weight=weights)
+
+
+_TOP_K = "num_experts_per_tok", "top_k_experts", "moe_topk"  # what configurations call K
+
+
+def top_k_of(module: nn.Module) -> int | None:
+    """Return the experts per token of an experts module, as the model's configuration says; None if it does not."""
+    found = (getattr(owner, name, None) for owner in (module, getattr(module, "config", None)) for name in _TOP_K)
+    return next((k for k in found if isinstance(k, int)), None)
 
 
 def recognised(module: nn.Module) -> Op | None:
@@ -202,6 +220,7 @@ def patch_llama4(model: nn.Module) -> int:
         # on the instances, as copies and pickles of a partial know their own module; each is called as a module still
         layer.forward = functools.partial(_llama4_forward, layer)
         layer.experts.forward = functools.partial(experts_forward, layer.experts)
+        layer.experts.num_experts_per_tok = layer.top_k  # they have no configuration to ask
     return len(layers)
 
 
@@ -210,7 +229,7 @@ def unpatch_llama4(model: nn.Module) -> int:
     undone = 0
     for _, layer in _llama4_layers(MODULE("unpatch_llama4: model", model)):
         if _is_partial_of(vars(layer).get("forward"), (_llama4_forward,)):
-            del layer.forward, layer.experts.forward
+            del layer.forward, layer.experts.forward, layer.experts.num_experts_per_tok
             undone += 1
     return undone
 

@@ -139,7 +139,9 @@ def test_a_checkpoint_whose_quantization_is_null_is_not_quantized(config, no_mem
 TWO_LAYERS = {"text_config": {"num_hidden_layers": 2}}
 NOT_CAUSAL = {  # what their small configurations have: the defaults of some are those of no model
     "aria": TWO_LAYERS,
-    "deepseek_ocr2": {"text_config": {"num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"]}},
+    "deepseek_ocr2": {
+        "text_config": {"num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 6}
+    },
     "diffusion_gemma": {"text_config": {"num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 64}},
     "ernie4_5_vl_moe": TWO_LAYERS,
     "glm4v_moe": TWO_LAYERS,
@@ -175,7 +177,7 @@ def test_more_experts_for_a_token_than_there_are(config, capsys, chosen):
     assert main(["explain", path]) == 1
     out, err = capsys.readouterr()
     assert out == ""
-    assert err == f"fusedmoe explain: error: {path}: num_experts_per_tok: expected 1 to 8, got {chosen}\n"
+    assert err == f"fusedmoe explain: error: {path}: experts per token: expected 1 to 8, got {chosen}\n"
 
 
 def test_an_activation_that_runs_as_it_is_is_listed(config, no_memory, capsys):

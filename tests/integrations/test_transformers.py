@@ -174,6 +174,15 @@ def test_explain_of_a_whole_model():
     assert [group.kind for group in fm.explain(llama, tokens=16).groups] == ["Llama4TextExperts"]
 
 
+def test_a_configuration_that_does_not_say_how_many_experts_a_token_gets():
+    experts = moe_families.tiny("olmoe", "fusedmoe").experts[0][1]
+    experts.config = None
+    with pytest.raises(fm.InputError, match="OlmoeExperts: top_k: expected the number of experts per token, got None"):
+        fusedmoe_transformers.explain(experts, tokens=16)
+    few, many = (fusedmoe_transformers.explain(experts, tokens=16, top_k=k).plans[0].kept_bytes for k in (1, 2))
+    assert 0 < few < many
+
+
 # ---- around a model -----------------------------------------------------------------------------------------------
 
 

@@ -214,3 +214,16 @@ def test_bf16_models(family):
         exact, its = moe_families.logits_and_loss(wide)[0], moe_families.logits_and_loss(model)[0].double()
         ours = moe_families.logits_and_loss(build(family, "fusedmoe", torch.bfloat16))[0].double()
     assert relative(ours, exact) <= 1.5 * relative(its, exact) < 0.3
+
+
+@pytest.mark.parametrize("family", ["aria", "gemma4", "hunyuan_v1_moe", "jamba", "qwen3_moe"])
+def test_a_plan_is_for_as_many_experts_per_token_as_the_model_chooses(family):
+    """Families have their own names for that number in the configuration."""
+    tiny = build(family, "fusedmoe", torch.float32)
+    chosen = []
+    for _, module in tiny.experts:
+        module.register_forward_pre_hook(lambda _, args: chosen.append(args[1].shape[-1]))
+    with torch.no_grad():
+        tiny.model(**tiny.inputs)
+    assert chosen
+    assert {fusedmoe_transformers.top_k_of(module) for _, module in tiny.experts} == set(chosen)
