@@ -152,7 +152,7 @@ def _described(module: Any) -> tuple[Any, ...]:
 
 
 def _text_of(op: Op) -> str:
-    """Return the op's description. It is missing behind a graph break here (a bare ``nn.GRU``), where a graph that was
+    """Return the op's description. It is missing after a graph break here (a bare ``nn.GRU``), where a graph that was
     made for another `Sequential` came before.
     """
     return getattr(op, "_description", None) or op.describe()
@@ -211,7 +211,7 @@ def _run_uncompiled(
 
 
 def _refuse(message: str) -> None:
-    """Raise an `InputError` behind a graph break: one that is raised while Dynamo traces would be Dynamo's, or have it
+    """Raise an `InputError` after a graph break: one that is raised while Dynamo traces would be Dynamo's, or have it
     trace what the module calls instead of the module from then on. Where no break may be, its error has the message.
     """
     torch._dynamo.graph_break(msg=message)

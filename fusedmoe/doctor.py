@@ -20,7 +20,7 @@ from fusedmoe.extras import install_command
 from fusedmoe.formats.products import multiplies_codes
 from fusedmoe.fusion import registry
 from fusedmoe.fusion.registry import why_unavailable
-from fusedmoe.fusion.rule import FusionRule
+from fusedmoe.fusion.rule import FusionRule, RuleError
 from fusedmoe.kernels import toolkit
 from fusedmoe.kernels.device import arch
 from fusedmoe.kernels.torch.grouped_gemm import runs_on_device
@@ -277,7 +277,7 @@ def _fused(rule: type[FusionRule], devices: Iterable[torch.device]) -> Kernel:
     disabled = patterns(disabled_by_environment())
     try:
         found = [why_unavailable(rule, device, arch(device), disabled) for device in devices]
-    except Exception as error:  # noqa: BLE001  (a rule of another package may raise anything, and a call will raise it)
+    except RuleError as error:  # a call raises it too
         return Kernel(rule.name, False, f"a bug of this rule: {type(error).__name__}: {error}")
     reasons = [unavailable.reason for unavailable in found if unavailable is not None]
     here = len(reasons) < len(found)
