@@ -59,4 +59,4 @@ def test_more_tokens_than_memory_end_in_an_error(capsys):
     sizes = ["--hidden", "8192", "--intermediate", "8192", "--experts", "8", "--top-k", "8", "--tokens", str(1 << 28)]
     with pytest.raises(SystemExit):
         main(["bench", *sizes, "--reps", "1"])
-    assert "give fewer --tokens" in capsys.readouterr().err
+    assert "such as fewer --tokens" in capsys.readouterr().err
