@@ -9,6 +9,7 @@ print(experts.explain(x, splits=tokens_per_expert))
 
 from fusedmoe.environment import check as _check_environment
 from fusedmoe.errors import InputError
+from fusedmoe.explain_model import ModelExplanation, explain
 from fusedmoe.formats import QuantizedTensor, Quantizer, quantize
 from fusedmoe.fusion.log import configure as _configure_logging
 from fusedmoe.fusion.plan import Attempt, Explanation, PlanData, PlannedStep, Status
@@ -18,7 +19,6 @@ from fusedmoe.layers import keep_in_bf16
 from fusedmoe.loading import load_experts
 from fusedmoe.lora import GroupedLoRA
 from fusedmoe.losses import transformers_load_balancing_loss
-from fusedmoe.model import ModelExplanation, explain
 from fusedmoe.moe import MoE, MoEStats, Router
 from fusedmoe.ops import (
     BackwardOp,

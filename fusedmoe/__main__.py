@@ -2,7 +2,7 @@
 
 import sys
 
-from fusedmoe.cli import main
+from fusedmoe.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

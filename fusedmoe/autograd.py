@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from fusedmoe.fusion.executable import Call
+    from fusedmoe.fusion.executable import BoundPlan
 
     # a tensor, or a reference to it; its count of changes in place; of a view a reference to its base, its kind (as in
     # a signature) and its offset
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 class _RunPlan(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: Call, *arguments: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: BoundPlan, *arguments: Tensor | None) -> tuple[Tensor, ...]:
         outputs: tuple[Tensor, ...]
         outputs, saved = call.run([*arguments], *call.runs)  # type: ignore[assignment]
         ctx.call = call
@@ -54,7 +54,7 @@ class _RunPlan(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        call: Call = ctx.call
+        call: BoundPlan = ctx.call
         try:
             if torch.is_grad_enabled():  # under create_graph=True
                 return _differentiable_gradients(ctx, *grads)
@@ -69,7 +69,7 @@ class _RunPlan(torch.autograd.Function):
             raise
 
 
-def _raise_if_batched(call: Call, grads: Sequence[Tensor | None], error: Exception) -> None:
+def _raise_if_batched(call: BoundPlan, grads: Sequence[Tensor | None], error: Exception) -> None:
     """Name the reason for an error where gradients come in a batch: torch's own is that of some operator."""
     if any(g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in grads):
         ops = ", ".join([f"{label}.{type(op).__name__}" for label, op in call.plan.graph.nodes])
@@ -83,7 +83,7 @@ def _raise_if_batched(call: Call, grads: Sequence[Tensor | None], error: Excepti
 
 
 def _differentiable_gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    call: Call = ctx.call
+    call: BoundPlan = ctx.call
     plan = call.plan
     call.check_second_derivatives()
     saved = dict(zip(plan.saved, ctx.saved_tensors, strict=True))
@@ -92,7 +92,7 @@ def _differentiable_gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor |
         return (None, *call.differentiable(ctx.needs_input_grad[1:]).run(arguments, saved, grads))
 
 
-def _versions(call: Call, arguments: Sequence[Tensor | None]) -> list[int]:
+def _versions(call: BoundPlan, arguments: Sequence[Tensor | None]) -> list[int]:
     """Return the counts of changes in place of trained parameters that the plan does not keep."""
     try:
         return [arguments[i]._version for i in call.trained]  # type: ignore[union-attr]
@@ -100,7 +100,7 @@ def _versions(call: Call, arguments: Sequence[Tensor | None]) -> list[int]:
         return [-1 if (t := arguments[i]) is None or t.is_inference() else t._version for i in call.trained]
 
 
-def _held(call: Call, arguments: Sequence[Tensor | None]) -> dict[int, Held] | None:
+def _held(call: BoundPlan, arguments: Sequence[Tensor | None]) -> dict[int, Held] | None:
     """Return what second derivatives take besides what the plan keeps, by place; None where it cannot be held."""
     held: dict[int, Held] = {}
     try:
@@ -112,7 +112,7 @@ def _held(call: Call, arguments: Sequence[Tensor | None]) -> dict[int, Held] | N
     return held
 
 
-def _held_uncast(call: Call, arguments: Sequence[Tensor | None]) -> dict[int, Held]:
+def _held_uncast(call: BoundPlan, arguments: Sequence[Tensor | None]) -> dict[int, Held]:
     """Return the same of arguments before autocast has cast them."""
     held: dict[int, Held] = {}
     kinds = signature(arguments)
@@ -133,7 +133,7 @@ def _referred(t: Any, kind: tuple[Any, ...] | None) -> Held:
 
 def _unsaved(ctx: Any, i: int) -> Tensor | None:
     """Return an argument that the plan does not keep, as autograd knows it: with the graph that it was computed by."""
-    call: Call = ctx.call
+    call: BoundPlan = ctx.call
     kind, name = call.tensors[i], call.plan.graph.arguments[i]
     if kind is None or i not in call.unsaved:
         return None
@@ -211,7 +211,7 @@ _apply = super(torch.autograd.Function, _RunPlan).apply
 
 
 def run_call(
-    call: Call, arguments: Sequence[Tensor | None], uncast: Sequence[Tensor | None] | None = None
+    call: BoundPlan, arguments: Sequence[Tensor | None], uncast: Sequence[Tensor | None] | None = None
 ) -> tuple[Tensor, ...]:
     """Run a plan's forward steps and, if it has gradients to give, let autograd run its backward steps, once, later.
 

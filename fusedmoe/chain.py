@@ -18,7 +18,7 @@ from fusedmoe.environment import disabled_by_environment, environment_state
 from fusedmoe.errors import NO_EXPERT_PARALLELISM, InputError, inside_jit_trace
 from fusedmoe.estimating import counts_flops, has_values
 from fusedmoe.fusion import registry
-from fusedmoe.fusion.executable import Call, Environment, Plan
+from fusedmoe.fusion.executable import BoundPlan, Environment, Plan
 from fusedmoe.fusion.graph import Graph
 from fusedmoe.fusion.planner import make_plan
 from fusedmoe.fusion.results import announced
@@ -48,7 +48,7 @@ _REMEMBERED_PLANS = 256
 class _Last(NamedTuple):
     """The last call, if nothing but running it is left where the next one is of the same kind."""
 
-    call: Call
+    call: BoundPlan
     tensors: Signature
     around: tuple[Any, ...]
     device_type: str
@@ -92,7 +92,7 @@ class Chain:
         self._circumstances: dict[tuple[Any, ...], int] = {}
         self._numbers = count()
         self._plans: dict[tuple[Any, ...], Plan] = {}  # by what a plan depends on
-        self._calls: dict[tuple[int, bool, Signature], Call] = {}  # by exact shapes too: calls that were checked
+        self._calls: dict[tuple[int, bool, Signature], BoundPlan] = {}  # by exact shapes too: calls that were checked
         self._last: _Last | None = None
         self._settings: dict[bool, Settings] = {}  # of the last call with gradients, and of the last without
 
@@ -254,7 +254,7 @@ class Chain:
         self._last = _Last(call, tensors, around, x.device.type)
         return run_call(call, arguments, uncast)
 
-    def _call(self, arguments: list[Tensor | None], tensors: Signature, around: tuple[Any, ...]) -> Call:
+    def _call(self, arguments: list[Tensor | None], tensors: Signature, around: tuple[Any, ...]) -> BoundPlan:
         """Return the plan for these arguments, whose shapes fit the ops, with what runs it."""
         self._check_rows(arguments[0])
         now, options, _, *others = around
@@ -274,7 +274,7 @@ class Chain:
             specs = plan.graph.infer(dict(zip(plan.graph.arguments, arguments, strict=True)))
             if len(self._calls) >= _REMEMBERED_CALLS:
                 self._calls.clear()
-            call = self._calls[key] = Call(plan, now.strict, announced(specs), tensors)
+            call = self._calls[key] = BoundPlan(plan, now.strict, announced(specs), tensors)
             call.refused = self._why_sharded(arguments)
         return call
 

@@ -12,9 +12,9 @@ from fusedmoe.checks import integer, one_of
 from fusedmoe.fusion.log import say_once
 from fusedmoe.fusion.plan import Explanation
 from fusedmoe.kernels.options import DEFAULT, KernelOptions, Schedule
-from fusedmoe.layout import ChainPart, Layout, buffers_kept
 from fusedmoe.ops.amax_state import only_looking
 from fusedmoe.ops.op import Op, constant_in_graphs
+from fusedmoe.partition import ChainPart, Partition, buffers_kept
 from fusedmoe.target import planned_for
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_OF_THIS_OBJECT = ("_layout", "_sorted_layout", "_name_in_model")  # a copy has none of it
+_OF_THIS_OBJECT = ("_partition", "_sorted_partition", "_name_in_model")  # a copy has none of it
 
 
 _SMS = integer("a number of SMs, 0 or more", 0)
@@ -74,9 +74,9 @@ class Sequential(nn.Sequential):
     """
 
     _options: KernelOptions = DEFAULT
-    _layout: Layout | None = None
+    _partition: Partition | None = None
     _name_in_model: str = ""
-    _sorted_layout: Layout | None = None  # for a call with ``splits`` that no op has to have
+    _sorted_partition: Partition | None = None  # for a call with ``splits`` that no op has to have
 
     def __init__(self, *args: Any, sm_margin: int = 0, schedule: Schedule = "static") -> None:
         super().__init__(*args)
@@ -158,18 +158,18 @@ class Sequential(nn.Sequential):
 
     def _run(self, x: Tensor, inputs: dict[str, Tensor], parameters: Mapping[str, Tensor | None] | None) -> Tensor:
         if torch.compiler.is_compiling():
-            from fusedmoe import compiled, exported
+            from fusedmoe import torch_compile, torch_export
 
             if torch.compiler.is_dynamo_compiling():
-                return compiled.run_sequential(self, x, inputs, parameters)
-            return exported.run_sequential(self, x, inputs, parameters)
-        layout = self._current_layout()
-        if layout.may_be_sorted:
-            layout = self._layout_for(inputs)
-        named = layout.bind(x, inputs)
+                return torch_compile.run_sequential(self, x, inputs, parameters)
+            return torch_export.run_sequential(self, x, inputs, parameters)
+        partition = self._current_partition()
+        if partition.may_be_sorted:
+            partition = self._partition_for(inputs)
+        named = partition.bind(x, inputs)
         if parameters is not None:
-            layout.check_parameters(parameters)
-        return layout.run(x, named, self._options, parameters)
+            partition.check_parameters(parameters)
+        return partition.run(x, named, self._options, parameters)
 
     def explain(self, x: Tensor, /, *, arch: Any = None, **inputs: Tensor) -> Explanation:
         """Return what `forward` would do with this call, and why: ``print`` it for a table.
@@ -198,64 +198,64 @@ class Sequential(nn.Sequential):
         self, parameters: Mapping[str, Tensor | None] | None, x: Tensor, /, *, arch: Any = None, **inputs: Tensor
     ) -> Explanation:
         """Return what `forward_with` would do with this call, and why; see `explain`."""
-        layout = self._layout_for(inputs)
-        named = layout.bind(x, inputs)
+        partition = self._partition_for(inputs)
+        named = partition.bind(x, inputs)
         if parameters is not None:
-            layout.check_parameters(parameters)
-        with only_looking(), buffers_kept(layout.parts), planned_for(arch) as asked:
-            if asked is not None and len(layout.parts) > 1:
+            partition.check_parameters(parameters)
+        with only_looking(), buffers_kept(partition.parts), planned_for(arch) as asked:
+            if asked is not None and len(partition.parts) > 1:
                 from fusedmoe.shapes import explain_shapes
 
-                return Explanation(explain_shapes(layout.parts, x, named, self._options, parameters))
+                return Explanation(explain_shapes(partition.parts, x, named, self._options, parameters))
             explained = []
             counted = True
-            for i, part in enumerate(layout.parts):
+            for i, part in enumerate(partition.parts):
                 chain = part.chain_for(counted) if isinstance(part, ChainPart) else None
                 plan = None if chain is None else chain.explain(x, named, self._options, parameters)
                 explained.append((part.title, plan))
-                if i + 1 < len(layout.parts):
+                if i + 1 < len(partition.parts):
                     x, counted = part.run(x, named, self._options, parameters, counted)
         return Explanation(tuple(explained))
 
     @property
     def changes_rows(self) -> bool:
         """Whether the rows that come out are not those that went in: a module among these says so."""
-        return self._current_layout().changes_rows
+        return self._current_partition().changes_rows
 
     @property
     def runtime_inputs(self) -> tuple[str, ...]:
         """The runtime inputs that `forward` takes, in order of first use."""
-        return tuple(self._current_layout().wanted)
+        return tuple(self._current_partition().wanted)
 
     @property
     def optional_inputs(self) -> tuple[str, ...]:
         """``("offsets",)`` where `forward` may be given ``splits``, though no op has to have them; see `Linear`."""
-        return ("offsets",) if self._current_layout().may_be_sorted else ()
+        return ("offsets",) if self._current_partition().may_be_sorted else ()
 
-    def _layout_for(self, given: Collection[str]) -> Layout:
-        """Return the layout for a call with these runtime inputs."""
-        layout = self._current_layout()
-        if not layout.may_be_sorted or "splits" not in given:
-            return layout
-        found = self._sorted_layout
+    def _partition_for(self, given: Collection[str]) -> Partition:
+        """Return the partition for a call with these runtime inputs."""
+        partition = self._current_partition()
+        if not partition.may_be_sorted or "splits" not in given:
+            return partition
+        found = self._sorted_partition
         if found is None or not found.holds():
-            found = self.__dict__["_sorted_layout"] = Layout(self, opened=opened, sorted_rows=True)
+            found = self.__dict__["_sorted_partition"] = Partition(self, opened=opened, sorted_rows=True)
         return found
 
-    def _current_layout(self) -> Layout:
-        layout = self._layout
-        return self._new_layout() if layout is None or not layout.holds() else layout
+    def _current_partition(self) -> Partition:
+        partition = self._partition
+        return self._new_partition() if partition is None or not partition.holds() else partition
 
-    def _new_layout(self) -> Layout:
-        layout = self.__dict__["_layout"] = Layout(self, opened=opened)
-        layout.name(self._name_in_model)
-        self._say_whose_options_hold(layout)
-        return layout
+    def _new_partition(self) -> Partition:
+        partition = self.__dict__["_partition"] = Partition(self, opened=opened)
+        partition.name(self._name_in_model)
+        self._say_whose_options_hold(partition)
+        return partition
 
     def _is_called(self, name: str) -> None:
         """Let log lines of new plans call this by its name in a model."""
         self.__dict__["_name_in_model"] = name
-        self._current_layout().name(name)
+        self._current_partition().name(name)
 
     @constant_in_graphs
     def _describe_for_compiler(self) -> None:
@@ -265,14 +265,14 @@ class Sequential(nn.Sequential):
 
     @constant_in_graphs
     def _parts_for_compiler(self, *around: Any) -> Any:
-        """Return what `fusedmoe.compiled` reads of this. It follows from what is given, which Dynamo has guards on."""
-        from fusedmoe.compiled import parts_for_compiler
+        """Return what `fusedmoe.torch_compile` reads of this: it follows from the arguments, which Dynamo guards on."""
+        from fusedmoe.torch_compile import parts_for_compiler
 
         return parts_for_compiler(self, around[-1])
 
-    def _say_whose_options_hold(self, layout: Layout) -> None:
+    def _say_whose_options_hold(self, partition: Partition) -> None:
         message = "nested Sequential %r: %s holds only where it is called by itself; set it on the outer one"
-        for label, module in layout.opened:
+        for label, module in partition.opened:
             assert isinstance(module, Sequential)
             if module._options not in (DEFAULT, self._options):
                 say_once(logger, logging.WARNING, message, label, ", ".join(module._options.changed()))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fusedmoe.errors import InputError
-from fusedmoe.layout import ChainPart
+from fusedmoe.partition import ChainPart
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fusedmoe.chain import Parameters
     from fusedmoe.fusion.plan import PlanData
     from fusedmoe.kernels.options import KernelOptions
-    from fusedmoe.layout import ModulePart
+    from fusedmoe.partition import ModulePart
 
 
 def explain_shapes(

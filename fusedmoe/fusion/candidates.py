@@ -76,7 +76,7 @@ class Costs:
         return (self.moved(values) + extra_bytes) / _BYTES_PER_US + launches * _US_PER_LAUNCH
 
 
-class Line:
+class DirectionSearch:
     """The places of one direction, the rules tried on them, and what came of it."""
 
     def __init__(

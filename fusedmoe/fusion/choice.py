@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from fusedmoe.fusion.candidates import Candidate, Line
+from fusedmoe.fusion.candidates import Candidate, DirectionSearch
 from fusedmoe.fusion.names import NONE
 from fusedmoe.fusion.plan import Attempt, Status
 
@@ -40,7 +40,7 @@ def _extended(so_far: _Ranked, candidate: Candidate, extra_us: float = 0.0) -> _
 _NOTHING: _Ranked = (0.0, 0, (), ())
 
 
-def _backward_coverings(line: Line, kept_anyway: Collection[str]) -> dict[frozenset[str], _Ranked]:
+def _backward_coverings(line: DirectionSearch, kept_anyway: Collection[str]) -> dict[frozenset[str], _Ranked]:
     """Return, for each set of forward values that some covering needs kept, the cheapest such covering."""
     waited_for = {v for c in line.candidates for v in c.step.needs} | {v for g in line.glue for v in g.needs}
     # by the values to keep, those that a later step may still recompute, and those recomputed so far
@@ -71,7 +71,7 @@ def _cannot_keep(candidate: Candidate, kept: Collection[str]) -> list[str]:
     return sorted(v for v in kept if v in candidate.inside and v not in candidate.step.keeps)
 
 
-def _forward_covering(line: Line, kept: frozenset[str]) -> _Ranked:
+def _forward_covering(line: DirectionSearch, kept: frozenset[str]) -> _Ranked:
     """Return the cheapest covering that can keep these values. Plain steps can keep everything, so there is one."""
     best: list[_Ranked | None] = [_NOTHING] + [None] * len(line.places)
     for position in range(len(line.places)):
@@ -89,7 +89,9 @@ def _forward_covering(line: Line, kept: frozenset[str]) -> _Ranked:
     return chosen
 
 
-def cheapest(forward: Line, backward: Line, kept_anyway: Collection[str]) -> tuple[Covering, Covering, frozenset[str]]:
+def cheapest(
+    forward: DirectionSearch, backward: DirectionSearch, kept_anyway: Collection[str]
+) -> tuple[Covering, Covering, frozenset[str]]:
     """Return the cheapest coverings of both directions, and the forward values to keep between them.
 
     ``kept_anyway`` are values that cost nothing to keep: the caller's arguments, the results.
@@ -102,7 +104,9 @@ def cheapest(forward: Line, backward: Line, kept_anyway: Collection[str]) -> tup
     return chosen_forward, chosen_backward, kept
 
 
-def final_attempts(line: Line, covering: Covering, kept: Collection[str], kept_for: Mapping[str, str]) -> list[Attempt]:
+def final_attempts(
+    line: DirectionSearch, covering: Covering, kept: Collection[str], kept_for: Mapping[str, str]
+) -> list[Attempt]:
     """Return how every rule ended at every position, once the covering is chosen.
 
     A rule ends at a position in one status: of the ways in which it stands there the best, the longest of those. Each
@@ -137,7 +141,7 @@ def final_attempts(line: Line, covering: Covering, kept: Collection[str], kept_f
     return [attempt for key in sorted(ways) for attempt in _best_and_longer(ways[key], line, kept)]
 
 
-def _best_and_longer(ways: list[Attempt], line: Line, kept: Collection[str]) -> list[Attempt]:
+def _best_and_longer(ways: list[Attempt], line: DirectionSearch, kept: Collection[str]) -> list[Attempt]:
     """Return how a rule ended at a position, and how in each longer way in which it stands there, by length."""
     ranked = sorted(ways, key=lambda a: (_STATUSES.index(a.status), -a.end))
     best, longer = ranked[0], {}

@@ -63,7 +63,7 @@ class Environment:
 
 
 @dataclass(frozen=True)
-class Covered:
+class PlannedSpan:
     """A step of the plan and the places that it covers."""
 
     direction: Direction
@@ -205,7 +205,7 @@ class Plan:
         The gradient of each output, and of each argument that gets one.
     wanted : frozenset of str
         The arguments that it was planned to give gradients of.
-    covered : tuple of Covered
+    covered : tuple of PlannedSpan
         The steps with what they cover, for `data`.
     weights : tuple of Plain
         What quantizes weights.
@@ -226,7 +226,7 @@ class Plan:
     incoming: Mapping[str, str]
     gradients: Mapping[str, str]
     wanted: frozenset[str]
-    covered: tuple[Covered, ...]
+    covered: tuple[PlannedSpan, ...]
     weights: tuple[Plain, ...]
     attempts: tuple[Attempt, ...]
     environment: Environment
@@ -370,7 +370,7 @@ def _rows(x: SpecLike | None) -> int:
     return 0 if x is None else math.prod(map(int, x.shape[:-1]))
 
 
-class Call:
+class BoundPlan:
     """A plan for calls of one kind, which bring tensors with the same signature, and what runs its steps for those.
 
     Parameters

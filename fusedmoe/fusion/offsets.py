@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fusedmoe.builtin_rules.sm90.backend import functions, require_hopper, require_packages
 from fusedmoe.environment import debugging
 from fusedmoe.fusion.rule import Declined
-from fusedmoe.fusion.rules.hopper import functions, require_hopper, require_packages
 from fusedmoe.ops.derived import OFFSETS
 
 if TYPE_CHECKING:

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from fusedmoe.environment import did_you_mean
 from fusedmoe.formats import QuantizedSpec
 from fusedmoe.fusion import registry
-from fusedmoe.fusion.candidates import Costs, Line
+from fusedmoe.fusion.candidates import Costs, DirectionSearch
 from fusedmoe.fusion.choice import cheapest, final_attempts, nearest_miss
-from fusedmoe.fusion.executable import Covered, Environment, Plan, with_layouts, with_plain_gradients
+from fusedmoe.fusion.executable import Environment, Plan, PlannedSpan, with_layouts, with_plain_gradients
 from fusedmoe.fusion.graph import NO_BACKWARD
 from fusedmoe.fusion.log import say_once
 from fusedmoe.fusion.names import NONE
@@ -92,8 +92,8 @@ def make_plan(
     disabled, asked = environment.disabled, environment.asked
     derived = with_kernels(graph.derived.values(), environment.device, environment.arch, disabled, asked)
     glue = (*derived, *of_forward.weights, *of_forward.glue)
-    forward = Line("forward", of_forward.places, graph.outputs, glue, costs, context, disabled, asked)
-    backward = Line(
+    forward = DirectionSearch("forward", of_forward.places, graph.outputs, glue, costs, context, disabled, asked)
+    backward = DirectionSearch(
         "backward", of_backward.places, gradients.values(), of_backward.glue, costs, context, disabled, asked
     )
     glued = {v for step in glue for v in step.gives}
@@ -120,7 +120,7 @@ def make_plan(
         *final_attempts(backward, chosen_backward, (), {}),
     )
     covered = tuple(
-        Covered(
+        PlannedSpan(
             line.direction,
             c.start,
             step,
@@ -155,7 +155,7 @@ def make_plan(
     return plan
 
 
-def _step(graph: Graph, line: Line, c: Candidate, kept: Collection[str], there: Collection[str]) -> AnyStep:
+def _step(graph: Graph, line: DirectionSearch, c: Candidate, kept: Collection[str], there: Collection[str]) -> AnyStep:
     """Return the runnable step of a candidate, which writes those of its keeps that are kept."""
     places = line.places[c.start : c.end]
     if c.rule is None:

@@ -67,7 +67,7 @@ class _Registry:
 
         An entry point that fails is left out: one WARNING names its package, and `broken` keeps it.
         """
-        from fusedmoe.fusion.rules import BUILTIN
+        from fusedmoe.builtin_rules import BUILTIN
 
         self.loaded = True  # already: an entry point may ask for the rules
         try:

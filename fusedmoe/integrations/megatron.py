@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fusedmoe.errors import InputError
-from fusedmoe.model import even_splits
+from fusedmoe.explain_model import even_splits
 from fusedmoe.ops import GeGLU, GroupedLinear, Op, ReGLU, Scale, SquaredReLU, SwiGLU
 from fusedmoe.sequential import Sequential
 

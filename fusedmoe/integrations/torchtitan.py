@@ -25,7 +25,7 @@ from torchtitan.config.override import derive, override
 from torchtitan.models.common.moe import GroupedExperts
 
 from fusedmoe.errors import InputError
-from fusedmoe.model import even_splits
+from fusedmoe.explain_model import even_splits
 from fusedmoe.ops import GroupedLinear, SwiGLU
 from fusedmoe.ops.op import constant_in_graphs, made_untraced
 from fusedmoe.recipes import resolve

@@ -233,8 +233,8 @@ class Op(Checked, nn.Module):
 
     @constant_in_graphs
     def _chain_for_compiler(self, *around: Any) -> Any:
-        """Return what `fusedmoe.compiled` reads of the op alone. It follows from what is given, as for `Sequential`."""
-        from fusedmoe.compiled import chain_for_compiler
+        """Return what `fusedmoe.torch_compile` reads of the op alone: it follows from the arguments."""
+        from fusedmoe.torch_compile import chain_for_compiler
 
         return chain_for_compiler(self, around[-1])
 
@@ -270,9 +270,9 @@ class Op(Checked, nn.Module):
         from fusedmoe.chain import run_alone  # the op alone is a chain of one: the way of a call leads back up, once
 
         if torch.compiler.is_compiling():
-            from fusedmoe import compiled, exported
+            from fusedmoe import torch_compile, torch_export
 
-            return (compiled if torch.compiler.is_dynamo_compiling() else exported).run_op(self, x, inputs)
+            return (torch_compile if torch.compiler.is_dynamo_compiling() else torch_export).run_op(self, x, inputs)
         return run_alone(self, x, inputs)
 
     @property

@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 
-from fusedmoe import bench_cli
 from fusedmoe.bench.layer import OURS, Sizes, Work
 from fusedmoe.bench.measure import FORWARD, STEP, measure
 from fusedmoe.bench.peers import NOT_INSTALLED
 from fusedmoe.bench.timing import GpuTimer
-from fusedmoe.cli import main
+from fusedmoe.cli import bench as bench_cli
+from fusedmoe.cli.main import main
 
 hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [

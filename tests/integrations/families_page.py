@@ -14,8 +14,8 @@ import torch
 import transformers
 
 import fusedmoe.integrations.transformers as fusedmoe_transformers
+from fusedmoe.builtin_rules.sm90 import backend as hopper
 from fusedmoe.fusion.log import forget_said
-from fusedmoe.fusion.rules import hopper
 
 PAGE = Path(__file__).parents[2] / "docs" / "transformers.md"
 STAND_INS = Path(__file__).parents[1] / "unit" / "sm90_stand_ins.py"

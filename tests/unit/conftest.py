@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import fusedmoe as fm
+from fusedmoe.builtin_rules import BUILTIN
 from fusedmoe.fusion import registry
 from fusedmoe.fusion.log import forget_said
-from fusedmoe.fusion.rules import BUILTIN
 
 
 @pytest.fixture(autouse=True)

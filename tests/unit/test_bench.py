@@ -11,12 +11,12 @@ import torch
 from peers_in_torch import quack_in_torch, sonic_in_torch
 
 import fusedmoe
-from fusedmoe import bench_cli
 from fusedmoe.bench import layer, measure, timing
 from fusedmoe.bench.layer import Candidate, Peer, Reference, Sizes, Work
 from fusedmoe.bench.peers import interleave
 from fusedmoe.bench.timing import CallTime
-from fusedmoe.cli import main
+from fusedmoe.cli import bench as bench_cli
+from fusedmoe.cli.main import main
 from fusedmoe.errors import InputError
 from fusedmoe.moe import ACTIVATIONS
 from fusedmoe.recipes import resolve

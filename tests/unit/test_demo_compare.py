@@ -14,7 +14,7 @@ from rich.console import Console
 
 import fusedmoe as fm
 from fusedmoe import recipes, settings
-from fusedmoe.cli import main
+from fusedmoe.cli.main import main
 from fusedmoe.demo import checkpoint, comparison, report, train
 from fusedmoe.demo import run as demo_run
 from fusedmoe.demo.compare import compare

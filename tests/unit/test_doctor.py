@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import fusedmoe
-from fusedmoe import doctor as module
-from fusedmoe.doctor import Fact, Gpu, Kernel, Report, main
+from fusedmoe.cli import doctor as module
+from fusedmoe.cli.doctor import Fact, Gpu, Kernel, Report, main
 
 HOPPER = Gpu(index=0, name="NVIDIA H100 80GB HBM3", arch="sm_90", memory_gib=79.6, sms=132)
 
@@ -78,7 +78,7 @@ def test_each_gpu_is_listed_and_each_architecture_once(machine):
 @pytest.mark.usefixtures("builtin_rules")
 def test_every_built_in_rule_is_listed(machine, monkeypatch):
     monkeypatch.setattr(module, "arch", lambda device: 90)
-    monkeypatch.setattr("fusedmoe.fusion.rules.hopper.missing_packages", lambda: ())
+    monkeypatch.setattr("fusedmoe.builtin_rules.sm90.backend.missing_packages", lambda: ())
     machine((9, 0))
     kernels = {kernel.name: kernel for kernel in module.doctor().kernels if kernel.name.startswith("sm90.")}
     assert len(kernels) == 12
@@ -206,7 +206,7 @@ def test_unknown_option_is_refused(capsys):
 
 def test_it_imports_no_cute_dsl():
     code = (
-        "import sys; from fusedmoe.doctor import main; main([]); "
+        "import sys; from fusedmoe.cli.doctor import main; main([]); "
         "sys.exit(any(name in sys.modules for name in ('cutlass', 'tvm_ffi')))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0

@@ -16,9 +16,9 @@ from toy import dgrad_dglu, experts, gemm, gemm_glu, glu_scale, inputs, only_pla
 
 import fusedmoe as fm
 from fusedmoe import Status
+from fusedmoe.builtin_rules import BUILTIN
 from fusedmoe.fusion.plan import format_bytes
 from fusedmoe.fusion.rule import FusionRule
-from fusedmoe.fusion.rules import BUILTIN
 from fusedmoe.ops import GroupedLinear, Op, SwiGLU
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
@@ -84,7 +84,7 @@ def test_the_table_as_printed(case, monkeypatch):
     rules, make = CASES[case]
     if case.endswith("sm90"):
         monkeypatch.setattr("fusedmoe.chain.arch", lambda device: 90)
-        monkeypatch.setattr("fusedmoe.fusion.rules.hopper.missing_packages", lambda: ())
+        monkeypatch.setattr("fusedmoe.builtin_rules.sm90.backend.missing_packages", lambda: ())
     chain, x, named = make()
     with fm.register(*rules):
         text = f"{chain.explain(x, **named)}\n"

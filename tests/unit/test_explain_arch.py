@@ -10,8 +10,8 @@ from toy import only_plan
 
 import fusedmoe as fm
 from fusedmoe import Status
+from fusedmoe.builtin_rules.sm90 import backend as hopper
 from fusedmoe.fusion.rule import FusionRule
-from fusedmoe.fusion.rules import hopper
 
 pytestmark = pytest.mark.usefixtures("builtin_rules")
 

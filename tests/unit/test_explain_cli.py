@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fusedmoe as fm
-from fusedmoe.cli import main
+from fusedmoe.cli.main import main
 
 pytestmark = pytest.mark.usefixtures("builtin_rules")
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import fusedmoe as fm
-from fusedmoe.model import _short
+from fusedmoe.explain_model import _short
 
 H, I, E = 16, 8, 4  # noqa: E741
 pytestmark = pytest.mark.usefixtures("builtin_rules")

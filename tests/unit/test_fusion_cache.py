@@ -19,7 +19,7 @@ class Tuned(fm.Recipe):
 
 
 def plans(chain):
-    return [plan for part in chain._current_layout().parts for plan in part.chain._plans.values()]
+    return [plan for part in chain._current_partition().parts for plan in part.chain._plans.values()]
 
 
 @pytest.fixture

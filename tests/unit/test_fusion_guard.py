@@ -66,7 +66,7 @@ def test_a_guard_decides_anew_at_every_call():
             assert len([c for c in calls if c != "toy.dgrad_dglu"]) == fused
             with fm.disabled("*"):
                 assert_same(got, outcome(chain, x, **inputs()))
-    (part,) = chain._current_layout().parts
+    (part,) = chain._current_partition().parts
     assert len(part.chain._plans) == 2  # one of them with everything switched off
 
 

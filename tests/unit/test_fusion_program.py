@@ -13,7 +13,7 @@ from fusedmoe.ops import Op
 
 
 def program(chain, position=0):
-    (part,) = chain._current_layout().parts
+    (part,) = chain._current_partition().parts
     return list(part.chain._plans.values())[position].program
 
 

@@ -7,8 +7,9 @@ import torch
 import toy
 
 import fusedmoe as fm
-from fusedmoe import doctor
-from fusedmoe.fusion import registry, rules
+from fusedmoe import builtin_rules
+from fusedmoe.cli import doctor
+from fusedmoe.fusion import registry
 from fusedmoe.fusion.plan import Status
 from fusedmoe.fusion.rule import RuleError
 
@@ -123,7 +124,7 @@ def entry_points():
 
         def install(*loaded):
             patch.setattr(registry, "_registry", registry._Registry())
-            patch.setattr(rules, "BUILTIN", ())
+            patch.setattr(builtin_rules, "BUILTIN", ())
             found = [Entry(value) for value in loaded]
             patch.setattr(registry, "entry_points", lambda group: found if group == "fusedmoe.fusions" else [])
 
@@ -142,7 +143,7 @@ def test_rules_are_loaded_by_the_first_plan_and_it_stays(entry_points):
     entry_points(rule)
     chain, x, named = toy.experts(), toy.rows(), toy.inputs()
     chain(x, **named)
-    (part,) = chain._current_layout().parts
+    (part,) = chain._current_partition().parts
     assert len(part.chain._plans) == 1
     chain(x, **named)
     assert len(part.chain._plans) == 1

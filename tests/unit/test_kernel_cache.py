@@ -23,7 +23,7 @@ import pytest
 import torch
 
 import fusedmoe
-from fusedmoe.cli import main
+from fusedmoe.cli.main import main
 from fusedmoe.kernels import cache, compiler, shipped
 
 cutlass = pytest.importorskip("cutlass")
@@ -183,7 +183,7 @@ def test_other_processes(tmp_path):
     code = """
 import json, os, sys, time
 from pathlib import Path
-import fusedmoe, fusedmoe.kernels.compiler, fusedmoe.kernels.shipped, fusedmoe.compile_cli
+import fusedmoe, fusedmoe.kernels.compiler, fusedmoe.kernels.shipped, fusedmoe.cli.compile
 said = {"imported": [name for name in ("cutlass", "tvm_ffi") if name in sys.modules]}
 from test_kernel_cache import Awaited, Toy, compiler, refuses_cpu_tensors
 refuses_cpu_tensors(compiler.load(Toy()))

@@ -67,7 +67,7 @@ def test_an_op_alone_has_the_defaults():
 
 def test_a_change_is_a_new_plan_and_back_the_old_one():
     made, x, named = chain(), rows(), inputs()
-    (part,) = made._current_layout().parts
+    (part,) = made._current_partition().parts
     for margin, plans in [(0, 1), (8, 2), (8, 2), (0, 2), (4, 3)]:
         made.sm_margin = margin
         made(x, **named)

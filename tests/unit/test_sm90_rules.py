@@ -13,7 +13,7 @@ from toy import only_plan, outcome, rules_used, status
 
 import fusedmoe as fm
 from fusedmoe import FusionError, Status
-from fusedmoe.fusion.rules import hopper
+from fusedmoe.builtin_rules.sm90 import backend as hopper
 from fusedmoe.kernels.options import KernelOptions
 
 E, H, I = 3, 32, 16  # noqa: E741  (experts, hidden, intermediate)

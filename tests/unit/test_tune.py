@@ -7,13 +7,13 @@ import os
 import pytest
 import torch
 
-from fusedmoe import tune_cli
-from fusedmoe.cli import main
+from fusedmoe.cli import tune as tune_cli
+from fusedmoe.cli.main import main
+from fusedmoe.cli.tune import Gpu, TuneOptions
 from fusedmoe.errors import InputError
 from fusedmoe.kernels import cache
 from fusedmoe.kernels.sm90 import functions, tuned, tuning
 from fusedmoe.kernels.sm90.choice import CANDIDATES, CO_256, PP_128, Problem, by_model, candidates, choose
-from fusedmoe.tune_cli import Gpu, TuneOptions
 
 GPU = Gpu("Some GPU", 132)
 SIZES = {"hidden": 2048, "intermediate": 768, "experts": 128, "rows": 262_144}

@@ -14,7 +14,7 @@ from fusedmoe.fusion.executable import Environment
 from fusedmoe.fusion.planner import make_plan
 from fusedmoe.fusion.signature import NOMINAL_ROWS, spec_of
 from fusedmoe.kernels.options import DEFAULT
-from fusedmoe.layout import ChainPart
+from fusedmoe.partition import ChainPart
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,12 +28,12 @@ def run_sequential(
     root: Sequential, x: Tensor, inputs: dict[str, Tensor], parameters: Parameters | None = None
 ) -> Tensor:
     """Run a `Sequential` in a program that is being exported."""
-    layout = root._layout_for(inputs)
-    named = layout.bind(x, inputs)
+    partition = root._partition_for(inputs)
+    named = partition.bind(x, inputs)
     if parameters is not None:
-        layout.check_parameters(parameters)
+        partition.check_parameters(parameters)
     counted = True
-    for part in layout.parts:
+    for part in partition.parts:
         if isinstance(part, ChainPart):
             x = _run_chain(part.chain_for(counted), x, named, parameters)
             counted = counted or part.sorts_rows

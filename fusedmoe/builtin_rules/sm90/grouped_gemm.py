@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fusedmoe.fusion.rule import FusionRule, PlanContext, Step
-from fusedmoe.fusion.rules.hopper import (
+from fusedmoe.builtin_rules.sm90.backend import (
     OnHopper,
     Run,
     check_common,
@@ -13,6 +12,7 @@ from fusedmoe.fusion.rules.hopper import (
     functions,
     guard_operands,
 )
+from fusedmoe.fusion.rule import FusionRule, PlanContext, Step
 from fusedmoe.kernels.sm90 import limits
 from fusedmoe.ops.grouped_linear import GroupedLinear
 from fusedmoe.ops.scale import Scale

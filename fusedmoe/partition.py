@@ -115,7 +115,7 @@ def buffers_kept(parts: Sequence[ChainPart | ModulePart]) -> Iterator[None]:
             buffer.data.copy_(before)  # to autograd nothing has changed
 
 
-class Layout:
+class Partition:
     """The parts of a Sequential in order.
 
     Parameters
@@ -212,7 +212,7 @@ class Layout:
         return members
 
     def holds(self) -> bool:
-        """Whether the modules, and whether they have hooks, are still what this layout was made from."""
+        """Whether the modules, and whether they have hooks, are still what this partition was made from."""
         for parent, children in self._children:
             if [*parent._modules.items()] != children:
                 return False

@@ -62,7 +62,7 @@ def _silence_output() -> None:
 
 def _dispatch(arguments: list[str]) -> int:
     if arguments[:1] == ["doctor"]:
-        from fusedmoe import doctor
+        from fusedmoe.cli import doctor
 
         return doctor.main(arguments[1:])
     parser = Parser(
@@ -154,25 +154,25 @@ def _demo(parser: Parser, arguments: list[str]) -> int:
 
 
 def _compile(parser: Parser, arguments: list[str]) -> int:
-    from fusedmoe import compile_cli as command
+    from fusedmoe.cli import compile as command
 
     return _run(parser, arguments, command, command.CompileOptions, "; the kernels built so far stay in the cache")
 
 
 def _tune(parser: Parser, arguments: list[str]) -> int:
-    from fusedmoe import tune_cli as command
+    from fusedmoe.cli import tune as command
 
     return _run(parser, arguments, command, command.TuneOptions, "; the products measured so far are kept")
 
 
 def _bench(parser: Parser, arguments: list[str]) -> int:
-    from fusedmoe import bench_cli as command
+    from fusedmoe.cli import bench as command
 
     return _run(parser, arguments, command, command.BenchOptions)
 
 
 def _explain(parser: Parser, arguments: list[str]) -> int:
-    from fusedmoe import explain_cli as command
+    from fusedmoe.cli import explain as command
 
     return _run(parser, arguments, command, command.ExplainOptions)
 

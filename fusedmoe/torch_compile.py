@@ -31,7 +31,7 @@ from fusedmoe.environment import disabled_by_environment
 from fusedmoe.errors import InputError
 from fusedmoe.fusion import registry
 from fusedmoe.fusion.differentiable import SecondOrderError
-from fusedmoe.fusion.executable import Call, Environment, Plan
+from fusedmoe.fusion.executable import BoundPlan, Environment, Plan
 from fusedmoe.fusion.planner import make_plan
 from fusedmoe.fusion.program import Fused
 from fusedmoe.fusion.results import announced
@@ -39,8 +39,8 @@ from fusedmoe.fusion.rule import RuleError
 from fusedmoe.fusion.signature import NOMINAL_ROWS, Signature, signature, spec_of
 from fusedmoe.kernels.device import arch
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
-from fusedmoe.layout import ChainPart
 from fusedmoe.ops.op import Node, Op, constant_in_graphs
+from fusedmoe.partition import ChainPart
 from fusedmoe.recompute import backward_pass, checkpointing, had_gradients
 from fusedmoe.sorted_rows import ModuleCall, call_module, why_no_rows
 
@@ -142,7 +142,7 @@ def _prepare_tracing() -> None:
 
 
 def _described(module: Any) -> tuple[Any, ...]:
-    """Return what the layout of a `Sequential` depends on, as texts: Dynamo guards on each that it reads."""
+    """Return what the partition of a `Sequential` depends on, as texts: Dynamo guards on each that it reads."""
     return tuple(
         [
             (name, _text_of(child) if isinstance(child, Op) else _described(child) if _opened(child) else "")
@@ -233,14 +233,14 @@ def parts_for_compiler(root: Sequential, given: Given) -> tuple[TracedPart | Tra
     """Return what a `Sequential` is made of, for `run_sequential`; or the message where the call is refused."""
     try:
         names = [name for name, _ in given[1:]]
-        layout = root._layout_for(names)
-        layout.check_names(names)
+        partition = root._partition_for(names)
+        partition.check_names(names)
         _check_tensors("Sequential", given)
         return tuple(
             _traced_part(part, root._options)
             if isinstance(part, ChainPart)
             else TracedModule(tuple(part.label.split(".")), part.call)
-            for part in layout.parts
+            for part in partition.parts
         )
     except InputError as error:
         return str(error)
@@ -344,9 +344,9 @@ class _TracedPlan:
         saved = self.names if plan.keeps_quantized else plan.saved
         self.saved = tuple(saved) if any(self.wanted) else ()
         self.checked = False  # whether the gradients that its rules return were compared with the arguments
-        self._calls: dict[Signature, Call] = {}
+        self._calls: dict[Signature, BoundPlan] = {}
 
-    def call(self, arguments: Sequence[Tensor | None]) -> Call:
+    def call(self, arguments: Sequence[Tensor | None]) -> BoundPlan:
         """Return what runs the plan for tensors like these."""
         kind = signature(arguments)
         call = self._calls.get(kind)
@@ -355,7 +355,7 @@ class _TracedPlan:
                 self._calls.clear()
             given = dict(zip(self.names, arguments, strict=False))
             specs = announced(self.plan.graph.infer(given)) if given else None  # a backward pass alone has no arguments
-            call = self._calls[kind] = Call(self.plan, self.strict, specs)
+            call = self._calls[kind] = BoundPlan(self.plan, self.strict, specs)
         return call
 
 

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fusedmoe.fusion.rule import FusionRule, PlanContext, Step, require
-from fusedmoe.fusion.rules.hopper import (
+from fusedmoe.builtin_rules.sm90.backend import (
     OnHopper,
     Run,
     check_common,
@@ -18,6 +17,7 @@ from fusedmoe.fusion.rules.hopper import (
     readable,
     unreadable,
 )
+from fusedmoe.fusion.rule import FusionRule, PlanContext, Step, require
 from fusedmoe.kernels.sm90 import limits
 from fusedmoe.ops.grouped_linear import Wgrad, WgradIntoMainGrad
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fusedmoe.fusion.rule import FusionRule, PlanContext, Step
-from fusedmoe.fusion.rules.hopper import (
+from fusedmoe.builtin_rules.sm90.backend import (
     OnHopper,
     Run,
     check_common,
@@ -15,6 +14,7 @@ from fusedmoe.fusion.rules.hopper import (
     readable,
     unreadable,
 )
+from fusedmoe.fusion.rule import FusionRule, PlanContext, Step
 from fusedmoe.ops.grouped_linear import Dgrad
 
 if TYPE_CHECKING:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fusedmoe.fusion.rule import FusionRule, NothingToDo, PlanContext, Step, require
-from fusedmoe.fusion.rules.hopper import (
+from fusedmoe.builtin_rules.sm90.backend import (
     OnHopper,
     Run,
     decline,
@@ -18,6 +17,7 @@ from fusedmoe.fusion.rules.hopper import (
     readable,
     unreadable,
 )
+from fusedmoe.fusion.rule import FusionRule, NothingToDo, PlanContext, Step, require
 from fusedmoe.kernels.sm90 import limits
 from fusedmoe.ops.dispatch import Combine, CombineWeightGrad, DCombine, DDispatch, Dispatch, DispatchWeightGrad
 

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fusedmoe.fusion.rule import FusionRule, PlanContext, Step
-from fusedmoe.fusion.rules.hopper import (
+from fusedmoe.builtin_rules.sm90.backend import (
     OnHopper,
     Run,
     activation_of,
@@ -19,6 +18,7 @@ from fusedmoe.fusion.rules.hopper import (
     readable,
     unreadable,
 )
+from fusedmoe.fusion.rule import FusionRule, PlanContext, Step
 from fusedmoe.kernels.sm90 import limits
 from fusedmoe.ops.glu import DGeGLU, DReGLU, DSwiGLU
 from fusedmoe.ops.grouped_linear import Dgrad

@@ -14,7 +14,7 @@ from importlib import metadata
 import torch
 
 import fusedmoe
-from fusedmoe.cli import Parser
+from fusedmoe.cli.main import Parser
 from fusedmoe.environment import disabled_by_environment
 from fusedmoe.extras import install_command
 from fusedmoe.formats.products import multiplies_codes

@@ -14,9 +14,9 @@ import torch
 
 from fusedmoe import settings
 from fusedmoe.errors import InputError
+from fusedmoe.explain_model import explain
 from fusedmoe.fusion.plan import format_bytes, hints
 from fusedmoe.fusion.rule import FusionError
-from fusedmoe.model import explain
 from fusedmoe.moe import ACTIVATIONS, MoE
 from fusedmoe.target import checked_arch
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from fusedmoe.explain_model import ExplainedModules, ModelExplanation
     from fusedmoe.fusion.plan import PlanData
-    from fusedmoe.model import ExplainedModules, ModelExplanation
 
 __all__ = ["ExplainOptions", "add_arguments", "run"]
 

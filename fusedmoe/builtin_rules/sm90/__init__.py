@@ -1,0 +1,1 @@
+"""The fusion rules for sm_90 (Hopper), one file per fusion."""

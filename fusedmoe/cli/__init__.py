@@ -1,0 +1,1 @@
+"""The ``fusedmoe`` command: one module per subcommand, and `main`, which chooses among them."""
