@@ -1,4 +1,4 @@
-"""Whether a forward pass runs inside of a backward pass: activation checkpointing computes an earlier one again."""
+"""Detects forward passes that run inside of a backward pass, because activation checkpointing recomputes them."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ import torch
 
 
 def backward_pass() -> int:
-    """Return the backward pass that runs here, by autograd's number; -1 outside of any."""
+    """Return autograd's number of the current backward pass; -1 outside of one."""
     return torch._C._current_graph_task_id()
 
 
 def had_gradients() -> bool:
-    """Return whether what a backward pass computes again had gradients the first time.
+    """Return whether the original call of a recomputed forward pass had gradients enabled.
 
-    ``use_reentrant=True`` calls without gradients first, and again in the backward of an autograd function, whose name
-    has "Checkpoint" in it: in PyTorch, Megatron-LM, DeepSpeed and Transformer Engine. ``use_reentrant=False`` computes
-    again in whatever function asks for what it saved.
+    ``use_reentrant=True`` disables gradients in the original call. It recomputes in the backward of an autograd
+    function whose name contains "Checkpoint": in PyTorch, Megatron-LM, DeepSpeed and Transformer Engine.
+    ``use_reentrant=False`` recomputes in the first backward function that unpacks a saved tensor.
     """
     node: Any = torch._C._current_autograd_node()
     return node is None or "Checkpoint" not in node.name()
 
 
 def checkpointing() -> bool:
-    """Return whether activation checkpointing calls the forward pass that runs within this backward pass.
+    """Return whether activation checkpointing runs the forward pass inside the current backward pass.
 
-    A compiled graph that computes its own values again in its backward pass is no such call. ``use_reentrant=False``
-    computes again under hooks that catch what the forward pass saves.
+    A compiled graph may also recompute its own values there; ``use_reentrant=False`` differs from that by its hooks
+    on saved tensors.
     """
     return not had_gradients() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

@@ -1,4 +1,4 @@
-"""Small numeric formats: what they are, how tensors get there, and what their codes stand for."""
+"""Narrow numeric formats: their definitions, quantization and dequantization."""
 
 from fusedmoe.formats.format import (
     E2M1,

@@ -1,4 +1,4 @@
-"""Delayed scaling: what a tensor is multiplied by follows from its amax in steps before."""
+"""Delayed scaling: the scale of a tensor follows from its amax in earlier steps."""
 
 from __future__ import annotations
 
@@ -15,44 +15,44 @@ if TYPE_CHECKING:
 
 
 class AmaxHistory:
-    """The amax of steps before, and what follows from them; for each expert of its own.
+    """The amax of earlier steps and the scales that follow from them, per expert.
 
     Attributes
     ----------
     amax : Tensor
-        (steps, E) fp32: the last steps' amax; zeros before the first.
+        (steps, E) fp32: the amax of the last steps, newest first; zeros before the first step.
     reference : Tensor
-        (E,) fp32: the amax that scales follow from, the last known one; 0 before the first.
+        (E,) fp32: the amax that determines the scale; 0 before the first step.
     encode : Tensor
-        (E,) fp32: what tensors are multiplied by, ``max / 2**margin / reference`` by the format's rule; 1 before the
-        first step.
+        (E,) fp32: the factor that tensors are multiplied by, ``max / 2**margin / reference`` rounded by the format's
+        rule; 1 before the first step.
     previous : Tensor
-        (E,) fp32: what they were multiplied by in the last step, for who computes that step again.
+        (E,) fp32: the factor of the last step, for recomputation of that step.
     begun : bool
-        Whether any step has been added.
+        Whether a step has been added.
     """
 
     def __init__(self, quantizer: Quantizer, experts: int, device: torch.device) -> None:
         assert quantizer.delayed is not None
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise InputError(
-                "delayed scaling: the first step cannot be captured into a CUDA graph, which would start its history "
-                "anew with every replay; run a step before"
+                "delayed scaling: the first step cannot be captured into a CUDA graph, since every replay would start "
+                "its history anew; run a step before the capture"
             )
         self.quantizer = quantizer
         self.begun = False
-        with torch.inference_mode(False):  # what inference begins with, training updates
+        with torch.inference_mode(False):  # training updates a history that inference has created
             self.amax = torch.zeros(quantizer.delayed.history, experts, dtype=torch.float32, device=device)
             self.reference = torch.zeros(experts, dtype=torch.float32, device=device)
             self.encode = torch.ones(experts, dtype=torch.float32, device=device)
             self.previous = torch.ones(experts, dtype=torch.float32, device=device)
 
     def fits(self, quantizer: Quantizer, experts: int, device: torch.device) -> bool:
-        """Whether it is the history of such a quantizer, on such a device."""
+        """Whether this is a history of the given quantizer, number of experts and device."""
         return self.quantizer == quantizer and self.encode.shape == (experts,) and self.encode.device == device
 
     def update(self, amax_E: Tensor) -> None:
-        """Add a step, in place; an amax of 0 leaves the scale as it is, and so does one that is not finite."""
+        """Add a step, in place; an amax that is 0 or not finite leaves the scale unchanged."""
         delayed = self.quantizer.delayed
         assert delayed is not None
         self.begun = True
@@ -63,9 +63,7 @@ class AmaxHistory:
         self._scale()
 
     def restore(self, amax: Tensor, reference: Tensor) -> None:
-        """Take over, in place, what another history of as many experts remembers, perhaps one of another format or
-        length.
-        """
+        """Copy the values of another history, in place; it has as many experts, and may differ in format and length."""
         steps = min(len(amax), len(self.amax))
         restored = torch.zeros_like(self.amax)
         restored[:steps].copy_(amax[:steps])
@@ -75,7 +73,7 @@ class AmaxHistory:
         self.begun = True
 
     def forget(self) -> None:
-        """Begin anew, in place."""
+        """Reset to the state before the first step, in place."""
         self.restore(torch.zeros_like(self.amax), torch.zeros_like(self.reference))
         self.begun = False
 
@@ -83,4 +81,4 @@ class AmaxHistory:
         delayed = self.quantizer.delayed
         assert delayed is not None
         encode_E = fp32_encode(self.reference, self.quantizer.format, delayed.margin)
-        self.encode.copy_(torch.where(self.reference > 0, encode_E, 1.0))  # an epsilon is no amax
+        self.encode.copy_(torch.where(self.reference > 0, encode_E, 1.0))  # fp32_encode would raise 0 to an epsilon

@@ -1,4 +1,4 @@
-"""Numeric formats as data: the elements, which of them share a scale, and by which rule the scale is found.
+"""Numeric formats as data: the element type, the block of elements that share a scale, and the rule for the scale.
 
 Sources: OCP 8-bit Floating Point Specification 1.0; OCP Microscaling Formats (MX) Specification 1.0; NVIDIA,
 "Pretraining Large Language Models with NVFP4"; DeepSeek-AI, "DeepSeek-V3 Technical Report", section 3.3.
@@ -34,15 +34,15 @@ class Element:
     Attributes
     ----------
     name : str
-        Such as ``"e4m3"``: 4 bits of exponent, 3 of mantissa.
+        For example ``"e4m3"``: 4 exponent bits, 3 mantissa bits.
     bits : int
-        Of a code, sign included.
+        Width of a code, including the sign.
     max : float
-        The largest finite value; finite values beyond it are rounded to it.
+        The largest finite value. Finite values beyond it saturate.
     max_exponent : int
         ``floor(log2(max))``.
     dtype : torch.dtype
-        What codes are stored as; uint8 for two 4-bit codes, the even element in the low half.
+        Storage type of the codes; uint8 holds two 4-bit codes, the even element in the low half.
     """
 
     name: str
@@ -65,27 +65,27 @@ E2M1 = Element("e2m1", 4, 6.0, 2, torch.uint8)
 
 
 class ScaleRule(str, Enum):
-    """How a scale follows from ``amax``, the largest finite magnitude among the elements that share it.
+    """The rule that derives a scale from ``amax``, the largest finite magnitude among the elements that share it.
 
-    ``max`` is the element's; an element is stored as ``q = round(x * encode)`` and stands for ``q * scale``.
+    ``max`` is that of the `Element`. An element is stored as ``q = round(x * encode)`` and has the value ``q * scale``.
     """
 
     FP32 = "fp32"
     """``encode = max / amax``, ``scale = 1 / encode``, both rounded to fp32; 1 where amax is 0."""
     POWER_OF_TWO = "power of two"
-    """As FP32, with the mantissa of ``encode`` cut off. Nothing is rounded by such a scale, and nothing clipped."""
+    """As FP32, with the mantissa of ``encode`` truncated to 0. The scale adds no rounding and clips no element."""
     RCEIL = "rceil"
-    """``scale = 2 ** ceil(log2(amax / max))`` in E8M0: the smallest that clips nothing."""
+    """``scale = 2 ** ceil(log2(amax / max))`` in E8M0: the smallest scale that clips no element."""
     FLOOR = "floor"
-    """``scale = 2 ** (floor(log2(amax)) - max_exponent)`` in E8M0, as the MX specification has it. It clips."""
+    """``scale = 2 ** (floor(log2(amax)) - max_exponent)`` in E8M0, the rule of the MX specification; it may clip."""
     TWO_LEVEL = "two level"
-    """``scale = e4m3(amax / 6 * tensor_encode)``, ``tensor_encode = 448 * 6 / tensor_amax``: an element stands for
+    """``scale = e4m3(amax / 6 * tensor_encode)``, ``tensor_encode = 448 * 6 / tensor_amax``; an element has the value
     ``q * scale / tensor_encode``.
     """
 
     @property
     def dtype(self) -> torch.dtype:
-        """What scales are stored as."""
+        """Storage type of the scales."""
         return _SCALE_DTYPES[self]
 
 
@@ -116,23 +116,23 @@ _FORMAT = {
 
 @dataclass(frozen=True)
 class Format:
-    """What a tensor is quantized to.
+    """A target format of quantization.
 
     Attributes
     ----------
     name : str
-        What ``explain()`` calls it.
+        The name that ``explain()`` prints.
     element : Element
         The type of the codes.
     block : tuple of (int or None, int or None)
-        The elements that share a scale: so many across the axis that is quantized along, and so many along it. None is
-        all that there are, of one expert. The last block may have fewer.
+        Size of a block of elements that share a scale: across the quantized axis, and along it. None means all elements
+        of one expert. The last block may be smaller.
     rule : ScaleRule
-        How a scale is found, and what it is stored as.
+        Rule and storage type of the scales.
     tensor_scale : bool
-        Whether every expert has a scale in fp32 besides: of `ScaleRule.TWO_LEVEL` alone.
+        Whether every expert also has an fp32 scale; only with `ScaleRule.TWO_LEVEL`.
     amax_epsilon : float
-        A lower bound on amax, for the rules with scales in fp32.
+        Lower bound on amax, for rules with fp32 scales.
     """
 
     name: str
@@ -165,7 +165,7 @@ class Format:
 
     @property
     def scales_are_exact(self) -> bool:
-        """Whether an element times its block's scale has no more than the eight significant bits of bf16."""
+        """Whether bf16, with eight significant bits, holds an element times its block's scale exactly."""
         return self.rule is not ScaleRule.FP32
 
     def __str__(self) -> str:
@@ -180,47 +180,47 @@ def _fp32_rule(name: str, power_of_two: bool) -> ScaleRule:
 
 
 def fp8_tensor(element: Element = E4M3, power_of_two: bool = False, amax_epsilon: float = 0.0) -> Format:
-    """FP8 with one scale for all elements of an expert."""
+    """FP8 with one scale per expert."""
     return Format("fp8", element, (None, None), _fp32_rule("fp8_tensor", power_of_two), amax_epsilon=amax_epsilon)
 
 
 def fp8_row(element: Element = E4M3, power_of_two: bool = False, amax_epsilon: float = 0.0) -> Format:
-    """FP8 with one scale for each row: for all elements of an expert that a product sums over together."""
+    """FP8 with one scale per row: per set of an expert's elements that a product sums over."""
     return Format("fp8", element, (1, None), _fp32_rule("fp8_row", power_of_two), amax_epsilon=amax_epsilon)
 
 
 def fp8_block(element: Element = E4M3, across: int = 1, power_of_two: bool = True, amax_epsilon: float = 0.0) -> Format:
-    """FP8 with one scale for ``across`` x 128 elements: DeepSeek-V3's 1x128 and 128x128."""
+    """FP8 with one scale per ``across`` x 128 elements: DeepSeek-V3's 1x128 and 128x128."""
     rule = _fp32_rule("fp8_block", power_of_two)
     return Format("fp8", element, (across, 128), rule, amax_epsilon=amax_epsilon)
 
 
 def mxfp8(element: Element = E4M3, across: int = 1, rule: ScaleRule = ScaleRule.RCEIL) -> Format:
-    """MXFP8: FP8 with one scale in E8M0 for ``across`` x 32 elements."""
+    """MXFP8: FP8 with one E8M0 scale per ``across`` x 32 elements."""
     if rule not in (ScaleRule.RCEIL, ScaleRule.FLOOR):
         raise InputError(f"mxfp8: rule: expected ScaleRule.RCEIL or ScaleRule.FLOOR, got {rule!r}")
     return Format("mxfp8", element, (across, 32), rule)
 
 
 def nvfp4(across: int = 1) -> Format:
-    """NVFP4: E2M1 with one scale in E4M3 for ``across`` x 16 elements, and one in fp32 for an expert."""
+    """NVFP4: E2M1 with one E4M3 scale per ``across`` x 16 elements and one fp32 scale per expert."""
     return Format("nvfp4", E2M1, (across, 16), ScaleRule.TWO_LEVEL, tensor_scale=True)
 
 
 @dataclass(frozen=True)
 class Delayed:
-    """Scales from the amax of steps before, rather than of the tensor itself: nothing waits for a reduction.
+    """Delayed scaling: scales from the amax of earlier steps, so that quantization does not wait for a reduction.
 
-    The scale in use was found after the step before, so that a tensor which has grown since is clipped.
+    A tensor is clipped if its amax has grown since those steps.
 
     Attributes
     ----------
     history : int
-        Steps remembered.
+        Number of steps in the amax history.
     most_recent : bool
-        The last step's amax alone, instead of the largest remembered.
+        Use the last step's amax instead of the largest in the history.
     margin : int
-        Binades that the scale leaves free: ``encode = max / 2**margin / amax``.
+        Binades of headroom: ``encode = max / 2**margin / amax``.
     """
 
     history: int = 1024
@@ -234,20 +234,19 @@ class Delayed:
 
 @dataclass(frozen=True)
 class Quantizer:
-    """A format, and how tensors get there.
+    """A format with the options of quantization to it.
 
     Attributes
     ----------
     format : Format
         The format.
     stochastic_rounding : bool
-        Round up with a probability that grows with the distance, so that the mean is right: for E2M1. The random bits
-        are torch's: `torch.manual_seed` seeds them.
+        Round stochastically, so that rounding is unbiased; only for E2M1. `torch.manual_seed` seeds the random bits.
     hadamard : bool
-        Rotate tiles of 16 rows before quantizing along the rows, for the weight gradient: see
+        Rotate tiles of 16 rows before quantizing by columns, for the weight gradient: see
         `fusedmoe.formats.hadamard`.
     delayed : Delayed or None
-        Scales from steps before: for one scale per tensor.
+        Delayed scaling, for formats with one scale per tensor.
     """
 
     format: Format

@@ -1,6 +1,6 @@
-"""Rows sorted by expert, laid out along the axis that blocks run along: every expert's rows begin a new block.
+"""Padded layout of rows sorted by expert, for blocks along the rows: each expert's rows start a new block.
 
-Axes: R rows, E experts, P padded rows. Shapes follow from R, E and the block's size alone; nothing is read on the host.
+Axes: R rows, E experts, P padded rows. Shapes depend only on R, E and the block size; no tensor is read on the host.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from fusedmoe.kernels.torch.rows import tail_mask
 
 @dataclass(frozen=True)
 class PaddedRows:
-    """Each expert's rows, followed by zero rows up to a multiple of ``block``.
+    """Each expert's rows, padded with zero rows to a multiple of ``block``.
 
     Attributes
     ----------
     offsets_E : Tensor
-        Where each expert's rows end among the R rows, int32.
+        End of each expert's rows among the R rows, int32.
     ends_E : Tensor
-        Where each expert's padded rows end, int32: multiples of ``block``.
+        End of each expert's padded rows, int32: multiples of ``block``.
     num_rows : int
         R.
     block : int
-        What each expert's rows are padded to a multiple of.
+        Rows per block.
     """
 
     offsets_E: Tensor  # noqa: N815
@@ -37,22 +37,22 @@ class PaddedRows:
 
     @classmethod
     def of(cls, offsets_E: Tensor, num_rows: int, block: int) -> PaddedRows:
-        """Return the layout for rows that end there."""
-        counts_E = _counts(offsets_E)
+        """Return the layout of ``num_rows`` rows with these offsets."""
+        counts_E = offsets_E - _starts(offsets_E)
         ends_E = ((counts_E + block - 1) // block * block).cumsum(0, dtype=torch.int32)
         return cls(offsets_E, ends_E, num_rows, block)
 
     @property
     def num_padded(self) -> int:
-        """P: enough for any splits, so that the experts' padded rows may end earlier."""
+        """P, an upper bound for any splits; the experts' padded rows may end earlier."""
         return padded_rows(self.num_rows, self.offsets_E.shape[0], self.block)
 
     def expert_of_padded(self) -> Tensor:
-        """Return the expert of each padded row: (P,) int64, E behind the last."""
+        """Return the expert of each padded row: (P,) int64, E after the last expert's rows."""
         return group_of(self.ends_E, self.num_padded)
 
     def spread(self, x_RK: Tensor) -> Tensor:
-        """Return the rows in their padded places, zeros elsewhere: (P, K)."""
+        """Copy rows (R, K) to their padded positions: (P, K), zeros elsewhere."""
         padded_P = torch.arange(self.num_padded, device=x_RK.device, dtype=torch.int32)
         if not self.num_padded:
             return x_RK.new_zeros(0, x_RK.shape[1])
@@ -73,7 +73,7 @@ class PaddedRows:
 
 
 def padded_rows(num_rows: int, experts: int, block: int) -> int:
-    """Return how many rows there may be, each expert's padded to a multiple of ``block``: enough for any splits."""
+    """Return an upper bound, for any splits, of the rows after padding each expert's to a multiple of ``block``."""
     return (num_rows // block + min(experts, num_rows)) * block
 
 
@@ -81,22 +81,18 @@ def _starts(ends_E: Tensor) -> Tensor:
     return F.pad(ends_E[:-1], (1, 0))
 
 
-def _counts(offsets_E: Tensor) -> Tensor:
-    return offsets_E - _starts(offsets_E)
-
-
 def group_of(ends_E: Tensor, num_rows: int) -> Tensor:
-    """Return the expert of each row: (num_rows,) int64, E behind the last."""
+    """Return the expert of each row: (num_rows,) int64, E after the last expert's rows."""
     rows_R = torch.arange(num_rows, device=ends_E.device, dtype=torch.int32)
     return torch.searchsorted(ends_E, rows_R, right=True)
 
 
 def of_group(values_E: Tensor, group: Tensor) -> Tensor:
-    """Return each row's expert's value, 1 for rows that belong to none: (..., E) to (..., rows)."""
+    """Return the value of each row's expert, 1 for rows without an expert: (..., E) to (..., rows)."""
     return F.pad(values_E, (0, 1), value=1.0)[..., group]
 
 
 def max_by_group(x_R: Tensor, ends_E: Tensor) -> Tensor:
-    """The largest of each expert's rows, 0 without rows: (R, ...) to (E, ...). Entries are 0 at least."""
+    """The maximum over each expert's rows, 0 without rows: (R, ...) to (E, ...). Entries must not be negative."""
     starts = F.pad(ends_E.to(torch.int64), (1, 0))
     return torch.segment_reduce(x_R, "max", offsets=starts, axis=0, initial=0, unsafe=True)

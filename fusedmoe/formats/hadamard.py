@@ -1,8 +1,8 @@
-"""The random Hadamard transform: tiles of 16 rows are rotated, so that one large value is spread over sixteen.
+"""The random Hadamard transform of tiles of 16 rows, which spreads one large value over sixteen.
 
-``y = H^T x`` with ``H = diag(s) S / 4``: S is Sylvester's 16x16 matrix of signs, s a fixed vector of signs. H is
-orthogonal: ``(H^T x)^T (H^T y) = x^T y``, so that a product over the rows is unchanged by rotating both of its
-operands. The signs are those that Transformer Engine uses, so that its tensors and ours agree.
+``y = H^T x`` with ``H = diag(s) S / 4``: S is Sylvester's 16x16 Hadamard matrix, s a fixed vector of signs. H is
+orthogonal, ``(H^T x)^T (H^T y) = x^T y``: rotating both operands does not change a product over the rows. The signs
+are those of Transformer Engine, so that results agree with it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 
 def _signs(device: torch.device | None) -> Tensor:
-    """`SIGNS` as fp32, made on the device: a copy from the host would have no place in a CUDA graph."""
+    """`SIGNS` as fp32, computed on the device: a CUDA graph cannot capture a copy from pageable host memory."""
     minus = sum(1 << i for i, sign in enumerate(SIGNS) if sign < 0)
     return 1.0 - 2.0 * (minus >> torch.arange(TILE, device=device) & 1)
 

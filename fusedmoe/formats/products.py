@@ -1,18 +1,18 @@
-"""Grouped products whose operands may be quantized: what such a product means, and where torch has it natively.
+"""Matrix products, grouped by expert and dense, of operands that may be quantized.
 
 Axes: R rows, E experts, K features in, N features out.
 
-A quantized operand stands for its dequantized values, and products are summed in fp32:
+A product is that of the dequantized operands, accumulated in fp32. It runs in one of three ways:
 
-- *native*: `F.scaled_grouped_mm` multiplies the codes. bf16 results of E4M3 by E4M3 with one scale per tensor or per
-  row, on GPUs of compute capability 9.0 and 10.0.
-- *emulated in bf16*, results that are bf16 on GPUs where `F.grouped_mm` has a kernel for it (9.x and 10.x): bf16 holds
-  the codes times the scales of their blocks, exactly but for blocks with fp32 scales that are no powers of two. Their
+- *native*: `F.scaled_grouped_mm` multiplies the codes. For bf16 results of E4M3 by E4M3 with one scale per tensor or
+  per row, on GPUs of compute capability 9.0 and 10.0.
+- *emulated in bf16*: for bf16 results on GPUs where `F.grouped_mm` has a bf16 kernel (9.x and 10.x). The operands are
+  the codes times their block scales in bf16, which is exact except for fp32 block scales that are no powers of two. The
   product is rounded to bf16, then multiplied by the scales of rows and tensors.
-- *emulated in fp32* elsewhere, throughout, and rounded once.
+- *emulated in fp32*: everywhere else, rounded once.
 
-Two rotated operands of a weight gradient stand for values in the rotated space, padding included: nothing is rotated
-back, and what quantization made of the zeros behind an expert's last row counts, as where hardware multiplies codes.
+If both operands of a weight gradient are rotated, the product is taken in the rotated space, padding included. The
+quantized padding after an expert's last row then contributes, as in a hardware product of the codes.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ Operand = Tensor | QuantizedTensor
 
 _MULTIPLIES_CODES = (90, 100)  # architectures that F.scaled_grouped_mm runs on
 NATIVE, EMULATED = "native", "emulated"
-"""What `path` returns of a product with a quantized operand."""
+"""The results of `path` for a quantized operand."""
 
 
 def grouped_mm(x: Operand, weight: Operand, offsets_E: Tensor) -> Tensor:
-    """``y[r] = x[r] @ weight[expert of r].T``: x (R, K), weight (E, N, K), both by rows where quantized."""
+    """``y[r] = x[r] @ weight[expert of r].T``: x (R, K), weight (E, N, K), both by rows if quantized."""
     if isinstance(x, Tensor) and isinstance(weight, Tensor):
         return grouped_gemm.grouped_mm(x, weight, offsets_E)
     return _rows_times(x, weight, -1, offsets_E)
@@ -56,7 +56,7 @@ def grouped_mm_dgrad(dy: Operand, weight: Operand, offsets_E: Tensor) -> Tensor:
 
 
 def grouped_mm_wgrad(dy: Operand, x: Operand, offsets_E: Tensor) -> Tensor:
-    """``dW[e] = dy[rows of e].T @ x[rows of e]``: dy (R, N) and x (R, K), both by columns where quantized."""
+    """``dW[e] = dy[rows of e].T @ x[rows of e]``: dy (R, N) and x (R, K), both by columns if quantized."""
     if isinstance(dy, Tensor) and isinstance(x, Tensor):
         return grouped_gemm.grouped_mm_wgrad(dy, x, offsets_E)
     dy, x = _along(dy, -2), _along(x, -2)
@@ -65,19 +65,19 @@ def grouped_mm_wgrad(dy: Operand, x: Operand, offsets_E: Tensor) -> Tensor:
         assert isinstance(x, QuantizedTensor)
         return _native_wgrad(dy, x)
     dtype = torch.bfloat16 if _in_bf16(dy.dtype, dy.device) else torch.float32
-    if isinstance(dy, QuantizedTensor) and isinstance(x, QuantizedTensor) and _lie_alike(dy, x):
+    if isinstance(dy, QuantizedTensor) and isinstance(x, QuantizedTensor) and _same_layout(dy, x):
         padded = dy.padded
         assert padded is not None
         (dy_NP, dy_factor), (x_KP, x_factor) = dy.split(dtype), x.split(dtype)
         product = grouped_gemm.grouped_mm_wgrad(dy_NP.mT, x_KP.mT, padded.ends_E)
         product = _times(product, None if dy_factor is None else dy_factor[..., None], x_factor, 1)
-    else:  # an operand that alone is rotated is rotated back
+    else:  # dequantizing rotates back an operand whose counterpart is not rotated
         product = grouped_gemm.grouped_mm_wgrad(_values(dy, dtype), _values(x, dtype), offsets_E)
     return product.to(dy.dtype)
 
 
 def mm(x: Operand, weight: Operand, weight_axis: int) -> Tensor:
-    """``x @ weight.T`` (weight_axis -1) or ``x @ weight`` (-2): x (..., K); in fp32 where either is quantized."""
+    """``x @ weight.T`` (weight_axis -1) or ``x @ weight`` (-2): x (..., K); in fp32 if either is quantized."""
     if isinstance(x, Tensor) and isinstance(weight, Tensor):
         return x @ (weight.mT if weight_axis == -1 else weight)
     a, b = _values(_along(x, -1)), _values(_along(weight, weight_axis))
@@ -85,19 +85,17 @@ def mm(x: Operand, weight: Operand, weight_axis: int) -> Tensor:
 
 
 def mm_wgrad(dy: Operand, x: Operand) -> Tensor:
-    """``dy.T @ x`` over all rows: dy (..., N), x (..., K), both by columns where quantized."""
+    """``dy.T @ x`` over all rows: dy (..., N), x (..., K), both by columns if quantized."""
     if isinstance(dy, Tensor) and isinstance(x, Tensor):
         return dy.flatten(0, -2).mT @ x.flatten(0, -2)
     dy, x = _along(dy, -2), _along(x, -2)
-    if isinstance(dy, QuantizedTensor) and isinstance(x, QuantizedTensor) and dy.rotated and _lie_alike(dy, x):
-        return (_as_it_lies(dy) @ _as_it_lies(x).mT).to(dy.dtype)
+    if isinstance(dy, QuantizedTensor) and isinstance(x, QuantizedTensor) and dy.rotated and _same_layout(dy, x):
+        return (_in_code_layout(dy) @ _in_code_layout(x).mT).to(dy.dtype)
     return (_values(dy).flatten(0, -2).mT @ _values(x).flatten(0, -2)).to(dy.dtype)
 
 
 def path(a: Any, b: Any, device: torch.device) -> str:
-    """Return how a product of two operands, or of their specs, runs: `NATIVE`, `EMULATED`, ``""`` if neither is
-    quantized.
-    """
+    """Return `NATIVE` or `EMULATED` for a grouped product of two operands or specs; ``""`` if neither is quantized."""
     quantized = [s for s in (a, b) if isinstance(s, (QuantizedSpec, QuantizedTensor))]
     if not quantized:
         return ""
@@ -105,13 +103,13 @@ def path(a: Any, b: Any, device: torch.device) -> str:
         return EMULATED
     if any(not _is_native(s.format) or s.dtype is not torch.bfloat16 for s in quantized):
         return EMULATED
-    # the widths of codes have to be multiples of 16 bytes; columns of rows are padded to that
+    # F.scaled_grouped_mm requires widths of 16-byte multiples; rows quantized by columns are padded to that
     widths = [size for s in quantized for size in s.shape[1:]]
     return NATIVE if all(width % 16 == 0 for width in widths) else EMULATED
 
 
 def path_dense(a: Any, b: Any) -> str:
-    """As `path`, of products without experts."""
+    """As `path`, for products without experts."""
     return EMULATED if any(isinstance(s, (QuantizedSpec, QuantizedTensor)) for s in (a, b)) else ""
 
 
@@ -120,19 +118,19 @@ def _is_native(format: Format) -> bool:
 
 
 def _will_multiply_codes(device: torch.device) -> bool:
-    """As `multiplies_codes`, of the architecture that is asked about, where one is."""
+    """As `multiplies_codes`, for the architecture of ``explain(arch=)`` if it is set."""
     asked = target.current()
     return multiplies_codes(device) if asked is None else asked.arch in _MULTIPLIES_CODES
 
 
 def multiplies_codes(device: torch.device) -> bool:
-    """Whether torch has a grouped product of FP8 codes there, by tensor or row."""
+    """Whether torch has a grouped product of FP8 codes on the device, with scales per tensor or per row."""
     return device.type == "cuda" and _has_scaled_grouped_mm(device)
 
 
 @functools.cache
 def _has_scaled_grouped_mm(device: torch.device) -> bool:
-    if not torch.cuda.is_available():  # of a FakeTensor
+    if not torch.cuda.is_available():  # a FakeTensor may have the device
         return False
     major, minor = torch.cuda.get_device_capability(device)
     return torch.version.hip is None and 10 * major + minor in _MULTIPLIES_CODES
@@ -143,7 +141,7 @@ def _along(t: Operand, axis: int) -> Operand:
 
 
 def _in_bf16(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether an emulated product is one in bf16: on a GPU where torch has such a product of grouped rows."""
+    """Whether an emulated product runs in bf16: if torch has a grouped bf16 kernel for the GPU."""
     return device.type == "cuda" and dtype is torch.bfloat16 and grouped_gemm.runs_on_device(device, dtype)
 
 
@@ -151,8 +149,8 @@ def _values(t: Operand, dtype: torch.dtype = torch.float32) -> Tensor:
     return t.to(dtype) if isinstance(t, Tensor) else t.dequantize(dtype)
 
 
-def _as_it_lies(t: QuantizedTensor) -> Tensor:
-    """Return what the codes of rows by columns stand for where they lie, fp32: rotated, with the padding."""
+def _in_code_layout(t: QuantizedTensor) -> Tensor:
+    """Return the values of rows quantized by columns, in the layout of the codes: fp32, rotated, with the padding."""
     values, factor = t.split()
     if factor is None:
         return values
@@ -160,8 +158,8 @@ def _as_it_lies(t: QuantizedTensor) -> Tensor:
     return values * (factor.reshape(-1, 1) if padded is None else of_group(factor.mT, padded.expert_of_padded()))
 
 
-def _lie_alike(a: QuantizedTensor, b: QuantizedTensor) -> bool:
-    """Whether rows by columns are laid out alike: a product of them may take the codes where they lie."""
+def _same_layout(a: QuantizedTensor, b: QuantizedTensor) -> bool:
+    """Whether rows quantized by columns share a layout, so that a product may take their codes without conversion."""
     sorted_alike = (a.offsets is None) is (b.offsets is None)
     return a.rotated is b.rotated and sorted_alike and column_block(a.format) == column_block(b.format)
 
@@ -197,7 +195,7 @@ def _bf16_and_factor(t: Operand) -> tuple[Tensor, Tensor | None]:
 
 
 def _times(product: Tensor, rows: Tensor | None, columns: Tensor | None, new_axis: int) -> Tensor:
-    """Multiply a product by what its operands were split from, in fp32."""
+    """Multiply a product by the factors of its operands (`QuantizedTensor.split`), in fp32."""
     if rows is None and columns is None:
         return product
     y = product.to(torch.float32)
@@ -209,7 +207,7 @@ def _times(product: Tensor, rows: Tensor | None, columns: Tensor | None, new_axi
 
 
 def _native_rows_times(x: QuantizedTensor, weight: QuantizedTensor, offsets_E: Tensor) -> Tensor:
-    """Rows by rows; the weight by rows or by columns, (E, M, L) with the axis summed over last either way."""
+    """`_rows_times` of codes; those of the weight are (E, M, L) with the axis summed over last."""
     scale_R = _scales(x).reshape(-1).expand(x.shape[0]).contiguous()
     scale_EM = _scales(weight).expand(weight.data.shape[:2]).contiguous()
     y = _scaled_grouped_mm(x.data, weight.data.mT, scale_R, scale_EM, offsets_E)
@@ -217,23 +215,23 @@ def _native_rows_times(x: QuantizedTensor, weight: QuantizedTensor, offsets_E: T
 
 
 def _native_wgrad(dy: QuantizedTensor, x: QuantizedTensor) -> Tensor:
-    """Rows by columns: (N, P) and (K, P), every expert's rows padded to a multiple of 16."""
+    """`grouped_mm_wgrad` of codes, (N, P) and (K, P), with each expert's rows padded to a multiple of 16."""
     padded = dy.padded
     assert padded is not None
     experts = padded.offsets_E.shape[0]
-    if not padded.num_padded:  # which torch refuses
+    if not padded.num_padded:  # F.scaled_grouped_mm rejects empty operands
         return dy.data.new_zeros(experts, dy.shape[1], x.shape[1], dtype=torch.bfloat16)
     scale_dy, scale_x = [_scales(t).expand(experts, t.data.shape[0]).reshape(-1).contiguous() for t in (dy, x)]
     return _scaled_grouped_mm(dy.data, x.data.mT, scale_dy, scale_x, padded.ends_E)
 
 
 def _scales(t: QuantizedTensor) -> Tensor:
-    assert t.factor is not None, "every format with a native product has one scale per tensor or per row"
+    assert t.factor is not None, "formats with a native product have one scale per tensor or per row"
     return t.factor
 
 
 def _scaled_grouped_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, ends_E: Tensor) -> Tensor:
-    functional: Any = F  # whose stubs lack it
+    functional: Any = F  # the stubs lack scaled_grouped_mm
     run: Callable[..., Tensor] = functional.scaled_grouped_mm
     by_row = functional.ScalingType.RowWise
     return run(a, b, scale_a, by_row, scale_b, by_row, offs=ends_E, output_dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""`quantize`: the definition of every format, in plain PyTorch. Fused kernels are tested against it bit for bit."""
+"""`quantize`: the reference of every format in plain PyTorch. Fused kernels are tested against it bit for bit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fusedmoe.formats.tensor import QuantizedTensor, column_block
 from fusedmoe.kernels.torch.rows import tail_mask
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What can be quantized."""
+"""The dtypes that `quantize` accepts."""
 _GENERATOR = instance(torch.Generator, "a torch.Generator").or_none()
 _FLT_MAX = torch.finfo(torch.float32).max
 
@@ -36,46 +36,47 @@ def quantize(
     random_bits: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> QuantizedTensor:
-    """Return a tensor in a small format.
+    """Return ``q = round(x * encode)`` with its scales, in a narrow format.
 
-    ``q = round(x * encode)``, where elements of a block share one ``encode``, which follows from their largest
-    finite magnitude by the format's `ScaleRule`. Finite values beyond the largest code saturate. A NaN or an infinity
-    becomes NaN in FP8 and changes nothing else; in E2M1, which has no NaN, its block gets the scale NaN.
+    The elements of a block share one ``encode``. It follows from their largest finite magnitude by the format's
+    `ScaleRule`. Finite values beyond the largest code saturate. A NaN or an infinity becomes NaN in FP8 and affects no
+    other element. E2M1 has no NaN: there the scale of its block becomes NaN.
 
     Parameters
     ----------
     x
-        fp32, bf16 or fp16: rows (R, K), or a weight an expert (E, N, K).
+        fp32, bf16 or fp16: rows (R, K), or one weight per expert (E, N, K).
     quantizer
-        The format, or a format with stochastic rounding, rotation, delayed scales (then with ``encode``). Or the name
-        of a recipe, such as ``"mxfp8"``: what it quantizes rows (R, K) to, or a weight (E, N, K).
+        A format, or a `Quantizer`, which adds options to a format. The name of a recipe, such as ``"mxfp8"``, stands
+        for its quantizer of rows if ``x`` is (R, K), or of weights if ``x`` is (E, N, K).
     axis
-        Which axis blocks run along: the one that a product will sum over. -1 by rows, -2 by columns.
+        The axis along which blocks run, over which a product will sum: -1 by rows, -2 by columns.
     offsets
-        Of rows sorted by expert: where each expert's rows end, (E,) int32. Nothing is shared between experts, blocks
-        along the rows begin anew with each; rows that belong to none are not looked at, and become zeros.
+        For rows sorted by expert: the end of each expert's rows, (E,) int32. Experts share no scale and no block. Rows
+        without an expert are not read, and become zeros.
     encode
-        For a format with one scale per tensor: what to multiply by, (E,) fp32, instead of what follows from ``x``.
+        (E,) fp32, for a format with one scale per tensor: the factor to use instead of the one that follows from
+        ``x``. Required for delayed scaling.
     random_bits
-        For stochastic rounding: uint8, one an element in the layout of the result's codes. Drawn where missing.
+        For stochastic rounding: uint8, one per element, in the layout of the result's codes. Drawn if None.
     generator
-        What draws them; torch's default generator of the device otherwise.
+        Draws the random bits; by default torch's generator of the device.
 
     Raises
     ------
     InputError
-        A shape or dtype that cannot be quantized so.
+        ``x`` has a shape or dtype that the format does not support.
     """
     quantizer = _resolved(TENSOR("quantize: x", x), quantizer)
     _GENERATOR("quantize: generator", generator)
     format = quantizer.format
     _check(x, axis, offsets, format, encode)
     if quantizer.delayed is not None and encode is None:
-        raise InputError("quantize: encode: expected for delayed scales, which follow from steps before, got None")
+        raise InputError("quantize: encode: expected (E,) float32, since the quantizer has delayed scaling, got None")
     values, experts = _laid_out(x, axis, offsets, column_block(format))
     rotated = quantizer.hadamard and axis == -2
     if rotated:
-        values = rotate(_whole_tiles(values)).to(torch.float32)
+        values = rotate(F.pad(values, (0, -values.shape[-1] % TILE))).to(torch.float32)
     tensor_scale = None
     if format.block[1] is None:
         values, scale = _scaled_by_row(values, format, experts, encode)
@@ -87,8 +88,9 @@ def quantize(
 
 
 def amax_by_expert(x: Tensor, offsets: Tensor | None = None) -> Tensor:
-    """The largest finite magnitude of each expert's elements: (E,) fp32 of rows (R, K) with offsets or of a weight
-    (E, N, K); (1,) of rows alone.
+    """The largest finite magnitude per expert, fp32.
+
+    (E,) for rows (R, K) with offsets and for weights (E, N, K); (1,) for rows without offsets.
     """
     values, experts = _laid_out(x, -1, offsets, 1)
     return experts.amax(_finite_magnitude(values))
@@ -98,7 +100,7 @@ def _resolved(x: Tensor, quantizer: object) -> Quantizer:
     if isinstance(quantizer, str) and quantizer in ROLES:
         roles = ROLES[quantizer]
         found = roles.weight if x.dim() == 3 else roles.input
-        assert found is not None, "every recipe here quantizes both"
+        assert found is not None, "every recipe in ROLES quantizes both"
         return found
     if isinstance(quantizer, Format):
         return Quantizer(quantizer)
@@ -134,17 +136,17 @@ def _check(x: Tensor, axis: int, offsets: Tensor | None, format: Format, encode:
 
 
 class _Experts(NamedTuple):
-    """Which expert each of the values (..., M, L) belongs to, that lie with the axis quantized along last.
+    """The expert of each of the values (..., M, L), whose last axis is the one quantized along.
 
-    Either the M are rows sorted by expert (``ends_E``: where each expert's end), or the L are (``padded``), or there is
-    a matrix an expert, or one matrix alone.
+    With ``ends_E`` the axis M is rows sorted by expert, and ``ends_E`` is the end of each expert's. With ``padded`` the
+    axis L is such rows. With neither, every matrix belongs to one expert.
     """
 
     ends_E: Tensor | None = None  # noqa: N815
     padded: PaddedRows | None = None
 
     def amax(self, magnitude: Tensor) -> Tensor:
-        """(E,), (1,) of one matrix."""
+        """Maximum per expert: (E,); (1,) for a single matrix."""
         if self.padded is not None:
             return max_by_group(_amax(magnitude, 0), self.padded.ends_E)
         if self.ends_E is not None:
@@ -152,14 +154,14 @@ class _Experts(NamedTuple):
         return _amax(magnitude.flatten(1) if magnitude.dim() == 3 else magnitude.flatten()[None], 1)
 
     def amax_of_rows(self, magnitude: Tensor) -> Tensor:
-        """(..., M, 1), or (M, E) where the L are rows."""
+        """Maximum along L: (..., M, 1), or per expert (M, E) if L is rows sorted by expert."""
         if self.padded is not None:
             return max_by_group(magnitude.mT.contiguous(), self.padded.ends_E).mT.contiguous()
         return _amax(magnitude, -1)[..., None]
 
     def spread(self, of_expert: Tensor, shape: torch.Size, along: int = 1) -> Tensor:
-        """Return what each expert has, (E,) or (M, E), as something that broadcasts against the values of this shape,
-        or against one entry for every ``along`` of them.
+        """Expand a value per expert, (E,) or (M, E), to broadcast against values of ``shape``, or against one entry per
+        ``along`` values of the last axis.
         """
         if self.padded is not None:
             return of_group(of_expert, self.padded.expert_of_padded()[::along])
@@ -169,8 +171,9 @@ class _Experts(NamedTuple):
 
 
 def _laid_out(x: Tensor, axis: int, offsets: Tensor | None, block: int) -> tuple[Tensor, _Experts]:
-    """Return the values in fp32, contiguous, with the axis quantized along last: an expert's rows padded to a multiple
-    of ``block`` there.
+    """Return the values in fp32, contiguous, with the quantized axis last.
+
+    If that axis is rows sorted by expert, each expert's rows are padded to a multiple of ``block``.
     """
     if axis == -1:
         values = x.to(torch.float32, copy=offsets is not None).contiguous()
@@ -178,17 +181,17 @@ def _laid_out(x: Tensor, axis: int, offsets: Tensor | None, block: int) -> tuple
             values.masked_fill_(tail_mask(offsets, x.shape[0])[:, None], 0)
         return values, _Experts(ends_E=offsets)
     if offsets is None:
-        return x.mT.contiguous().to(torch.float32), _Experts()  # transposed first: it is half of the bytes
+        return x.mT.contiguous().to(torch.float32), _Experts()  # transposing before the cast moves half the bytes
     padded = PaddedRows.of(offsets, x.shape[0], block)
     return padded.spread(x).mT.contiguous().to(torch.float32), _Experts(padded=padded)
 
 
 def _scaled_by_row(values: Tensor, format: Format, experts: _Experts, encode: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the values as they are to be rounded, and the scales: one an expert, or one a row."""
+    """Return the scaled values before rounding, and one scale per expert or per row."""
     by_tensor = format.block[0] is None
     if encode is not None:
         scaled = (values * experts.spread(encode, values.shape)).clamp_(-_FLT_MAX, _FLT_MAX)
-        return torch.where(values.isinf(), values, scaled), 1 / encode  # a finite value saturates, whatever the factor
+        return torch.where(values.isinf(), values, scaled), 1 / encode  # finite values saturate for any factor
     magnitude = _finite_magnitude(values)
     amax = experts.amax(magnitude) if by_tensor else experts.amax_of_rows(magnitude)
     encode, scale = encode_and_scale(amax, format)
@@ -197,38 +200,34 @@ def _scaled_by_row(values: Tensor, format: Format, experts: _Experts, encode: Te
 
 
 def _scaled_by_block(values: Tensor, format: Format, experts: _Experts) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the values as they are to be rounded, the scales of blocks, and of experts where the format has them."""
+    """Return the scaled values before rounding, one scale per block, and one per expert if the format has them."""
     across, along = format.block
-    assert across is not None, "Format sees to that"
-    assert along is not None, "where it is None, there are no blocks"
+    assert across is not None, "Format requires it"
+    assert along is not None, "formats without blocks take _scaled_by_row"
     magnitude = _finite_magnitude(values)
     encode_E = tensor_scale = None
     if format.tensor_scale:
         encode_E = tensor_encode(experts.amax(magnitude))
         tensor_scale = 1 / encode_E
         encode_E = experts.spread(encode_E, values.shape, along)
-        magnitude += values - values  # the codes have no NaN: NaN where a value is not finite gives the block's scale
+        magnitude += values - values  # NaN if a value is not finite: E2M1 has no NaN, so the block's scale becomes NaN
     amax = blocks_of(magnitude, across, along).amax((-3, -1))
     encode, scale = encode_and_scale(amax, format, encode_E)
     return times_blocks(values, encode, across, along), scale, tensor_scale
 
 
 def _finite_magnitude(values: Tensor) -> Tensor:
-    """Return magnitudes, 0 for NaN and infinities."""
+    """Return absolute values, 0 for NaN and infinities."""
     return values.abs().nan_to_num_(nan=0.0, posinf=0.0)
 
 
 def _amax(magnitude: Tensor, dim: int) -> Tensor:
-    """``amax`` that is 0 of nothing."""
+    """``amax`` that returns 0 along an empty axis."""
     if magnitude.shape[dim] == 0:
         shape = list(magnitude.shape)
         del shape[dim]
         return magnitude.new_zeros(shape)
     return magnitude.amax(dim)
-
-
-def _whole_tiles(values: Tensor) -> Tensor:
-    return F.pad(values, (0, -values.shape[-1] % TILE))
 
 
 def _random_bits(
@@ -240,6 +239,6 @@ def _random_bits(
         return torch.randint(0, 256, values.shape, dtype=torch.uint8, device=values.device, generator=generator)
     TENSOR("quantize: random_bits", given)
     if given.shape != values.shape or given.dtype is not torch.uint8:
-        expected = f"{tuple(values.shape)} uint8, as the codes lie"
+        expected = f"{tuple(values.shape)} uint8, in the layout of the codes"
         raise InputError(f"quantize: random_bits: expected {expected}, got {tuple(given.shape)} {given.dtype}")
     return given

@@ -1,4 +1,4 @@
-"""Which quantizers the operands of a linear layer's three products have, by the name of a recipe."""
+"""The quantizers of the operands of a linear layer's three products, by recipe name."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from fusedmoe.formats.format import (
 
 
 class Roles(NamedTuple):
-    """What rows, weights and gradients are quantized to; None is not at all.
+    """The quantizers of rows, weights and gradients; None does not quantize.
 
-    ``y = input @ weight.T`` by rows; ``dx = grad @ weight`` with the weight by columns; ``dw = grad.T @ input`` with
-    both by columns.
+    ``y = input @ weight.T`` takes both by rows; ``dx = grad @ weight`` takes grad by rows and the weight by columns;
+    ``dw = grad.T @ input`` takes both by columns.
     """
 
     input: Quantizer | None
@@ -32,18 +32,18 @@ class Roles(NamedTuple):
 
 
 def grad_element(hybrid: bool) -> Element:
-    """E5M2, with more range, for the gradients of a hybrid recipe."""
+    """Return the element of gradients: E5M2, which has more range, for a hybrid recipe, else E4M3."""
     return E5M2 if hybrid else E4M3
 
 
 def tensor_roles(hybrid: bool = True, power_of_two: bool = False, delayed: Delayed | None = None) -> Roles:
-    """One scale a tensor."""
+    """One scale per expert."""
     forward = Quantizer(fp8_tensor(E4M3, power_of_two), delayed=delayed)
     return Roles(forward, forward, Quantizer(fp8_tensor(grad_element(hybrid), power_of_two), delayed=delayed))
 
 
 def row_roles(hybrid: bool = False, power_of_two: bool = False) -> Roles:
-    """One scale a row."""
+    """One scale per row."""
     forward = Quantizer(fp8_row(E4M3, power_of_two))
     return Roles(forward, forward, Quantizer(fp8_row(grad_element(hybrid), power_of_two)))
 
@@ -58,7 +58,7 @@ def block_roles(hybrid: bool = False, power_of_two: bool = True, amax_epsilon: f
 
 
 def mxfp8_roles(hybrid: bool = False, rule: ScaleRule = ScaleRule.RCEIL, weight_2d: bool = False) -> Roles:
-    """1x32 blocks, 32x32 of weights where that is asked."""
+    """1x32 blocks; 32x32 blocks of weights if ``weight_2d``."""
     return Roles(
         Quantizer(mxfp8(E4M3, rule=rule)),
         Quantizer(mxfp8(E4M3, 32 if weight_2d else 1, rule)),
@@ -67,7 +67,7 @@ def mxfp8_roles(hybrid: bool = False, rule: ScaleRule = ScaleRule.RCEIL, weight_
 
 
 def nvfp4_roles(hadamard: bool = True, stochastic_rounding: bool = True, weight_2d: bool = True) -> Roles:
-    """1x16 blocks, 16x16 of weights; rows and gradients rotated for the weight gradient."""
+    """1x16 blocks, 16x16 of weights if ``weight_2d``; ``hadamard`` rotates both operands of the weight gradient."""
     return Roles(
         Quantizer(nvfp4(), hadamard=hadamard),
         Quantizer(nvfp4(16 if weight_2d else 1)),
@@ -82,4 +82,4 @@ ROLES: dict[str, Roles] = {
     "mxfp8": mxfp8_roles(),
     "nvfp4": nvfp4_roles(),
 }
-"""The quantizers of the recipe of each name, with its defaults."""
+"""The quantizers of each named recipe with its default options."""

@@ -1,6 +1,8 @@
-"""Scales from amax, by integer arithmetic on the bits of fp32 where a power of two is asked: ``log2`` misses some
-floats beside powers of two, and torch's cast to E8M0 rounds to nearest. Amax is finite here: `quantize` leaves out NaN
-and infinities. Only `ScaleRule.TWO_LEVEL` takes NaN, which marks a block whose codes cannot.
+"""Scales from amax.
+
+Powers of two come from integer arithmetic on the bits of fp32: ``log2`` is inexact for some floats near powers of two,
+and torch's cast to E8M0 rounds to nearest. Amax is finite, since `quantize` leaves out NaN and infinities. Only
+`ScaleRule.TWO_LEVEL` takes a NaN amax: it marks a block with a NaN or an infinity, which E2M1 codes cannot represent.
 """
 
 from __future__ import annotations
@@ -16,16 +18,16 @@ _MANTISSA = 0x7FFFFF
 
 
 def encode_and_scale(amax: Tensor, format: Format, tensor_encode: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return what elements are multiplied by (fp32) and the scale that is stored, in its dtype.
+    """Return the factor that elements are multiplied by, in fp32, and the scale to store, in its dtype.
 
     Parameters
     ----------
     amax
         fp32, one entry per scale; finite, or NaN for a NaN scale of `ScaleRule.TWO_LEVEL`.
     format
-        Whose rule to go by.
+        Gives the rule.
     tensor_encode
-        For `ScaleRule.TWO_LEVEL`: see `tensor_encode`; broadcast against ``amax``.
+        For `ScaleRule.TWO_LEVEL`: the result of `tensor_encode`, broadcast against ``amax``.
     """
     rule, element = format.rule, format.element
     if rule is ScaleRule.TWO_LEVEL:
@@ -40,15 +42,13 @@ def encode_and_scale(amax: Tensor, format: Format, tensor_encode: Tensor | None 
 
 def decoded(scale: Tensor) -> Tensor:
     """Return stored scales as fp32."""
-    if scale.dtype is torch.float8_e8m0fnu:  # byte 0 is a subnormal fp32, which torch's own cast need not keep
+    if scale.dtype is torch.float8_e8m0fnu:  # byte 0 is a subnormal fp32, which torch's cast may flush
         return power_of_two(scale.view(torch.uint8).to(torch.int32))
     return scale.to(torch.float32)
 
 
 def fp32_encode(amax: Tensor, format: Format, margin: int = 0) -> Tensor:
-    """``max / 2**margin / max(amax, epsilon)`` by the rules FP32 and POWER_OF_TWO; 1 where that amax is 0, and never
-    infinite.
-    """
+    """``max / 2**margin / max(amax, epsilon)`` by the rules FP32 and POWER_OF_TWO; finite, and 1 where amax is 0."""
     amax = amax.clamp(min=format.amax_epsilon)
     encode = (torch.full_like(amax, format.element.max / 2.0**margin) / amax).clamp(max=_FLT_MAX)
     if format.rule is ScaleRule.POWER_OF_TWO:
@@ -57,17 +57,17 @@ def fp32_encode(amax: Tensor, format: Format, margin: int = 0) -> Tensor:
 
 
 def e8m0_rceil(amax: Tensor, element: Element) -> Tensor:
-    """The byte of ``2 ** ceil(log2(amax / max))``, int32, 0 for amax 0."""
-    d = amax * (1.0 / element.max)  # with fp32(1 / max): the same bytes as by dividing
+    """The E8M0 byte of ``2 ** ceil(log2(amax / max))``, as int32; 0 for amax 0."""
+    d = amax * (1.0 / element.max)  # gives the same bytes as division
     bits = d.view(torch.int32)
     exponent, mantissa = bits >> 23, bits & _MANTISSA
-    # half of the subnormals, those up to 2**-127, are byte 0's
+    # subnormals up to 2**-127 round up to byte 0
     up = (mantissa > 0) & ~((exponent == 0) & (mantissa <= 0x400000))
     return exponent + up
 
 
 def e8m0_floor(amax: Tensor, element: Element) -> Tensor:
-    """The byte of ``2 ** (floor(log2(amax)) - max_exponent)``, int32, 0 at least."""
+    """The E8M0 byte of ``2 ** (floor(log2(amax)) - max_exponent)``, as int32; at least 0."""
     return ((amax.view(torch.int32) >> 23) - element.max_exponent).clamp(min=0)
 
 
@@ -79,15 +79,13 @@ def power_of_two(byte: Tensor) -> Tensor:
 
 
 def tensor_encode(amax: Tensor) -> Tensor:
-    """``448 * 6 / amax`` as fp32, 1 for amax 0: what the E4M3 scales of a tensor are multiplied by before they are
-    rounded.
-    """
+    """``448 * 6 / amax`` as fp32, 1 for amax 0: the factor of a tensor's E4M3 scales before they are rounded."""
     encode = (torch.full_like(amax, E4M3.max * E2M1.max) / amax).clamp(max=_FLT_MAX)
     return encode.masked_fill(amax == 0, 1.0)
 
 
 def _two_level(amax: Tensor, tensor_encode: Tensor) -> tuple[Tensor, Tensor]:
-    # one rounding before the cast, and no lower bound: what is too small becomes 0
+    # one rounding before the cast, and no lower bound: a scale that underflows becomes 0
     scale = to_codes((amax * (tensor_encode * (1.0 / E2M1.max))).clamp(max=E4M3.max), E4M3)
     encode = (1 / (scale.to(torch.float32) * (1 / tensor_encode))).clamp(max=_FLT_MAX)
     return encode, scale

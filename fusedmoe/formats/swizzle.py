@@ -1,14 +1,13 @@
-"""Scales in the order in which the matrix units of Blackwell read them.
+"""The swizzled layout of scales that Blackwell's tensor cores read, for blocks of 32 and of 16 elements.
 
-Source: NVIDIA, cuBLAS documentation, "1D Block Scaling Factors Layout"; the same for blocks of 32 and of 16 elements.
+Source: NVIDIA, cuBLAS documentation, "1D Block Scaling Factors Layout".
 
-A matrix of scales, one row for each row of codes and one column for each block along it, is padded with zeros to whole
-tiles of 128 x 4 and stored tile by tile, a row of tiles after the other. The scale in row i and column j of C columns
-comes to::
+A matrix of scales has one row per row of codes and one column per block. It is padded with zeros to whole tiles of
+128 x 4, and the tiles are stored in row-major order. Of C columns, the scale in row i and column j has the index::
 
     ((i // 128) * ceil(C / 4) + j // 4) * 512 + (i % 32) * 16 + (i % 128) // 32 * 4 + j % 4
 
-Axes: E experts, M rows and C columns of scales, B entries in the end.
+Axes: E experts, M rows and C columns of scales, B entries of the swizzled layout.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ _TILE = TILE_ROWS * TILE_COLUMNS
 
 
 class SwizzledGroups(NamedTuple):
-    """The scales of several experts, each expert's tiled on its own, one after the other.
+    """The scales of several experts, each swizzled separately, concatenated.
 
     Attributes
     ----------
     blocked : Tensor
-        (B,): as many as any splits need, so that there are zeros behind the last expert.
+        (B,), an upper bound for any splits; zeros after the last expert.
     starts : Tensor
-        Where each expert's part begins in ``blocked``, int64. An expert without scales has none.
+        (E,) int64: start of each expert's part in ``blocked``. The part of an expert without scales is empty.
     """
 
     blocked: Tensor
@@ -41,13 +40,7 @@ class SwizzledGroups(NamedTuple):
 
 
 def swizzle(scale: Tensor) -> Tensor:
-    """Return scales in the order of tiles: (..., M, C) to (..., B) with B = ceil(M / 128) * ceil(C / 4) * 512.
-
-    Parameters
-    ----------
-    scale
-        Of any dtype; every leading index is a matrix of its own.
-    """
+    """Return swizzled scales: (..., M, C) of any dtype to (..., B), B = ceil(M / 128) * ceil(C / 4) * 512."""
     return _tiles(_storage(scale)).flatten(-3).view(scale.dtype)
 
 
@@ -61,15 +54,16 @@ def unswizzle(blocked: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def swizzle_row_groups(scale_MC: Tensor, ends_E: Tensor) -> SwizzledGroups:
-    """Tile scales whose rows are sorted by expert, for a product of each expert's rows: every expert's rows are padded
-    to a multiple of 128, so that its tiles are its own.
+    """Swizzle scales whose rows are sorted by expert, for a grouped product over ragged M.
+
+    Each expert's rows are padded to a multiple of 128, so that experts share no tile.
 
     Parameters
     ----------
     scale_MC
-        One row of scales for each row of codes.
+        One row per row of codes.
     ends_E
-        Where each expert's rows end, int32. Rows behind the last are left out.
+        End of each expert's rows, int32. Later rows are left out.
     """
     padded = PaddedRows.of(ends_E, scale_MC.shape[0], TILE_ROWS)
     tiles = _tiles(padded.spread(_storage(scale_MC)))
@@ -79,20 +73,21 @@ def swizzle_row_groups(scale_MC: Tensor, ends_E: Tensor) -> SwizzledGroups:
 
 
 def swizzle_column_groups(scale_MC: Tensor, ends_E: Tensor) -> SwizzledGroups:
-    """Tile scales whose columns are sorted by expert, for a product that sums over each expert's rows apart: every
-    expert's columns are padded to a multiple of 4, and its tiles follow one another.
+    """Swizzle scales whose columns are sorted by expert, for a grouped product over ragged K.
+
+    Each expert's columns are padded to a multiple of 4, and its tiles are contiguous.
 
     Parameters
     ----------
     scale_MC
-        One column of scales for each block of rows: blocks begin anew with every expert.
+        One column per block of rows; each expert's rows start a new block.
     ends_E
-        Where each expert's blocks end, int32. Blocks behind the last are left out.
+        End of each expert's blocks, int32. Later blocks are left out.
     """
     padded = PaddedRows.of(ends_E, scale_MC.shape[1], TILE_COLUMNS)
     tiles = _tiles(padded.spread(_storage(scale_MC).mT).mT)
     down, across = tiles.shape[:2]
-    # behind the last expert come columns of tiles that are zeros: one expert more
+    # the columns of zeros after the last expert count as one more expert
     ends = F.pad(padded.ends_E.to(torch.int64) // TILE_COLUMNS, (0, 1), value=across)
     starts = F.pad(ends[:-1], (1, 0))
     group = group_of(ends, across)
@@ -105,7 +100,7 @@ def swizzle_column_groups(scale_MC: Tensor, ends_E: Tensor) -> SwizzledGroups:
 
 
 def _storage(scale: Tensor) -> Tensor:
-    """The bytes of small types, which torch pads and copies on every version and device."""
+    """View one-byte types as uint8, which torch can pad and copy in every version and on every device."""
     return scale.view(torch.uint8) if scale.element_size() == 1 else scale
 
 

@@ -1,4 +1,4 @@
-"""`QuantizedTensor`: codes, scales, and what both mean."""
+"""`QuantizedTensor`: codes and scales with their format."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ _TENSORS = 4  # that a QuantizedTensor holds, some of them perhaps None
 
 @dataclass(frozen=True, eq=False)
 class QuantizedTensor:
-    """A matrix, or one matrix an expert, in a small format. It stands for the values that `dequantize` returns.
+    """A matrix, or one matrix per expert, in a narrow format; `dequantize` returns its values.
 
-    A product sums over one axis of its operands, and blocks have to run along that one. So a tensor that two products
-    sum over different axes of is quantized twice, along the last axis ("by rows") and along the one before ("by
-    columns"); each is a `QuantizedTensor` of its own, which no product takes along the other axis.
+    A product sums over one axis of its operands, and the blocks of an operand must run along that axis. A tensor that
+    two products sum over different axes is therefore quantized twice: along the last axis ("by rows") and along the
+    second to last ("by columns"). Each is a separate `QuantizedTensor`.
 
     Attributes
     ----------
     data : Tensor
-        The codes, in the element's dtype, two a byte for 4 bits. **The axis quantized along comes last**: (R, K) of
-        rows by rows; (K, P) of rows by columns, every expert's rows padded to whole blocks; (E, N, K) and (E, K, N) of
-        weights.
+        The codes, in the element's dtype; two 4-bit codes per byte. **The quantized axis is the last**: (R, K) for
+        rows by rows; (K, P) for rows by columns, with each expert's rows padded to whole blocks; (E, N, K) and
+        (E, K, N) for weights.
     scale : Tensor
-        In the rule's dtype: one a block, (..., M / across, L / along) for data (..., M, L); one a row, (..., M, 1), or
-        (M, E) of rows by columns; one a tensor, (E,).
+        In the rule's dtype, for data (..., M, L): one per block, (..., M / across, L / along); one per row,
+        (..., M, 1), or (M, E) for rows by columns; or one per expert, (E,).
     format : Format
-        What codes and scales are.
+        Format of codes and scales.
     axis : int
-        The source's axis that blocks run along: -1 or -2.
+        The axis of the source along which blocks run: -1 or -2.
     shape, dtype : tuple of int, torch.dtype
-        Of the source, which is what operations see. (Rows may have more than one leading axis.)
+        Shape and dtype of the source. Rows may have more than one leading axis.
     tensor_scale : Tensor or None
-        The fp32 scale of each expert, (E,), where the format has one.
+        (E,) fp32, the scale of each expert; None if the format has none.
     offsets : Tensor or None
-        Of rows sorted by expert: where each expert's rows end.
+        For rows sorted by expert: the end of each expert's rows.
     rotated : bool
-        Tiles of 16 rows were rotated first: see `fusedmoe.formats.hadamard`.
+        Whether tiles of 16 rows were rotated before quantization: see `fusedmoe.formats.hadamard`.
     """
 
     data: Tensor
@@ -70,7 +70,7 @@ class QuantizedTensor:
 
     @property
     def device(self) -> torch.device:
-        """Where the codes are."""
+        """Device of the codes."""
         return self.data.device
 
     @property
@@ -96,44 +96,38 @@ class QuantizedTensor:
         return self.with_tensors([None] * _TENSORS)
 
     def along(self, axis: int, what: str = "a product") -> QuantizedTensor:
-        """Return itself, if it was quantized along this axis.
-
-        Raises
-        ------
-        InputError
-            It was quantized along the other one.
-        """
+        """Return itself; raise `InputError` if it was quantized along the other axis."""
         if axis != self.axis:
             raise InputError(
                 f"{what} sums over axis {axis} of a tensor of shape {tuple(self.shape)} that was quantized along axis "
-                f"{self.axis}: quantize it along axis {axis}, from the values in high precision"
+                f"{self.axis}: quantize the high-precision values along axis {axis}"
             )
         return self
 
     @property
     def padded(self) -> PaddedRows | None:
-        """How rows that were quantized by columns are laid out; None of anything else."""
+        """Padded layout of rows sorted by expert that were quantized by columns; None for other tensors."""
         if self.axis != -2 or self.offsets is None:
             return None
         return PaddedRows.of(self.offsets, self.shape[0], column_block(self.format))
 
     @property
     def length(self) -> int:
-        """Elements along the last axis of the codes."""
+        """Number of elements along the last axis of the codes."""
         return self.data.shape[-1] * (2 if self.format.element is E2M1 else 1)
 
     def codes(self) -> Tensor:
-        """Return the codes, one an entry: uint8 for 4 bits."""
+        """Return the codes, one per entry; 4-bit codes as uint8."""
         return unpack(self.data, self.length) if self.format.element is E2M1 else self.data
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the values that the codes stand for, in the source's shape and layout.
+        """Return codes times scales, in the source's shape and layout.
 
         Parameters
         ----------
         dtype
-            Of the result; the source's by default. The arithmetic is fp32. bf16 holds the values of MXFP8, and of FP8
-            with scales that are powers of two, exactly, but for rotated ones; others it rounds.
+            Dtype of the result; the source's by default. The arithmetic is fp32. bf16 is exact for MXFP8 and for FP8
+            with power-of-two scales, unless the tensor is rotated.
         """
         values, factor = self.split()
         if factor is not None:
@@ -148,27 +142,27 @@ class QuantizedTensor:
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
-        """Rows and features, of the matrix or of one expert's."""
+        """Rows and features of one matrix."""
         return (math.prod(self.shape[:-1]) if self.data.dim() == 2 else self.shape[-2]), self.shape[-1]
 
     def split(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor | None]:
-        """Return the values up to a factor, fp32 or bf16 in the layout of the codes, and that `factor`.
+        """Return the values divided by `factor`, fp32 or bf16 in the layout of the codes, and `factor`.
 
-        The values have eight significant bits at most (but for blocks with fp32 scales that are no powers of two), so
-        that bf16 holds them.
+        bf16 holds the divided values exactly, except with fp32 block scales that are no powers of two.
         """
         across, along = self.format.block
         if along is None:
             return from_codes(self.codes(), self.format.element, dtype), self.factor
-        assert across is not None, "Format sees to that"
+        assert across is not None, "Format requires it"
         exact = dtype if self.format.scales_are_exact else torch.float32
         values, scale = from_codes(self.codes(), self.format.element, exact), decoded(self.scale).to(exact)
         return times_blocks(values, scale, across, along).to(dtype), self.factor
 
     @property
     def factor(self) -> Tensor | None:
-        """What a product of the values of `split` is still to be multiplied by: fp32, (R,) of rows by rows, (E, M) or
-        (E, 1) of everything else for codes (..., M, L); None for 1.
+        """Remaining factor of the values of `split`, fp32; None for 1.
+
+        (R,) for rows by rows; (E, M) or (E, 1) for all other codes (..., M, L).
         """
         across, along = self.format.block
         if along is not None:
@@ -178,17 +172,16 @@ class QuantizedTensor:
         return self.scale.mT if self.axis == -2 and self.scale.dim() == 2 else self.scale[..., 0]
 
     def _by_expert(self, scale_E: Tensor) -> Tensor:
-        """One value an expert, as a `factor`."""
+        """Return a `factor` of one value per expert."""
         if self.axis == -1 and self.offsets is not None:
             return of_group(scale_E, group_of(self.offsets, self.shape[0]))
         return scale_E[:, None]
 
     def _per_value(self, factor: Tensor) -> Tensor:
-        """Return a factor as something to multiply the values of `split` by."""
+        """Expand a factor to broadcast against the values of `split`."""
         padded = self.padded
         if padded is not None:  # (E, M or 1) for values (M, P)
-            expert_P = padded.expert_of_padded()
-            return of_group(factor.mT, expert_P)
+            return of_group(factor.mT, padded.expert_of_padded())
         if self.data.dim() == 2:
             return factor.reshape(-1, 1)
         return factor[..., None]
@@ -199,18 +192,12 @@ class QuantizedSpec(NamedTuple):
 
     Attributes
     ----------
-    shape, dtype
-        Of the source.
-    format : Format
-        What it is quantized to.
-    axis : int
-        The axis that it is quantized along.
-    experts : int or None
-        Of rows sorted by expert: how many experts.
-    stacked : bool
-        It is a matrix an expert, (E, N, K); otherwise one matrix, whose rows may have more than one axis.
-    rotated : bool
+    shape, dtype, format, axis, rotated
         As of `QuantizedTensor`.
+    experts : int or None
+        For rows sorted by expert: the number of experts.
+    stacked : bool
+        One matrix per expert, (E, N, K); otherwise one matrix, whose rows may have more than one leading axis.
     """
 
     shape: tuple[int, ...]
@@ -223,12 +210,12 @@ class QuantizedSpec(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes and scales: `QuantizedTensor.nbytes` of what `quantize` allocates, for any splits."""
+        """Bytes of the codes and scales that `quantize` allocates, the same for any splits."""
         element, rule = self.format.element, self.format.rule
         matrices = self.shape[0] if self.stacked else 1
         lines, length = self._matrix_of_codes()
-        bytes_a_line = _ceil_div(length * element.bits, 8)
-        sharing = matrices if self.experts is None else self.experts  # an expert is what scales are not shared across
+        bytes_per_line = _ceil_div(length * element.bits, 8)
+        sharing = matrices if self.experts is None else self.experts  # experts share no scale
         across, along = self.format.block
         if across is None:
             scales = sharing
@@ -237,10 +224,10 @@ class QuantizedSpec(NamedTuple):
         else:
             scales = matrices * _ceil_div(lines, across) * _ceil_div(length, along)
         tensor_scales = sharing if self.format.tensor_scale else 0
-        return matrices * lines * bytes_a_line + scales * rule.dtype.itemsize + tensor_scales * torch.float32.itemsize
+        return matrices * lines * bytes_per_line + scales * rule.dtype.itemsize + tensor_scales * torch.float32.itemsize
 
     def _matrix_of_codes(self) -> tuple[int, int]:
-        """Return M and L of one matrix of codes (M, L), the axis quantized along last."""
+        """Return M and L of one matrix of codes (M, L), the quantized axis last."""
         rows, columns = math.prod(self.shape[1 if self.stacked else 0 : -1]), self.shape[-1]
         if self.axis == -1:
             return rows, columns
@@ -250,7 +237,7 @@ class QuantizedSpec(NamedTuple):
 
 
 def column_block(format: Format) -> int:
-    """Return what every expert's rows are padded to a multiple of, by columns: a block, or what matrix units read."""
+    """Return the multiple that each expert's rows are padded to, by columns: a block, or 16 for native products."""
     return format.block[1] or 16
 
 

@@ -1,4 +1,4 @@
-"""The ops: small modules, each defined by a few lines of plain PyTorch. One file a family."""
+"""The ops: small modules, each defined by a few lines of plain PyTorch. One file per family."""
 
 from fusedmoe.ops.dispatch import Combine, CombineWeightGrad, DCombine, DDispatch, Dispatch, DispatchWeightGrad
 from fusedmoe.ops.glu import DGLU, GLU, DGeGLU, DReGLU, DSwiGLU, GeGLU, ReGLU, SwiGLU

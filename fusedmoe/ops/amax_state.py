@@ -1,6 +1,6 @@
-"""What delayed scaling remembers from step to step, on the op that it belongs to, and in its ``state_dict``.
+"""The state of delayed scaling: an amax history for each role of an op, saved in the op's ``state_dict``.
 
-An op without it has no such keys, and none are expected of a checkpoint: stock checkpoints load, and start anew.
+An op without a history adds no keys. A checkpoint without these keys loads, and the histories start anew.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 
     from fusedmoe.formats import Quantizer
 
-_NAME = "_amax_histories"  # on the op: the history of each role, or what a checkpoint had of it
+_NAME = "_amax_histories"  # attribute of the op: the history of each role, or the tensors that a checkpoint has of it
 _PARTS = ("amax", "reference")
 KEY = "amax_history."
-"""What follows an op's prefix in ``state_dict``: ``amax_history.input.amax`` and ``amax_history.input.reference``."""
+"""Prefix of the keys in ``state_dict``: ``amax_history.input.amax`` and ``amax_history.input.reference``."""
 
 _only_looking: ContextVar[bool] = ContextVar("fusedmoe.amax_state.only_looking", default=False)
 
 looking = _only_looking.get
-"""Returns whether calls count as no step here."""
+"""Returns whether the current call leaves the histories unchanged."""
 
 
 @contextmanager
 def only_looking() -> Iterator[None]:
-    """Have calls inside count as no step: ``explain()`` runs some."""
+    """Leave the histories unchanged by the calls inside, such as those of ``explain()``."""
     token = _only_looking.set(True)
     try:
         yield
@@ -43,14 +43,14 @@ def only_looking() -> Iterator[None]:
 
 
 def history(op: nn.Module, role: str, quantizer: Quantizer, experts: int, device: torch.device) -> AmaxHistory:
-    """Return an op's history for a role: that of the step before, that of a checkpoint, or a new one."""
+    """Return an op's history for a role: the existing one, one restored from a checkpoint, or a new one."""
     histories: dict[str, Any] = op.__dict__.setdefault(_NAME, {})
     found = histories.get(role)
     if isinstance(found, AmaxHistory) and found.fits(quantizer, experts, device):
         return found
     new = AmaxHistory(quantizer, experts, device)
     if found is not None and found.reference.shape == new.reference.shape:
-        # for another format or length, on another device, or from a checkpoint
+        # the existing history has another format, length or device, or comes from a checkpoint
         new.restore(found.amax, found.reference)
         new.begun = getattr(found, "begun", True)
     histories[role] = new
@@ -58,40 +58,41 @@ def history(op: nn.Module, role: str, quantizer: Quantizer, experts: int, device
 
 
 def step(history: AmaxHistory, role: str, training: bool, amax: Callable[[], Tensor]) -> tuple[Tensor, bool]:
-    """Return what to multiply a tensor by, and whether this call is one that activation checkpointing runs again.
+    """Return the factor to multiply a tensor by, and whether activation checkpointing recomputes this call.
 
-    Such a tensor is multiplied by what it was multiplied by before. Any other call for training is a step, whose amax
-    is added to the history.
+    A recomputed call uses the factor of the original call. Any other training call is a step, and adds its amax to the
+    history.
     """
     again = training and role != "grad" and backward_pass() != -1 and had_gradients()
-    encode = (history.previous if again else history.encode).clone()  # what is kept must not follow an update
+    encode = (history.previous if again else history.encode).clone()  # an update must not change a saved factor
     if training and not again and not looking():
         history.update(amax())
     return encode, again
 
 
 def by_role(op: nn.Module) -> SimpleNamespace:
-    """Return an op's histories, each with attributes ``amax`` and ``reference``."""
+    """Return an op's histories by role, each with attributes ``amax`` and ``reference``."""
     return SimpleNamespace(**op.__dict__.get(_NAME, {}))
 
 
 def save(op: nn.Module, destination: dict[str, Any], prefix: str) -> None:
-    """Add an op's histories to a state_dict, those that have begun."""
+    """Add an op's histories that have at least one step to a state_dict."""
     for role, found in op.__dict__.get(_NAME, {}).items():
         for part in _PARTS if getattr(found, "begun", True) else ():
             destination[f"{prefix}{KEY}{role}.{part}"] = getattr(found, part).detach()
 
 
 def load(op: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-    """Take an op's histories out of a state_dict, in place where they have the same shape: a CUDA graph may use them.
-    Where a weight comes without, they start anew.
+    """Remove an op's histories from a state_dict and load them; they start anew if it has a weight but no history.
+
+    Histories of the same shape are loaded in place, since a CUDA graph may use them.
     """
     histories: dict[str, Any] = op.__dict__.get(_NAME, {})
     start = prefix + KEY
     ends = {key[len(start) :] for key in state_dict if key.startswith(start)}
     for role in sorted({end.rpartition(".")[0] for end in ends}):
         if any(f"{role}.{part}" not in ends for part in _PARTS):
-            continue  # torch reports the key that is left
+            continue  # torch reports the remaining key
         loaded = {part: state_dict.pop(f"{start}{role}.{part}").detach() for part in _PARTS}
         found = histories.get(role)
         if isinstance(found, AmaxHistory) and all(getattr(found, n).shape == t.shape for n, t in loaded.items()):

@@ -1,6 +1,6 @@
-"""The state of the random number generators, for ops that draw: what is computed again draws the same numbers again.
+"""The state of the random number generators, so that a recomputed op draws the same numbers again.
 
-There are two: the generator of the CPU, and the default generator of the device that the rows are on.
+A state has two parts: the CPU's generator, and the default generator of the rows' device.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
     from fusedmoe.ops.op import Op
 
 NAMES = ("random_state", "device_random_state")
-"""What an op with ``draws_random`` calls the states that it drew from."""
+"""The names of the saved states of an op with ``draws_random``."""
 
 States = tuple[Tensor, Tensor | None]
 
 
 def _device_generator(device: torch.device) -> Any:
-    """Return the module that has a device's generator; None where that is the CPU's, or there is none."""
+    """Return the torch module that holds a device's generator; None for the CPU and for absent devices."""
     if device.type in ("cpu", "meta"):
         return None
     module = torch.get_device_module(device)
-    return module if module.is_available() else None  # a fake tensor's device need not be there
+    return module if module.is_available() else None  # the device of a fake tensor may be absent
 
 
 def _which(device: torch.device) -> tuple[torch.device, ...]:
-    return () if device.type == "mps" else (device,)  # of which there is one
+    return () if device.type == "mps" else (device,)  # torch.mps has one device and takes no argument
 
 
 def _states(device: torch.device) -> States:
@@ -55,11 +55,11 @@ def _is_capturing(x: Tensor) -> bool:
 
 
 def compute_noting_states(op: Op, x: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
-    """Return what an op computes, and the states that it has drawn from."""
+    """Return the outputs of an op, and after them the generator states from before its call."""
     if _is_capturing(x):
         raise InputError(
-            f"{op!r}: draws random numbers, which its backward pass draws again: expected a call outside of a CUDA "
-            f"graph's capture, where the generator's state cannot be kept"
+            f"{op!r}: draws random numbers, which its backward pass draws again. CUDA graph capture cannot save the "
+            f"generator's state: call the op outside of a capture"
         )
     states = _states(x.device)
     out = op.compute(x, *args)
@@ -68,7 +68,7 @@ def compute_noting_states(op: Op, x: Tensor, *args: Any) -> tuple[Tensor | None,
 
 @contextmanager
 def drawing_again(states: States | None, device: torch.device) -> Iterator[None]:
-    """Draw from these states inside, if there are any; afterwards the generators are where they were."""
+    """Set the generators to these states inside, and restore them afterwards; None changes nothing."""
     if states is None:
         yield
         return
@@ -81,34 +81,34 @@ def drawing_again(states: States | None, device: torch.device) -> Iterator[None]
 
 
 def compute_again(op: Op, x: Tensor, *args: Any) -> Any:
-    """Return what an op computes with the states that come last."""
+    """Return the outputs of an op, computed with the generator states that are the last two arguments."""
     *others, of_cpu, of_device = args
     with drawing_again((of_cpu, of_device), x.device):
         return op.compute(x, *others)
 
 
 def compute_watched(op: Op, x: Tensor, *args: Any) -> Any:
-    """Return what an op computes, and raise if it draws random numbers without saying so."""
+    """Return the outputs of an op; raise if it draws random numbers and does not declare ``draws_random``."""
     if type(x) not in (Tensor, nn.Parameter) or _is_capturing(x):
         return op.compute(x, *args)
     before = _states(x.device)
     out = op.compute(x, *args)
     if _same(before, _states(x.device)):
         return out
-    # another thread may have drawn; and another drawing may give the same output
+    # another thread may have drawn, and other numbers may give the same output
     with torch.no_grad(), _Draws(x.device) as draws:
         again = op.compute(x, *args)
     same = _same((out,) if isinstance(out, Tensor) else out, (again,) if isinstance(again, Tensor) else again)
     if draws.seen or not same:
         raise InputError(
-            f"{op!r}: compute: draws random numbers, and would draw others where it is computed again: set "
+            f"{op!r}: compute: draws random numbers, and a recomputation would draw different ones: set "
             f"draws_random = True in the class"
         )
     return out
 
 
 class _Draws(TorchDispatchMode):
-    """Sees whether an operator that this thread runs draws: torch tags those that may."""
+    """Records whether an operator on this thread draws random numbers; torch tags the candidates."""
 
     supports_higher_order_operators = True
 
@@ -119,7 +119,7 @@ class _Draws(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let torch compile what is inside."""
+        """Allow torch to compile inside this mode."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

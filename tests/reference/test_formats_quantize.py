@@ -518,7 +518,7 @@ def test_rotated_products_are_products():
         ({"format": mxfp8(across=32), "offsets": ends(4)}, "offsets: expected none by rows for mxfp8 e4m3 32x32"),
         (
             {"format": Quantizer(nvfp4(), stochastic_rounding=True), "random_bits": torch.zeros(4, 8).byte()},
-            r"random_bits: expected \(4, 16\) uint8, as the codes lie, got \(4, 8\)",
+            r"random_bits: expected \(4, 16\) uint8, in the layout of the codes, got \(4, 8\)",
         ),
     ],
 )
