@@ -7,6 +7,7 @@ y = experts(x, splits=tokens_per_expert)
 print(experts.explain(x, splits=tokens_per_expert))
 """
 
+from fusedmoe.builtin_rules import BUILTIN as _BUILTIN_RULES
 from fusedmoe.environment import check as _check_environment
 from fusedmoe.errors import InputError
 from fusedmoe.explain_model import ModelExplanation, explain
@@ -96,3 +97,4 @@ __all__ = [
 
 _configure_logging()
 _check_environment()
+register(*_BUILTIN_RULES)

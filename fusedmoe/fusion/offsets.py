@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fusedmoe.builtin_rules.sm90.backend import functions, require_hopper, require_packages
+from fusedmoe.builtin_rules.sm90.backend import OnSm90
 from fusedmoe.environment import debugging
 from fusedmoe.fusion.rule import Declined
+from fusedmoe.kernels.sm90 import functions
 from fusedmoe.ops.derived import OFFSETS
 
 if TYPE_CHECKING:
@@ -36,9 +37,9 @@ def with_kernels(
     if any(fnmatchcase(NAME, pattern) for pattern in disabled):
         return tuple(derived)
     try:
-        require_hopper(device, arch)
+        OnSm90.available(device, arch)
         if not assume_installed:
-            require_packages()
+            OnSm90.installed()
     except Declined:
         return tuple(derived)
     return tuple(
@@ -53,5 +54,5 @@ def _bind(run: Callable[..., Tensor], splits_E: Tensor, rows: Tensor) -> Callabl
     """Return the kernel, for splits and rows like these, where it reads such splits; or ``run``."""
     if splits_E.dtype not in (torch.int32, torch.int64) or not splits_E.is_contiguous():
         return run
-    kernel: Callable[..., Tensor] = functions().bind_offsets_from_splits(splits_E, rows.shape[0])
+    kernel: Callable[..., Tensor] = functions.bind_offsets_from_splits(splits_E, rows.shape[0])
     return partial(run, kernel=kernel) if debugging() else kernel

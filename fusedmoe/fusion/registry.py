@@ -1,6 +1,4 @@
-"""Which rules there are: the built-in ones, those of installed packages (entry points), those registered in this
-process.
-"""
+"""The set of fusion rules: those that `register` adds, the built-in ones among them, and those of entry points."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ ENTRY_POINT_GROUP = "fusedmoe.fusions"
 
 
 class BrokenEntryPoint(NamedTuple):
-    """An entry point that failed to load, and why."""
+    """An entry point that failed to load, with its error."""
 
     package: str
     name: str
@@ -45,7 +43,7 @@ class _Registry:
         self.broken: tuple[BrokenEntryPoint, ...] = ()
 
     def add(self, rules: Iterable[object]) -> tuple[type[FusionRule], ...]:
-        """Add all of the rules or, where one is wrong, none; return those that were not there yet."""
+        """Add all of the rules, or none if one of them is wrong. Return those that are new."""
         new: dict[str, type[FusionRule]] = {}
         for rule in rules:
             if not (isinstance(rule, type) and issubclass(rule, FusionRule)):
@@ -63,28 +61,25 @@ class _Registry:
         return tuple(new.values())
 
     def load(self) -> None:
-        """Add the built-in rules and those of entry points, once, when the first plan is made.
+        """Add the rules of entry points. This happens once, when the rules are first asked for.
 
-        An entry point that fails is left out: one WARNING names its package, and `broken` keeps it.
+        An entry point that fails is skipped: one WARNING names its package, and `broken` records it.
         """
-        from fusedmoe.builtin_rules import BUILTIN
-
-        self.loaded = True  # already: an entry point may ask for the rules
+        self.loaded = True  # set first, since an entry point may ask for the rules
         try:
-            self.add(BUILTIN)
             self.broken = tuple(filter(None, map(self._load_entry, entry_points(group=ENTRY_POINT_GROUP))))
         except BaseException:
             self.loaded = False
             raise
 
     def _load_entry(self, entry: EntryPoint) -> BrokenEntryPoint | None:
-        """Add the rules of an entry point; return what is wrong with it."""
+        """Add the rules of an entry point. Return its failure, or None."""
         try:
             found = entry.load()
             self.add(found if isinstance(found, (list, tuple)) else [found])
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # foreign code: a sys.exit is no Exception
+        except BaseException as error:  # foreign code may also raise SystemExit
             broken = BrokenEntryPoint(_package(entry), entry.name, entry.value, _in_one_line(error))
             logger.warning(
                 "the fusion rules of package %s are not used: its entry point %s (%s) failed to load: %s",
@@ -98,12 +93,12 @@ class _Registry:
 def _package(entry: EntryPoint) -> str:
     try:
         return (entry.dist.name if entry.dist else None) or "(unknown)"
-    except (KeyError, OSError):  # a damaged installation: its metadata is gone, or has no name
+    except (KeyError, OSError):  # the metadata of a damaged installation is missing or has no name
         return "(unknown)"
 
 
 def _in_one_line(error: BaseException) -> str:
-    """Return what a traceback ends with: that also has a text for an error that cannot give its own."""
+    """Return the last line of the traceback. This works for an error whose ``__str__`` fails, too."""
     return " ".join("".join(traceback.format_exception_only(error)).split())
 
 
@@ -111,16 +106,13 @@ _registry = _Registry()
 
 
 class Registration:
-    """Rules that were registered: `remove` takes them out again, as does leaving a ``with`` block.
-
-    A rule that was there before stays.
-    """
+    """The rules that one call of `register` added. `remove`, or the end of a ``with`` block, removes them."""
 
     def __init__(self, rules: tuple[type[FusionRule], ...]) -> None:
         self._rules = rules
 
     def remove(self) -> None:
-        """Take the rules out."""
+        """Remove the rules that the call of `register` added; a rule registered before it stays."""
         for rule in self._rules:
             _registry.by_name.pop(rule.name, None)
         self._rules = ()
@@ -137,41 +129,41 @@ class Registration:
 
 
 def register(*rules: type[FusionRule]) -> Registration:
-    """Add fusion rules, for good or, as a context manager, for a block.
+    """Add fusion rules, permanently or, as a context manager, for a block.
 
-    An installed package does without: an entry point in the group ``fusedmoe.fusions`` names a rule class, or a list of
-    them.
+    An installed package need not call this: its entry points in the group ``fusedmoe.fusions`` name rule classes, or
+    lists of them.
 
     Raises
     ------
     RuleError
-        What is given is no rule, or another rule has the name.
+        An argument is not a subclass of `FusionRule`, or another rule has the same name.
     """
     return Registration(_registry.add(rules))
 
 
 def rules() -> tuple[type[FusionRule], ...]:
-    """Return every rule there is, by name: the order in which they were imported means nothing."""
+    """Return all rules, sorted by name, so that the order of imports decides nothing."""
     if not _registry.loaded:
         _registry.load()
     return tuple(_registry.by_name[name] for name in sorted(_registry.by_name))
 
 
 def broken_entry_points() -> tuple[BrokenEntryPoint, ...]:
-    """Return the entry points that failed to load, whose rules are not there."""
+    """Return the entry points that failed to load."""
     rules()
     return _registry.broken
 
 
 def generation() -> int:
-    """Return a number that changes with every change of the set of rules."""
+    """Return a number that every change of the set of rules increases."""
     if not _registry.loaded:
         _registry.load()
     return _registry.generation
 
 
 class Unavailable(NamedTuple):
-    """Why a rule cannot run, and what keeps it from that."""
+    """The reason why a rule cannot run, and the kind of cause."""
 
     reason: str
     cause: Cause
@@ -184,9 +176,9 @@ def why_unavailable(
     disabled: tuple[str, ...],
     assume_installed: bool = False,
 ) -> Unavailable | None:
-    """Return why a rule cannot run on a device at all, or is switched off by one of these patterns; None if it can.
+    """Return why a rule cannot run on a device, or which pattern switches it off. Return None if it can run.
 
-    With ``assume_installed``, this machine is not asked for what the rule needs besides the device.
+    With ``assume_installed``, the packages and other requirements of the rule on this machine are not checked.
     """
     for pattern in disabled:
         if fnmatchcase(rule.name, pattern):
@@ -196,20 +188,20 @@ def why_unavailable(
 
 
 def what_is_missing(rule: type[FusionRule]) -> str | None:
-    """Return what this machine lacks that a rule needs besides the device; None if it lacks nothing."""
+    """Return the requirement of a rule, besides the device, that this machine lacks. Return None if it has all."""
     missing = _asked(rule, "installed", "machine")
     return None if missing is None else missing.reason
 
 
 def _asked(rule: type[FusionRule], method: str, cause: Cause, *values: object) -> Unavailable | None:
-    """Call a method by which a rule may decline. A rule that fails in it is unavailable: one WARNING names it."""
+    """Call a method of a rule that may decline. If it fails, the rule is unavailable, and one WARNING names it."""
     try:
         expect_none(rule.name, method, getattr(rule, method)(*values))
     except Declined as why:
         return Unavailable(str(why), cause)
     except (RuleError, KeyboardInterrupt):
         raise
-    except BaseException as error:  # foreign code: a sys.exit is no Exception
+    except BaseException as error:  # foreign code may also raise SystemExit
         reason = f"{method}() failed: {_in_one_line(error)}"
         say_once(logger, logging.WARNING, "rule %r is not used: its %s", rule.name, reason, key=(rule.name, method))
         logger.debug("%s() of rule %r", method, rule.name, exc_info=error)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import logging
 import re
-import sys
 from pathlib import Path
 from unittest import mock
 
@@ -14,8 +13,9 @@ import torch
 import transformers
 
 import fusedmoe.integrations.transformers as fusedmoe_transformers
-from fusedmoe.builtin_rules.sm90 import backend as hopper
+from fusedmoe.builtin_rules.sm90 import backend
 from fusedmoe.fusion.log import forget_said
+from fusedmoe.kernels.sm90 import functions
 
 PAGE = Path(__file__).parents[2] / "docs" / "transformers.md"
 STAND_INS = Path(__file__).parents[1] / "unit" / "sm90_stand_ins.py"
@@ -53,14 +53,13 @@ def verdict(module: torch.nn.Module) -> str:
     stand_ins = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(stand_ins)
     declined, logger = Declined(), logging.getLogger("fusedmoe.fusion.program")
-    hopper.functions.cache_clear()
     forget_said()
     logger.addHandler(declined)
     try:
         with (
             mock.patch("fusedmoe.chain.arch", return_value=90),
-            mock.patch.object(hopper, "missing_packages", return_value=()),
-            mock.patch.dict(sys.modules, {"fusedmoe.kernels.sm90.functions": stand_ins}),
+            mock.patch.object(backend, "missing_packages", return_value=()),
+            mock.patch.multiple(functions, **stand_ins.BIND),
         ):
             explanation = fusedmoe_transformers.explain(module, tokens=TOKENS)
             chain = fusedmoe_transformers._experts_of(module).chain
@@ -70,7 +69,6 @@ def verdict(module: torch.nn.Module) -> str:
             fusedmoe_transformers.experts_forward(module, x, index, weights).sum().backward()
     finally:
         logger.removeHandler(declined)
-        hopper.functions.cache_clear()
     left = declined.ops + [op for plan in explanation.plans for step in plan.unfused for op in step.ops]
     if left:
         return f"fused except {', '.join(op.replace('_', ' ').replace('.', ' ') for op in left)}"

@@ -1,4 +1,4 @@
-"""Plain-PyTorch stand-ins for fusedmoe.kernels.sm90.functions: the same interface, on any device, every call noted.
+"""Plain-PyTorch stand-ins for fusedmoe.kernels.sm90.functions: the same interface, on any device. Calls are recorded.
 
 They are as strict as the kernels about what they are given, and round as the kernels do: products and activations in
 fp32, one rounding at the end.
@@ -260,3 +260,6 @@ def bind_slot_values(values, row_of_slot):
         return torch.cat([values, values.new_zeros(1)])[row_of_slot]
 
     return Bound(run, values)
+
+
+BIND = {name: function for name, function in globals().items() if name.startswith("bind_")}

@@ -1,5 +1,7 @@
 """Which rules there are: registered ones, those of entry points, and what is wrong with either."""
 
+import subprocess
+import sys
 import traceback
 
 import pytest
@@ -7,11 +9,15 @@ import torch
 import toy
 
 import fusedmoe as fm
-from fusedmoe import builtin_rules
 from fusedmoe.cli import doctor
 from fusedmoe.fusion import registry
 from fusedmoe.fusion.plan import Status
 from fusedmoe.fusion.rule import RuleError
+
+
+def test_import_registers_the_builtin_rules():
+    code = "import fusedmoe as fm; from fusedmoe.builtin_rules import BUILTIN; assert set(BUILTIN) <= set(fm.rules())"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_register_holds_for_a_block():
@@ -124,7 +130,6 @@ def entry_points():
 
         def install(*loaded):
             patch.setattr(registry, "_registry", registry._Registry())
-            patch.setattr(builtin_rules, "BUILTIN", ())
             found = [Entry(value) for value in loaded]
             patch.setattr(registry, "entry_points", lambda group: found if group == "fusedmoe.fusions" else [])
 

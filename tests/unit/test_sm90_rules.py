@@ -13,8 +13,9 @@ from toy import only_plan, outcome, rules_used, status
 
 import fusedmoe as fm
 from fusedmoe import FusionError, Status
-from fusedmoe.builtin_rules.sm90 import backend as hopper
+from fusedmoe.builtin_rules.sm90 import backend
 from fusedmoe.kernels.options import KernelOptions
+from fusedmoe.kernels.sm90 import functions
 
 E, H, I = 3, 32, 16  # noqa: E741  (experts, hidden, intermediate)
 SPLITS = (5, 0, 7)
@@ -28,12 +29,10 @@ pytestmark = pytest.mark.usefixtures("builtin_rules")
 def hopper_machine(monkeypatch):
     """The CPU says that it is an sm_90 GPU, whose kernels are the stand-ins."""
     monkeypatch.setattr("fusedmoe.chain.arch", lambda device: 90)
-    monkeypatch.setitem(sys.modules, "fusedmoe.kernels.sm90.functions", stand_ins)
-    monkeypatch.setattr(hopper, "missing_packages", lambda: ())
-    hopper.functions.cache_clear()
+    for name, function in stand_ins.BIND.items():
+        monkeypatch.setattr(functions, name, function)
+    monkeypatch.setattr(backend, "missing_packages", lambda: ())
     stand_ins.calls.clear()
-    yield
-    hopper.functions.cache_clear()
 
 
 def experts(act=fm.SwiGLU, *, scale=True, bias=False, dtype=BF16, width=I, hidden=H, options=None, **settings):
@@ -312,7 +311,7 @@ def reasons(plan):
 
 
 # those that stand on Dispatch, Combine and their backward have a file of their own
-SLOTS = {
+DISPATCH = {
     "sm90.dispatch",
     "sm90.combine",
     "sm90.dcombine",
@@ -320,7 +319,7 @@ SLOTS = {
     "sm90.ddispatch",
     "sm90.dispatch_weight_grad",
 }
-ALL = {rule.name for rule in hopper.OnHopper.__subclasses__()} - SLOTS
+ALL = {rule.name for rule in backend.OnSm90.__subclasses__()} - DISPATCH
 
 
 def declined(chain, x, **named):
@@ -334,7 +333,7 @@ def declined(chain, x, **named):
 
 
 def test_all_rules_are_for_hopper():
-    assert {rule.name for rule in fm.rules()} == ALL | SLOTS
+    assert {rule.name for rule in fm.rules()} == ALL | DISPATCH
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -356,8 +355,8 @@ def test_mixed_dtypes():
         def dtype(self, value):
             return BF16 if value == "input" else torch.float16
 
-    with pytest.raises(hopper.Declined, match=r"^fc.weight is float16, input is bfloat16: one dtype is expected$"):
-        hopper.check_common(Context(), "input", "fc.weight")
+    with pytest.raises(backend.Declined, match=r"^fc.weight is float16, input is bfloat16: one dtype is expected$"):
+        backend.check_common(Context(), "input", "fc.weight")
 
 
 def test_odd_widths():
@@ -476,17 +475,34 @@ def test_a_missing_package(monkeypatch, missing, reason):
     monkeypatch.undo()
     monkeypatch.setattr("fusedmoe.chain.arch", lambda device: 90)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in missing else find(name))
-    hopper.missing_packages.cache_clear()
+    backend.missing_packages.cache_clear()
     try:
         assert set(declined(experts(bias=True), rows(), **inputs()).values()) == {reason}
     finally:
-        hopper.missing_packages.cache_clear()
+        backend.missing_packages.cache_clear()
 
 
 def test_switched_off():
     with fm.disabled("sm90.*"):
         assert set(declined(experts(bias=True), rows(), **inputs()).values()) == {"switched off by 'sm90.*'"}
     assert called() == []  # the offsets are the plain ones too
+
+
+@pytest.mark.parametrize(("dtype", "converted"), [(torch.float32, 0), (BF16, 1)], ids=["fp32", "bf16"])
+def test_launches_count_the_scale_its_gradient_and_the_bias(dtype, converted):
+    """A scale that is not fp32 is converted, and its gradient converted back."""
+    plan = only_plan(experts(bias=True), rows(), **inputs(dtype=dtype))
+    assert {step.rule: step.launches for step in plan.steps} == {
+        "sm90.grouped_gemm_activation": 1 + converted,
+        "sm90.grouped_gemm": 1,
+        "sm90.column_sums": 2,
+        "sm90.grouped_wgrad": 1,
+        "sm90.grouped_dgrad_activation": 2 + 2 * converted,
+        "sm90.grouped_dgrad": 1,
+    }
+    after = fm.Sequential(fm.GroupedLinear(E, H, I, dtype=BF16), fm.Scale("probs"))
+    (step,) = only_plan(after, rows(requires_grad=False), **inputs(dtype=dtype, requires_grad=False)).steps
+    assert (step.rule, step.launches) == ("sm90.grouped_gemm", 1 + converted)
 
 
 def test_dense_layers_miss_nothing():

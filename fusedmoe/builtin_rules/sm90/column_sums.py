@@ -1,27 +1,23 @@
-"""``sm90.column_sums``: the gradient of a grouped linear layer's bias, in one launch."""
+"""``sm90.column_sums``: the gradient of a grouped linear layer's bias, in two launches."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fusedmoe.builtin_rules.sm90.backend import (
-    OnHopper,
-    Run,
-    check_common,
-    functions,
-    guard_gradient,
-    readable,
-    unreadable,
-)
+from fusedmoe.builtin_rules.sm90.backend import OnSm90, Run, check_common, guard_gradient, on_readable
 from fusedmoe.fusion.rule import FusionRule, PlanContext, Step
+from fusedmoe.kernels.sm90 import functions
 from fusedmoe.ops.grouped_linear import BiasGrad
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class ColumnSums(OnHopper, FusionRule, name="sm90.column_sums", direction="backward"):
-    """``db[e] = sum of dy over the rows of e``, accumulated in fp32, without atomics."""
+class ColumnSums(OnSm90, FusionRule, name="sm90.column_sums", direction="backward"):
+    """``db[e] = sum of dy over the rows of e``, accumulated in fp32, without atomics.
+
+    The first launch sums slices of the rows, the second sums the slices.
+    """
 
     bias_grad: BiasGrad
 
@@ -33,12 +29,6 @@ class ColumnSums(OnHopper, FusionRule, name="sm90.column_sums", direction="backw
 
         def bind(dy: Tensor, offsets: Tensor) -> Run:
             guard_gradient(dy)
-            sums = functions().bind_column_sums(dy, offsets, dtype)
-            copies = unreadable(dy)
+            return on_readable(dy, functions.bind_column_sums(dy, offsets, dtype))
 
-            def run(dy: Tensor, offsets: Tensor) -> Tensor:
-                return sums(readable(dy) if copies else dy, offsets)  # type: ignore[no-any-return]
-
-            return run
-
-        return Step(None, ("grad_output", "offsets"), gives=("bias_grad.grad_bias",), bind=bind)
+        return Step(None, ("grad_output", "offsets"), gives=("bias_grad.grad_bias",), bind=bind, launches=2)

@@ -4,25 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fusedmoe.builtin_rules.sm90.backend import (
-    OnHopper,
-    Run,
-    check_common,
-    functions,
-    guard_gradient,
-    guard_matrix,
-    readable,
-    unreadable,
-)
+from fusedmoe.builtin_rules.sm90.backend import OnSm90, Run, check_common, guard_gradient, guard_matrix, on_readable
 from fusedmoe.fusion.rule import FusionRule, PlanContext, Step
+from fusedmoe.kernels.sm90 import functions
 from fusedmoe.ops.grouped_linear import Dgrad
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class GroupedDgrad(OnHopper, FusionRule, name="sm90.grouped_dgrad", direction="backward"):
-    """``dx[r] = dy[r] @ weight[e]``: `sm90.grouped_gemm` with the weight read along its other axis."""
+class GroupedDgrad(OnSm90, FusionRule, name="sm90.grouped_dgrad", direction="backward"):
+    """``dx[r] = dy[r] @ weight[e]``: the kernel of `sm90.grouped_gemm` reads the transposed weight."""
 
     dgrad: Dgrad
 
@@ -37,15 +29,12 @@ class GroupedDgrad(OnHopper, FusionRule, name="sm90.grouped_dgrad", direction="b
         def bind(dy: Tensor, weight: Tensor, offsets: Tensor) -> Run:
             guard_gradient(dy)
             guard_matrix("the weight", weight, transposed=True)
-            product = functions().bind_grouped_gemm(dy, weight.mT, None, None, options)
-            copies = unreadable(dy)
+            product = functions.bind_grouped_gemm(dy, weight.mT, None, None, options)
 
             def run(dy: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-                return product(  # type: ignore[no-any-return]
-                    readable(dy) if copies else dy, weight.mT, None, offsets, None
-                )
+                return product(dy, weight.mT, None, offsets, None)
 
-            return run
+            return on_readable(dy, run)
 
         needs = ("grad_output", "dgrad.weight", "offsets")
         return Step(None, needs, gives=("grad_input",), bind=bind, zeroes_tail=True)

@@ -4,16 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fusedmoe.builtin_rules.sm90.backend import (
-    OnHopper,
-    Run,
-    check_common,
-    decline,
-    functions,
-    guard_operands,
-)
+from fusedmoe.builtin_rules.sm90.backend import OnSm90, Run, check_common, converts, decline, guard_operands
 from fusedmoe.fusion.rule import FusionRule, PlanContext, Step
-from fusedmoe.kernels.sm90 import limits
+from fusedmoe.kernels.sm90 import functions, limits
 from fusedmoe.ops.grouped_linear import GroupedLinear
 from fusedmoe.ops.scale import Scale
 
@@ -21,10 +14,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class GroupedGemm(OnHopper, FusionRule, name="sm90.grouped_gemm", direction="forward"):
+class GroupedGemm(OnSm90, FusionRule, name="sm90.grouped_gemm", direction="forward"):
     """``y[r] = (x[r] @ weight[e].T + bias[e]) * scale[r]``.
 
-    It keeps nothing: where the scale's gradient needs what went into the scale, the scale runs by itself.
+    The step keeps nothing. A scale whose gradient needs the scale's input therefore runs by itself.
     """
 
     fc: GroupedLinear
@@ -38,10 +31,11 @@ class GroupedGemm(OnHopper, FusionRule, name="sm90.grouped_gemm", direction="for
 
     def build(self, ctx: PlanContext) -> Step:
         options = ctx.options
+        launches = 1 if self.scale is None else 1 + converts(ctx.dtype("scale.factor"))
 
         def bind(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, factor: Tensor | None) -> Run:
             guard_operands(x, weight, bias)
-            return functions().bind_grouped_gemm(x, weight, bias, factor, options)  # type: ignore[no-any-return]
+            return functions.bind_grouped_gemm(x, weight, bias, factor, options)
 
         needs = ("input", "fc.weight", "fc.bias", "offsets", "scale.factor")
-        return Step(None, needs, gives=("output",), bind=bind, zeroes_tail=True)
+        return Step(None, needs, gives=("output",), bind=bind, zeroes_tail=True, launches=launches)

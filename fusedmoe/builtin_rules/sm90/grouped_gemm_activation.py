@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fusedmoe.builtin_rules.sm90.backend import (
-    OnHopper,
+    OnSm90,
     Run,
     activation_of,
     check_common,
+    converts,
     decline,
-    functions,
     guard_operands,
 )
 from fusedmoe.fusion.rule import FusionRule, PlanContext, Step
-from fusedmoe.kernels.sm90 import limits
+from fusedmoe.kernels.sm90 import functions, limits
 from fusedmoe.ops.glu import GeGLU, ReGLU, SwiGLU
 from fusedmoe.ops.grouped_linear import GroupedLinear
 from fusedmoe.ops.scale import Scale
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class GroupedGemmActivation(OnHopper, FusionRule, name="sm90.grouped_gemm_activation", direction="forward"):
+class GroupedGemmActivation(OnSm90, FusionRule, name="sm90.grouped_gemm_activation", direction="forward"):
     """``y[r] = act(x[r] @ weight[e].T + bias[e]) * scale[r]``; the preactivation is written only if backward needs it.
 
-    What comes out of the activation before the scale is never written: `sm90.grouped_dgrad_activation` computes it
-    again for the scale's gradient.
+    The activation's result before the scale is never written: `sm90.grouped_dgrad_activation` recomputes it for the
+    scale's gradient.
     """
 
     fc: GroupedLinear
@@ -47,6 +47,7 @@ class GroupedGemmActivation(OnHopper, FusionRule, name="sm90.grouped_gemm_activa
 
     def build(self, ctx: PlanContext) -> Step:
         activation, options = activation_of(self.act), ctx.options
+        launches = 1 if self.scale is None else 1 + converts(ctx.dtype("scale.factor"))
 
         def bind(
             x: Tensor,
@@ -58,9 +59,9 @@ class GroupedGemmActivation(OnHopper, FusionRule, name="sm90.grouped_gemm_activa
             keep: tuple[str, ...] = (),
         ) -> Run:
             guard_operands(x, weight, bias)
-            return functions().bind_grouped_gemm_activation(  # type: ignore[no-any-return]
-                x, weight, bias, factor, activation, bool(keep), options
-            )
+            return functions.bind_grouped_gemm_activation(x, weight, bias, factor, activation, bool(keep), options)
 
         needs = ("input", "fc.weight", "fc.bias", "offsets", "scale.factor")
-        return Step(None, needs, gives=("output",), keeps=("act.input",), bind=bind, zeroes_tail=True)
+        return Step(
+            None, needs, gives=("output",), keeps=("act.input",), bind=bind, zeroes_tail=True, launches=launches
+        )

@@ -7,26 +7,27 @@ from typing import TYPE_CHECKING
 import torch
 
 from fusedmoe.builtin_rules.sm90.backend import (
-    OnHopper,
+    OnSm90,
     Run,
     check_common,
     decline,
-    functions,
     guard_gradient,
     guard_matrix,
-    readable,
-    unreadable,
+    on_readable,
 )
 from fusedmoe.fusion.rule import FusionRule, PlanContext, Step, require
-from fusedmoe.kernels.sm90 import limits
+from fusedmoe.kernels.sm90 import functions, limits
 from fusedmoe.ops.grouped_linear import Wgrad, WgradIntoMainGrad
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class GroupedWgrad(OnHopper, FusionRule, name="sm90.grouped_wgrad", direction="backward"):
-    """``dW[e] = dy[rows of e].T @ x[rows of e]``; or added to the weight's ``main_grad`` in fp32, unrounded."""
+class GroupedWgrad(OnSm90, FusionRule, name="sm90.grouped_wgrad", direction="backward"):
+    """``dW[e] = dy[rows of e].T @ x[rows of e]``.
+
+    `WgradIntoMainGrad` adds it, unrounded, to the weight's fp32 ``main_grad``.
+    """
 
     wgrad: Wgrad | WgradIntoMainGrad
 
@@ -44,19 +45,18 @@ class GroupedWgrad(OnHopper, FusionRule, name="sm90.grouped_wgrad", direction="b
             guard_gradient(dy)
             guard_matrix("x", x)
             out_dtype = dtype if accumulating is None else torch.float32
-            product = functions().bind_grouped_wgrad(dy, x, offsets, out_dtype, accumulating is not None, options)
-            copies = unreadable(dy)
+            product = functions.bind_grouped_wgrad(dy, x, offsets, out_dtype, accumulating is not None, options)
 
             def run(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor | None:
                 if accumulating is None:
-                    return product(readable(dy) if copies else dy, x, offsets, None)  # type: ignore[no-any-return]
-                main_grad = accumulating.main_grad()  # another tensor, perhaps, at every call
+                    return product(dy, x, offsets, None)
+                main_grad = accumulating.main_grad()  # may be another tensor at each call
                 require(main_grad.is_contiguous(), "main_grad is not contiguous")
                 decline(limits.why_not_address("main_grad", main_grad.data_ptr()))
-                product(readable(dy) if copies else dy, x, offsets, main_grad)
+                product(dy, x, offsets, main_grad)
                 return accumulating.added()
 
-            return run
+            return on_readable(dy, run)
 
         needs = ("grad_output", "wgrad.input", "offsets")
         return Step(None, needs, gives=("wgrad.grad_weight",), bind=bind)

@@ -1,4 +1,4 @@
-"""Rules for what sorts rows by expert and brings them back, a rule for each op: `Dispatch`, `Combine`, their backward.
+"""Rules for `Dispatch`, `Combine` and their backward ops, one per op. They sort rows by expert and sum them per token.
 
 Plain PyTorch takes a dozen launches for the sorting, and several passes over the rows around each gather.
 """
@@ -7,18 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fusedmoe.builtin_rules.sm90.backend import (
-    OnHopper,
-    Run,
-    decline,
-    functions,
-    guard_gradient,
-    guard_matrix,
-    readable,
-    unreadable,
-)
+from fusedmoe.builtin_rules.sm90.backend import OnSm90, Run, decline, guard_gradient, guard_matrix, on_readable
 from fusedmoe.fusion.rule import FusionRule, NothingToDo, PlanContext, Step, require
-from fusedmoe.kernels.sm90 import limits
+from fusedmoe.kernels.sm90 import functions, limits
 from fusedmoe.ops.dispatch import Combine, CombineWeightGrad, DCombine, DDispatch, Dispatch, DispatchWeightGrad
 
 if TYPE_CHECKING:
@@ -37,8 +28,11 @@ def _guard(rows: Tensor, routing: Tensor) -> None:
     guard_matrix("x", rows)
 
 
-class RouteAndGather(OnHopper, FusionRule, name="sm90.dispatch", direction="forward"):
-    """A stable counting sort of the slots, and ``rows[r] = x[token of r]``: two or three launches."""
+class DispatchRule(OnSm90, FusionRule, name="sm90.dispatch", direction="forward"):
+    """A stable counting sort of the slots, then ``rows[r] = x[token of r]``, in two or three launches.
+
+    The third launch is needed for more than 2048 slots. The cost assumes it, since a rule does not see the row count.
+    """
 
     dispatch: Dispatch
 
@@ -54,8 +48,8 @@ class RouteAndGather(OnHopper, FusionRule, name="sm90.dispatch", direction="forw
         def bind(x: Tensor, index: Tensor, weight: Tensor) -> Run:
             _guard(x, index)
             require(index.is_contiguous() and weight.is_contiguous(), "expert_index or expert_weight is not contiguous")
-            route = functions().bind_route(index, weight, experts)
-            gather = functions().bind_gather_rows(x, index, None)
+            route = functions.bind_route(index, weight, experts)
+            gather = functions.bind_gather_rows(x, index, None)
 
             def run(x: Tensor, index: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
                 splits, probs, row_of_slot, slot_of_row = route(index, weight)
@@ -68,7 +62,7 @@ class RouteAndGather(OnHopper, FusionRule, name="sm90.dispatch", direction="forw
         return Step(None, needs, gives, bind=bind, zeroes_tail=True, launches=3)
 
 
-class SumSlots(OnHopper, FusionRule, name="sm90.combine", direction="forward"):
+class CombineRule(OnSm90, FusionRule, name="sm90.combine", direction="forward"):
     """``y[t] = sum over k of w[row] * rows[row]``, in one launch."""
 
     combine: Combine
@@ -82,13 +76,13 @@ class SumSlots(OnHopper, FusionRule, name="sm90.combine", direction="forward"):
         def bind(rows: Tensor, row_of_slot: Tensor, weight: Tensor | None = None) -> Run:
             _guard(rows, row_of_slot)
             _require_contiguous(row_of_slot, weight)
-            return functions().bind_sum_slots(rows, row_of_slot, weight)  # type: ignore[no-any-return]
+            return functions.bind_sum_slots(rows, row_of_slot, weight)
 
         needs = ("input", "combine.row_of_slot", *(f"combine.{name}" for name in self.combine.applies))
         return Step(None, needs, gives=("output",), bind=bind, zeroes_tail=True)
 
 
-class GatherGradient(OnHopper, FusionRule, name="sm90.dcombine", direction="backward"):
+class DCombineRule(OnSm90, FusionRule, name="sm90.dcombine", direction="backward"):
     """``drows[r] = w[r] * dy[token of r]``, in one launch."""
 
     dcombine: DCombine
@@ -102,14 +96,13 @@ class GatherGradient(OnHopper, FusionRule, name="sm90.dcombine", direction="back
         def bind(dy: Tensor, row_of_slot: Tensor, slot_of_row: Tensor, weight: Tensor | None = None) -> Run:
             guard_gradient(dy)
             _require_contiguous(row_of_slot, slot_of_row, weight)
-            gather = functions().bind_gather_rows(dy, row_of_slot, weight)
-            return _copying(gather) if unreadable(dy) else gather
+            return on_readable(dy, functions.bind_gather_rows(dy, row_of_slot, weight))
 
         needs = ("grad_output", *(f"dcombine.{name}" for name in self.dcombine.op.runtime_inputs))
         return Step(None, needs, gives=("grad_input",), bind=bind, zeroes_tail=True)
 
 
-class RowDots(OnHopper, FusionRule, name="sm90.combine_weight_grad", direction="backward"):
+class CombineWeightGradRule(OnSm90, FusionRule, name="sm90.combine_weight_grad", direction="backward"):
     """``dw[r] = sum over features of rows[r] * dy[token of r]``, in one launch."""
 
     weight_grad: CombineWeightGrad
@@ -127,14 +120,13 @@ class RowDots(OnHopper, FusionRule, name="sm90.combine_weight_grad", direction="
             guard_gradient(dy)
             guard_matrix("x", rows)
             _require_contiguous(row_of_slot, slot_of_row)
-            dots = functions().bind_row_dots(dy, rows, row_of_slot, dtype)
-            return _copying(dots) if unreadable(dy) else dots
+            return on_readable(dy, functions.bind_row_dots(dy, rows, row_of_slot, dtype))
 
         needs = ("grad_output", "weight_grad.input", "weight_grad.row_of_slot", "weight_grad.slot_of_row")
         return Step(None, needs, (f"weight_grad.{self.weight_grad.gives[0]}",), bind=bind, zeroes_tail=True)
 
 
-class SumGradients(OnHopper, FusionRule, name="sm90.ddispatch", direction="backward"):
+class DDispatchRule(OnSm90, FusionRule, name="sm90.ddispatch", direction="backward"):
     """``dx[t] = sum over k of drows[row_of_slot[t, k]]``, in one launch."""
 
     ddispatch: DDispatch
@@ -146,14 +138,13 @@ class SumGradients(OnHopper, FusionRule, name="sm90.ddispatch", direction="backw
         def bind(grad: Tensor, row_of_slot: Tensor) -> Run:
             guard_gradient(grad)
             _require_contiguous(row_of_slot)
-            add = functions().bind_sum_slots(grad, row_of_slot, None)
-            return _copying(add) if unreadable(grad) else add
+            return on_readable(grad, functions.bind_sum_slots(grad, row_of_slot, None))
 
         needs = ("grad_output", "ddispatch.row_of_slot")
         return Step(None, needs, gives=("grad_input",), bind=bind, zeroes_tail=True)
 
 
-class SlotValues(OnHopper, FusionRule, name="sm90.dispatch_weight_grad", direction="backward"):
+class DispatchWeightGradRule(OnSm90, FusionRule, name="sm90.dispatch_weight_grad", direction="backward"):
     """``dexpert_weight[t, k] = dprobs[row_of_slot[t, k]]``, in one launch."""
 
     weight_grad: DispatchWeightGrad
@@ -165,16 +156,10 @@ class SlotValues(OnHopper, FusionRule, name="sm90.dispatch_weight_grad", directi
         def bind(grad: Tensor, row_of_slot: Tensor) -> Run:
             guard_gradient(grad)
             _require_contiguous(row_of_slot)
-            values = functions().bind_slot_values(grad, row_of_slot)
-            return values if grad.is_contiguous() else _copying(values)
+            return on_readable(grad, functions.bind_slot_values(grad, row_of_slot))
 
         needs = ("weight_grad.grad_probs", "weight_grad.row_of_slot")
         return Step(None, needs, gives=("weight_grad.grad_expert_weight",), bind=bind, zeroes_tail=True)
-
-
-def _copying(run: Run) -> Run:
-    """Return what runs on a copy of the gradient that the kernel can read."""
-    return lambda grad, *others: run(readable(grad), *others)
 
 
 def _require_contiguous(*routing: Tensor | None) -> None:
