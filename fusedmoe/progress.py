@@ -1,4 +1,4 @@
-"""How much of a long command is done, on stderr: a bar on a terminal, a line now and then elsewhere."""
+"""Progress of a long command on stderr: a bar on a terminal, occasional lines elsewhere."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from typing import TYPE_CHECKING, TypeAlias
 if TYPE_CHECKING:
     from rich.console import Console
 
-LINES = 25  # in all, where there is no terminal
+LINES = 25  # in total, without a terminal
 
 Advance: TypeAlias = "Callable[[str], None]"
-"""Says that one more is done, and what it was."""
+"""Report one completed item by name."""
 
 
 @contextlib.contextmanager
 def counted(total: int, unit: str, console: Console | None = None) -> Iterator[Advance]:
-    """Show ``done/total`` while the block runs. Lines that are printed meanwhile stay above the bar.
+    """Show ``done/total`` while the block runs; lines printed meanwhile stay above the bar.
 
     Parameters
     ----------
     total
-        How many there are to do.
+        Number of items.
     unit
-        What they are: ``"kernels"``.
+        Plural name of the items, as ``"kernels"``.
     console
-        Where it is shown; stderr by default.
+        The output; stderr by default.
 
     Yields
     ------
     Callable
-        To be called with the name of each that is done.
+        To be called with the name of each completed item.
     """
     from rich.console import Console
 
@@ -51,7 +51,7 @@ def _bar(total: int, unit: str, console: Console) -> Iterator[Advance]:
 
     name = TextColumn("{task.description}", markup=False)
     columns = (BarColumn(bar_width=20), MofNCompleteColumn(), TextColumn(unit), TimeElapsedColumn(), name)
-    # what goes into a file or a pipe is left alone
+    # redirecting stdout would also change output that goes into a file or a pipe
     with Progress(*columns, console=console, redirect_stdout=sys.stdout.isatty(), transient=True) as bar:
         task = bar.add_task("", total=total)
         yield lambda name: bar.update(task, advance=1, description=name)

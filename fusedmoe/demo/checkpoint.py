@@ -1,11 +1,10 @@
-"""A checkpoint on the disk: ``checkpoint.pt`` and, beside it, ``checkpoint.pt.sha256`` as ``sha256sum`` writes it.
+"""Checkpoints: ``checkpoint.pt`` and its digest ``checkpoint.pt.sha256``, in the format of ``sha256sum``.
 
-The file is a plain ``torch.save`` of tensors, numbers and strings, so ``torch.load(path, weights_only=True)`` reads it
-anywhere.
+``torch.load(path, weights_only=True)`` reads the checkpoint: it holds tensors, numbers and strings.
 
-Two files cannot be replaced in one step, so the digest file first names both the old and the new content, then
-``checkpoint.pt`` is replaced, then the old digest is dropped. Wherever that is cut off, the ``checkpoint.pt`` that lies
-there is one of those named.
+Two files cannot be replaced atomically. So the digest file first lists the digests of the old and of the new content,
+then ``checkpoint.pt`` is replaced, then the old digest is dropped. After an interruption at any point, the digest file
+lists the digest of ``checkpoint.pt``.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ State = dict[str, Any]
 
 
 def save(folder: Path, state: State) -> None:
-    """Write the state as the folder's checkpoint; the one before stays good until this one is whole and on the disk."""
+    """Write the folder's checkpoint; the previous one stays valid until the new one is synced to disk."""
     path = folder / NAME
     buffer = io.BytesIO()
     torch.save({"format": FORMAT, **state}, buffer)
@@ -42,25 +41,23 @@ def save(folder: Path, state: State) -> None:
 
 
 def load(folder: Path) -> State:
-    """Read the folder's checkpoint, after comparing its SHA-256; all tensors come back on the CPU.
+    """Verify the SHA-256 of the folder's checkpoint and load it, with all tensors on the CPU.
 
     Raises
     ------
     DemoError
-        Where there is none, where it is not what was written, or where another version of the demo wrote it.
+        When the checkpoint is missing or corrupt, or another version of the demo wrote it.
     """
     path = folder / NAME
     try:
         content = path.read_bytes()
     except FileNotFoundError as error:
-        raise DemoError(
-            f"no checkpoint at {path}; start without --resume, or say with --output where it lies"
-        ) from error
+        raise DemoError(f"no checkpoint at {path}; start without --resume, or name its folder with --output") from error
     except OSError as error:
         raise DemoError(f"cannot read {path}: {error.strerror or error}") from error
     accepted = _digests(path)
     if not accepted:
-        raise DemoError(f"{_digest_path(path)} is missing or empty, so {path} cannot be checked; {_start_anew(path)}")
+        raise DemoError(f"{_digest_path(path)} is missing or empty, so {path} cannot be verified; {_start_anew(path)}")
     if hashlib.sha256(content).hexdigest() not in accepted:
         raise DemoError(
             f"{path} is corrupt: its SHA-256 is not the one in {_digest_path(path).name}; {_start_anew(path)}"
@@ -75,7 +72,7 @@ def load(folder: Path) -> State:
 
 
 def set_aside(folder: Path) -> Path | None:
-    """Rename the checkpoint of an earlier run, so that a new run cannot replace it; return its new path, if any."""
+    """Rename the checkpoint of an earlier run, so that a new run does not replace it; return its new path, if any."""
     path, previous = folder / NAME, folder / PREVIOUS_NAME
     if not path.exists():
         return None
@@ -89,7 +86,7 @@ def set_aside(folder: Path) -> Path | None:
 
 
 def _start_anew(path: Path) -> str:
-    return f"delete {path} and start without --resume, or put a good copy there"
+    return f"delete {path} and start without --resume, or restore it from a copy"
 
 
 def _digest_path(path: Path) -> Path:

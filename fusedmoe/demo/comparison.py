@@ -1,4 +1,4 @@
-"""What runs under several recipes came to: read from the files that they left; as a table, a figure and JSON."""
+"""Compare runs under several recipes from the files that they wrote: as a table, a figure and JSON."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from fusedmoe.recipes import BF16
 
 FIGURE_NAME = "compare.png"
 RESULTS_NAME = "compare.json"
-# Okabe and Ito's colours, which readers with any kind of colour vision tell apart; without the yellow, which white
-# paper swallows. Dashes and marks tell curves apart where one lies on another.
+# The colour-blind-safe palette of Okabe and Ito, without yellow, which is hard to see on white. Dashes and marks
+# distinguish overlapping curves.
 COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7")
 DASHES: tuple[Any, ...] = ("-", (0, (6, 2)), (0, (3, 2)), (0, (6, 2, 1, 2)), (0, (1, 1.5)))
 MARKS = "osD^vPX"
@@ -27,20 +27,20 @@ MARKS = "osD^vPX"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a finished run came to.
+    """The results of a finished run.
 
     Attributes
     ----------
     recipe : str
-        Its numeric recipe.
+        Name of the numeric recipe.
     losses : list of float
-        Training loss of each step, in bits a byte.
+        Training loss per step, in bits per byte.
     evaluations : list of (int, float)
-        Steps done, and the bits a byte on the held-out text then; the last is that of the trained model.
+        Completed steps, and the bits per byte on the held-out text; the last entry is the trained model's.
     seconds : float
-        Spent in training steps.
+        Time spent in training steps.
     bigram_bits : float
-        Bits a byte of the byte-bigram model on the held-out text.
+        Bits per byte of the byte-bigram model on the held-out text.
     """
 
     recipe: str
@@ -51,14 +51,14 @@ class Outcome:
 
     @property
     def bits(self) -> float:
-        """Bits a byte on the held-out text, at the end."""
+        """Bits per byte of the trained model on the held-out text."""
         return self.evaluations[-1][1]
 
 
 def outcome_of(folder: Path, job: Job) -> Outcome | None:
-    """Return what the run of this job in the folder came to; None where it is not finished.
+    """Return the outcome of this job's run in the folder; None if it is not finished.
 
-    It is where its numbers are written, and are those of its checkpoint: an earlier run's may still lie there.
+    A run is finished when its results file agrees with its checkpoint; a results file may be left from an earlier run.
     """
     results = _results_in(folder)
     if results.get("job") != dataclasses.asdict(job):
@@ -74,7 +74,7 @@ def outcome_of(folder: Path, job: Job) -> Outcome | None:
 
 
 def _results_in(folder: Path) -> dict[str, Any]:
-    """Return the numbers that a run wrote; none where they are missing or not whole, and are to be written again."""
+    """Return the results that a run wrote; an empty dict if the file is missing or incomplete."""
     try:
         results = json.loads((folder / report.RESULTS_NAME).read_bytes())
     except (OSError, ValueError):
@@ -83,17 +83,17 @@ def _results_in(folder: Path) -> dict[str, Any]:
 
 
 def baseline_of(outcomes: list[Outcome]) -> Outcome:
-    """Return what the others are compared with: the run without quantization, or the first where there is none."""
+    """Return the run without quantization, or else the first run."""
     return next((outcome for outcome in outcomes if outcome.recipe == BF16.name), outcomes[0])
 
 
 def gap_percent(outcome: Outcome, baseline: Outcome) -> float:
-    """Return by how much a run ended above (worse than) the baseline, in percent of the baseline's bits a byte."""
+    """Return ``(bits / baseline bits - 1) * 100`` at the end of the runs; positive is worse."""
     return (outcome.bits / baseline.bits - 1) * 100
 
 
 def gap_curve(outcome: Outcome, baseline: Outcome) -> list[tuple[int, float]]:
-    """Return the gap in percent after each number of steps at which both were evaluated."""
+    """Return the gap in percent at each step at which both runs were evaluated."""
     bits_then = dict(baseline.evaluations)
     return [(step, (bits / bits_then[step] - 1) * 100) for step, bits in outcome.evaluations if step in bits_then]
 
@@ -104,7 +104,7 @@ def _shown_gap(outcome: Outcome, baseline: Outcome) -> str:
 
 
 def table(outcomes: list[Outcome]) -> Table:
-    """Return the table of the runs, one a row."""
+    """Return a table with one row per run."""
     baseline = baseline_of(outcomes)
     shown = Table(box=box.SIMPLE_HEAD, show_edge=False)
     shown.add_column("recipe")
@@ -117,7 +117,7 @@ def table(outcomes: list[Outcome]) -> Table:
 
 
 def write_results(folder: Path, outcomes: list[Outcome], job: Job) -> Path:
-    """Write the numbers of all runs, and return where."""
+    """Write the results of all runs and return the path."""
     baseline = baseline_of(outcomes)
     common = dataclasses.asdict(job)
     del common["recipe"]
@@ -141,7 +141,7 @@ def write_results(folder: Path, outcomes: list[Outcome], job: Job) -> Path:
 
 
 def write_figure(folder: Path, outcomes: list[Outcome]) -> Path | None:
-    """Draw the losses of all runs over time; return where, or None where matplotlib is missing."""
+    """Draw the losses of all runs over time; return the path, or None if matplotlib is missing."""
     figure = report.empty_figure(9, 11)
     if figure is None:
         return None
@@ -156,19 +156,19 @@ def write_figure(folder: Path, outcomes: list[Outcome]) -> Path | None:
         label = f"{outcome.recipe} ({_shown_gap(outcome, baseline)} at the end)"
         gap.plot(*zip(*gap_curve(outcome, baseline), strict=True), label=label, **line, **marks)
     report.draw_bigram(held_out, baseline.bigram_bits)
-    training.set(title="Training loss, smoothed", ylabel="bits a byte")
-    held_out.set(title="Held-out text", ylabel="bits a byte")
+    training.set(title="Training loss, smoothed", ylabel="bits per byte")
+    held_out.set(title="Held-out text", ylabel="bits per byte")
     gap.set(title=f"Held-out text, gap to {baseline.recipe}", ylabel="percent", xlabel="step")
     gap.set_xlim(0, max(2, *(1.02 * len(outcome.losses) for outcome in outcomes)))
     for axes in (training, held_out, gap):
         axes.grid(alpha=0.3)
         axes.tick_params(labelbottom=True)
-        axes.legend(handlelength=4, loc="lower right" if axes is gap else "best")  # where the curves have settled
+        axes.legend(handlelength=4, loc="lower right" if axes is gap else "best")
     return report.write_png(folder / FIGURE_NAME, figure)
 
 
 def _line_style(number: int) -> dict[str, Any]:
-    """Return how the curves of a run are drawn; later ones are thinner, and show those below."""
+    """Return the line style of a run; later lines are thinner, so that they do not hide earlier ones."""
     return {
         "color": COLOURS[number % len(COLOURS)],
         "linestyle": DASHES[number % len(DASHES)],

@@ -1,8 +1,7 @@
-"""The text: the English reference pages that every CPython ships, split into what is trained on and what is held out.
+"""The text: the reference pages that CPython ships, split into training text and held-out text.
 
-The pages repeat each other (``specialnames`` contains ``attribute-access`` word for word, and so on: a fifth of all the
-bytes), so a split by page would test on text that was trained on. Hence a paragraph that occurs twice is kept once,
-before the split.
+The pages repeat each other: a fifth of the bytes are duplicates (``specialnames`` contains ``attribute-access``).
+A split by page would therefore hold out text that the model trains on. So duplicate paragraphs are removed first.
 """
 
 from __future__ import annotations
@@ -13,23 +12,20 @@ from dataclasses import dataclass
 import torch
 
 VOCABULARY = 256  # every byte is a token
-CHUNK_BYTES = 2048  # contiguous text of about this size goes to one side of the split ...
-HELD_OUT_EVERY = 10  # ... and each tenth chunk is held out
+CHUNK_BYTES = 2048  # the unit of the split: contiguous text of about this size
+HELD_OUT_EVERY = 10  # one chunk in ten is held out
 
 
 @dataclass(frozen=True)
 class Split:
-    """The two sides of the split, each a (bytes,) uint8 tensor on the CPU."""
+    """Training text and held-out text, each a (bytes,) uint8 tensor on the CPU."""
 
     train: torch.Tensor
     held_out: torch.Tensor
 
 
 def unique_paragraphs(pages: Mapping[str, str]) -> list[str]:
-    """Return the paragraphs of all pages, in the sorted order of their names, each distinct one once.
-
-    Two paragraphs are the same where they differ in white space only.
-    """
+    """Return the distinct paragraphs of all pages, in the order of the page names; white space is not compared."""
     seen: set[str] = set()
     paragraphs = []
     for name in sorted(pages):
@@ -42,7 +38,7 @@ def unique_paragraphs(pages: Mapping[str, str]) -> list[str]:
 
 
 def chunks_of(paragraphs: Iterable[str], chunk_bytes: int = CHUNK_BYTES) -> list[bytes]:
-    """Join whole paragraphs, in order, into chunks of at least ``chunk_bytes`` (the last one may be shorter)."""
+    """Join consecutive paragraphs into chunks of at least ``chunk_bytes``; the last chunk may be shorter."""
     chunks = []
     chunk = b""
     for paragraph in paragraphs:
@@ -56,12 +52,12 @@ def chunks_of(paragraphs: Iterable[str], chunk_bytes: int = CHUNK_BYTES) -> list
 
 
 def load_split(pages: Mapping[str, str] | None = None) -> Split:
-    """Split the reference pages, nine chunks in ten to train on, the tenth held out: the same wherever the pages are.
+    """Split the pages deterministically: nine chunks in ten for training, one held out.
 
     Parameters
     ----------
     pages : mapping of str to str, optional
-        Text by name; by default ``pydoc_data.topics.topics``.
+        Text by page name; by default ``pydoc_data.topics.topics``.
     """
     if pages is None:
         from pydoc_data.topics import topics
@@ -78,18 +74,18 @@ def _as_tensor(text: bytes) -> torch.Tensor:
 
 
 class Batches:
-    """An endless stream of random windows of a text; :meth:`state` is its position, and continues it exactly.
+    """An endless stream of random windows of a text, resumable from :meth:`state`.
 
     Parameters
     ----------
     text : Tensor
         (bytes,) uint8, longer than ``context``.
     batch : int
-        Windows in a batch.
+        Windows per batch.
     context : int
-        Bytes that the model sees; a window has one more, the last target.
+        Bytes per input; a window has one more, the last target.
     seed : int
-        Of the stream's own random numbers: nothing else that draws any can shift it.
+        Seed of the stream's own generator.
     """
 
     def __init__(self, text: torch.Tensor, batch: int, context: int, seed: int) -> None:
@@ -98,25 +94,25 @@ class Batches:
         self._generator = torch.Generator().manual_seed(seed)
 
     def next(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return inputs and targets, each (batch, context) int64 on the CPU; the targets are the inputs one byte on."""
+        """Return inputs and next-byte targets, each (batch, context) int64 on the CPU."""
         starts = torch.randint(len(self._windows), (self._batch,), generator=self._generator)
         window = self._windows[starts].long()
         return window[:, :-1], window[:, 1:]
 
     def state(self) -> torch.Tensor:
-        """Return the position in the stream, a uint8 tensor."""
+        """Return the generator's state, a uint8 tensor."""
         return self._generator.get_state()
 
     def load_state(self, state: torch.Tensor) -> None:
-        """Go on from a position that :meth:`state` returned."""
+        """Restore what :meth:`state` returned."""
         self._generator.set_state(state)
 
 
 def bigram_bits_per_byte(train: torch.Tensor, held_out: torch.Tensor, smoothing: float = 0.05) -> float:
-    """Return the bits a byte that a byte-bigram model of ``train`` needs for ``held_out``: the bar to stay below.
+    """Return the bits per byte of a byte-bigram model of ``train`` on ``held_out``: the demo's baseline.
 
-    ``-mean log2((n(a, b) + s) / (n(a) + 256 s))`` over the pairs (a, b) of the held-out text, n counting the training
-    text. The small ``s`` is about the best one for the bigram, so the bar is not lowered for the model.
+    ``-mean log2((n(a, b) + s) / (n(a) + 256 s))`` over the pairs (a, b) of the held-out text, with the counts n of the
+    training text. The default smoothing s is about the best for this model.
     """
     counts = torch.zeros(VOCABULARY * VOCABULARY, dtype=torch.float64)
     pairs = train[:-1].long() * VOCABULARY + train[1:].long()

@@ -1,4 +1,4 @@
-"""What the demo raises for a mistake or a mishap that the user can do something about."""
+"""Errors of the demo that the user can correct."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from pathlib import Path
 
 
 class DemoError(Exception):
-    """One line that says what is wrong and what to do; the command prints it and exits with ``exit_code``."""
+    """An error with a one-line message that names the remedy; the command prints it and exits with ``exit_code``."""
 
     exit_code = 1
 
 
 class UsageError(DemoError):
-    """Options that cannot be meant; the exit status is argparse's own."""
+    """Invalid options."""
 
-    exit_code = 2
+    exit_code = 2  # argparse's
 
 
 class InterruptedRunError(DemoError):
-    """The run was asked to stop (Ctrl-C, SIGTERM) and did, after a step; the status is 128 + the signal's number."""
+    """SIGINT or SIGTERM stopped the run after a step; the exit status is 128 + the signal's number."""
 
     def __init__(self, message: str, signal_number: int) -> None:
         super().__init__(message)
@@ -27,7 +27,7 @@ class InterruptedRunError(DemoError):
 
 
 def cannot_write(path: Path, error: OSError) -> DemoError:
-    """Turn what the operating system said about writing ``path`` into a message with its remedy."""
+    """Return a :class:`DemoError` with a remedy for an ``OSError`` that writing ``path`` raised."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DemoError(
             f"the disk is full: cannot write {path}; free some space or choose another folder with --output"

@@ -1,4 +1,4 @@
-"""What the model is worth on text that it has not seen, and what it writes itself."""
+"""Evaluate the model on held-out text, and sample text from it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BYTES_AT_A_TIME = 8192
 
 @contextlib.contextmanager
 def evaluating(model: ByteTransformer) -> Iterator[None]:
-    """Within, the model is in evaluation mode and records no gradients; afterwards it is as it was."""
+    """Put the model in evaluation mode without gradients; restore its mode afterwards."""
     was_training = model.training
     model.eval()
     try:
@@ -28,10 +28,10 @@ def evaluating(model: ByteTransformer) -> Iterator[None]:
 
 
 def bits_per_byte(model: ByteTransformer, text: torch.Tensor) -> float:
-    """Return ``-mean log2 p(next byte)`` over the text; every byte but the first is predicted once, in its window.
+    """Return ``-mean log2 p(next byte)`` over the text; every byte except the first is predicted once.
 
-    The windows do not overlap, so a byte early in one is predicted from little: a longer look back would only lower the
-    result. The bigram model is scored on the same bytes.
+    The windows do not overlap, so the first bytes of a window have little context. The bigram model is scored on the
+    same bytes.
 
     Parameters
     ----------
@@ -57,7 +57,7 @@ def bits_per_byte(model: ByteTransformer, text: torch.Tensor) -> float:
 
 
 def sample(model: ByteTransformer, prompt: bytes, length: int, seed: int) -> bytes:
-    """Return the prompt and ``length`` bytes that the model goes on with, drawn at temperature 0.7."""
+    """Return the prompt and ``length`` bytes sampled from the model at :data:`TEMPERATURE`."""
     generator = torch.Generator().manual_seed(seed)
     device = model.embedding.weight.device
     text = list(prompt)

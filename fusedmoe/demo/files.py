@@ -1,4 +1,4 @@
-"""Files that are either whole and on the disk, or as they were before."""
+"""Atomic file writes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fusedmoe.demo.errors import cannot_write
 
 
 def make_folder(path: Path) -> None:
-    """Make the folder and its parents; a :class:`DemoError` where that cannot be done."""
+    """Create the folder and its parents; raise a :class:`DemoError` on failure."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -17,13 +17,12 @@ def make_folder(path: Path) -> None:
 
 
 def write_atomically(path: Path, content: bytes | memoryview) -> None:
-    """Replace ``path`` by ``content`` in one step: the old content stays until the new one is whole and on the disk.
+    """Replace the file atomically: the old content stays until the new content is complete and synced to disk.
 
     Raises
     ------
     DemoError
-        Where the folder cannot be written, or the disk is full; ``path`` is as it was, and nothing half-written is
-        left.
+        When the folder is not writable or the disk is full; ``path`` is unchanged and no partial file remains.
     """
     temporary = path.with_name(f".{path.name}.tmp")  # in the same folder: a rename across file systems is a copy
     try:
@@ -41,8 +40,8 @@ def write_atomically(path: Path, content: bytes | memoryview) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Put the rename itself on the disk, where the system has a way to (Windows has none)."""
-    if os.name != "posix":
+    """Sync the rename to disk."""
+    if os.name != "posix":  # Windows cannot open a folder
         return
     descriptor = os.open(folder, os.O_RDONLY)
     try:

@@ -1,4 +1,4 @@
-"""What happened at each step: the loss, the load of every expert, and the evaluations."""
+"""The record of a run: loss and load of the experts per step, and the evaluations."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 
 @dataclass
 class History:
-    """The record of a run; it goes into the checkpoint and becomes the figure.
+    """The record of a run, for the checkpoint and the figure.
 
     Attributes
     ----------
     losses : list of float
-        Training loss of each step, in bits a byte.
+        Training loss per step, in bits per byte.
     loads : list of Tensor
-        Of each step, (layers, experts) int32 on the CPU: the rows that each expert got.
+        Rows per expert, per step: (layers, experts) int32 on the CPU.
     evaluations : list of (int, float)
-        Steps done, and the bits a byte on the held-out text then.
+        Completed steps, and the bits per byte on the held-out text.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -36,6 +36,6 @@ class History:
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> History:
-        """Return the record that :meth:`state` was made from."""
+        """Return the record that :meth:`state` saved."""
         evaluations = [(int(step), float(bits)) for step, bits in state["evaluations"]]
         return cls(losses=state["losses"].tolist(), loads=list(state["loads"]), evaluations=evaluations)

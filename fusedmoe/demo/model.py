@@ -1,6 +1,6 @@
-"""A decoder-only transformer over bytes whose every MLP is a ``fusedmoe.MoE``; the rest is stock PyTorch.
+"""A decoder-only transformer over bytes. Every MLP is a ``fusedmoe.MoE``; the rest is stock PyTorch.
 
-Shape suffixes: B batch, S sequence (bytes of context), D hidden, N attention heads, H features of a head.
+Shape suffixes: B batch, S sequence (bytes of context), D hidden, N attention heads, H features per head.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class ModelConfig:
 
 
 class Routing(NamedTuple):
-    """What the routers did: their losses, each (layers,) fp32, and the rows of each expert, (layers, experts)."""
+    """The routers' losses, each (layers,) fp32, and the rows per expert, (layers, experts)."""
 
     load_balancing_loss: torch.Tensor
     z_loss: torch.Tensor
     load: torch.Tensor
 
 
-# The op of each --activation; gpt_oss is the clamped SwiGLU of the gpt-oss models.
+# --activation to op; gpt_oss is the clamped SwiGLU of the gpt-oss models
 ACTIVATION_OPS: dict[str, Callable[[], fm.Op]] = {
     "swiglu": fm.SwiGLU,
     "geglu": fm.GeGLU,
@@ -55,7 +55,7 @@ ACTIVATION_OPS: dict[str, Callable[[], fm.Op]] = {
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions."""
+    """Causal self-attention with rotary position embeddings."""
 
     def __init__(self, hidden: int, heads: int, device: torch.device | None, dtype: torch.dtype | None) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(hidden, hidden, bias=False, device=device, dtype=dtype)
 
     def forward(self, x_BSD: torch.Tensor, rope_SH: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """Mix each position with those before it; (B, S, D) in and out."""
+        """Return causal self-attention of (B, S, D), same shape."""
         q, k, v = rearrange(self.qkv(x_BSD), "b s (three n h) -> three b n s h", three=3, n=self.heads)
         mixed_BNSH = F.scaled_dot_product_attention(rotate(q, *rope_SH), rotate(k, *rope_SH), v, is_causal=True)
         mixed_BSD: torch.Tensor = self.out(rearrange(mixed_BNSH, "b n s h -> b s (n h)"))
@@ -72,7 +72,7 @@ class Attention(nn.Module):
 
 
 def rotate(x_BNSH: torch.Tensor, cos_SH: torch.Tensor, sin_SH: torch.Tensor) -> torch.Tensor:
-    """Rotate the pairs (i, i + H/2) of each head by their position's angles (RoPE, Su et al. 2021)."""
+    """Rotate the pairs (i, i + H/2) of each head by the angles of the position (RoPE, Su et al. 2021)."""
     first, second = x_BNSH.chunk(2, dim=-1)
     return x_BNSH * cos_SH + torch.cat((-second, first), dim=-1) * sin_SH
 
@@ -80,7 +80,7 @@ def rotate(x_BNSH: torch.Tensor, cos_SH: torch.Tensor, sin_SH: torch.Tensor) -> 
 def rope_tables(
     positions: int, features: int, device: torch.device | None, dtype: torch.dtype | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the cosines and sines of :func:`rotate`, each (positions, features), worked out in fp32."""
+    """Return the cosines and sines of :func:`rotate`, each (positions, features), computed in fp32."""
     frequency = ROPE_BASE ** -(torch.arange(0, features, 2, device=device, dtype=torch.float32) / features)
     angle = torch.arange(positions, device=device, dtype=torch.float32)[:, None] * frequency
     angle = torch.cat((angle, angle), dim=-1)
@@ -110,21 +110,21 @@ class Block(nn.Module):
     def forward(
         self, x_BSD: torch.Tensor, rope_SH: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, fm.MoEStats]:
-        """Return the new hidden states (B, S, D) and the MoE's losses and load."""
+        """Return the hidden states (B, S, D) and the MoE's losses and load."""
         x_BSD = x_BSD + self.dropout(self.attention(self.attention_norm(x_BSD), rope_SH))
         y_BSD, stats = self.moe(self.moe_norm(x_BSD), return_stats=True)
         return x_BSD + self.dropout(y_BSD), stats
 
 
 class ByteTransformer(nn.Module):
-    """Bytes in, logits over the next byte out; the embedding is also the head.
+    """Map bytes to logits of the next byte; embedding and head share a weight.
 
     Parameters
     ----------
     config : ModelConfig
-        The sizes; ``config.context`` is the longest input.
+        The sizes; ``config.context`` is the maximum input length.
     device, dtype : optional
-        Of the parameters, as everywhere in PyTorch.
+        Device and dtype of the parameters.
     """
 
     rope_cos: torch.Tensor
@@ -145,19 +145,19 @@ class ByteTransformer(nn.Module):
 
     @property
     def typed_blocks(self) -> list[Block]:
-        """The blocks, as what they are: to a type checker, a ``ModuleList`` holds modules of any kind."""
+        """``blocks`` with a static type; ``ModuleList`` has none."""
         return cast("list[Block]", list(self.blocks))
 
     @torch.no_grad()
     def _initialise(self) -> None:
-        """Small embeddings (they are the head too), and residual branches that start small (GPT-2, section 2.3)."""
+        """Initialise embeddings to hidden**-0.5 (they are also the head) and residual branches small (GPT-2, 2.3)."""
         nn.init.normal_(self.embedding.weight, std=self.config.hidden**-0.5)
         for block in self.typed_blocks:
             nn.init.normal_(block.attention.qkv.weight, std=self.config.hidden**-0.5)
             nn.init.zeros_(block.attention.out.weight)
 
     def forward(self, bytes_BS: torch.Tensor) -> tuple[torch.Tensor, Routing]:
-        """Return logits (B, S, 256) in the model's dtype, and what the routers did."""
+        """Return logits (B, S, 256) in the model's dtype, and the :class:`Routing`."""
         length = bytes_BS.shape[1]
         rope_SH = (self.rope_cos[:length], self.rope_sin[:length])
         x_BSD = self.embedding(bytes_BS)
@@ -173,12 +173,12 @@ class ByteTransformer(nn.Module):
         return F.linear(self.norm(x_BSD), self.embedding.weight), routing
 
     def update_router_biases(self, load: torch.Tensor, rate: float) -> None:
-        """Move each router's choice towards the experts that got few rows of (layers, experts): loss-free balancing."""
+        """Update the routers' selection biases from ``load`` (layers, experts): loss-free balancing."""
         for block, load_E in zip(self.typed_blocks, load, strict=True):
             block.moe.router.update_bias(load_E, rate)
 
     def parameter_counts(self) -> tuple[int, int]:
-        """Return all parameters, and those that one token meets: every expert's, and only the chosen ones'."""
+        """Return the number of all parameters and of those active per token."""
         total = sum(parameter.numel() for parameter in self.parameters())
         experts = sum(parameter.numel() for block in self.typed_blocks for parameter in block.moe.experts.parameters())
         return total, total - experts + experts * self.config.top_k // self.config.experts

@@ -1,4 +1,4 @@
-"""AdamW that keeps float32 weights of its own where the model's are narrower, and the learning rate of each step."""
+"""AdamW with float32 master weights, and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FINAL_SHARE = 0.05
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Return the rate of step 0, 1, ...: a linear warm-up, then a cosine down to a twentieth of the peak."""
+    """Return the learning rate of a step (from 0): linear warm-up, then cosine decay to a twentieth of the peak."""
     warm_up = max(1, round(WARM_UP_SHARE * steps))
     if step < warm_up:
         return peak * (step + 1) / warm_up
@@ -25,17 +25,17 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 
 
 class MasterAdamW:
-    """AdamW on float32 masters of the weights, with clipped gradients.
+    """AdamW on float32 master weights, with gradient clipping.
 
-    A bfloat16 weight has 8 bits, and swallows an update below 1/256 of itself, which most are. So the update goes to a
-    float32 copy, and the model gets that, rounded. A float32 weight is its own master.
+    A bfloat16 weight has an 8-bit significand, so updates below 1/256 of the weight, which most are, would round to
+    zero. Updates go to a float32 copy, which is then rounded into the model. A float32 weight is its own master.
 
     Parameters
     ----------
     model : Module
-        Its parameters are updated in place.
+        The model; its parameters are updated in place.
     weight_decay : float
-        For matrices; vectors (the norms) have none.
+        Weight decay of matrices; vectors (the norms) have none.
     """
 
     def __init__(self, model: nn.Module, weight_decay: float) -> None:
@@ -50,7 +50,7 @@ class MasterAdamW:
         self._adamw = torch.optim.AdamW([group for group in groups if group["params"]], betas=BETAS, fused=True)
 
     def step(self, learning_rate: float) -> torch.Tensor:
-        """Update the model from its gradients, and free these; return their norm before clipping, a 0-d tensor."""
+        """Update the model from its gradients, free them, and return their norm before clipping, a 0-d tensor."""
         for weight, master in zip(self._weights, self._masters, strict=True):
             if master is not weight:
                 master.grad = None if weight.grad is None else weight.grad.float()
@@ -64,13 +64,13 @@ class MasterAdamW:
         return norm
 
     def state(self) -> dict[str, Any]:
-        """Return what :meth:`load_state` needs: the moments, and the masters that are no weights of the model."""
+        """Return the moments, and the masters that are separate from the model's weights."""
         masters = [master.detach() for weight, master in self._pairs_apart()]
         return {"adamw": self._adamw.state_dict(), "masters": masters}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from what :meth:`state` returned."""
-        self._adamw.load_state_dict(copy.deepcopy(state["adamw"]))  # it would go on in the very tensors given
+        """Restore what :meth:`state` returned."""
+        self._adamw.load_state_dict(copy.deepcopy(state["adamw"]))  # load_state_dict keeps the given tensors
         with torch.no_grad():
             for (_, master), saved in zip(self._pairs_apart(), state["masters"], strict=True):
                 master.copy_(saved)

@@ -1,7 +1,6 @@
-"""What can be chosen on the command line, with the defaults of each device, and what is refused.
+"""Options of ``fusedmoe demo``, their defaults per device, and their checks.
 
-Two kinds: a :class:`Job` is what is trained, and goes into the checkpoint; a :class:`Call` is about this one call of
-the command.
+A :class:`Job` defines the training and is saved in the checkpoint. A :class:`Call` holds for one call of the command.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from fusedmoe.recipes import BF16, RECIPES
 
 ACTIVATIONS = ("swiglu", "geglu", "reglu", "squared_relu", "gpt_oss")
 ROUTERS = ("softmax", "sigmoid")
-MOST_THREADS = 8  # by default: with products as small as these, 16 are no faster
+MOST_THREADS = 8  # by default: for matrix products this small, 16 are no faster
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -30,36 +29,36 @@ def _option(text: str, **more: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is trained: sizes, text order, optimisation. Two runs of one job on one machine agree bit for bit."""
+    """Sizes, data order and optimisation. Two runs of one job on one machine agree bit for bit."""
 
     layers: int = _option("transformer blocks")
-    hidden: int = _option("features of a token")
+    hidden: int = _option("features per token")
     heads: int = _option("attention heads; divides --hidden")
-    experts: int = _option("experts in each block")
-    top_k: int = _option("experts that each token goes to")
-    intermediate: int = _option("features inside an expert")
-    context: int = _option("bytes that the model sees")
-    batch: int = _option("sequences in a step")
-    activation: str = _option("of the experts; gpt_oss is gpt-oss' clamped SwiGLU", choices=ACTIVATIONS)
+    experts: int = _option("experts per block")
+    top_k: int = _option("chosen experts per token")
+    intermediate: int = _option("intermediate features per expert")
+    context: int = _option("bytes per sequence")
+    batch: int = _option("sequences per step")
+    activation: str = _option("activation of the experts; gpt_oss is a clamped SwiGLU", choices=ACTIVATIONS)
     router: str = _option("softmax with a load-balancing loss, or sigmoid with loss-free balancing", choices=ROUTERS)
     steps: int = _option("training steps; with --resume a larger number trains on")
     lr: float = _option("peak learning rate (warm-up, then cosine)")
-    weight_decay: float = _option("AdamW's, on matrices")
-    dropout: float = _option("on what attention and experts add, 0 to below 1")
+    weight_decay: float = _option("AdamW's weight decay of matrices")
+    dropout: float = _option("dropout after attention and experts, at least 0 and below 1")
     aux_loss: float = _option("weight of the load-balancing loss")
     z_loss: float = _option("weight of the router's z-loss")
-    bias_rate: float = _option("step of the loss-free balancing's bias (router sigmoid)")
-    seed: int = _option("of the weights, the text order and the sample")
-    device: str = _option("cpu or cuda; cuda where there is one")
-    threads: int = _option("threads on the CPU (half of its cores, at most 8)")
-    dtype: str = _option("of weights and activations; the optimizer keeps float32", choices=tuple(DTYPES))
-    recipe: str = _option(  # the choices are the dict itself: a recipe that is registered later is one too
+    bias_rate: float = _option("update rate of the loss-free balancing bias (router sigmoid)")
+    seed: int = _option("seed of the weights, the data order and the sample")
+    device: str = _option("cpu or cuda (cuda if available)")
+    threads: int = _option("CPU threads (half of the cores, at most 8)")
+    dtype: str = _option("dtype of weights and activations; master weights are float32", choices=tuple(DTYPES))
+    recipe: str = _option(  # the choices are the dict itself, so that they include recipes registered later
         f"numeric recipe of the experts; {BF16.name} is no quantization, in the model's --dtype (float32 on a CPU)",
         choices=RECIPES,
     )
 
     def check(self) -> None:
-        """Raise a :class:`UsageError` that names the options, what came, and what is possible."""
+        """Raise a :class:`UsageError` that names the invalid option, its value and the valid values."""
         for name in (
             "layers",
             "hidden",
@@ -90,21 +89,16 @@ class Job:
             )
         if self.top_k > self.experts:
             raise UsageError(f"--top-k {self.top_k} with --experts {self.experts}: at most every expert can be chosen")
-        for name in (
-            "activation",
-            "router",
-            "dtype",
-            "recipe",
-        ):  # what the command line cannot get wrong, but another caller can
-            choices = _field(name).metadata["choices"]
-            if getattr(self, name) not in choices:
-                raise UsageError(f"{flag(name)} {getattr(self, name)}: choose from {', '.join(choices)}")
+        for item in dataclasses.fields(self):  # argparse checks the choices of the command line alone
+            value, choices = getattr(self, item.name), item.metadata.get("choices")
+            if choices is not None and value not in choices:
+                raise UsageError(f"{flag(item.name)} {value}: choose from {', '.join(choices)}")
         check_device(self.device)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """What this one call does, whatever the job."""
+    """Options of one call, independent of the job."""
 
     output: Path
     compare: tuple[str, ...] | None = None
@@ -115,7 +109,7 @@ class Call:
     sample_bytes: int = 400
 
     def check(self) -> None:
-        """Raise a :class:`UsageError` where a number makes no sense."""
+        """Raise a :class:`UsageError` for an invalid option."""
         for name in ("eval_interval", "checkpoint_interval", "stop_at"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -126,8 +120,8 @@ class Call:
             check_comparison(self.compare)
 
 
-# About two minutes on two cores, measured. Not in bfloat16: without AMX, a CPU's matrix products take ten times as long
-# in it as in float32 (10 against 100 GFLOP/s on two AVX2 cores).
+# Measured: about two minutes on two cores. Without AMX, bfloat16 matrix products take ten times as long as float32 ones
+# (10 against 100 GFLOP/s on two AVX2 cores).
 CPU_DEFAULTS: dict[str, Any] = {
     "layers": 4,
     "hidden": 128,
@@ -150,8 +144,8 @@ CPU_DEFAULTS: dict[str, Any] = {
     "dtype": "float32",
     "recipe": BF16.name,
 }
-# Twelve passes over the text, a minute and a half on an H100. Not more: a model as wide as this then gets to know the
-# text by heart, and worse on the held-out part (with batch 64: 1.6 bits a byte after 9 passes, 2.9 after 67).
+# Twelve epochs, a minute and a half on an H100. With more, a model of this width overfits: with batch 64, the held-out
+# text has 1.6 bits per byte after 9 epochs and 2.9 after 67.
 GPU_DEFAULTS: dict[str, Any] = CPU_DEFAULTS | {
     "layers": 6,
     "hidden": 512,
@@ -169,22 +163,22 @@ GPU_DEFAULTS: dict[str, Any] = CPU_DEFAULTS | {
 
 
 def default_device() -> str:
-    """Return cuda where there is one, else cpu."""
+    """Return ``"cuda"`` if available, else ``"cpu"``."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def default_threads() -> int:
-    """Return half the threads that torch would use, 8 at most.
+    """Return half of torch's default number of threads, at most :data:`MOST_THREADS`.
 
-    Some hundred times a step the threads wait for each other, and where another program has one's core, that takes
-    milliseconds: with the other core of two busy, a step takes 165 ms on one thread and 350 or more on two. On an idle
-    machine the second thread saves less than a third.
+    The threads synchronise some hundred times per step, which takes milliseconds if another program uses a core. With
+    one of two cores busy, a step takes 165 ms with one thread and over 350 ms with two. On an idle machine, the second
+    thread saves less than a third.
     """
     return max(1, min(MOST_THREADS, torch.get_num_threads() // 2))
 
 
 def check_device(name: str) -> None:
-    """Raise a :class:`UsageError` for a device that torch does not know or this machine does not have."""
+    """Raise a :class:`UsageError` for a device that torch does not know or this machine lacks."""
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -193,12 +187,12 @@ def check_device(name: str) -> None:
         raise UsageError(f"--device {name}: choose cpu or cuda")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UsageError(
-            f"--device {name}: torch finds no such GPU; `fusedmoe doctor` says why, --device cpu does without"
+            f"--device {name}: torch finds no such GPU; `fusedmoe doctor` tells why, --device cpu needs none"
         )
 
 
 def check_comparison(recipes: tuple[str, ...]) -> None:
-    """Raise a :class:`UsageError` for recipes that are none, unknown, or named twice."""
+    """Raise a :class:`UsageError` if no recipe is given, or one is unknown or repeated."""
     possible = f"choose from {', '.join(RECIPES)}, with commas between them"
     if not recipes:
         raise UsageError(f"--compare: got no recipe; {possible}")
@@ -206,16 +200,16 @@ def check_comparison(recipes: tuple[str, ...]) -> None:
     if unknown := [name for name in recipes if name not in RECIPES]:
         raise UsageError(f"{came}: no recipe is called {', '.join(unknown)}; {possible}")
     if twice := sorted({name for name in recipes if recipes.count(name) > 1}):
-        raise UsageError(f"{came}: {', '.join(twice)} came more than once; name each recipe once")
+        raise UsageError(f"{came}: {', '.join(twice)} is repeated; name each recipe once")
 
 
 def job_of(given: dict[str, Any]) -> Job:
-    """Complete what was given on the command line with the device's defaults, and check it."""
+    """Complete the given fields with the device's defaults, and check the job."""
     device = given.get("device") or default_device()
     check_device(device)
     defaults = dict(CPU_DEFAULTS if torch.device(device).type == "cpu" else GPU_DEFAULTS)
     if given.get("router", defaults["router"]) == "sigmoid":
-        defaults["aux_loss"] = 0.0  # the bias balances, without a loss that disturbs the model's own
+        defaults["aux_loss"] = 0.0  # the bias balances the load without a loss
     job = Job(**(defaults | {"device": device, "threads": default_threads()} | given))
     job.check()
     return job
@@ -227,8 +221,8 @@ def flag(name: str) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add every option. A field of the job that is not given is absent from the namespace, and filled in later."""
-    job = parser.add_argument_group("what is trained (default on a CPU / on a GPU)")
+    """Add every option. Fields of the job that are not given are absent from the namespace; see :func:`job_of`."""
+    job = parser.add_argument_group("job (default on a CPU / on a GPU)")
     for item in dataclasses.fields(Job):
         default = f" ({_default_text(item.name)})" if item.name in CPU_DEFAULTS else ""
         job.add_argument(
@@ -245,14 +239,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--compare",
         type=recipe_names,
         metavar="NAME,...",
-        help="train the job once under each of these recipes, into a folder of --output each, and compare them",
+        help="train the job once under each of these recipes, in subfolders of --output, and compare them",
     )
-    call.add_argument("--resume", action="store_true", help="go on from the checkpoint in --output, bit for bit")
-    call.add_argument("--eval-interval", type=int, metavar="N", help="steps between evaluations (an eighth of all)")
+    call.add_argument("--resume", action="store_true", help="resume from the checkpoint in --output, bit for bit")
+    call.add_argument("--eval-interval", type=int, metavar="N", help="steps between evaluations (an eighth of --steps)")
     call.add_argument(
-        "--checkpoint-interval", type=int, metavar="N", help="steps between checkpoints (an eighth of all)"
+        "--checkpoint-interval", type=int, metavar="N", help="steps between checkpoints (an eighth of --steps)"
     )
-    call.add_argument("--stop-at", type=int, metavar="N", help="stop after step N, to go on later with --resume")
+    call.add_argument("--stop-at", type=int, metavar="N", help="stop after step N; --resume continues")
     call.add_argument("--sample-bytes", type=int, default=400, metavar="N", help="length of the sample (%(default)s)")
 
 
@@ -262,16 +256,12 @@ def recipe_names(text: str) -> tuple[str, ...]:
 
 
 def split_namespace(namespace: argparse.Namespace) -> tuple[dict[str, Any], Call]:
-    """Return the fields of a job that were given, and the call, checked."""
+    """Return the given fields of the job, and the checked call."""
     values = vars(namespace)
     given = {item.name: values[item.name] for item in dataclasses.fields(Job) if item.name in values}
     call = Call(**{item.name: values[item.name] for item in dataclasses.fields(Call)})
     call.check()
     return given, call
-
-
-def _field(name: str) -> dataclasses.Field[Any]:
-    return next(item for item in dataclasses.fields(Job) if item.name == name)
 
 
 def _default_text(name: str) -> str:

@@ -1,4 +1,4 @@
-"""What is left of a run: the figure and the numbers as JSON."""
+"""The files that a run writes: the figure, and the results as JSON."""
 
 from __future__ import annotations
 
@@ -21,19 +21,14 @@ RESULTS_NAME = "results.json"
 MISSING_MATPLOTLIB = f"no figure: matplotlib is not installed; {install_command('demo')}"
 
 
-def write_results(folder: Path, results: dict[str, Any]) -> Path:
-    """Write the numbers of the run, and return where."""
-    return write_json(folder / RESULTS_NAME, results)
-
-
 def write_json(path: Path, content: dict[str, Any]) -> Path:
-    """Write something as JSON, and return where."""
+    """Write ``content`` as JSON and return the path."""
     write_atomically(path, (json.dumps(content, indent=2) + "\n").encode())
     return path
 
 
 def empty_figure(width: float, height: float) -> Figure | None:
-    """Return a figure of so many inches, or None where matplotlib is missing."""
+    """Return a figure of this size in inches, or None if matplotlib is missing."""
     try:
         return new_figure(width, height)
     except ImportError:
@@ -41,7 +36,7 @@ def empty_figure(width: float, height: float) -> Figure | None:
 
 
 def write_png(path: Path, figure: Figure) -> Path:
-    """Write a figure, and return where."""
+    """Write a figure and return the path."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=120)
     write_atomically(path, buffer.getbuffer())
@@ -49,12 +44,12 @@ def write_png(path: Path, figure: Figure) -> Path:
 
 
 def draw_bigram(axes: Axes, bits: float) -> None:
-    """Draw the line of the byte-bigram model: the bar to stay below."""
+    """Draw the loss of the byte-bigram model as a horizontal line."""
     axes.axhline(bits, color="tab:gray", linestyle="--", label=f"byte bigram, held-out ({bits:.2f})")
 
 
 def write_figure(folder: Path, history: History, bigram_bits: float) -> Path | None:
-    """Draw the loss and the load of every expert over time; return where, or None where matplotlib is missing."""
+    """Draw the loss and each expert's load over time; return the path, or None if matplotlib is missing."""
     figure = empty_figure(9, 7)
     if figure is None:
         return None
@@ -66,7 +61,7 @@ def write_figure(folder: Path, history: History, bigram_bits: float) -> Path | N
     if history.evaluations:
         loss_axes.plot(*zip(*history.evaluations, strict=True), "o-", color="tab:orange", label="held-out")
     draw_bigram(loss_axes, bigram_bits)
-    loss_axes.set(title="Loss", xlabel="step", ylabel="bits a byte", xlim=(0, max(2, len(history.losses))))
+    loss_axes.set(title="Loss", xlabel="step", ylabel="bits per byte", xlim=(0, max(2, len(history.losses))))
     loss_axes.legend()
 
     plot_expert_load(history.loads, axes=load_axes)
@@ -74,7 +69,7 @@ def write_figure(folder: Path, history: History, bigram_bits: float) -> Path | N
 
 
 def smoothed(values: list[float], weight: float = 0.95) -> list[float]:
-    """Return the running mean of the values, exponentially weighted, without a bias towards zero at the start."""
+    """Return the bias-corrected exponential moving average of the values."""
     means, mean, total = [], 0.0, 0.0
     for value in values:
         mean = weight * mean + (1 - weight) * value

@@ -28,34 +28,33 @@ from fusedmoe.demo.train import Trainer, made_with, train
 from fusedmoe.recipes import BF16
 
 PROMPT = b"The "
-CHANGEABLE = ("steps", "device", "threads")  # with --resume; what else makes a job is fixed by its checkpoint
-ADDED_LATER = {"recipe": BF16.name}  # what a checkpoint from before the option was trained with
+CHANGEABLE = ("steps", "device", "threads")  # --resume takes the other fields of the job from the checkpoint
+ADDED_LATER = {"recipe": BF16.name}  # fields that older checkpoints lack, with the values that they were trained with
 
 
 def standard_output() -> Console:
-    """Return the console that the demo prints on where it is given none."""
+    """Return the demo's default console."""
     return Console(highlight=False, soft_wrap=True, emoji=False, markup=False)
 
 
 def run(given: dict[str, Any], call: Call, console: Console | None = None, resume_with: str | None = None) -> int:
-    """Run the demo; the exit status.
+    """Run the demo and return the exit status.
 
     Parameters
     ----------
     given : dict
-        The fields of :class:`~fusedmoe.demo.options.Job` that were chosen; the others come from the defaults or the
-        checkpoint.
+        The chosen fields of :class:`~fusedmoe.demo.options.Job`; the checkpoint or the defaults give the others.
     call : Call
-        What this call does.
+        The options of this call.
     console : rich.console.Console, optional
-        Where it prints; by default the standard output.
+        The output; by default the standard output.
     resume_with : str, optional
-        The command that goes on where this run is stopped; by default :func:`resume_command`'s.
+        The command that resumes a stopped run; by default that of :func:`resume_command`.
 
     Raises
     ------
     DemoError
-        For whatever the user can do something about.
+        For every error that the user can correct.
     """
     started = time.perf_counter()
     console = console or standard_output()
@@ -69,9 +68,9 @@ def run(given: dict[str, Any], call: Call, console: Console | None = None, resum
             return _run(job, call, state, split, console, started, resume_with or resume_command(call))
     except fm.InputError as error:
         if job.recipe == BF16.name:
-            raise  # the options were checked, so that the demo is wrong and not the user
+            raise  # the options were checked, so this is a bug of the demo
         raise UsageError(f"--recipe {job.recipe}: {error}") from error
-    except RuntimeError as error:  # torch.OutOfMemoryError is one; a CPU's has no class of its own
+    except RuntimeError as error:  # the CPU allocator raises no torch.OutOfMemoryError
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
             message = f"out of memory on {job.device}; choose a smaller --batch, --context, --hidden or --layers"
             raise DemoError(message) from error
@@ -104,10 +103,10 @@ def _run(
             with progress_on(console, trainer.step, job.steps, job.batch * job.context) as progress:
                 train(trainer, split, call, progress, stop)
     if stop.requested is not None:
-        message = f"stopped after step {trainer.step} of {job.steps}, which is in {call.output / checkpoint.NAME}"
-        raise InterruptedRunError(f"{message}; go on with: {resume_with}", stop.requested)
+        message = f"stopped after step {trainer.step} of {job.steps}, saved in {call.output / checkpoint.NAME}"
+        raise InterruptedRunError(f"{message}; continue with: {resume_with}", stop.requested)
     if trainer.step < job.steps:
-        console.print(f"Stopped at --stop-at {trainer.step} of {job.steps} steps; go on with: {resume_with}")
+        console.print(f"Stopped at --stop-at {trainer.step} of {job.steps} steps; continue with: {resume_with}")
         return 0
 
     finish(trainer, split, bigram_bits, call, console, trainer.step - already_done, started)
@@ -115,12 +114,12 @@ def _run(
 
 
 def resumed_job(state: checkpoint.State, given: dict[str, Any]) -> Job:
-    """Return the checkpoint's job, with the changes that a run in training can take.
+    """Return the checkpoint's job with the given :data:`CHANGEABLE` fields.
 
     Raises
     ------
     UsageError
-        Where something else was given that is not what the checkpoint was made with.
+        When another given field differs from the checkpoint's.
     """
     known = {item.name for item in dataclasses.fields(Job)}
     saved = state.get("job")
@@ -131,7 +130,7 @@ def resumed_job(state: checkpoint.State, given: dict[str, Any]) -> Job:
         if name not in CHANGEABLE and value != saved[name]:
             raise UsageError(
                 f"{flag(name)} {value}: the checkpoint was made with {flag(name)} {saved[name]}; "
-                f"leave the option out, or start anew without --resume"
+                f"leave out the option, or start again without --resume"
             )
     if given.get("steps", saved["steps"]) < state["step"]:
         raise UsageError(f"--steps {given['steps']}: the checkpoint has {state['step']} steps already")
@@ -140,7 +139,7 @@ def resumed_job(state: checkpoint.State, given: dict[str, Any]) -> Job:
             check_device(saved["device"])
         except UsageError as error:
             raise UsageError(
-                f"the checkpoint is from {saved['device']}, which is not here; add --device cpu"
+                f"the checkpoint is from {saved['device']}, which this machine lacks; add --device cpu"
             ) from error
     job = Job(**(saved | given))
     job.check()
@@ -148,14 +147,14 @@ def resumed_job(state: checkpoint.State, given: dict[str, Any]) -> Job:
 
 
 def check_text(job: Job, split: Split) -> None:
-    """Raise a :class:`UsageError` where the text is shorter than the model's context."""
+    """Raise a :class:`UsageError` if the text is shorter than the model's context."""
     longest = min(len(split.train), len(split.held_out)) - 1
     if job.context > longest:
         raise UsageError(f"--context {job.context}: the held-out text allows at most {longest}")
 
 
 def describe(trainer: Trainer, split: Split, bigram_bits: float, console: Console) -> None:
-    """Print what is about to be trained on what, and the plan of the experts."""
+    """Print the text, the model, the training job and the plan of the experts."""
     job = trainer.job
     total, active = trainer.model.parameter_counts()
     threads = "1 thread" if job.threads == 1 else f"{job.threads} threads"
@@ -164,11 +163,11 @@ def describe(trainer: Trainer, split: Split, bigram_bits: float, console: Consol
         f"Text: Python's reference pages, each paragraph once: {len(split.train):,} bytes to train on, "
         f"{len(split.held_out):,} held out."
     )
-    console.print(f"To beat: a byte-bigram model of the same text, {bigram_bits:.3f} bits a byte on the held-out part.")
+    console.print(f"Baseline: a byte-bigram model, {bigram_bits:.3f} bits per byte on the held-out text.")
     console.print(
         f"Model: {job.layers} layers, hidden {job.hidden}, {job.heads} heads, {job.experts} experts of "
         f"{job.intermediate} ({job.activation}), {job.router} router, top {job.top_k}: {total:,} parameters, "
-        f"{active:,} of them active for a token."
+        f"{active:,} of them active per token."
     )
     console.print(
         f"Training: {job.steps:,} steps of {job.batch} x {job.context} bytes, {job.dtype}, "
@@ -183,39 +182,39 @@ def describe(trainer: Trainer, split: Split, bigram_bits: float, console: Consol
 
 
 def describe_resumption(trainer: Trainer, state: checkpoint.State, call: Call, console: Console) -> None:
-    """Say where the run goes on, and what keeps it from being the same bit for bit, where something does."""
+    """Print the step from which the run resumes, and the changes that prevent bitwise equal results."""
     job = trainer.job
-    console.print(f"Going on after step {trainer.step} of {job.steps}, from {call.output / checkpoint.NAME}.")
+    console.print(f"Resuming after step {trainer.step} of {job.steps}, from {call.output / checkpoint.NAME}.")
     then = {**state["made_with"], **{flag(name): state["job"][name] for name in CHANGEABLE}}
     now = {**made_with(), **{flag(name): getattr(job, name) for name in CHANGEABLE}}
     changes = [f"{what} was {then.get(what)}, is {now[what]}" for what in now if then.get(what) != now[what]]
     if changes:
-        console.print(f"Not bit for bit what one uninterrupted run would give: {'; '.join(changes)}.")
+        console.print(f"Not bit for bit the result of an uninterrupted run: {'; '.join(changes)}.")
 
 
 def resume_command(call: Call) -> str:
-    """Return the command that goes on from this call's checkpoint."""
+    """Return the command that resumes from this call's checkpoint."""
     return f"fusedmoe demo --resume{output_option(call)}"
 
 
 def output_option(call: Call) -> str:
-    """Return the option that names this call's folder, with a space before it; nothing where it is the default."""
+    """Return ``" --output <folder>"``, or an empty string for the default folder."""
     return "" if call.output == Path("fusedmoe-demo") else f" --output {shlex.quote(str(call.output))}"
 
 
 def finish(
     trainer: Trainer, split: Split, bigram_bits: float, call: Call, console: Console, steps_now: int, started: float
 ) -> None:
-    """Evaluate, print the verdict and a sample, and write the figure and the numbers."""
+    """Evaluate, print the verdict and a sample, and write the figure and the results."""
     job, history = trainer.job, trainer.history
     if not history.evaluations or history.evaluations[-1][0] != trainer.step:
         history.evaluations.append((trainer.step, bits_per_byte(trainer.model, split.held_out)))
     bits = history.evaluations[-1][1]
     if call.sample_bytes:
         text = sample(trainer.model, PROMPT, call.sample_bytes, job.seed)
-        console.print("\nA sample of what it writes:")
+        console.print("\nA sample of the model's text:")
         console.print("\n".join(f"  | {line}" for line in printable(text).split("\n")))
-    console.print(f"\nHeld-out text: {bits:.3f} bits a byte; the byte-bigram model: {bigram_bits:.3f}.")
+    console.print(f"\nHeld-out text: {bits:.3f} bits per byte; the byte-bigram model: {bigram_bits:.3f}.")
     console.print(verdict(bits, bigram_bits))
     figure = report.write_figure(call.output, history, bigram_bits)
     results = {
@@ -227,7 +226,7 @@ def finish(
         "job": dataclasses.asdict(job),
         "made_with": made_with(),
     }
-    numbers = report.write_results(call.output, results)
+    numbers = report.write_json(call.output / report.RESULTS_NAME, results)
     if figure is None:
         console.print(report.MISSING_MATPLOTLIB)
     written = [path for path in (figure, numbers, call.output / checkpoint.NAME) if path is not None]
@@ -236,29 +235,29 @@ def finish(
 
 
 def verdict(bits: float, bigram_bits: float) -> str:
-    """Say whether the model is better than the bigram model, and what to do where it is not."""
+    """Compare the model with the bigram model in one sentence."""
     if bits < bigram_bits:
         return f"Below the bigram model by {bigram_bits - bits:.3f} bits: it has learnt more than pairs of letters."
     return "NOT below the bigram model: train for more --steps, or with another --lr."
 
 
 def printable(text: bytes) -> str:
-    """Decode bytes for a terminal: no control characters but the line feed, and a mark where they are not UTF-8."""
+    """Decode UTF-8 for a terminal; invalid bytes and control characters, except line feeds, become U+FFFD."""
     decoded = text.decode("utf-8", errors="replace")
     return "".join(char if char == "\n" or char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in decoded)
 
 
 def clock(seconds: float) -> str:
-    """Return a duration as a person says it."""
+    """Return a duration as ``"2 min 5 s"``."""
     minutes, rest = divmod(math.ceil(seconds), 60)
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 @contextlib.contextmanager
 def reproducible(job: Job) -> Iterator[None]:
-    """Within, torch computes with the job's number of threads, and on a GPU with deterministic kernels alone."""
+    """Use the job's number of threads, and on a GPU only deterministic kernels."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(job.threads)  # how a sum is split among them decides its last bits
+    torch.set_num_threads(job.threads)  # it decides the order of summation, thus the last bits
     try:
         with contextlib.nullcontext() if torch.device(job.device).type == "cpu" else deterministic_kernels():
             yield
@@ -268,15 +267,13 @@ def reproducible(job: Job) -> Iterator[None]:
 
 @contextlib.contextmanager
 def deterministic_kernels() -> Iterator[None]:
-    """Within, an operation that has no deterministic kernel is an error."""
-    os.environ.setdefault(
-        "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-    )  # read when cuBLAS starts: the default is not deterministic
+    """Raise an error for operations without a deterministic kernel."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS's default workspace is not deterministic
     mode = torch.get_deterministic_debug_mode()
-    memory: Any = torch.utils.deterministic  # its one attribute is not in the stubs
+    memory: Any = torch.utils.deterministic  # the stubs lack its attribute
     fill = memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    memory.fill_uninitialized_memory = False  # for debugging, and a launch for each allocation
+    memory.fill_uninitialized_memory = False  # a debugging aid that costs one launch per allocation
     try:
         yield
     finally:

@@ -9,9 +9,9 @@ from typing import Any
 
 
 class StopSignals:
-    """Within, the first Ctrl-C or SIGTERM only sets :attr:`requested`; a second one raises ``KeyboardInterrupt``.
+    """A context in which the first Ctrl-C or SIGTERM sets :attr:`requested`, and a second raises ``KeyboardInterrupt``.
 
-    Signals belong to the main thread: entered elsewhere, this changes nothing.
+    It has no effect outside the main thread, which alone receives signals.
     """
 
     def __init__(self) -> None:

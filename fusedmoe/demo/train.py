@@ -1,4 +1,4 @@
-"""The training loop, and the whole state of a run: what a checkpoint holds to go on from bit for bit."""
+"""The training loop, and the state of a run, from which it resumes bit for bit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fusedmoe.demo.options import DTYPES, Call, Job
 from fusedmoe.demo.progress import Progress
 from fusedmoe.demo.signals import StopSignals
 
-CUDA_STEPS_AHEAD = 10  # the host reads losses and loads once in so many steps, so that the GPU need not wait for it
+CUDA_STEPS_AHEAD = 10  # steps between reads of losses and loads, each of which synchronises with the GPU
 
 
 class _StepResult(NamedTuple):
@@ -31,12 +31,12 @@ class _StepResult(NamedTuple):
 
 
 class Trainer:
-    """A model in training, with everything that decides what its next step does.
+    """A model in training, with the optimizer, the data stream and the record of the run.
 
     Parameters
     ----------
     job : Job
-        What to train.
+        Sizes, data order and optimisation.
     train_text : Tensor
         (bytes,) uint8 on the CPU.
     """
@@ -51,11 +51,11 @@ class Trainer:
         self.batches = Batches(train_text, job.batch, job.context, job.seed)
         self.history = History()
         self.step = 0
-        self.seconds = 0.0  # spent in training steps, in all calls together
+        self.seconds = 0.0  # spent in training steps, over all calls
         self._unread: list[_StepResult] = []
 
     def train_step(self) -> None:
-        """Take one step; its loss and load are read later, by :meth:`read_results`."""
+        """Run one step; :meth:`read_results` reads its loss and load later."""
         started = time.perf_counter()
         inputs, targets = (bytes_BS.to(self.device) for bytes_BS in self.batches.next())
         logits, routing = self.model(inputs)
@@ -71,16 +71,16 @@ class Trainer:
 
     @property
     def results_due(self) -> bool:
-        """Whether it is time to read the results: each step on a CPU, now and then on a GPU."""
+        """Whether to read the results: after each step on a CPU, after CUDA_STEPS_AHEAD steps on a GPU."""
         return self.device.type == "cpu" or len(self._unread) >= CUDA_STEPS_AHEAD
 
     def read_results(self) -> None:
-        """Move the results of the last steps into the history.
+        """Move the unread results into the history.
 
         Raises
         ------
         DemoError
-            Where a loss or a gradient is not finite.
+            When a loss or a gradient is not finite.
         """
         if not self._unread:
             return
@@ -94,14 +94,14 @@ class Trainer:
         for step, loss, norm in zip(range(first, self.step + 1), losses, norms, strict=True):
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 raise DemoError(
-                    f"step {step} gave a loss of {loss} and a gradient of norm {norm}; train anew with an --lr "
+                    f"step {step} gave a loss of {loss} and a gradient norm of {norm}; train again with an --lr "
                     f"below {self.job.lr:g} (the last checkpoint is from before that step)"
                 )
         self.history.losses.extend(losses)
         self.history.loads.extend(loads)
 
     def state(self) -> checkpoint.State:
-        """Return everything that :meth:`load_state` needs to go on bit for bit."""
+        """Return the state from which :meth:`load_state` resumes bit for bit."""
         self.read_results()
         return {
             "job": dataclasses.asdict(self.job),
@@ -119,12 +119,12 @@ class Trainer:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from what :meth:`state` returned, for the same sizes.
+        """Restore what :meth:`state` returned.
 
         Raises
         ------
         DemoError
-            Where the state does not fit this job.
+            When the state does not fit this job's sizes.
         """
         try:
             self.model.load_state_dict(state["model"])
@@ -142,15 +142,15 @@ class Trainer:
 
 
 def made_with() -> dict[str, Any]:
-    """Return what the last bits of a result depend on, apart from the job."""
+    """Return the versions that affect the last bits of a result."""
     return {"torch": str(torch.__version__)}
 
 
 def train(trainer: Trainer, split: Split, call: Call, progress: Progress, stop: StopSignals) -> None:
-    """Train until the job's last step, the call's ``stop_at`` or a stop signal; the checkpoint then holds that step.
+    """Train until the job's last step, the call's ``stop_at`` or a stop signal, and save that step.
 
-    The steps at which the model is evaluated, and those at which it is saved, follow from the job alone unless the call
-    says otherwise, so that a run in pieces is evaluated where one in a single piece is.
+    By default the steps of evaluations and checkpoints depend on the job alone, so that an interrupted run evaluates
+    at the same steps as an uninterrupted one.
     """
     job = trainer.job
     eval_interval = call.eval_interval or max(1, math.ceil(job.steps / 8))
@@ -160,7 +160,7 @@ def train(trainer: Trainer, split: Split, call: Call, progress: Progress, stop: 
     while True:
         due = trainer.step >= last_step or stop.requested is not None
         if saved_step != trainer.step and (due or trainer.step % checkpoint_interval == 0):
-            checkpoint.save(call.output, trainer.state())  # also before the first step: a full disk shows at once
+            checkpoint.save(call.output, trainer.state())  # also before the first step, to find a full disk early
             saved_step = trainer.step
         if due:
             return

@@ -128,7 +128,7 @@ def test_a_run_into_a_pipe_is_plain_text_and_leaves_its_files(tmp_path):
     assert (folder / "training.png").read_bytes().startswith(b"\x89PNG\r\n")
     results = json.loads((folder / "results.json").read_text())
     assert results["evaluations"] == [[5, results["held_out_bits_per_byte"]]]
-    assert f"Held-out text: {results['held_out_bits_per_byte']:.3f} bits a byte" in out
+    assert f"Held-out text: {results['held_out_bits_per_byte']:.3f} bits per byte" in out
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows sends no SIGINT to one process")
@@ -142,13 +142,13 @@ def test_ctrl_c_leaves_a_checkpoint_that_resume_goes_on_from(tmp_path):
     assert process.returncode == 130
     assert len(err.splitlines()) == 1
     step = int(re.search(r"stopped after step (\d+) of 100000", err)[1])
-    assert err.rstrip().endswith("go on with: fusedmoe demo --resume")
+    assert err.rstrip().endswith("continue with: fusedmoe demo --resume")
     assert torch.load(tmp_path / "fusedmoe-demo" / "checkpoint.pt", weights_only=True)["step"] == step >= 1
 
     process = start(tmp_path, "demo", "--resume", "--stop-at", str(step + 2))
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
-    assert f"Going on after step {step} of 100000" in out
+    assert f"Resuming after step {step} of 100000" in out
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a shell's pipe")

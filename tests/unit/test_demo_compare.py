@@ -371,7 +371,7 @@ def test_after_ctrl_c_it_goes_on_with_what_is_unfinished(tmp_path, monkeypatch, 
             compared(tmp_path / "pieces", "bf16", "rounded", "same")
     assert caught.value.exit_code == 128 + signal.SIGINT
     assert str(caught.value).endswith(
-        f"rounded/checkpoint.pt; go on with: fusedmoe demo --compare bf16,rounded,same --resume --eval-interval 2 "
+        f"rounded/checkpoint.pt; continue with: fusedmoe demo --compare bf16,rounded,same --resume --eval-interval 2 "
         f"--output {tmp_path / 'pieces'}"
     )
     assert checkpoint.load(tmp_path / "pieces" / "rounded")["step"] == 2
@@ -381,7 +381,7 @@ def test_after_ctrl_c_it_goes_on_with_what_is_unfinished(tmp_path, monkeypatch, 
     text = resumed(tmp_path / "pieces", "bf16", "rounded", "same")
     assert trained == [("rounded", 3), ("rounded", 4), *[("same", step) for step in (1, 2, 3, 4)]]
     assert "Finished earlier; its numbers are in" in text.partition("Recipe 2")[0]
-    assert "Going on after step 2 of 4" in text.partition("Recipe 2")[2].partition("Recipe 3")[0]
+    assert "Resuming after step 2 of 4" in text.partition("Recipe 2")[2].partition("Recipe 3")[0]
     for name in ("bf16", "rounded", "same"):
         assert curves_in(tmp_path / "pieces" / name) == curves_in(tmp_path / "whole" / name)
         pieces, whole = runs_in(tmp_path / "pieces")[name], runs_in(tmp_path / "whole")[name]
@@ -395,7 +395,7 @@ def test_ctrl_c_after_the_last_step_says_how_to_go_on_too(tmp_path, monkeypatch,
 
     with monkeypatch.context() as patch:
         patch.setattr(demo_run, "sample", interrupted)
-        with pytest.raises(InterruptedRunError, match=r"go on with: fusedmoe demo --compare bf16,same --resume"):
+        with pytest.raises(InterruptedRunError, match=r"continue with: fusedmoe demo --compare bf16,same --resume"):
             compared(tmp_path, "bf16", "same", sample_bytes=1)
     assert not (tmp_path / "bf16" / "results.json").exists()
     trained.clear()
@@ -436,7 +436,7 @@ def test_more_steps_go_on_with_every_run(tmp_path, trained):
 def test_stop_at_stops_each_run_and_compares_later(tmp_path, trained):
     text = compared(tmp_path, "bf16", "same", stop_at=1)
     assert trained == [("bf16", 1), ("same", 1)]
-    assert "Nothing is compared before every run has 4 steps; go on with: fusedmoe demo --compare bf16,same" in text
+    assert "Nothing is compared before every run has 4 steps; continue with: fusedmoe demo --compare bf16,same" in text
     assert not (tmp_path / "compare.json").exists()
     resumed(tmp_path, "bf16", "same")
     assert runs_in(tmp_path)["same"]["gap_percent"] == 0
@@ -470,9 +470,9 @@ def test_runs_of_different_jobs_are_not_compared(tmp_path):
     run(tmp_path / "bf16", given={"recipe": "bf16"}, stop_at=1)
     run(tmp_path / "same", given={"recipe": "same", "steps": 5}, stop_at=1)
     run(tmp_path / "rounded", given={"recipe": "rounded", "seed": 1}, stop_at=1)
-    with pytest.raises(UsageError, match=r"bf16 has --steps 4, that of same --steps 5, .* say which with --steps"):
+    with pytest.raises(UsageError, match=r"bf16 has --steps 4, that of same --steps 5; .* choose one with --steps"):
         resumed(tmp_path, "bf16", "same")
-    with pytest.raises(UsageError, match=r"--seed 0, that of rounded --seed 1, .* start anew without --resume"):
+    with pytest.raises(UsageError, match=r"--seed 0, that of rounded --seed 1; .* start again without --resume"):
         resumed(tmp_path, "bf16", "rounded")
     with pytest.raises(UsageError, match=r"bf16: --hidden 32: the checkpoint was made with --hidden 16"):
         resumed(tmp_path, "bf16", "same", given={"hidden": 32})
@@ -490,7 +490,7 @@ def test_without_any_checkpoint_there_is_nothing_to_go_on_from(tmp_path):
     ("arguments", "message"),
     [
         (["--compare", "bf16,fp3"], r"--compare bf16,fp3: no recipe is called fp3; choose from bf16, .*rounded"),
-        (["--compare", "same,bf16,same"], r"--compare same,bf16,same: same came more than once; name each recipe once"),
+        (["--compare", "same,bf16,same"], r"--compare same,bf16,same: same is repeated; name each recipe once"),
         (["--compare", ""], r"--compare: got no recipe; choose from bf16, .*rounded, .*commas"),
         (["--compare", " , "], r"--compare: got no recipe; choose from"),
         (["--compare", "bf16,same", "--recipe", "same"], r"--recipe same with --compare bf16,same: leave out --recipe"),

@@ -1,4 +1,4 @@
-"""What the demo's numbers mean: bits a byte, and the sample."""
+"""What the demo's numbers mean: bits per byte, and the sample."""
 
 import math
 

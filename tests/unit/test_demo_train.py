@@ -80,11 +80,11 @@ def test_three_steps_and_three_more_are_six_bit_for_bit(tmp_path, given):
     demo(tmp_path / "whole", given=given)
     status, text = demo(tmp_path / "pieces", given=given, stop_at=3)
     assert status == 0
-    assert "go on with: fusedmoe demo --resume --output" in text
+    assert "continue with: fusedmoe demo --resume --output" in text
     assert state_in(tmp_path / "pieces")["step"] == 3
     torch.manual_seed(123)  # what happened to the generator in between must not matter
     _, text = demo(tmp_path / "pieces", given=given, resume=True)
-    assert "Going on after step 3 of 6" in text
+    assert "Resuming after step 3 of 6" in text
     assert "Not bit for bit" not in text
     whole = state_in(tmp_path / "whole")
     assert whole["step"] == 6
@@ -129,7 +129,7 @@ def test_by_default_half_the_threads_are_used(monkeypatch):
 def test_more_steps_can_be_asked_of_a_finished_run(tmp_path):
     demo(tmp_path)
     _, text = demo(tmp_path, given={"steps": 8}, resume=True)
-    assert "Not bit for bit what one uninterrupted run would give: --steps was 6, is 8" in text
+    assert "Not bit for bit the result of an uninterrupted run: --steps was 6, is 8" in text
     assert state_in(tmp_path)["step"] == 8
     with pytest.raises(UsageError, match=r"--steps 3: the checkpoint has 8 steps already"):
         demo(tmp_path, given={"steps": 3}, resume=True)
@@ -138,7 +138,7 @@ def test_more_steps_can_be_asked_of_a_finished_run(tmp_path):
 def test_other_sizes_than_the_checkpoint_s_are_refused(tmp_path):
     demo(tmp_path, stop_at=1)
     with pytest.raises(
-        UsageError, match=r"--experts 8: the checkpoint was made with --experts 4; leave the option out"
+        UsageError, match=r"--experts 8: the checkpoint was made with --experts 4; leave out the option"
     ):
         demo(tmp_path, given={"experts": 8}, resume=True)
     assert state_in(tmp_path)["step"] == 1
@@ -158,7 +158,7 @@ def test_another_torch_is_said(tmp_path, monkeypatch):
     demo(tmp_path, stop_at=1)
     monkeypatch.undo()
     _, text = demo(tmp_path, resume=True)
-    assert "Not bit for bit what one uninterrupted run would give: torch was 0.4, is " in text
+    assert "Not bit for bit the result of an uninterrupted run: torch was 0.4, is " in text
 
 
 def test_the_number_of_threads_is_the_checkpoint_s_unless_given(tmp_path, monkeypatch):
@@ -177,7 +177,7 @@ def test_the_number_of_threads_is_the_checkpoint_s_unless_given(tmp_path, monkey
     finally:
         torch.set_num_threads(before)
     assert used == [2, 2, 2, 2, 1, 1]
-    assert "Not bit for bit what one uninterrupted run would give: --threads was 2, is 1" in text
+    assert "Not bit for bit the result of an uninterrupted run: --threads was 2, is 1" in text
 
 
 def test_a_new_run_keeps_the_checkpoint_of_the_one_before(tmp_path):
@@ -231,7 +231,7 @@ def test_a_stop_signal_ends_the_step_saves_and_says_how_to_go_on(tmp_path, monke
 
     earlier = signal.getsignal(number)
     monkeypatch.setattr(train.Trainer, "train_step", interrupted_in_step_4)
-    with pytest.raises(InterruptedRunError, match=r"stopped after step 4 of 6.*go on with: fusedmoe demo") as caught:
+    with pytest.raises(InterruptedRunError, match=r"stopped after step 4 of 6.*continue with: fusedmoe demo") as caught:
         demo(tmp_path)
     assert caught.value.exit_code == 128 + number
     assert signal.getsignal(number) is earlier
@@ -279,7 +279,7 @@ def test_sixty_steps_learn_something(tmp_path):
     losses = state_in(tmp_path)["history"]["losses"]
     assert losses[-10:].mean() < losses[:10].mean() - 1.0
     assert "How the experts of a layer run:" in text
-    assert "bits a byte; the byte-bigram model: " in text
+    assert "bits per byte; the byte-bigram model: " in text
 
 
 def test_the_balancing_bias_is_used_with_the_sigmoid_router_alone(tmp_path):
