@@ -9,10 +9,10 @@ print(experts.explain(x, splits=tokens_per_expert))
 
 from fusedmoe.builtin_rules import BUILTIN as _BUILTIN_RULES
 from fusedmoe.environment import check as _check_environment
+from fusedmoe.environment import configure_logging as _configure_logging
 from fusedmoe.errors import InputError
 from fusedmoe.explain_model import ModelExplanation, explain
 from fusedmoe.formats import QuantizedTensor, Quantizer, quantize
-from fusedmoe.fusion.log import configure as _configure_logging
 from fusedmoe.fusion.plan import Attempt, Explanation, PlanData, PlannedStep, Status
 from fusedmoe.fusion.registry import register, rules
 from fusedmoe.fusion.rule import FusionError, FusionRule, PlanContext, RuleError, Step, require
@@ -42,8 +42,7 @@ from fusedmoe.plotting import plot_expert_load
 from fusedmoe.recipes import Recipe
 from fusedmoe.sequential import Sequential
 from fusedmoe.settings import disabled, recipe, strict
-
-__version__ = "0.1.0"
+from fusedmoe.version import __version__ as __version__
 
 __all__ = [
     "Attempt",

@@ -23,11 +23,11 @@ from fusedmoe.fusion.graph import Graph
 from fusedmoe.fusion.planner import make_plan
 from fusedmoe.fusion.results import announced
 from fusedmoe.fusion.signature import Signature, signature, spec_of
-from fusedmoe.kernels.device import arch
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
 from fusedmoe.ops.amax_state import looking
 from fusedmoe.ops.op import Node, Op
 from fusedmoe.recompute import backward_pass, had_gradients
+from fusedmoe.target import arch_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -352,7 +352,7 @@ class Chain:
         assert x is not None
         deterministic = torch.are_deterministic_algorithms_enabled()
         device = x.device if asked is None else torch.device("cuda")
-        of_device = asked.arch if asked is not None else None if estimated else arch(device)
+        of_device = asked.arch if asked is not None else None if estimated else arch_of(device)
         environment = Environment(
             device, of_device, deterministic, recipe, disabled, options, asked is not None, estimated
         )

@@ -5,9 +5,10 @@ from __future__ import annotations
 import difflib
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterable
 
-from fusedmoe.fusion.log import say_once
+from fusedmoe.log import say_once
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,29 @@ def debugging() -> bool:
     if flag is None:
         say_once(logger, logging.WARNING, "FUSEDMOE_DEBUG=%s: expected 1 or 0; it counts as 0", text)
     return bool(flag)
+
+
+def configure_logging(value: str | None = None) -> None:
+    """Set up logging as ``FUSEDMOE_LOG`` says; a value that is unset or empty changes nothing.
+
+    ``fusion`` logs plans and fallbacks, ``fusion:debug`` also every rule that was tried. Commas separate several
+    values. An unknown value is ignored with a WARNING.
+    """
+    value = os.environ.get("FUSEDMOE_LOG", "") if value is None else value
+    for area in filter(None, (part.strip() for part in value.split(","))):
+        name, _, level = area.partition(":")
+        if name != "fusion" or level not in ("", "info", "debug"):
+            message = "FUSEDMOE_LOG: expected 'fusion' or 'fusion:debug', got %r; it is passed over%s"
+            say_once(logger, logging.WARNING, message, area, did_you_mean(area, ("fusion", "fusion:debug")))
+            continue
+        of_engine = logging.getLogger("fusedmoe.fusion")
+        of_engine.setLevel(logging.DEBUG if level == "debug" else logging.INFO)
+        if not any(getattr(h, "_fusedmoe", False) for h in of_engine.handlers):
+            handler = logging.StreamHandler(sys.stderr)
+            handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+            handler._fusedmoe = True  # type: ignore[attr-defined]
+            of_engine.addHandler(handler)
+            of_engine.propagate = False
 
 
 def check() -> None:

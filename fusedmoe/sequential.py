@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from fusedmoe.checks import integer, one_of
-from fusedmoe.fusion.log import say_once
 from fusedmoe.fusion.plan import Explanation
 from fusedmoe.kernels.options import DEFAULT, KernelOptions, Schedule
+from fusedmoe.log import say_once
 from fusedmoe.ops.amax_state import only_looking
 from fusedmoe.ops.op import Op, constant_in_graphs
 from fusedmoe.partition import ChainPart, Partition, buffers_kept

@@ -1,7 +1,8 @@
-"""The GPU that ``explain(..., arch=90)`` is asked about, which need not be there."""
+"""The architecture that a call is planned for: that of its device, or the one that ``explain(..., arch=90)`` names."""
 
 from __future__ import annotations
 
+import functools
 import operator
 import re
 from contextlib import contextmanager
@@ -18,6 +19,15 @@ if TYPE_CHECKING:
 
 ARCHITECTURES = (90,)
 """Those that `fusedmoe` has kernels for: 90 is sm_90, an H100 or H200."""
+
+
+@functools.cache
+def arch_of(device: torch.device) -> int | None:
+    """Return the architecture of an NVIDIA GPU, 90 for sm_90; None for any other device."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    return major * 10 + minor
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ return. A chain that keeps quantized values keeps its inputs instead and compute
 from __future__ import annotations
 
 import copy
-import functools
 import threading
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -37,12 +36,13 @@ from fusedmoe.fusion.program import Fused
 from fusedmoe.fusion.results import announced
 from fusedmoe.fusion.rule import RuleError
 from fusedmoe.fusion.signature import NOMINAL_ROWS, Signature, signature, spec_of
-from fusedmoe.kernels.device import arch
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
 from fusedmoe.ops.op import Node, Op, constant_in_graphs
 from fusedmoe.partition import ChainPart
 from fusedmoe.recompute import backward_pass, checkpointing, had_gradients
 from fusedmoe.sorted_rows import ModuleCall, call_module, why_no_rows
+from fusedmoe.target import arch_of
+from fusedmoe.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -378,20 +378,13 @@ def _handle(chain: Chain, options: KernelOptions) -> str | None:
     strict = now.strict, now.strict_unavailable
     held = (repr(now.recipe), strict, disabled, repr(options), around.deterministic, rules)
     said = (ops, chain.exports, chain.sorted_rows, chain.provided, *held)
-    handle = f"fusedmoe {_version()} " + " ".join(map(str, said))
+    handle = f"fusedmoe {__version__} " + " ".join(map(str, said))
     with _lock:
         if handle not in _traced:
             nodes = [Node(node.label, _without_parameters(node.op)) for node in chain.nodes]
             calls = _calls.setdefault(str((ops, chain.sorted_rows)), _Calls(1 + len(chain.inputs)))
             _traced[handle] = _Traced(Chain(nodes, chain.exports, chain.sorted_rows, chain.provided), around, calls)
     return handle
-
-
-@functools.cache
-def _version() -> str:
-    from fusedmoe import __version__
-
-    return __version__
 
 
 def _without_parameters(op: Op) -> Op:
@@ -424,7 +417,12 @@ def _plan(handle: str, wanted: str, arguments: Sequence[Tensor | None]) -> _Trac
         traced.chain.check_devices(arguments)
         recipe, strict = traced.around.settings.recipe, traced.around.settings.strict
         environment = Environment(
-            x.device, arch(x.device), traced.around.deterministic, recipe, traced.around.disabled, traced.around.options
+            x.device,
+            arch_of(x.device),
+            traced.around.deterministic,
+            recipe,
+            traced.around.disabled,
+            traced.around.options,
         )
         graph = traced.chain.rewritten(recipe)
         names = graph.arguments

@@ -22,9 +22,9 @@ from fusedmoe.fusion import registry
 from fusedmoe.fusion.registry import why_unavailable
 from fusedmoe.fusion.rule import FusionRule, RuleError
 from fusedmoe.kernels import toolkit
-from fusedmoe.kernels.device import arch
 from fusedmoe.kernels.torch.grouped_gemm import runs_on_device
 from fusedmoe.settings import patterns
+from fusedmoe.target import arch_of
 
 __all__ = ["Fact", "Gpu", "Kernel", "Report", "doctor", "kernel_lines", "main"]
 
@@ -276,7 +276,7 @@ def _gpu(index: int) -> Gpu:
 def _fused(rule: type[FusionRule], devices: Iterable[torch.device]) -> Kernel:
     disabled = patterns(disabled_by_environment())
     try:
-        found = [why_unavailable(rule, device, arch(device), disabled) for device in devices]
+        found = [why_unavailable(rule, device, arch_of(device), disabled) for device in devices]
     except RuleError as error:  # a call raises it too
         return Kernel(rule.name, False, f"a bug of this rule: {type(error).__name__}: {error}")
     reasons = [unavailable.reason for unavailable in found if unavailable is not None]

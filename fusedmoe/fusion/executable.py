@@ -23,7 +23,6 @@ from fusedmoe.fusion.differentiable import (
     why_not,
 )
 from fusedmoe.fusion.graph import Graph, Place
-from fusedmoe.fusion.log import say_once
 from fusedmoe.fusion.names import NONE, columns, primal
 from fusedmoe.fusion.plain import Plain
 from fusedmoe.fusion.plan import Attempt, PlanData, PlannedStep, Status, missed_text
@@ -31,6 +30,7 @@ from fusedmoe.fusion.program import AnyStep, Fused, Program, Runs, Values, neede
 from fusedmoe.fusion.results import Specs
 from fusedmoe.fusion.rule import FusionError
 from fusedmoe.fusion.signature import Signature, signature
+from fusedmoe.log import say_once
 from fusedmoe.ops.op import TensorSpec
 from fusedmoe.ops.quantize import Quantize, QuantizeGrad, WeightQuantization
 

@@ -20,13 +20,13 @@ from fusedmoe.fusion.candidates import Costs, DirectionSearch
 from fusedmoe.fusion.choice import cheapest, final_attempts, nearest_miss
 from fusedmoe.fusion.executable import Environment, Plan, PlannedSpan, with_layouts, with_plain_gradients
 from fusedmoe.fusion.graph import NO_BACKWARD
-from fusedmoe.fusion.log import say_once
 from fusedmoe.fusion.names import NONE
 from fusedmoe.fusion.offsets import NAME as OFFSETS
 from fusedmoe.fusion.offsets import with_kernels
 from fusedmoe.fusion.plain import Plain
 from fusedmoe.fusion.program import AnyStep, Fused, Program, all_needs, needed_steps
 from fusedmoe.fusion.rule import expect_none
+from fusedmoe.log import say_once
 from fusedmoe.ops.op import BackwardOp
 
 if TYPE_CHECKING:

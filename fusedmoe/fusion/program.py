@@ -30,11 +30,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fusedmoe.fusion.log import say_once
 from fusedmoe.fusion.names import NONE, primal
 from fusedmoe.fusion.plain import Plain
 from fusedmoe.fusion.results import Specs, check_results
 from fusedmoe.fusion.rule import Declined, FusionError, NothingToDo, RuleError
+from fusedmoe.log import say_once
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

@@ -9,8 +9,8 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, NamedTuple
 
 from fusedmoe import changes
-from fusedmoe.fusion.log import say_once
 from fusedmoe.fusion.rule import Declined, FusionRule, RuleError, expect_none
+from fusedmoe.log import say_once
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

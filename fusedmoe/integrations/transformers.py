@@ -32,8 +32,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fusedmoe.checks import MODULE, POSITIVE_INTEGER, TEXT
 from fusedmoe.errors import InputError
 from fusedmoe.extras import install_command
-from fusedmoe.fusion.log import say_once
 from fusedmoe.integrations.gates import Recognised, RowLayout, Watch, Watched, functions_of, recognise, state_of
+from fusedmoe.log import say_once
 from fusedmoe.ops import Combine, Dispatch, GroupedLinear, Op, Scale
 from fusedmoe.ops.op import constant_in_graphs, made_untraced
 from fusedmoe.sequential import Sequential

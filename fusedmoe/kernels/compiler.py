@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from fusedmoe.kernels import cache
+from fusedmoe.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -213,8 +214,6 @@ def entry(kernel: Kernel, root: str | Path | None = None) -> cache.Entry | None:
     fusedmoe.kernels.cache.CacheUnusableError
         The directory is not to be used, or the text of a source is no longer what this process runs.
     """
-    from fusedmoe import __version__
-
     folder = cache.folder(__version__, root)
     if folder is None:
         return None
@@ -325,8 +324,6 @@ def _built_with() -> tuple[tuple[str, str], ...]:
     """Return what beside the kernel decides what an object holds, as names and values. The same all through a process:
     the CuTe DSL reads its variables when it is imported.
     """
-    from fusedmoe import __version__
-
     cutlass = importlib.import_module("cutlass")
 
     return (

@@ -10,7 +10,7 @@ import torch
 
 from fusedmoe.errors import InputError
 from fusedmoe.formats import Delayed
-from fusedmoe.fusion.log import say_once
+from fusedmoe.log import say_once
 from fusedmoe.recipes.recipe import MXFP8, NVFP4, FP8Block, FP8Tensor, Recipe
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import fusedmoe as fm
-from fusedmoe.fusion.log import forget_said
+from fusedmoe.log import forget_said
 
 hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 

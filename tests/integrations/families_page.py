@@ -14,8 +14,8 @@ import transformers
 
 import fusedmoe.integrations.transformers as fusedmoe_transformers
 from fusedmoe.builtin_rules.sm90 import backend
-from fusedmoe.fusion.log import forget_said
 from fusedmoe.kernels.sm90 import functions
+from fusedmoe.log import forget_said
 
 PAGE = Path(__file__).parents[2] / "docs" / "transformers.md"
 STAND_INS = Path(__file__).parents[1] / "unit" / "sm90_stand_ins.py"

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fusedmoe as fm
-from fusedmoe.fusion.log import forget_said
+from fusedmoe.log import forget_said
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

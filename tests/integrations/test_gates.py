@@ -16,9 +16,9 @@ from transformers.activations import ACT2FN
 from transformers.integrations.moe import use_experts_implementation
 
 import fusedmoe.integrations.transformers as fusedmoe_transformers
-from fusedmoe.fusion.log import forget_said
 from fusedmoe.integrations import gates
 from fusedmoe.integrations.transformers import experts_forward, recognised
+from fusedmoe.log import forget_said
 
 
 @pytest.fixture(autouse=True)

@@ -22,9 +22,9 @@ from transformers.integrations.moe import ExpertsInterface
 
 import fusedmoe as fm
 import fusedmoe.integrations.transformers as fusedmoe_transformers
-from fusedmoe.fusion.log import forget_said
 from fusedmoe.integrations import gates
 from fusedmoe.integrations.transformers import experts_forward
+from fusedmoe.log import forget_said
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import fusedmoe.integrations.transformers as fusedmoe_transformers
-from fusedmoe.fusion.log import forget_said
+from fusedmoe.log import forget_said
 
 MODELS = [(family, None) for family in moe_families.family_names()] + moe_families.OTHER_MODELS
 # families of which no tiny model can be made, and why

@@ -621,7 +621,7 @@ def test_main_grad_refuses_at_once(ask):
 
 
 def test_it_is_said_once(caplog):
-    from fusedmoe.fusion.log import forget_said
+    from fusedmoe.log import forget_said
 
     forget_said()
     seq, x = chain("mlp", 3), leaf(ROWS, H)

@@ -6,7 +6,7 @@ import torch
 import fusedmoe as fm
 from fusedmoe.builtin_rules import BUILTIN
 from fusedmoe.fusion import registry
-from fusedmoe.fusion.log import forget_said
+from fusedmoe.log import forget_said
 
 
 @pytest.fixture(autouse=True)

@@ -77,14 +77,14 @@ def test_each_gpu_is_listed_and_each_architecture_once(machine):
 
 @pytest.mark.usefixtures("builtin_rules")
 def test_every_built_in_rule_is_listed(machine, monkeypatch):
-    monkeypatch.setattr(module, "arch", lambda device: 90)
+    monkeypatch.setattr(module, "arch_of", lambda device: 90)
     monkeypatch.setattr("fusedmoe.builtin_rules.sm90.backend.missing_packages", lambda: ())
     machine((9, 0))
     kernels = {kernel.name: kernel for kernel in module.doctor().kernels if kernel.name.startswith("sm90.")}
     assert len(kernels) == 12
     assert all(kernel.available for kernel in kernels.values())
     assert kernels["sm90.grouped_wgrad"].note == "backward, a fusion rule"
-    monkeypatch.setattr(module, "arch", lambda device: 100)
+    monkeypatch.setattr(module, "arch_of", lambda device: 100)
     for kernel in module.doctor().kernels:
         if kernel.name.startswith("sm90."):
             assert (kernel.available, kernel.note) == (False, "needs an sm_90 GPU; there are no kernels for sm_100 yet")

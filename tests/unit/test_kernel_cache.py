@@ -641,7 +641,7 @@ def test_what_else_the_key_holds(monkeypatch):
         patch.setattr(cutlass, "CUDA_VERSION", "13.0")
         assert key() != plain
     with monkeypatch.context() as patch:
-        patch.setattr(fusedmoe, "__version__", "9.9.9")
+        patch.setattr(compiler, "__version__", "9.9.9")
         assert key() != plain
 
 

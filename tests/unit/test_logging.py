@@ -13,7 +13,7 @@ import toy
 from toy import dgrad_dglu, experts, gemm, gemm_glu, inputs, rows
 
 import fusedmoe as fm
-from fusedmoe.fusion.log import configure
+from fusedmoe.environment import configure_logging
 from fusedmoe.fusion.rule import FusionRule
 from fusedmoe.ops import GroupedLinear
 
@@ -144,7 +144,7 @@ def test_every_record_has_arguments_not_a_formatted_text(caplog):
     ("1", ""),
 ])  # fmt: skip
 def test_a_bad_value_lists_the_good_ones_and_the_nearest(caplog, value, nearest):
-    configure(value)
+    configure_logging(value)
     hint = f"; did you mean {nearest!r}?" if nearest else ""
     expected = f"FUSEDMOE_LOG: expected 'fusion' or 'fusion:debug', got {value!r}; it is passed over{hint}"
     assert messages(caplog) == [expected]

@@ -19,6 +19,7 @@ from typing import Any
 
 from fusedmoe.kernels import cache
 from fusedmoe.kernels.sm90.measured import Coarse
+from fusedmoe.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +36,6 @@ def path() -> Path | None:
     fusedmoe.kernels.cache.CacheUnusableError
         The cache directory is not to be used.
     """
-    from fusedmoe import __version__
-
     folder = cache.folder(__version__)
     return None if folder is None else folder / FILE
 
