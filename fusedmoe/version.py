@@ -1,0 +1,3 @@
+"""The version of fusedmoe."""
+
+__version__ = "0.1.0"
