@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import os
@@ -14,7 +15,6 @@ from importlib import metadata
 import torch
 
 import fusedmoe
-from fusedmoe.cli.main import Parser
 from fusedmoe.environment import disabled_by_environment
 from fusedmoe.extras import install_command
 from fusedmoe.formats.products import multiplies_codes
@@ -26,7 +26,7 @@ from fusedmoe.kernels.torch.grouped_gemm import runs_on_device
 from fusedmoe.settings import patterns
 from fusedmoe.target import arch_of
 
-__all__ = ["Fact", "Gpu", "Kernel", "Report", "doctor", "kernel_lines", "main"]
+__all__ = ["Fact", "Gpu", "Kernel", "Report", "add_arguments", "doctor", "kernel_lines", "run"]
 
 # (distribution, the extra of fusedmoe that brings it); None: it comes with fusedmoe or torch, where it has wheels
 PACKAGES: tuple[tuple[str, str | None], ...] = (
@@ -149,17 +149,13 @@ def kernel_lines(gpus: Sequence[Gpu]) -> tuple[Kernel, ...]:
     return (cpu, *torchs, *rules)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run ``fusedmoe doctor``: print the report, as text or with ``--json`` as JSON."""
-    parser = Parser(
-        prog="fusedmoe doctor",
-        description="Say what this machine has, which kernels are available, and why the others are not.",
-        allow_abbrev=False,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command to its parser."""
     parser.add_argument("--json", action="store_true", help="print JSON")
-    options, unknown = parser.parse_known_args(argv)
-    if unknown:
-        parser.refuse(unknown)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the report, as text or with ``--json`` as JSON."""
     report = doctor()
     print(json.dumps(dataclasses.asdict(report), indent=2) if options.json else report)
     return 0

@@ -1,14 +1,6 @@
-"""The command line.
+"""The ``fusedmoe`` command: it parses the arguments and calls the module of the subcommand.
 
-- ``fusedmoe demo`` trains a small model;
-- ``fusedmoe doctor`` says what this machine can run;
-- ``fusedmoe explain`` says what a model's experts would run on a GPU that need not be there;
-- ``fusedmoe bench`` times a layer of the user's sizes;
-- ``fusedmoe compile`` builds the kernels ahead of time;
-- ``fusedmoe tune`` measures which tiles are best for a model.
-
-Each subcommand imports what it needs when it is called. Exit status: 0 done, 1 something went wrong and the message
-says what to do, 2 wrong options, 130 Ctrl-C.
+Exit status: 0 success; 1 an error whose message names the remedy; 2 wrong options; 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -16,35 +8,89 @@ from __future__ import annotations
 import argparse
 import difflib
 import errno
+import importlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, NoReturn
+
+from fusedmoe.errors import InputError
+from fusedmoe.version import __version__
+
+
+class Command(NamedTuple):
+    """The texts of a subcommand.
+
+    The module ``fusedmoe.cli.<name>`` defines ``add_arguments(parser)`` and ``run(options)``, which returns the exit
+    status. ``options`` is an instance of the module's class ``<Name>Options`` if it has one, else the namespace.
+    """
+
+    help: str
+    description: str
+    interrupted: str = ""  # printed after a Ctrl-C
+
+
+COMMANDS = {
+    "doctor": Command(
+        "say what this machine has, which kernels it can run, and why not the others",
+        "Say what this machine has, which kernels are available, and why the others are not.",
+    ),
+    "demo": Command(
+        "train a byte-level MoE language model in about two minutes",
+        "Train a byte-level Mixture-of-Experts transformer on the reference text that every Python ships, "
+        "and compare it on held-out text with a byte-bigram model; or train one under each of several numeric recipes, "
+        "and compare those.",
+        "; checkpoints already written are intact",
+    ),
+    "compile": Command(
+        "build the kernels ahead of time; needs no GPU",
+        "Build every kernel that fusedmoe ships into the cache on disk, so that no training step waits for "
+        "one. Needs no GPU, but the kind of CPU and the package versions of the machine that will use them.",
+        "; the kernels built so far stay in the cache",
+    ),
+    "tune": Command(
+        "measure which tiles are best for a model on this GPU",
+        "Measure every configuration that the products of an expert MLP can have on this GPU, and keep the "
+        "fastest in the cache directory, where later processes find them. Compiles what is not compiled yet.",
+        "; the products measured so far are kept",
+    ),
+    "explain": Command(
+        "say what a model's experts would run on a GPU; needs no GPU",
+        "Plan the experts of a model for a GPU that need not be there, from the model's configuration: "
+        "which kernels run each step, forward and backward; what is kept for the backward pass; why a step is not "
+        "fused. Runs nothing and downloads nothing.",
+    ),
+    "bench": Command(
+        "time an MoE layer of your sizes against plain torch and other libraries that are installed",
+        "Measure one MoE layer, tokens to tokens with its router, forward and forward + backward: time, "
+        "spread and memory. Beside it, the same layer in plain torch, compiled where there is a GPU, and in SonicMoE "
+        "and QuACK where they are installed. Runs on a CPU too; choose small sizes there.",
+    ),
+}
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, and where to look."""
+    """A parser whose errors are one line that names the remedy."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}; `{self.prog} --help` lists the options\n")
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
-        """End with an error that names the unknown arguments, and what the first was probably meant to be."""
+        """End with an error that names the unknown arguments and the option nearest to the first."""
         message = f"unknown {'option' if unknown[0].startswith('-') else 'argument'} {' '.join(unknown)}"
         close = difflib.get_close_matches(unknown[0].partition("=")[0], self._option_string_actions, n=1)
         self.error(message + (f" (did you mean {close[0]}?)" if close else ""))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit status. Without ``argv``, the arguments of this process."""
+    """Run the command line and return the exit status. The default of ``argv`` is the arguments of this process."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         return _dispatch(arguments)
-    except KeyboardInterrupt:  # outside the training loop, which ends its step and saves first
-        print("fusedmoe: interrupted; checkpoints already written are intact", file=sys.stderr)
-        return 128 + signal.SIGINT
-    except BrokenPipeError:  # the reader of our output has gone, as in `fusedmoe demo | head`
+    except KeyboardInterrupt:  # before the subcommand runs, while it is imported
+        return _interrupted("fusedmoe")
+    except BrokenPipeError:  # the reader of the output has exited, as in `fusedmoe demo | head`
         _silence_output()
         return 1
     except OSError as error:
@@ -55,163 +101,50 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
+def _interrupted(program: str, note: str = "") -> int:
+    print(f"{program}: interrupted{note}", file=sys.stderr)
+    return 128 + signal.SIGINT
+
+
 def _silence_output() -> None:
-    """Send what is still unwritten nowhere: the interpreter flushes it once more at exit, and would fail again."""
+    """Discard the unwritten output: the interpreter flushes it again at exit, which would fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _dispatch(arguments: list[str]) -> int:
-    if arguments[:1] == ["doctor"]:
-        from fusedmoe.cli import doctor
-
-        return doctor.main(arguments[1:])
     parser = Parser(
         prog="fusedmoe",
         description="Fused kernels for training Mixture-of-Experts models.",
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"fusedmoe {_version()}")
+    parser.add_argument("--version", action="version", version=f"fusedmoe {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    commands.add_parser("doctor", help="say what this machine has, which kernels it can run, and why not the others")
-    demo = commands.add_parser(
-        "demo",
-        help="train a byte-level MoE language model in about two minutes",
-        description="Train a byte-level Mixture-of-Experts transformer on the reference text that every Python ships, "
-        "and compare it on held-out text with a byte-bigram model; or train one under each of several numeric recipes, "
-        "and compare those.",
-        allow_abbrev=False,
-    )
-    compile_ = commands.add_parser(
-        "compile",
-        help="build the kernels ahead of time; needs no GPU",
-        description="Build every kernel that fusedmoe ships into the cache on disk, so that no training step waits for "
-        "one. Needs no GPU, but the kind of CPU and the package versions of the machine that will use them.",
-        allow_abbrev=False,
-    )
-    tune = commands.add_parser(
-        "tune",
-        help="measure which tiles are best for a model on this GPU",
-        description="Measure every configuration that the products of an expert MLP can have on this GPU, and keep the "
-        "fastest in the cache directory, where later processes find them. Compiles what is not compiled yet.",
-        allow_abbrev=False,
-    )
-    explain = commands.add_parser(
-        "explain",
-        help="say what a model's experts would run on a GPU; needs no GPU",
-        description="Plan the experts of a model for a GPU that need not be there, from the model's configuration: "
-        "which kernels run each step, forward and backward; what is kept for the backward pass; why a step is not "
-        "fused. Runs nothing and downloads nothing.",
-        allow_abbrev=False,
-    )
-    bench = commands.add_parser(
-        "bench",
-        help="time an MoE layer of your sizes against plain torch and other libraries that are installed",
-        description="Measure one MoE layer, tokens to tokens with its router, forward and forward + backward: time, "
-        "spread and memory. Beside it, the same layer in plain torch, compiled where there is a GPU, and in SonicMoE "
-        "and QuACK where they are installed. Runs on a CPU too; choose small sizes there.",
-        allow_abbrev=False,
-    )
-    if arguments[:1] == ["demo"]:
-        return _demo(demo, arguments[1:])
-    if arguments[:1] == ["bench"]:
-        return _bench(bench, arguments[1:])
-    if arguments[:1] == ["explain"]:
-        return _explain(explain, arguments[1:])
-    if arguments[:1] == ["compile"]:
-        return _compile(compile_, arguments[1:])
-    if arguments[:1] == ["tune"]:
-        return _tune(tune, arguments[1:])
+    parsers: dict[str, Parser] = {
+        name: commands.add_parser(name, help=command.help, description=command.description, allow_abbrev=False)
+        for name, command in COMMANDS.items()
+    }
+    if arguments and arguments[0] in parsers:
+        return _run(arguments[0], parsers[arguments[0]], arguments[1:])
     if arguments and not arguments[0].startswith("-"):
-        close = difflib.get_close_matches(arguments[0], commands.choices, n=1)
-        hint = f" (did you mean {close[0]}?)" if close else f": expected one of {', '.join(commands.choices)}"
+        close = difflib.get_close_matches(arguments[0], COMMANDS, n=1)
+        hint = f" (did you mean {close[0]}?)" if close else f": expected one of {', '.join(COMMANDS)}"
         parser.error(f"unknown command {arguments[0]}{hint}")
     _, unknown = parser.parse_known_args(arguments)  # ends here with --help, --version, or an error
     return parser.refuse(unknown or arguments)
 
 
-def _demo(parser: Parser, arguments: list[str]) -> int:
-    from fusedmoe.demo import options
-    from fusedmoe.demo.errors import DemoError
-
-    options.add_arguments(parser)
+def _run(name: str, parser: Parser, arguments: list[str]) -> int:
+    """Parse the arguments of a subcommand and run it."""
+    module = importlib.import_module(f"fusedmoe.cli.{name}")  # for cost: of one subcommand alone
+    module.add_arguments(parser)
     namespace, unknown = parser.parse_known_args(arguments)
     if unknown:
         parser.refuse(unknown)
+    make_options = getattr(module, f"{name.capitalize()}Options", argparse.Namespace)
     try:
-        given, call = options.split_namespace(namespace)
-
-        if call.compare is not None:
-            from fusedmoe.demo.compare import compare
-
-            return compare(given, call)
-        from fusedmoe.demo.run import run
-
-        return run(given, call)
-    except DemoError as error:
-        sys.stdout.flush()
-        print(f"{parser.prog}: error: {error}", file=sys.stderr)
-        return error.exit_code
-
-
-def _compile(parser: Parser, arguments: list[str]) -> int:
-    from fusedmoe.cli import compile as command
-
-    return _run(parser, arguments, command, command.CompileOptions, "; the kernels built so far stay in the cache")
-
-
-def _tune(parser: Parser, arguments: list[str]) -> int:
-    from fusedmoe.cli import tune as command
-
-    return _run(parser, arguments, command, command.TuneOptions, "; the products measured so far are kept")
-
-
-def _bench(parser: Parser, arguments: list[str]) -> int:
-    from fusedmoe.cli import bench as command
-
-    return _run(parser, arguments, command, command.BenchOptions)
-
-
-def _explain(parser: Parser, arguments: list[str]) -> int:
-    from fusedmoe.cli import explain as command
-
-    return _run(parser, arguments, command, command.ExplainOptions)
-
-
-class _Command(Protocol):
-    """The module of a subcommand."""
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
-
-    def run(self, options: Any) -> int: ...
-
-
-def _run(
-    parser: Parser, arguments: list[str], command: _Command, options: Callable[..., Any], interrupted: str = ""
-) -> int:
-    """Parse the arguments into the options of a subcommand and run it; ``interrupted`` is said after a Ctrl-C."""
-    from fusedmoe.errors import InputError
-
-    command.add_arguments(parser)
-    namespace, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        parser.refuse(unknown)
-    try:
-        return command.run(options(**vars(namespace)))
+        status: int = module.run(make_options(**vars(namespace)))
     except InputError as error:
         parser.error(str(error))
     except KeyboardInterrupt:
-        print(f"{parser.prog}: interrupted{interrupted}", file=sys.stderr)
-        return 128 + signal.SIGINT
-
-
-def _version() -> str:
-    from importlib import metadata
-
-    try:
-        return metadata.version("fusedmoe")
-    except metadata.PackageNotFoundError:
-        return "(not installed)"
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        return _interrupted(parser.prog, COMMANDS[name].interrupted)
+    return status

@@ -12,7 +12,8 @@ import torch
 
 import fusedmoe
 from fusedmoe.cli import doctor as module
-from fusedmoe.cli.doctor import Fact, Gpu, Kernel, Report, main
+from fusedmoe.cli.doctor import Fact, Gpu, Kernel, Report
+from fusedmoe.cli.main import main
 
 HOPPER = Gpu(index=0, name="NVIDIA H100 80GB HBM3", arch="sm_90", memory_gib=79.6, sms=132)
 
@@ -182,7 +183,7 @@ def test_text_is_aligned_and_has_no_trailing_blanks():
 
 
 def test_main_prints_the_text(capsys):
-    assert main([]) == 0
+    assert main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert out == f"{module.doctor()}\n"
     assert torch.__version__ in out
@@ -190,7 +191,7 @@ def test_main_prints_the_text(capsys):
 
 def test_main_prints_json(capsys, machine):
     machine((9, 0))
-    assert main(["--json"]) == 0
+    assert main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["gpus"][0]["arch"] == "sm_90"
     assert {"name": "torch", "value": torch.__version__} in report["software"]
@@ -199,14 +200,14 @@ def test_main_prints_json(capsys, machine):
 
 def test_unknown_option_is_refused(capsys):
     with pytest.raises(SystemExit) as exit_:
-        main(["--yaml"])
+        main(["doctor", "--yaml"])
     assert exit_.value.code == 2
     assert "--yaml" in capsys.readouterr().err
 
 
 def test_it_imports_no_cute_dsl():
     code = (
-        "import sys; from fusedmoe.cli.doctor import main; main([]); "
+        "import sys; from fusedmoe.cli.main import main; main(['doctor']); "
         "sys.exit(any(name in sys.modules for name in ('cutlass', 'tvm_ffi')))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0

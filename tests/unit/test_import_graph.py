@@ -1,0 +1,192 @@
+"""The imports of the package: no circle, the layers of docs/architecture.md, and a reason beside each late import."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import fusedmoe
+
+PACKAGE = Path(fusedmoe.__file__).parent
+PAGE = PACKAGE.parent / "docs" / "architecture.md"
+ENGINE = "fusedmoe.fusion"
+# what the engine may import of packages that hold more: the base classes of ops, and what a caller asks of kernels
+ENGINE_MAY_IMPORT = ("fusedmoe.ops.op", "fusedmoe.kernels.options")
+ENGINE_MUST_NOT_IMPORT = ("fusedmoe.ops", "fusedmoe.kernels", "fusedmoe.builtin_rules")
+
+# ---- violations that are still to be removed ----------------------------------------------------------------------
+
+UPWARD = {
+    "fusedmoe.explain_model -> fusedmoe.integrations.transformers",
+    "fusedmoe.fusion.offsets -> fusedmoe.builtin_rules.sm90.backend",
+    "fusedmoe.fusion.registry -> fusedmoe.builtin_rules",
+    "fusedmoe.ops.op -> fusedmoe.chain",
+    "fusedmoe.ops.op -> fusedmoe.torch_compile",
+    "fusedmoe.ops.op -> fusedmoe.torch_export",
+    "fusedmoe.recipes -> fusedmoe.ops.op",
+    "fusedmoe.recipes.recipe -> fusedmoe.ops.op",
+    "fusedmoe.recipes.recipe -> fusedmoe.ops.quantize",
+    "fusedmoe.torch_compile -> fusedmoe.sequential",
+}
+CIRCLES = {"fusedmoe.recipes.recipe -> fusedmoe.recipes.transformer_engine"}
+WITHOUT_REASON = {
+    "fusedmoe.builtin_rules.sm90.backend",
+    "fusedmoe.cli.compile",
+    "fusedmoe.cli.explain",
+    "fusedmoe.explain_model",
+    "fusedmoe.fusion.registry",
+    "fusedmoe.kernels.sm90.functions",
+    "fusedmoe.kernels.sm90.row_functions",
+    "fusedmoe.kernels.sm90.slot_functions",
+    "fusedmoe.ops.op",
+    "fusedmoe.recipes.recipe",
+    "fusedmoe.sequential",
+    "fusedmoe.torch_compile",
+}
+OF_ENGINE = {
+    "fusedmoe.fusion.differentiable -> fusedmoe.ops.quantize",
+    "fusedmoe.fusion.differentiable -> fusedmoe.ops.random_state",
+    "fusedmoe.fusion.executable -> fusedmoe.ops.quantize",
+    "fusedmoe.fusion.forms -> fusedmoe.ops.quantize",
+    "fusedmoe.fusion.graph -> fusedmoe.kernels.torch.rows",
+    "fusedmoe.fusion.graph -> fusedmoe.ops.derived",
+    "fusedmoe.fusion.graph -> fusedmoe.ops.quantize",
+    "fusedmoe.fusion.graph -> fusedmoe.ops.random_state",
+    "fusedmoe.fusion.offsets -> fusedmoe.builtin_rules.sm90.backend",
+    "fusedmoe.fusion.offsets -> fusedmoe.ops.derived",
+    "fusedmoe.fusion.registry -> fusedmoe.builtin_rules",
+}
+NAMING_AN_ARCHITECTURE = {"fusedmoe.fusion.offsets", "fusedmoe.fusion.plan", "fusedmoe.fusion.rule"}
+
+# ---- the graph ----------------------------------------------------------------------------------------------------
+
+
+class Import(NamedTuple):
+    importer: str
+    imported: str
+    line: int
+    in_function: bool
+
+    def __str__(self) -> str:
+        return f"{self.importer} -> {self.imported}"
+
+
+def name_of(path: Path) -> str:
+    parts = ("fusedmoe", *path.relative_to(PACKAGE).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {name_of(path): path for path in PACKAGE.rglob("*.py")}
+SOURCES = {name: path.read_text("utf-8") for name, path in MODULES.items()}
+
+
+def imports_of(module: str) -> Iterator[Import]:
+    """The imports of modules of this package, except those for a type checker."""
+
+    def visit(node: ast.AST, in_function: bool) -> Iterator[Import]:
+        found: list[str] = []
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            children: list[ast.AST] = list(node.orelse)
+        else:
+            children = list(ast.iter_child_nodes(node))
+        if isinstance(node, ast.Import):
+            found = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{module}:{node.lineno}: a relative import"
+            of_package = [f"{node.module}.{alias.name}" for alias in node.names]
+            found = [name if name in MODULES else str(node.module) for name in of_package]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            pattern = "".join(
+                re.escape(ast.literal_eval(part)) if isinstance(part, ast.Constant) else r"\w+"
+                for part in (node.args[0].values if isinstance(node.args[0], ast.JoinedStr) else node.args[:1])
+            )
+            found = [name for name in MODULES if re.fullmatch(pattern, name) and name != module]
+        for name in dict.fromkeys(found):
+            if name in MODULES:
+                yield Import(module, name, node.lineno, in_function)
+        inside = in_function or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for child in children:
+            yield from visit(child, inside)
+
+    return visit(ast.parse(SOURCES[module]), in_function=False)
+
+
+IMPORTS = [found for module in sorted(MODULES) for found in imports_of(module)]
+
+
+def layers() -> dict[str, int]:
+    """Each name of the page's list with its layer, 0 being the top."""
+    text = PAGE.read_text("utf-8").partition("```text\nlayers, from top to bottom\n")[2].partition("```")[0]
+    return {name: number for number, line in enumerate(text.splitlines()) for name in line.split()}
+
+
+def layer_name(module: str) -> str:
+    return module.split(".")[1] if "." in module else "__init__"
+
+
+# ---- the tests ----------------------------------------------------------------------------------------------------
+
+
+def test_the_walk_finds_imports_of_every_kind():
+    found = {str(i): i.in_function for i in IMPORTS}
+    assert found["fusedmoe -> fusedmoe.moe"] is False
+    assert found["fusedmoe.chain -> fusedmoe.settings"] is False  # from fusedmoe import settings
+    assert found["fusedmoe.cli.main -> fusedmoe.cli.tune"] is True  # by name
+    assert found["fusedmoe.kernels.sm90.row_functions -> fusedmoe.kernels.sm90.rows"] is True
+    assert "fusedmoe.chain -> fusedmoe.fusion.plan" not in found  # for a type checker
+
+
+def test_every_module_has_a_layer():
+    assert {layer_name(module) for module in MODULES} == set(layers())
+
+
+def test_imports_go_down_the_layers():
+    layer = layers()
+    upward = {str(i) for i in IMPORTS if layer[layer_name(i.importer)] > layer[layer_name(i.imported)]}
+    assert upward - UPWARD == set()
+
+
+def test_no_imports_form_a_circle():
+    left: dict[str, set[str]] = {module: set() for module in MODULES}
+    for i in IMPORTS:
+        if str(i) not in UPWARD | CIRCLES:
+            left[i.importer].add(i.imported)
+    while free := [module for module, imported in left.items() if not imported & left.keys()]:
+        for module in free:
+            del left[module]
+    assert {module: sorted(imported & left.keys()) for module, imported in left.items()} == {}
+
+
+def test_an_import_inside_a_function_has_its_reason_beside_it():
+    """A comment on its line, on the line before it, or on another import of the same lines."""
+    without = set()
+    for i in IMPORTS:
+        if not i.in_function:
+            continue
+        lines, n = SOURCES[i.importer].splitlines(), i.line - 1
+        while re.match(r"\s+(from|import) ", lines[n - 1]) and "#" not in lines[n]:
+            n -= 1
+        if "#" not in lines[n] and not lines[n - 1].lstrip().startswith("#"):
+            without.add(i.importer)
+    assert without - WITHOUT_REASON == set()
+
+
+def of(module: str, packages: tuple[str, ...]) -> bool:
+    return any(module == package or module.startswith(f"{package}.") for package in packages)
+
+
+def test_the_engine_imports_no_op_no_kernel_and_no_rule():
+    found = {
+        str(i)
+        for i in IMPORTS
+        if of(i.importer, (ENGINE,)) and of(i.imported, ENGINE_MUST_NOT_IMPORT) and i.imported not in ENGINE_MAY_IMPORT
+    }
+    assert found - OF_ENGINE == set()
+
+
+def test_the_engine_names_no_architecture():
+    named = {m for m in MODULES if of(m, (ENGINE,)) and re.search(r"sm_?90|hopper", SOURCES[m], re.IGNORECASE)}
+    assert named - NAMING_AN_ARCHITECTURE == set()
