@@ -57,6 +57,7 @@ OF_ENGINE = {
     "fusedmoe.fusion.graph -> fusedmoe.ops.random_state",
     "fusedmoe.fusion.offsets -> fusedmoe.builtin_rules.sm90.backend",
     "fusedmoe.fusion.offsets -> fusedmoe.ops.derived",
+    "fusedmoe.fusion.offsets -> fusedmoe.kernels.sm90.functions",
     "fusedmoe.fusion.registry -> fusedmoe.builtin_rules",
 }
 NAMING_AN_ARCHITECTURE = {"fusedmoe.fusion.offsets", "fusedmoe.fusion.plan", "fusedmoe.fusion.rule"}
