@@ -1,10 +1,11 @@
-"""Rows by expert out of tokens and a routing, and back. Nothing here reads the host or has a shape that depends on
-contents.
+"""`Dispatch` sorts tokens into rows by expert, `Combine` sums the rows per token.
 
-Axes: T tokens, K chosen experts a token, R = T*K rows, E experts, H features.
+Neither reads a tensor on the host, and no shape depends on the contents of a tensor.
 
-A routing slot (t, k) whose expert id lies outside [0, E) is a sentinel: it is skipped. So a token may choose fewer than
-K experts. The rows of sentinels lie behind those of every expert.
+Axes: T tokens, K chosen experts per token, R = T*K rows, E experts, H features.
+
+A routing slot (t, k) whose expert id is outside [0, E) is a sentinel and is skipped, so that a token may choose fewer
+than K experts. The rows of sentinels come after the rows of all experts.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def _sum_in_fp32(x: Tensor, dim: int) -> Tensor:
 
 
 class Dispatch(Op):
-    """``rows[r] = x[token of r]``, sorted by expert: one row for each of a token's chosen experts.
+    """``rows[r] = x[token of r]``, sorted by expert: one row per chosen expert of each token.
 
     Parameters
     ----------
@@ -47,13 +48,12 @@ class Dispatch(Op):
     Called with ``x`` (T, H), ``expert_index`` (T, K) integers and ``expert_weight`` (T, K) floats. Returns rows (T*K,
     H) and provides
 
-    - ``splits`` (E,) int64: rows an expert;
-    - ``probs`` (T*K,): each row's ``expert_weight``, zero behind the last expert's rows;
+    - ``splits`` (E,) int64: rows per expert;
+    - ``probs`` (T*K,): the ``expert_weight`` of each row, zero after the last expert's rows;
     - ``row_of_slot`` (T, K) int64: the row of slot (t, k), T*K for a sentinel;
     - ``slot_of_row`` (T*K,) int64: the slot ``t * K + k`` of each row.
 
-    The rows of one expert keep the order of their tokens. The gradient of ``x`` sums a token's rows in fp32, in the
-    order of its slots.
+    The rows of an expert are in token order. The gradient of ``x`` sums a token's rows in fp32, in slot order.
     """
 
     runtime_inputs = ("expert_index", "expert_weight")
@@ -71,11 +71,11 @@ class Dispatch(Op):
             return self
         for op in following:
             if isinstance(groups := getattr(op, "num_groups", None), int):
-                placed = copy.copy(self)  # with its hooks
+                placed = copy.copy(self)  # keeps the hooks
                 placed.num_experts = groups
                 return placed
         raise InputError(
-            "Dispatch(): num_experts is None, and no grouped op follows to take it from; give Dispatch(num_experts=...)"
+            "Dispatch(): num_experts is None, and no grouped op follows that gives it: pass Dispatch(num_experts=...)"
         )
 
     def infer(self, x: SpecLike, expert_index: SpecLike, expert_weight: SpecLike) -> tuple[TensorSpec, ...]:
@@ -141,24 +141,23 @@ class DispatchWeightGrad(BackwardOp):
 
 
 class Combine(Op):
-    """``y[t] = sum over k of w[row] * rows[row]``, ``row = row_of_slot[t, k]``: the inverse of `Dispatch`, weighted,
-    summed in fp32.
+    """``y[t] = sum over k of w[row] * rows[row]``, ``row = row_of_slot[t, k]``, in fp32: the inverse of `Dispatch`.
 
     Parameters
     ----------
     weights
-        The runtime input (R,) to weight rows by; None where a `Scale` has applied it before. It cannot be changed
-        later.
+        Name of the runtime input w (R,), the weights of the rows. None for w = 1: a `Scale` before may apply them. It
+        cannot be changed later.
 
     Notes
     -----
-    Called with rows (R, H) and what `Dispatch` provides: ``row_of_slot`` (T, K), ``slot_of_row`` (R,) and, unless
-    ``weights`` is None, ``probs`` (R,). Returns (T, H) in the dtype of the rows; a token all of whose slots are
+    Called with rows (R, H) and the values that `Dispatch` provides: ``row_of_slot`` (T, K), ``slot_of_row`` (R,) and,
+    unless ``weights`` is None, ``probs`` (R,). Returns (T, H) in the dtype of the rows. A token whose slots are all
     sentinels gets zeros.
     """
 
     changes_rows = True
-    zeroes_tail = True  # there are no rows any more
+    zeroes_tail = True  # the output has tokens, no rows
     launches = 7
     _checks: ClassVar[Mapping[str, Check]] = {"weights": INPUT_NAME.or_none()}
     _fixed = ("weights",)
@@ -203,7 +202,7 @@ class Combine(Op):
 
 
 def _token_rows(grad_output: Tensor, row_of_slot: Tensor, slot_of_row: Tensor) -> tuple[Tensor, Tensor]:
-    """``dy[token of r]`` for every row, and the mask of the rows behind the last expert's."""
+    """``dy[token of r]`` for every row, and the mask of the rows after the last expert's."""
     rows = slot_of_row.shape[0]
     if rows == 0:
         return grad_output.new_empty(0, grad_output.shape[1]), slot_of_row.new_empty(0, dtype=torch.bool)
@@ -212,7 +211,7 @@ def _token_rows(grad_output: Tensor, row_of_slot: Tensor, slot_of_row: Tensor) -
 
 
 class DCombine(BackwardOp):
-    """``drows[r] = w[r] * dy[token of r]``; zeros in rows that belong to no expert."""
+    """``drows[r] = w[r] * dy[token of r]``; zeros for rows without an expert."""
 
     zeroes_tail = True
     launches = 9
@@ -233,7 +232,7 @@ class DCombine(BackwardOp):
 
 
 class CombineWeightGrad(BackwardOp):
-    """``dw[r] = sum over features of rows[r] * dy[token of r]``; zeros for rows that belong to no expert."""
+    """``dw[r] = sum over features of rows[r] * dy[token of r]``; zeros for rows without an expert."""
 
     zeroes_tail = True
     launches = 9

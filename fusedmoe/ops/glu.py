@@ -1,11 +1,12 @@
-"""Gated linear units, and their derivative. Source of the formulas: Shazeer, "GLU Variants Improve Transformer"; the
-clamp, alpha and offset are those of GPT-OSS, which are also DeepSeek-V4's with other values.
+"""Gated linear units and their derivative.
 
 With g the gate half and u the up half of a row, ``gc = min(g, limit)``, ``uc = clamp(u, -limit, limit)``::
 
     y = phi(gc) * (uc + offset)
 
 Axes: I intermediate features; rows are (..., 2 I), their halves (..., I).
+
+Sources: Shazeer, "GLU Variants Improve Transformer"; GPT-OSS and DeepSeek-V4 for the clamp, alpha and offset.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _threshold_backward = torch.ops.aten.threshold_backward.default
 
 
 class GLU(Op):
-    """The family: a subclass gives the gate's nonlinearity `phi` and its derivative, both of ``alpha``."""
+    """Base class: a subclass defines the gate's nonlinearity `phi` and its derivative `dphi`, with slope ``alpha``."""
 
     launches = 5
     _checks: ClassVar[Mapping[str, Check]] = {
@@ -48,7 +49,7 @@ class GLU(Op):
         super().__init_subclass__(**kwargs)
         other = any(defined_before(cls, name, "backward_ops") for name in ("halves", "clamped"))
         if other or (defined_before(cls, "phi", "dphi") and defined_before(cls, "phi", "backward_ops")):
-            cls.backward_ops = Op.backward_ops  # type: ignore[method-assign]  # the derivative is of another function
+            cls.backward_ops = Op.backward_ops  # type: ignore[method-assign]  # the inherited one has another derivative
 
     def __init__(
         self, limit: float | None = None, alpha: float = 1.0, offset: float = 0.0, interleaved: bool = False
@@ -65,7 +66,7 @@ class GLU(Op):
         raise NotImplementedError(f"{type(self).__name__} defines no dphi()")
 
     def halves(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Gate and up, (..., I) each, in at least fp32."""
+        """Return gate and up, (..., I) each, in fp32 or fp64."""
         x = exact(x)
         if self.interleaved:
             return x[..., ::2], x[..., 1::2]
@@ -73,7 +74,7 @@ class GLU(Op):
         return gate, up
 
     def clamped(self, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-        """``min(gate, limit)`` and ``clamp(up, -limit, limit)``."""
+        """Return ``min(gate, limit)`` and ``clamp(up, -limit, limit)``."""
         if self.limit is None:
             return gate, up
         return gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
@@ -100,8 +101,8 @@ class GLU(Op):
 class DGLU(BackwardOp):
     """``dg = dy * (uc + offset) * phi'(gc) * [g <= limit]``, ``du = dy * phi(gc) * [-limit <= u <= limit]``.
 
-    The bounds are inclusive: a bf16 preactivation hits 7.0 exactly, and torch's own clamp has changed sides between
-    versions.
+    The bounds are inclusive. A bf16 preactivation can equal 7.0, and the derivative of torch's clamp there differs
+    between versions.
     """
 
     launches = 8
@@ -115,7 +116,7 @@ class DGLU(BackwardOp):
         grad_gate = op.dphi(gate_c, dy * (up_c + op.offset if op.offset else up_c))
         grad_up = dy * op.phi(gate_c)
         if op.limit is not None:
-            # a NaN counts as inside, so that the mask does not turn it into a healthy zero
+            # a NaN counts as inside the bounds, so that it propagates
             grad_gate = torch.where(gate > op.limit, 0, grad_gate)
             grad_up = torch.where(up.abs() > op.limit, 0, grad_up)
         if op.interleaved:
@@ -131,26 +132,28 @@ class SwiGLU(GLU):
     Parameters
     ----------
     limit
-        Bound of gate and up; None for none.
+        Bound of gate and up; None disables the clamp.
     alpha
         Slope of the sigmoid.
     offset
         Added to up.
     interleaved
-        Gate and up are the even and odd features of a row, rather than its first and second half (``[gate | up]``).
+        Gate and up are the even and odd features of a row, instead of its first and second half (``[gate | up]``).
 
     Notes
     -----
-    Rows are (..., 2 I), the result (..., I) in the same dtype; the arithmetic is fp32 (fp64 for fp64). GPT-OSS is
-    ``SwiGLU(limit=7.0, alpha=1.702, offset=1.0, interleaved=True)``, DeepSeek-V4 ``SwiGLU(limit=10.0)``, Transformer
-    Engine's ScaledClampedQGeGLU ``SwiGLU(limit, alpha, offset)`` and a `Scale`.
+    Rows are (..., 2 I), the result (..., I) in the same dtype; the arithmetic is fp32 (fp64 for fp64). Known variants:
+
+    - GPT-OSS: ``SwiGLU(limit=7.0, alpha=1.702, offset=1.0, interleaved=True)``;
+    - DeepSeek-V4: ``SwiGLU(limit=10.0)``;
+    - Transformer Engine's ScaledClampedQGeGLU: ``SwiGLU(limit, alpha, offset)`` and a `Scale`.
     """
 
     def phi(self, g: Tensor) -> Tensor:
         return F.silu(g) if self.alpha == 1 else g * torch.sigmoid(self.alpha * g)
 
     def dphi(self, g: Tensor, grad: Tensor) -> Tensor:
-        if self.alpha == 1 and not torch.is_grad_enabled():  # torch has no derivative of it
+        if self.alpha == 1 and not torch.is_grad_enabled():  # torch cannot differentiate _silu_backward
             return _silu_backward(grad, g)  # type: ignore[no-any-return]
         s = torch.sigmoid(self.alpha * g)
         return grad * s * (1 + self.alpha * g * (1 - s))
@@ -215,5 +218,5 @@ class DReGLU(DGLU):
     """The derivative of `ReGLU`; see `DGLU`."""
 
 
-# one derivative class a forward class, so that a rule can name just the ones that it computes
+# one derivative class per forward class, so that a rule can match only the ones that it supports
 _DERIVATIVES: dict[type[GLU], type[DGLU]] = {SwiGLU: DSwiGLU, GeGLU: DGeGLU, ReGLU: DReGLU}

@@ -1,4 +1,4 @@
-"""Linear layers over rows sorted by expert.
+"""Linear layers: grouped by expert, and dense.
 
 Axes: R rows, E experts (groups), K features in, N features out.
 """
@@ -64,7 +64,7 @@ class Wgrad(BackwardOp):
 
 
 class WgradIntoMainGrad(Wgrad):
-    """``main_grad[e] += dW[e]``: `Wgrad`, added to the weight's ``main_grad`` instead of given to autograd."""
+    """``main_grad[e] += dW[e]``: `Wgrad`, accumulated in the weight's ``main_grad`` instead of ``weight.grad``."""
 
     may_give_none = True
     launches = 2
@@ -74,11 +74,11 @@ class WgradIntoMainGrad(Wgrad):
         return self.added()
 
     def main_grad(self) -> Tensor:
-        """Return what to add the gradient to. Raises `InputError` where there is none, or none that fits."""
+        """Return the weight's ``main_grad``; raise `InputError` if it is missing or does not fit."""
         return main_grad_of(self.op)
 
     def added(self) -> Tensor | None:
-        """Say that the gradient is added; return what autograd is to get."""
+        """Mark the gradient as added; return the placeholder for autograd."""
         return grad_instead(self.op)
 
 
@@ -98,12 +98,12 @@ class BiasGrad(BackwardOp):
         return False
 
 
-# The dense layer's backward steps are classes of their own: a rule for grouped products does not stand on them.
-# Those that sum over rows leave out the rows that belong to no expert, where there are experts further on.
+# The dense layer has separate backward classes, so that rules for grouped products do not match them. If the chain has
+# offsets, sums over rows leave out the rows without an expert.
 
 
 def _without_tail(rows: Operand, offsets: Tensor | None) -> Operand:
-    """Return the rows with zeros in those that belong to no expert; quantized ones have them."""
+    """Return the rows with zeros in those without an expert; quantized rows already have zeros there."""
     if offsets is None or isinstance(rows, QuantizedTensor):
         return rows
     tail = tail_mask(offsets, rows.shape[0])
@@ -124,7 +124,7 @@ class LinearDgrad(BackwardOp):
 
 
 class LinearWgrad(BackwardOp):
-    """``dW = dy.T @ x``, over the rows that belong to an expert where they are sorted so."""
+    """``dW = dy.T @ x``; with offsets, over the rows that belong to an expert."""
 
     needs = ("grad_output", "input", "offsets")
     gives = ("grad_weight",)
@@ -139,7 +139,7 @@ class LinearWgrad(BackwardOp):
 
 
 class LinearWgradIntoMainGrad(LinearWgrad):
-    """``main_grad += dW``: `LinearWgrad`, added to the weight's ``main_grad`` instead of given to autograd."""
+    """``main_grad += dW``: `LinearWgrad`, accumulated in the weight's ``main_grad`` instead of ``weight.grad``."""
 
     may_give_none = True
     launches = 2
@@ -152,7 +152,7 @@ class LinearWgradIntoMainGrad(LinearWgrad):
 
 
 class LinearBiasGrad(BackwardOp):
-    """``db = sum of dy over the rows``, those that belong to an expert where they are sorted so; in fp32."""
+    """``db = sum of dy over the rows``, in fp32; with offsets, over the rows that belong to an expert."""
 
     needs = ("grad_output", "offsets")
     gives = ("grad_bias",)
@@ -164,15 +164,16 @@ class LinearBiasGrad(BackwardOp):
         return grouped_gemm.grouped_bias_grad(rows.flatten(0, -2), None)[0]
 
 
-def _draw(op: Op, in_features: int) -> None:
-    bound = 1 / math.sqrt(in_features)
-    for parameter in op.parameters(recurse=False):
-        nn.init.uniform_(parameter, -bound, bound)
-
-
 class _LinearOp(Op):
-    """A linear layer, which may have a recipe of its own."""
+    """The parts that grouped and dense linear layers share."""
 
+    parameter_names = ("weight", "bias")
+    contracts: ClassVar[Mapping[str, int]] = {"input": -1, "weight": -1}
+    bias: nn.Parameter | None
+    in_features: int
+    out_features: int
+    accumulate_into_main_grad: bool
+    recipe: object
     _checks: ClassVar[Mapping[str, Check]] = {
         "num_groups": POSITIVE_INTEGER,
         "in_features": POSITIVE_INTEGER,
@@ -188,6 +189,28 @@ class _LinearOp(Op):
             value = value if isinstance(value, str) else resolved  # Transformer Engine's cannot be hashed
         super().__setattr__(name, value)
 
+    def _make_parameters(
+        self, shape: tuple[int, ...], bias: bool, device: torch.device | str | None, dtype: torch.dtype | None
+    ) -> None:
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        empty_bias = torch.empty(shape[:-1], device=device, dtype=dtype) if bias else None
+        self.register_parameter("bias", None if empty_bias is None else nn.Parameter(empty_bias))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw new parameters, uniform within ``1 / sqrt(in_features)``."""
+        bound = 1 / math.sqrt(self.in_features)
+        for parameter in self.parameters(recurse=False):
+            nn.init.uniform_(parameter, -bound, bound)
+
+    def _extra_repr(self, sizes: tuple[str, ...], bias_default: bool) -> str:
+        parts = [f"{name}={getattr(self, name)}" for name in sizes]
+        if (bias := self.bias is not None) is not bias_default:
+            parts.append(f"bias={bias}")
+        if self.accumulate_into_main_grad:
+            parts.append("accumulate_into_main_grad=True")
+        return ", ".join(parts if self.recipe is None else [*parts, f"recipe={self.recipe!r}"])
+
 
 class GroupedLinear(_LinearOp):
     """``y[r] = x[r] @ weight[e].T + bias[e]`` for each row r of expert e.
@@ -199,37 +222,34 @@ class GroupedLinear(_LinearOp):
     in_features, out_features
         K and N.
     bias
-        Whether there is a bias.
+        Whether the layer has a bias.
     device, dtype
-        Of the parameters, as for `torch.nn.Linear`.
+        Device and dtype of the parameters, as for `torch.nn.Linear`.
     accumulate_into_main_grad
-        Add the weight's gradient to ``weight.main_grad``, as Megatron-LM and Transformer Engine have it: a tensor of
-        the weight's shape in fp32 (fp64 for fp64), which has to be there in the backward pass and is never allocated
-        here. ``weight.grad`` then means nothing: autograd gets None or, where the weight has an attribute
-        ``grad_added_to_main_grad``, an uninitialised tensor (zeros if ``weight.zero_out_wgrad``), and the attribute is
-        set to True. Every backward pass through the op adds, ``torch.autograd.grad`` of something else too. The bias
-        gets its gradient as ever.
+        Accumulate the weight's gradient in ``weight.main_grad``, as in Megatron-LM and Transformer Engine. The caller
+        allocates it before the backward pass: the weight's shape, fp32 (fp64 for fp64). Every backward pass through
+        the op adds to it, also one of ``torch.autograd.grad`` with respect to other tensors. ``weight.grad`` has no
+        meaning: it gets None, or a placeholder if the weight has an attribute ``grad_added_to_main_grad``, which is
+        then set to True. The placeholder is uninitialised, or zeros if ``weight.zero_out_wgrad``. The bias gets its
+        gradient as usual.
     recipe
-        The recipe of this layer, whatever holds around the call: what ``fm.recipe`` takes. ``"bf16"`` is none.
-        None leaves it to ``fm.recipe``. May be set as an attribute at any time.
+        The recipe of this layer, which takes precedence over ``fm.recipe`` and takes the same values. ``"bf16"``
+        disables quantization, None leaves it to ``fm.recipe``. The attribute can be set at any time.
 
     Attributes
     ----------
     weight : Parameter
-        (E, N, K), initialised as `torch.nn.Linear` does each expert: uniform within ``1 / sqrt(K)``.
+        (E, N, K), each expert initialised as in `torch.nn.Linear`: uniform within ``1 / sqrt(K)``.
     bias : Parameter or None
         (E, N).
 
     Notes
     -----
-    Called with rows ``x`` (R, K), sorted by expert, in the weight's dtype, and ``splits`` (E,), rows an expert:
-    integers on x's device. Rows past ``splits.sum()`` are not read and come out as zeros. Returns (R, N).
+    Called with rows ``x`` (R, K), sorted by expert, in the weight's dtype, and ``splits`` (E,), rows per expert:
+    integers on x's device. Returns (R, N). Rows after ``splits.sum()`` are not read; their results are zeros.
     """
 
-    parameter_names = ("weight", "bias")
-    bias: nn.Parameter | None
     runtime_inputs = ("offsets",)
-    contracts: ClassVar[Mapping[str, int]] = {"input": -1, "weight": -1}
     zeroes_tail = True
     launches = 4
 
@@ -250,15 +270,7 @@ class GroupedLinear(_LinearOp):
         check_factory(type(self).__name__, device, dtype)
         self.accumulate_into_main_grad, self.recipe = accumulate_into_main_grad, recipe
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
-        shape = (self.num_groups, self.out_features, self.in_features)
-        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-        empty_bias = torch.empty(shape[:-1], device=device, dtype=dtype) if bias else None
-        self.register_parameter("bias", None if empty_bias is None else nn.Parameter(empty_bias))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw new parameters, uniform within ``1 / sqrt(in_features)``."""
-        _draw(self, self.in_features)
+        self._make_parameters((self.num_groups, self.out_features, self.in_features), bias, device, dtype)
 
     def infer(self, x: SpecLike, weight: SpecLike, bias: SpecLike | None, offsets: SpecLike) -> TensorSpec:
         if len(x.shape) != 2 or x.shape[1] != self.in_features:
@@ -284,24 +296,18 @@ class GroupedLinear(_LinearOp):
         return products.path(operands[0], operands[1], device)
 
     def extra_repr(self) -> str:
-        text = f"num_groups={self.num_groups}, in_features={self.in_features}, out_features={self.out_features}"
-        text += ", bias=True" if self.bias is not None else ""
-        text += ", accumulate_into_main_grad=True" if self.accumulate_into_main_grad else ""
-        return text + ("" if self.recipe is None else f", recipe={self.recipe!r}")
+        return self._extra_repr(("num_groups", "in_features", "out_features"), bias_default=False)
 
 
 class Linear(_LinearOp):
-    """``y = x @ weight.T + bias``: one group, no splits; the dense MLP's layer.
+    """``y = x @ weight.T + bias``: the layer of a dense MLP, without groups and splits.
 
-    Parameters and attributes are those of `torch.nn.Linear`: ``weight`` (N, K), ``bias`` (N,); and
-    ``accumulate_into_main_grad`` and ``recipe``, see `GroupedLinear`. Called with ``x`` (..., K). Among rows sorted by
-    expert, those that belong to none count in no gradient of weight and bias.
+    Parameters and attributes are those of `torch.nn.Linear`, with ``weight`` (N, K) and ``bias`` (N,). For
+    ``accumulate_into_main_grad`` and ``recipe`` see `GroupedLinear`. Called with ``x`` (..., K). In a chain with
+    splits, rows without an expert do not contribute to the gradients of weight and bias.
     """
 
-    parameter_names = ("weight", "bias")
     optional_inputs = ("offsets",)  # for the backward steps
-    bias: nn.Parameter | None
-    contracts: ClassVar[Mapping[str, int]] = {"input": -1, "weight": -1}
 
     def __init__(
         self,
@@ -319,15 +325,7 @@ class Linear(_LinearOp):
         check_factory(type(self).__name__, device, dtype)
         self.accumulate_into_main_grad, self.recipe = accumulate_into_main_grad, recipe
         self.in_features, self.out_features = in_features, out_features
-        shape = (self.out_features, self.in_features)
-        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-        empty_bias = torch.empty(shape[:-1], device=device, dtype=dtype) if bias else None
-        self.register_parameter("bias", None if empty_bias is None else nn.Parameter(empty_bias))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw new parameters, uniform within ``1 / sqrt(in_features)``."""
-        _draw(self, self.in_features)
+        self._make_parameters((self.out_features, self.in_features), bias, device, dtype)
 
     def infer(
         self, x: SpecLike, weight: SpecLike, bias: SpecLike | None, offsets: SpecLike | None = None
@@ -351,10 +349,7 @@ class Linear(_LinearOp):
         return LinearBiasGrad(self), wgrad(self), LinearDgrad(self)
 
     def extra_repr(self) -> str:
-        text = f"in_features={self.in_features}, out_features={self.out_features}"
-        text += "" if self.bias is not None else ", bias=False"
-        text += ", accumulate_into_main_grad=True" if self.accumulate_into_main_grad else ""
-        return text + ("" if self.recipe is None else f", recipe={self.recipe!r}")
+        return self._extra_repr(("in_features", "out_features"), bias_default=True)
 
 
 def _check_parameters(

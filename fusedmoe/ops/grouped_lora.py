@@ -1,8 +1,8 @@
-"""The low-rank update of a grouped linear layer, as two ops around it; `fusedmoe.lora.GroupedLoRA` puts them there.
+"""The low-rank update of a grouped linear layer, as an op before it and an op after it.
 
-So the layer itself stays what rules, recipes and the planner know:
+`fusedmoe.lora.GroupedLoRA` inserts them. The layer itself is unchanged for rules, recipes and the planner::
 
-    LoRADown    h = x @ A.T, handed on beside x
+    LoRADown    h = x @ A.T; returns x and provides h
     the layer   y = x @ weight.T + bias
     LoRAUp      y + scale * h @ B.T
 
@@ -31,19 +31,19 @@ if TYPE_CHECKING:
 
 
 class LoRADown(Op):
-    """``h[r] = x[r] @ weight[e].T`` for each row r of expert e, which it provides as ``lora_rows``; the rows pass.
+    """``h[r] = x[r] @ weight[e].T`` for each row r of expert e, provided as ``lora_rows``; returns x unchanged.
 
     Parameters
     ----------
     num_groups, in_features, rank
         E, K and Q.
     device, dtype
-        Of the weight. The product is in the dtype of the rows, to which the weight is cast.
+        Device and dtype of the weight. The product casts it to the dtype of the rows.
 
     Attributes
     ----------
     weight : Parameter
-        (E, Q, K), initialised as peft initialises each expert's ``lora_A``: uniform within ``1 / sqrt(K)``.
+        (E, Q, K), initialised as peft initialises ``lora_A``: uniform within ``1 / sqrt(K)``.
     """
 
     parameter_names = ("weight",)
@@ -72,7 +72,7 @@ class LoRADown(Op):
 
     def reset_parameters(self) -> None:
         """Draw a new weight, uniform within ``1 / sqrt(in_features)``."""
-        # kaiming_uniform_ with a=sqrt(5) of each expert's (Q, K); asked of all three axes it takes Q * K for the fan-in
+        # kaiming_uniform_(a=sqrt(5)) of each expert's (Q, K); applied to (E, Q, K) it would use a fan-in of Q * K
         bound = 1 / math.sqrt(self.in_features)
         nn.init.uniform_(self.weight, -bound, bound)
 
@@ -96,7 +96,7 @@ class LoRADown(Op):
 
 
 class LoRADownDgrad(BackwardOp):
-    """``dx[r] = dy[r] + dh[r] @ weight[e]``, dy the gradient of the rows that passed."""
+    """``dx[r] = dy[r] + dh[r] @ weight[e]``, dy the gradient of the returned rows."""
 
     needs = ("grad_output", "grad_lora_rows", "weight", "offsets")
     launches = 5
@@ -120,21 +120,21 @@ class LoRADownWgrad(BackwardOp):
 
 
 class LoRAUp(Op):
-    """``y[r] + scale * h[r] @ weight[e].T`` for each row r of expert e, h the ``lora_rows`` of the `LoRADown` before.
+    """``y[r] + scale * h[r] @ weight[e].T`` for each row r of expert e, h the ``lora_rows`` of `LoRADown`.
 
     Parameters
     ----------
     num_groups, rank, out_features
         E, Q and N.
     scale
-        Factor on the product, which is added to y in one rounding.
+        Factor of the product. Scaling and addition round once.
     device, dtype
-        Of the weight. The product is in the dtype of the rows, to which the weight is cast.
+        Device and dtype of the weight. The product casts it to the dtype of the rows.
 
     Attributes
     ----------
     weight : Parameter
-        (E, N, Q), zeros at first.
+        (E, N, Q), initialised with zeros.
     """
 
     parameter_names = ("weight",)
@@ -180,7 +180,7 @@ class LoRAUp(Op):
 
     def compute(self, y: Tensor, weight: Tensor, lora_rows: Tensor, offsets: Tensor) -> Tensor:
         update = grouped_gemm.grouped_mm(lora_rows, weight.to(y.dtype), offsets)
-        into = None if torch.compiler.is_exporting() else update  # exported it is differentiated, which out= is not
+        into = None if torch.compiler.is_exporting() else update  # torch.export differentiates this; out= forbids it
         return torch.add(y, update, alpha=self.scale, out=into)
 
     def backward_ops(self) -> tuple[BackwardOp, ...]:
@@ -208,7 +208,7 @@ class LoRAUpWgrad(BackwardOp):
 
 
 class LoRAUpDgrad(BackwardOp):
-    """``dh[r] = scale * dy[r] @ weight[e]``; what is added to passes its gradient on as it is."""
+    """``dh[r] = scale * dy[r] @ weight[e]``; the gradient of the op's input is dy itself."""
 
     needs = ("grad_output", "weight", "offsets")
     gives = ("grad_lora_rows",)

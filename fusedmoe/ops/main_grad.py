@@ -1,9 +1,9 @@
-"""Weight gradients that are added to ``weight.main_grad``, the convention of Megatron-LM and Transformer Engine.
+"""Accumulation of weight gradients in ``weight.main_grad``, the convention of Megatron-LM and Transformer Engine.
 
 Megatron's data-parallel wrapper gives each parameter a ``main_grad``, a view of one flat buffer, and the attribute
 ``grad_added_to_main_grad``. Its hook on the parameter's gradient adds ``weight.grad`` to ``main_grad`` unless the
-attribute is True, drops ``weight.grad``, and starts the reduction. Autograd runs such a hook reliably, and on the main
-backward thread, only if a gradient arrives: hence the one that means nothing.
+attribute is True, drops ``weight.grad``, and starts the reduction. Autograd runs this hook reliably, and on the main
+backward thread, only if it gets a gradient. So the backward pass returns a placeholder.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ class _HasWeight(Protocol):
 
 
 def main_grad_of(op: _HasWeight) -> Tensor:
-    """Return the ``main_grad`` that the op's weight has now.
+    """Return the ``main_grad`` of the op's weight.
 
     Raises
     ------
     InputError
-        There is none, or its shape, dtype or device are not what they have to be.
+        It is no tensor, or has the wrong shape, dtype or device.
     """
     weight = op.weight
     main_grad = getattr(weight, "main_grad", None)
@@ -39,17 +39,17 @@ def main_grad_of(op: _HasWeight) -> Tensor:
     expected = tuple(weight.shape), torch.promote_types(weight.dtype, torch.float32), weight.device
     got = tuple(main_grad.shape), main_grad.dtype, main_grad.device
     if got != expected:
-        say = "shape {}, {}, on {}".format
-        raise InputError(f"{op!r}: weight.main_grad: expected {say(*expected)}, got {say(*got)}")
+        text = "shape {}, {}, on {}".format
+        raise InputError(f"{op!r}: weight.main_grad: expected {text(*expected)}, got {text(*got)}")
     return main_grad
 
 
 def grad_instead(op: _HasWeight) -> Tensor | None:
-    """Mark the weight's gradient as added, where the weight can be marked; return what autograd gets in its place."""
+    """Set ``grad_added_to_main_grad`` if the weight has it; return the placeholder that autograd gets, or None."""
     weight = op.weight
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True
-    # autograd takes a dense tensor of its own as .grad without a copy: no kernel runs for it
+    # autograd stores a fresh dense tensor in .grad without a copy, so no kernel runs
     make = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
     return make(weight.shape, dtype=weight.dtype, device=weight.device)

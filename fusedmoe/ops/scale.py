@@ -1,4 +1,4 @@
-"""Rows times a runtime value, and its two gradients."""
+"""`Scale` multiplies rows by a runtime input; its two gradients."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 
 
 class Scale(Op):
-    """``y[r] = x[r] * s[r]``, where s (R,) is the runtime input of the given name; it gets its gradient.
+    """``y[r] = x[r] * s[r]``, where s (R,) is the runtime input of the given name, which gets a gradient.
 
-    The arithmetic is fp32 (fp64 where either is fp64); the result is in x's dtype, the gradient of s in its own.
+    The arithmetic is fp32 (fp64 if x or s is fp64). The result has x's dtype, the gradient of s has that of s.
 
     Parameters
     ----------
     name
-        The runtime input to multiply by: ``Scale("probs")`` takes ``probs=``. It cannot be changed later.
+        Name of the runtime input: ``Scale("probs")`` takes ``probs=``. It cannot be changed later.
 
     Raises
     ------
     InputError
-        The name is no identifier, or stands for something else: ``"input"``, ``"weight"``, ``"splits"``, ...
+        The name is no identifier, or is reserved: ``"input"``, ``"weight"``, ``"splits"``, ...
     """
 
     launches = 3
@@ -43,7 +43,7 @@ class Scale(Op):
 
     @property
     def aliases(self) -> dict[str, str]:  # type: ignore[override]
-        """A rule calls the runtime input ``factor``, whatever the user calls it."""
+        """Rules refer to the runtime input as ``factor``, independent of its name."""
         return {"factor": self.name}
 
     def infer(self, x: SpecLike, scale: SpecLike) -> TensorSpec:

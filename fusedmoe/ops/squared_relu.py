@@ -1,4 +1,4 @@
-"""The squared ReLU, and its derivative. Source: So et al., "Primer"; Nemotron's activation."""
+"""The squared ReLU and its derivative. Source: So et al., "Primer"; the activation of Nemotron."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class SquaredReLU(Op):
-    """``y = max(x, 0)^2``, elementwise; the arithmetic is fp32 (fp64 for fp64), the result in x's dtype."""
+    """``y = max(x, 0)^2``, elementwise; the arithmetic is fp32 (fp64 for fp64), the result has x's dtype."""
 
     launches = 3
 

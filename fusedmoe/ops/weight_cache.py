@@ -1,26 +1,23 @@
-"""Weights are quantized once, and again when they have changed.
+"""The cache of quantized weights: a weight is quantized again only after it may have changed.
 
-What is kept stands beside the layer, for one quantizer at a time. It is used as long as nothing says that the weight is
-another:
+The cache is an attribute of the layer, and holds the results of one quantizer. It is valid while all of these hold:
 
-- the parameter is in the same memory, with the same count of in-place changes (``load_state_dict``,
-  ``torch.no_grad`` updates, fused and foreach optimizers);
-- no ``torch.optim`` optimizer has stepped since, not even one that writes through ``.data``, which torch does not
-  count;
-- no gradient that it has got since is gone: ``.grad`` was not set to None, nor to another tensor, and nothing except
-  the accumulation of gradients has changed it in place (its count of changes says so);
-- nobody has set the parameter on the module, as FSDP2 does when it unshards and reshards: that also frees what is
-  kept;
-- no process group of ``torch.distributed`` has run a collective since on the weight's device, and none was made or
-  destroyed: a collective may write to the weight, and torch does not count that;
-- the CUDA stream is the same one.
+- The parameter has the same memory and the same version counter. Torch increments the counter for in-place writes:
+  ``load_state_dict``, updates under ``torch.no_grad``, fused and foreach optimizers.
+- No ``torch.optim`` optimizer has stepped. This covers optimizers that write through ``.data``, which torch does not
+  count.
+- No gradient that the parameter has got since was removed, replaced, or changed in place except by accumulation.
+- The parameter was not set on the module. FSDP2 sets it when it unshards and reshards; that also frees the cache.
+- No process group of ``torch.distributed`` has run a collective on the weight's device, or was created or destroyed. A
+  collective may write to the weight, and torch does not count that.
+- The CUDA stream is the same.
 
-Nothing is read or kept while a CUDA graph is captured: a graph quantizes in every replay. Nor is it ever after, for a
-layer that was captured: a replay may change its weight, and says so to nobody.
+During CUDA graph capture the cache is neither read nor written, so that a graph quantizes in every replay. A layer that
+was captured is not cached afterwards: a replay may change its weight without notice.
 
-Any other write that torch does not count goes unnoticed; ``docs/recipes.md`` lists them. `clear_weight_cache` must be
-called after it. With ``FUSEDMOE_DEBUG=1`` each use compares a checksum of the weight, and raises an error if it
-differs.
+Other writes that torch does not count are not detected; ``docs/recipes.md`` lists them. The user must call
+`clear_weight_cache` after them. With ``FUSEDMOE_DEBUG=1`` each use compares a checksum of the weight and raises an
+error if it differs.
 """
 
 from __future__ import annotations
@@ -45,9 +42,10 @@ if TYPE_CHECKING:
     from fusedmoe.formats import QuantizedTensor, Quantizer
     from fusedmoe.ops.op import Op
 
-_NAME = "_quantized_weight"  # on the layer; dropped with every parameter that is set, see `Op.__setattr__`
-_PLACE = "_place"  # on the layer: its label in a Sequential, with the name of that in a model where it is known
-_CAPTURED = "_captured"  # on the layer: whether a CUDA graph has its weight
+# attributes of the layer
+_NAME = "_quantized_weight"  # an _Entry; removed whenever a parameter is set, see `Op.__setattr__`
+_PLACE = "_place"  # the layer's label in a Sequential, after the Sequential's name in a model if that is known
+_CAPTURED = "_captured"  # set if a CUDA graph has captured the weight
 
 _DISTRIBUTED = dist.is_available()
 _optimizer_steps = 0
@@ -69,29 +67,31 @@ def _watch_optimizers() -> None:
 
 @dataclass
 class _Entry:
-    # of the parameter and of its gradient: as long as it is held, no other storage has its address (a weak reference to
-    # the tensor itself would keep torch from swapping it)
-    storage: StorageWeakRef
-    grad: StorageWeakRef | None
-    grad_version: float  # the gradient's count of in-place changes
+    # weak references to storages: while one is held, no other storage gets the same address. A weak reference to the
+    # tensor would keep torch from swapping it.
+    storage: StorageWeakRef  # of the parameter
+    grad: StorageWeakRef | None  # of its gradient
+    grad_version: float  # version counter of the gradient
     state: tuple[Any, ...]
-    forms: dict[int, QuantizedTensor]
-    counted: bool  # whether delayed scaling has added the weight as a step
+    forms: dict[int, QuantizedTensor]  # by axis
+    counted: bool  # whether delayed scaling has counted the weight as a step
     checksum: Tensor | None  # of the parameter, with FUSEDMOE_DEBUG
-    gradient_given: bool = False  # by a backward pass since the gradient was looked at
+    gradient_given: bool = False  # whether a backward pass has added a gradient since grad_version was read
 
     def holds(self, parameter: Tensor, state: tuple[Any, ...]) -> bool:
         same = self.state == state and self.storage.cdata == parameter.untyped_storage()._cdata
         return same and self.still_accumulates(parameter.grad)
 
     def still_accumulates(self, grad: Tensor | None) -> bool:
-        """Whether backward passes have only added to the gradient since: whoever takes it away or overwrites it has
-        perhaps changed the weight by it, and so has whoever got one from ``torch.autograd.grad``.
+        """Whether the gradient has changed only by accumulation.
+
+        Code that removes or overwrites the gradient may have updated the weight with it, as may code that got a
+        gradient from ``torch.autograd.grad``.
         """
         if grad is None:
             return self.grad is None and not self.gradient_given
         expected = 0.0
-        if self.grad is None:  # the first since the weight was quantized: nothing was added to it yet
+        if self.grad is None:  # the first gradient since the weight was quantized
             self.grad = StorageWeakRef(grad.untyped_storage())
         elif self.grad.cdata == grad.untyped_storage()._cdata:
             expected = self.grad_version + self.gradient_given
@@ -101,7 +101,7 @@ class _Entry:
         return self.grad_version == expected
 
     def is_given(self, grad: Tensor | None) -> bool:
-        """Note that a backward pass is about to add to the gradient; whether it was only added to until now."""
+        """Record that a backward pass is about to add to the gradient; return whether the entry is still valid."""
         if grad is not None:
             seen = self.grad is not None and self.grad_version == _version(grad)
             if not seen and not self.still_accumulates(grad):
@@ -111,7 +111,7 @@ class _Entry:
 
 
 def _version(grad: Tensor) -> float:
-    """Return a gradient's count of in-place changes; of one that was made in inference mode, what equals nothing."""
+    """Return a gradient's version counter; NaN, which equals nothing, for one created in inference mode."""
     try:
         return grad._version
     except RuntimeError:
@@ -125,24 +125,24 @@ def _state(parameter: Tensor, weight: Tensor, quantizer: Quantizer) -> tuple[Any
 
 
 def _collectives(device: torch.device) -> object:
-    """Return what differs from before if a collective has run on such a device since: it may have written a weight."""
+    """Return a value that changes whenever a collective may have run on the device and written a weight."""
     if not _DISTRIBUTED:
         return None
     world: Any = dist.distributed_c10d._world
     if world.default_pg is None:
-        return sys.excepthook  # of every `init_process_group` a new one, which stays when the groups are destroyed
+        return sys.excepthook  # every `init_process_group` sets a new one, which outlives the groups
     try:
-        return world.group_count, [  # which grows when a group is made, also one that is gone by now
+        return world.group_count, [  # group_count never decreases, so it also counts destroyed groups
             (ref(group), group._get_backend(device)._get_sequence_number_for_group())
             for group in world.pg_map
             if any(device.type == reached.type for reached in group._device_types)
         ]
-    except RuntimeError:  # of a backend that does not count: there may have been one
+    except RuntimeError:  # the backend does not count collectives
         return object()
 
 
 def _checksum(parameter: Tensor) -> Tensor | None:
-    """Return the sums of a weight's bits along rows and along columns, with FUSEDMOE_DEBUG: any write changes some."""
+    """Return the sums of a weight's bits along rows and along columns; None without FUSEDMOE_DEBUG."""
     if not debugging():
         return None
     bits = parameter.detach().view(_BITS[parameter.element_size()])
@@ -153,11 +153,11 @@ _BITS = {2: torch.int16, 4: torch.int32}
 
 
 def _cacheable(layer: Op, weight: Tensor) -> Tensor | None:
-    """Return the parameter that a weight is, or was cast from by autocast; None where nothing may be kept."""
+    """Return the parameter behind a weight, which autocast may have cast; None if it must not be cached."""
     parameter = layer._parameters.get("weight")
     if parameter is None or type(weight) not in (Tensor, nn.Parameter) or parameter.is_inference():
-        return None  # parametrized (LoRA): another tensor every time
-    if not parameter.is_leaf:  # computed for this very call, as those of functional_call may be
+        return None  # a parametrized weight (LoRA) is a new tensor in every call
+    if not parameter.is_leaf:  # functional_call may pass a tensor that was computed for this call
         return None
     if weight.is_cuda and torch.cuda.is_current_stream_capturing():
         layer.__dict__[_CAPTURED] = True
@@ -165,18 +165,18 @@ def _cacheable(layer: Op, weight: Tensor) -> Tensor | None:
         return None
     if torch._C._are_functorch_transforms_active():
         return None
-    if torch._C._len_torch_dispatch_stack():  # selective checkpointing counts on meeting the same operators again
+    if torch._C._len_torch_dispatch_stack():  # selective checkpointing needs the same operators in a recomputation
         return None
     return parameter
 
 
 def find(layer: Op, weight: Tensor, quantizer: Quantizer, axes: Sequence[int]) -> _Entry | None:
-    """Return what is kept, where it still holds and has these forms."""
+    """Return the layer's entry if it is valid and has the forms for these axes."""
     entry: _Entry | None = layer.__dict__.get(_NAME)
     if entry is None:
         return None
     parameter = _cacheable(layer, weight)
-    if layer._parameters.get("weight") is None or _CAPTURED in layer.__dict__:  # parametrized or captured since
+    if layer._parameters.get("weight") is None or _CAPTURED in layer.__dict__:
         del layer.__dict__[_NAME]
     if parameter is None or not entry.holds(parameter, _state(parameter, weight, quantizer)):
         return None
@@ -184,20 +184,20 @@ def find(layer: Op, weight: Tensor, quantizer: Quantizer, axes: Sequence[int]) -
         return None
     checksum = _checksum(parameter)
     if checksum is not None:
-        if entry.checksum is None:  # kept before FUSEDMOE_DEBUG was set
+        if entry.checksum is None:  # cached before FUSEDMOE_DEBUG was set
             return None
         if not torch.equal(checksum, entry.checksum):
-            called = f"{layer.__dict__[_PLACE]}." if _PLACE in layer.__dict__ else ""
+            place = f"{layer.__dict__[_PLACE]}." if _PLACE in layer.__dict__ else ""
             raise InputError(
-                f"{called}{layer!r}: weight: changed since it was quantized, in a way that torch does not count "
-                f"(through .data, a NumPy view, torch.distributed.recv): call fm.clear_weight_cache(model) after such "
-                f"a write, or write in place under torch.no_grad()"
+                f"{place}{layer!r}: weight: changed since it was quantized, in a way that torch does not count "
+                f"(through .data, a NumPy view, torch.distributed.recv): call fm.clear_weight_cache(model) after the "
+                f"write, or write in place under torch.no_grad()"
             )
     return entry
 
 
 def keep(layer: Op, weight: Tensor, quantizer: Quantizer, forms: dict[int, QuantizedTensor], counted: bool) -> None:
-    """Keep a weight's forms, by axis, in the place of what was kept."""
+    """Cache a weight's forms by axis, replacing the layer's entry."""
     parameter = _cacheable(layer, weight)
     if parameter is None:
         return
@@ -211,31 +211,31 @@ def keep(layer: Op, weight: Tensor, quantizer: Quantizer, forms: dict[int, Quant
 
 
 def note_gradient(layer: Op) -> None:
-    """Note that a backward pass through a layer is about to give its weight a gradient."""
+    """Record that a backward pass is about to give a layer's weight a gradient."""
     entry: _Entry | None = layer.__dict__.get(_NAME)
     parameter = layer._parameters.get("weight")
     if entry is None or parameter is None or not parameter.requires_grad:
         return
     grad = parameter.grad
     if grad is None and getattr(layer, "accumulate_into_main_grad", False):
-        return  # with main_grad, .grad comes and goes and means nothing
+        return  # with main_grad, .grad is a placeholder
     if not entry.is_given(grad):
         layer.__dict__.pop(_NAME, None)
 
 
 def weight_cache_bytes(module: nn.Module) -> int:
-    """Return the bytes that quantized weights take beside the parameters of a module and all within it."""
+    """Return the bytes of all cached quantized weights in a module and its submodules."""
     MODULE("weight_cache_bytes: module", module)
     entries = [m.__dict__[_NAME] for m in module.modules() if _NAME in m.__dict__]
     return sum(form.nbytes for entry in entries for form in entry.forms.values())
 
 
 def clear_weight_cache(module: nn.Module) -> None:
-    """Forget the quantized weights of a module and all within it: the next call quantizes them again.
+    """Clear the cached quantized weights of a module and its submodules; the next call quantizes them again.
 
-    Needed only after weights were changed in a way that torch does not count: through ``.data`` (as ``merge_adapter()``
-    of peft does), through a NumPy view, or by ``torch.distributed.recv``. ``docs/recipes.md`` lists them all. With
-    ``FUSEDMOE_DEBUG=1`` a missing call is an error.
+    Needed only after a write that torch does not count: through ``.data`` (as peft's ``merge_adapter()`` does), through
+    a NumPy view, or by ``torch.distributed.recv``. ``docs/recipes.md`` lists all of them. With ``FUSEDMOE_DEBUG=1``
+    a missing call raises an error.
     """
     for m in MODULE("clear_weight_cache: module", module).modules():
         m.__dict__.pop(_NAME, None)
