@@ -26,6 +26,7 @@ from fusedmoe.fusion.signature import Signature, signature, spec_of
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
 from fusedmoe.ops.amax_state import looking
 from fusedmoe.ops.op import Node, Op
+from fusedmoe.quantization import rewritten
 from fusedmoe.recompute import backward_pass, had_gradients
 from fusedmoe.target import arch_of
 
@@ -382,7 +383,7 @@ class Chain:
 
     def rewritten(self, recipe: Recipe) -> Graph:
         """Return the chain as the recipe wants it, with the same arguments in the same order."""
-        nodes = recipe.rewrite(self.nodes)
+        nodes = rewritten(recipe, self.nodes)
         must = f"recipe {recipe.name!r}: rewrite() must"
         if [n for n in nodes if n in self.nodes] != list(self.nodes):
             raise InputError(f"{must} keep the chain's own ops, in their order")

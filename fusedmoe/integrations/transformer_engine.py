@@ -41,6 +41,7 @@ from torch import Tensor, nn
 from fusedmoe.checks import POSITIVE_INTEGER
 from fusedmoe.errors import InputError
 from fusedmoe.ops import GLU, GeGLU, GroupedLinear, Op, ReGLU, Scale, SquaredReLU, SwiGLU
+from fusedmoe.recipes import shortest
 from fusedmoe.sequential import Sequential
 
 if TYPE_CHECKING:
@@ -235,7 +236,7 @@ class _TEOp:
 
 def _linear_to_te(where: str, layer: GroupedLinear, te_ops: Any, now: int | None, then: int | None) -> Any:
     if layer._parameters.get("weight") is None or layer.recipe is not None:
-        got = f"recipe={layer.recipe!r}" if layer.recipe is not None else "no weight"
+        got = f"recipe={shortest(layer.recipe)!r}" if layer.recipe is not None else "no weight"
         raise InputError(f"{where}: expected a layer with parameters and without a recipe of its own, got {got}")
     if layer.weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise InputError(f"{where}: weight: expected fp32, fp16 or bf16, got {layer.weight.dtype}")

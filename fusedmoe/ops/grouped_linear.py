@@ -18,6 +18,7 @@ from fusedmoe.kernels.torch import grouped_gemm
 from fusedmoe.kernels.torch.rows import tail_mask
 from fusedmoe.ops.main_grad import grad_instead, main_grad_of
 from fusedmoe.ops.op import BackwardOp, Op, TensorSpec
+from fusedmoe.recipes import resolve, shortest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -180,13 +181,11 @@ class _LinearOp(Op):
         "out_features": POSITIVE_INTEGER,
         "accumulate_into_main_grad": FLAG,
     }
+    recipe: Any  # a Recipe or None: `__setattr__` resolves what is set
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "recipe" and value is not None:
-            from fusedmoe.recipes import resolve  # which is built on ops
-
-            resolved = resolve(value)
-            value = value if isinstance(value, str) else resolved  # Transformer Engine's cannot be hashed
+            value = resolve(value)
         super().__setattr__(name, value)
 
     def _make_parameters(
@@ -209,7 +208,7 @@ class _LinearOp(Op):
             parts.append(f"bias={bias}")
         if self.accumulate_into_main_grad:
             parts.append("accumulate_into_main_grad=True")
-        return ", ".join(parts if self.recipe is None else [*parts, f"recipe={self.recipe!r}"])
+        return ", ".join(parts if self.recipe is None else [*parts, f"recipe={shortest(self.recipe)!r}"])
 
 
 class GroupedLinear(_LinearOp):

@@ -23,6 +23,7 @@ from fusedmoe import changes
 from fusedmoe.checks import FLOATS, WRONG, Checked
 from fusedmoe.errors import InputError
 from fusedmoe.ops import amax_state, random_state
+from fusedmoe.recipes import Node as Node
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -374,13 +375,6 @@ class BackwardOp:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.op!r})"
-
-
-class Node(NamedTuple):
-    """An op and its name in the `Sequential` that it runs in."""
-
-    label: str
-    op: Op
 
 
 class AutogradBackward(BackwardOp):

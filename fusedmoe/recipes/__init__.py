@@ -1,19 +1,8 @@
-"""Recipes: which numeric formats a chain computes in, as a rewrite of the chain."""
+"""Recipes: the numeric formats in which the linear layers of a chain multiply."""
 
 from fusedmoe.formats.roles import Roles
-from fusedmoe.ops.op import Node
-from fusedmoe.recipes.recipe import (
-    BF16,
-    MXFP8,
-    NVFP4,
-    RECIPES,
-    Custom,
-    FP8Block,
-    FP8Row,
-    FP8Tensor,
-    Recipe,
-    resolve,
-)
+from fusedmoe.recipes.lookup import BF16, RECIPES, resolve, shortest
+from fusedmoe.recipes.recipe import MXFP8, NVFP4, Custom, FP8Block, FP8Row, FP8Tensor, Node, Recipe
 
 __all__ = [
     "BF16",
@@ -28,4 +17,5 @@ __all__ = [
     "Recipe",
     "Roles",
     "resolve",
+    "shortest",
 ]

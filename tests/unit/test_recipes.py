@@ -10,6 +10,7 @@ from torch import nn
 from toy import only_plan, outcome
 
 import fusedmoe as fm
+from fusedmoe import quantization
 from fusedmoe.chain import Chain
 from fusedmoe.formats import (
     E2M1,
@@ -49,7 +50,7 @@ def steps(plan, direction="forward"):
 
 def rewritten(recipe, *ops):
     """The labels and kinds of a chain under a recipe."""
-    nodes = resolve(recipe).rewrite(tuple(Node(str(i), op) for i, op in enumerate(ops)))
+    nodes = quantization.rewritten(resolve(recipe), tuple(Node(str(i), op) for i, op in enumerate(ops)))
     return [f"{n.label}.{type(n.op).__name__}" for n in nodes]
 
 
@@ -322,8 +323,9 @@ def test_a_layers_recipe_is_in_its_text_and_its_copies(kind):
     make, _ = LAYERS[kind]
     assert "recipe" not in repr(make())
     assert "recipe='mxfp8'" in repr(make(recipe="mxfp8"))
-    assert "recipe=NVFP4(" in repr(make(recipe=NVFP4()))
-    assert copy.deepcopy(make(recipe="mxfp8")).recipe == "mxfp8"
+    assert "recipe=NVFP4(" in repr(make(recipe=NVFP4(hadamard=False)))
+    assert "recipe='nvfp4'" in repr(make(recipe=NVFP4()))
+    assert copy.deepcopy(make(recipe="mxfp8")).recipe == MXFP8()
     assert "recipe" not in make(recipe="mxfp8").state_dict()
 
 
@@ -335,7 +337,23 @@ def test_a_recipe_that_there_is_not_is_refused_at_once(kind):
     layer = make(recipe="mxfp8")
     with pytest.raises(fm.InputError, match=r"expected a Recipe, .* got \['mxfp8'\]"):
         layer.recipe = ["mxfp8"]
-    assert layer.recipe == "mxfp8"
+    assert layer.recipe == MXFP8()
+
+
+def test_an_override_of_rewrite_replaces_the_insertion_by_roles():
+    @dataclasses.dataclass(frozen=True)
+    class AllButTheFirst(MXFP8):
+        name: str = "all_but_the_first"
+
+        def rewrite(self, nodes):
+            return nodes[:1] + quantization.by_roles(self, nodes[1:])
+
+    ops = fm.GroupedLinear(E, H, 2 * I), fm.SwiGLU(), fm.GroupedLinear(E, I, H)
+    assert rewritten(AllButTheFirst(), *ops) == [
+        "0.GroupedLinear", "1.SwiGLU", "2:weight.Quantize", "2:input.Quantize", "2.GroupedLinear", "2:grad.Quantize",
+    ]  # fmt: skip
+    with pytest.raises(NotImplementedError, match=r"MXFP8 does not override rewrite"):
+        MXFP8().rewrite(())
 
 
 def test_roles_of_another_type_are_refused_by_the_recipes_name():
@@ -386,7 +404,7 @@ def linear_ops(module):
 def test_first_and_last_layers_stay_in_bf16():
     net = model("moe", "dense", "moe", "dense")
     assert fm.keep_in_bf16(net, first=1, last=1) == ["0.mlp", "3.mlp"]
-    kept = {n for n, m in linear_ops(net).items() if m.recipe == "bf16"}
+    kept = {n for n, m in linear_ops(net).items() if m.recipe == BF16}
     assert kept == {
         "0.mlp.experts.gate_up", "0.mlp.experts.down", "0.mlp.shared.gate_up", "0.mlp.shared.down",
         "0.mlp.shared_gate", "2.mlp.shared_gate", "3.mlp.0", "3.mlp.2.0",
@@ -420,7 +438,7 @@ def test_layers_are_counted_from_both_ends(first, last, expected):
     assert fm.keep_in_bf16(net, first, last) == expected
     for name, op in linear_ops(net).items():
         if not name.endswith("shared_gate"):
-            assert (op.recipe == "bf16") is any(name.startswith(f"{e}.") for e in expected)
+            assert (op.recipe == BF16) is any(name.startswith(f"{e}.") for e in expected)
 
 
 @pytest.mark.parametrize(("first", "last"), [(4, 0), (0, 4), (-1, 0), (0, -1)])

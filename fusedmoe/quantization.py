@@ -1,0 +1,58 @@
+"""A recipe applied to a chain: it inserts `Quantize` ops before and after the linear layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fusedmoe.errors import InputError
+from fusedmoe.ops.op import Op
+from fusedmoe.ops.quantize import Quantize
+from fusedmoe.recipes import Node, Recipe, Roles
+
+
+def rewritten(recipe: Recipe, nodes: tuple[Node, ...]) -> tuple[Node, ...]:
+    """Return the chain as the recipe rewrites it: by its own `Recipe.rewrite` if it has one, else by its roles."""
+    overrides = type(recipe).rewrite is not Recipe.rewrite
+    return recipe.rewrite(nodes) if overrides else by_roles(recipe, nodes)
+
+
+def by_roles(recipe: Recipe, nodes: tuple[Node, ...]) -> tuple[Node, ...]:
+    """Return the chain with `Quantize` ops around each linear layer.
+
+    One op quantizes the rows (``<label>:input``) and one the weight (``<label>:weight``); both come before the layer.
+    One op quantizes the gradient (``<label>:grad``) and comes after it. A layer's own recipe takes precedence. An
+    operand that a `Quantize` of the chain already quantizes gets no further op.
+    """
+    result: list[Node] = []
+    for i, (label, op) in enumerate(nodes):
+        roles = _roles_of(recipe, op)
+        before, after = _adjacent(reversed(nodes[:i])), _adjacent(nodes[i + 1 :])
+        if roles.weight is not None and not any(q.weight_quantizer for q in before):
+            result.append(Node(f"{label}:weight", Quantize.for_layer(op, weight=roles.weight)))
+        if roles.input is not None and not any(q.quantizer for q in before):
+            result.append(Node(f"{label}:input", Quantize.for_layer(op, forward=roles.input)))
+        result.append(nodes[i])
+        if roles.grad is not None and not any(q.grad_quantizer for q in after):
+            result.append(Node(f"{label}:grad", Quantize.for_layer(op, backward=roles.grad)))
+    return tuple(result)
+
+
+def _roles_of(recipe: Recipe, op: Op) -> Roles:
+    if "weight" not in op.contracts:  # not a linear layer
+        return Roles(None, None, None)
+    own: Recipe | None = getattr(op, "recipe", None)
+    recipe = recipe if own is None else own
+    roles = recipe.roles()
+    if not isinstance(roles, Roles):
+        raise InputError(f"recipe {recipe.name!r}: roles() must return fusedmoe.recipes.Roles, got {roles!r}")
+    return roles
+
+
+def _adjacent(nodes: Iterable[Node]) -> list[Quantize]:
+    """Return the `Quantize` ops before the first op of another class."""
+    found = []
+    for _, op in nodes:
+        if not isinstance(op, Quantize):
+            break
+        found.append(op)
+    return found

@@ -1,0 +1,44 @@
+"""The recipe of a name, and of a recipe object of Transformer Engine."""
+
+from __future__ import annotations
+
+from fusedmoe.errors import InputError
+from fusedmoe.recipes.recipe import MXFP8, NVFP4, FP8Block, FP8Row, FP8Tensor, Recipe
+from fusedmoe.recipes.transformer_engine import converted
+
+BF16 = Recipe()
+
+RECIPES: dict[str, Recipe] = {
+    recipe.name: recipe for recipe in (BF16, FP8Tensor(), FP8Row(), FP8Block(), MXFP8(), NVFP4())
+}
+"""The recipes that ``fm.recipe(name)`` knows."""
+
+
+def resolve(recipe: object) -> Recipe:
+    """Return the recipe of a name or of one of Transformer Engine's recipes; a `Recipe` is returned as it is.
+
+    Raises
+    ------
+    InputError
+        The argument is none of these, or it is a recipe that cannot be hashed.
+    """
+    if isinstance(recipe, Recipe):
+        try:
+            hash(recipe)
+        except TypeError as error:
+            raise InputError(
+                f"recipe {recipe.name!r} is part of every plan key and must be hashable: {error}"
+            ) from None
+        return recipe
+    found = RECIPES.get(recipe) if isinstance(recipe, str) else converted(recipe)
+    if found is None:
+        raise InputError(
+            f"recipe: expected a Recipe, a recipe of Transformer Engine's, or one of {', '.join(map(repr, RECIPES))}, "
+            f"got {recipe!r}"
+        )
+    return found
+
+
+def shortest(recipe: Recipe) -> str | Recipe:
+    """Return the name of a recipe if `resolve` returns an equal recipe for it, else the recipe itself."""
+    return recipe.name if RECIPES.get(recipe.name) == recipe else recipe
