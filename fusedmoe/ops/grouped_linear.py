@@ -174,14 +174,13 @@ class _LinearOp(Op):
     in_features: int
     out_features: int
     accumulate_into_main_grad: bool
-    recipe: object
+    recipe: Any  # a Recipe or None: `__setattr__` resolves what is set
     _checks: ClassVar[Mapping[str, Check]] = {
         "num_groups": POSITIVE_INTEGER,
         "in_features": POSITIVE_INTEGER,
         "out_features": POSITIVE_INTEGER,
         "accumulate_into_main_grad": FLAG,
     }
-    recipe: Any  # a Recipe or None: `__setattr__` resolves what is set
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "recipe" and value is not None:
