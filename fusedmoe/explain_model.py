@@ -1,9 +1,9 @@
-"""`explain`: what a whole model will run, and why, without calling the model."""
+"""`explain`: the plans of a whole model, made without calling the model."""
 
 from __future__ import annotations
 
 import re
-import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ExplainedModules:
-    """Modules of a model that are planned alike.
+    """Modules of a model that have the same plans.
 
     Attributes
     ----------
@@ -38,9 +38,9 @@ class ExplainedModules:
     kind : str
         Their class.
     explanation : Explanation or None
-        Their plans, of the first of them; None where there are none.
+        The plans of the first module; None if planning failed.
     note : str
-        Why there are none.
+        The reason for a failure.
     """
 
     names: tuple[str, ...]
@@ -50,20 +50,21 @@ class ExplainedModules:
 
     @property
     def name(self) -> str:
-        """Their names in one: ``layers.{0-47}.mlp``."""
+        """The names as one text: ``layers.{0-47}.mlp``."""
         return _short(self.names)
 
 
 @dataclass(frozen=True)
 class ModelExplanation:
-    """What the experts and MLPs of a model run: ``str()`` of it is a table, a line for modules that are planned alike.
+    """The plans of the experts and MLPs of a model. ``str()`` is a table with a line per group of modules.
 
     Attributes
     ----------
     groups : tuple of ExplainedModules
-        In the order of the model. ``print(result.groups[0].explanation)`` shows a plan step by step.
+        Modules with the same plans, in the order of the model. ``print(result.groups[0].explanation)`` shows each
+        step.
     tokens : int
-        The tokens, or rows, that were planned for: all bytes are counted for them.
+        The number of tokens, or rows, of the planned call. All bytes are for this number.
     """
 
     groups: tuple[ExplainedModules, ...]
@@ -76,9 +77,7 @@ class ModelExplanation:
 
     @property
     def missed(self) -> tuple[tuple[str, str], ...]:
-        """What keeps a part of the model from being fused, as (where, why): see `PlanData.missed`; and the parts that
-        could not be planned.
-        """
+        """The places that are not fused or have no plan, each with its reason: see `PlanData.missed`."""
         found = []
         for group in self.groups:
             if group.explanation is None:
@@ -88,14 +87,14 @@ class ModelExplanation:
         return tuple(found)
 
     def raise_if_missed(self) -> None:
-        """Raise `FusionError` unless all that has a fused kernel is fused: see `missed`.
+        """Raise `FusionError` if an op that has a fused kernel is not fused: see `missed`.
 
-        What has none, such as a product of quantized operands, does not raise.
+        An op without a fused kernel, such as a product of quantized operands, does not raise.
 
         Raises
         ------
         FusionError
-            Also where there is nothing to fuse: no module runs on `fusedmoe`, or the architecture has no kernels.
+            Also if no module runs on `fusedmoe`, or if the architecture has no kernels.
         """
         if not self.groups:
             raise FusionError("strict: no module of this model runs on fusedmoe")
@@ -107,7 +106,7 @@ class ModelExplanation:
         return "\n".join([self.table(), *notes, *hints(self.plans)])
 
     def table(self) -> str:
-        """Return a line for each group."""
+        """Return the table without the reasons: a line per group."""
         if not self.groups:
             return "no module of this model runs on fusedmoe"
         rows = [("modules", "class", "forward", "backward", f"kept for {self.tokens:,} tokens", "for")]
@@ -129,26 +128,30 @@ class ModelExplanation:
 def explain(
     model: nn.Module, tokens: int = 4096, arch: int | str | None = None, dtype: torch.dtype | None = None
 ) -> ModelExplanation:
-    """Return what every part of a model that runs on `fusedmoe` will do with a call, and why: ``print`` it for a table.
+    """Return the plans of every part of a model that runs on `fusedmoe`. ``print`` shows them as a table.
 
-    That is: each `MoE` and `Sequential`; the experts of transformers that are computed here; those of torchtitan and
-    Megatron-Core that were built from `fusedmoe.integrations`; and any other module whose class has a method
-    ``explain_rows(rows: int) -> Explanation``, which is asked. The model is not called: each part is planned for evenly
-    routed tokens, on the device and in the dtype of its weights, under the settings that hold here (``fm.recipe``,
-    ``torch.autocast``, ``torch.no_grad``).
+    These parts are planned:
+
+    - each `MoE` and `Sequential`;
+    - experts of transformers that run on `fusedmoe`;
+    - experts of torchtitan and Megatron-Core that `fusedmoe.integrations` built;
+    - every other module whose class has a method ``explain_rows(rows: int) -> Explanation``.
+
+    The model is not called. A plan is for evenly routed tokens, on the device and in the dtype of the part's weights.
+    The current settings apply (``fm.recipe``, ``torch.autocast``, ``torch.no_grad``).
 
     Parameters
     ----------
     model
         The model.
     tokens
-        Tokens to plan for; rows, of what is called with rows that are sorted already: a `Sequential` without
-        `Dispatch`, experts of torchtitan and of Megatron-Core.
+        The number of tokens of a call. Parts that take sorted rows are planned for this number of rows: a `Sequential`
+        without `Dispatch`, and experts of torchtitan and of Megatron-Core.
     arch
-        Plan for an NVIDIA GPU of this architecture, 90 or "sm_90", in place of the device of the weights. No GPU need
-        be there, and the model may be on the meta device.
+        Plan for an NVIDIA GPU of this architecture, 90 or "sm_90", instead of the device of the weights. The machine
+        needs no GPU, and the model may be on the meta device.
     dtype
-        With ``arch``: plan as if rows and parameters were in this dtype, as `torch.autocast` has it. The table says so.
+        With ``arch``: plan for rows and parameters in this dtype, as under `torch.autocast`. The table says so.
     """
     MODULE("explain: model", model)
     tokens = POSITIVE_INTEGER("explain: tokens", tokens)
@@ -163,24 +166,26 @@ def explain(
 
 
 def _parts(model: nn.Module, tokens: int) -> Iterator[tuple[str, nn.Module, Explanation | None, str]]:
-    done: list[str] = []  # prefixes of what belongs to a module that was explained
+    done: list[str] = []  # prefixes of the names inside modules that were explained
     for name, module in model.named_modules():
         if any(f"{name}.".startswith(prefix) for prefix in done):
             continue
         try:
             _name(module, name)
             found = _explained(module, tokens)
-        except Exception as error:  # noqa: BLE001  (a module between two chains, which is called, may raise anything)
+        except Exception as error:  # noqa: BLE001  (a module between two chains is called and may raise anything)
             text = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
             found = None, next(iter(text.splitlines()), "")
         if found is not None:
             prefix = f"{name}." if name else ""
-            done.append(f"{prefix}experts." if isinstance(module, MoE) else prefix)  # its shared expert is another line
+            done.append(
+                f"{prefix}experts." if isinstance(module, MoE) else prefix
+            )  # the shared expert has its own line
             yield name, module, *found
 
 
 def _name(module: nn.Module, name: str) -> None:
-    """Let log lines call a `Sequential`, or that of an `MoE`, by its name in the model."""
+    """Tell a `Sequential`, or that of an `MoE`, its name in the model, for log lines."""
     if isinstance(module, MoE):
         module.experts._is_called(f"{name}.experts".lstrip("."))
     elif isinstance(module, Sequential):
@@ -188,8 +193,8 @@ def _name(module: nn.Module, name: str) -> None:
 
 
 def _explained(module: nn.Module, tokens: int) -> tuple[Explanation | None, str] | None:
-    """Return a module's plans, or None and why there are none; None of a module that is not ours."""
-    if isinstance(module, MoE):  # the router is not called: it may be sharded
+    """Return a module's plans, or None and the reason; None for a module that does not run on `fusedmoe`."""
+    if isinstance(module, MoE):  # the router is not called, since it may be sharded
         module.check_biases()
         router = module.router
         return _explained_sequential(module.experts, tokens, router.top_k, trained=router.weight.requires_grad)
@@ -200,18 +205,27 @@ def _explained(module: nn.Module, tokens: int) -> tuple[Explanation | None, str]
         if not isinstance(explanation, Explanation):
             raise InputError(f"explain_rows: expected an Explanation, got {type(explanation).__name__}")
         return explanation, ""
-    if "transformers" in sys.modules:
-        from fusedmoe.integrations import transformers
+    explained = next(filter(None, (explainer(module, tokens) for explainer in _explainers)), None)
+    return None if explained is None else (explained, "")
 
-        if transformers.runs_here(module):
-            return transformers.explain(module, tokens), ""
-    return None
+
+Explainer = Callable[[nn.Module, int], Explanation | None]
+_explainers: list[Explainer] = []
+
+
+def register_explainer(explainer: Explainer) -> Explainer:
+    """Have `explain` call this function with each module and the number of tokens; it returns the plans, or None.
+
+    An integration registers one when it is imported, if its modules cannot have a method ``explain_rows``.
+    """
+    _explainers.append(explainer)
+    return explainer
 
 
 def _explained_sequential(
     module: Sequential, tokens: int, top_k: int = 2, *, trained: bool = False
 ) -> tuple[Explanation | None, str] | None:
-    """Return the plans for so many experts a token; ``trained`` is whether the routing weights get a gradient."""
+    """Return the plans for ``top_k`` experts per token. ``trained``: the routing weights get a gradient."""
     ops = [m for m in module.modules() if isinstance(m, Op)]
     layers = [op for op in ops if isinstance(op, GroupedLinear | Linear)]
     if not ops:
@@ -239,7 +253,7 @@ def _explained_sequential(
 
 
 def even_splits(rows: int, experts: int, device: torch.device) -> Tensor:
-    """Return how many of the rows each expert gets where they are routed as evenly as can be."""
+    """Return the number of rows of each expert when rows are routed evenly."""
     splits = torch.full((experts,), rows // experts, device=device)
     splits[: rows % experts] += 1
     return splits
@@ -252,7 +266,7 @@ def _rows(tokens: int, features: int, weight: Tensor) -> Tensor:
 
 
 def _counted(steps: Sequence[PlannedStep], modules: int) -> str:
-    """Return how many steps are fused; each module between chains is one more step."""
+    """Return the number of fused steps and of all steps; each module between chains is one more step."""
     fused = sum(step.rule is not None for step in steps)
     return f"{fused} of {len(steps) + modules} fused" if steps else "-"
 

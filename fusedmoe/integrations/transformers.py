@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fusedmoe.checks import MODULE, POSITIVE_INTEGER, TEXT
 from fusedmoe.errors import InputError
+from fusedmoe.explain_model import register_explainer
 from fusedmoe.extras import install_command
 from fusedmoe.integrations.gates import Recognised, RowLayout, Watch, Watched, functions_of, recognise, state_of
 from fusedmoe.log import say_once
@@ -188,6 +189,11 @@ def runs_here(module: nn.Module) -> bool:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     return ALL_EXPERTS_FUNCTIONS.get(name) is experts_forward
+
+
+@register_explainer
+def _explained(module: nn.Module, tokens: int) -> Explanation | None:
+    return explain(module, tokens) if runs_here(module) else None
 
 
 # ---- Llama-4 ------------------------------------------------------------------------------------------------------

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 import fusedmoe as fm
-from fusedmoe.explain_model import _short
+from fusedmoe import explain_model
+from fusedmoe.explain_model import _short, register_explainer
 
 H, I, E = 16, 8, 4  # noqa: E741
 pytestmark = pytest.mark.usefixtures("builtin_rules")
@@ -51,6 +52,22 @@ def test_it_is_what_the_module_itself_explains():
     assert group.names == ("",)
     assert str(shared.explanation) == str(layer.shared.explain(torch.zeros(100, H, requires_grad=True)))
     assert "(the model)" in str(fm.explain(layer))
+
+
+def test_a_registered_explainer_is_asked(monkeypatch):
+    class Foreign(nn.Module):
+        pass
+
+    monkeypatch.setattr(explain_model, "_explainers", [])
+    model, layer = nn.Sequential(nn.Linear(H, H), Foreign()), moe()
+    assert fm.explain(model).groups == ()
+    register_explainer(lambda module, tokens: None)
+    register_explainer(
+        lambda module, tokens: layer.explain(torch.zeros(tokens, H)) if type(module) is Foreign else None
+    )
+    (group,) = fm.explain(model, tokens=100).groups
+    assert (group.kind, group.names) == ("Foreign", ("1",))
+    assert str(group.explanation) == str(layer.explain(torch.zeros(100, H)))
 
 
 def test_what_holds_around_it_counts():

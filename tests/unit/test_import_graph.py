@@ -20,7 +20,6 @@ ENGINE_MUST_NOT_IMPORT = ("fusedmoe.ops", "fusedmoe.kernels", "fusedmoe.builtin_
 # ---- violations that are still to be removed ----------------------------------------------------------------------
 
 UPWARD = {
-    "fusedmoe.explain_model -> fusedmoe.integrations.transformers",
     "fusedmoe.fusion.offsets -> fusedmoe.builtin_rules.sm90.backend",
     "fusedmoe.ops.op -> fusedmoe.chain",
     "fusedmoe.ops.op -> fusedmoe.torch_compile",
@@ -31,7 +30,6 @@ WITHOUT_REASON = {
     "fusedmoe.builtin_rules.sm90.backend",
     "fusedmoe.cli.compile",
     "fusedmoe.cli.explain",
-    "fusedmoe.explain_model",
     "fusedmoe.fusion.registry",
     "fusedmoe.kernels.sm90.functions",
     "fusedmoe.kernels.sm90.row_functions",
