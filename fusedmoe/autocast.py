@@ -1,11 +1,18 @@
-"""Autocast, as chains and routers treat it: dtypes are settled where a call comes in, nothing inside is cast again."""
+"""Autocast: a chain or a router casts its arguments when it is called, and nothing inside it is cast again."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fusedmoe.ops.op import TensorSpec
 
 _NOTHING = nullcontext()
 
@@ -16,7 +23,7 @@ def _kind(device: torch.device) -> str:
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """Return what autocast computes in on a device; None where it is off, or knows no such device."""
+    """Return the dtype that autocast computes in on a device; None if it is off or does not know the device."""
     kind = device.type if torch.compiler.is_compiling() else _kind(device)
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return None
@@ -28,3 +35,25 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     if autocast_dtype(device) is None:
         return _NOTHING
     return torch.autocast(device.type, enabled=False)
+
+
+def cast_arguments(arguments: Sequence[Tensor | None], dtype: torch.dtype, inputs: int) -> list[Tensor | None]:
+    """Return the arguments of a chain with rows and parameters in this dtype, except those of fp64.
+
+    Runtime inputs keep their dtypes; ``inputs`` of them follow the rows.
+    """
+    return [
+        t if t is None or 0 < i <= inputs or not _is_cast(t.dtype) else t.to(dtype) for i, t in enumerate(arguments)
+    ]
+
+
+def cast_specs(specs: Sequence[TensorSpec | None], dtype: torch.dtype, inputs: int) -> list[TensorSpec | None]:
+    """Return the specs of the tensors that `cast_arguments` would return."""
+    return [
+        s if s is None or 0 < i <= inputs or not _is_cast(s.dtype) else s._replace(dtype=dtype)
+        for i, s in enumerate(specs)
+    ]
+
+
+def _is_cast(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype is not torch.float64

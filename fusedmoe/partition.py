@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from fusedmoe.chain import Chain, check_inputs, check_names
+from fusedmoe.chain import Chain
 from fusedmoe.errors import InputError
 from fusedmoe.fusion.graph import Graph, first_takers_of_offsets
+from fusedmoe.inputs import check_inputs, check_names, check_parameters, not_a_tensor
 from fusedmoe.ops.op import Node, Op
 from fusedmoe.sorted_rows import Boundary, ModuleCall, accepts_splits, boundaries, call_module, module_call, why_no_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from fusedmoe.chain import Parameters
+    from fusedmoe.inputs import Parameters
     from fusedmoe.kernels.options import KernelOptions
 
 
@@ -232,7 +233,7 @@ class Partition:
     def bind(self, x: Tensor, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Check that the caller gave tensors, and just those that are wanted."""
         if not isinstance(x, Tensor):
-            raise InputError(f"Sequential: x: expected a tensor, got {type(x).__name__}")
+            raise not_a_tensor("Sequential", "x", x)
         if inputs.keys() != self._names or False in [isinstance(t, Tensor) for t in inputs.values()]:
             check_inputs("Sequential", self.wanted, inputs, self.provided)
         return inputs
@@ -243,23 +244,7 @@ class Partition:
 
     def check_parameters(self, given: Parameters) -> None:
         """Check that parameters that come with a call are such that an op takes, and has none itself."""
-        if type(given) is not dict and not isinstance(given, Mapping):
-            raise InputError(f"Sequential: parameters: expected a dict of names to tensors, got {type(given).__name__}")
-        for key, parameter in given.items():
-            if parameter is not None and not isinstance(parameter, Tensor):
-                raise InputError(
-                    f"Sequential: parameters: {key!r}: expected a tensor or None, got {type(parameter).__name__}"
-                )
-            taker = self._parameters.get(key)
-            if taker is None:
-                names = ", ".join(map(repr, self._parameters)) or "none"
-                raise InputError(f"Sequential: parameters: no op takes {key!r}; those that ops take: {names}")
-            op, name = taker
-            if op._parameters.get(name) is not None:
-                raise InputError(
-                    f"Sequential: parameters: {key!r} is given, but the op has one; see Sequential.without_parameters, "
-                    f"or use torch.func.functional_call"
-                )
+        check_parameters(self._parameters, given)
 
 
 def _run_parts(

@@ -23,6 +23,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 from fusedmoe.checks import FLAG, instance
+from fusedmoe.environment import disabled_by_environment
 from fusedmoe.errors import InputError
 from fusedmoe.recipes import BF16, Recipe, resolve
 from fusedmoe.recompute import backward_pass
@@ -55,6 +56,10 @@ class Settings:
     def within(self, backward_pass: int) -> dict[str, Any]:
         """Return what was set in this backward pass."""
         return {name: getattr(self, name) for name, where in self.set_in.items() if where == backward_pass}
+
+    def all_disabled(self) -> tuple[str, ...]:
+        """Return `disabled` and the patterns of the environment variable."""
+        return (*self.disabled, *patterns(disabled_by_environment()))
 
 
 class _Thread(threading.local):

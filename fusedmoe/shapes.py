@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from fusedmoe.chain import Parameters
     from fusedmoe.fusion.plan import PlanData
+    from fusedmoe.inputs import Parameters
     from fusedmoe.kernels.options import KernelOptions
     from fusedmoe.partition import ModulePart
 

@@ -24,24 +24,21 @@ import torch
 from torch import Tensor
 
 from fusedmoe import settings
-from fusedmoe.autocast import without_autocast
-from fusedmoe.chain import Chain, alone_with, autocast_argument, check_names
-from fusedmoe.environment import disabled_by_environment
+from fusedmoe.autocast import autocast_dtype, cast_arguments, without_autocast
+from fusedmoe.chain import Chain, alone_with
 from fusedmoe.errors import InputError
 from fusedmoe.fusion import registry
 from fusedmoe.fusion.differentiable import SecondOrderError
-from fusedmoe.fusion.executable import BoundPlan, Environment, Plan
-from fusedmoe.fusion.planner import make_plan
+from fusedmoe.fusion.plans import Conditions, PlanTable, plan_chain
 from fusedmoe.fusion.program import Fused
-from fusedmoe.fusion.results import announced
 from fusedmoe.fusion.rule import RuleError
-from fusedmoe.fusion.signature import NOMINAL_ROWS, Signature, signature, spec_of
+from fusedmoe.fusion.signature import NOMINAL_ROWS, signature, spec_of
+from fusedmoe.inputs import check_names, check_rows
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
 from fusedmoe.ops.op import Node, Op, constant_in_graphs
 from fusedmoe.partition import ChainPart
 from fusedmoe.recompute import backward_pass, checkpointing, had_gradients
 from fusedmoe.sorted_rows import ModuleCall, call_module, why_no_rows
-from fusedmoe.target import arch_of
 from fusedmoe.version import __version__
 
 if TYPE_CHECKING:
@@ -49,8 +46,10 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from fusedmoe.chain import Parameters
+    from fusedmoe.fusion.executable import BoundPlan, Plan
+    from fusedmoe.inputs import Parameters
     from fusedmoe.ops.op import SpecLike
+    from fusedmoe.recipes import Recipe
     from fusedmoe.sequential import Sequential
     from fusedmoe.settings import Settings
 
@@ -179,13 +178,9 @@ def _run_chain(
     options: KernelOptions,
     given: Parameters | None,
 ) -> Tensor:
-    inputs: list[Tensor | None] = [named[name] for name in part.inputs]
-    arguments = [x, *inputs, *parameters]
-    kind = x.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-        first_parameter = 1 + len(inputs)
-        arguments = [autocast_argument(a, dtype, 0 < i < first_parameter) for i, a in enumerate(arguments)]
+    arguments: list[Tensor | None] = [x, *[named[name] for name in part.inputs], *parameters]
+    if (dtype := autocast_dtype(x.device)) is not None:
+        arguments = cast_arguments(arguments, dtype, len(part.inputs))
     if part.handle is None:
         results = _run_uncompiled(part.chain, x, named, options, given)
     else:
@@ -285,20 +280,11 @@ def _traced_chain(chain: Chain, paths: Sequence[Path], options: KernelOptions) -
 # ---- the operators ------------------------------------------------------------------------------------------------
 
 
-class _Around(NamedTuple):
-    """What holds around a call that is traced."""
-
-    settings: Settings
-    disabled: tuple[str, ...]
-    options: KernelOptions
-    deterministic: bool
-
-
 class _Traced:
     """A chain with what held around the traced call: what a handle stands for."""
 
-    def __init__(self, chain: Chain, around: _Around, calls: _Calls) -> None:
-        self.chain, self.around, self.calls = chain, around, calls
+    def __init__(self, chain: Chain, made_under: Settings, conditions: Conditions, calls: _Calls) -> None:
+        self.chain, self.made_under, self.conditions, self.calls = chain, made_under, conditions, calls
         self.plans: dict[tuple[Any, ...], _TracedPlan] = {}
         self.handles: dict[Settings, str | None] = {}  # of the same chain, under other settings
 
@@ -331,8 +317,10 @@ class _Calls:
 class _TracedPlan:
     """A plan as an operator runs it: which of its values come out beside the results, and what backward reads."""
 
-    def __init__(self, key: str, plan: Plan, wanted: str, dtypes: Mapping[str, torch.dtype], strict: bool) -> None:
-        self.key, self.plan, self.dtypes, self.strict = key, plan, dtypes, strict
+    def __init__(
+        self, key: str, plan: Plan, wanted: str, dtypes: Mapping[str, torch.dtype], strict: bool, table: PlanTable
+    ) -> None:
+        self.key, self.plan, self.dtypes, self.strict, self._table = key, plan, dtypes, strict, table
         self.names = plan.graph.arguments
         self.given = tuple(w != "-" for w in wanted)
         self.gradients = tuple(w == "g" and a in plan.gradients for a, w in zip(self.names, wanted, strict=True))
@@ -344,19 +332,11 @@ class _TracedPlan:
         saved = self.names if plan.keeps_quantized else plan.saved
         self.saved = tuple(saved) if any(self.wanted) else ()
         self.checked = False  # whether the gradients that its rules return were compared with the arguments
-        self._calls: dict[Signature, BoundPlan] = {}
 
     def call(self, arguments: Sequence[Tensor | None]) -> BoundPlan:
         """Return what runs the plan for tensors like these."""
-        kind = signature(arguments)
-        call = self._calls.get(kind)
-        if call is None:
-            if len(self._calls) >= _REMEMBERED_CALLS:
-                self._calls.clear()
-            given = dict(zip(self.names, arguments, strict=False))
-            specs = announced(self.plan.graph.infer(given)) if given else None  # a backward pass alone has no arguments
-            call = self._calls[kind] = BoundPlan(self.plan, self.strict, specs)
-        return call
+        key = self.key, signature(arguments)
+        return self._table.calls.get(key) or self._table.bind(key, self.plan, arguments, self.strict)
 
 
 _REMEMBERED_CALLS = 256
@@ -369,30 +349,41 @@ _plans: dict[str, _TracedPlan] = {}
 def _handle(chain: Chain, options: KernelOptions) -> str | None:
     """Return the text that says what a chain computes, and under what; None for one that no operator can be."""
     now = settings.current()
-    if chain.changes_state(now.recipe):
+    if _changes_state(chain, now.recipe):
         return None
-    disabled = (*now.disabled, *settings.patterns(disabled_by_environment()))
-    around = _Around(now, disabled, options, torch.are_deterministic_algorithms_enabled())
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    conditions = Conditions(now.recipe, now.all_disabled(), options, deterministic, nominal_rows=NOMINAL_ROWS)
     rules = [rule.identity for rule in registry.rules()]
     ops = [f"{node.label}={node.op.describe()}" for node in chain.nodes]
     strict = now.strict, now.strict_unavailable
-    held = (repr(now.recipe), strict, disabled, repr(options), around.deterministic, rules)
+    held = (repr(now.recipe), strict, conditions.disabled, repr(options), deterministic, rules)
     said = (ops, chain.exports, chain.sorted_rows, chain.provided, *held)
     handle = f"fusedmoe {__version__} " + " ".join(map(str, said))
     with _lock:
         if handle not in _traced:
             nodes = [Node(node.label, _without_parameters(node.op)) for node in chain.nodes]
             calls = _calls.setdefault(str((ops, chain.sorted_rows)), _Calls(1 + len(chain.inputs)))
-            _traced[handle] = _Traced(Chain(nodes, chain.exports, chain.sorted_rows, chain.provided), around, calls)
+            bare = Chain(nodes, chain.exports, chain.sorted_rows, chain.provided)
+            _traced[handle] = _Traced(bare, now, conditions, calls)
     return handle
+
+
+def _changes_state(chain: Chain, recipe: Recipe) -> bool:
+    """Whether a call changes more than it returns: a ``main_grad``, the state of a random number generator, or an
+    amax history.
+    """
+    if any(node.op.draws_random or getattr(node.op, "accumulate_into_main_grad", False) for node in chain.nodes):
+        return True
+    graph = chain.rewritten(recipe)
+    quantizers = [getattr(node.op, name, None) for node in graph.nodes for name in ("quantizer", "grad_quantizer")]
+    quantizers += [getattr(step.run, "quantizer", None) for step in graph.weights.values()]
+    return any(q is not None and q.delayed is not None for q in quantizers)
 
 
 def _without_parameters(op: Op) -> Op:
     """Return the op without its parameters, so that a graph keeps no weights alive."""
     bare = copy.copy(op)
     bare.__dict__["_parameters"] = dict.fromkeys(op._parameters)
-    for chain in ("_alone", "_alone_sorted"):
-        bare.__dict__.pop(chain, None)
     return bare
 
 
@@ -405,34 +396,20 @@ def _plan(handle: str, wanted: str, arguments: Sequence[Tensor | None]) -> _Trac
     traced = _traced[handle]
     x = arguments[0]
     assert x is not None
-    if not x.dim():
-        node = traced.chain.nodes[0]
-        raise InputError(f"{node.label}.{type(node.op).__name__}: x: expected rows, got a scalar")
+    check_rows(x, traced.chain.nodes[0])
     specs = [spec_of(a) for a in arguments]
     # numbers, where the graph is traced for any: all but the number of rows decides what is computed
     kinds = [None if s is None else (s.dtype, tuple(map(int, s.shape[1:]))) for s in specs]
     key = (wanted, x.device, bool(x.shape[0] == 0), *kinds)
     found = traced.plans.get(key)
     if found is None:
-        traced.chain.check_devices(arguments)
-        recipe, strict = traced.around.settings.recipe, traced.around.settings.strict
-        environment = Environment(
-            x.device,
-            arch_of(x.device),
-            traced.around.deterministic,
-            recipe,
-            traced.around.disabled,
-            traced.around.options,
-        )
-        graph = traced.chain.rewritten(recipe)
-        names = graph.arguments
-        asked = [name for name, w in zip(names, wanted, strict=True) if w == "g"]
-        plan = make_plan(graph, dict(zip(names, specs, strict=True)), asked, environment, nominal_rows=NOMINAL_ROWS)
+        plan = plan_chain(traced.chain, arguments, [w == "g" for w in wanted], traced.conditions)
+        strict = traced.made_under.strict
         if strict:
-            plan.raise_if_missed(traced.around.settings.strict_unavailable)
-        dtypes = {name: a.dtype for name, a in zip(names, arguments, strict=True) if a is not None}
+            plan.raise_if_missed(traced.made_under.strict_unavailable)
+        dtypes = {name: a.dtype for name, a in zip(plan.graph.arguments, arguments, strict=True) if a is not None}
         text = f"{handle} {key}"
-        found = traced.plans[key] = _plans[text] = _TracedPlan(text, plan, wanted, dtypes, strict)
+        found = traced.plans[key] = _plans[text] = _TracedPlan(text, plan, wanted, dtypes, strict, traced.chain.table)
     return found
 
 
@@ -449,7 +426,7 @@ def _under_settings_of_call(handle: str, grad: bool, tensors: Sequence[Tensor]) 
         The graph was made under other settings than those of the call, and has a backward pass.
     """
     traced = _traced[handle]
-    made_under = traced.around.settings
+    made_under = traced.made_under
     if backward_pass() != -1:
         if checkpointing():
             before = traced.calls.last(tensors, grad and had_gradients())
@@ -462,7 +439,7 @@ def _under_settings_of_call(handle: str, grad: bool, tensors: Sequence[Tensor]) 
         return handle
     settings.follow_context()
     if now not in traced.handles:
-        traced.handles[now] = _handle(traced.chain, traced.around.options)
+        traced.handles[now] = _handle(traced.chain, traced.conditions.options)
     other = traced.handles[now]
     if grad or other is None:
         raise _wrong_graph(made_under, now, _REMEDY_OF_TASKS)

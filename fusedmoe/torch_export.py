@@ -8,18 +8,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fusedmoe import settings
-from fusedmoe.autocast import autocast_dtype
-from fusedmoe.chain import alone_with, autocast_argument, check_inputs
-from fusedmoe.fusion.executable import Environment
-from fusedmoe.fusion.planner import make_plan
-from fusedmoe.fusion.signature import NOMINAL_ROWS, spec_of
+from fusedmoe.autocast import autocast_dtype, cast_arguments
+from fusedmoe.chain import alone_with
+from fusedmoe.fusion.plans import Conditions, plan_chain
+from fusedmoe.fusion.signature import NOMINAL_ROWS
+from fusedmoe.inputs import check_inputs
 from fusedmoe.kernels.options import DEFAULT
 from fusedmoe.partition import ChainPart
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fusedmoe.chain import Chain, Parameters
+    from fusedmoe.chain import Chain
+    from fusedmoe.inputs import Parameters
     from fusedmoe.ops.op import Op
     from fusedmoe.sequential import Sequential
 
@@ -54,13 +55,10 @@ def run_op(op: Op, x: Tensor, inputs: dict[str, Tensor]) -> Any:
 def _run_chain(chain: Chain, x: Tensor, named: dict[str, Tensor], parameters: Parameters | None) -> Tensor:
     arguments = chain.arguments_of(x, named, parameters)
     if (dtype := autocast_dtype(x.device)) is not None:
-        inputs = range(1, 1 + len(chain.inputs))
-        arguments = [autocast_argument(a, dtype, i in inputs) for i, a in enumerate(arguments)]
+        arguments = cast_arguments(arguments, dtype, len(chain.inputs))
     recipe = settings.current().recipe
-    environment = Environment(x.device, None, False, recipe, ("*",), DEFAULT)
-    graph = chain.rewritten(recipe)
-    specs = dict(zip(graph.arguments, [spec_of(a) for a in arguments], strict=True))
-    program = make_plan(graph, specs, (), environment, NOMINAL_ROWS).program
+    conditions = Conditions(recipe, (), DEFAULT, deterministic=False, unfused=True, nominal_rows=NOMINAL_ROWS)
+    program = plan_chain(chain, arguments, [False] * len(arguments), conditions).program
     results = program.run([*arguments], *program.runs(strict=False))[0]
     named.update(zip(chain.exports, results[1:], strict=True))  # type: ignore[arg-type]
     assert results[0] is not None

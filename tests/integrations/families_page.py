@@ -57,7 +57,7 @@ def verdict(module: torch.nn.Module) -> str:
     logger.addHandler(declined)
     try:
         with (
-            mock.patch("fusedmoe.chain.arch", return_value=90),
+            mock.patch("fusedmoe.fusion.plans.arch_of", return_value=90),
             mock.patch.object(backend, "missing_packages", return_value=()),
             mock.patch.multiple(functions, **stand_ins.BIND),
         ):

@@ -56,7 +56,7 @@ def test_it_is_the_plan_that_such_a_gpu_gets(monkeypatch):
     """The same rules, steps and bytes as where the device itself is of that architecture."""
     x, named = call()
     asked = only_plan_of(experts().explain(x, arch=90, **named))
-    monkeypatch.setattr("fusedmoe.chain.arch", lambda device: 90)
+    monkeypatch.setattr("fusedmoe.fusion.plans.arch_of", lambda device: 90)
     monkeypatch.setattr(backend, "missing_packages", lambda: ())
     there = only_plan(experts(), x, **named)
     assert asked.steps == there.steps

@@ -19,7 +19,7 @@ class Tuned(fm.Recipe):
 
 
 def plans(chain):
-    return [plan for part in chain._current_partition().parts for plan in part.chain._plans.values()]
+    return [plan for part in chain._current_partition().parts for plan in part.chain.table.plans.values()]
 
 
 @pytest.fixture
@@ -255,7 +255,7 @@ def test_plans_survive_new_parameter_values(called):
 
 
 def test_an_attribute_that_always_changes_leaves_no_plans_behind(monkeypatch):
-    monkeypatch.setattr("fusedmoe.chain._REMEMBERED_PLANS", 8)
+    monkeypatch.setattr("fusedmoe.fusion.plans.MAX_PLANS", 8)
     act = fm.SwiGLU(limit=1.0)
     chain, x = fm.Sequential(act), 4 * torch.randn(6, 2 * 8)
     outputs = []

@@ -67,7 +67,7 @@ def test_a_guard_decides_anew_at_every_call():
             with fm.disabled("*"):
                 assert_same(got, outcome(chain, x, **inputs()))
     (part,) = chain._current_partition().parts
-    assert len(part.chain._plans) == 2  # one of them with everything switched off
+    assert len(part.chain.table.plans) == 2  # one of them with everything switched off
 
 
 def test_a_guard_gets_the_tensors_of_needs():

@@ -14,7 +14,7 @@ from fusedmoe.ops import Op
 
 def program(chain, position=0):
     (part,) = chain._current_partition().parts
-    return list(part.chain._plans.values())[position].program
+    return list(part.chain.table.plans.values())[position].program
 
 
 def test_the_text_of_a_plan():

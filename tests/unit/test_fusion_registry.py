@@ -149,9 +149,9 @@ def test_rules_are_loaded_by_the_first_plan_and_it_stays(entry_points):
     chain, x, named = toy.experts(), toy.rows(), toy.inputs()
     chain(x, **named)
     (part,) = chain._current_partition().parts
-    assert len(part.chain._plans) == 1
+    assert len(part.chain.table.plans) == 1
     chain(x, **named)
-    assert len(part.chain._plans) == 1
+    assert len(part.chain.table.plans) == 1
     assert toy.rules_used(toy.only_plan(chain, x, **named)) == ["toy.gemm"] * 2
 
 

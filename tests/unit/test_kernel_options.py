@@ -71,10 +71,10 @@ def test_a_change_is_a_new_plan_and_back_the_old_one():
     for margin, plans in [(0, 1), (8, 2), (8, 2), (0, 2), (4, 3)]:
         made.sm_margin = margin
         made(x, **named)
-        assert len(part.chain._plans) == plans
+        assert len(part.chain.table.plans) == plans
     made.schedule = "dynamic"
     made(x, **named)
-    assert len(part.chain._plans) == 4
+    assert len(part.chain.table.plans) == 4
 
 
 def test_they_are_shown_if_not_the_default():

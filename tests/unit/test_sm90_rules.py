@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("builtin_rules")
 @pytest.fixture(autouse=True)
 def hopper_machine(monkeypatch):
     """The CPU says that it is an sm_90 GPU, whose kernels are the stand-ins."""
-    monkeypatch.setattr("fusedmoe.chain.arch", lambda device: 90)
+    monkeypatch.setattr("fusedmoe.fusion.plans.arch_of", lambda device: 90)
     for name, function in stand_ins.BIND.items():
         monkeypatch.setattr(functions, name, function)
     monkeypatch.setattr(backend, "missing_packages", lambda: ())
@@ -441,7 +441,7 @@ def test_layers_that_keep_bf16_are_fused_under_any_recipe():
     ],
 )
 def test_another_device(monkeypatch, arch, reason):
-    monkeypatch.setattr("fusedmoe.chain.arch", lambda device: arch)
+    monkeypatch.setattr("fusedmoe.fusion.plans.arch_of", lambda device: arch)
     assert set(declined(experts(bias=True), rows(), **inputs()).values()) == {reason}
     assert called() == []
     with fm.strict():
@@ -473,7 +473,7 @@ def declined_without_running(chain, x, **named):
 def test_a_missing_package(monkeypatch, missing, reason):
     find = importlib.util.find_spec
     monkeypatch.undo()
-    monkeypatch.setattr("fusedmoe.chain.arch", lambda device: 90)
+    monkeypatch.setattr("fusedmoe.fusion.plans.arch_of", lambda device: 90)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in missing else find(name))
     backend.missing_packages.cache_clear()
     try:

@@ -1,0 +1,221 @@
+"""The plans of a chain: how one is made, and the table in which a call finds its own."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from fusedmoe.estimating import has_values
+from fusedmoe.fusion import registry
+from fusedmoe.fusion.executable import BoundPlan, Environment, Plan
+from fusedmoe.fusion.planner import make_plan
+from fusedmoe.fusion.results import announced
+from fusedmoe.fusion.signature import spec_of
+from fusedmoe.inputs import check_devices, check_rows, why_sharded
+from fusedmoe.target import arch_of
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
+    from torch import Tensor
+
+    from fusedmoe.chain import Chain
+    from fusedmoe.fusion.signature import Signature
+    from fusedmoe.kernels.options import KernelOptions
+    from fusedmoe.ops.op import SpecLike
+    from fusedmoe.recipes import Recipe
+    from fusedmoe.settings import Settings
+    from fusedmoe.target import Target
+
+MAX_PLANS = 256
+MAX_CALLS = 1024
+
+
+class CallContext(NamedTuple):
+    """The state around a call that its plan depends on.
+
+    Attributes
+    ----------
+    settings : Settings
+        Recipe, disabled rules and strictness.
+    options : KernelOptions
+        Those of the outermost `Sequential`.
+    changes : int
+        `fusedmoe.changes.count`, which stands for the attributes of ops and for the set of rules.
+    variables : tuple
+        The environment variables that are read at every call.
+    grad, deterministic : bool
+        The modes of torch.
+    counts_flops : bool
+        Whether a FLOP counter of torch watches the call.
+    """
+
+    settings: Settings
+    options: KernelOptions
+    changes: int
+    variables: tuple[object, ...]
+    grad: bool
+    deterministic: bool
+    counts_flops: bool
+
+
+class Conditions(NamedTuple):
+    """The conditions that a plan is made for, besides the ops and the arguments.
+
+    Attributes
+    ----------
+    recipe, disabled, options, deterministic
+        As in `Environment`.
+    unfused : bool
+        No rule applies: for estimators of torch and for exported programs. The device need not be there.
+    target : Target or None
+        The GPU that ``explain(arch=)`` asks about.
+    nominal_rows : int or None
+        As in `make_plan`.
+    """
+
+    recipe: Recipe
+    disabled: tuple[str, ...]
+    options: KernelOptions
+    deterministic: bool
+    unfused: bool = False
+    target: Target | None = None
+    nominal_rows: int | None = None
+
+
+def plan_chain(
+    chain: Chain,
+    arguments: Sequence[Tensor | None],
+    wanted: Sequence[bool],
+    conditions: Conditions,
+    specs: Sequence[SpecLike | None] | None = None,
+) -> Plan:
+    """Plan a chain for these arguments.
+
+    Parameters
+    ----------
+    chain, arguments
+        The chain, and the arguments in its order.
+    wanted
+        Whether each argument wants a gradient.
+    conditions
+        The other conditions.
+    specs
+        The specs to plan for, if they are not those of the arguments.
+    """
+    check_devices(chain.arguments, arguments, chain.takers)
+    rows, target, unfused = arguments[0], conditions.target, conditions.unfused
+    assert rows is not None
+    device = rows.device if target is None else torch.device("cuda")
+    environment = Environment(
+        device,
+        target.arch if target is not None else None if unfused else arch_of(device),
+        conditions.deterministic,
+        conditions.recipe,
+        ("*",) if unfused else conditions.disabled,
+        conditions.options,
+        asked=target is not None,
+        estimated=unfused,
+    )
+    graph = chain.rewritten(conditions.recipe)
+    specs = [spec_of(a) for a in arguments] if specs is None else specs
+    return make_plan(
+        graph,
+        dict(zip(graph.arguments, specs, strict=True)),
+        {name for name, wants in zip(graph.arguments, wanted, strict=True) if wants},
+        environment,
+        conditions.nominal_rows,
+        chain.name,
+    )
+
+
+def wanted_gradients(arguments: Sequence[Tensor | None]) -> list[bool]:
+    """Return whether each argument wants a gradient here."""
+    grad = torch.is_grad_enabled()
+    return [grad and a is not None and a.requires_grad for a in arguments]
+
+
+class LastCall(NamedTuple):
+    """The last call: the next one of the same kind runs without any further look-up."""
+
+    call: BoundPlan
+    tensors: Signature
+    context: CallContext
+    device_type: str
+
+
+class PlanTable:
+    """The plans of a chain, and the calls that are bound to them.
+
+    A call looks for its `BoundPlan` in this order:
+
+    1. `last`: the call before had the same context and the same signature of tensors.
+    2. `calls`: an earlier call had. The key has the number of its circumstances in place of the context: these are the
+       attributes of the ops, the set of rules and the context except the strictness.
+    3. `plans`: an earlier call differed in strictness, or in the number of rows within the same power of two. Its plan
+       is bound to these tensors. Their shapes are checked against the ops then.
+    4. Else a plan is made.
+
+    A full dict is cleared: keys that change with every call fill it, such as an attribute that counts steps.
+    """
+
+    def __init__(self, chain: Chain) -> None:
+        self._chain = chain
+        self._ops = tuple(node.op for node in chain.nodes)
+        self._circumstances: dict[tuple[Any, ...], int] = {}
+        self._numbers = count()  # a number never comes twice
+        self.plans: dict[Hashable, Plan] = {}
+        self.calls: dict[Hashable, BoundPlan] = {}
+        self.last: LastCall | None = None
+
+    def find(self, arguments: Sequence[Tensor | None], tensors: Signature, context: CallContext) -> BoundPlan:
+        """Return the plan for these arguments, bound to them."""
+        rows = arguments[0]
+        assert rows is not None
+        check_rows(rows, self._chain.nodes[0])
+        now, options, _, *others = context
+        circumstances = (
+            *[op.attributes() for op in self._ops], now.recipe, now.disabled, registry.generation(), options, *others,
+        )  # fmt: skip
+        number = self._circumstances.get(circumstances)
+        if number is None:
+            if len(self._circumstances) >= MAX_PLANS:
+                for remembered in (self._circumstances, self.plans, self.calls):
+                    remembered.clear()
+            number = self._circumstances[circumstances] = next(self._numbers)
+        key = number, now.strict, tensors
+        call = self.calls.get(key)
+        if call is None:
+            call = self.bind(key, self._plan(number, arguments, context), arguments, now.strict, tensors)
+            call.refused = why_sharded(self._chain.parameters, arguments[1 + len(self._chain.inputs) :])
+        return call
+
+    def _plan(self, number: int, arguments: Sequence[Tensor | None], context: CallContext) -> Plan:
+        rows, *others = arguments
+        assert rows is not None
+        unfused = bool(context.counts_flops) or not all(a is None or has_values(a) for a in arguments)
+        width = rows.shape[-1]
+        log2_rows = (rows.numel() // width if width else 0).bit_length()
+        kinds = [None if o is None else (o.shape[1:], o.dtype, o.requires_grad, o.device) for o in others]
+        key = (number, unfused, log2_rows, width, rows.dtype, rows.requires_grad, rows.device, *kinds)
+        plan = self.plans.get(key)
+        if plan is None:
+            now, options = context.settings, context.options
+            conditions = Conditions(now.recipe, now.all_disabled(), options, context.deterministic, unfused)
+            if len(self.plans) >= MAX_PLANS:
+                self.plans.clear()
+            plan = self.plans[key] = plan_chain(self._chain, arguments, wanted_gradients(arguments), conditions)
+        return plan
+
+    def bind(
+        self, key: Hashable, plan: Plan, arguments: Sequence[Tensor | None], strict: bool, tensors: Signature = ()
+    ) -> BoundPlan:
+        """Bind a plan to tensors like these, whose shapes fit the ops; for a backward pass alone there are none."""
+        names = plan.graph.arguments
+        specs = announced(plan.graph.infer(dict(zip(names, arguments, strict=True)))) if arguments else None
+        if len(self.calls) >= MAX_CALLS:
+            self.calls.clear()
+        call = self.calls[key] = BoundPlan(plan, strict, specs, tensors)
+        return call
