@@ -1,7 +1,7 @@
-"""Checks of settings: of what constructors and functions are given, and of attributes that are set later.
+"""Checks of arguments of constructors and functions, and of attributes that are set later.
 
-A `Check` says what a setting has to be, and returns the value to keep: a plain ``int``, ``float`` or ``bool`` for
-NumPy's. All of them look at the host alone.
+A `Check` validates a value and returns the value to store: a plain ``int``, ``float`` or ``bool`` for a NumPy scalar.
+No check reads a tensor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WRONG = object()
 
 
 def said(value: object) -> str:
-    """Return a value as an error message says it: briefly, and without reading a tensor."""
+    """Return the short text of a value for an error message, without reading a tensor."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, nn.Module):
@@ -32,16 +32,16 @@ def said(value: object) -> str:
 
 @dataclass(frozen=True)
 class Check:
-    """What a setting has to be.
+    """The validation of a setting.
 
     Attributes
     ----------
     expected : str
-        In words, for the message.
+        Description of valid values, for the message.
     kept : callable
-        Returns the value to keep, or `WRONG`.
+        Returns the value to store, or `WRONG`.
     say : callable
-        Returns a wrong value as the message says it.
+        Returns the text of an invalid value for the message.
     """
 
     expected: str
@@ -49,19 +49,19 @@ class Check:
     say: Callable[[Any], str] = said
 
     def __call__(self, what: str, value: Any) -> Any:
-        """Return the value to keep. Raises `InputError` for a wrong one of ``what``: ``"SwiGLU: limit"``."""
+        """Return the value to store; raise `InputError` for an invalid one. ``what`` names it: ``"SwiGLU: limit"``."""
         kept = self.kept(value)
         if kept is WRONG:
             raise InputError(f"{what}: expected {self.expected}, got {self.say(value)}")
         return kept
 
     def or_none(self) -> Check:
-        """Return the check that takes None too."""
+        """Return this check extended to accept None."""
         return Check(f"{self.expected} or None", lambda value: None if value is None else self.kept(value), self.say)
 
 
 def integer(expected: str, least: int | None = None, most: int | None = None) -> Check:
-    """Return the check for an integer within bounds."""
+    """Return a check for an integer within bounds."""
 
     def kept(value: Any) -> Any:
         if type(value) is bool or not isinstance(value, Integral):
@@ -73,7 +73,7 @@ def integer(expected: str, least: int | None = None, most: int | None = None) ->
 
 
 def number(expected: str, holds: Callable[[float], bool] = math.isfinite) -> Check:
-    """Return the check for a finite number for which ``holds`` is true."""
+    """Return a check for a finite number for which ``holds`` is true."""
 
     def kept(value: Any) -> Any:
         if type(value) is bool or not isinstance(value, Real) or not math.isfinite(value):
@@ -85,21 +85,21 @@ def number(expected: str, holds: Callable[[float], bool] = math.isfinite) -> Che
 
 
 def one_of(names: Collection[str]) -> Check:
-    """Return the check for one of these texts."""
+    """Return a check for one of these strings."""
     texts = [*map(repr, names)]
     expected = " or ".join(texts) if len(texts) == 2 else f"one of {', '.join(texts)}"
     return Check(expected, lambda value: value if isinstance(value, str) and value in names else WRONG)
 
 
 def instance(kind: type | tuple[type, ...], expected: str) -> Check:
-    """Return the check for an instance of a class."""
+    """Return a check for an instance of a class."""
     return Check(expected, lambda value: value if isinstance(value, kind) else WRONG)
 
 
 def _flag(value: Any) -> Any:
     if isinstance(value, bool):
         return value
-    # NumPy's, without importing it
+    # detects NumPy's bool without importing NumPy
     return bool(value) if type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_") else WRONG
 
 
@@ -118,7 +118,7 @@ FLOATS = Check(
     "a floating-point dtype of 16 bits or more",
     lambda value: value if value.is_floating_point and value.itemsize > 1 else WRONG,
 )
-"""Dtypes that arithmetic is done with: those of 8 bits and fewer are of codes."""
+"""The dtypes of arithmetic; floats of 8 bits and fewer are codes."""
 
 _PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 PARAMETER_DTYPE = Check(
@@ -140,19 +140,19 @@ DEVICE = Check("a torch.device, its name or None", _device)
 
 
 def check_all(who: str, checks: Mapping[str, Check], **values: Any) -> None:
-    """Raise `InputError` for the first wrong value; ``checks`` are by its name."""
+    """Check each value with the check of its name."""
     for name, value in values.items():
         checks[name](f"{who}: {name}", value)
 
 
 def check_fields(owner: Any, checks: Mapping[str, Check]) -> None:
-    """Check the fields of a frozen dataclass, and keep what `Check` returns."""
+    """Check the fields of a frozen dataclass, and store the values that the checks return."""
     for name, check in checks.items():
         object.__setattr__(owner, name, check(f"{type(owner).__name__}: {name}", getattr(owner, name)))
 
 
 def check_factory(who: str, device: Any, dtype: Any) -> None:
-    """Check where a constructor is to make its parameters, and of which dtype."""
+    """Check the ``device`` and ``dtype`` of a constructor's parameters."""
     DEVICE(f"{who}: device", device)
     PARAMETER_DTYPE(f"{who}: dtype", dtype)
 
@@ -163,9 +163,9 @@ class Checked:
     Attributes
     ----------
     _checks : dict of str to Check
-        What each setting has to be, by the attribute's name.
+        The check of each setting, by attribute name.
     _fixed : tuple of str
-        Settings that others were derived from: they cannot be changed.
+        Settings that cannot be changed, since other attributes are derived from them.
     """
 
     _checks: ClassVar[Mapping[str, Check]] = {}
@@ -177,7 +177,8 @@ class Checked:
             who = f"{type(self).__name__}: {name}"
             value = check(who, value)
             if name in self._fixed and self.__dict__.get(name, value) != value:
-                raise InputError(f"{who}: expected {self.__dict__[name]!r} as before, got {value!r}; make a new one")
+                expected = f"{self.__dict__[name]!r}, which cannot be changed"
+                raise InputError(f"{who}: expected {expected}, got {value!r}; construct a new {type(self).__name__}")
         super().__setattr__(name, value)
 
 
@@ -192,7 +193,7 @@ _INTEGERS = ("splits", "row_of_slot", "slot_of_row", "expert_index")
 
 
 def reserved(name: str) -> bool:
-    """Whether a name stands for something else within an op, or in a call."""
+    """Whether a name already has a meaning in an op or in a call."""
     return name in _OWN or name in _ARGUMENTS or name.startswith("grad_")
 
 
@@ -202,15 +203,15 @@ def _input_name(value: Any) -> Any:
 
 
 INPUT_NAME = Check(
-    "the name of a runtime input with one float for each row, such as 'probs': an identifier other than "
+    "the name of a runtime input with one float per row, such as 'probs': an identifier other than "
     f"{', '.join(map(repr, (*_OWN, *_ARGUMENTS, *_INTEGERS)))}, that does not start with 'grad_'",
     _input_name,
 )
-"""What `Scale` and `Combine` multiply rows by."""
+"""The name of a factor of rows, for `Scale` and `Combine`."""
 
 
 def check_names(who: str, kind: str, names: Collection[str], parameters: Collection[str]) -> None:
-    """Raise `InputError` where an op calls what it takes or provides by a name that stands for something else."""
+    """Raise `InputError` if a value that an op takes or provides has a reserved name or that of a parameter."""
     for name in names:
         if not str(name).isidentifier() or reserved(name) or name in parameters:
             taken = ", ".join(map(repr, dict.fromkeys((*_OWN, *_ARGUMENTS, *parameters))))

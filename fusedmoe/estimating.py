@@ -1,6 +1,6 @@
-"""Calls that an estimator of torch watches: tensors without values (FakeTensor, meta), and FLOP counters.
+"""Detects calls under torch's estimators: FLOP counters, and tensors without values (FakeTensor, meta).
 
-Such a call runs unfused, since an estimator sees the operators of torch and no launch of a kernel.
+These calls run unfused, since an estimator sees torch operators but no kernel launches.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 FLOP_FORMULAS: dict[Any, Callable[..., int]] = {}
-"""Operators of this package, each with its number of floating-point operations for arguments like these."""
+"""The operators of this package, each with a function from its arguments to its number of floating-point operations."""
 
 
 def has_values(t: Tensor) -> bool:
-    """Whether there is memory behind a tensor, whose values may be read."""
+    """Whether a tensor has memory, so that its values can be read."""
     return (type(t) is Tensor or not isinstance(t, FakeTensor)) and not t.is_meta
 
 
 def counts_flops() -> bool:
-    """Whether a ``torch.utils.flop_counter.FlopCounterMode`` is active; each that is gets `FLOP_FORMULAS`.
+    """Whether a ``torch.utils.flop_counter.FlopCounterMode`` is active; adds `FLOP_FORMULAS` to the active counters.
 
-    torch's table of formulas is copied when a counter is made, and torch's module is slow to import where there is
-    Triton. So the formulas are given to the counter rather than registered.
+    The formulas are not registered with torch: its module is slow to import with Triton, and a counter copies the
+    registered formulas when it is created.
     """
     found = False
     for mode in _get_current_dispatch_mode_stack():

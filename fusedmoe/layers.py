@@ -1,4 +1,4 @@
-"""Layers of a model that keep a recipe of their own, whatever holds around the call."""
+"""`keep_in_bf16`: exclude layers of a model from quantization."""
 
 from __future__ import annotations
 
@@ -16,17 +16,20 @@ if TYPE_CHECKING:
 def keep_in_bf16(model: nn.Module, first: int = 0, last: int = 0) -> list[str]:
     """Keep the linear ops of a model's first and last layers unquantized under every recipe.
 
-    A layer is an `MoE` or a `Sequential` that is within no other; they count in the order of ``model.named_modules()``.
-    Sets ``recipe`` of the `GroupedLinear` and `Linear` ops in them to ``"bf16"``, which can be done by hand for ops
-    outside of any.
+    A layer is an outermost `MoE` or `Sequential`, in the order of ``model.named_modules()``. The function sets
+    ``recipe`` of their `GroupedLinear` and `Linear` ops to ``"bf16"``.
 
     Returns
     -------
     list of str
-        The names of the layers kept.
+        The names of these layers.
     """
-    layers = _layers(MODULE("keep_in_bf16: model", model))
-    as_many = integer(f"0 to {len(layers)} layers, which there are", 0, len(layers))
+    layers: list[str] = []
+    for name, module in MODULE("keep_in_bf16: model", model).named_modules():
+        within = any(not outer or name.startswith(f"{outer}.") for outer in layers)
+        if isinstance(module, (MoE, Sequential)) and not within:
+            layers.append(name)
+    as_many = integer(f"0 to {len(layers)}, the number of layers", 0, len(layers))
     first, last = as_many("keep_in_bf16: first", first), as_many("keep_in_bf16: last", last)
     kept = list(dict.fromkeys([*layers[:first], *layers[len(layers) - last :]]))
     for name in kept:
@@ -34,13 +37,3 @@ def keep_in_bf16(model: nn.Module, first: int = 0, last: int = 0) -> list[str]:
             if isinstance(module, (GroupedLinear, Linear)):
                 module.recipe = "bf16"
     return kept
-
-
-def _layers(model: nn.Module) -> list[str]:
-    """The outermost `MoE` and `Sequential` modules, by name."""
-    names: list[str] = []
-    for name, module in model.named_modules():
-        within = any(not outer or name.startswith(f"{outer}.") for outer in names)
-        if isinstance(module, (MoE, Sequential)) and not within:
-            names.append(name)
-    return names

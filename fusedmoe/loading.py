@@ -1,4 +1,4 @@
-"""`load_experts`: the weights of another implementation, in its layout, into the layers of this project.
+"""`load_experts`: copy the weights of another implementation, in its layout, into layers of this package.
 
 Axes: E experts, H hidden, I intermediate.
 """
@@ -24,7 +24,7 @@ _Layer = TypeVar("_Layer", bound=nn.Module)
 
 
 class _Source(NamedTuple):
-    """What came in one argument: a weight (out, in) for each expert, and biases (out,) or None."""
+    """The contents of one argument: a weight (out, in) per expert, and biases (out,) or None."""
 
     weights: list[Tensor]
     biases: list[Tensor] | None
@@ -47,37 +47,36 @@ def load_experts(
     transposed: bool = False,
     interleaved: bool = False,
 ) -> _Layer:
-    """Copy the weights of experts that were written for something else, and return the layer.
+    """Copy the experts' weights of another implementation into a layer, and return the layer.
 
-    Parameters keep their dtype, device and identity, so that an optimizer that has them goes on. Everything is checked
-    before anything is copied.
+    Parameters keep their dtype, device and identity, so that an existing optimizer remains valid. All arguments are
+    checked before any copy.
 
     Parameters
     ----------
     layer
         An `MoE`, or a `Sequential` with two `GroupedLinear` (or two `Linear`, which count as one expert).
     gate, up, down
-        Weights of each expert, (I, H), (I, H) and (H, I): a sequence of E ``nn.Linear`` or tensors, or one tensor with
-        the experts in front, (E, I, H). The nonlinearity is that of ``gate``. An activation without a gate takes
-        ``up`` alone.
+        Weights per expert, (I, H), (I, H) and (H, I): a sequence of E ``nn.Linear`` or tensors, or one stacked tensor,
+        such as (E, I, H). The nonlinearity applies to ``gate``. An activation without a gate takes only ``up``.
     gate_up
-        Gate and up in one, instead of both: (2 I, H) for each expert, ``[gate; up]`` rows.
+        Gate and up in one tensor, in place of the two: (2 I, H) per expert, with rows ``[gate; up]``.
     router
-        (E, H) also with ``transposed``, or the ``nn.Linear``. An `MoE` needs one; a `Sequential` has none.
+        (E, H), also with ``transposed``, or the ``nn.Linear``. An `MoE` requires it; a `Sequential` has no router.
     gate_bias, up_bias, gate_up_bias, down_bias, router_bias
-        Biases (E, features), or a sequence of E, beside weights that are tensors. An ``nn.Linear`` brings its own.
+        Biases (E, features), or a sequence of E, for weights given as tensors. An ``nn.Linear`` has its own.
     transposed
-        Weights of experts that are tensors are ``(in, out)``, as in ``x @ weight``: (E, H, 2 I) and (E, I, H). An
-        ``nn.Linear`` never is. Where one tensor alone is transposed, give its ``.mT`` instead.
+        Expert weights given as tensors are ``(in, out)``, as in ``x @ weight``: (E, H, 2 I) and (E, I, H). Does not
+        apply to ``nn.Linear``. If only one tensor is transposed, pass its ``.mT`` instead.
     interleaved
-        Rows of ``gate_up`` alternate, gate first: ``gate_up[0::2]`` is the gate. The layer keeps its own order, that of
+        Rows of ``gate_up`` alternate, gate first: ``gate_up[0::2]`` is the gate. The layer stores them in the order of
         its activation.
 
     Raises
     ------
     InputError
-        Something is missing, is there twice, or has the wrong shape or dtype: the message names the argument, the
-        expert, the shape expected and the shape that came.
+        An argument is missing, conflicts with another one, or has the wrong shape or dtype. The message names the
+        argument, the expert, the expected shape and the actual shape.
 
     Examples
     --------
@@ -102,7 +101,7 @@ def load_experts(
     own = _halves(wide, any(op.interleaved for op in chain.modules() if isinstance(op, GLU)))
     theirs = _halves(wide, interleaved)
     everything = slice(None)
-    # where the features of each argument go, and which of its own they are
+    # per argument: the layer's features to copy to, and the argument's features to copy
     places = {
         "gate": [(own[0], everything)],
         "up": [(own[1] if gated else everything, everything)],
@@ -120,8 +119,8 @@ def load_experts(
     if isinstance(layer, MoE):
         copies += _router(layer, router, router_bias)
     elif router is not None or router_bias is not None:
-        raise _wrong("router", f"none, as a {type(layer).__name__} has no router", "one")
-    # a copy must not overwrite what a later one reads: the layer's own weights may be the source
+        raise _wrong("router", f"none, since a {type(layer).__name__} has no router", "one")
+    # clone sources that share memory with the layer, so that no copy overwrites the source of a later one
     own_memory = {_memory(target) for target, _ in copies}
     sources = [[t.clone() if _memory(t) in own_memory else t for t in tensors] for _, tensors in copies]
     for (target, _), tensors in zip(copies, sources, strict=True):
@@ -131,7 +130,7 @@ def load_experts(
 
 
 def _memory(tensor: Tensor) -> int:
-    """Return a number for the storage that a tensor is a view of, also for one without an address (a fake tensor)."""
+    """Return an id of a tensor's storage, also if it has no address (a fake tensor)."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -157,31 +156,32 @@ def _is_gated(features: int, wide: int) -> bool:
 def _names(
     weights: dict[str, Weights | None], biases: dict[str, Biases | None], gated: bool, interleaved: bool
 ) -> list[str]:
-    """Return the arguments that were given, where they are what such a layer takes."""
+    """Return the names of the given weights; raise unless the layer takes this combination."""
     names = [name for name, weight in weights.items() if weight is not None]
     if names not in ([["gate", "up", "down"], ["gate_up", "down"]] if gated else [["up", "down"]]):
-        expected = "gate and up, or gate_up" if gated else "up without gate, as the activation has no gate"
+        expected = "gate and up, or gate_up" if gated else "up without gate, since the activation has no gate"
         raise _wrong("gate, up, gate_up", expected, " and ".join(names[:-1]) or "none of them")
     if interleaved and "gate_up" not in names:
-        raise _wrong("interleaved", "gate_up, whose rows may alternate", "gate and up apart" if gated else "up alone")
+        got = "separate gate and up" if gated else "only up"
+        raise _wrong("interleaved", "gate_up, whose rows may alternate", got)
     for name, bias in biases.items():
         if bias is not None and name not in names:
-            raise _wrong(f"{name}_bias", f"{name} beside it", "none")
+            raise _wrong(f"{name}_bias", f"it together with {name}", "it alone")
     return names
 
 
 def _halves(wide: int, interleaved: bool) -> tuple[slice, slice]:
-    """Return where gate and up are among the features of both."""
+    """Return the features of gate and of up among the 2 I features of both."""
     if interleaved:
         return slice(0, None, 2), slice(1, None, 2)
     return slice(0, wide), slice(wide, None)
 
 
 def _parameters(op: GroupedLinear | Linear) -> tuple[Tensor, Tensor | None]:
-    """Return weight (E, out, in) and bias (E, out), which can be copied to."""
-    weight: Tensor | None = op.weight  # none where `without_parameters` took it
+    """Return weight (E, out, in) and bias (E, out) as targets of a copy."""
+    weight: Tensor | None = op.weight  # None after `without_parameters`
     if weight is None or weight.is_meta:
-        got = "none" if weight is None else "some on the meta device"
+        got = "none" if weight is None else "parameters on the meta device"
         raise _wrong("layer", "parameters with memory: call layer.to_empty(device=...) first", got)
     if hasattr(weight, "full_tensor"):
         raise _wrong("layer", "plain parameters: load before they are sharded", "DTensors")
@@ -193,14 +193,14 @@ def _parameters(op: GroupedLinear | Linear) -> tuple[Tensor, Tensor | None]:
 def _source(
     name: str, weights: Weights | None, biases: Biases | None, shape: tuple[int, int, int], transposed: bool
 ) -> _Source:
-    """Check what came in an argument against the shape (E, out, in) that it has to have."""
+    """Check one argument against its required shape (E, out, in) and return its contents."""
     experts, *each = shape
     stored = (each[1], each[0]) if transposed else (each[0], each[1])
-    remedy = "; for (out, in) leave out transposed" if transposed else "; for (in, out) give transposed=True"
+    remedy = "; for (out, in) omit transposed" if transposed else "; for (in, out) pass transposed=True"
     listed = _listed(name, weights, (experts, *stored), remedy)
     own_biases = [item.bias for item in listed if isinstance(item, nn.Linear) and item.bias is not None]
     if own_biases and (len(own_biases) < experts or biases is not None):
-        expected = f"a bias in each nn.Linear of {name} or in none of them, and then none beside them"
+        expected = f"a bias in every nn.Linear of {name} and no {name}_bias, or no bias in any"
         raise _wrong(f"{name}_bias", expected, f"{len(own_biases)} of {experts}")
     found = []
     for i, item in enumerate(listed):
@@ -219,7 +219,7 @@ def _source(
 def _listed(
     name: str, given: Weights | None, shape: tuple[int, ...], remedy: str = ""
 ) -> list[Tensor] | list[Tensor | nn.Linear]:
-    """Return one item for each expert, of a sequence of them or of one tensor with this shape."""
+    """Return one item per expert, from a sequence or from one tensor of this shape."""
     if isinstance(given, Tensor):
         _check(name, given, shape, remedy)
         return list(given.unbind(0))
@@ -235,11 +235,11 @@ def _listed(
 
 
 def _check(name: str, tensor: object, shape: tuple[int, ...], remedy: str = "") -> None:
-    """Raise unless it can be copied from. The remedy is that of a matrix which fits when it is transposed."""
+    """Raise unless the tensor can be copied from. ``remedy`` is for a matrix whose transpose has the shape."""
     if not isinstance(tensor, Tensor):
         raise _wrong(name, "a tensor", type(tensor).__name__)
     if hasattr(tensor, "full_tensor"):
-        raise _wrong(name, "a plain tensor: load before parameters are sharded, or give .full_tensor()", "a DTensor")
+        raise _wrong(name, "a plain tensor: load before parameters are sharded, or pass .full_tensor()", "a DTensor")
     if tensor.is_nested or tensor.layout is not torch.strided:
         raise _wrong(name, "a dense tensor", "a nested one" if tensor.is_nested else tensor.layout)
     if tuple(tensor.shape) != shape:
@@ -254,10 +254,10 @@ def _check(name: str, tensor: object, shape: tuple[int, ...], remedy: str = "") 
 def _copies(
     name: str, weight: Tensor, bias: Tensor | None, source: _Source, into: slice, part: slice
 ) -> list[tuple[Tensor, list[Tensor]]]:
-    """Return what is to be copied to these features of a layer."""
+    """Return pairs of a target in the layer and the sources to copy to it, one per expert."""
     if (bias is None) != (source.biases is None):
         has, came = ("none", "biases") if bias is None else ("biases", "none")
-        raise _wrong(f"{name}_bias", f"{has}, as the layer was made with bias={bias is not None}", came)
+        raise _wrong(f"{name}_bias", f"{has}, since the layer has bias={bias is not None}", came)
     copies = [(weight[:, into], [tensor[part] for tensor in source.weights])]
     if bias is not None and source.biases is not None:
         copies.append((bias[:, into], [tensor[part] for tensor in source.biases]))
@@ -267,9 +267,9 @@ def _copies(
 def _router(layer: MoE, router: Tensor | nn.Linear | None, bias: Tensor | None) -> list[tuple[Tensor, list[Tensor]]]:
     own = layer.router
     if router is None:
-        raise _wrong("router", "its weight (E, H), as an MoE has a router; layer.router.weight keeps it", "none")
+        raise _wrong("router", "a weight (E, H) for the MoE's router; layer.router.weight leaves it unchanged", "none")
     if isinstance(router, Tensor):
-        _check("router", router, tuple(own.weight.shape), "; a router is never transposed: give its .T")
+        _check("router", router, tuple(own.weight.shape), "; transposed does not apply to a router: pass its .T")
     source = _source("router", [router], None if bias is None else [bias], (1, *own.weight.shape), False)
     own_bias = None if own.bias is None else own.bias.unsqueeze(0)
     return _copies("router", own.weight.unsqueeze(0), own_bias, source, slice(None), slice(None))

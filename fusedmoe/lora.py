@@ -1,4 +1,4 @@
-"""LoRA on stacked experts: a grouped linear layer, and the low-rank update that is trained in its stead.
+"""LoRA on stacked experts: a frozen grouped linear layer with a trained low-rank update.
 
 Axes: R rows, E experts (groups), K features in, N features out, Q the rank.
 
@@ -21,28 +21,23 @@ from fusedmoe.ops.op import exact
 from fusedmoe.sequential import Sequential
 
 
-def _scale(rank: object, alpha: object) -> float:
-    kept: int = POSITIVE_INTEGER("GroupedLoRA: rank", rank)
-    return 1.0 if alpha is None else FINITE("GroupedLoRA: alpha", alpha) / kept
-
-
 class GroupedLoRA(Sequential):
     """``y[r] = x[r] @ weight[e].T + bias[e] + alpha / rank * (x[r] @ A[e].T) @ B[e].T`` for each row r of expert e.
 
-    A `GroupedLinear` that stays as it is, and a low-rank update of it that is trained. B starts as zeros, and so does
-    the update.
+    The `GroupedLinear` is frozen, and the low-rank update is trained. B is initialised with zeros, so that the update
+    starts as zero.
 
     Parameters
     ----------
     layer
-        The layer; its weight and bias are frozen here. It becomes part of this module, and is not copied.
+        The layer. It becomes part of this module, without a copy, and its weight and bias are frozen.
     rank
-        Q. In bf16 a multiple of 8 lets the update run on a GPU without a host synchronisation.
+        Q. With bf16, a multiple of 8 lets the update run on a GPU without a host synchronisation.
     alpha
         The update is scaled by ``alpha / rank``; by 1 if None.
     dtype
-        Of A and B: that of the layer's weight by default. Whatever it is, they are multiplied in the dtype of the rows,
-        as under autocast: fp32 with bf16 rows keeps what an optimizer steps by, and changes no product.
+        Dtype of A and B, by default that of the layer's weight. Products cast A and B to the dtype of the rows, as
+        autocast does. So fp32 with bf16 rows keeps full precision for the optimizer and changes no product.
 
     Attributes
     ----------
@@ -55,13 +50,13 @@ class GroupedLoRA(Sequential):
 
     Notes
     -----
-    Called as the layer is: rows (R, K) and ``splits=``. It is a `Sequential` of the three, in the order ``lora_A``,
-    ``base_layer``, ``lora_B``. So the layer's products run on the kernels that it has, without the activation behind
-    it, as the update comes in between. Its weight gradient is computed only if it is wanted. A recipe quantizes the
-    layer; A, B and the rows that they are multiplied by stay as they are.
+    Called like the layer: with rows (R, K) and ``splits=``. It is a `Sequential` of ``lora_A``, ``base_layer`` and
+    ``lora_B``. The layer keeps its fused kernels, except fusion with the activation after it, since the update comes
+    between the two. Its weight gradient is computed only if it requires one. A recipe quantizes only the layer, not A,
+    B and the rows that they are multiplied by.
 
-    In ``state_dict``: ``base_layer.weight``, ``base_layer.bias``, ``lora_A.weight`` and ``lora_B.weight``. It loads a
-    checkpoint of the bare layer too, with ``strict=False``, as that has no A and B.
+    ``state_dict`` has ``base_layer.weight``, ``base_layer.bias``, ``lora_A.weight`` and ``lora_B.weight``. A checkpoint
+    of the bare layer loads with ``strict=False``, since it has no A and B.
 
     Examples
     --------
@@ -71,7 +66,7 @@ class GroupedLoRA(Sequential):
     ... )
     """
 
-    lora_A: LoRADown  # noqa: N815  (as peft names them)
+    lora_A: LoRADown  # noqa: N815  (the names of peft)
     base_layer: GroupedLinear
     lora_B: LoRAUp  # noqa: N815
 
@@ -81,7 +76,8 @@ class GroupedLoRA(Sequential):
         if type(layer) is not GroupedLinear:
             raise InputError(f"GroupedLoRA: layer: expected a GroupedLinear, got {layer!r}")
         PARAMETER_DTYPE("GroupedLoRA: dtype", dtype)
-        scale = _scale(rank, alpha)
+        rank = POSITIVE_INTEGER("GroupedLoRA: rank", rank)
+        scale = 1.0 if alpha is None else FINITE("GroupedLoRA: alpha", alpha) / rank
         weight = layer.weight
         kind: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype if dtype is None else dtype}
         super().__init__(
@@ -99,10 +95,11 @@ class GroupedLoRA(Sequential):
 
     @torch.no_grad()
     def merged(self) -> GroupedLinear:
-        """Return a new layer that computes the same: ``weight[e] + alpha / rank * B[e] @ A[e]``, rounded once."""
+        """Return a new layer with the weight ``weight[e] + alpha / rank * B[e] @ A[e]``, rounded once."""
         base, scale = self.base_layer, self.lora_B.scale
         weight = base.weight.clone()
-        for e, (a, b) in enumerate(zip(self.lora_A.weight, self.lora_B.weight, strict=True)):  # one in fp32 at a time
+        # one expert at a time, to hold only one in fp32
+        for e, (a, b) in enumerate(zip(self.lora_A.weight, self.lora_B.weight, strict=True)):
             into = exact(weight[e])
             weight[e] = torch.addmm(into, b.to(into.dtype), a.to(into.dtype), alpha=scale)
         layer = GroupedLinear(
@@ -119,7 +116,7 @@ class GroupedLoRA(Sequential):
         return layer.train(self.training)
 
     def __getitem__(self, idx: int | slice) -> Any:
-        if isinstance(idx, slice):  # a part of it is none
+        if isinstance(idx, slice):  # a slice is no GroupedLoRA
             return Sequential(OrderedDict([*self._modules.items()]))[idx]
         return super().__getitem__(idx)
 

@@ -1,4 +1,4 @@
-"""Losses of routers as other projects define them. Those of this project are in `MoEStats`.
+"""Router losses as other projects define them; `MoEStats` has those of this project.
 
 Axes: T tokens, E experts, K chosen experts per token.
 """
@@ -21,16 +21,17 @@ def transformers_load_balancing_loss(
     """``E * sum over e of f[e] * p[e]``: the ``load_balancing_loss_func`` of Hugging Face transformers.
 
     ``f[e]`` is the number of rows that expert e gets, divided by the number of tokens, and ``p[e]`` is its mean
-    probability. Both are means over the tokens of all layers together. Where the load is even, the loss is K.
+    probability. Both are means over the tokens of all layers together. The loss is K for an even load.
 
     For one layer whose router has ``score="softmax"``, this is K times `MoEStats.load_balancing_loss`. For several
-    layers it is K times neither the sum nor the mean of their losses: a layer may balance another one here.
+    layers it is K times neither the sum nor the mean of their losses, since an imbalance in one layer may offset that
+    in another.
 
     Parameters
     ----------
     router_logits
-        (T, E) of each layer: ``[stats.logits for stats in ...]`` of `MoEStats`, or the ``router_logits`` of a model of
-        transformers. The experts that count as chosen are the K largest logits.
+        (T, E) per layer: ``[stats.logits for stats in ...]`` of `MoEStats`, or the ``router_logits`` of a transformers
+        model. The K largest logits determine the chosen experts.
     top_k
         K.
     attention_mask
@@ -39,13 +40,13 @@ def transformers_load_balancing_loss(
     Returns
     -------
     Tensor
-        0-d, fp32 (fp64 for fp64 logits), on the device of the first layer. Gradients flow through p. It is zero where
-        no token counts.
+        0-d, fp32 (fp64 for fp64 logits), on the device of the first layer. Gradients flow through p. It is zero if no
+        token counts.
 
     Raises
     ------
     InputError
-        There is no layer, the logits are not floats, or the shapes do not fit together.
+        ``router_logits`` is empty, the logits are not floats, or the shapes do not match.
     """
     name = "transformers_load_balancing_loss"
     iterable = hasattr(router_logits, "__iter__") and not isinstance(router_logits, Tensor)
@@ -58,8 +59,8 @@ def transformers_load_balancing_loss(
     POSITIVE_INTEGER(f"{name}: top_k", top_k)
     if first.dim() != 2 or not 1 <= top_k <= first.shape[1]:
         raise InputError(
-            f"{name}: expected router_logits of shape (tokens, experts) and a top_k of at most as many experts, got "
-            f"{tuple(first.shape)} and {top_k}"
+            f"{name}: expected router_logits of shape (tokens, experts) and a top_k of at most the number of experts, "
+            f"got {tuple(first.shape)} and {top_k}"
         )
     exact = torch.promote_types(first.dtype, torch.float32)
     counts_T1 = torch.ones(len(first), 1, dtype=exact, device=first.device)
@@ -67,7 +68,7 @@ def transformers_load_balancing_loss(
         TENSOR(f"{name}: attention_mask", attention_mask)
         if attention_mask.numel() != len(first):
             raise InputError(
-                f"{name}: attention_mask: expected {len(first)} elements, one for each token, got shape "
+                f"{name}: attention_mask: expected {len(first)} elements, one per token, got shape "
                 f"{tuple(attention_mask.shape)}"
             )
         counts_T1 = attention_mask.reshape(-1, 1).to(counts_T1)

@@ -1,6 +1,6 @@
-"""`MoE`: the drop-in layer, a router and its experts.
+"""`MoE`: a drop-in layer of a router and its experts.
 
-Axes: T tokens, E experts, K chosen experts a token, H hidden, I intermediate.
+Axes: T tokens, E experts, K chosen experts per token, H hidden, I intermediate.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ if TYPE_CHECKING:
     from fusedmoe.kernels.options import Schedule
 
 ACTIVATIONS: dict[str, type[Op]] = {"swiglu": SwiGLU, "geglu": GeGLU, "reglu": ReGLU, "squared_relu": SquaredReLU}
-"""The activations that `MoE` knows by name."""
+"""The activations that `MoE` accepts by name."""
 
 SCORES = ("softmax", "topk_softmax", "sigmoid")
 
-_CHOICE = {"num_experts", "top_k", "num_groups", "top_groups"}  # settings of a router that have to fit together
+_CHOICE = {"num_experts", "top_k", "num_groups", "top_groups"}  # settings that `Router._check_choice` checks together
 _MOE: Mapping[str, Check] = {
     "intermediate": POSITIVE_INTEGER,
     "bias": FLAG,
@@ -64,7 +64,7 @@ _MOE: Mapping[str, Check] = {
 
 
 class Routing(NamedTuple):
-    """What a router decided, on the device.
+    """The result of a `Router`, on the device.
 
     Attributes
     ----------
@@ -75,7 +75,7 @@ class Routing(NamedTuple):
     logits : Tensor
         (T, E) fp32.
     probs : Tensor
-        (T, E) fp32, each row summing to one: the softmax of the logits, or the normalised sigmoid scores.
+        (T, E) fp32, with rows that sum to 1: the softmax of the logits, or the normalised sigmoid scores.
     """
 
     expert_index: Tensor
@@ -85,24 +85,24 @@ class Routing(NamedTuple):
 
 
 class MoEStats(NamedTuple):
-    """What a training loop may want of a call, as tensors on the device: nothing is read on the host or kept on the
-    module.
+    """Losses and load of a call, as tensors on the device. None is read on the host or stored on the module.
 
     Attributes
     ----------
     load_balancing_loss : Tensor
-        ``E * sum over e of f[e] * p[e]``, f the share of the routed rows that expert e got, p its mean probability: 1
-        where all is even. 0-d fp32; gradients flow through p. Source: Fedus et al., "Switch Transformers", section 2.2.
-        Megatron-Core, MegaBlocks and SonicMoE define it so too. ``load_balancing_loss_func`` of Hugging Face
-        transformers divides f by the tokens instead of the routed rows, so that it is K times as large for the same
-        routing: multiply by K to keep its coefficient, or call `transformers_load_balancing_loss`.
+        ``E * sum over e of f[e] * p[e]``, f[e] the fraction of the routed rows that go to expert e, p[e] its mean
+        probability; 1 for an even load. 0-d fp32; gradients flow through p. Source: Fedus et al., "Switch
+        Transformers", section 2.2. Megatron-Core, MegaBlocks and SonicMoE use the same definition.
+        ``load_balancing_loss_func`` of Hugging Face transformers divides by the tokens instead of the routed rows, and
+        so is K times as large. To keep its coefficient, multiply by K or call `transformers_load_balancing_loss`.
     z_loss : Tensor
-        ``mean over tokens of logsumexp(logits)^2``. 0-d fp32. Source: Zoph et al., "ST-MoE", section 3.2. That of
-        transformers, Megatron-Core and MegaBlocks is the same.
+        ``mean over tokens of logsumexp(logits)^2``. 0-d fp32. Source: Zoph et al., "ST-MoE", section 3.2. transformers,
+        Megatron-Core and MegaBlocks use the same definition.
     load : Tensor
         (E,) int64: rows per expert.
     logits : Tensor
-        (T, E) fp32: the router's logits, for other losses. Keep them no longer than the step: they hold its graph.
+        (T, E) fp32: the router's logits, for other losses. They hold the autograd graph of the step: do not keep them
+        longer than the step.
     """
 
     load_balancing_loss: Tensor
@@ -112,32 +112,33 @@ class MoEStats(NamedTuple):
 
 
 class Router(Checked, nn.Module):
-    """Chooses K of E experts for each token. Logits, scores and weights are fp32 (fp64 for fp64 tokens), also under
-    autocast.
+    """Chooses K of E experts per token. Logits, scores and weights are fp32 (fp64 for fp64 tokens), also in autocast.
 
     Parameters
     ----------
     hidden, num_experts, top_k
         H, E and K.
     score
-        ``"softmax"``: probabilities over all experts, the K largest of them. ``"topk_softmax"``: the K largest logits,
-        softmax over those (GPT-OSS). ``"sigmoid"``: independent scores; the choice may be corrected by ``balance_bias``
-        (DeepSeek-V3).
+        The function that turns logits into weights:
+
+        - ``"softmax"``: softmax over all experts, then the K largest;
+        - ``"topk_softmax"``: the K largest logits, then softmax over these (GPT-OSS);
+        - ``"sigmoid"``: independent scores; ``balance_bias`` may correct the choice (DeepSeek-V3).
     renormalize
-        Divide the chosen weights by their sum. ("topk_softmax" sums to one anyway.)
+        Divide the chosen weights by their sum. No effect with "topk_softmax".
     scale
-        Factor on the weights, last (DeepSeek-V3's ``routed_scaling_factor``).
+        Final factor of the weights (DeepSeek-V3's ``routed_scaling_factor``).
     bias
         Whether the logits have a bias.
     balance_bias
-        Whether there is a correction that is added to the scores for the choice alone, not for the weights; see
-        `update_bias`. None: with "sigmoid".
+        Whether a correction is added to the scores for the choice of experts, but not to the weights; see
+        `update_bias`. None stands for True with "sigmoid" and False otherwise.
     num_groups, top_groups
-        Choose only among the experts of the ``top_groups`` best of ``num_groups`` groups of neighbouring experts. A
-        group is as good as the sum of its two best (corrected) scores, with "sigmoid"; as its best one otherwise
-        (DeepSeek-V3, DeepSeek-V2).
+        Choose only experts of the ``top_groups`` best of ``num_groups`` groups of neighbouring experts. The score of a
+        group is the sum of its two best corrected scores with "sigmoid" (DeepSeek-V3), its best score otherwise
+        (DeepSeek-V2).
     device, dtype
-        Of the weight.
+        Device and dtype of the parameters.
 
     Attributes
     ----------
@@ -146,9 +147,10 @@ class Router(Checked, nn.Module):
     bias : Parameter or None
         (E,).
     balance_bias : Tensor or None
-        (E,) fp32 buffer, zeros at first. It stays in fp32 when the module is cast (``.bfloat16()``, ``.to(dtype)``) and
-        when a checkpoint in another dtype is loaded: in bf16, steps of 1e-3 soon round to nothing. A cast that goes
-        past the module, such as ``buffer_dtype`` of FSDP1's and DDP's mixed precision, lasts until `update_bias`.
+        (E,) fp32 buffer, initialised with zeros. It stays in fp32 when the module is cast (``.bfloat16()``,
+        ``.to(dtype)``) and when a checkpoint in another dtype is loaded, since bf16 soon rounds steps of 1e-3 away. A
+        cast that bypasses the module, such as ``buffer_dtype`` of FSDP1's and DDP's mixed precision, lasts until
+        `update_bias`.
     """
 
     balance_bias: Tensor | None
@@ -196,7 +198,7 @@ class Router(Checked, nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw new parameters, uniform within ``1 / sqrt(hidden)``; the balance bias goes back to zero."""
+        """Draw new parameters, uniform within ``1 / sqrt(hidden)``, and set the balance bias to zero."""
         bound = 1 / math.sqrt(self.hidden)
         for parameter in self.parameters(recurse=False):
             nn.init.uniform_(parameter, -bound, bound)
@@ -211,7 +213,7 @@ class Router(Checked, nn.Module):
             value = value.to(torch.float32)
         before = self.__dict__.get(name)
         super().__setattr__(name, value)
-        if name in _CHOICE and self.__dict__.keys() >= _CHOICE:  # the last of them is set
+        if name in _CHOICE and self.__dict__.keys() >= _CHOICE:  # the constructor has set all of them
             try:
                 self._check_choice()
             except InputError:
@@ -220,7 +222,7 @@ class Router(Checked, nn.Module):
                 raise
 
     def _check_choice(self) -> None:
-        """Raise unless the numbers of experts, of chosen ones and of groups fit together."""
+        """Raise unless ``num_experts``, ``top_k``, ``num_groups`` and ``top_groups`` fit together."""
         experts, groups = self.num_experts, self.num_groups
         if self.top_k > experts:
             raise InputError(f"Router: top_k: expected 1 to num_experts={experts}, got {self.top_k}")
@@ -287,22 +289,22 @@ class Router(Checked, nn.Module):
 
     @torch.no_grad()
     def update_bias(self, load: Tensor, rate: float = 1e-3) -> None:
-        """Loss-free balancing: ``balance_bias[e] += rate * sign(mean(load) - load[e])``, on the device, once a step.
+        """Update by loss-free balancing: ``balance_bias[e] += rate * sign(mean(load) - load[e])``, on the device.
 
-        The scores of "sigmoid" are far enough apart for it. Those of "softmax" over many experts lie closer together
-        than one step of the usual rate: choose a smaller one there.
+        Call it once per step. The default rate suits "sigmoid". Scores of "softmax" over many experts differ by less
+        than this rate: choose a smaller one.
 
-        If something has cast ``balance_bias`` to another dtype, it becomes fp32 again first, in place: it stays the
-        same tensor object, as DDP and FSDP need. Values that the cast rounded stay rounded.
+        If ``balance_bias`` was cast to another dtype, it first becomes fp32 again. It remains the same tensor object,
+        which DDP and FSDP require. Values that the cast rounded stay rounded.
 
         Source: Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts".
 
         Parameters
         ----------
         load
-            (E,), rows per expert over the step, `MoEStats.load`, summed over micro-batches and ranks.
+            (E,), rows per expert in the step: `MoEStats.load`, summed over micro-batches and ranks.
         rate
-            The step of the correction, 0 or more.
+            Size of the correction, 0 or more.
         """
         if self.balance_bias is None:
             raise InputError("Router: update_bias: expected a router with balance_bias=True, this one has none")
@@ -329,7 +331,7 @@ class Router(Checked, nn.Module):
 
 
 class MoE(Checked, nn.Module):
-    """A Mixture-of-Experts MLP: ``y[t] = sum over k of w[t, k] * expert[e[t, k]](x[t])``, plus the shared expert of x.
+    """A Mixture-of-Experts MLP: ``y[t] = sum over k of w[t, k] * expert[e[t, k]](x[t]) + shared(x[t])``.
 
     Parameters
     ----------
@@ -341,17 +343,17 @@ class MoE(Checked, nn.Module):
     bias
         Whether the experts' linear layers have biases.
     shared_intermediate
-        Intermediate size of a shared expert that sees every token; None for none.
+        Intermediate size of a shared expert, which gets every token; None for no shared expert.
     shared_gate
-        Multiply the shared expert by ``sigmoid(x @ gate.T)``, one gate a token (Qwen2-MoE).
+        Multiply the shared expert's output by ``sigmoid(x @ gate.T)``, one gate per token (Qwen2-MoE).
     score, renormalize, scale, router_bias, balance_bias, num_groups, top_groups
-        Of the `Router`.
+        As of `Router`; ``router_bias`` is its ``bias``.
     device, dtype
-        Of the parameters.
+        Device and dtype of the parameters.
     sm_margin, schedule
-        Of the `Sequential` of the experts, and of the shared expert; to be set as attributes too.
+        As of `Sequential`, for the experts and the shared expert. They can also be set as attributes.
     expert_parallel
-        Not supported yet: anything except None raises. The layer's weights are all on one rank.
+        Not supported yet: any value except None raises. All weights of the layer are on one rank.
 
     Attributes
     ----------
@@ -417,8 +419,8 @@ class MoE(Checked, nn.Module):
             dtype=dtype,
         )
         wide = 2 if isinstance(_activation(activation), GLU) else 1
-        # the routing weight goes into the activation's epilogue, so that the experts' results are not kept for its
-        # gradient; a bias behind it would be left unweighted
+        # The routing weight is applied with the activation, in one epilogue, so that its gradient needs no saved output
+        # of the experts. A bias of `down` comes after that, so `combine` must apply the weight instead.
         ops: dict[str, Op | None] = {
             "dispatch": Dispatch(num_experts),
             "gate_up": GroupedLinear(num_experts, hidden, wide * intermediate, bias=bias, device=device, dtype=dtype),
@@ -441,13 +443,13 @@ class MoE(Checked, nn.Module):
         if shared_gate:
             if self.shared is None:
                 raise InputError("MoE: shared_gate: expected with shared_intermediate, which is None")
-            # a gate decides, as a router does: it is quantized under no recipe
+            # like a router, a gate is never quantized
             self.shared_gate = Linear(hidden, 1, bias=False, device=device, dtype=dtype, recipe="bf16")
         self._set_options(sm_margin, schedule)
 
     @property
     def sm_margin(self) -> int:
-        """SMs that the fused kernels leave free."""
+        """Number of SMs that the fused kernels leave free."""
         return self.experts.sm_margin
 
     @sm_margin.setter
@@ -456,7 +458,7 @@ class MoE(Checked, nn.Module):
 
     @property
     def schedule(self) -> Schedule:
-        """How the fused kernels share out their tiles: ``"static"`` or ``"dynamic"``."""
+        """Tile scheduling of the fused kernels: ``"static"`` or ``"dynamic"``."""
         return self.experts.schedule
 
     @schedule.setter
@@ -484,7 +486,7 @@ class MoE(Checked, nn.Module):
         Returns
         -------
         Tensor or (Tensor, MoEStats)
-            y, like x; with ``return_stats`` also the losses and the load.
+            y, of the shape and dtype of x; with ``return_stats`` also the losses and the load.
         """
         if type(return_stats) is not bool:
             return_stats = FLAG("MoE: return_stats", return_stats)  # type: ignore[unreachable]
@@ -496,26 +498,26 @@ class MoE(Checked, nn.Module):
             if self.shared_gate is not None:
                 shared = torch.sigmoid(self.shared_gate(tokens)) * shared
             y = y + shared
-        if x.dim() != 2:  # a view of what needs none makes FSDP2 warn of in-place ops on it
+        if x.dim() != 2:  # with a needless view FSDP2 warns of in-place ops on it
             y = y.view(*x.shape[:-1], y.shape[-1])
         return (y, self.router.stats(routing)) if return_stats else y
 
-    if TYPE_CHECKING:  # of nn.Module, a type checker knows that a call returns Any
+    if TYPE_CHECKING:  # a call of nn.Module returns Any to a type checker
         __call__ = forward
 
     def check_biases(self) -> None:
-        """Raise if the experts have got a bias that their routing weight, applied ahead of it, would not multiply."""
+        """Raise if ``experts.down`` was given a bias, which the routing weight applied before it would not scale."""
         down = getattr(self.experts, "down", None)
         if isinstance(getattr(down, "bias", None), Tensor) and hasattr(self.experts, "scale"):
             raise InputError(
-                "MoE: experts.down: expected no bias, which the routing weight ahead of it would not multiply, got "
-                "one: make the layer with bias=True"
+                "MoE: experts.down: expected no bias, since the routing weight is applied before it and would not "
+                "scale it, got one: construct the layer with bias=True"
             )
 
     def explain(self, x: Tensor, arch: int | str | None = None) -> Explanation:
         """Return the plan of the experts' chain for this input; ``print`` it for a table. The router runs.
 
-        ``arch`` is that of `Sequential.explain`: 90 for what an sm_90 GPU would run.
+        ``arch`` is as of `Sequential.explain`: 90 plans for an sm_90 GPU.
         """
         self.check_biases()
         tokens, routing = self._route(x)
@@ -535,7 +537,7 @@ class MoE(Checked, nn.Module):
 
 
 def _activation(activation: object) -> Op:
-    """Return a new op for a name; an op given is used as it is, by the experts and the shared expert alike."""
+    """Return a new op for a name, or the given op, which the experts and the shared expert then share."""
     if isinstance(activation, Op):
         return activation
     if not isinstance(activation, str) or activation not in ACTIVATIONS:

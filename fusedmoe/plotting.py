@@ -1,4 +1,4 @@
-"""`plot_expert_load`: how many rows each expert got, as a picture. matplotlib is imported when a figure is drawn."""
+"""`plot_expert_load`: a plot of the rows per expert. matplotlib is imported when a figure is drawn."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ if TYPE_CHECKING:
 
     Loads: TypeAlias = "Tensor | MoEStats | Sequence[Loads]"  # a list or tuple
 
-COLUMNS = 200  # of a picture over steps: each is the mean of so many of the steps as fit
+COLUMNS = 200  # at most, in a plot over steps; a column is the mean over several steps if they are more
 
 
 def plot_expert_load(loads: Loads, *, axes: Axes | None = None) -> Figure:
-    """Draw the load of experts, each in multiples of a balanced share: ``E * load[e] / sum(load)``.
+    """Plot the load of experts relative to a balanced share: ``E * load[e] / sum(load)``.
 
-    A balanced expert is white, one with few rows is blue, one with twice its share or more is red. One step gives a
-    row of the picture for each layer. Several steps give a column for each step, with the experts of all layers below
-    each other.
+    A balanced expert is white, one with few rows blue, and one with twice its share or more red. The loads of one step
+    are plotted with one row per layer. Those of several steps are plotted with one column per step, and the experts of
+    all layers below each other.
 
     Parameters
     ----------
     loads
-        Rows per expert: a `MoEStats`, a tensor (E,), (layers, E) or (steps, layers, E), or lists of these, such as a
-        list with the stats of each layer, or a list of such lists with one for each step. All layers have equally
-        many experts. The values are read on the host, which waits for a GPU.
+        Rows per expert: a `MoEStats`, a tensor (E,), (layers, E) or (steps, layers, E), or nested lists of these, such
+        as one list of stats per step with one entry per layer. All layers must have the same number of experts. The
+        values are read on the host, which waits for a GPU.
     axes
-        The matplotlib axes to draw in. None makes a figure.
+        The matplotlib axes to draw in. None creates a figure.
 
     Returns
     -------
     matplotlib.figure.Figure
-        Save it with ``figure.savefig("load.png")``. Its canvas needs no display.
+        Save it with ``figure.savefig("load.png")``. It needs no display.
 
     Raises
     ------
     InputError
-        The loads have the wrong shape, or are not finite numbers, 0 or more.
+        The loads have the wrong shape, are negative or not finite.
     ImportError
-        matplotlib is not installed, which the extra ``demo`` adds.
+        matplotlib is not installed; the extra ``demo`` includes it.
     """
     load_SLE = _stacked(loads)
     if axes is not None and not hasattr(axes, "set_yticks"):
@@ -79,7 +79,7 @@ def plot_expert_load(loads: Loads, *, axes: Axes | None = None) -> Figure:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Return a figure of so many inches, which needs no display and leaves pyplot's state alone.
+    """Return a figure, its size in inches, that needs no display and does not touch pyplot's state.
 
     Raises
     ------
@@ -125,5 +125,5 @@ def _tensor(loads: Loads) -> Tensor:
 
 
 def _shares(load: Tensor) -> Tensor:
-    """Return rows as multiples of a balanced share; zeros where a layer got no row at all."""
+    """Return rows relative to a balanced share; zeros for a layer without rows."""
     return load / load.mean(dim=-1, keepdim=True).clamp(min=torch.finfo(load.dtype).tiny)

@@ -1,4 +1,4 @@
-"""The architecture that a call is planned for: that of its device, or the one that ``explain(..., arch=90)`` names."""
+"""The architecture that a call is planned for: that of its device, or the argument of ``explain(..., arch=90)``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ARCHITECTURES = (90,)
-"""Those that `fusedmoe` has kernels for: 90 is sm_90, an H100 or H200."""
+"""The architectures that `fusedmoe` has kernels for; 90 is sm_90 (H100, H200)."""
 
 
 @functools.cache
@@ -32,14 +32,14 @@ def arch_of(device: torch.device) -> int | None:
 
 @dataclass(frozen=True)
 class Target:
-    """What a plan is asked for.
+    """The arguments ``arch`` and ``dtype`` of ``explain``.
 
     Attributes
     ----------
     arch : int
-        An NVIDIA GPU's architecture: 90 for sm_90.
+        Architecture of an NVIDIA GPU: 90 for sm_90.
     dtype : torch.dtype or None
-        What rows and parameters are planned in, in place of their own dtype, as under `torch.autocast`.
+        Dtype of rows and parameters in the plan, in place of their actual dtype, as under `torch.autocast`.
     """
 
     arch: int
@@ -49,12 +49,12 @@ class Target:
 _target: ContextVar[Target | None] = ContextVar("fusedmoe.target", default=None)
 
 current = _target.get
-"""Returns the target that is asked about at this point; None for the device that tensors are on."""
+"""Returns the current target; None to plan for the device of the tensors."""
 
 
 @contextmanager
 def planned_for(arch: object, dtype: object = None) -> Iterator[Target | None]:
-    """Have what is explained inside planned for this architecture; with None, for what is asked about already.
+    """Plan calls inside for this architecture; None keeps the current target.
 
     Raises
     ------
@@ -76,21 +76,16 @@ def planned_for(arch: object, dtype: object = None) -> Iterator[Target | None]:
 
 
 def has_no_memory(t: torch.Tensor) -> bool:
-    """Whether a tensor only has a shape, a dtype and a device."""
+    """Whether a tensor has a shape, a dtype and a device, but no memory."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(t, FakeTensor)
 
 
 def checked_arch(arch: object, name: str = "explain: arch") -> int:
-    """Return an architecture as a number: of ``90``, ``"90"``, ``"sm_90"`` and ``"sm_90a"``.
+    """Return the architecture 90 of ``90``, ``"90"``, ``"sm_90"`` or ``"sm_90a"``; raise `InputError` for other forms.
 
-    ``name`` is what errors call it.
-
-    Raises
-    ------
-    InputError
-        It is none of these.
+    ``name`` names the argument in the error.
     """
     text = re.fullmatch(r"(?:sm_?)?(\d+)[af]?", arch.lower()) if isinstance(arch, str) else None
     try:

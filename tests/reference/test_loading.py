@@ -213,7 +213,7 @@ def wrong_cases():
         ),
         "not transposed": (
             apart(w) | {"router": w.router, "transposed": True},
-            r"gate: expected shape \(5, 8, 6\), got \(5, 6, 8\); for \(out, in\) leave out transposed",
+            r"gate: expected shape \(5, 8, 6\), got \(5, 6, 8\); for \(out, in\) omit transposed",
         ),
         "experts alone": (good | {"gate": w.stack("gate")[:4]}, r"gate: expected shape \(5, 6, 8\), got \(4, 6, 8\)$"),
         "experts, transposed": (
@@ -222,11 +222,11 @@ def wrong_cases():
         ),
         "router transposed": (
             good | {"router": w.router.weight.T},
-            r"router: expected shape \(5, 8\), got \(8, 5\); a router is never transposed: give its \.T",
+            r"router: expected shape \(5, 8\), got \(8, 5\); transposed does not apply to a router: pass its \.T",
         ),
         "router transposed beside transposed": (
             apart_transposed(w) | {"router": w.router.weight.T},
-            r"router: expected shape \(5, 8\), got \(8, 5\); a router is never transposed: give its \.T",
+            r"router: expected shape \(5, 8\), got \(8, 5\); transposed does not apply to a router: pass its \.T",
         ),
         "sparse": (
             good | {"gate": w.stack("gate").to_sparse()},
@@ -241,18 +241,18 @@ def wrong_cases():
         "nothing": ({"down": w.stack("down"), "router": w.router}, "gate and up, or gate_up, got none of them"),
         "half": (good | {"up": None}, "expected gate and up, or gate_up, got gate"),
         "twice": (good | {"gate_up": w.rows()}, "expected gate and up, or gate_up, got gate and up and gate_up"),
-        "router": (good | {"router": None}, "router: expected its weight"),
+        "router": (good | {"router": None}, "router: expected a weight"),
         "router shape": (
             good | {"router": nn.Linear(HIDDEN, 4, bias=False)},
             r"router\[0\]: expected shape \(5, 8\), got \(4, 8\)$",
         ),
-        "router bias": (good | {"router": nn.Linear(HIDDEN, E)}, "router_bias: expected none, as the layer was made"),
-        "bias": (biased | {"router": w.router}, "gate_bias: expected none, as the layer was made with bias=False"),
+        "router bias": (good | {"router": nn.Linear(HIDDEN, E)}, "router_bias: expected none, since the layer has"),
+        "bias": (biased | {"router": w.router}, "gate_bias: expected none, since the layer has bias=False"),
         "some biases": (
             good | {"gate": some_biased},
-            "gate_bias: expected a bias in each nn.Linear of gate or",
+            "gate_bias: expected a bias in every nn.Linear of gate",
         ),
-        "lone bias": (good | {"gate_up_bias": torch.zeros(E, 2 * WIDE)}, "gate_up_bias: expected gate_up beside it"),
+        "lone bias": (good | {"gate_up_bias": torch.zeros(E, 2 * WIDE)}, "expected it together with gate_up"),
         "module": (good | {"gate": [nn.Identity()] * E}, r"gate\[0\]: expected an nn.Linear or a tensor, got torch.nn"),
         "number instead": (good | {"gate": 3}, "gate: expected a tensor"),
         "codes": (good | {"down": codes}, "down: expected floats of 16 bits or more: dequantize"),
@@ -273,17 +273,17 @@ def test_what_does_not_fit_is_named_and_changes_nothing(case):
 
 def test_layers_that_cannot_be_loaded():
     w = Written(bias=True)
-    with pytest.raises(fm.InputError, match="gate_bias: expected biases, as the layer was made with bias=True, got"):
+    with pytest.raises(fm.InputError, match="gate_bias: expected biases, since the layer has bias=True, got"):
         fm.load_experts(layer(True), **linears(Written()), router=w.router)
-    with pytest.raises(fm.InputError, match=r"layer: expected parameters with memory.*some on the meta device"):
+    with pytest.raises(fm.InputError, match=r"layer: expected parameters with memory.*parameters on the meta device"):
         fm.load_experts(layer(device="meta"), **linears(Written()), router=w.router)
     with pytest.raises(fm.InputError, match=r"layer: expected an MoE, or a Sequential with two.*got GroupedLinear"):
         fm.load_experts(fm.Sequential(fm.GroupedLinear(E, 4, 4)), **linears(w))
-    with pytest.raises(fm.InputError, match="router: expected none, as a Sequential has no router"):
+    with pytest.raises(fm.InputError, match="router: expected none, since a Sequential has no router"):
         fm.load_experts(layer().experts, **linears(Written()), router=w.router)
     for no_layer in (None, "x"):
         with pytest.raises(fm.InputError, match=f"layer: expected an MoE.*got {type(no_layer).__name__}"):
             fm.load_experts(no_layer, **linears(w))
     chain = fm.Sequential(fm.GroupedLinear(E, HIDDEN, WIDE), fm.SquaredReLU(), fm.GroupedLinear(E, WIDE, HIDDEN))
-    with pytest.raises(fm.InputError, match="expected up without gate, as the activation has no gate, got gate and up"):
+    with pytest.raises(fm.InputError, match=r"expected up without gate, since .* has no gate, got gate and up"):
         fm.load_experts(chain, **linears(w))

@@ -7,7 +7,7 @@ from torch import nn
 
 import fusedmoe as fm
 
-NOT_YET = "expert parallelism: not yet: weights are one rank's"
+NOT_YET = "expert parallelism is not supported yet"
 
 
 def sharded(layer, change):

@@ -444,9 +444,7 @@ def test_layers_are_counted_from_both_ends(first, last, expected):
 @pytest.mark.parametrize(("first", "last"), [(4, 0), (0, 4), (-1, 0), (0, -1)])
 def test_there_are_no_more_layers_than_there_are(first, last):
     net = model("dense", "moe", "dense")
-    with pytest.raises(
-        fm.InputError, match=r"keep_in_bf16: (first|last): expected 0 to 3 layers, which there are, got"
-    ):
+    with pytest.raises(fm.InputError, match=r"keep_in_bf16: (first|last): expected 0 to 3, the number of layers, got"):
         fm.keep_in_bf16(net, first, last)
     assert all(op.recipe is None for name, op in linear_ops(net).items() if "shared_gate" not in name)
 
@@ -507,7 +505,7 @@ def test_routers_and_gates_are_quantized_by_nobody():
         ),
         (
             lambda: fm.keep_in_bf16(fm.MoE(8, 8, 2, 1), first=1.0),
-            "keep_in_bf16: first: expected 0 to 1 layers, which there are, got 1.0",
+            "keep_in_bf16: first: expected 0 to 1, the number of layers, got 1.0",
         ),
         (lambda: q(mxfp8(), stochastic_rounding=True), "stochastic_rounding: expected a format of e2m1, got mxfp8"),
         (lambda: q(fp8_row(), hadamard=True), "hadamard: expected blocks of one row, got fp8 e4m3 per-row"),

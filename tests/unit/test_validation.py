@@ -237,9 +237,10 @@ def test_a_router_s_numbers_fit_together_also_later():
 def test_names_of_runtime_inputs_stay_as_they_were_made():
     """The layouts of Sequentials were derived from them."""
     scale, combine = fm.Scale("probs"), fm.Combine()
-    with pytest.raises(fm.InputError, match="Scale: name: expected 'probs' as before, got 'gate'; make a new one"):
+    said = "Scale: name: expected 'probs', which cannot be changed, got 'gate'; construct a new Scale"
+    with pytest.raises(fm.InputError, match=said):
         scale.name = "gate"
-    with pytest.raises(fm.InputError, match="Combine: weights: expected 'probs' as before, got None"):
+    with pytest.raises(fm.InputError, match="Combine: weights: expected 'probs', which cannot be changed, got None"):
         combine.weights = None
     scale.name = "probs"
     assert scale(torch.ones(2, 2), probs=torch.full((2,), 3.0)).sum() == 12
@@ -248,8 +249,8 @@ def test_names_of_runtime_inputs_stay_as_they_were_made():
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("num_experts", 8, "expected 4 as before, got 8; make a new one"),
-        ("hidden", 16, "expected 8 as before, got 16; make a new one"),
+        ("num_experts", 8, "expected 4, which cannot be changed, got 8; construct a new Router"),
+        ("hidden", 16, "expected 8, which cannot be changed, got 16; construct a new Router"),
         ("balance_bias", torch.zeros(7), r"expected a tensor of shape \(4,\) or None, got a tensor of shape \(7,\)"),
         ("balance_bias", torch.zeros(1), r"expected a tensor of shape \(4,\)"),
         ("balance_bias", 0, r"expected a tensor of shape \(4,\) or None, got 0"),
