@@ -1,4 +1,4 @@
-"""``fusedmoe bench``: a layer of the user's sizes, ours beside plain torch and the peers that are installed.
+"""``fusedmoe bench``: compare one MoE layer of given sizes with plain torch and the installed peers.
 
-`timing` and `peers` serve the benchmarks of the repository too.
+The repository's benchmarks use `timing` and `peers` too.
 """

@@ -1,7 +1,7 @@
-"""One MoE layer, tokens to tokens, as each candidate computes it: ours, plain torch, and the peers.
+"""One MoE layer, from tokens to tokens, in each implementation: ours, plain torch, and the peers.
 
-All of them get the same tokens, weights and gradient, and the same routing: softmax over all experts in fp32, the K
-largest, divided by their sum.
+All get the same tokens, weights, gradient and routing: softmax over all experts in fp32, then the K largest
+probabilities, divided by their sum.
 
 Axes: T tokens, E experts, K chosen experts per token, R = T K rows, H hidden, I intermediate.
 """
@@ -31,7 +31,7 @@ SAMPLED_TOKENS = 32
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a layer and of a call; ``activation`` is one of `ACTIVATIONS`."""
+    """The sizes of a layer and a call; ``activation`` is one of `ACTIVATIONS`."""
 
     hidden: int
     intermediate: int
@@ -42,17 +42,17 @@ class Sizes:
 
     @property
     def wide(self) -> int:
-        """Features of the first product: 2 I where the activation has a gate."""
+        """Output features of the first product: 2 I for a gated activation, else I."""
         return self.intermediate * (2 if issubclass(ACTIVATIONS[self.activation], GLU) else 1)
 
     @property
     def forward_flops(self) -> float:
-        """Those of the experts' two products. A backward pass is twice that."""
+        """FLOPs of the experts' two products; a backward pass has twice as many."""
         return 2.0 * self.tokens * self.top_k * self.hidden * (self.wide + self.intermediate)
 
 
 class Leaves(NamedTuple):
-    """What gets a gradient: tokens (T, H), the router's weight (E, H) and those of the experts' two layers."""
+    """The tensors that get gradients: tokens (T, H), the router's weight (E, H), and the experts' two weights."""
 
     x: Tensor
     router: Tensor
@@ -61,18 +61,18 @@ class Leaves(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A way to compute the layer.
+    """An implementation of the layer.
 
     Attributes
     ----------
     forward : callable
         Returns y (T, H), recorded by autograd.
     leaves : Leaves
-        What it computes with.
+        The tensors that ``forward`` uses.
     alternating : bool
         Whether ``weight1`` has alternating gate and up rows.
     note : str
-        What a reader should know who compares it with the others.
+        A remark for the comparison with the others.
     """
 
     forward: Callable[[], Tensor]
@@ -82,14 +82,14 @@ class Candidate(NamedTuple):
 
 
 class Work:
-    """The operands of a layer, random normal: rows of variance 1, weights that keep it.
+    """The operands of a layer: normal random rows of variance 1, and weights that preserve the variance.
 
     Attributes
     ----------
     x, dy : Tensor
         (T, H).
     router, weight1, weight2 : Tensor
-        (E, H), (E, 2 I, H) as ``[gate; up]`` (or (E, I, H) without a gate), (E, H, I).
+        (E, H), (E, 2 I, H) as ``[gate; up]`` or (E, I, H) without a gate, (E, H, I).
     """
 
     def __init__(self, sizes: Sizes, dtype: torch.dtype, device: torch.device, recipe: Recipe = BF16) -> None:
@@ -112,7 +112,7 @@ class Work:
         return torch.bincount(self.index.flatten().cpu(), minlength=self.sizes.experts)
 
     def leaves(self, alternating: bool = False) -> Leaves:
-        """Return new leaves, which share the memory of the operands where their layout allows."""
+        """Return new leaves, which share memory with the operands if their layouts agree."""
         weight1 = interleave(self.weight1, 1) if alternating else self.weight1
         return Leaves(*[t.detach().requires_grad_() for t in (self.x, self.router, weight1, self.weight2)])
 
@@ -138,7 +138,7 @@ def activate(h: Tensor, activation: str) -> Tensor:
 
 
 def grouped_mlp(rows: Tensor, weight1: Tensor, weight2: Tensor, offsets: Tensor, activation: str) -> Tensor:
-    """Return the experts' results for rows that are sorted by expert; ``offsets`` are the ends of their rows."""
+    """Return the experts' results for rows sorted by expert; ``offsets`` are the ends of the experts' rows."""
     h = F.grouped_mm(rows, weight1.mT, offs=offsets)
     return F.grouped_mm(activate(h, activation), weight2.mT, offs=offsets)
 
@@ -146,7 +146,7 @@ def grouped_mlp(rows: Tensor, weight1: Tensor, weight2: Tensor, offsets: Tensor,
 def sorted_layer(
     x: Tensor, router: Tensor, weight1: Tensor, weight2: Tensor, top_k: int, mlp: Callable[..., Tensor]
 ) -> Tensor:
-    """Sort the rows by expert, run ``mlp(rows, weight1, weight2, offsets)`` on them, and sum them by token."""
+    """Sort the rows by expert, run ``mlp(rows, weight1, weight2, offsets)``, and sum the results per token."""
     index, weight = route(x, router, top_k)
     expert = index.flatten()
     order = expert.argsort(stable=True)
@@ -160,7 +160,7 @@ def sorted_layer(
 
 
 def looped_layer(x: Tensor, router: Tensor, weight1: Tensor, weight2: Tensor, top_k: int, activation: str) -> Tensor:
-    """Loop over the experts; the host reads how many rows each has."""
+    """Loop over the experts; the host reads the rows per expert."""
     index, weight = route(x, router, top_k)
     y = torch.zeros_like(x)
     for expert in range(len(router)):
@@ -183,7 +183,7 @@ def our_layer(work: Work) -> MoE:
 
 
 def ours(work: Work) -> Candidate:
-    """Return the layer of this package. Under a recipe, weights are quantized in every call, as in every step."""
+    """Return the layer of this package; under a recipe, each call quantizes the weights, as each training step does."""
     layer, x = our_layer(work), work.x.detach().requires_grad_()
 
     def forward() -> Tensor:
@@ -205,13 +205,13 @@ def torch_loop(work: Work) -> Candidate:
 
 
 def torch_grouped(work: Work, layer: Callable[..., Tensor] = sorted_layer) -> Candidate:
-    """Return torch's grouped products on sorted rows."""
+    """Return torch's grouped GEMM on sorted rows."""
     leaves, mlp = work.leaves(), functools.partial(grouped_mlp, activation=work.sizes.activation)
     return Candidate(functools.partial(layer, *leaves, work.sizes.top_k, mlp), leaves)
 
 
 def torch_compiled(work: Work) -> Candidate:
-    """Return the same, compiled for this number of tokens."""
+    """Return `torch_grouped`, compiled for this number of tokens."""
     torch.compiler.reset()
     return torch_grouped(work, torch.compile(sorted_layer, dynamic=False, fullgraph=True))
 
@@ -219,7 +219,7 @@ def torch_compiled(work: Work) -> Candidate:
 def quack(work: Work) -> Candidate:
     """Return QuACK's kernels on rows that torch sorts and sums."""
     if work.sizes.activation != "swiglu":
-        raise NotImplementedError(f"{work.sizes.activation} is not tried with it")
+        raise NotImplementedError(f"{work.sizes.activation} is not compared with QuACK")
     run, leaves = quack_expert_mlp("swiglu", tuned=False), work.leaves(alternating=True)
 
     def mlp(rows: Tensor, weight1: Tensor, weight2: Tensor, offsets: Tensor) -> Tensor:
@@ -232,7 +232,7 @@ def quack(work: Work) -> Candidate:
 def sonic(work: Work) -> Candidate:
     """Return SonicMoE's layer for given routing."""
     if work.sizes.activation != "swiglu":
-        raise NotImplementedError(f"{work.sizes.activation} is not tried with it")
+        raise NotImplementedError(f"{work.sizes.activation} is not compared with SonicMoE")
     functional, kind = sonic_functions(tuned=False)
     leaves, top_k = work.leaves(alternating=True), work.sizes.top_k
     x, router, weight1, weight2 = leaves
@@ -251,11 +251,11 @@ def sonic(work: Work) -> Candidate:
 
 
 class Peer(NamedTuple):
-    """Who takes part: a name, what prepares the candidate, the packages it needs, and the devices it runs on."""
+    """A participant of the comparison."""
 
     name: str
     prepare: Callable[[Work], Candidate]
-    packages: tuple[str, ...] = ()
+    packages: tuple[str, ...] = ()  # modules that it imports
     devices: tuple[str, ...] = ("cpu", "cuda")
 
 
@@ -269,11 +269,11 @@ PEERS = (
 )
 
 
-# ---- what is right -------------------------------------------------------------------------------------------------
+# ---- reference -----------------------------------------------------------------------------------------------------
 
 
 class Reference:
-    """The layer in fp64 for some tokens and for one expert, from the routing of the work."""
+    """The layer in fp64 for a sample of tokens and for one expert, with the routing of the work."""
 
     def __init__(self, work: Work) -> None:
         s = work.sizes
@@ -294,7 +294,7 @@ class Reference:
             self.expected |= dict(zip(("weight1", "weight2"), grads, strict=True))
 
     def error(self, candidate: Candidate, y: Tensor, grads: Leaves) -> float:
-        """Return the largest relative norm of an error among y and the gradients; infinite if not finite."""
+        """Return the largest relative error, in norm, among y and the gradients; infinite if it is not finite."""
         weight1, weight2 = grads.weight1[self.expert], grads.weight2[self.expert]
         if candidate.alternating:
             weight1 = deinterleave(weight1, 0)

@@ -1,4 +1,4 @@
-"""What a measurement was made on, and with which versions."""
+"""The machine and the package versions of a measurement."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PACKAGES = (
 
 
 def machine(device: torch.device | None = None) -> str:
-    """Return the GPU's name, or the processor's: of a device, or of what there is."""
+    """Return the name of a device's GPU or CPU; by default the GPU, if any."""
     if torch.cuda.is_available() if device is None else device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
@@ -33,7 +33,7 @@ def machine(device: torch.device | None = None) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of what the results depend on, where it is installed."""
+    """Return the versions of Python, CUDA and the installed packages that affect the results."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:

@@ -1,4 +1,4 @@
-"""Prepare, check and time every candidate of a layer; the result as a table and as plain data."""
+"""Prepare, check and time every candidate of a layer; format the results as a table and as plain data."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from fusedmoe.bench.timing import CallTime, Timer, memory_of, times_of
 from fusedmoe.progress import Advance
 
 FORWARD, STEP = "forward", "forward + backward"
-WRONG = {2: 0.03, 4: 1e-3}  # relative norm of the error, by the bytes of a number
-WRONG_QUANTIZED = 0.5  # of ours under a recipe: recipes differ in what they keep, and a wrong result is off by more
+WRONG = {2: 0.03, 4: 1e-3}  # limit of the relative error, by the bytes of a number
+WRONG_QUANTIZED = 0.5  # limit under a quantized recipe: loose, since recipes differ in accuracy
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table.
+    """A row of the table.
 
     Attributes
     ----------
     case : str
-        `FORWARD`, recorded for backward, or `STEP`.
+        `FORWARD`, with autograd recording, or `STEP`.
     name : str
-        Whose it is.
+        The peer.
     note : str
-        Why there are no figures, or what they include.
+        The reason for missing figures, or a remark on them.
     error : float or None
-        Largest relative norm of the error of y and of gradients, against fp64 on a sample.
+        Largest relative error, in norm, of y and the gradients against fp64 on a sample.
     ms, quartiles_ms : float, (float, float) or None
         Median of the calls, and the first and third quartile.
     ours_is : float or None
         This time divided by ours.
     tflops : float or None
-        Of the experts' products.
+        TFLOP/s of the experts' products.
     host_us : float or None
-        Time of the Python call, with nothing else for the device to do.
+        Time of the Python call while the GPU is idle.
     kept_bytes, peak_bytes : int or None
-        Memory that the call leaves behind for backward, and that it takes at most, beyond weights and inputs. On a GPU.
+        GPU memory that the call keeps for backward, and its peak, beyond weights and inputs.
     """
 
     case: str
@@ -62,7 +62,7 @@ class Row:
 
 
 def measure(work: Work, timer: Timer, peers: Iterable[Peer] = PEERS, advance: Advance = lambda name: None) -> list[Row]:
-    """Measure all peers that run on the device. What one lacks or raises becomes its note."""
+    """Measure all peers that run on the device; a missing package or an exception becomes the peer's note."""
     reference = Reference(work)
     candidates: dict[str, Candidate] = {}
     notes: dict[str, str | None] = {}
@@ -77,7 +77,7 @@ def measure(work: Work, timer: Timer, peers: Iterable[Peer] = PEERS, advance: Ad
             if work.device.type == "cuda":
                 for case in (FORWARD, STEP):
                     memory[case, peer.name] = memory_of(_call(case, candidate, work), work.device)
-        except Exception as raised:  # noqa: BLE001 a peer's fault is a line in its row
+        except Exception as raised:  # noqa: BLE001 reported in the peer's row
             notes[peer.name] = why_not(raised, peer.packages)
             _release(work.device)
             continue
@@ -106,7 +106,7 @@ def measure(work: Work, timer: Timer, peers: Iterable[Peer] = PEERS, advance: Ad
 
 
 def plan(work: Work) -> str:
-    """Return how many steps of ours are fused, as ``explain`` counts them, and each reason why others are not."""
+    """Return the number of fused steps of our layer, and the reasons why others are not fused, from ``explain``."""
     with settings.recipe(work.recipe):
         explanation = our_layer(work).explain(work.x.detach().requires_grad_())
     parts = []
@@ -122,7 +122,7 @@ COLUMNS = ("ms", "quartiles", "ours is", "TFLOP/s", "host us", "kept MiB", "peak
 
 
 def lines(rows: Iterable[Row]) -> list[str]:
-    """Return the table, a case after the other; peers that are not installed are named below it."""
+    """Return the lines of the table, grouped by case, followed by the names of peers that are not installed."""
     rows = list(rows)
     shown = [row for row in rows if row.note != NOT_INSTALLED]
     cells = [_cells(row) for row in shown]
@@ -159,7 +159,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def as_data(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return the rows as plain dictionaries; an error that is not finite is None, as its note says."""
+    """Return the rows as plain dictionaries; errors that are not finite become None."""
     finite = [row.error if row.error is not None and math.isfinite(row.error) else None for row in rows]
     return [asdict(row) | {"error": error} for row, error in zip(rows, finite, strict=True)]
 
@@ -185,7 +185,7 @@ def _figures(times: dict[str, CallTime], name: str, flops: float, on_gpu: bool) 
         "quartiles_ms": time.quartiles_ms,
         "ours_is": time.median_ms / ours.median_ms if ours else None,
         "tflops": flops / time.median_ms / 1e9,
-        "host_us": time.host_idle_us if on_gpu else None,  # a CPU's is the time itself
+        "host_us": time.host_idle_us if on_gpu else None,  # on a CPU it equals ms
     }
 
 

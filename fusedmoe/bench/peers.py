@@ -1,4 +1,4 @@
-"""Kernels of other projects, brought to one interface. Each package is imported where it is first called.
+"""Kernels of other projects behind one interface; each package is imported on its first call.
 
 Axes: R rows sorted by expert, E experts, H hidden, I intermediate.
 """
@@ -16,14 +16,14 @@ NOT_INSTALLED = "not installed"
 
 
 def interleave(t: Tensor, dim: int = -1) -> Tensor:
-    """Return ``[gate | up]`` along ``dim`` as alternating features."""
+    """Turn ``[gate | up]`` along ``dim`` into alternating features."""
     dim %= t.dim()
     halves: Tensor = t.unflatten(dim, (2, -1))
     return halves.transpose(dim, dim + 1).flatten(dim, dim + 1).contiguous()
 
 
 def deinterleave(t: Tensor, dim: int = -1) -> Tensor:
-    """Return what `interleave` was given."""
+    """Invert `interleave`."""
     dim %= t.dim()
     pairs: Tensor = t.unflatten(dim, (-1, 2))
     return pairs.transpose(dim, dim + 1).flatten(dim, dim + 1)
@@ -39,9 +39,9 @@ def quack_interface() -> Any:
 def quack_expert_mlp(activation: str, tuned: bool) -> Callable[..., Tensor]:
     """Return ``mlp(x, weight1, weight2, bias1, bias2, cu_seqlens, ones)``: QuACK's fastest chain on sorted rows.
 
-    SonicMoE's steps, without its gather and combine. ``x`` (R, H), ``weight1`` (E, 2 I, H) with alternating gate and up
-    rows, ``weight2`` (E, H, I), biases or None, ``cu_seqlens`` (E + 1,) int32. A bias's gradient is a product with
-    ``ones`` (R, 8), since QuACK has no kernel for it: this reads the gradient once.
+    The steps are SonicMoE's, without its gather and combine. ``x`` (R, H), ``weight1`` (E, 2 I, H) with alternating
+    gate and up rows, ``weight2`` (E, H, I), biases or None, ``cu_seqlens`` (E + 1,) int32. QuACK has no kernel for the
+    gradient of a bias, so it is a product with ``ones`` (R, 8), which reads the gradient of the output once.
     """
     q = quack_interface()
 
@@ -57,7 +57,7 @@ def quack_expert_mlp(activation: str, tuned: bool) -> Callable[..., Tensor]:
         @staticmethod
         def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
             x, w1, w2, p, cu, ones = ctx.saved_tensors
-            # the static scheduler is SonicMoE's choice
+            # SonicMoE also uses the static scheduler
             how = {"activation": activation, "dynamic_scheduler": False, "tuned": tuned}
             dp, a = q.gemm_dgated(dy, w2, p, cu_seqlens_m=cu, **how)
             dw2 = q.gemm(dy.mT, a, cu_seqlens_k=cu, tuned=tuned)
@@ -72,9 +72,9 @@ def quack_expert_mlp(activation: str, tuned: bool) -> Callable[..., Tensor]:
 
 
 def sonic_functions(tuned: bool) -> tuple[Any, Any]:
-    """Return `sonicmoe.functional` and its enumeration of activations, tuning or not.
+    """Return `sonicmoe.functional` and its enumeration of activations.
 
-    It always tunes; that takes minutes over a few shapes, so the names that its modules call are bound once more here.
+    SonicMoE always autotunes, which takes minutes; this rebinds the functions that its modules call.
     """
     from sonicmoe import functional
     from sonicmoe.enums import ActivationType
@@ -89,7 +89,7 @@ def sonic_functions(tuned: bool) -> tuple[Any, Any]:
 
 
 def why_not(raised: Exception, packages: Collection[str]) -> str:
-    """Return a note on one line of what somebody's code raised; ``packages`` are those that it needs."""
+    """Return an exception of a peer as a one-line note; ``packages`` are the modules that the peer needs."""
     if isinstance(raised, ModuleNotFoundError) and raised.name and raised.name in packages:
         return NOT_INSTALLED
     lines = str(raised).strip().splitlines() or [""]

@@ -1,8 +1,11 @@
-"""Time of calls, variants interleaved: on a GPU with the L2 flushed and host gaps hidden; on a CPU by the wall clock.
+"""Time calls, with interleaved variants: by CUDA events on a GPU, by the wall clock on a CPU.
 
-GPU time is between two CUDA events around one call. Before each, 256 MiB are written, so that nothing of the last call
-is left in the L2, and the GPU is set to spin for longer than the host takes to enqueue the call: otherwise the host's
-gaps between two launches would be measured. Host time is a figure of its own.
+GPU time is the time between two CUDA events around one call. Before each call,
+
+- 256 MiB are written, to flush the L2 cache, and
+- the GPU spins for longer than the host needs to enqueue the call, so that gaps between launches are not measured.
+
+Host time is measured separately.
 """
 
 from __future__ import annotations
@@ -25,9 +28,8 @@ FLUSH_BYTES = 256 << 20
 class CallTime:
     """Time of one call: on the device in milliseconds, of the Python call in microseconds.
 
-    ``host_idle_us`` is with nothing for the GPU to do, ``host_queued_us`` with the GPU busy all along: a call that
-    waits for the GPU shows there. On a CPU both are the call's own time. ``quartiles_ms``: a quarter of the calls was
-    faster than the first, a quarter slower than the second.
+    ``host_idle_us`` is measured with an idle GPU, ``host_queued_us`` with a busy one, which reveals calls that
+    synchronise. On a CPU both equal the median. ``quartiles_ms`` are the first and the third quartile.
     """
 
     median_ms: float
@@ -43,14 +45,14 @@ def _call_time(ms: list[float], host_idle_us: float, host_queued_us: float) -> C
 
 
 class Timer(Protocol):
-    """What the benchmarks measure with."""
+    """A timer of the benchmarks."""
 
     def measure(self, variants: dict[str, Callable[[], object]]) -> dict[str, CallTime]:
         """Time each variant, A B A B ..."""
 
 
 class CpuTimer:
-    """Wall time of calls on a CPU; ``reps`` timed calls of each variant, after one that is not timed."""
+    """Wall time of calls on a CPU: one warm-up call and ``reps`` timed calls per variant."""
 
     def __init__(self, reps: int = 10) -> None:
         self.reps = reps
@@ -78,9 +80,9 @@ class GpuTimer:
     Parameters
     ----------
     reps
-        Timed calls of each variant.
+        Timed calls per variant.
     host_reps
-        Calls of each variant for each of the two host times.
+        Calls per variant for each of the two host times.
     """
 
     def __init__(self, device: torch.device, reps: int = 30, host_reps: int = 10) -> None:
@@ -91,7 +93,7 @@ class GpuTimer:
     def measure(self, variants: dict[str, Callable[[], object]]) -> dict[str, CallTime]:
         """Time each variant, A B A B ..."""
         for call in variants.values():
-            call()  # what is compiled or allocated once
+            call()  # compiles and allocates
         idle = {name: self._host_idle_us(call) for name, call in variants.items()}
         queued = {name: self._host_queued_us(call, idle[name]) for name, call in variants.items()}
         taken: dict[str, list[float]] = {name: [] for name in variants}
@@ -104,7 +106,7 @@ class GpuTimer:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize(self.device)
         self._flush.zero_()
-        self._spin(100 + 2 * min(host_us, 10_000))  # a call that waits for the GPU takes however long we spin
+        self._spin(100 + 2 * min(host_us, 10_000))  # bounded: the host time of a call that synchronises includes it
         start.record()
         call()
         end.record()
@@ -135,7 +137,7 @@ class GpuTimer:
         torch.cuda._sleep(int(us * self._cycles_per_us))
 
     def _calibrate(self) -> float:
-        """Cycles of `torch.cuda._sleep` a microsecond."""
+        """Return the cycles of `torch.cuda._sleep` per microsecond."""
         cycles, best = 10_000_000, float("inf")
         for _ in range(3):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -148,26 +150,23 @@ class GpuTimer:
 
 
 def times_of(timer: Timer, calls: dict[str, Callable[[], Any]], notes: dict[str, str | None]) -> dict[str, CallTime]:
-    """Time the calls; where measuring them together raises, each alone, so that one spoils no other.
-
-    What one raises becomes its note.
-    """
+    """Time the calls together; if that raises, each alone, and exceptions become notes."""
     if not calls:
         return {}
     try:
         return timer.measure(calls)
-    except Exception:  # noqa: BLE001 whose it was is found out below
+    except Exception:  # noqa: BLE001 the loop below finds the call that raises
         times: dict[str, CallTime] = {}
     for name, call in calls.items():
         try:
             times |= timer.measure({name: call})
-        except Exception as raised:  # noqa: BLE001 a peer's fault is a note
+        except Exception as raised:  # noqa: BLE001 reported as a note
             notes[name] = why_not(raised, ())
     return times
 
 
 def memory_of(call: Callable[[], Any], device: torch.device) -> tuple[int, int]:
-    """Return the bytes that a call's result keeps alive beside the result itself, and those at most while it ran."""
+    """Return the bytes that a call's result keeps alive, without the result itself, and the peak during the call."""
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)

@@ -1,1 +1,1 @@
-"""The ``fusedmoe`` command: one module per subcommand, and `main`, which chooses among them."""
+"""The ``fusedmoe`` command: `main`, and one module per subcommand."""

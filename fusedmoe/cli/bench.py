@@ -1,4 +1,4 @@
-"""``fusedmoe bench``: time and memory of one MoE layer of the user's sizes, ours beside plain torch and peers."""
+"""``fusedmoe bench``: time and memory of one MoE layer of given sizes, compared with plain torch and the peers."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from fusedmoe.bench.layer import OURS, PEERS, Peer, Sizes, Work
 from fusedmoe.bench.machine import machine, versions
 from fusedmoe.bench.measure import as_data, lines, measure, plan
 from fusedmoe.bench.timing import CpuTimer, GpuTimer, Timer
+from fusedmoe.cli.sizes import required_sizes
 from fusedmoe.errors import InputError
 from fusedmoe.moe import ACTIVATIONS
 from fusedmoe.progress import counted
@@ -27,7 +28,7 @@ REPS = {"cuda": 30, "cpu": 10}
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """The options of the command, as its help describes them."""
+    """The options of the command; see its help."""
 
     hidden: int | None = None
     intermediate: int | None = None
@@ -44,26 +45,28 @@ class BenchOptions:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command to its parser."""
-    parser.add_argument("--hidden", metavar="H", type=int, help="features of a token")
-    parser.add_argument("--intermediate", metavar="I", type=int, help="features between an expert's two layers")
+    parser.add_argument("--hidden", metavar="H", type=int, help="features per token")
+    parser.add_argument("--intermediate", metavar="I", type=int, help="intermediate features per expert")
     parser.add_argument("--experts", metavar="E", type=int, help="number of experts")
-    parser.add_argument("--top-k", metavar="K", type=int, help="experts chosen for each token")
-    parser.add_argument("--tokens", metavar="T", type=int, help="tokens of a call: batch x sequence length")
+    parser.add_argument("--top-k", metavar="K", type=int, help="chosen experts per token")
+    parser.add_argument("--tokens", metavar="T", type=int, help="tokens per call: batch x sequence length")
     parser.add_argument("--activation", choices=tuple(ACTIVATIONS), default="swiglu", help="(default: %(default)s)")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), help="of tokens and weights (default: bf16; on a CPU fp32)")
-    parser.add_argument("--recipe", default="bf16", help="of our layer; the others run in the dtype (default: bf16)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="(default: cuda where torch sees a GPU)")
-    parser.add_argument("--reps", metavar="N", type=int, help="timed calls of each (default: 30; on a CPU 10)")
+    parser.add_argument(
+        "--dtype", choices=tuple(DTYPES), help="dtype of tokens and weights (default: bf16; on a CPU fp32)"
+    )
+    parser.add_argument("--recipe", default="bf16", help="recipe of our layer; peers run in --dtype (default: bf16)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="(default: cuda if torch sees a GPU)")
+    parser.add_argument("--reps", metavar="N", type=int, help="timed calls per variant (default: 30; on a CPU 10)")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(options: BenchOptions, timer: Timer | None = None, peers: tuple[Peer, ...] = PEERS) -> int:
-    """Measure and print; the exit status, 1 where our own layer could not be measured.
+    """Measure and print; return the exit status, 1 if our layer could not be measured.
 
     Raises
     ------
     fusedmoe.InputError
-        An option has a value that it cannot have.
+        An option is missing or invalid.
     """
     sizes = _sizes(options)
     device = _device(options)
@@ -84,7 +87,7 @@ def run(options: BenchOptions, timer: Timer | None = None, peers: tuple[Peer, ..
             raise
         memory = "GPU" if device.type == "cuda" else "machine"
         raise InputError(
-            f"these sizes do not fit the memory of the {memory}: give smaller ones, such as fewer --tokens"
+            f"these sizes do not fit into the memory of the {memory}: choose smaller ones, such as fewer --tokens"
         ) from error
     load = work.load()
     spread = {"least": int(load.min()), "median": int(load.median()), "most": int(load.max())}
@@ -96,7 +99,7 @@ def run(options: BenchOptions, timer: Timer | None = None, peers: tuple[Peer, ..
     else:
         print(f"{head['machine']}, torch {torch.__version__}, fusedmoe {__version__}, {dtype}")
         print(
-            f"one MoE layer, tokens to tokens, router included: {sizes.tokens} tokens, hidden {sizes.hidden}, "
+            f"one MoE layer, router included: {sizes.tokens} tokens, hidden {sizes.hidden}, "
             f"intermediate {sizes.intermediate}, {sizes.experts} experts, top {sizes.top_k}, {sizes.activation}"
         )
         print(f"rows per expert: {spread['least']} to {spread['most']}, median {spread['median']}")
@@ -104,43 +107,36 @@ def run(options: BenchOptions, timer: Timer | None = None, peers: tuple[Peer, ..
         print(_method(device, reps))
         print("\n" + "\n".join(lines(rows)).rstrip())
         if recipe != BF16:
-            print(f"\nOnly {OURS} runs under {recipe.name}; its weights are quantized in every call.")
+            print(f"\nOnly {OURS} runs under {recipe.name}; every call quantizes its weights.")
     return 0 if any(row.name == OURS and row.ms is not None for row in rows) else 1
 
 
 def _is_lack_of_memory(error: Exception) -> bool:
-    """Whether torch has no memory for a tensor; on a CPU, or for sizes beyond 64 bits, only the message says so."""
-    said = ("can't allocate memory", "not enough memory", "overflow")
-    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error).lower() for text in said)
+    """Whether an allocation failed; on a CPU, or for sizes beyond 64 bits, the exception has no class of its own."""
+    messages = ("can't allocate memory", "not enough memory", "overflow")
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error).lower() for text in messages)
 
 
 def _method(device: torch.device, reps: int) -> str:
-    text = f"medians of {reps} calls in turns, with first and third quartile; 'ours is 2x': twice as fast as that one"
+    text = f"medians and quartiles of {reps} interleaved calls; 'ours is 2x': ours is twice as fast"
     if device.type == "cuda":
-        text += "\nthe L2 cache is flushed before each call; memory is beyond weights and inputs"
+        text += "\nthe L2 cache is flushed before each call; memory is without weights and inputs"
     else:
-        text += f"\nwall time, {torch.get_num_threads()} threads; memory is measured on a GPU"
-    return text + "; error is against fp64"
+        text += f"\nwall time, {torch.get_num_threads()} threads; memory is measured on a GPU only"
+    return text + "; error is relative to fp64"
 
 
 def _sizes(options: BenchOptions) -> Sizes:
-    values = {}
-    for name in SIZES:
-        size, flag = getattr(options, name), "--" + name.replace("_", "-")
-        if size is None:
-            raise InputError(f"{flag}: missing")
-        if size < 1:
-            raise InputError(f"{flag} {size}: must be 1 or more")
-        values[name] = size
+    values = required_sizes(options, SIZES)
     if values["top_k"] > values["experts"]:
         raise InputError(f"--top-k {values['top_k']}: must be at most --experts {values['experts']}")
     return Sizes(**values, activation=options.activation)
 
 
 def _device(options: BenchOptions) -> torch.device:
-    there = torch.cuda.is_available()
-    if options.device == "cuda" and not there:
-        raise InputError("--device cuda: torch sees no GPU; `fusedmoe doctor` says more")
-    if options.device == "cpu" or not there:
+    available = torch.cuda.is_available()
+    if options.device == "cuda" and not available:
+        raise InputError("--device cuda: torch sees no GPU; see `fusedmoe doctor`")
+    if options.device == "cpu" or not available:
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())

@@ -1,11 +1,10 @@
-"""``fusedmoe compile``: every shipped kernel into the cache on disk, ahead of time and without a GPU."""
+"""``fusedmoe compile``: compile the shipped kernels into the disk cache, ahead of time and without a GPU."""
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
 import fnmatch
-import importlib.util
 import multiprocessing
 import os
 import signal
@@ -19,19 +18,17 @@ from typing import Literal, NamedTuple
 
 from fusedmoe import __version__
 from fusedmoe.errors import InputError
-from fusedmoe.kernels import cache, compiler
+from fusedmoe.kernels import cache, compiler, toolkit
 from fusedmoe.kernels.compiler import Kernel
 from fusedmoe.progress import counted
 from fusedmoe.target import checked_arch
 
 __all__ = ["CompileOptions", "Outcome", "add_arguments", "run"]
 
-PACKAGES = {"cutlass": "nvidia-cutlass-dsl", "tvm_ffi": "apache-tvm-ffi"}  # a module of each, and its name on PyPI
-
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """The options of the command, as its help describes them."""
+    """The options of the command; see its help."""
 
     arch: str = "sm_90a"
     list: bool = False
@@ -41,7 +38,7 @@ class CompileOptions:
 
 
 class Outcome(NamedTuple):
-    """What became of one kernel; ``error`` says why it failed."""
+    """The result for one kernel; ``error`` is the reason of a failure."""
 
     symbol: str
     status: Literal["compiled", "already cached", "FAILED"]
@@ -52,32 +49,32 @@ class Outcome(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command to its parser."""
     parser.add_argument(
-        "--arch", default=CompileOptions.arch, help="architecture to build for, such as 90 (default: %(default)s)"
+        "--arch", default=CompileOptions.arch, help="target architecture, such as 90 (default: %(default)s)"
     )
-    parser.add_argument("--list", action="store_true", help="list kernels, cached or not; build nothing")
+    parser.add_argument("--list", action="store_true", help="list the kernels and whether they are cached, and exit")
     parser.add_argument("--only", metavar="PATTERN", help="kernels whose name matches, such as 'sm90_ragged_k_*'")
     parser.add_argument(
-        "--jobs", metavar="N", type=int, help="processes to build in; 1: in this one (default: one for each CPU)"
+        "--jobs", metavar="N", type=int, help="compiler processes; 1: this process (default: one per CPU)"
     )
     parser.add_argument(
-        "--cache-dir", metavar="DIR", help=f"where to put them (default: {cache.VARIABLE}, else ~/.cache/fusedmoe)"
+        "--cache-dir", metavar="DIR", help=f"cache directory (default: {cache.VARIABLE}, else ~/.cache/fusedmoe)"
     )
 
 
 def run(options: CompileOptions) -> int:
-    """Build or list the kernels; the exit status.
+    """Build or list the kernels; return the exit status.
 
     Raises
     ------
     fusedmoe.InputError
-        An option has a value that it cannot have.
+        An option is invalid.
     """
     from fusedmoe.kernels.shipped import shipped
 
     if options.jobs is not None and options.jobs < 1:
         raise InputError(f"--jobs {options.jobs}: must be 1 or more")
     if options.cache_dir == "":
-        raise InputError("--cache-dir: the name is empty")
+        raise InputError("--cache-dir: expected a directory, got an empty name")
     arch = f"sm_{checked_arch(options.arch, '--arch')}a"
     everything = shipped(arch)
     if not everything:
@@ -109,17 +106,16 @@ def run(options: CompileOptions) -> int:
 
 
 def _folder(root: str | None) -> Path:
-    for module, package in PACKAGES.items():
-        if importlib.util.find_spec(module) is None:
-            raise cache.CacheUnusableError(f"{package} is not installed, which compiles the kernels")
+    if missing := toolkit.missing():
+        raise cache.CacheUnusableError(f"compiling kernels needs {' and '.join(missing)}: not installed")
     folder = cache.folder(__version__, root)
     if folder is None:
-        raise cache.CacheUnusableError(f"{cache.VARIABLE}={cache.OFF} switches the cache off; give --cache-dir")
+        raise cache.CacheUnusableError(f"{cache.VARIABLE}={cache.OFF} switches the cache off; add --cache-dir")
     return folder
 
 
 def _outcomes(kernels: Sequence[Kernel], options: CompileOptions) -> Iterator[Outcome]:
-    """Build the kernels, and say what became of each as soon as it is known."""
+    """Build the kernels and yield each outcome as soon as it is known."""
     jobs = min(options.jobs or _cpus(), len(kernels))
     if jobs == 1:
         yield from (_build(kernel, options.cache_dir) for kernel in kernels)
@@ -128,14 +124,14 @@ def _outcomes(kernels: Sequence[Kernel], options: CompileOptions) -> Iterator[Ou
     for outcome in _outcomes_of_pool(kernels, jobs, options.cache_dir):
         del left[outcome.symbol]
         yield outcome
-    for kernel in left.values():  # a process died and took the pool with it; one pool a kernel tells which
+    for kernel in left.values():  # a process died and broke the pool; one pool per kernel finds which kernel it was
         died = Outcome(kernel.symbol, "FAILED", 0.0, "the process that compiled it died; is there enough memory?")
         yield next(_outcomes_of_pool([kernel], 1, options.cache_dir), died)
 
 
 def _outcomes_of_pool(kernels: Sequence[Kernel], jobs: int, root: str | None) -> Iterator[Outcome]:
-    """Build in a pool of processes; ends early where one of them dies."""
-    context = multiprocessing.get_context("spawn")  # a fork of a process with threads, which torch has, may hang
+    """Build in a pool of processes; end early if one of them dies."""
+    context = multiprocessing.get_context("spawn")  # torch has threads, and a forked process with threads may hang
     pool = concurrent.futures.ProcessPoolExecutor(jobs, context, signal.signal, (signal.SIGINT, signal.SIG_IGN))
     try:
         futures = [pool.submit(_build, kernel, root) for kernel in kernels]
@@ -144,7 +140,7 @@ def _outcomes_of_pool(kernels: Sequence[Kernel], jobs: int, root: str | None) ->
                 yield future.result()
             except BrokenProcessPool:
                 continue
-    except BrokenProcessPool:  # while kernels were handed out
+    except BrokenProcessPool:  # from submit()
         return
     finally:
         pool.shutdown(cancel_futures=True)
@@ -156,7 +152,7 @@ def _build(kernel: Kernel, root: str | None) -> Outcome:
         compiled = compiler.build(kernel, root)
     except cache.CacheUnusableError as error:
         return Outcome(kernel.symbol, "FAILED", time.perf_counter() - begin, str(error))
-    except Exception as error:  # noqa: BLE001  whatever one kernel raises, the others are built, and this is reported
+    except Exception as error:  # noqa: BLE001  reported, and the other kernels are built
         return Outcome(kernel.symbol, "FAILED", time.perf_counter() - begin, f"{type(error).__name__}: {error}")
     return Outcome(kernel.symbol, "compiled" if compiled else "already cached", time.perf_counter() - begin)
 

@@ -1,4 +1,4 @@
-"""What this machine has, and which kernels that makes available: what ``fusedmoe doctor`` prints."""
+"""``fusedmoe doctor``: report this machine's software and GPUs, and the available kernels."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fusedmoe.target import arch_of
 
 __all__ = ["Fact", "Gpu", "Kernel", "Report", "add_arguments", "doctor", "kernel_lines", "run"]
 
-# (distribution, the extra of fusedmoe that brings it); None: it comes with fusedmoe or torch, where it has wheels
+# (distribution, the extra of fusedmoe that installs it); None: a dependency of fusedmoe or torch, if it has wheels
 PACKAGES: tuple[tuple[str, str | None], ...] = (
     ("triton", None),
     ("nvidia-cutlass-dsl", None),
@@ -39,13 +39,13 @@ PACKAGES: tuple[tuple[str, str | None], ...] = (
     ("transformer-engine", "te"),
 )
 
-# Environment variables that change what runs, beside every FUSEDMOE_*.
+# reported in addition to FUSEDMOE_*
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "TORCH_LOGS")
 
 
 @dataclasses.dataclass(frozen=True)
 class Fact:
-    """One thing that is so on this machine: a name and what was found."""
+    """A named property of this machine."""
 
     name: str
     value: str
@@ -58,13 +58,13 @@ class Gpu:
     Attributes
     ----------
     index
-        As in ``torch.device("cuda", index)``.
+        The index of ``torch.device("cuda", index)``.
     arch
-        ``sm_90`` and the like; AMD's own name (``gfx942``) under ROCm.
+        ``sm_90``; under ROCm AMD's name, ``gfx942``.
     memory_gib
-        All of the device's memory, used or not, in GiB.
+        The device's total memory in GiB.
     sms
-        Streaming multiprocessors (compute units under ROCm).
+        Number of streaming multiprocessors (compute units under ROCm).
     """
 
     index: int
@@ -76,7 +76,7 @@ class Gpu:
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A way to run a step: whether this machine has it, and what it does here or why it is not to be had."""
+    """A way to run a step; ``note`` describes it, or tells why it is not available on this machine."""
 
     name: str
     available: bool
@@ -85,7 +85,7 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What :func:`doctor` found. ``str()`` gives the text that the command prints."""
+    """The result of :func:`doctor`. ``str()`` gives the text that the command prints."""
 
     software: tuple[Fact, ...]
     packages: tuple[Fact, ...]
@@ -117,7 +117,7 @@ class Report:
 
 
 def doctor() -> Report:
-    """Look at this machine. Imports no CuTe DSL, compiles nothing and starts no kernel."""
+    """Inspect this machine, without importing the CuTe DSL, compiling or launching kernels."""
     no_gpu = _why_no_gpu()
     gpus = () if no_gpu else _gpus()
     return Report(
@@ -135,7 +135,7 @@ def doctor() -> Report:
 
 
 def kernel_lines(gpus: Sequence[Gpu]) -> tuple[Kernel, ...]:
-    """Tell which ways to run a step exist on a machine with these GPUs, and why the others do not."""
+    """Return the ways to run a step, and whether they are available on a machine with these GPUs."""
     cpu = Kernel(
         "torch grouped GEMM, cpu", True, "fp32, bf16 and fp16 in one call; other dtypes: a loop over the experts"
     )
@@ -186,7 +186,7 @@ def _torch_runtime() -> str:
 
 
 def _driver() -> str:
-    """Ask the driver's own tool: torch does not know the driver's version, only the CUDA version that it serves."""
+    """Return the driver's version from nvidia-smi; torch knows only the CUDA version that the driver supports."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return "none (no nvidia-smi on the PATH)"
@@ -215,7 +215,7 @@ def _version(name: str) -> str | None:
 
 
 def _toolkit(dsl_version: str) -> str:
-    """Name the CUDA libraries of the CuTe DSL, and say what is wrong with them or with their version beside torch's."""
+    """Describe the CUDA libraries of the CuTe DSL: their versions, and any fault."""
     unusable = toolkit.why_unusable()
     if unusable is not None:
         return f"unusable: {unusable}"
@@ -229,7 +229,7 @@ def _toolkit(dsl_version: str) -> str:
     cuda = torch.version.cuda
     if cuda is None or int(cuda.partition(".")[0]) == chosen:
         return text
-    text += f"; torch has CUDA {cuda}: the two work together"
+    text += f"; torch has CUDA {cuda}, which is compatible"
     if chosen == 12:
         text += f". Optional, for CUDA 13's compiler: {install_command('cu13')}"
     return text
@@ -242,14 +242,14 @@ def _environment() -> Iterable[Fact]:
 
 
 def _why_no_gpu() -> str | None:
-    """Return why torch has no GPU to run on, or None where it has one."""
+    """Return why torch has no GPU; None if it has one."""
     if not (torch.version.cuda or torch.version.hip):
         return f"torch {torch.__version__} is built for the CPU only"
     if torch.cuda.device_count() == 0:
-        return "torch sees no device: look at the driver and at CUDA_VISIBLE_DEVICES"
+        return "torch sees no device: check the driver and CUDA_VISIBLE_DEVICES"
     try:
         torch.cuda.init()
-    except RuntimeError as error:  # torch's own message says best what is wrong: a driver too old, a device in error
+    except RuntimeError as error:  # such as a driver that is too old
         return str(error).splitlines()[0]
     return None
 
@@ -284,11 +284,12 @@ def _scaled_grouped_mm(gpu: Gpu) -> Kernel:
     name = f"torch FP8 grouped GEMM, {gpu.arch}"
     if multiplies_codes(torch.device("cuda", gpu.index)):
         return Kernel(name, True, "E4M3, one scale per tensor or per row, for bf16; every other recipe is emulated")
-    return Kernel(name, False, f"torch has none for {gpu.arch}: every recipe but bf16 is emulated")
+    return Kernel(name, False, f"torch has none for {gpu.arch}: every recipe except bf16 is emulated")
 
 
 def _grouped_mm(gpu: Gpu) -> Kernel:
     name = f"torch grouped GEMM, {gpu.arch}"
     if runs_on_device(torch.device("cuda", gpu.index), torch.bfloat16):
-        return Kernel(name, True, "bf16 on the device; other dtypes, rows off 16 bytes: a loop over experts, HOST SYNC")
+        note = "bf16 on the device; other dtypes and misaligned rows: a loop over the experts, HOST SYNC"
+        return Kernel(name, True, note)
     return Kernel(name, False, f"torch has none for {gpu.arch}: a loop over the experts, HOST SYNC")

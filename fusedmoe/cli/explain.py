@@ -1,4 +1,4 @@
-"""``fusedmoe explain``: what a model's experts run on a GPU that need not be there, from its configuration alone."""
+"""``fusedmoe explain``: plan a model's experts for a GPU from its configuration, without the GPU and the weights."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ __all__ = ["ExplainOptions", "add_arguments", "run"]
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _SIZES = ("hidden", "intermediate", "experts", "top_k")
-_MOST_TOKENS, _MOST_NUMBERS = 1 << 40, 1 << 56  # what torch can count the bytes of, with much to spare
-_AUTO_CLASSES = {  # the classes of transformers that build a model, the first that knows the configuration
+_MOST_TOKENS, _MOST_NUMBERS = 1 << 40, 1 << 56  # far within torch's 64-bit byte counts
+_AUTO_CLASSES = {  # the first that knows the configuration builds the model
     "AutoModelForCausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING",
     "AutoModelForMultimodalLM": "MODEL_FOR_MULTIMODAL_LM_MAPPING",
     "AutoModel": "MODEL_MAPPING",
@@ -43,7 +43,7 @@ _TRANSFORMERS = "needs transformers 5.7 or later, which reads it: pip install tr
 
 @dataclass(frozen=True)
 class ExplainOptions:
-    """The options of the command, as its help describes them."""
+    """The options of the command; see its help."""
 
     config: str | None = None
     arch: str = "90"
@@ -74,34 +74,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--arch",
         default=ExplainOptions.arch,
-        help="architecture of the GPU to plan for; 90 is an H100 or H200 (default: %(default)s)",
+        help="target architecture; 90 is an H100 or H200 (default: %(default)s)",
     )
     parser.add_argument(
-        "--tokens", metavar="T", type=int, default=ExplainOptions.tokens, help="tokens of a call (default: %(default)s)"
+        "--tokens", metavar="T", type=int, default=ExplainOptions.tokens, help="tokens per call (default: %(default)s)"
     )
-    parser.add_argument("--recipe", default=ExplainOptions.recipe, help="recipe of the call (default: %(default)s)")
+    parser.add_argument("--recipe", default=ExplainOptions.recipe, help="numeric recipe (default: %(default)s)")
     parser.add_argument(
-        "--dtype", choices=tuple(_DTYPES), help="of the parameters (default: the configuration's, else bfloat16)"
+        "--dtype", choices=tuple(_DTYPES), help="dtype of the parameters (default: CONFIG's, else bfloat16)"
     )
-    layer = parser.add_argument_group("one layer, in place of CONFIG")
-    layer.add_argument("--hidden", metavar="H", type=int, help="features of a token")
-    layer.add_argument("--intermediate", metavar="I", type=int, help="features between an expert's two products")
+    layer = parser.add_argument_group("one layer, instead of CONFIG")
+    layer.add_argument("--hidden", metavar="H", type=int, help="features per token")
+    layer.add_argument("--intermediate", metavar="I", type=int, help="intermediate features per expert")
     layer.add_argument("--experts", metavar="E", type=int, help="number of experts")
-    layer.add_argument("--top-k", metavar="K", type=int, help="experts chosen for each token")
-    layer.add_argument("--activation", choices=tuple(ACTIVATIONS), help="of the experts (default: swiglu)")
+    layer.add_argument("--top-k", metavar="K", type=int, help="chosen experts per token")
+    layer.add_argument("--activation", choices=tuple(ACTIVATIONS), help="activation (default: swiglu)")
     parser.add_argument(
-        "--strict", action="store_true", help="exit with status 1 unless everything that has a fused kernel is fused"
+        "--strict", action="store_true", help="exit with status 1 if an op that has a fused kernel is not fused"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(options: ExplainOptions) -> int:
-    """Print the plans; the exit status.
+    """Print the plans; return the exit status.
 
     Raises
     ------
     fusedmoe.InputError
-        An option has a value that it cannot have.
+        An option is missing or invalid.
     """
     arch = checked_arch(options.arch, "--arch")
     if options.tokens < 1:
@@ -126,21 +126,21 @@ def run(options: ExplainOptions) -> int:
 
 
 def _model(options: ExplainOptions) -> tuple[str, nn.Module, str]:
-    """Return a title, the model with parameters that take no memory, and why its experts are not planned, or ""."""
+    """Return a title, the model on the meta device, and the reason why its experts are not planned, or ""."""
     sizes = {name: getattr(options, name) for name in (*_SIZES, "activation")}
     given = [f"--{name.replace('_', '-')}" for name, size in sizes.items() if size is not None]
     if options.config is not None:
         if given:
             raise InputError(f"{', '.join(given)}: expected without CONFIG, got {options.config}")
         if not options.config:
-            raise InputError("CONFIG: the name is empty")
+            raise InputError("CONFIG: expected a path or a name, got an empty one")
         return _transformers_model(options.config, options.dtype)
     if missing := [f"--{name.replace('_', '-')}" for name in _SIZES if sizes[name] is None]:
         more = f"the layer lacks {', '.join(missing)}" if given else f"or a layer by {', '.join(missing)}"
         raise InputError(f"expected CONFIG, {more}")
     hidden, intermediate, experts, top_k = (int(sizes[name]) for name in _SIZES)
     if max(options.tokens * top_k, 2 * experts * intermediate) * max(hidden, 2 * intermediate) > _MOST_NUMBERS:
-        raise InputError("the layer would have tensors of more than 2^56 numbers: give smaller sizes")
+        raise InputError("the layer would have tensors of more than 2^56 numbers: choose smaller sizes")
     dtype, activation = options.dtype or "bfloat16", options.activation or "swiglu"
     layer = MoE(hidden, intermediate, experts, top_k, activation=activation, device="meta", dtype=_DTYPES[dtype])
     title = f"MoE layer, hidden {hidden}, intermediate {intermediate}, {experts} experts, top {top_k}, {activation}"
@@ -148,7 +148,7 @@ def _model(options: ExplainOptions) -> tuple[str, nn.Module, str]:
 
 
 def _transformers_model(name: str, dtype: str | None) -> tuple[str, nn.Module, str]:
-    """Return what `_model` does, for a model of transformers whose experts run here."""
+    """Return the results of `_model` for a configuration of transformers."""
     try:
         import transformers  # noqa: F401
 
@@ -160,9 +160,9 @@ def _transformers_model(name: str, dtype: str | None) -> tuple[str, nn.Module, s
     config = _config(name)
     dtype_ = _DTYPES[dtype] if dtype else getattr(config.get_text_config(), "dtype", None) or torch.bfloat16
     quantization = _quantization(name, config)
-    method = quantization.get("quant_method", "bitsandbytes")  # whose first files do not say it
+    method = quantization.get("quant_method", "bitsandbytes")  # early bitsandbytes checkpoints have no quant_method
     model = _built(name, config, dtype_)
-    if method == "fp8":  # the one method whose layers in transformers are known before there are weights
+    if method == "fp8":  # transformers creates the layers of other methods from the weights
         _quantize(name, model, quantization)
     if "llama4" in str(config.model_type) and not quantization:
         ours.patch_llama4(model)
@@ -195,7 +195,7 @@ def _built(name: str, config: Any, dtype: torch.dtype) -> nn.Module:
 
 
 def _quantize(name: str, model: nn.Module, quantization: dict[str, Any]) -> None:
-    """Replace the layers of a model by those that hold the weights of a quantized checkpoint."""
+    """Replace the layers of a model by transformers' layers for the quantized checkpoint."""
     from transformers.quantizers.auto import AutoHfQuantizer
 
     with _errors_of_transformers(name):
@@ -207,7 +207,7 @@ def _quantize(name: str, model: nn.Module, quantization: dict[str, Any]) -> None
 def _errors_of_transformers(name: str) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # whatever a model's own code raises for the configuration
+    except Exception as error:  # any exception of the model's code
         text = f"transformers cannot build a model of it: {type(error).__name__}: {error}"
         raise ConfigError(f"{name}: {text}") from error
 
@@ -221,7 +221,7 @@ def _check_top_k(name: str, experts: Any) -> None:
 
 
 def _quantization(name: str, config: Any) -> dict[str, Any]:
-    """Return how a configuration says that the checkpoint is quantized; empty where it is not."""
+    """Return the configuration's quantization settings; empty if the checkpoint is not quantized."""
     found = (getattr(part, "quantization_config", None) for part in (config, config.get_text_config()))
     settings: object = next((settings for settings in found if settings), {})
     if not isinstance(settings, dict):
@@ -230,7 +230,7 @@ def _quantization(name: str, config: Any) -> dict[str, Any]:
 
 
 def _config(name: str) -> Any:
-    """Return the configuration that a file, a directory or a model's name stands for. Nothing is downloaded."""
+    """Load the configuration from a file, a directory or the local cache, without downloading."""
     from transformers import AutoConfig
 
     path = Path(name)
@@ -245,15 +245,15 @@ def _config(name: str) -> Any:
         return AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False)
     except ConfigError:
         raise
-    except Exception as error:  # whatever the file has in it, or a configuration's class raises
+    except Exception as error:  # from parsing the file, or from the configuration's class
         if not path.exists():
             missing = "no such file or directory, nor a model in the local cache of transformers"
-            raise ConfigError(f"{name}: {missing}; download its config.json and give the path") from error
+            raise ConfigError(f"{name}: {missing}; download its config.json and pass the path") from error
         text = " ".join(str(error).split())
         raise ConfigError(f"{name}: transformers cannot read it: {type(error).__name__}: {text}") from error
 
 
-# ---- what is printed -----------------------------------------------------------------------------------------------
+# ---- output --------------------------------------------------------------------------------------------------------
 
 
 def _as_text(title: str, arch: int, options: ExplainOptions, result: ModelExplanation) -> str:
@@ -276,7 +276,7 @@ def _heading(group: ExplainedModules) -> str:
 
 
 def _without_kernel(result: ModelExplanation) -> dict[str, list[str]]:
-    """Return the ops that have no fused kernel on this architecture, and the modules between chains, by the reason."""
+    """Return the ops without a fused kernel on this architecture and the modules between chains, by reason."""
     found: dict[str, list[str]] = {}
     for plan in result.plans:
         for step in plan.without_kernel:
@@ -292,7 +292,7 @@ def _without_kernel(result: ModelExplanation) -> dict[str, list[str]]:
 
 
 def _checked(options: ExplainOptions, result: ModelExplanation) -> int:
-    """Say whether all that has a fused kernel is fused, on stderr; the exit status."""
+    """Report on stderr whether every op that has a fused kernel is fused; return the exit status."""
     sys.stdout.flush()
     try:
         result.raise_if_missed()
@@ -300,7 +300,7 @@ def _checked(options: ExplainOptions, result: ModelExplanation) -> int:
         print(f"fusedmoe explain: {error}", file=sys.stderr)
         return 1
     for why, ops in _without_kernel(result).items():
-        print(f"strict: not asked of {', '.join(ops)}: {why}", file=sys.stderr)
+        print(f"strict: not required of {', '.join(ops)}: {why}", file=sys.stderr)
     print("strict: all else is fused" if _without_kernel(result) else "strict: all is fused", file=sys.stderr)
     return 0
 

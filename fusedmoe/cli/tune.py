@@ -1,17 +1,17 @@
-"""``fusedmoe tune``: measure the tiles that the products of an expert MLP can have, and keep the fastest."""
+"""``fusedmoe tune``: measure the tile configurations of an expert MLP's products, and save the fastest."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from fusedmoe.cli.sizes import required_sizes
 from fusedmoe.errors import InputError
-from fusedmoe.kernels import cache
+from fusedmoe.kernels import cache, toolkit
 from fusedmoe.kernels.sm90 import choice, tuned, tuning
 from fusedmoe.kernels.sm90.config import TileConfig
 from fusedmoe.kernels.sm90.limits import why_not_width
@@ -25,7 +25,7 @@ SIZES = ("hidden", "intermediate", "experts", "rows")
 
 @dataclass(frozen=True)
 class TuneOptions:
-    """The options of the command, as its help describes them."""
+    """The options of the command; see its help."""
 
     hidden: int | None = None
     intermediate: int | None = None
@@ -39,48 +39,48 @@ class TuneOptions:
 
 @dataclass(frozen=True)
 class Gpu:
-    """What is measured on: its name and how many SMs it has."""
+    """The GPU to measure on: its name and its number of SMs."""
 
     name: str
     sms: int
 
 
 class NoGpuError(Exception):
-    """There is nothing here to measure on; the message says why."""
+    """The machine has no GPU to measure on; the message has the reason."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command to its parser."""
-    parser.add_argument("--hidden", metavar="H", type=int, help="features of a token")
-    parser.add_argument("--intermediate", metavar="I", type=int, help="features between an expert's two layers")
+    parser.add_argument("--hidden", metavar="H", type=int, help="features per token")
+    parser.add_argument("--intermediate", metavar="I", type=int, help="intermediate features per expert")
     parser.add_argument("--experts", metavar="E", type=int, help="experts on this GPU")
-    parser.add_argument("--rows", metavar="R", type=int, help="rows of all experts together: tokens x chosen experts")
+    parser.add_argument("--rows", metavar="R", type=int, help="rows of all experts: tokens x chosen experts per token")
     parser.add_argument(
         "--activation", choices=tuple(tuning.ACTIVATIONS), default="swiglu", help="(default: %(default)s)"
     )
     parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16", help="(default: %(default)s)")
-    parser.add_argument("--reps", metavar="N", type=int, default=30, help="timed calls of each (default: %(default)s)")
-    parser.add_argument("--clear", action="store_true", help="forget what was measured on this machine")
+    parser.add_argument("--reps", metavar="N", type=int, default=30, help="timed calls per tile (default: %(default)s)")
+    parser.add_argument("--clear", action="store_true", help="delete the measurements of this machine")
 
 
 def run(options: TuneOptions, measure: Measure = tuning.measure, gpu: Gpu | None = None) -> int:
-    """Measure, print and keep; the exit status. ``gpu``: by default the current one.
+    """Measure, print and save; return the exit status. ``gpu`` defaults to the current one.
 
     Raises
     ------
     fusedmoe.InputError
-        An option has a value that it cannot have.
+        An option is missing or invalid.
     """
     if options.clear:
         if any(getattr(options, name) is not None for name in SIZES):
-            raise InputError("--clear: measures nothing, so it takes no sizes")
+            raise InputError("--clear: expected without sizes")
     else:
         mlp = _mlp(options)
     try:
         file = tuned.path()
         if file is None:
             raise cache.CacheUnusableError(
-                f"{cache.VARIABLE}={cache.OFF} switches off the cache, where tables are kept"
+                f"{cache.VARIABLE}={cache.OFF} switches the cache off, which holds the table"
             )
         if options.clear:
             return _clear(file)
@@ -98,30 +98,22 @@ def find_gpu() -> Gpu:
     Raises
     ------
     NoGpuError
-        There is none that the kernels run on.
+        No GPU runs the kernels, or their packages are missing.
     """
     import torch
 
     if not torch.cuda.is_available():
-        raise NoGpuError("torch sees no GPU, and tiles are measured on one; `fusedmoe doctor` says more")
+        raise NoGpuError("torch sees no GPU to measure on; see `fusedmoe doctor`")
     device = torch.cuda.get_device_properties(torch.cuda.current_device())
     if (device.major, device.minor) != (9, 0) or torch.version.hip:
         raise NoGpuError(f"the kernels are for sm_90, and this GPU is {device.name}")
-    for module, package in (("cutlass", "nvidia-cutlass-dsl"), ("tvm_ffi", "apache-tvm-ffi")):
-        if importlib.util.find_spec(module) is None:
-            raise NoGpuError(f"{package} is not installed, which compiles the kernels")
+    if missing := toolkit.missing():
+        raise NoGpuError(f"compiling kernels needs {' and '.join(missing)}: not installed")
     return Gpu(device.name, device.multi_processor_count)
 
 
 def _mlp(options: TuneOptions) -> Mlp:
-    sizes: dict[str, int] = {}
-    for name in SIZES:
-        size = getattr(options, name)
-        if size is None:
-            raise InputError(f"--{name}: missing")
-        if size < 1:
-            raise InputError(f"--{name} {size}: must be 1 or more")
-        sizes[name] = size
+    sizes = required_sizes(options, SIZES)
     for name in ("hidden", "intermediate"):
         reason = why_not_width(f"--{name}", sizes[name])
         if reason is not None:
@@ -132,16 +124,16 @@ def _mlp(options: TuneOptions) -> Mlp:
 
 
 def _clear(file: Path) -> int:
-    there = os.path.lexists(file)
+    existed = os.path.lexists(file)
     file.unlink(missing_ok=True)
-    print(f"removed {file}" if there else f"there is no {file}")
+    print(f"removed {file}" if existed else f"{file} does not exist")
     return 0
 
 
 def _tune(mlp: Mlp, reps: int, measure: Measure, gpu: Gpu, file: Path) -> int:
     import torch
 
-    file.parent.mkdir(mode=0o755, parents=True, exist_ok=True)  # fails before anything is measured for nothing
+    file.parent.mkdir(mode=0o755, parents=True, exist_ok=True)  # fail before measuring
     print(
         f"{gpu.name}, {mlp.dtype}, {mlp.activation}, {mlp.rows} rows of {mlp.experts} experts, medians of {reps} calls"
     )
@@ -152,18 +144,18 @@ def _tune(mlp: Mlp, reps: int, measure: Measure, gpu: Gpu, file: Path) -> int:
             try:
                 times = measure(mlp, product, reps, advance)
             except torch.OutOfMemoryError:
-                message = f"{product.title}: the GPU's memory is full; give less --rows"
+                message = f"{product.title}: the GPU is out of memory; choose fewer --rows"
                 print(f"fusedmoe tune: error: {message}", file=sys.stderr)
                 return 1
             print(_table(product, times), flush=True)
             best = min(times, key=lambda config: times[config])
             tuned.add(file, gpu.name, product.problem.coarse, best.name, times[best])
-    print(f"\nkept in {file}; `fusedmoe tune --clear` removes it")
+    print(f"\nsaved in {file}; `fusedmoe tune --clear` removes it")
     return 0
 
 
 def _table(product: Product, times: Mapping[TileConfig, float]) -> str:
-    """One product's candidates, the fastest first."""
+    """Return the table of one product's candidates, fastest first."""
     p = product.problem
     best = min(times, key=lambda config: times[config])
     marks = {best: ["best"]}

@@ -1,3 +1,1 @@
-"""Flat-tensor functions, a folder an architecture. This room knows tensors and devices; it knows no op, no rule and no
-recipe.
-"""
+"""Functions on flat tensors, with one folder per architecture. Nothing here depends on an op, a rule or a recipe."""

@@ -1,4 +1,4 @@
-"""Activations as data: what the kernels' epilogues compute, named without an op."""
+"""Activations of the kernels' epilogues, as data."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ Kind = Literal["swiglu", "geglu_tanh", "geglu_erf", "reglu", "squared_relu"]
 
 @dataclass(frozen=True)
 class Activation:
-    """An activation's formula and its constants, as the ops of the same names define them.
+    """An activation and its constants; the ops of the same names define the formulas.
 
     Attributes
     ----------
     kind : str
-        ``"swiglu"``, ``"geglu_tanh"``, ``"geglu_erf"`` and ``"reglu"`` are gated; ``"squared_relu"`` is not, and knows
-        none of the rest.
+        ``"swiglu"``, ``"geglu_tanh"``, ``"geglu_erf"`` and ``"reglu"`` are gated. ``"squared_relu"`` is not gated and
+        ignores the other attributes.
     limit : float or None
-        Bound of gate (above) and up (both sides).
+        Upper bound of the gate; bound of the absolute value of up.
     alpha, offset : float
-        Slope of the gate's nonlinearity, and what is added to up.
+        Slope of the gate's nonlinearity; constant added to up.
     interleaved : bool
-        Gate and up are the even and odd features of a row rather than its halves.
+        Gate and up are the even and odd features of a row, instead of its halves.
     """
 
     kind: Kind
@@ -33,5 +33,5 @@ class Activation:
 
     @property
     def gated(self) -> bool:
-        """Whether it takes two features for one."""
+        """Whether two input features give one output feature."""
         return self.kind != "squared_relu"

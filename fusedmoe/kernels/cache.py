@@ -1,12 +1,13 @@
-"""Compiled kernels on disk. An entry is three files in ``<cache directory>/<version of fusedmoe>/``::
+"""The disk cache of compiled kernels. An entry is three files in ``<cache directory>/<version of fusedmoe>/``::
 
     <symbol>-<key>.o       the object file, host and device code
-    <symbol>-<key>.json    the manifest: symbol, key, SHA-256 of the object, what it was built with
-    <symbol>-<key>.lock    held by the process that compiles it
+    <symbol>-<key>.json    the manifest: symbol, key, SHA-256 of the object, build environment
+    <symbol>-<key>.lock    held by the process that compiles the kernel
 
-What is read here will be run, and the loader of object files takes damaged ones without a word. So an entry is used
-only if its manifest names this kernel and this key, if the object's SHA-256 is the manifest's, and if directory and
-files belong to this user or to root and are not writable by everyone. This file knows bytes; it knows no compiler.
+The object's code will run, and the loader does not detect damaged files. So an entry is used only if
+
+- its manifest has this symbol, this key and the SHA-256 of the object, and
+- directory and files belong to this user or to root, and others cannot write them.
 """
 
 from __future__ import annotations
@@ -28,30 +29,30 @@ logger = logging.getLogger(__name__)
 __all__ = ["VARIABLE", "CacheUnusableError", "DamagedError", "Entry", "folder", "parsed", "read", "replace"]
 
 VARIABLE = "FUSEDMOE_CACHE_DIR"
-OFF = "0"  # the value of VARIABLE that keeps kernels in memory alone
-PATIENCE_S = 300.0  # how long to wait for a process that compiles: far more than it takes, for one that is suspended
+OFF = "0"  # the value of VARIABLE that keeps kernels in memory only
+PATIENCE_S = 300.0  # longest wait for another process that compiles: far longer than a compilation
 POLL_S = 0.05
-LARGEST_OBJECT = 2**28  # bytes: a thousand times what a kernel takes
+LARGEST_OBJECT = 2**28  # bytes: a thousand times a kernel's size
 LARGEST_JSON = 2**24  # bytes
 
 
 class CacheUnusableError(Exception):
-    """The cache directory is not to be used; the message says why, and what to do."""
+    """The cache directory cannot be used; the message has the reason and a remedy."""
 
 
 class DamagedError(Exception):
-    """An entry is there and is not what was written, or not for us to trust; the message says what is wrong."""
+    """An entry is corrupt or not trusted; the message has the reason."""
 
 
 def folder(version: str, root: str | Path | None = None) -> Path | None:
-    """Return where the entries of a version of fusedmoe lie, existing or not; None where the disk is switched off.
+    """Return the directory for the entries of a version, which need not exist; None if the cache is switched off.
 
-    Without ``root``: FUSEDMOE_CACHE_DIR, else ``$XDG_CACHE_HOME/fusedmoe``, else ``~/.cache/fusedmoe``.
+    ``root`` defaults to FUSEDMOE_CACHE_DIR, else ``$XDG_CACHE_HOME/fusedmoe``, else ``~/.cache/fusedmoe``.
 
     Raises
     ------
     CacheUnusableError
-        No place is known, or others may write there.
+        The directory is unknown, or others may write to it.
     """
     if root is None:
         root = os.environ.get(VARIABLE) or None
@@ -59,29 +60,29 @@ def folder(version: str, root: str | Path | None = None) -> Path | None:
             return None
     try:
         base = Path(os.path.realpath(_default() if root is None else Path(root).expanduser()))
-    except RuntimeError as error:  # pathlib's word for a user without a home
+    except RuntimeError as error:  # from pathlib, for a user without a home directory
         raise CacheUnusableError(f"{error}; set {VARIABLE}") from error
     if not hasattr(os, "geteuid"):
-        raise CacheUnusableError("this platform does not say whom a file belongs to")
+        raise CacheUnusableError("this platform has no owners of files")
     for directory in (base, base / version):
         reason = _distrust_of(directory)
         if reason is not None:
-            raise CacheUnusableError(f"{directory} {reason}: code from there is not run; correct it, or set {VARIABLE}")
+            raise CacheUnusableError(f"{directory} {reason}, so its code is not run; correct it, or set {VARIABLE}")
     return base / version
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """Where one kernel lies, or will lie.
+    """The place of a kernel on disk, whether or not its files exist.
 
     Attributes
     ----------
     folder : Path
-        What :func:`folder` returned.
+        The result of :func:`folder`.
     symbol : str
         The function's name in the object file.
     key : str
-        64 hexadecimal digits, of everything that decides what the object holds.
+        SHA-256 of everything that determines the object, 64 hexadecimal digits.
     """
 
     folder: Path
@@ -101,34 +102,34 @@ class Entry:
         return self._file("lock")
 
     def read(self) -> bytes | None:
-        """Return the object file, verified; None if there is no entry.
+        """Return the verified object file; None if there is no entry.
 
         Raises
         ------
         DamagedError
-            Something is there that is not to be loaded.
+            The entry is corrupt or not trusted.
         """
         manifest, object_ = read(self.manifest_file, LARGEST_JSON), read(self.object_file, LARGEST_OBJECT)
-        if manifest is None:  # written last: an object alone is what an interrupted process left
+        if manifest is None:  # written last: an interrupted process may leave an object alone
             return None
         if object_ is None:
-            raise DamagedError("the manifest is there, the object is not")
-        says = parsed(manifest, "its manifest")
+            raise DamagedError("it has a manifest and no object")
+        fields = parsed(manifest, "its manifest")
         sha256 = hashlib.sha256(object_).hexdigest()
         for name, expected in (("symbol", self.symbol), ("key", self.key), ("sha256", sha256)):
-            got = says.get(name) if isinstance(says, dict) else None
+            got = fields.get(name) if isinstance(fields, dict) else None
             if got != expected:
                 shown = repr(got) if got is None or isinstance(got, str) else f"of type {type(got).__name__}"
                 raise DamagedError(f"its manifest has {name} {shown[:100]}, expected {expected!r}")
         return object_
 
     def write(self, object_: bytes, built_with: Mapping[str, str]) -> None:
-        """Write the entry. A reader sees the old files or the new ones, or a pair that :meth:`read` refuses.
+        """Write the entry. A concurrent :meth:`read` gets the old files or the new ones, or refuses a mixed pair.
 
         Raises
         ------
         OSError
-            The directory cannot be written.
+            The directory is not writable.
         """
         manifest = {
             "symbol": self.symbol,
@@ -141,36 +142,36 @@ class Entry:
         replace(self.manifest_file, json.dumps(manifest, indent=2).encode() + b"\n")
 
     def try_writing(self) -> None:
-        """Find out whether :meth:`write` can work.
+        """Check that :meth:`write` can work.
 
         Raises
         ------
         OSError
-            The directory cannot be written.
+            The directory is not writable.
         """
         self._make_folder()
         tempfile.TemporaryFile(dir=self.folder).close()
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other processes from compiling the same kernel meanwhile.
+        """Hold the lock that prevents other processes from compiling the same kernel.
 
-        The kernel drops the lock of a process that dies. Where the file system has no locks, or the lock is held for
-        longer than any compilation takes, the body runs without it: the same kernel is then compiled twice, and written
-        twice, which does no harm.
+        The operating system releases the lock of a process that dies. If the file system has no locks, or another
+        process holds the lock for longer than PATIENCE_S, the body runs without it. Then the kernel may be compiled and
+        written twice, which is harmless.
         """
         descriptor = self._open_lock()
         if descriptor is None:
             yield
             return
-        import fcntl  # missing on Windows, which does not come this far
+        import fcntl  # missing on Windows, where folder() raises
 
         try:
             self._wait_for(descriptor)
             yield
         finally:
             with contextlib.suppress(OSError):
-                fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing is not enough where a forked child holds a copy
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # close() does not unlock if a forked child holds a copy
             os.close(descriptor)
 
     def _file(self, suffix: str) -> Path:
@@ -179,13 +180,13 @@ class Entry:
     def _make_folder(self) -> None:
         self.folder.parent.parent.mkdir(parents=True, exist_ok=True)
         for directory in (self.folder.parent, self.folder):
-            directory.mkdir(mode=0o755, exist_ok=True)  # whatever the umask: not writable by others
+            directory.mkdir(mode=0o755, exist_ok=True)  # not writable by others, whatever the umask
 
     def _open_lock(self) -> int | None:
         try:
             self._make_folder()
             return os.open(self.lock_file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-        except OSError:  # a directory that cannot be written: said where the entry is written
+        except OSError:  # the directory is not writable; write() reports it
             return None
 
     def _wait_for(self, descriptor: int) -> None:
@@ -204,19 +205,19 @@ class Entry:
                 logger.info("waiting for another process to compile %s", self.symbol)
                 said = True
             if time.monotonic() - begin > PATIENCE_S:
-                logger.warning("%s has been locked for %.0f s: going on without it", self.lock_file, PATIENCE_S)
+                logger.warning("%s has been locked for %.0f s: compiling without the lock", self.lock_file, PATIENCE_S)
                 return
             time.sleep(POLL_S)
 
 
 def _default() -> Path:
     caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    # the specification of XDG_CACHE_HOME ignores relative paths
+    # the XDG specification ignores relative paths
     return (caches if caches.is_absolute() else Path.home() / ".cache") / "fusedmoe"
 
 
 def _distrust_of(directory: Path) -> str | None:
-    """Return why code from a directory is not to be run; None if it may, or if there is no such directory."""
+    """Return why a directory is not trusted; None if it is, or does not exist."""
     try:
         return _distrust(directory.stat())
     except OSError:
@@ -232,29 +233,29 @@ def _distrust(status: os.stat_result) -> str | None:
 
 
 def read(path: Path, largest: int) -> bytes | None:
-    """Return a regular file that this user or root wrote; None if there is none. Every file of the cache is read here.
+    """Return the content of a trusted file of the cache; None if it does not exist.
 
     Parameters
     ----------
     path
         The file.
     largest
-        Its largest size in bytes.
+        Its maximum size in bytes.
 
     Raises
     ------
     DamagedError
-        Something is there that is not to be read: no regular file, a link, too large, somebody else's.
+        It is not a regular file, too large, unreadable, or another user's.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # does not hang on a named pipe
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # O_NONBLOCK: a named pipe would hang
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise DamagedError(f"{path.name} cannot be opened ({error.strerror})") from error
     try:
         status = os.fstat(descriptor)
-        reason = _distrust(status) if stat.S_ISREG(status.st_mode) else "is no file"
+        reason = _distrust(status) if stat.S_ISREG(status.st_mode) else "is not a regular file"
         if reason is None and status.st_size > largest:
             reason = f"is larger than {largest} bytes"
         if reason is not None:
@@ -268,29 +269,29 @@ def read(path: Path, largest: int) -> bytes | None:
 
 
 def parsed(content: bytes, who: str) -> object:
-    """Return what a file says as JSON; ``who`` it is, for the message.
+    """Return the parsed JSON content of a file; ``who`` names the file in messages.
 
     Raises
     ------
     DamagedError
-        It is no JSON, or nested too deeply.
+        The content is not JSON, or nested too deeply.
     """
     try:
-        says: object = json.loads(content)
+        value: object = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise DamagedError(f"{who} is no JSON ({error})") from error
-    return says
+        raise DamagedError(f"{who} is not JSON ({error})") from error
+    return value
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Write a file: a reader sees the old content or the new one, whole."""
+    """Replace a file atomically."""
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
     try:
         with open(descriptor, "wb") as file:
-            os.fchmod(descriptor, 0o644)  # a cache built by root, in a container's image, is read by others
+            os.fchmod(descriptor, 0o644)  # others read a cache that root built into a container image
             file.write(content)
             file.flush()
-            os.fsync(descriptor)  # else a crash of the machine may leave a whole name on half a file
+            os.fsync(descriptor)  # otherwise a crash of the machine may leave a truncated file
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):

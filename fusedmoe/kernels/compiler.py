@@ -1,10 +1,10 @@
-"""From a kernel's description to a function that launches it: out of memory, out of the cache on disk, or compiled.
+"""Get the function that launches a kernel: from memory, from the disk cache, or by compiling it.
 
     function = load(kernel)
     function(x, w, offsets, y, num_sms)  # torch tensors and numbers, by position
 
-A compiled kernel becomes an object file first, and the function is loaded from that, also in the process that compiled
-it: what runs is what the cache holds. Importing this module imports no CuTe DSL; the first :func:`load` does.
+A kernel is always compiled to an object file, and its function loaded from there, so that every process runs the object
+of the cache. Importing this module does not import the CuTe DSL; the first :func:`load` does.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = ["Compiled", "Function", "Kernel", "Stats", "build", "entry", "is_cach
 
 Function = Callable[..., Any]
 
-# Their versions decide what is compiled, and whether an object fits the runtime that it is loaded into.
+# Their versions determine the compiled code, and whether the runtime can load an object.
 PACKAGES = (
     "nvidia-cutlass-dsl",
     "nvidia-cutlass-dsl-libs-base",
@@ -48,14 +48,14 @@ PACKAGES = (
     "apache-tvm-ffi",
 )
 
-# Variables of the CuTe DSL that leave the object as it is. Every other one is part of the key, also those that a later
-# version brings. CUTE_DSL_ARCH gives way to the --gpu-arch that a kernel passes, ENABLE_TVM_FFI to --enable-tvm-ffi.
+# Variables of the CuTe DSL that do not change the object. All others are part of the key, those of later versions
+# included. A kernel's options --gpu-arch and --enable-tvm-ffi override CUTE_DSL_ARCH and ENABLE_TVM_FFI.
 WITHOUT_EFFECT = re.compile(
     r"CUTE_DSL_(ARCH|CACHE_DIR|DISABLE_FILE_CACHING|DUMP_DIR|ENABLE_TVM_FFI|FILTER_STACKTRACE|JIT_CACHE_MAX_ELEMS"
     r"|JIT_TIME_PROFILING|KEEP|KEEP_\w+|LIBS|LOG_\w+|NO_CACHE|PRINT_\w+|SHOW_STACKTRACE|WARNINGS_IGNORE)"
 )
 
-# What /proc/cpuinfo calls the instruction sets of x86. Its other flags come and go with the operating system's version.
+# The x86 instruction sets among the flags of /proc/cpuinfo. The other flags depend on the operating system's version.
 INSTRUCTION_SETS = re.compile(
     r"(3dnow|abm|adx|aes|amx|apx|avx|bmi|clflushopt|clwb|cmov|cx16|f16c|fma|fsgsbase|gfni|lahf|lwp|mmx|movbe|movdir|pclmul"
     r"|pni|popcnt|prefetch|rdrand|rdseed|sha|sm[34]|sse|ssse|tbm|vaes|vpclmul|waitpkg|xop|xsave).*"
@@ -63,54 +63,54 @@ INSTRUCTION_SETS = re.compile(
 
 UNUSED = "compiled kernels are kept in memory only: %s"
 
-SYMBOL = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,199}")  # a C name, and short enough for a file's
+SYMBOL = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,199}")  # a C identifier that is short enough for a file name
 
 
 class Compiled(Protocol):
-    """What ``cute.compile`` returns."""
+    """The result of ``cute.compile``."""
 
     def export_to_c(self, object_file_path: str, function_name: str) -> None: ...
 
 
 class Kernel(Protocol):
-    """One kernel with all that is known when it is compiled: a frozen dataclass, so hashable and picklable."""
+    """A kernel with all its compile-time parameters: a frozen dataclass, hashable and picklable."""
 
     @property
     def symbol(self) -> str:
-        """A C name that tells this kernel from every other: ``sm90_ragged_m_bf16_128x256x64_c2x1_swiglu``."""
+        """A unique C identifier: ``sm90_ragged_m_bf16_128x256x64_c2x1_swiglu``."""
 
     @property
     def arch(self) -> str:
-        """The architecture that it is compiled for: ``sm_90a``."""
+        """The target architecture: ``sm_90a``."""
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Dotted names of the modules whose text decides what it compiles to; a package stands for all modules in it.
+        """Dotted names of the modules whose source determines the object; a package includes all its modules.
 
-        Their text is read, the modules are not imported.
+        The sources are read, not imported.
         """
 
     def compile(self) -> Compiled:
-        """Compile it, without a GPU: ``cute.compile(function, *fake_arguments, stream, options=...)``.
+        """Compile without a GPU: ``cute.compile(function, *fake_arguments, stream, options=...)``.
 
-        The options must contain ``--enable-tvm-ffi`` and ``--gpu-arch`` with :attr:`arch`, since nothing checks the
-        architecture when an object is loaded; the stream is ``make_fake_stream(use_tvm_ffi_env_stream=True)``.
+        The options must contain ``--enable-tvm-ffi`` and ``--gpu-arch`` with :attr:`arch`: the loader of objects does
+        not check the architecture. The stream is ``make_fake_stream(use_tvm_ffi_env_stream=True)``.
         """
 
     def __hash__(self) -> int: ...
 
 
 class Stats(NamedTuple):
-    """What :func:`load` and :func:`build` have done in this process.
+    """Counts of :func:`load` and :func:`build` in this process.
 
     Attributes
     ----------
     compiled : int
-        Kernels compiled.
+        Compiled kernels.
     from_disk : int
-        Functions loaded out of the cache on disk.
+        Functions loaded from the disk cache.
     in_memory : int
-        Functions at hand now.
+        Functions currently in memory.
     """
 
     compiled: int
@@ -120,8 +120,6 @@ class Stats(NamedTuple):
 
 @dataclass
 class _State:
-    """What this process has loaded, and said."""
-
     functions: dict[Kernel, Function]
     by_symbol: dict[str, Kernel]
     said: set[str]
@@ -147,14 +145,14 @@ _started_ns = time.time_ns()
 
 
 def load(kernel: Kernel) -> Function:
-    """Return the function that launches a kernel. Only the first call for a kernel takes time.
+    """Return the function that launches a kernel; the first call for a kernel loads or compiles it.
 
-    It takes the kernel's arguments by position, torch tensors among them, and launches on torch's current stream.
+    The function takes the kernel's arguments by position and launches on torch's current stream.
 
     Raises
     ------
     ValueError
-        The symbol is no C name, or two different kernels have it.
+        The symbol is not a C identifier, or two different kernels have the same symbol.
     """
     function = _state.functions.get(kernel)
     if function is not None:
@@ -168,7 +166,7 @@ def load(kernel: Kernel) -> Function:
 
 
 def build(kernel: Kernel, root: str | Path | None = None) -> bool:
-    """Have a kernel in the cache on disk; True if that took compiling it. ``root``: the cache directory.
+    """Put a kernel into the disk cache; return whether it was compiled. ``root`` is the cache directory.
 
     Raises
     ------
@@ -183,7 +181,7 @@ def build(kernel: Kernel, root: str | Path | None = None) -> bool:
         if is_cached(kernel, root):
             return False
         try:
-            place.try_writing()  # before it is compiled for nothing
+            place.try_writing()  # fail before compiling
         except OSError as error:
             raise _unwritable(place, error) from error
         obtained = _obtain(kernel, place)
@@ -193,7 +191,7 @@ def build(kernel: Kernel, root: str | Path | None = None) -> bool:
 
 
 def is_cached(kernel: Kernel, root: str | Path | None = None) -> bool:
-    """Whether a kernel is in the cache on disk, verified, so that loading it compiles nothing."""
+    """Whether the disk cache has a verified entry for a kernel."""
     try:
         place = entry(kernel, root)
         return place is not None and place.read() is not None
@@ -202,33 +200,31 @@ def is_cached(kernel: Kernel, root: str | Path | None = None) -> bool:
 
 
 def stats() -> Stats:
-    """Return what this process has compiled and loaded so far."""
+    """Return the counts of this process."""
     return Stats(_state.compiled, _state.from_disk, len(_state.functions))
 
 
 def entry(kernel: Kernel, root: str | Path | None = None) -> cache.Entry | None:
-    """Return a kernel's place on disk, whether or not it is there; None where the disk is switched off.
+    """Return a kernel's entry in the disk cache, whether or not it exists; None if the cache is switched off.
 
     Raises
     ------
     fusedmoe.kernels.cache.CacheUnusableError
-        The directory is not to be used, or the text of a source is no longer what this process runs.
+        The directory cannot be used, or a source was edited while this process runs.
     """
     folder = cache.folder(__version__, root)
-    if folder is None:
-        return None
-    return cache.Entry(folder, kernel.symbol, key(kernel))
+    return None if folder is None else cache.Entry(folder, kernel.symbol, key(kernel))
 
 
 def key(kernel: Kernel) -> str:
-    """SHA-256 of everything that decides what a kernel compiles to, and where it can be loaded.
+    """Return the SHA-256 of everything that determines a kernel's object and where it can be loaded.
 
-    Python's version is not in it: an object built under one loads under another.
+    It does not include Python's version: objects load under every version.
 
     Raises
     ------
     fusedmoe.kernels.cache.CacheUnusableError
-        The text of a source is no longer what this process runs.
+        A source was edited while this process runs.
     """
     parts = {
         "symbol": kernel.symbol,
@@ -241,7 +237,7 @@ def key(kernel: Kernel) -> str:
 
 def _claim_symbol(kernel: Kernel) -> None:
     if not SYMBOL.fullmatch(kernel.symbol):
-        raise ValueError(f"{kernel!r}: its symbol {kernel.symbol!r} is no C name of at most 200 characters")
+        raise ValueError(f"{kernel!r}: its symbol {kernel.symbol!r} is not a C identifier of at most 200 characters")
     other = _state.by_symbol.setdefault(kernel.symbol, kernel)
     if other != kernel:
         raise ValueError(f"two kernels have the symbol {kernel.symbol!r}: {other!r} and {kernel!r}")
@@ -268,16 +264,16 @@ def _unwritable(place: cache.Entry, error: OSError) -> cache.CacheUnusableError:
 
 
 def _obtain(kernel: Kernel, place: cache.Entry) -> _Obtained:
-    """Return an object file from disk, or compile it and write it there."""
-    with contextlib.suppress(cache.DamagedError):  # or half written: the one that holds the lock knows
+    """Return an object file from disk, or compile the kernel and write the object to disk."""
+    with contextlib.suppress(cache.DamagedError):  # another process may be writing it: read again with the lock held
         stored = place.read()
         if stored is not None:
             return _Obtained(stored, compiled=False)
     with place.locked():
         try:
-            stored = place.read()  # by the process that held the lock
+            stored = place.read()  # the previous holder of the lock may have written it
         except cache.DamagedError as error:
-            logger.warning("%s is not loaded, but compiled again: %s", place.object_file, error)
+            logger.warning("%s is compiled again instead of loaded: %s", place.object_file, error)
             stored = None
         if stored is not None:
             return _Obtained(stored, compiled=False)
@@ -300,7 +296,7 @@ def _compile(kernel: Kernel) -> bytes:
 
 
 def _function(object_: bytes, symbol: str) -> Function:
-    """Load the very bytes that were verified: a file on disk could be another one by now."""
+    """Load the verified bytes; the file on disk may have changed since."""
     from cutlass import cute
 
     with _memory_file() as path:
@@ -311,7 +307,7 @@ def _function(object_: bytes, symbol: str) -> Function:
 
 @contextlib.contextmanager
 def _memory_file() -> Iterator[str]:
-    """Yield the path of a file in memory: the compiler writes to paths and reads from paths."""
+    """Yield the path of a file in memory: compiler and loader take paths only."""
     descriptor = os.memfd_create("fusedmoe")
     try:
         yield f"/proc/self/fd/{descriptor}"
@@ -321,16 +317,16 @@ def _memory_file() -> Iterator[str]:
 
 @functools.cache
 def _built_with() -> tuple[tuple[str, str], ...]:
-    """Return what beside the kernel decides what an object holds, as names and values. The same all through a process:
-    the CuTe DSL reads its variables when it is imported.
+    """Return the build environment that determines an object, as names and values.
+
+    It is constant within a process: the CuTe DSL reads its variables on import.
     """
     cutlass = importlib.import_module("cutlass")
 
     return (
         ("fusedmoe", __version__),
         *((name, _version(name)) for name in PACKAGES),
-        # of several that are installed, the DSL takes the newest that the driver knows
-        ("CUDA toolkit", str(cutlass.CUDA_VERSION)),
+        ("CUDA toolkit", str(cutlass.CUDA_VERSION)),  # the newest installed version that the driver supports
         ("CPU", _cpu()),
         *sorted((name, value) for name, value in os.environ.items() if _alters_code(name)),
     )
@@ -348,17 +344,17 @@ def _version(distribution: str) -> str:
 
 
 def _cpu() -> str:
-    """Name this CPU and what it can do: an object holds host code for the CPU of the machine that built it."""
+    """Return this CPU's model and instruction sets: an object contains host code for the CPU that built it."""
     first, _, _ = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").partition("\n\n")
     fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
     sets = sorted(filter(INSTRUCTION_SETS.fullmatch, fields.get("flags", "").split()))
-    sets += sorted(fields.get("Features", "").split())  # Arm's word; it lists instruction sets alone
+    sets += sorted(fields.get("Features", "").split())  # the instruction sets on Arm
     model = [fields.get(name, "") for name in ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part")]
     return " ".join(filter(None, [platform.machine(), *model, *sets]))
 
 
 def _digest(module: str) -> str:
-    """SHA-256 of the text of a module, or of all modules of a package, without importing any."""
+    """Return the SHA-256 of the source of a module, or of all modules of a package, without importing any."""
     digest = hashlib.sha256()
     for path in _files(module):
         text = path.read_bytes()
@@ -373,13 +369,13 @@ def _files(module: str) -> list[Path]:
     name = top
     for part in rest:
         name = f"{name}.{part}"
-        # not importlib.util.find_spec, which imports the packages on the way
+        # not importlib.util.find_spec, which imports the parent packages
         spec = None if spec is None else PathFinder.find_spec(name, spec.submodule_search_locations)
     files = [] if spec is None else _package_files(spec)
     if spec is not None and spec.origin is not None and not files:
         files = [Path(spec.origin)]
     if not files:
-        raise ModuleNotFoundError(f"no source of the module {module!r}, which a kernel names", name=module)
+        raise ModuleNotFoundError(f"module {module!r}, a source of a kernel, was not found", name=module)
     return files
 
 
@@ -388,9 +384,7 @@ def _package_files(spec: ModuleSpec) -> list[Path]:
 
 
 def _refuse_edited(path: Path) -> None:
-    """Refuse a file that changed after it may have been imported: every later process would find the old code under the
-    new text's key.
-    """
+    """Refuse a file that was edited after its import: the cache would hold the old code under the new source's key."""
     if path.stat().st_mtime_ns > _started_ns and str(path) in _imported_files():
         raise cache.CacheUnusableError(f"{path} was edited while this process runs")
 

@@ -1,4 +1,4 @@
-"""What a caller may ask of every matrix-product kernel, whatever it computes."""
+"""Launch options of the grouped GEMM kernels."""
 
 from __future__ import annotations
 
@@ -10,23 +10,25 @@ Schedule = Literal["static", "dynamic"]
 
 @dataclass(frozen=True)
 class KernelOptions:
-    """How the kernels share the GPU with others. Neither setting changes a result, but for
-    the last bits of a row scale's gradient, whose sum follows the tiles.
+    """Options for kernels that share the GPU with others.
+
+    Neither changes a result, except the last bits of a row scale's gradient, whose order of summation follows the
+    tiles.
 
     Attributes
     ----------
     sm_margin : int
-        SMs left free for other kernels, such as those of communication.
+        SMs left free for other kernels, such as communication.
     schedule : str
-        ``"static"``: a CTA knows its tiles beforehand. ``"dynamic"``: it draws the next from a counter in memory, which
-        evens out what other kernels on the GPU slow down.
+        Tile scheduler. ``"static"``: each CTA computes its tiles from its index. ``"dynamic"``: each CTA takes its next
+        tile from an atomic counter, which balances the load if other kernels slow down some SMs.
     """
 
     sm_margin: int = 0
     schedule: Schedule = "static"
 
     def changed(self) -> list[str]:
-        """Return those that are not the default, in words: ``["sm_margin 8", "schedule dynamic"]``."""
+        """Return the options that differ from their defaults: ``["sm_margin 8", "schedule dynamic"]``."""
         return [f"{f.name} {getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default]
 
 

@@ -1,4 +1,4 @@
-"""The kernels that fusedmoe ships: what ``fusedmoe compile`` builds ahead of time."""
+"""The kernels that ``fusedmoe compile`` builds ahead of time."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def shipped(arch: str) -> tuple[Kernel, ...]:
     Raises
     ------
     fusedmoe.InputError
-        There is no such architecture among those that fusedmoe has kernels for.
+        fusedmoe has no kernels for the architecture.
     """
     if arch not in ARCHES:
         raise InputError(f"arch {arch!r}: expected one of {', '.join(ARCHES)}")
-    from fusedmoe.kernels.sm90.shipped import KERNELS  # here, since these modules import the compiler's language
+    from fusedmoe.kernels.sm90.shipped import KERNELS  # here, since it imports the CuTe DSL
 
     return KERNELS()

@@ -56,7 +56,7 @@ def test_a_directory_and_a_recipe(config, no_memory, tmp_path, capsys):
     out, err = capsys.readouterr()
     assert "recipe fp8_block" in out
     assert "no fused kernel for fp8 e4m3" in out
-    assert "strict: not asked of gate_up.GroupedLinear" in err
+    assert "strict: not required of gate_up.GroupedLinear" in err
 
 
 def test_the_dtype_is_the_configurations_unless_asked(config, no_memory, capsys):
@@ -185,7 +185,7 @@ def test_an_activation_that_runs_as_it_is_is_listed(config, no_memory, capsys):
     assert main(["explain", path, "--strict"]) == 0
     out, err = capsys.readouterr()
     assert "4 of 5 fused  8 of 9 fused" in out
-    assert "strict: not asked of activation._AsItIs: no fused kernel (not an op: splits the chain)\n" in err
+    assert "strict: not required of activation._AsItIs: no fused kernel (not an op: splits the chain)\n" in err
     assert err.endswith("strict: all else is fused\n")
     assert main(["explain", path, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -231,7 +231,7 @@ def test_a_directory_without_a_configuration(tmp_path, capsys):
 def test_an_empty_name(capsys):
     with pytest.raises(SystemExit):
         main(["explain", ""])
-    assert "error: CONFIG: the name is empty" in capsys.readouterr().err
+    assert "error: CONFIG: expected a path or a name, got an empty one" in capsys.readouterr().err
 
 
 def test_nothing_is_downloaded(monkeypatch, capsys):

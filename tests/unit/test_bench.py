@@ -198,7 +198,7 @@ def test_the_command_says_what_was_measured_on_what(capsys):
     out = captured.out
     assert f"torch {torch.__version__}, fusedmoe {fusedmoe.__version__}, fp32" in out
     assert "40 tokens, hidden 32, intermediate 16, 6 experts, top 2, swiglu" in out
-    assert "medians of 2 calls in turns" in out
+    assert "medians and quartiles of 2 interleaved calls" in out
     assert "forward 0 of " in out, "how much of ours is fused"
     assert [line.split()[0] for line in out.splitlines() if line.startswith("  ")] == ["fusedmoe", "torch", "torch"] * 2
     assert "5/5 steps" in captured.err
@@ -272,7 +272,7 @@ def test_out_of_memory_says_what_to_do(device, memory, monkeypatch):
 
     monkeypatch.setattr(bench_cli, "Work", full)
     monkeypatch.setattr(bench_cli, "_device", lambda options: torch.device(device))
-    with pytest.raises(InputError, match=f"these sizes do not fit the memory of the {memory}: give smaller ones"):
+    with pytest.raises(InputError, match=f"do not fit into the memory of the {memory}: choose smaller ones"):
         bench_cli.run(bench_cli.BenchOptions(**SIZES))
 
 
@@ -282,7 +282,7 @@ def test_sizes_beyond_the_memory_of_a_cpu_are_one_line(hidden, capsys):
         main(["bench", *ARGUMENTS, "--hidden", str(hidden), "--device", "cpu"])
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "these sizes do not fit the memory of the machine: give smaller ones" in line
+    assert "these sizes do not fit into the memory of the machine: choose smaller ones" in line
 
 
 def test_other_errors_are_no_lack_of_memory(monkeypatch):

@@ -65,7 +65,7 @@ def test_strict_sees_what_is_switched_off(capsys, monkeypatch):
 def test_strict_lets_pass_what_has_no_kernel_and_says_so(capsys):
     assert main([*LAYER, "--recipe", "mxfp8", "--strict"]) == 0
     err = capsys.readouterr().err
-    assert "strict: not asked of gate_up.GroupedLinear, " in err
+    assert "strict: not required of gate_up.GroupedLinear, " in err
     assert "no fused kernel for mxfp8 e4m3 1x32 operands yet" in err
     assert err.endswith("strict: all else is fused\n")
 
@@ -87,7 +87,7 @@ def test_an_architecture_without_kernels(capsys):
     ([*LAYER, "--dtype", "int8"], "invalid choice: 'int8'"),
     ([*LAYER, "--top-k", "200"], "top_k: expected 1 to num_experts=128, got 200"),
     ([*LAYER, "--tokens", str(1 << 62)], f"--tokens {1 << 62}: must be at most 2^40"),
-    ([*LAYER, "--hidden", str(1 << 63)], "tensors of more than 2^56 numbers: give smaller sizes"),
+    ([*LAYER, "--hidden", str(1 << 63)], "tensors of more than 2^56 numbers: choose smaller sizes"),
     ([*LAYER, "--hidden", str(1 << 40), "--intermediate", str(1 << 40)], "tensors of more than 2^56 numbers"),
     ([*LAYER, "--tokens", str(1 << 40), "--hidden", str(1 << 20)], "tensors of more than 2^56 numbers"),
     ([*LAYER, "--strickt"], "unknown option --strickt (did you mean --strict?)"),

@@ -277,7 +277,7 @@ def test_a_truncated_object(monkeypatch, caplog, size):
 def test_a_missing_object(monkeypatch, caplog):
     compiler.load(Toy())
     place(Toy()).object_file.unlink()
-    compiled_again(Toy(), monkeypatch, caplog, "the object is not")
+    compiled_again(Toy(), monkeypatch, caplog, "no object")
 
 
 def test_an_object_without_its_manifest_is_what_an_interrupted_process_leaves(monkeypatch, caplog):
@@ -335,7 +335,7 @@ def test_a_link_and_a_pipe_are_no_entries(monkeypatch, caplog, tmp_path):
     compiled_again(Toy(), monkeypatch, caplog, "cannot be opened")
     path.unlink()
     os.mkfifo(path)
-    compiled_again(Toy(), monkeypatch, caplog, "is no file")
+    compiled_again(Toy(), monkeypatch, caplog, "is not a regular file")
 
 
 NO_FILES = {
@@ -425,7 +425,7 @@ def test_a_manifest_that_is_a_directory_is_compiled_past(monkeypatch, caplog):
     refuses_cpu_tensors(compiler.load(Toy()))
     assert compiler.stats() == (1, 0, 1)
     damaged, unwritten = warnings(caplog)
-    assert f"{path.name} is no file" in damaged
+    assert f"{path.name} is not a regular file" in damaged
     assert "cannot write to" in unwritten
 
 
@@ -659,7 +659,7 @@ def test_symbols():
     with pytest.raises(ValueError, match="two kernels have the symbol 'toy_float32_1'"):
         compiler.load(Awaited(1))
     for symbol in ("../toy", "1toy", "", "toy-1", "x" * 201, "toy\n"):
-        with pytest.raises(ValueError, match="is no C name"):
+        with pytest.raises(ValueError, match="is not a C identifier"):
             compiler.load(Broken(symbol=symbol))
 
 
@@ -774,7 +774,7 @@ def test_compile_command_says_what_is_wrong(ships, capsys, root, monkeypatch):
     for arguments, message in (
         (["--only", "nothing*"], "--only nothing*: no kernel's name matches"),
         (["--jobs", "0"], "--jobs 0: must be 1 or more"),
-        (["--cache-dir", ""], "--cache-dir: the name is empty"),
+        (["--cache-dir", ""], "--cache-dir: expected a directory, got an empty name"),
         (["--lst"], "did you mean --list?"),
     ):
         with pytest.raises(SystemExit) as caught:
@@ -785,7 +785,7 @@ def test_compile_command_says_what_is_wrong(ships, capsys, root, monkeypatch):
         assert message in "".join(err)
     monkeypatch.setenv(cache.VARIABLE, "0")
     assert main(["compile"]) == 1
-    assert "FUSEDMOE_CACHE_DIR=0 switches the cache off; give --cache-dir" in lines(capsys)[1][0]
+    assert "FUSEDMOE_CACHE_DIR=0 switches the cache off; add --cache-dir" in lines(capsys)[1][0]
     monkeypatch.setenv(cache.VARIABLE, str(root))
     root.write_text("a file")
     assert main(["compile", "--jobs", "1"]) == 1

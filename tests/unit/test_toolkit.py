@@ -77,13 +77,13 @@ def test_the_default_beside_a_newer_torch_works_and_names_the_extra(machine):
     machine(cu12="4.8.1", driver=13020, cuda="13.2")
     assert toolkit.why_unusable() is None
     text = reported()
-    assert text.startswith("cu12 4.8.1; torch has CUDA 13.2: the two work together")
+    assert text.startswith("cu12 4.8.1; torch has CUDA 13.2, which is compatible")
     assert "pip install 'fusedmoe[cu13]'" in text
 
 
 def test_an_older_torch_needs_no_extra(machine):
     machine(cu12="4.8.1", cu13="4.8.1", driver=13020, cuda="12.8")
-    assert reported() == "cu12 4.8.1, cu13 4.8.1; cu13 is used; torch has CUDA 12.8: the two work together"
+    assert reported() == "cu12 4.8.1, cu13 4.8.1; cu13 is used; torch has CUDA 12.8, which is compatible"
     machine(cu12="4.8.1", driver=12090, cuda="12.8")
     assert reported() == "cu12 4.8.1"
 
@@ -91,14 +91,14 @@ def test_an_older_torch_needs_no_extra(machine):
 def test_libraries_newer_than_the_driver_are_unusable(machine):
     machine(cu13="4.8.1", driver=12080, cuda="12.8")
     remedy = "pip install nvidia-cutlass-dsl-libs-cu12==4.8.1, or update the driver"
-    expected = f"nvidia-cutlass-dsl has libraries for CUDA 13, and the driver knows CUDA 12.8: {remedy}"
+    expected = f"nvidia-cutlass-dsl has libraries for CUDA 13, and the driver supports CUDA 12.8: {remedy}"
     assert (toolkit.chosen(), toolkit.why_unusable()) == (None, expected)
     assert reported() == f"unusable: {expected}"
 
 
 def test_a_driver_that_no_libraries_are_for(machine):
     machine(cu12="4.8.1", driver=11080)
-    assert toolkit.why_unusable().endswith("and the driver knows CUDA 11.8: update the driver")
+    assert toolkit.why_unusable().endswith("and the driver supports CUDA 11.8: update the driver")
 
 
 def test_no_libraries(machine):
@@ -129,7 +129,9 @@ def test_a_plan_is_not_fused_with_libraries_that_cannot_be_loaded(machine, monke
     chain = fm.Sequential(fm.GroupedLinear(2, 16, 16), fm.SquaredReLU()).bfloat16()
     plan = chain.explain(torch.ones(4, 16, dtype=torch.bfloat16), splits=torch.tensor([1, 3]))
     assert not any(step.rule for step in plan.steps)
-    assert "the driver knows CUDA 12.8: pip install nvidia-cutlass-dsl-libs-cu12==4.8.1" in " ".join(str(plan).split())
+    assert "the driver supports CUDA 12.8: pip install nvidia-cutlass-dsl-libs-cu12==4.8.1" in " ".join(
+        str(plan).split()
+    )
 
 
 def test_it_imports_no_dsl():

@@ -59,7 +59,7 @@ def test_winners_are_kept_and_chosen_by_later_processes(table, capsys):
     after = [choose(problem) for problem in problems()]
     assert after == [CANDIDATES[problem.family][-1] for problem in problems()]
     assert after != before
-    assert f"kept in {table}" in capsys.readouterr().out
+    assert f"saved in {table}" in capsys.readouterr().out
     content = json.loads(table.read_text())
     assert content["format"] == 2
     assert len(content["gpus"][GPU.name]) == 6
@@ -168,8 +168,8 @@ def test_a_damaged_table_is_ignored_with_one_warning(table, content, caplog):
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (os.mkfifo, "is no file"),  # reading it waited for a writer, forever
-        (lambda path: path.mkdir(), "is no file"),
+        (os.mkfifo, "is not a regular file"),  # reading it waited for a writer, forever
+        (lambda path: path.mkdir(), "is not a regular file"),
         (lambda path: path.symlink_to(path), "cannot be opened"),
         (lambda path: (path.touch(), os.truncate(path, 2**40)), "is larger than"),
         (lambda path: (path.write_bytes(b"{}"), path.chmod(0o666)), "is writable by everyone"),
@@ -240,7 +240,7 @@ def test_a_directory_that_cannot_be_written(monkeypatch, tmp_path, capsys):
 
 def test_clear(table, capsys):
     assert main(["tune", "--clear"]) == 0
-    assert f"there is no {table}" in capsys.readouterr().out
+    assert f"{table} does not exist" in capsys.readouterr().out
     tune()
     capsys.readouterr()
     assert main(["tune", "--clear"]) == 0
@@ -262,7 +262,7 @@ def test_no_memory_left(capsys):
         raise torch.OutOfMemoryError
 
     assert tune(full) == 1
-    assert "give less --rows" in capsys.readouterr().err
+    assert "choose fewer --rows" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_no_memory_left(capsys):
         ({"rows": 0}, "--rows 0: must be 1 or more"),
         ({"hidden": 2049}, "--hidden 2049 is not a multiple of 8"),
         ({"reps": 0}, "--reps 0"),
-        ({"clear": True}, "--clear: measures nothing"),
+        ({"clear": True}, "--clear: expected without sizes"),
     ],
 )
 def test_options_that_cannot_be(options, message):

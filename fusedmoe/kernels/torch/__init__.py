@@ -1,1 +1,1 @@
-"""Plain PyTorch: the meaning of every step, on any device. What no fused kernel takes runs here."""
+"""The plain-PyTorch definition of every step, and its fallback on any device."""

@@ -1,17 +1,18 @@
 """Grouped matrix products over rows sorted by expert, and their gradients.
 
-Axes: R rows, E experts, K features in, N features out. ``offsets_E`` (int32) are the running ends of the experts' rows;
-``None`` means that all rows belong to the one group there is.
+Axes: R rows, E experts, K input features, N output features. ``offsets_E`` (int32) are the ends of the experts' rows;
+``None`` means one group with all rows.
 
-On an NVIDIA GPU of compute capability 9.x or 10.x, bf16 goes through ``F.grouped_mm``, which reads the offsets on the
-device; on a CPU it takes fp32, bf16 and fp16. Everything else is a loop over the experts; on a GPU that loop reads the
-offsets on the host once (``explain()`` marks it HOST SYNC).
+- On an NVIDIA GPU of compute capability 9.x or 10.x, bf16 products run ``F.grouped_mm``, which reads the offsets on the
+  device. On a CPU, fp32, bf16 and fp16 products do.
+- All other products run a loop over the experts. On a GPU it reads the offsets on the host once, which ``explain()``
+  marks HOST SYNC.
 
-What ``F.grouped_mm`` leaves to its caller: rows past the last offset are not written, so they are zeroed here; operands
-without elements, whose product is zeros, are refused.
+``F.grouped_mm`` does not write rows after the last offset and rejects operands without elements. Here the former are
+zeroed, and the product of the latter is zeros.
 
-Every product and every sum here may be differentiated by autograd, any number of times: the derivatives are products
-and sums of the same kinds. So rows that belong to no expert are read in no derivative either.
+All products and sums are differentiable any number of times: their derivatives are products and sums of the same kinds,
+which never read rows after the last offset.
 """
 
 from __future__ import annotations
@@ -30,23 +31,24 @@ from fusedmoe.kernels.torch.rows import zero_tail_
 
 _NATIVE_ON_CUDA = {torch.bfloat16}
 _NATIVE_ON_CPU = {torch.float32, torch.bfloat16, torch.float16}
-_MAJOR = (9, 10)  # of the compute capabilities that F.grouped_mm reads offsets on the device for
-_ALIGNMENT_BYTES = 16  # F.grouped_mm wants addresses and pitches that are multiples of this: its TMA loads do
+_MAJOR = (9, 10)  # major compute capabilities with a device-side F.grouped_mm
+_ALIGNMENT_BYTES = 16  # of the addresses and strides of F.grouped_mm's operands, which TMA loads
 
 
 @functools.cache
 def _has_device_side_grouped_mm(device: torch.device) -> bool:
-    if not torch.cuda.is_available():  # of a FakeTensor
+    if not torch.cuda.is_available():  # a FakeTensor's device
         return False
     return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] in _MAJOR
 
 
 def runs_on_device(device: torch.device, dtype: torch.dtype, *widths: int) -> bool:
-    """Whether a grouped product of these feature widths runs without a host read: what a planner may ask ahead of a
-    call, also of an architecture that need not be there.
+    """Whether a grouped product of these feature widths runs without a host synchronisation.
+
+    Inside ``explain(arch=)``, the answer is for that architecture.
     """
     if device.type != "cuda":
-        return True  # reading offsets on the CPU waits for nothing
+        return True  # reading offsets on the CPU does not synchronise
     aligned = all(width * dtype.itemsize % _ALIGNMENT_BYTES == 0 for width in widths)
     if dtype is not torch.bfloat16 or not aligned:
         return False
@@ -55,23 +57,23 @@ def runs_on_device(device: torch.device, dtype: torch.dtype, *widths: int) -> bo
 
 
 def _aligned(t: Tensor) -> Tensor | None:
-    """Return ``t`` as F.grouped_mm reads it, copied where its strides or address are off; None where its widths are.
+    """Return ``t`` or a copy of it that F.grouped_mm can read; None if its width allows none.
 
-    Rows sorted by expert, which have two axes, must have unit stride in the last: an expert's begin anywhere, and only
-    then at an address that is a multiple of 16 bytes. On a GPU a misaligned one is the end of the process.
+    Rows sorted by expert (two axes) need unit stride in the last axis: only then is the address of every expert's first
+    row a multiple of 16 bytes. On a GPU, a misaligned address aborts the process.
     """
     (*outer, row, column), unit = t.stride(), _ALIGNMENT_BYTES // t.itemsize
-    # a pitch under the width: expanded or overlapping rows, or (R, 1), whose one column hides that it is 1
+    # a row stride below the width: expanded or overlapping rows, or (R, 1)
     by_rows = column == 1 and row >= t.shape[-1] and row % unit == 0
     by_columns = len(outer) == 1 and row == 1 and column >= t.shape[-2] and column % unit == 0
     if not (by_rows or by_columns) or (outer and outer[0] % unit):
-        # not contiguous(), which takes any pitch for the right one where there is one row
+        # not contiguous(), which accepts any stride of a single row
         return t.clone(memory_format=torch.contiguous_format) if t.shape[-1] % unit == 0 else None
     return _aligned(t.clone()) if t.data_ptr() % _ALIGNMENT_BYTES and t.is_cuda else t
 
 
 def _native(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return the operands for F.grouped_mm, or None where only the loop can take them."""
+    """Return the operands for F.grouped_mm; None if only the loop can multiply them."""
     dtypes = _NATIVE_ON_CPU if a.is_cpu else _NATIVE_ON_CUDA if a.is_cuda else ()
     if a.dtype not in dtypes:
         return None
@@ -82,13 +84,13 @@ def _native(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def _ranges(offsets_E: Tensor) -> list[tuple[int, int, int]]:
-    """(expert, first row, end) of every expert that has rows. Reads the offsets on the host."""
+    """Return (expert, first row, end) of every expert with rows; reads the offsets on the host."""
     ends: list[int] = offsets_E.tolist()
     return [(e, first, end) for e, (first, end) in enumerate(zip([0, *ends], ends, strict=False)) if end > first]
 
 
-def _wants_gradient(*operands: Tensor) -> bool:
-    return any(t.requires_grad for t in operands)
+def _recorded(*operands: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in operands)
 
 
 class _RowsTimes(torch.autograd.Function):
@@ -151,9 +153,7 @@ class _SpreadRows(torch.autograd.Function):
 
 
 def _as_one_operator(offsets_E: Tensor) -> bool:
-    """Whether a product is to be one operator: for tensors without values, which have no offsets to read, and for a
-    FLOP counter, to which a product is that of all its rows, whatever kernel computes it.
-    """
+    """Whether a product must be one operator: for tensors without values, and under a FLOP counter."""
     if type(offsets_E) is not Tensor or offsets_E.is_meta:
         return not has_values(offsets_E)
     return bool(_len_torch_dispatch_stack()) and counts_flops()
@@ -166,7 +166,7 @@ def _rows_times(x_RK: Tensor, w_EKN: Tensor, offsets_E: Tensor | None) -> Tensor
         if x_RK.dtype is torch.bfloat16:
             return zero_tail_(F.grouped_mm(x_RK, w_EKN, offs=offsets_E), offsets_E)
         return torch.ops.fusedmoe.grouped_mm(x_RK, w_EKN, offsets_E)  # type: ignore[no-any-return]
-    if torch.is_grad_enabled() and _wants_gradient(x_RK, w_EKN):
+    if _recorded(x_RK, w_EKN):
         return _RowsTimes.apply(x_RK, w_EKN, offsets_E)  # type: ignore[no-untyped-call, no-any-return]
     return _rows_times_now(x_RK, w_EKN, offsets_E)
 
@@ -204,7 +204,7 @@ def grouped_mm_wgrad(dy_RN: Tensor, x_RK: Tensor, offsets_E: Tensor | None) -> T
     """``dW[e] = dy[rows of e].T @ x[rows of e]``: (E, N, K); exact zeros for an expert without rows."""
     if offsets_E is None:
         return (dy_RN.mT @ x_RK)[None]
-    if torch.is_grad_enabled() and _wants_gradient(dy_RN, x_RK):
+    if _recorded(dy_RN, x_RK):
         return _Wgrad.apply(dy_RN, x_RK, offsets_E)  # type: ignore[no-untyped-call, no-any-return]
     return _wgrad_now(dy_RN, x_RK, offsets_E)
 
@@ -228,10 +228,10 @@ def _wgrad_of_values(dy_RN: Tensor, x_RK: Tensor, offsets_E: Tensor) -> Tensor:
 
 
 def grouped_bias(y_RN: Tensor, bias_EN: Tensor, offsets_E: Tensor | None) -> Tensor:
-    """``y[r] += bias[expert of r]``, in place; rows that belong to no expert stay as they are."""
+    """``y[r] += bias[expert of r]``, in place; rows that belong to no expert do not change."""
     if offsets_E is None:
         return y_RN.add_(bias_EN[0])
-    if torch.is_grad_enabled() and _wants_gradient(bias_EN):
+    if _recorded(bias_EN):
         return y_RN.add_(_SpreadRows.apply(bias_EN, offsets_E, y_RN.shape[0]))  # type: ignore[no-untyped-call]
     return y_RN.add_(_of_expert(bias_EN, offsets_E, y_RN.shape[0]))
 
@@ -240,19 +240,18 @@ def _of_expert(values_EN: Tensor, offsets_E: Tensor, num_rows: int) -> Tensor:
     """``rows[r] = values[expert of r]``, zero for rows that belong to no expert."""
     rows_R = torch.arange(num_rows, device=values_EN.device, dtype=torch.int32)
     expert_R = torch.searchsorted(offsets_E, rows_R, right=True)
-    padded = F.pad(values_EN, (0, 0, 0, 1))  # "expert" E has zeros: it stands for the rows after the last expert's
-    return padded[expert_R]
+    return F.pad(values_EN, (0, 0, 0, 1))[expert_R]  # expert E, of rows after the last expert's, has zeros
 
 
 def grouped_bias_grad(dy_RN: Tensor, offsets_E: Tensor | None) -> Tensor:
     """``db[e] = sum of dy over the rows of e``, accumulated in fp32 (fp64 for fp64): (E, N) in dy's dtype.
 
-    Deterministic: ``segment_reduce`` walks each expert's rows in order, without atomics.
+    Deterministic: ``segment_reduce`` adds each expert's rows in order, without atomics.
     """
     if offsets_E is None:
         accumulate = torch.promote_types(dy_RN.dtype, torch.float32)
         return dy_RN.sum(0, keepdim=True, dtype=accumulate).to(dy_RN.dtype)
-    if torch.is_grad_enabled() and _wants_gradient(dy_RN):
+    if _recorded(dy_RN):
         return _SumRows.apply(dy_RN, offsets_E)  # type: ignore[no-untyped-call, no-any-return]
     return _sum_rows_now(dy_RN, offsets_E)
 
@@ -264,8 +263,8 @@ def _sum_rows_now(dy_RN: Tensor, offsets_E: Tensor) -> Tensor:
     return sums_EN.to(dy_RN.dtype)
 
 
-# Products as operators, for exported programs and estimators: torch's own operator has no fake implementation but for
-# bf16, whatever it computes, and no FLOP formula.
+# Products as operators, for exported programs and estimators. torch's own operator has a fake implementation for bf16
+# alone, and no FLOP formula.
 _library = torch.library.Library("fusedmoe", "FRAGMENT")
 _library.define("grouped_mm(Tensor rows, Tensor weight, Tensor offsets) -> Tensor")
 _library.define("grouped_mm_wgrad(Tensor grad, Tensor rows, Tensor offsets) -> Tensor")

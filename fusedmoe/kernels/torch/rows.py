@@ -1,6 +1,6 @@
-"""Rows sorted by expert: where each expert's rows end, and what lies behind the last of them.
+"""Rows sorted by expert: their offsets, the tail after the last expert's rows, and sorting by expert.
 
-Axes: R rows, E experts, T tokens, K chosen experts a token, H features.
+Axes: R rows, E experts, T tokens, K chosen experts per token, H features.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from fusedmoe.estimating import has_values
 
 
 def offsets_from_splits(splits_E: Tensor, num_rows: int) -> Tensor:
-    """Running ends of the experts' rows: ``offsets[e] = min(sum(max(splits[: e + 1], 0)), num_rows)``.
+    """Return the ends of the experts' rows: ``offsets[e] = min(sum(max(splits[: e + 1], 0)), num_rows)``.
 
-    Clamped on the device, so that no content of ``splits`` can make a kernel address memory outside of the rows.
+    Clamped on the device, so that kernels stay within the rows for any content of ``splits``.
 
     Parameters
     ----------
     splits_E
-        Rows an expert, shape (E,), any integer dtype.
+        Rows per expert, shape (E,), any integer dtype.
     num_rows
-        R, the number of rows that there are.
+        R, the number of rows.
 
     Returns
     -------
@@ -40,7 +40,7 @@ def zero_tail_(rows: Tensor, offsets_E: Tensor) -> Tensor:
     """Set the rows that belong to no expert to zero, in place. ``rows`` is (R,) or (R, H)."""
     # reading one number costs less than a mask
     if rows.is_cpu and not torch.compiler.is_compiling() and has_values(offsets_E):
-        end = offsets_E.tolist()[-1]  # quicker than indexing the tensor
+        end = offsets_E.tolist()[-1]  # faster than indexing the tensor
         if end < rows.shape[0]:
             rows[end:].zero_()
         return rows
@@ -49,10 +49,9 @@ def zero_tail_(rows: Tensor, offsets_E: Tensor) -> Tensor:
 
 
 def without_tail(rows: Tensor, splits_E: Tensor) -> Tensor:
-    """Return ``rows`` (R, ...) with zeros in the rows past ``splits.sum()``; the gradient has zeros there too.
+    """Return ``rows`` (R, ...) with zeros in the rows after ``splits.sum()``; the gradient has zeros there too.
 
-    Differentiable, and without a host synchronisation. ``splits`` (E,) are not checked here: the op that takes them
-    does that.
+    Differentiable, without a host synchronisation. ``splits`` (E,) are not checked.
     """
     total = splits_E.to(torch.int64).clamp(min=0).sum()
     tail = torch.arange(rows.shape[0], device=rows.device) >= total
@@ -60,20 +59,20 @@ def without_tail(rows: Tensor, splits_E: Tensor) -> Tensor:
 
 
 def sort_by_expert(expert_index_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Order the T*K routing slots by expert; a stable sort keeps the tokens of one expert in order.
+    """Sort the T*K routing slots by expert, stably.
 
-    A slot whose id lies outside [0, E) is a sentinel: it goes behind the rows of every expert and is counted nowhere.
+    A slot with an id outside [0, E) is a sentinel: it comes after the rows of all experts and is not counted.
 
     Returns
     -------
     slot_of_row : Tensor
-        (R,) int64, R = T*K: the routing slot ``t * K + k`` that row r came from.
+        (R,) int64, R = T*K: the routing slot ``t * K + k`` of row r.
     row_of_slot : Tensor
-        (T, K) int64: the row that a slot became, and R for a sentinel.
+        (T, K) int64: the row of a slot, R for a sentinel.
     splits : Tensor
-        (E,) int64: rows an expert.
+        (E,) int64: rows per expert.
     """
-    # int64: E may not fit the dtype that the ids came in, not for the comparison nor as the key of a sentinel
+    # int64: the ids' dtype may be too narrow for E, which the comparison and the key of a sentinel need
     flat_R = expert_index_TK.reshape(-1).to(torch.int64)
     chosen_R = (flat_R >= 0) & (flat_R < num_experts)
     key_R, slot_of_row = torch.where(chosen_R, flat_R, num_experts).sort(stable=True)
@@ -85,22 +84,19 @@ def sort_by_expert(expert_index_TK: Tensor, num_experts: int) -> tuple[Tensor, T
 
 
 def _counts_of_sorted(key_R: Tensor, num_experts: int) -> Tensor:
-    # not bincount, which reads the host on CUDA, nor scatter_add, which uses atomics
+    # not bincount, which synchronises with the host on CUDA, nor scatter_add, which uses atomics
     experts_E = torch.arange(num_experts, device=key_R.device, dtype=key_R.dtype)
     ends_E = torch.searchsorted(key_R, experts_E, right=True)
     return ends_E.diff(prepend=torch.searchsorted(key_R, experts_E[:1]))
 
 
 def rows_per_expert(expert_index: Tensor, num_experts: int) -> Tensor:
-    """How often each expert was chosen, sentinels apart: (E,) int64, counted on the device."""
+    """Return how often each expert was chosen, without sentinels: (E,) int64, counted on the device."""
     return _counts_of_sorted(expert_index.reshape(-1).to(torch.int64).sort().values, num_experts)
 
 
 def gather_rows(rows_RH: Tensor, row_of_slot_TK: Tensor) -> Tensor:
-    """``out[t, k] = rows[row_of_slot[t, k]]``, zero for a sentinel: (T, K, H), or (T, K) of a vector.
-
-    A sentinel's row is never read, so that what lies there (NaN included) stays out.
-    """
+    """Return ``out[t, k] = rows[row_of_slot[t, k]]``, exactly zero for a sentinel: (T, K, H), or (T, K) of a vector."""
     num_rows = rows_RH.shape[0]
     if num_rows == 0:
         return rows_RH.new_zeros(*row_of_slot_TK.shape, *rows_RH.shape[1:])
