@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 
 from fusedmoe import __version__
 from fusedmoe.errors import InputError
-from fusedmoe.kernels import cache, compiler, toolkit
+from fusedmoe.kernels import cache, compiler, shipped, toolkit
 from fusedmoe.kernels.compiler import Kernel
 from fusedmoe.progress import counted
 from fusedmoe.target import checked_arch
@@ -69,14 +69,12 @@ def run(options: CompileOptions) -> int:
     fusedmoe.InputError
         An option is invalid.
     """
-    from fusedmoe.kernels.shipped import shipped
-
     if options.jobs is not None and options.jobs < 1:
         raise InputError(f"--jobs {options.jobs}: must be 1 or more")
     if options.cache_dir == "":
         raise InputError("--cache-dir: expected a directory, got an empty name")
     arch = f"sm_{checked_arch(options.arch, '--arch')}a"
-    everything = shipped(arch)
+    everything = shipped.shipped(arch)
     if not everything:
         print(f"fusedmoe {__version__} ships no kernels for {arch}")
         return 0
@@ -106,7 +104,7 @@ def run(options: CompileOptions) -> int:
 
 
 def _folder(root: str | None) -> Path:
-    if missing := toolkit.missing():
+    if missing := toolkit.missing_packages():
         raise cache.CacheUnusableError(f"compiling kernels needs {' and '.join(missing)}: not installed")
     folder = cache.folder(__version__, root)
     if folder is None:

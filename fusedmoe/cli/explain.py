@@ -17,6 +17,7 @@ from fusedmoe.errors import InputError
 from fusedmoe.explain_model import explain
 from fusedmoe.fusion.plan import format_bytes, hints
 from fusedmoe.fusion.rule import FusionError
+from fusedmoe.integrations import transformers as ours
 from fusedmoe.moe import ACTIVATIONS, MoE
 from fusedmoe.target import checked_arch
 
@@ -152,8 +153,6 @@ def _transformers_model(name: str, dtype: str | None) -> tuple[str, nn.Module, s
     try:
         import transformers  # noqa: F401
 
-        from fusedmoe.integrations import transformers as ours
-
         ours.register()
     except ImportError as error:
         raise ConfigError(f"{name}: {_TRANSFORMERS} ({error})") from error
@@ -183,12 +182,10 @@ def _built(name: str, config: Any, dtype: torch.dtype) -> nn.Module:
     """Return the model of a configuration on the meta device."""
     import transformers
 
-    from fusedmoe.integrations.transformers import NAME
-
     known = (auto for auto, mapping in _AUTO_CLASSES.items() if type(config) in getattr(transformers, mapping))
     if (auto := next(known, None)) is None:
         raise ConfigError(f"{name}: transformers builds no model from {type(config).__name__} alone")
-    how = {"experts_implementation": NAME, "dtype": dtype, "trust_remote_code": False}
+    how = {"experts_implementation": ours.NAME, "dtype": dtype, "trust_remote_code": False}
     with _errors_of_transformers(name), torch.device("meta"):
         model: nn.Module = getattr(transformers, auto).from_config(config, **how)
     return model
@@ -213,9 +210,7 @@ def _errors_of_transformers(name: str) -> Iterator[None]:
 
 
 def _check_top_k(name: str, experts: Any) -> None:
-    from fusedmoe.integrations.transformers import top_k_of
-
-    top_k, of = top_k_of(experts), experts.num_experts
+    top_k, of = ours.top_k_of(experts), experts.num_experts
     if top_k is not None and not 1 <= top_k <= of:
         raise ConfigError(f"{name}: experts per token: expected 1 to {of}, got {top_k}")
 

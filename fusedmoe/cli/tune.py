@@ -107,7 +107,7 @@ def find_gpu() -> Gpu:
     device = torch.cuda.get_device_properties(torch.cuda.current_device())
     if (device.major, device.minor) != (9, 0) or torch.version.hip:
         raise NoGpuError(f"the kernels are for sm_90, and this GPU is {device.name}")
-    if missing := toolkit.missing():
+    if missing := toolkit.missing_packages():
         raise NoGpuError(f"compiling kernels needs {' and '.join(missing)}: not installed")
     return Gpu(device.name, device.multi_processor_count)
 

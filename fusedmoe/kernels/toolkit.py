@@ -12,14 +12,15 @@ import functools
 import importlib.util
 from importlib import metadata
 
-__all__ = ["DSL", "chosen", "driver_cuda", "libraries", "missing", "why_unusable"]
+__all__ = ["DSL", "chosen", "driver_cuda", "libraries", "missing_packages", "why_unusable"]
 
 DSL = "nvidia-cutlass-dsl"
 PACKAGES = {"cutlass": DSL, "tvm_ffi": "apache-tvm-ffi"}  # distribution by module
 MAJORS = (12, 13)
 
 
-def missing() -> tuple[str, ...]:
+@functools.cache
+def missing_packages() -> tuple[str, ...]:
     """Return the distributions that kernels need and that are not installed."""
     return tuple(name for module, name in PACKAGES.items() if importlib.util.find_spec(module) is None)
 

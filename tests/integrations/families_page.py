@@ -13,7 +13,7 @@ import torch
 import transformers
 
 import fusedmoe.integrations.transformers as fusedmoe_transformers
-from fusedmoe.builtin_rules.sm90 import backend
+from fusedmoe.kernels import toolkit
 from fusedmoe.kernels.sm90 import functions
 from fusedmoe.log import forget_said
 
@@ -58,7 +58,7 @@ def verdict(module: torch.nn.Module) -> str:
     try:
         with (
             mock.patch("fusedmoe.fusion.plans.arch_of", return_value=90),
-            mock.patch.object(backend, "missing_packages", return_value=()),
+            mock.patch.object(toolkit, "missing_packages", return_value=()),
             mock.patch.multiple(functions, **stand_ins.BIND),
         ):
             explanation = fusedmoe_transformers.explain(module, tokens=TOKENS)

@@ -470,7 +470,7 @@ def test_no_rows():
 def test_under_the_layers_own_kernels(monkeypatch):
     """What would be planned on an sm_90 GPU; nothing runs."""
     monkeypatch.setattr("fusedmoe.fusion.plans.arch_of", lambda device: 90)
-    monkeypatch.setattr("fusedmoe.builtin_rules.sm90.backend.missing_packages", lambda: ())
+    monkeypatch.setattr("fusedmoe.kernels.toolkit.missing_packages", lambda: ())
     _, _, chain = mlp(opened=False, dtype=torch.bfloat16)
     x = rows(dtype=torch.bfloat16)
     _, plan = steps(chain, x)

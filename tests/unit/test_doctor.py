@@ -79,7 +79,7 @@ def test_each_gpu_is_listed_and_each_architecture_once(machine):
 @pytest.mark.usefixtures("builtin_rules")
 def test_every_built_in_rule_is_listed(machine, monkeypatch):
     monkeypatch.setattr(module, "arch_of", lambda device: 90)
-    monkeypatch.setattr("fusedmoe.builtin_rules.sm90.backend.missing_packages", lambda: ())
+    monkeypatch.setattr("fusedmoe.kernels.toolkit.missing_packages", lambda: ())
     machine((9, 0))
     kernels = {kernel.name: kernel for kernel in module.doctor().kernels if kernel.name.startswith("sm90.")}
     assert len(kernels) == 12

@@ -84,7 +84,7 @@ def test_the_table_as_printed(case, monkeypatch):
     rules, make = CASES[case]
     if case.endswith("sm90"):
         monkeypatch.setattr("fusedmoe.fusion.plans.arch_of", lambda device: 90)
-        monkeypatch.setattr("fusedmoe.builtin_rules.sm90.backend.missing_packages", lambda: ())
+        monkeypatch.setattr("fusedmoe.kernels.toolkit.missing_packages", lambda: ())
     chain, x, named = make()
     with fm.register(*rules):
         text = f"{chain.explain(x, **named)}\n"

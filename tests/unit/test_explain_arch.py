@@ -10,8 +10,8 @@ from toy import only_plan
 
 import fusedmoe as fm
 from fusedmoe import Status
-from fusedmoe.builtin_rules.sm90 import backend
 from fusedmoe.fusion.rule import FusionRule
+from fusedmoe.kernels import toolkit
 
 pytestmark = pytest.mark.usefixtures("builtin_rules")
 
@@ -57,7 +57,7 @@ def test_it_is_the_plan_that_such_a_gpu_gets(monkeypatch):
     x, named = call()
     asked = only_plan_of(experts().explain(x, arch=90, **named))
     monkeypatch.setattr("fusedmoe.fusion.plans.arch_of", lambda device: 90)
-    monkeypatch.setattr(backend, "missing_packages", lambda: ())
+    monkeypatch.setattr(toolkit, "missing_packages", lambda: ())
     there = only_plan(experts(), x, **named)
     assert asked.steps == there.steps
     assert (asked.attempts, asked.kept, asked.kept_bytes) == (there.attempts, there.kept, there.kept_bytes)
@@ -178,12 +178,12 @@ def test_wrong_input_is_refused_as_in_a_call():
 def test_packages_that_this_machine_lacks_are_assumed_and_named(monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "cutlass" else find(name))
-    backend.missing_packages.cache_clear()
+    toolkit.missing_packages.cache_clear()
     x, named = call()
     try:
         plan = only_plan_of(experts().explain(x, arch=90, **named))
     finally:
-        backend.missing_packages.cache_clear()
+        toolkit.missing_packages.cache_clear()
     assert used(plan) == FORWARD + BACKWARD
     assert plan.assumed == ("needs nvidia-cutlass-dsl: pip install nvidia-cutlass-dsl",)
     assert "not available on this machine, but assumed: needs nvidia-cutlass-dsl" in str(plan)

@@ -28,8 +28,6 @@ UPWARD = {
 }
 WITHOUT_REASON = {
     "fusedmoe.builtin_rules.sm90.backend",
-    "fusedmoe.cli.compile",
-    "fusedmoe.cli.explain",
     "fusedmoe.fusion.registry",
     "fusedmoe.kernels.sm90.functions",
     "fusedmoe.kernels.sm90.row_functions",

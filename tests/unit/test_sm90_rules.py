@@ -14,6 +14,7 @@ from toy import only_plan, outcome, rules_used, status
 import fusedmoe as fm
 from fusedmoe import FusionError, Status
 from fusedmoe.builtin_rules.sm90 import backend
+from fusedmoe.kernels import toolkit
 from fusedmoe.kernels.options import KernelOptions
 from fusedmoe.kernels.sm90 import functions
 
@@ -31,7 +32,7 @@ def hopper_machine(monkeypatch):
     monkeypatch.setattr("fusedmoe.fusion.plans.arch_of", lambda device: 90)
     for name, function in stand_ins.BIND.items():
         monkeypatch.setattr(functions, name, function)
-    monkeypatch.setattr(backend, "missing_packages", lambda: ())
+    monkeypatch.setattr(toolkit, "missing_packages", lambda: ())
     stand_ins.calls.clear()
 
 
@@ -475,11 +476,11 @@ def test_a_missing_package(monkeypatch, missing, reason):
     monkeypatch.undo()
     monkeypatch.setattr("fusedmoe.fusion.plans.arch_of", lambda device: 90)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in missing else find(name))
-    backend.missing_packages.cache_clear()
+    toolkit.missing_packages.cache_clear()
     try:
         assert set(declined(experts(bias=True), rows(), **inputs()).values()) == {reason}
     finally:
-        backend.missing_packages.cache_clear()
+        toolkit.missing_packages.cache_clear()
 
 
 def test_switched_off():

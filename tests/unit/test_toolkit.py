@@ -125,7 +125,7 @@ def test_no_dsl(machine):
 def test_a_plan_is_not_fused_with_libraries_that_cannot_be_loaded(machine, monkeypatch):
     machine(cu13="4.8.1", driver=12080)
     monkeypatch.setattr("fusedmoe.fusion.plans.arch_of", lambda device: 90)
-    monkeypatch.setattr("fusedmoe.builtin_rules.sm90.backend.missing_packages", lambda: ())
+    monkeypatch.setattr("fusedmoe.kernels.toolkit.missing_packages", lambda: ())
     chain = fm.Sequential(fm.GroupedLinear(2, 16, 16), fm.SquaredReLU()).bfloat16()
     plan = chain.explain(torch.ones(4, 16, dtype=torch.bfloat16), splits=torch.tensor([1, 3]))
     assert not any(step.rule for step in plan.steps)

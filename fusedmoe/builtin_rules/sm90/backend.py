@@ -5,8 +5,6 @@ The kernels are the functions ``bind_*`` of `fusedmoe.kernels.sm90.functions`. T
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -26,7 +24,6 @@ if TYPE_CHECKING:
 
 Run = Callable[..., Any]
 
-_PACKAGES = {"cutlass": "nvidia-cutlass-dsl", "tvm_ffi": "apache-tvm-ffi"}
 _PLAIN = (Tensor, torch.nn.Parameter)
 _KINDS: dict[type, Kind] = {SwiGLU: "swiglu", ReGLU: "reglu", SquaredReLU: "squared_relu"}
 
@@ -44,16 +41,10 @@ class OnSm90:
     def installed(cls) -> None:
         """Decline on a machine that cannot compile the kernels."""
         require(sys.platform == "linux", "needs Linux, this is %s", sys.platform)
-        missing = missing_packages()
+        missing = toolkit.missing_packages()
         require(not missing, "needs %s: pip install %s", " and ".join(missing), " ".join(missing))
         unusable = toolkit.why_unusable()
         require(unusable is None, "%s", unusable)
-
-
-@functools.cache
-def missing_packages() -> tuple[str, ...]:
-    """Return the required distributions that are not installed. Imports none of them."""
-    return tuple(name for module, name in _PACKAGES.items() if importlib.util.find_spec(module) is None)
 
 
 def decline(reason: str | None) -> None:
