@@ -16,7 +16,6 @@ from torch import nn
 
 from fusedmoe.autocast import without_autocast
 from fusedmoe.errors import InputError
-from fusedmoe.formats.tensor import packed, unpacked
 from fusedmoe.fusion.differentiable import SecondOrderError
 from fusedmoe.fusion.signature import signature
 from fusedmoe.ops.weight_cache import note_gradient
@@ -40,9 +39,6 @@ class _RunPlan(torch.autograd.Function):
         outputs: tuple[Tensor, ...]
         outputs, saved = call.run([*arguments], *call.runs)  # type: ignore[assignment]
         ctx.call = call
-        plan = call.plan
-        if plan.keeps_quantized:
-            saved, ctx.packed = packed(saved)  # type: ignore[assignment]
         ctx.save_for_backward(*saved)
         if call.held:
             ctx.held = _held(call, arguments)
@@ -58,9 +54,8 @@ class _RunPlan(torch.autograd.Function):
         try:
             if torch.is_grad_enabled():  # under create_graph=True
                 return _differentiable_gradients(ctx, *grads)
-            saved = unpacked(ctx.saved_tensors, ctx.packed) if call.plan.keeps_quantized else ctx.saved_tensors
             with without_autocast(call.plan.environment.device):  # the dtypes were settled in forward
-                gradients = call.backward(saved, grads, ctx.needs_input_grad[1:])
+                gradients = call.backward(ctx.saved_tensors, grads, ctx.needs_input_grad[1:])
             for layer in call.plan.graph.quantized_layers:
                 note_gradient(layer)
             return (None, *gradients)
@@ -86,7 +81,7 @@ def _differentiable_gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor |
     call: BoundPlan = ctx.call
     plan = call.plan
     call.check_second_derivatives()
-    saved = dict(zip(plan.saved, ctx.saved_tensors, strict=True))
+    saved = dict(zip(plan.saved_tensors, ctx.saved_tensors, strict=True))
     arguments = [saved.get(name) if name in saved else _unsaved(ctx, i) for i, name in enumerate(plan.graph.arguments)]
     with without_autocast(plan.environment.device):
         return (None, *call.differentiable(ctx.needs_input_grad[1:]).run(arguments, saved, grads))

@@ -15,6 +15,7 @@ from fusedmoe.autograd import run_call
 from fusedmoe.environment import environment_state
 from fusedmoe.errors import InputError, inside_jit_trace
 from fusedmoe.estimating import counts_flops
+from fusedmoe.fusion.describe import describe
 from fusedmoe.fusion.graph import Graph
 from fusedmoe.fusion.plans import CallContext, Conditions, LastCall, PlanTable, plan_chain, wanted_gradients
 from fusedmoe.fusion.signature import Signature, signature, spec_of
@@ -128,7 +129,7 @@ class Chain:
             arguments = cast_arguments(arguments, dtype, len(self.inputs))
         context = CallContext(*_context(settings.current(), options))
         plan = self.table.find(arguments, signature(arguments), context).plan
-        return plan.data(dict(zip(plan.graph.arguments, arguments, strict=True)))
+        return describe(plan, dict(zip(plan.graph.arguments, arguments, strict=True)))
 
     def _explain_for_target(self, x: Tensor, arguments: Sequence[Tensor | None], options: KernelOptions) -> PlanData:
         """Return a plan for the target, made from shapes and dtypes alone; the table does not keep it."""
@@ -142,7 +143,7 @@ class Chain:
         deterministic = torch.are_deterministic_algorithms_enabled()
         conditions = Conditions(now.recipe, now.all_disabled(), options, deterministic, target=asked)
         plan = plan_chain(self, arguments, wanted_gradients(arguments), conditions, specs)
-        data = plan.data(dict(zip(plan.graph.arguments, specs, strict=True)))
+        data = describe(plan, dict(zip(plan.graph.arguments, specs, strict=True)))
         given = "" if plan.dtype is x.dtype else str(x.dtype).removeprefix("torch.")
         return replace(data, given_dtype=given if asked.dtype else "")
 

@@ -30,12 +30,12 @@ from fusedmoe.errors import InputError
 from fusedmoe.fusion import registry
 from fusedmoe.fusion.differentiable import SecondOrderError
 from fusedmoe.fusion.plans import Conditions, PlanTable, plan_chain
-from fusedmoe.fusion.program import Fused
 from fusedmoe.fusion.rule import RuleError
 from fusedmoe.fusion.signature import NOMINAL_ROWS, signature, spec_of
+from fusedmoe.fusion.steps import Fused
 from fusedmoe.inputs import check_names, check_rows
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
-from fusedmoe.ops.op import Node, Op, constant_in_graphs
+from fusedmoe.ops.op import Node, Op, TensorSpec, constant_in_graphs
 from fusedmoe.partition import ChainPart
 from fusedmoe.recompute import backward_pass, checkpointing, had_gradients
 from fusedmoe.sorted_rows import ModuleCall, call_module, why_no_rows
@@ -323,20 +323,32 @@ class _TracedPlan:
         self.key, self.plan, self.dtypes, self.strict, self._table = key, plan, dtypes, strict, table
         self.names = plan.graph.arguments
         self.given = tuple(w != "-" for w in wanted)
-        self.gradients = tuple(w == "g" and a in plan.gradients for a, w in zip(self.names, wanted, strict=True))
+        self.gradients = tuple(
+            w == "g" and a in plan.of_backward.gradients for a, w in zip(self.names, wanted, strict=True)
+        )
         self.wanted = tuple(w == "g" for w in wanted)
         self.results = len(plan.outputs)
-        made = [v for v in plan.saved if v not in (*self.names, *plan.outputs)]
-        # quantized values, whose tensors only their makers know, are made again in backward
-        self.kept = () if plan.keeps_quantized or not any(self.wanted) else tuple(made)
-        saved = self.names if plan.keeps_quantized else plan.saved
-        self.saved = tuple(saved) if any(self.wanted) else ()
+        self.saved = plan.saved_tensors if any(self.wanted) else ()
+        self.kept = tuple(v for v in self.saved if v not in (*self.names, *plan.outputs))
         self.checked = False  # whether the gradients that its rules return were compared with the arguments
 
     def call(self, arguments: Sequence[Tensor | None]) -> BoundPlan:
-        """Return what runs the plan for tensors like these."""
+        """Return the plan, bound to tensors like these."""
         key = self.key, signature(arguments)
         return self._table.calls.get(key) or self._table.bind(key, self.plan, arguments, self.strict)
+
+    def backward_call(self, sizes: Sequence[int]) -> BoundPlan:
+        """Return the plan, bound for the backward pass of a call whose arguments had these sizes."""
+        key = self.key, tuple(sizes)
+        return self._table.calls.get(key) or self._table.bind(key, self.plan, self.specs(sizes), self.strict)
+
+    def specs(self, sizes: Sequence[int]) -> list[TensorSpec | None]:
+        """Return the specs of the arguments, from the number of dimensions and the sizes of each that is given."""
+        each = iter(sizes)
+        return [
+            TensorSpec(tuple([next(each) for _ in range(next(each))]), self.dtypes[name]) if given else None
+            for name, given in zip(self.names, self.given, strict=True)
+        ]
 
 
 _REMEMBERED_CALLS = 256
@@ -352,7 +364,9 @@ def _handle(chain: Chain, options: KernelOptions) -> str | None:
     if _changes_state(chain, now.recipe):
         return None
     deterministic = torch.are_deterministic_algorithms_enabled()
-    conditions = Conditions(now.recipe, now.all_disabled(), options, deterministic, nominal_rows=NOMINAL_ROWS)
+    conditions = Conditions(
+        now.recipe, now.all_disabled(), options, deterministic, nominal_rows=NOMINAL_ROWS, keep_weights=False
+    )
     rules = [rule.identity for rule in registry.rules()]
     ops = [f"{node.label}={node.op.describe()}" for node in chain.nodes]
     strict = now.strict, now.strict_unavailable
@@ -375,9 +389,8 @@ def _changes_state(chain: Chain, recipe: Recipe) -> bool:
     if any(node.op.draws_random or getattr(node.op, "accumulate_into_main_grad", False) for node in chain.nodes):
         return True
     graph = chain.rewritten(recipe)
-    quantizers = [getattr(node.op, name, None) for node in graph.nodes for name in ("quantizer", "grad_quantizer")]
-    quantizers += [getattr(step.run, "quantizer", None) for step in graph.weights.values()]
-    return any(q is not None and q.delayed is not None for q in quantizers)
+    gradients = [item.quantizes for node in graph.nodes for item in node.op.backward_ops()]
+    return any(q is not None and q.delayed is not None for q in (*graph.quantizers.values(), *gradients))
 
 
 def _without_parameters(op: Op) -> Op:
@@ -477,7 +490,7 @@ def _forward(handle: str, wanted: str, tensors: list[Tensor]) -> list[Tensor]:
     call = traced.call(arguments)
     with torch.no_grad(), without_autocast(tensors[0].device):
         outputs, saved = call.run([*arguments], *call.runs)
-    by_name = dict(zip(traced.plan.saved, saved, strict=True))
+    by_name = dict(zip(traced.saved, saved, strict=True))
     return _own((*outputs, *[by_name[v] for v in traced.kept]), tensors)
 
 
@@ -498,7 +511,7 @@ def _own(results: Sequence[Tensor | None], arguments: Sequence[Tensor]) -> list[
 def _forward_fake(handle: str, wanted: str, tensors: list[Tensor]) -> list[Tensor]:
     arguments = _spread(wanted, tensors)
     traced = _plan(handle, wanted, arguments)
-    specs = traced.plan.graph.infer(dict(zip(traced.names, arguments, strict=True)))
+    specs = traced.plan.infer(arguments)
     values = (*traced.plan.graph.outputs, *traced.kept)
     return [_empty(specs[v], tensors[0]) for v in values]
 
@@ -515,14 +528,8 @@ def _backward(plan: str, sizes: list[int], saved: list[Tensor], grads: list[Tens
     values: dict[str, Tensor | None] = {v: next(each) for v, h in zip(traced.saved, there, strict=False) if h == "t"}
     arrived = [next(incoming) if h == "t" else None for h in there[len(traced.saved) :]]
     with torch.no_grad(), without_autocast((*saved, *grads)[0].device):
-        if traced.plan.keeps_quantized:
-            arguments = [values.get(name) for name in traced.names]
-            call = traced.call(arguments)
-            _, kept = call.run([*arguments], *call.runs)
-        else:
-            kept = tuple([values.get(v) for v in traced.plan.saved])
-            call = traced.call([])
-        found = call.backward(kept, arrived, traced.gradients)
+        kept = [values.get(v) for v in traced.saved]
+        found = traced.backward_call(sizes).backward(kept, arrived, traced.gradients)
     gradients = [t for t, g in zip(found, traced.gradients, strict=True) if g]
     if not traced.checked:
         _check_gradients(traced, sizes, gradients)
@@ -536,15 +543,9 @@ def _backward_fake(plan: str, sizes: list[int], saved: list[Tensor], grads: list
 
 
 def _expected_gradients(traced: _TracedPlan, sizes: list[int]) -> list[tuple[str, list[int], torch.dtype]]:
-    """Return name, shape and dtype of each argument that gets a gradient; ``sizes`` has those that are wanted."""
-    found, rest = [], list(sizes)
-    for name, wanted, has in zip(traced.names, traced.wanted, traced.gradients, strict=True):
-        if wanted:
-            count, rest = rest[0], rest[1:]
-            shape, rest = rest[:count], rest[count:]
-            if has:
-                found.append((name, shape, traced.dtypes[name]))
-    return found
+    """Return name, shape and dtype of each argument that gets a gradient."""
+    specs = zip(traced.names, traced.specs(sizes), traced.gradients, strict=True)
+    return [(name, [*spec.shape], spec.dtype) for name, spec, has in specs if has and spec is not None]
 
 
 def _check_gradients(traced: _TracedPlan, sizes: list[int], found: Sequence[Tensor | None]) -> None:
@@ -552,7 +553,7 @@ def _check_gradients(traced: _TracedPlan, sizes: list[int], found: Sequence[Tens
     for (name, shape, dtype), g in zip(_expected_gradients(traced, sizes), found, strict=True):
         if g is None or [*g.shape] != shape or g.dtype != dtype:
             got = "None" if g is None else f"shape {tuple(g.shape)} and dtype {g.dtype}"
-            rules = sorted({c.step.rule for c in traced.plan.covered if isinstance(c.step, Fused)})
+            rules = sorted({c.step.rule for c in traced.plan.spans if isinstance(c.step, Fused)})
             raise RuleError(
                 f"the gradient of {name}: expected shape {tuple(shape)} and dtype {dtype}, got {got}, from a step of "
                 f"{' or '.join(rules) or 'an op'}; a call without torch.compile names the step"
@@ -568,8 +569,7 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) 
     saved = [there[v] for v in traced.saved]
     ctx.save_for_backward(*[t for t in saved if t is not None])
     ctx.traced, ctx.there = traced, "".join(map(_mark, saved))
-    differentiated = [a for a, w in zip(arguments, traced.wanted, strict=True) if w and a is not None]
-    ctx.sizes = [n for a in differentiated for n in (a.dim(), *a.shape)]
+    ctx.sizes = [n for a in arguments if a is not None for n in (a.dim(), *a.shape)]
 
 
 def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[None, None, list[Tensor | None]]:

@@ -58,8 +58,9 @@ def _run_chain(chain: Chain, x: Tensor, named: dict[str, Tensor], parameters: Pa
         arguments = cast_arguments(arguments, dtype, len(chain.inputs))
     recipe = settings.current().recipe
     conditions = Conditions(recipe, (), DEFAULT, deterministic=False, unfused=True, nominal_rows=NOMINAL_ROWS)
-    program = plan_chain(chain, arguments, [False] * len(arguments), conditions).program
-    results = program.run([*arguments], *program.runs(strict=False))[0]
+    plan = plan_chain(chain, arguments, [False] * len(arguments), conditions)
+    runs = plan.program.runs(False, plan.infer(arguments) if plan.graph.forms else None, check=False)
+    results = plan.program.run([*arguments], *runs)[0]
     named.update(zip(chain.exports, results[1:], strict=True))  # type: ignore[arg-type]
     assert results[0] is not None
     return results[0]

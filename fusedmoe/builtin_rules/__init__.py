@@ -16,6 +16,7 @@ from fusedmoe.builtin_rules.sm90.grouped_dgrad_activation import GroupedDgradAct
 from fusedmoe.builtin_rules.sm90.grouped_gemm import GroupedGemm
 from fusedmoe.builtin_rules.sm90.grouped_gemm_activation import GroupedGemmActivation
 from fusedmoe.builtin_rules.sm90.grouped_wgrad import GroupedWgrad
+from fusedmoe.builtin_rules.sm90.offsets_from_splits import OffsetsFromSplits
 from fusedmoe.fusion.rule import FusionRule
 
 BUILTIN: tuple[type[FusionRule], ...] = (
@@ -25,6 +26,7 @@ BUILTIN: tuple[type[FusionRule], ...] = (
     GroupedDgradActivation,
     GroupedWgrad,
     ColumnSums,
+    OffsetsFromSplits,
     DispatchRule,
     CombineRule,
     DCombineRule,

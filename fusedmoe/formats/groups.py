@@ -74,7 +74,7 @@ class PaddedRows:
 
 def padded_rows(num_rows: int, experts: int, block: int) -> int:
     """Return an upper bound, for any splits, of the rows after padding each expert's to a multiple of ``block``."""
-    return (num_rows // block + min(experts, num_rows)) * block
+    return (num_rows // block + torch.sym_min(experts, num_rows)) * block  # type: ignore[no-any-return]
 
 
 def _starts(ends_E: Tensor) -> Tensor:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,9 +19,6 @@ from fusedmoe.formats.scales import decoded
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-
-_TENSORS = 4  # that a QuantizedTensor holds, some of them perhaps None
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,24 +73,15 @@ class QuantizedTensor:
     @property
     def nbytes(self) -> int:
         """Bytes of codes and scales."""
-        return sum(t.nbytes for t in self.tensors() if t is not None and t is not self.offsets)
+        return sum(t.nbytes for t in self.tensors())
 
     def stride(self) -> tuple[int, ...]:
         """Return the strides of the codes."""
         return self.data.stride()
 
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """Return all that it holds in memory, for `with_tensors`."""
-        return self.data, self.scale, self.tensor_scale, self.offsets
-
-    def with_tensors(self, tensors: Sequence[Tensor | None]) -> QuantizedTensor:
-        """Return the same with these in the place of `tensors`."""
-        changed: dict[str, Any] = dict(zip(("data", "scale", "tensor_scale", "offsets"), tensors, strict=True))
-        return replace(self, **changed)
-
-    def without_tensors(self) -> QuantizedTensor:
-        """Return all but `tensors`, for `with_tensors`: it holds no memory."""
-        return self.with_tensors([None] * _TENSORS)
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return codes, scale and, if the format has one, tensor scale: those of `QuantizedSpec.tensors`."""
+        return (self.data, self.scale) if self.tensor_scale is None else (self.data, self.scale, self.tensor_scale)
 
     def along(self, axis: int, what: str = "a product") -> QuantizedTensor:
         """Return itself; raise `InputError` if it was quantized along the other axis."""
@@ -208,23 +196,34 @@ class QuantizedSpec(NamedTuple):
     stacked: bool = False
     rotated: bool = False
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the codes and scales that `quantize` allocates, the same for any splits."""
-        element, rule = self.format.element, self.format.rule
-        matrices = self.shape[0] if self.stacked else 1
+    def tensors(self) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+        """Return shape and dtype of codes, scale and, if the format has one, tensor scale, for any splits."""
+        stack = self.shape[:1] if self.stacked else ()
         lines, length = self._matrix_of_codes()
-        bytes_per_line = _ceil_div(length * element.bits, 8)
-        sharing = matrices if self.experts is None else self.experts  # experts share no scale
+        sharing = self.shape[0] if self.stacked else 1 if self.experts is None else self.experts
         across, along = self.format.block
         if across is None:
-            scales = sharing
+            scales: tuple[int, ...] = (sharing,)
         elif along is None:
-            scales = lines * (matrices if self.axis == -1 else sharing)
+            scales = (*stack, lines, 1 if self.axis == -1 or self.experts is None else sharing)
         else:
-            scales = matrices * _ceil_div(lines, across) * _ceil_div(length, along)
-        tensor_scales = sharing if self.format.tensor_scale else 0
-        return matrices * lines * bytes_per_line + scales * rule.dtype.itemsize + tensor_scales * torch.float32.itemsize
+            scales = (*stack, _ceil_div(lines, across), _ceil_div(length, along))
+        codes = (*stack, lines, _ceil_div(length * self.format.element.bits, 8)), self.format.element.dtype
+        found = codes, (scales, self.format.rule.dtype)
+        return (*found, ((sharing,), torch.float32)) if self.format.tensor_scale else found
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales."""
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.tensors())
+
+    def tensor(self, tensors: Sequence[Tensor], offsets: Tensor | None) -> QuantizedTensor:
+        """Return the tensor with this spec that holds `tensors`."""
+        data, scale, *rest = tensors
+        tensor_scale = rest[0] if rest else None
+        return QuantizedTensor(
+            data, scale, self.format, self.axis, tuple(self.shape), self.dtype, tensor_scale, offsets, self.rotated
+        )
 
     def _matrix_of_codes(self) -> tuple[int, int]:
         """Return M and L of one matrix of codes (M, L), the quantized axis last."""
@@ -243,25 +242,3 @@ def column_block(format: Format) -> int:
 
 def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
-
-
-def packed(values: Sequence[Any]) -> tuple[list[Tensor | None], list[QuantizedTensor | None]]:
-    """Return tensors and quantized tensors as tensors alone, as autograd saves them, and what `unpacked` needs."""
-    tensors: list[Tensor | None] = []
-    shells: list[QuantizedTensor | None] = []
-    for value in values:
-        if isinstance(value, QuantizedTensor):
-            tensors += value.tensors()
-            shells.append(value.without_tensors())
-        else:
-            tensors.append(value)
-            shells.append(None)
-    return tensors, shells
-
-
-def unpacked(tensors: Sequence[Tensor | None], shells: Sequence[QuantizedTensor | None]) -> list[Any]:
-    """Undo `packed`."""
-    left = iter(tensors)
-    return [
-        next(left) if shell is None else shell.with_tensors([next(left) for _ in range(_TENSORS)]) for shell in shells
-    ]

@@ -1,8 +1,8 @@
-"""Every rule at every position of a chain: what it would cost where it takes what it finds, and why it declines where
-it does not.
+"""The candidates of one direction: every plain step, and every rule at every position that takes what it finds.
 
-Cost is time by a coarse model: bytes moved over a memory bandwidth, plus launches. Rows count as the next power of two,
-which is part of the plan's key: neither the exact number of rows nor what was planned before changes a choice.
+The cost of a candidate is a coarse estimate of time: bytes moved over a memory bandwidth, plus launches. The number of
+rows counts as the next power of two, which is part of the plan's key. So neither the exact number of rows nor earlier
+plans change a choice.
 """
 
 from __future__ import annotations
@@ -14,229 +14,290 @@ from typing import TYPE_CHECKING, Any
 from fusedmoe.formats import QuantizedSpec
 from fusedmoe.fusion import registry
 from fusedmoe.fusion.matcher import Mismatch, match
-from fusedmoe.fusion.names import NONE, primal
 from fusedmoe.fusion.plan import Attempt, Status
-from fusedmoe.fusion.rule import Declined, FusionRule, PlanContext, RuleError, Step, expect_none
+from fusedmoe.fusion.rule import Declined, FusionRule, PlanContext, RuleError, Step
+from fusedmoe.fusion.values import NONE, spec_of
+from fusedmoe.ops.glue import Glue
 from fusedmoe.ops.op import SpecLike, TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
-    from fusedmoe.fusion.graph import Place
-    from fusedmoe.fusion.plain import Plain
+    from fusedmoe.fusion.places import Place
     from fusedmoe.fusion.registry import Unavailable
     from fusedmoe.fusion.rule import Direction
 
-# an H100's, rounded: only their ratio matters, and it only has to rank coverings of the same chain
+# Those of an H100, rounded. Only their ratio matters, since they only rank coverings of the same chain.
 _BYTES_PER_US = 3.0e6
 _US_PER_LAUNCH = 3.0
+_KEPT = 2.0
+"""A byte kept for the backward pass counts as so many bytes moved: recomputation in an epilogue is cheaper."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A covering of the places [start, end): a rule's step, or one plain step."""
+    """A step that covers the places [start, end).
+
+    Attributes
+    ----------
+    start, end : int
+        The positions.
+    step : Step
+        The values, by the chain's names.
+    cost_us : float
+        The estimated time without `Step.keeps`.
+    rule : FusionRule or None
+        The rule, bound to the ops; None for a plain step.
+    ctx : PlanContext or None
+        The rule's context.
+    keep_names : tuple of str
+        `Step.keeps` by the rule's names.
+    keep_us : dict of str to float
+        The estimated time to write each of `Step.keeps`.
+    inside : frozenset of str
+        Values that the covered places make and that the step does not give.
+    """
 
     start: int
     end: int
-    rule: type[FusionRule] | None
-    step: Step  # values by the chain's names, but for `keep_names`
+    step: Step
     cost_us: float
-    keep_names: tuple[str, ...] = ()  # step.keeps as the rule calls them
-    keep_cost_us: Mapping[str, float] = field(default_factory=dict)
-    inside: frozenset[str] = frozenset()  # values made and used up within the span, unless kept
+    rule: FusionRule | None = None
+    ctx: PlanContext | None = None
+    keep_names: tuple[str, ...] = ()
+    keep_us: Mapping[str, float] = field(default_factory=dict)
+    inside: frozenset[str] = frozenset()
 
     @property
     def name(self) -> str:
+        """The rule's name; empty for a plain step."""
         return self.rule.name if self.rule is not None else ""
+
+    def cannot_keep(self, kept: Collection[str]) -> list[str]:
+        """Return those of the values to keep that only this step could write, and does not."""
+        return sorted(v for v in kept if v in self.inside and v not in self.step.keeps)
 
 
 class Costs:
-    """The cost model: bytes and launches as microseconds, the rows scaled to a number, or to the next power of two."""
+    """The cost model.
+
+    Parameters
+    ----------
+    specs
+        Shapes and dtypes of values.
+    fixed
+        The values whose size does not depend on the number of rows.
+    rows, nominal_rows
+        The number of rows in ``specs``, and the number to count; by default the next power of two.
+    """
 
     def __init__(
         self,
         specs: Mapping[str, SpecLike | None],
-        parameters: Collection[str],
+        fixed: Collection[str],
         rows: int,
         nominal_rows: int | None = None,
     ) -> None:
-        self._specs, self._parameters = specs, parameters
+        self._specs, self._fixed = specs, fixed
         self._scale = (nominal_rows or 1 << rows.bit_length()) / rows if rows else 1.0
 
     def nbytes(self, value: str) -> int:
-        spec = self._specs.get(value, self._specs.get(primal(value)))
+        """Return the bytes of a value in memory, for the rows of the specs."""
+        spec = spec_of(self._specs, value)
         if isinstance(spec, QuantizedSpec):
             return spec.nbytes
         return 0 if spec is None else TensorSpec(tuple(spec.shape), spec.dtype).nbytes
 
     def moved(self, values: Iterable[str]) -> float:
-        return sum(self.nbytes(v) * (1.0 if v in self._parameters else self._scale) for v in values)
+        """Return the bytes of some values, for the nominal rows."""
+        return sum(self.nbytes(v) * (1.0 if v in self._fixed else self._scale) for v in values)
 
     def step_us(self, values: Iterable[str], launches: int, extra_bytes: int = 0) -> float:
+        """Return the time of a step that moves these values once."""
         return (self.moved(values) + extra_bytes) / _BYTES_PER_US + launches * _US_PER_LAUNCH
+
+    def kept_us(self, values: Iterable[str]) -> float:
+        """Return the time that keeping these values for the backward pass counts as."""
+        return _KEPT * self.moved(values) / _BYTES_PER_US
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """The inputs that all searches of a plan share: the cost model, the context of rules, the rules that are off."""
+
+    costs: Costs
+    context: Mapping[str, Any]
+    specs: Mapping[str, SpecLike | None]
+    disabled: tuple[str, ...]
+    assume_installed: bool
 
 
 class DirectionSearch:
-    """The places of one direction, the rules tried on them, and what came of it."""
+    """The candidates for the places of one direction, and the result of every rule at every position.
+
+    Parameters
+    ----------
+    direction
+        ``"forward"`` or ``"backward"``.
+    places
+        Ops, or backward ops, in order; or glue, of which each piece is matched alone.
+    results
+        The values that are read after the last place.
+    conversions
+        The glue that dequantizes, by its result: ``conversions[dequantized(v)] = v``.
+    search
+        See `Search`.
+    """
 
     def __init__(
         self,
         direction: Direction,
         places: Sequence[Place],
-        used_after: Collection[str],
-        glue: Sequence[Plain],
-        costs: Costs,
-        context: Mapping[str, Any],
-        disabled: tuple[str, ...],
-        assume_installed: bool,
+        results: Collection[str],
+        conversions: Mapping[str, str],
+        search: Search,
     ) -> None:
-        self.direction, self.places, self.costs = direction, tuple(places), costs
-        self._used_after, self.glue, self._context = set(used_after), glue, context
+        self.direction, self.places, self.search = direction, tuple(places), search
+        self.results, self.conversions = tuple(results), conversions
         self.attempts: list[Attempt] = []
         self.candidates = [self._plain(i, p) for i, p in enumerate(self.places)]
+        of_glue = bool(places) and isinstance(self.places[0].item, Glue)
         for rule in registry.rules():
-            if rule.direction == direction:
+            if rule.direction == direction and issubclass(rule.slots[0].types[0], Glue) is of_glue:
                 unavailable = registry.why_unavailable(
-                    rule, context["device"], context["arch"], disabled, assume_installed
+                    rule, search.context["device"], search.context["arch"], search.disabled, search.assume_installed
                 )
                 for start in range(len(self.places)):
                     self._try(rule, unavailable, start)
 
     def _plain(self, i: int, place: Place) -> Candidate:
-        s = place.step
-        step = Step(s.run, s.needs, s.gives, zeroes_tail=s.zeroes_tail, launches=s.launches)
-        return Candidate(i, i + 1, None, step, self.costs.step_us((*s.needs, *s.gives), s.launches))
-
-    def _note(
-        self,
-        rule: type[FusionRule],
-        start: int,
-        end: int,
-        matched: int,
-        about: range,
-        status: Status,
-        reason: str,
-        here: bool,
-        **more: Any,
-    ) -> None:
-        self.attempts.append(
-            Attempt(rule.name, self.direction, start, end, matched, about, status, reason, here, **more)
+        s, costs = place.step, self.search.costs
+        optional = s.gives if place.item.quantizes is not None else ()  # each form alone
+        gives = () if optional else s.gives
+        return Candidate(
+            start=i,
+            end=i + 1,
+            step=Step(needs=s.needs, gives=gives, keeps=optional, zeroes_tail=s.zeroes_tail, launches=s.launches),
+            cost_us=costs.step_us((*s.needs, *gives), s.launches),
+            keep_us={v: costs.step_us((v,), 0) for v in optional},
         )
 
     def _try(self, rule: type[FusionRule], unavailable: Unavailable | None, start: int) -> None:
+        here = unavailable is None
         found = match(rule.slots, [p.item for p in self.places], start)
         if isinstance(found, Mismatch):
             end = min(start + found.matched + 1, len(self.places))
             about = range(start, start + found.stood)
-            self._note(rule, start, end, found.matched, about, Status.NO_MATCH, str(found), here=unavailable is None)
+            self.attempts.append(
+                Attempt(rule.name, self.direction, start, end, found.matched, about, Status.NO_MATCH, str(found), here)
+            )
             return
         for m in found:
             matched, about = sum(b is not None for b in m.bindings.values()), range(start, m.end)
-            note = partial(self._note, rule, start, m.end, matched, about)
+            attempt = partial(Attempt, rule.name, self.direction, start, m.end, matched, about)
             if no_kernel := None if rule.takes_quantized else self._quantized_operands(start, m.end):
-                here = unavailable is None  # said also where it is not: no device has the kernel
-                note(Status.CONSTRAINT, no_kernel, here=here, excused=True, no_kernel=True)
+                # said also where the rule is unavailable: no device has the kernel
+                self.attempts.append(
+                    attempt(Status.CONSTRAINT, no_kernel, on_this_device=here, excused=True, no_kernel=True)
+                )
                 continue
             if unavailable is not None:
-                note(Status.UNAVAILABLE, unavailable.reason, here=False, cause=unavailable.cause)
+                reason, cause = unavailable
+                self.attempts.append(attempt(Status.UNAVAILABLE, reason, on_this_device=False, cause=cause))
                 return
             bound = rule(m.bindings)
-            ctx = self._ctx(rule, m.bindings, start, m.end)
+            ctx = self._ctx(bound, m.bindings, start, m.end)
             try:
-                expect_none(rule.name, "check", bound.check(ctx))  # type: ignore[func-returns-value]
+                step: object = bound.offer(ctx)
             except Declined as why:
-                note(Status.CONSTRAINT, str(why), here=True)
+                self.attempts.append(attempt(Status.CONSTRAINT, str(why)))
                 continue
-            step: object = bound.build(ctx)
             if not isinstance(step, Step):
-                where = self._where(rule, start, m.end)
-                raise RuleError(f"{where}: build() returned {step!r}: expected a Step")
-            self.candidates.append(self._candidate(rule, step, ctx, start, m.end))
+                raise RuleError(f"{self.where(bound, start, m.end)}: offer() returned {step!r}: expected a Step")
+            self.candidates.append(self._candidate(bound, step, ctx, start, m.end))
 
     def _quantized_operands(self, start: int, end: int) -> str | None:
-        """Why a rule for plain tensors does not take these places."""
-        specs = self._context["_specs"]
-        needed = [specs.get(value) for place in self.places[start:end] for value in place.step.needs]
+        """Return why a rule for plain tensors does not take these places."""
+        needed = [self.search.specs.get(value) for place in self.places[start:end] for value in place.step.needs]
         formats = {str(spec.format) for spec in needed if isinstance(spec, QuantizedSpec)}
         return f"no fused kernel for {' and '.join(sorted(formats))} operands yet" if formats else None
 
-    def _ctx(self, rule: type[FusionRule], bindings: Mapping[str, object], start: int, end: int) -> PlanContext:
-        by_slot = {}
-        absent = {slot for slot, bound in bindings.items() if bound is None}
-        position = start
-        for slot, bound in bindings.items():
-            if bound is not None:
-                by_slot[slot] = self.places[position]
-                position += 1
+    def _ctx(self, rule: FusionRule, bindings: Mapping[str, object], start: int, end: int) -> PlanContext:
+        bound = [slot for slot, item in bindings.items() if item is not None]
+        by_slot = dict(zip(bound, self.places[start:end], strict=True))
+        absent = bindings.keys() - bound
 
         def resolve(value: str) -> str:
             found = self._resolve(value, by_slot, absent, start, end)
             if found is None:
-                raise RuleError(f"{self._where(rule, start, end)}: {value!r} names no value of these ops")
+                raise RuleError(f"{self.where(rule, start, end)}: {value!r} names no value of these ops")
             return found
 
-        def used_outside(value: str) -> bool:
-            return value in self._used_outside(start, end)
+        return PlanContext(**self.search.context, _specs=self.search.specs, _resolve=resolve)
 
-        return PlanContext(**self._context, _resolve=resolve, _used_outside=used_outside)
-
-    def _used_outside(self, start: int, end: int) -> set[str]:
-        """Return what is read by other places than these, by glue, or after the chain."""
-        outside = [p for i, p in enumerate(self.places) if not start <= i < end]
-        return self._used_after | {v for p in outside for v in p.step.needs} | {v for g in self.glue for v in g.needs}
-
-    def _where(self, rule: type[FusionRule], start: int, end: int) -> str:
+    def where(self, rule: FusionRule, start: int, end: int) -> str:
+        """Return a rule and the places that it covers, for messages."""
         return f"rule {rule.name!r} on {', '.join(p.label for p in self.places[start:end])}"
 
     def _resolve(
         self, value: str, by_slot: Mapping[str, Place], absent: Collection[str], start: int, end: int
     ) -> str | None:
+        """Return the chain's name of a value that a rule names, see `Step`."""
         slot, dot, name = value.partition(".")
         if dot and slot in absent:
             return NONE
-        first, last = self.places[start], self.places[end - 1]
         if dot and slot in by_slot:
             place = by_slot[slot]
-            if name in place.names:
-                return place.names[name]
+            if name.partition(":")[0] in place.names:
+                return place.value(name)
             value = name
+        first, last = self.places[start], self.places[end - 1]
         ends = (
             {"input": first, "output": last}
             if self.direction == "forward"
             else {"grad_output": first, "grad_input": last}
         )
-        if value in ends:
-            return ends[value].names[value]
+        if (own := value.partition(":")[0]) in ends:
+            return ends[own].value(value)
         for place in self.places[start:end]:
-            if value in place.node.op.runtime_inputs:
+            if place.node is not None and value in place.op.runtime_inputs:
                 return place.names[value]
         return None
 
-    def _candidate(self, rule: type[FusionRule], step: Step, ctx: PlanContext, start: int, end: int) -> Candidate:
+    def _candidate(self, rule: FusionRule, step: Step, ctx: PlanContext, start: int, end: int) -> Candidate:
         def resolved(values: tuple[str, ...]) -> tuple[str, ...]:
             return tuple(ctx._resolve(v) for v in values)
 
-        where = self._where(rule, start, end)
+        where, costs = self.where(rule, start, end), self.search.costs
         needs, gives, keeps = resolved(step.needs), resolved(step.gives), resolved(step.keeps)
-        span = self.places[start:end]
-        made = [v for p in span for v in p.step.gives]
-        used = self._used_outside(start, end)
-        if missing := [v for v in made if v in used and v not in gives]:
+        made = [v for p in self.places[start:end] for v in p.step.gives]
+        read = self._read_outside(start, end)
+        if missing := [v for v in made if v in read and v not in gives and v not in keeps]:
             raise RuleError(f"{where}: its step gives {list(gives)}, but {missing} of what it covers is used elsewhere")
         if hidden := [v for v in needs if v in made]:
             raise RuleError(f"{where}: its step needs {hidden}, which is made within the span that it covers")
-        unread = {p.names["columns"] for p in span if "columns" in p.names}  # perhaps: then none of them makes it
-        if foreign := [v for v in keeps if v not in made and v not in unread]:
+        recomputes = self.direction == "backward"  # forward values
+        if foreign := [v for v in keeps if v not in made and not (recomputes and not v.startswith("grad("))]:
             raise RuleError(f"{where}: its step keeps {foreign}, which is not made within the span that it covers")
-        if unknown := [v for v in gives if v not in made and (self.direction == "forward" or v.startswith("grad("))]:
+        if unknown := [v for v in gives if v not in made and not (recomputes and not v.startswith("grad("))]:
             raise RuleError(f"{where}: its step gives {unknown}, which is not made by what it covers")
         return Candidate(
-            start,
-            end,
-            rule,
-            replace(step, needs=needs, gives=gives, keeps=keeps),
-            self.costs.step_us((*needs, *gives), step.launches, step.extra_bytes),
-            step.keeps,
-            {v: self.costs.step_us((v,), 0) for v in keeps},
-            frozenset(made) - set(gives),
+            start=start,
+            end=end,
+            step=replace(step, needs=needs, gives=gives, keeps=keeps),
+            cost_us=costs.step_us((*needs, *gives), step.launches, step.extra_bytes),
+            rule=rule,
+            ctx=ctx,
+            keep_names=step.keeps,
+            keep_us={v: costs.step_us((v,), 0) for v in keeps},
+            inside=frozenset(made) - set(gives),
         )
+
+    def _read_outside(self, start: int, end: int) -> set[str]:
+        """Return the values that other plain steps than these read, or that are read after the chain."""
+        outside = (p for i, p in enumerate(self.places) if not start <= i < end)
+        return self.with_sources({*self.results, *(v for p in outside for v in p.step.needs)})
+
+    def with_sources(self, values: Iterable[str]) -> set[str]:
+        """Return the values with the source of each that is dequantized in place of the latter."""
+        return {self.conversions.get(v, v) for v in values}

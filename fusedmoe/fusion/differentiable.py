@@ -18,18 +18,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedmoe.fusion.graph import drawn_again
-from fusedmoe.fusion.names import NONE
-from fusedmoe.fusion.plain import Plain
+from fusedmoe.fusion.backward import backward_chain
+from fusedmoe.fusion.places import drawn_again
 from fusedmoe.fusion.program import Program, needed_steps
+from fusedmoe.fusion.steps import Plain
+from fusedmoe.fusion.values import NONE
 from fusedmoe.ops import random_state
 from fusedmoe.ops.op import AutogradBackward, BackwardOp, Op
-from fusedmoe.ops.quantize import Quantize
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from fusedmoe.fusion.graph import Graph, Place
+    from fusedmoe.fusion.graph import Graph
+    from fusedmoe.fusion.places import Place
     from fusedmoe.ops.op import SpecLike
 
 
@@ -39,7 +40,9 @@ class SecondOrderError(RuntimeError):
 
 def why_not(graph: Graph) -> str:
     """Return why the gradients of a chain have no derivatives; an empty text if they have."""
-    if graph.weights or any(isinstance(node.op, Quantize) for node in graph.nodes):
+    ops = [node.op for node in graph.nodes]
+    gradients = [item.quantizes for op in ops for item in op.backward_ops()]
+    if graph.weights or any(q is not None for q in (*gradients, *(op.quantizes for op in ops))):
         return "it computes with quantized values, whose rounding has no derivative; use recipe 'bf16'"
     for label, op in graph.nodes:
         if getattr(op, "accumulate_into_main_grad", False):
@@ -67,7 +70,7 @@ class GradientProgram(NamedTuple):
 def argument_names(graph: Graph, kept: Collection[str]) -> set[str]:
     """Return the arguments that such a program may take, where these values are kept."""
     values = {v for step in map(_forward_step, graph.forward) for v in step.needs} & {*graph.arguments}
-    return values | {step.needs[0] for value, step in graph.derived.items() if value not in kept} | {graph.arguments[0]}
+    return values | {p.step.needs[0] for value, p in graph.derived.items() if value not in kept} | {graph.arguments[0]}
 
 
 def gradient_program(
@@ -84,9 +87,9 @@ def gradient_program(
         )
     specs = graph.infer(dict(zip(names, arguments, strict=True)))
     asked = {name for name, w in zip(names, wanted, strict=True) if w}
-    backward = graph.backward(asked, specs)
-    forward = [*graph.derived.values(), *map(_forward_step, graph.forward)]
-    steps = [*forward, *map(_backward_step, backward.places), *backward.glue]
+    backward = backward_chain(graph, asked, specs)
+    forward = [*(place.step for place in graph.derived.values()), *map(_forward_step, graph.forward)]
+    steps = [*forward, *map(_backward_step, backward.places), *(place.step for place in backward.sums)]
 
     # rows and gradients as they are given, and their names there: the value's own name is for what the masks return
     rowwise = [names[0], *(name for name in graph.inputs if _is_float(specs[name]))]
@@ -95,7 +98,7 @@ def gradient_program(
     for name, given_name in renamed.items():
         mask = graph.zero_tail(tails[name], name)
         assert mask is not None
-        steps.append(replace(mask, needs=(given_name, *mask.needs[1:])))
+        steps.append(replace(mask.step, needs=(given_name, *mask.step.needs[1:])))
     # what derives offsets asks rows for their number alone: it need not wait for rows that wait for offsets
     counted = graph.tail_offsets(names[0])
     steps = [
@@ -105,13 +108,13 @@ def gradient_program(
     gradients = dict.fromkeys(names, NONE) | dict(backward.gradients)
     for name, gradient in backward.gradients.items():
         if (mask := graph.zero_tail(gradient, f"zeroed {gradient}")) is not None:
-            steps.append(mask)
-            gradients[name] = mask.gives[0]
+            steps.append(mask.step)
+            gradients[name] = mask.step.gives[0]
     incoming = [(i, backward.incoming[v]) for i, v in enumerate(graph.outputs) if v in backward.incoming]
     constants = (*(value for value in graph.derived if value in kept), *graph.random_states)
     given = [renamed.get(v, v) for v in (*names, *constants, *(g for _, g in incoming))]
     results = [gradients[name] for name in names]
-    program = Program(needed_steps(steps, results, given), given, [results])
+    program = Program(needed_steps(steps, results, given), given, [results], {})
     return GradientProgram(program, constants, tuple(i for i, _ in incoming))
 
 

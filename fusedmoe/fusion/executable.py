@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from fusedmoe.formats import QuantizedSpec
-from fusedmoe.fusion import registry
-from fusedmoe.fusion.candidates import Costs
 from fusedmoe.fusion.choice import nearest_miss
 from fusedmoe.fusion.differentiable import (
     GradientProgram,
@@ -22,24 +18,22 @@ from fusedmoe.fusion.differentiable import (
     gradient_program,
     why_not,
 )
-from fusedmoe.fusion.graph import Graph, Place
-from fusedmoe.fusion.names import NONE, columns, primal
-from fusedmoe.fusion.plain import Plain
-from fusedmoe.fusion.plan import Attempt, PlanData, PlannedStep, Status, missed_text
-from fusedmoe.fusion.program import AnyStep, Fused, Program, Runs, Values, needed_steps
-from fusedmoe.fusion.results import Specs
+from fusedmoe.fusion.plan import Attempt, Status, missed_text
+from fusedmoe.fusion.program import Program, Runs, Values, needed_steps
+from fusedmoe.fusion.results import Specs, without_tensors
 from fusedmoe.fusion.rule import FusionError
 from fusedmoe.fusion.signature import Signature, signature
+from fusedmoe.fusion.steps import AnyStep, Fused, Plain
+from fusedmoe.fusion.values import NONE, primal, tensor_specs
 from fusedmoe.log import say_once
 from fusedmoe.ops.op import TensorSpec
-from fusedmoe.ops.quantize import Quantize, QuantizeGrad, WeightQuantization
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
     from torch import Tensor
 
-    from fusedmoe.formats import Quantizer
+    from fusedmoe.fusion.backward import Backward
+    from fusedmoe.fusion.graph import Graph
+    from fusedmoe.fusion.places import Place
     from fusedmoe.fusion.rule import Direction
     from fusedmoe.kernels.options import KernelOptions
     from fusedmoe.ops.op import SpecLike
@@ -50,7 +44,25 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Environment:
-    """Everything besides the ops and their arguments that a plan depends on."""
+    """Everything besides the ops and their arguments that a plan depends on.
+
+    Attributes
+    ----------
+    device, arch
+        The device, and its architecture if it is an NVIDIA GPU, as a number.
+    deterministic : bool
+        `torch.are_deterministic_algorithms_enabled`.
+    recipe : Recipe
+        The recipe in force.
+    disabled : tuple of str
+        The patterns of rules that are switched off.
+    options : KernelOptions
+        The options of the `Sequential`.
+    asked : bool
+        `explain` asks about this device, which need not exist here.
+    estimated : bool
+        An estimator of torch watches the call; see `fusedmoe.estimating`.
+    """
 
     device: torch.device
     arch: int | None
@@ -58,13 +70,29 @@ class Environment:
     recipe: Recipe
     disabled: tuple[str, ...]
     options: KernelOptions
-    asked: bool = False  # whether the device is one that `explain` was asked about, and need not be there
-    estimated: bool = False  # whether the call is one that an estimator of torch watches; see `fusedmoe.estimating`
+    asked: bool = False
+    estimated: bool = False
 
 
 @dataclass(frozen=True)
 class PlannedSpan:
-    """A step of the plan and the places that it covers."""
+    """A step of the plan and the places that it covers.
+
+    Attributes
+    ----------
+    direction : str
+        ``"forward"`` or ``"backward"``.
+    position : int
+        The first place.
+    step : Plain or Fused
+        The step.
+    places : tuple of Place
+        The places.
+    extra_bytes : int
+        As of `Step`.
+    nearest_miss : Attempt or None
+        For a plain step: the rule that came nearest to taking it.
+    """
 
     direction: Direction
     position: int
@@ -73,121 +101,23 @@ class PlannedSpan:
     extra_bytes: int
     nearest_miss: Attempt | None
 
-    def host_sync(self, specs: Mapping[str, SpecLike | None], device: torch.device) -> bool:
-        """Whether it reads a tensor on the host."""
-        if isinstance(self.step, Fused):
-            return False
-        (place,) = self.places
-        rows = specs[place.names["input"]]
-        assert rows is not None
-        return place.item.host_sync(rows, device)
 
-    def planned(self, specs: Mapping[str, SpecLike | None], costs: Costs, device: torch.device) -> PlannedStep:
-        """Return the step as data."""
-        step = self.step
-        return PlannedStep(
-            self.direction,
-            tuple(p.label for p in self.places),
-            step.rule if isinstance(step, Fused) else None,
-            tuple(v for v in step.needs if v != NONE),
-            step.gives,
-            int(costs.moved((*step.needs, *step.gives))) + self.extra_bytes,
-            step.launches,
-            self.host_sync(specs, device),
-            self.nearest_miss,
-            self.path(specs, device),
-            tuple((q.label, str(q.quantizer)) for q in filter(None, map(_quantized, self.places))),
-        )
+class BackwardProgram(NamedTuple):
+    """The backward program for some set of gradients. It takes the saved tensors, and the gradients that arrive.
 
-    def path(self, specs: Mapping[str, SpecLike | None], device: torch.device) -> str:
-        """How plain PyTorch multiplies quantized operands in it."""
-        if isinstance(self.step, Fused):
-            return ""
-        (place,) = self.places
-        return place.item.path([specs.get(v, specs.get(primal(v))) for v in place.step.needs], device)
-
-
-def with_plain_gradients(specs: Mapping[str, SpecLike | None], places: Iterable[Place]) -> dict[str, SpecLike | None]:
-    """Return the specs with those of the gradients of quantized values which are not quantized themselves.
-
-    Parameters
+    Attributes
     ----------
-    specs
-        Of every value of the forward pass and of every quantized gradient.
-    places
-        Of the backward pass; others do no harm.
+    program : Program
+        The steps.
+    incoming : tuple of int
+        The outputs whose gradients it takes.
     """
-    found = dict(specs)
-    for value in (v for place in places for v in place.names.values()):
-        of = specs.get(primal(value))
-        if value not in specs and isinstance(of, QuantizedSpec):
-            found[value] = TensorSpec(of.shape, of.dtype)
-    return found
-
-
-def with_layouts(
-    specs: Mapping[str, SpecLike | None], graph: Graph, places: Iterable[Place]
-) -> dict[str, SpecLike | None]:
-    """Return the specs with what only the steps that quantize know: how codes and scales lie in memory.
-
-    Parameters
-    ----------
-    specs
-        Of every value and of every quantized gradient.
-    graph, places
-        The chain, and its places of both directions.
-    """
-    found = dict(specs)
-    for step in graph.weights.values():
-        for value in step.gives:
-            if isinstance(spec := specs.get(value), QuantizedSpec):
-                found[value] = spec._replace(stacked=len(spec.shape) == 3)
-    for quantized in filter(None, map(_quantized, places)):
-        offsets = specs[quantized.offsets]
-        experts = None if offsets is None else offsets.shape[0]
-        for value in quantized.forms:
-            if isinstance(spec := specs.get(value), QuantizedSpec):
-                rotated = quantized.quantizer.hadamard and spec.axis == -2
-                found[value] = spec._replace(experts=experts, rotated=rotated)
-    return found
-
-
-class _Quantized(NamedTuple):
-    """What the step of a place quantizes: rows or their gradient."""
-
-    label: str  # as in `PlannedStep.quantizes`
-    quantizer: Quantizer
-    forms: tuple[str, str]  # the values by rows and by columns
-    offsets: str
-
-
-def _quantized(place: Place) -> _Quantized | None:
-    """Return what the step of a place quantizes, if it quantizes."""
-    item = place.item
-    if isinstance(item, Quantize):
-        quantizer, role, rows = item.quantizer, "input", "output"
-    elif isinstance(item, QuantizeGrad):
-        quantizer, role, rows = item.op.grad_quantizer, "grad", "grad_input"
-    else:
-        return None
-    assert quantizer is not None, "otherwise there is no step"
-    value = place.names[rows]
-    return _Quantized(_in_role(place.node.label, role), quantizer, (value, columns(value)), place.names["offsets"])
-
-
-def _in_role(label: str, role: str) -> str:
-    """``0:weight`` of the op with that label, which a recipe has inserted, and of an op ``0`` that was written out."""
-    return label if label.endswith(f":{role}") else f"{label}:{role}"
-
-
-class _Backward(NamedTuple):
-    """The backward program for some set of gradients: it is given what was saved, and the gradients that arrive."""
 
     program: Program
-    incoming: tuple[int, ...]  # of the outputs, those whose gradient it takes
+    incoming: tuple[int, ...]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Plan:
     """A chosen covering, ready to run.
 
@@ -198,24 +128,23 @@ class Plan:
     program : Program
         The forward steps, from the graph's arguments to `outputs` and `saved`.
     outputs, saved : tuple of str
-        What the forward pass returns, and what it keeps for backward.
+        The values that the forward pass returns, and those that it keeps for the backward pass.
     backward_steps : tuple of step
         In the order preferred.
-    incoming, gradients : dict of str to str
-        The gradient of each output, and of each argument that gets one.
+    of_backward : Backward
+        The backward chain.
     wanted : frozenset of str
         The arguments that it was planned to give gradients of.
-    covered : tuple of PlannedSpan
-        The steps with what they cover, for `data`.
-    weights : tuple of Plain
-        What quantizes weights.
+    spans : tuple of PlannedSpan
+        The steps with the ops that they cover.
+    glue : tuple of PlannedSpan
+        The steps between ops.
     attempts : tuple of Attempt
         Every rule tried.
-    unsaved : tuple of (int, bool)
-        The arguments that it does not keep for backward and that second derivatives need, by place; whether each is
-        small beside the rows.
-    quantized : dict of str to QuantizedSpec
-        Every value and gradient that is quantized, for the rows that it was planned with.
+    environment : Environment
+        Everything else that it was planned for.
+    dtype : torch.dtype
+        The dtype of the rows.
     """
 
     graph: Graph
@@ -223,21 +152,29 @@ class Plan:
     outputs: tuple[str, ...]
     saved: tuple[str, ...]
     backward_steps: tuple[AnyStep, ...]
-    incoming: Mapping[str, str]
-    gradients: Mapping[str, str]
+    of_backward: Backward
     wanted: frozenset[str]
-    covered: tuple[PlannedSpan, ...]
-    weights: tuple[Plain, ...]
+    spans: tuple[PlannedSpan, ...]
+    glue: tuple[PlannedSpan, ...]
     attempts: tuple[Attempt, ...]
     environment: Environment
     dtype: torch.dtype
-    quantized: Mapping[str, QuantizedSpec]
-    _backward: dict[tuple[bool, ...], _Backward] = field(default_factory=dict)
+    _backward: dict[tuple[bool, ...], BackwardProgram] = field(default_factory=dict)
 
-    @functools.cached_property
-    def keeps_quantized(self) -> bool:
-        """Whether what it keeps for backward may hold a `QuantizedTensor`."""
-        return not self.quantized.keys().isdisjoint(self.saved)
+    @property
+    def saved_tensors(self) -> tuple[str, ...]:
+        """The tensors of `saved`, by their names in the program."""
+        return self.program.results[1]
+
+    def infer(self, arguments: Sequence[SpecLike | None]) -> Specs:
+        """Return the specs of all values, of both directions and of their tensors, for these arguments."""
+        specs = self.graph.infer(dict(zip(self.graph.arguments, arguments, strict=True)))
+        gradients: dict[str, SpecLike | None] = {}
+        for value, spec in self.of_backward.specs.items():
+            rows = specs[primal(value)]
+            assert rows is not None
+            gradients[value] = spec._replace(shape=tuple(rows.shape))  # type: ignore[union-attr]
+        return without_tensors({**specs, **gradients, **tensor_specs(gradients, self.of_backward.forms)})
 
     def on_meta(self, arguments: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
         """Return the outputs as meta tensors: their shapes follow from the arguments'."""
@@ -245,23 +182,24 @@ class Plan:
         outputs = [specs[value] for value in self.graph.outputs]
         return tuple([torch.empty(s.shape, dtype=s.dtype, device="meta") for s in outputs if s is not None])
 
-    def backward(self, wanted: tuple[bool, ...]) -> _Backward:
+    def backward(self, wanted: tuple[bool, ...]) -> BackwardProgram:
         """Return the backward program that gives a gradient, or None, for each argument: those wanted."""
         backward = self._backward.get(wanted)
         if backward is None:
             backward = self._backward[wanted] = self._backward_program(wanted)
         return backward
 
-    def _backward_program(self, wanted: tuple[bool, ...]) -> _Backward:
-        asked = [self.gradients.get(a, NONE) if w else NONE for a, w in zip(self.graph.arguments, wanted, strict=True)]
-        incoming = [(i, self.incoming[v]) for i, v in enumerate(self.graph.outputs) if v in self.incoming]
-        given = (*self.saved, *(v for _, v in incoming))
-        program = Program(needed_steps(self.backward_steps, asked, given), given, [asked])
-        return _Backward(program, tuple(i for i, _ in incoming))
+    def _backward_program(self, wanted: tuple[bool, ...]) -> BackwardProgram:
+        arguments, of_backward = self.graph.arguments, self.of_backward
+        asked = [of_backward.gradients.get(a, NONE) if w else NONE for a, w in zip(arguments, wanted, strict=True)]
+        outputs = [(i, v) for i, v in enumerate(self.graph.outputs) if v in of_backward.incoming]
+        given = (*self.saved, *(of_backward.incoming[v] for _, v in outputs))
+        steps, forms = needed_steps(self.backward_steps, asked, given), {**self.graph.forms, **of_backward.forms}
+        return BackwardProgram(Program(steps, given, [asked], forms), tuple(i for i, _ in outputs))
 
     @functools.cached_property
     def unsaved(self) -> frozenset[int]:
-        """The arguments, by place, that second derivatives take and that are not in `saved`."""
+        """The arguments, by position, that second derivatives take and that are not in `saved`."""
         if not self.wanted or self.no_second_derivatives:
             return frozenset()
         taken = argument_names(self.graph, self.saved)
@@ -269,105 +207,39 @@ class Plan:
 
     @functools.cached_property
     def no_second_derivatives(self) -> str:
-        """Why the gradients have no derivatives; an empty text if they have."""
+        """The reason why the gradients have no derivatives; an empty text if they have."""
         return why_not(self.graph)
 
     @property
     def missed(self) -> tuple[tuple[str, Attempt], ...]:
-        """The ops that run unfused although this device has a kernel for them, each with what came nearest."""
-        unfused = ((c.places[0].label, c.position, c.nearest_miss) for c in self.covered if isinstance(c.step, Plain))
+        """The ops that run unfused although this device has a kernel for them, each with the rule that came nearest."""
+        unfused = ((c.places[0].label, c.position, c.nearest_miss) for c in self.spans if isinstance(c.step, Plain))
         return tuple((label, m) for label, at, m in unfused if m is not None and m.missed and m.stands_on(at))
 
     @functools.cached_property
     def missed_or_unavailable(self) -> tuple[tuple[str, Attempt], ...]:
-        """The ops of `missed`, and those that a rule stands on which is UNAVAILABLE; not one for other devices, where
-        the device is one that was asked about.
+        """The ops of `missed`, and those for which a rule is UNAVAILABLE. If `explain` asks about a device, rules for
+        other devices do not count.
         """
         missed = dict(self.missed)
-        for covered in self.covered:
-            label, at = covered.places[0].label, covered.position
-            if isinstance(covered.step, Plain) and label not in missed:
-                stood = [a for a in self.attempts if self._unavailable(a) and a.direction == covered.direction]
+        for span in self.spans:
+            label, at = span.places[0].label, span.position
+            if isinstance(span.step, Plain) and label not in missed:
+                stood = [a for a in self.attempts if self._unavailable(a) and a.direction == span.direction]
                 if nearest := nearest_miss([a for a in stood if a.stands_on(at)], at):
                     missed[label] = nearest
-        order = [covered.places[0].label for covered in self.covered]
+        order = [span.places[0].label for span in self.spans]
         return tuple(sorted(missed.items(), key=lambda item: order.index(item[0])))
 
     def _unavailable(self, attempt: Attempt) -> bool:
         return attempt.status is Status.UNAVAILABLE and not (self.environment.asked and attempt.cause == "device")
 
     def raise_if_missed(self, unavailable: bool = False) -> None:
-        """Raise what ``fm.strict()`` promises."""
+        """Raise the error that ``fm.strict()`` promises."""
         if missed := self.missed_or_unavailable if unavailable else self.missed:
             raise FusionError(
                 missed_text(missed, "this device has a kernel" if not unavailable else "there is a kernel")
             )
-
-    def data(self, arguments: Mapping[str, SpecLike | None]) -> PlanData:
-        """Return the plan as data, its bytes for these arguments."""
-        places = [place for c in self.covered for place in c.places]
-        specs = self._quantized_gradients(self.graph.infer(arguments))
-        specs = with_layouts(with_plain_gradients(specs, places), self.graph, places)
-        costs = Costs(specs, self.graph.parameters, rows=0)
-        of_weights = {*self.graph.parameters, *(v for s in self.weights for v in s.gives)}
-        kept = [v for v in self.saved if v not in of_weights]
-        held = [q.offsets for q in filter(None, map(_quantized, places)) if not set(kept).isdisjoint(q.forms)]
-        kept += [v for v in dict.fromkeys(held) if v not in (*kept, NONE)]  # a `QuantizedTensor` holds them too
-        device, arch = self.environment.device, self.environment.arch
-        weights = tuple(self._planned_weight(s, costs) for s in self.weights)
-        return PlanData(
-            (*weights, *(c.planned(specs, costs, device) for c in self.covered)),
-            self.attempts,
-            tuple(kept),
-            sum(costs.nbytes(v) for v in kept),
-            f"sm_{arch}" if self.environment.asked else str(device) + (f" (sm_{arch})" if arch else ""),
-            str(self.dtype).removeprefix("torch."),
-            self.environment.recipe.name,
-            self.environment.options,
-            self.program.source,
-            self.backward(tuple([a in self.wanted for a in self.graph.arguments])).program.source,
-            sum(costs.nbytes(v) for s in self.weights for v in s.gives),
-            missed=self.missed_or_unavailable,
-            rows=_rows(specs[self.graph.arguments[0]]),
-            **self._asked(),
-        )
-
-    def _asked(self) -> dict[str, Any]:
-        """Return what `PlanData` says of a device that was asked about."""
-        if not self.environment.asked:
-            return {}
-        rules = {rule.name: rule for rule in registry.rules()}
-        fused = sorted({c.step.rule for c in self.covered if isinstance(c.step, Fused)})
-        assumed = dict.fromkeys(registry.what_is_missing(rules[name]) for name in fused if name in rules)
-        return {"asked_arch": self.environment.arch, "assumed": tuple(text for text in assumed if text is not None)}
-
-    def _planned_weight(self, step: Plain, costs: Costs) -> PlannedStep:
-        """Return a step that quantizes a weight, as data."""
-        (weight,) = step.needs
-        run = self.graph.weights[weight].run
-        assert isinstance(run, WeightQuantization)
-        return PlannedStep(
-            "forward",
-            (step.label,),
-            None,
-            step.needs,
-            step.gives,
-            int(costs.moved((*step.needs, *step.gives))),
-            step.launches,
-            quantizes=((_in_role(step.label.rpartition(".")[0], "weight"), str(run.quantizer)),),
-        )
-
-    def _quantized_gradients(self, specs: dict[str, SpecLike | None]) -> dict[str, SpecLike | None]:
-        """Add the specs of quantized gradients, for the rows of these."""
-        for value, spec in self.quantized.items():
-            rows = specs.get(primal(value))
-            if value not in specs and rows is not None:
-                specs[value] = spec._replace(shape=tuple(rows.shape))
-        return specs
-
-
-def _rows(x: SpecLike | None) -> int:
-    return 0 if x is None else math.prod(map(int, x.shape[:-1]))
 
 
 class BoundPlan:
@@ -431,7 +303,7 @@ class BoundPlan:
         chain = f"chain {first}" if first == last else f"chain {first} to {last}"
         if why := plan.no_second_derivatives:
             raise SecondOrderError(f"{chain}: second derivatives (create_graph=True): {why}")
-        fused = [c.step.label for c in plan.covered if c.direction == "backward" and isinstance(c.step, Fused)]
+        fused = [c.step.label for c in plan.spans if c.direction == "backward" and isinstance(c.step, Fused)]
         message = "its backward pass runs unfused, for second derivatives (create_graph=True)"
         if fused and self._strict:
             raise FusionError(f"strict: {chain}: {message}, although this device has a kernel for {', '.join(fused)}")

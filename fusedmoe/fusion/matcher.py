@@ -7,16 +7,20 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import TypeAlias
 
     from fusedmoe.fusion.rule import Slot
+    from fusedmoe.ops.glue import Glue
     from fusedmoe.ops.op import BackwardOp, Op
+
+    Item: TypeAlias = Op | BackwardOp | Glue
 
 
 @dataclass(frozen=True)
 class Match:
     """A pattern that stands: what each slot is bound to, and the position after its last op."""
 
-    bindings: dict[str, Op | BackwardOp | None]
+    bindings: dict[str, Item | None]
     end: int
 
 
@@ -43,14 +47,14 @@ class Mismatch:
         return f"slot {self.slot!r}: expected {self.expected}, got {self.got}"
 
 
-def match(slots: tuple[Slot, ...], items: Sequence[Op | BackwardOp], start: int) -> list[Match] | Mismatch:
+def match(slots: tuple[Slot, ...], items: Sequence[Item], start: int) -> list[Match] | Mismatch:
     """Match a pattern at a position: every way in which it stands, most slots bound first, or the farthest mismatch: by
     required slots, then by all.
     """
     found: list[Match] = []
     farthest: Mismatch | None = None
 
-    def walk(index: int, position: int, stood: int, bindings: dict[str, Op | BackwardOp | None]) -> None:
+    def walk(index: int, position: int, stood: int, bindings: dict[str, Item | None]) -> None:
         nonlocal farthest
         if index == len(slots):
             found.append(Match(bindings, position))
@@ -74,7 +78,7 @@ def match(slots: tuple[Slot, ...], items: Sequence[Op | BackwardOp], start: int)
     return farthest
 
 
-def _mismatch(bound: int, stood: int, slot: Slot, item: Op | BackwardOp | None) -> Mismatch:
+def _mismatch(bound: int, stood: int, slot: Slot, item: Item | None) -> Mismatch:
     if item is None:
         return Mismatch(bound, slot.name, slot.expected, "the end of the chain", stood)
     got = type(item).__name__

@@ -196,6 +196,8 @@ class PlanData:
         The ops that run unfused although a rule for this device, or for the architecture asked about, stands on them,
         each with how that rule ended. UNAVAILABLE counts, except for a rule that is for other devices than the
         architecture asked about.
+    glue : tuple of PlannedStep
+        The steps between ops: derived values, dequantization, sums of gradients, zeroed tails.
     rows : int
         The number of rows, or of tokens where the chain begins with a `Dispatch`, that all bytes are counted for.
     """
@@ -216,6 +218,7 @@ class PlanData:
     assumed: tuple[str, ...] = ()
     missed: tuple[tuple[str, Attempt], ...] = ()
     rows: int = 0
+    glue: tuple[PlannedStep, ...] = ()
 
     @property
     def planned_for(self) -> str:
@@ -263,6 +266,9 @@ class PlanData:
             *_table(self.steps),
             *_wrapped(f"kept for backward: {format_bytes(self.kept_bytes)}{kept}"),
         ]
+        if self.glue:
+            glue = [f"{step.ops[0]} ({step.rule})" if step.rule else step.ops[0] for step in self.glue]
+            lines += _wrapped(f"glue: {', '.join(glue)}")
         if self.weight_bytes:
             lines.append(f"quantized weights: {format_bytes(self.weight_bytes)}, kept until the weights change")
         if self.formats:
@@ -370,8 +376,9 @@ def hints(plans: Iterable[PlanData]) -> list[str]:
         if plan.nothing_to_fuse:
             found[_no_kernels(plan)] = None
         misses = [step.nearest_miss for step in plan.unfused if step.nearest_miss is not None]
-        if plan.asked_arch is None and any(m.cause == "device" and m.rule.startswith("sm90.") for m in misses):
-            found["explain(..., arch=90) shows what an sm_90 GPU would run"] = None
+        for arch in ARCHITECTURES if plan.asked_arch is None else ():
+            if any(m.cause == "device" and m.rule.startswith(f"sm{arch}.") for m in misses):
+                found[f"explain(..., arch={arch}) shows what an sm_{arch} GPU would run"] = None
     return list(found)
 
 

@@ -1,41 +1,41 @@
-"""From a chain and what it is called with to a plan: candidates, the cheapest covering, programs.
+"""From a chain and the kind of its arguments to a plan.
 
-1. `candidates`: every rule at every position; each ends in a status, those that take what they found become candidates.
+1. `candidates`: the candidates for each position; every rule ends in a status at every position.
 2. `choice`: the cheapest covering of both directions together.
-3. here: the steps of that covering, the glue between them (derived values, gradient sums, tail masks), what is kept.
+3. Here: the steps of that covering, the glue between them, and the values kept for the backward pass.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+from dataclasses import replace
 from fnmatch import fnmatchcase
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fusedmoe.environment import did_you_mean
-from fusedmoe.formats import QuantizedSpec
 from fusedmoe.fusion import registry
-from fusedmoe.fusion.candidates import Costs, DirectionSearch
-from fusedmoe.fusion.choice import cheapest, final_attempts, nearest_miss
-from fusedmoe.fusion.executable import Environment, Plan, PlannedSpan, with_layouts, with_plain_gradients
-from fusedmoe.fusion.graph import NO_BACKWARD
-from fusedmoe.fusion.names import NONE
-from fusedmoe.fusion.offsets import NAME as OFFSETS
-from fusedmoe.fusion.offsets import with_kernels
-from fusedmoe.fusion.plain import Plain
-from fusedmoe.fusion.program import AnyStep, Fused, Program, all_needs, needed_steps
-from fusedmoe.fusion.rule import expect_none
+from fusedmoe.fusion.backward import Backward, backward_chain
+from fusedmoe.fusion.candidates import Costs, DirectionSearch, Search
+from fusedmoe.fusion.choice import Chosen, cheapest, cheapest_glue, final_attempts, nearest_miss
+from fusedmoe.fusion.describe import describe
+from fusedmoe.fusion.executable import Environment, Plan, PlannedSpan
+from fusedmoe.fusion.graph import dequantize
+from fusedmoe.fusion.places import training_place, with_forms
+from fusedmoe.fusion.plan import Attempt
+from fusedmoe.fusion.program import Program, needed_steps
+from fusedmoe.fusion.rule import RuleError
+from fusedmoe.fusion.steps import AnyStep, Fused, Plain
+from fusedmoe.fusion.values import NONE, by_rows, dequantized
 from fusedmoe.log import say_once
 from fusedmoe.ops.op import BackwardOp
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
-    from torch import Tensor
-
-    from fusedmoe.fusion.candidates import Candidate
-    from fusedmoe.fusion.graph import Graph, Place
+    from fusedmoe.fusion.graph import Graph
+    from fusedmoe.fusion.places import Place
+    from fusedmoe.fusion.rule import Direction
     from fusedmoe.ops.op import SpecLike
 
 logger = logging.getLogger(__name__)
@@ -48,6 +48,8 @@ def make_plan(
     environment: Environment,
     nominal_rows: int | None = None,
     name: str = "",
+    *,
+    keep_weights: bool = True,
 ) -> Plan:
     """Plan a chain.
 
@@ -60,192 +62,250 @@ def make_plan(
     wanted
         The arguments that want a gradient; empty for inference.
     environment
-        What else the choice depends on.
+        Everything else that the choice depends on.
     nominal_rows
-        The number of rows that the choice is made for; by default the next power of two above those that there are.
+        The number of rows that the choice is made for; by default the next power of two above the actual number.
     name
-        What log lines call the chain; by default its layers.
+        The name of the chain in log lines; by default its layers.
+    keep_weights
+        Whether the backward pass gets the quantized weights of the forward pass. If not, it quantizes them again.
     """
     _warn_of_patterns(environment.disabled)
-    specs = graph.infer(arguments)
-    rows = specs[graph.arguments[0]]
-    assert rows is not None
-    of_backward = graph.backward(wanted, specs) if wanted else NO_BACKWARD
-    of_forward = graph.chosen(of_backward)
-    specs |= of_backward.specs
-    specs = with_plain_gradients(specs, of_backward.places)
-    incoming, gradients = of_backward.incoming, of_backward.gradients
-
-    # without what pads the rows of each expert: it does not grow with them, and the choice must not depend on how many
-    # there are; every covering pads alike
-    costs = Costs(specs, graph.parameters, math.prod(rows.shape[:-1]), nominal_rows)
-    specs = with_layouts(specs, graph, (*of_forward.places, *of_backward.places))
-    context = {
-        "device": environment.device,
-        "arch": environment.arch,
-        "deterministic": environment.deterministic,
-        "training": bool(wanted),
-        "recipe": environment.recipe,
-        "options": environment.options,
-        "_specs": specs,
-    }
-    disabled, asked = environment.disabled, environment.asked
-    derived = with_kernels(graph.derived.values(), environment.device, environment.arch, disabled, asked)
-    glue = (*derived, *of_forward.weights, *of_forward.glue)
-    forward = DirectionSearch("forward", of_forward.places, graph.outputs, glue, costs, context, disabled, asked)
-    backward = DirectionSearch(
-        "backward", of_backward.places, gradients.values(), of_backward.glue, costs, context, disabled, asked
-    )
-    glued = {v for step in glue for v in step.gives}
-    kept_anyway = {*graph.arguments, *graph.outputs, *glued}
-    chosen_forward, chosen_backward, kept = cheapest(forward, backward, kept_anyway)
-
-    elsewhere = {*graph.arguments, *glued, *(v for p in of_forward.places for v in p.step.gives)}
-    forward_steps = [_step(graph, forward, c, kept, elsewhere) for c in chosen_forward]
-    materialized = {*graph.arguments, *glued, *(v for s in forward_steps for v in s.gives)}
-    backward_steps = [_step(graph, backward, c, (), materialized) for c in chosen_backward]
-    forward_all, outputs = _tails_zeroed(graph, [*glue, *forward_steps], {v: v for v in graph.outputs})
-    backward_all, gradients = _tails_zeroed(graph, [*backward_steps, *of_backward.glue], gradients)
-
-    made_again = {v for step in of_backward.glue for v in step.gives}  # dequantized: the codes take less to keep
-    saved = _saved(backward_all, incoming.values(), (kept | kept_anyway) - made_again, materialized)
-    if wanted:  # second derivatives compute the op again
-        saved = (*saved, *(v for v in graph.random_states if v in materialized and v not in saved))
-    results = [(*outputs.values(),), saved]
-    program = Program(needed_steps(forward_all, (*outputs.values(), *saved)), tuple(graph.arguments), results)
-
-    needed_by = {v: s.label for s in reversed(backward_steps) for v in all_needs(s)}
-    attempts = (
-        *final_attempts(forward, chosen_forward, kept, needed_by),
-        *final_attempts(backward, chosen_backward, (), {}),
-    )
-    covered = tuple(
-        PlannedSpan(
-            line.direction,
-            c.start,
-            step,
-            line.places[c.start : c.end],
-            c.step.extra_bytes,
-            None if c.rule else nearest_miss([a for a in attempts if a.direction == line.direction], c.start),
-        )
-        for line, covering, steps in (
-            (forward, chosen_forward, forward_steps),
-            (backward, chosen_backward, backward_steps),
-        )
-        for c, step in zip(covering, steps, strict=True)
-    )
-    plan = Plan(
-        graph,
-        program,
-        tuple(outputs.values()),
-        saved,
-        tuple(backward_all),
-        incoming,
-        gradients,
-        frozenset(wanted),
-        covered,
-        of_forward.weights,
-        attempts,
-        environment,
-        rows.dtype,
-        {value: spec for value, spec in specs.items() if isinstance(spec, QuantizedSpec)},
-    )
-    if not asked:
+    plan = _Planner(graph, arguments, wanted, environment, nominal_rows, keep_weights).plan()
+    if not environment.asked:
         _log(plan, arguments, name or _layers(graph))
     return plan
 
 
-def _step(graph: Graph, line: DirectionSearch, c: Candidate, kept: Collection[str], there: Collection[str]) -> AnyStep:
-    """Return the runnable step of a candidate, which writes those of its keeps that are kept."""
-    places = line.places[c.start : c.end]
-    if c.rule is None:
-        return places[0].step
-    s = c.step
-    wanted = [(name, v) for name, v in zip(c.keep_names, s.keeps, strict=True) if v in kept]
-    gives = (*s.gives, *(v for _, v in wanted))
-    run, bind = s.run, s.bind
-    if s.keeps:
-        keep = tuple(name for name, _ in wanted)
-        run, bind = run and partial(run, keep=keep), bind and partial(bind, keep=keep)
-    if run is not None and s.guard is not None:
-        run = _guarded(run, s.guard, c.name)
-    may_decline = bind is not None or s.guard is not None
-    stand_ins = _stand_ins(graph, places, gives, {*there, *s.needs}) if may_decline else ()
-    label = " + ".join(p.label for p in places)
-    may_give_none = any(isinstance(p.item, BackwardOp) and p.item.may_give_none for p in places)
-    return Fused(
-        label, c.name, run, bind, s.needs, gives, may_decline, may_give_none, s.zeroes_tail, s.launches, stand_ins
-    )
+class _Planner:
+    """One plan in the making."""
 
+    def __init__(
+        self,
+        graph: Graph,
+        arguments: Mapping[str, SpecLike | None],
+        wanted: Collection[str],
+        environment: Environment,
+        nominal_rows: int | None,
+        keep_weights: bool,
+    ) -> None:
+        self._graph, self._wanted, self._environment = graph, wanted, environment
+        self._keep_weights, self._training = keep_weights, bool(wanted)
+        specs = graph.infer(arguments)
+        rows = specs[graph.arguments[0]]
+        assert rows is not None
+        self._dtype = rows.dtype
+        self._of_backward: Backward = backward_chain(graph, wanted, specs)
+        self._places = tuple(map(training_place, graph.forward)) if wanted else graph.forward
+        specs |= self._of_backward.specs
+        self._of_weights = {v for place in graph.weights.values() for v in place.step.gives}
+        fixed = {*graph.parameters, *self._of_weights}
+        self._search = Search(
+            costs=Costs(specs, fixed, math.prod(rows.shape[:-1]), nominal_rows),
+            context={
+                "device": environment.device,
+                "arch": environment.arch,
+                "deterministic": environment.deterministic,
+                "training": self._training,
+                "recipe": environment.recipe,
+                "options": environment.options,
+            },
+            specs=specs,
+            disabled=environment.disabled,
+            assume_installed=environment.asked,
+        )
 
-def _guarded(run: Callable[..., Any], guard: Callable[..., object], rule: str) -> Callable[..., Any]:
-    def guarded(*tensors: Tensor | None) -> Any:
-        if (answer := guard(*tensors)) is not None:
-            expect_none(rule, "guard", answer)
-        return run(*tensors)
+    def plan(self) -> Plan:
+        graph, of_backward = self._graph, self._of_backward
+        sources = {dequantized(v): v for v in graph.quantizers}
+        gradients = {dequantized(v): v for v in of_backward.forms if v == by_rows(v)}
+        forward = DirectionSearch("forward", self._places, graph.outputs, sources, self._search)
+        backward = DirectionSearch(
+            "backward", of_backward.places, of_backward.gradients.values(), sources | gradients, self._search
+        )
+        kept_anyway = {*graph.arguments, *graph.outputs, *graph.derived, *self._of_weights}
+        waits = {v for place in of_backward.sums for v in place.step.needs}
+        of_forward, to_backward, kept = cheapest(forward, backward, kept_anyway, waits)
 
-    return guarded
+        glue = [*graph.derived.values(), *map(dequantize, sorted(map(sources.__getitem__, of_forward.converted)))]
+        glue_forward = self._glue("forward", glue)
+        converted = sorted((sources | gradients)[v] for v in to_backward.converted)
+        glue_backward = self._glue("backward", [*of_backward.sums, *map(dequantize, converted)])
+        read = _needs(chosen.candidate.step.needs for chosen in (*of_forward.steps, *to_backward.steps))
+        read |= _needs(span.step.needs for span in (*glue_forward, *glue_backward))
+        weights = self._weights(read)
 
+        elsewhere = {*graph.arguments, *graph.derived, *self._of_weights}
+        elsewhere |= _needs(place.step.gives for place in self._places)
+        forward_steps = [self._step(forward, chosen, elsewhere) for chosen in of_forward.steps]
+        made_forward = [*(span.step for span in (*glue_forward, *weights)), *forward_steps]
+        materialized = {*graph.arguments, *_needs(s.gives for s in made_forward)}
+        backward_steps = [self._step(backward, chosen, materialized) for chosen in to_backward.steps]
 
-def _saved(
-    steps: Sequence[AnyStep], incoming: Collection[str], kept: Collection[str], materialized: Collection[str]
-) -> tuple[str, ...]:
-    """Return what the forward pass hands to these backward steps: values that none of them gives, those chosen to be
-    kept although one gives them (too late for another), and what only stand-ins read, if it is there.
-    """
-    given = {NONE, *incoming, *(v for s in steps for v in s.gives)}
-    return tuple(
-        dict.fromkeys(
+        masks_forward, outputs = self._masks("forward", made_forward, {v: v for v in graph.outputs})
+        made_backward: list[AnyStep] = [*backward_steps, *(span.step for span in glue_backward)]
+        masks_backward, gradients = self._masks("backward", made_backward, of_backward.gradients)
+        made_backward += [span.step for span in masks_backward]
+        if not self._keep_weights:
+            made_backward = [*(span.step for span in weights), *made_backward]
+            materialized -= self._of_weights
+        again = _needs(span.step.gives for span in glue_backward)  # dequantized: the codes take less to keep
+        saved = self._saved(made_backward, (kept | kept_anyway) - again, materialized)
+        steps: list[AnyStep] = [*made_forward, *(span.step for span in masks_forward)]
+        results = [(*outputs.values(),), saved]
+        forms = {**graph.forms, **of_backward.forms}
+        program = Program(needed_steps(steps, (*outputs.values(), *saved)), tuple(graph.arguments), results, forms)
+        run = set(map(id, (*program.steps, *made_backward)))
+
+        needed_by = {v: s.label for s in reversed(backward_steps) for v in s.all_needs}
+        attempts = (
+            *final_attempts(forward, of_forward, kept, needed_by),
+            *final_attempts(backward, to_backward, (), {}),
+        )
+        spans = (
+            *self._spans(forward, of_forward.steps, forward_steps, attempts),
+            *self._spans(backward, to_backward.steps, backward_steps, attempts),
+        )
+        glue_spans = (*weights, *glue_forward, *masks_forward, *glue_backward, *masks_backward)
+        return Plan(
+            graph=graph,
+            program=program,
+            outputs=tuple(outputs.values()),
+            saved=saved,
+            backward_steps=tuple(made_backward),
+            of_backward=of_backward._replace(gradients=gradients),
+            wanted=frozenset(self._wanted),
+            spans=spans,
+            glue=tuple(span for span in glue_spans if id(span.step) in run),
+            attempts=attempts,
+            environment=self._environment,
+            dtype=self._dtype,
+        )
+
+    def _spans(
+        self, line: DirectionSearch, chosen: Iterable[Chosen], steps: Iterable[AnyStep], attempts: Iterable[Attempt]
+    ) -> list[PlannedSpan]:
+        """Return the steps of a direction with the places that they cover."""
+        of_direction = [a for a in attempts if a.direction == line.direction]
+        spans = []
+        for (c, _), step in zip(chosen, steps, strict=True):
+            miss = None if c.rule else nearest_miss(of_direction, c.start)
+            places = line.places[c.start : c.end]
+            spans.append(PlannedSpan(line.direction, c.start, step, places, c.step.extra_bytes, miss))
+        return spans
+
+    def _glue(self, direction: Direction, places: Sequence[Place]) -> list[PlannedSpan]:
+        """Return the steps of glue, each by the cheapest rule that takes it, or in plain PyTorch."""
+        if not places:
+            return []
+        line = DirectionSearch(direction, places, (), {}, self._search)
+        chosen = cheapest_glue(line)
+        steps = [self._step(line, c, c.candidate.step.needs) for c in chosen]
+        return self._spans(line, chosen, steps, line.attempts)
+
+    def _weights(self, read: Collection[str]) -> list[PlannedSpan]:
+        """Return the steps that quantize weights, each in the forms that are read."""
+        spans = []
+        for span in self._glue("forward", [*self._graph.weights.values()]):
+            (place,) = span.places
+            if isinstance(span.step, Plain):
+                span = replace(span, step=with_forms(place, read, self._training))
+            spans.append(span)
+        return spans
+
+    def _step(self, line: DirectionSearch, chosen: Chosen, there: Collection[str]) -> AnyStep:
+        """Return the runnable step of a candidate; ``there`` are the values that exist for its fallback."""
+        c = chosen.candidate
+        places = line.places[c.start : c.end]
+        if c.rule is None:
+            (place,) = places
+            return place.step if place.item.quantizes is None else with_forms(place, chosen.written, self._training)
+        keep = tuple(name for name, v in zip(c.keep_names, c.step.keeps, strict=True) if v in chosen.written)
+        assert c.ctx is not None
+        bind: object = c.rule.build(c.ctx, keep)
+        if not callable(bind):
+            where = line.where(c.rule, c.start, c.end)
+            raise RuleError(
+                f"{where}: build() returned {bind!r}: expected a function, which takes the tensors of needs"
+            )
+        return Fused(
+            label=" + ".join(p.label for p in places),
+            rule=c.name,
+            bind=bind,
+            needs=c.step.needs,
+            gives=chosen.gives,
+            may_give_none=any(isinstance(p.item, BackwardOp) and p.item.may_give_none for p in places),
+            zeroes_tail=c.step.zeroes_tail,
+            launches=c.step.launches,
+            fallback=self._fallback(places, chosen.gives, {*there, *c.step.needs}),
+        )
+
+    def _fallback(self, places: Sequence[Place], gives: Collection[str], there: Collection[str]) -> tuple[Plain, ...]:
+        """Return the plain steps that give the values of a fused step, and recompute forward values that are absent."""
+        own = {v: self._whole(p) for p in places for v in p.step.gives}
+        ordered: list[Plain] = []
+
+        def make(value: str, *, again: bool = False) -> None:
+            step = own.get(value)
+            if step is None and (again or value not in there):
+                step = self._graph.producers.get(value)
+            if step is None or step in ordered:
+                return
+            for need in step.needs:
+                make(need)
+            ordered.append(step)
+
+        for value in gives:
+            make(value, again=True)  # a value that the fused step recomputes is not kept
+        return tuple(ordered)
+
+    def _whole(self, place: Place) -> Plain:
+        """Return a plain step with every form that its item can give."""
+        return place.step if place.item.quantizes is None else with_forms(place, place.step.gives, self._training)
+
+    def _masks(
+        self, direction: Direction, steps: Sequence[AnyStep], results: Mapping[str, str]
+    ) -> tuple[list[PlannedSpan], dict[str, str]]:
+        """Return the glue that zeroes the tail of results whose makers do not, and the names of the results then."""
+        zeroed = {v for s in steps if s.zeroes_tail for v in s.gives}
+        masks, renamed = [], {}
+        for key, value in results.items():
+            mask = None if value in zeroed else self._graph.zero_tail(value, f"zeroed {value}")
+            if mask is not None:
+                masks.append(mask)
+            renamed[key] = value if mask is None else mask.step.gives[0]
+        return self._glue(direction, masks), renamed
+
+    def _saved(self, steps: Sequence[AnyStep], kept: Collection[str], materialized: Collection[str]) -> tuple[str, ...]:
+        """Return the values that the forward pass hands to these backward steps.
+
+        These are: values that no backward step gives; those chosen to be kept although a later step gives them; those
+        that only fallbacks read, if they exist; and the offsets of quantized ones. Second derivatives compute an op
+        again, so they also need the states that it drew random numbers from.
+        """
+        graph = self._graph
+        given = {NONE, *self._of_backward.incoming.values(), *_needs(s.gives for s in steps)}
+        saved = dict.fromkeys(
             v
             for s in steps
-            for v in all_needs(s)
+            for v in s.all_needs
             if v not in given or v in kept or (v in materialized and v not in s.needs)
         )
-    )
+        if self._training:
+            saved |= dict.fromkeys(v for v in graph.random_states if v in materialized)
+        offsets = [graph.forms[v].offsets for v in saved if v in graph.forms]
+        return (*saved, *dict.fromkeys(v for v in offsets if v != NONE and v not in saved))
 
 
-def _stand_ins(
-    graph: Graph, places: Sequence[Place], gives: Collection[str], there: Collection[str]
-) -> tuple[Plain, ...]:
-    """Return the plain steps that give what a fused step gives, recomputing forward values that are not there."""
-    own = {v: p.step for p in places for v in p.step.gives}
-    ordered: list[Plain] = []
-
-    def make(value: str, *, again: bool = False) -> None:
-        step = own.get(value)
-        if step is None and (again or value not in there):
-            step = graph.producers.get(value)
-        if step is None or step in ordered:
-            return
-        for need in step.needs:
-            make(need)
-        ordered.append(step)
-
-    for value in gives:
-        make(value, again=True)  # what the fused step recomputes, it recomputes because nobody keeps it
-    return tuple(ordered)
-
-
-def _tails_zeroed(
-    graph: Graph, steps: Sequence[AnyStep], results: Mapping[str, str]
-) -> tuple[list[AnyStep], dict[str, str]]:
-    """Add a mask behind each result whose maker does not promise zeros in the rows behind the last expert's."""
-    made_by = {v: s for s in steps for v in s.gives}
-    steps, renamed = list(steps), {}
-    for key, value in results.items():
-        maker = made_by.get(value)
-        mask = None if maker is not None and maker.zeroes_tail else graph.zero_tail(value, f"zeroed {value}")
-        if mask is not None:
-            steps.append(mask)
-        renamed[key] = value if mask is None else mask.gives[0]
-    return steps, renamed
+def _needs(values: Iterable[Iterable[str]]) -> set[str]:
+    return {v for some in values for v in some}
 
 
 def _warn_of_patterns(disabled: Collection[str]) -> None:
     """Warn of patterns that switch no rule off. Entry points have added their rules by now."""
     if not disabled:
         return
-    names = [OFFSETS, *(rule.name for rule in registry.rules())]
+    names = [rule.name for rule in registry.rules()]
     for pattern in disabled:
         if any(fnmatchcase(name, pattern) for name in names):
             continue
@@ -275,7 +335,7 @@ def _log(plan: Plan, arguments: Mapping[str, SpecLike | None], name: str) -> Non
         )
     if not logger.isEnabledFor(logging.INFO):
         return
-    data = plan.data(arguments)
+    data = describe(plan, arguments)
     message = "new plan: %s, %s, recipe %s, kept for backward %d bytes for %d rows, of %s"
     logger.info(message, data.device, data.dtype, data.recipe, data.kept_bytes, data.rows, name)
     for i, step in enumerate(data.steps, 1):

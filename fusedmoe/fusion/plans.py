@@ -11,7 +11,6 @@ from fusedmoe.estimating import has_values
 from fusedmoe.fusion import registry
 from fusedmoe.fusion.executable import BoundPlan, Environment, Plan
 from fusedmoe.fusion.planner import make_plan
-from fusedmoe.fusion.results import announced
 from fusedmoe.fusion.signature import spec_of
 from fusedmoe.inputs import check_devices, check_rows, why_sharded
 from fusedmoe.target import arch_of
@@ -72,7 +71,7 @@ class Conditions(NamedTuple):
         No rule applies: for estimators of torch and for exported programs. The device need not be there.
     target : Target or None
         The GPU that ``explain(arch=)`` asks about.
-    nominal_rows : int or None
+    nominal_rows, keep_weights
         As in `make_plan`.
     """
 
@@ -83,6 +82,7 @@ class Conditions(NamedTuple):
     unfused: bool = False
     target: Target | None = None
     nominal_rows: int | None = None
+    keep_weights: bool = True
 
 
 def plan_chain(
@@ -128,6 +128,7 @@ def plan_chain(
         environment,
         conditions.nominal_rows,
         chain.name,
+        keep_weights=conditions.keep_weights,
     )
 
 
@@ -210,11 +211,10 @@ class PlanTable:
         return plan
 
     def bind(
-        self, key: Hashable, plan: Plan, arguments: Sequence[Tensor | None], strict: bool, tensors: Signature = ()
+        self, key: Hashable, plan: Plan, arguments: Sequence[SpecLike | None], strict: bool, tensors: Signature = ()
     ) -> BoundPlan:
-        """Bind a plan to tensors like these, whose shapes fit the ops; for a backward pass alone there are none."""
-        names = plan.graph.arguments
-        specs = announced(plan.graph.infer(dict(zip(names, arguments, strict=True)))) if arguments else None
+        """Bind a plan to arguments like these, after a check that their shapes fit the ops."""
+        specs = plan.infer(arguments)
         if len(self.calls) >= MAX_CALLS:
             self.calls.clear()
         call = self.calls[key] = BoundPlan(plan, strict, specs, tensors)

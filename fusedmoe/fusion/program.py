@@ -1,6 +1,6 @@
-"""A plan's steps as a Python function, written for the plan.
+"""The steps of a plan as a Python function, written for the plan.
 
-    def program(given, run0, run1, report1, instead1):
+    def program(given, run0, run1, report1, fallback1):
         x, splits, _0_weight = given
         given.clear()
         offsets = run0(splits, x)
@@ -11,11 +11,11 @@
             report1(reason)
             run1 = None
         if run1 is None:
-            _1_output, _1_input = instead1(x, _0_weight, offsets)
+            _1_output, _1_input = fallback1(x, _0_weight, offsets)
         return (_1_output,), (offsets, _1_input, x, _0_weight)
 
-A loop over the steps would do, but costs the host as much as the launches that it makes. Nothing here decides anything
-from what a tensor contains: the same arguments' shapes, dtypes and strides run the same steps.
+A loop over the steps would take the host about as long as the launches. The function decides nothing from the contents
+of a tensor: the same shapes, dtypes and strides of the arguments run the same steps.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ import keyword
 import linecache
 import logging
 import re
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fusedmoe.fusion.names import NONE, primal
-from fusedmoe.fusion.plain import Plain
 from fusedmoe.fusion.results import Specs, check_results
 from fusedmoe.fusion.rule import Declined, FusionError, NothingToDo, RuleError
+from fusedmoe.fusion.steps import AnyStep, Fused, Plain
+from fusedmoe.fusion.values import NONE, Form, on_tensors, primal, tensors_of
 from fusedmoe.log import say_once
 
 if TYPE_CHECKING:
@@ -43,124 +43,127 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class Fused:
-    """A fused step with its values resolved to the chain's names, and the plain steps that stand in where it declines
-    at a call.
-    """
-
-    label: str
-    rule: str
-    run: Callable[..., Any] | None
-    bind: Callable[..., Callable[..., Any]] | None
-    needs: tuple[str, ...]
-    gives: tuple[str, ...]
-    may_decline: bool
-    may_give_none: bool
-    zeroes_tail: bool
-    launches: int
-    fallback: tuple[Plain, ...] = ()
-
-    @property
-    def all_needs(self) -> tuple[str, ...]:
-        """What has to be there: for the step itself, and for its stand-ins."""
-        return (*self.needs, *dict.fromkeys(self.fallback_needs))
-
-    @property
-    def fallback_needs(self) -> tuple[str, ...]:
-        """What has to be there for its stand-ins."""
-        made = {value for step in self.fallback for value in step.gives}
-        return tuple(dict.fromkeys(v for step in self.fallback for v in step.needs if v not in made and v != NONE))
-
-
-AnyStep = Plain | Fused
-
-
-def all_needs(step: AnyStep) -> tuple[str, ...]:
-    """Return the values that have to be there for a step to run, also where it declines."""
-    return step.all_needs if isinstance(step, Fused) and step.may_decline else step.needs
-
-
 Values = tuple["Tensor | None", ...]
 Runs = list["Callable[..., Any]"]
 
 
 class Program:
-    """Steps in an order in which everything is there when it is needed.
+    """Steps in an order in which every value exists when it is needed.
 
     Parameters
     ----------
     steps
         In the order preferred; a step waits for values that a later one gives.
     given
-        Values there at the start, in order.
+        The values that exist at the start, in order.
     results
         Groups of values wanted at the end; everything else is released after its last use.
+    forms
+        The tensors of quantized values.
 
     Attributes
     ----------
+    given : tuple of str
+        The tensors that exist at the start: a quantized value is several, offsets are not repeated.
+    results : tuple of tuple of str
+        The tensors of each group of results, likewise.
     source : str
         The function's text.
     run : callable
-        Takes a list of the given values, which it empties, and those of `runs`; returns a tuple of values for each
-        group.
+        Takes a list of the tensors given, which it empties, and the functions of `runs`; returns a tuple of tensors for
+        each group of results.
     """
 
-    def __init__(self, steps: Iterable[AnyStep], given: Sequence[str], results: Sequence[Sequence[str]]) -> None:
+    def __init__(
+        self,
+        steps: Iterable[AnyStep],
+        given: Sequence[str],
+        results: Sequence[Sequence[str]],
+        forms: Mapping[str, Form],
+    ) -> None:
         self.steps = tuple(_scheduled(steps, {*given, NONE}))
-        self.source = _source(self.steps, given, results)
-        self._stand_ins: dict[int, Program] = {}
+        self.given = distinct_tensors(given, forms)
+        self.results = tuple(distinct_tensors(group, forms) for group in results)
+        self._forms = forms
+        self.source = _source([_Names(step, forms) for step in self.steps], self.given, self.results)
+        self._fallbacks: dict[int, Program] = {}
         self.run: Callable[..., tuple[Values, ...]] = _function(self.source)
 
-    def runs(self, strict: bool, specs: Specs | None = None) -> Runs:
-        """Return what runs the steps, for calls of one kind: those whose tensors have the same signature. The first of
-        them binds each step and, with the specs of the forward pass, checks what it returns.
+    def runs(self, strict: bool, specs: Specs | None = None, *, check: bool = True) -> Runs:
+        """Return the functions of the steps, for calls of one kind: tensors with the same signature.
+
+        The first call binds each step and, with ``check``, compares its results with the specs of all values. Without
+        specs there is no check, and no value may be quantized.
         """
         runs: Runs = []
         for i, step in enumerate(self.steps):
-            runs.append(partial(_run_first, step, runs, len(runs), specs))
-            if isinstance(step, Fused) and step.may_decline:
-                runs += partial(_report, step, strict), partial(self._instead, i)
+            runs.append(partial(self._run_first, step, runs, len(runs), specs, check))
+            if isinstance(step, Fused):
+                runs += partial(_report, step, strict), partial(self._fall_back, i, specs)
         return runs
 
-    def _instead(self, number: int, *tensors: Tensor | None) -> Any:
-        """Run plain steps in the place of one that has declined."""
-        program = self._stand_ins.get(number)
+    def _run_first(
+        self, step: AnyStep, runs: Runs, place: int, specs: Specs | None, check: bool, *tensors: Tensor | None
+    ) -> Any:
+        """Run a step for the first time for calls of a kind, and put its function for later calls into ``runs``."""
+        who = f"rule {step.rule!r} on {step.label}" if isinstance(step, Fused) else step.label
+        gives = tensors_of(step.gives, self._forms)
+        if isinstance(step, Fused):
+            run: Callable[..., Any] = step.bind(*tensors)
+            if not callable(run):
+                raise RuleError(f"{who}: bind returned {run!r}: expected a function; decline through fm.require")
+            out = run(*tensors)
+        else:
+            run = on_tensors(step, self._forms, specs)
+            first = run if step.first is None else on_tensors(replace(step, run=step.first), self._forms, specs)
+            out = first(*tensors)
+        results = out if isinstance(out, (tuple, list)) else (out,)
+        count = len(results)
+        if count != len(gives):
+            raise RuleError(f"{who}: returned {count} tensors where {len(gives)} were announced: {gives}")
+        if specs is not None and check:
+            device = next((t.device for t in tensors if t is not None), None)
+            arriving = [t for v, t in zip(_Names(step, self._forms).needs, tensors, strict=True) if primal(v) != v]
+            may_be_none = isinstance(step, Plain) or step.may_give_none or any(g is None for g in arriving)
+            of_op = "" if isinstance(step, Fused) else ", as infer() of the op says"
+            check_results(who, gives, results, specs, device, of_op, may_be_none)
+        if count == 1 and isinstance(out, (tuple, list)):
+            run, out = partial(_only, run), out[0]
+        runs[place] = run
+        return out
+
+    def _fall_back(self, number: int, specs: Specs | None, *tensors: Tensor | None) -> Any:
+        """Run plain steps in place of a fused step that has declined the call."""
+        program = self._fallbacks.get(number)
         if program is None:
             step = self.steps[number]
             assert isinstance(step, Fused)
-            program = self._stand_ins[number] = Program(step.fallback, step.fallback_needs, [step.gives])
-        (out,) = program.run([*tensors], *program.runs(strict=False))
+            program = Program(step.fallback, step.fallback_needs, [step.gives], self._forms)
+            self._fallbacks[number] = program
+        (out,) = program.run([*tensors], *program.runs(False, specs))
         return out if len(out) > 1 else out[0]
 
 
-def _run_first(step: AnyStep, runs: Runs, place: int, specs: Specs | None, *tensors: Tensor | None) -> Any:
-    """Run a step for the first time for calls of a kind, and leave in ``runs`` what runs it from then on."""
-    who = f"rule {step.rule!r} on {step.label}" if isinstance(step, Fused) else step.label
-    if step.bind is not None:
-        run = step.bind(*tensors)
-        if not callable(run):
-            raise RuleError(f"{who}: bind returned {run!r}: expected a function; decline through fm.require")
-    else:
-        assert step.run is not None
-        run = step.run
-    first = step.first if isinstance(step, Plain) else None
-    out = (first or run)(*tensors)
-    results = out if isinstance(out, (tuple, list)) else (out,)
-    count = len(results)
-    of_op = "" if isinstance(step, Fused) else ", as infer() of the op says"
-    if count != len(step.gives):
-        raise RuleError(f"{who}: returned {count} tensors where {len(step.gives)} were announced: {step.gives}")
-    if specs is not None:
-        device = next((t.device for t in tensors if t is not None), None)
-        arriving = [t for v, t in zip(step.needs, tensors, strict=True) if primal(v) != v]
-        may_be_none = isinstance(step, Plain) or step.may_give_none or any(g is None for g in arriving)
-        check_results(who, step.gives, results, specs, device, of_op, may_be_none)
-    if count == 1 and isinstance(out, (tuple, list)):
-        run, out = partial(_only, run), out[0]
-    runs[place] = run
-    return out
+def distinct_tensors(values: Iterable[str], forms: Mapping[str, Form]) -> tuple[str, ...]:
+    """Return the tensors of some values with the offsets of quantized ones. Offsets that are there already are not
+    repeated.
+    """
+    names: list[str] = []
+    values = tuple(values)
+    for value in values:
+        names += tensors_of([value], forms)
+    offsets = dict.fromkeys(form.offsets for form in (forms.get(v) for v in values) if form is not None)
+    return (*names, *(v for v in offsets if v != NONE and v not in names))
+
+
+class _Names:
+    """A step's values as the tensors that its function takes and returns."""
+
+    def __init__(self, step: AnyStep, forms: Mapping[str, Form]) -> None:
+        self.declines = isinstance(step, Fused)
+        self.needs = tensors_of(step.needs, forms, offsets=not self.declines)  # a plain step assembles operands
+        self.gives = tensors_of(step.gives, forms)
+        self.fallback_needs = distinct_tensors(step.fallback_needs, forms) if isinstance(step, Fused) else ()
 
 
 def _only(run: Callable[..., Any], *tensors: Tensor | None) -> Tensor | None:
@@ -175,19 +178,19 @@ def _report(step: Fused, strict: bool, reason: Declined) -> None:
     if strict:
         raise FusionError(f"{step.label}: {step.rule} declined this call: {reason}") from None
     message = "%s: %s declined this call: %s; it runs unfused"
-    # once a reason, not once a number of rows
+    # once per reason, whatever its values: they may differ in every call
     say_once(
         logger, logging.WARNING, message, step.label, step.rule, reason, key=(step.label, step.rule, reason.message)
     )
 
 
-def _source(steps: Sequence[AnyStep], given: Sequence[str], results: Sequence[Sequence[str]]) -> str:
-    reserved = {f"{word}{i}" for i in range(len(steps)) for word in ("run", "report", "instead")}
-    names = _identifiers([*given, *(v for step in steps for v in (*all_needs(step), *step.gives))], reserved)
+def _source(steps: Sequence[_Names], given: Sequence[str], results: Sequence[Sequence[str]]) -> str:
+    reserved = {f"{word}{i}" for i in range(len(steps)) for word in ("run", "report", "fallback")}
+    names = _identifiers([*given, *(v for s in steps for v in (*s.needs, *s.fallback_needs, *s.gives))], reserved)
     keep = {v for group in results for v in group}
     last_use = dict.fromkeys(given, -1)
     for i, step in enumerate(steps):
-        last_use |= dict.fromkeys((*all_needs(step), *step.gives), i)
+        last_use |= dict.fromkeys((*step.needs, *step.fallback_needs, *step.gives), i)
 
     def listed(values: Iterable[str]) -> str:
         return ", ".join(names[v] for v in values)
@@ -203,8 +206,8 @@ def _source(steps: Sequence[AnyStep], given: Sequence[str], results: Sequence[Se
         parameters.append(f"run{i}")
         gives = listed(step.gives)
         call = f"{gives} = run{i}({listed(step.needs)})"
-        if isinstance(step, Fused) and step.may_decline:
-            parameters += f"report{i}", f"instead{i}"
+        if step.declines:
+            parameters += f"report{i}", f"fallback{i}"
             lines += [
                 "try:",
                 f"    {call}",
@@ -212,7 +215,7 @@ def _source(steps: Sequence[AnyStep], given: Sequence[str], results: Sequence[Se
                 f"    report{i}(reason)",
                 f"    run{i} = None",
             ]
-            lines += [f"if run{i} is None:", f"    {gives} = instead{i}({listed(step.fallback_needs)})"]
+            lines += [f"if run{i} is None:", f"    {gives} = fallback{i}({listed(step.fallback_needs)})"]
         else:
             lines.append(call)
         lines += released(i)
@@ -251,9 +254,9 @@ def _function(source: str) -> Callable[..., Any]:
 def _scheduled(steps: Iterable[AnyStep], there: set[str]) -> Iterable[AnyStep]:
     waiting = list(steps)
     while waiting:
-        step = next((s for s in waiting if there.issuperset(all_needs(s))), None)
+        step = next((s for s in waiting if there.issuperset(s.all_needs)), None)
         if step is None:
-            missing = {s.label: sorted(set(all_needs(s)) - there) for s in waiting}
+            missing = {s.label: sorted(set(s.all_needs) - there) for s in waiting}
             raise RuleError(f"steps that wait for values nobody gives: {missing}")
         waiting.remove(step)
         there.update(step.gives)
@@ -269,5 +272,5 @@ def needed_steps(steps: Sequence[AnyStep], wanted: Collection[str], given: Colle
         step = makers.get(todo.pop())
         if step is not None and id(step) not in needed:
             needed.add(id(step))
-            todo.extend(all_needs(step))
+            todo.extend(step.all_needs)
     return [s for s in steps if id(s) in needed]

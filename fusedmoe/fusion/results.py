@@ -1,4 +1,4 @@
-"""What a step returned against what was announced, asked once for each kind of call: the first time that it runs."""
+"""The check of a step's results against their specs, once for each kind of call: at the first run."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from fusedmoe.formats import QuantizedSpec, QuantizedTensor
-from fusedmoe.fusion.names import primal
 from fusedmoe.fusion.rule import RuleError
+from fusedmoe.fusion.values import primal, spec_of
 from fusedmoe.ops.op import TensorSpec
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Specs = dict[str, "TensorSpec | QuantizedSpec"]
 
 
-def announced(specs: Mapping[str, SpecLike | None]) -> Specs:
+def without_tensors(specs: Mapping[str, SpecLike | None]) -> Specs:
     """Return the specs without the tensors that stand for some of them, which they must not keep alive."""
     return {
         value: spec if isinstance(spec, (TensorSpec, QuantizedSpec)) else TensorSpec(tuple(spec.shape), spec.dtype)
@@ -39,20 +39,21 @@ def check_results(
     according_to: str = "",
     may_be_none: bool = True,
 ) -> None:
-    """Compare what a step returned with the specs of what it gives.
+    """Compare the results of a step with their specs.
 
     Parameters
     ----------
     who
         The rule and the ops, or the op, for the message.
     gives, results
-        The values by the chain's names, and what was returned for them, as many.
+        The tensors by their names in the program, and what was returned for them, as many.
     specs
-        Of every value of the forward pass. A gradient has the shape and the dtype of what it is the gradient of.
+        The specs of values and of the tensors of quantized values. A gradient without a spec has the shape and the
+        dtype of its primal value.
     device
-        Where the step's operands are; None where it has none.
+        The device of the step's operands; None if it has none.
     according_to
-        Where the expectation comes from, for the message.
+        The source of the expectation, for the message.
     may_be_none
         Whether a gradient may be None, which stands for no gradient.
 
@@ -62,18 +63,15 @@ def check_results(
         A result has another type, shape, dtype or device.
     """
     for value, result in zip(gives, results, strict=True):
-        spec, is_gradient = specs.get(primal(value)), primal(value) != value
+        spec, is_gradient = spec_of(specs, value), primal(value) != value
         if spec is None or (result is None and is_gradient and may_be_none):
             continue
-        kind = QuantizedTensor if isinstance(spec, QuantizedSpec) and not is_gradient else Tensor
         wanted = tuple(spec.shape), spec.dtype, device
-        # a gradient may be quantized where its value is not
-        if isinstance(result, (Tensor, QuantizedTensor) if is_gradient else kind):
+        if isinstance(result, Tensor):
             found = tuple(result.shape), result.dtype, None if device is None else result.device
             if found == wanted:
                 continue
-        expected = f"{kind.__name__} of {_text(*wanted)}"
-        raise RuleError(f"{who}: {value}: expected {expected}{according_to}, got {_described(result)}")
+        raise RuleError(f"{who}: {value}: expected Tensor of {_text(*wanted)}{according_to}, got {_described(result)}")
 
 
 def _described(result: object) -> str:

@@ -1,6 +1,6 @@
 """The pattern language: a fusion rule is a class body.
 
-    class GroupedGemmGLU(FusionRule, name="sm90.grouped_gemm_glu", direction="forward"):
+    class GroupedGemmGLU(FusionRule, name="mine.grouped_gemm_glu", direction="forward"):
         fc: GroupedLinear
         act: SwiGLU | GeGLU
         scale: Scale | None
@@ -18,14 +18,16 @@ import sys
 import types
 import typing
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Union
 
-from fusedmoe.fusion.names import primal
+from fusedmoe.fusion.values import spec_of
+from fusedmoe.ops.glue import Glue
 from fusedmoe.ops.op import BackwardOp, Op
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
     import torch
 
@@ -88,66 +90,56 @@ class Slot:
         return " | ".join([t.__name__ for t in self.types] + (["None"] if self.optional else []))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Step:
-    """One kernel launch (or a few) over flat tensors, as a rule builds it.
+    """The values that a rule's step reads and writes: one kernel launch, or a few.
 
-    Values are named by slot: ``"fc.weight"``, ``"act.input"``, ``"scale.probs"``; ``"input"``, ``"output"``,
-    ``"grad_output"`` and ``"grad_input"`` are the ends of the whole span; a bare name such as ``"offsets"`` is a
+    Values are named by slot: ``"fc.weight"``, ``"act.input"``, ``"scale.probs"``. ``"input"``, ``"output"``,
+    ``"grad_output"`` and ``"grad_input"`` are the ends of the whole span. A bare name such as ``"offsets"`` is a
     runtime input of the span. A slot of a backward rule stands for the op whose gradient it computes: ``"dact.input"``
-    is what went into the activation in forward, and ``"wgrad.grad_weight"`` a gradient.
+    is the input of the activation in forward, and ``"wgrad.grad_weight"`` a gradient.
+
+    A suffix names the form of a quantized value: ``"output:rows"``, ``"output:columns"``, ``"output:dequantized"``.
+    Without a suffix it is the form that the op reads. A quantized value stands for its tensors: codes, scale and, if
+    the format has one, tensor scale.
 
     Attributes
     ----------
-    run : callable or None
-        Takes the tensors of `needs`, in order, and returns those of `gives`. Where `keeps` is not empty it also takes
-        ``keep=``, the names among `keeps` that the backward pass wants this time, and returns those after `gives`.
     needs, gives : tuple of str
-        Values read and written. A backward step may also give forward values that it recomputes (``"dgrad.input"``).
+        The values read and written.
     keeps : tuple of str
-        Forward steps: values inside the span that it can write besides, for the backward pass.
-    guard : callable or None
-        Takes the tensors of `needs` and declines through `require` for facts known only at the call (row count,
-        strides); never looks at contents. The ops then run unfused in this call.
-    bind : callable or None
-        In place of `run` and `guard`, for a kernel that is launched faster than Python finds out how: takes what they
-        take, declines as a guard does, and otherwise returns the function to run. That function serves every call whose
-        tensors agree in type, shape, dtype, strides, device, and in whether they begin at a multiple of 16 bytes; it
-        may still decline for what else can change.
+        Values that the step can write besides, each only if another step, or the backward pass, reads it. A backward
+        step may also keep forward values, which it computes again (``"dgrad.input"``).
     zeroes_tail : bool
-        The rows behind the last expert's come out as zeros.
+        The rows after the last expert's come out as zeros.
     launches : int
         Kernels launched.
     extra_bytes : int
         Bytes moved besides reading `needs` and writing `gives` once.
     """
 
-    run: Callable[..., Any] | None
     needs: tuple[str, ...]
     gives: tuple[str, ...]
     keeps: tuple[str, ...] = ()
-    guard: Callable[..., None] | None = None
     zeroes_tail: bool = False
     launches: int = 1
     extra_bytes: int = 0
-    bind: Callable[..., Callable[..., Any]] | None = None
 
-    def __post_init__(self) -> None:
-        if (self.run is None) == (self.bind is None) or (self.bind is not None and self.guard is not None):
-            raise RuleError("a step has either run, and perhaps a guard, or bind alone")
+
+Bind = Callable[..., Callable[..., Any]]
+"""Takes the tensors of `Step.needs` and returns the function that runs the step for tensors of the same kind."""
 
 
 @dataclass(frozen=True)
 class PlanContext:
-    """What a rule may look at besides its bindings. Anything here, and any public attribute of an op, is part of the
-    plan's key.
+    """The inputs of a rule besides its bindings. They, and the public attributes of ops, are part of a plan's key.
 
     Attributes
     ----------
     device : torch.device
         Where the rows are.
     arch : int or None
-        90 for sm_90; None where there is no NVIDIA GPU.
+        The number of the GPU's architecture, such as 100; None without an NVIDIA GPU.
     deterministic : bool
         `torch.are_deterministic_algorithms_enabled`.
     training : bool
@@ -164,9 +156,8 @@ class PlanContext:
     training: bool
     recipe: Recipe
     options: KernelOptions
-    _specs: Mapping[str, SpecLike]
+    _specs: Mapping[str, SpecLike | None]
     _resolve: Callable[[str], str]
-    _used_outside: Callable[[str], bool]
 
     def dtype(self, value: str) -> torch.dtype:
         """Return the dtype of a value, named as in `Step`."""
@@ -174,32 +165,25 @@ class PlanContext:
 
     def spec(self, value: str) -> SpecLike:
         """Return shape and dtype of a value, named as in `Step`; of a quantized one, its `QuantizedSpec`."""
-        resolved = self._resolve(value)
-        return self._specs[resolved] if resolved in self._specs else self._specs[primal(resolved)]
-
-    def wants(self, value: str) -> bool:
-        """Whether something outside of the span reads a value, named as in `Step`, in this direction.
-
-        What a backward step recomputes, such as ``"dgrad.input"``, belongs in `Step.gives` only then.
-        """
-        return self._used_outside(self._resolve(value))
+        spec = spec_of(self._specs, self._resolve(value))
+        if spec is None:
+            raise RuleError(f"{value!r} is absent here, and has no dtype")
+        return spec
 
 
 _definitions: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
 class FusionRule:
-    """A chain of ops, or of backward ops, and the step that computes all of it at once. See the module's page for the
-    pattern.
+    """A chain of ops, or of backward ops, and the step that computes the whole chain. The module's docstring explains
+    the pattern.
 
     Attributes
     ----------
     identity : (str, int)
         The qualified name of the class, and how often a class of that name was defined before in this process.
     takes_quantized : bool
-        Whether the step takes `QuantizedTensor` for operands that are quantized (by columns under the name
-        ``"<slot>.columns"``, ``"<slot>.grad_columns"`` of the op that quantizes). A rule that does not say so is not
-        asked where an operand is quantized.
+        Whether the step takes operands that are quantized, as their tensors. If not, such operands are a CONSTRAINT.
     """
 
     name: ClassVar[str]
@@ -218,7 +202,7 @@ class FusionRule:
         # the frame of the class statement: a rule written inside a function may name what is local there
         cls.slots = _slots(cls, sys._getframe(1).f_locals)
 
-    def __init__(self, bindings: Mapping[str, Op | BackwardOp | None]) -> None:
+    def __init__(self, bindings: Mapping[str, Op | BackwardOp | Glue | None]) -> None:
         for slot, bound in bindings.items():
             setattr(self, slot, bound)
 
@@ -235,11 +219,26 @@ class FusionRule:
         (UNAVAILABLE). ``explain(..., arch=90)`` assumes that it is there.
         """
 
-    def check(self, ctx: PlanContext) -> None:
-        """Decline through `require` where what was matched cannot be taken (CONSTRAINT)."""
+    def offer(self, ctx: PlanContext) -> Step:
+        """Return the values that the step reads and writes, or decline the match through `require` (CONSTRAINT)."""
+        raise NotImplementedError(f"rule {self.name!r} defines no offer()")
 
-    def build(self, ctx: PlanContext) -> Step:
-        """Return the step that computes the span."""
+    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
+        """Return the binder of a step that was chosen.
+
+        The binder takes the tensors of `Step.needs`, in order. It declines, through `require`, for facts that are known
+        only at the call, such as strides and the number of rows; it never reads a tensor's contents. Otherwise it
+        returns the function that runs the step. That function takes the same tensors and returns those of `Step.gives`,
+        then those of ``keep``. It serves every call whose tensors agree in type, shape, dtype, strides and device, and
+        in whether they begin at a multiple of 16 bytes. It may still decline, before it writes, for anything else.
+
+        Parameters
+        ----------
+        ctx
+            As for `offer`.
+        keep
+            The names among `Step.keeps` that are read, in that order.
+        """
         raise NotImplementedError(f"rule {self.name!r} defines no build()")
 
 
@@ -250,7 +249,7 @@ def _slots(cls: type[FusionRule], namespace: Mapping[str, object]) -> tuple[Slot
         raise RuleError(f"rule {cls.name!r}: a slot's type is not known here: {error}") from error
     if not annotations and hasattr(cls, "slots"):
         return cls.slots  # a subclass of a rule, with another check or build
-    wanted: type = Op if cls.direction == "forward" else BackwardOp
+    wanted = Op if cls.direction == "forward" else BackwardOp
     slots = []
     for name, annotation in annotations.items():
         origin: object = typing.get_origin(annotation)
@@ -262,9 +261,11 @@ def _slots(cls: type[FusionRule], namespace: Mapping[str, object]) -> tuple[Slot
         ops = tuple(t for t in members if t is not type(None))
         for t in ops:
             # a generic such as list[SwiGLU] is an instance of type on Python 3.10
-            if typing.get_origin(t) is not None or not (isinstance(t, type) and issubclass(t, wanted)):
+            if typing.get_origin(t) is not None or not (isinstance(t, type) and issubclass(t, (wanted, Glue))):
                 raise RuleError(f"rule {cls.name!r}: slot {name!r}: expected {wanted.__name__} classes, got {t!r}")
         slots.append(Slot(name, ops, optional))
+    if len(slots) > 1 and any(issubclass(t, Glue) for slot in slots for t in slot.types):
+        raise RuleError(f"rule {cls.name!r}: glue is matched alone: expected one slot, got {len(slots)}")
     if all(slot.optional for slot in slots):
         raise RuleError(f"rule {cls.name!r}: its pattern may match nothing: at least one slot must not be optional")
     return tuple(slots)

@@ -29,7 +29,8 @@ class Derived:
 
     name: str
     source: str
-    compute: Callable[..., Tensor]  # (source, rows, kernel=None): a kernel for such rows, of the source alone
+    compute: Callable[[Tensor, Tensor], Tensor]
+    check: Callable[[Tensor, Tensor], None]  # of the source's contents, on the host
     infer: Callable[[SpecLike, SpecLike], TensorSpec]
 
 
@@ -45,12 +46,20 @@ def _checked_ends(splits_E: Tensor, num_rows: int) -> list[int]:
     return ends
 
 
-def _offsets(splits_E: Tensor, rows: Tensor, kernel: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-    if kernel is None and splits_E.device.type == "cpu" and not torch.compiler.is_compiling() and has_values(splits_E):
+def _check_splits(splits_E: Tensor, rows: Tensor) -> None:
+    _checked_ends(splits_E, rows.shape[0])
+
+
+def _offsets(splits_E: Tensor, rows: Tensor) -> Tensor:
+    if _on_host(splits_E):
         return torch.tensor(_checked_ends(splits_E, rows.shape[0]), dtype=torch.int32)
     if debugging() and has_values(splits_E):
-        _checked_ends(splits_E, rows.shape[0])
-    return offsets_from_splits(splits_E, rows.shape[0]) if kernel is None else kernel(splits_E)
+        _check_splits(splits_E, rows)
+    return offsets_from_splits(splits_E, rows.shape[0])
+
+
+def _on_host(t: Tensor) -> bool:
+    return t.device.type == "cpu" and not torch.compiler.is_compiling() and has_values(t)
 
 
 def _infer_offsets(splits_E: SpecLike, rows: SpecLike) -> TensorSpec:
@@ -61,22 +70,24 @@ def _infer_offsets(splits_E: SpecLike, rows: SpecLike) -> TensorSpec:
     return TensorSpec(tuple(splits_E.shape), torch.int32)
 
 
-OFFSETS = Derived("offsets", source="splits", compute=_offsets, infer=_infer_offsets)
+OFFSETS = Derived("offsets", source="splits", compute=_offsets, check=_check_splits, infer=_infer_offsets)
 """``offsets[e]``: where the rows of expert e end; int32, clamped to the rows that there are."""
 
 
-def _checked_places(
-    name: str, most: int, places: Tensor, rows: Tensor, kernel: Callable[[Tensor], Tensor] | None = None
-) -> Tensor:
-    """Return places among the rows, of which none lies outside of them: ``most`` more is allowed, for a sentinel."""
+def _check_places(name: str, most: int, places: Tensor, rows: Tensor) -> None:
     end = rows.shape[0] - 1 + most
-    on_host = places.device.type == "cpu" and not torch.compiler.is_compiling()
-    if (on_host or debugging()) and has_values(places):
-        low, high = (t.item() for t in places.aminmax()) if places.numel() else (0, 0)
-        if low < 0 or high > max(end, 0):
-            wrong = low if low < 0 else high
-            raise InputError(f"{name}: expected places from 0 to {end}, among {rows.shape[0]} rows, got {wrong}")
-    # on a GPU nothing is read: a place outside becomes a sentinel, or the last row
+    low, high = (t.item() for t in places.aminmax()) if places.numel() else (0, 0)
+    if low < 0 or high > max(end, 0):
+        wrong = low if low < 0 else high
+        raise InputError(f"{name}: expected places from 0 to {end}, among {rows.shape[0]} rows, got {wrong}")
+
+
+def _checked_places(name: str, most: int, places: Tensor, rows: Tensor) -> Tensor:
+    """Return places among the rows, none of them out of range. ``most`` is 1 if one place more is a sentinel."""
+    if _on_host(places) or (debugging() and has_values(places)):
+        _check_places(name, most, places, rows)
+    # a GPU is not waited for: a place out of range becomes the sentinel, or the last row
+    end = rows.shape[0] - 1 + most
     return torch.where(places < 0, end, places).clamp_(max=max(end, 0))
 
 
@@ -87,7 +98,8 @@ def _infer_places(name: str, places: SpecLike, rows: SpecLike) -> TensorSpec:
 
 
 def _places(name: str, most: int) -> Derived:
-    return Derived(f"checked_{name}", name, partial(_checked_places, name, most), partial(_infer_places, name))
+    compute, check = partial(_checked_places, name, most), partial(_check_places, name, most)
+    return Derived(f"checked_{name}", name, compute, check, partial(_infer_places, name))
 
 
 CHECKED = {"row_of_slot": _places("row_of_slot", 1), "slot_of_row": _places("slot_of_row", 0)}

@@ -28,6 +28,9 @@ from fusedmoe.recipes import Node as Node
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
 
+    from fusedmoe.formats import QuantizedSpec, Quantizer
+    from fusedmoe.ops.quantize import WeightQuantization
+
 
 class SpecLike(Protocol):
     """Whatever has a shape and a dtype: a tensor, or the `TensorSpec` of one that does not exist yet."""
@@ -127,6 +130,14 @@ class Op(Checked, nn.Module):
         Whether rows, or their gradient, pass as they are: the op is then no step in that direction.
     launches : int
         Kernels that the plain-PyTorch path launches on a GPU, about: a term of the planner's cost.
+    quantizes : Quantizer or None
+        The quantizer of the output. `compute` then also takes ``axes=`` and ``training=``, and returns one
+        `QuantizedTensor` per axis.
+    quantizes_weight : Quantizer or None
+        The quantizer of the weight of the linear layer that follows.
+    only_quantizes : bool
+        The op changes the format of values and nothing else: the linear layer whose weight it quantizes may follow
+        after other ops of this kind.
     _checks, _fixed
         What the op's settings have to be; see `fusedmoe.checks.Checked`.
 
@@ -148,6 +159,9 @@ class Op(Checked, nn.Module):
     passes_forward: bool = False
     passes_backward: bool = False
     draws_random: bool = False
+    quantizes: Quantizer | None = None
+    quantizes_weight: Quantizer | None = None
+    only_quantizes: ClassVar[bool] = False
     zeroes_tail: ClassVar[bool] = False
     changes_rows: ClassVar[bool] = False
     launches: ClassVar[int] = 1
@@ -189,6 +203,10 @@ class Op(Checked, nn.Module):
     def placed(self, following: Sequence[Op]) -> Op:
         """Return the op to run where these ops follow: itself, or one that has taken an open setting from them."""
         return self
+
+    def weight_quantization(self, layer: Op) -> WeightQuantization:
+        """Return the function that quantizes the weight of the linear layer that follows; see `quantizes_weight`."""
+        raise NotImplementedError(f"{type(self).__name__} defines no weight_quantization()")
 
     def host_sync(self, x: SpecLike, device: torch.device) -> bool:
         """Whether the plain-PyTorch path on this device reads a tensor on the host."""
@@ -342,7 +360,7 @@ class BackwardOp:
     may_give_none : bool
         A gradient among `gives` may be None although one arrives, because it was stored elsewhere. A fused step that
         covers other backward ops alone has to return tensors.
-    contracts, zeroes_tail, launches
+    contracts, quantizes, zeroes_tail, launches
         As for `Op`.
     """
 
@@ -350,12 +368,17 @@ class BackwardOp:
     gives: tuple[str, ...] = ("grad_input",)
     contracts: ClassVar[Mapping[str, int]] = {}
     unquantized: ClassVar[tuple[str, ...]] = ()
+    quantizes: Quantizer | None = None
     may_give_none: ClassVar[bool] = False
     zeroes_tail: ClassVar[bool] = False
     launches: ClassVar[int] = 1
 
     def __init__(self, op: Op) -> None:
         self.op = op
+
+    def infer(self, x: SpecLike, offsets: SpecLike | None) -> QuantizedSpec:
+        """Return the spec of a quantized gradient by rows, for an op whose input is like x; see `quantizes`."""
+        raise NotImplementedError(f"{type(self).__name__} defines no infer()")
 
     def compute(self, *args: Any) -> Any:
         """Return the tensors of `gives`, of those of `needs`."""

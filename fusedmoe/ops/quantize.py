@@ -57,6 +57,7 @@ class Quantize(Op):
     optional_inputs = ("offsets",)
     zeroes_tail = True
     launches = 12
+    only_quantizes = True
     _checks: ClassVar[Mapping[str, Check]] = {
         name: instance(Quantizer, "a fusedmoe.Quantizer").or_none()
         for name in ("quantizer", "grad_quantizer", "weight_quantizer")
@@ -98,6 +99,20 @@ class Quantize(Op):
         return self if layer is None else layer
 
     @property
+    def quantizes(self) -> Quantizer | None:  # type: ignore[override]
+        """The quantizer of the rows."""
+        return self.quantizer
+
+    @property
+    def quantizes_weight(self) -> Quantizer | None:  # type: ignore[override]
+        """The quantizer of the weight."""
+        return self.weight_quantizer
+
+    def weight_quantization(self, layer: Op) -> WeightQuantization:
+        assert self.weight_quantizer is not None
+        return WeightQuantization(layer, self.weight_quantizer)
+
+    @property
     def passes_forward(self) -> bool:  # type: ignore[override]
         """Whether rows pass as they are."""
         return self.quantizer is None
@@ -113,7 +128,7 @@ class Quantize(Op):
             raise self.reject("x", "shape (..., rows, features)", tuple(x.shape))
         if offsets is not None and (self.quantizer.format.block[0] or 1) > 1:
             raise self.reject("forward", "blocks of one row, since experts share none", self.quantizer)
-        return _spec(self, "x", x, self.quantizer)
+        return _spec(self, "x", x, self.quantizer, offsets)
 
     def compute(  # type: ignore[override]
         self, x: Tensor, offsets: Tensor | None = None, *, axes: Sequence[int] = (-1, -2), training: bool = False
@@ -137,10 +152,15 @@ class QuantizeGrad(BackwardOp):
     launches = 12
     op: Quantize
 
-    def infer(self, x: SpecLike) -> QuantizedSpec:
-        """Return the spec of what comes out, for rows like these."""
+    @property
+    def quantizes(self) -> Quantizer | None:  # type: ignore[override]
+        """The quantizer of the gradient."""
+        return self.op.grad_quantizer
+
+    def infer(self, x: SpecLike, offsets: SpecLike | None = None) -> QuantizedSpec:
+        """Return the spec of the gradient by rows, for rows like these."""
         assert self.op.grad_quantizer is not None
-        return _spec(self.op, "the gradient of x", x, self.op.grad_quantizer)
+        return _spec(self.op, "the gradient of x", x, self.op.grad_quantizer, offsets)
 
     def compute(  # type: ignore[override]
         self, grad_output: Tensor, offsets: Tensor | None, *, axes: Sequence[int] = (-1, -2), training: bool = True
@@ -165,7 +185,7 @@ class WeightQuantization:
 
     def infer(self, weight: SpecLike) -> QuantizedSpec:
         """Return the spec of the result, by rows."""
-        return _spec(self.layer, "weight", weight, self.quantizer)
+        return _spec(self.layer, "weight", weight, self.quantizer)._replace(stacked=len(weight.shape) == 3)
 
     def __call__(self, weight: Tensor, *, axes: Sequence[int] = (-1, -2), training: bool = False) -> Forms:
         training = training and not amax_state.looking()
@@ -208,10 +228,11 @@ def _resolved(role: str, quantizer: str | Quantizer | Format | None) -> Quantize
     return quantizer
 
 
-def _spec(op: Op, what: str, x: SpecLike, quantizer: Quantizer) -> QuantizedSpec:
+def _spec(op: Op, what: str, x: SpecLike, quantizer: Quantizer, offsets: SpecLike | None = None) -> QuantizedSpec:
     if x.dtype not in DTYPES:
         raise op.reject(what, "float32, bfloat16 or float16, to be quantized", x.dtype)
-    return QuantizedSpec(tuple(x.shape), x.dtype, quantizer.format, -1)
+    experts = None if offsets is None else offsets.shape[0]
+    return QuantizedSpec(tuple(x.shape), x.dtype, quantizer.format, -1, experts)
 
 
 def _quantized(

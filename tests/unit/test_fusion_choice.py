@@ -10,12 +10,12 @@ import itertools
 from types import SimpleNamespace
 
 import pytest
+from fusedmoe.fusion.names import grad
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusedmoe.fusion.candidates import Candidate
 from fusedmoe.fusion.choice import cheapest
-from fusedmoe.fusion.names import grad
 from fusedmoe.fusion.rule import FusionRule, Step
 from fusedmoe.ops import Linear
 

@@ -13,14 +13,19 @@ import fusedmoe
 PACKAGE = Path(fusedmoe.__file__).parent
 PAGE = PACKAGE.parent / "docs" / "architecture.md"
 ENGINE = "fusedmoe.fusion"
-# what the engine may import of packages that hold more: the base classes of ops, and what a caller asks of kernels
-ENGINE_MAY_IMPORT = ("fusedmoe.ops.op", "fusedmoe.kernels.options")
+# no particular op and no kernel: the base classes of ops, the steps between ops, and the options of kernels
+ENGINE_MAY_IMPORT = (
+    "fusedmoe.ops.op",
+    "fusedmoe.ops.glue",
+    "fusedmoe.ops.derived",
+    "fusedmoe.ops.random_state",
+    "fusedmoe.kernels.options",
+)
 ENGINE_MUST_NOT_IMPORT = ("fusedmoe.ops", "fusedmoe.kernels", "fusedmoe.builtin_rules")
 
 # ---- violations that are still to be removed ----------------------------------------------------------------------
 
 UPWARD = {
-    "fusedmoe.fusion.offsets -> fusedmoe.builtin_rules.sm90.backend",
     "fusedmoe.ops.op -> fusedmoe.chain",
     "fusedmoe.ops.op -> fusedmoe.torch_compile",
     "fusedmoe.ops.op -> fusedmoe.torch_export",
@@ -36,22 +41,6 @@ WITHOUT_REASON = {
     "fusedmoe.sequential",
     "fusedmoe.torch_compile",
 }
-OF_ENGINE = {
-    "fusedmoe.fusion.differentiable -> fusedmoe.ops.quantize",
-    "fusedmoe.fusion.differentiable -> fusedmoe.ops.random_state",
-    "fusedmoe.fusion.executable -> fusedmoe.ops.quantize",
-    "fusedmoe.fusion.forms -> fusedmoe.ops.quantize",
-    "fusedmoe.fusion.graph -> fusedmoe.kernels.torch.rows",
-    "fusedmoe.fusion.graph -> fusedmoe.ops.derived",
-    "fusedmoe.fusion.graph -> fusedmoe.ops.quantize",
-    "fusedmoe.fusion.graph -> fusedmoe.ops.random_state",
-    "fusedmoe.fusion.offsets -> fusedmoe.builtin_rules.sm90.backend",
-    "fusedmoe.fusion.offsets -> fusedmoe.ops.derived",
-    "fusedmoe.fusion.offsets -> fusedmoe.kernels.sm90.functions",
-    "fusedmoe.fusion.registry -> fusedmoe.builtin_rules",
-}
-NAMING_AN_ARCHITECTURE = {"fusedmoe.fusion.offsets", "fusedmoe.fusion.plan", "fusedmoe.fusion.rule"}
-
 # ---- the graph ----------------------------------------------------------------------------------------------------
 
 
@@ -175,9 +164,9 @@ def test_the_engine_imports_no_op_no_kernel_and_no_rule():
         for i in IMPORTS
         if of(i.importer, (ENGINE,)) and of(i.imported, ENGINE_MUST_NOT_IMPORT) and i.imported not in ENGINE_MAY_IMPORT
     }
-    assert found - OF_ENGINE == set()
+    assert found == set()
 
 
 def test_the_engine_names_no_architecture():
     named = {m for m in MODULES if of(m, (ENGINE,)) and re.search(r"sm_?90|hopper", SOURCES[m], re.IGNORECASE)}
-    assert named - NAMING_AN_ARCHITECTURE == set()
+    assert named == set()

@@ -107,14 +107,14 @@ def _require_plain(name: str, t: Tensor) -> None:
     require(type(t) in _PLAIN, "%s is a %s, not a plain tensor", name, type(t).__name__)
 
 
-def on_readable(grad: Tensor, run: Run) -> Run:
-    """Return ``run``, which takes the gradient first. If the kernels cannot read a gradient with these strides, which
-    autograd may have expanded or transposed, the returned function runs on a copy.
+def on_readable(t: Tensor, run: Run) -> Run:
+    """Return ``run``, which takes this tensor first, if the kernels can read a tensor with these strides. If not, the
+    returned function runs on a copy. Autograd, for example, expands and transposes gradients.
     """
-    if grad.dim() == 1:
-        readable = grad.is_contiguous()
+    if t.dim() == 1:
+        readable = t.is_contiguous()
     else:
-        readable = limits.why_not_matrix("", grad.shape, grad.stride(), grad.data_ptr()) is None
+        readable = limits.why_not_matrix("", t.shape, t.stride(), t.data_ptr()) is None
     if readable:
         return run
-    return lambda grad, *others: run(grad.clone(memory_format=torch.contiguous_format), *others)
+    return lambda t, *others: run(t.clone(memory_format=torch.contiguous_format), *others)

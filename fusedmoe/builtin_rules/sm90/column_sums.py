@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fusedmoe.builtin_rules.sm90.backend import OnSm90, Run, check_common, guard_gradient, on_readable
-from fusedmoe.fusion.rule import FusionRule, PlanContext, Step
+from fusedmoe.fusion.rule import Bind, FusionRule, PlanContext, Step
 from fusedmoe.kernels.sm90 import functions
 from fusedmoe.ops.grouped_linear import BiasGrad
 
@@ -21,14 +21,15 @@ class ColumnSums(OnSm90, FusionRule, name="sm90.column_sums", direction="backwar
 
     bias_grad: BiasGrad
 
-    def check(self, ctx: PlanContext) -> None:
+    def offer(self, ctx: PlanContext) -> Step:
         check_common(ctx, "grad_output", "bias_grad.bias", out_features=self.bias_grad.op.out_features)
+        return Step(needs=("grad_output", "offsets"), gives=("bias_grad.grad_bias",), launches=2)
 
-    def build(self, ctx: PlanContext) -> Step:
+    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
         dtype = ctx.dtype("bias_grad.bias")
 
         def bind(dy: Tensor, offsets: Tensor) -> Run:
             guard_gradient(dy)
             return on_readable(dy, functions.bind_column_sums(dy, offsets, dtype))
 
-        return Step(None, ("grad_output", "offsets"), gives=("bias_grad.grad_bias",), bind=bind, launches=2)
+        return bind

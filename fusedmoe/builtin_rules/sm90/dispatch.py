@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fusedmoe.builtin_rules.sm90.backend import OnSm90, Run, decline, guard_gradient, guard_matrix, on_readable
-from fusedmoe.fusion.rule import FusionRule, NothingToDo, PlanContext, Step, require
+from fusedmoe.fusion.rule import Bind, FusionRule, NothingToDo, PlanContext, Step, require
 from fusedmoe.kernels.sm90 import functions, limits
 from fusedmoe.ops.dispatch import Combine, CombineWeightGrad, DCombine, DDispatch, Dispatch, DispatchWeightGrad
 
@@ -28,6 +28,10 @@ def _guard(rows: Tensor, routing: Tensor) -> None:
     guard_matrix("x", rows)
 
 
+def _require_contiguous(*routing: Tensor | None) -> None:
+    require(all(t is None or t.is_contiguous() for t in routing), "what Dispatch provides is not contiguous any more")
+
+
 class DispatchRule(OnSm90, FusionRule, name="sm90.dispatch", direction="forward"):
     """A stable counting sort of the slots, then ``rows[r] = x[token of r]``, in two or three launches.
 
@@ -36,12 +40,18 @@ class DispatchRule(OnSm90, FusionRule, name="sm90.dispatch", direction="forward"
 
     dispatch: Dispatch
 
-    def check(self, ctx: PlanContext) -> None:
+    def offer(self, ctx: PlanContext) -> Step:
         _check_rows(ctx, "input")
         decline(limits.why_not_routing(ctx.dtype("dispatch.expert_index"), self.dispatch.num_experts or 0))
         decline(limits.why_not_row_scale(ctx.dtype("dispatch.expert_weight")))
+        return Step(
+            needs=("input", "dispatch.expert_index", "dispatch.expert_weight"),
+            gives=("output", *(f"dispatch.{name}" for name in self.dispatch.provides)),
+            zeroes_tail=True,
+            launches=3,
+        )
 
-    def build(self, ctx: PlanContext) -> Step:
+    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
         experts = self.dispatch.num_experts
         assert experts is not None
 
@@ -57,9 +67,7 @@ class DispatchRule(OnSm90, FusionRule, name="sm90.dispatch", direction="forward"
 
             return run
 
-        needs = ("input", "dispatch.expert_index", "dispatch.expert_weight")
-        gives = ("output", *(f"dispatch.{name}" for name in self.dispatch.provides))
-        return Step(None, needs, gives, bind=bind, zeroes_tail=True, launches=3)
+        return bind
 
 
 class CombineRule(OnSm90, FusionRule, name="sm90.combine", direction="forward"):
@@ -67,19 +75,20 @@ class CombineRule(OnSm90, FusionRule, name="sm90.combine", direction="forward"):
 
     combine: Combine
 
-    def check(self, ctx: PlanContext) -> None:
+    def offer(self, ctx: PlanContext) -> Step:
         _check_rows(ctx, "input")
         if self.combine.weights is not None:
             decline(limits.why_not_row_scale(ctx.dtype(f"combine.{self.combine.weights}")))
+        needs = ("input", "combine.row_of_slot", *(f"combine.{name}" for name in self.combine.applies))
+        return Step(needs=needs, gives=("output",), zeroes_tail=True)
 
-    def build(self, ctx: PlanContext) -> Step:
+    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
         def bind(rows: Tensor, row_of_slot: Tensor, weight: Tensor | None = None) -> Run:
             _guard(rows, row_of_slot)
             _require_contiguous(row_of_slot, weight)
             return functions.bind_sum_slots(rows, row_of_slot, weight)
 
-        needs = ("input", "combine.row_of_slot", *(f"combine.{name}" for name in self.combine.applies))
-        return Step(None, needs, gives=("output",), bind=bind, zeroes_tail=True)
+        return bind
 
 
 class DCombineRule(OnSm90, FusionRule, name="sm90.dcombine", direction="backward"):
@@ -87,19 +96,20 @@ class DCombineRule(OnSm90, FusionRule, name="sm90.dcombine", direction="backward
 
     dcombine: DCombine
 
-    def check(self, ctx: PlanContext) -> None:
+    def offer(self, ctx: PlanContext) -> Step:
         _check_rows(ctx, "grad_output")
         if self.dcombine.op.weights is not None:
             decline(limits.why_not_row_scale(ctx.dtype(f"dcombine.{self.dcombine.op.weights}")))
+        needs = ("grad_output", *(f"dcombine.{name}" for name in self.dcombine.op.runtime_inputs))
+        return Step(needs=needs, gives=("grad_input",), zeroes_tail=True)
 
-    def build(self, ctx: PlanContext) -> Step:
+    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
         def bind(dy: Tensor, row_of_slot: Tensor, slot_of_row: Tensor, weight: Tensor | None = None) -> Run:
             guard_gradient(dy)
             _require_contiguous(row_of_slot, slot_of_row, weight)
             return on_readable(dy, functions.bind_gather_rows(dy, row_of_slot, weight))
 
-        needs = ("grad_output", *(f"dcombine.{name}" for name in self.dcombine.op.runtime_inputs))
-        return Step(None, needs, gives=("grad_input",), bind=bind, zeroes_tail=True)
+        return bind
 
 
 class CombineWeightGradRule(OnSm90, FusionRule, name="sm90.combine_weight_grad", direction="backward"):
@@ -107,14 +117,15 @@ class CombineWeightGradRule(OnSm90, FusionRule, name="sm90.combine_weight_grad",
 
     weight_grad: CombineWeightGrad
 
-    def check(self, ctx: PlanContext) -> None:
+    def offer(self, ctx: PlanContext) -> Step:
         _check_rows(ctx, "grad_output")
         _check_rows(ctx, "weight_grad.input")
         decline(limits.why_not_row_scale(ctx.dtype(f"weight_grad.{self.weight_grad.op.weights}")))
+        needs = ("grad_output", "weight_grad.input", "weight_grad.row_of_slot", "weight_grad.slot_of_row")
+        return Step(needs=needs, gives=(f"weight_grad.{self.weight_grad.gives[0]}",), zeroes_tail=True)
 
-    def build(self, ctx: PlanContext) -> Step:
-        weight = f"weight_grad.{self.weight_grad.op.weights}"
-        dtype = ctx.dtype(weight)
+    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
+        dtype = ctx.dtype(f"weight_grad.{self.weight_grad.op.weights}")
 
         def bind(dy: Tensor, rows: Tensor, row_of_slot: Tensor, slot_of_row: Tensor) -> Run:
             guard_gradient(dy)
@@ -122,8 +133,7 @@ class CombineWeightGradRule(OnSm90, FusionRule, name="sm90.combine_weight_grad",
             _require_contiguous(row_of_slot, slot_of_row)
             return on_readable(dy, functions.bind_row_dots(dy, rows, row_of_slot, dtype))
 
-        needs = ("grad_output", "weight_grad.input", "weight_grad.row_of_slot", "weight_grad.slot_of_row")
-        return Step(None, needs, (f"weight_grad.{self.weight_grad.gives[0]}",), bind=bind, zeroes_tail=True)
+        return bind
 
 
 class DDispatchRule(OnSm90, FusionRule, name="sm90.ddispatch", direction="backward"):
@@ -131,17 +141,17 @@ class DDispatchRule(OnSm90, FusionRule, name="sm90.ddispatch", direction="backwa
 
     ddispatch: DDispatch
 
-    def check(self, ctx: PlanContext) -> None:
+    def offer(self, ctx: PlanContext) -> Step:
         _check_rows(ctx, "grad_output")
+        return Step(needs=("grad_output", "ddispatch.row_of_slot"), gives=("grad_input",), zeroes_tail=True)
 
-    def build(self, ctx: PlanContext) -> Step:
+    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
         def bind(grad: Tensor, row_of_slot: Tensor) -> Run:
             guard_gradient(grad)
             _require_contiguous(row_of_slot)
             return on_readable(grad, functions.bind_sum_slots(grad, row_of_slot, None))
 
-        needs = ("grad_output", "ddispatch.row_of_slot")
-        return Step(None, needs, gives=("grad_input",), bind=bind, zeroes_tail=True)
+        return bind
 
 
 class DispatchWeightGradRule(OnSm90, FusionRule, name="sm90.dispatch_weight_grad", direction="backward"):
@@ -149,18 +159,15 @@ class DispatchWeightGradRule(OnSm90, FusionRule, name="sm90.dispatch_weight_grad
 
     weight_grad: DispatchWeightGrad
 
-    def check(self, ctx: PlanContext) -> None:
+    def offer(self, ctx: PlanContext) -> Step:
         decline(limits.why_not_row_scale(ctx.dtype("weight_grad.grad_probs")))
+        needs = ("weight_grad.grad_probs", "weight_grad.row_of_slot")
+        return Step(needs=needs, gives=("weight_grad.grad_expert_weight",), zeroes_tail=True)
 
-    def build(self, ctx: PlanContext) -> Step:
+    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
         def bind(grad: Tensor, row_of_slot: Tensor) -> Run:
             guard_gradient(grad)
             _require_contiguous(row_of_slot)
             return on_readable(grad, functions.bind_slot_values(grad, row_of_slot))
 
-        needs = ("weight_grad.grad_probs", "weight_grad.row_of_slot")
-        return Step(None, needs, gives=("weight_grad.grad_expert_weight",), bind=bind, zeroes_tail=True)
-
-
-def _require_contiguous(*routing: Tensor | None) -> None:
-    require(all(t is None or t.is_contiguous() for t in routing), "what Dispatch provides is not contiguous any more")
+        return bind

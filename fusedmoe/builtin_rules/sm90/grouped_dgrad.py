@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fusedmoe.builtin_rules.sm90.backend import OnSm90, Run, check_common, guard_gradient, guard_matrix, on_readable
-from fusedmoe.fusion.rule import FusionRule, PlanContext, Step
+from fusedmoe.fusion.rule import Bind, FusionRule, PlanContext, Step
 from fusedmoe.kernels.sm90 import functions
 from fusedmoe.ops.grouped_linear import Dgrad
 
@@ -18,12 +18,13 @@ class GroupedDgrad(OnSm90, FusionRule, name="sm90.grouped_dgrad", direction="bac
 
     dgrad: Dgrad
 
-    def check(self, ctx: PlanContext) -> None:
+    def offer(self, ctx: PlanContext) -> Step:
         fc = self.dgrad.op
         operands = "grad_output", "dgrad.weight"
         check_common(ctx, *operands, in_features=fc.in_features, out_features=fc.out_features)
+        return Step(needs=(*operands, "offsets"), gives=("grad_input",), zeroes_tail=True)
 
-    def build(self, ctx: PlanContext) -> Step:
+    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
         options = ctx.options
 
         def bind(dy: Tensor, weight: Tensor, offsets: Tensor) -> Run:
@@ -36,5 +37,4 @@ class GroupedDgrad(OnSm90, FusionRule, name="sm90.grouped_dgrad", direction="bac
 
             return on_readable(dy, run)
 
-        needs = ("grad_output", "dgrad.weight", "offsets")
-        return Step(None, needs, gives=("grad_input",), bind=bind, zeroes_tail=True)
+        return bind

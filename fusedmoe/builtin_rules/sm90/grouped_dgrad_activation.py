@@ -17,7 +17,7 @@ from fusedmoe.builtin_rules.sm90.backend import (
     guard_matrix,
     on_readable,
 )
-from fusedmoe.fusion.rule import FusionRule, PlanContext, Step
+from fusedmoe.fusion.rule import Bind, FusionRule, PlanContext, Step
 from fusedmoe.kernels.sm90 import functions, limits
 from fusedmoe.ops.glu import DGeGLU, DReGLU, DSwiGLU
 from fusedmoe.ops.grouped_linear import Dgrad
@@ -40,45 +40,49 @@ class GroupedDgradActivation(OnSm90, FusionRule, name="sm90.grouped_dgrad_activa
     dscale: DScale | None
     dact: DSwiGLU | DGeGLU | DReGLU | DSquaredReLU
 
-    def check(self, ctx: PlanContext) -> None:
+    def offer(self, ctx: PlanContext) -> Step:
         fc = self.dgrad.op
         operands = "grad_output", "dgrad.weight", "dact.input"
         check_common(ctx, *operands, in_features=fc.in_features, out_features=fc.out_features)
+        gives, launches = ["grad_input"], 1
         if self.dscale is not None:
-            decline(limits.why_not_row_scale(ctx.dtype("dscale.factor")))
+            factor = ctx.dtype("dscale.factor")
+            decline(limits.why_not_row_scale(factor))
+            launches += converts(factor)
+            if self.scale_grad is not None:
+                gives.append(f"scale_grad.{self.scale_grad.gives[0]}")
+                launches += 1 + converts(factor)
+        return Step(
+            needs=("grad_output", "dgrad.weight", "offsets", "dact.input", "dscale.factor"),
+            gives=tuple(gives),
+            keeps=("dgrad.input",),
+            zeroes_tail=True,
+            launches=launches,
+        )
 
-    def build(self, ctx: PlanContext) -> Step:
+    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
         activation, options = activation_of(self.dact.op), ctx.options
-        recomputes, scale_grad = ctx.wants("dgrad.input"), self.scale_grad
-        launches, gives = 1, ["grad_input"]
-        if recomputes:
-            gives.append("dgrad.input")
-        if self.dscale is not None:
-            launches += converts(ctx.dtype("dscale.factor"))
-        if scale_grad is not None:
-            gives.append(f"scale_grad.{scale_grad.gives[0]}")
-            launches += 1 + converts(ctx.dtype("dscale.factor"))
+        recomputes, scale_grad = bool(keep), self.scale_grad is not None
 
         def bind(dy: Tensor, weight: Tensor, offsets: Tensor, preactivation: Tensor, factor: Tensor | None) -> Run:
             guard_gradient(dy)
             guard_matrix("the preactivation", preactivation)
             guard_matrix("the weight", weight, transposed=True)
             product = functions.bind_grouped_gemm_activation_backward(
-                dy, weight, preactivation, factor, activation, recomputes, scale_grad is not None, options
+                dy, weight, preactivation, factor, activation, recomputes, scale_grad, options
             )
 
             def run(
                 dy: Tensor, weight: Tensor, offsets: Tensor, preactivation: Tensor, factor: Tensor | None
             ) -> tuple[Tensor | None, ...]:
-                grad_preactivation, output, grad_factor = product(dy, weight, offsets, preactivation, factor)
+                grad_preactivation, x, grad_factor = product(dy, weight, offsets, preactivation, factor)
                 results: list[Tensor | None] = [grad_preactivation]
-                if recomputes:
-                    results.append(output)
                 if grad_factor is not None and factor is not None:
                     results.append(grad_factor.to(factor.dtype))
+                if recomputes:
+                    results.append(x)
                 return tuple(results)
 
             return on_readable(dy, run)
 
-        needs = ("grad_output", "dgrad.weight", "offsets", "dact.input", "dscale.factor")
-        return Step(None, needs, tuple(gives), bind=bind, zeroes_tail=True, launches=launches)
+        return bind

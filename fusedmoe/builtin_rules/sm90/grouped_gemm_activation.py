@@ -13,7 +13,7 @@ from fusedmoe.builtin_rules.sm90.backend import (
     decline,
     guard_operands,
 )
-from fusedmoe.fusion.rule import FusionRule, PlanContext, Step
+from fusedmoe.fusion.rule import Bind, FusionRule, PlanContext, Step
 from fusedmoe.kernels.sm90 import functions, limits
 from fusedmoe.ops.glu import GeGLU, ReGLU, SwiGLU
 from fusedmoe.ops.grouped_linear import GroupedLinear
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class GroupedGemmActivation(OnSm90, FusionRule, name="sm90.grouped_gemm_activation", direction="forward"):
-    """``y[r] = act(x[r] @ weight[e].T + bias[e]) * scale[r]``; the preactivation is written only if backward needs it.
+    """``y[r] = act(x[r] @ weight[e].T + bias[e]) * scale[r]``. The preactivation is written only if backward needs it.
 
     The activation's result before the scale is never written: `sm90.grouped_dgrad_activation` recomputes it for the
     scale's gradient.
@@ -35,33 +35,24 @@ class GroupedGemmActivation(OnSm90, FusionRule, name="sm90.grouped_gemm_activati
     act: SwiGLU | GeGLU | ReGLU | SquaredReLU
     scale: Scale | None
 
-    def check(self, ctx: PlanContext) -> None:
-        fc = self.fc
+    def offer(self, ctx: PlanContext) -> Step:
+        fc, launches = self.fc, 1
+        check_common(ctx, "input", "fc.weight", in_features=fc.in_features)
         if activation_of(self.act).gated:
-            check_common(ctx, "input", "fc.weight", in_features=fc.in_features)
             decline(limits.why_not_width("half of out_features", fc.out_features // 2))
         else:
-            check_common(ctx, "input", "fc.weight", in_features=fc.in_features, out_features=fc.out_features)
+            decline(limits.why_not_width("out_features", fc.out_features))
         if self.scale is not None:
             decline(limits.why_not_row_scale(ctx.dtype("scale.factor")))
+            launches += converts(ctx.dtype("scale.factor"))
+        needs = ("input", "fc.weight", "fc.bias", "offsets", "scale.factor")
+        return Step(needs=needs, gives=("output",), keeps=("act.input",), zeroes_tail=True, launches=launches)
 
-    def build(self, ctx: PlanContext) -> Step:
+    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
         activation, options = activation_of(self.act), ctx.options
-        launches = 1 if self.scale is None else 1 + converts(ctx.dtype("scale.factor"))
 
-        def bind(
-            x: Tensor,
-            weight: Tensor,
-            bias: Tensor | None,
-            offsets: Tensor,
-            factor: Tensor | None,
-            *,
-            keep: tuple[str, ...] = (),
-        ) -> Run:
+        def bind(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, factor: Tensor | None) -> Run:
             guard_operands(x, weight, bias)
             return functions.bind_grouped_gemm_activation(x, weight, bias, factor, activation, bool(keep), options)
 
-        needs = ("input", "fc.weight", "fc.bias", "offsets", "scale.factor")
-        return Step(
-            None, needs, gives=("output",), keeps=("act.input",), bind=bind, zeroes_tail=True, launches=launches
-        )
+        return bind

@@ -15,7 +15,7 @@ from fusedmoe.builtin_rules.sm90.backend import (
     guard_matrix,
     on_readable,
 )
-from fusedmoe.fusion.rule import FusionRule, PlanContext, Step, require
+from fusedmoe.fusion.rule import Bind, FusionRule, PlanContext, Step, require
 from fusedmoe.kernels.sm90 import functions, limits
 from fusedmoe.ops.grouped_linear import Wgrad, WgradIntoMainGrad
 
@@ -31,21 +31,20 @@ class GroupedWgrad(OnSm90, FusionRule, name="sm90.grouped_wgrad", direction="bac
 
     wgrad: Wgrad | WgradIntoMainGrad
 
-    def check(self, ctx: PlanContext) -> None:
+    def offer(self, ctx: PlanContext) -> Step:
         fc = self.wgrad.op
         operands = "grad_output", "wgrad.input", "wgrad.weight"
         check_common(ctx, *operands, in_features=fc.in_features, out_features=fc.out_features)
+        return Step(needs=("grad_output", "wgrad.input", "offsets"), gives=("wgrad.grad_weight",))
 
-    def build(self, ctx: PlanContext) -> Step:
-        wgrad, options = self.wgrad, ctx.options
-        accumulating = wgrad if isinstance(wgrad, WgradIntoMainGrad) else None
-        dtype = ctx.dtype("wgrad.weight")
+    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
+        accumulating = self.wgrad if isinstance(self.wgrad, WgradIntoMainGrad) else None
+        dtype, options = torch.float32 if accumulating else ctx.dtype("wgrad.weight"), ctx.options
 
         def bind(dy: Tensor, x: Tensor, offsets: Tensor) -> Run:
             guard_gradient(dy)
             guard_matrix("x", x)
-            out_dtype = dtype if accumulating is None else torch.float32
-            product = functions.bind_grouped_wgrad(dy, x, offsets, out_dtype, accumulating is not None, options)
+            product = functions.bind_grouped_wgrad(dy, x, offsets, dtype, accumulating is not None, options)
 
             def run(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor | None:
                 if accumulating is None:
@@ -58,5 +57,4 @@ class GroupedWgrad(OnSm90, FusionRule, name="sm90.grouped_wgrad", direction="bac
 
             return on_readable(dy, run)
 
-        needs = ("grad_output", "wgrad.input", "offsets")
-        return Step(None, needs, gives=("wgrad.grad_weight",), bind=bind)
+        return bind

@@ -1,0 +1,101 @@
+"""A plan as data, for ``explain()`` and the log."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from fusedmoe.fusion import registry
+from fusedmoe.fusion.candidates import Costs
+from fusedmoe.fusion.plan import PlanData, PlannedStep
+from fusedmoe.fusion.steps import Fused
+from fusedmoe.fusion.values import NONE, spec_of
+from fusedmoe.ops.glue import QuantizeWeight
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+    from fusedmoe.fusion.executable import Plan, PlannedSpan
+    from fusedmoe.fusion.places import Place
+    from fusedmoe.ops.op import SpecLike
+
+
+def describe(plan: Plan, arguments: Mapping[str, SpecLike | None]) -> PlanData:
+    """Return a plan as data, with bytes for these arguments."""
+    specs: dict[str, SpecLike | None] = {NONE: None, **plan.infer([*arguments.values()])}
+    graph, environment = plan.graph, plan.environment
+    costs = Costs(specs, graph.parameters, rows=0)
+    of_weights = {v for place in graph.weights.values() for v in place.step.gives}
+    kept = [v for v in plan.saved if v not in (*graph.parameters, *of_weights)]
+    weights = [span for span in plan.glue if isinstance(span.places[0].item, QuantizeWeight)]
+    weights = [span for span in weights if not isinstance(span.step, Fused)]
+    steps = [_planned(span, specs, costs, environment.device) for span in (*weights, *plan.spans)]
+    glue = [_planned(span, specs, costs, environment.device) for span in plan.glue if span not in weights]
+    arch, rows = environment.arch, specs[graph.arguments[0]]
+    wanted = tuple([a in plan.wanted for a in graph.arguments])
+    return PlanData(
+        steps=tuple(steps),
+        attempts=plan.attempts,
+        kept=tuple(kept),
+        kept_bytes=sum(costs.nbytes(v) for v in kept),
+        device=f"sm_{arch}" if environment.asked else str(environment.device) + (f" (sm_{arch})" if arch else ""),
+        dtype=str(plan.dtype).removeprefix("torch."),
+        recipe=environment.recipe.name,
+        options=environment.options,
+        forward_source=plan.program.source,
+        backward_source=plan.backward(wanted).program.source,
+        weight_bytes=sum(costs.nbytes(v) for span in weights for v in span.step.gives),
+        missed=plan.missed_or_unavailable,
+        rows=0 if rows is None else math.prod(map(int, rows.shape[:-1])),
+        glue=tuple(glue),
+        **_asked(plan),
+    )
+
+
+def _asked(plan: Plan) -> dict[str, Any]:
+    """Return the fields of `PlanData` about a device that `explain` asks about."""
+    if not plan.environment.asked:
+        return {}
+    rules = {rule.name: rule for rule in registry.rules()}
+    fused = sorted({span.step.rule for span in (*plan.spans, *plan.glue) if isinstance(span.step, Fused)})
+    assumed = dict.fromkeys(registry.what_is_missing(rules[name]) for name in fused if name in rules)
+    return {"asked_arch": plan.environment.arch, "assumed": tuple(text for text in assumed if text is not None)}
+
+
+def _planned(
+    span: PlannedSpan, specs: Mapping[str, SpecLike | None], costs: Costs, device: torch.device
+) -> PlannedStep:
+    """Return a step as data."""
+    step, fused = span.step, isinstance(span.step, Fused)
+    (place, *_) = span.places
+    rows = specs.get(place.names.get("input", NONE))
+    of_op = place.node is not None and not fused
+    return PlannedStep(
+        direction=span.direction,
+        ops=tuple(p.label for p in span.places),
+        rule=step.rule if isinstance(step, Fused) else None,
+        needs=tuple(v for v in step.needs if v != NONE),
+        gives=step.gives,
+        bytes_moved=int(costs.moved((*step.needs, *step.gives))) + span.extra_bytes,
+        launches=step.launches,
+        host_sync=of_op and rows is not None and place.item.host_sync(rows, device),  # type: ignore[union-attr]
+        nearest_miss=span.nearest_miss,
+        path=place.item.path([spec_of(specs, v) for v in step.needs], device) if of_op else "",  # type: ignore[union-attr]
+        quantizes=tuple(q for q in map(_quantizes, span.places) if q is not None),
+    )
+
+
+def _quantizes(place: Place) -> tuple[str, str] | None:
+    """Return ``label:role`` of the op that quantizes something in a place, and the quantizer in words.
+
+    The label of an op that a recipe inserts has the role already.
+    """
+    quantizer = place.item.quantizes
+    if quantizer is None:
+        return None
+    glue, backward = place.node is None, place.step.gives[0].startswith("grad(")
+    label = place.label.rpartition(".")[0] if place.node is None else place.node.label
+    role = "weight" if glue else "grad" if backward else "input"
+    return (label if label.endswith(f":{role}") else f"{label}:{role}"), str(quantizer)

@@ -1,0 +1,123 @@
+"""The places of a chain: each op, each step of its backward, and each piece of glue, with the values that it reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from fusedmoe.fusion.rule import RuleError
+from fusedmoe.fusion.steps import Plain
+from fusedmoe.fusion.values import by_rows, columns, dequantized
+from fusedmoe.ops import random_state
+from fusedmoe.ops.op import BackwardOp, Node, Op
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from fusedmoe.ops.glue import Glue
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """An op, one step of its backward, or glue, at its position in the chain.
+
+    Attributes
+    ----------
+    item : Op, BackwardOp or Glue
+        The op itself, the step of its backward, or the glue.
+    names : dict of str to str
+        The item's own names of values -> the chain's, in the forms that `step` reads.
+    step : Plain
+        The item in plain PyTorch. If the item quantizes, the step can give each quantized form alone.
+    node : Node or None
+        The op and its label; None for glue.
+    values, gradient_of : dict of str to str
+        The op's own names -> the chain's, by rows, and -> the value whose gradient has that name. They differ where an
+        op passes rows, or their gradient, on unchanged.
+    """
+
+    item: Op | BackwardOp | Glue
+    names: Mapping[str, str]
+    step: Plain
+    node: Node | None = None
+    values: Mapping[str, str] = field(default_factory=dict)
+    gradient_of: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """``fc1.GroupedLinear``, ``fc1.Dgrad``."""
+        return self.step.label
+
+    @property
+    def op(self) -> Op:
+        """The op."""
+        assert self.node is not None
+        return self.node.op
+
+    def value(self, name: str) -> str:
+        """Return the chain's name of a value that the item calls ``name``, or ``name:columns``, ``name:rows``,
+        ``name:dequantized``.
+        """
+        own, _, form = name.partition(":")
+        if own not in self.names:
+            raise RuleError(
+                f"{self.label}: {name!r} is no value of {self.item!r}; it has {', '.join(sorted(self.names))}"
+            )
+        value = self.names[own]
+        return value if not form else _IN_FORM[form](by_rows(value))
+
+    def gradient(self, name: str) -> str:
+        """Return the value whose gradient the op's backward calls ``grad_<name>``."""
+        name = name.removeprefix("grad_")
+        return self.gradient_of[name] if name in self.gradient_of else self.value(name)
+
+    @property
+    def random_states(self) -> tuple[str, ...]:
+        """The states of the random number generators that the op draws from, if it says that it draws."""
+        return tuple(self.values[name] for name in random_state.NAMES if name in self.values)
+
+
+_IN_FORM = {"rows": by_rows, "columns": columns, "dequantized": dequantized}
+
+
+def glue_place(item: Glue, label: str, names: Mapping[str, str]) -> Place:
+    """Return the place of glue whose values have these names in the chain."""
+    needs, gives = (tuple(names[n] for n in some) for some in (item.needs, item.gives))
+    if item.quantizes is not None:
+        gives = (gives[0], columns(gives[0]))
+    step = Plain(
+        label=label, run=item.compute, needs=needs, gives=gives, zeroes_tail=item.zeroes_tail, launches=item.launches
+    )
+    return Place(item=item, names=names, step=step)
+
+
+def with_forms(place: Place, read: Collection[str], training: bool) -> Plain:
+    """Return the plain step of an item that quantizes, which gives the forms that are read."""
+    step = place.step
+    gives = tuple(v for v in step.gives if v in read) or step.gives[:1]
+    axes = tuple(-1 if v == step.gives[0] else -2 for v in gives)
+    return replace(step, run=partial(step.run, axes=axes, training=training), gives=gives)
+
+
+def training_place(place: Place) -> Place:
+    """Return the place of an op in a forward pass that has a backward pass.
+
+    An op that draws random numbers gives the states that it drew from. The first run of an op that is not ours checks
+    that it draws none without a word.
+    """
+    op, step, states = place.op, place.step, place.random_states
+    if states:
+        run = partial(random_state.compute_noting_states, op)
+        return replace(place, step=replace(step, run=run, gives=(*step.gives, *states)))
+    if not type(op).__module__.startswith("fusedmoe."):
+        return replace(place, step=replace(step, first=partial(random_state.compute_watched, op)))
+    return place
+
+
+def drawn_again(place: Place) -> Plain:
+    """Return the step that computes an op again, with the random numbers of the first time."""
+    step, states = place.step, place.random_states
+    if not states:
+        return step
+    return replace(step, run=partial(random_state.compute_again, place.op), needs=(*step.needs, *states))

@@ -1,0 +1,93 @@
+"""The meaning of bare names along a chain: runtime inputs, values that ops provide, and values derived from either."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fusedmoe.fusion.places import glue_place
+from fusedmoe.ops.derived import CHECKED, DERIVED, OFFSETS
+from fusedmoe.ops.glue import derive
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+    from fusedmoe.fusion.places import Place
+    from fusedmoe.ops.derived import Derived
+    from fusedmoe.ops.op import Node
+
+
+class Scope:
+    """The values in scope at a position of the chain, which moves from the first op to the last.
+
+    A bare name means the value of the latest op that provides it, else the caller's runtime input. Rows change at ops
+    such as `Dispatch` and `Combine`. Each set of rows has a number, from 0, and may be sorted by expert.
+
+    Parameters
+    ----------
+    inputs
+        The runtime inputs that the caller gives. Others that ops take are added to the attribute of this name.
+    provided
+        The runtime inputs that come from ops before the chain: their contents need no check.
+
+    Attributes
+    ----------
+    derived : dict of str to Place
+        The glue of each derived value.
+    rows : int
+        The current set of rows.
+    """
+
+    def __init__(self, inputs: Iterable[str], provided: Collection[str]) -> None:
+        self.inputs = list(inputs)
+        self.derived: dict[str, Place] = {}
+        self.rows = 0
+        self._provided = frozenset(provided)
+        self._values = {name: name for name in self.inputs}
+        self._rows_of: dict[str, int] = {}
+        self._offsets_of: dict[int, str] = {}  # by the set of rows
+
+    def take(self, name: str) -> str:
+        """Return the value that a name means here; a new name is a runtime input of the caller."""
+        if name not in self._values:
+            self._values[name] = name
+            self.inputs.append(name)
+        return self._values[name]
+
+    def provide(self, node: Node) -> None:
+        """Bring the values that an op provides into scope."""
+        for name in node.op.provides:
+            self._values[name] = f"{node.label}.{name}"
+
+    def derive(self, name: str, rows_value: str, taker: str) -> str:
+        """Return a derived value for these rows. An error in its source names the op ``taker``."""
+        return self._derived(DERIVED[name], rows_value, taker)
+
+    def source(self, name: str) -> str:
+        """Return the value that the derived value of a name is computed from."""
+        return self._values[DERIVED[name].source]
+
+    def checked(self, name: str, rows_value: str, taker: str) -> str | None:
+        """Return the checked form of a runtime input that addresses memory; None if it needs no check: it is another
+        input, or an op has provided it.
+        """
+        of_caller = name not in self._provided and self._values.get(name, name) == name
+        return self._derived(CHECKED[name], rows_value, taker) if name in CHECKED and of_caller else None
+
+    def _derived(self, derived: Derived, rows_value: str, taker: str) -> str:
+        source = self.take(derived.source)
+        value = source.removesuffix(derived.source) + derived.name
+        if value not in self.derived:
+            names = {derived.source: source, "rows": rows_value, derived.name: value}
+            self.derived[value] = glue_place(derive(derived, taker), value, names)
+            if derived is OFFSETS:
+                self._offsets_of.setdefault(self.rows, value)
+        return value
+
+    def has_rows(self, value: str) -> None:
+        """Note that a value has one entry per row of the current set."""
+        self._rows_of.setdefault(value, self.rows)
+
+    def offsets(self, value: str) -> str | None:
+        """Return the offsets of the experts' rows in a value; None for a value without such rows."""
+        rows = self._rows_of.get(value)
+        return None if rows is None else self._offsets_of.get(rows)

@@ -1,0 +1,154 @@
+"""The values of a chain: their names, the forms of quantized values, and the tensors that hold a form in a program.
+
+A name is ``<label>.<name>``: ``"fc1.input"`` is the input of the op labelled fc1, and also the output of the op before
+it; ``"<last>.output"`` is the chain's result; ``"fc1.weight"`` a parameter; ``"dispatch.splits"`` a value that an op
+provides; ``"splits"`` a runtime input of the chain; ``"grad(fc1.input)"`` a gradient.
+
+A quantized value has three forms, each with a name: by rows (``"fc1.input"``), by columns (``"fc1.input:columns"``),
+and dequantized (``"fc1.input:dequantized"``). The first two differ in the axis that the blocks of the format run along,
+and in the padding of rows; `QuantizedSpec` has both. In a program, a form is two or three flat tensors: ``.codes``,
+``.scale`` and, if the format has one, ``.tensor_scale``. `QuantizedTensor` exists only inside steps in plain PyTorch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fusedmoe.formats import QuantizedSpec, QuantizedTensor
+from fusedmoe.ops.op import TensorSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from torch import Tensor
+
+    from fusedmoe.formats import Quantizer
+    from fusedmoe.fusion.steps import Plain
+    from fusedmoe.ops.op import SpecLike
+
+NONE = "none"
+"""The value that is always None: a gradient that does not arrive."""
+
+
+def grad(value: str) -> str:
+    """Return the name of a value's gradient."""
+    return f"grad({value})"
+
+
+def primal(value: str) -> str:
+    """Return the value that ``grad(v)``, or a contribution ``grad(v)#1`` to it, is the gradient of; any other value
+    unchanged.
+    """
+    return value[5:].rpartition(")")[0] if value.startswith("grad(") else value
+
+
+def columns(value: str) -> str:
+    """Return the name of a quantized value by columns."""
+    return f"{value}:columns"
+
+
+def dequantized(value: str) -> str:
+    """Return the name of a quantized value after dequantization."""
+    return f"{value}:dequantized"
+
+
+def by_rows(value: str) -> str:
+    """Return the name by rows of a value that is named in any form."""
+    return value.removesuffix(":columns").removesuffix(":dequantized")
+
+
+def quantized(parameter: str) -> str:
+    """Return the name of a quantized parameter, by rows."""
+    return f"{parameter}:quantized"
+
+
+def spec_of(specs: Mapping[str, SpecLike | None], value: str) -> SpecLike | None:
+    """Return the spec of a value. A gradient without a spec has the shape and the dtype of its primal value."""
+    if value in specs:
+        return specs[value]
+    spec = specs.get(primal(value))
+    return TensorSpec(spec.shape, spec.dtype) if isinstance(spec, QuantizedSpec) else spec
+
+
+# ---- forms ----------------------------------------------------------------------------------------------------------
+
+
+class Form(NamedTuple):
+    """The tensors of a quantized value by rows, or by columns.
+
+    Attributes
+    ----------
+    tensors : tuple of str
+        Codes, scale and, if the format has one, tensor scale, by their names in the program.
+    offsets : str
+        The value with the running ends of the experts' rows; `NONE` if the rows are not sorted.
+    """
+
+    tensors: tuple[str, ...]
+    offsets: str
+
+
+Forms = dict[str, Form]
+
+
+def forms_of(value: str, quantizer: Quantizer, offsets: str = NONE) -> Forms:
+    """Return the two quantized forms of a value."""
+    parts = ("codes", "scale", "tensor_scale")[: 3 if quantizer.format.tensor_scale else 2]
+    return {form: Form(tuple(f"{form}.{p}" for p in parts), offsets) for form in (value, columns(value))}
+
+
+def form_specs(value: str, spec: QuantizedSpec, quantizer: Quantizer) -> dict[str, SpecLike | None]:
+    """Return the specs of the three forms of a value, whose spec by rows is given."""
+    return {
+        value: spec,
+        columns(value): spec._replace(axis=-2, rotated=quantizer.hadamard),
+        dequantized(value): TensorSpec(spec.shape, spec.dtype),
+    }
+
+
+def tensor_specs(specs: Mapping[str, SpecLike | None], forms: Mapping[str, Form]) -> dict[str, TensorSpec]:
+    """Return the specs of the tensors of all forms."""
+    found: dict[str, TensorSpec] = {}
+    for name, form in forms.items():
+        spec = specs.get(name)
+        if isinstance(spec, QuantizedSpec):
+            found.update(zip(form.tensors, [TensorSpec(*held) for held in spec.tensors()], strict=True))
+    return found
+
+
+def tensors_of(values: Iterable[str], forms: Mapping[str, Form], offsets: bool = False) -> tuple[str, ...]:
+    """Return the names of the tensors of some values, in order; with ``offsets``, each form's offsets follow it."""
+    names: list[str] = []
+    for value in values:
+        form = forms.get(value)
+        if form is None:
+            names.append(value)
+        else:
+            names += (*form.tensors, form.offsets) if offsets else form.tensors
+    return tuple(names)
+
+
+def on_tensors(step: Plain, forms: Mapping[str, Form], specs: Mapping[str, Any] | None) -> Callable[..., Any]:
+    """Return a plain step's function of flat tensors, for calls with these specs."""
+    run, takes = step.run, [forms.get(value) for value in step.needs]
+    if not any(takes) and forms.keys().isdisjoint(step.gives):
+        return run
+    assert specs is not None, "a program with quantized values runs with specs"
+    operands_of = [(form, specs.get(value)) for value, form in zip(step.needs, takes, strict=True)]
+
+    def flat(*tensors: Tensor | None) -> Any:
+        each = iter(tensors)
+        operands: list[Any] = []
+        for form, spec in operands_of:
+            if form is None:
+                operands.append(next(each))
+            else:
+                held: Any = [next(each) for _ in form.tensors]
+                operands.append(spec.tensor(held, next(each)))  # type: ignore[union-attr]
+        out = run(*operands)
+        results: list[Tensor | None] = []
+        for result in out if isinstance(out, (tuple, list)) else (out,):
+            results += result.tensors() if isinstance(result, QuantizedTensor) else [result]
+        return results if len(results) > 1 else results[0]
+
+    return flat

@@ -1,0 +1,151 @@
+"""Glue: the steps that a chain needs between its ops. A fusion rule matches glue as it matches ops, each piece alone.
+
+The attributes `needs` and `gives` name values as a rule does after the slot: ``"derive.splits"``, ``"total.output"``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fusedmoe.errors import InputError
+from fusedmoe.kernels.torch.rows import zero_tail_
+from fusedmoe.ops.derived import OFFSETS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from fusedmoe.formats import QuantizedTensor, Quantizer
+    from fusedmoe.ops.derived import Derived
+    from fusedmoe.ops.quantize import WeightQuantization
+
+
+class Glue:
+    """A step in plain PyTorch that belongs to no op.
+
+    Attributes
+    ----------
+    needs, gives : tuple of str
+        The values that `compute` takes and returns, in order.
+    quantizes : Quantizer or None
+        As for `fusedmoe.ops.op.Op`.
+    zeroes_tail : bool
+        The rows after the last expert's come out as zeros.
+    launches : int
+        Kernels that `compute` launches on a GPU, approximately.
+    """
+
+    needs: tuple[str, ...] = ("input",)
+    gives: tuple[str, ...] = ("output",)
+    quantizes: Quantizer | None = None
+    zeroes_tail = True
+    launches = 1
+
+    def compute(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the values of `gives`."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return type(self).__name__
+
+
+class Derive(Glue):
+    """A value that follows from a runtime input and the number of rows.
+
+    Parameters
+    ----------
+    derived
+        The definition.
+    taker
+        The op that an error names.
+    """
+
+    def __init__(self, derived: Derived, taker: str) -> None:
+        self.derived, self.taker = derived, taker
+        self.needs, self.gives = (derived.source, "rows"), (derived.name,)
+
+    def compute(self, source: Tensor, rows: Tensor) -> Tensor:
+        try:
+            return self.derived.compute(source, rows)
+        except InputError as error:
+            raise InputError(f"{self.taker}: {error}") from None
+
+    def check(self, source: Tensor, rows: Tensor) -> None:
+        """Check the input's contents, which waits for the device; for ``FUSEDMOE_DEBUG``.
+
+        Raises
+        ------
+        InputError
+            An entry is out of range.
+        """
+        try:
+            self.derived.check(source, rows)
+        except InputError as error:
+            raise InputError(f"{self.taker}: {error}") from None
+
+
+class DeriveOffsets(Derive):
+    """``offsets[e] = splits[0] + ... + splits[e]``, at most the number of rows: ``splits`` (E,) integers, ``rows``
+    (R, ...), ``offsets`` (E,) int32.
+    """
+
+
+def derive(derived: Derived, taker: str) -> Derive:
+    """Return the glue that computes a derived value."""
+    return (DeriveOffsets if derived is OFFSETS else Derive)(derived, taker)
+
+
+class QuantizeWeight(Glue):
+    """``output = quantize(weight)``, by rows, by columns, or both; once for each change of the weight.
+
+    Parameters
+    ----------
+    run
+        The weight's quantization, which keeps the result beside the layer.
+    launches
+        Kernels launched.
+    """
+
+    needs = ("weight",)
+
+    def __init__(self, run: WeightQuantization, launches: int) -> None:
+        self.run, self.launches = run, launches
+        self.quantizes = run.quantizer
+
+    def compute(self, weight: Tensor, *, axes: Sequence[int] = (-1, -2), training: bool = False) -> Any:
+        return self.run(weight, axes=axes, training=training)
+
+
+class Dequantize(Glue):
+    """``output = dequantize(input)``, in the dtype of the values before quantization."""
+
+    launches = 3
+
+    def compute(self, t: QuantizedTensor) -> Tensor:
+        return t.dequantize()
+
+
+class SumGradients(Glue):
+    """``output = term0 + term1 + ...``: the gradient of a value that several ops read."""
+
+    zeroes_tail = False
+
+    def __init__(self, terms: int) -> None:
+        self.needs = tuple(f"term{i}" for i in range(terms))
+
+    def compute(self, *terms: Tensor) -> Tensor:
+        total = terms[0] + terms[1]
+        for term in terms[2:]:
+            total = total + term
+        return total
+
+
+class ZeroTail(Glue):
+    """``output[r] = input[r]``, and zeros for the rows after the last expert's: ``offsets`` (E,) int32."""
+
+    needs = ("input", "offsets")
+    launches = 4
+
+    def compute(self, t: Tensor, offsets: Tensor) -> Tensor:
+        return zero_tail_(t.clone(), offsets)
