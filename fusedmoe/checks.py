@@ -105,7 +105,6 @@ def _flag(value: Any) -> Any:
 
 ANY_INTEGER = integer("an integer")
 POSITIVE_INTEGER = integer("a positive integer", 1)
-COUNT = integer("an integer, 0 or more", 0)
 FINITE = number("a finite number")
 POSITIVE = number("a positive number", lambda value: value > 0)
 NOT_NEGATIVE = number("a finite number, 0 or more", lambda value: value >= 0)

@@ -194,8 +194,9 @@ def _source(
     name: str, weights: Weights | None, biases: Biases | None, shape: tuple[int, int, int], transposed: bool
 ) -> _Source:
     """Check one argument against its required shape (E, out, in) and return its contents."""
-    experts, *each = shape
-    stored = (each[1], each[0]) if transposed else (each[0], each[1])
+    experts, features_out, features_in = shape
+    linear_shape = (features_out, features_in)
+    stored = linear_shape[::-1] if transposed else linear_shape
     remedy = "; for (out, in) omit transposed" if transposed else "; for (in, out) pass transposed=True"
     listed = _listed(name, weights, (experts, *stored), remedy)
     own_biases = [item.bias for item in listed if isinstance(item, nn.Linear) and item.bias is not None]
@@ -204,15 +205,17 @@ def _source(
         raise _wrong(f"{name}_bias", expected, f"{len(own_biases)} of {experts}")
     found = []
     for i, item in enumerate(listed):
-        tensor = item.weight if isinstance(item, nn.Linear) else item
-        linear = isinstance(item, nn.Linear)
-        _check(f"{name}[{i}]", tensor, (each[0], each[1]) if linear else stored, "" if linear else remedy)
-        found.append(tensor.mT if transposed and not linear else tensor)
+        if isinstance(item, nn.Linear):
+            _check(f"{name}[{i}]", item.weight, linear_shape)
+            found.append(item.weight)
+        else:
+            _check(f"{name}[{i}]", item, stored, remedy)
+            found.append(item.mT if transposed else item)
     if biases is None:
         return _Source(found, list(own_biases) or None)
-    listed_biases = _listed(f"{name}_bias", biases, (experts, each[0]))
+    listed_biases = _listed(f"{name}_bias", biases, (experts, features_out))
     for i, bias in enumerate(listed_biases):
-        _check(f"{name}_bias[{i}]", bias, (each[0],))
+        _check(f"{name}_bias[{i}]", bias, (features_out,))
     return _Source(found, [bias for bias in listed_biases if isinstance(bias, Tensor)])
 
 

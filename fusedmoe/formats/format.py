@@ -149,17 +149,15 @@ class Format:
         check_fields(self, _FORMAT)
         across, along = self.block
         if not all(size is None or size > 0 for size in self.block) or (across is None and along is not None):
-            raise reject("block", "positive sizes; None across only where it is None along too")
+            raise reject("block", "positive sizes; None across requires None along")
         if along is None and self.rule.dtype is not torch.float32:
-            raise reject("block", f"a size along, where scales follow the rule {self.rule.value!r}")
+            raise reject("block", f"a size along, which the rule {self.rule.value!r} requires")
         if across not in (None, 1) and along is None:
-            raise reject("block", "1 or None across, where it is None along")
+            raise reject("block", "1 or None across, which None along requires")
         if self.tensor_scale is not (self.rule is ScaleRule.TWO_LEVEL):
             raise reject("tensor_scale", f"{self.rule is ScaleRule.TWO_LEVEL} for the rule {self.rule.value!r}")
         if (self.element is E2M1) is not (self.rule is ScaleRule.TWO_LEVEL):
-            raise reject(
-                "element", f"e2m1 with the rule 'two level', and with no other; the rule is {self.rule.value!r}"
-            )
+            raise reject("element", f"e2m1 for the rule 'two level', and only for it; the rule is {self.rule.value!r}")
         if self.amax_epsilon < 0 or (self.amax_epsilon and self.rule.dtype is not torch.float32):
             raise reject("amax_epsilon", "0 or more, and 0 for scales that are not fp32")
 

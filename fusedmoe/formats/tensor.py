@@ -62,8 +62,7 @@ class QuantizedTensor:
     offsets: Tensor | None = None
     rotated: bool = False
 
-    # what code that looks at tensors asks of every value
-    requires_grad = False
+    requires_grad = False  # for code that handles tensors and quantized tensors alike
 
     @property
     def device(self) -> torch.device:

@@ -180,10 +180,10 @@ class Combine(Op):
             )
         if tuple(slot_of_row.shape) != (rows,):
             raise self.reject("slot_of_row", f"shape ({rows},)", slot_of_row.shape)
-        if probs is not None and tuple(probs.shape) != (rows,):
-            raise self.reject(str(self.weights), f"shape ({rows},), one weight per row", probs.shape)
         self.check_floats("x", x.dtype)
         if probs is not None:
+            if tuple(probs.shape) != (rows,):
+                raise self.reject(str(self.weights), f"shape ({rows},), one weight per row", probs.shape)
             self.check_floats(str(self.weights), probs.dtype)
         return TensorSpec((row_of_slot.shape[0], x.shape[1]), x.dtype)
 

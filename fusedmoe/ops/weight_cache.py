@@ -153,7 +153,7 @@ _BITS = {2: torch.int16, 4: torch.int32}
 
 
 def _cacheable(layer: Op, weight: Tensor) -> Tensor | None:
-    """Return the parameter behind a weight, which autocast may have cast; None if it must not be cached."""
+    """Return the parameter of a weight, which autocast may have cast; None if it must not be cached."""
     parameter = layer._parameters.get("weight")
     if parameter is None or type(weight) not in (Tensor, nn.Parameter) or parameter.is_inference():
         return None  # a parametrized weight (LoRA) is a new tensor in every call
