@@ -19,10 +19,10 @@ from fusedmoe.fusion.describe import describe
 from fusedmoe.fusion.graph import Graph
 from fusedmoe.fusion.plans import CallContext, Conditions, LastCall, PlanTable, plan_chain, wanted_gradients
 from fusedmoe.fusion.signature import Signature, signature, spec_of
-from fusedmoe.inputs import check_inputs, check_rows, not_a_tensor
+from fusedmoe.inputs import check_rows
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
 from fusedmoe.ops.amax_state import looking
-from fusedmoe.ops.op import Node, Op
+from fusedmoe.ops.op import Node
 from fusedmoe.quantization import rewritten
 from fusedmoe.recompute import backward_pass, had_gradients
 
@@ -246,38 +246,3 @@ def _context(now: Settings, options: KernelOptions) -> tuple[Any, ...]:
         torch.are_deterministic_algorithms_enabled(),
         _len_torch_dispatch_stack() > 0 and counts_flops(),
     )
-
-
-def run_alone(op: Op, x: Tensor, inputs: Mapping[str, Tensor]) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-    """Run one op as a chain of one."""
-    if not isinstance(x, Tensor):
-        raise not_a_tensor(repr(op), "x", x)
-    chain = alone(op)
-    if inputs.keys() != set(chain.inputs) or not all(isinstance(t, Tensor) for t in inputs.values()):
-        chain = alone_with(op, inputs)
-        check_inputs(repr(op), chain.takers, inputs)
-    named = dict(inputs)
-    y = chain.run(x, named)
-    return (y, {name: named[name] for name in op.provides}) if op.provides else y
-
-
-def alone(op: Op) -> Chain:
-    """Return the chain of one op, labelled ``op``."""
-    chain: Chain | None = op.__dict__.get("_alone")
-    if chain is None:
-        chain = op.__dict__["_alone"] = Chain([Node("op", op.placed(()))], op.provides)
-    return chain
-
-
-def alone_with(op: Op, given: Collection[str]) -> Chain:
-    """Return the chain of one op that is called with these inputs: among rows sorted by expert, if it is given
-    ``splits`` and takes them where there are any.
-    """
-    chain = alone(op)
-    if "splits" not in given or "splits" in chain.inputs or "offsets" not in op.optional_inputs:
-        return chain
-    found: Chain | None = op.__dict__.get("_alone_sorted")
-    if found is None:
-        found = Chain(chain.nodes, op.provides, {0: f"op.{type(op).__name__}"})
-        op.__dict__["_alone_sorted"] = found
-    return found

@@ -1,7 +1,11 @@
-"""How a `Sequential` is cut into chains of ops and single modules, and the runtime inputs that these take."""
+"""The partition of a `Sequential`: chains of ops and single modules, with the runtime inputs that these take.
+
+An op that is called alone has a partition of one chain.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,19 +20,24 @@ from fusedmoe.chain import Chain
 from fusedmoe.errors import InputError
 from fusedmoe.fusion.graph import Graph, first_takers_of_offsets
 from fusedmoe.inputs import check_inputs, check_names, check_parameters, not_a_tensor
+from fusedmoe.kernels.options import DEFAULT
+from fusedmoe.log import say_once
 from fusedmoe.ops.op import Node, Op
 from fusedmoe.sorted_rows import Boundary, ModuleCall, accepts_splits, boundaries, call_module, module_call, why_no_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from fusedmoe.inputs import Parameters
     from fusedmoe.kernels.options import KernelOptions
+    from fusedmoe.sequential import Sequential
+
+logger = logging.getLogger("fusedmoe.sequential")
 
 
 @dataclass(frozen=True)
 class Member:
-    """A module of a Sequential, nested ones opened: its label, itself, and whether it joins a chain."""
+    """A module of a Sequential after nested ones were opened: its label, itself, and whether it joins a chain."""
 
     label: str
     module: nn.Module
@@ -42,9 +51,9 @@ class ChainPart:
     Attributes
     ----------
     chain : Chain
-        The ops, with what other parts know of the rows: which are sorted by expert.
+        The ops, with the sets of rows that are sorted by expert for other parts.
     apart : Chain or None
-        The ops without that, for rows that are no longer those that ``splits`` counts; None where it is the same.
+        The ops for rows that ``splits`` no longer counts; None if that makes no difference.
     sorts_rows : bool
         ``splits`` counts the rows that come out, whatever came in.
     """
@@ -55,7 +64,7 @@ class ChainPart:
 
     @property
     def title(self) -> str:
-        """What ``explain()`` calls it."""
+        """The part's name in ``explain()``."""
         first, last = self.chain.nodes[0].label, self.chain.nodes[-1].label
         return f"chain {first}" if first == last else f"chain {first} to {last}"
 
@@ -80,7 +89,7 @@ class ModulePart:
 
     @property
     def title(self) -> str:
-        """What ``explain()`` calls it, and why it is no chain."""
+        """The part's name in ``explain()``, with the reason why it is no chain."""
         why = (
             "called as a module, for its hooks"
             if self.call.takes or isinstance(self.module, Op)
@@ -91,7 +100,7 @@ class ModulePart:
     def run(
         self, x: Tensor, named: dict[str, Tensor], options: KernelOptions, parameters: Parameters | None, counted: bool
     ) -> tuple[Tensor, bool]:
-        """Call it as `call_module` does. It has options of its own, where it has any.
+        """Call it as `call_module` does. If it has options, its own hold.
 
         Raises
         ------
@@ -106,25 +115,38 @@ class ModulePart:
 
 @contextmanager
 def buffers_kept(parts: Sequence[ChainPart | ModulePart]) -> Iterator[None]:
-    """Have calls inside leave the buffers of modules as they were: ``explain()`` makes some."""
+    """Restore the buffers of modules after calls inside; ``explain()`` calls some modules."""
     modules = [part.module for part in parts if isinstance(part, ModulePart)]
     buffers = [(b, b.clone()) for m in modules for b in m.buffers() if not b.is_inference()]
     try:
         yield
     finally:
         for buffer, before in buffers:
-            buffer.data.copy_(before)  # to autograd nothing has changed
+            buffer.data.copy_(before)  # autograd does not notice
+
+
+def partition_for(root: Op | Sequential, given: Collection[str] = ()) -> Partition:
+    """Return the partition of a module for a call with these runtime inputs. It is remembered while it holds."""
+    state = root._of_process
+    partition: Partition | None = state.partition
+    if partition is None or not partition.holds():
+        partition = state.partition = Partition(root)
+        partition.name(state.place)
+        partition.warn_of_options()
+    if partition.may_be_sorted and "splits" in given:
+        partition = state.sorted_partition
+        if partition is None or not partition.holds():
+            partition = state.sorted_partition = Partition(root, sorted_rows=True)
+    return partition
 
 
 class Partition:
-    """The parts of a Sequential in order.
+    """The parts of a module in order.
 
     Parameters
     ----------
     root
-        The Sequential.
-    opened
-        Whether a nested module counts as its own modules.
+        A `Sequential`, or an op that is called alone.
     sorted_rows
         The caller gives ``splits`` although no op has to have them; see `may_be_sorted`.
 
@@ -138,35 +160,37 @@ class Partition:
         Each runtime input that the caller gives, with the ops that take it.
     provided : dict
         Each value that an op provides, with its label.
-    opened : list of (str, Module)
-        The nested modules that count as their own modules, with their labels.
     changes_rows : bool
-        Whether a module says that the rows that come out of it are others.
+        Whether a module says that its rows out are not its rows in.
     may_be_sorted : bool
-        Whether no op has to have ``splits``, but one takes them where there are any.
+        Whether no op has to have ``splits``, but one takes them if they are given.
     """
 
-    def __init__(self, root: nn.Sequential, opened: Callable[[nn.Module], bool], sorted_rows: bool = False) -> None:
+    def __init__(self, root: Op | Sequential, sorted_rows: bool = False) -> None:
+        self._root = root
         self._children: list[tuple[nn.Module, list[tuple[str, nn.Module | None]]]] = []
         self._hooked: list[tuple[nn.Module, bool]] = []
         self._any_global_hook = _has_any_global_hook()
-        self.opened: list[tuple[str, nn.Module]] = []
+        self._opened: list[tuple[str, Sequential]] = []
+        alone = isinstance(root, Op)
+        members = _placed([Member("op", root, joins=True)] if isinstance(root, Op) else self._members(root, ""))
         groups: list[list[Member]] = []
-        for member in _placed(self._members(root, "", opened)):
+        for member in members:
             if member.joins and groups and groups[-1][-1].joins:
                 groups[-1].append(member)
             else:
                 groups.append([member])
         takes = [_takes(group) for group in groups]
-        modules = [(member.label, member.module) for group in groups for member in group]
-        rows = boundaries(modules, "Sequential" if sorted_rows else None)
+        sorted_by = f"op.{type(root).__name__}" if alone else "Sequential"
+        rows = boundaries([(m.label, m.module) for m in members], sorted_by if sorted_rows else None)
         self.changes_rows = rows[0].rows != rows[-1].rows
-        first_rows = [module for (_, module), before in zip(modules, rows, strict=False) if before == (0, None)]
-        self.may_be_sorted = any(map(accepts_splits, first_rows))
+        self.may_be_sorted = any(
+            accepts_splits(m.module, m.joins) for m, row in zip(members, rows, strict=False) if row == (0, None)
+        )
         ends = [*accumulate(map(len, groups), initial=0)]
         around = [rows[start : end + 1] for start, end in pairwise(ends)]  # the rows in, between and out of each group
         shared = [_shared_rows(group, among) for group, among in zip(groups, around, strict=True)]
-        self.wanted: dict[str, list[str]] = {"splits": []} if sorted_rows else {}
+        self.wanted: dict[str, list[str]] = {"splits": [sorted_by]} if sorted_rows else {}
         self.provided: dict[str, str] = {}
         self.parts: list[ChainPart | ModulePart] = []
         for i, group in enumerate(groups):
@@ -177,10 +201,10 @@ class Partition:
             if any(shared[i + 1 :]):
                 later.add("splits")
             before = tuple(self.provided)
-            provides = {name: node.label for node in _nodes(group) for name in node.op.provides}
-            self.provided |= {name: f"{n.label}.{type(n.op).__name__}" for n in _nodes(group) for name in n.op.provides}
+            provides = {name: f"{n.label}.{type(n.op).__name__}" for n in _nodes(group) for name in n.op.provides}
+            self.provided |= provides
             if group[0].joins:
-                exports = [name for name in provides if name in later]
+                exports = [name for name in provides if alone or name in later]
                 self.parts.append(_chain_part(_nodes(group), exports, shared[i], before, first=not i))
             else:
                 (member,) = group
@@ -194,8 +218,8 @@ class Partition:
         whole = self.parts[0].chain if len(self.parts) == 1 and isinstance(self.parts[0], ChainPart) else None
         self.run: Callable[..., Tensor] = partial(_run_parts, self.parts) if whole is None else whole.run
 
-    def _members(self, parent: nn.Module, prefix: str, opened: Callable[[nn.Module], bool]) -> list[Member]:
-        """Every module in order; what `holds` will compare is noted on the way."""
+    def _members(self, parent: Sequential, prefix: str) -> list[Member]:
+        """Return every module in order, and note the state that `holds` compares."""
         self._children.append((parent, [*parent._modules.items()]))
         members = []
         for name, module in parent._modules.items():
@@ -204,16 +228,16 @@ class Partition:
             hooked = _hooked(module)
             self._hooked.append((module, hooked))
             hooked = hooked or (self._any_global_hook and not _without_parameters(module))
-            if opened(module) and not hooked:
-                self.opened.append((prefix + name, module))
-                members += self._members(module, f"{prefix}{name}.", opened)
+            if not hooked and parent._opens(module):
+                self._opened.append((prefix + name, module))
+                members += self._members(module, f"{prefix}{name}.")
             else:
                 joins = isinstance(module, Op) and type(module).forward is Op.forward and not hooked
                 members.append(Member(prefix + name, module, joins))
         return members
 
     def holds(self) -> bool:
-        """Whether the modules, and whether they have hooks, are still what this partition was made from."""
+        """Whether the modules and their hooks are still those that this partition was made from."""
         for parent, children in self._children:
             if [*parent._modules.items()] != children:
                 return False
@@ -225,25 +249,36 @@ class Partition:
     def name(self, name: str) -> None:
         """Let log lines and errors call the chains and their ops by the name of the Sequential in a model."""
         for part in self.parts:
-            if isinstance(part, ChainPart):
+            if isinstance(part, ChainPart) and not isinstance(self._root, Op):
                 part.chain.name = f"{name}, {part.title}" if name else ""
                 for label, op in part.chain.nodes:
-                    op.__dict__["_place"] = f"{name}.{label}".lstrip(".")
+                    op._of_process.place = f"{name}.{label}".lstrip(".")
 
-    def bind(self, x: Tensor, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Check that the caller gave tensors, and just those that are wanted."""
+    def warn_of_options(self) -> None:
+        """Warn of nested Sequentials whose options differ: those of the outermost one hold."""
+        message = "nested Sequential %r: %s holds only where it is called by itself; set it on the outer one"
+        for label, module in self._opened:
+            if module._options not in (DEFAULT, self._root._options):
+                say_once(logger, logging.WARNING, message, label, ", ".join(module._options.changed()))
+
+    @property
+    def who(self) -> str:
+        """The module's name in errors."""
+        return repr(self._root) if isinstance(self._root, Op) else "Sequential"
+
+    def check_inputs(self, x: Tensor, inputs: dict[str, Tensor]) -> None:
+        """Check that the caller gives tensors, and exactly those that are wanted."""
         if not isinstance(x, Tensor):
-            raise not_a_tensor("Sequential", "x", x)
+            raise not_a_tensor(self.who, "x", x)
         if inputs.keys() != self._names or False in [isinstance(t, Tensor) for t in inputs.values()]:
-            check_inputs("Sequential", self.wanted, inputs, self.provided)
-        return inputs
+            check_inputs(self.who, self.wanted, inputs, self.provided)
 
     def check_names(self, given: Sequence[str]) -> None:
-        """Check that the caller gives just those runtime inputs that are wanted."""
-        check_names("Sequential", self.wanted, given, self.provided)
+        """Check that the caller gives exactly those runtime inputs that are wanted."""
+        check_names(self.who, self.wanted, given, self.provided)
 
     def check_parameters(self, given: Parameters) -> None:
-        """Check that parameters that come with a call are such that an op takes, and has none itself."""
+        """Check that an op takes each parameter that comes with a call, and has none itself."""
         check_parameters(self._parameters, given)
 
 
@@ -261,8 +296,9 @@ def _run_parts(
 
 
 def _shared_rows(group: Sequence[Member], among: Sequence[Boundary]) -> dict[int, str]:
-    """Return the sets of rows in a part, numbered from 0, that are sorted by expert for an op of another part: each
-    with that op.
+    """Return the sets of rows in a part that are sorted by expert for an op of another part, each with that op.
+
+    The sets are numbered from 0.
     """
     own = first_takers_of_offsets(_nodes(group)) if group[0].joins else {}
     found: dict[int, str | None] = {}
@@ -282,7 +318,7 @@ def _gives_rows(member: Member, after: Member) -> str:
 def _chain_part(
     nodes: Sequence[Node], exports: Sequence[str], shared: Mapping[int, str], before: Sequence[str], first: bool
 ) -> ChainPart:
-    """Return the part of these ops; only a module before it can have changed the number of the rows that go in."""
+    """Return the part of these ops. Only a module before it can have changed the number of rows that go in."""
     chain = Chain(nodes, exports, shared, before)
     lost = {rows: taker for rows, taker in shared.items() if rows}
     apart = None if first or 0 not in shared else Chain(nodes, exports, lost, before)
@@ -291,7 +327,7 @@ def _chain_part(
 
 
 def _hooked(module: nn.Module) -> bool:
-    """Whether a call of the module does more than its class's ``forward``. Asked of every module at every call."""
+    """Whether a call of the module does more than its class's ``forward``. Every call asks it of every module."""
     own = module.__dict__
     return bool(
         own["_forward_hooks"]
@@ -303,7 +339,7 @@ def _hooked(module: nn.Module) -> bool:
 
 
 def _without_parameters(module: nn.Module) -> bool:
-    """Whether an op within has parameters only for `Sequential.forward_with`, and so cannot be called as a module."""
+    """Whether an op within gets its parameters from `Sequential.forward_with`: it cannot be called as a module."""
     return any(
         isinstance(m, Op) and m.parameter_names and all(getattr(m, name, None) is None for name in m.parameter_names)
         for m in module.modules()
@@ -321,7 +357,7 @@ def _placed(members: Sequence[Member]) -> list[Member]:
             module = module.placed(following)
         placed.append(Member(member.label, module, member.joins))
     if all_ops := _nodes(placed):
-        Graph(all_ops)  # refuses a weight that is applied twice, also on two sides of a split
+        Graph(all_ops)  # refuses a weight that is applied twice, even if a module stands between
     return placed
 
 
@@ -330,7 +366,7 @@ def _nodes(members: Sequence[Member]) -> list[Node]:
 
 
 def _takes(group: Sequence[Member]) -> dict[str, list[str]]:
-    """The runtime inputs that a part takes from outside of it, with the ops that do."""
+    """Return the runtime inputs that a part takes from outside, with the ops that take them."""
     if nodes := _nodes(group):
         return Graph(nodes).takers
     (member,) = group

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any, get_args
 
-import torch
 from torch import nn
 
+from fusedmoe import modes
 from fusedmoe.checks import integer, one_of
 from fusedmoe.fusion.plan import Explanation
 from fusedmoe.kernels.options import DEFAULT, KernelOptions, Schedule
-from fusedmoe.log import say_once
 from fusedmoe.ops.amax_state import only_looking
-from fusedmoe.ops.op import Op, constant_in_graphs
-from fusedmoe.partition import ChainPart, Partition, buffers_kept
+from fusedmoe.ops.op import Op, Runnable
+from fusedmoe.partition import ChainPart, buffers_kept, partition_for
+from fusedmoe.shapes import explain_shapes
 from fusedmoe.target import planned_for
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Mapping
+    from typing import TypeGuard
 
     from torch import Tensor
-
-logger = logging.getLogger(__name__)
-
-_OF_THIS_OBJECT = ("_partition", "_sorted_partition", "_name_in_model")  # a copy has none of it
-
 
 _SMS = integer("a number of SMs, 0 or more", 0)
 _SCHEDULE = one_of(get_args(Schedule))
@@ -36,12 +31,7 @@ def kernel_options(who: str, sm_margin: object, schedule: Schedule) -> KernelOpt
     return KernelOptions(_SMS(f"{who}: sm_margin", sm_margin), _SCHEDULE(f"{who}: schedule", schedule))
 
 
-def opened(module: nn.Module | None) -> bool:
-    """Whether a nested module counts as its own modules: a `Sequential`, or one that is called as such."""
-    return isinstance(module, Sequential) and type(module).forward is Sequential.forward
-
-
-class Sequential(nn.Sequential):
+class Sequential(Runnable, nn.Sequential):
     """``torch.nn.Sequential`` whose ops are fused where there is a kernel for them, with the same results.
 
     Built, indexed, sliced, saved and copied like ``torch.nn.Sequential``. Besides, ops take runtime inputs by name:
@@ -72,11 +62,6 @@ class Sequential(nn.Sequential):
     >>> experts = Sequential(GroupedLinear(8, 64, 2 * 32), SwiGLU(), GroupedLinear(8, 32, 64))
     >>> y = experts(x, splits=tokens_per_expert)
     """
-
-    _options: KernelOptions = DEFAULT
-    _partition: Partition | None = None
-    _name_in_model: str = ""
-    _sorted_partition: Partition | None = None  # for a call with ``splits`` that no op has to have
 
     def __init__(self, *args: Any, sm_margin: int = 0, schedule: Schedule = "static") -> None:
         super().__init__(*args)
@@ -126,7 +111,7 @@ class Sequential(nn.Sequential):
         InputError
             A runtime input is missing, is used by no op, or has the wrong shape, dtype or device.
         """
-        return self._run(x, inputs, None)
+        return modes.run(self, x, inputs)
 
     if TYPE_CHECKING:  # of nn.Module, a type checker knows that a call returns Any
         __call__ = forward
@@ -143,7 +128,7 @@ class Sequential(nn.Sequential):
         InputError
             As `forward`; or a parameter is given that no op takes or that the op has itself, or is missing.
         """
-        return self._run(x, inputs, parameters)
+        return modes.run(self, x, inputs, parameters)
 
     def without_parameters(self) -> Sequential:
         """Take the parameters from the ops, for `forward_with`; return this `Sequential`.
@@ -155,21 +140,6 @@ class Sequential(nn.Sequential):
                 for name in module.parameter_names:
                     setattr(module, name, None)
         return self
-
-    def _run(self, x: Tensor, inputs: dict[str, Tensor], parameters: Mapping[str, Tensor | None] | None) -> Tensor:
-        if torch.compiler.is_compiling():
-            from fusedmoe import torch_compile, torch_export
-
-            if torch.compiler.is_dynamo_compiling():
-                return torch_compile.run_sequential(self, x, inputs, parameters)
-            return torch_export.run_sequential(self, x, inputs, parameters)
-        partition = self._current_partition()
-        if partition.may_be_sorted:
-            partition = self._partition_for(inputs)
-        named = partition.bind(x, inputs)
-        if parameters is not None:
-            partition.check_parameters(parameters)
-        return partition.run(x, named, self._options, parameters)
 
     def explain(self, x: Tensor, /, *, arch: Any = None, **inputs: Tensor) -> Explanation:
         """Return what `forward` would do with this call, and why: ``print`` it for a table.
@@ -198,14 +168,12 @@ class Sequential(nn.Sequential):
         self, parameters: Mapping[str, Tensor | None] | None, x: Tensor, /, *, arch: Any = None, **inputs: Tensor
     ) -> Explanation:
         """Return what `forward_with` would do with this call, and why; see `explain`."""
-        partition = self._partition_for(inputs)
-        named = partition.bind(x, inputs)
+        partition, named = partition_for(self, inputs), inputs
+        partition.check_inputs(x, named)
         if parameters is not None:
             partition.check_parameters(parameters)
         with only_looking(), buffers_kept(partition.parts), planned_for(arch) as asked:
             if asked is not None and len(partition.parts) > 1:
-                from fusedmoe.shapes import explain_shapes
-
                 return Explanation(explain_shapes(partition.parts, x, named, self._options, parameters))
             explained = []
             counted = True
@@ -220,62 +188,24 @@ class Sequential(nn.Sequential):
     @property
     def changes_rows(self) -> bool:
         """Whether the rows that come out are not those that went in: a module among these says so."""
-        return self._current_partition().changes_rows
+        return partition_for(self).changes_rows
 
     @property
     def runtime_inputs(self) -> tuple[str, ...]:
         """The runtime inputs that `forward` takes, in order of first use."""
-        return tuple(self._current_partition().wanted)
+        return tuple(partition_for(self).wanted)
 
     @property
     def optional_inputs(self) -> tuple[str, ...]:
         """``("offsets",)`` where `forward` may be given ``splits``, though no op has to have them; see `Linear`."""
-        return ("offsets",) if self._current_partition().may_be_sorted else ()
-
-    def _partition_for(self, given: Collection[str]) -> Partition:
-        """Return the partition for a call with these runtime inputs."""
-        partition = self._current_partition()
-        if not partition.may_be_sorted or "splits" not in given:
-            return partition
-        found = self._sorted_partition
-        if found is None or not found.holds():
-            found = self.__dict__["_sorted_partition"] = Partition(self, opened=opened, sorted_rows=True)
-        return found
-
-    def _current_partition(self) -> Partition:
-        partition = self._partition
-        return self._new_partition() if partition is None or not partition.holds() else partition
-
-    def _new_partition(self) -> Partition:
-        partition = self.__dict__["_partition"] = Partition(self, opened=opened)
-        partition.name(self._name_in_model)
-        self._say_whose_options_hold(partition)
-        return partition
+        return ("offsets",) if partition_for(self).may_be_sorted else ()
 
     def _is_called(self, name: str) -> None:
         """Let log lines of new plans call this by its name in a model."""
-        self.__dict__["_name_in_model"] = name
-        self._current_partition().name(name)
+        self._of_process.place = name
+        partition_for(self).name(name)
 
-    @constant_in_graphs
-    def _describe_for_compiler(self) -> None:
-        for module in self.modules():
-            if isinstance(module, Op):
-                module.describe()
-
-    @constant_in_graphs
-    def _parts_for_compiler(self, *around: Any) -> Any:
-        """Return what `fusedmoe.torch_compile` reads of this: it follows from the arguments, which Dynamo guards on."""
-        from fusedmoe.torch_compile import parts_for_compiler
-
-        return parts_for_compiler(self, around[-1])
-
-    def _say_whose_options_hold(self, partition: Partition) -> None:
-        message = "nested Sequential %r: %s holds only where it is called by itself; set it on the outer one"
-        for label, module in partition.opened:
-            assert isinstance(module, Sequential)
-            if module._options not in (DEFAULT, self._options):
-                say_once(logger, logging.WARNING, message, label, ", ".join(module._options.changed()))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in super().__getstate__().items() if k not in _OF_THIS_OBJECT}  # type: ignore[no-untyped-call]
+    @staticmethod
+    def _opens(module: object) -> TypeGuard[Sequential]:
+        """Whether a nested module counts as its own modules: a `Sequential` with the ``forward`` of this class."""
+        return isinstance(module, Sequential) and type(module).forward is Sequential.forward

@@ -135,10 +135,15 @@ def module_call(
     )
 
 
-def accepts_splits(module: nn.Module) -> bool:
-    """Whether a module takes ``splits`` where there are any, by a ``forward`` (perhaps a replaced one) that does."""
+def accepts_splits(module: nn.Module, forward_does: bool = False) -> bool:
+    """Whether a module takes ``splits`` if they are given.
+
+    Its ``forward`` must take them too, which may be a replaced one; with ``forward_does`` it is known to.
+    """
     if "offsets" not in getattr(module, "optional_inputs", ()) or "offsets" in getattr(module, "runtime_inputs", ()):
         return False
+    if forward_does:
+        return True
     try:
         inspect.signature(module.forward).bind(None, splits=None)
     except TypeError:

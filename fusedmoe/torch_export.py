@@ -1,20 +1,18 @@
-"""A `Sequential` as `torch.export` meets it: the plain PyTorch of its ops, for inference. Imported only then.
+"""A module under `torch.export`: the plain PyTorch of its ops, for inference. Imported only then.
 
-In bf16 whoever loads the program needs no `fusedmoe`; see `fusedmoe.kernels.torch.grouped_gemm` for the rest.
+A program in bf16 runs without `fusedmoe`; `fusedmoe.kernels.torch.grouped_gemm` says what other dtypes need.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fusedmoe import settings
 from fusedmoe.autocast import autocast_dtype, cast_arguments
-from fusedmoe.chain import alone_with
 from fusedmoe.fusion.plans import Conditions, plan_chain
 from fusedmoe.fusion.signature import NOMINAL_ROWS
-from fusedmoe.inputs import check_inputs
 from fusedmoe.kernels.options import DEFAULT
-from fusedmoe.partition import ChainPart
+from fusedmoe.partition import ChainPart, partition_for
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,31 +23,20 @@ if TYPE_CHECKING:
     from fusedmoe.sequential import Sequential
 
 
-def run_sequential(
-    root: Sequential, x: Tensor, inputs: dict[str, Tensor], parameters: Parameters | None = None
-) -> Tensor:
-    """Run a `Sequential` in a program that is being exported."""
-    partition = root._partition_for(inputs)
-    named = partition.bind(x, inputs)
+def run(root: Op | Sequential, x: Tensor, inputs: dict[str, Tensor], parameters: Parameters | None = None) -> Tensor:
+    """Run a module in a program that is being exported."""
+    partition = partition_for(root, inputs)
+    partition.check_inputs(x, inputs)
     if parameters is not None:
         partition.check_parameters(parameters)
     counted = True
     for part in partition.parts:
         if isinstance(part, ChainPart):
-            x = _run_chain(part.chain_for(counted), x, named, parameters)
+            x = _run_chain(part.chain_for(counted), x, inputs, parameters)
             counted = counted or part.sorts_rows
         else:
-            x, counted = part.run(x, named, DEFAULT, parameters, counted)
+            x, counted = part.run(x, inputs, DEFAULT, parameters, counted)
     return x
-
-
-def run_op(op: Op, x: Tensor, inputs: dict[str, Tensor]) -> Any:
-    """Run an op alone in a program that is being exported."""
-    chain = alone_with(op, inputs)
-    check_inputs(repr(op), chain.takers, inputs)
-    named = dict(inputs)
-    y = _run_chain(chain, x, named, None)
-    return (y, {name: named[name] for name in op.provides}) if op.provides else y
 
 
 def _run_chain(chain: Chain, x: Tensor, named: dict[str, Tensor], parameters: Parameters | None) -> Tensor:

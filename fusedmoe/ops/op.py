@@ -22,7 +22,9 @@ from torch import Tensor, nn
 from fusedmoe import changes
 from fusedmoe.checks import FLOATS, WRONG, Checked
 from fusedmoe.errors import InputError
+from fusedmoe.kernels.options import DEFAULT
 from fusedmoe.ops import amax_state, random_state
+from fusedmoe.process_state import HasProcessState
 from fusedmoe.recipes import Node as Node
 
 if TYPE_CHECKING:
@@ -83,17 +85,24 @@ def made_untraced(op: Callable[..., _T], *args: object, **kwargs: object) -> _T:
         return thread.submit(op, *args, **kwargs).result()
 
 
-# on an op; plans hold functions of this very process: neither a pickle nor a deepcopy takes them along
-_OF_THIS_PROCESS = (
-    "_alone", "_alone_sorted", "_attributes", "_description", "_number", "_quantized_weight", "_captured", "_place",
-)  # fmt: skip
-
-
 Specs = TensorSpec | tuple[TensorSpec, ...]
 Tensors = Tensor | tuple[Tensor, ...]
 
 
-class Op(Checked, nn.Module):
+class Runnable(HasProcessState, nn.Module):
+    """A module that `fusedmoe.modes` runs: an op that is called alone, or a `Sequential`."""
+
+    _options = DEFAULT
+    _parts_for_compiler: ClassVar[Callable[..., Any]]  # `fusedmoe.modes` defines it: an op knows nothing of plans
+
+    @constant_in_graphs
+    def _describe_for_compiler(self) -> None:
+        for module in self.modules():
+            if isinstance(module, Op):
+                module.describe()
+
+
+class Op(Checked, Runnable):
     """One step of a `Sequential`; also a module of its own.
 
     A subclass states what it takes and gives in the class attributes below, what it computes in `compute`, and, where
@@ -165,7 +174,7 @@ class Op(Checked, nn.Module):
     zeroes_tail: ClassVar[bool] = False
     changes_rows: ClassVar[bool] = False
     launches: ClassVar[int] = 1
-    _attributes: tuple[Hashable, ...] | None = None  # what `attributes` said last
+    _run_alone: ClassVar[Callable[[Op, Tensor, dict[str, Tensor]], Any]]  # as `_parts_for_compiler`
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -223,8 +232,8 @@ class Op(Checked, nn.Module):
 
         These are the public attributes of the instance: what matters for the result must not start with an underscore.
         """
-        attributes = self._attributes
-        if attributes is None:
+        state = self._of_process
+        if state.attributes is None:
             public = {k: v for k, v in self.__dict__.items() if k[0] != "_"}
             for name, value in public.items():
                 try:
@@ -234,28 +243,17 @@ class Op(Checked, nn.Module):
                         "something hashable, as a part of every plan's key: a tuple, or a name that starts with '_'"
                     )
                     raise self.reject(name, expected, type(value).__name__) from None
-            attributes = self.__dict__["_attributes"] = tuple(public.items())
-        return attributes
+            state.attributes = tuple(public.items())
+        return state.attributes
 
     def describe(self) -> str:
         """Return class and public attributes as a text, which stays up to date from then on: equal texts mean the same
         computation. What graphs of `torch.compile` are made for.
         """
-        description: str | None = self.__dict__.get("_description")
-        if description is None:
-            description = self.__dict__["_description"] = _description(self)
-        return description
-
-    @constant_in_graphs
-    def _describe_for_compiler(self) -> None:
-        self.describe()
-
-    @constant_in_graphs
-    def _chain_for_compiler(self, *around: Any) -> Any:
-        """Return what `fusedmoe.torch_compile` reads of the op alone: it follows from the arguments."""
-        from fusedmoe.torch_compile import chain_for_compiler
-
-        return chain_for_compiler(self, around[-1])
+        state = self._of_process
+        if state.description is None:
+            state.description = _description(self)
+        return state.description
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -286,13 +284,7 @@ class Op(Checked, nn.Module):
         Tensor or (Tensor, dict of str to Tensor)
             The output; with it, of an op that provides values, those by name.
         """
-        from fusedmoe.chain import run_alone  # the op alone is a chain of one: the way of a call leads back up, once
-
-        if torch.compiler.is_compiling():
-            from fusedmoe import torch_compile, torch_export
-
-            return (torch_compile if torch.compiler.is_dynamo_compiling() else torch_export).run_op(self, x, inputs)
-        return run_alone(self, x, inputs)
+        return self._run_alone(x, inputs)
 
     @property
     def amax_history(self) -> object:
@@ -307,20 +299,18 @@ class Op(Checked, nn.Module):
         amax_state.load(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in super().__getstate__().items() if k not in _OF_THIS_PROCESS}  # type: ignore[no-untyped-call]
-
 
 def _note_change(op: Op, name: str) -> None:
     """Have `attributes`, and with them the plans, looked at again; not for a parameter that was set: FSDP2 sets
     each twice in every step, and a chain reads its parameters at every call.
     """
     if name in op._parameters:
-        op.__dict__.pop("_quantized_weight", None)  # with FSDP2, the memory that a resharded weight must not hold
+        op._of_process.quantized_weight = None  # with FSDP2, the memory that a resharded weight must not hold
     elif name[0] != "_" or name == "__class__":
-        op.__dict__.pop("_attributes", None)
-        if "_description" in op.__dict__:
-            op.__dict__["_description"] = _description(op)
+        state = op._of_process
+        state.attributes = None
+        if state.description is not None:
+            state.description = _description(op)
         changes.note()
 
 
@@ -334,7 +324,10 @@ def _description(op: Op) -> str:
     if kind.__module__.partition(".")[0] == "fusedmoe" and not op._buffers and not op._modules:
         return text
     # somebody else's may depend on more: buffers, objects that do not say all of what they are
-    return f"{text} of process {os.getpid()}, number {op.__dict__.setdefault('_number', next(_numbers))}"
+    state = op._of_process
+    if state.number is None:
+        state.number = next(_numbers)
+    return f"{text} of process {os.getpid()}, number {state.number}"
 
 
 def defined_before(cls: type, name: str, other: str) -> bool:

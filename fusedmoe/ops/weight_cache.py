@@ -37,16 +37,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fusedmoe.checks import MODULE
 from fusedmoe.environment import debugging
 from fusedmoe.errors import InputError
+from fusedmoe.process_state import HasProcessState
 
 if TYPE_CHECKING:
     from fusedmoe.formats import QuantizedTensor, Quantizer
     from fusedmoe.ops.op import Op
+    from fusedmoe.process_state import ProcessState
 
 # attributes of the layer
-_NAME = "_quantized_weight"  # an _Entry; removed whenever a parameter is set, see `Op.__setattr__`
-_PLACE = "_place"  # the layer's label in a Sequential, after the Sequential's name in a model if that is known
-_CAPTURED = "_captured"  # set if a CUDA graph has captured the weight
-
 _DISTRIBUTED = dist.is_available()
 _optimizer_steps = 0
 _hook: Any = None
@@ -160,8 +158,8 @@ def _cacheable(layer: Op, weight: Tensor) -> Tensor | None:
     if not parameter.is_leaf:  # functional_call may pass a tensor that was computed for this call
         return None
     if weight.is_cuda and torch.cuda.is_current_stream_capturing():
-        layer.__dict__[_CAPTURED] = True
-    if _CAPTURED in layer.__dict__:
+        layer._of_process.captured = True
+    if layer._of_process.captured:
         return None
     if torch._C._are_functorch_transforms_active():
         return None
@@ -172,12 +170,13 @@ def _cacheable(layer: Op, weight: Tensor) -> Tensor | None:
 
 def find(layer: Op, weight: Tensor, quantizer: Quantizer, axes: Sequence[int]) -> _Entry | None:
     """Return the layer's entry if it is valid and has the forms for these axes."""
-    entry: _Entry | None = layer.__dict__.get(_NAME)
+    state = layer._of_process
+    entry: _Entry | None = state.quantized_weight
     if entry is None:
         return None
     parameter = _cacheable(layer, weight)
-    if layer._parameters.get("weight") is None or _CAPTURED in layer.__dict__:
-        del layer.__dict__[_NAME]
+    if layer._parameters.get("weight") is None or state.captured:
+        state.quantized_weight = None
     if parameter is None or not entry.holds(parameter, _state(parameter, weight, quantizer)):
         return None
     if not all(axis in entry.forms for axis in axes):
@@ -187,7 +186,7 @@ def find(layer: Op, weight: Tensor, quantizer: Quantizer, axes: Sequence[int]) -
         if entry.checksum is None:  # cached before FUSEDMOE_DEBUG was set
             return None
         if not torch.equal(checksum, entry.checksum):
-            place = f"{layer.__dict__[_PLACE]}." if _PLACE in layer.__dict__ else ""
+            place = f"{state.place}." if state.place else ""
             raise InputError(
                 f"{place}{layer!r}: weight: changed since it was quantized, in a way that torch does not count "
                 f"(through .data, a NumPy view, torch.distributed.recv): call fm.clear_weight_cache(model) after the "
@@ -207,12 +206,12 @@ def keep(layer: Op, weight: Tensor, quantizer: Quantizer, forms: dict[int, Quant
         grad, version = StorageWeakRef(parameter.grad.untyped_storage()), _version(parameter.grad)
     storage = StorageWeakRef(parameter.untyped_storage())
     state, checksum = _state(parameter, weight, quantizer), _checksum(parameter)
-    layer.__dict__[_NAME] = _Entry(storage, grad, version, state, forms, counted, checksum)
+    layer._of_process.quantized_weight = _Entry(storage, grad, version, state, forms, counted, checksum)
 
 
 def note_gradient(layer: Op) -> None:
     """Record that a backward pass is about to give a layer's weight a gradient."""
-    entry: _Entry | None = layer.__dict__.get(_NAME)
+    entry: _Entry | None = layer._of_process.quantized_weight
     parameter = layer._parameters.get("weight")
     if entry is None or parameter is None or not parameter.requires_grad:
         return
@@ -220,13 +219,13 @@ def note_gradient(layer: Op) -> None:
     if grad is None and getattr(layer, "accumulate_into_main_grad", False):
         return  # with main_grad, .grad is a placeholder
     if not entry.is_given(grad):
-        layer.__dict__.pop(_NAME, None)
+        layer._of_process.quantized_weight = None
 
 
 def weight_cache_bytes(module: nn.Module) -> int:
     """Return the bytes of all cached quantized weights in a module and its submodules."""
-    MODULE("weight_cache_bytes: module", module)
-    entries = [m.__dict__[_NAME] for m in module.modules() if _NAME in m.__dict__]
+    states = _states(MODULE("weight_cache_bytes: module", module))
+    entries: list[_Entry] = [s.quantized_weight for s in states if s.quantized_weight is not None]
     return sum(form.nbytes for entry in entries for form in entry.forms.values())
 
 
@@ -237,5 +236,9 @@ def clear_weight_cache(module: nn.Module) -> None:
     a NumPy view, or by ``torch.distributed.recv``. ``docs/recipes.md`` lists all of them. With ``FUSEDMOE_DEBUG=1``
     a missing call raises an error.
     """
-    for m in MODULE("clear_weight_cache: module", module).modules():
-        m.__dict__.pop(_NAME, None)
+    for state in _states(MODULE("clear_weight_cache: module", module)):
+        state.quantized_weight = None
+
+
+def _states(module: nn.Module) -> list[ProcessState]:
+    return [m._of_process for m in module.modules() if isinstance(m, HasProcessState)]

@@ -12,6 +12,7 @@ from fusedmoe.formats import Delayed, QuantizedSpec, Quantizer, nvfp4
 from fusedmoe.formats.roles import ROLES
 from fusedmoe.fusion.rule import FusionRule
 from fusedmoe.ops import SwiGLU
+from fusedmoe.ops.op import Op
 from fusedmoe.recipes import MXFP8, RECIPES, Custom, FP8Tensor
 
 BF16 = torch.bfloat16
@@ -42,7 +43,8 @@ def storages(tensors):
 
 
 def quantized_weights(module):
-    entries = [m.__dict__["_quantized_weight"] for m in module.modules() if "_quantized_weight" in m.__dict__]
+    states = [m._of_process for m in module.modules() if isinstance(m, Op)]
+    entries = [state.quantized_weight for state in states if state.quantized_weight is not None]
     return [t for entry in entries for form in entry.forms.values() for t in form.tensors()]
 
 

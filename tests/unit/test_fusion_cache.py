@@ -10,6 +10,7 @@ from toy import E, H, I, experts, gemm, inputs, rows
 
 import fusedmoe as fm
 from fusedmoe import changes
+from fusedmoe.partition import partition_for
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Tuned(fm.Recipe):
 
 
 def plans(chain):
-    return [plan for part in chain._current_partition().parts for plan in part.chain.table.plans.values()]
+    return [plan for part in partition_for(chain).parts for plan in part.chain.table.plans.values()]
 
 
 @pytest.fixture

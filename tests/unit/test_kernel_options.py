@@ -13,6 +13,7 @@ from fusedmoe import InputError
 from fusedmoe.fusion.rule import FusionRule, Step
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
 from fusedmoe.ops import GroupedLinear, Wgrad
+from fusedmoe.partition import partition_for
 
 BOTH = {"sm_margin": 16, "schedule": "dynamic"}
 
@@ -67,7 +68,7 @@ def test_an_op_alone_has_the_defaults():
 
 def test_a_change_is_a_new_plan_and_back_the_old_one():
     made, x, named = chain(), rows(), inputs()
-    (part,) = made._current_partition().parts
+    (part,) = partition_for(made).parts
     for margin, plans in [(0, 1), (8, 2), (8, 2), (0, 2), (4, 3)]:
         made.sm_margin = margin
         made(x, **named)

@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedmoe as fm
 from fusedmoe.ops import quantize as quantize_op
-from fusedmoe.ops import weight_cache
 
 E, H, I = 3, 64, 32  # noqa: E741
 SPLITS = torch.tensor([12, 0, 16])
@@ -359,7 +358,7 @@ def test_a_parameter_that_is_set_frees_what_was_kept():
     """FSDP2 sets a parameter twice a step: unsharded, for its forward pass, and sharded again."""
     fc, x = layer(), rows()
     results(fc, x)
-    entry = fc.__dict__[weight_cache._NAME]
+    entry = fc._of_process.quantized_weight
     data = weakref.ref(entry.forms[-1].data)
     del entry
     assert fm.weight_cache_bytes(fc) > 0
@@ -520,7 +519,7 @@ def test_bytes_are_those_of_what_is_kept():
     chain = fm.Sequential(layer(), fm.SwiGLU(), fm.GroupedLinear(E, I // 2, H))
     assert fm.weight_cache_bytes(chain) == 0
     chain(x, splits=SPLITS)
-    kept = [op.__dict__[weight_cache._NAME].forms for op in (chain[0], chain[2])]
+    kept = [op._of_process.quantized_weight.forms for op in (chain[0], chain[2])]
     tensors = [t for forms in kept for form in forms.values() for t in form.tensors() if t is not None]
     assert len(tensors) == 2 * 2 * 2  # layers, forms, codes and scales
     # a byte an element in each form, and one for 32 of them
@@ -649,7 +648,7 @@ def test_layers_that_come_and_go_leave_nothing_behind():
     for _ in range(3):
         fc = layer()
         train(fc, x)
-        refs += [weakref.ref(fc), weakref.ref(fc.__dict__[weight_cache._NAME].forms[-2].data)]
+        refs += [weakref.ref(fc), weakref.ref(fc._of_process.quantized_weight.forms[-2].data)]
     del fc
     gc.collect()
     gc.collect()

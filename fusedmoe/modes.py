@@ -1,0 +1,51 @@
+"""How a call runs: eagerly, in a graph that `torch.compile` traces, or in a program that `torch.export` records."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fusedmoe.ops.op import Op, Runnable, constant_in_graphs
+from fusedmoe.partition import partition_for
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fusedmoe.inputs import Parameters
+    from fusedmoe.sequential import Sequential
+
+
+def run(root: Op | Sequential, x: Tensor, inputs: dict[str, Tensor], parameters: Parameters | None = None) -> Tensor:
+    """Run a module on rows and runtime inputs by name; return its rows, and add what an op provides to the inputs."""
+    if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
+            from fusedmoe import torch_compile  # imported here since it imports Dynamo, which takes 7 s
+
+            return torch_compile.run(root, x, inputs, parameters)
+        from fusedmoe import torch_export  # beside torch_compile: few programs need it
+
+        return torch_export.run(root, x, inputs, parameters)
+    partition = partition_for(root, inputs)
+    partition.check_inputs(x, inputs)
+    if parameters is not None:
+        partition.check_parameters(parameters)
+    return partition.run(x, inputs, root._options, parameters)
+
+
+def run_op(op: Op, x: Tensor, inputs: dict[str, Tensor]) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
+    """Run an op alone; return its rows, and what it provides."""
+    y = run(op, x, inputs)
+    return (y, {name: inputs[name] for name in op.provides}) if op.provides else y
+
+
+@constant_in_graphs
+def _parts_for_compiler(root: Op | Sequential, *around: Any) -> Any:
+    """Return what `fusedmoe.torch_compile` reads of a module. It follows from the arguments, which Dynamo guards on."""
+    from fusedmoe import torch_compile  # imported here since it imports Dynamo; it is loaded by now
+
+    return torch_compile.parts_for_compiler(root, around[-1])
+
+
+Op._run_alone = run_op
+Runnable._parts_for_compiler = _parts_for_compiler

@@ -1,0 +1,411 @@
+"""The operators that run a chain in a graph of `torch.compile`, forward and backward.
+
+    fusedmoe::run_chain(handle, kinds, tensors) -> results, kept
+    fusedmoe::run_chain_backward(plan, sizes, saved, grads, kinds) -> gradients
+
+An operator takes texts, numbers and tensors only. ``handle`` stands for a chain and its conditions (`handle_of`),
+``plan`` for a plan of it, ``kinds`` for the arguments that are absent or want a gradient (`encode`), ``sizes`` for
+shapes.
+
+The plan follows from the handle, from the tensors that want a gradient, and from dtypes and widths, not from the number
+of rows: a graph for any number of rows has one plan. The fake implementations return what that plan's steps would
+return.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fusedmoe import settings
+from fusedmoe.autocast import without_autocast
+from fusedmoe.chain import Chain
+from fusedmoe.errors import InputError
+from fusedmoe.fusion import registry
+from fusedmoe.fusion.differentiable import SecondOrderError
+from fusedmoe.fusion.plans import MAX_CALLS, Conditions, plan_chain
+from fusedmoe.fusion.rule import RuleError
+from fusedmoe.fusion.signature import NOMINAL_ROWS, signature, spec_of
+from fusedmoe.fusion.steps import Fused
+from fusedmoe.inputs import check_rows
+from fusedmoe.ops.op import Node, Op, TensorSpec
+from fusedmoe.recompute import backward_pass, checkpointing, had_gradients
+from fusedmoe.version import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
+    from fusedmoe.fusion.executable import BoundPlan, Plan
+    from fusedmoe.kernels.options import KernelOptions
+    from fusedmoe.ops.op import SpecLike
+    from fusedmoe.recipes import Recipe
+    from fusedmoe.settings import Settings
+
+# ---- the border: what stands for what ------------------------------------------------------------------------------
+
+_ABSENT, _PRESENT, _WANTS_GRADIENT = "-", "n", "g"
+
+
+def encode(tensors: Sequence[Tensor | None], grad: bool = False) -> str:
+    """Return a letter for each tensor: absent, present, or, with ``grad``, present and in want of a gradient."""
+    return "".join(
+        [_ABSENT if t is None else _WANTS_GRADIENT if grad and t.requires_grad else _PRESENT for t in tensors]
+    )
+
+
+def _decode(kinds: str, present: Sequence[Tensor]) -> list[Tensor | None]:
+    """Return the tensors that were encoded: the present ones at their places, None at the others."""
+    each = iter(present)
+    return [None if kind == _ABSENT else next(each) for kind in kinds]
+
+
+def _encode_shapes(tensors: Sequence[Tensor | None]) -> list[int]:
+    """Return the number of dimensions and the sizes of each tensor that is present."""
+    return [n for t in tensors if t is not None for n in (t.dim(), *t.shape)]
+
+
+def _decode_shapes(sizes: Sequence[int]) -> list[tuple[int, ...]]:
+    each, shapes = iter(sizes), []
+    for dims in each:
+        shapes.append(tuple([next(each) for _ in range(dims)]))
+    return shapes
+
+
+@dataclass
+class _TracedChain:
+    """A chain without parameters, and the conditions that a handle was made under.
+
+    Attributes
+    ----------
+    calls
+        The last calls of chains with these ops.
+    plans
+        The plans of the chain. None is ever forgotten: graphs refer to them.
+    handles
+        The handles of the chain under other settings; None where no operator can run it.
+    """
+
+    chain: Chain
+    made_under: Settings
+    conditions: Conditions
+    calls: _LastCalls
+    plans: dict[Hashable, _TracedPlan] = field(default_factory=dict)
+    handles: dict[Settings, str | None] = field(default_factory=dict)
+
+
+class _LastCalls:
+    """The settings of the last calls of chains with the same ops: by a tensor of the call and whether it had gradients.
+
+    The tensor is a parameter if there is one. It tells layers apart as long as its memory stays where it is.
+    """
+
+    def __init__(self, parameter: int) -> None:
+        self._parameter = parameter  # the position of the first in a call's tensors
+        self._last: dict[tuple[int | None, bool], Settings] = {}
+
+    def note(self, tensors: Sequence[Tensor], grad: bool, now: Settings) -> None:
+        """Remember that a call runs under these settings."""
+        if len(self._last) >= MAX_CALLS:
+            self._last.clear()
+        self._last[self._which(tensors), grad] = self._last[None, grad] = now
+
+    def last(self, tensors: Sequence[Tensor], grad: bool) -> Settings | None:
+        """Return the settings of the last call that brought this parameter, else of the last call."""
+        found = self._last.get((self._which(tensors), grad))
+        return self._last.get((None, grad)) if found is None else found
+
+    def _which(self, tensors: Sequence[Tensor]) -> int | None:
+        return tensors[self._parameter].data_ptr() if self._parameter < len(tensors) else None
+
+
+class _TracedPlan:
+    """A plan as the operators run it.
+
+    Attributes
+    ----------
+    key : str
+        The text that stands for it.
+    names : tuple of str
+        The arguments.
+    gradients : tuple of bool
+        Whether each argument gets a gradient.
+    kept : tuple of str
+        The values that the forward operator returns after the results, for backward.
+    saved : tuple of str
+        The values that the backward operator takes.
+    checked : bool
+        Whether the gradients that rules return were compared with the arguments.
+    """
+
+    def __init__(
+        self, key: str, plan: Plan, kinds: str, specs: Sequence[SpecLike | None], traced: _TracedChain
+    ) -> None:
+        self.key, self.plan = key, plan
+        self._table, self._strict = traced.chain.table, traced.made_under.strict
+        self.names = plan.graph.arguments
+        self._dtypes = [None if spec is None else spec.dtype for spec in specs]
+        wanted = [kind == _WANTS_GRADIENT for kind in kinds]
+        has_gradient = plan.of_backward.gradients
+        self.gradients = tuple(w and a in has_gradient for a, w in zip(self.names, wanted, strict=True))
+        self.saved = plan.saved_tensors if any(wanted) else ()
+        self.kept = tuple(v for v in self.saved if v not in (*self.names, *plan.outputs))
+        self.checked = False
+
+    def call(self, arguments: Sequence[Tensor | None]) -> BoundPlan:
+        """Return the plan, bound to tensors like these."""
+        key = self.key, signature(arguments)
+        return self._table.calls.get(key) or self._table.bind(key, self.plan, arguments, self._strict)
+
+    def backward_call(self, sizes: Sequence[int]) -> BoundPlan:
+        """Return the plan, bound for the backward pass of a call whose arguments had these sizes."""
+        key = self.key, tuple(sizes)
+        return self._table.calls.get(key) or self._table.bind(key, self.plan, self.specs(sizes), self._strict)
+
+    def specs(self, sizes: Sequence[int]) -> list[TensorSpec | None]:
+        """Return the specs of the arguments, which had these sizes."""
+        shapes = iter(_decode_shapes(sizes))
+        return [None if dtype is None else TensorSpec(next(shapes), dtype) for dtype in self._dtypes]
+
+
+_lock = threading.Lock()
+_chains: dict[str, _TracedChain] = {}  # by handle
+_plans: dict[str, _TracedPlan] = {}  # by key
+_last_calls: dict[str, _LastCalls] = {}  # by ops
+
+
+def handle_of(chain: Chain, options: KernelOptions) -> str | None:
+    """Return the text that says what a chain computes, and under what; None for one that no operator can run."""
+    now = settings.current()
+    if _changes_state(chain, now.recipe):
+        return None
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    conditions = Conditions(
+        now.recipe, now.all_disabled(), options, deterministic, nominal_rows=NOMINAL_ROWS, keep_weights=False
+    )
+    rules = [rule.identity for rule in registry.rules()]
+    ops = [f"{node.label}={node.op.describe()}" for node in chain.nodes]
+    strict = now.strict, now.strict_unavailable
+    held = (repr(now.recipe), strict, conditions.disabled, repr(options), deterministic, rules)
+    said = (ops, chain.exports, chain.sorted_rows, chain.provided, *held)
+    handle = f"fusedmoe {__version__} " + " ".join(map(str, said))
+    with _lock:
+        if handle not in _chains:
+            nodes = [Node(node.label, _without_parameters(node.op)) for node in chain.nodes]
+            bare = Chain(nodes, chain.exports, chain.sorted_rows, chain.provided)
+            calls = _last_calls.setdefault(str((ops, chain.sorted_rows)), _LastCalls(1 + len(chain.inputs)))
+            _chains[handle] = _TracedChain(bare, now, conditions, calls)
+    return handle
+
+
+def _changes_state(chain: Chain, recipe: Recipe) -> bool:
+    """Whether a call changes more than it returns: a ``main_grad``, the state of a random number generator, or an
+    amax history.
+    """
+    if any(node.op.draws_random or getattr(node.op, "accumulate_into_main_grad", False) for node in chain.nodes):
+        return True
+    graph = chain.rewritten(recipe)
+    gradients = [item.quantizes for node in graph.nodes for item in node.op.backward_ops()]
+    return any(q is not None and q.delayed is not None for q in (*graph.quantizers.values(), *gradients))
+
+
+def _without_parameters(op: Op) -> Op:
+    """Return the op without its parameters, so that a graph keeps no weights alive."""
+    bare = copy.copy(op)
+    bare.__dict__["_parameters"] = dict.fromkeys(op._parameters)
+    return bare
+
+
+def _plan(handle: str, kinds: str, arguments: Sequence[Tensor | None]) -> _TracedPlan:
+    traced = _chains[handle]
+    x = arguments[0]
+    assert x is not None
+    check_rows(x, traced.chain.nodes[0])
+    # the sizes as numbers, where the graph is traced for any: all except the number of rows decide what is computed
+    specs = [spec_of(a) for a in arguments]
+    key = (kinds, x.device, bool(x.shape[0] == 0), *[None if s is None else (s.dtype, s.shape[1:]) for s in specs])
+    found = traced.plans.get(key)
+    if found is None:
+        plan = plan_chain(traced.chain, arguments, [kind == _WANTS_GRADIENT for kind in kinds], traced.conditions)
+        if traced.made_under.strict:
+            plan.raise_if_missed(traced.made_under.strict_unavailable)
+        text = f"{handle} {key}"
+        found = traced.plans[key] = _plans[text] = _TracedPlan(text, plan, kinds, specs, traced)
+    return found
+
+
+# ---- the settings of a call ------------------------------------------------------------------------------------------
+
+
+def _under_settings_of_call(handle: str, grad: bool, tensors: Sequence[Tensor]) -> str:
+    """Return the handle for the settings that are in force around this call.
+
+    `torch.compile` chooses a graph by ``settings.thread.key``. That text names the settings of another context in two
+    cases: asyncio tasks take turns within their blocks, or a context was copied to a thread. A call without gradients
+    then runs under its own settings. A call with gradients cannot: the graph has a backward pass for other settings.
+
+    Raises
+    ------
+    InputError
+        The graph was made under other settings than those of the call, and has a backward pass.
+    """
+    traced = _chains[handle]
+    made_under = traced.made_under
+    if backward_pass() != -1:
+        if checkpointing():
+            before = traced.calls.last(tensors, grad and had_gradients())
+            if before is not None and before != made_under:
+                raise _wrong_graph(made_under, before, _REMEDY_OF_CHECKPOINTING)
+        return handle
+    now = settings.current()
+    traced.calls.note(tensors, grad, now)
+    if now == made_under:
+        return handle
+    settings.follow_context()
+    if now not in traced.handles:
+        traced.handles[now] = handle_of(traced.chain, traced.conditions.options)
+    other = traced.handles[now]
+    if grad or other is None:
+        raise _wrong_graph(made_under, now, _REMEDY_OF_TASKS)
+    return other
+
+
+_REMEDY_OF_TASKS = (
+    "Settings of another asyncio task, or of the context that this one was copied from, are in force in this thread. "
+    "Open the block around the compiled call alone, in a function that does not await and in the thread that calls; or "
+    "give the layers a recipe of their own (recipe=)."
+)
+_REMEDY_OF_CHECKPOINTING = (
+    "Activation checkpointing computes the call again where its settings are not in force. Compile the function that "
+    "checkpoints, rather than what it checkpoints; or give the layers a recipe of their own (recipe=)."
+)
+
+
+def _wrong_graph(made_under: Settings, called_under: Settings, remedy: str) -> InputError:
+    names = [f.name for f in fields(made_under) if f.compare]
+    differing = [name for name in names if getattr(made_under, name) != getattr(called_under, name)]
+    made, called = (", ".join(f"{name} {getattr(s, name)!r}" for name in differing) for s in (made_under, called_under))
+    return InputError(f"torch.compile chose a graph for {made}; expected one for {called}. {remedy}")
+
+
+# ---- forward -------------------------------------------------------------------------------------------------------
+
+
+def _forward(handle: str, kinds: str, tensors: list[Tensor]) -> list[Tensor]:
+    """Return the chain's results, and the values for backward that are none of its arguments."""
+    handle = _under_settings_of_call(handle, _WANTS_GRADIENT in kinds, tensors)
+    arguments = _decode(kinds, tensors)
+    traced = _plan(handle, kinds, arguments)
+    call = traced.call(arguments)
+    with torch.no_grad(), without_autocast(tensors[0].device):
+        outputs, saved = call.run([*arguments], *call.runs)
+    by_name = dict(zip(traced.saved, saved, strict=True))
+    return _own((*outputs, *[by_name[v] for v in traced.kept]), tensors)
+
+
+def _own(results: Sequence[Tensor | None], arguments: Sequence[Tensor]) -> list[Tensor]:
+    """Return the results as an operator may: contiguous, none in the memory of an argument or of another result."""
+    taken = {t.untyped_storage().data_ptr() for t in arguments if t.numel()}
+    own = []
+    for t in results:
+        assert t is not None
+        result = t.contiguous()
+        if result.numel() and result.untyped_storage().data_ptr() in taken:
+            result = result.clone()
+        taken.add(result.untyped_storage().data_ptr())
+        own.append(result)
+    return own
+
+
+def _forward_fake(handle: str, kinds: str, tensors: list[Tensor]) -> list[Tensor]:
+    arguments = _decode(kinds, tensors)
+    traced = _plan(handle, kinds, arguments)
+    specs = traced.plan.infer(arguments)
+    return [_empty(specs[v], tensors[0]) for v in (*traced.plan.graph.outputs, *traced.kept)]
+
+
+def _empty(spec: SpecLike | None, like: Tensor) -> Tensor:
+    assert spec is not None
+    return like.new_empty(tuple(spec.shape), dtype=spec.dtype)
+
+
+# ---- backward ------------------------------------------------------------------------------------------------------
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    handle, kinds, tensors = inputs
+    arguments = _decode(kinds, tensors)
+    ctx.traced = traced = _plan(handle, kinds, arguments)
+    values: dict[str, Tensor | None] = dict(zip(traced.names, arguments, strict=True))
+    values.update(zip((*traced.plan.outputs, *traced.kept), output, strict=True))
+    saved = [values[v] for v in traced.saved]
+    ctx.save_for_backward(*[t for t in saved if t is not None])
+    ctx.kinds = encode(saved)
+    ctx.present = [a is not None for a in arguments]
+    ctx.sizes = _encode_shapes(arguments)
+
+
+def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[None, None, list[Tensor | None]]:
+    if torch.is_grad_enabled():  # AOTAutograd, which refuses them too, does not trace with gradients of gradients
+        raise SecondOrderError(
+            "second derivatives (create_graph=True): a compiled graph has none; call the module without torch.compile"
+        )
+    traced: _TracedPlan = ctx.traced
+    arrived = grads[: len(traced.plan.outputs)]  # the values kept for backward have no gradients
+    present = [g for g in arrived if g is not None]
+    kinds = ctx.kinds + encode(arrived)
+    found = iter(torch.ops.fusedmoe.run_chain_backward(traced.key, ctx.sizes, [*ctx.saved_tensors], present, kinds))
+    gradients = [next(found) if g else None for g, p in zip(traced.gradients, ctx.present, strict=True) if p]
+    return None, None, gradients
+
+
+def _backward(plan: str, sizes: list[int], saved: list[Tensor], grads: list[Tensor], kinds: str) -> list[Tensor]:
+    """Return a gradient for each argument that gets one."""
+    traced = _plans[plan]
+    decoded = _decode(kinds, (*saved, *grads))
+    values, arrived = dict(zip(traced.saved, decoded, strict=False)), decoded[len(traced.saved) :]
+    with torch.no_grad(), without_autocast((*saved, *grads)[0].device):
+        kept = [values.get(v) for v in traced.saved]
+        found = traced.backward_call(sizes).backward(kept, arrived, traced.gradients)
+    gradients = [t for t, g in zip(found, traced.gradients, strict=True) if g]
+    if not traced.checked:
+        _check_gradients(traced, sizes, gradients)
+        traced.checked = True
+    return _own(gradients, (*saved, *grads))
+
+
+def _backward_fake(plan: str, sizes: list[int], saved: list[Tensor], grads: list[Tensor], kinds: str) -> list[Tensor]:
+    like = (*saved, *grads)[0]
+    return [_empty(spec, like) for _, spec in _expected_gradients(_plans[plan], sizes)]
+
+
+def _expected_gradients(traced: _TracedPlan, sizes: list[int]) -> list[tuple[str, TensorSpec]]:
+    """Return each argument that gets a gradient, with the gradient's spec."""
+    specs = zip(traced.names, traced.specs(sizes), traced.gradients, strict=True)
+    return [(name, spec) for name, spec, gets_one in specs if gets_one and spec is not None]
+
+
+def _check_gradients(traced: _TracedPlan, sizes: list[int], found: Sequence[Tensor | None]) -> None:
+    """Raise `RuleError` if a rule's step returned another gradient than the graph was made for."""
+    for (name, spec), g in zip(_expected_gradients(traced, sizes), found, strict=True):
+        if g is None or g.shape != spec.shape or g.dtype != spec.dtype:
+            got = "None" if g is None else f"shape {tuple(g.shape)} and dtype {g.dtype}"
+            rules = sorted({span.step.rule for span in traced.plan.spans if isinstance(span.step, Fused)})
+            raise RuleError(
+                f"the gradient of {name}: expected shape {spec.shape} and dtype {spec.dtype}, got {got}, from a step "
+                f"of {' or '.join(rules) or 'an op'}; a call without torch.compile names the step"
+            )
+
+
+_library = torch.library.Library("fusedmoe", "FRAGMENT")
+_library.define("run_chain(str handle, str kinds, Tensor[] tensors) -> Tensor[]")
+_library.define("run_chain_backward(str plan, SymInt[] sizes, Tensor[] saved, Tensor[] grads, str kinds) -> Tensor[]")
+_library.impl("run_chain", _forward, "CompositeExplicitAutograd")
+_library.impl("run_chain_backward", _backward, "CompositeExplicitAutograd")
+torch.library.register_fake("fusedmoe::run_chain", _forward_fake, lib=_library)
+torch.library.register_fake("fusedmoe::run_chain_backward", _backward_fake, lib=_library)
+torch.library.register_autograd("fusedmoe::run_chain", _differentiate, setup_context=_keep_for_backward, lib=_library)
