@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from fusedmoe.formats import QuantizedSpec
 from fusedmoe.fusion import registry
 from fusedmoe.fusion.matcher import Mismatch, match
-from fusedmoe.fusion.plan import Attempt, Status
+from fusedmoe.fusion.plan import Attempt, Exemption, Status
 from fusedmoe.fusion.rule import Declined, FusionRule, PlanContext, RuleError, Step
 from fusedmoe.fusion.values import NONE, spec_of
 from fusedmoe.ops.glue import Glue
@@ -187,18 +187,18 @@ class DirectionSearch:
         found = match(rule.slots, [p.item for p in self.places], start)
         if isinstance(found, Mismatch):
             end = min(start + found.matched + 1, len(self.places))
-            about = range(start, start + found.stood)
+            shared = range(start, start + found.shared)
             self.attempts.append(
-                Attempt(rule.name, self.direction, start, end, found.matched, about, Status.NO_MATCH, str(found), here)
+                Attempt(rule.name, self.direction, start, end, found.matched, shared, Status.NO_MATCH, str(found), here)
             )
             return
         for m in found:
-            matched, about = sum(b is not None for b in m.bindings.values()), range(start, m.end)
-            attempt = partial(Attempt, rule.name, self.direction, start, m.end, matched, about)
+            matched, shared = sum(b is not None for b in m.bindings.values()), range(start, m.end)
+            attempt = partial(Attempt, rule.name, self.direction, start, m.end, matched, shared)
             if no_kernel := None if rule.takes_quantized else self._quantized_operands(start, m.end):
                 # said also where the rule is unavailable: no device has the kernel
                 self.attempts.append(
-                    attempt(Status.CONSTRAINT, no_kernel, on_this_device=here, excused=True, no_kernel=True)
+                    attempt(Status.CONSTRAINT, no_kernel, on_this_device=here, exemption=Exemption.QUANTIZED)
                 )
                 continue
             if unavailable is not None:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from fusedmoe.fusion.candidates import Candidate, DirectionSearch
-from fusedmoe.fusion.plan import Attempt, Status
+from fusedmoe.fusion.plan import Attempt, Exemption, Status
 from fusedmoe.fusion.values import NONE
 from fusedmoe.ops.glue import Dequantize
 
@@ -263,11 +263,11 @@ def final_attempts(
     for c in line.candidates:
         if c.rule is None:
             continue
-        status, reason, excused = Status.FUSED, "", False
+        status, reason, exemption = Status.FUSED, "", Exemption.NONE
         if c not in chosen:
             impossible = c.cannot_keep(kept)
             if impossible:
-                status, excused = Status.CONSTRAINT, (c.name, c.start) in able
+                status, exemption = Status.CONSTRAINT, _exempt((c.name, c.start) in able)
                 reason = f"cannot keep {', '.join(impossible)}, which {kept_for[impossible[0]]} needs"
             else:
                 status = Status.SHADOWED
@@ -277,7 +277,7 @@ def final_attempts(
                 )
         span = range(c.start, c.end)
         attempts.append(
-            Attempt(c.name, line.direction, c.start, c.end, len(span), span, status, reason, excused=excused)
+            Attempt(c.name, line.direction, c.start, c.end, len(span), span, status, reason, exemption=exemption)
         )
     ways: dict[tuple[int, str], list[Attempt]] = {}
     for attempt in attempts:
@@ -291,22 +291,27 @@ def _best_and_longer(ways: list[Attempt], line: DirectionSearch, kept: Collectio
     best, longer = ranked[0], {}
     for a in reversed(ranked):
         if a.end > best.end:
-            # declined, and it could not have kept this either
+            # it declined, and it could not have kept a value between the ops either
             between = (v for p in line.places[best.end - 1 : a.end - 1] for v in p.step.gives)
-            excused = best.status in (Status.FUSED, Status.SHADOWED) and any(v in kept for v in between)
-            longer[a.end] = replace(a, about=range(best.end, a.end), excused=a.excused or excused)
+            fewer = best.status in (Status.FUSED, Status.SHADOWED) and any(v in kept for v in between)
+            exemption = a.exemption if a.exemption.value else _exempt(fewer)
+            longer[a.end] = replace(a, shared=range(best.end, a.end), exemption=exemption)
     return [best, *(longer[end] for end in sorted(longer))]
+
+
+def _exempt(takes_fewer: bool) -> Exemption:
+    return Exemption.KEEPS if takes_fewer else Exemption.NONE
 
 
 def nearest_miss(attempts: Iterable[Attempt], position: int) -> Attempt | None:
     """Return the rule that came nearest to taking this place: on this device first, then by how far it got."""
-    near = (a for a in attempts if a.start <= position < a.end and (a.matched or a.about))
+    near = (a for a in attempts if a.start <= position < a.end and (a.matched or a.shared))
     stood = [a for a in near if a.status is not Status.FUSED]
     got = {Status.CONSTRAINT: 3, Status.SHADOWED: 2, Status.UNAVAILABLE: 1, Status.NO_MATCH: 0}
 
     def nearness(a: Attempt) -> tuple[object, ...]:
         # if a rule is unavailable here, that says more than that it takes no quantized operands: another rule may
-        rank = 0.5 if a.no_kernel and not a.on_this_device else got[a.status]
-        return a.on_this_device, a.stands_on(position), rank, not a.excused, a.matched, -a.start, a.rule
+        rank = 0.5 if a.exemption is Exemption.QUANTIZED and not a.on_this_device else got[a.status]
+        return a.on_this_device, position in a.shared, rank, not a.exemption.value, a.matched, -a.start, a.rule
 
     return max(stood, key=nearness, default=None)

@@ -214,7 +214,7 @@ class Plan:
     def missed(self) -> tuple[tuple[str, Attempt], ...]:
         """The ops that run unfused although this device has a kernel for them, each with the rule that came nearest."""
         unfused = ((c.places[0].label, c.position, c.nearest_miss) for c in self.spans if isinstance(c.step, Plain))
-        return tuple((label, m) for label, at, m in unfused if m is not None and m.missed and m.stands_on(at))
+        return tuple((label, m) for label, at, m in unfused if m is not None and m.missed and at in m.shared)
 
     @functools.cached_property
     def missed_or_unavailable(self) -> tuple[tuple[str, Attempt], ...]:
@@ -226,7 +226,7 @@ class Plan:
             label, at = span.places[0].label, span.position
             if isinstance(span.step, Plain) and label not in missed:
                 stood = [a for a in self.attempts if self._unavailable(a) and a.direction == span.direction]
-                if nearest := nearest_miss([a for a in stood if a.stands_on(at)], at):
+                if nearest := nearest_miss([a for a in stood if at in a.shared], at):
                     missed[label] = nearest
         order = [span.places[0].label for span in self.spans]
         return tuple(sorted(missed.items(), key=lambda item: order.index(item[0])))

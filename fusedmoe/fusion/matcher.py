@@ -1,4 +1,4 @@
-"""Where a rule's pattern stands on a chain, and how far it got where it does not."""
+"""The match of a rule's pattern with the items of a chain."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Match:
-    """A pattern that stands: what each slot is bound to, and the position after its last op."""
+    """A match: the item in each slot, and the position after the last item."""
 
     bindings: dict[str, Item | None]
     end: int
@@ -26,35 +26,34 @@ class Match:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """The farthest that a pattern got: the slots bound before it, the slot that failed, what it wanted, what came.
+    """The farthest partial match: the number of slots bound, and the slot that failed.
 
     Attributes
     ----------
-    stood : int
-        How many ops, from the first, it still says something about: those up to the last that a required slot was bound
-        to. An optional slot takes an op on account of what comes next: where something else
-        comes, nothing is said of that op. Where a subclass of what was wanted comes, it is the right place, and all
-        ops up to that one count.
+    shared : int
+        The number of items, from the first, that the rule has a slot for: those up to the last item that a required
+        slot was bound to. An optional slot does not count: it takes an item because of the items after it. An item of a
+        subclass of the expected class counts, with all items before it.
     """
 
     matched: int
     slot: str
     expected: str
     got: str
-    stood: int
+    shared: int
 
     def __str__(self) -> str:
         return f"slot {self.slot!r}: expected {self.expected}, got {self.got}"
 
 
 def match(slots: tuple[Slot, ...], items: Sequence[Item], start: int) -> list[Match] | Mismatch:
-    """Match a pattern at a position: every way in which it stands, most slots bound first, or the farthest mismatch: by
-    required slots, then by all.
+    """Match a pattern at a position. Return every match, the longest first, or the farthest mismatch: by the slots that
+    are required, then by all.
     """
     found: list[Match] = []
     farthest: Mismatch | None = None
 
-    def walk(index: int, position: int, stood: int, bindings: dict[str, Item | None]) -> None:
+    def walk(index: int, position: int, shared: int, bindings: dict[str, Item | None]) -> None:
         nonlocal farthest
         if index == len(slots):
             found.append(Match(bindings, position))
@@ -63,27 +62,27 @@ def match(slots: tuple[Slot, ...], items: Sequence[Item], start: int) -> list[Ma
         item = items[position] if position < len(items) else None
         if item is not None and type(item) in slot.types:
             after = position + 1
-            walk(index + 1, after, stood if slot.optional else after - start, {**bindings, slot.name: item})
+            walk(index + 1, after, shared if slot.optional else after - start, {**bindings, slot.name: item})
         if slot.optional:
-            walk(index + 1, position, stood, {**bindings, slot.name: None})
+            walk(index + 1, position, shared, {**bindings, slot.name: None})
         elif item is None or type(item) not in slot.types:
-            failed = _mismatch(position - start, stood, slot, item)
-            if farthest is None or (failed.stood, failed.matched) > (farthest.stood, farthest.matched):
+            failed = _mismatch(position - start, shared, slot, item)
+            if farthest is None or (failed.shared, failed.matched) > (farthest.shared, farthest.matched):
                 farthest = failed
 
     walk(0, start, 0, {})
     if found:
         return sorted(found, key=lambda m: -m.end)
-    assert farthest is not None, "a pattern that does not stand has a slot that failed"
+    assert farthest is not None, "without a match, some slot has failed"
     return farthest
 
 
-def _mismatch(bound: int, stood: int, slot: Slot, item: Item | None) -> Mismatch:
+def _mismatch(bound: int, shared: int, slot: Slot, item: Item | None) -> Mismatch:
     if item is None:
-        return Mismatch(bound, slot.name, slot.expected, "the end of the chain", stood)
+        return Mismatch(bound, slot.name, slot.expected, "the end of the chain", shared)
     got = type(item).__name__
     base = next((t.__name__ for t in slot.types if isinstance(item, t)), None)
     if base is not None:
         got += f", a subclass of {base}, which may compute something else"
-        stood = bound + 1
-    return Mismatch(bound, slot.name, slot.expected, got, stood)
+        shared = bound + 1
+    return Mismatch(bound, slot.name, slot.expected, got, shared)

@@ -1,4 +1,4 @@
-"""A plan as data: what ``explain()`` prints, what the log lines are made from, what tests assert on."""
+"""A plan as data: ``explain()`` prints it, the log lines are made from it, tests assert on it."""
 
 from __future__ import annotations
 
@@ -17,57 +17,65 @@ if TYPE_CHECKING:
     from fusedmoe.fusion.rule import Direction
 
 
-Cause = Literal["", "device", "machine", "switch"]
-
-
 class Status(str, Enum):
-    """What became of a rule at a position of the chain."""
+    """The result of a rule at a position of the chain."""
 
     FUSED = "FUSED"
-    """It runs there."""
+    """The rule runs there."""
     SHADOWED = "SHADOWED"
-    """It could, and something cheaper does."""
+    """The rule could run there, and something cheaper does."""
     UNAVAILABLE = "UNAVAILABLE"
-    """It stands there, but a package, a device or a switch is missing."""
+    """The pattern matches, but a package, a device or a switch is missing."""
     CONSTRAINT = "CONSTRAINT"
-    """It stands there, and declines what it found."""
+    """The pattern matches, and the rule declines the ops."""
     NO_MATCH = "NO_MATCH"
-    """Its pattern does not stand there."""
+    """The pattern does not match."""
+
+
+Cause = Literal["", "device", "machine", "switch"]
+"""Of an UNAVAILABLE rule: the missing thing; ``"machine"`` is a package or the operating system."""
+
+
+class Exemption(str, Enum):
+    """The reason why a declined rule is no miss."""
+
+    NONE = ""
+    QUANTIZED = "quantized"
+    """An operand is quantized, and the rule has no kernel for quantized operands on any device."""
+    KEEPS = "keeps"
+    """The rule takes fewer ops here. It cannot take more, since the backward pass reads a value between them."""
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One rule at one position, and how it ended.
+    """One rule at one position, and the result.
 
-    Where a rule has optional slots, it may stand at a position in several ways, over fewer ops and over more. Of those
-    there is the one that ended best (of these the longest), and each longer one, which is about its further ops alone:
-    why the rule does not take them too.
+    A rule with optional slots may match at a position in several ways. One attempt is for the way with the best status,
+    of these the longest. Each longer way has an attempt of its own, which shares its further ops alone.
 
     Attributes
     ----------
     rule : str
-        Its name.
+        The rule's name.
     direction : str
         ``"forward"`` or ``"backward"``.
     start, end : int
-        The positions that it covers; of a NO_MATCH, those up to the one that did not fit, inclusive.
+        The positions that it covers; of a NO_MATCH, those up to the first that did not fit, inclusive.
     matched : int
         Slots bound.
-    about : range
-        The positions of the ops that it says something of, see `stands_on`.
+    shared : range
+        The positions of the ops that the rule has a slot for: those up to the last op that a required slot was bound
+        to, and an op of a subclass of the expected class. An op that merely ends the pattern is not one of them.
     status : Status
-        How it ended.
+        The result.
     reason : str
-        The rule that shadows it, what is missing, the constraint, or slot, expected and got.
+        The rule that shadows it, the missing thing, the constraint, or slot, expected and got.
     on_this_device : bool
         Whether the rule could run on this machine at all.
-    excused : bool
-        Of a CONSTRAINT: nothing is missed. An operand is quantized, which the rule has no kernel for on any device; or
-        the rule could take fewer ops, and takes no more since it cannot keep what lies between for the backward pass.
+    exemption : Exemption
+        Of a CONSTRAINT: the reason why it is no miss.
     cause : str
-        Of an UNAVAILABLE: ``"device"``, ``"machine"`` (a package or the operating system) or ``"switch"``.
-    no_kernel : bool
-        Of a CONSTRAINT: an operand is quantized, and the rule has no kernel for such operands, on any device.
+        Of an UNAVAILABLE: the missing thing.
     """
 
     rule: str
@@ -75,31 +83,20 @@ class Attempt:
     start: int
     end: int
     matched: int
-    about: range
+    shared: range
     status: Status
     reason: str = ""
     on_this_device: bool = True
-    excused: bool = False
+    exemption: Exemption = Exemption.NONE
     cause: Cause = ""
-    no_kernel: bool = False
 
     @property
     def missed(self) -> bool:
-        """Whether this device has a kernel for the ops that it is about, in this place, and it does not run: what
-        ``fm.strict()`` raises for.
+        """Whether ``fm.strict()`` raises: a rule that can run here shares ops with the chain and declined them, without
+        an exemption.
         """
-        stood = self.matched > 0 and len(self.about) > 0 and self.status in (Status.CONSTRAINT, Status.NO_MATCH)
-        return stood and self.on_this_device and not self.excused
-
-    def stands_on(self, position: int) -> bool:
-        """Whether the rule has something for the op there: a slot was bound to it, or would have been but that the op
-        is of a subclass.
-
-        The op at which a pattern ended is none of the rule's: a `Combine` after a layer misses no activation. Nor are
-        those that optional slots were bound to right before it: a rule for a scale between an activation and a layer
-        has none for a scale between a `Dispatch` and a layer.
-        """
-        return position in self.about
+        declined = self.status in (Status.CONSTRAINT, Status.NO_MATCH) and self.on_this_device
+        return declined and self.matched > 0 and len(self.shared) > 0 and not self.exemption.value
 
     def __str__(self) -> str:
         return (
@@ -277,27 +274,28 @@ class PlanData:
             lines += _wrapped(f"  {quantizer}: {', '.join(what)}")
         for missing in self.assumed:
             lines += _wrapped(f"not available on this machine, but assumed: {missing}")
+        return "\n".join([*lines, *self._reasons()])
+
+    def _reasons(self) -> list[str]:
+        """Return why each unfused step is unfused, in lines; each reason once, with the ops that it concerns."""
         reasons: dict[str, list[str]] = {}
-        alike: dict[str, list[str]] = {}  # what several rules miss alike is said once
+        rules: dict[str, set[str]] = {}  # several rules may decline for the same reason
         for step in self.unfused:
-            miss = step.nearest_miss
-            why = step.why
-            if miss is not None and (miss.status is Status.UNAVAILABLE or miss.no_kernel):
+            miss, why = step.nearest_miss, step.why
+            if miss is not None and (miss.status is Status.UNAVAILABLE or miss.exemption is Exemption.QUANTIZED):
                 why = f"{miss.status.value}: {miss.reason}"
-                rules = alike.setdefault(why, [])
-                rules += [] if miss.rule in rules else [miss.rule]
+                rules.setdefault(why, set()).add(miss.rule)
             reasons.setdefault(why, []).extend(step.ops)
-        if reasons:
-            lines.append("unfused, because:")
+        lines = ["unfused, because:"] if reasons else []
         for why, ops in reasons.items():
             who = "all of them" if len(self.unfused) == len(self.steps) and len(reasons) == 1 else ", ".join(ops)
-            rules = alike.get(why, [])
-            if len(rules) == 1:
-                why = f"{rules[0]}: {why}"
-            elif rules:
-                why = f"{why} ({', '.join(sorted(rules))})"
+            declined = sorted(rules.get(why, ()))
+            if len(declined) == 1:
+                why = f"{declined[0]}: {why}"
+            elif declined:
+                why = f"{why} ({', '.join(declined)})"
             lines += _wrapped(f"  {who}: {why}")
-        return "\n".join(lines)
+        return lines
 
 
 def _table(steps: Sequence[PlannedStep]) -> list[str]:
@@ -396,7 +394,9 @@ def _no_kernels(plan: PlanData) -> str:
 
 
 def _no_kernel(nearest: Attempt | None) -> bool:
-    return nearest is None or nearest.no_kernel or nearest.status in (Status.UNAVAILABLE, Status.NO_MATCH)
+    if nearest is None or nearest.exemption is Exemption.QUANTIZED:
+        return True
+    return nearest.status in (Status.UNAVAILABLE, Status.NO_MATCH)
 
 
 def missed_text(missed: Iterable[tuple[str, object]], although: str) -> str:

@@ -100,13 +100,13 @@ MIDDLE = (FC, slot("a", Scale, optional=True), slot("b", Scale, optional=True), 
 def test_a_mismatch_is_about_the_ops_up_to_the_last_that_had_to_be_there(pattern, chain, matched, stood):
     """What an optional slot was bound to counts only if the pattern went on behind it, or almost did."""
     missed = match(pattern, chain, 0)
-    assert (missed.matched, missed.stood) == (matched, stood)
+    assert (missed.matched, missed.shared) == (matched, stood)
 
 
 def test_the_way_that_got_farthest_is_that_of_the_required_slots():
     pattern = (slot("a", Scale, optional=True), slot("b", SquaredReLU, optional=True), slot("end", Scale), FC)
     missed = match(pattern, [scale, relu, act], 0)  # a and b are bound, or end is
-    assert (missed.stood, str(missed)) == (1, "slot 'fc': expected Linear, got SquaredReLU")
+    assert (missed.shared, str(missed)) == (1, "slot 'fc': expected Linear, got SquaredReLU")
 
 
 def test_a_subclass_that_is_named_matches():

@@ -302,7 +302,7 @@ def test_every_rule_has_one_status_at_every_place():
 def ways(plan, rule, start):
     """(ops covered, ops that it is about, status) of every way in which a rule stands at a position."""
     found = [a for a in plan.attempts if (a.rule, a.start, a.direction) == (rule, start, "forward")]
-    return [(a.end - a.start, (*a.about,), a.status) for a in found]
+    return [(a.end - a.start, (*a.shared,), a.status) for a in found]
 
 
 def test_each_longer_way_is_told_besides_of_its_further_ops():

@@ -92,7 +92,7 @@ def test_optional_ops_right_before_the_one_at_which_a_pattern_ends_are_no_miss(c
         step = chain.explain(rows(), **inputs(scale=True)).steps[1]
     assert step.ops == ("1.Scale",)
     assert step.why == "toy.scaled: NO_MATCH: slot 'act': expected SwiGLU, got ReGLU"
-    assert not step.nearest_miss.stands_on(1)
+    assert 1 not in step.nearest_miss.shared
 
 
 def test_the_required_op_before_them_is_a_miss():

@@ -70,7 +70,7 @@ def status(plan, rule, start=None):
 
 def ended(plan, rule):
     """How a rule ended at each position, without what is told of ways in which it takes more ops there."""
-    return [a for a in plan.attempts if a.rule == rule and a.about.start == a.start]
+    return [a for a in plan.attempts if a.rule == rule and a.shared.start == a.start]
 
 
 def rules_used(plan, direction=None):
