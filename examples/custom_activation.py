@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fusedmoe as fm
+from fusedmoe.fusion.rule import Bind
 from fusedmoe.ops import DScale, ScaleGrad
 
 # ---- the op: what it computes, and its derivative. This alone composes with every other op. -------------------------
@@ -63,31 +64,36 @@ def in_fp32(x: Tensor) -> Tensor:
 
 
 class SoftcapSwiGLUScale(fm.FusionRule, name="example.softcap_swiglu_scale", direction="forward"):
-    """What comes out of the activation is scaled where it lies, before it is rounded. A kernel would go here."""
+    """The activation's result is scaled in place, before it is rounded. A kernel would go here."""
 
     act: SoftcapSwiGLU
     scale: fm.Scale
 
-    def check(self, ctx: fm.PlanContext) -> None:
+    def offer(self, ctx: fm.PlanContext) -> fm.Step:
         fm.require(self.act.cap > 0, "cap %s is not positive", self.act.cap)
+        return fm.Step(needs=("input", "scale.factor"), gives=("output",))
 
-    def build(self, ctx: fm.PlanContext) -> fm.Step:
+    def build(self, ctx: fm.PlanContext, keep: tuple[str, ...]) -> Bind:
         def run(x: Tensor, factor: Tensor) -> Tensor:
             gate, up = in_fp32(x).chunk(2, dim=-1)
             y = F.silu(gate).mul_(up).div_(self.act.cap).tanh_()
             return y.mul_((self.act.cap * factor.to(y.dtype))[:, None]).to(x.dtype)
 
-        return fm.Step(run, needs=("input", "scale.factor"), gives=("output",))
+        return lambda *tensors: run
 
 
 class SoftcapSwiGLUScaleBackward(fm.FusionRule, name="example.softcap_swiglu_scale_backward", direction="backward"):
-    """Both derivatives. The scale's needs what went into the scale, which is computed again, so nobody keeps it."""
+    """Both derivatives. The scale's gradient needs the scale's input, which is recomputed and therefore not kept."""
 
     scale_grad: ScaleGrad | None  # absent where nobody wants the gradient of the scale
     dscale: DScale
     dact: DSoftcapSwiGLU
 
-    def build(self, ctx: fm.PlanContext) -> fm.Step:
+    def offer(self, ctx: fm.PlanContext) -> fm.Step:
+        scale_grad = () if self.scale_grad is None else (f"scale_grad.{self.scale_grad.gives[0]}",)
+        return fm.Step(needs=("grad_output", "dscale.factor", "dact.input"), gives=("grad_input", *scale_grad))
+
+    def build(self, ctx: fm.PlanContext, keep: tuple[str, ...]) -> Bind:
         op, scale_grad = self.dact.op, self.scale_grad
 
         def run(dy: Tensor, factor: Tensor, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
@@ -96,8 +102,7 @@ class SoftcapSwiGLUScaleBackward(fm.FusionRule, name="example.softcap_swiglu_sca
                 return dx
             return dx, (in_fp32(dy) * op.compute(in_fp32(x))).sum(dim=1).to(factor.dtype)
 
-        gives = ["grad_input"] if scale_grad is None else ["grad_input", f"scale_grad.{scale_grad.gives[0]}"]
-        return fm.Step(run, needs=("grad_output", "dscale.factor", "dact.input"), gives=tuple(gives))
+        return lambda *tensors: run
 
 
 RULES = (SoftcapSwiGLUScale, SoftcapSwiGLUScaleBackward)

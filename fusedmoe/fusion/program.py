@@ -138,7 +138,8 @@ class Program:
         if program is None:
             step = self.steps[number]
             assert isinstance(step, Fused)
-            program = Program(step.fallback, step.fallback_needs, [step.gives], self._forms)
+            results = tensors_of(step.gives, self._forms)  # without offsets
+            program = Program(step.fallback, step.fallback_needs, [results], self._forms)
             self._fallbacks[number] = program
         (out,) = program.run([*tensors], *program.runs(False, specs))
         return out if len(out) > 1 else out[0]

@@ -47,8 +47,11 @@ def test_a_wrong_kernel_is_named():
     class Wrong(fm.FusionRule, name="test.wrong", direction="forward"):
         act: fm.SwiGLU
 
-        def build(self, ctx):
-            return fm.Step(lambda h: self.act.compute(h)[:3].cpu(), ("act.input",), ("output",), launches=0)
+        def offer(self, ctx):
+            return fm.Step(needs=("act.input",), gives=("output",), launches=0)
+
+        def build(self, ctx, keep):
+            return lambda *tensors: lambda h: self.act.compute(h)[:3].cpu()
 
     x = torch.randn(5, 64, device="cuda", dtype=BF16)
     text = r"rule 'test.wrong' on 0.SwiGLU: 0.output: .* on cuda:0.* on cpu"

@@ -417,8 +417,11 @@ class Doubled(FusionRule, name="tests.doubled", direction="forward"):
 
     act: fm.SwiGLU
 
-    def build(self, ctx):
-        return Step(lambda x: 2 * self.act.compute(x), ("input",), ("output",), launches=0)
+    def offer(self, ctx):
+        return Step(needs=("input",), gives=("output",), launches=0)
+
+    def build(self, ctx, keep):
+        return lambda *tensors: lambda x: 2 * self.act.compute(x)
 
 
 def test_rules_are_followed(monkeypatch):
@@ -439,11 +442,9 @@ def test_rules_are_followed(monkeypatch):
 class Refusing(FusionRule, name="tests.refusing", direction="forward"):
     act: fm.SwiGLU
 
-    def check(self, ctx):
+    def offer(self, ctx):
         fm.require(self.act.limit is not None, "wants a limit")
-
-    def build(self, ctx):
-        return Step(self.act.compute, ("input",), ("output",))
+        return Step(needs=("input",), gives=("output",))
 
 
 def test_strict_is_followed():

@@ -12,7 +12,7 @@ import pytest
 import torch
 import toy
 from torch import nn
-from toy import dgrad_dglu, experts, gemm, gemm_glu, glu_scale, inputs, only_plan, rows, wgrad
+from toy import bound, dgrad_dglu, experts, gemm, gemm_glu, glu_scale, inputs, only_plan, rows, wgrad
 
 import fusedmoe as fm
 from fusedmoe import Status
@@ -149,8 +149,11 @@ def test_a_fused_step_is_no_host_sync():
     class NoSync(FusionRule, name="toy.no_sync", direction="forward"):
         op: ReadsHost
 
-        def build(self, ctx):
-            return fm.Step(lambda x: x.clone(), ("input",), ("output",), launches=0)
+        def offer(self, ctx):
+            return fm.Step(needs=("input",), gives=("output",), launches=0)
+
+        def build(self, ctx, keep):
+            return bound(self.op.compute)
 
     with fm.register(NoSync):
         assert "HOST SYNC" not in str(fm.Sequential(ReadsHost()).explain(rows(requires_grad=False)))

@@ -7,7 +7,7 @@ from torch import nn
 from toy import E, H, experts, inputs, only_plan, outcome, rows
 
 import fusedmoe as fm
-from fusedmoe.fusion.rule import FusionError, FusionRule, NothingToDo, RuleError, Step
+from fusedmoe.fusion.rule import FusionError, FusionRule, NothingToDo, Step
 from fusedmoe.kernels.torch.grouped_gemm import grouped_mm, grouped_mm_dgrad
 from fusedmoe.ops import Dgrad, GroupedLinear, SwiGLU
 
@@ -23,7 +23,10 @@ def bound_gemm(log, declines=None, run_declines=None):
     class Gemm(FusionRule, name="toy.bound", direction="forward"):
         fc: GroupedLinear
 
-        def build(self, ctx):
+        def offer(self, ctx):
+            return Step(needs=("input", "fc.weight", "offsets"), gives=("output",), zeroes_tail=True)
+
+        def build(self, ctx, keep):
             def bind(x, weight, offsets):
                 log.append("bind")
                 if declines is not None:
@@ -39,7 +42,7 @@ def bound_gemm(log, declines=None, run_declines=None):
 
                 return run
 
-            return Step(None, ("input", "fc.weight", "offsets"), ("output",), bind=bind, zeroes_tail=True)
+            return bind
 
     return Gemm
 
@@ -171,16 +174,22 @@ def test_nothing_to_do_is_no_fallback(layer, caplog):
     assert not caplog.records
 
 
-def test_bind_gets_what_backward_wants_kept():
+def test_a_step_is_built_for_the_values_that_backward_reads():
     log = []
 
     class GemmGLU(FusionRule, name="toy.bound_glu", direction="forward"):
         fc: GroupedLinear
         act: SwiGLU
 
-        def build(self, ctx):
-            def bind(x, weight, offsets, *, keep):
-                log.append(keep)
+        def offer(self, ctx):
+            needs = ("input", "fc.weight", "offsets")
+            return Step(needs=needs, gives=("output",), keeps=("act.input",), zeroes_tail=True)
+
+        def build(self, ctx, keep):
+            log.append(("build", keep))
+
+            def bind(x, weight, offsets):
+                log.append("bind")
 
                 def run(x, weight, offsets):
                     h = grouped_mm(x, weight, offsets)
@@ -188,8 +197,7 @@ def test_bind_gets_what_backward_wants_kept():
 
                 return run
 
-            needs = ("input", "fc.weight", "offsets")
-            return Step(None, needs, ("output",), keeps=("act.input",), bind=bind, zeroes_tail=True)
+            return bind
 
     chain, x = experts(), rows()
     expected = outcome(chain, x, **inputs())
@@ -198,7 +206,7 @@ def test_bind_gets_what_backward_wants_kept():
             toy.assert_same(outcome(chain, x, **inputs()), expected)
         with torch.no_grad():
             chain(x, **inputs())
-    assert log == [("act.input",), ()]
+    assert log == [("build", ("act.input",)), "bind", ("build", ()), "bind"]
 
 
 def test_a_backward_step_is_bound_anew_for_another_layout_of_the_gradient():
@@ -207,7 +215,10 @@ def test_a_backward_step_is_bound_anew_for_another_layout_of_the_gradient():
     class DgradRule(FusionRule, name="toy.bound_dgrad", direction="backward"):
         dgrad: Dgrad
 
-        def build(self, ctx):
+        def offer(self, ctx):
+            return Step(needs=("grad_output", "dgrad.weight", "offsets"), gives=("grad_input",))
+
+        def build(self, ctx, keep):
             def bind(dy, weight, offsets):
                 log.append(dy.stride())
                 strides = dy.stride()
@@ -218,7 +229,7 @@ def test_a_backward_step_is_bound_anew_for_another_layout_of_the_gradient():
 
                 return run
 
-            return Step(None, ("grad_output", "dgrad.weight", "offsets"), ("grad_input",), bind=bind)
+            return bind
 
     layer, x = fm.Sequential(GroupedLinear(E, H, 16, dtype=torch.float64)), rows()
     grad = torch.randn(9, 16, dtype=torch.float64)
@@ -237,8 +248,11 @@ def test_one_result_may_come_in_a_tuple(layer, returned):
     class Gemm(FusionRule, name="toy.wrapped", direction="forward"):
         fc: GroupedLinear
 
-        def build(self, ctx):
-            return Step(lambda *t: returned(grouped_mm(*t)), ("input", "fc.weight", "offsets"), ("output",))
+        def offer(self, ctx):
+            return Step(needs=("input", "fc.weight", "offsets"), gives=("output",))
+
+        def build(self, ctx, keep):
+            return toy.bound(lambda *t: returned(grouped_mm(*t)))
 
     with fm.register(Gemm):
         for _ in range(3):
@@ -251,20 +265,6 @@ def test_a_bug_in_bind_is_a_bug(layer):
 
     with fm.register(bound_gemm(Log(), declines)), pytest.raises(KeyError, match="oops"):
         layer(rows(), **inputs())
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"run": None},
-        {"run": print, "bind": print},
-        {"run": None, "bind": print, "guard": print},
-    ],
-    ids=["neither", "both", "a guard besides"],
-)
-def test_a_step_runs_in_one_way(settings):
-    with pytest.raises(RuleError, match="either run, and perhaps a guard, or bind alone"):
-        Step(needs=("input",), gives=("output",), **settings)
 
 
 def test_explain_binds_nothing(layer):

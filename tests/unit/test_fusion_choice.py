@@ -3,36 +3,43 @@
 The chain here is made up: forward values v0 (the rows) to vn; place i makes v(i+1) of v(i). Its backward has, for each
 op from the last to the first, a leaf (a weight gradient, which nothing waits for) and a step that hands the gradient
 on; each reads some forward values. Rules are random spans with random costs; forward ones keep some values inside,
-backward ones read others than plain steps do, and recompute some.
+backward ones read others than plain steps do, and recompute some, always or on demand.
 """
 
 import itertools
 from types import SimpleNamespace
 
 import pytest
-from fusedmoe.fusion.names import grad
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusedmoe.fusion.candidates import Candidate
-from fusedmoe.fusion.choice import cheapest
-from fusedmoe.fusion.rule import FusionRule, Step
-from fusedmoe.ops import Linear
+from fusedmoe.fusion.choice import Chosen, cheapest
+from fusedmoe.fusion.rule import Step
+from fusedmoe.fusion.values import grad
 
-
-def run(*_):
-    raise AssertionError("a plan is chosen without running anything")
-
-
-class Rule(FusionRule, name="random", direction="forward"):
-    fc: Linear
+WRITTEN_US, KEPT_US = 0.5, 0.25
 
 
 def candidate(start, end, cost, needs, gives, *, keeps=(), inside=(), fused=True):
-    rule = SimpleNamespace(name=f"rule{start}-{end}-{cost}") if fused else None
-    step = Step(run, tuple(needs), tuple(gives), tuple(keeps))
-    keep_cost = dict.fromkeys(keeps, 0.5)
-    return Candidate(start, end, rule, step, float(cost), tuple(keeps), keep_cost, frozenset(inside))
+    return Candidate(
+        start=start,
+        end=end,
+        rule=SimpleNamespace(name=f"rule{start}-{end}-{cost}") if fused else None,
+        step=Step(needs=tuple(needs), gives=tuple(gives), keeps=tuple(keeps)),
+        cost_us=float(cost),
+        keep_names=tuple(keeps),
+        keep_us=dict.fromkeys(keeps, WRITTEN_US),
+        inside=frozenset(inside),
+    )
+
+
+def line(direction, places, candidates):
+    costs = SimpleNamespace(kept_us=lambda kept: KEPT_US * len(kept))
+    return SimpleNamespace(
+        direction=direction, places=[None] * places, candidates=candidates, results=(), conversions={},
+        with_sources=set, search=SimpleNamespace(costs=costs),
+    )  # fmt: skip
 
 
 @st.composite
@@ -68,35 +75,45 @@ def problems(draw):
         used = {needs[p] for p in range(2 * n) if not start <= p < end} | {g for g in gives if "w" in g} | {grad("v0")}
         given_ = [g for g in gives[start:end] if g in used]
         made = draw(subset) if hands_on else []
+        always = draw(st.integers(0, len(made)))
         read = [v for v in draw(subset) if v not in made]
-        backward.append(candidate(start, end, draw(cost), [needs[start], *read], [*given_, *made]))
-    lines = [
-        SimpleNamespace(direction=d, places=[None] * count, candidates=c, glue=())
-        for d, count, c in [("forward", n, forward), ("backward", 2 * n, backward)]
-    ]
+        backward.append(
+            candidate(
+                start, end, draw(cost), [needs[start], *read], [*given_, *made[:always]], keeps=made[always:]
+            )
+        )  # fmt: skip
+    lines = line("forward", n, forward), line("backward", 2 * n, backward)
     return *lines, frozenset({"v0", values[-1]}), grad(values[-1])
 
 
 def coverings(line, start=0):
+    """Every covering, with every choice of the values that its steps write on demand."""
     if start == len(line.places):
         yield ()
     for c in line.candidates:
         if c.start == start:
             for rest in coverings(line, c.end):
-                yield (c, *rest)
+                for count in range(len(c.step.keeps) + 1):
+                    for written in itertools.combinations(c.step.keeps, count):
+                        yield (Chosen(c, written), *rest)
 
 
 def runs(steps, there):
     """Whether some order of these steps finds what each needs."""
     there, waiting = set(there), list(steps)
     while waiting:
-        ready = [s for s in waiting if there.issuperset(s.step.needs)]
+        ready = [s for s in waiting if there.issuperset(s.candidate.step.needs)]
         if not ready:
             return False
         for s in ready:
-            there.update(s.step.gives)
+            there.update(s.gives)
         waiting = [s for s in waiting if s not in ready]
     return True
+
+
+def writes(steps, kept):
+    """Whether none of the values is inside of a step that does not write it."""
+    return all(v not in s.candidate.inside or v in s.written for s in steps for v in kept)
 
 
 def brute_force(forward, backward, anyway, incoming):
@@ -106,65 +123,61 @@ def brute_force(forward, backward, anyway, incoming):
     all_forward, all_backward = list(coverings(forward)), list(coverings(backward))
     for size in range(len(values) + 1):
         for kept in itertools.combinations(values, size):
-            f = min(
-                (
-                    sum(c.cost_us + sum(us for v, us in c.keep_cost_us.items() if v in kept) for c in covering)
-                    for covering in all_forward
-                    if all(v not in c.inside or v in c.step.keeps for c in covering for v in kept)
-                ),
-                default=float("inf"),
-            )
-            b = min(
-                (sum(c.cost_us for c in cover) for cover in all_backward if runs(cover, {*anyway, *kept, incoming})),
-                default=float("inf"),
-            )
-            best = min(best, f + b)
+            f = min(map(cost, (steps for steps in all_forward if writes(steps, kept))), default=float("inf"))
+            runnable = (steps for steps in all_backward if runs(steps, {*anyway, *kept, incoming}))
+            b = min(map(cost, runnable), default=float("inf"))
+            best = min(best, f + b + KEPT_US * size)
     return best
 
 
-def cost(forward, backward, kept):
-    keeping = sum(us for c in forward for v, us in c.keep_cost_us.items() if v in kept)
-    return sum(c.cost_us for c in (*forward, *backward)) + keeping
+def cost(steps):
+    return sum(s.candidate.cost_us + WRITTEN_US * len(s.written) for s in steps)
+
+
+def cheapest_of(forward, backward, anyway):
+    """The steps of both directions and the values to keep."""
+    f, b, kept = cheapest(forward, backward, anyway, ())
+    assert (f.cost_us, b.cost_us) == (pytest.approx(cost(f.steps)), pytest.approx(cost(b.steps)))
+    return f.steps, b.steps, kept
 
 
 @settings(max_examples=300, deadline=None)
 @given(problem=problems())
 def test_it_is_the_cheapest_that_runs(problem):
     forward, backward, anyway, incoming = problem
-    chosen_forward, chosen_backward, kept = cheapest(forward, backward, anyway)
-    assert [c.start for c in chosen_forward] == [0, *[c.end for c in chosen_forward[:-1]]]
-    assert [c.start for c in chosen_backward] == [0, *[c.end for c in chosen_backward[:-1]]]
-    assert all(v not in c.inside or v in c.step.keeps for c in chosen_forward for v in kept)
-    assert runs(chosen_backward, {*anyway, *kept, incoming})
-    assert cost(chosen_forward, chosen_backward, kept) == pytest.approx(brute_force(*problem))
+    f, b, kept = cheapest_of(forward, backward, anyway)
+    for steps in (f, b):
+        assert [s.candidate.start for s in steps] == [0, *[s.candidate.end for s in steps[:-1]]]
+    assert writes(f, kept)
+    assert runs(b, {*anyway, *kept, incoming})
+    assert cost(f) + cost(b) + KEPT_US * len(kept) == pytest.approx(brute_force(*problem))
 
 
 @settings(max_examples=50, deadline=None)
 @given(problem=problems(), shuffled=st.randoms(use_true_random=False))
 def test_the_order_of_candidates_never_decides(problem, shuffled):
     forward, backward, anyway, _ = problem
-    expected = cheapest(forward, backward, anyway)
-    for line in (forward, backward):
-        distinct = {(c.start, c.end, c.name): c for c in line.candidates}  # rules of one name are the same rule
-        line.candidates = list(distinct.values())
-    expected = cheapest(forward, backward, anyway)
-    for line in (forward, backward):
-        shuffled.shuffle(line.candidates)
-    assert cheapest(forward, backward, anyway) == expected
+    for search in (forward, backward):
+        distinct = {(c.start, c.end, c.name): c for c in search.candidates}  # rules of one name are the same rule
+        search.candidates = list(distinct.values())
+    expected = cheapest_of(forward, backward, anyway)
+    for search in (forward, backward):
+        shuffled.shuffle(search.candidates)
+    assert cheapest_of(forward, backward, anyway) == expected
 
 
 def test_the_joint_choice_beats_the_best_forward_and_the_best_backward():
     """The cheapest forward cannot keep what the cheapest backward reads: the sum decides, both ways."""
     for fused_backward, expected in [(2, [10, 2]), (7, [1, 9])]:
-        forward = SimpleNamespace(places=[None] * 2, glue=(), candidates=[
+        forward = line("forward", 2, [
             candidate(0, 1, 5, ["v0"], ["v1"], fused=False),
             candidate(1, 2, 5, ["v1"], ["v2"], fused=False),
             candidate(0, 2, 1, ["v0"], ["v2"], inside=["v1"]),
         ])  # fmt: skip
-        backward = SimpleNamespace(places=[None], glue=(), candidates=[
+        backward = line("backward", 1, [
             candidate(0, 1, 9 if fused_backward == 7 else 20, ["grad(v2)"], ["grad(v0)"], fused=False),
             candidate(0, 1, fused_backward, ["grad(v2)", "v1"], ["grad(v0)"]),
         ])  # fmt: skip
-        f, b, kept = cheapest(forward, backward, {"v0", "v2"})
-        assert [sum(c.cost_us for c in f), sum(c.cost_us for c in b)] == expected
+        f, b, kept = cheapest_of(forward, backward, {"v0", "v2"})
+        assert [cost(f), cost(b)] == expected
         assert kept == ({"v1"} if fused_backward == 2 else set())

@@ -19,8 +19,11 @@ def forward(needs, gives, keeps=(), run=never):
         fc: GroupedLinear
         act: SwiGLU
 
-        def build(self, ctx):
-            return Step(run, needs, gives, keeps)
+        def offer(self, ctx):
+            return Step(needs=needs, gives=gives, keeps=keeps)
+
+        def build(self, ctx, keep):
+            return toy.bound(run)
 
     return Wrong
 
@@ -30,8 +33,11 @@ def backward(needs, gives, run=never):
         dgrad: Dgrad
         dact: DSwiGLU
 
-        def build(self, ctx):
-            return Step(run, needs, gives)
+        def offer(self, ctx):
+            return Step(needs=needs, gives=gives)
+
+        def build(self, ctx, keep):
+            return toy.bound(run)
 
     return Wrong
 
@@ -76,9 +82,9 @@ def test_a_value_that_another_op_reads_too_must_be_given():
         dispatch: fm.Dispatch
         fc: GroupedLinear
 
-        def build(self, ctx):
+        def offer(self, ctx):
             needs = ("input", "dispatch.expert_index", "dispatch.expert_weight", "fc.weight")
-            return Step(never, needs, ("output", "dispatch.splits", "dispatch.probs"))
+            return Step(needs=needs, gives=("output", "dispatch.splits", "dispatch.probs"))
 
     chain = fm.Sequential(fm.Dispatch(), *experts(), fm.Combine())
     named = {"expert_index": torch.zeros(4, 2, dtype=torch.int64), "expert_weight": torch.ones(4, 2)}
@@ -94,13 +100,16 @@ def test_the_values_of_an_absent_slot_are_none(scale):
         act: SwiGLU
         scale: fm.Scale | None
 
-        def build(self, ctx):
+        def offer(self, ctx):
+            return Step(needs=("input", "scale.factor"), gives=("output",))  # the Scale calls it probs
+
+        def build(self, ctx, keep):
             def run(x, factor):
                 seen.append(factor)
                 y = self.act.compute(x)
                 return y if factor is None else y * factor[:, None]
 
-            return Step(run, ("input", "scale.factor"), ("output",))  # the Scale calls it probs
+            return toy.bound(run)
 
     module, x, named = experts(scale=scale), rows(), inputs(scale=scale)
     want = module(x, **named)
@@ -114,12 +123,16 @@ def test_a_rule_that_refines_another_keeps_its_pattern():
     class Parent(FusionRule, name="toy.parent", direction="forward"):
         act: SwiGLU
 
-        def build(self, ctx):
-            return Step(self.act.compute, ("input",), ("output",))
+        def offer(self, ctx):
+            return Step(needs=("input",), gives=("output",))
+
+        def build(self, ctx, keep):
+            return toy.bound(self.act.compute)
 
     class Picky(Parent, name="toy.picky", direction="forward"):
-        def check(self, ctx):
+        def offer(self, ctx):
             fm.require(self.act.limit is not None, "no limit")
+            return super().offer(ctx)
 
     assert Picky.slots == Parent.slots
     with fm.register(Picky), torch.no_grad():
@@ -129,7 +142,7 @@ def test_a_rule_that_refines_another_keeps_its_pattern():
 
 @pytest.mark.parametrize("out", [lambda y: (y, y), lambda y: (), lambda y: [y, y, y]])
 def test_a_step_that_returns_another_number_of_tensors(out):
-    def run(x, weight, offsets, keep=()):
+    def run(x, weight, offsets):
         return out(torch.zeros(9, 4, dtype=torch.float64))
 
     with (
@@ -158,12 +171,15 @@ def test_a_rule_may_give_more_than_is_used():
         fc: GroupedLinear
         act: SwiGLU
 
-        def build(self, ctx):
+        def offer(self, ctx):
+            return Step(needs=IN, gives=("output", "act.input"))
+
+        def build(self, ctx, keep):
             def run(x, weight, offsets):
                 h = self.fc.compute(x, weight, None, offsets)
                 return self.act.compute(h), h
 
-            return Step(run, IN, ("output", "act.input"))
+            return toy.bound(run)
 
     chain, x, named = experts(), rows(), inputs()
     expected = outcome(chain, x, **named)
@@ -182,8 +198,11 @@ def test_the_ends_of_a_span_have_two_names_each():
     class Slotted(FusionRule, name="toy.slotted", direction="forward"):
         fc: GroupedLinear
 
-        def build(self, ctx):
-            return Step(gemm().build(self, ctx).run, ("fc.input", "fc.weight", "fc.offsets"), ("fc.output",))
+        def offer(self, ctx):
+            return Step(needs=("fc.input", "fc.weight", "fc.offsets"), gives=("fc.output",))
+
+        def build(self, ctx, keep):
+            return gemm().build(self, ctx, keep)
 
     with fm.register(Slotted), torch.no_grad():
         again = only_plan(chain, x, **named)

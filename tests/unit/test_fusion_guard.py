@@ -1,11 +1,24 @@
-"""Guards: what a fused step declines at a call runs unfused in that call, with the same results, and says so once."""
+"""Steps that decline a call: the ops then run unfused in that call, with the same results, and it is logged once."""
 
 import logging
 
 import pytest
 import torch
 import toy
-from toy import assert_same, dgrad_dglu, experts, gemm, gemm_glu, inputs, only_plan, outcome, rows, rules_used, wgrad
+from toy import (
+    assert_same,
+    bound,
+    dgrad_dglu,
+    experts,
+    gemm,
+    gemm_glu,
+    inputs,
+    only_plan,
+    outcome,
+    rows,
+    rules_used,
+    wgrad,
+)
 
 import fusedmoe as fm
 from fusedmoe import FusionError
@@ -64,7 +77,7 @@ def test_a_guard_decides_anew_at_every_call():
             calls.clear()
             x = rows(count)
             got = outcome(chain, x, **inputs())
-            assert len([c for c in calls if c != "toy.dgrad_dglu"]) == fused
+            assert len([name for name, _ in calls if name == "toy.gemm_glu"]) == fused
             with fm.disabled("*"):
                 assert_same(got, outcome(chain, x, **inputs()))
     (part,) = partition_for(chain).parts
@@ -149,8 +162,11 @@ def test_strict_raises_in_backward_if_the_forward_was_strict():
     class DGLU(FusionRule, name="toy.dglu", direction="backward"):
         dact: toy.DSwiGLU
 
-        def build(self, ctx):
-            return Step(self.dact.compute, ("grad_output", "dact.input"), ("grad_input",), guard=toy.refuse)
+        def offer(self, ctx):
+            return Step(needs=("grad_output", "dact.input"), gives=("grad_input",))
+
+        def build(self, ctx, keep):
+            return toy.refuse
 
     with fm.register(DGLU):
         with fm.strict():
@@ -199,11 +215,11 @@ class FromOutput(FusionRule, name="toy.from_output", direction="backward"):
 
     dw: ThirdWeightGrad
 
-    def build(self, ctx):
-        def run(dy, y, weight):
-            return (dy * y / weight).sum(0)
+    def offer(self, ctx):
+        return Step(needs=("grad_output", "dw.output", "dw.weight"), gives=("dw.grad_weight",))
 
-        return Step(run, ("grad_output", "dw.output", "dw.weight"), ("dw.grad_weight",), guard=toy.refuse)
+    def build(self, ctx, keep):
+        return toy.refuse
 
 
 class Hiding(FusionRule, name="toy.hiding", direction="forward"):
@@ -213,15 +229,18 @@ class Hiding(FusionRule, name="toy.hiding", direction="forward"):
     act: fm.SwiGLU
     third: Third
 
-    def build(self, ctx):
-        def run(x, weight, offsets, w, keep=()):
+    def offer(self, ctx):
+        needs = ("input", "fc.weight", "offsets", "third.weight")
+        return Step(needs=needs, gives=("output",), keeps=("act.input", "third.input"))
+
+    def build(self, ctx, keep):
+        def run(x, weight, offsets, w):
             h = self.fc.compute(x, weight, None, offsets)
             a = self.act.compute(h)
             inner = {"act.input": h, "third.input": a}
             return (self.third.compute(a, w), *(inner[name] for name in keep))
 
-        needs = ("input", "fc.weight", "offsets", "third.weight")
-        return Step(run, needs, ("output",), keeps=("act.input", "third.input"))
+        return bound(run)
 
 
 class DThirdDGLU(FusionRule, name="toy.dthird_dglu", direction="backward"):
@@ -230,12 +249,15 @@ class DThirdDGLU(FusionRule, name="toy.dthird_dglu", direction="backward"):
     dthird: DThird
     dact: toy.DSwiGLU
 
-    def build(self, ctx):
+    def offer(self, ctx):
+        return Step(needs=("grad_output", "dact.input", "dthird.weight"), gives=("grad_input",))
+
+    def build(self, ctx, keep):
         def run(dy, h, w):
             a = self.dact.op.compute(h)
             return self.dact.compute(self.dthird.compute(dy, a, w), h)
 
-        return Step(run, ("grad_output", "dact.input", "dthird.weight"), ("grad_input",))
+        return bound(run)
 
 
 def test_stand_ins_recompute_what_nobody_kept(caplog):
@@ -260,12 +282,14 @@ def test_what_stand_ins_recompute_is_not_taken_from_later_steps(declines):
     class Read(FusionRule, name="toy.read", direction="backward"):
         wgrad: Wgrad
 
-        def build(self, ctx):
+        def offer(self, ctx):
+            return Step(needs=("grad_output", "wgrad.input", "offsets"), gives=("wgrad.grad_weight",))
+
+        def build(self, ctx, keep):
             def run(dy, x, offsets):
                 return toy.grouped_mm_wgrad(dy.contiguous(), x, offsets)
 
-            guard = toy.refuse if declines else (lambda *_: None)
-            return Step(run, ("grad_output", "wgrad.input", "offsets"), ("wgrad.grad_weight",), guard=guard)
+            return bound(run, toy.refuse if declines else None)
 
     x, named = rows(), inputs()
     expected = outcome(chain, x, **named)
@@ -335,8 +359,11 @@ class ProductIncrement(FusionRule, name="toy.product_increment", direction="forw
     product: Product
     increment: Increment
 
-    def build(self, ctx):
-        return Step(lambda x, a, b: x * a * b + 1, ("input", "product.a", "product.b"), ("output",))
+    def offer(self, ctx):
+        return Step(needs=("input", "product.a", "product.b"), gives=("output",))
+
+    def build(self, ctx, keep):
+        return bound(lambda x, a, b: x * a * b + 1)
 
 
 class Decrement(FusionRule, name="toy.decrement", direction="backward"):
@@ -344,8 +371,11 @@ class Decrement(FusionRule, name="toy.decrement", direction="backward"):
 
     d: DIncrement
 
-    def build(self, ctx):
-        return Step(lambda dy, y: (dy, y - 1), ("grad_output", "d.output"), ("grad_input", "d.input"))
+    def offer(self, ctx):
+        return Step(needs=("grad_output", "d.output"), gives=("grad_input", "d.input"))
+
+    def build(self, ctx, keep):
+        return bound(lambda dy, y: (dy, y - 1))
 
 
 @pytest.mark.parametrize("declines", [True, False], ids=["declined", "taken"])
@@ -357,10 +387,11 @@ def test_a_recomputed_value_outlives_a_guarded_step_whose_stand_in_makes_it_too(
     class FromX(FusionRule, name="toy.from_x", direction="backward"):
         ga: GradA
 
-        def build(self, ctx):
-            guard = toy.refuse if declines else (lambda *_: None)
-            needs = ("grad_output", "ga.input", "ga.b")
-            return Step(lambda dy, x, b: (dy * x * b).sum(0), needs, ("ga.grad_a",), guard=guard)
+        def offer(self, ctx):
+            return Step(needs=("grad_output", "ga.input", "ga.b"), gives=("ga.grad_a",))
+
+        def build(self, ctx, keep):
+            return bound(lambda dy, x, b: (dy * x * b).sum(0), toy.refuse if declines else None)
 
     chain = fm.Sequential(Product(toy.H), Increment())
     x = rows()

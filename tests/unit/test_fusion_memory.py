@@ -81,8 +81,11 @@ def test_a_declined_step_releases_its_stand_ins_values():
         b: Watch
         c: Watch
 
-        def build(self, ctx):
-            return Step(lambda x: x + 3, ("input",), ("output",), guard=toy.refuse)
+        def offer(self, ctx):
+            return Step(needs=("input",), gives=("output",))
+
+        def build(self, ctx, keep):
+            return toy.refuse
 
     with fm.register(All):
         y = chain(rows(requires_grad=False))

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy import (
     assert_same,
+    bound,
     dgrad_dglu,
     experts,
     gemm,
@@ -26,7 +27,7 @@ from toy import (
 import fusedmoe as fm
 from fusedmoe import Status
 from fusedmoe.fusion.rule import FusionRule, Step
-from fusedmoe.ops import BackwardOp, Dgrad, DSwiGLU, GroupedLinear, Op, SwiGLU
+from fusedmoe.ops import BackwardOp, GroupedLinear, Op, SwiGLU
 
 FORWARD = [gemm(), gemm_glu(), glu_scale()]
 BACKWARD = [dgrad_dglu(), wgrad()]
@@ -53,32 +54,14 @@ def test_fused_and_unfused_steps_mix_freely(rules, scale):
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["wanted", "frozen"])
-def test_a_rule_knows_what_others_want(frozen):
+def test_a_backward_step_recomputes_only_what_another_reads(frozen):
     """FC2's input is recomputed for its weight gradient alone."""
-    seen = {}
-
-    class DgradDGLU(FusionRule, name="toy.dgrad_dglu", direction="backward"):
-        dgrad: Dgrad
-        dact: DSwiGLU
-
-        def build(self, ctx):
-            names = ("dgrad.input", "dact.input", "grad_input", "offsets")
-            seen.update({name: ctx.wants(name) for name in names})
-            recomputes = ctx.wants("dgrad.input")
-
-            def run(dy, weight, offsets, h):
-                dh = self.dact.compute(self.dgrad.compute(dy, weight, offsets), h)
-                return (dh, self.dact.op.compute(h)) if recomputes else dh
-
-            gives = ("grad_input", "dgrad.input") if recomputes else ("grad_input",)
-            return Step(run, ("grad_output", "dgrad.weight", "offsets", "dact.input"), gives, zeroes_tail=True)
-
-    chain = experts()
+    calls, chain = [], experts()
     chain[2].weight.requires_grad_(not frozen)
-    plan = both_ways([gemm_glu(), DgradDGLU], chain, rows(), **inputs())
+    plan = both_ways([gemm_glu(), dgrad_dglu(calls=calls)], chain, rows(), **inputs())
     assert "toy.dgrad_dglu" in rules_used(plan)
     assert "2.input" not in plan.kept
-    assert seen == {"dgrad.input": not frozen, "dact.input": False, "grad_input": True, "offsets": True}
+    assert calls == [("toy.dgrad_dglu", () if frozen else ("dgrad.input",))]
 
 
 @pytest.mark.parametrize(
@@ -171,17 +154,21 @@ def test_a_tie_goes_to_fewer_longer_steps(names):
         first: fm.SquaredReLU
         second: fm.SquaredReLU
 
-        def build(self, ctx):
+        def offer(self, ctx):
             # the same cost as two single steps: the value between them counts as moved
-            width = ROW_BYTES * 16
-            return Step(lambda x: self.second.compute(self.first.compute(x)), ("input",), ("output",), launches=2,
-                        extra_bytes=2 * width)  # fmt: skip
+            return Step(needs=("input",), gives=("output",), launches=2, extra_bytes=2 * 16 * ROW_BYTES)
+
+        def build(self, ctx, keep):
+            return bound(lambda x: self.second.compute(self.first.compute(x)))
 
     class One(FusionRule, name=names[1], direction="forward"):
         only: fm.SquaredReLU
 
-        def build(self, ctx):
-            return Step(self.only.compute, ("input",), ("output",))
+        def offer(self, ctx):
+            return Step(needs=("input",), gives=("output",))
+
+        def build(self, ctx, keep):
+            return bound(self.only.compute)
 
     ROW_BYTES = toy.H * 8
     chain = fm.Sequential(fm.SquaredReLU(), fm.SquaredReLU())
@@ -207,8 +194,8 @@ def test_a_rule_shadowed_by_two_steps_names_both():
         act: SwiGLU
         last: GroupedLinear
 
-        def build(self, ctx):
-            return Step(lambda: None, ("input", "fc.weight", "last.weight", "offsets"), ("output",), launches=50)
+        def offer(self, ctx):
+            return Step(needs=("input", "fc.weight", "last.weight", "offsets"), gives=("output",), launches=50)
 
     with fm.register(gemm_glu(), gemm(), Dear), torch.no_grad():
         plan = only_plan(experts(), rows(), **inputs())
@@ -228,11 +215,12 @@ def test_a_shorter_variant_is_taken_where_the_longer_declines():
         act: SwiGLU
         scale: fm.Scale | None
 
-        def check(self, ctx):
+        def offer(self, ctx):
             fm.require(self.scale is None, "no Scale")
+            return Step(needs=("input",), gives=("output",))
 
-        def build(self, ctx):
-            return Step(self.act.compute, ("input",), ("output",))
+        def build(self, ctx, keep):
+            return bound(self.act.compute)
 
     plan = both_ways([Picky], experts(scale=True), rows(), **inputs(scale=True))
     assert [s.ops for s in plan.fused] == [("1.SwiGLU",)]
@@ -267,8 +255,8 @@ def test_unavailable_on_this_device():
         def available(cls, device, arch):
             fm.require(arch == 90, "needs sm_90, this device is %s", device)
 
-        def check(self, ctx):
-            raise AssertionError("checked although it is not available")
+        def offer(self, ctx):
+            raise AssertionError("asked although it is not available")
 
     plan = both_ways([OnGpu], experts(), rows(), **inputs())
     assert status(plan, "toy.on_gpu", 1) == (Status.UNAVAILABLE, "needs sm_90, this device is cpu")
@@ -325,12 +313,13 @@ def test_each_longer_way_has_its_own_reason():
         one: fm.Scale | None
         two: fm.Scale | None
 
-        def check(self, ctx):
+        def offer(self, ctx):
             fm.require(self.two is None, "two Scales")
             fm.require(self.one is None, "one Scale")
+            return Step(needs=("input",), gives=("output",))
 
-        def build(self, ctx):
-            return Step(self.act.compute, ("input",), ("output",))
+        def build(self, ctx, keep):
+            return bound(self.act.compute)
 
     chain = fm.Sequential(SwiGLU(), fm.Scale("p"), fm.Scale("q"), SwiGLU())
     x, p, q = rows(requires_grad=False), torch.rand(9), torch.rand(9)
@@ -348,9 +337,11 @@ def test_a_longer_way_that_costs_more_is_shadowed_and_says_so():
         act: SwiGLU
         scale: fm.Scale | None
 
-        def build(self, ctx):
-            run = lambda x, *p: self.scale.compute(self.act.compute(x), *p) if p else self.act.compute(x)  # noqa: E731
-            return Step(run, ("input", "scale.factor"), ("output",), launches=1 if self.scale is None else 100)
+        def offer(self, ctx):
+            return Step(needs=("input", "scale.factor"), gives=("output",), launches=1 if self.scale is None else 100)
+
+        def build(self, ctx, keep):
+            return bound(lambda x, *p: self.scale.compute(self.act.compute(x), *p) if p else self.act.compute(x))
 
     plan = only_plan_of(Slow, fm.Sequential(SwiGLU(), fm.Scale("p")), rows(requires_grad=False), p=torch.rand(9))
     assert ways(plan, "toy.slow", 0) == [(1, (0,), Status.FUSED), (2, (1,), Status.SHADOWED)]
@@ -367,13 +358,16 @@ def only_plan_of(rule, chain, x, **named):
         return only_plan(chain, x, **named)
 
 
-def test_a_bug_in_check_or_build_is_a_bug():
-    for method in ("check", "build"):
+def test_a_bug_in_offer_or_build_is_a_bug():
+    for method in ("offer", "build"):
 
         class Broken(FusionRule, name="toy.broken", direction="forward"):
             act: SwiGLU
 
-        setattr(Broken, method, lambda self, ctx: {}["oops"])
+            def offer(self, ctx):
+                return Step(needs=("input",), gives=("output",))
+
+        setattr(Broken, method, lambda self, *_: {}["oops"])
         with fm.register(Broken), pytest.raises(KeyError, match="oops"):
             experts()(rows(), **inputs())
 
@@ -443,7 +437,7 @@ def test_a_gradient_asked_for_alone_runs_only_its_steps():
     with fm.register(gemm_glu(), dgrad_dglu(calls=calls), wgrad()):
         y = chain(x, **named)
         (only,) = torch.autograd.grad(y, [chain[2].weight], weights, retain_graph=True)
-        assert calls == ["toy.dgrad_dglu"]  # it recomputes what the weight gradient needs
+        assert calls == [("toy.dgrad_dglu", ("dgrad.input",))]  # it recomputes what the weight gradient needs
         (dx,) = torch.autograd.grad(y, [x], weights)
     torch.testing.assert_close(only, expected["2.weight"])
     torch.testing.assert_close(dx, expected["x"])
@@ -481,11 +475,11 @@ class RecomputesBehind(FusionRule, name="toy.recomputes_behind", direction="back
 
     dact: toy.DSwiGLU
 
-    def build(self, ctx):
-        def run(dy, h):
-            return self.dact.compute(dy, h), self.dact.op.compute(h)
+    def offer(self, ctx):
+        return Step(needs=("grad_output", "dact.input"), gives=("grad_input", "dact.output"))
 
-        return Step(run, ("grad_output", "dact.input"), ("grad_input", "dact.output"))
+    def build(self, ctx, keep):
+        return bound(lambda dy, h: (self.dact.compute(dy, h), self.dact.op.compute(h)))
 
 
 @pytest.mark.parametrize("guard", [None, toy.refuse], ids=["", "guard"])
@@ -505,12 +499,15 @@ def test_a_chain_of_linear_layers_without_splits():
         fc: fm.Linear
         act: fm.SquaredReLU
 
-        def build(self, ctx):
-            def run(x, weight, bias, keep=()):
+        def offer(self, ctx):
+            return Step(needs=("input", "fc.weight", "fc.bias"), gives=("output",), keeps=("act.input",))
+
+        def build(self, ctx, keep):
+            def run(x, weight, bias):
                 h = self.fc.compute(x, weight, bias)
                 return (self.act.compute(h), *(h for _ in keep))
 
-            return Step(run, ("input", "fc.weight", "fc.bias"), ("output",), keeps=("act.input",))
+            return bound(run)
 
     for bias in (True, False):
         chain = fm.Sequential(fm.Linear(toy.H, 6, bias=bias), fm.SquaredReLU(), fm.Linear(6, 2)).double()

@@ -1,12 +1,12 @@
-"""Rules for kernels that take and give quantized values: what the planner shows them, and what they may leave out."""
+"""Rules for kernels that take and give quantized values, as flat tensors, in the forms that are read."""
 
 import pytest
 import torch
-from toy import only_plan, outcome, rules_used, statuses
+from toy import bound, only_plan, outcome, rules_used, statuses
 
 import fusedmoe as fm
 from fusedmoe import Status
-from fusedmoe.formats import QuantizedSpec, products
+from fusedmoe.formats import QuantizedSpec, QuantizedTensor, products
 from fusedmoe.fusion.rule import FusionRule, RuleError, Step
 from fusedmoe.ops import BiasGrad, Dgrad, DSwiGLU, GroupedLinear, Quantize, SwiGLU, Wgrad
 from fusedmoe.ops.quantize import QuantizeGrad
@@ -14,7 +14,7 @@ from fusedmoe.ops.quantize import QuantizeGrad
 E, H, I = 3, 64, 32  # noqa: E741
 RECIPES = ["mxfp8", "fp8_tensor", "fp8_row", "fp8_block"]
 every_recipe = pytest.mark.parametrize("recipe", RECIPES)
-KEEPS = ("act.input", "quantize.columns")
+KEEPS = ("act.input", "output:columns")
 
 
 def experts(*, bias=False):
@@ -27,12 +27,35 @@ def given(count=90, requires_grad=True):
     return torch.randn(count, H, requires_grad=requires_grad), {"splits": torch.tensor([40, 0, 45])}
 
 
+def on_tensors(ctx, step, run, guard=None):
+    """Bind a function of `QuantizedTensor`s: it takes and returns their tensors."""
+    specs = [ctx.spec(value) for value in step.needs]
+    counts = [len(spec.tensors()) if isinstance(spec, QuantizedSpec) else 1 for spec in specs]
+
+    def flat(*tensors):
+        each = iter(tensors)
+        held = [[next(each) for _ in range(count)] for count in counts]
+        (offsets,) = next(tensors for name, tensors in zip(step.needs, held, strict=True) if "offsets" in name)
+        operands = [
+            spec.tensor(tensors, None if spec.stacked else offsets) if isinstance(spec, QuantizedSpec) else tensors[0]
+            for spec, tensors in zip(specs, held, strict=True)
+        ]
+        results = run(*operands)
+        results = results if isinstance(results, tuple) else (results,)
+        return [t for r in results for t in (r.tensors() if isinstance(r, QuantizedTensor) else [r])]
+
+    return bound(flat, guard)
+
+
 def gemm(name="toy.gemm", *, takes_quantized=True):
     class Gemm(FusionRule, name=name, direction="forward"):
         fc: GroupedLinear
 
-        def build(self, ctx):
-            return Step(products.grouped_mm, ("input", "fc.weight", "offsets"), ("output",), zeroes_tail=True)
+        def offer(self, ctx):
+            return Step(needs=("input", "fc.weight", "offsets"), gives=("output",), zeroes_tail=True)
+
+        def build(self, ctx, keep):
+            return on_tensors(ctx, self.offer(ctx), products.grouped_mm)
 
     Gemm.takes_quantized = takes_quantized
     return Gemm
@@ -47,28 +70,29 @@ def gemm_glu_quantize(*, guard=None, keeps=KEEPS, calls=None):
         act: SwiGLU
         quantize: Quantize
 
-        def check(self, ctx):
+        def offer(self, ctx):
             fm.require(self.fc.bias is None, "a bias is not taken")
             assert isinstance(ctx.spec("input"), QuantizedSpec)
             assert isinstance(ctx.spec("fc.weight"), QuantizedSpec)
             assert (ctx.spec("output").axis, ctx.spec("output").shape[1]) == (-1, I)
-            assert ctx.spec("quantize.columns").axis == -2
+            assert ctx.spec("output:columns").axis == -2
+            needs = ("input", "fc.weight", "offsets")
+            return Step(needs=needs, gives=("output",), keeps=keeps, zeroes_tail=True)
 
-        def build(self, ctx):
-            def run(x, weight, offsets, keep=()):
+        def build(self, ctx, keep):
+            def run(x, weight, offsets):
                 if calls is not None:
                     calls.append(("toy.gemm_glu_quantize", keep))
                 h = products.grouped_mm(x, weight, offsets)
                 y = self.act.compute(h)
-                kept = {"act.input": lambda: h, "quantize.columns": lambda: quantized(y, -2)}
+                kept = {"act.input": lambda: h, "output:columns": lambda: quantized(y, -2)}
 
                 def quantized(y, axis):
                     return fm.quantize(y, self.quantize.quantizer, axis, offsets=offsets)
 
                 return (quantized(y, -1), *(kept[name]() for name in keep))
 
-            needs = ("input", "fc.weight", "offsets")
-            return Step(run, needs, ("output",), keeps, guard, zeroes_tail=True)
+            return on_tensors(ctx, self.offer(ctx), run, guard)
 
     return GemmGLUQuantize
 
@@ -82,29 +106,29 @@ def dgrad_dglu_quantize(*, guard=None, recomputes=False, calls=None):
         dact: DSwiGLU
         quantize: QuantizeGrad
 
-        def build(self, ctx):
-            possible = ["grad_input", "quantize.grad_columns", "dact.grad_input"]
-            gives = tuple(name for name in possible if ctx.wants(name))
-            again = ("dgrad.columns",) if recomputes and ctx.wants("dgrad.columns") else ()
+        def offer(self, ctx):
+            again = ("dgrad.input:columns",) if recomputes else ()
+            return Step(
+                needs=("grad_output", "dgrad.weight", "offsets", "dact.input"), gives=(),
+                keeps=("grad_input", "grad_input:columns", "dact.grad_input", *again), zeroes_tail=True,
+            )  # fmt: skip
 
+        def build(self, ctx, keep):
             def run(dy, weight, offsets, h):
                 if calls is not None:
-                    calls.append(("toy.dgrad_dglu_quantize", (*gives, *again)))
+                    calls.append(("toy.dgrad_dglu_quantize", keep))
                 dh = self.dact.compute(products.grouped_mm_dgrad(dy, weight, offsets), h)
                 forms = {
                     "grad_input": lambda: fm.quantize(dh, self.quantize.op.grad_quantizer, -1, offsets=offsets),
-                    "quantize.grad_columns": lambda: fm.quantize(
-                        dh, self.quantize.op.grad_quantizer, -2, offsets=offsets
-                    ),
+                    "grad_input:columns": lambda: fm.quantize(dh, self.quantize.op.grad_quantizer, -2, offsets=offsets),
                     "dact.grad_input": lambda: dh,
-                    "dgrad.columns": lambda: fm.quantize(
+                    "dgrad.input:columns": lambda: fm.quantize(
                         self.dact.op.compute(h), ctx.recipe.roles().input, -2, offsets=offsets
                     ),
                 }
-                return tuple(forms[name]() for name in (*gives, *again))
+                return tuple(forms[name]() for name in keep)
 
-            needs = ("grad_output", "dgrad.weight", "offsets", "dact.input")
-            return Step(run, needs, (*gives, *again), guard=guard, zeroes_tail=True)
+            return on_tensors(ctx, self.offer(ctx), run, guard)
 
     return DgradDGLUQuantize
 
@@ -114,12 +138,18 @@ def wgrad():
         takes_quantized = True
         wgrad: Wgrad
 
-        def build(self, ctx):
+        def offer(self, ctx):
             assert ctx.spec("grad_output").axis == ctx.spec("wgrad.input").axis == -2
-            needs = ("grad_output", "wgrad.input", "offsets")
-            return Step(products.grouped_mm_wgrad, needs, ("wgrad.grad_weight",))
+            return Step(needs=("grad_output", "wgrad.input", "offsets"), gives=("wgrad.grad_weight",))
+
+        def build(self, ctx, keep):
+            return on_tensors(ctx, self.offer(ctx), products.grouped_mm_wgrad)
 
     return WgradRule
+
+
+def axis(name):
+    return -2 if name.endswith(":columns") else -1
 
 
 def quantize_rows():
@@ -128,13 +158,15 @@ def quantize_rows():
     class QuantizeRows(FusionRule, name="toy.quantize", direction="forward"):
         quantize: Quantize
 
-        def build(self, ctx):
-            def run(x, offsets, keep=()):
-                return tuple(
-                    fm.quantize(x, self.quantize.quantizer, axis, offsets=offsets) for axis in (-1, -2)[: 1 + len(keep)]
-                )
+        def offer(self, ctx):
+            keeps = ("output:rows", "output:columns")
+            return Step(needs=("input", "quantize.offsets"), gives=(), keeps=keeps, zeroes_tail=True)
 
-            return Step(run, ("input", "quantize.offsets"), ("output",), ("quantize.columns",), zeroes_tail=True)
+        def build(self, ctx, keep):
+            def run(x, offsets):
+                return tuple(fm.quantize(x, self.quantize.quantizer, axis(name), offsets=offsets) for name in keep)
+
+            return on_tensors(ctx, self.offer(ctx), run)
 
     return QuantizeRows
 
@@ -143,14 +175,16 @@ def quantize_gradient():
     class QuantizeGradient(FusionRule, name="toy.quantize_grad", direction="backward"):
         quantize: QuantizeGrad
 
-        def build(self, ctx):
-            gives = tuple(n for n in ("grad_input", "quantize.grad_columns") if ctx.wants(n))
-            axes = [-2 if n.endswith("columns") else -1 for n in gives]
+        def offer(self, ctx):
+            keeps = ("grad_input:rows", "grad_input:columns")
+            return Step(needs=("grad_output", "quantize.offsets"), gives=(), keeps=keeps, zeroes_tail=True)
 
+        def build(self, ctx, keep):
             def run(dy, offsets):
-                return tuple(fm.quantize(dy, self.quantize.op.grad_quantizer, axis, offsets=offsets) for axis in axes)
+                quantizer = self.quantize.op.grad_quantizer
+                return tuple(fm.quantize(dy, quantizer, axis(name), offsets=offsets) for name in keep)
 
-            return Step(run, ("grad_output", "quantize.offsets"), gives, zeroes_tail=True)
+            return on_tensors(ctx, self.offer(ctx), run)
 
     return QuantizeGradient
 
@@ -263,13 +297,13 @@ def test_a_data_gradient_a_derivative_and_its_quantization(recipe):
     assert [(s.ops, s.gives) for s in plan.fused] == [
         (("2.Dgrad", "1.DSwiGLU", "0:grad.QuantizeGrad"), ("grad(0:grad.input)", "grad(0:grad.input):columns"))
     ]
-    assert calls == [("toy.dgrad_dglu_quantize", ("grad_input", "quantize.grad_columns"))]
+    assert calls == [("toy.dgrad_dglu_quantize", ("grad_input", "grad_input:columns"))]
     assert set(plan.kept) == set(plain.kept)
 
 
 @pytest.mark.parametrize(
     ("frozen", "gives"),
-    [("x", ("quantize.grad_columns",)), ("0", ("grad_input",))],
+    [("x", ("grad_input:columns",)), ("0", ("grad_input",))],
     ids=["no gradient of the rows", "no gradient of the weight"],
 )
 def test_the_gradient_has_the_forms_that_are_read(frozen, gives):
@@ -286,7 +320,7 @@ def test_the_bias_gradient_wants_the_gradient_as_it_was():
     x, named = given()
     plan, _ = both_ways([dgrad_dglu_quantize(calls=calls)], "mxfp8", experts(bias=True), x, **named)
     assert plan.fused
-    assert calls == [("toy.dgrad_dglu_quantize", ("grad_input", "quantize.grad_columns", "dact.grad_input"))]
+    assert calls == [("toy.dgrad_dglu_quantize", ("grad_input", "grad_input:columns", "dact.grad_input"))]
 
 
 def test_the_bias_gradient_may_be_computed_on_the_way():
@@ -297,16 +331,19 @@ def test_the_bias_gradient_may_be_computed_on_the_way():
         quantize: QuantizeGrad
         dbias: BiasGrad
 
-        def build(self, ctx):
-            assert not ctx.wants("dact.grad_input")
+        def offer(self, ctx):
+            return Step(
+                needs=("grad_output", "dgrad.weight", "offsets", "dact.input"),
+                gives=("quantize.grad_input", "quantize.grad_input:columns", "dbias.grad_bias"),
+            )
 
+        def build(self, ctx, keep):
             def run(dy, weight, offsets, h):
                 dh = self.dact.compute(products.grouped_mm_dgrad(dy, weight, offsets), h)
                 forms = [fm.quantize(dh, self.quantize.op.grad_quantizer, a, offsets=offsets) for a in (-1, -2)]
                 return (*forms, self.dbias.compute(dh, offsets))
 
-            needs = ("grad_output", "dgrad.weight", "offsets", "dact.input")
-            return Step(run, needs, ("quantize.grad_input", "quantize.grad_columns", "dbias.grad_bias"))
+            return on_tensors(ctx, self.offer(ctx), run)
 
     x, named = given()
     plan, _ = both_ways([WithBias], "mxfp8", experts(bias=True), x, **named)
@@ -321,13 +358,16 @@ def test_a_layer_that_quantizes_its_rows_itself():
         quantize: Quantize
         fc: GroupedLinear
 
-        def build(self, ctx):
-            def run(x, weight, offsets, keep=()):
+        def offer(self, ctx):
+            needs = ("input", "fc.weight", "offsets")
+            return Step(needs=needs, gives=("output",), keeps=("quantize.output:columns",), zeroes_tail=True)
+
+        def build(self, ctx, keep):
+            def run(x, weight, offsets):
                 forms = [fm.quantize(x, self.quantize.quantizer, axis, offsets=offsets) for axis in (-1, -2)]
                 return (products.grouped_mm(forms[0], weight, offsets), *(forms[1] for _ in keep))
 
-            needs = ("input", "fc.weight", "offsets")
-            return Step(run, needs, ("output",), ("quantize.columns",), zeroes_tail=True)
+            return on_tensors(ctx, self.offer(ctx), run)
 
     x, named = given()
     plan, plain = both_ways([QuantizeGemm], "mxfp8", experts(), x, **named)
@@ -358,7 +398,7 @@ def test_a_backward_step_may_compute_the_columns_again():
     rules = [gemm_glu_quantize(keeps=("act.input",)), dgrad_dglu_quantize(recomputes=True, calls=calls)]
     plan, plain = both_ways(rules, "mxfp8", chain, x, **named)
     assert len(plan.fused) == 2
-    assert calls == [("toy.dgrad_dglu_quantize", ("grad_input", "quantize.grad_columns", "dgrad.columns"))]
+    assert calls == [("toy.dgrad_dglu_quantize", ("grad_input", "grad_input:columns", "dgrad.input:columns"))]
     assert set(plain.kept) - set(plan.kept) == {"2.input:columns"}
     with fm.recipe("mxfp8"):
         unfused = kept_at_last(chain, x, **named)
@@ -408,17 +448,15 @@ def test_a_rule_over_a_quantize_and_what_reads_its_values():
         quantize: Quantize
         act: SwiGLU
 
-        def build(self, ctx):
-            def run(x, keep=()):
-                codes = fm.quantize(x, self.quantize.quantizer)
-                values = codes.dequantize()
-                kept = {"quantize.output": codes, "act.input": values}
-                return (self.act.compute(values), *(kept[name] for name in keep))
+        def offer(self, ctx):
+            return Step(needs=("input",), gives=("output",), keeps=("quantize.output",))
 
-            gives = ("output", *(("quantize.output",) if ctx.wants("quantize.output") else ()))
-            if len(gives) > 1:
-                return Step(lambda x: run(x, ("quantize.output",)), ("input",), gives)
-            return Step(run, ("input",), gives, ("quantize.output",))
+        def build(self, ctx, keep):
+            def run(x):
+                codes = fm.quantize(x, self.quantize.quantizer)
+                return (self.act.compute(codes.dequantize()), *(t for _ in keep for t in codes.tensors()))
+
+            return bound(run)
 
     chain, x = fm.Sequential(Quantize("mxfp8"), SwiGLU()), given()[0]
     plan, _ = both_ways([QuantizeGLU], "bf16", chain, x)

@@ -39,13 +39,16 @@ def noise_square(keeps):
         noise: Noise
         square: Square
 
-        def build(self, ctx):
-            def run(x, keep=()):
+        def offer(self, ctx):
+            return Step(needs=("input",), gives=("output",), keeps=keeps)
+
+        def build(self, ctx, keep):
+            def run(x):
                 kept = {"noise.random_state": torch.get_rng_state(), "noise.device_random_state": None}
                 y = self.noise.compute(x).square()
                 return (y, *(kept[name] for name in keep)) if keep else y
 
-            return Step(run, ("input",), ("output",), keeps=keeps)
+            return toy.bound(run)
 
     return NoiseSquare
 
@@ -56,9 +59,12 @@ class DSquareDNoise(FusionRule, name="toy.dsquare_dnoise", direction="backward")
     square: DSquare
     noise: AutogradBackward
 
-    def build(self, ctx):
+    def offer(self, ctx):
         needs = ("grad_output", "noise.input", *(f"noise.{name}" for name in NAMES))
-        return Step(lambda *_: None, needs, ("grad_input",), guard=toy.refuse)
+        return Step(needs=needs, gives=("grad_input",))
+
+    def build(self, ctx, keep):
+        return toy.refuse
 
 
 def gradients(module, x, state):

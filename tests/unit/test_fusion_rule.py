@@ -137,12 +137,18 @@ def test_bindings_are_attributes():
     assert (rule.act, rule.scale) == (act, None)
 
 
-def test_a_rule_without_build_says_so():
+def test_a_rule_without_offer_or_build_says_so():
     class Unfinished(FusionRule, name="toy.unfinished", direction="forward"):
         act: SwiGLU
 
-    with fm.register(Unfinished), pytest.raises(NotImplementedError, match=r"rule 'toy.unfinished' defines no build"):
-        SwiGLU()(torch.ones(2, 2))
+    class Unbuilt(Unfinished, name="toy.unbuilt", direction="forward"):
+        def offer(self, ctx):
+            return fm.Step(needs=("input",), gives=("output",))
+
+    for rule, method in ((Unfinished, "offer"), (Unbuilt, "build")):
+        text = rf"rule '{rule.name}' defines no {method}\(\)"
+        with fm.register(rule), pytest.raises(NotImplementedError, match=text):
+            SwiGLU()(torch.ones(2, 2))
 
 
 def test_require_formats_only_what_it_refuses():

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from toy import dgrad_dglu, experts, gemm, gemm_glu, inputs, rows, wgrad
+from toy import bound, dgrad_dglu, experts, gemm, gemm_glu, inputs, rows, wgrad
 
 import fusedmoe as fm
 from fusedmoe import FusionError
@@ -77,8 +77,9 @@ def between(*middle):
         second: Scale | None
         act: SwiGLU
 
-        def check(self, ctx):
+        def offer(self, ctx):
             fm.require(self.act.limit is None, "limit %s is not taken", self.act.limit)
+            raise AssertionError("no test asks for the step")
 
     return fm.register(Scaled, gemm()), fm.Sequential(experts()[0], Scale("probs"), *middle)
 
@@ -169,11 +170,12 @@ def test_a_constraint_of_more_ops_raises_for_those():
         act: SwiGLU
         scale: Scale | None
 
-        def check(self, ctx):
+        def offer(self, ctx):
             fm.require(self.scale is None or ctx.dtype("scale.factor") is torch.float32, "the scale is not fp32")
+            return fm.Step(needs=("input", "scale.factor"), gives=("output",))
 
-        def build(self, ctx):
-            return fm.Step(lambda x, *_: self.act.compute(x), ("input", "scale.factor"), ("output",))
+        def build(self, ctx, keep):
+            return bound(lambda x, _: self.act.compute(x))
 
     chain = fm.Sequential(SwiGLU(), Scale("probs"))
     with fm.register(Picky), torch.no_grad(), pytest.raises(FusionError) as raised:

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from toy import E, H, I, experts, inputs, only_plan, outcome, rows
+from toy import E, H, I, bound, experts, inputs, only_plan, outcome, rows
 
 import fusedmoe as fm
 from fusedmoe import InputError
@@ -24,16 +24,22 @@ def seeing(seen):
     class Forward(FusionRule, name="toy.forward", direction="forward"):
         fc: GroupedLinear
 
-        def build(self, ctx):
+        def offer(self, ctx):
+            return Step(needs=("input", "fc.weight", "fc.bias", "offsets"), gives=("output",), zeroes_tail=True)
+
+        def build(self, ctx, keep):
             seen.append(ctx.options)
-            return Step(self.fc.compute, ("input", "fc.weight", "fc.bias", "offsets"), ("output",), zeroes_tail=True)
+            return bound(self.fc.compute)
 
     class Backward(FusionRule, name="toy.backward", direction="backward"):
         wgrad: Wgrad
 
-        def build(self, ctx):
+        def offer(self, ctx):
+            return Step(needs=("grad_output", "wgrad.input", "offsets"), gives=("wgrad.grad_weight",))
+
+        def build(self, ctx, keep):
             seen.append(ctx.options)
-            return Step(self.wgrad.compute, ("grad_output", "wgrad.input", "offsets"), ("wgrad.grad_weight",))
+            return bound(self.wgrad.compute)
 
     return Forward, Backward
 

@@ -179,11 +179,12 @@ def test_a_rule_sees_the_recipe():
     class UnderHalving(FusionRule, name="toy.under_halving", direction="forward"):
         act: fm.SwiGLU
 
-        def check(self, ctx):
+        def offer(self, ctx):
             fm.require(ctx.recipe.name == "halving", "is for the recipe halving, this is %s", ctx.recipe.name)
+            return Step(needs=("input",), gives=("output",))
 
-        def build(self, ctx):
-            return Step(self.act.compute, ("input",), ("output",))
+        def build(self, ctx, keep):
+            return toy.bound(self.act.compute)
 
     chain, x, named = experts(), rows(), inputs()
     with fm.register(UnderHalving):
@@ -267,10 +268,8 @@ def test_ctx_dtype_of_an_unknown_value_names_the_rule():
     class Curious(FusionRule, name="toy.curious", direction="forward"):
         act: fm.SwiGLU
 
-        def check(self, ctx):
+        def offer(self, ctx):
             fm.require(ctx.dtype("act.wieght") is torch.float64, "only fp64")
-
-        def build(self, ctx):
             raise AssertionError
 
     with fm.register(Curious), pytest.raises(RuleError, match=r"rule 'toy.curious' on 1.SwiGLU: 'act.wieght' names no"):

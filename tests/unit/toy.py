@@ -82,20 +82,32 @@ def only_plan(module, x, **named):
     return plan
 
 
+def bound(run, guard=None):
+    """Bind a function that runs the same for all tensors that the guard lets pass."""
+
+    def bind(*tensors):
+        if guard is not None:
+            guard(*tensors)
+        return run
+
+    return bind
+
+
 def gemm(name="toy.gemm", *, launches=1, guard=None, extra_bytes=0):
     """One GroupedLinear."""
 
     class Gemm(FusionRule, name=name, direction="forward"):
         fc: GroupedLinear
 
-        def check(self, ctx):
+        def offer(self, ctx):
             fm.require(self.fc.bias is None, "a bias is not taken, use bias=False")
-
-        def build(self, ctx):
             return Step(
-                grouped_mm, ("input", "fc.weight", "offsets"), ("output",), guard=guard, zeroes_tail=True,
+                needs=("input", "fc.weight", "offsets"), gives=("output",), zeroes_tail=True,
                 launches=launches, extra_bytes=extra_bytes,
             )  # fmt: skip
+
+        def build(self, ctx, keep):
+            return bound(grouped_mm, guard)
 
     return Gemm
 
@@ -108,11 +120,16 @@ def gemm_glu(name="toy.gemm_glu", *, launches=1, guard=None, keeps=("act.input",
         act: SwiGLU | GeGLU
         scale: Scale | None
 
-        def check(self, ctx):
+        def offer(self, ctx):
             fm.require(self.act.limit is None, "limit %s is not taken, use limit=None", self.act.limit)
+            probs = () if self.scale is None else (f"scale.{self.scale.name}",)
+            return Step(
+                needs=("input", "fc.weight", "offsets", *probs), gives=("output",), keeps=keeps, zeroes_tail=True,
+                launches=launches,
+            )  # fmt: skip
 
-        def build(self, ctx):
-            def run(x, weight, offsets, *probs, keep=()):
+        def build(self, ctx, keep):
+            def run(x, weight, offsets, *probs):
                 if calls is not None:
                     calls.append((name, keep))
                 h = grouped_mm(x, weight, offsets)
@@ -121,10 +138,7 @@ def gemm_glu(name="toy.gemm_glu", *, launches=1, guard=None, keeps=("act.input",
                     y = self.scale.compute(y, *probs)
                 return (y, *(h for _ in keep))
 
-            probs = () if self.scale is None else (f"scale.{self.scale.name}",)
-            return Step(
-                run, ("input", "fc.weight", "offsets", *probs), ("output",), keeps, guard, True, launches
-            )  # fmt: skip
+            return bound(run, guard)
 
     return GemmGLU
 
@@ -136,13 +150,16 @@ def glu_scale(name="toy.glu_scale", *, launches=1):
         act: SwiGLU
         scale: Scale | None
 
-        def build(self, ctx):
+        def offer(self, ctx):
+            probs = () if self.scale is None else (f"scale.{self.scale.name}",)
+            return Step(needs=("act.input", *probs), gives=("output",), launches=launches)
+
+        def build(self, ctx, keep):
             def run(x, *probs):
                 y = self.act.compute(x)
                 return self.scale.compute(y, *probs) if probs else y
 
-            probs = () if self.scale is None else (f"scale.{self.scale.name}",)
-            return Step(run, ("act.input", *probs), ("output",), launches=launches)
+            return bound(run)
 
     return GLUScale
 
@@ -158,10 +175,18 @@ def dgrad_dglu(name="toy.dgrad_dglu", *, launches=1, guard=None, recomputes=True
         dscale: DScale | None
         dact: DSwiGLU
 
-        def build(self, ctx):
+        def offer(self, ctx):
+            probs = () if self.dscale is None else (f"dscale.{self.dscale.op.name}",)
+            gives = () if self.dprobs is None else (f"dprobs.grad_{self.dprobs.op.name}",)
+            return Step(
+                needs=("grad_output", "dgrad.weight", "offsets", "dact.input", *probs), gives=("grad_input", *gives),
+                keeps=("dgrad.input",) if recomputes else (), zeroes_tail=True, launches=launches,
+            )  # fmt: skip
+
+        def build(self, ctx, keep):
             def run(dy, weight, offsets, h, *probs):
                 if calls is not None:
-                    calls.append(name)
+                    calls.append((name, keep))
                 d = grouped_mm_dgrad(dy.contiguous(), weight, offsets)
                 y = self.dact.op.compute(h)
                 given = []
@@ -169,20 +194,9 @@ def dgrad_dglu(name="toy.dgrad_dglu", *, launches=1, guard=None, recomputes=True
                     given.append(self.dprobs.compute(d, y, *probs))
                 if self.dscale is not None:
                     d, y = self.dscale.compute(d, *probs), self.dscale.op.compute(y, *probs)
-                if recomputes:
-                    given.append(y)
-                return (self.dact.compute(d, h), *given)
+                return (self.dact.compute(d, h), *given, *(y for _ in keep))
 
-            probs = () if self.dscale is None else (f"dscale.{self.dscale.op.name}",)
-            gives = ["grad_input"]
-            if self.dprobs is not None:
-                gives.append(f"dprobs.grad_{self.dprobs.op.name}")
-            if recomputes:
-                gives.append("dgrad.input")
-            return Step(
-                run, ("grad_output", "dgrad.weight", "offsets", "dact.input", *probs), tuple(gives), guard=guard,
-                zeroes_tail=True, launches=launches,
-            )  # fmt: skip
+            return bound(run, guard)
 
     return DgradDGLU
 
@@ -193,13 +207,12 @@ def wgrad(name="toy.wgrad", *, launches=1, guard=None):
     class WgradRule(FusionRule, name=name, direction="backward"):
         wgrad: Wgrad
 
-        def build(self, ctx):
-            def run(dy, x, offsets):
-                return grouped_mm_wgrad(dy.contiguous(), x, offsets)
+        def offer(self, ctx):
+            needs = ("grad_output", "wgrad.input", "offsets")
+            return Step(needs=needs, gives=("wgrad.grad_weight",), launches=launches)
 
-            return Step(
-                run, ("grad_output", "wgrad.input", "offsets"), ("wgrad.grad_weight",), guard=guard, launches=launches
-            )
+        def build(self, ctx, keep):
+            return bound(lambda dy, x, offsets: grouped_mm_wgrad(dy.contiguous(), x, offsets), guard)
 
     return WgradRule
 

@@ -1,8 +1,9 @@
-"""One rule a direction. The steps are PyTorch here; a kernel would take the same tensors."""
+"""One rule per direction. The steps are PyTorch here; a kernel would take the same tensors."""
 
 from torch import Tensor
 
 import fusedmoe as fm
+from fusedmoe.fusion.rule import Bind
 from fusedmoe.kernels.torch.grouped_gemm import grouped_mm, grouped_mm_dgrad
 from fusedmoe.ops import Dgrad
 from fusedmoe_softcap.op import DSoftcap, Softcap
@@ -14,17 +15,18 @@ class GemmSoftcap(fm.FusionRule, name="softcap.gemm_softcap", direction="forward
     fc: fm.GroupedLinear
     cap: Softcap
 
-    def check(self, ctx: fm.PlanContext) -> None:
+    def offer(self, ctx: fm.PlanContext) -> fm.Step:
         fm.require(self.fc.bias is None, "no bias is taken: give GroupedLinear(..., bias=False)")
         fm.require(self.cap.cap > 0, "cap %s is not positive", self.cap.cap)
+        return fm.Step(needs=("input", "fc.weight", "offsets"), gives=("output",), zeroes_tail=True)
 
-    def build(self, ctx: fm.PlanContext) -> fm.Step:
+    def build(self, ctx: fm.PlanContext, keep: tuple[str, ...]) -> Bind:
         cap = self.cap.cap
 
         def run(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
             return grouped_mm(x, weight, offsets).div_(cap).tanh_().mul_(cap)
 
-        return fm.Step(run, needs=("input", "fc.weight", "offsets"), gives=("output",), zeroes_tail=True)
+        return lambda *tensors: run
 
 
 class DgradOfSoftcap(fm.FusionRule, name="softcap.dgrad_dsoftcap", direction="backward"):
@@ -33,12 +35,15 @@ class DgradOfSoftcap(fm.FusionRule, name="softcap.dgrad_dsoftcap", direction="ba
     dgrad: Dgrad
     dcap: DSoftcap
 
-    def build(self, ctx: fm.PlanContext) -> fm.Step:
+    def offer(self, ctx: fm.PlanContext) -> fm.Step:
+        needs = ("grad_output", "dgrad.weight", "offsets", "dcap.output")
+        return fm.Step(needs=needs, gives=("grad_input",), zeroes_tail=True)
+
+    def build(self, ctx: fm.PlanContext, keep: tuple[str, ...]) -> Bind:
         cap = self.dcap.op.cap
 
         def run(dy: Tensor, weight: Tensor, offsets: Tensor, y: Tensor) -> Tensor:
             dx = grouped_mm_dgrad(dy.contiguous(), weight, offsets)
             return dx.mul_(1 - (y / cap).square())
 
-        needs = ("grad_output", "dgrad.weight", "offsets", "dcap.output")
-        return fm.Step(run, needs, gives=("grad_input",), zeroes_tail=True)
+        return lambda *tensors: run

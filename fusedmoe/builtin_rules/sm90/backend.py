@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from fusedmoe.ops.op import Op
 
 Run = Callable[..., Any]
+_R = TypeVar("_R")
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _KINDS: dict[type, Kind] = {SwiGLU: "swiglu", ReGLU: "reglu", SquaredReLU: "squared_relu"}
@@ -107,7 +108,7 @@ def _require_plain(name: str, t: Tensor) -> None:
     require(type(t) in _PLAIN, "%s is a %s, not a plain tensor", name, type(t).__name__)
 
 
-def on_readable(t: Tensor, run: Run) -> Run:
+def on_readable(t: Tensor, run: Callable[..., _R]) -> Callable[..., _R]:
     """Return ``run``, which takes this tensor first, if the kernels can read a tensor with these strides. If not, the
     returned function runs on a copy. Autograd, for example, expands and transposes gradients.
     """

@@ -34,7 +34,7 @@ class OffsetsFromSplits(OnSm90, FusionRule, name="sm90.offsets_from_splits", dir
 
             def checked(splits: Tensor, rows: Tensor) -> Tensor:
                 self.derive.check(splits, rows)
-                return kernel(splits, rows)  # type: ignore[no-any-return]
+                return kernel(splits, rows)
 
             return checked
 
