@@ -240,9 +240,9 @@ def cheapest(
     return f, b, kept
 
 
-def cheapest_glue(line: DirectionSearch) -> tuple[Chosen, ...]:
-    """Return the cheapest candidate for each piece of glue."""
-    every = [Chosen(c, c.step.keeps) for c in line.candidates]
+def cheapest_glue(line: DirectionSearch, read: Collection[str]) -> tuple[Chosen, ...]:
+    """Return the cheapest candidate for each piece of glue, which writes on demand the values that are read."""
+    every = [Chosen(c, tuple(v for v in c.step.keeps if v in read)) for c in line.candidates]
     ways = [[way for way in every if way.candidate.start == position] for position in range(len(line.places))]
     return tuple(min(some, key=lambda way: Covering().extended(way, line).rank) for some in ways)
 

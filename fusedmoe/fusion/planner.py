@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -133,7 +132,7 @@ class _Planner:
         glue_backward = self._glue("backward", [*of_backward.sums, *map(dequantize, converted)])
         read = _needs(chosen.candidate.step.needs for chosen in (*of_forward.steps, *to_backward.steps))
         read |= _needs(span.step.needs for span in (*glue_forward, *glue_backward))
-        weights = self._weights(read)
+        weights = self._glue("forward", [*graph.weights.values()], read)
 
         elsewhere = {*graph.arguments, *graph.derived, *self._of_weights}
         elsewhere |= _needs(place.step.gives for place in self._places)
@@ -194,24 +193,16 @@ class _Planner:
             spans.append(PlannedSpan(line.direction, c.start, step, places, c.step.extra_bytes, miss))
         return spans
 
-    def _glue(self, direction: Direction, places: Sequence[Place]) -> list[PlannedSpan]:
-        """Return the steps of glue, each by the cheapest rule that takes it, or in plain PyTorch."""
+    def _glue(self, direction: Direction, places: Sequence[Place], read: Collection[str] = ()) -> list[PlannedSpan]:
+        """Return the steps of glue, each by the cheapest rule that takes it, or in plain PyTorch. ``read`` are the
+        quantized forms that are read.
+        """
         if not places:
             return []
         line = DirectionSearch(direction, places, (), {}, self._search)
-        chosen = cheapest_glue(line)
+        chosen = cheapest_glue(line, read)
         steps = [self._step(line, c, c.candidate.step.needs) for c in chosen]
         return self._spans(line, chosen, steps, line.attempts)
-
-    def _weights(self, read: Collection[str]) -> list[PlannedSpan]:
-        """Return the steps that quantize weights, each in the forms that are read."""
-        spans = []
-        for span in self._glue("forward", [*self._graph.weights.values()]):
-            (place,) = span.places
-            if isinstance(span.step, Plain):
-                span = replace(span, step=with_forms(place, read, self._training))
-            spans.append(span)
-        return spans
 
     def _step(self, line: DirectionSearch, chosen: Chosen, there: Collection[str]) -> AnyStep:
         """Return the runnable step of a candidate; ``there`` are the values that exist for its fallback."""
