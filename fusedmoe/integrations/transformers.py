@@ -5,9 +5,9 @@
     fusedmoe_transformers.register()
     model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-30B-A3B", experts_implementation="fusedmoe")
 
-Parameters, ``state_dict``, router and auxiliary losses stay the model's. What the experts compute between their two
-products is found out from the model: its gate is tried on numbers (`gates`) and taken for one of the activations here
-only if it gives what that gives. Any other gate runs as it is, between the two products, and says so once.
+Parameters, ``state_dict``, router and auxiliary losses stay the model's. `gates` recognises the function between the two
+products of the experts and returns the op that computes it. A gate that is not recognised runs as it is, between the
+two products, and a WARNING says so once.
 
 Llama-4's experts are no experts of that interface: `patch_llama4`.
 
@@ -33,7 +33,7 @@ from fusedmoe.checks import MODULE, POSITIVE_INTEGER, TEXT
 from fusedmoe.errors import InputError
 from fusedmoe.explain_model import register_explainer
 from fusedmoe.extras import install_command
-from fusedmoe.integrations.gates import Recognised, RowLayout, Watch, Watched, functions_of, recognise, state_of
+from fusedmoe.integrations.gates import GATE, SETTINGS, RowLayout, functions_of, recognise, settings_of
 from fusedmoe.log import say_once
 from fusedmoe.ops import Combine, Dispatch, GroupedLinear, Op, Scale
 from fusedmoe.ops.op import constant_in_graphs, made_untraced
@@ -175,8 +175,7 @@ def recognised(module: nn.Module) -> Op | None:
     layout = _layout(module)
     down = _parameters(module, layout)["down.weight"]
     assert down is not None
-    found = _recognise_activation(module, layout, down.shape[-1])
-    return None if found is None else found.op
+    return _recognise_activation(module, layout, down.shape[-1])
 
 
 def runs_here(module: nn.Module) -> bool:
@@ -277,8 +276,8 @@ class Experts(NamedTuple):
 
     chain: Sequential
     layout: Layout
-    watched: Watched
-    state: tuple[object, ...]
+    names: tuple[str, ...]  # of the attributes that the ops depend on
+    settings: tuple[object, ...]
     functions: tuple[object, ...]
     weight_type: type
     weight_dtype: torch.dtype
@@ -302,7 +301,7 @@ def _experts_of(module: nn.Module) -> Experts:
         _let_prepare(type(module))
         module._fusedmoe_prepare()  # type: ignore[operator]
         experts: Experts = module.__dict__[_OPS]
-        if state_of(module, experts.watched) == experts.state:
+        if settings_of(module, experts.names) == experts.settings:
             return experts
     found: Experts | None = module.__dict__.get(_OPS)
     if found is None or not _holds(module, found):
@@ -312,13 +311,12 @@ def _experts_of(module: nn.Module) -> Experts:
 
 
 def _holds(module: nn.Module, experts: Experts) -> bool:
-    watched = experts.watched
     weight = module._parameters.get("down_proj")
     if type(weight) is not experts.weight_type or (weight is not None and weight.dtype is not experts.weight_dtype):
         is_quantized = bool(_quantized_to(module, experts.layout))
         if is_quantized is not (experts.stock is not None):
             return False
-    return state_of(module, watched) == experts.state and functions_of(module, watched) == experts.functions
+    return settings_of(module, experts.names) == experts.settings and functions_of(module) == experts.functions
 
 
 @constant_in_graphs
@@ -337,9 +335,11 @@ def _fusedmoe_prepare(module: nn.Module) -> None:
 
 def _new_experts(module: nn.Module) -> Experts:
     layout = _layout(module)
+    names = tuple(name for name in (*_LAYOUT_SETTINGS, *SETTINGS) if hasattr(module, name))
+    depends_on = names, settings_of(module, names), functions_of(module), *_weight_kind(module)
     if _quantized_to(module, layout):
         say_once(logger, logging.WARNING, "%s", _runs_as_stock(module, layout))
-        return Experts(Sequential(), layout, (), (), (), *_weight_kind(module), _stock(module))
+        return Experts(Sequential(), layout, *depends_on, _stock(module))
     up, down = (_shape(weight, layout) for weight in _weights(module, layout))
     experts, wide, hidden = up
     intermediate = down[-1]
@@ -359,17 +359,14 @@ def _new_experts(module: nn.Module) -> Experts:
         "dispatch": Dispatch(_number_of_experts(module)),
         "input": Scale("probs") if layout.scales_input else None,
         "gate_up": made_untraced(GroupedLinear, experts, hidden, wide, bias=layout.biased, device="meta"),
-        "activation": _AsItIs(module, _activation) if found is None else found.op,
+        "activation": found or _AsItIs(module, _activation),
         "weight": Scale("probs") if early and not layout.scales_input else None,
         "down": made_untraced(GroupedLinear, experts, intermediate, hidden, bias=layout.biased, device="meta"),
         "norm": _AsItIs(module, _norm) if layout.normed else None,
         "combine": Combine(None if early or layout.scales_input else "probs"),
     }
     chain = Sequential(OrderedDict((name, op) for name, op in ops.items() if op is not None)).without_parameters()
-    # what runs as it is may change as it likes
-    watched = (Watch((), (_GATE,), _LAYOUT_SETTINGS, ()),) if found is None else found.watched
-    now = state_of(module, watched), functions_of(module, watched)
-    return Experts(chain, layout, watched, *now, *_weight_kind(module))
+    return Experts(chain, layout, *depends_on)
 
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -413,18 +410,17 @@ def _runs_as_stock(module: nn.Module, layout: Layout) -> str:
 
 def _name_of_activation(module: nn.Module, layout: Layout) -> str:
     """Return where a module has its activation from: a gate of its own, or a function in transformers' own."""
-    gate = vars(module).get(_GATE, getattr(type(module), _GATE, None))
+    gate = vars(module).get(GATE, getattr(type(module), GATE, None))
     if layout.gated and gate is not None and getattr(gate, "__module__", None) != "transformers.integrations.moe":
-        return _GATE
+        return GATE
     function = getattr(module, "act_fn", None)
     return f"act_fn, {getattr(function, '__name__', type(function).__name__)},"
 
 
-def _recognise_activation(module: nn.Module, layout: Layout, intermediate: int) -> Recognised | None:
-    return recognise(module, _activation, _GATE, RowLayout(layout.gated, layout.interleaved, intermediate))
+def _recognise_activation(module: nn.Module, layout: Layout, intermediate: int) -> Op | None:
+    return recognise(module, _activation, RowLayout(layout.gated, layout.interleaved, intermediate))
 
 
-_GATE = "_apply_gate"  # the method that a class of experts has if its gate is more than act_fn(gate) * up
 _LAYOUT_SETTINGS = (
     "num_experts", "has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated",
 )  # fmt: skip
@@ -509,7 +505,7 @@ def _activation(module: Any, x: Tensor) -> Tensor:
     """Return what an experts module computes between its products."""
     if not _setting(module, "has_gate", True):
         return module.act_fn(x)  # type: ignore[no-any-return]
-    if hasattr(module, _GATE):
+    if hasattr(module, GATE):
         return module._apply_gate(x)  # type: ignore[no-any-return]
     gate, up = x.chunk(2, dim=-1)  # as transformers has it for experts that define none
     return module.act_fn(gate) * up  # type: ignore[no-any-return]

@@ -1,11 +1,10 @@
-"""The gates of experts: which are recognised as an op, which must not be, and when one is tried again."""
+"""The gates of experts: which are recognised as an op, which must not be, and when one is looked at again."""
 
 import copy
 import functools
 import logging
 import types
 
-import moe_families
 import numpy
 import pytest
 import torch
@@ -14,9 +13,10 @@ from stand_in_experts import Beta, E, Gated, H, I, K, Plain, arguments, assert_s
 from torch import nn
 from transformers.activations import ACT2FN
 from transformers.integrations.moe import use_experts_implementation
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 import fusedmoe.integrations.transformers as fusedmoe_transformers
-from fusedmoe.integrations import gates
 from fusedmoe.integrations.transformers import experts_forward, recognised
 from fusedmoe.log import forget_said
 
@@ -38,8 +38,8 @@ class NotGated(Gated):
 
 @use_experts_implementation(is_concatenated=False)
 class Interleaved(Gated):
-    def _apply_gate(self, x):
-        return self.act_fn(x[..., ::2]) * x[..., 1::2]
+    alpha = 1.5
+    _apply_gate = GptOssExperts._apply_gate
 
 
 def gated(gate, act_fn=None, **attributes):
@@ -74,7 +74,7 @@ def of_halves(self, x):
 
 
 def at(function):
-    """A gate: that function of the module, gate and up. It has no closure, which would keep it from being tried."""
+    """A gate: that function of the module, gate and up."""
 
     def make():
         module = gated(of_halves)
@@ -84,38 +84,6 @@ def at(function):
     return make
 
 
-# ---- gates that are one of ours -----------------------------------------------------------------------------------
-
-KNOWN = {
-    "silu": (lambda: by_activation("silu"), "SwiGLU()"),
-    "swish": (lambda: by_activation("swish"), "SwiGLU()"),
-    "a function": (lambda: gated(lambda self, x: F.silu(halves(x)[0]) * halves(x)[1]), "SwiGLU()"),
-    "gelu": (lambda: by_activation("gelu"), "GeGLU(approximate='none')"),
-    "gelu in python": (lambda: by_activation("gelu_python"), "GeGLU(approximate='none')"),
-    "gelu_pytorch_tanh": (lambda: by_activation("gelu_pytorch_tanh"), "GeGLU()"),
-    "gelu_new": (lambda: by_activation("gelu_new"), "GeGLU()"),
-    "quick_gelu": (lambda: by_activation("quick_gelu"), "SwiGLU(alpha=1.702)"),
-    "relu": (lambda: by_activation("relu"), "ReGLU()"),
-    "partial": (lambda: by_activation(functools.partial(F.gelu, approximate="tanh"), Functional), "GeGLU()"),
-    "interleaved": (lambda: Interleaved(config()), "SwiGLU(interleaved=True)"),
-    "relu2, not gated": (lambda: by_activation("relu2", NotGated), "SquaredReLU()"),
-    "slices": (lambda: gated(lambda self, x: F.silu(x[..., : self.width]) * x[..., self.width :], width=I), "SwiGLU()"),
-    "clamped": (
-        lambda: gated(lambda self, x: F.silu(halves(x)[0].clamp(max=self.limit)) * halves(x)[1].clamp(-7.0, 7.0)),
-        "SwiGLU(limit=7.0)",
-    ),
-    "alpha of the module": (
-        lambda: gated(lambda self, x: halves(x)[0] * torch.sigmoid(self.beta * halves(x)[0]) * halves(x)[1], beta=1.5),
-        "SwiGLU(alpha=1.5)",
-    ),
-    "alpha of the class": (
-        lambda: by_activation(type("Own", (nn.Module,), {"b": 2.5, "forward": lambda s, g: g * (s.b * g).sigmoid()})()),
-        "SwiGLU(alpha=2.5)",
-    ),
-    "in fp32": (at(lambda self, g, u: (F.silu(g.float()) * u.float()).to(g.dtype)), "SwiGLU()"),
-}  # fmt: skip
-
-
 @use_experts_implementation
 class Functional(Gated):
     """Whose act_fn is no module."""
@@ -123,6 +91,28 @@ class Functional(Gated):
     def __init__(self, config):
         super().__init__(config)
         del self.act_fn
+
+
+# ---- gates that are one of ours -----------------------------------------------------------------------------------
+
+KNOWN = {
+    "silu": (lambda: by_activation("silu"), "SwiGLU()"),
+    "swish": (lambda: by_activation("swish"), "SwiGLU()"),
+    "a function": (lambda: by_activation(F.silu, Functional), "SwiGLU()"),
+    "gelu": (lambda: by_activation("gelu"), "GeGLU(approximate='none')"),
+    "gelu in python": (lambda: by_activation("gelu_python"), "GeGLU(approximate='none')"),
+    "gelu_pytorch_tanh": (lambda: by_activation("gelu_pytorch_tanh"), "GeGLU()"),
+    "gelu_python_tanh": (lambda: by_activation("gelu_python_tanh"), "GeGLU()"),
+    "gelu_accurate": (lambda: by_activation("gelu_accurate"), "GeGLU()"),
+    "gelu_new": (lambda: by_activation("gelu_new"), "GeGLU()"),
+    "quick_gelu": (lambda: by_activation("quick_gelu"), "SwiGLU(alpha=1.702)"),
+    "relu": (lambda: by_activation("relu"), "ReGLU()"),
+    "relu2, not gated": (lambda: by_activation("relu2", NotGated), "SquaredReLU()"),
+    "clamped": (lambda: gated(DeepseekV4Experts._apply_gate), "SwiGLU(limit=7.0)"),
+    "clamped, of gelu": (lambda: gated(DeepseekV4Experts._apply_gate, ACT2FN["gelu_new"]), "GeGLU(limit=7.0)"),
+    "interleaved": (lambda: Interleaved(config()), "SwiGLU(limit=7.0, alpha=1.5, offset=1.0, interleaved=True)"),
+    "in fp32": (lambda: as_in_transformers("in fp32"), "SwiGLU()"),
+}
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -135,6 +125,73 @@ def test_recognised(name, caplog):
         tolerances = {"rtol": 1e-4, "atol": 1e-4} if name == "in fp32" else {}
         assert_same(outcome(experts_forward, module, *given), outcome(by_tokens, module, *given), **tolerances)
     assert not caplog.records
+
+
+# ---- gates that compute something else than transformers' function of the same name ---------------------------------
+
+CLAMPED = "DeepseekV4Experts._apply_gate"
+DEFAULT = "_default_apply_gate"
+SAME = {
+    "the same": (DEFAULT, lambda self, g, u: F.silu(g) * u),
+    "in fp32": (DEFAULT, lambda self, g, u: (F.silu(g.float()) * u.float()).to(g.dtype)),
+    "clamped": (CLAMPED, lambda self, g, u: F.silu(g.clamp(max=7.0)) * u.clamp(-7.0, 7.0)),
+}
+DIFFERENT = {
+    "swapped halves": (DEFAULT, lambda self, g, u: g * F.silu(u)),
+    "a huge limit": (DEFAULT, lambda self, g, u: F.silu(g.clamp(max=3e5)) * u.clamp(-3e5, 3e5)),
+    "another limit": (CLAMPED, lambda self, g, u: F.silu(g.clamp(max=6.5)) * u.clamp(-6.5, 6.5)),
+    "not clamped": (CLAMPED, lambda self, g, u: F.silu(g) * u),
+    "up is not clamped": (CLAMPED, lambda self, g, u: F.silu(g.clamp(max=7.0)) * u),
+    "gate is clamped below": (CLAMPED, lambda self, g, u: F.silu(g.clamp(-7.0, 7.0)) * u.clamp(-7.0, 7.0)),
+    "clamped after the activation": (CLAMPED, lambda self, g, u: F.silu(g).clamp(max=7.0) * u.clamp(-7.0, 7.0)),
+    "alpha nearby": (DEFAULT, lambda self, g, u: g * torch.sigmoid(1.0001 * g) * u),
+    "another offset": (DEFAULT, lambda self, g, u: F.silu(g) * (u + 0.5)),
+    "doubled": (DEFAULT, lambda self, g, u: 2 * F.silu(g) * u),
+    "zero where tiny": (DEFAULT, lambda self, g, u: F.silu(g.where(g.abs() > 1e-12, 0)) * u),
+    "NaN becomes zero": (DEFAULT, lambda self, g, u: (F.silu(g) * u).nan_to_num(0.0)),
+    "no gradient of gate": (DEFAULT, lambda self, g, u: F.silu(g).detach() * u),
+    "straight through": (DEFAULT, lambda self, g, u: (g + (F.silu(g) - g).detach()) * u),
+    "over rows": (DEFAULT, lambda self, g, u: F.silu(g) * u / len(g)),
+    "by feature": (DEFAULT, lambda self, g, u: F.silu(g) * u * torch.linspace(1, 1.1, g.shape[-1], dtype=g.dtype)),
+    "in fp16 inside": (DEFAULT, lambda self, g, u: (F.silu(g.half()) * u.half()).to(g.dtype)),
+    "not in fp64": (DEFAULT, lambda self, g, u: F.silu(g) * u if g.dtype is not torch.float64 else 0),
+    "of another dtype": (DEFAULT, lambda self, g, u: (F.silu(g) * u).float()),
+    "random": (DEFAULT, lambda self, g, u: F.dropout(F.silu(g) * u, 0.1)),
+    "in place": (DEFAULT, lambda self, g, u: F.silu(g, inplace=True) * u),
+}
+
+
+def as_in_transformers(name):
+    """A module whose gate has the name of one of transformers' functions."""
+    known, function = (SAME | DIFFERENT)[name]
+    module = at(function)()
+    gate = types.FunctionType(of_halves.__code__, globals())
+    gate.__module__, gate.__qualname__ = "transformers.integrations.moe", known
+    type(module)._apply_gate = gate
+    return module
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_a_gate_that_computes_the_same_is_recognised(name):
+    assert repr(recognised(as_in_transformers(name))) == f"SwiGLU({'limit=7.0' if name == 'clamped' else ''})"
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_a_gate_that_computes_something_else_is_refused(name, caplog):
+    with caplog.at_level(logging.INFO, "fusedmoe"):
+        assert recognised(as_in_transformers(name)) is None
+    (reason,) = caplog.messages
+    assert "its gate differs from SwiGLU(" in reason or "its gate raises" in reason
+
+
+@pytest.mark.parametrize("limit", [None, True, 0, numpy.float32(1.0), nn.Parameter(torch.ones(()))])
+def test_a_limit_that_is_no_positive_number_is_refused(limit, caplog):
+    module = gated(DeepseekV4Experts._apply_gate)
+    del module.limit
+    module.limit = limit
+    with caplog.at_level(logging.INFO, "fusedmoe"):
+        assert recognised(module) is None
+    assert "expected positive numbers, got {'limit'" in caplog.text
 
 
 # ---- gates that must not be taken for one of ours -----------------------------------------------------------------
@@ -232,6 +289,11 @@ def normed(self, x):
     return F.silu(self.norm(gate) if hasattr(self, "norm") else gate) * up
 
 
+def by_beta(self, x):
+    gate, up = halves(x)
+    return gate * torch.sigmoid(self.beta * gate) * up
+
+
 def by_config(self, x):
     return silu_times(self, x) * getattr(getattr(self, "config", None), "num_experts_per_tok", K) / K
 
@@ -272,6 +334,10 @@ class Callable:
 
 
 UNKNOWN = {
+    "a method of its own": lambda: gated(lambda self, x: F.silu(halves(x)[0]) * halves(x)[1]),
+    "a gate with a number of the module": lambda: gated(by_beta, beta=1.5),
+    "an act_fn with a number": lambda: by_activation(Beta()),
+    "partial": lambda: by_activation(functools.partial(F.gelu, approximate="tanh"), Functional),
     "swapped halves": at(lambda self, gate, up: gate * F.silu(up)),
     "a limit of its own": at(lambda self, g, u: F.silu(g.clamp(max=6.5)) * u.clamp(-6.5, 6.5)),
     "a huge limit": at(lambda self, g, u: F.silu(g.clamp(max=3e5)) * u.clamp(-3e5, 3e5)),
@@ -335,8 +401,8 @@ def test_not_recognised(name, caplog):
     assert len([r for r in caplog.records if "runs as it is" in r.getMessage()]) == 1
 
 
-def test_trying_draws_no_random_numbers_and_leaves_the_module_alone():
-    module = UNKNOWN["dropout"]()
+def test_looking_at_a_gate_draws_no_random_numbers_and_leaves_the_module_alone():
+    module = by_activation("silu")
     before, state = {name: copy.copy(value) for name, value in vars(module).items()}, torch.get_rng_state()
     recognised(module)
     assert torch.get_rng_state().equal(state)
@@ -346,10 +412,6 @@ def test_trying_draws_no_random_numbers_and_leaves_the_module_alone():
 
 def change_limit(module):
     module.limit = 3.0
-
-
-def change_beta(module):
-    module.act_fn.beta = 2.0
 
 
 def change_act_fn(module):
@@ -417,13 +479,13 @@ def with_beta(gate, beta):
     ids=lambda value: getattr(value, "__name__", ""),
 )
 @pytest.mark.parametrize("again", [False, True], ids=["", "in a new module"])
-def test_what_a_gate_reads_besides_is_watched(make, change, again):
+def test_what_a_gate_that_is_not_recognised_reads_may_change(make, change, again):
     module = make()
     with torch.no_grad():
         module.gate_up_proj *= 3
     given = arguments()
     before = outcome(experts_forward, module, *given)
-    assert repr(recognised(module)) == "SwiGLU()"
+    assert recognised(module) is None
     if again:
         module, state = copy.deepcopy(module), module.state_dict()
         module.load_state_dict(state)
@@ -434,13 +496,10 @@ def test_what_a_gate_reads_besides_is_watched(make, change, again):
 
 
 @pytest.mark.parametrize(
-    "change", [change_limit, change_beta, change_act_fn, change_forward, change_gate, change_class, change_hooks]
+    "change", [change_limit, change_act_fn, change_forward, change_gate, change_class, change_hooks]
 )
-def test_a_changed_gate_is_tried_again(change):
-    def gate(self, x):
-        return self.act_fn(halves(x)[0].clamp(max=self.limit)) * halves(x)[1].clamp(-self.limit, self.limit)
-
-    module = gated(gate, Beta())
+def test_a_changed_gate_is_looked_at_again(change):
+    module = gated(DeepseekV4Experts._apply_gate)
     with torch.no_grad():
         module.gate_up_proj *= 3  # beyond the limit
     given = arguments()
@@ -454,36 +513,8 @@ def test_a_changed_gate_is_tried_again(change):
     assert_same(after, outcome(by_tokens, module, *given))
 
 
-def test_layers_of_a_model_share_what_was_found(monkeypatch):
-    tried = []
-    find_op = gates._find_op
-    monkeypatch.setattr(gates, "_recognised_before", {})
-    monkeypatch.setattr(gates, "_find_op", lambda *a: tried.append(a) or find_op(*a))
-    for family in ("qwen3_moe", "gemma4"):
-        tiny = moe_families.tiny(family, "fusedmoe")
-        moe_families.logits_and_loss(tiny)
-        assert len(tiny.experts) == 2
-        assert len(tried) == 1
-        tried.clear()
-
-
-def test_layers_of_another_width_do_not():
-    """What they compute may depend on it."""
-
-    def gate(module, x):
-        first, up = x.chunk(2, dim=-1)
-        return (F.silu(first) if x.shape[-1] == 2 * I else F.relu(first)) * up
-
-    kind = use_experts_implementation(type("ByWidth", (Gated,), {"_apply_gate": gate}))
-    narrow, wide = kind(config()), kind(config())
-    wide.gate_up_proj = nn.Parameter(torch.randn(E, 4 * I, H, dtype=torch.float64))
-    wide.down_proj = nn.Parameter(torch.randn(E, H, 2 * I, dtype=torch.float64))
-    assert [repr(recognised(module)) for module in (narrow, wide)] == ["SwiGLU()", "ReGLU()"]
-
-
 @pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)])
-def test_it_is_tried_in_any_mode(around, monkeypatch):
-    monkeypatch.setattr(gates, "_recognised_before", {})
+def test_it_is_recognised_in_any_mode(around):
     with around(), torch.device("meta"):
         assert repr(recognised(by_activation("silu"))) == "SwiGLU()"
     y = experts_forward(by_activation("silu"), *arguments())

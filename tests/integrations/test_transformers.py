@@ -22,7 +22,6 @@ from transformers.integrations.moe import ExpertsInterface
 
 import fusedmoe as fm
 import fusedmoe.integrations.transformers as fusedmoe_transformers
-from fusedmoe.integrations import gates
 from fusedmoe.integrations.transformers import experts_forward
 from fusedmoe.log import forget_said
 
@@ -225,9 +224,7 @@ def test_auxiliary_losses_are_the_models(family):
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_gradient_checkpointing_in_training(family, monkeypatch):
-    monkeypatch.setattr(gates, "_recognised_before", {})  # tried while the first pass saves tensors
-
+def test_gradient_checkpointing_in_training(family):
     def change(tiny):
         # by the name that it has in this version
         enable = (
