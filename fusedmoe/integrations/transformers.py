@@ -5,9 +5,9 @@
     fusedmoe_transformers.register()
     model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-30B-A3B", experts_implementation="fusedmoe")
 
-Parameters, ``state_dict``, router and auxiliary losses stay the model's. `gates` recognises the function between the two
-products of the experts and returns the op that computes it. A gate that is not recognised runs as it is, between the
-two products, and a WARNING says so once.
+Parameters, ``state_dict``, router and auxiliary losses stay the model's. `gates` recognises the function between the
+two products of the experts and returns the op that computes it. A gate that is not recognised runs as it is, between
+the two products, and a WARNING says so once.
 
 Llama-4's experts are no experts of that interface: `patch_llama4`.
 
