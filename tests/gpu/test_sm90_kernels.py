@@ -55,17 +55,18 @@ def named(*arguments):
 
 def not_shipped():
     """Kernels that tests here want besides the shipped ones."""
-    from fusedmoe.kernels.sm90.ragged_m import Epilogue, RaggedM
+    from fusedmoe.kernels.sm90.epilogues import activation, derivative
+    from fusedmoe.kernels.sm90.ragged_m import RaggedM
 
     def swiglu(clamped=False, interleaved=True, keep=True):
-        return Epilogue("swiglu", clamped=clamped, interleaved=interleaved, keep=keep)
+        return activation("swiglu", clamped=clamped, interleaved=interleaved, keep=keep)
 
     def backward(kind="swiglu", clamped=False, interleaved=False, keep=True, scaled=True):
-        return Epilogue(kind, True, clamped, interleaved, keep, scaled)
+        return derivative(kind, clamped=clamped, interleaved=interleaved, keep=keep, row_scale=scaled)
 
     wanted = [("k", PP_192, swiglu(clamped, keep=keep)) for clamped in (False, True) for keep in (False, True)]
     wanted += [
-        ("n", PP_192, Epilogue("squared_relu", keep=True)),
+        ("n", PP_192, activation("squared_relu", keep=True)),
         ("k", PP_192, backward()),
         ("n", PP_192, backward(keep=False)),
         ("n", PP_192, backward("squared_relu", keep=False)),
@@ -77,7 +78,7 @@ def not_shipped():
     wanted += [("n", config, backward("geglu_tanh")) for config in CANDIDATES["heavy_derivative"]]
     wanted += [
         ("n", PP_128, swiglu(True, interleaved=False)),
-        ("n", PP_128, Epilogue("geglu_tanh", keep=True)),
+        ("n", PP_128, activation("geglu_tanh", keep=True)),
     ]
     kernels = [RaggedM("bf16", config, b_major=major, epilogue=epilogue) for major, config, epilogue in wanted]
     return [kernel for kernel in kernels if kernel not in shipped.shipped("sm_90a")]

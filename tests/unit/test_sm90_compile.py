@@ -23,16 +23,17 @@ from fusedmoe.kernels import shipped
 from fusedmoe.kernels.compiler import SYMBOL
 from fusedmoe.kernels.sm90.choice import CANDIDATES, CO_256, CO_256_TALL, PP_192
 from fusedmoe.kernels.sm90.config import BARRIER_BYTES, SMEM_BYTES
+from fusedmoe.kernels.sm90.epilogues import Backward, activation, derivative
 from fusedmoe.kernels.sm90.ragged_k import RaggedK
-from fusedmoe.kernels.sm90.ragged_m import Epilogue, RaggedM
+from fusedmoe.kernels.sm90.ragged_m import RaggedM
 
 SHIPPED = [kernel for kernel in shipped.shipped("sm_90a") if isinstance(kernel, (RaggedM, RaggedK))]
-GPT_OSS_BACKWARD = Epilogue("swiglu", derivative=True, clamped=True, interleaved=True, keep=True, row_scale=True)
-GEGLU_BACKWARD = Epilogue("geglu_tanh", derivative=True, keep=True, row_scale=True)
+GPT_OSS_BACKWARD = derivative("swiglu", clamped=True, interleaved=True, keep=True, row_scale=True)
+GEGLU_BACKWARD = derivative("geglu_tanh", keep=True, row_scale=True)
 NOT_SHIPPED = [  # what `choose` may pick besides
     *(RaggedM("bf16", c, b_major="n", epilogue=GPT_OSS_BACKWARD) for c in CANDIDATES["derivative"]),
     *(RaggedM("bf16", c, b_major="n", epilogue=GEGLU_BACKWARD) for c in CANDIDATES["heavy_derivative"]),
-    RaggedM("bf16", CO_256, epilogue=Epilogue("swiglu", clamped=True, interleaved=True, keep=True)),
+    RaggedM("bf16", CO_256, epilogue=activation("swiglu", clamped=True, interleaved=True, keep=True)),
 ]
 KERNELS = {kernel.symbol: kernel for kernel in (*SHIPPED, *NOT_SHIPPED)}
 
@@ -144,7 +145,7 @@ def test_compiles_to_tensor_core_code_without_spills(symbol, reports):
 def test_fits_an_sm_with_a_deep_enough_ring(kernel):
     assert kernel.smem_bytes + BARRIER_BYTES <= SMEM_BYTES
     assert kernel.stages >= 3, "loads run ahead of the products by less than a product in flight and one being read"
-    assert kernel.boxes_a_block % kernel.store_stages == 0
+    assert kernel.boxes_per_block % kernel.store_stages == 0
 
 
 def test_ragged_rows_take_clusters_of_two_row_tiles():
@@ -154,7 +155,7 @@ def test_ragged_rows_take_clusters_of_two_row_tiles():
 
 def test_gate_and_up_side_by_side_take_tiles_of_whole_loads():
     with pytest.raises(ValueError, match="64 columns at a time, got 128x192pp_c21"):
-        RaggedM("bf16", PP_192, b_major="n", epilogue=Epilogue("swiglu"))
+        RaggedM("bf16", PP_192, b_major="n", epilogue=activation("swiglu"))
 
 
 def test_symbols_tell_the_kernels_apart():
@@ -180,9 +181,9 @@ def test_every_configuration_is_shipped():
 def family_of(kernel):
     if isinstance(kernel, RaggedK):
         return "wgrad"
-    e = kernel.epilogue
-    if not e.act:
+    formula = kernel.epilogue.formula
+    if not formula.kind:
         return "plain"
-    if not e.derivative:
+    if not isinstance(formula, Backward):
         return "transposed_activation" if kernel.paired and kernel.b_major == "n" else "activation"
-    return "heavy_derivative" if e.act.startswith("geglu") else "derivative"
+    return "heavy_derivative" if formula.kind.startswith("geglu") else "derivative"

@@ -1,4 +1,4 @@
-"""What a launch of the Hopper products is looked up by, on the CPU: the kernels only note what they are called with."""
+"""The keys and the arguments of launches of the Hopper GEMMs, on the CPU: the kernels only record their arguments."""
 
 import pytest
 import torch
@@ -10,14 +10,16 @@ from fusedmoe.kernels.sm90.choice import CO_256_ALONE, PP_192
 
 E, K, N = 4, 64, 96
 BF16 = torch.bfloat16
+# places among the arguments of `RaggedM.__call__`: a, b, offsets, bias, ...
+ROW_SCALE, COUNTER, CONSTANTS, BIASED, CTAS, DYNAMIC = 4, 5, 6, 9, 12, 13
 
 
 @pytest.fixture(autouse=True)
 def launched(monkeypatch):
-    """(what the kernel was compiled for, its arguments) of each launch."""
+    """(the properties that are compiled in, the arguments) of each launch."""
     calls = []
 
-    def kernel(*compiled_for):
+    def kernel(**compiled_for):
         return lambda *arguments: calls.append((compiled_for, arguments))
 
     monkeypatch.setattr(functions, "_sm_count", lambda device: 132)
@@ -58,25 +60,25 @@ def test_the_numbers_are_those_of_the_call(launched):
     product(row_scale=torch.zeros(32, dtype=BF16))
     product(options=KernelOptions(32, "dynamic"))
     (_, biased), (_, scaled), (_, dynamic) = launched
-    assert biased[13:15] == (True, False)
-    assert scaled[13:15] == (False, True)
-    assert scaled[7].dtype is torch.float32
-    assert biased[-1] == scaled[-1] == 0
-    assert dynamic[-2] <= 100
-    assert dynamic[-1] == 1
+    assert biased[BIASED : BIASED + 2] == (True, False)
+    assert scaled[BIASED : BIASED + 2] == (False, True)
+    assert scaled[ROW_SCALE].dtype is torch.float32
+    assert biased[DYNAMIC] == scaled[DYNAMIC] == 0
+    assert dynamic[CTAS] <= 100
+    assert dynamic[DYNAMIC] == 1
 
 
 def test_the_major_axis_is_that_of_the_weight(launched):
     product()
     product(weight=torch.zeros(E, K, N, dtype=BF16).mT)
-    assert [compiled_for[1] for compiled_for, _ in launched] == ["k", "n"]
+    assert [compiled_for["b_major"] for compiled_for, _ in launched] == ["k", "n"]
 
 
 def test_constants_of_the_activation_are_told_apart(launched):
     x, w, offsets = torch.zeros(32, K, dtype=BF16), torch.zeros(E, N, K, dtype=BF16), torch.zeros(E, dtype=torch.int32)
     for limit in (7.0, 10.0):
         functions.grouped_gemm_activation(x, w, offsets, Activation("swiglu", limit, 1.5, 1.0))
-    assert [arguments[10:13] for _, arguments in launched] == [(7.0, 1.5, 1.0), (10.0, 1.5, 1.0)]
+    assert [arguments[CONSTANTS:BIASED] for _, arguments in launched] == [(7.0, 1.5, 1.0), (10.0, 1.5, 1.0)]
 
 
 def test_another_choice_holds_at_once(launched, monkeypatch):
@@ -84,8 +86,8 @@ def test_another_choice_holds_at_once(launched, monkeypatch):
         monkeypatch.setattr(functions, "choose", lambda problem, config=config: config)
         product()
         wgrad()
-        assert config in launched[-2][0]
-        assert config in launched[-1][0]
+        assert launched[-2][0]["config"] is config
+        assert launched[-1][0]["config"] is config
 
 
 def test_a_dynamic_launch_has_a_counter_of_its_own(launched):
@@ -94,5 +96,5 @@ def test_a_dynamic_launch_has_a_counter_of_its_own(launched):
         for _ in range(2):
             product(options=KernelOptions(0, schedule))
         (_, first), (_, second) = launched
-        assert first[9].tolist() == second[9].tolist() == [0]
-        assert (first[9] is second[9]) == (schedule == "static")
+        assert first[COUNTER].tolist() == second[COUNTER].tolist() == [0]
+        assert (first[COUNTER] is second[COUNTER]) == (schedule == "static")

@@ -1,32 +1,38 @@
-"""Which tiles a product runs with: a small model of an SM's time, and measured exceptions by coarse shape.
+"""The choice of a product's tile configuration: a model of an SM's time, and measured exceptions by coarse shape.
 
-`choose` asks, in this order: the table that ``fusedmoe tune`` wrote on this machine (tuned.py), the measurements that
-come with fusedmoe (measured.py), the model. The candidates are data, legal by construction: the compile tests read the
-SASS of each, and name the few values that are spilled. No tuning happens at run time.
+`choose` looks in this order: the table that ``fusedmoe tune`` wrote on this machine (tuned.py), the measurements that
+come with fusedmoe (measured.py), the model. All candidates are legal. The compile tests read the SASS of each, and list
+the few values that are spilled. Nothing is tuned at run time.
 
-The model, in cycles of an SM at the clock that an H100 keeps under full tensor load, 1.45 GHz:
+The model, in cycles of an SM at 1.45 GHz, the clock of an H100 under full tensor load:
 
-    rows      = rows of an expert, as a router that chooses at random deals them out: at some quantiles, averaged
+    rows      = rows per expert under random routing: the mean over some quantiles
     tiles     = experts with rows * (row tiles in pairs * column tiles + row tile left over * column tiles in pairs)
-    multiply  = tile_m * tile_n / 32                                            64 of K, at 2048 multiply-adds a cycle
-    load      = (tile_m / sharers of the rows + tile_n / sharers of the weights) * 128 bytes / LOAD_BYTES_A_CYCLE
+    multiply  = tile_m * tile_n / 32 for a tile of K: 64 two-byte elements, 2048 multiply-adds per cycle
+    load      = (tile_m / sharers of the rows + tile_n / sharers of the weights) * 128 bytes / LOAD_BYTES_PER_CYCLE
     main      = tiles of K * max(multiply, load)
-    epilogue  = boxes of 64 x 32 results of a warpgroup * EPILOGUE_CYCLES[family]
-    tile      = max(main, (main + epilogue) / 2) in ping-pong, else main + epilogue (+ WGRAD_CYCLES)
-    sms_busy  = START_CYCLES + ceil(tiles / sms) * tile (+ the last tile's epilogue in ping-pong)
-    readers   = clusters of row tiles that work side by side and read the same weights
-    loaded    = columns of all column tiles, whole pairs of them where the rows are shared / columns
-    memory    = bytes of operands and results / MEMORY_BYTES_A_CYCLE, weights (1 + READ_AGAIN * (readers - 1)
-                + READ_PAST * (loaded - 1)) times
+    epilogue  = boxes of 64 x 32 results per warpgroup * EPILOGUE_CYCLES[family]
+    tile      = max(main, (main + epilogue) / 2) for ping-pong, else main + epilogue (+ WGRAD_CYCLES)
+    sms_busy  = START_CYCLES + ceil(tiles / sms) * tile (+ the last tile's epilogue for ping-pong)
+    readers   = clusters of row tiles that run concurrently and read the same weights
+    loaded    = columns of all column tiles, in whole pairs if the rows are shared / columns
+    memory    = bytes of operands and results / MEMORY_BYTES_PER_CYCLE, with weights counted
+                1 + READ_AGAIN * (readers - 1) + READ_PAST * (loaded - 1) times
     cycles    = (sms_busy ** OVERLAP + memory ** OVERLAP) ** (1 / OVERLAP)
 
-The last line is the maximum of both, nearly: where memory decides, the tiles that keep the SMs less busy are better.
-What decides, then: how much of the last tiles is wasted; a cooperative tile's epilogue is exposed, that of a ping-pong
-tile hidden; two column tiles that share the rows load more than the L2 gives, and weights that more than one cluster
-reads do not stay in the L2 until all have read them; few rows stream weights, whatever the tiles. The constants are
-fitted to measurements of 204 products of nine models' layers, with 4 to 4096 rows an expert, on an H100 (``python -m
-benchmarks --only tiles`` makes them, the result files have them): what the model chooses takes 0.7% longer than the
-best candidate there in the mean. Where a model's own layer loses more than 3%, measured.py has it.
+The last line is nearly the maximum of both. If memory dominates, it prefers the tiles that keep the SMs less busy.
+
+Consequences:
+
+- The waste in an expert's last tiles counts.
+- A cooperative tile's epilogue is exposed; that of a ping-pong tile is hidden.
+- Two column tiles that share the rows load more than the L2 delivers.
+- Weights that several clusters read leave the L2 before all have read them.
+- With few rows, reading the weights dominates, whatever the tiles.
+
+The constants are fitted to measurements of 204 products on an H100: layers of nine models, 4 to 4096 rows per expert,
+bf16 (``python -m benchmarks --only tiles``; the result files contain them). The model's choice takes 0.7% longer than
+the best candidate in the mean. measured.py has the layers of known models where it loses more than 3%.
 """
 
 from __future__ import annotations
@@ -37,7 +43,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fusedmoe.kernels.sm90 import tuned
-from fusedmoe.kernels.sm90.config import EPILOGUE_COLUMNS, TILE_K, TileConfig
+from fusedmoe.kernels.sm90.config import ELEMENT_BYTES, EPILOGUE_COLUMNS, SWIZZLE_BYTES, TileConfig
 from fusedmoe.kernels.sm90.measured import MEASURED, Coarse
 
 Family = Literal["plain", "activation", "transposed_activation", "derivative", "heavy_derivative", "wgrad"]
@@ -48,18 +54,18 @@ CO_256 = TileConfig(128, 256, 2, 1, pingpong=False)
 CO_256_TALL = TileConfig(256, 128, 1, 2, pingpong=False)
 CO_256_ALONE = TileConfig(128, 256, pingpong=False)
 
-# Ragged rows come in clusters of two: two row tiles that share the weights, or, where an expert has one row tile left,
-# two column tiles that share the rows (tiles.py). A CTA alone loads everything itself, which the L2 is too slow for,
-# and is no faster even where there is one row an expert. Not here: 128x192 for "heavy" derivatives, those of GeGLU.
-# Their code is unrolled to more instructions than an SM's cache holds, about 8,000: in a product of GPT-OSS-20B's size
-# on an H100, 6,500 to 8,400 of them take 1.7 to 1.8 ms, 8,800 1.85, 9,000 2.1 to 2.2, 9,900 2.87; those of 128x128,
-# 5,000 to 7,000, take 2.1. A loop over the two blocks of 64 rows, with the accumulators moved in between, would be half
-# as long, but ptxas spills all of them then.
-# Nor for a "transposed" activation, whose weight is [gate | up] with unit stride along N: both halves of a tile come
-# 64 columns at a time.
-# Measured and left out: 128x160 (a quarter slower than 128x192 throughout), L2 eviction hints on what is read once (up
-# to 15% slower), 256x128 over two rows of a weight gradient (never the fastest), clusters that always share the weights
-# (a second tile is often empty: up to a fifth slower, 256 to 640 rows an expert) or always the rows.
+# Clusters of a ragged M product have two CTAs: two row tiles that share the weights, or two column tiles of a row tile
+# left over that share the rows (tiles.py). A CTA alone loads everything itself. The L2 is too slow for that, and it is
+# no faster even with one row per expert.
+# "heavy_derivative", that of GeGLU, has no 128x192: its unrolled code exceeds an SM's instruction cache of about 8,000
+# instructions. In a product of GPT-OSS-20B's size on an H100, 6,500 to 8,400 instructions take 1.7 to 1.8 ms, 8,800
+# 1.85, 9,000 2.1 to 2.2, 9,900 2.87; those of 128x128, 5,000 to 7,000, take 2.1. A loop over the two blocks of 64 rows,
+# with the accumulators moved in between, would be half as long, but ptxas then spills all of them.
+# "transposed_activation", whose weight is [gate | up] with unit stride along N, has no 128x192 either: both halves of a
+# tile are loaded 64 columns at a time.
+# Measured and left out: 128x160 (a quarter slower than 128x192 throughout); L2 eviction hints on data that is read once
+# (up to 15% slower); 256x128 over two rows of a weight gradient (never the fastest); clusters that always share the
+# weights (a second tile is often empty: up to a fifth slower with 256 to 640 rows per expert) or always the rows.
 CANDIDATES: dict[Family, tuple[TileConfig, ...]] = {
     "plain": (PP_192, CO_256, PP_128),
     "activation": (PP_192, CO_256, PP_128),
@@ -70,22 +76,22 @@ CANDIDATES: dict[Family, tuple[TileConfig, ...]] = {
 }
 
 # Cycles of an epilogue for 64 x 32 results of a warpgroup, as far as nothing hides them. That of "heavy_derivative" is
-# an estimate, that of "transposed_activation" the other activation's, the others are fitted.
+# an estimate, that of "transposed_activation" is the other activation's, the others are fitted.
 EPILOGUE_CYCLES: dict[Family, int] = {
     "plain": 400, "activation": 600, "transposed_activation": 600, "derivative": 3450, "heavy_derivative": 4700,
     "wgrad": 680,
 }  # fmt: skip
-# Values of two bytes that a row has beside its K in memory, in columns of the result: read and written.
+# Values that a row reads and writes in memory beside its K operands, per column of the result.
 ROW_VALUES: dict[Family, float] = {
     "plain": 1, "activation": 1.5, "transposed_activation": 1.5, "derivative": 5, "heavy_derivative": 5, "wgrad": 1,
 }  # fmt: skip
-LOAD_BYTES_A_CYCLE = 36.5  # of an SM from the L2, all SMs loading
-MEMORY_BYTES_A_CYCLE = 14.5 * 132  # of the GPU: 2.8 TB/s
-READ_AGAIN = 0.25  # of the weights, out of memory, for every reader but the first
+LOAD_BYTES_PER_CYCLE = 36.5  # per SM from the L2, all SMs loading
+MEMORY_BYTES_PER_CYCLE = 14.5 * 132  # per GPU: 2.8 TB/s
+READ_AGAIN = 0.25  # of the weights, from memory, for every reader after the first
 READ_PAST = 0.5  # of the weights that tiles past the last column would have
 BAND_ROWS = 1024  # see `band`
-START_CYCLES = 500.0  # of a tile whose loads cannot run ahead of it: once a CTA
-WGRAD_CYCLES = 4100.0  # of a weight gradient's tile: its main loop is short, and begins where an expert does
+START_CYCLES = 500.0  # of the first tile of a CTA, whose loads cannot run ahead
+WGRAD_CYCLES = 4100.0  # of a weight gradient's tile: its mainloop is short, and starts at an expert's first row
 OVERLAP = 11.0
 # Quantiles of a normal distribution at 10%, 30%, ... 90%.
 QUANTILES = (-1.28, -0.52, 0.0, 0.52, 1.28)
@@ -93,17 +99,19 @@ QUANTILES = (-1.28, -0.52, 0.0, 0.52, 1.28)
 
 @dataclass(frozen=True)
 class Problem:
-    """A product, as far as the choice depends on it.
+    """The properties of a product that the choice depends on.
 
     Attributes
     ----------
     rows, experts : int
-        Rows in all, and experts. For a weight gradient, the rows are what is summed over.
+        All rows, and experts. The rows of a weight gradient are its contraction.
     columns, depth : int
-        Columns of the result (accumulators: gate and up count twice); extent of the contraction. For a weight gradient
-        the result's columns and rows.
+        Columns of the accumulators (gate and up count twice); extent of the contraction. For a weight gradient, the
+        columns and the rows of the result.
     sms : int
-        CTAs at a time.
+        Concurrent CTAs.
+    element_bytes : int
+        Of an operand's element.
     """
 
     family: Family
@@ -112,12 +120,19 @@ class Problem:
     columns: int
     depth: int
     sms: int
+    element_bytes: int = ELEMENT_BYTES
+
+    @property
+    def tile_k(self) -> int:
+        """Extent of K in a stage."""
+        return SWIZZLE_BYTES // self.element_bytes
 
     @property
     def coarse(self) -> Coarse:
-        """What measurements are kept under: (family, half octaves of rows an expert, columns, octaves of the depth).
+        """The key of measurements: (family, half octaves of the rows per expert, columns, octaves of the depth).
 
-        Half octaves are ``round(2 * log2(rows))``. Columns are as they are: how many tiles they fill decides.
+        Half octaves are ``round(2 * log2(rows))``. Columns are exact, because the number of tiles depends on them. All
+        measurements are of elements of `config.ELEMENT_BYTES`.
         """
         return self.family, round(2 * _log2(self.rows / max(self.experts, 1))), self.columns, round(_log2(self.depth))
 
@@ -127,18 +142,18 @@ def _log2(extent: float) -> float:
 
 
 def cycles(problem: Problem, config: TileConfig) -> float:
-    """Estimate the cycles of a product, see the module's page."""
+    """Estimate the cycles of a product, see the module's docstring."""
     p = problem
     if p.family == "wgrad":
         weights, reads = float(p.experts), 1.0
-        k_tiles = max(p.rows / max(p.experts, 1) / TILE_K + 0.5, 1.0)  # an expert's rows end anywhere in the last one
+        k_tiles = max(p.rows / max(p.experts, 1) / p.tile_k + 0.5, 1.0)  # rows end anywhere in the last tile
         tall = _tiles(p.depth, config.tile_m, config.cluster_m)
         wide = _tiles(p.columns, config.tile_n, config.cluster_n)
         kinds = [(weights * tall * wide, config.cluster_n, config.cluster_m)]
     else:
         rows = p.rows / max(p.experts, 1)
-        weights = -math.expm1(-rows) * p.experts  # of experts that have any row
-        k_tiles = float(-(-p.depth // TILE_K))
+        weights = -math.expm1(-rows) * p.experts  # of the experts that have rows
+        k_tiles = float(-(-p.depth // p.tile_k))
         row_tiles = [math.ceil(max(rows + z * math.sqrt(rows), 1.0) / config.tile_m) for z in QUANTILES]
         side_by_side = max(BAND_ROWS // (config.tile_m * config.cluster_m), 1)
         readers = _mean([min((n + 1) // 2, side_by_side) for n in row_tiles])
@@ -154,7 +169,7 @@ def cycles(problem: Problem, config: TileConfig) -> float:
     epilogue = float(EPILOGUE_CYCLES[p.family] * config.blocks * config.tile_n // EPILOGUE_COLUMNS)
     tiles = work = 0.0
     for count, rows_shared, weights_shared in kinds:
-        load = (config.tile_m / rows_shared + config.tile_n / weights_shared) * TILE_K * 2 / LOAD_BYTES_A_CYCLE
+        load = (config.tile_m / rows_shared + config.tile_n / weights_shared) * SWIZZLE_BYTES / LOAD_BYTES_PER_CYCLE
         main = k_tiles * max(multiply, load)
         tile = max(main, (main + epilogue) / 2) if config.pingpong else main + epilogue
         if p.family == "wgrad":
@@ -163,9 +178,9 @@ def cycles(problem: Problem, config: TileConfig) -> float:
     tile = work / max(tiles, 1.0)
     busy = START_CYCLES + max(math.ceil(tiles / p.sms), 1) * tile
     if config.pingpong:
-        busy += epilogue  # nothing hides the last tile's
+        busy += epilogue  # of the last tile, which nothing hides
     values = p.rows * (p.depth + ROW_VALUES[p.family] * p.columns) + reads * weights * p.columns * p.depth
-    memory = 2 * values / MEMORY_BYTES_A_CYCLE
+    memory = p.element_bytes * values / MEMORY_BYTES_PER_CYCLE
     return float((busy**OVERLAP + memory**OVERLAP) ** (1 / OVERLAP))
 
 
@@ -199,11 +214,11 @@ def choose(problem: Problem) -> TileConfig:
 
 
 def band(problem: Problem, config: TileConfig) -> int:
-    """Return how many row tiles (clusters) of an expert are worked on side by side, see `tiles.place`.
+    """Return how many row tiles of an expert, in clusters, run concurrently: see `tiles.band_of`.
 
-    A thousand rows: fewer and large weights are streamed from memory again and again, more and the rows are. The
-    derivative streams so much past the L2 beside its operands that rows are best used at once, by all column tiles
-    together, as long as the weights are small: 1.51 ms against 1.70 (Qwen3-30B-A3B on an H100).
+    With fewer than a thousand rows, large weights are read from memory several times; with more, the rows are. The
+    derivative moves much other data through the L2. If its weights are small, all column tiles of a few rows should run
+    together: 1.51 ms against 1.70 (Qwen3-30B-A3B on an H100).
     """
     rows = BAND_ROWS
     if problem.family in ("derivative", "heavy_derivative") and problem.columns * problem.depth <= 4 << 20:

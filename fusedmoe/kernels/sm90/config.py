@@ -1,34 +1,36 @@
-"""Tile configurations of the Hopper matrix products, as data: what is legal, and what it takes of an SM.
+"""Tile configurations of the Hopper grouped GEMMs as data, and the sizes that decide which are legal.
 
-A math warpgroup multiplies blocks of 64 rows. *Ping-pong*: two warpgroups take tiles in turn, each a whole one, so that
-one's epilogue runs under the other's main loop. *Cooperative*: both share a tile.
+A math warpgroup multiplies blocks of 64 rows. With *ping-pong* tiles the two math warpgroups take whole tiles in turn,
+so the epilogue of one overlaps the mainloop of the other. *Cooperative* warpgroups share each tile.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-SMEM_BYTES = 227 * 1024  # what a CTA may have on sm_90
-TILE_K = 64  # 128 bytes of bf16: the widest swizzle
-EPILOGUE_COLUMNS = 32  # columns of a box on its way through shared memory
+SMEM_BYTES = 227 * 1024  # shared memory of a CTA on sm_90
+SWIZZLE_BYTES = 128  # the widest swizzle: K of a stage
+ELEMENT_BYTES = 2  # of an operand's element: bf16 and fp16, the only ones today
+ALIGNMENT_BYTES = 16  # of addresses and pitches, as TMA requires
+EPILOGUE_COLUMNS = 32  # columns of a box of results in shared memory
 BLOCK_ROWS = 64
 BARRIER_BYTES = 1024
 
 
 @dataclass(frozen=True)
 class TileConfig:
-    """One way to cut a product into tiles.
+    """Sizes of a CTA's tile and of a cluster.
 
     Attributes
     ----------
     tile_m, tile_n : int
         Rows and columns of a CTA's tile.
     cluster_m, cluster_n : int
-        CTAs that work side by side on neighbouring tiles and share what they load: with ``cluster_m`` 2 the weights,
-        with ``cluster_n`` 2 the rows. Over ragged rows a cluster is 2 x 1, and shares the rows where an expert has one
-        row tile left over.
+        CTAs of a cluster, along rows and columns of tiles. They share loads by multicast: with ``cluster_m`` 2 the
+        weights, with ``cluster_n`` 2 the rows. A cluster of a ragged M product is 2 x 1. It shares the rows instead for
+        an expert's last odd row tile.
     pingpong : bool
-        See the module's page.
+        Ping-pong instead of cooperative, see the module's docstring.
     """
 
     tile_m: int
@@ -40,8 +42,8 @@ class TileConfig:
     @property
     def name(self) -> str:
         """Short text, part of the kernel's symbol."""
-        how = "pp" if self.pingpong else "co"
-        return f"{self.tile_m}x{self.tile_n}{how}_c{self.cluster_m}{self.cluster_n}"
+        schedule = "pp" if self.pingpong else "co"
+        return f"{self.tile_m}x{self.tile_n}{schedule}_c{self.cluster_m}{self.cluster_n}"
 
     @property
     def ctas(self) -> int:
@@ -50,10 +52,14 @@ class TileConfig:
 
     @property
     def blocks(self) -> int:
-        """Blocks of 64 rows that one warpgroup has of a tile."""
+        """Blocks of 64 rows per warpgroup and tile."""
         return self.tile_m // BLOCK_ROWS // (1 if self.pingpong else 2)
 
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes of A and B in a stage."""
+        return (self.tile_m + self.tile_n) * SWIZZLE_BYTES
+
     def stages(self, epilogue_bytes: int) -> int:
-        """Stages of A and B that fit beside an epilogue."""
-        stage = (self.tile_m + self.tile_n) * TILE_K * 2
-        return min((SMEM_BYTES - BARRIER_BYTES - epilogue_bytes) // stage, 8)
+        """Stages of A and B that fit beside an epilogue's shared memory."""
+        return min((SMEM_BYTES - BARRIER_BYTES - epilogue_bytes) // self.stage_bytes, 8)

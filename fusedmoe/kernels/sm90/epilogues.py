@@ -1,119 +1,454 @@
-"""The arithmetic of the epilogues: activations and their derivatives on fp32 scalars in registers.
+"""Epilogues of the ragged M grouped GEMM: a formula on the accumulators, and a list of outputs.
 
-Each function is the formula of the op of the same name; ``limit``, ``alpha`` and ``offset`` are run-time numbers,
-whether there is a limit is not. Comparisons are written so that a NaN stays a NaN.
+A *formula* computes the values of one step of the epilogue in registers. It says how many boxes of input a step reads.
+
+An *output* is one result of the kernel, a class of its own. It states:
+
+- its tensor: `Output.fake` for the compiler, and `Output.parameter` for the device code;
+- its shared memory: `Output.boxes`, the boxes that it stores per step;
+- its code: `Output.stores`, and `Output.start`, `Output.add`, `Output.finish` if it collects values over the steps.
+
+A new output is a new class. `PLAIN`, `activation` and `derivative` list the outputs of today's epilogues.
+
+A step handles 64 rows and 32 columns of a result. For each thread a box holds `gemm.VALUES` values.
 """
 
 from __future__ import annotations
 
-import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, const_expr
+from cutlass import Float32, Int32, const_expr
 
-LOG2_E = math.log2(math.e)
-
-
-@cute.jit
-def sigmoid(x: Float32, alpha: Float32) -> Float32:
-    """``1 / (1 + exp(-alpha * x))``. alpha and log2(e) meet first: their product is the same for all values."""
-    return cute.arch.rcp_approx(Float32(1.0) + cute.math.exp2(x * (alpha * Float32(-LOG2_E)), fastmath=True))
+from fusedmoe.kernels.sm90 import formulas
+from fusedmoe.kernels.sm90.config import EPILOGUE_COLUMNS
+from fusedmoe.kernels.sm90.gemm import VALUES, Consumer
+from fusedmoe.kernels.sm90.tiles import Tile
 
 
-@cute.jit
-def gate_and_slope(kind: cutlass.Constexpr[str], g: Float32, alpha: Float32) -> tuple[Float32, Float32]:
-    """``phi(g)`` and ``phi'(g)``."""
-    if const_expr(kind == "swiglu"):
-        s = sigmoid(g, alpha)
-        y = g * s
-        return y, s + alpha * (y - y * s)
-    if const_expr(kind == "geglu_tanh"):
-        x = alpha * g
-        inner = Float32(math.sqrt(2 / math.pi)) * (x + Float32(0.044715) * x * x * x)
-        t = Float32(2.0) * sigmoid(inner, Float32(2.0)) - Float32(1.0)  # tanh(inner)
-        half = Float32(0.5) + Float32(0.5) * t
-        d_inner = Float32(math.sqrt(2 / math.pi)) * (Float32(1.0) + Float32(3 * 0.044715) * x * x)
-        return g * half, half + Float32(0.5) * x * (Float32(1.0) - t * t) * d_inner
-    if const_expr(kind == "geglu_erf"):
-        x = alpha * g
-        cdf = Float32(0.5) + Float32(0.5) * cute.math.erf(x * Float32(math.sqrt(0.5)))
-        density = cute.math.exp2(x * x * Float32(-0.5 * LOG2_E), fastmath=True) * Float32(1 / math.sqrt(2 * math.pi))
-        return g * cdf, cdf + x * density
-    positive = g > Float32(0.0)
-    zero = Float32(0.0)
-    # not max(g, 0): that would turn a NaN into a zero
-    y = cutlass.select_(g <= zero, zero, g)
-    return y, cutlass.select_(positive, Float32(1.0), zero)
+class Numbers(NamedTuple):
+    """Run-time numbers of a launch: constants of the activation, whether bias and row scale exist, the schedule."""
+
+    limit: Float32
+    alpha: Float32
+    offset: Float32
+    biased: Int32
+    scaled: Int32
+    band: Int32
+    dynamic: Int32
 
 
-@cute.jit
-def clamp(g: Float32, u: Float32, limit: Float32) -> tuple[Float32, Float32]:
-    """``min(g, limit)`` and ``clamp(u, -limit, limit)``."""
-    least = cute.arch.fmin(u, limit, nan=True)
-    return cute.arch.fmin(g, limit, nan=True), cute.arch.fmax(least, -limit, nan=True)
+class Arguments(NamedTuple):
+    """What an epilogue reads, beside the accumulators. ``outputs`` has the `Output.parameter` of each output."""
+
+    outputs: tuple[Any, ...]
+    bias: cute.Tensor
+    row_scale: cute.Tensor
+    numbers: Numbers
+    rows: Int32
+    n: Int32
 
 
-@cute.jit
-def glu(
-    kind: cutlass.Constexpr[str],
-    clamped: cutlass.Constexpr[bool],
-    g: Float32,
-    u: Float32,
-    limit: Float32,
-    alpha: Float32,
-    offset: Float32,
-) -> Float32:
-    """``phi(min(g, limit)) * (clamp(u, -limit, limit) + offset)``."""
-    if const_expr(clamped):
-        g, u = clamp(g, u, limit)
-    y, _ = gate_and_slope(kind, g, alpha)
-    return y * (u + offset)
+class Block(NamedTuple):
+    """A warpgroup's block of 64 rows of a tile."""
+
+    acc: cute.Tensor
+    base: int  # the block's first accumulator
+    consumer: Consumer
+    tile: Tile
+    top: Int32  # first row in the tensors
+    valid: Int32  # rows that belong to the expert
+    lane: Int32
+    warp_row: Int32  # the warp's first row within the block
+    live: Any  # whether the tile belongs to an expert; the others are the tail's, and get zeros
+    scales: Any = None  # row scale of each of the thread's two rows
 
 
-@cute.jit
-def glu_backward(
-    kind: cutlass.Constexpr[str],
-    clamped: cutlass.Constexpr[bool],
-    d: Float32,
-    g: Float32,
-    u: Float32,
-    limit: Float32,
-    alpha: Float32,
-    offset: Float32,
-    scale: Float32 | None,
-) -> tuple[Float32, Float32, Float32, Float32]:
-    """For the gradient ``d`` of ``act * scale``: gradients of gate and up, ``act * scale``, and ``d * act``."""
-    d_gate, beyond = d, cutlass.Boolean(False)
-    if const_expr(clamped):
-        d_gate = cutlass.select_(g > limit, Float32(0.0), d)
-        beyond = cute.math.absf(u) > limit
-        g, u = clamp(g, u, limit)
-    phi, slope = gate_and_slope(kind, g, alpha)
-    up = u + offset
-    du = d * phi
-    d_scale = du * up
-    if const_expr(clamped):
-        du = cutlass.select_(beyond, Float32(0.0), du)
-    if const_expr(scale is not None):
-        # gate's gradient and the activation have their scale from up: one product less than to scale each
-        up, du = up * scale, du * scale
-    return d_gate * slope * up, du, phi * up, d_scale
+class Values(NamedTuple):
+    """The values of one step, in the accumulators' order."""
+
+    result: Any  # acc + bias, or the activation
+    parts: Any = ()  # boxes of the preactivation, or of its gradient: gate and up
+    columns: Any = None  # column of each value of ``result``, if its order is another one
+    scale_terms: Any = ()  # terms of the row scale's gradient
 
 
-@cute.jit
-def squared_relu(x: Float32) -> Float32:
-    """``max(x, 0)^2``."""
-    y = cutlass.select_(x <= Float32(0.0), Float32(0.0), x)
-    return y * y
+class Box(NamedTuple):
+    """A box to store: box ``column`` of one ``part`` of a tensor."""
+
+    values: Any
+    part: int
+    column: Any
+    columns: Any = None
+    paired: bool = False  # stored by `Copies.pairs`
 
 
-@cute.jit
-def squared_relu_backward(d: Float32, x: Float32, scale: Float32 | None) -> tuple[Float32, Float32, Float32]:
-    """For the gradient ``d`` of ``act * scale``: ``2 max(x, 0) d scale``, ``act * scale``, and ``d * act``."""
-    y = cutlass.select_(x <= Float32(0.0), Float32(0.0), x)
-    act = y * y
-    d_scale = d * act
-    if const_expr(scale is not None):
-        y, act = y * scale, act * scale
-    return Float32(2.0) * y * d, act, d_scale
+# ------------------------------------------------------------------------------------------------ formulas
+
+
+@dataclass(frozen=True)
+class Formula:
+    """Arithmetic of an epilogue. ``kind`` is an `Activation.kind`, or "" for none."""
+
+    kind: str = ""
+    clamped: bool = False
+    interleaved: bool = False
+
+    scaled: bool | None = None  # whether there is a row scale; None: decided at run time
+
+    @property
+    def name(self) -> str:
+        flags = ((self.clamped, "_clamp"), (self.interleaved, "_inter"))
+        return (self.kind or "plain") + "".join(text for on, text in flags if on)
+
+    @property
+    def halves(self) -> int:
+        """Boxes of the preactivation per box of the activation."""
+        return 1 if self.kind in ("", "squared_relu") else 2
+
+    @property
+    def parts(self) -> int:
+        """Parts of the preactivation's columns: gate and up, or one part if they alternate."""
+        return 1 if self.interleaved else self.halves
+
+    @property
+    def paired(self) -> bool:
+        """Whether a tile of B is half gate rows, half up rows."""
+        return False
+
+    @property
+    def accumulators(self) -> int:
+        """Accumulators per value of a result."""
+        return 1
+
+    @property
+    def boxes_read(self) -> int:
+        """Boxes of input per step."""
+        return 0
+
+    def box_of(self, half: int, column: Any) -> tuple[int, Any]:
+        """Part and column of a step's ``half`` of the preactivation."""
+        return (0, 2 * column + half) if self.interleaved else (half, column)
+
+    def values(self, kernel, block, env, j, column, inputs) -> Values:
+        """Values of step ``j`` of a block. ``column`` counts steps over the whole result."""
+        values = [block.acc[block.base + j * VALUES + v] for v in range(VALUES)]
+        return Values(self.add_bias(values, block, env, column, 0))
+
+    @cute.jit
+    def row_scales(self, block, env):
+        """The row scales of this thread's two rows of a block; zero in the tail, whose scales are undefined."""
+        scales = [Float32(1.0), Float32(1.0)]
+        if const_expr(self.scaled is not False):
+            for h in cutlass.range_constexpr(2):
+                if const_expr(self.scaled is True) or env.numbers.scaled != 0:
+                    at = cutlass.min(block.top + block.warp_row + block.lane // 4 + 8 * h, env.rows - 1)
+                    scales[h] = cutlass.select_(block.live, env.row_scale[at], Float32(0.0))
+        return scales
+
+    @cute.jit
+    def add_bias(self, values, block, env, column, part):
+        """The values plus the bias of their columns; unchanged in the tail."""
+        width = env.n // 2 if self.paired else env.n
+        terms = cute.make_rmem_tensor((VALUES // 2,), Float32)
+        terms.fill(0.0)
+        if block.live and env.numbers.biased != 0:
+            for v in cutlass.range_constexpr(VALUES // 2):
+                at = column * EPILOGUE_COLUMNS + v // 2 * 8 + block.lane % 4 * 2 + v % 2
+                terms[v] = env.bias[block.tile.expert, part * width + cutlass.min(at, width - 1)].to(Float32)
+        return [value + terms[v // 4 * 2 + v % 2] for v, value in enumerate(values)]
+
+
+@dataclass(frozen=True)
+class Forward(Formula):
+    """``act(acc + bias)``."""
+
+    @property
+    def paired(self) -> bool:
+        return self.parts == 2
+
+    @property
+    def accumulators(self) -> int:
+        return self.halves
+
+    def values(self, kernel, block, env, j, column, inputs) -> Values:
+        parts = []
+        for half in range(self.halves):
+            at = block.base + j * VALUES + half * (kernel.config.tile_n // 4)
+            if self.interleaved:
+                at = block.base + (2 * j + half) * VALUES
+            part, box_column = self.box_of(half, column)
+            parts.append(self.add_bias([block.acc[at + v] for v in range(VALUES)], block, env, box_column, part))
+        gates, ups, columns = parts[0], parts[-1], None
+        if self.interleaved:
+            # (half of the rows, box, group of 8 columns): gate and up are neighbours, and so are their results
+            order = [(b, 4 * q + 2 * h) for b in range(2) for q in range(4) for h in range(2)]
+            gates, ups = [parts[b][v] for b, v in order], [parts[b][v + 1] for b, v in order]
+            columns = [b * 16 + v + block.lane % 4 - v % 4 for b, v in order]
+        if self.halves == 1:
+            return Values([formulas.squared_relu(g) for g in gates], parts)
+        constants = env.numbers[:3]
+        pairs = zip(gates, ups, strict=True)
+        return Values([formulas.glu(self.kind, self.clamped, g, u, *constants) for g, u in pairs], parts, columns)
+
+
+@dataclass(frozen=True)
+class Backward(Formula):
+    """For acc, the gradient of ``act(p) * row_scale``: the gradients of p, and ``act(p) * row_scale`` again.
+
+    Values are packed as soon as they are computed, since registers are scarce.
+    """
+
+    scaled: bool = False
+
+    @property
+    def name(self) -> str:
+        return "d" + super().name + ("_scale" if self.scaled else "")
+
+    @property
+    def boxes_read(self) -> int:
+        return self.halves
+
+    def values(self, kernel, block, env, j, column, inputs) -> Values:
+        x = [[t.to(Float32) for t in box] for box in self.take(kernel, block, inputs)]
+        results = []
+        for v in range(VALUES):
+            d, scale = block.acc[block.base + j * VALUES + v], block.scales[v // 2 % 2] if self.scaled else None
+            if self.halves == 2:
+                numbers = env.numbers[:3]
+                result = formulas.glu_backward(self.kind, self.clamped, d, x[0][v], x[1][v], *numbers, scale)
+            else:
+                result = formulas.squared_relu_backward(d, x[0][v], scale)
+            results.append(result)
+        *values, scale_terms = zip(*results, strict=True)
+        *gradients, again = [kernel.packed(list(r)) for r in values]
+        return Values(again, gradients, scale_terms=scale_terms)
+
+    def take(self, kernel, block, inputs):
+        """The thread's preactivation of a step: gates and ups in the accumulators' order, zeros in the tail."""
+        if not self.interleaved:
+            return [self.take_box(kernel, block, inputs, half) for half in range(self.halves)]
+        pairs = self.take_box_pairs(kernel, block, inputs)
+        places = [pair_box(v) * VALUES + pair_place(v) for v in range(VALUES)]
+        return [pairs[place] for place in places], [pairs[place + 1] for place in places]
+
+    @cute.jit
+    def take_box(self, kernel, block, inputs, half: cutlass.Constexpr[int]):
+        """Wait for a box of the preactivation, and read this thread's values of it."""
+        r_in = cute.make_rmem_tensor((VALUES,), kernel.element)
+        r_in.fill(0.0)
+        if block.live:
+            ring, here = block.consumer.inputs, kernel.own(inputs, block.consumer.group)
+            if const_expr(half == 0):
+                ring.consumer_wait(here)
+            fetch = block.consumer.copies.fetch
+            source = fetch.partition_S(block.consumer.boxes)[None, None, None, kernel.read_box(here.index, half)]
+            cute.copy(fetch, source, cute.make_tensor(r_in.iterator, cute.make_layout(source.shape)))
+        return [r_in[v] for v in range(VALUES)]
+
+    @cute.jit
+    def take_box_pairs(self, kernel, block, inputs):
+        """Wait for both boxes of an interleaved preactivation, and read this thread's values of them."""
+        r_in = cute.make_rmem_tensor((2 * VALUES,), kernel.element)
+        r_in.fill(0.0)
+        if block.live:
+            ring, here = block.consumer.inputs, kernel.own(inputs, block.consumer.group)
+            ring.consumer_wait(here)
+            pairs = block.consumer.copies.pairs
+            for box in cutlass.range_constexpr(2):
+                source = pairs.partition_S(block.consumer.boxes)[None, None, None, kernel.read_box(here.index, box)]
+                cute.copy(pairs, source, cute.make_tensor(r_in.iterator + box * VALUES, cute.make_layout(source.shape)))
+        return r_in
+
+
+def pair_box(v: int) -> int:
+    """The box, of two, that holds the interleaved gate and up of a thread's v-th accumulator of a step."""
+    return v // 8
+
+
+def pair_place(v: int) -> int:
+    """The place of that gate among the thread's values of the box. Its up follows it.
+
+    A thread's accumulators are pairs of adjacent columns in two rows. The box has four adjacent columns for each pair.
+    """
+    return v // 4 % 2 * 8 + v // 2 % 2 * 4 + v % 2 * 2
+
+
+# ------------------------------------------------------------------------------------------------ outputs
+
+
+@dataclass(frozen=True)
+class Output:
+    """A matrix (R, columns of the result) that is stored by boxes."""
+
+    suffix: ClassVar[str] = ""  # of the kernel's symbol
+
+    def boxes(self, formula: Formula) -> int:
+        """Boxes that a step stores."""
+        return 1
+
+    def fake(self, kernel: Any, rows: Any) -> Any:
+        """A tensor for the compiler."""
+        return kernel.fake_matrix(rows)
+
+    def parameter(self, kernel: Any, tensor: cute.Tensor) -> Any:
+        """Turn the tensor into the parameter of the device code."""
+        formula = kernel.epilogue.formula
+        return kernel.store_atom(tensor, min(self.boxes(formula), formula.parts))
+
+    def stores(self, kernel: Any, block: Block, values: Values, column: Any) -> Any:
+        """Yield the boxes of a step, in the order in which they are stored."""
+        raise NotImplementedError
+
+    def start(self) -> Any:
+        """State at the start of a block of 64 rows."""
+        return None
+
+    def add(self, state: Any, values: Values) -> Any:
+        """State after a step."""
+        return state
+
+    def finish(self, kernel: Any, block: Block, env: Arguments, parameter: Any, state: Any) -> None:
+        """Finish a block of 64 rows."""
+
+
+@dataclass(frozen=True)
+class Result(Output):
+    """``result * row_scale``: of the formula without an activation, or of an activation."""
+
+    def stores(self, kernel, block, values, column):
+        if values.columns is None:
+            scaled = [value * block.scales[v // 2 % 2] for v, value in enumerate(values.result)]
+            yield Box(scaled, 0, column)
+        else:
+            scaled = [value * block.scales[v % 2] for v, value in enumerate(values.result)]
+            yield Box(in_row_order(scaled), 0, column, in_row_order(values.columns))
+
+
+@dataclass(frozen=True)
+class Preactivation(Output):
+    """The preactivation ``acc + bias``, kept for backward."""
+
+    suffix = "_keep"
+
+    def boxes(self, formula: Formula) -> int:
+        return formula.halves
+
+    def stores(self, kernel, block, values, column):
+        for half, part in enumerate(values.parts):
+            yield Box(part, *kernel.epilogue.formula.box_of(half, column))
+
+
+@dataclass(frozen=True)
+class Gradient(Output):
+    """The gradient of the preactivation."""
+
+    def boxes(self, formula: Formula) -> int:
+        return formula.halves
+
+    def stores(self, kernel, block, values, column):
+        formula = kernel.epilogue.formula
+        for half, part in enumerate(values.parts):
+            if formula.interleaved:
+                part = cute.make_rmem_tensor((VALUES,), kernel.element)
+                for v in range(VALUES):
+                    for which in range(2):
+                        if pair_box(v) == half:
+                            part[pair_place(v) + which] = values.parts[which][v]
+            part_index, box_column = formula.box_of(half, column)
+            yield Box(part, part_index, box_column, paired=formula.interleaved)
+
+
+@dataclass(frozen=True)
+class Recomputed(Output):
+    """``act(p) * row_scale``, computed again for the next layer's weight gradient."""
+
+    suffix = "_keep"
+
+    def stores(self, kernel, block, values, column):
+        yield Box(values.result, 0, column)
+
+
+@dataclass(frozen=True)
+class RowScaleGradient(Output):
+    """For each row and column tile, the sum of ``acc * act(p)``: (column tiles, R) in fp32. The caller adds the tiles'
+    sums up.
+    """
+
+    def boxes(self, formula: Formula) -> int:
+        return 0
+
+    def fake(self, kernel, rows):
+        return cute.runtime.make_fake_tensor(Float32, (cute.sym_int(), rows), (cute.sym_int(), 1))
+
+    def parameter(self, kernel, tensor):
+        return tensor
+
+    def start(self):
+        return [Float32(0.0), Float32(0.0)]
+
+    def add(self, state, values):
+        for v, term in enumerate(values.scale_terms):
+            state[v // 2 % 2] = state[v // 2 % 2] + term
+        return state
+
+    def stores(self, kernel, block, values, column):
+        return ()
+
+    @cute.jit
+    def finish(self, kernel, block, env, parameter, state):
+        for h in cutlass.range_constexpr(2):
+            total = cute.arch.warp_reduction_sum(state[h], threads_in_group=4)
+            within = block.warp_row + block.lane // 4 + 8 * h
+            # a cluster's last column tile may lie past the last column
+            if block.lane % 4 == 0 and within < block.valid and block.tile.column < kernel.tiles_n(env.n):
+                parameter[block.tile.column, block.top + within] = total
+
+
+def in_row_order(values: list[Any]) -> list[Any]:
+    """Values that alternate between a thread's two rows, in the order of `Gemm.row_of`: two of one row, two of the
+    other.
+    """
+    return [values[v // 4 * 4 + (v % 4 // 2) + v % 2 * 2] for v in range(len(values))]
+
+
+# ------------------------------------------------------------------------------------------------ today's epilogues
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """A formula and the outputs that take its values, in the order in which a step handles them."""
+
+    formula: Formula
+    outputs: tuple[Output, ...]
+
+    @property
+    def name(self) -> str:
+        """Part of the kernel's symbol."""
+        return self.formula.name + "".join(output.suffix for output in self.outputs)
+
+    @property
+    def boxes(self) -> int:
+        """Boxes that a step stores."""
+        return sum(output.boxes(self.formula) for output in self.outputs)
+
+
+PLAIN = Epilogue(Formula(), (Result(),))
+"""``(acc + bias) * row_scale``."""
+
+
+def activation(kind: str, *, clamped: bool = False, interleaved: bool = False, keep: bool = False) -> Epilogue:
+    """``act(acc + bias) * row_scale``; with ``keep`` also the preactivation ``acc + bias``."""
+    kept = (Preactivation(),) if keep else ()
+    return Epilogue(Forward(kind, clamped, interleaved), (*kept, Result()))
+
+
+def derivative(
+    kind: str, *, clamped: bool = False, interleaved: bool = False, keep: bool = False, row_scale: bool = False
+) -> Epilogue:
+    """The gradient of the preactivation; with ``keep`` also the activation, with ``row_scale`` also its gradient."""
+    summed = (RowScaleGradient(),) if row_scale else ()
+    again = (Recomputed(),) if keep else ()
+    return Epilogue(Backward(kind, clamped, interleaved, row_scale), (*summed, Gradient(), *again))

@@ -1,9 +1,12 @@
 """The Hopper kernels as functions of flat tensors.
 
-Axes: R rows sorted by expert, E experts, K contraction, N features out, I intermediate features (N = 2 I where gated),
-H hidden features. ``offsets`` (E,) int32 are the running ends of the experts' rows, at most R. Rows behind the last
-end, the *tail*, come out as zeros and are never read. Operands are bf16, or fp16, on one sm_90 GPU; `limits` says what
-else they have to be. Nothing waits for the GPU.
+Axes: R rows sorted by expert, E experts, K contraction, N output features, I intermediate features (N = 2 I if gated),
+H hidden features. ``offsets`` (E,) int32 are the ends of the experts' rows, at most R. Rows after the last end, the
+*tail*, are never read, and come out as zeros. Operands are bf16 or fp16 tensors on one sm_90 GPU; `limits` states the
+other constraints. No function waits for the GPU.
+
+Each ``bind_*`` returns the function for tensors of the same shapes, dtypes and strides as its arguments. Nothing is
+looked up when that function runs.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,6 +24,7 @@ from fusedmoe.kernels import compiler
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
 from fusedmoe.kernels.sm90.choice import Family, Problem, band, choose
 from fusedmoe.kernels.sm90.row_functions import (
+    NAMES,
     bind_column_sums,
     bind_offsets_from_splits,
     column_sums,
@@ -35,7 +40,6 @@ from fusedmoe.kernels.sm90.slot_functions import (
 
 if TYPE_CHECKING:
     from fusedmoe.kernels.activation import Activation
-    from fusedmoe.kernels.options import Schedule
     from fusedmoe.kernels.sm90.config import TileConfig
 
 __all__ = [
@@ -58,8 +62,6 @@ __all__ = [
     "offsets_from_splits",
 ]
 
-_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-
 
 def grouped_gemm(
     x: Tensor,
@@ -79,7 +81,7 @@ def grouped_gemm(
     weight
         (E, N, K), with unit stride along N or K: ``grouped_gemm(dy, weight.mT, offsets)`` is the gradient of the input.
     offsets
-        See the module's page.
+        See the module's docstring.
     bias, row_scale
         (E, N) and (R,).
     options
@@ -96,16 +98,14 @@ def grouped_gemm(
 def bind_grouped_gemm(
     x: Tensor, weight: Tensor, bias: Tensor | None, row_scale: Tensor | None, options: KernelOptions
 ) -> Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor | None], Tensor]:
-    """Return `grouped_gemm` of ``(x, weight, bias, offsets, row_scale)`` for tensors of the same shapes, dtypes and
-    strides as these.
-    """
+    """Return `grouped_gemm` of ``(x, weight, bias, offsets, row_scale)``."""
     rows, columns = x.shape[0], weight.shape[1]
     launch = _ragged_m("plain", x, weight, None, options, biased=bias is not None, scale=_dtype(row_scale))
     kernel, constants = launch.kernel, launch.constants
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, row_scale: Tensor | None) -> Tensor:
-        out = x.new_empty(rows, columns)  # two numbers, not a tuple of them: that takes longer by half
-        kernel(x, weight, offsets, out, None, None, *(constants or launch.last(bias, row_scale)))
+        out = x.new_empty(rows, columns)  # two numbers: a tuple of them takes half as long again
+        kernel(x, weight, offsets, *(constants or launch.arguments(bias, row_scale)), out)
         return out
 
     return run
@@ -129,15 +129,15 @@ def grouped_gemm_activation(
     x
         (R, K), features with unit stride.
     weight
-        (E, N, K), with unit stride along N or K; of a gated activation ``[gate; up]`` rows, or gate and up in turns.
+        (E, N, K), with unit stride along N or K. For a gated activation: ``[gate; up]`` rows, or alternating ones.
     offsets
-        See the module's page.
+        See the module's docstring.
     activation
         See `Activation`.
     bias, row_scale
         (E, N) and (R,).
     keep_preactivation
-        Write p too.
+        Return p too.
     options
         See `KernelOptions`.
 
@@ -160,8 +160,8 @@ def bind_grouped_gemm_activation(
     keep_preactivation: bool,
     options: KernelOptions,
 ) -> Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor | None], Tensor | tuple[Tensor, Tensor]]:
-    """Return `grouped_gemm_activation` of ``(x, weight, bias, offsets, row_scale)`` for tensors of the same shapes,
-    dtypes and strides as these. It returns y alone where p is not kept.
+    """Return `grouped_gemm_activation` of ``(x, weight, bias, offsets, row_scale)``. It returns y alone if p is not
+    kept.
     """
     rows, columns = x.shape[0], weight.shape[1]
     features = columns // 2 if activation.gated else columns
@@ -176,10 +176,10 @@ def bind_grouped_gemm_activation(
     ) -> Tensor | tuple[Tensor, Tensor]:
         y = x.new_empty(rows, features)
         if not keep_preactivation:
-            kernel(x, weight, offsets, y, None, None, *(constants or launch.last(bias, row_scale)))
+            kernel(x, weight, offsets, *(constants or launch.arguments(bias, row_scale)), y)
             return y
         p = x.new_empty(rows, columns)
-        kernel(x, weight, offsets, y, p, None, *(constants or launch.last(bias, row_scale)))
+        kernel(x, weight, offsets, *(constants or launch.arguments(bias, row_scale)), p, y)
         return y, p
 
     return run
@@ -197,26 +197,29 @@ def grouped_gemm_activation_backward(
     want_row_scale_grad: bool = False,
     options: KernelOptions = DEFAULT,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradient of p, where ``d[r] = grad_output[r] @ weight[e]`` is that of ``activation(p[r]) * row_scale[r]``.
+    """Gradient of p, given ``d[r] = grad_output[r] @ weight[e]``, the gradient of ``activation(p[r]) * row_scale[r]``.
+
+    One launch, and a second one, a sum, if ``want_row_scale_grad``.
 
     Parameters
     ----------
     grad_output
         (R, H), features with unit stride.
     weight
-        (E, H, I) as the layer behind the activation stores it, unit stride along H or I.
+        (E, H, I) as the layer after the activation stores it, with unit stride along H or I.
     offsets
-        See the module's page.
+        See the module's docstring.
     preactivation
-        p: (R, 2 I) where gated, else (R, I).
+        p: (R, 2 I) if gated, else (R, I).
     activation
         See `Activation`.
     row_scale
         (R,).
     want_output
-        Return ``activation(p) * row_scale`` too, computed again.
+        Return the recomputed ``activation(p) * row_scale`` too.
     want_row_scale_grad
-        Return ``sum over i of d[r, i] * activation(p)[r, i]`` too. Deterministic: tiles write partial sums.
+        Return ``sum over i of d[r, i] * activation(p)[r, i]`` too. The kernel writes one sum per column tile. The
+        second launch adds them up in a fixed order, so the result is deterministic.
     options
         See `KernelOptions`.
 
@@ -241,16 +244,12 @@ def bind_grouped_gemm_activation_backward(
     want_row_scale_grad: bool,
     options: KernelOptions,
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor | None, Tensor | None]]:
-    """Return `grouped_gemm_activation_backward` of ``(grad_output, weight, offsets, preactivation, row_scale)`` for
-    tensors of the same shapes, dtypes and strides as these.
-    """
+    """Return `grouped_gemm_activation_backward` of ``(grad_output, weight, offsets, preactivation, row_scale)``."""
     (rows, features), outputs = preactivation.shape, weight.shape[2]
-    unscaled = want_row_scale_grad and row_scale is None
+    device, unscaled = grad_output.device, want_row_scale_grad and row_scale is None
     scale = torch.float32 if unscaled else _dtype(row_scale)
-    launch = _ragged_m(
-        "derivative", grad_output, weight.mT, activation, options, scale=scale, keep=want_output, gradient=True
-    )
-    kernel, constants = launch.kernel, launch.constants
+    launch = _ragged_m("derivative", grad_output, weight.mT, activation, options, scale=scale, keep=want_output)
+    kernel, constants, partials = launch.kernel, launch.constants, launch.partials
 
     def run(
         grad_output: Tensor, weight: Tensor, offsets: Tensor, preactivation: Tensor, row_scale: Tensor | None
@@ -258,10 +257,15 @@ def bind_grouped_gemm_activation_backward(
         grad = preactivation.new_empty(rows, features)
         y = grad_output.new_empty(rows, outputs) if want_output else None
         if unscaled:
-            row_scale = _ones(grad_output.device, rows)
-        arguments = constants or launch.last(None, row_scale)
-        kernel(grad_output, weight.mT, offsets, grad, preactivation, y, *arguments)
-        return grad, y, arguments[_PARTIAL].sum(0) if want_row_scale_grad else None
+            row_scale = torch.ones(rows, dtype=torch.float32, device=device)
+        results: tuple[Tensor, ...] = (grad,) if y is None else (grad, y)
+        partial = None
+        if partials is not None:
+            partial = torch.empty(partials, dtype=torch.float32, device=device)
+            results = (partial, *results)
+        arguments = constants or launch.arguments(None, row_scale)
+        kernel(grad_output, weight.mT, offsets, *arguments, preactivation, *results)
+        return grad, y, partial.sum(0) if want_row_scale_grad and partial is not None else None
 
     return run
 
@@ -283,13 +287,13 @@ def grouped_wgrad(
     grad_output, x
         (R, N) and (R, K), features with unit stride.
     offsets
-        See the module's page.
+        See the module's docstring.
     out
-        (E, N, K) to write to, or to add to.
+        (E, N, K), to be written or added to.
     dtype
-        Of the result where there is no ``out``: x's, or fp32.
+        Of the result if there is no ``out``: that of x, or fp32.
     accumulate
-        Add to ``out``, which is fp32; an expert without rows is left as it is.
+        Add to ``out``, which must be fp32. The gradient of an expert without rows stays as it is.
     options
         See `KernelOptions`.
 
@@ -307,19 +311,17 @@ def grouped_wgrad(
 def bind_grouped_wgrad(
     grad_output: Tensor, x: Tensor, offsets: Tensor, dtype: torch.dtype, accumulate: bool, options: KernelOptions
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
-    """Return `grouped_wgrad` of ``(grad_output, x, offsets, out)`` for tensors of the same shapes, dtypes and strides
-    as these, and an ``out``, where there is one, of this dtype.
-    """
+    """Return `grouped_wgrad` of ``(grad_output, x, offsets, out)``, for an ``out`` of this dtype, or None."""
     rows, k = x.shape
     experts, n = offsets.shape[0], grad_output.shape[1]
     same, device = dtype is x.dtype, x.device
-    kernel, static_counter, numbers = (
-        _ragged_k_launch(
-            choose, device, x.dtype, rows, experts, n, k, dtype, accumulate, options.sm_margin, options.schedule
-        )
-        if rows
-        else (None, None, ())
-    )
+    kernel, static_counter, numbers = _RaggedKLaunch(None, None, ())
+    if rows:
+        key = _RaggedKKey(
+            choose=choose, device=device, dtype=x.dtype, rows=rows, experts=experts, n=n, k=k, out=dtype,
+            accumulate=accumulate, options=options,
+        )  # fmt: skip
+        kernel, static_counter, numbers = _ragged_k_launch(key)
 
     def run(grad_output: Tensor, x: Tensor, offsets: Tensor, out: Tensor | None) -> Tensor:
         if out is None:
@@ -344,17 +346,19 @@ def _ragged_m(
     biased: bool = False,
     scale: torch.dtype | None = None,
     keep: bool = False,
-    gradient: bool = False,
-) -> _Launch:
-    """Return how to launch a product over ragged rows like these."""
+) -> _RaggedMLaunch:
+    """Return the launch of a ragged M product of tensors like these."""
     rows, depth = a.shape
     experts, columns, b_depth = b.shape
     if not rows:
-        return _Launch(_no_kernel, None, a.device, a, a, None, (), (1, 0))
-    b_major = "k" if b.stride()[2] == 1 and b_depth > 1 else "n"
+        partials = (1, 0) if family == "derivative" and scale is not None else None
+        return _RaggedMLaunch(_no_kernel, None, a.device, a, a, None, (), partials)
     return _ragged_m_launch(
-        choose, family, a.device, a.dtype, rows, experts, columns, depth, b_major, activation, keep, gradient,
-        biased, scale, options.sm_margin, options.schedule,
+        _RaggedMKey(
+            choose=choose, family=family, device=a.device, dtype=a.dtype, rows=rows, experts=experts, columns=columns,
+            depth=depth, b_major="k" if b.stride()[2] == 1 and b_depth > 1 else "n", activation=activation, keep=keep,
+            biased=biased, scale=scale, options=options,
+        )
     )  # fmt: skip
 
 
@@ -366,12 +370,33 @@ def _no_kernel(*_: Any) -> None:
     """Launch nothing: there are no rows."""
 
 
-class _Launch(NamedTuple):
-    """What launches of a product over ragged rows with the same shapes have in common.
+@dataclass(frozen=True, kw_only=True)
+class _RaggedMKey:
+    """Everything that decides the launch of a ragged M product. ``choose`` is a part, so that another choice of tiles
+    is another launch.
+    """
 
-    The kernel takes ``(a, b, offsets, out, p, second)`` and then ``(bias, row scale, partial sums of its gradient, tile
-    counter, numbers ...)``. The latter are ``constants``, where they are the same at every launch, and otherwise what
-    `last` returns.
+    choose: Callable[[Problem], TileConfig]
+    family: Family
+    device: torch.device
+    dtype: torch.dtype
+    rows: int
+    experts: int
+    columns: int
+    depth: int
+    b_major: str
+    activation: Activation | None
+    keep: bool
+    biased: bool
+    scale: torch.dtype | None  # dtype of the row scale
+    options: KernelOptions
+
+
+class _RaggedMLaunch(NamedTuple):
+    """The common part of all launches of ragged M products of the same shapes.
+
+    The kernel takes ``(a, b, offsets)``, then `arguments`, then the input of its epilogue and its outputs. `arguments`
+    are ``constants`` if they are the same at every launch.
     """
 
     kernel: Callable[..., Any]
@@ -381,110 +406,101 @@ class _Launch(NamedTuple):
     no_scale: Tensor
     counter: Tensor | None
     numbers: tuple[float, ...]
-    partials: tuple[int, int] | None = None
+    partials: tuple[int, int] | None = None  # shape of the row scale's gradient, before its sum over column tiles
     converts: bool = False  # the row scale, to fp32
 
-    def last(self, bias: Tensor | None, row_scale: Tensor | None) -> tuple[Any, ...]:
-        """Return the last arguments for this bias and this row scale."""
+    def arguments(self, bias: Tensor | None, row_scale: Tensor | None) -> tuple[Any, ...]:
+        """Return bias, row scale, tile counter and numbers, as the kernel takes them."""
         if row_scale is None:
             row_scale = self.no_scale
         elif self.converts:
             row_scale = row_scale.float()
-        return (
-            self.no_bias if bias is None else bias,
-            row_scale,
-            None if self.partials is None else torch.empty(self.partials, dtype=torch.float32, device=self.device),
-            _new_counter(self.device) if self.counter is None else self.counter,
-            *self.numbers,
-        )
-
-
-_PARTIAL = 2  # the partial sums among a kernel's last arguments
+        bias = self.no_bias if bias is None else bias
+        return (bias, row_scale, _new_counter(self.device) if self.counter is None else self.counter, *self.numbers)
 
 
 @functools.lru_cache(maxsize=4096)
-def _ragged_m_launch(
-    choose: Callable[[Problem], TileConfig],
-    family: Family,
-    device: torch.device,
-    dtype: torch.dtype,
-    rows: int,
-    experts: int,
-    columns: int,
-    depth: int,
-    b_major: str,
-    activation: Activation | None,
-    keep: bool,
-    gradient: bool,
-    biased: bool,
-    scale: torch.dtype | None,
-    sm_margin: int,
-    schedule: Schedule,
-) -> _Launch:
-    """Find out how to launch a product: once for the same shapes, since it takes as long as a launch. ``choose`` is an
-    argument, so that another choice is another launch.
-    """
+def _ragged_m_launch(key: _RaggedMKey) -> _RaggedMLaunch:
+    """Make the launch of a ragged M product. It is cached, since this takes as long as a launch."""
+    family, activation = key.family, key.activation
     if family == "derivative" and activation is not None and heavy(activation):
         family = "heavy_derivative"
     if family == "activation" and activation is not None and activation.gated and not activation.interleaved:
-        family = "transposed_activation" if b_major == "n" else family
-    options = KernelOptions(sm_margin, schedule)
-    sms = _sms(device, options)
-    problem = Problem(family, rows, experts, columns, depth, sms)
-    config = choose(problem)
-    scaled = scale is not None
+        family = "transposed_activation" if key.b_major == "n" else family
+    sms = _sms(key.device, key.options)
+    problem = Problem(family, key.rows, key.experts, key.columns, key.depth, sms, key.dtype.itemsize)
+    config = key.choose(problem)
+    scaled, derivative = key.scale is not None, key.family == "derivative"
     kernel = _ragged_m_kernel(
-        _NAMES[dtype], b_major, family, activation_key(activation), keep, gradient and scaled, config
-    )
+        dtype=NAMES[key.dtype], b_major=key.b_major, derivative=derivative, activation=_compiled_in(activation),
+        keep=key.keep, scaled=derivative and scaled, config=config,
+    )  # fmt: skip
     limit, alpha, offset = 0.0, 1.0, 0.0
     if activation is not None:
         limit, alpha, offset = activation.limit or 0.0, activation.alpha, activation.offset
-    numbers = (limit, alpha, offset, biased, scaled, *_scheduling(problem, config, sms, options))
-    no_bias, no_scale = _absent(device, dtype)
-    partials = (-(-columns // config.tile_n), rows) if gradient and scaled else None
-    launch = _Launch(
-        kernel, None, device, no_bias, no_scale, _counter(device, options), numbers,
-        partials, converts=scaled and scale is not torch.float32,
+    numbers = (limit, alpha, offset, key.biased, scaled, *_scheduling(problem, config, sms, key.options))
+    no_bias, no_scale = _absent(key.device, key.dtype)
+    launch = _RaggedMLaunch(
+        kernel, None, key.device, no_bias, no_scale, _counter(key.device, key.options), numbers,
+        partials=(-(-key.columns // config.tile_n), key.rows) if derivative and scaled else None,
+        converts=scaled and key.scale is not torch.float32,
     )  # fmt: skip
-    varies = biased or scaled or launch.counter is None
-    return launch if varies else launch._replace(constants=launch.last(None, None))
+    varies = key.biased or scaled or launch.counter is None
+    return launch if varies else launch._replace(constants=launch.arguments(None, None))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RaggedKKey:
+    """Everything that decides the launch of a ragged K product."""
+
+    choose: Callable[[Problem], TileConfig]
+    device: torch.device
+    dtype: torch.dtype
+    rows: int
+    experts: int
+    n: int
+    k: int
+    out: torch.dtype
+    accumulate: bool
+    options: KernelOptions
+
+
+class _RaggedKLaunch(NamedTuple):
+    """A ragged K kernel, its tile counter under a static schedule, and its numbers."""
+
+    kernel: Callable[..., Any] | None
+    counter: Tensor | None
+    numbers: tuple[int, ...]
 
 
 @functools.lru_cache(maxsize=4096)
-def _ragged_k_launch(
-    choose: Callable[[Problem], TileConfig],
-    device: torch.device,
-    dtype: torch.dtype,
-    rows: int,
-    experts: int,
-    n: int,
-    k: int,
-    out: torch.dtype,
-    accumulate: bool,
-    sm_margin: int,
-    schedule: Schedule,
-) -> tuple[Callable[..., Any], Tensor | None, tuple[int, ...]]:
-    """Return the kernel, the tile counter where the schedule is static, and the numbers that come last."""
-    options = KernelOptions(sm_margin, schedule)
-    sms = _sms(device, options)
-    problem = Problem("wgrad", rows, experts, k, n, sms)
-    config = choose(problem)
-    kernel = _ragged_k_kernel(_NAMES[dtype], config, _NAMES[out], accumulate)
-    numbers = _scheduling(problem, config, sms, options)
-    return kernel, _counter(device, options), numbers
+def _ragged_k_launch(key: _RaggedKKey) -> _RaggedKLaunch:
+    """Make the launch of a ragged K product."""
+    sms = _sms(key.device, key.options)
+    problem = Problem("wgrad", key.rows, key.experts, key.k, key.n, sms, key.dtype.itemsize)
+    config = key.choose(problem)
+    kernel = _ragged_k_kernel(dtype=NAMES[key.dtype], config=config, out=NAMES[key.out], accumulate=key.accumulate)
+    return _RaggedKLaunch(kernel, _counter(key.device, key.options), _scheduling(problem, config, sms, key.options))
 
 
 def _scheduling(problem: Problem, config: TileConfig, sms: int, options: KernelOptions) -> tuple[int, int, int]:
-    """Return what a kernel's scheduler takes: the band of row tiles, CTAs, and whether tiles are drawn."""
+    """Return the scheduler's numbers: the band of row tiles, CTAs, and whether the schedule is dynamic."""
     return band(problem, config), _ctas(sms, config), int(options.schedule == "dynamic")
 
 
-def activation_key(activation: Activation | None) -> tuple[str, bool, bool]:
-    """Return what of an activation is compiled in: kind, whether it is clamped, whether gate and up alternate."""
+class _CompiledIn(NamedTuple):
+    """The parts of an activation that are compiled in."""
+
+    kind: str
+    clamped: bool
+    interleaved: bool
+
+
+def _compiled_in(activation: Activation | None) -> _CompiledIn | None:
     if activation is None:
-        return "", False, False
+        return None
     clamped = activation.limit is not None and math.isfinite(activation.limit)
-    return activation.kind, activation.gated and clamped, activation.gated and activation.interleaved
+    return _CompiledIn(activation.kind, activation.gated and clamped, activation.gated and activation.interleaved)
 
 
 def heavy(activation: Activation) -> bool:
@@ -494,18 +510,29 @@ def heavy(activation: Activation) -> bool:
 
 @functools.cache
 def _ragged_m_kernel(
-    dtype: str, b_major: str, family: Family, key: tuple[str, bool, bool], keep: bool, scaled: bool, config: TileConfig
+    *,
+    dtype: str,
+    b_major: str,
+    derivative: bool,
+    activation: _CompiledIn | None,
+    keep: bool,
+    scaled: bool,
+    config: TileConfig,
 ) -> Any:
-    from fusedmoe.kernels.sm90.ragged_m import Epilogue, RaggedM
+    from fusedmoe.kernels.sm90 import epilogues
+    from fusedmoe.kernels.sm90.ragged_m import RaggedM
 
-    kind, clamped, interleaved = key
-    derivative = family in ("derivative", "heavy_derivative")
-    epilogue = Epilogue(kind, derivative, clamped, interleaved, keep, scaled)
+    if activation is None:
+        epilogue = epilogues.PLAIN
+    elif derivative:
+        epilogue = epilogues.derivative(**activation._asdict(), keep=keep, row_scale=scaled)
+    else:
+        epilogue = epilogues.activation(**activation._asdict(), keep=keep)
     return compiler.load(RaggedM(dtype, config, b_major=b_major, epilogue=epilogue))
 
 
 @functools.cache
-def _ragged_k_kernel(dtype: str, config: TileConfig, out: str, accumulate: bool) -> Any:
+def _ragged_k_kernel(*, dtype: str, config: TileConfig, out: str, accumulate: bool) -> Any:
     from fusedmoe.kernels.sm90.ragged_k import RaggedK
 
     return compiler.load(RaggedK(dtype, config, out=out, accumulate=accumulate))
@@ -525,7 +552,7 @@ def _ctas(sms: int, config: TileConfig) -> int:
 
 
 def _new_counter(device: torch.device) -> Tensor:
-    """A tile counter, zero and one launch's own: those of other streams have theirs."""
+    """A tile counter, zero, for one launch: launches on other streams have their own."""
     return torch.zeros(1, dtype=torch.int32, device=device)
 
 
@@ -535,15 +562,11 @@ def _no_counter(device: torch.device) -> Tensor:
 
 
 def _counter(device: torch.device, options: KernelOptions) -> Tensor | None:
-    """The tile counter of a static schedule, which reads none; None for a dynamic one, whose launches have new ones."""
+    """The tile counter of a static schedule, which is never read; None for a dynamic one, with a counter per launch."""
     return _no_counter(device) if options.schedule == "static" else None
 
 
 @functools.cache
 def _absent(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What a kernel gets for a bias or a row scale that there is not; it reads neither."""
+    """The arguments of a kernel in place of a bias and of a row scale; it reads neither."""
     return torch.empty(1, 8, dtype=dtype, device=device), torch.empty(1, dtype=torch.float32, device=device)
-
-
-def _ones(device: torch.device, rows: int) -> Tensor:
-    return torch.ones(rows, dtype=torch.float32, device=device)

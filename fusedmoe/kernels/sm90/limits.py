@@ -1,20 +1,22 @@
-"""What the kernels of this folder take, as predicates in plain Python: no torch, no CuTe DSL, no GPU.
+"""The constraints of the Hopper kernels, as predicates in plain Python: no torch, no CuTe DSL, no GPU.
 
-Each returns None, or the reason against it as text that names the value and, where there is one, the remedy. Fusion
-rules ask those above the line ahead of any call, and those below it, about strides and addresses, at each call.
+Each returns None, or the reason why a kernel cannot be used. The reason names the value and, if there is one, the
+remedy. Fusion rules check the predicates above the line at plan time, and those below it, of strides and addresses, at
+each call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from fusedmoe.kernels.sm90.config import ALIGNMENT_BYTES, ELEMENT_BYTES
+
 DTYPES = ("torch.bfloat16", "torch.float16")
 ROW_SCALE_DTYPES = ("torch.float32", *DTYPES)
 MOST_EXPERTS = 1024
-"""That the kernels sort rows by: they count each in shared memory."""
-ALIGNMENT_BYTES = 16
-UNIT = 8
-"""Elements of 16 bytes: TMA wants every pitch to be a multiple, and so every width."""
+"""The most experts that the kernels sort rows by: they count the rows of each in shared memory."""
+UNIT = ALIGNMENT_BYTES // ELEMENT_BYTES
+"""TMA requires that every pitch, and so every width, is a multiple of this number of elements."""
 
 
 def _short(dtype: object) -> str:
@@ -43,7 +45,7 @@ def why_not_row_scale(dtype: object) -> str | None:
 
 
 def why_not_routing(index_dtype: object, experts: int) -> str | None:
-    """Expert ids are int32 or int64, and the experts few enough for what a CTA counts."""
+    """Expert ids are int32 or int64, and there are at most `MOST_EXPERTS`."""
     if str(index_dtype) not in ("torch.int32", "torch.int64"):
         return f"expert_index is {_short(index_dtype)}, not int32 or int64: convert it"
     return None if experts <= MOST_EXPERTS else f"{experts} experts, over {MOST_EXPERTS}"
@@ -60,18 +62,18 @@ def why_not_width(name: str, features: int) -> str | None:
 def why_not_matrix(
     name: str, shape: Sequence[int], strides: Sequence[int], address: int, transposed: bool = False
 ) -> str | None:
-    """Features have unit stride or, where ``transposed`` allows it, rows do; all other strides are multiples of 8.
+    """Features have unit stride or, with ``transposed``, rows may have it. All other strides are multiples of 8.
 
     Parameters
     ----------
     name
-        What to call it.
+        Name in the reason.
     shape, strides
-        (rows, columns) or (experts, rows, columns); strides in elements of two bytes.
+        (rows, columns) or (experts, rows, columns); strides in elements.
     address
         Of the first element, in bytes.
     transposed
-        Whether unit stride in the last but one axis will do as well.
+        Whether the last but one axis may have unit stride instead.
     """
     row, column = strides[-2], strides[-1]
     by_rows = column == 1 and row >= shape[-1] and not row % UNIT

@@ -1,10 +1,9 @@
-"""Shapes whose best tiles were measured and are not what the model of choice.py says, as data.
+"""Shapes for which the model of choice.py does not choose the fastest tiles, as data.
 
-``(family, half octaves of the rows an expert, columns, octaves of the depth)``, as `choice.Problem.coarse` rounds them,
-to a configuration's name. A layer of a known model belongs here if the model's choice is more than 3% slower than the
-best.
+A key is `choice.Problem.coarse`, a value the name of a configuration. The table has the layers of known models for
+which the model's choice is more than 3% slower than the best.
 
-Source: NVIDIA H100 80GB HBM3, 2026-11-21, bf16, rows dealt out at random, medians; differences below 5% may be noise.
+Source: NVIDIA H100 80GB HBM3, 2026-11-21, bf16, random routing, medians. Differences below 5% may be noise.
 """
 
 from __future__ import annotations

@@ -1,30 +1,24 @@
-"""Grouped matrix product over ragged rows: rows (R, K), sorted by expert, times each expert's weight (E, N, K).
+"""Ragged M grouped GEMM: rows (R, K), sorted by expert, times the weight of each row's expert (E, N, K).
 
     acc[r, n] = sum over k of a[r, k] * b[expert of r, n, k]        (fp32)
 
-and an epilogue on the accumulators:
+epilogues.py describes what becomes of the accumulators. gemm.py describes the warps and the mainloop.
 
-    plain        out = (acc + bias) * row_scale
-    activation   p = acc + bias (written where backward needs it), out = act(p) * row_scale
-    derivative   for acc, the gradient of act(p) * row_scale: grad_p, act(p) * row_scale, and per row the sum of
-                 acc * act(p) over the tile's columns, which another launch sums over tiles
+**Clusters.** The two CTAs of a cluster share the weights of two row tiles, or the rows of two column tiles (tiles.py).
+Each CTA loads half of the shared operand, for both. Other rows are loaded whole; other weights as two halves.
 
-Clusters. Two CTAs share the weights of two row tiles, or the rows of two column tiles, as tiles.py has it: each loads
-half of what they share, for both. What is a CTA's own comes whole (rows), or as both halves (weights).
+**Bounds.** A load may run past an expert's last row: those rows of the product are never stored. A store must end at
+that row. The TMA descriptor of an output therefore has one dimension more than the tensor, over the same memory:
 
-Warps. Math warpgroups 0 and 1; warpgroup 2 has the loaders, which give their registers away: warp 8 loads A and B by
-TMA, warp 9 schedules tiles (tiles.py), warps 10 and 11 load what the epilogue of warpgroup 0 and 1 reads, under the
-main loop.
+- Its rows are only 64 long, and start 64 rows before the tensor.
+- A box that starts at row ``64 - valid`` of the slice ``row + valid`` starts at ``row`` in memory.
+- The hardware drops the rows past row 64 of the slice.
 
-Ragged rows. A load may run past an expert's last row: those rows of the product are never stored. A store must stop
-there: each expert's end is a bound of the output's TMA descriptor, which has one dimension more than the tensor. Its
-rows are only 64 long and start 64 rows before the tensor; a box that starts at row ``64 - valid`` of the slice ``row +
-valid`` begins at ``row`` in memory, and the hardware drops what lies past row 64 of the slice. So one descriptor
-serves all experts.
+So one descriptor serves all experts.
 
-Gated activations read gate and up of one output from one thread: where the weight is ``[gate | up]``, a tile of B is
-half gate rows, half up rows (one descriptor), and accumulators j and j + tile_n / 2 belong together.
-Where gate and up alternate they are neighbouring accumulators.
+**Gated activations** need the gate and the up of an output in one thread. If the weight is ``[gate | up]``, a tile of B
+is half gate rows, half up rows, loaded by one descriptor. Accumulators j and j + tile_n / 2 then belong together. If
+gate and up alternate, they are adjacent accumulators.
 
 Axes: M rows of a tile, N columns, K contraction, E experts.
 """
@@ -32,8 +26,7 @@ Axes: M rows of a tile, N columns, K contraction, E experts.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -41,60 +34,58 @@ import cutlass.pipeline as pipeline
 from cutlass import Float32, Int16, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 
-from fusedmoe.kernels.sm90 import epilogues, tiles
-from fusedmoe.kernels.sm90.config import BLOCK_ROWS, EPILOGUE_COLUMNS, TILE_K
+from fusedmoe.kernels.sm90 import tiles
+from fusedmoe.kernels.sm90.config import BLOCK_ROWS, EPILOGUE_COLUMNS
+from fusedmoe.kernels.sm90.epilogues import PLAIN, Arguments, Block, Epilogue, Numbers
 from fusedmoe.kernels.sm90.gemm import (
-    ACROSS,
     EPILOGUE_LOAD_WARP,
     LOAD,
     LOAD_WARP,
     PRODUCER,
     SCHEDULER_WARP,
     SHARED_LOAD,
-    VALUES,
+    Copies,
     Gemm,
+    Tma,
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Epilogue:
-    """What becomes of the accumulators, as far as it changes the code.
+class Loads(NamedTuple):
+    """Loads of the operands: A for one CTA, and A and B for both CTAs of a cluster."""
 
-    ``act`` is an `Activation.kind` or "" for none; ``derivative`` tells act from its backward.
-    """
+    whole_a: Tma
+    shared_a: Tma
+    shared_b: Tma
 
-    act: str = ""
-    derivative: bool = False
-    clamped: bool = False
-    interleaved: bool = False
-    keep: bool = False  # also write: the preactivation; of the derivative: the recomputed activation
-    row_scale: bool = False  # of the derivative: there is a row scale, and its gradient is wanted
 
-    @property
-    def gated(self) -> bool:
-        return self.act not in ("", "squared_relu")
+class Extents(NamedTuple):
+    """Extents of the problem."""
 
-    @property
-    def name(self) -> str:
-        flags = (
-            (self.derivative, "d"), (True, self.act or "plain"), (self.clamped, "_clamp"), (self.interleaved, "_inter"),
-            (self.row_scale, "_scale"), (self.keep, "_keep"),
-        )  # fmt: skip
-        return "".join(text for on, text in flags if on)
+    rows: Int32
+    n: Int32
+    k: Int32
+
+
+class Stage(NamedTuple):
+    """A stage to load: its index, its barrier, and the tile of K."""
+
+    index: Int32
+    full: cute.Pointer
+    k_tile: Int32
 
 
 @dataclass(frozen=True)
 class RaggedM(Gemm):
-    """One kernel of this page."""
+    """One kernel of this module."""
 
-    b_major: str = "k"  # or "n": which axis of the weight has unit stride
-    epilogue: Epilogue = Epilogue()
+    b_major: str = "k"  # or "n": the axis of the weight that has unit stride
+    epilogue: Epilogue = PLAIN
 
     def __post_init__(self) -> None:
         if (self.config.cluster_m, self.config.cluster_n) != (2, 1):
-            raise ValueError(f"ragged rows: expected a cluster of two row tiles, got {self.config.name}")
-        if self.paired and self.b_major == "n" and self.config.tile_n % (2 * ACROSS):
-            raise ValueError(f"halves of a tile come {ACROSS} columns at a time, got {self.config.name}")
+            raise ValueError(f"ragged M: expected a cluster of two row tiles, got {self.config.name}")
+        if self.paired and self.b_major == "n" and self.config.tile_n % (2 * self.tile_k):
+            raise ValueError(f"halves of a tile are loaded {self.tile_k} columns at a time, got {self.config.name}")
 
     @property
     def symbol(self) -> str:
@@ -102,92 +93,70 @@ class RaggedM(Gemm):
 
     @property
     def sources(self) -> tuple[str, ...]:
-        names = ("ragged_m", "gemm", "tiles", "epilogues", "config")
+        names = ("ragged_m", "gemm", "tiles", "warps", "epilogues", "formulas", "config")
         return tuple(f"fusedmoe.kernels.sm90.{name}" for name in names)
 
     @property
     def paired(self) -> bool:
-        """A tile of B is half gate rows, half up rows."""
-        return self.epilogue.gated and not self.epilogue.derivative and not self.epilogue.interleaved
+        """Whether a tile of B is half gate rows, half up rows."""
+        return self.epilogue.formula.paired
 
     @property
     def boxes_read(self) -> int:
-        return (2 if self.epilogue.gated else 1) if self.epilogue.derivative else 0
+        return self.epilogue.formula.boxes_read
 
     @property
     def steps(self) -> int:
-        """Steps of the epilogue over a block of 64 rows."""
-        two_for_one = self.epilogue.gated and not self.epilogue.derivative
-        return self.config.tile_n // (2 if two_for_one else 1) // EPILOGUE_COLUMNS
+        """Steps of the epilogue per block of 64 rows."""
+        return self.config.tile_n // self.epilogue.formula.accumulators // EPILOGUE_COLUMNS
 
     @property
-    def boxes_a_block(self) -> int:
-        e = self.epilogue
-        halves = 2 if e.gated else 1
-        if e.derivative:
-            return self.steps * (halves + e.keep)
-        return self.steps * (1 + (halves if e.keep and e.act else 0))
+    def boxes_per_block(self) -> int:
+        return self.steps * self.epilogue.boxes
 
     # -- compile
 
     def compile(self) -> Any:
-        """Compile without a GPU; a function of torch tensors and numbers, to be called as `functions.py` does."""
-        e = self.epilogue
-        index64 = lambda: cute.sym_int64(divisibility=8)  # noqa: E731
+        """Compile without a GPU; the arguments are those of ``__call__``, without the stream."""
         rows, experts = cute.sym_int(), cute.sym_int()
-        fake = cute.runtime.make_fake_tensor
-
-        def matrix(dtype: Any = self.element, rows: Any = rows) -> Any:
-            return fake(dtype, (rows, cute.sym_int()), (index64(), 1), assumed_align=16)
-
-        strides = (index64(), index64(), 1) if self.b_major == "k" else (index64(), 1, index64())
+        fake, pitch = cute.runtime.make_fake_tensor, self.fake_pitch
+        strides = (pitch(), pitch(), 1) if self.b_major == "k" else (pitch(), 1, pitch())
         b = fake(self.element, (experts, cute.sym_int(), cute.sym_int()), strides, assumed_align=16)
-        vector = lambda dtype, n: fake(dtype, (n,), (1,))  # noqa: E731
         bias = fake(self.element, (cute.sym_int(), cute.sym_int()), (cute.sym_int64(), 1))
-        partial = fake(Float32, (cute.sym_int(), rows), (cute.sym_int(), 1)) if e.row_scale else None
-        p = matrix() if e.derivative or (e.act and e.keep) else None
-        second = matrix() if e.derivative and e.keep else None
+        offsets, row_scale, counter = (
+            fake(dtype, (n,), (1,)) for dtype, n in ((Int32, experts), (Float32, cute.sym_int()), (Int32, 1))
+        )
+        inputs = [self.fake_matrix(rows)] if self.boxes_read else []
+        outputs = [output.fake(self, rows) for output in self.epilogue.outputs]
         return cute.compile(
-            self, matrix(), b, vector(Int32, experts), matrix(), p, second, bias, vector(Float32, cute.sym_int()),
-            partial, vector(Int32, 1), Float32(0), Float32(0), Float32(0), Int32(0), Int32(0), Int32(0), Int32(0),
-            Int32(0), cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+            self, self.fake_matrix(rows), b, offsets, bias, row_scale, counter, *[Float32(0)] * 3, *[Int32(0)] * 5,
+            cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), *inputs, *outputs,
             options=f"--enable-tvm-ffi --gpu-arch {self.arch}",
         )  # fmt: skip
+
+    def fake_pitch(self) -> Any:
+        return cute.sym_int64(divisibility=self.alignment)
+
+    def fake_matrix(self, rows: Any) -> Any:
+        """A matrix of these rows, for the compiler."""
+        return cute.runtime.make_fake_tensor(
+            self.element, (rows, cute.sym_int()), (self.fake_pitch(), 1), assumed_align=16
+        )
 
     # -- host side of a launch
 
     @cute.jit
     def __call__(
-        self,
-        a: cute.Tensor,
-        b: cute.Tensor,
-        offsets: cute.Tensor,
-        out: cute.Tensor,
-        p: cute.Tensor | None,
-        second: cute.Tensor | None,
-        bias: cute.Tensor,
-        row_scale: cute.Tensor,
-        partial: cute.Tensor | None,
-        counter: cute.Tensor,
-        limit: Float32,
-        alpha: Float32,
-        offset: Float32,
-        biased: Int32,
-        scaled: Int32,
-        band: Int32,
-        ctas: Int32,
-        dynamic: Int32,
-        stream,
-    ):
-        e, config = self.epilogue, self.config
+        self, a, b, offsets, bias, row_scale, counter,
+        limit, alpha, offset, biased, scaled, band, ctas, dynamic, stream, *tensors,
+    ):  # fmt: skip
+        """Launch. ``tensors`` are the input of the epilogue's formula, if it has one, and then its outputs."""
+        config, formula = self.config, self.epilogue.formula
         major = OperandMajorMode.K if self.b_major == "k" else OperandMajorMode.MN
-        tiled_mma = self.tiled_mma(OperandMajorMode.K, major)
-        a_smem = self.smem_layout((config.tile_m, TILE_K), OperandMajorMode.K, self.stages)
-        b_smem = self.smem_layout((config.tile_n, TILE_K), major, self.stages)
-        box_smem = self.box_layout(self.boxes)
+        layouts = self.layouts(OperandMajorMode.K, major)
 
-        # weights as (N, K, E); for a gated activation the rows of gate, then those of up: N is (I, 2) or, where it has
-        # unit stride and comes 64 columns at a time, (I, K, 2, E)
+        # The weight as (N, K, E). For a gated activation N is (I, 2): the rows of gate, then those of up. If N has unit
+        # stride, where a load has one swizzle's width of it, the weight is (I, K, 2, E).
         experts, n, k = b.shape
         se, sn, sk = b.stride
         tile_n, layout = config.tile_n, cute.make_layout((n, k, experts), stride=(sn, sk, se))
@@ -198,207 +167,132 @@ class RaggedM(Gemm):
                 layout = cute.make_layout((n // 2, k, 2, experts), stride=(sn, sk, up, se))
         b_view = cute.make_tensor(b.iterator, layout)
 
-        a_box, a_tile = cute.slice_(a_smem, (None, None, 0)), (config.tile_m, TILE_K)
+        a_box, a_tile = cute.slice_(layouts.a, (None, None, 0)), (config.tile_m, self.tile_k)
         whole_a, shared_a = (
-            cpasync.make_tiled_tma_atom(op, a, a_box, a_tile, num_multicast=ctas)
+            Tma(*cpasync.make_tiled_tma_atom(op, a, a_box, a_tile, num_multicast=ctas))
             for op, ctas in ((LOAD, 1), (SHARED_LOAD, config.ctas))
         )
         if const_expr(self.b_major == "n"):
-            shared_b = self.across_atom(b_view, b_smem, config.ctas)
+            shared_b = self.across_atom(b_view, layouts.b, config.ctas)
         else:
-            b_box = cute.slice_(b_smem, (None, None, 0))
-            shared_b = cpasync.make_tiled_tma_atom(
-                SHARED_LOAD, b_view, b_box, (tile_n, TILE_K), num_multicast=config.ctas
-            )
-        box = cute.slice_(box_smem, (None, None, 0))
-        halves = 2 if e.gated and not e.interleaved else 1
-        # derivative: `out` is grad_p, two halves; `second` the activation. Else `p` has the halves, `out` the
-        # activation
-        tma_out, out_tma = self.store_atom(out, halves if e.derivative else 1, box)
-        tma_p, p_tma = None, None
-        if const_expr(e.derivative):
-            p_view = self.halves(p, halves)
-            tma_p, p_tma = cpasync.make_tiled_tma_atom(LOAD, p_view, box, (BLOCK_ROWS, EPILOGUE_COLUMNS))
-        elif const_expr(p is not None):
-            tma_p, p_tma = self.store_atom(p, halves, box)
-        tma_second, second_tma = None, None
-        if const_expr(second is not None):
-            tma_second, second_tma = self.store_atom(second, 1, box)
-
+            b_box, b_tile = cute.slice_(layouts.b, (None, None, 0)), (tile_n, self.tile_k)
+            shared_b = Tma(*cpasync.make_tiled_tma_atom(SHARED_LOAD, b_view, b_box, b_tile, num_multicast=config.ctas))
+        inputs = None
+        if const_expr(self.boxes_read > 0):
+            view, box = self.in_parts(tensors[0], formula.parts), cute.slice_(layouts.boxes, (None, None, 0))
+            inputs = Tma(*cpasync.make_tiled_tma_atom(LOAD, view, box, (BLOCK_ROWS, EPILOGUE_COLUMNS)))
+        outputs = tensors[1 if self.boxes_read else 0 :]
+        parameters = tuple(
+            output.parameter(self, tensor) for output, tensor in zip(self.epilogue.outputs, outputs, strict=True)
+        )
         self.kernel(
-            *whole_a,
-            *shared_a,
-            *shared_b,
-            tma_out,
-            out_tma,
-            tma_p,
-            p_tma,
-            tma_second,
-            second_tma,
-            tiled_mma,
-            a_smem,
-            b_smem,
-            box_smem,
-            offsets,
-            bias,
-            row_scale,
-            partial,
-            counter,
-            limit,
-            alpha,
-            offset,
-            biased,
-            scaled,
-            band,
-            dynamic,
-            a.shape[0],
-            n,
-            k,
-        ).launch(stream=stream, **self.grid(ctas))
+            Loads(whole_a, shared_a, shared_b), inputs, parameters, self.tiled_mma(OperandMajorMode.K, major), layouts,
+            offsets, bias, row_scale, counter, Numbers(limit, alpha, offset, biased, scaled, band, dynamic),
+            Extents(a.shape[0], n, k),
+        ).launch(stream=stream, **self.grid(ctas))  # fmt: skip
 
-    def halves(self, t: cute.Tensor, count: int) -> cute.Tensor:
+    def in_parts(self, t: cute.Tensor, count: int) -> cute.Tensor:
         """(R, count * W) as (R, W, count)."""
         width = t.shape[1] // count
         return cute.make_tensor(
             t.iterator, cute.make_layout((t.shape[0], width, count), stride=(t.stride[0], 1, width))
         )
 
-    def store_atom(self, t: cute.Tensor, count: int, box: Any) -> Any:
-        """A store whose rows end where a slice says: (64, W, count, R + 1), see the module's page."""
-        view = self.halves(t, count)
+    def store_atom(self, t: cute.Tensor, parts: int) -> Tma:
+        """A store that ends at an expert's last row: (64, W, parts, R + 1), see the module's docstring."""
+        box = cute.slice_(self.box_layout(self.boxes), (None, None, 0))
+        view = self.in_parts(t, parts)
         pitch = t.stride[0]
         start = cute.domain_offset((-BLOCK_ROWS, 0), t).iterator
         layout = cute.make_layout(
-            (BLOCK_ROWS, view.shape[1], count, t.shape[0] + 1), stride=(pitch, 1, view.stride[2], pitch)
+            (BLOCK_ROWS, view.shape[1], parts, t.shape[0] + 1), stride=(pitch, 1, view.stride[2], pitch)
         )
-        return cpasync.make_tiled_tma_atom(
+        return Tma(*cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileS2GOp(), cute.make_tensor(start, layout), box, (BLOCK_ROWS, EPILOGUE_COLUMNS)
-        )
+        ))  # fmt: skip
 
     # -- device side
 
     @cute.kernel
-    def kernel(
-        self,
-        tma_whole_a: cute.CopyAtom,
-        whole_a_tma: cute.Tensor,
-        tma_shared_a: cute.CopyAtom,
-        shared_a_tma: cute.Tensor,
-        tma_shared_b: cute.CopyAtom,
-        shared_b_tma: cute.Tensor,
-        tma_out: cute.CopyAtom,
-        out_tma: cute.Tensor,
-        tma_p: cute.CopyAtom | None,
-        p_tma: cute.Tensor | None,
-        tma_second: cute.CopyAtom | None,
-        second_tma: cute.Tensor | None,
-        tiled_mma: cute.TiledMma,
-        a_smem: cute.ComposedLayout,
-        b_smem: cute.ComposedLayout,
-        box_smem: cute.ComposedLayout,
-        offsets: cute.Tensor,
-        bias: cute.Tensor,
-        row_scale: cute.Tensor,
-        partial: cute.Tensor | None,
-        counter: cute.Tensor,
-        limit: Float32,
-        alpha: Float32,
-        offset: Float32,
-        biased: Int32,
-        scaled: Int32,
-        band: Int32,
-        dynamic: Int32,
-        rows: Int32,
-        n: Int32,
-        k: Int32,
-    ):
+    def kernel(self, loads, inputs, outputs, tiled_mma, layouts, offsets, bias, row_scale, counter, numbers, extents):
+        rows, n, k = extents
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        shared, rings = self.shared_memory(a_smem, b_smem, box_smem)
+        shared, rings = self.shared_memory(layouts)
         if warp_idx >= LOAD_WARP:
             cute.arch.setmaxregister_decrease(self.registers[0])
             if warp_idx == LOAD_WARP:
-                whole_a, shared_a = (tma_whole_a, whole_a_tma), (tma_shared_a, shared_a_tma)
-                self.load(whole_a, shared_a, (tma_shared_b, shared_b_tma), shared, rings, n)
+                self.load(loads, shared, rings, n)
             elif warp_idx == SCHEDULER_WARP:
-                k_tiles = (k + TILE_K - 1) // TILE_K
-                share = tiles.Share(self.config, band, counter, dynamic, shared[4])
-                tiles.schedule_ragged_m(offsets, rows, self.tiles_n(n), k_tiles, share, rings[1], shared[3])
+                k_tiles = (k + self.tile_k - 1) // self.tile_k
+                share = tiles.Share(self.config, numbers.band, counter, numbers.dynamic, shared.drawing)
+                tiles.schedule_ragged_m(offsets, rows, self.tiles_n(n), k_tiles, share, rings.tiles, shared.slots)
             elif const_expr(self.boxes_read > 0):
-                self.load_boxes(tma_p, p_tma, shared, rings, warp_idx - EPILOGUE_LOAD_WARP)
+                self.load_inputs(inputs, shared, rings, warp_idx - EPILOGUE_LOAD_WARP)
         else:
             cute.arch.setmaxregister_increase(self.registers[1])
-            env = SimpleNamespace(
-                out=(tma_out, out_tma), p=(tma_p, p_tma), second=(tma_second, second_tma), bias=bias,
-                row_scale=row_scale, partial=partial, constants=(limit, alpha, offset), rows=rows, n=n,
-                biased=biased, scaled=scaled,
-            )  # fmt: skip
+            env = Arguments(outputs, bias, row_scale, numbers, rows, n)
             self.math(tiled_mma, shared, rings, warp_idx // 4, env)
 
     @cute.jit
-    def load(self, whole_a, shared_a, shared_b, shared, rings, n):
-        """The loading warp: A and B of every tile, stage by stage. Each CTA loads half of what the cluster shares, for
-        both.
+    def load(self, loads, shared, rings, n):
+        """The loading warp: A and B of every tile, stage by stage. Each CTA loads half of the shared operand, for both
+        CTAs.
         """
-        s_a, s_b, _, slots, _ = shared
-        ab, ring, _ = rings
+        ab = rings.ab
         rank, _ = tiles.ranks(self.config)
         alone, both = Int16(1 + rank), Int16(3)
-        ab_state = pipeline.make_pipeline_state(PRODUCER, self.stages)
+        state = pipeline.make_pipeline_state(PRODUCER, self.stages)
         turn = Int32(0)
-        turn, slot = tiles.take(ring, turn, slots)
-        expert, row, column, shares_rows, depth = slot[0], slot[1], slot[3], slot[4] != 0, slot[5]
-        while expert != tiles.END:
-            if depth > 0:
-                a = self.loads_a(whole_a, s_a, row, 0, 1)
-                half_a = self.loads_a(shared_a, s_a, row, rank, 2)
-                half_b, other_b = (self.loads_b(shared_b, s_b, expert, column, n, r) for r in (rank, 1 - rank))
+        turn, tile = tiles.take(rings.tiles, turn, shared.slots)
+        while tile.expert != tiles.END:
+            if tile.depth > 0:
+                shares_rows = tile.place != 0
+                a = self.loads_a(loads.whole_a, shared.a, tile.row, 0, 1)
+                half_a = self.loads_a(loads.shared_a, shared.a, tile.row, rank, 2)
+                half_b, other_b = (self.loads_b(loads.shared_b, shared.b, tile, n, r) for r in (rank, 1 - rank))
                 b_to = Int16(cutlass.select_(shares_rows, alone, both))
-                for k_tile in cutlass.range(depth, unroll=1):
-                    to = self.next_stage(ab, ab_state, k_tile)
-                    self.copy(shared_b, half_b, to, b_to)
+                for k_tile in cutlass.range(tile.depth, unroll=1):
+                    ab.producer_acquire(state)
+                    stage = Stage(state.index, ab.producer_get_barrier(state), k_tile)
+                    self.copy(loads.shared_b, half_b, stage, b_to)
                     if shares_rows:
-                        self.copy(shared_b, other_b, to, alone)
-                        self.copy(shared_a, half_a, to, both)
+                        self.copy(loads.shared_b, other_b, stage, alone)
+                        self.copy(loads.shared_a, half_a, stage, both)
                     else:
-                        self.copy(whole_a, a, to, None)
-                    ab_state.advance()
-            turn, slot = tiles.take(ring, turn, slots)
-            expert, row, column, shares_rows, depth = slot[0], slot[1], slot[3], slot[4] != 0, slot[5]
-        ab.producer_tail(ab_state)
+                        self.copy(loads.whole_a, a, stage, None)
+                    state.advance()
+            turn, tile = tiles.take(rings.tiles, turn, shared.slots)
+        ab.producer_tail(state)
 
-    def next_stage(self, ab, state, k_tile):
-        """Wait for a stage; where loads of a tile of K go."""
-        ab.producer_acquire(state)
-        return SimpleNamespace(index=state.index, full=ab.producer_get_barrier(state), k_tile=k_tile)
+    def copy(self, load, pairs, stage, mask):
+        """Start an operand's loads of a stage. ``mask``: the CTAs that receive them, or None for this CTA alone."""
+        for to, source in pairs:
+            to, source = to[None, stage.index], source[None, stage.k_tile]
+            cute.copy(load.atom, source, to, tma_bar_ptr=stage.full, mcast_mask=mask)
 
-    def copy(self, operand, loads, to, mask):
-        """Start an operand's loads of a stage; ``mask``: the CTAs that get them, where that is to be said."""
-        for shared, source in loads:
-            cute.copy(operand[0], source[None, to.k_tile], shared[None, to.index], tma_bar_ptr=to.full, mcast_mask=mask)
-
-    def loads_a(self, operand, s_a, row, part, parts: int):
+    def loads_a(self, load, s_a, row, part, parts: int):
         """Shared and global sides of the loads of a part of a tile of A."""
-        g_a = cute.local_tile(cute.domain_offset((row, 0), operand[1]), (self.config.tile_m, TILE_K), (0, None))
+        g_a = cute.local_tile(cute.domain_offset((row, 0), load.tensor), (self.config.tile_m, self.tile_k), (0, None))
         s_a, g_a = cute.group_modes(s_a, 0, 2), cute.group_modes(g_a, 0, 2)
-        return [cpasync.tma_partition(operand[0], part, cute.make_layout(parts), s_a, g_a)]
+        return [cpasync.tma_partition(load.atom, part, cute.make_layout(parts), s_a, g_a)]
 
-    def loads_b(self, operand, s_b, expert, column, n, part):
+    def loads_b(self, load, s_b, tile, n, part):
         """Shared and global sides of the loads of a half of a tile of B."""
-        (tma, view), config = operand, self.config
+        (tma, view), config, column = load, self.config, tile.column
         if self.b_major == "n" and self.paired:
-            halves = [view[None, None, half, expert] for half in range(2)]
+            halves = [view[None, None, half, tile.expert] for half in range(2)]
             return [
-                load
+                pair
                 for i, half in enumerate(halves)
-                for load in self.across(tma, half, s_b, config.tile_n // 2, column, n // 2, part, config.ctas, i)
+                for pair in self.across(tma, half, s_b, config.tile_n // 2, column, n // 2, part, config.ctas, i)
             ]
-        weight = view[None, None, expert]
+        weight = view[None, None, tile.expert]
         if self.b_major == "n":
             return self.across(tma, weight, s_b, config.tile_n, column, n, part, config.ctas)
-        # a tile past the last column (see `across`), whose results nobody stores
+        # a tile past the last column (see `across`), whose results are not stored
         at = cutlass.min(column, self.tiles_n(n) - 1)
         tile_n, at = ((config.tile_n // 2, 2), (at, 0)) if self.paired else (config.tile_n, at)
-        g_b = cute.group_modes(cute.local_tile(weight, (tile_n, TILE_K), (at, None)), 0, 2)
+        g_b = cute.group_modes(cute.local_tile(weight, (tile_n, self.tile_k), (at, None)), 0, 2)
         return [cpasync.tma_partition(tma, part, cute.make_layout(config.ctas), cute.group_modes(s_b, 0, 2), g_b)]
 
     def tiles_n(self, n):
@@ -407,275 +301,102 @@ class RaggedM(Gemm):
         return (width + tile - 1) // tile
 
     @cute.jit
-    def load_boxes(self, tma_p, p_tma, shared, rings, group):
-        """A warp that loads the preactivation for one math warpgroup, box by box in the order of its epilogue."""
-        config = self.config
-        _, _, s_box, slots, _ = shared
-        _, ring, reads = rings
+    def load_inputs(self, load, shared, rings, group):
+        """A warp that loads the formula's input for one math warpgroup, box by box in the order of its epilogue."""
+        config, formula, ring = self.config, self.epilogue.formula, rings.inputs
         state = pipeline.make_pipeline_state(PRODUCER, self.load_stages)
         turn = Int32(0)
-        turn, slot = tiles.take(ring, turn, slots)
-        expert, row, left, column, depth = slot[0], slot[1], slot[2], slot[3], slot[5]
-        while expert != tiles.END:
-            mine = depth > 0
+        turn, tile = tiles.take(rings.tiles, turn, shared.slots)
+        while tile.expert != tiles.END:
+            mine = tile.depth > 0
             if const_expr(config.pingpong):
                 mine = mine and turn % 2 != group  # `turn` is that of the next tile
             if mine:
                 for i in cutlass.range_constexpr(config.blocks):
                     shift = self.block_row(i, group)
-                    if shift < left:
-                        view = cute.domain_offset((row + shift, 0, 0), p_tma)
+                    if shift < tile.rows:
+                        view = cute.domain_offset((tile.row + shift, 0, 0), load.tensor)
                         for j in cutlass.range(self.steps, unroll=1):
                             here = self.own(state, group)
-                            reads.producer_acquire(here)
+                            ring.producer_acquire(here)
                             for half in cutlass.range_constexpr(self.boxes_read):
-                                part, at = self.box_of(half, column * self.steps + j)
+                                part, at = formula.box_of(half, tile.column * self.steps + j)
                                 g_p = cute.local_tile(view[None, None, part], (BLOCK_ROWS, EPILOGUE_COLUMNS), (0, at))
                                 to_s, from_g = cpasync.tma_partition(
-                                    tma_p, 0, cute.make_layout(1), cute.group_modes(s_box, 0, 2),
+                                    load.atom, 0, cute.make_layout(1), cute.group_modes(shared.boxes, 0, 2),
                                     cute.group_modes(g_p, 0, 2),
                                 )  # fmt: skip
                                 cute.copy(
-                                    tma_p, from_g, to_s[None, self.read_box(here.index, half)],
-                                    tma_bar_ptr=reads.producer_get_barrier(here),
+                                    load.atom, from_g, to_s[None, self.read_box(here.index, half)],
+                                    tma_bar_ptr=ring.producer_get_barrier(here),
                                 )  # fmt: skip
                             state.advance()
-            turn, slot = tiles.take(ring, turn, slots)
-            expert, row, left, column, depth = slot[0], slot[1], slot[2], slot[3], slot[5]
-
-    def box_of(self, half, box_column):
-        """Where a box of the preactivation is: which part of its columns, which box there. Parts are gate and up, or
-        there is one with both, in turns.
-        """
-        return (0, 2 * box_column + half) if self.epilogue.interleaved else (half, box_column)
+            turn, tile = tiles.take(rings.tiles, turn, shared.slots)
 
     @cute.jit
-    def finish(
-        self, acc, s_box, copies, rings, box_state, group, thread, env,
-        expert, row, left, column, row_tile, live,
-    ):  # fmt: skip
-        """Accumulators to results, 64 rows and 32 columns at a time. ``live`` is False for the tail's zeros."""
+    def finish(self, acc, tile, consumer, inputs, env):
+        """Accumulators to results, 64 rows at a time."""
         for i in cutlass.range_constexpr(self.config.blocks):
-            shift = self.block_row(i, group)
-            if shift < left:
-                block = SimpleNamespace(
-                    acc=acc, base=i * (self.config.tile_n // 2), s_box=s_box, copies=copies, reads=rings[2],
-                    group=group, thread=thread, lane=thread % 32, warp_row=thread // 32 * 16, expert=expert, live=live,
-                    top=row + shift, valid=cutlass.min(left - shift, BLOCK_ROWS),
-                )  # fmt: skip
-                block.scales = self.row_scales(block, env)
-                sums = [Float32(0.0), Float32(0.0)]
-                for j in cutlass.range_constexpr(self.steps):
-                    boxes = j * (self.boxes_a_block // self.steps)  # written before
-                    box_column = column * self.steps + j
-                    if const_expr(not self.epilogue.act):
-                        self.plain(block, env, j, boxes, box_column)
-                    elif const_expr(not self.epilogue.derivative):
-                        self.activation(block, env, j, boxes, box_column)
-                    else:
-                        box_state, sums = self.derivative(block, env, j, boxes, box_column, box_state, sums)
-                if const_expr(self.epilogue.row_scale):
-                    for h in cutlass.range_constexpr(2):
-                        total = cute.arch.warp_reduction_sum(sums[h], threads_in_group=4)
-                        within = block.warp_row + block.lane // 4 + 8 * h
-                        # a cluster's last column tile may lie past the last column
-                        if block.lane % 4 == 0 and within < block.valid and column < self.tiles_n(env.n):
-                            env.partial[column, block.top + within] = total
-        return box_state
+            shift = self.block_row(i, consumer.group)
+            if shift < tile.rows:
+                lane, warp_row = consumer.thread % 32, consumer.thread // 32 * 16
+                top, valid = tile.row + shift, cutlass.min(tile.rows - shift, BLOCK_ROWS)
+                base = i * (self.config.tile_n // 2)
+                block = Block(acc, base, consumer, tile, top, valid, lane, warp_row, tile.depth > 0)
+                inputs = self.finish_block(block, inputs, env)
+        return inputs
 
-    @property
-    def may_scale(self) -> bool:
-        """Whether there is code for a row scale: under a run-time flag, but in the derivative, short of registers."""
-        return not self.epilogue.derivative or self.epilogue.row_scale
+    def finish_block(self, block, inputs, env):
+        """Accumulators of 64 rows to results, 32 columns at a time."""
+        formula, outputs = self.epilogue.formula, self.epilogue.outputs
+        block = block._replace(scales=formula.row_scales(block, env))
+        states = [output.start() for output in outputs]
+        count = 0  # boxes stored
+        for j in range(self.steps):
+            column = block.tile.column * self.steps + j
+            values = formula.values(self, block, env, j, column, inputs)
+            states = [output.add(state, values) for output, state in zip(outputs, states, strict=True)]
+            for output, parameter in zip(outputs, env.outputs, strict=True):
+                for box in output.stores(self, block, values, column):
+                    self.store(box, block, count, parameter)
+                    if self.boxes_read and count % self.epilogue.boxes == 0:
+                        inputs = self.release(block, inputs)
+                    count += 1
+        for output, parameter, state in zip(outputs, env.outputs, states, strict=True):
+            output.finish(self, block, env, parameter, state)
+        return inputs
 
     @cute.jit
-    def row_scales(self, block, env):
-        """The row scale of this thread's two rows of a block; zero in the tail, whose scales may be anything."""
-        scales = [Float32(1.0), Float32(1.0)]
-        if const_expr(self.may_scale):
-            for h in cutlass.range_constexpr(2):
-                if const_expr(self.epilogue.derivative) or env.scaled != 0:
-                    at = cutlass.min(block.top + block.warp_row + block.lane // 4 + 8 * h, env.rows - 1)
-                    scales[h] = cutlass.select_(block.live, env.row_scale[at], Float32(0.0))
-        return scales
+    def release(self, block, inputs):
+        """Release a step's boxes to their loader, after the proxy fence and the barrier of the first box stored.
 
-    def scaled(self, values, scales):
-        """The values times their row's scale."""
-        return [value * scales[v // 2 % 2] for v, value in enumerate(values)]
-
-    @cute.jit
-    def plain(self, block, env, j: cutlass.Constexpr[int], boxes: cutlass.Constexpr[int], box_column):
-        """One step without an activation."""
-        values = [block.acc[block.base + j * VALUES + v] for v in range(VALUES)]
-        values = self.add_bias(values, block, env, box_column, 0)
-        self.store(self.scaled(values, block.scales), block, boxes, env.out, 0, box_column)
-
-    @cute.jit
-    def activation(self, block, env, j: cutlass.Constexpr[int], boxes: cutlass.Constexpr[int], box_column):
-        """One step of an activation: 32 columns of results, and of each half of the preactivation."""
-        e = self.epilogue
-        halves = 2 if e.gated else 1
-        parts = []  # boxes of the preactivation
-        for half in cutlass.range_constexpr(halves):
-            at = block.base + j * VALUES + half * (self.config.tile_n // 4)
-            if const_expr(e.interleaved):
-                at = block.base + (2 * j + half) * VALUES
-            part, column = self.box_of(half, box_column)
-            values = [block.acc[at + v] for v in range(VALUES)]
-            parts.append(self.add_bias(values, block, env, column, part))
-        columns = None
-        if const_expr(e.interleaved):
-            # (row half, box, group of 8 columns) -> gate and up are neighbours, and so are their results' columns
-            order = [(b, 4 * q + 2 * h) for b in range(2) for q in range(4) for h in range(2)]
-            gates, ups = [parts[b][v] for b, v in order], [parts[b][v + 1] for b, v in order]
-            columns = [b * 16 + v + block.lane % 4 - v % 4 for b, v in order]
-        else:
-            gates, ups = parts[0], parts[-1]
-        if const_expr(e.gated):
-            values = [epilogues.glu(e.act, e.clamped, g, u, *env.constants) for g, u in zip(gates, ups, strict=True)]
-        else:
-            values = [epilogues.squared_relu(g) for g in gates]
-        if const_expr(e.keep):
-            for half in cutlass.range_constexpr(halves):
-                part, column = self.box_of(half, box_column)
-                self.store(parts[half], block, boxes + half, env.p, part, column)
-            boxes = boxes + halves
-        if const_expr(e.interleaved):
-            values = self.in_row_order(values, block.scales)
-            columns = self.in_row_order(columns, None)
-            self.store(values, block, boxes, env.out, 0, box_column, columns)
-        else:
-            self.store(self.scaled(values, block.scales), block, boxes, env.out, 0, box_column)
-
-    def in_row_order(self, values, scales):
-        """Values that alternate between a thread's two rows, scaled, as `row_of` has rows: two of one, two of the
-        other.
+        The loader writes them by TMA, through another proxy than the reads. Without a fence in between, pending reads
+        may see the next box. That happened to interleaved boxes that were released as soon as they were read, in CTAs
+        with several tiles.
         """
-        if scales is not None:
-            values = [value * scales[v % 2] for v, value in enumerate(values)]
-        return [values[v // 4 * 4 + (v % 4 // 2) + v % 2 * 2] for v in range(len(values))]
-
-    @cute.jit
-    def derivative(self, block, env, j: cutlass.Constexpr[int], boxes: cutlass.Constexpr[int], box_column, state, sums):
-        """One step of a derivative: the gradients of the preactivation, the activation again, the row scale's
-        gradient.
-        """
-        e = self.epilogue
-        inputs = self.take_pairs(block, state) if e.gated else [self.take_box(block, state, 0)]
-        d = [block.acc[block.base + j * VALUES + v] for v in range(VALUES)]
-        x = [[t[v].to(Float32) for v in range(VALUES)] for t in inputs]
-        results = []
-        for v in cutlass.range_constexpr(VALUES):
-            scale = block.scales[v // 2 % 2] if self.may_scale else None
-            if const_expr(e.gated):
-                result = epilogues.glu_backward(e.act, e.clamped, d[v], x[0][v], x[1][v], *env.constants, scale)
-            else:
-                result = epilogues.squared_relu_backward(d[v], x[0][v], scale)
-            results.append(result)
-        *values, d_scale = zip(*results, strict=True)
-        *grads, again = [self.packed(list(r)) for r in values]
-        if const_expr(e.row_scale):
-            for v in cutlass.range_constexpr(VALUES):
-                sums[v // 2 % 2] = sums[v // 2 % 2] + d_scale[v]
-        for half in cutlass.range_constexpr(len(grads)):
-            part, column = self.box_of(half, box_column)
-            if const_expr(e.interleaved):
-                mixed = cute.make_rmem_tensor((VALUES,), self.element)
-                for v in cutlass.range_constexpr(VALUES):
-                    for which in cutlass.range_constexpr(2):
-                        if const_expr(self.pair_box(v) == half):
-                            mixed[self.pair_place(v) + which] = grads[which][v]
-                self.store(mixed, block, boxes + half, env.out, part, column, copy=2)
-            else:
-                self.store(grads[half], block, boxes + half, env.out, part, column)
-            if const_expr(half == 0):
-                state = self.release_boxes(block, state)
-        if const_expr(e.keep):
-            self.store(again, block, boxes + len(grads), env.second, 0, box_column)
-        return state, sums
-
-    @cute.jit
-    def add_bias(self, values, block, env, box_column, part):
-        """The values plus their columns' bias; nothing in the tail, which belongs to no expert."""
-        if const_expr(not self.epilogue.derivative):
-            width = env.n // 2 if self.paired else env.n
-            terms = cute.make_rmem_tensor((VALUES // 2,), Float32)
-            terms.fill(0.0)
-            if block.live and env.biased != 0:
-                for v in cutlass.range_constexpr(VALUES // 2):
-                    column = box_column * EPILOGUE_COLUMNS + v // 2 * 8 + block.lane % 4 * 2 + v % 2
-                    terms[v] = env.bias[block.expert, part * width + cutlass.min(column, width - 1)].to(Float32)
-            values = [value + terms[v // 4 * 2 + v % 2] for v, value in enumerate(values)]
-        return values
-
-    @cute.jit
-    def take_pairs(self, block, state):
-        """Gates and ups of a step, as the accumulators lie; zeros in the tail."""
-        if const_expr(not self.epilogue.interleaved):
-            return self.take_box(block, state, 0), self.take_box(block, state, 1)
-        r_in = cute.make_rmem_tensor((2 * VALUES,), self.element)
-        r_in.fill(0.0)
         if block.live:
-            here = self.own(state, block.group)
-            block.reads.consumer_wait(here)
-            pairs = block.copies[2]
-            for box in cutlass.range_constexpr(2):
-                source = pairs.partition_S(block.s_box)[None, None, None, self.read_box(here.index, box)]
-                cute.copy(pairs, source, cute.make_tensor(r_in.iterator + box * VALUES, cute.make_layout(source.shape)))
-        places = [self.pair_box(v) * VALUES + self.pair_place(v) for v in range(VALUES)]
-        return [r_in[place] for place in places], [r_in[place + 1] for place in places]
+            ring = block.consumer.inputs
+            ring.consumer_release(self.own(inputs, block.consumer.group))
+            inputs.advance()
+        return inputs
 
-    def box_copies(self, thread):
+    def store(self, box, block, count, to):
+        """Store the first ``valid`` rows of a box at row ``top`` of an output; see the module's docstring."""
+        rows = to.tensor[None, None, box.part, block.top + block.valid]
+        here = cute.domain_offset((BLOCK_ROWS - block.valid, 0), rows)
+        target = cute.local_tile(here, (BLOCK_ROWS, EPILOGUE_COLUMNS), (0, box.column))
+        copies = block.consumer.copies
+        copy = copies.pairs if box.paired else copies.store
+        self.put_box(box.values, block.consumer, copy, count, to, target, box.columns)
+
+    def box_copies(self, thread) -> Copies:
         copies = super().box_copies(thread)
-        if not (self.epilogue.interleaved and self.epilogue.derivative):
+        if not (self.epilogue.formula.interleaved and self.boxes_read):
             return copies
-        # boxes of gate and up in turns: what belongs to a thread's accumulators, four columns side by side at a time
+        # Interleaved boxes of gate and up: a thread copies the values of its accumulators, four adjacent columns at a
+        # time.
         atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.element, num_bits_per_copy=64)
         rows = BLOCK_ROWS
         places = cute.make_layout(((4, 8, 4), (4, 2, 2)), stride=((4 * rows, 1, 16), (rows, 8, 16 * rows)))
-        return *copies, cute.make_tiled_copy(atom, places, (rows, EPILOGUE_COLUMNS)).get_slice(thread)
-
-    def pair_box(self, v: int) -> int:
-        """Which of the two boxes has the gate and up of a thread's v-th accumulator of a step, in turns."""
-        return v // 8
-
-    def pair_place(self, v: int) -> int:
-        """Where that gate is among the thread's values of the box; up is behind it. Accumulators have 8 columns in two
-        rows of each, two columns side by side: these are four, gates and ups.
-        """
-        return v // 4 % 2 * 8 + v // 2 % 2 * 4 + v % 2 * 2
-
-    @cute.jit
-    def take_box(self, block, state, half: cutlass.Constexpr[int]):
-        """Wait for a box of the preactivation; this thread's values of it, zeros in the tail."""
-        of_box = block.copies[1]
-        r_in = cute.make_rmem_tensor((VALUES,), self.element)
-        r_in.fill(0.0)
-        if block.live:
-            here = self.own(state, block.group)
-            if const_expr(half == 0):
-                block.reads.consumer_wait(here)
-            source = of_box.partition_S(block.s_box)[None, None, None, self.read_box(here.index, half)]
-            cute.copy(of_box, source, cute.make_tensor(r_in.iterator, cute.make_layout(source.shape)))
-        return [r_in[v] for v in range(VALUES)]
-
-    @cute.jit
-    def release_boxes(self, block, state):
-        """Give a step's boxes back to their loader, behind the proxy fence and the barrier of the first box stored.
-
-        The loader writes them by TMA, another proxy than that of the reads: without a fence between, reads that were
-        issued may still find what comes next. They did, in boxes that were given back as soon as they were read, where
-        gate and up alternate and a CTA has several tiles.
-        """
-        if block.live:
-            block.reads.consumer_release(self.own(state, block.group))
-            state.advance()
-        return state
-
-    @cute.jit
-    def store(self, values, block, count: cutlass.Constexpr[int], to, part, box_column, columns=None, copy=0):
-        """Send a box's first ``valid`` rows to row ``top`` of an output; see the module's page."""
-        tma, view = to
-        here = cute.domain_offset((BLOCK_ROWS - block.valid, 0), view[None, None, part, block.top + block.valid])
-        target = cute.local_tile(here, (BLOCK_ROWS, EPILOGUE_COLUMNS), (0, box_column))
-        self.put_box(values, block.s_box, block.copies[copy], block.group, block.thread, count, tma, target, columns)
+        pairs = cute.make_tiled_copy(atom, places, (rows, EPILOGUE_COLUMNS)).get_slice(thread)
+        return copies._replace(pairs=pairs)

@@ -1,4 +1,4 @@
-"""The kernels of `rows.py` as functions of torch tensors. No call waits for the device, and none looks at ``splits``.
+"""The kernels of `rows.py` as functions of torch tensors. No call waits for the device or reads ``splits`` on the host.
 
 Axes: R rows sorted by expert, E experts, N columns, S slices of the rows.
 """
@@ -12,28 +12,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedmoe.kernels.compiler import Function, load
+from fusedmoe.kernels.compiler import load
 
 NAMES = {
     torch.int32: "int32", torch.int64: "int64",
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32",
 }  # fmt: skip
 
-WARP_COLUMNS = 256  # that a warp adds up: 16 bytes a lane
-TARGET_WARPS = 132 * 48  # what rows are cut for: two rounds of a whole GPU, so that the second evens out the first
-LEAST_SLICE_ROWS = 32  # a slice writes 4 bytes a column for 2 that it reads in every row
+WARP_COLUMNS = 256  # columns per warp: 16 bytes per lane
+TARGET_WARPS = 132 * 48  # two rounds of a whole GPU: the second balances the first
+LEAST_SLICE_ROWS = 32  # per column, a slice writes 4 bytes and reads 2 in every row
 SLICE_UNIT = 8  # rows that a warp loads at once
 
 
 def offsets_from_splits(splits_E: Tensor, num_rows: int) -> Tensor:
-    """Running ends of the experts' rows: ``offsets[e] = min(sum(max(splits[: e + 1], 0)), num_rows)``, in one launch.
+    """Ends of the experts' rows: ``offsets[e] = min(sum(max(splits[: e + 1], 0)), num_rows)``, in one launch.
 
     Parameters
     ----------
     splits_E
-        Rows an expert, int32 or int64, shape (E,), contiguous, on a CUDA device. No content overflows.
+        Rows per expert, int32 or int64, shape (E,), contiguous, on a CUDA device. No content overflows.
     num_rows
-        R, the number of rows that there are, below 2**31.
+        R, the number of rows, below 2**31.
 
     Returns
     -------
@@ -46,8 +46,12 @@ def offsets_from_splits(splits_E: Tensor, num_rows: int) -> Tensor:
 def bind_offsets_from_splits(splits_E: Tensor, num_rows: int) -> Callable[..., Tensor]:
     """Return `offsets_from_splits` of splits of the same shape and dtype as these; it ignores further arguments."""
     experts = splits_E.shape[0]
-    kernel = _offsets(splits_E.dtype) if num_rows and experts else None
-    int32 = _int32(splits_E.device)  # whose ``new_empty`` takes a third less time than one that changes the dtype
+    kernel = None
+    if num_rows and experts:
+        from fusedmoe.kernels.sm90.rows import Offsets  # imports CuTe DSL
+
+        kernel = load(Offsets(NAMES[splits_E.dtype]))
+    int32 = _int32(splits_E.device)  # its ``new_empty`` takes a third less time than one that changes the dtype
 
     def run(splits_E: Tensor, *_: Any) -> Tensor:
         offsets_E = int32.new_empty(experts)
@@ -65,10 +69,10 @@ def column_sums(grad_RN: Tensor, offsets_E: Tensor, dtype: torch.dtype | None = 
     Parameters
     ----------
     grad_RN
-        Rows sorted by expert, bf16 or fp16, shape (R, N): unit stride in N, which is a multiple of 8 as the row pitch
-        is, and an address that is a multiple of 16 bytes. Rows from ``offsets[-1]`` on are not read.
+        Rows sorted by expert, bf16 or fp16, shape (R, N), with unit stride in N. N and the pitch are multiples of 8,
+        the address a multiple of 16 bytes. Rows from ``offsets[-1]`` on are not read.
     offsets_E
-        Running ends of the experts' rows, int32, shape (E,), contiguous, non-decreasing, within [0, R].
+        Ends of the experts' rows, int32, shape (E,), contiguous, non-decreasing, within [0, R].
     dtype
         Of the sums: bf16, fp16 or fp32; by default that of ``grad``.
 
@@ -89,10 +93,12 @@ def bind_column_sums(
     dtype = grad_RN.dtype if dtype is None else dtype
     if not (num_rows and columns and experts):
         return lambda grad_RN, offsets_E: grad_RN.new_zeros(experts, columns, dtype=dtype)
+    from fusedmoe.kernels.sm90.rows import ColumnSums
+
     slice_rows = rows_per_slice(num_rows, columns)
-    # a warp's sum of an expert's rows in slice s is row s + expert; see rows.py
+    # the partial sum of an expert's rows in slice s is row s + expert; see rows.py
     partial_rows = -(-num_rows // slice_rows) + experts
-    kernel = _column_sums(grad_RN.dtype, dtype)
+    kernel = load(ColumnSums(NAMES[grad_RN.dtype], NAMES[dtype]))
 
     def run(grad_RN: Tensor, offsets_E: Tensor) -> Tensor:
         partial_PN = torch.empty((partial_rows, columns), dtype=torch.float32, device=device)
@@ -104,9 +110,9 @@ def bind_column_sums(
 
 
 def rows_per_slice(num_rows: int, columns: int) -> int:
-    """Length of the slices that rows are cut into, so that the warps fill a GPU twice or slices get too short.
+    """Length of a slice of rows: short enough that the warps fill a GPU twice, but at least `LEAST_SLICE_ROWS`.
 
-    A function of the shape alone, not of the GPU, so that the sums of a shape have the same bits everywhere.
+    It depends on the shape alone, not on the GPU, so the sums of a shape have the same bits everywhere.
     """
     blocks = -(-columns // WARP_COLUMNS)
     rows = max(LEAST_SLICE_ROWS, -(-num_rows * blocks // TARGET_WARPS))
@@ -116,17 +122,3 @@ def rows_per_slice(num_rows: int, columns: int) -> int:
 @functools.cache
 def _int32(device: torch.device) -> Tensor:
     return torch.empty(0, dtype=torch.int32, device=device)
-
-
-@functools.cache
-def _offsets(dtype: torch.dtype) -> Function:
-    from fusedmoe.kernels.sm90.rows import Offsets  # imports CuTe DSL
-
-    return load(Offsets(NAMES[dtype]))
-
-
-@functools.cache
-def _column_sums(dtype: torch.dtype, out: torch.dtype) -> Function:
-    from fusedmoe.kernels.sm90.rows import ColumnSums
-
-    return load(ColumnSums(NAMES[dtype], NAMES[out]))

@@ -1,20 +1,20 @@
-"""What the sorted rows need beside matrix products: where each expert's rows end, and their sums by expert.
+"""Kernels on sorted rows beside the matrix products: the ends of the experts' rows, and sums of rows per expert.
 
-`Offsets`: ``offsets[e] = min(sum(max(splits[: e + 1], 0)), rows)``, one CTA, no barrier. A warp has the experts of a
-chunk of 32, one a lane, and finds what lies before them by itself: it adds up the earlier chunks, whose loads depend on
-nothing. Every split is clamped to [0, rows] before it is added, in 64 bits, so that no content overflows.
+`Offsets`: ``offsets[e] = min(sum(max(splits[: e + 1], 0)), rows)``, one CTA, no barrier. A warp has a chunk of 32
+experts, one per lane. It adds up the splits of the earlier chunks itself; those loads depend on nothing. Every split is
+clamped to [0, rows] before it is added, in 64 bits, so that no content overflows.
 
 `ColumnSums`: ``sums[e] = sum of grad over the rows of e`` in fp32, without atomics, in two launches.
 
-1. Rows are cut into slices of equal length, wherever experts end: a skewed routing costs no more than an even one. A
-   warp has one slice and 256 columns, 16 bytes a lane, and loads `IN_FLIGHT` rows before it adds the first. It walks
+1. Rows are cut into slices of equal length, wherever experts end, so a skewed routing costs no more than an even one. A
+   warp has one slice and 256 columns, 16 bytes per lane. It loads `IN_FLIGHT` rows before it adds the first. It walks
    the experts that have rows in its slice, and writes one partial sum for each. From one such piece to the next, over
-   all slices, the slice or the expert grows and neither shrinks: ``slice + expert`` is a number of its own for each,
-   below S + E, and both launches know it without a table.
+   all slices, the slice or the expert grows and neither shrinks. So ``slice + expert``, below S + E, is a unique number
+   of the piece, and both launches know it without a table.
 2. An expert's partial sums are those of the slices from its first row's to its last row's. A CTA adds them up for one
-   expert and 128 columns: its warps in turns, then over the warps, in an order that only ``offsets`` decides.
+   expert and 128 columns: each warp some, and then over the warps. ``offsets`` alone decides the order.
 
-Rows behind the last expert are never read.
+Rows after the last expert are never read.
 
 Axes: R rows sorted by expert, E experts, N columns, S slices.
 """
@@ -30,52 +30,38 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import CacheEvictionPriority
 from cutlass.memory import SmemAllocator
 
-LANES = 32
+from fusedmoe.kernels.sm90.warps import LANES, VECTOR, WarpKernel, fake_matrix, fake_vector, inclusive_sum
+
 OFFSETS_WARPS = 16  # one pass for up to 512 experts
-SUM_WARPS = 8  # of a CTA, in both launches
-VECTOR = 8  # columns of a lane: 16 bytes
-IN_FLIGHT = 8  # rows, of 512 bytes: 96 KiB an SM, at the 24 warps that it takes
+SUM_WARPS = 8  # per CTA, in both launches
+IN_FLIGHT = 8  # rows of 512 bytes: 96 KiB per SM, with its 24 warps
 CHUNKS_IN_FLIGHT = 4  # of 32 experts
-PARTIAL_VECTOR = 4  # columns of a lane in the second launch: 16 bytes of fp32
+PARTIAL_VECTOR = 4  # columns per lane in the second launch: 16 bytes of fp32
 PARTIALS_IN_FLIGHT = 4
 PARTIAL_COLUMNS = LANES * PARTIAL_VECTOR
 
-ELEMENTS = {
-    "bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp32": cutlass.Float32, "int32": Int32, "int64": Int64
-}  # fmt: skip
-
 
 @dataclass(frozen=True)
-class Offsets:
+class Offsets(WarpKernel):
     """Running ends of the experts' rows."""
 
     dtype: str = "int64"  # of the splits: "int32" or "int64"
-    arch: str = "sm_90a"
 
     @property
     def symbol(self) -> str:
         return f"sm90_offsets_{self.dtype}"
 
-    @property
-    def sources(self) -> tuple[str, ...]:
-        return ("fusedmoe.kernels.sm90.rows",)
-
     def compile(self) -> Any:
         """Compile without a GPU; a function of splits (E,), offsets (E,) int32 and the number of rows."""
         experts = cute.sym_int()
-        fake = cute.runtime.make_fake_tensor
-        return cute.compile(
-            self, fake(ELEMENTS[self.dtype], (experts,), (1,)), fake(Int32, (experts,), (1,)), Int32(0),
-            cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
-            options=f"--enable-tvm-ffi --gpu-arch {self.arch}",
-        )  # fmt: skip
+        return self.compiled_for(fake_vector(self.dtype, experts), fake_vector("int32", experts), Int32(0))
 
     @cute.jit
-    def __call__(self, splits: cute.Tensor, offsets: cute.Tensor, rows: Int32, stream):
+    def __call__(self, splits, offsets, rows, stream):
         self.kernel(splits, offsets, rows).launch(grid=(1, 1, 1), block=(OFFSETS_WARPS * LANES, 1, 1), stream=stream)
 
     @cute.kernel
-    def kernel(self, splits: cute.Tensor, offsets: cute.Tensor, rows: Int32):
+    def kernel(self, splits, offsets, rows):
         lane = cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         experts = cute.size(splits)
@@ -94,66 +80,37 @@ class Offsets:
                 for i in cutlass.range_constexpr(CHUNKS_IN_FLIGHT):
                     before += self.clamped(loaded[i], rows)
                 added = cutlass.min(added + CHUNKS_IN_FLIGHT, chunk)
-            end = cute.arch.warp_reduction_sum(before) + self.inclusive_sum(split, lane)
+            end = cute.arch.warp_reduction_sum(before) + inclusive_sum(split, lane)
             if expert < experts:
                 offsets[expert] = Int32(cutlass.min(end, Int64(rows)))
 
     def clamped(self, split: Any, rows: Int32) -> Int64:
         return cutlass.min(cutlass.max(Int64(split), Int64(0)), Int64(rows))
 
-    @cute.jit
-    def inclusive_sum(self, value: Int64, lane: Int32) -> Int64:
-        """Sum over this lane and those below it."""
-        for step in cutlass.range_constexpr(5):
-            below = cute.arch.shuffle_sync_up(value, 1 << step)
-            if lane >= (1 << step):
-                value += below
-        return value
-
 
 @dataclass(frozen=True)
-class ColumnSums:
+class ColumnSums(WarpKernel):
     """Sums of the rows of each expert."""
 
     dtype: str  # of the rows: "bf16" or "fp16"
     out: str  # of the sums: these, or "fp32"
-    arch: str = "sm_90a"
 
     @property
     def symbol(self) -> str:
         return f"sm90_column_sums_{self.dtype}_{self.out}"
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        return ("fusedmoe.kernels.sm90.rows",)
 
     def compile(self) -> Any:
         """Compile without a GPU; a function of grad (R, N), offsets (E,) int32, partial sums (S + E, N) fp32, sums
         (E, N), and the length of a slice, which cuts R into at most S.
         """
         rows, experts, columns = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=VECTOR)
-        fake = cute.runtime.make_fake_tensor
-
-        def matrix(dtype: Any, rows: Any) -> Any:
-            return fake(dtype, (rows, columns), (cute.sym_int64(divisibility=VECTOR), 1), assumed_align=16)
-
-        return cute.compile(
-            self, matrix(ELEMENTS[self.dtype], rows), fake(Int32, (experts,), (1,)),
-            matrix(Float32, cute.sym_int()), matrix(ELEMENTS[self.out], experts), Int32(1),
-            cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
-            options=f"--enable-tvm-ffi --gpu-arch {self.arch}",
+        return self.compiled_for(
+            fake_matrix(self.dtype, rows, columns), fake_vector("int32", experts),
+            fake_matrix("fp32", cute.sym_int(), columns), fake_matrix(self.out, experts, columns), Int32(1),
         )  # fmt: skip
 
     @cute.jit
-    def __call__(
-        self,
-        grad: cute.Tensor,
-        offsets: cute.Tensor,
-        partial: cute.Tensor,
-        sums: cute.Tensor,
-        slice_rows: Int32,
-        stream,
-    ):
+    def __call__(self, grad, offsets, partial, sums, slice_rows, stream):
         experts, columns = sums.shape
         blocks = cute.ceil_div(columns, LANES * VECTOR)
         units = cute.ceil_div(grad.shape[0], slice_rows) * blocks
@@ -168,21 +125,13 @@ class ColumnSums:
     # -- first launch: rows to partial sums
 
     @cute.kernel
-    def add_slices(
-        self,
-        grad: cute.Tensor,
-        offsets: cute.Tensor,
-        partial: cute.Tensor,
-        slice_rows: Int32,
-        blocks: Int32,
-        units: Int32,
-    ):
+    def add_slices(self, grad, offsets, partial, slice_rows, blocks, units):
         lane = cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         bidx, _, _ = cute.arch.block_idx()
         unit = bidx * SUM_WARPS + warp
         if unit < units:
-            # neighbouring warps read neighbouring columns of the same rows
+            # adjacent warps read adjacent columns of the same rows
             slice_ = unit // blocks
             vector = (unit - slice_ * blocks) * LANES + lane
             row = slice_ * slice_rows
@@ -198,8 +147,8 @@ class ColumnSums:
                     expert += 1
 
     @cute.jit
-    def experts_before(self, offsets: cute.Tensor, row: Int32, lane: Int32) -> Int32:
-        """How many experts end at this row or before it, so that it belongs to the next."""
+    def experts_before(self, offsets, row, lane):
+        """Number of experts that end at this row or before it: the row belongs to the next expert."""
         experts = cute.size(offsets)
         count = Int32(0)
         for chunk in cutlass.range(0, experts, LANES * CHUNKS_IN_FLIGHT, unroll=1):
@@ -213,8 +162,8 @@ class ColumnSums:
         return cute.arch.warp_reduction_sum(count)
 
     @cute.jit
-    def add_piece(self, grad: cute.Tensor, partial: cute.Tensor, row: Int32, stop: Int32, number: Int32, vector: Int32):
-        """Write the sum of the rows from ``row`` to ``stop``, of one expert in one slice."""
+    def add_piece(self, grad, partial, row, stop, number, vector):
+        """Write the sum of one expert's rows in one slice, from ``row`` to ``stop``."""
         total = cute.make_rmem_tensor((VECTOR,), Float32)
         total.fill(0.0)
         while stop - row >= IN_FLIGHT:
@@ -225,16 +174,8 @@ class ColumnSums:
         cute.autovec_copy(total, cute.local_tile(partial[number, None], (VECTOR,), (vector,)))
 
     @cute.jit
-    def add_rows(
-        self,
-        total: cute.Tensor,
-        grad: cute.Tensor,
-        row: Int32,
-        stop: Int32,
-        vector: Int32,
-        whole: cutlass.Constexpr[bool],
-    ):
-        """Add `IN_FLIGHT` rows, or those before ``stop`` where that are fewer."""
+    def add_rows(self, total, grad, row, stop, vector, whole: cutlass.Constexpr[bool]):
+        """Add `IN_FLIGHT` rows, or fewer: those before ``stop``."""
         loaded = [cute.make_rmem_tensor((VECTOR,), grad.element_type) for _ in range(IN_FLIGHT)]
         at = cute.local_tile(grad[row, None], (VECTOR,), (vector,)).iterator
         for i in cutlass.range_constexpr(IN_FLIGHT):
@@ -252,7 +193,7 @@ class ColumnSums:
     # -- second launch: partial sums to sums
 
     @cute.kernel
-    def add_partials(self, offsets: cute.Tensor, partial: cute.Tensor, sums: cute.Tensor, slice_rows: Int32):
+    def add_partials(self, offsets, partial, sums, slice_rows):
         thread, _, _ = cute.arch.thread_idx()
         lane = cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())

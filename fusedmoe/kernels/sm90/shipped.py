@@ -1,6 +1,6 @@
-"""The Hopper kernels that are built ahead of time: what `choice` picks, for what models are made of.
+"""The Hopper kernels that are built ahead of time: the candidates of `choice` for common models.
 
-Everything else that the kernels can do is compiled when it is first asked for.
+All other kernels are compiled at their first use.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 from fusedmoe.kernels.activation import Activation
 from fusedmoe.kernels.sm90.choice import CANDIDATES, PP_192
+from fusedmoe.kernels.sm90.epilogues import activation, derivative
 from fusedmoe.kernels.sm90.functions import heavy
 from fusedmoe.kernels.sm90.ragged_k import RaggedK
-from fusedmoe.kernels.sm90.ragged_m import Epilogue, RaggedM
+from fusedmoe.kernels.sm90.ragged_m import RaggedM
 from fusedmoe.kernels.sm90.rows import ColumnSums, Offsets
 from fusedmoe.kernels.sm90.slots import SLOTS, GatherRows, Route, RowDots, SlotValues, SumSlots
 
@@ -22,20 +23,20 @@ if TYPE_CHECKING:
 
 
 def KERNELS() -> tuple[Kernel, ...]:
-    """Return them all, the most used ones first."""
+    """Return the shipped kernels, the most used ones first."""
     kernels: list[Kernel] = []
 
-    # bf16: every candidate of SwiGLU and of what needs no activation
+    # bf16: every candidate of SwiGLU and of products without an activation
     for config in CANDIDATES["plain"]:
         kernels += [RaggedM("bf16", config, b_major=major) for major in ("k", "n")]
     for config, keep in itertools.product(CANDIDATES["activation"], (True, False)):
-        kernels.append(RaggedM("bf16", config, epilogue=Epilogue("swiglu", keep=keep)))
+        kernels.append(RaggedM("bf16", config, epilogue=activation("swiglu", keep=keep)))
     for config, keep in itertools.product(CANDIDATES["transposed_activation"], (True, False)):  # as in Llama-4
-        kernels.append(RaggedM("bf16", config, b_major="n", epilogue=Epilogue("swiglu", keep=keep)))
+        kernels.append(RaggedM("bf16", config, b_major="n", epilogue=activation("swiglu", keep=keep)))
     for config, (keep, scaled) in itertools.product(
         CANDIDATES["derivative"], ((True, False), (True, True), (False, False))
     ):
-        epilogue = Epilogue("swiglu", derivative=True, keep=keep, row_scale=scaled)
+        epilogue = derivative("swiglu", keep=keep, row_scale=scaled)
         kernels.append(RaggedM("bf16", config, b_major="n", epilogue=epilogue))
     for config in CANDIDATES["wgrad"]:
         kernels += [RaggedK("bf16", config, out="bf16"), RaggedK("bf16", config, out="fp32", accumulate=True)]
@@ -51,20 +52,19 @@ def KERNELS() -> tuple[Kernel, ...]:
         ("squared_relu", False, False),
     ]
     for (kind, clamped, interleaved), keep in itertools.product(others, (True, False)):
-        epilogue = Epilogue(kind, clamped=clamped, interleaved=interleaved, keep=keep)
-        # alternating gate and up: as GroupedLinear stores them, and as GPT-OSS's checkpoints do
-        kernels += [
-            RaggedM("bf16", PP_192, b_major=major, epilogue=epilogue) for major in ("kn" if interleaved else "k")
-        ]
+        epilogue = activation(kind, clamped=clamped, interleaved=interleaved, keep=keep)
+        # interleaved weights: as GroupedLinear stores them, and as GPT-OSS's checkpoints do
+        majors = "kn" if interleaved else "k"
+        kernels += [RaggedM("bf16", PP_192, b_major=major, epilogue=epilogue) for major in majors]
     for (kind, clamped, interleaved), scaled in itertools.product(others, (False, True)):
         config = CANDIDATES["heavy_derivative" if heavy(Activation(kind)) else "derivative"][0]
-        epilogue = Epilogue(kind, True, clamped, interleaved, keep=True, row_scale=scaled)
+        epilogue = derivative(kind, clamped=clamped, interleaved=interleaved, keep=True, row_scale=scaled)
         kernels.append(RaggedM("bf16", config, b_major="n", epilogue=epilogue))
 
     # fp16: one of each
     kernels += [RaggedM("fp16", PP_192, b_major=major) for major in ("k", "n")]
-    kernels.append(RaggedM("fp16", PP_192, epilogue=Epilogue("swiglu", keep=True)))
-    kernels.append(RaggedM("fp16", PP_192, b_major="n", epilogue=Epilogue("swiglu", derivative=True, keep=True)))
+    kernels.append(RaggedM("fp16", PP_192, epilogue=activation("swiglu", keep=True)))
+    kernels.append(RaggedM("fp16", PP_192, b_major="n", epilogue=derivative("swiglu", keep=True)))
     kernels.append(RaggedK("fp16", PP_192, out="fp16"))
 
     kernels += [Offsets("int32"), Offsets("int64")]

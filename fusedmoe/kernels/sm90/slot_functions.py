@@ -1,37 +1,36 @@
 """The kernels of `slots.py` as functions of torch tensors. No call waits for the device.
 
-Each ``bind_*`` returns the function for tensors of the same shapes, dtypes and strides as these. Matrices are bf16 or
-fp16, (rows, H) with unit stride in H, a multiple of 8 as the pitch is, at addresses that are multiples of 16 bytes;
-everything else is contiguous. `limits` says so in words.
+Each ``bind_*`` returns the function for tensors of the same shapes, dtypes and strides as its arguments. Matrices are
+bf16 or fp16, (rows, H), with unit stride in H. H and the pitch are multiples of 8, addresses multiples of 16 bytes. All
+other tensors are contiguous. `limits` checks these constraints. Kernels are imported where a function is bound, since
+that imports the CuTe DSL.
 
-Axes: T tokens, K slots a token, R = T*K rows, E experts, H columns.
+Axes: T tokens, K slots per token, R = T*K rows, E experts, H columns.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from fusedmoe.kernels.compiler import Function, load
+from fusedmoe.kernels.compiler import load
 from fusedmoe.kernels.sm90.limits import MOST_EXPERTS
 from fusedmoe.kernels.sm90.row_functions import NAMES
 
-CHUNK = 2048  # slots, of `slots.CHUNK`
-SLOTS = (2, 4, 8)  # of `slots.SLOTS`
-
-Route = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]
+ROOM = (64, 128, 256, 512, MOST_EXPERTS)  # experts that kernels are compiled for
 
 
-def bind_route(index_TK: Tensor, weight_TK: Tensor, num_experts: int) -> Route:
+def bind_route(
+    index_TK: Tensor, weight_TK: Tensor, num_experts: int
+) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Order slots by expert: ``(splits, probs, row_of_slot, slot_of_row)`` of ids and weights.
 
     Parameters
     ----------
     index_TK
-        int32 or int64; an id outside of [0, E) is a sentinel, whose row lies behind those of every expert.
+        int32 or int64. An id outside of [0, E) is a sentinel. The rows of sentinels come after those of every expert.
     weight_TK
         fp32, bf16 or fp16.
     num_experts
@@ -40,13 +39,15 @@ def bind_route(index_TK: Tensor, weight_TK: Tensor, num_experts: int) -> Route:
     Returns
     -------
     callable
-        Returns ``splits`` (E,) int64, rows an expert; ``probs`` (R,), each row's weight, zero for sentinels;
+        Returns ``splits`` (E,) int64, rows per expert; ``probs`` (R,), each row's weight, zero for sentinels;
         ``row_of_slot`` (T, K) int64, R for sentinels; ``slot_of_row`` (R,) int64.
     """
+    from fusedmoe.kernels.sm90.slots import CHUNK, Route
+
     shape, slots = tuple(index_TK.shape), index_TK.numel()
     chunks = -(-slots // CHUNK)
-    room = next(n for n in _ROOM if num_experts <= n)
-    kernel = _route(index_TK.dtype, weight_TK.dtype, room, chunks > 1)
+    room = next(n for n in ROOM if num_experts <= n)
+    kernel = load(Route(NAMES[index_TK.dtype], NAMES[weight_TK.dtype], room, chunks > 1))
     counted = (chunks, num_experts + 1) if chunks > 1 else (1, 1)
 
     def run(index_TK: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -63,8 +64,10 @@ def bind_gather_rows(source_TH: Tensor, row_of_slot_TK: Tensor, scale_R: Tensor 
     """``rows[r] = scale[r] * source[token of r]``, zeros for sentinels: (R, H) of ``(source, row_of_slot, slot_of_row,
     scale)``.
     """
+    from fusedmoe.kernels.sm90.slots import GatherRows
+
     chosen, rows, columns = row_of_slot_TK.shape[1], row_of_slot_TK.numel(), source_TH.shape[1]
-    kernel = _gather_rows(source_TH.dtype, None if scale_R is None else scale_R.dtype)
+    kernel = load(GatherRows(NAMES[source_TH.dtype], None if scale_R is None else NAMES[scale_R.dtype]))
     nothing = source_TH.new_empty(rows, dtype=torch.float32) if scale_R is None else None
 
     def run(source_TH: Tensor, row_of_slot_TK: Tensor, slot_of_row: Tensor, scale_R: Tensor | None = None) -> Tensor:
@@ -77,12 +80,14 @@ def bind_gather_rows(source_TH: Tensor, row_of_slot_TK: Tensor, scale_R: Tensor 
 
 
 def bind_sum_slots(rows_RH: Tensor, row_of_slot_TK: Tensor, scale_R: Tensor | None) -> Callable[..., Tensor]:
-    """``out[t] = sum over k of scale[row] * rows[row]``, `row` being that of slot (t, k), without those of sentinels:
+    """``out[t] = sum over k of scale[row] * rows[row]`` with the row of each slot (t, k), without sentinels:
     (T, H) of ``(rows, row_of_slot, scale)``.
     """
+    from fusedmoe.kernels.sm90.slots import SLOTS, SumSlots
+
     (tokens, chosen), (rows, columns) = row_of_slot_TK.shape, rows_RH.shape
     at_once = next((n for n in SLOTS if chosen <= n), SLOTS[-1])
-    kernel = _sum_slots(rows_RH.dtype, None if scale_R is None else scale_R.dtype, at_once)
+    kernel = load(SumSlots(NAMES[rows_RH.dtype], None if scale_R is None else NAMES[scale_R.dtype], at_once))
     nothing = rows_RH.new_empty(rows, dtype=torch.float32) if scale_R is None else None
 
     def run(rows_RH: Tensor, row_of_slot_TK: Tensor, scale_R: Tensor | None = None) -> Tensor:
@@ -99,8 +104,10 @@ def bind_row_dots(
     """``dots[r] = sum over columns of source[token of r] * rows[r]``, in fp32, zeros for sentinels: (R,) of ``(source,
     rows, row_of_slot, slot_of_row)``.
     """
+    from fusedmoe.kernels.sm90.slots import RowDots
+
     chosen, count = row_of_slot_TK.shape[1], rows_RH.shape[0]
-    kernel = _row_dots(rows_RH.dtype, dtype)
+    kernel = load(RowDots(NAMES[rows_RH.dtype], NAMES[dtype]))
 
     def run(source_TH: Tensor, rows_RH: Tensor, row_of_slot_TK: Tensor, slot_of_row: Tensor) -> Tensor:
         dots_R = rows_RH.new_empty(count, dtype=dtype)
@@ -112,8 +119,10 @@ def bind_row_dots(
 
 def bind_slot_values(values_R: Tensor, row_of_slot_TK: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
     """``out[t, k] = values[row_of_slot[t, k]]``, zeros for sentinels: (T, K) of ``(values, row_of_slot)``."""
+    from fusedmoe.kernels.sm90.slots import SlotValues
+
     shape = tuple(row_of_slot_TK.shape)
-    kernel = _slot_values(values_R.dtype)
+    kernel = load(SlotValues(NAMES[values_R.dtype]))
 
     def run(values_R: Tensor, row_of_slot_TK: Tensor) -> Tensor:
         out_TK = values_R.new_empty(shape)
@@ -121,42 +130,3 @@ def bind_slot_values(values_R: Tensor, row_of_slot_TK: Tensor) -> Callable[[Tens
         return out_TK
 
     return run
-
-
-_ROOM = (64, 128, 256, 512, MOST_EXPERTS)
-
-
-@functools.cache
-def _route(index: torch.dtype, weight: torch.dtype, experts: int, chunked: bool) -> Function:
-    from fusedmoe.kernels.sm90 import slots  # imports CuTe DSL
-
-    assert slots.CHUNK == CHUNK
-    return load(slots.Route(NAMES[index], NAMES[weight], experts, chunked))
-
-
-@functools.cache
-def _gather_rows(dtype: torch.dtype, scale: torch.dtype | None) -> Function:
-    from fusedmoe.kernels.sm90.slots import GatherRows
-
-    return load(GatherRows(NAMES[dtype], None if scale is None else NAMES[scale]))
-
-
-@functools.cache
-def _sum_slots(dtype: torch.dtype, scale: torch.dtype | None, at_once: int) -> Function:
-    from fusedmoe.kernels.sm90.slots import SumSlots
-
-    return load(SumSlots(NAMES[dtype], None if scale is None else NAMES[scale], at_once))
-
-
-@functools.cache
-def _slot_values(dtype: torch.dtype) -> Function:
-    from fusedmoe.kernels.sm90.slots import SlotValues
-
-    return load(SlotValues(NAMES[dtype]))
-
-
-@functools.cache
-def _row_dots(dtype: torch.dtype, out: torch.dtype) -> Function:
-    from fusedmoe.kernels.sm90.slots import RowDots
-
-    return load(RowDots(NAMES[dtype], NAMES[out]))

@@ -1,32 +1,32 @@
-"""From tokens and a routing to rows sorted by expert, and back, beside the matrix products. No atomics on results.
+"""Kernels beside the matrix products: from tokens and a routing to rows sorted by expert, and back.
 
-A *slot* (t, k) is the k-th expert of token t, number ``t * K + k``; R = T*K slots become R rows, those of sentinels
-(ids outside of [0, E)) behind every expert's.
+A *slot* (t, k) is the k-th expert of token t, number ``t * K + k``. R = T*K slots become R rows. The rows of sentinels,
+ids outside of [0, E), come after those of every expert. No result is written by atomics.
 
-`Route`: a stable counting sort of the slots, in one launch up to `CHUNK` slots, in two above. A CTA has a chunk of
-them, a warp 32 at a time in order; lanes with the same expert find each other by ``match``, and the lowest counts for
-all. The first launch writes how many slots of each chunk chose each expert; the second adds those of the chunks before
-its own, so that it knows where its rows begin without waiting for another CTA.
+`Route`: a stable counting sort of the slots, in one launch up to `CHUNK` slots, in two above. A CTA has one chunk. A
+warp takes 32 slots at a time in order. Lanes with the same expert find each other by ``match``, and the lowest one
+counts for all. The first launch writes the number of slots per chunk and expert. The second adds those of the chunks
+before its own, so it knows where its rows begin without waiting for another CTA.
 
-`GatherRows`: ``rows[r] = scale[r] * source[token of r]``, zeros for sentinels. A warp has one token and 1,024 columns:
-it reads them once and writes them to each of the token's rows. Other warps look through 32 rows each for those of
-sentinels.
+`GatherRows`: ``rows[r] = scale[r] * source[token of r]``, zeros for sentinels. A warp has one token and 1,024 columns.
+It reads them once and writes them to each of the token's rows. Other warps search 32 rows each for those of sentinels.
 
 `SumSlots`: ``out[t] = sum over k of scale[row] * rows[row of slot (t, k)]`` in fp32, in the order of k. A warp has one
-token and 256 to 1,024 columns, the more the fewer slots a token has: `IN_FLIGHT` loads a lane, of which at most one is
-waited for before the last is issued. As many lanes load the numbers of the rows at once, or each row would wait for the
-one before.
+token and 256 to 1,024 columns, the more the fewer slots a token has. Each lane has `IN_FLIGHT` loads, and waits for at
+most one of them before it issues the last. As many lanes load the numbers of the rows at once; otherwise each row would
+wait for the one before.
 
 `SlotValues`: ``out[t, k] = values[row of slot (t, k)]``, zeros for sentinels.
 
-`RowDots`: ``dots[r] = sum over columns of rows[r] * source[token of r]`` in fp32, zeros for sentinels; a warp a row.
+`RowDots`: ``dots[r] = sum over columns of rows[r] * source[token of r]`` in fp32, zeros for sentinels. A warp has
+one row.
 
-Rows of sentinels are never read. Axes: T tokens, K slots a token, R rows, E experts, H columns.
+Rows of sentinels are never read. Axes: T tokens, K slots per token, R rows, E experts, H columns.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -34,63 +34,36 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
-from fusedmoe.kernels.sm90.rows import ELEMENTS
+from fusedmoe.kernels.sm90.warps import LANES, VECTOR, WarpKernel, fake_matrix, fake_vector, inclusive_sum
 
-LANES = 32
-WARPS = 8  # of a CTA
-VECTOR = 8  # columns of a lane: 16 bytes
-VECTORS = 4  # of a lane at once, where rows are gathered
+WARPS = 8  # per CTA
+VECTORS = 4  # per lane at once, when rows are gathered
 BLOCK = LANES * VECTOR  # columns that a warp reads at once
-IN_FLIGHT = 8  # loads of a lane, where rows are summed
-SLOTS = (2, 4, 8)  # of a token at once
-STEPS = 8  # of 32 slots a warp, where they are sorted
+IN_FLIGHT = 8  # loads per lane, when rows are summed
+SLOTS = (2, 4, 8)  # per token at once
+STEPS = 8  # of 32 slots per warp, when slots are sorted
 CHUNK = WARPS * STEPS * LANES
 FULL = 0xFFFFFFFF
 
 
-def _vector(dtype: Any, size: Any) -> Any:
-    return cute.runtime.make_fake_tensor(dtype, (size,), (1,))
-
-
-def _matrix(dtype: Any, rows: Any, columns: Any) -> Any:
-    strides = (cute.sym_int64(divisibility=VECTOR), 1)
-    return cute.runtime.make_fake_tensor(dtype, (rows, columns), strides, assumed_align=16)
-
-
 def _launch(units: Any, stream: Any) -> dict[str, Any]:
-    """How to launch a warp for each unit of work."""
+    """Launch shape of one warp per unit of work."""
     return {"grid": (cute.ceil_div(units, WARPS), 1, 1), "block": (WARPS * LANES, 1, 1), "stream": stream}
 
 
 def _unit() -> tuple[Any, Any]:
-    """Which unit of work this warp has, and which of its lanes this is."""
+    """Unit of work of this warp, and lane."""
     block, _, _ = cute.arch.block_idx()
     return block * WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
 
 
 @dataclass(frozen=True)
-class _Slots:
-    """What the kernels of this page have in common."""
-
-    arch: str = field(default="sm_90a", kw_only=True)
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        return ("fusedmoe.kernels.sm90.slots", "fusedmoe.kernels.sm90.rows")
-
-    def compiled_for(self, *arguments: Any) -> Any:
-        """Compile without a GPU for tensors and numbers like these, on any stream."""
-        stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-        return cute.compile(self, *arguments, stream, options=f"--enable-tvm-ffi --gpu-arch {self.arch}")
-
-
-@dataclass(frozen=True)
-class Route(_Slots):
-    """Rows of slots, slots of rows, rows an expert, and each row's weight."""
+class Route(WarpKernel):
+    """Rows of slots, slots of rows, rows per expert, and each row's weight."""
 
     index: str  # dtype of the expert ids: "int32" or "int64"
     weight: str  # dtype of the weights: "fp32", "bf16" or "fp16"
-    experts: int  # at most as many, which is a multiple of 8
+    experts: int  # at most; a multiple of 8
     chunked: bool  # whether there is more than one chunk
 
     @property
@@ -103,24 +76,14 @@ class Route(_Slots):
         """
         slots, experts = cute.sym_int(), cute.sym_int()
         counts = cute.runtime.make_fake_tensor(Int32, (cute.sym_int(), cute.sym_int()), (cute.sym_int64(), 1))
-        weight = _vector(ELEMENTS[self.weight], slots)
+        weight = fake_vector(self.weight, slots)
         return self.compiled_for(
-            _vector(ELEMENTS[self.index], slots), weight, counts, _vector(Int64, slots), _vector(Int64, slots), weight,
-            _vector(Int64, experts),
+            fake_vector(self.index, slots), weight, counts, fake_vector("int64", slots), fake_vector("int64", slots),
+            weight, fake_vector("int64", experts),
         )  # fmt: skip
 
     @cute.jit
-    def __call__(
-        self,
-        index: cute.Tensor,
-        weight: cute.Tensor,
-        counts: cute.Tensor,
-        row_of_slot: cute.Tensor,
-        slot_of_row: cute.Tensor,
-        probs: cute.Tensor,
-        splits: cute.Tensor,
-        stream,
-    ):
+    def __call__(self, index, weight, counts, row_of_slot, slot_of_row, probs, splits, stream):
         grid, block = (cute.ceil_div(cute.size(index), CHUNK), 1, 1), (WARPS * LANES, 1, 1)
         if const_expr(self.chunked):
             self.count(index, counts, cute.size(splits)).launch(grid=grid, block=block, stream=stream)
@@ -129,8 +92,8 @@ class Route(_Slots):
         )
 
     @cute.jit
-    def load_keys(self, index: cute.Tensor, first: Int32, lane: Int32, experts: Int32) -> cute.Tensor:
-        """The experts of a warp's slots: E for a sentinel, -1 where there is no slot any more."""
+    def load_keys(self, index, first, lane, experts):
+        """The experts of a warp's slots: E for a sentinel, -1 after the last slot."""
         keys = cute.make_rmem_tensor((STEPS,), Int32)
         keys.fill(-1)
         for i in cutlass.range_constexpr(STEPS):
@@ -143,7 +106,7 @@ class Route(_Slots):
         return keys
 
     @cute.kernel
-    def count(self, index: cute.Tensor, counts: cute.Tensor, experts: Int32):
+    def count(self, index, counts, experts):
         thread, _, _ = cute.arch.thread_idx()
         lane = cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -164,16 +127,7 @@ class Route(_Slots):
             counts[chunk, bucket] = s_count[bucket]
 
     @cute.kernel
-    def place(
-        self,
-        index: cute.Tensor,
-        weight: cute.Tensor,
-        counts: cute.Tensor,
-        row_of_slot: cute.Tensor,
-        slot_of_row: cute.Tensor,
-        probs: cute.Tensor,
-        splits: cute.Tensor,
-    ):
+    def place(self, index, weight, counts, row_of_slot, slot_of_row, probs, splits):
         thread, _, _ = cute.arch.thread_idx()
         lane = cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -234,7 +188,7 @@ class Route(_Slots):
                 total = Int32(0)
                 if bucket <= experts:
                     total = s_total[bucket]
-                end = self.inclusive_sum(total, lane)
+                end = inclusive_sum(total, lane)
                 if bucket <= experts:
                     s_start[bucket] = s_start[bucket] + carried + end - total
                 carried += cute.arch.shuffle_sync(end, LANES - 1)
@@ -252,18 +206,9 @@ class Route(_Slots):
                     row_of_slot[slot] = Int64(slots)
                     probs[row] = Float32(0.0).to(probs.element_type)
 
-    @cute.jit
-    def inclusive_sum(self, value: Int32, lane: Int32) -> Int32:
-        """Sum over this lane and those below it."""
-        for step in cutlass.range_constexpr(5):
-            below = cute.arch.shuffle_sync_up(value, 1 << step)
-            if lane >= (1 << step):
-                value += below
-        return value
-
 
 @dataclass(frozen=True)
-class GatherRows(_Slots):
+class GatherRows(WarpKernel):
     """Rows of tokens, sorted by expert, scaled or not."""
 
     dtype: str  # "bf16" or "fp16"
@@ -278,23 +223,13 @@ class GatherRows(_Slots):
         scale (R,), rows (R, H) and K.
         """
         rows, columns = cute.sym_int(), cute.sym_int(divisibility=VECTOR)
-        element = ELEMENTS[self.dtype]
         return self.compiled_for(
-            _matrix(element, cute.sym_int(), columns), _vector(Int64, rows), _vector(Int64, rows),
-            _vector(ELEMENTS[self.scale or "fp32"], rows), _matrix(element, rows, columns), Int32(1),
+            fake_matrix(self.dtype, cute.sym_int(), columns), fake_vector("int64", rows), fake_vector("int64", rows),
+            fake_vector(self.scale or "fp32", rows), fake_matrix(self.dtype, rows, columns), Int32(1),
         )  # fmt: skip
 
     @cute.jit
-    def __call__(
-        self,
-        source: cute.Tensor,
-        slot_of_row: cute.Tensor,
-        row_of_slot: cute.Tensor,
-        scale: cute.Tensor,
-        rows: cute.Tensor,
-        chosen: Int32,
-        stream,
-    ):
+    def __call__(self, source, slot_of_row, row_of_slot, scale, rows, chosen, stream):
         blocks = cute.ceil_div(rows.shape[1], BLOCK * VECTORS)
         of_tokens = source.shape[0] * blocks
         units = of_tokens + cute.ceil_div(rows.shape[0], LANES)
@@ -303,17 +238,7 @@ class GatherRows(_Slots):
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        source: cute.Tensor,
-        slot_of_row: cute.Tensor,
-        row_of_slot: cute.Tensor,
-        scale: cute.Tensor,
-        rows: cute.Tensor,
-        chosen: Int32,
-        blocks: Int32,
-        of_tokens: Int32,
-    ):
+    def kernel(self, source, slot_of_row, row_of_slot, scale, rows, chosen, blocks, of_tokens):
         unit, lane = _unit()
         if unit < of_tokens:
             token = unit // blocks
@@ -322,11 +247,11 @@ class GatherRows(_Slots):
             self.clear_sentinels(slot_of_row, row_of_slot, rows, (unit - of_tokens) * LANES, lane)
 
     @cute.jit
-    def copy_token(self, source, row_of_slot, scale, rows, chosen, token: Int32, block: Int32, lane: Int32):
+    def copy_token(self, source, row_of_slot, scale, rows, chosen, token, block, lane):
         """Write a block of columns of one token to all its rows."""
         loaded = [cute.make_rmem_tensor((VECTOR,), source.element_type) for _ in range(VECTORS)]
         for i in cutlass.range_constexpr(VECTORS):
-            # past the last, that once more: in a branch of its own, each load would be waited for
+            # lanes past the last vector load it once more: in a branch, each load would be waited for
             vector = cutlass.min((block * VECTORS + i) * LANES + lane, rows.shape[1] // VECTOR - 1)
             cute.autovec_copy(cute.local_tile(source[token, None], (VECTOR,), (vector,)), loaded[i])
         for first in cutlass.range(0, chosen, LANES, unroll=1):
@@ -350,8 +275,8 @@ class GatherRows(_Slots):
                             cute.autovec_copy(result, cute.local_tile(rows[row, None], (VECTOR,), (vector,)))
 
     @cute.jit
-    def clear_sentinels(self, slot_of_row, row_of_slot, rows, first: Int32, lane: Int32):
-        """Write zeros to those of 32 rows that belong to no expert."""
+    def clear_sentinels(self, slot_of_row, row_of_slot, rows, first, lane):
+        """Write zeros to the rows, of 32, that belong to no expert."""
         unused = Boolean(False)
         if first + lane < rows.shape[0]:
             unused = Int32(row_of_slot[Int32(slot_of_row[first + lane])]) != first + lane
@@ -366,12 +291,12 @@ class GatherRows(_Slots):
 
 
 @dataclass(frozen=True)
-class SumSlots(_Slots):
+class SumSlots(WarpKernel):
     """Sums over a token's rows, scaled or not."""
 
     dtype: str  # "bf16" or "fp16"
     scale: str | None  # dtype of the scale: "fp32", "bf16" or "fp16"; None for none
-    slots: int = SLOTS[-1]  # of a token at once, of `SLOTS`
+    slots: int = SLOTS[-1]  # per token at once, one of `SLOTS`
 
     @property
     def symbol(self) -> str:
@@ -379,43 +304,25 @@ class SumSlots(_Slots):
 
     @property
     def vectors(self) -> int:
-        """Of a lane."""
+        """Vectors per lane."""
         return IN_FLIGHT // self.slots
 
     def compile(self) -> Any:
         """Compile without a GPU; a function of rows (R, H), rows of slots (R,) int64, scale (R,), out (T, H) and K."""
         rows, columns = cute.sym_int(), cute.sym_int(divisibility=VECTOR)
-        element = ELEMENTS[self.dtype]
         return self.compiled_for(
-            _matrix(element, rows, columns), _vector(Int64, rows), _vector(ELEMENTS[self.scale or "fp32"], rows),
-            _matrix(element, cute.sym_int(), columns), Int32(1),
+            fake_matrix(self.dtype, rows, columns), fake_vector("int64", rows), fake_vector(self.scale or "fp32", rows),
+            fake_matrix(self.dtype, cute.sym_int(), columns), Int32(1),
         )  # fmt: skip
 
     @cute.jit
-    def __call__(
-        self,
-        rows: cute.Tensor,
-        row_of_slot: cute.Tensor,
-        scale: cute.Tensor,
-        out: cute.Tensor,
-        chosen: Int32,
-        stream,
-    ):
+    def __call__(self, rows, row_of_slot, scale, out, chosen, stream):
         blocks = cute.ceil_div(out.shape[1], BLOCK * self.vectors)
         units = out.shape[0] * blocks
         self.kernel(rows, row_of_slot, scale, out, chosen, blocks, units).launch(**_launch(units, stream))
 
     @cute.kernel
-    def kernel(
-        self,
-        rows: cute.Tensor,
-        row_of_slot: cute.Tensor,
-        scale: cute.Tensor,
-        out: cute.Tensor,
-        chosen: Int32,
-        blocks: Int32,
-        units: Int32,
-    ):
+    def kernel(self, rows, row_of_slot, scale, out, chosen, blocks, units):
         unit, lane = _unit()
         if unit < units:
             token = unit // blocks
@@ -454,7 +361,7 @@ class SumSlots(_Slots):
 
 
 @dataclass(frozen=True)
-class RowDots(_Slots):
+class RowDots(WarpKernel):
     """Products of rows with those of their tokens: the gradient of the weights that `SumSlots` scales by."""
 
     dtype: str  # "bf16" or "fp16"
@@ -469,35 +376,17 @@ class RowDots(_Slots):
         int64, dots (R,) and K.
         """
         rows, columns = cute.sym_int(), cute.sym_int(divisibility=VECTOR)
-        element = ELEMENTS[self.dtype]
         return self.compiled_for(
-            _matrix(element, rows, columns), _matrix(element, cute.sym_int(), columns), _vector(Int64, rows),
-            _vector(Int64, rows), _vector(ELEMENTS[self.out], rows), Int32(1),
+            fake_matrix(self.dtype, rows, columns), fake_matrix(self.dtype, cute.sym_int(), columns),
+            fake_vector("int64", rows), fake_vector("int64", rows), fake_vector(self.out, rows), Int32(1),
         )  # fmt: skip
 
     @cute.jit
-    def __call__(
-        self,
-        rows: cute.Tensor,
-        source: cute.Tensor,
-        slot_of_row: cute.Tensor,
-        row_of_slot: cute.Tensor,
-        dots: cute.Tensor,
-        chosen: Int32,
-        stream,
-    ):
+    def __call__(self, rows, source, slot_of_row, row_of_slot, dots, chosen, stream):
         self.kernel(rows, source, slot_of_row, row_of_slot, dots, chosen).launch(**_launch(rows.shape[0], stream))
 
     @cute.kernel
-    def kernel(
-        self,
-        rows: cute.Tensor,
-        source: cute.Tensor,
-        slot_of_row: cute.Tensor,
-        row_of_slot: cute.Tensor,
-        dots: cute.Tensor,
-        chosen: Int32,
-    ):
+    def kernel(self, rows, source, slot_of_row, row_of_slot, dots, chosen):
         row, lane = _unit()
         if row < rows.shape[0]:
             slot = Int32(slot_of_row[row])
@@ -526,8 +415,8 @@ class RowDots(_Slots):
 
 
 @dataclass(frozen=True)
-class SlotValues(_Slots):
-    """A value of each slot's row, zero for sentinels: the gradient of the weights that rows brought along."""
+class SlotValues(WarpKernel):
+    """A value of each slot's row, zero for sentinels: the gradient of the routing weights that rows carry."""
 
     dtype: str  # "fp32", "bf16" or "fp16"
 
@@ -537,15 +426,17 @@ class SlotValues(_Slots):
 
     def compile(self) -> Any:
         """Compile without a GPU; a function of values (R,), rows of slots (R,) int64 and out (R,)."""
-        slots, element = cute.sym_int(), ELEMENTS[self.dtype]
-        return self.compiled_for(_vector(element, slots), _vector(Int64, slots), _vector(element, slots))
+        slots = cute.sym_int()
+        return self.compiled_for(
+            fake_vector(self.dtype, slots), fake_vector("int64", slots), fake_vector(self.dtype, slots)
+        )
 
     @cute.jit
-    def __call__(self, values: cute.Tensor, row_of_slot: cute.Tensor, out: cute.Tensor, stream):
+    def __call__(self, values, row_of_slot, out, stream):
         self.kernel(values, row_of_slot, out).launch(**_launch(cute.ceil_div(cute.size(out), LANES), stream))
 
     @cute.kernel
-    def kernel(self, values: cute.Tensor, row_of_slot: cute.Tensor, out: cute.Tensor):
+    def kernel(self, values, row_of_slot, out):
         unit, lane = _unit()
         slot = unit * LANES + lane
         if slot < cute.size(out):

@@ -1,14 +1,16 @@
-"""Which tile a CTA works on next: one scheduler warp a CTA turns ``offsets`` into tiles, on the device.
+"""The tile scheduler: one warp per CTA turns ``offsets`` into tiles, on the device.
 
-The warp walks the experts in chunks of 32, one a lane, with a warp-wide prefix sum over their tiles, and writes each
-tile as one `SLOT` into a ring in shared memory; the loading and the math warps read it there. Tile numbers only grow,
-so it never walks back. What it writes is the same for every CTA of a cluster but for the cluster's own rank, hence the
-CTAs of a cluster need not speak to each other about it.
+The warp walks the experts in chunks of 32, one per lane, with a warp-wide prefix sum over their tile counts. It writes
+each tile as a `Tile` into a ring in shared memory. The loading warps and the math warps read the tile there. Tile
+numbers only grow, so the warp never walks back. All CTAs of a cluster compute the same tiles except for their own rank,
+so they exchange no messages about tiles under a static schedule.
 
-Rows behind the last expert's are one more expert, E, whose tiles have no main loop: they are where zeros get written.
+Rows after the last expert's, the *tail*, count as one more expert, E. Its tiles have no main loop: they write zeros.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -17,28 +19,27 @@ from cutlass import Boolean, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
 from fusedmoe.kernels.sm90.config import TileConfig
+from fusedmoe.kernels.sm90.warps import inclusive_sum
 
 RING_STAGES = 4
-SLOT = 8  # Int32s a slot; their meaning:
-# expert (or END), first row, rows from there on, column tile, row tile (ragged K) or whether a cluster shares the rows
-# (ragged M), tiles of K
-FIELDS = 6
-END = -1
+SLOT = 8  # Int32s per slot of the ring: a `Tile`, rounded up
+END = -1  # the expert of the slot after the last tile
 
 
-@cute.jit
-def inclusive_sum(value: Int32, lane: Int32) -> Int32:
-    """Sum over this lane and those below it."""
-    for step in cutlass.range_constexpr(5):
-        below = cute.arch.shuffle_sync_up(value, 1 << step)
-        if lane >= (1 << step):
-            value += below
-    return value
+class Tile(NamedTuple):
+    """One tile, as the scheduler gives it to the other warps."""
+
+    expert: Int32
+    row: Int32  # first row; of ragged K: first row of the expert
+    rows: Int32  # from there to the expert's last
+    column: Int32  # column tile
+    place: Int32  # ragged M: 1 if the cluster shares the rows, else 0; ragged K: row tile
+    depth: Int32  # tiles of K
 
 
 @cute.jit
 def expert_rows(offsets: cute.Tensor, rows: Int32, expert: Int32, tail: cutlass.Constexpr[bool]) -> tuple[Int32, Int32]:
-    """First row and row count of an expert; with ``tail``, expert E has what is left of ``rows``."""
+    """First row and row count of an expert; with ``tail``, expert E has the rows after the last expert's."""
     experts = cute.size(offsets)
     first, end = Int32(0), Int32(0)
     if expert < experts + (1 if tail else 0):
@@ -51,12 +52,12 @@ def expert_rows(offsets: cute.Tensor, rows: Int32, expert: Int32, tail: cutlass.
 
 
 @cute.jit
-def put(ring, state, slots: cute.Tensor, lane: Int32, values):
-    """Write one slot and hand it to the readers; the ring's next state."""
+def put(ring, state, slots: cute.Tensor, lane: Int32, tile):
+    """Write one slot of the ring and release it to the readers. Return the ring's next state."""
     ring.producer_acquire(state)
     if lane == 0:
-        for i in cutlass.range_constexpr(len(values)):
-            slots[i, state.index] = values[i]
+        for i in cutlass.range_constexpr(len(tile)):
+            slots[i, state.index] = tile[i]
         ring.producer_commit(state)
     state.advance()
     return state
@@ -64,26 +65,27 @@ def put(ring, state, slots: cute.Tensor, lane: Int32, values):
 
 @cute.jit
 def take(ring, turn: Int32, slots: cute.Tensor):
-    """Read slot number ``turn``, all lanes of a warp together; the next number and the slot's values."""
-    # not a state of its own that is carried along: that would be two registers more in the math warps, which have none
+    """Read slot number ``turn``; all lanes of a warp call this together. Return the next number and the `Tile`."""
+    # The state is made anew: to carry it would take two more registers in the math warps, which have none.
     state = pipeline.PipelineState(RING_STAGES, turn, turn % RING_STAGES, turn // RING_STAGES % 2)
     ring.consumer_wait(state)
-    # one lane reads for all: it is the one that says so to the ring, which race checkers insist on
-    values = cute.make_rmem_tensor((FIELDS,), Int32)
+    # One lane reads for all: race checkers require that the lane that releases the slot also reads it.
+    values = cute.make_rmem_tensor((len(Tile._fields),), Int32)
     values.fill(0)
     if cute.arch.lane_idx() == 0:
-        for i in cutlass.range_constexpr(FIELDS):
+        for i in cutlass.range_constexpr(len(Tile._fields)):
             values[i] = slots[i, state.index]
         ring.consumer_release(state)
-    return turn + 1, [cute.arch.shuffle_sync(values[i], 0) for i in range(FIELDS)]
+    return turn + 1, Tile(*[cute.arch.shuffle_sync(values[i], 0) for i in range(len(Tile._fields))])
 
 
 @cute.jit
 def band_of(local: Int32, tall: Int32, tiles_n: Int32, band: Int32) -> tuple[Int32, Int32, Int32]:
-    """First row and height, in row tiles, of the band that an expert's tile number ``local`` is in; its number there.
+    """Return the band of an expert's tile number ``local``: its first row and height, in row tiles, and the tile's
+    number within the band.
 
-    An expert's tiles are worked on in bands of ``band`` row tiles, so that the CTAs at work share the rows and the
-    columns that they read through the L2.
+    The tiles of an expert are ordered in bands of ``band`` row tiles, so that concurrent CTAs find the same rows and
+    weights in the L2.
     """
     first = local // (band * tiles_n) * band
     return first, cutlass.min(tall - first, band), local - first * tiles_n
@@ -91,16 +93,18 @@ def band_of(local: Int32, tall: Int32, tiles_n: Int32, band: Int32) -> tuple[Int
 
 @cute.jit
 def place(local: Int32, tall: Int32, tiles_n: Int32, band: Int32) -> tuple[Int32, Int32]:
-    """Row and column tile of an expert's tile number ``local``: row tiles of a band fastest."""
+    """Row and column tile of an expert's tile number ``local``: row tiles of a band vary fastest."""
     first, height, within = band_of(local, tall, tiles_n, band)
     column = within // height
     return first + within - column * height, column
 
 
 class Drawing:
-    """How a cluster draws its tiles, where the schedule is dynamic: CTA 0 from a counter in memory, and CTA 1 of a
-    cluster from CTA 0, through one word of its shared memory. ``told`` is the barrier that the word arrives at, in CTA
-    1; ``read`` the one in CTA 0 that says that it may be written again.
+    """How a cluster draws its tiles under a dynamic schedule.
+
+    CTA 0 increments a counter in memory. It sends the number to CTA 1 through one ``word`` of CTA 1's shared memory.
+    ``told``, a barrier of CTA 1, signals the arrival of the word. ``read``, a barrier of CTA 0, signals that the word
+    may be overwritten.
     """
 
     def __init__(self, ctas: int, word: cute.Tensor, told: cute.Pointer, read: cute.Pointer) -> None:
@@ -108,7 +112,7 @@ class Drawing:
 
 
 def make_drawing(smem: SmemAllocator, config: TileConfig) -> Drawing:
-    """Allocate what a cluster draws with, and initialise its barriers; the caller synchronises."""
+    """Allocate a `Drawing` and initialise its barriers; the caller synchronises."""
     barriers = smem.allocate_array(Int64, 2)
     word = smem.allocate_tensor(Int32, cute.make_layout(1), 16)
     init_drawing(barriers)
@@ -125,9 +129,9 @@ def init_drawing(barriers: cute.Pointer) -> None:
 
 
 class Share:
-    """Which tiles are a CTA's: those of its cluster, number ``cluster`` out of ``clusters``, in which it has the ranks
-    ``rank_m`` and ``rank_n``. Where ``dynamic`` is not 0, a cluster's first tile is its own, and it draws the others
-    from ``counter``. ``band``: see `place`.
+    """A CTA's share of the tiles: those of cluster ``cluster`` out of ``clusters``, at ranks ``rank_m`` and ``rank_n``.
+
+    If ``dynamic`` is not 0, the cluster draws all tiles after its first from ``counter``. ``band``: see `band_of`.
     """
 
     def __init__(self, config: TileConfig, band: Int32, counter: cute.Tensor, dynamic: Int32, drawing: Drawing) -> None:
@@ -138,16 +142,14 @@ class Share:
 
 
 def ranks(config: TileConfig) -> tuple[Int32, Int32]:
-    """Return this CTA's place among the row tiles of its cluster, and among the column tiles."""
+    """Return this CTA's rank among the row tiles of its cluster, and among the column tiles."""
     rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
     return rank % config.cluster_m, rank // config.cluster_m
 
 
 @cute.jit
 def next_tile(tile: Int32, share: Share, lane: Int32, turn: Int32) -> Int32:
-    """Return the tile after ``tile``: a fixed stride on, or the next that nobody has drawn. ``turn`` counts the
-    calls.
-    """
+    """Return the tile after ``tile``: a fixed stride further, or the next undrawn one. ``turn`` counts the calls."""
     drawing = share.drawing
     if share.dynamic == 0:
         tile += share.clusters
@@ -159,7 +161,7 @@ def next_tile(tile: Int32, share: Share, lane: Int32, turn: Int32) -> Int32:
         elif cute.arch.block_idx_in_cluster() == 0:
             if lane == 0:
                 drawn = share.clusters + cute.arch.atomic_add(share.counter.iterator, Int32(1))
-                cute.arch.mbarrier_wait(drawing.read, (turn & 1) ^ 1)  # the first wait is for nothing
+                cute.arch.mbarrier_wait(drawing.read, (turn & 1) ^ 1)  # the first wait returns at once
                 cute.arch.store_async_dsmem(drawing.word.iterator, drawn, drawing.told, 1)
         elif lane == 0:
             cute.arch.mbarrier_arrive_and_expect_tx(drawing.told, 4)
@@ -172,7 +174,7 @@ def next_tile(tile: Int32, share: Share, lane: Int32, turn: Int32) -> Int32:
 
 @cute.jit
 def finish_drawing(share: Share, turn: Int32) -> None:
-    """Wait, in CTA 0, until CTA 1 has read the last word: its arrival needs this CTA's shared memory."""
+    """Wait, in CTA 0, until CTA 1 has read the last word: CTA 1 arrives at a barrier in CTA 0's shared memory."""
     if const_expr(share.drawing.ctas > 1):
         if share.dynamic != 0 and turn > 0 and cute.arch.block_idx_in_cluster() == 0:
             cute.arch.mbarrier_wait(share.drawing.read, (turn & 1) ^ 1)
@@ -182,13 +184,13 @@ def finish_drawing(share: Share, turn: Int32) -> None:
 def place_pairs(
     local: Int32, row_tiles: Int32, tiles_n: Int32, band: Int32, rank: Int32, turned: Int32
 ) -> tuple[Int32, Int32, Boolean]:
-    """Row and column tile of the CTA ``rank`` in a cluster's tile number ``local``, and whether it is of the row tile
-    left over: see `schedule_ragged_m`.
+    """Row and column tile of the CTA ``rank`` in a cluster's tile number ``local``, and whether it belongs to the row
+    tile left over: see `schedule_ragged_m`.
 
-    Pairs of row tiles are as `place` has them. In the last band of an odd number of row tiles, two columns go together:
-    their pairs, and among them the two of the row tile left over, so that CTAs that read the same weights work side by
-    side. Where among them differs, by ``turned``: a tile that shares the rows takes longer, and clusters that had
-    no others would fall behind.
+    Pairs of row tiles are ordered as in `place`. If the number of row tiles is odd, the last band takes two columns at
+    a time: their pairs, and among them the two tiles of the row tile left over. So CTAs that read the same weights run
+    concurrently. The position of those two tiles varies with ``turned``: a tile that shares the rows takes longer, and
+    a cluster that had only such tiles would fall behind.
     """
     first, height, within = band_of(local, row_tiles // 2, tiles_n, band)
     column, left_over = Int32(0), Boolean(False)
@@ -200,7 +202,7 @@ def place_pairs(
         two = within // together
         within -= two * together
         column = two * 2
-        if column + 1 == tiles_n:  # one column is the last
+        if column + 1 == tiles_n:  # a single last column
             together = height + 1
         at = (turned + two) % together
         left_over = Boolean(within == at)
@@ -219,7 +221,7 @@ def place_pairs(
 
 @cute.jit
 def cluster_tiles(rows: Int32, tiles_n: Int32, tile_m: cutlass.Constexpr[int]) -> Int32:
-    """How many tiles a cluster makes of an expert's rows: see `schedule_ragged_m`."""
+    """Number of cluster tiles of an expert's rows: see `schedule_ragged_m`."""
     row_tiles = (rows + tile_m - 1) // tile_m
     return row_tiles // 2 * tiles_n + row_tiles % 2 * ((tiles_n + 1) // 2)
 
@@ -228,10 +230,10 @@ def cluster_tiles(rows: Int32, tiles_n: Int32, tile_m: cutlass.Constexpr[int]) -
 def schedule_ragged_m(
     offsets: cute.Tensor, rows: Int32, tiles_n: Int32, k_tiles: Int32, share: Share, ring, slots: cute.Tensor
 ) -> None:
-    """Tiles of a product with ragged rows, for clusters of two CTAs.
+    """Schedule the tiles of a ragged M product, for clusters of two CTAs.
 
-    A cluster takes two row tiles of an expert and shares the weights. Where an expert has an odd number of row tiles,
-    one is left over: of that, a cluster takes two column tiles, and shares the rows.
+    A cluster takes two row tiles of an expert and shares the weights. If the number of row tiles is odd, one is left
+    over. A cluster takes two column tiles of that one, and shares the rows.
     """
     tile_m = share.config.tile_m
     state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, RING_STAGES)
@@ -259,11 +261,11 @@ def schedule_ragged_m(
             row = row_tile * tile_m
             first, _ = expert_rows(offsets, rows, expert, True)  # again: registers are scarce here
             depth = Int32(0) if expert == experts else k_tiles
-            state = put(ring, state, slots, lane, (expert, first + row, own - row, column, Int32(left_over), depth))
+            state = put(ring, state, slots, lane, Tile(expert, first + row, own - row, column, Int32(left_over), depth))
             tile = next_tile(tile, share, lane, turn)
             turn += 1
     finish_drawing(share, turn)
-    state = put(ring, state, slots, lane, (Int32(END), Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)))
+    put(ring, state, slots, lane, Tile(Int32(END), *[Int32(0)] * 5))
 
 
 @cute.jit
@@ -276,7 +278,7 @@ def schedule_ragged_k(
     ring,
     slots: cute.Tensor,
 ) -> None:
-    """Tiles of a product with ragged K: each expert has the same number."""
+    """Schedule the tiles of a ragged K product: each expert has the same number."""
     cluster_m, cluster_n = share.config.cluster_m, share.config.cluster_n
     state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, RING_STAGES)
     lane = cute.arch.lane_idx()
@@ -290,12 +292,9 @@ def schedule_ragged_k(
         if expert > 0:
             first = offsets[expert - 1]
         count = offsets[expert] - first
-        values = (
-            expert, first, count, column_tile * cluster_n + share.rank_n, row_tile * cluster_m + share.rank_m,
-            (count + tile_k - 1) // tile_k,
-        )  # fmt: skip
-        state = put(ring, state, slots, lane, values)
+        column, row = column_tile * cluster_n + share.rank_n, row_tile * cluster_m + share.rank_m
+        state = put(ring, state, slots, lane, Tile(expert, first, count, column, row, (count + tile_k - 1) // tile_k))
         tile = next_tile(tile, share, lane, turn)
         turn += 1
     finish_drawing(share, turn)
-    state = put(ring, state, slots, lane, (Int32(END), Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)))
+    put(ring, state, slots, lane, Tile(Int32(END), *[Int32(0)] * 5))

@@ -1,0 +1,94 @@
+"""The arithmetic of the epilogues: activations and their derivatives on fp32 scalars in registers.
+
+Each function is the formula of the op of the same name. ``limit``, ``alpha`` and ``offset`` are run-time numbers;
+``kind``, and whether there is a limit, are known to the compiler. Comparisons are written so that a NaN stays a NaN.
+"""
+
+from __future__ import annotations
+
+import math
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32
+
+LOG2_E = math.log2(math.e)
+
+
+def sigmoid(x, alpha):
+    """``1 / (1 + exp(-alpha * x))``. alpha * log2(e) is multiplied first: it is the same for all values."""
+    return cute.arch.rcp_approx(Float32(1.0) + cute.math.exp2(x * (alpha * Float32(-LOG2_E)), fastmath=True))
+
+
+def gate_and_slope(kind, g, alpha):
+    """``phi(g)`` and ``phi'(g)``."""
+    if kind == "swiglu":
+        s = sigmoid(g, alpha)
+        y = g * s
+        return y, s + alpha * (y - y * s)
+    if kind == "geglu_tanh":
+        x = alpha * g
+        inner = Float32(math.sqrt(2 / math.pi)) * (x + Float32(0.044715) * x * x * x)
+        t = Float32(2.0) * sigmoid(inner, Float32(2.0)) - Float32(1.0)  # tanh(inner)
+        half = Float32(0.5) + Float32(0.5) * t
+        d_inner = Float32(math.sqrt(2 / math.pi)) * (Float32(1.0) + Float32(3 * 0.044715) * x * x)
+        return g * half, half + Float32(0.5) * x * (Float32(1.0) - t * t) * d_inner
+    if kind == "geglu_erf":
+        x = alpha * g
+        cdf = Float32(0.5) + Float32(0.5) * cute.math.erf(x * Float32(math.sqrt(0.5)))
+        density = cute.math.exp2(x * x * Float32(-0.5 * LOG2_E), fastmath=True) * Float32(1 / math.sqrt(2 * math.pi))
+        return g * cdf, cdf + x * density
+    positive = g > Float32(0.0)
+    zero = Float32(0.0)
+    # not max(g, 0): that would turn a NaN into a zero
+    y = cutlass.select_(g <= zero, zero, g)
+    return y, cutlass.select_(positive, Float32(1.0), zero)
+
+
+def clamp(g, u, limit):
+    """``min(g, limit)`` and ``clamp(u, -limit, limit)``."""
+    least = cute.arch.fmin(u, limit, nan=True)
+    return cute.arch.fmin(g, limit, nan=True), cute.arch.fmax(least, -limit, nan=True)
+
+
+def glu(kind, clamped, g, u, limit, alpha, offset):
+    """``phi(min(g, limit)) * (clamp(u, -limit, limit) + offset)``."""
+    if clamped:
+        g, u = clamp(g, u, limit)
+    y, _ = gate_and_slope(kind, g, alpha)
+    return y * (u + offset)
+
+
+def glu_backward(kind, clamped, d, g, u, limit, alpha, offset, scale):
+    """For the gradient ``d`` of ``act * scale``: gradients of gate and up, ``act * scale``, and ``d * act``."""
+    d_gate, beyond = d, Boolean(False)
+    if clamped:
+        d_gate = cutlass.select_(g > limit, Float32(0.0), d)
+        beyond = cute.math.absf(u) > limit
+        g, u = clamp(g, u, limit)
+    phi, slope = gate_and_slope(kind, g, alpha)
+    up = u + offset
+    du = d * phi
+    d_scale = du * up
+    if clamped:
+        du = cutlass.select_(beyond, Float32(0.0), du)
+    if scale is not None:
+        # gate's gradient and the activation get the scale through up: one product less than scaling each
+        up, du = up * scale, du * scale
+    return d_gate * slope * up, du, phi * up, d_scale
+
+
+def squared_relu(x):
+    """``max(x, 0)^2``."""
+    y = cutlass.select_(x <= Float32(0.0), Float32(0.0), x)
+    return y * y
+
+
+def squared_relu_backward(d, x, scale):
+    """For the gradient ``d`` of ``act * scale``: ``2 max(x, 0) d scale``, ``act * scale``, and ``d * act``."""
+    y = cutlass.select_(x <= Float32(0.0), Float32(0.0), x)
+    act = y * y
+    d_scale = d * act
+    if scale is not None:
+        y, act = y * scale, act * scale
+    return Float32(2.0) * y * d, act, d_scale

@@ -1,0 +1,54 @@
+"""Common parts of the kernels that have no matrix product: their compilation, and functions of a warp."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+LANES = 32
+VECTOR = 8  # columns per lane: 16 bytes
+
+ELEMENTS = {
+    "bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp32": cutlass.Float32, "int32": Int32, "int64": Int64
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class WarpKernel:
+    """A kernel whose warps work alone."""
+
+    arch: str = field(default="sm_90a", kw_only=True)
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (type(self).__module__, __name__)
+
+    def compiled_for(self, *arguments: Any) -> Any:
+        """Compile without a GPU for tensors and numbers like these, on any stream."""
+        stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+        return cute.compile(self, *arguments, stream, options=f"--enable-tvm-ffi --gpu-arch {self.arch}")
+
+
+def fake_vector(dtype: str, size: Any) -> Any:
+    """A contiguous vector, for the compiler."""
+    return cute.runtime.make_fake_tensor(ELEMENTS[dtype], (size,), (1,))
+
+
+def fake_matrix(dtype: str, rows: Any, columns: Any) -> Any:
+    """A matrix with unit stride along its columns, for the compiler."""
+    strides = (cute.sym_int64(divisibility=VECTOR), 1)
+    return cute.runtime.make_fake_tensor(ELEMENTS[dtype], (rows, columns), strides, assumed_align=16)
+
+
+@cute.jit
+def inclusive_sum(value, lane):
+    """Sum over this lane and the lanes below it."""
+    for step in cutlass.range_constexpr(5):
+        below = cute.arch.shuffle_sync_up(value, 1 << step)
+        if lane >= (1 << step):
+            value += below
+    return value
