@@ -218,7 +218,7 @@ class Backward(Formula):
             d, scale = block.acc[block.base + j * VALUES + v], block.scales[v // 2 % 2] if self.scaled else None
             if self.halves == 2:
                 numbers = env.numbers[:3]
-                result = formulas.glu_backward(self.kind, self.clamped, d, x[0][v], x[1][v], *numbers, scale)
+                result = formulas.glu_backward(self.kind, self.clamped, d, x[0][v], x[1][v], *numbers, scale=scale)
             else:
                 result = formulas.squared_relu_backward(d, x[0][v], scale)
             results.append(result)
