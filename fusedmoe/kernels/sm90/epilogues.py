@@ -191,7 +191,7 @@ class Forward(Formula):
             return Values([formulas.squared_relu(g) for g in gates], parts)
         constants = env.numbers[:3]
         pairs = zip(gates, ups, strict=True)
-        return Values([formulas.glu(self.kind, self.clamped, g, u, *constants) for g, u in pairs], parts, columns)
+        return Values([formulas.glu(self.kind, self.clamped, g, u, constants) for g, u in pairs], parts, columns)
 
 
 @dataclass(frozen=True)
@@ -217,8 +217,8 @@ class Backward(Formula):
         for v in range(VALUES):
             d, scale = block.acc[block.base + j * VALUES + v], block.scales[v // 2 % 2] if self.scaled else None
             if self.halves == 2:
-                numbers = env.numbers[:3]
-                result = formulas.glu_backward(self.kind, self.clamped, d, x[0][v], x[1][v], *numbers, scale=scale)
+                g, u = x[0][v], x[1][v]
+                result = formulas.glu_backward(self.kind, self.clamped, d, g, u, env.numbers[:3], scale)
             else:
                 result = formulas.squared_relu_backward(d, x[0][v], scale)
             results.append(result)

@@ -1,6 +1,6 @@
 """The arithmetic of the epilogues: activations and their derivatives on fp32 scalars in registers.
 
-Each function is the formula of the op of the same name. ``limit``, ``alpha`` and ``offset`` are run-time numbers;
+Each function is the formula of the op of the same name. ``constants``, limit, alpha and offset, are run-time numbers.
 ``kind``, and whether there is a limit, are known to the compiler. Comparisons are written so that a NaN stays a NaN.
 """
 
@@ -51,16 +51,18 @@ def clamp(g, u, limit):
     return cute.arch.fmin(g, limit, nan=True), cute.arch.fmax(least, -limit, nan=True)
 
 
-def glu(kind, clamped, g, u, limit, alpha, offset):
+def glu(kind, clamped, g, u, constants):
     """``phi(min(g, limit)) * (clamp(u, -limit, limit) + offset)``."""
+    limit, alpha, offset = constants
     if clamped:
         g, u = clamp(g, u, limit)
     y, _ = gate_and_slope(kind, g, alpha)
     return y * (u + offset)
 
 
-def glu_backward(kind, clamped, d, g, u, limit, alpha, offset, scale):
+def glu_backward(kind, clamped, d, g, u, constants, scale):
     """For the gradient ``d`` of ``act * scale``: gradients of gate and up, ``act * scale``, and ``d * act``."""
+    limit, alpha, offset = constants
     d_gate, beyond = d, Boolean(False)
     if clamped:
         d_gate = cutlass.select_(g > limit, Float32(0.0), d)
