@@ -23,15 +23,6 @@ ENGINE_MAY_IMPORT = (
 )
 ENGINE_MUST_NOT_IMPORT = ("fusedmoe.ops", "fusedmoe.kernels", "fusedmoe.builtin_rules")
 
-# ---- violations that are still to be removed ----------------------------------------------------------------------
-
-WITHOUT_REASON = {
-    "fusedmoe.builtin_rules.sm90.backend",
-    "fusedmoe.fusion.registry",
-    "fusedmoe.kernels.sm90.functions",
-    "fusedmoe.kernels.sm90.row_functions",
-    "fusedmoe.kernels.sm90.slot_functions",
-}
 # ---- the graph ----------------------------------------------------------------------------------------------------
 
 
@@ -141,7 +132,7 @@ def test_an_import_inside_a_function_has_its_reason_beside_it():
             n -= 1
         if "#" not in lines[n] and not lines[n - 1].lstrip().startswith("#"):
             without.add(i.importer)
-    assert without - WITHOUT_REASON == set()
+    assert without == set()
 
 
 def of(module: str, packages: tuple[str, ...]) -> bool:

@@ -519,7 +519,7 @@ def _ragged_m_kernel(
     scaled: bool,
     config: TileConfig,
 ) -> Any:
-    from fusedmoe.kernels.sm90 import epilogues
+    from fusedmoe.kernels.sm90 import epilogues  # for cost: imports the CuTe DSL
     from fusedmoe.kernels.sm90.ragged_m import RaggedM
 
     if activation is None:
@@ -533,7 +533,7 @@ def _ragged_m_kernel(
 
 @functools.cache
 def _ragged_k_kernel(*, dtype: str, config: TileConfig, out: str, accumulate: bool) -> Any:
-    from fusedmoe.kernels.sm90.ragged_k import RaggedK
+    from fusedmoe.kernels.sm90.ragged_k import RaggedK  # for cost: imports the CuTe DSL
 
     return compiler.load(RaggedK(dtype, config, out=out, accumulate=accumulate))
 
