@@ -1,5 +1,5 @@
-# Everything a person or CI runs. `make` alone prints the list.
-# Set-up is part of demo, test, lint and docs: a virtual environment in .venv, made once and again when pyproject.toml changes.
+# The targets for developers and CI. `make` alone prints the list.
+# demo, test, lint and docs set up a virtual environment in .venv, again after a change of pyproject.toml.
 
 PYTHON ?= python3
 TORCH  ?= $(if $(shell nvidia-smi -L 2>/dev/null | grep '^GPU'),torch<2.16,torch==2.13.0)
@@ -10,10 +10,10 @@ BIN   := $(VENV)/bin
 READY := $(VENV)/.ready
 
 # test-gpu and bench install nothing: a GPU machine may reach no package registry, and has its own torch.
-# They run in $(PYTHON) where it was given, else in .venv where there is one.
+# They run with $(PYTHON) if given, else in .venv if it exists.
 RUN = $(if $(filter file,$(origin PYTHON)),$(firstword $(wildcard $(BIN)/python) $(PYTHON)),$(PYTHON))
 
-# no GPU, no test over half a minute; a process for each core, a file in one of them
+# no GPU, no test over half a minute; one process per core, each file in one process
 QUICK := --ignore=tests/gpu -m "not gpu and not slow" --timeout=300 --numprocesses=auto --dist=loadfile
 
 .DEFAULT_GOAL := help
@@ -26,16 +26,16 @@ help:  ## print this list
 demo: $(READY)  ## train a small MoE language model, about two minutes on a CPU; ARGS='--steps 50'
 	$(BIN)/fusedmoe demo $(ARGS)
 
-test: $(READY)  ## every test that needs neither a GPU nor long; ARGS='-k dispatch'
+test: $(READY)  ## every quick test that needs no GPU; ARGS='-k dispatch'
 	$(BIN)/python -m pytest tests $(QUICK) $(ARGS)
 
-test-gpu:  ## the tests that need an NVIDIA GPU, with what is installed
+test-gpu:  ## the tests that need an NVIDIA GPU, with the installed packages
 	$(RUN) -m pytest tests/gpu --results benchmarks/results $(ARGS)
 
-test-all: $(READY)  ## every test there is, the slow ones too
+test-all: $(READY)  ## every test, including slow ones
 	$(BIN)/python -m pytest tests $(ARGS)
 
-bench:  ## the benchmarks, with what is installed
+bench:  ## the benchmarks, with the installed packages
 	$(RUN) -m benchmarks $(ARGS)
 
 lint: $(READY)  ## ruff (check and format) and mypy
@@ -43,14 +43,14 @@ lint: $(READY)  ## ruff (check and format) and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(READY)  ## rewrite the files as ruff wants them
+format: $(READY)  ## format the files with ruff
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 docs: $(READY)  ## build docs/ into docs/_build/html; a warning is an error
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --fresh-env --builder html docs docs/_build/html
 
-clean:  ## remove what was built; .venv stays
+clean:  ## remove build results, except .venv
 	rm -rf build dist docs/_build .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find fusedmoe tests benchmarks examples docs -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 

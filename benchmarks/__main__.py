@@ -1,9 +1,9 @@
 """``python -m benchmarks``: measure, print tables, write the results.
 
-Sections: ``host`` (what the framework costs the host), ``kernels`` (each kernel), ``mlp`` (the expert MLP through the
-public API), ``recipes`` (the same under each recipe), ``deepgemm`` (DeepGEMM's products, for an environment of its
-own), ``tiles`` (every tile for many layers, about a minute), ``transformers`` (a stack of decoder layers). By default
-the first, and the next two where there is a GPU.
+Sections: ``host`` (host overhead of the framework), ``kernels`` (each kernel), ``mlp`` (the expert MLP through the
+public API), ``recipes`` (the expert MLP under each recipe), ``deepgemm`` (DeepGEMM's products, in a separate
+environment), ``tiles`` (every tile for many layers, about a minute), ``transformers`` (a stack of decoder layers). The
+default is ``host``, and with a GPU also ``kernels`` and ``mlp``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> None:
     if set(sections) - {"host"} and not torch.cuda.is_available():
         parser.error(f"--only {','.join(s for s in sections if s != 'host')}: needs a GPU, and torch sees none")
     torch.manual_seed(0)
-    torch.set_num_threads(1)  # of the host's time: a thread pool's wake-ups are not what is measured
+    torch.set_num_threads(1)  # host times must not include the wake-ups of a thread pool
     if "host" in sections:
         _host(devices, args.rounds, args.results)
     if "tiles" in sections:
@@ -64,20 +64,20 @@ def main(argv: list[str] | None = None) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--only", type=_sections, metavar="SECTION,...", help=f"of {', '.join(SECTIONS)}")
+    parser.add_argument("--only", type=_sections, metavar="SECTION,...", help=f"among {', '.join(SECTIONS)}")
     parser.add_argument("--results", type=Path, default=ROOT / "results", help="folder of the result files")
-    parser.add_argument("--device", choices=("cpu", "cuda"), action="append", help="default: every one there is")
-    parser.add_argument("--rounds", type=int, default=300, help="host: rounds of a measurement (default: %(default)s)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), action="append", help="default: all available")
+    parser.add_argument("--rounds", type=int, default=300, help="host: rounds per measurement (default: %(default)s)")
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
         "--shape", nargs="+", action="extend", metavar="NAME", help="shapes of benchmarks/shapes.toml; default: all"
     )
-    which.add_argument("--quick", action="store_true", help=f"these shapes alone: {', '.join(shapes.QUICK)}")
-    parser.add_argument("--routing", choices=shapes.ROUTINGS, default="uniform", help="how rows spread over experts")
-    parser.add_argument("--reps", type=int, default=30, help="timed calls of each peer (default: %(default)s)")
+    which.add_argument("--quick", action="store_true", help=f"only the shapes {', '.join(shapes.QUICK)}")
+    parser.add_argument("--routing", choices=shapes.ROUTINGS, default="uniform", help="distribution of the rows")
+    parser.add_argument("--reps", type=int, default=30, help="timed calls per peer (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=stack.LAYERS, help="transformers: layers (default: %(default)s)")
     parser.add_argument(
-        "--tune-peers", action="store_true", help="let QuACK and SonicMoE tune: a minute for each kernel"
+        "--tune-peers", action="store_true", help="let QuACK and SonicMoE autotune: a minute per kernel"
     )
     return parser
 
@@ -97,8 +97,8 @@ def _chosen(parser: argparse.ArgumentParser, names: tuple[str, ...] | None) -> t
 
 
 def _host(devices: list[str], rounds: int, results: Path) -> None:
-    print(f"host time of GroupedLinear, SwiGLU, GroupedLinear on few rows, microseconds a call; {machine()}")
-    print("the least over the rounds, what the code costs; (the median, with what else the machine did)")
+    print(f"host time of GroupedLinear, SwiGLU, GroupedLinear on few rows, microseconds per call; {machine()}")
+    print("minimum over the rounds (median, which includes other work of the machine)")
     print(f"{'':24}{'planned':>18}{'by hand':>18}{'by hand, lean':>18}{'planned - by hand':>20}")
     reports = {}
     for name in devices:

@@ -1,6 +1,6 @@
-"""A case is one computation that several peers do: each is prepared, checked against fp64, and timed among the others.
+"""A case is one computation by several peers. Each is prepared, checked against fp64, and timed, interleaved.
 
-No peer can end the run: what it lacks or raises becomes a note in its row.
+A missing package or an exception becomes a note in the peer's row and does not end the run.
 """
 
 from __future__ import annotations
@@ -20,42 +20,42 @@ from fusedmoe.bench.peers import why_not
 from fusedmoe.bench.timing import CallTime, Timer, memory_of, times_of
 
 OURS = "fusedmoe"
-WRONG = 0.008  # relative norm of the error; bf16 roundings of a chain of two products give about 0.005
+WRONG = 0.008  # limit of the relative error, in norm; bf16 rounding in two products gives about 0.005
 
-_PER_EXPERT = ("grad_weight", "grad_bias")  # outputs whose first axis is E; that of the others is R
+_PER_EXPERT = ("grad_weight", "grad_bias")  # outputs with first axis E; the others have first axis R
 
 
-def as_it_is(name: str, t: Tensor) -> Tensor:
+def unchanged(name: str, t: Tensor) -> Tensor:
     return t
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A peer's way to compute a case.
+    """A peer's implementation of a case.
 
     Attributes
     ----------
     call
-        The timed call, on operands that lie ready in the peer's layout.
+        The timed call, on operands prepared in the peer's layout.
     names
-        Names of what it returns, those of the reference.
+        Names of its outputs, those of the reference.
     canonical
-        Brings one expert's part of the output of that name into the reference's layout; not timed.
+        Converts one expert's part of the named output to the reference's layout; not timed.
     note
-        What a reader should know who compares it with the others.
+        A remark for the comparison with the others.
     """
 
     call: Callable[[], Any]
     names: tuple[str, ...] = ("output",)
-    canonical: Callable[[str, Tensor], Tensor] = as_it_is
+    canonical: Callable[[str, Tensor], Tensor] = unchanged
     note: str | None = None
 
 
 class Peer(Protocol):
-    """Who takes part: `name`, the top-level `packages` it needs, and a method for each case that it has.
+    """A participant: its `name`, the top-level `packages` that it needs, and one method per case.
 
-    The method has the case's key as its name, takes a `Problem` and returns a `Candidate`, or None where the peer has
-    nothing of its own to show for that problem. It imports what it needs.
+    The method is named after the case's key. It takes a `Problem` and returns a `Candidate`, or None if the peer does
+    not take part in that problem. It imports the peer's packages.
     """
 
     @property
@@ -67,9 +67,9 @@ class Peer(Protocol):
 
 @dataclass(frozen=True)
 class Case:
-    """A computation: the peers' method, its title, its work, its reference, and whether autograd records the call.
+    """A computation: the name of the peers' method, title, FLOPs, reference, and whether autograd records the call.
 
-    ``keeps``: report the memory that the call leaves behind for a backward pass.
+    ``keeps`` reports the memory that the call keeps for a backward pass.
     """
 
     key: str
@@ -82,9 +82,9 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a table.
+    """A row of a table.
 
-    ``note`` says why there are no figures, or what they include; ``ours_is`` is the peer's time over ours.
+    ``note`` is the reason for missing figures, or a remark on them; ``ours_is`` is the peer's time divided by ours.
     """
 
     case: str
@@ -122,7 +122,7 @@ def run_case(
                 errors[peer.name] = error = worst_error(case, problem, candidate)
                 if case.keeps and problem.device.type == "cuda":
                     memory[peer.name] = memory_of(candidate.call, problem.device)
-            except Exception as raised:  # noqa: BLE001 a peer's fault is a line in its row
+            except Exception as raised:  # noqa: BLE001 reported in the peer's row
                 notes[peer.name] = why_not(raised, peer.packages)
                 continue
             wrong = not error < WRONG
@@ -134,7 +134,7 @@ def run_case(
 
 
 def worst_error(case: Case, problem: Problem, candidate: Candidate) -> float:
-    """The largest relative norm of an output's error, over the sampled experts' part of it; inf if not finite."""
+    """Return the largest relative error of an output, in norm over the sampled experts; inf if not finite."""
     outputs = candidate.call()
     named = dict(zip(candidate.names, outputs if isinstance(outputs, tuple) else (outputs,), strict=True))
     differences, sizes = dict.fromkeys(named, 0.0), dict.fromkeys(named, 0.0)
@@ -160,7 +160,7 @@ def geometric_mean(values: Iterable[float]) -> float:
 
 
 def mean_speedups(rows: Iterable[Row]) -> dict[str, dict[str, dict[str, float]]]:
-    """By case and peer: the geometric mean of `Row.ours_is` over the shapes, and over how many."""
+    """Return mean, minimum and count of `Row.ours_is` over the shapes, by case and peer; the mean is geometric."""
     found: dict[str, dict[str, list[float]]] = {}
     for row in rows:
         if row.ours_is is not None and row.peer != OURS:
@@ -172,7 +172,7 @@ def mean_speedups(rows: Iterable[Row]) -> dict[str, dict[str, dict[str, float]]]
 
 
 def release(device: torch.device) -> None:
-    """Give the memory of what is no longer referred to back to the GPU."""
+    """Free unreferenced memory of the GPU."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""What this GPU can reach: the ceiling that figures are compared with."""
+"""The measured peak performance of this GPU, with which figures are compared."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ COPY_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Ceiling:
-    """What this GPU reached in this run: a dense bf16 matrix product, and a copy (bytes read and written)."""
+    """Performance of this GPU in this run: a dense bf16 matrix product, and a copy (bytes read and written)."""
 
     tflops: float
     copy_tb_s: float
 
 
 def ceiling(timer: Timer, device: torch.device) -> Ceiling:
-    """Measure it: ``8192^3`` with `torch.matmul`, and a copy of 1 GiB."""
+    """Measure ``8192^3`` with `torch.matmul`, and a copy of 1 GiB."""
     a, b = (torch.randn(CEILING_SIZE, CEILING_SIZE, device=device, dtype=torch.bfloat16) for _ in range(2))
     source = torch.randint(-128, 128, (COPY_BYTES,), dtype=torch.int8, device=device)
     target = torch.empty_like(source)

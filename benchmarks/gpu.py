@@ -1,4 +1,4 @@
-"""The sections that need a GPU, shape by shape: tables are printed as they come, files written after each shape."""
+"""The sections that need a GPU; tables are printed and files written after each shape."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fusedmoe.bench.timing import Timer
 
 @dataclass(frozen=True)
 class Settings:
-    """What to measure, and how."""
+    """The options of a run."""
 
     sections: tuple[str, ...]
     shapes: tuple[Shape, ...]
@@ -51,7 +51,7 @@ def run(settings: Settings, timer: Timer, top: Ceiling) -> list[Path]:
             shapes[section].append(_shape_results(problem, report))
             written[section] = _write(section, settings, top, shapes[section], rows[section])
         del problem
-        torch.compiler.reset()  # the next shape is compiled anew; without this torch would soon refuse to
+        torch.compiler.reset()  # each shape is compiled, and torch limits the recompilations
         release(settings.device)
     for section, found in rows.items():
         print(f"\n{section}, geometric means over the shapes")
@@ -62,14 +62,14 @@ def run(settings: Settings, timer: Timer, top: Ceiling) -> list[Path]:
 
 @dataclass(frozen=True)
 class ShapeReport:
-    """A section's rows for one shape, and what else is to be kept of it."""
+    """A section's rows for one shape, and further fields of the result file."""
 
     rows: list[Row]
     more: dict[str, Any]
 
 
 def measure_shape(section: str, problem: Problem, settings: Settings, timer: Timer, top: Ceiling | None) -> ShapeReport:
-    """One section on one shape, printed as it goes."""
+    """Measure and print one section on one shape."""
     if section == "kernels":
         return _kernels(problem, settings, timer, top)
     if section == "mlp":
@@ -123,7 +123,7 @@ def _show(rows: list[Row], prefix: str = "") -> None:
 def _attempt(tell: Callable[[], str]) -> str:
     try:
         return tell()
-    except Exception as raised:  # noqa: BLE001 the figures are worth more than the plan beside them
+    except Exception as raised:  # noqa: BLE001 a failing plan must not discard the measurements
         return f"{type(raised).__name__}: {raised}"
 
 

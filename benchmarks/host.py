@@ -1,8 +1,8 @@
-"""What the framework costs the host: a planned `Sequential` against the same calls by hand, and planning itself.
+"""Host overhead of the framework: a planned `Sequential` against the same calls by hand, and planning itself.
 
-The rows are few and the layers small, so that the work itself takes as little as it can. "By hand" calls what the ops
-compute, one after the other, and leaves the backward pass to autograd; "by hand, lean" is the shortest plain PyTorch
-that a person would write for it, without zeroed tail rows, checked splits, or fp32 inside the activation.
+Few rows and small layers minimise the work itself. "By hand" calls the ops' `compute` methods in order, with autograd's
+backward pass. "By hand, lean" is the shortest plain PyTorch equivalent, without zeroed tail rows, checked splits, or
+fp32 inside the activation.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class HostReport:
     planning_ms: float
 
     def overhead_us(self, title: str) -> tuple[float, float]:
-        """What the planned call takes more than the same calls by hand: of the least times, and of the medians."""
+        """Return the planned call's time minus that by hand: of the minima, and of the medians."""
         planned, by_hand = self.passes[title]["planned"], self.passes[title]["by hand"]
         return planned.least_us - by_hand.least_us, planned.median_us - by_hand.median_us
 
@@ -47,7 +47,7 @@ def _experts(device: torch.device, dtype: torch.dtype) -> fm.Sequential:
 
 
 def measure(device: torch.device, rounds: int = 300) -> HostReport:
-    """Measure on a device; on a GPU the queue is empty at the start of each round."""
+    """Measure on a device; a GPU's queue is empty at the start of each round."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     seq = _experts(device, dtype)
     first, glu, second = seq
@@ -85,7 +85,7 @@ def measure(device: torch.device, rounds: int = 300) -> HostReport:
 
 
 def _planning_ms(device: torch.device, dtype: torch.dtype, x: Tensor, splits: Tensor) -> float:
-    """The first call of a new chain, less a later one: the median over some chains."""
+    """Return the first call of a new chain minus the second: the median over 20 chains."""
     taken = []
     for _ in range(20):
         seq = _experts(device, dtype)

@@ -1,4 +1,4 @@
-"""The kernels one by one, on dispatched rows: each product of an expert MLP with what is fused to it."""
+"""Each kernel of an expert MLP on dispatched rows: the products with their fused epilogues."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fusedmoe.bench.timing import Timer
 
 
 def fc1_flops(problem: Problem) -> float:
-    """``2 R K N``: also of its dgrad and its wgrad."""
+    """``2 R K N``, also for dgrad and wgrad."""
     return 2.0 * problem.rows * problem.hidden * 2 * problem.intermediate
 
 
@@ -44,7 +44,7 @@ ALIGNED_CASES = (
 
 
 def peers(tuned: bool = False) -> tuple[Peer, ...]:
-    """Ours first; ``tuned`` lets the others tune themselves."""
+    """Ours first; ``tuned`` lets the others autotune."""
     return Ours(), TorchEager(), TorchCompiled(), Quack(tuned)
 
 
@@ -55,7 +55,7 @@ def measure(
     timer: Timer,
     ceiling: Ceiling | None = None,
 ) -> Iterator[list[Row]]:
-    """Rows of one case after the other, all on one problem."""
+    """Yield the rows of each case on one problem."""
     taking_part = tuple(taking_part)
     for case in cases:
         yield run_case(case, problem, taking_part, timer, ceiling)

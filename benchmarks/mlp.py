@@ -1,7 +1,7 @@
-"""The expert MLP on dispatched rows through the public API: forward, forward + backward, backward by difference.
+"""The expert MLP on dispatched rows through the public API: forward, forward + backward, and their difference.
 
-``fm.Sequential(GroupedLinear, SwiGLU, GroupedLinear)`` against the chains that a person would write instead. All of
-them return the same gradients: of the rows, the weights and, where the shape has them, the biases.
+``fm.Sequential(GroupedLinear, SwiGLU, GroupedLinear)`` is compared with hand-written chains. All return the gradients
+of the rows, the weights and the biases, if any.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def peers(tuned: bool = False) -> tuple[Peer, ...]:
 
 
 def with_backward(rows: list[Row], problem: Problem, ceiling: Ceiling | None) -> list[Row]:
-    """The rows, and one more a peer: what forward + backward takes longer than forward."""
+    """Append one row per peer: forward + backward minus forward."""
     forward = {row.peer: row.ms for row in rows if row.case == FORWARD}
     taken = {
         row.peer: row.ms - first
@@ -49,7 +49,7 @@ def with_backward(rows: list[Row], problem: Problem, ceiling: Ceiling | None) ->
     ours = taken.get(Ours.name)
     more = []
     for peer, ms in taken.items():
-        if ms <= 0:  # noise, where next to nothing was done
+        if ms <= 0:  # noise of tiny shapes
             continue
         tflops = (step_flops(problem) - forward_flops(problem)) / ms / 1e9
         more.append(
@@ -63,6 +63,6 @@ def with_backward(rows: list[Row], problem: Problem, ceiling: Ceiling | None) ->
 
 
 def plan(problem: Problem) -> str:
-    """Which kernels ours runs, as `explain` prints it."""
+    """Return our plan, as `explain` prints it."""
     x = problem.x.detach().requires_grad_()
     return str(sequential(problem).explain(x, splits=problem.splits))

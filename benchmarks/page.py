@@ -1,4 +1,4 @@
-"""``python -m benchmarks.page``: write docs/benchmarks.md out of the result files, so that neither goes its own way."""
+"""``python -m benchmarks.page``: write docs/benchmarks.md from the result files."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ which includes interference from other work on the machine.
 
 
 def load(folder: Path, name: str) -> dict[str, Any] | None:
-    """Read a result file, where there is one."""
+    """Read a result file; None if it does not exist."""
     file = folder / f"{name}.json"
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
 
@@ -117,7 +117,7 @@ def host_table(results: dict[str, Any]) -> str:
 
 
 def case_table(results: dict[str, Any], case: str) -> str:
-    """Return the table of one case: a row a shape."""
+    """Return the table of one case, with one row per shape."""
     rows = {s["name"]: {r["peer"]: r for r in s["rows"] if r["case"] == case} for s in results["shapes"]}
     peers = list(dict.fromkeys(p for by_peer in rows.values() for p in by_peer if p != "fusedmoe"))
     peers = [p for p in peers if any(by_peer.get(p, {}).get("ms") for by_peer in rows.values())]
@@ -142,7 +142,7 @@ def case_table(results: dict[str, Any], case: str) -> str:
 
 
 def tuned_table(results: dict[str, Any]) -> str:
-    """Return a shape's cases beside QuACK's."""
+    """Return a shape's cases, compared with QuACK."""
     (shape,) = results["shapes"]
     lines = ["| case | ms | QuACK, ms | x QuACK |", "|---|---|---|---|"]
     for case in dict.fromkeys(r["case"] for r in shape["rows"]):
@@ -152,7 +152,7 @@ def tuned_table(results: dict[str, Any]) -> str:
 
 
 def recipe_table(results: dict[str, Any]) -> str:
-    """Return every recipe's step, shape by shape."""
+    """Return the training step under every recipe, by shape."""
     lines = [
         "| shape | recipe | products | ms | kept, GiB | output | dx | dw1 | dw2 |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -167,7 +167,7 @@ def recipe_table(results: dict[str, Any]) -> str:
 
 
 def stack_table(results: dict[str, Any]) -> str:
-    """Return the times in transformers: a row for each part, case and implementation."""
+    """Return the times in transformers, with one row per part, case and implementation."""
     lines = [
         "| part | case | experts | ms | host, ms | x grouped_mm | x eager | kept, GiB | compiled, ms | x grouped_mm |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -196,7 +196,7 @@ def stack_table(results: dict[str, Any]) -> str:
 
 
 def deepgemm_table(kernels: dict[str, Any], deepgemm: dict[str, Any]) -> str:
-    """Return the plain products beside DeepGEMM's, by way of torch."""
+    """Return the plain products compared with DeepGEMM, both relative to torch."""
     theirs = {shape["name"]: shape for shape in deepgemm["shapes"]}
     lines = [
         "| shape | product | ms | torch, ms | DeepGEMM there, ms | torch there, ms | x DeepGEMM |",

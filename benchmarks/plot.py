@@ -1,4 +1,4 @@
-"""``python -m benchmarks.plot``: TFLOP/s by shape, one picture a case, out of result files into `docs/_static`."""
+"""``python -m benchmarks.plot``: draw TFLOP/s by shape from result files, one picture per case, to `docs/_static`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def figures(results: dict[str, Any]) -> dict[str, dict[str, dict[str, float]]]:
 
 
 def draw(results: dict[str, Any], name: str, folder: Path) -> list[Path]:
-    """Write ``folder/name-case.png`` for each case; needs matplotlib, which the `demo` extra brings."""
+    """Write ``folder/name-case.png`` for each case; needs matplotlib, which the `demo` extra installs."""
     from matplotlib.figure import Figure
 
     written = []

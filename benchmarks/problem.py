@@ -1,8 +1,8 @@
-"""The operands of one shape, on dispatched rows: what every peer gets.
+"""The operands of one shape on dispatched rows, the same for every peer.
 
-Axes: R rows sorted by expert, E experts, H hidden, I intermediate. Random normal, never zeros (a GPU runs faster on
-those): rows times 0.2, weights times 0.02. Intermediate values are drawn too, rather than computed, so that each kernel
-is measured and checked apart from the others.
+Axes: R rows sorted by expert, E experts, H hidden, I intermediate. Operands are random normal, since a GPU runs faster
+on zeros: rows times 0.2, weights times 0.02. Intermediate values are also random, so that each kernel is measured and
+checked independently.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROW_SCALE, WEIGHT_SCALE = 0.2, 0.02
 
 @dataclass
 class Problem:
-    """One shape with its splits; tensors are drawn when first asked for, each from a seed of its own."""
+    """One shape with its splits; each tensor is drawn on first access, with a separate seed."""
 
     shape: Shape
     splits_cpu: Tensor
@@ -38,17 +38,17 @@ class Problem:
         self._ends = [0, *self.splits_cpu.cumsum(0).tolist()]
 
     def rows_of(self, expert: int) -> slice:
-        """Where an expert's rows are."""
+        """Return an expert's rows."""
         return slice(self._ends[expert], self._ends[expert + 1])
 
     def sample(self) -> list[int]:
-        """The experts that are checked: with the fewest rows, about the median, and the most."""
+        """Return the checked experts: those with the fewest rows, the median, and the most."""
         order = self.splits_cpu.argsort(stable=True).tolist()
         return sorted({order[0], order[len(order) // 2], order[-1]})
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
-        """(E + 1,) int32: where each expert's rows begin, and the end."""
+        """(E + 1,) int32: the starts of the experts' rows, and the end."""
         return torch.tensor(self._ends, dtype=torch.int32, device=self.device)
 
     @cached_property
@@ -73,7 +73,7 @@ class Problem:
 
     @cached_property
     def bias1(self) -> Tensor | None:
-        """(E, 2 I), where the shape has biases."""
+        """(E, 2 I), if the shape has biases."""
         return self._draw(4, WEIGHT_SCALE, self.experts, 2 * self.intermediate) if self.shape.biases else None
 
     @cached_property
@@ -108,7 +108,7 @@ class Problem:
         return torch.rand(self.rows, generator=seeded, device=self.device) + 0.5
 
     def forget(self, *names: str) -> None:
-        """Give back the memory of operands that are no longer wanted; they can be drawn again."""
+        """Free operands; they are drawn again on the next access."""
         for name in names:
             self.__dict__.pop(name, None)
 

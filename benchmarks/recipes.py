@@ -1,8 +1,8 @@
-"""The expert MLP under each recipe: time of a training step, what it keeps for backward, how far from bf16 it comes.
+"""The expert MLP under each recipe: time of a training step, memory kept for backward, and error relative to bf16.
 
-``fm.Sequential(GroupedLinear, SwiGLU, GroupedLinear)`` as for `benchmarks.mlp`. Weights are quantized in every step, as
-with one micro-batch a step. SQNR is ``20 log10(norm(a) / norm(a - b))``, a being what the recipe ``bf16`` gives and b
-this one's, of random normal operands.
+The chain is that of `benchmarks.mlp`. Every step quantizes the weights, as with one micro-batch per step. SQNR is
+``20 log10(norm(a) / norm(a - b))`` of the result a under ``bf16`` and the result b under the recipe, for random normal
+operands.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def measure(problem: Problem, timer: Timer) -> dict[str, dict[str, Any]]:
 
 
 def lines(found: dict[str, dict[str, Any]]) -> list[str]:
-    """The table."""
+    """Return the table."""
     head = f"{'recipe':12}{'ms':>9}{'kept, GiB':>11}" + "".join(f"{n + ', dB':>12}" for n in NAMES) + "  products"
     return [head, *(_line(name, report) for name, report in found.items())]
 
@@ -66,7 +66,7 @@ def _db(sqnr: float | None) -> str:
 
 
 def sqnr_db(exact: Tensor, other: Tensor) -> float | None:
-    """None where nothing differs."""
+    """Return the SQNR in dB; None if the tensors are equal."""
     noise = (exact.float() - other.float()).norm().item()
     return 20 * math.log10(exact.float().norm().item() / noise) if noise else None
 

@@ -1,6 +1,6 @@
-"""What each measured kernel has to compute, for one expert, in fp64 of the exact operands.
+"""References of the measured kernels, for one expert, in fp64 from the exact operands.
 
-Only forward formulas are written out, once more and apart from the package's own; every gradient is autograd's.
+The forward formulas are independent of the package; autograd computes the gradients.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Outputs = dict[str, Tensor]
 
 
 def glu(p: Tensor, activation: Activation) -> Tensor:
-    """``g sigmoid(alpha g) (u + offset)`` of ``[gate | up]``, clamped if there is a limit."""
+    """``g sigmoid(alpha g) (u + offset)`` of ``[gate | up]``, clamped by the limit, if any."""
     gate, up = p.chunk(2, dim=-1)
     if activation.limit is not None:
         gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
@@ -77,7 +77,7 @@ def wgrad2(problem: Problem, expert: int) -> Outputs:
 
 
 def fc1(problem: Problem, expert: int) -> Outputs:
-    """FC1 without its bias and activation: a plain product."""
+    """FC1 without bias and activation: a plain product."""
     return {"output": _linear(problem.x[problem.rows_of(expert)], problem.weight1, None, expert)}
 
 
@@ -92,7 +92,7 @@ def mlp_forward(problem: Problem, expert: int) -> Outputs:
 
 
 def mlp_step(problem: Problem, expert: int) -> Outputs:
-    """Every gradient of the two layers, with ``grad_y``."""
+    """Every gradient of the two layers for the output gradient ``grad_y``."""
     rows = problem.rows_of(expert)
     named = {
         "grad_x": problem.x[rows],

@@ -1,4 +1,4 @@
-"""Result files: what was measured, on which machine, with which versions, at which commit."""
+"""Result files: the measurements with their machine, versions and commit."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ ROOT = Path(__file__).resolve().parent
 
 
 def commit() -> str:
-    """The commit measured, marked where the checkout differs from it; where there is no git, ``FUSEDMOE_COMMIT``."""
-    if told := os.environ.get("FUSEDMOE_COMMIT"):
-        return told
+    """Return the measured commit, marked if the checkout is dirty; ``FUSEDMOE_COMMIT`` replaces it without git."""
+    if given := os.environ.get("FUSEDMOE_COMMIT"):
+        return given
     try:
         run = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],

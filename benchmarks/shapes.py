@@ -1,6 +1,6 @@
-"""The shapes that are measured (`shapes.toml`), and how their rows are spread over the experts.
+"""The measured shapes (`shapes.toml`), and the distribution of their rows over the experts.
 
-Axes: T tokens, H hidden, I intermediate, E experts, K chosen experts a token, R = T K dispatched rows.
+Axes: T tokens, H hidden, I intermediate, E experts, K chosen experts per token, R = T K dispatched rows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fusedmoe.kernels.activation import Activation
 FILE = Path(__file__).with_name("shapes.toml")
 QUICK = ("qwen3-30b-a3b", "gpt-oss-20b", "sonic-7b-n256")
 ROUTINGS = ("uniform", "zipf", "half", "empty")
-ALIGNED_ROWS = 128  # a group's granule where a peer takes aligned groups alone
+ALIGNED_ROWS = 128  # for peers that require groups of a multiple of this
 
 _ACTIVATIONS = {
     "swiglu": Activation("swiglu"),
@@ -43,16 +43,16 @@ class Shape:
 
     @property
     def glu(self) -> Activation:
-        """The formula between the two layers."""
+        """The activation between the two layers."""
         return _ACTIVATIONS[self.activation]
 
     @property
     def biases(self) -> bool:
-        """Whether the layers have them: GPT-OSS's do."""
+        """Whether the layers have biases, as GPT-OSS's do."""
         return self.activation == "clamped_swiglu"
 
     def forward_flops(self, rows: int | None = None) -> float:
-        """``6 R H I``: 2 for each of gate, up and down. A backward pass is twice that."""
+        """``6 R H I``: ``2 R H I`` for each of gate, up and down. A backward pass has twice as many."""
         return 6.0 * (self.rows if rows is None else rows) * self.hidden * self.intermediate
 
     def with_tokens(self, tokens: int) -> Shape:
@@ -70,14 +70,14 @@ def load(path: Path = FILE) -> dict[str, Shape]:
 
 
 def splits(rows: int, experts: int, routing: str, seed: int = 0) -> Tensor:
-    """Rows an expert, (E,) int64 on the CPU, ``rows`` in all.
+    """Return random rows per expert, (E,) int64 on the CPU, which sum to ``rows``.
 
     Parameters
     ----------
     routing
-        ``"uniform"``: each row's expert is drawn at random. ``"zipf"``: so it is, the n-th most popular expert with
-        weight 1/n, popularity in random order. ``"half"``: one expert takes half of the rows. ``"empty"``: a quarter of
-        the experts, at least one, gets none.
+        Distribution of the rows. ``"uniform"``: all experts are equally likely. ``"zipf"``: the n-th most popular
+        expert has weight 1/n, in random order. ``"half"``: one expert gets half of the rows. ``"empty"``: a quarter of the
+        experts, at least one, get none.
     """
     draw = torch.Generator().manual_seed(seed)
     weight = torch.ones(experts, dtype=torch.float64)
@@ -95,5 +95,5 @@ def splits(rows: int, experts: int, routing: str, seed: int = 0) -> Tensor:
 
 
 def aligned_splits(rows: int, experts: int) -> Tensor:
-    """Equal groups of a multiple of 128 rows, at most ``rows`` in all; empty where there are too few rows."""
+    """Return equal groups of a multiple of 128 rows, at most ``rows`` in total; zeros if ``rows`` are too few."""
     return torch.full((experts,), rows // experts // ALIGNED_ROWS * ALIGNED_ROWS)

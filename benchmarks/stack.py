@@ -1,7 +1,7 @@
-"""A stack of decoder layers of Qwen3-30B-A3B's shape in transformers, with each of its experts implementations.
+"""A stack of decoder layers of Qwen3-30B-A3B's shape in transformers, with each experts implementation.
 
-Forward without gradients, and forward + backward; the whole stack, and its MoE part (one layer's router and experts)
-alone; as it is, and under ``torch.compile(fullgraph=True)``. Weights are random: all implementations have the same.
+The cases are forward without gradients, and forward + backward, of the whole stack and of its MoE part (router and
+experts of one layer), eager and under ``torch.compile(fullgraph=True)``. All implementations share random weights.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from fusedmoe.bench.timing import Timer
 
 IMPLEMENTATIONS = ("fusedmoe", "grouped_mm", "eager")
-LAYERS = 12  # what an 80 GB GPU holds of them with gradients, in the implementation that keeps the most
+LAYERS = 12  # fits into 80 GB with gradients in every implementation
 BATCH, LENGTH = 4, 2048
-DECODE = (1, 16, 128, 1024)  # tokens of a batch while text is generated
-# relative norm of the difference to eager experts, in bf16; over many layers a rounding may choose another expert
+DECODE = (1, 16, 128, 1024)  # tokens per batch during text generation
+# limits of the relative difference to eager experts, in bf16; in a stack, rounding may change the chosen experts
 WRONG = {"stack": 0.1, "MoE part": 0.02}
 
 
@@ -35,11 +35,11 @@ class Measured:
     case : str
         ``"forward"`` or ``"forward + backward"``.
     kept_gib : float
-        Memory that a forward pass keeps for backward; none without gradients.
+        Memory that a forward pass keeps for backward; None without gradients.
     difference : float
-        Of the output to that with eager experts, in norm.
+        Relative difference of the output to that with eager experts, in norm.
     note : str
-        Why there is no time.
+        The reason for a missing time.
     """
 
     part: str
@@ -54,7 +54,7 @@ class Measured:
 
 
 def config(layers: int) -> Any:
-    """Qwen3-30B-A3B's, with fewer layers and words."""
+    """Return the configuration of Qwen3-30B-A3B with fewer layers and a small vocabulary."""
     from transformers import Qwen3MoeConfig
 
     return Qwen3MoeConfig(
@@ -65,7 +65,7 @@ def config(layers: int) -> Any:
 
 
 def measure(timer: Timer, device: torch.device, layers: int = LAYERS) -> Iterator[Measured]:
-    """Time them, A B A B ... of those that share a case."""
+    """Time all implementations, interleaved within each case."""
     from transformers import Qwen3MoeModel
 
     from fusedmoe.integrations.transformers import register
@@ -103,7 +103,7 @@ def _part(
     timer: Timer,
     few: bool = False,
 ) -> Iterator[Measured]:
-    """Time a part; with ``few`` tokens as for generating text: forward, as it is."""
+    """Time a part; with ``few`` tokens, as in text generation, only eager forward."""
     grad = (torch.randn_like(x) * 0.2).requires_grad_(False)
     with torch.no_grad():
         want = call(module, x).float()
@@ -175,7 +175,7 @@ def _run(
 def _kept_gib(
     implementation: str, module: nn.Module, call: Callable[[nn.Module, Tensor], Tensor], x: Tensor, model: Any
 ) -> float:
-    """Return the memory that is taken between forward and backward, the output apart."""
+    """Return the memory that forward keeps for backward, without the output."""
     model.config._experts_implementation_internal = implementation
     model.zero_grad(set_to_none=True)
     leaf = x.detach().requires_grad_()
@@ -185,7 +185,7 @@ def _kept_gib(
 
 
 def results(found: list[Measured], layers: int, reps: int) -> dict[str, Any]:
-    """Return what a result file has."""
+    """Return the content of the result file."""
     return {
         "reps": reps,
         "layers": layers,

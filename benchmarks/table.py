@@ -12,7 +12,7 @@ _FIRST, _REST = 18, 13
 
 
 def header(problem: Problem, routing: str) -> str:
-    """What is measured: the shape, and the least and the most rows of an expert."""
+    """Return a line with the shape, and the fewest and the most rows per expert."""
     shape, splits = problem.shape, problem.splits_cpu
     return (
         f"{shape.name}: {problem.rows} rows, hidden {shape.hidden}, intermediate {shape.intermediate}, "
@@ -21,18 +21,18 @@ def header(problem: Problem, routing: str) -> str:
 
 
 def lines(rows: Iterable[Row], prefix: str = "") -> list[str]:
-    """One line a row, under a line for each case; ``prefix`` goes before the case's title."""
-    told, text = None, []
+    """Return one line per row, below a title per case; ``prefix`` precedes the title."""
+    case, text = None, []
     for row in rows:
-        if row.case != told:
-            told = row.case
-            text += [f"  {prefix}{told}", "    " + _line(COLUMNS)]
+        if row.case != case:
+            case = row.case
+            text += [f"  {prefix}{case}", "    " + _line(COLUMNS)]
         text.append("    " + _line(_cells(row)) + (f"  {row.note}" if row.note else ""))
     return text
 
 
 def means(found: dict[str, dict[str, dict[str, float]]]) -> list[str]:
-    """Geometric means over the shapes, as `cases.mean_speedups` returns them."""
+    """Return the geometric means of `cases.mean_speedups` as lines."""
     return [
         f"{case}: {OURS} is {v['mean']:.2f}x {peer} (least {v['least']:.2f}x, {v['shapes']:.0f} shapes)"
         for case, peers in found.items()

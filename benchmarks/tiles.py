@@ -1,4 +1,4 @@
-"""Every candidate tile for many layers, timed: what the constants of `fusedmoe.kernels.sm90.choice` are fitted to."""
+"""Times of every candidate tile for many layers, to which `fusedmoe.kernels.sm90.choice` fits its constants."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from fusedmoe.kernels.sm90 import tuning
 from fusedmoe.kernels.sm90.tuning import Mlp
 
-# (hidden, intermediate, experts) of models' layers, and the rows per expert to measure them with: those of a
-# training step, and fewer, down to those of one decoded token
+# (hidden, intermediate, experts) of models' layers, and the measured rows per expert: from one decoded token to a
+# training step
 LAYERS: dict[tuple[int, int, int], tuple[int, ...]] = {
     (1536, 256, 128): (1536,),
     (4096, 1024, 64): (2048,),
@@ -30,11 +30,11 @@ def measure(device: torch.device, reps: int) -> list[dict[str, Any]]:
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     found = []
     for (hidden, intermediate, experts), rows in LAYERS.items():
-        for rows_an_expert in rows:
-            mlp = Mlp(hidden, intermediate, experts, rows_an_expert * experts)
+        for rows_per_expert in rows:
+            mlp = Mlp(hidden, intermediate, experts, rows_per_expert * experts)
             for product in tuning.products(mlp, sms):
                 times = tuning.measure(mlp, product, reps)
                 ms = {config.name: round(taken, 5) for config, taken in times.items()}
                 found.append({"problem": asdict(product.problem), "ms": ms})
-            print(f"{hidden} x {intermediate}, {experts} experts of {rows_an_expert} rows: measured", flush=True)
+            print(f"{hidden} x {intermediate}, {experts} experts of {rows_per_expert} rows: measured", flush=True)
     return found

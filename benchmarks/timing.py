@@ -1,4 +1,4 @@
-"""Wall time of Python calls: variants interleaved, the median of many short rounds."""
+"""Wall time of Python calls: interleaved variants, over many short rounds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class HostTime:
-    """Host time of one call in microseconds over all rounds: the median, and the least."""
+    """Host time of one call in microseconds: median and minimum over the rounds."""
 
     median_us: float
     least_us: float
@@ -22,16 +22,16 @@ def host_times(
     calls: int = 10,
     settle: Callable[[], None] = lambda: None,
 ) -> dict[str, HostTime]:
-    """Time each variant, A B A B ..., so that what else the machine does falls on all of them alike.
+    """Time the variants interleaved, A B A B ..., so that other work of the machine affects all alike.
 
     Parameters
     ----------
     variants
-        What to call, by name.
+        Functions by name.
     rounds, calls
-        How often to go around, and calls a variant each time.
+        Number of rounds, and calls per variant and round.
     settle
-        Called before each variant's turn, untimed: wait for the device there.
+        Called before each variant, untimed, to synchronise the device.
     """
     for call in variants.values():
         for _ in range(calls):

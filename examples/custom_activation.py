@@ -1,10 +1,10 @@
-"""An activation that fusedmoe does not have, its derivative, and fusion rules for both: all in one file.
+"""A custom activation, its derivative, and fusion rules for both, in one file.
 
     python examples/custom_activation.py
 
-The activation is a soft-capped SwiGLU, ``y = cap * tanh(silu(g) * u / cap)``: close to SwiGLU where that is small,
-never beyond the cap. `third_party_rule/` beside this file is the same idea as a package, whose rules are found through
-an entry point once it is installed; here they are registered by hand, which a script or a notebook does.
+The activation is a soft-capped SwiGLU, ``y = cap * tanh(silu(g) * u / cap)``: close to SwiGLU for small values, bounded
+by the cap. Here `fm.register` registers the rules, as in a script or a notebook. In `third_party_rule/`, an installed
+package registers its rules through an entry point.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import fusedmoe as fm
 from fusedmoe.fusion.rule import Bind
 from fusedmoe.ops import DScale, ScaleGrad
 
-# ---- the op: what it computes, and its derivative. This alone composes with every other op. -------------------------
+# ---- the op and its derivative: this alone composes with every other op --------------------------------------------
 
 
 class SoftcapSwiGLU(fm.Op):
-    """``y = cap * tanh(silu(g) * u / cap)``, rows being ``[g | u]``."""
+    """``y = cap * tanh(silu(g) * u / cap)`` of rows ``[g | u]``."""
 
     def __init__(self, cap: float) -> None:
         super().__init__()
-        self.cap = cap  # a public attribute: another value is another plan
+        self.cap = cap  # public attributes are part of the plan's key
 
     def infer(self, x: fm.TensorSpec) -> fm.TensorSpec:
         if x.shape[-1] % 2:
@@ -44,7 +44,7 @@ class SoftcapSwiGLU(fm.Op):
 
 
 class DSoftcapSwiGLU(fm.BackwardOp):
-    """``d = dy * (1 - (y / cap)^2)``, ``dg = d * u * silu'(g)``, ``du = d * silu(g)``; y is computed again."""
+    """``d = dy * (1 - (y / cap)^2)``, ``dg = d * u * silu'(g)``, ``du = d * silu(g)``; y is recomputed."""
 
     op: SoftcapSwiGLU
 
@@ -107,11 +107,11 @@ class SoftcapSwiGLUScaleBackward(fm.FusionRule, name="example.softcap_swiglu_sca
 
 RULES = (SoftcapSwiGLUScale, SoftcapSwiGLUScaleBackward)
 
-# ---- before, after, and a check -------------------------------------------------------------------------------------
+# ---- the plans without and with the rules, and a check --------------------------------------------------------------
 
 
 def by_autograd(experts: fm.Sequential, x: Tensor, splits: Tensor, probs: Tensor) -> Tensor:
-    """Return what the experts mean, written down once more: expert by expert, without fusedmoe."""
+    """Return the experts' result from a loop over the experts in plain PyTorch."""
     up, act, _, down = experts
     results = []
     for e, (rows, p) in enumerate(zip(x.split(splits.tolist()), probs.split(splits.tolist()), strict=True)):
@@ -134,11 +134,11 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
 
     before = experts.explain(x, **named)
     print("Without the rules:", before, sep="\n")
-    with fm.register(*RULES):  # without the `with`: for good
+    with fm.register(*RULES):  # without `with`, the rules stay registered
         after = experts.explain(x, **named)
         print("\nWith the rules:", after, sep="\n")
 
-        # the same in fp64, where a wrong formula cannot hide behind rounding
+        # in fp64, so that rounding does not hide a wrong formula
         exact = copy.deepcopy(experts).double()
         x, probs = (3 * x).detach().double().requires_grad_(), named["probs"].detach().double().requires_grad_()
         inputs = [x, probs, *exact.parameters()]

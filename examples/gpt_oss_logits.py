@@ -1,11 +1,11 @@
-"""GPT-OSS's logits with its own experts and with fusedmoe's: the drop-in changes nothing beyond rounding.
+"""The logits of GPT-OSS with eager experts and with fusedmoe's: they differ by rounding alone.
 
-    python examples/gpt_oss_logits.py                                             # a tiny one with random weights
+    python examples/gpt_oss_logits.py                                             # a tiny model with random weights
     python examples/gpt_oss_logits.py --model openai/gpt-oss-20b --exact float32  # 84 GB of memory
 
-The same weights are run in fp64, which stands for exact, and then in fp32 and bf16 with either kind of experts. If
-fusedmoe computed anything else, its logits would be further from the exact ones than the model's own. Then both write
-a few tokens, greedily. Needs transformers.
+The model runs in fp64 for exact logits, and then in fp32 and bf16 with both implementations of the experts. If fusedmoe
+computed another function, its logits would be further from the exact ones than the eager ones. Then both generate a few
+tokens greedily. Needs transformers.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ EXPERTS = ("eager", "fusedmoe")
 
 
 class Result(NamedTuple):
-    largest: dict[tuple[str, str], float]  # by dtype and experts: the largest |logit - exact logit|
-    relative: dict[tuple[str, str], float]  # |logits - exact| / |exact| of the median token
-    generated: dict[str, list[int]]  # by experts: the prompt and the new tokens
+    largest: dict[tuple[str, str], float]  # max |logit - exact logit|, by dtype and implementation
+    relative: dict[tuple[str, str], float]  # median over the tokens of |logits - exact| / |exact|
+    generated: dict[str, list[int]]  # the prompt and the new tokens, by implementation
     explanation: fm.ModelExplanation
 
 
 def load(name: str | None) -> tuple[Model, list[int]]:
-    """Return the model as it comes, and the prompt in its tokens: bytes, for the tiny one."""
+    """Return the model and the tokens of the prompt; the tiny model's tokens are bytes."""
     if name is not None:
-        # the checkpoint's experts are quantized; its own and fusedmoe's both take them as plain tensors
+        # the checkpoint's experts are quantized; both implementations run them dequantized
         kind = {"dtype": torch.bfloat16, "quantization_config": Mxfp4Config(dequantize=True)}
         return AutoModelForCausalLM.from_pretrained(name, **kind), AutoTokenizer.from_pretrained(name)(PROMPT).input_ids
     torch.manual_seed(0)
@@ -47,13 +47,13 @@ def load(name: str | None) -> tuple[Model, list[int]]:
     )  # fmt: skip
     model = GptOssForCausalLM(config)
     for name, parameter in model.named_parameters():
-        if "bias" in name:  # zeros at first, which would hide a bias that is left out
+        if "bias" in name:  # they are initialised to zeros, which would hide a missing bias
             torch.nn.init.normal_(parameter, std=0.5)
-    return cast(model, torch.bfloat16), list(PROMPT.encode())  # numbers that every dtype below holds exactly
+    return cast(model, torch.bfloat16), list(PROMPT.encode())  # bf16 values are exact in every dtype below
 
 
 def cast(model: Model, dtype: torch.dtype) -> Model:
-    """Cast the parameters alone: rotary embeddings are fp32 buffers, in a bf16 model too."""
+    """Cast the parameters, not the buffers: rotary embeddings are fp32 in a bf16 model too."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
@@ -68,8 +68,8 @@ def logits_of(model: Model, experts: str, tokens: Tensor) -> Tensor:
 def main(argv: list[str] | None = None) -> Result:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a GPT-OSS checkpoint; by default a tiny model with random weights")
-    parser.add_argument("--exact", choices=["float64", "float32"], default="float64", help="what stands for exact")
-    parser.add_argument("--tokens", type=int, default=12, help="to generate")
+    parser.add_argument("--exact", choices=["float64", "float32"], default="float64", help="dtype of the exact logits")
+    parser.add_argument("--tokens", type=int, default=12, help="new tokens")
     options = parser.parse_args(argv)
 
     fusedmoe_transformers.register()  # makes the name "fusedmoe" known
@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> Result:
     model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     tokens = torch.tensor([prompt], device=model.device)
 
-    # from bf16 to fp64 nothing is lost, nor on the way back
+    # casting bf16 to fp64 and back is exact
     exact = logits_of(cast(model, getattr(torch, options.exact)), "eager", tokens)
     print(f"{exact.shape[1]} tokens, logits from {exact.min():.2f} to {exact.max():.2f}\n")
     print(f"against {options.exact}   experts    largest difference   relative, of the median token")
@@ -90,14 +90,14 @@ def main(argv: list[str] | None = None) -> Result:
             difference = logits_of(model, experts, tokens) - exact
             key = dtype, experts
             largest[key] = difference.abs().max().item()
-            # the median: a token whose router is all but undecided may go elsewhere in bf16, with either experts
+            # the median: in bf16, rounding may change the chosen experts of single tokens in both implementations
             relative[key] = (difference.norm(dim=-1) / exact.norm(dim=-1)).median().item()
             print(f"{dtype:15}   {experts:8}   {largest[key]:18.1e}   {relative[key]:29.1e}")
 
     explanation = fm.explain(model, tokens=tokens.numel())
     print(f"\n{explanation}\n")
 
-    # bf16 rounding may change the choice between two tokens that are almost equally likely; in fp32 that is rare
+    # rounding may change the choice between two almost equally likely tokens; in fp32 that is rare
     if options.model is None:
         cast(model, torch.float32)
     generated = {}
@@ -109,7 +109,7 @@ def main(argv: list[str] | None = None) -> Result:
         generated[experts] = found[0].tolist()
         print(f"{experts:8} writes {generated[experts][len(prompt) :]}")
     same = generated["eager"] == generated["fusedmoe"]
-    print("the same" if same else "not the same: rounding chose between tokens that are as likely")
+    print("the same" if same else "not the same: rounding chose between equally likely tokens")
     return Result(largest, relative, generated, explanation)
 
 

@@ -1,9 +1,9 @@
-"""LoRA on the experts of an OLMoE: their stacked weights stay frozen, a low-rank update of each is trained.
+"""LoRA on the experts of an OLMoE: the experts' weights are frozen, low-rank updates of them are trained.
 
-    python examples/olmoe_lora.py                                  # a tiny one with random weights, on a CPU
+    python examples/olmoe_lora.py                                  # a tiny model with random weights, on a CPU
     python examples/olmoe_lora.py --model allenai/OLMoE-1B-7B-0924 --device cuda --lr 1e-4
 
-What it learns is the text of this very file. Needs transformers.
+The training text is this file. Needs transformers.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, OlmoeConfig, Olmoe
 
 import fusedmoe as fm
 
-LENGTH = 128  # tokens a sequence
+LENGTH = 128  # tokens per sequence
 
 
 class LoRAExperts(nn.Module):
-    """What transformers calls in place of an OLMoE layer's experts; their weights are taken over, not copied."""
+    """Replaces the experts of an OLMoE layer, and shares their weights."""
 
     def __init__(self, experts: nn.Module, rank: int, alpha: float) -> None:
         super().__init__()
@@ -33,14 +33,14 @@ class LoRAExperts(nn.Module):
         num_experts, out_features, in_features = weight.shape
         linear = fm.GroupedLinear(num_experts, in_features, out_features, device="meta")
         linear.weight = weight
-        return fm.GroupedLoRA(linear, rank, alpha, dtype=torch.float32)  # small enough for an optimizer's own dtype
+        return fm.GroupedLoRA(linear, rank, alpha, dtype=torch.float32)  # the updates are small enough for fp32
 
     def forward(self, hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return self.chain(hidden_states, expert_index=index, expert_weight=weights)
 
 
 def add_lora(model: nn.Module, rank: int, alpha: float) -> list[nn.Parameter]:
-    """Freeze the model, give its experts LoRA, and return the parameters that are left to train."""
+    """Freeze the model, add LoRA to its experts, and return the trainable parameters."""
     model.requires_grad_(False)
     for layer in model.model.layers:
         layer.mlp.experts = LoRAExperts(layer.mlp.experts, rank, alpha)
@@ -48,7 +48,7 @@ def add_lora(model: nn.Module, rank: int, alpha: float) -> list[nn.Parameter]:
 
 
 def load(name: str | None, device: str) -> tuple[nn.Module, torch.Tensor]:
-    """Return the model, and the text as sequences of its tokens."""
+    """Return the model and the tokens of the text, (sequences, LENGTH)."""
     text = Path(__file__).read_text(encoding="utf-8")
     if name is None:
         sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--alpha", type=float, default=16.0)
     parser.add_argument("--lr", type=float, default=1e-2)
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--batch", type=int, default=8, help="sequences a step")
+    parser.add_argument("--batch", type=int, default=8, help="sequences per step")
     options = parser.parse_args(arguments)
     torch.manual_seed(0)
 

@@ -1,13 +1,13 @@
-"""Fine-tune a Qwen3-MoE on a text file with transformers' Trainer, its experts running on fusedmoe.
+"""Fine-tune a Qwen3-MoE on a text file with transformers' Trainer, with the experts on fusedmoe.
 
-    python examples/qwen3_moe_trainer.py                                     # a tiny one with random weights
-    python examples/qwen3_moe_trainer.py --experts eager                     # the same with transformers' own experts
+    python examples/qwen3_moe_trainer.py                                     # a tiny model with random weights
+    python examples/qwen3_moe_trainer.py --experts eager                     # the same with transformers' experts
     python examples/qwen3_moe_trainer.py --model CHECKPOINT --text mine.txt --lr 1e-5
 
-Two lines are fusedmoe's: `register()`, and `experts_implementation="fusedmoe"`. Model, Trainer, checkpoints and
-auxiliary loss are transformers'. The tiny model reads bytes; a checkpoint brings its tokenizer. All weights are
-trained, on a GPU in bf16, which takes 8 bytes a parameter with AdamW's state: for Qwen3-30B-A3B on one GPU see
-olmoe_lora.py. Needs transformers and accelerate.
+Two lines use fusedmoe: `register()` and `experts_implementation="fusedmoe"`. Model, Trainer, checkpoints and auxiliary
+loss are transformers'. The tiny model reads bytes; a checkpoint has its tokenizer. All weights are trained, on a GPU in
+bf16, which takes 8 bytes per parameter with AdamW's state. For Qwen3-30B-A3B on one GPU, see olmoe_lora.py. Needs
+transformers and accelerate.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import fusedmoe as fm
 import fusedmoe.integrations.transformers as fusedmoe_transformers
 
 TEXT = Path(__file__).parents[1] / "docs" / "composing.md"
-LENGTH = 128  # tokens a sequence
+LENGTH = 128  # tokens per sequence
 TINY = Qwen3MoeConfig(
     vocab_size=256, hidden_size=64, intermediate_size=128, moe_intermediate_size=32, num_hidden_layers=2,
     num_experts=8, num_experts_per_tok=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
@@ -44,14 +44,14 @@ TINY = Qwen3MoeConfig(
 
 
 class Result(NamedTuple):
-    before: float  # the loss on the whole text
+    before: float  # loss on the whole text
     after: float
-    losses: list[float]  # of every step, on its batch
+    losses: list[float]  # loss of each step on its batch
     explanation: fm.ModelExplanation
 
 
 def load(name: str | None, experts: str, text: str) -> tuple[PreTrainedModel, list[int]]:
-    """Return the model, and the text in its tokens."""
+    """Return the model and the tokens of the text."""
     fusedmoe_transformers.register()  # makes the name "fusedmoe" known
     gpu = torch.cuda.is_available()
     if name is None:
@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> Result:
     parser.add_argument("--text", type=Path, default=TEXT, help="a text file (default: docs/composing.md)")
     parser.add_argument("--experts", default="fusedmoe", help="experts_implementation: fusedmoe, eager, grouped_mm")
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--batch", type=int, default=8, help="sequences a step")
+    parser.add_argument("--batch", type=int, default=8, help="sequences per step")
     parser.add_argument("--lr", type=float, default=5e-3)
     options = parser.parse_args(argv)
     set_seed(0)
@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> Result:
     sequences = torch.tensor(tokens[: len(tokens) // LENGTH * LENGTH]).view(-1, LENGTH)
     rows = [{"input_ids": row, "labels": row} for row in sequences]
 
-    explanation = fm.explain(model, tokens=options.batch * LENGTH)  # what a training step will run, and why
+    explanation = fm.explain(model, tokens=options.batch * LENGTH)  # the plan of a training step
     print(explanation)
 
     with tempfile.TemporaryDirectory() as folder:

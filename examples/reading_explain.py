@@ -1,10 +1,10 @@
-"""Reading `explain`: a layer of experts with five common mistakes, found one after the other until everything is fused.
+"""Read `explain`: find and correct five common mistakes in a layer of experts until everything is fused.
 
     python examples/reading_explain.py
 
-Every mistake gives right results, and runs slower than it could. The plans are those of an sm_90 GPU (H100, H200), by
-``explain(..., arch=90)``: the script needs no GPU. `raise_if_missed` raises for the first two mistakes, where a rule
-stands on the ops and declines. For the others no rule is tried, and only the plan shows them.
+The results of the layer are correct with every mistake, but it is slower. ``explain(..., arch=90)`` plans for an sm_90
+GPU (H100, H200), so the script needs no GPU. `raise_if_missed` raises for the first two mistakes, where a rule matches
+the ops and declines. No rule matches the others, so only the plan shows them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ EXPERTS, HIDDEN = 4, 64
 
 
 class Deinterleave(nn.Module):
-    """Rows of gate, up, gate, up, ..., as GPT-OSS's checkpoints have them, to all gates and then all ups."""
+    """Turn alternating gate and up features, the layout of GPT-OSS's checkpoints, into ``[gate | up]``."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat([x[..., ::2], x[..., 1::2]], dim=-1)
@@ -30,13 +30,13 @@ class Deinterleave(nn.Module):
 
 @dataclass(frozen=True)
 class Layer:
-    """The experts as they were first written; every change of the story below is one of these lines."""
+    """The experts with all mistakes; each change of the story below sets one of these fields."""
 
     dtype: torch.dtype = torch.float32
     intermediate: int = 100
-    reorder_by_module: bool = True  # the checkpoint's gate and up alternate
+    reorder_by_module: bool = True  # gate and up alternate in the checkpoint
     dropout_inside: bool = True
-    scale_last: bool = True  # the router's weight, which is trained, multiplies the output
+    scale_last: bool = True  # the trained routing weight multiplies the output
 
     def build(self) -> fm.Sequential:
         act = [Deinterleave(), fm.SwiGLU()] if self.reorder_by_module else [fm.SwiGLU(interleaved=True)]
@@ -52,7 +52,7 @@ class Layer:
         )
 
 
-# the reason that explain gives, and the change that follows from it
+# the reason that explain prints, and the resulting change
 STORY = (
     ("fp32 parameters: 'input is float32, not bfloat16 or float16'. Make them bf16, or use torch.autocast.",
      {"dtype": torch.bfloat16}),
@@ -69,7 +69,7 @@ STORY = (
 
 
 def call_of(layer: Layer) -> tuple[fm.Sequential, torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the experts, rows for them, and the runtime inputs by name."""
+    """Return the experts, their rows, and the runtime inputs by name."""
     torch.manual_seed(0)
     x = torch.randn(64, HIDDEN, dtype=layer.dtype, requires_grad=True)
     splits = torch.tensor([20, 0, 30, 14])
@@ -78,11 +78,11 @@ def call_of(layer: Layer) -> tuple[fm.Sequential, torch.Tensor, dict[str, torch.
 
 class Chapter(NamedTuple):
     explanation: fm.Explanation
-    strict_error: str  # the error of raise_if_missed(), or nothing
+    strict_error: str  # the error of raise_if_missed(), or ""
 
 
 def chapter(layer: Layer) -> Chapter:
-    """Build the layer, and plan a call of it for an sm_90 GPU."""
+    """Build the layer and plan a call for an sm_90 GPU."""
     experts, x, named = call_of(layer)
     explanation = experts.explain(x, **named, arch=90)
     try:
@@ -93,7 +93,7 @@ def chapter(layer: Layer) -> Chapter:
 
 
 def show(chapter: Chapter) -> None:
-    """Print the unfused ops with their reasons, and the modules that split the chain; print(explanation) shows more."""
+    """Print the unfused ops with their reasons, and the modules that split the chain."""
     steps = chapter.explanation.steps
     unfused = [step for step in steps if step.rule is None]
     strict = "raises" if chapter.strict_error else "passes"
@@ -106,12 +106,12 @@ def show(chapter: Chapter) -> None:
 
 
 def main(argv: list[str] | None = None) -> list[Chapter]:
-    """Tell the story; return the layer's chapter at first and after each change."""
+    """Tell the story; return the first chapter and that after each change."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(argv)
     layer = Layer()
     told = [chapter(layer)]
     print(told[0].explanation)
-    print(f"\nraise_if_missed() makes that an error:\n{told[0].strict_error}")
+    print(f"\nraise_if_missed() raises:\n{told[0].strict_error}")
     for number, (lesson, change) in enumerate(STORY, 1):
         print(f"\n{number}. {lesson}")
         layer = replace(layer, **change)

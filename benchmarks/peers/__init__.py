@@ -1,6 +1,6 @@
-"""Who takes part, one file a peer; see `benchmarks.cases.Peer` for what a peer is.
+"""The peers, one file per peer; see `benchmarks.cases.Peer`.
 
-Every import of a peer's package is inside its methods, so that a run goes on without it.
+Their methods import their packages, which may be missing.
 """
 
 from __future__ import annotations

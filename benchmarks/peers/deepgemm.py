@@ -1,6 +1,6 @@
-"""DeepGEMM's bf16 grouped product: groups of rows that are multiples of 128, in a process of its own.
+"""DeepGEMM's bf16 grouped product, for groups of multiples of 128 rows.
 
-It pins another tvm-ffi than the rest: ``python -m benchmarks --only deepgemm`` in an environment made for it.
+DeepGEMM pins another version of tvm-ffi, so ``python -m benchmarks --only deepgemm`` runs in a separate environment.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from benchmarks.problem import Problem
 
 
 class DeepGemm:
-    """Plain products alone."""
+    """Plain products."""
 
     name = "DeepGEMM"
     packages = ("deep_gemm",)

@@ -1,4 +1,4 @@
-"""This package: its kernels one by one, and its public API."""
+"""This package: its kernels, and its public API."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Ours:
 
 
 def sequential(problem: Problem) -> fm.Sequential:
-    """The expert MLP as a user writes it, on the problem's own weights."""
+    """Return the expert MLP in the public API, with the problem's weights."""
     a = problem.activation
     wide, biases = 2 * problem.intermediate, problem.shape.biases
     first = fm.GroupedLinear(problem.experts, problem.hidden, wide, biases, "meta", problem.dtype)

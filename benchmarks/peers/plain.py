@@ -1,6 +1,6 @@
-"""torch: `F.grouped_mm` with the pointwise work in eager mode, or through torch.compile.
+"""torch: `F.grouped_mm`, with eager or compiled pointwise functions.
 
-Only the pointwise functions are compiled, for the shape at hand: dynamic shapes would cost them vectorised loads.
+They are compiled for each shape, since dynamic shapes prevent vectorised loads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ EAGER, COMPILED = "torch eager", "torch compiled"
 
 
 class TorchCompiled:
-    """What has pointwise work beside the product, that work compiled."""
+    """The cases with pointwise functions, which are compiled."""
 
     name = COMPILED
     packages: tuple[str, ...] = ()
@@ -65,7 +65,7 @@ class TorchCompiled:
         return Candidate(lambda: torch.autograd.grad(call(), wanted, dy), tuple(leaves))
 
     def _mlp(self, problem: Problem) -> tuple[Callable[[], Tensor], dict[str, Tensor]]:
-        """The chain under autograd, and its leaves by the names of their gradients."""
+        """Return the chain under autograd, and its leaves by the names of their gradients."""
         pointwise = self._pointwise(bias_glu_alone, problem)
         offsets, expert = problem.offsets, problem.expert_of_row
         leaves = leaves_of(problem)
@@ -85,7 +85,7 @@ class TorchCompiled:
 
 
 class TorchEager(TorchCompiled):
-    """Everything, without torch.compile."""
+    """All cases, without torch.compile."""
 
     name = EAGER
 
@@ -121,7 +121,7 @@ class TorchEager(TorchCompiled):
 
 
 def leaves_of(problem: Problem) -> dict[str, Tensor]:
-    """Operands of the two layers that want gradients, by the names of those; they share the problem's memory."""
+    """Return the operands that get gradients, by the gradients' names; they share the problem's memory."""
     named = {"grad_x": problem.x, "grad_weight1": problem.weight1, "grad_weight2": problem.weight2}
     if problem.bias1 is not None and problem.bias2 is not None:
         named |= {"grad_bias1": problem.bias1, "grad_bias2": problem.bias2}
@@ -129,9 +129,9 @@ def leaves_of(problem: Problem) -> dict[str, Tensor]:
 
 
 class _AddBias(torch.autograd.Function):
-    """``y[r] + bias[expert of r]``, whose bias gradient is summed in fp32.
+    """``y[r] + bias[expert of r]``, with the bias gradient summed in fp32.
 
-    That of index_select sums thousands of rows in bf16, and is off by 5 %.
+    The gradient of index_select sums thousands of rows in bf16, with a relative error of 5 %.
     """
 
     @staticmethod
@@ -153,7 +153,7 @@ def add_bias(y: Tensor, bias_EN: Tensor, expert_R: Tensor) -> Tensor:
 
 
 def bias_glu(p: Tensor, bias_EN: Tensor | None, expert_R: Tensor, *, activation: Activation) -> tuple[Tensor, Tensor]:
-    """The activated rows, and the preactivation that they come from."""
+    """Return the activated rows and the preactivation."""
     if bias_EN is not None:
         p = add_bias(p, bias_EN, expert_R)
     return glu(p, activation), p
@@ -170,7 +170,7 @@ def glu(p: Tensor, activation: Activation) -> Tensor:
 
 
 def dglu(d: Tensor, p: Tensor, *, activation: Activation) -> tuple[Tensor, Tensor]:
-    """Gradient of the preactivation, and the activated rows once more."""
+    """Return the gradient of the preactivation, and the recomputed activated rows."""
     gate, up = _clamped(p, activation)
     shifted = up + activation.offset if activation.offset else up
     s = torch.sigmoid(activation.alpha * gate)
@@ -185,7 +185,7 @@ def dglu(d: Tensor, p: Tensor, *, activation: Activation) -> tuple[Tensor, Tenso
 
 
 def dglu_scaled(d: Tensor, p: Tensor, scale_R: Tensor, *, activation: Activation) -> tuple[Tensor, Tensor, Tensor]:
-    """As `dglu` of rows that are scaled after the activation; also the scale's gradient, fp32."""
+    """Return the results of `dglu` for rows scaled after the activation, and the scale's gradient, fp32."""
     scale = scale_R[:, None].to(p.dtype)
     grad_p, activated = dglu(d * scale, p, activation=activation)
     return grad_p, activated * scale, (d * activated).sum(-1, dtype=torch.float32)

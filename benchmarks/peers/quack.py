@@ -1,8 +1,7 @@
-"""QuACK, the kernels beneath SonicMoE: its ragged products on rows that lie sorted by expert.
+"""QuACK, the kernels of SonicMoE: its varlen products on rows sorted by expert.
 
-It is given gate and up as alternating features, the layout that it was made for, prepared outside the timing. Its
-``swiglu_oai`` comes without the clamp through this interface: a little less work than ours, and equal results here, as
-no preactivation of these inputs comes near the limit.
+Gate and up are alternating features, QuACK's native layout, prepared outside the timing. Through this interface, its
+``swiglu_oai`` has no clamp. That is slightly less work, with equal results here: no preactivation comes near the limit.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ _INTERLEAVED = {"preactivation": -1, "grad_preactivation": -1, "grad_weight1": 0
 
 
 def concatenated(name: str, t: Tensor) -> Tensor:
-    """One expert's part of an output in the ``[gate | up]`` layout."""
+    """Return one expert's part of an output in the ``[gate | up]`` layout."""
     return deinterleave(t, _INTERLEAVED[name]) if name in _INTERLEAVED else t
 
 
 class Quack:
-    """``tuned``: let it time its configurations for each shape (most of a minute each); else its default one."""
+    """``tuned`` autotunes for each shape (most of a minute each), instead of the default configurations."""
 
     name = "QuACK"
     packages = ("quack",)
@@ -57,7 +56,7 @@ class Quack:
         return self._dgated(problem, names, colvec_scale=problem.row_scale, colvec_reduce=True)
 
     def fc1_dgrad(self, problem: Problem) -> Candidate:
-        # the sum over gate and up is the same in any order, so the stock layout serves
+        # the product sums over gate and up, so their order does not matter
         return self._gemm(problem.grad_preactivation, problem.weight1, problem)
 
     def wgrad1(self, problem: Problem) -> Candidate:
@@ -91,13 +90,13 @@ class Quack:
 
     def _dgated(self, problem: Problem, names: tuple[str, ...], **scale: Any) -> Candidate:
         q, dy, w, p = quack_interface(), problem.grad_y, problem.weight2, interleave(problem.preactivation)
-        # the static scheduler is SonicMoE's choice
+        # SonicMoE also uses the static scheduler
         how = scale | {"activation": _activation(problem), "dynamic_scheduler": False, "tuned": self.tuned}
         cu = problem.cu_seqlens
         return Candidate(lambda: q.gemm_dgated(dy, w, p, cu_seqlens_m=cu, **how), names, concatenated, _note(problem))
 
     def _mlp(self, problem: Problem) -> tuple[Callable[[], Tensor], dict[str, Tensor]]:
-        """The fastest chain of its kernels on dispatched rows: SonicMoE's steps, without its gather and combine."""
+        """Return the fastest chain of its kernels on dispatched rows: SonicMoE's, without its gather and combine."""
         cu, mlp = problem.cu_seqlens, quack_expert_mlp(_activation(problem), self.tuned)
         ones = torch.ones(problem.rows, 8, device=problem.device, dtype=problem.dtype) if problem.shape.biases else None
         leaves = leaves_of(problem)
@@ -119,4 +118,4 @@ def _activation(problem: Problem) -> str:
         return "swiglu"
     if (a.alpha, a.offset) == (1.702, 1.0):
         return "swiglu_oai"
-    raise NotImplementedError(f"no activation like {a}")
+    raise NotImplementedError(f"QuACK has no activation like {a}")

@@ -1,7 +1,7 @@
-"""SonicMoE: its layer for given routing, on rows that are already dispatched, one expert a row with weight 1.
+"""SonicMoE: its layer for given routing, on dispatched rows with one expert of weight 1 per row.
 
-That is how its API can be given the same work; it still gathers the rows (inside its kernels) and combines them, which
-the other peers need not.
+So its API computes the same products. Unlike the other peers, it also gathers the rows (in its kernels) and combines
+them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NOTE = "with gather and combine"
 
 
 class Sonic:
-    """``tuned``: as SonicMoE comes, timing QuACK's configurations for each new row count (45 seconds and more)."""
+    """``tuned`` keeps SonicMoE's default: autotuning QuACK's kernels for each new row count (45 seconds or more)."""
 
     name = "SonicMoE"
     packages = ("sonicmoe", "quack")
@@ -40,7 +40,7 @@ class Sonic:
     def _mlp(self, problem: Problem) -> tuple[Any, dict[str, torch.Tensor]]:
         functional, kind = sonic_functions(self.tuned)
         if problem.activation.alpha != 1 or problem.activation.limit is not None:
-            raise NotImplementedError("it has no clamped SwiGLU")
+            raise NotImplementedError("SonicMoE has no clamped SwiGLU")
         leaves = leaves_of(problem)
         leaves["grad_weight1"] = interleave(problem.weight1, 1).requires_grad_()
         x, w1, w2 = leaves.values()

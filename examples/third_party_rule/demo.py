@@ -1,4 +1,4 @@
-"""Explains the same experts without and with the rules of this package, and compares what comes out of both."""
+"""Explain the same experts without and with the rules of this package, and compare their results."""
 
 import torch
 from fusedmoe_softcap import RULES, Softcap

@@ -1,11 +1,11 @@
-"""Experts of torchtitan: an override that has a model's `GroupedExperts` computed by the ops here.
+"""Experts for torchtitan: an override that replaces a model's `GroupedExperts` by ops of fusedmoe.
 
     --override.imports fusedmoe.integrations.torchtitan.experts
     --override.imports 'fusedmoe.integrations.torchtitan.experts={"recipe": "mxfp8"}'
 
-Parameters keep their names, shapes, placements and initialisation, so checkpoints and parallel plans stay as they are;
-so do the router, the dispatcher and the losses. GPT-OSS's experts are taken too, quantized ones are not: a recipe does
-that here. Importing this module imports torchtitan.
+Parameters keep their names, shapes, placements and initialisation, so checkpoints and parallel plans remain valid.
+Router, dispatcher and losses do not change. GPT-OSS's experts are supported. Quantized experts are not: choose a recipe
+instead. Importing this module imports torchtitan.
 
 Source of the interface: ``torchtitan.config.override``, ``torchtitan.models.common.moe`` and
 ``torchtitan.models.gpt_oss.moe``, torchtitan 0.3.
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,15 @@ if TYPE_CHECKING:
     from fusedmoe.fusion.plan import Explanation
     from fusedmoe.ops import Op
 
-_CHAIN = "_fusedmoe_chain"  # beside the module's own attributes, not among its submodules: no state_dict has it
+_CHAIN = "_fusedmoe_chain"  # in __dict__, not a submodule, so that the state_dict does not include it
+
+
+class _Held(NamedTuple):
+    """The ops of a module, with the shape of its down weight and the recipe that they were made for."""
+
+    sizes: tuple[int, ...]
+    recipe: str | None
+    chain: Sequential
 
 
 class FusedGroupedExperts(GroupedExperts):  # type: ignore[misc]
@@ -44,20 +52,18 @@ class FusedGroupedExperts(GroupedExperts):  # type: ignore[misc]
     Attributes
     ----------
     w1_EFD, w3_EFD, w2_EDF : Parameter
-        Gate, up and down, as torchtitan has them. Of a DTensor, this rank's part is used.
+        Gate, up and down, with torchtitan's layouts. The local shard of a DTensor is used.
 
     Notes
     -----
-    The first product takes gate and up as one weight, ``torch.cat([w1, w3], dim=1)`` in bf16: that copy reads and
-    writes 4 E F D bytes each at every call, and is kept until the backward pass unless activation checkpointing
-    computes it again. The gradients of w1 and w3 are the halves of one tensor.
+    The first product takes gate and up as one weight, ``torch.cat([w1, w3], dim=1)`` in bf16. Each call reads and
+    writes 4 E F D bytes for that copy. The copy is kept for the backward pass, unless activation checkpointing
+    recomputes it. The gradients of w1 and w3 are the halves of one tensor.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):  # type: ignore[misc]
-        """What torchtitan's has, and ``recipe``: what both products multiply in, whatever holds around the call; None
-        leaves it to ``fm.recipe``.
-        """
+        """torchtitan's configuration, and ``recipe``, that of both products; None uses the recipe of ``fm.recipe``."""
 
         recipe: str | None = None
 
@@ -66,52 +72,52 @@ class FusedGroupedExperts(GroupedExperts):  # type: ignore[misc]
         self._set_recipe(config.recipe)
 
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
-        """Run the experts of this rank, in bf16, as torchtitan does whatever the dtypes of parameters and rows.
+        """Run the experts of this rank in bf16, as torchtitan does for all dtypes of parameters and rows.
 
         Parameters
         ----------
         x_RD
-            The rows, sorted by expert; there may be more than belong to experts.
+            The rows, sorted by expert; R may exceed the sum of ``num_tokens_per_expert_E``.
         num_tokens_per_expert_E
-            (E,) integers on x's device, rows an expert. On a GPU the host never reads them.
+            Rows per expert, (E,) integers on x's device. The host does not read them on a GPU.
 
         Returns
         -------
         Tensor
-            (R, D) in x's dtype; zeros in the rows past the last expert's. Under tensor parallelism a partial sum.
+            (R, D) in x's dtype; zeros in rows that belong to no expert. Under tensor parallelism, a partial sum.
 
         Raises
         ------
         InputError
-            Shapes, dtypes or devices do not fit each other.
+            A shape, dtype or device is wrong.
         """
         parameters = self._chain_parameters()
         y_RD = self._chain(parameters).forward_with(parameters, x_RD.bfloat16(), splits=num_tokens_per_expert_E)
         return y_RD.to(x_RD.dtype)
 
     def explain(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Explanation:
-        """Return what `forward` does with this call, and why: ``print`` it for a table."""
+        """Return the plan of `forward` for these arguments."""
         parameters = self._chain_parameters()
         return self._chain(parameters).explain_with(parameters, x_RD.bfloat16(), splits=num_tokens_per_expert_E)
 
     def explain_rows(self, rows: int, arch: int | str | None = None) -> Explanation:
-        """Return what `forward` does with so many evenly routed rows, and why: what ``fm.explain`` of a model asks.
+        """Return the plan of `forward` for ``rows`` evenly routed rows on the device of the parameters.
 
-        They are on the device of the parameters, and want gradients unless those are switched off. Of a DTensor, this
-        rank's part is planned with, as `forward` does. The copy of the weights that a call makes is made here too.
-        ``arch`` is that of `Sequential.explain`: 90 for what an sm_90 GPU would run.
+        ``fm.explain`` of a model calls it. ``arch`` is that of `Sequential.explain`: 90 for an sm_90 GPU. Gradients are
+        planned unless grad mode is off. As in `forward`, the weights are copied, and the local shard of a DTensor is
+        used.
 
         Raises
         ------
         InputError
-            Parameters are sharded over an axis of the mesh that is none of expert or tensor parallelism: FSDP gathers
-            them when the model is called, and what it gathers is not known here.
+            A parameter is sharded over a mesh axis other than expert or tensor parallelism. FSDP gathers it when the
+            model is called, so its size in the call is unknown.
         """
         for name, parameter in self.named_parameters(recurse=False):
             if axes := _gathered_axes(parameter):
                 raise InputError(
-                    f"{type(self).__name__}: {name}: expected this rank's experts, got a part of them, sharded over "
-                    f"{', '.join(axes)} and gathered in a call: plan before it is sharded"
+                    f"{type(self).__name__}: {name}: expected all of this rank's experts, got a shard over "
+                    f"{', '.join(axes)} that a call gathers: plan before sharding"
                 )
         parameters = self._chain_parameters()
         weight = parameters["gate_up.weight"]
@@ -121,7 +127,7 @@ class FusedGroupedExperts(GroupedExperts):  # type: ignore[misc]
         return self._chain(parameters).explain_with(parameters, x_RD, arch=arch, splits=splits)
 
     def _chain_parameters(self) -> dict[str, Tensor]:
-        """Return the parameters as the ops take them: (E, out, in), those of this rank."""
+        """Return this rank's parameters in the ops' layout, (E, out, in)."""
         gate_EFD, up_EFD, down_EDF = _in_bf16(self.w1_EFD), _in_bf16(self.w3_EFD), _in_bf16(self.w2_EDF)
         return {"gate_up.weight": torch.cat([gate_EFD, up_EFD], dim=1), "down.weight": down_EDF}
 
@@ -130,25 +136,24 @@ class FusedGroupedExperts(GroupedExperts):  # type: ignore[misc]
 
     def _set_recipe(self, recipe: str | None) -> None:
         if recipe is not None:
-            resolve(recipe)  # raises here, rather than in the first step
+            resolve(recipe)  # raise now instead of in the first step
         self.recipe = recipe
 
     def _chain(self, parameters: dict[str, Tensor]) -> Sequential:
-        """Return the ops for parameters of these shapes: those made before, if nothing has changed since."""
+        """Return the ops for parameters of these shapes; they are made again only after a change."""
         sizes = tuple(parameters["down.weight"].shape)
         if torch.compiler.is_compiling():
-            self._prepare(sizes, "down.bias" in parameters)  # when the graph is traced
-        held = self.__dict__.get(_CHAIN)
-        if held is None or held[0] != (sizes, self.recipe):
+            self._prepare(sizes, "down.bias" in parameters)  # while the graph is traced
+        held: _Held | None = self.__dict__.get(_CHAIN)
+        if held is None or held.sizes != sizes or held.recipe != self.recipe:
             self._prepare(sizes, "down.bias" in parameters)
             held = self.__dict__[_CHAIN]
-        chain: Sequential = held[1]
-        return chain
+        return held.chain
 
     @constant_in_graphs
     def _prepare(self, sizes: tuple[int, ...], bias: bool) -> None:
-        held = self.__dict__.get(_CHAIN)
-        if held is not None and held[0] == (sizes, self.recipe):
+        held: _Held | None = self.__dict__.get(_CHAIN)
+        if held is not None and held.sizes == sizes and held.recipe == self.recipe:
             return
         experts, dim, hidden_dim = sizes
         options: dict[str, Any] = {"bias": bias, "device": "meta", "recipe": self.recipe}
@@ -159,11 +164,11 @@ class FusedGroupedExperts(GroupedExperts):  # type: ignore[misc]
                 down=made_untraced(GroupedLinear, experts, hidden_dim, dim, **options),
             )
         )
-        self.__dict__[_CHAIN] = (sizes, self.recipe), chain.without_parameters()
+        self.__dict__[_CHAIN] = _Held(sizes, self.recipe, chain.without_parameters())
 
 
 class FusedGptOssGroupedExperts(FusedGroupedExperts):
-    """``y[r] = act(x[r] @ mlp1[e].T + b1[e]) @ mlp2[e].T + b2[e]``, GPT-OSS's experts; see `FusedGroupedExperts`.
+    """GPT-OSS's experts, ``y[r] = act(x[r] @ mlp1[e].T + b1[e]) @ mlp2[e].T + b2[e]``; see `FusedGroupedExperts`.
 
     ``act(g, u) = gc * sigmoid(1.702 gc) * (uc + 1)`` with ``gc = min(g, swiglu_limit)``, ``uc = clamp(u, -swiglu_limit,
     swiglu_limit)``, g and u the even and odd features.
@@ -171,17 +176,17 @@ class FusedGptOssGroupedExperts(FusedGroupedExperts):
     Attributes
     ----------
     mlp1_weight_EGD, mlp1_bias_EG, mlp2_weight_EDF, mlp2_bias_ED : Parameter
-        As torchtitan has them; used as they are, without a copy but for a cast to bf16.
+        With torchtitan's layouts; they are cast to bf16, not copied otherwise.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(FusedGroupedExperts.Config):
-        """What torchtitan's has, and ``recipe``."""
+        """torchtitan's configuration, and ``recipe``."""
 
         swiglu_limit: float = 7.0
 
     def __init__(self, config: Config) -> None:
-        GroupedExperts.__base__.__init__(self)  # as torchtitan's: the parameters are others than the base class has
+        GroupedExperts.__base__.__init__(self)  # as torchtitan does: GroupedExperts would create its own parameters
         experts, dim, hidden_dim = config.num_experts, config.dim, config.hidden_dim
         self.num_experts, self.swiglu_limit = experts, config.swiglu_limit
         self.mlp1_weight_EGD = nn.Parameter(torch.empty(experts, 2 * hidden_dim, dim))
@@ -193,7 +198,7 @@ class FusedGptOssGroupedExperts(FusedGroupedExperts):
     def _chain_parameters(self) -> dict[str, Tensor]:
         bias_ED = _local(self.mlp2_bias_ED)
         tensor_parallel = _size_of_mesh_axis(self.mlp2_bias_ED, "tp")
-        if tensor_parallel > 1:  # the sum over ranks has it once; each rank's gradient is that of the whole
+        if tensor_parallel > 1:  # the ranks' outputs are summed, so each adds a share; gradients are not divided
             bias_ED = (bias_ED / tensor_parallel).detach() + (bias_ED - bias_ED.detach())
         return {
             "gate_up.weight": _in_bf16(self.mlp1_weight_EGD),
@@ -206,25 +211,25 @@ class FusedGptOssGroupedExperts(FusedGroupedExperts):
         return SwiGLU(limit=self.swiglu_limit, alpha=1.702, offset=1.0, interleaved=True)
 
 
-# by name: importing it imports the whole model
+# by name, since importing the class imports the whole model
 _GPT_OSS = ("torchtitan.models.gpt_oss.moe", "GptOssGroupedExperts.Config")
 
 
 @override(target=GroupedExperts.Config, description="Experts by fusedmoe: fused grouped products.")  # type: ignore[untyped-decorator]
 def experts(config: Any, *, recipe: str | None = None) -> Any:
-    """Return the configuration of the fused experts in place of torchtitan's: the override to activate.
+    """The override: return the configuration of the fused experts for torchtitan's.
 
     Parameters
     ----------
     config
-        Of `GroupedExperts`, or of GPT-OSS's; one that this has returned before comes back as it is.
+        Configuration of `GroupedExperts` or of GPT-OSS's experts. That of fused experts is returned unchanged.
     recipe
-        Of `FusedGroupedExperts`.
+        See `FusedGroupedExperts`.
 
     Raises
     ------
     InputError
-        Any other configuration: its class computes something else.
+        The configuration is that of another class.
     """
     found = type(config)
     if found in (FusedGroupedExperts.Config, FusedGptOssGroupedExperts.Config):
@@ -234,9 +239,9 @@ def experts(config: Any, *, recipe: str | None = None) -> Any:
     if (found.__module__, found.__qualname__) == _GPT_OSS:
         return derive(config, FusedGptOssGroupedExperts.Config, recipe=recipe)
     raise InputError(
-        f"experts: config: expected one of GroupedExperts or of GptOssGroupedExperts itself, got "
-        f"{found.__module__}.{found.__qualname__}, which computes something else; for quantized products take the "
-        f"converter out of the model's and name a recipe instead"
+        f"experts: config: expected that of GroupedExperts or of GptOssGroupedExperts, got "
+        f"{found.__module__}.{found.__qualname__}; for quantized products, remove the model's converter and choose a "
+        f"recipe instead"
     )
 
 
@@ -256,10 +261,10 @@ def _size_of_mesh_axis(parameter: Any, axis: str) -> int:
 
 
 def _gathered_axes(parameter: Any) -> list[str]:
-    """Return the axes of the mesh that a parameter is sharded over and that `forward` will not meet: FSDP's."""
+    """Return the mesh axes over which a parameter is sharded until FSDP gathers it for `forward`."""
     mesh = getattr(parameter, "device_mesh", None)
     if mesh is None:
         return []
-    names = mesh.mesh_dim_names or ("an axis without a name",) * mesh.ndim
+    names = mesh.mesh_dim_names or ("an unnamed axis",) * mesh.ndim
     placed = zip(names, mesh.shape, parameter.placements, strict=True)
     return [n for n, size, p in placed if size > 1 and not p.is_replicate() and n not in ("ep", "tp", "etp")]

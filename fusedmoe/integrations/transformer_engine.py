@@ -1,11 +1,11 @@
-"""Chains of Transformer Engine's ops as chains of the ops here, and back, with copies of the weights.
+"""Convert Transformer Engine's op sequences to fusedmoe's and back, with copies of the weights.
 
     experts = from_te(te_experts)            # te_experts(x, splits, probs, splits)
     experts(x, splits=splits, probs=probs)
     te_experts = to_te(experts)
 
 ============================================ ===========================================================
-``transformer_engine.pytorch.ops``           here
+``transformer_engine.pytorch.ops``           ``fusedmoe``
 ============================================ ===========================================================
 ``GroupedLinear(E, in, out, bias=True)``     ``GroupedLinear(E, in, out, bias=True)``
 ``SwiGLU()``                                 ``SwiGLU()``
@@ -19,16 +19,17 @@
 ``ScaledSReLU()``                            ``SquaredReLU(), Scale("probs")``
 ============================================ ===========================================================
 
-The activated half is the first on both sides. (Transformer Engine's kernels call the second one, the linear one, the
-gate.) With ``glu_interleave_size=s`` blocks of s features of the halves alternate there: the rows of the layer before
-are then put in order, [gate; up] here and blocks there; s = 1 is ``interleaved=True`` and needs no other order.
+Both activate the first half of the features. (Transformer Engine's kernels call the linear second half the gate.) With
+Transformer Engine's ``glu_interleave_size=s``, blocks of s features of the halves alternate, so the rows of the
+preceding layer are reordered: to [gate; up] for fusedmoe, to blocks for Transformer Engine. s = 1 is
+``interleaved=True``, without reordering.
 
-A layer's weights are ``weight0`` and on there, or one ``weight``, and one (E, out, in) here. What is not a function of
-the inputs stays behind: ``main_grad``, hooks, quantization state; so does the recipe, which is a context there too.
+A layer of Transformer Engine has the weights ``weight0`` and so on, or one ``weight``; one of fusedmoe has one weight
+(E, out, in). The conversion drops ``main_grad``, hooks, quantization state and recipes, which are contexts in both.
 
-Transformer Engine is imported at the first call, and needs CUDA. Source of the interface:
-``transformer_engine.pytorch.ops``, Transformer Engine 2.20; it is tested with a stand-in of that, which has its names
-and signatures and computes what it documents.
+The first call imports Transformer Engine, which needs CUDA. Source of the interface:
+``transformer_engine.pytorch.ops``, Transformer Engine 2.20. The tests use a stand-in with its names, signatures and
+documented formulas.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from fusedmoe.sequential import Sequential
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-_QUICK = 1.702  # the slope of QGEGLU
+_QUICK = 1.702  # alpha of QGEGLU
 _NAMES = (
     "GroupedLinear", "SwiGLU", "ClampedSwiGLU", "QGEGLU", "GEGLU", "ReGLU", "SReLU",
     "ScaledSwiGLU", "ScaledClampedQGeGLU", "ScaledSReLU",
@@ -63,27 +64,28 @@ _WITH_BLOCKS = ("SwiGLU", "ClampedSwiGLU", "ScaledSwiGLU", "ScaledClampedQGeGLU"
 
 
 def from_te(sequential: Any) -> Sequential:
-    """Return the chain that computes what a ``transformer_engine.pytorch.ops.Sequential`` of grouped ops does.
+    """Convert a ``transformer_engine.pytorch.ops.Sequential`` of grouped ops.
 
     Parameters
     ----------
     sequential
-        Of the ops in the table above, as many as there are. Called as ``sequential(x, *extra_inputs)`` it takes the
-        splits once for each ``GroupedLinear`` and the scales for each ``Scaled...``, in order; the result takes
-        ``splits=`` and ``probs=``, once.
+        Any number of the ops in the table above. Called as ``sequential(x, *extra_inputs)``, it takes the splits for
+        each ``GroupedLinear`` and the scales for each ``Scaled...``, in order. The result takes ``splits=`` and
+        ``probs=`` once.
 
     Returns
     -------
     Sequential
-        With parameters of its own, with the same dtype, device and ``requires_grad``. Its parts are numbered: an op and
-        its scale are two.
+        Its parameters are copies with the same dtype, device and ``requires_grad``. Its ops are numbered; an activation
+        and its scale count as two.
 
     Raises
     ------
     InputError
-        There is another op, a weight that is stored quantized, or a setting that has no equivalent: ``scale_bias``,
-        ``delay_wgrad_compute``, ``cache_quantized_input``, ``activation_recompute_in_mlp``; or a block size with no
-        ``GroupedLinear`` before it.
+        - ``sequential`` has another op or a quantized weight.
+        - An op has a setting without an equivalent: ``scale_bias``, ``delay_wgrad_compute``, ``cache_quantized_input``
+          or ``activation_recompute_in_mlp``.
+        - An activation has a block size and no ``GroupedLinear`` before it.
     """
     import transformer_engine.pytorch.ops as te_ops
 
@@ -99,35 +101,35 @@ def from_te(sequential: Any) -> Sequential:
             continue
         if op.block_size not in (None, 1) and (not found or not isinstance(found[-1], GroupedLinear)):
             raise InputError(
-                f"{op.where}: glu_interleave_size: expected 1 or None where no GroupedLinear is before it, whose rows "
-                f"could be put in order; got {op.block_size}"
+                f"{op.where}: glu_interleave_size: expected 1 or None without a GroupedLinear before it, whose rows "
+                f"could be reordered; got {op.block_size}"
             )
         found += op.activation()
     return Sequential(*found)
 
 
 def to_te(sequential: Sequential, glu_interleave_size: int | None = None) -> Any:
-    """Return the ``transformer_engine.pytorch.ops.Sequential`` that computes what a chain of grouped ops does.
+    """Convert a `Sequential` of grouped ops to a ``transformer_engine.pytorch.ops.Sequential``.
 
     Parameters
     ----------
     sequential
-        Of the ops in the table above; those of a `Sequential` among them are taken in its place.
+        Ops in the table above; a nested `Sequential` is flattened.
     glu_interleave_size
-        In blocks of how many features gate and up alternate there: 32 for Transformer Engine's fused kernels. None
-        leaves them as they are here.
+        Block size in which gate and up alternate in Transformer Engine: 32 for its fused kernels. None keeps the layout
+        of ``sequential``.
 
     Returns
     -------
     transformer_engine.pytorch.ops.Sequential
-        With parameters of its own, with the same dtype, device and ``requires_grad``. Called as ``y = te(x, splits,
-        probs, splits)``: what each op takes, in order.
+        Its parameters are copies with the same dtype, device and ``requires_grad``. It is called with the inputs of
+        each op in order: ``y = te(x, splits, probs, splits)``.
 
     Raises
     ------
     InputError
-        There is another op, a combination that Transformer Engine has no op for, a layer without parameters of its own
-        or with a recipe of its own, or fp64.
+        ``sequential`` has an op or a combination that Transformer Engine lacks, or a layer without parameters, with a
+        recipe, or in fp64.
     """
     glu_interleave_size = POSITIVE_INTEGER.or_none()("to_te: glu_interleave_size", glu_interleave_size)
     import transformer_engine.pytorch.ops as te_ops
@@ -141,29 +143,29 @@ def to_te(sequential: Sequential, glu_interleave_size: int | None = None) -> Any
         where = f"to_te: {place}.{type(op).__name__}"
         if type(op) is GroupedLinear:
             found.append(_linear_to_te(where, op, te_ops, *_block_sizes(following, glu_interleave_size)))
-        elif not (isinstance(op, Scale) and _is_activation(before)):  # which its activation has taken
+        elif not (isinstance(op, Scale) and isinstance(before, GLU | SquaredReLU)):  # part of the activation's op
             name, settings = _equivalent(where, op, isinstance(following, Scale))
             now, then = _block_sizes(op, glu_interleave_size)
             if then is not None:
                 if name not in _WITH_BLOCKS or (now != then and type(before) is not GroupedLinear):
                     raise InputError(
-                        f"{where}: expected gate and up as halves, since {name} takes no others or no GroupedLinear is "
-                        f"before it, got blocks of {then}"
+                        f"{where}: expected gate and up as halves, got blocks of {then}: {name} takes no blocks, or no "
+                        f"GroupedLinear precedes it"
                     )
                 settings["glu_interleave_size"] = then
             if not hasattr(te_ops, name):
-                raise InputError(f"{where}: this Transformer Engine has no {name}; a later one does")
+                raise InputError(f"{where}: this version of Transformer Engine has no {name}: update it")
             found.append(getattr(te_ops, name)(**settings))
         before = op
     return te_ops.Sequential(*found)
 
 
 class _TEOp:
-    """One of Transformer Engine's ops, looked at from here. Raises `InputError` for one that has no equivalent."""
+    """An op of Transformer Engine, to be converted. Raises `InputError` if it has no equivalent."""
 
     def __init__(self, where: str, op: Any, te_ops: Any) -> None:
         self.where, self.op, self.name = where, op, type(op).__name__
-        # the very class: SiTUGLU is a SwiGLU there, and computes something else
+        # not isinstance: SiTUGLU is a subclass of SwiGLU with another formula
         if self.name not in _NAMES or type(op) is not getattr(te_ops, self.name, None):
             raise InputError(f"{where}: expected one of {', '.join(_NAMES)}, got {_kind(op)}")
         store = getattr(op, "wgrad_store", None)
@@ -176,16 +178,16 @@ class _TEOp:
         }
         for setting, given in settings.items():
             if given:
-                raise InputError(f"{where}: {setting}: expected none, which is all that there is here, got {given!r}")
+                raise InputError(f"{where}: {setting}: expected none, since fusedmoe has no equivalent, got {given!r}")
 
     @property
     def block_size(self) -> int | None:
-        """In blocks of how many features gate and up alternate; None for halves."""
+        """Block size in which gate and up alternate; None for halves."""
         size: int | None = getattr(self.op, "glu_interleave_size", None)
         return size
 
     def linear(self, block_size: int | None) -> GroupedLinear:
-        """Return the layer, with the rows in the order that `activation` of the next op takes."""
+        """Return the layer, with rows reordered for the next op's `activation`, which has this block size."""
         op = self.op
         weight, bias = self._packed("weight"), self._packed("bias")
         assert weight is not None
@@ -206,23 +208,23 @@ class _TEOp:
         return layer
 
     def _packed(self, name: str) -> Tensor | None:
-        """Return the parameters of all experts as one new tensor; None if there are none."""
+        """Return the parameters of all experts as one new tensor; None if they do not exist."""
         op = self.op
         whole = op._parameters.get(name)
         if whole is not None:
             tail = (op.out_features, op.in_features)[: 2 if name == "weight" else 1]
-            data: Tensor = getattr(whole, "rowwise_data", whole)  # of a GroupedTensor
+            data: Tensor = getattr(whole, "rowwise_data", whole)  # the data of a GroupedTensor
             return data.detach().clone().view(op.num_groups, *tail).requires_grad_(whole.requires_grad)
         parts = [op._parameters.get(f"{name}{i}") for i in range(op.num_groups)]
         if all(part is None for part in parts):
             return None
         trained = {part.requires_grad for part in parts}
         if len(trained) > 1:
-            raise InputError(f"{self.where}: {name}: expected requires_grad to be the same for all experts, it differs")
+            raise InputError(f"{self.where}: {name}: expected the same requires_grad for all experts, got both")
         return torch.stack([part.detach() for part in parts]).requires_grad_(trained.pop())
 
     def activation(self) -> list[Op]:
-        """Return the activation, and the scale after it if there is one."""
+        """Return the activation, followed by its scale, if any."""
         op, activation = self.op, self.name.removeprefix("Scaled")
         if activation in ("ClampedSwiGLU", "ClampedQGeGLU"):
             clamp = getattr(op, "_clamped", op)
@@ -237,7 +239,7 @@ class _TEOp:
 def _linear_to_te(where: str, layer: GroupedLinear, te_ops: Any, now: int | None, then: int | None) -> Any:
     if layer._parameters.get("weight") is None or layer.recipe is not None:
         got = f"recipe={shortest(layer.recipe)!r}" if layer.recipe is not None else "no weight"
-        raise InputError(f"{where}: expected a layer with parameters and without a recipe of its own, got {got}")
+        raise InputError(f"{where}: expected a layer with parameters and without a recipe, got {got}")
     if layer.weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise InputError(f"{where}: weight: expected fp32, fp16 or bf16, got {layer.weight.dtype}")
     op = te_ops.GroupedLinear(
@@ -258,7 +260,7 @@ def _linear_to_te(where: str, layer: GroupedLinear, te_ops: Any, now: int | None
 
 
 def _equivalent(where: str, op: nn.Module, scaled: bool) -> tuple[str, dict[str, Any]]:
-    """Return the name of Transformer Engine's op, and its settings."""
+    """Return the name and the settings of Transformer Engine's op."""
     prefix = "Scaled" if scaled else ""
     if type(op) is SquaredReLU:
         return f"{prefix}SReLU", {}
@@ -275,17 +277,13 @@ def _equivalent(where: str, op: nn.Module, scaled: bool) -> tuple[str, dict[str,
         if type(op) is ReGLU and not scaled:
             return "ReGLU", {}
     raise InputError(
-        f"{where}: expected an op that Transformer Engine has too, among {', '.join(_NAMES)}; got {op!r}"
+        f"{where}: expected an op with an equivalent among {', '.join(_NAMES)}; got {op!r}"
         f"{' and a Scale' if scaled else ''}"
     )
 
 
-def _is_activation(op: nn.Module | None) -> bool:
-    return isinstance(op, GLU | SquaredReLU)
-
-
 def _block_sizes(op: nn.Module | None, wanted: int | None) -> tuple[int | None, int | None]:
-    """In blocks of how many features the gate and up that an op takes alternate now, and are to; None for halves."""
+    """Return the current and the wanted block size of an op's gate and up; None for halves."""
     if not isinstance(op, GLU):
         return None, None
     now = 1 if op.interleaved else None
@@ -293,7 +291,7 @@ def _block_sizes(op: nn.Module | None, wanted: int | None) -> tuple[int | None, 
 
 
 def _reordered(where: str, rows: Tensor, now: int | None, then: int | None) -> Tensor:
-    """(E, 2 I, ...) with gate and up in alternating blocks of ``now`` -> in those of ``then``; None for halves."""
+    """Reorder (E, 2 I, ...) from alternating gate and up blocks of size ``now`` to size ``then``; None: halves."""
     if now == then:
         return rows
     for size in (now, then):

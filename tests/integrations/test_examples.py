@@ -209,7 +209,7 @@ def check_story(told, printed):
     assert "module 2: Dropout: not an op: splits the chain" in str(explained[3])
     assert "5.Scale" not in str(explained[4])
     assert "CONSTRAINT: cannot keep 3.input, which 3.ScaleGrad needs" in " ".join(str(explained[4]).split())
-    assert "raise_if_missed() makes that an error" in printed
+    assert "raise_if_missed() raises:" in printed
     assert told[0].strict_error in printed
     assert "3 of 11 steps are FUSED; raise_if_missed() raises\n" in printed
     assert "6 of 6 steps are FUSED; raise_if_missed() passes\n" in printed

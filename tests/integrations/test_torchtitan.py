@@ -221,7 +221,7 @@ def test_configurations(titan):
         class Config(titan.GroupedExperts.Config):
             pass
 
-    with pytest.raises(fm.InputError, match=r"expected one of GroupedExperts .* got .*Float8GroupedExperts\.Config"):
+    with pytest.raises(fm.InputError, match=r"expected that of GroupedExperts .* got .*Float8GroupedExperts\.Config"):
         titan.ours.experts(Float8GroupedExperts.Config(dim=DIM, hidden_dim=HIDDEN_DIM, num_experts=4))
 
 
@@ -332,7 +332,7 @@ def test_explain_of_a_model_under_fsdp(titan, kind, names, process_group):
     else:
         name = next(name for name, _ in module.named_parameters())
         assert group.explanation is None
-        assert f"{name}: expected this rank's experts, got a part of them, sharded over" in group.note
+        assert f"{name}: expected all of this rank's experts, got a shard over" in group.note
         assert group.note in str(fm.explain(module))
 
 

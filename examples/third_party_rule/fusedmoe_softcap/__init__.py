@@ -1,4 +1,4 @@
-"""`Softcap` for fusedmoe, and fusion rules that apply it in the buffer that the layer before it has written."""
+"""`Softcap` for fusedmoe, and fusion rules that apply it in place to the output of the preceding layer."""
 
 from fusedmoe_softcap.op import DSoftcap, Softcap
 from fusedmoe_softcap.rules import DgradOfSoftcap, GemmSoftcap

@@ -7,7 +7,7 @@ import fusedmoe as fm
 
 
 class Softcap(fm.Op):
-    """``y = cap * tanh(x / cap)``, elementwise: close to x where it is small, never beyond the cap."""
+    """``y = cap * tanh(x / cap)``, elementwise: close to x for small x, bounded by the cap."""
 
     def __init__(self, cap: float) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Softcap(fm.Op):
 
 
 class DSoftcap(fm.BackwardOp):
-    """``dx = dy * (1 - (y / cap)^2)``: it reads the op's output, so that its input need not be kept."""
+    """``dx = dy * (1 - (y / cap)^2)``: it reads the op's output, so the plan need not keep its input."""
 
     needs = ("grad_output", "output")
     op: Softcap
