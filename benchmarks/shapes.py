@@ -76,8 +76,8 @@ def splits(rows: int, experts: int, routing: str, seed: int = 0) -> Tensor:
     ----------
     routing
         Distribution of the rows. ``"uniform"``: all experts are equally likely. ``"zipf"``: the n-th most popular
-        expert has weight 1/n, in random order. ``"half"``: one expert gets half of the rows. ``"empty"``: a quarter of the
-        experts, at least one, get none.
+        expert has weight 1/n, in random order. ``"half"``: one expert gets half of the rows. ``"empty"``: a quarter of
+        the experts, at least one, get none.
     """
     draw = torch.Generator().manual_seed(seed)
     weight = torch.ones(experts, dtype=torch.float64)
