@@ -25,7 +25,7 @@ def test_the_text_of_a_plan():
     assert (
         plan.forward_source
         == """\
-def program(given, run0, run1, report1, instead1, run2):
+def program(given, run0, run1, report1, fallback1, run2):
     _0_input, splits, _0_weight, _0_bias, _2_weight, _2_bias, = given
     given.clear()
     offsets = run0(splits, _0_input)
@@ -36,7 +36,7 @@ def program(given, run0, run1, report1, instead1, run2):
         report1(reason)
         run1 = None
     if run1 is None:
-        _2_input, _1_input = instead1(_0_input, _0_weight, _0_bias, offsets)
+        _2_input, _1_input = fallback1(_0_input, _0_weight, _0_bias, offsets)
     del _0_bias
     _2_output = run2(_2_input, _2_weight, _2_bias, offsets)
     del _2_bias, _2_input
@@ -46,10 +46,16 @@ def program(given, run0, run1, report1, instead1, run2):
     assert (
         plan.backward_source
         == """\
-def program(given, run0, run1, run2, run3):
+def program(given, run0, report0, fallback0, run1, run2, run3):
     offsets, _2_weight, _1_input, _0_input, _0_weight, grad_2_output, = given
     given.clear()
-    grad_1_input, _2_input = run0(grad_2_output, _2_weight, offsets, _1_input)
+    try:
+        grad_1_input, _2_input = run0(grad_2_output, _2_weight, offsets, _1_input)
+    except Declined as reason:
+        report0(reason)
+        run0 = None
+    if run0 is None:
+        grad_1_input, _2_input = fallback0(grad_2_output, _2_weight, offsets, _1_input)
     del _2_weight, _1_input
     grad_2_weight = run1(grad_2_output, _2_input, offsets)
     del grad_2_output, _2_input
@@ -74,7 +80,7 @@ def test_nothing_is_written_for_gradients_that_nobody_wants():
     [
         ("lambda", "class", "None"),
         ("given", "run0", "reason"),
-        ("run1", "report1", "instead1"),
+        ("run1", "report1", "fallback1"),
         ("a b", "a-b", "a_b"),
         ("ünï", "日本", "_"),
         ("x", "x_", "offsets"),

@@ -1,0 +1,168 @@
+"""Rules for the steps between ops: derived values, weight quantization, dequantization, sums of gradients, tails."""
+
+import pytest
+import torch
+from toy import E, H, I, assert_same, experts, inputs, only_plan, outcome, rows
+
+import fusedmoe as fm
+from fusedmoe.fusion.rule import FusionRule, RuleError, Step
+from fusedmoe.ops import Scale, SwiGLU
+from fusedmoe.ops.glue import Dequantize, DeriveOffsets, QuantizeWeight, SumGradients, ZeroTail
+
+
+def glue(plan):
+    return {step.ops[0]: step.rule for step in plan.glue}
+
+
+def rule_for(kind, name, needs, keeps=(), gives=("glue.output",), direction="forward", calls=None):
+    """A rule that computes one kind of glue as the glue itself does."""
+
+    class Rule(FusionRule, name=name, direction=direction):
+        takes_quantized = True
+        glue: kind
+
+        def offer(self, ctx):
+            return Step(needs=needs, gives=gives, keeps=keeps, zeroes_tail=True)
+
+        def build(self, ctx, keep):
+            def run(*tensors):
+                if calls is not None:
+                    calls.append((name, keep))
+                return self.glue.compute(*tensors)
+
+            return lambda *tensors: run
+
+    return Rule
+
+
+def test_a_rule_derives_offsets():
+    calls = []
+    rule = rule_for(DeriveOffsets, "toy.offsets", ("glue.splits", "glue.rows"), gives=("glue.offsets",), calls=calls)
+    chain, x, named = experts(), rows(), inputs()
+    expected = outcome(chain, x, **named)
+    assert glue(only_plan(chain, x, **named)) == {"offsets": None}
+    with fm.register(rule):
+        assert glue(only_plan(chain, x, **named)) == {"offsets": "toy.offsets"}
+        assert_same(outcome(chain, x, **named), expected)
+        with fm.disabled("toy.offsets"):
+            assert glue(only_plan(chain, x, **named)) == {"offsets": None}
+    assert len(calls) == 1
+    assert "glue: offsets (toy.offsets)" not in str(only_plan(chain, x, **named))
+
+
+def test_a_rule_that_declines_offsets_at_the_call_falls_back(caplog):
+    class Declines(FusionRule, name="toy.declines", direction="forward"):
+        derive: DeriveOffsets
+
+        def offer(self, ctx):
+            return Step(needs=("derive.splits", "derive.rows"), gives=("derive.offsets",))
+
+        def build(self, ctx, keep):
+            def bind(splits, rows):
+                fm.require(splits.shape[0] > E, "%d experts", splits.shape[0])
+
+            return bind
+
+    chain, x, named = experts(), rows(), inputs()
+    expected = outcome(chain, x, **named)
+    with fm.register(Declines):
+        assert_same(outcome(chain, x, **named), expected)
+    assert "toy.declines declined this call: 3 experts" in caplog.text
+
+
+def test_a_rule_quantizes_weights_in_the_forms_that_are_read():
+    calls = []
+
+    class QuantizeBoth(FusionRule, name="toy.weights", direction="forward"):
+        quantize: QuantizeWeight
+
+        def offer(self, ctx):
+            return Step(
+                needs=("quantize.weight",), gives=("quantize.output",), keeps=("quantize.output:columns",), launches=1
+            )
+
+        def build(self, ctx, keep):
+            axes = (-1, -2)[: 1 + len(keep)]
+            calls.append(keep)
+
+            def run(weight):
+                return [t for axis in axes for t in fm.quantize(weight, self.quantize.quantizes, axis).tensors()]
+
+            return lambda weight: run
+
+    chain = experts(dtype=torch.float32)
+    x, named = rows(dtype=torch.float32), inputs(dtype=torch.float32)
+    with fm.recipe("mxfp8"):
+        expected = outcome(chain, x, **named)
+        with fm.register(QuantizeBoth):
+            plan = only_plan(chain, x, **named)
+            assert glue(plan)["0:weight.Quantize"] == glue(plan)["2:weight.Quantize"] == "toy.weights"
+            assert_same(outcome(chain, x, **named), expected)
+            with torch.no_grad():
+                chain(x, **named)
+    assert calls[:2] == [("quantize.output:columns",)] * 2
+    assert calls[-2:] == [(), ()]
+
+
+def test_a_rule_sums_gradients():
+    class TwiceScaled(fm.Op):
+        runtime_inputs = ("factor",)
+
+        def compute(self, x, factor):
+            return x * factor
+
+    chain = fm.Sequential(TwiceScaled(), TwiceScaled())
+    x, named = torch.randn(4, 8, requires_grad=True), {"factor": torch.tensor(3.0, requires_grad=True)}
+    expected = outcome(chain, x, **named)
+    rule = rule_for(SumGradients, "toy.sum", ("glue.term0", "glue.term1"), direction="backward")
+    with fm.register(rule):
+        assert glue(only_plan(chain, x, **named)) == {"sum of grad(factor)": "toy.sum"}
+        assert_same(outcome(chain, x, **named), expected)
+
+
+def test_a_rule_dequantizes():
+    chain = fm.Sequential(fm.Quantize("mxfp8"), SwiGLU())
+    x = torch.randn(6, 64, requires_grad=True)
+    expected = outcome(chain, x)
+
+    class Dequantizes(FusionRule, name="toy.dequantize", direction="forward"):
+        takes_quantized = True
+        glue: Dequantize
+
+        def offer(self, ctx):
+            self.spec = ctx.spec("glue.input")
+            return Step(needs=("glue.input",), gives=("glue.output",))
+
+        def build(self, ctx, keep):
+            def bind(codes, scale):
+                spec = self.spec._replace(shape=tuple(codes.shape))
+                return lambda codes, scale: spec.tensor((codes, scale), None).dequantize()
+
+            return bind
+
+    with fm.register(Dequantizes):
+        assert [step.rule for step in only_plan(chain, x).glue] == ["toy.dequantize", None]  # forward, backward
+        assert_same(outcome(chain, x), expected)
+
+
+def test_a_rule_zeroes_tails():
+    chain = fm.Sequential(Scale("probs"), fm.GroupedLinear(E, H, 2 * I, dtype=torch.float64), Scale("probs2"))
+    x = rows()
+    named = inputs(scale=True) | {"probs2": torch.rand(len(x), dtype=torch.float64)}
+    plain = glue(only_plan(chain, x, **named))
+    masks = [label for label in plain if label.startswith("zero_tail")]
+    expected = outcome(chain, x, **named)
+    rule = rule_for(ZeroTail, "toy.zero_tail", ("glue.input", "glue.offsets"), direction="backward")
+    with fm.register(rule):
+        found = glue(only_plan(chain, x, **named))
+        assert masks
+        assert {found[label] for label in masks if "grad(" in label} == {"toy.zero_tail"}
+        assert_same(outcome(chain, x, **named), expected)
+
+
+def test_glue_is_matched_alone():
+    with pytest.raises(RuleError, match=r"toy.two.* glue is matched alone: expected one slot, got 2"):
+
+        class Two(FusionRule, name="toy.two", direction="forward"):
+            derive: DeriveOffsets
+            fc: fm.GroupedLinear
