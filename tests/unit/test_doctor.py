@@ -82,7 +82,7 @@ def test_every_built_in_rule_is_listed(machine, monkeypatch):
     monkeypatch.setattr("fusedmoe.kernels.toolkit.missing_packages", lambda: ())
     machine((9, 0))
     kernels = {kernel.name: kernel for kernel in module.doctor().kernels if kernel.name.startswith("sm90.")}
-    assert len(kernels) == 12
+    assert len(kernels) == 13
     assert all(kernel.available for kernel in kernels.values())
     assert kernels["sm90.grouped_wgrad"].note == "backward, a fusion rule"
     monkeypatch.setattr(module, "arch_of", lambda device: 100)
