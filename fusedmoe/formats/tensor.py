@@ -62,8 +62,6 @@ class QuantizedTensor:
     offsets: Tensor | None = None
     rotated: bool = False
 
-    requires_grad = False  # for code that handles tensors and quantized tensors alike
-
     @property
     def device(self) -> torch.device:
         """Device of the codes."""
@@ -73,10 +71,6 @@ class QuantizedTensor:
     def nbytes(self) -> int:
         """Bytes of codes and scales."""
         return sum(t.nbytes for t in self.tensors())
-
-    def stride(self) -> tuple[int, ...]:
-        """Return the strides of the codes."""
-        return self.data.stride()
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return codes, scale and, if the format has one, tensor scale: those of `QuantizedSpec.tensors`."""

@@ -517,7 +517,7 @@ def test_routers_and_gates_are_quantized_by_nobody():
         (lambda: Format("f", E4M3, (2, None), ScaleRule.FP32), "block: expected 1 or None across"),
         (lambda: Format("f", E4M3, (1, 32), ScaleRule.FP32, True), "tensor_scale: expected False .* 'fp32', got True"),
         (lambda: Format("f", E2M1, (1, 16), ScaleRule.TWO_LEVEL), "tensor_scale: expected True .* got False"),
-        (lambda: Format("f", E2M1, (1, 16), ScaleRule.FP32), "element: expected e2m1 with the rule 'two level'"),
+        (lambda: Format("f", E2M1, (1, 16), ScaleRule.FP32), "element: expected e2m1 for the rule 'two level'"),
         (lambda: Format("f", E4M3, (1, 16), ScaleRule.TWO_LEVEL, True), "element: expected e2m1 .* 'two level'"),
         (lambda: fp8_row(amax_epsilon=-1.0), "amax_epsilon: expected 0 or more, .* got -1.0"),
         (
