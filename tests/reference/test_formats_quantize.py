@@ -23,7 +23,6 @@ from fusedmoe.formats import (
     nvfp4,
     quantize,
 )
-from fusedmoe.formats.tensor import QuantizedTensor
 
 INF, NAN = float("inf"), float("nan")
 FLOOR = ScaleRule.FLOOR
@@ -348,21 +347,11 @@ def test_bf16_holds_values_up_to_the_factor(format, axis):
 
 @axes
 @formats(FORMATS)
-def test_all_tensors_and_the_rest(format, axis):
+def test_the_tensors_and_their_bytes(format, axis):
     x = wide(3, 20, 40)
     found = quantize(x, format, axis)
-    assert [t is None for t in found.tensors()] == [False, False, not format.tensor_scale, True]
-    again = found.with_tensors([None if t is None else t.clone() for t in found.tensors()])
-    assert isinstance(again, QuantizedTensor)
-    check_same(again, found)
-    assert torch.equal(again.dequantize(), found.dequantize())
-    shell = found.without_tensors()
-    assert not any(isinstance(value, torch.Tensor) for value in vars(shell).values())
-    whole = shell.with_tensors(found.tensors())
-    check_same(whole, found)
-    assert torch.equal(whole.dequantize(), found.dequantize())
-    sizes = [t.numel() * t.element_size() for t in found.tensors() if t is not None]
-    assert found.nbytes == sum(sizes)
+    assert len(found.tensors()) == 2 + format.tensor_scale
+    assert found.nbytes == sum(t.numel() * t.element_size() for t in found.tensors())
 
 
 def test_amax_by_expert():
