@@ -22,13 +22,9 @@ The model, in cycles of an SM at 1.45 GHz, the clock of an H100 under full tenso
 
 The last line is nearly the maximum of both. If memory dominates, it prefers the tiles that keep the SMs less busy.
 
-Consequences:
-
-- The waste in an expert's last tiles counts.
-- A cooperative tile's epilogue is exposed; that of a ping-pong tile is hidden.
-- Two column tiles that share the rows load more than the L2 delivers.
-- Weights that several clusters read leave the L2 before all have read them.
-- With few rows, reading the weights dominates, whatever the tiles.
+So the waste in an expert's last tiles counts; a cooperative tile's epilogue is exposed; two column tiles that share the
+rows load more than the L2 delivers; weights that several clusters read leave the L2 before all have read them; and with
+few rows, reading the weights dominates.
 
 The constants are fitted to measurements of 204 products on an H100: layers of nine models, 4 to 4096 rows per expert,
 bf16 (``python -m benchmarks --only tiles``; the result files contain them). The model's choice takes 0.7% longer than

@@ -1,16 +1,13 @@
 """Epilogues of the ragged M grouped GEMM: a formula on the accumulators, and a list of outputs.
 
-A *formula* computes the values of one step of the epilogue in registers. It says how many boxes of input a step reads.
+A *formula* computes the values of one step in registers, and says how many boxes of input a step reads. A step handles
+64 rows and 32 columns of a result: a box, with `gemm.VALUES` values per thread.
 
-An *output* is one result of the kernel, a class of its own. It states:
+An *output* is one result of the kernel. To add one, write a class that states:
 
 - its tensor: `Output.fake` for the compiler, and `Output.parameter` for the device code;
 - its shared memory: `Output.boxes`, the boxes that it stores per step;
 - its code: `Output.stores`, and `Output.start`, `Output.add`, `Output.finish` if it collects values over the steps.
-
-A new output is a new class. `PLAIN`, `activation` and `derivative` list the outputs of today's epilogues.
-
-A step handles 64 rows and 32 columns of a result. For each thread a box holds `gemm.VALUES` values.
 """
 
 from __future__ import annotations
@@ -41,7 +38,7 @@ class Numbers(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """What an epilogue reads, beside the accumulators. ``outputs`` has the `Output.parameter` of each output."""
+    """Arguments of an epilogue, beside the accumulators. ``outputs`` has the `Output.parameter` of each output."""
 
     outputs: tuple[Any, ...]
     bias: cute.Tensor
@@ -95,13 +92,15 @@ class Formula:
     kind: str = ""
     clamped: bool = False
     interleaved: bool = False
-
     scaled: bool | None = None  # whether there is a row scale; None: decided at run time
+
+    derivative: ClassVar[bool] = False  # reads the preactivation instead of computing it
 
     @property
     def name(self) -> str:
-        flags = ((self.clamped, "_clamp"), (self.interleaved, "_inter"))
-        return (self.kind or "plain") + "".join(text for on, text in flags if on)
+        """Part of the kernel's symbol."""
+        flags = ((self.clamped, "_clamp"), (self.interleaved, "_inter"), (self.scaled, "_scale"))
+        return ("d" if self.derivative else "") + (self.kind or "plain") + "".join(text for on, text in flags if on)
 
     @property
     def halves(self) -> int:
@@ -116,24 +115,24 @@ class Formula:
     @property
     def paired(self) -> bool:
         """Whether a tile of B is half gate rows, half up rows."""
-        return False
+        return self.parts == 2 and not self.derivative
 
     @property
     def accumulators(self) -> int:
         """Accumulators per value of a result."""
-        return 1
+        return 1 if self.derivative else self.halves
 
     @property
     def boxes_read(self) -> int:
         """Boxes of input per step."""
-        return 0
+        return self.halves if self.derivative else 0
 
     def box_of(self, half: int, column: Any) -> tuple[int, Any]:
         """Part and column of a step's ``half`` of the preactivation."""
         return (0, 2 * column + half) if self.interleaved else (half, column)
 
     def values(self, kernel, block, env, j, column, inputs) -> Values:
-        """Values of step ``j`` of a block. ``column`` counts steps over the whole result."""
+        """Values of step ``j`` of a block; ``column`` counts steps over all columns."""
         values = [block.acc[block.base + j * VALUES + v] for v in range(VALUES)]
         return Values(self.add_bias(values, block, env, column, 0))
 
@@ -165,14 +164,6 @@ class Formula:
 class Forward(Formula):
     """``act(acc + bias)``."""
 
-    @property
-    def paired(self) -> bool:
-        return self.parts == 2
-
-    @property
-    def accumulators(self) -> int:
-        return self.halves
-
     def values(self, kernel, block, env, j, column, inputs) -> Values:
         parts = []
         for half in range(self.halves):
@@ -203,13 +194,7 @@ class Backward(Formula):
 
     scaled: bool = False
 
-    @property
-    def name(self) -> str:
-        return "d" + super().name + ("_scale" if self.scaled else "")
-
-    @property
-    def boxes_read(self) -> int:
-        return self.halves
+    derivative = True
 
     def values(self, kernel, block, env, j, column, inputs) -> Values:
         x = [[t.to(Float32) for t in box] for box in self.take(kernel, block, inputs)]

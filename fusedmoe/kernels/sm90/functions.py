@@ -1,9 +1,13 @@
 """The Hopper kernels as functions of flat tensors.
 
 Axes: R rows sorted by expert, E experts, K contraction, N output features, I intermediate features (N = 2 I if gated),
-H hidden features. ``offsets`` (E,) int32 are the ends of the experts' rows, at most R. Rows after the last end, the
-*tail*, are never read, and come out as zeros. Operands are bf16 or fp16 tensors on one sm_90 GPU; `limits` states the
-other constraints. No function waits for the GPU.
+H hidden features. Operands are bf16 or fp16 tensors on one sm_90 GPU, with unit stride along their features. `limits`
+states the other constraints. No function waits for the GPU. Arguments that several functions have:
+
+- ``offsets`` (E,) int32, the ends of the experts' rows, at most R. Rows after the last end, the *tail*, are never read,
+  and come out as zeros.
+- ``weight`` (E, N, K), with unit stride along N or K; ``bias`` (E, N); ``row_scale`` (R,).
+- ``activation`` and ``options``: see `Activation` and `KernelOptions`.
 
 Each ``bind_*`` returns the function for tensors of the same shapes, dtypes and strides as its arguments. Nothing is
 looked up when that function runs.
@@ -40,6 +44,7 @@ from fusedmoe.kernels.sm90.slot_functions import (
 
 if TYPE_CHECKING:
     from fusedmoe.kernels.activation import Activation
+    from fusedmoe.kernels.options import Schedule
     from fusedmoe.kernels.sm90.config import TileConfig
 
 __all__ = [
@@ -72,25 +77,9 @@ def grouped_gemm(
     row_scale: Tensor | None = None,
     options: KernelOptions = DEFAULT,
 ) -> Tensor:
-    """``y[r] = (x[r] @ weight[e].T + bias[e]) * row_scale[r]`` for each row r of expert e.
+    """``y[r] = (x[r] @ weight[e].T + bias[e]) * row_scale[r]`` for each row r of expert e: (R, N) of x (R, K).
 
-    Parameters
-    ----------
-    x
-        (R, K), features with unit stride.
-    weight
-        (E, N, K), with unit stride along N or K: ``grouped_gemm(dy, weight.mT, offsets)`` is the gradient of the input.
-    offsets
-        See the module's docstring.
-    bias, row_scale
-        (E, N) and (R,).
-    options
-        See `KernelOptions`.
-
-    Returns
-    -------
-    Tensor
-        (R, N).
+    ``grouped_gemm(dy, weight.mT, offsets)`` is the gradient of the input.
     """
     return bind_grouped_gemm(x, weight, bias, row_scale, options)(x, weight, bias, offsets, row_scale)
 
@@ -127,19 +116,11 @@ def grouped_gemm_activation(
     Parameters
     ----------
     x
-        (R, K), features with unit stride.
+        (R, K).
     weight
-        (E, N, K), with unit stride along N or K. For a gated activation: ``[gate; up]`` rows, or alternating ones.
-    offsets
-        See the module's docstring.
-    activation
-        See `Activation`.
-    bias, row_scale
-        (E, N) and (R,).
+        (E, N, K). For a gated activation ``[gate; up]`` rows, or alternating ones.
     keep_preactivation
         Return p too.
-    options
-        See `KernelOptions`.
 
     Returns
     -------
@@ -204,24 +185,16 @@ def grouped_gemm_activation_backward(
     Parameters
     ----------
     grad_output
-        (R, H), features with unit stride.
+        (R, H).
     weight
         (E, H, I) as the layer after the activation stores it, with unit stride along H or I.
-    offsets
-        See the module's docstring.
     preactivation
         p: (R, 2 I) if gated, else (R, I).
-    activation
-        See `Activation`.
-    row_scale
-        (R,).
     want_output
         Return the recomputed ``activation(p) * row_scale`` too.
     want_row_scale_grad
         Return ``sum over i of d[r, i] * activation(p)[r, i]`` too. The kernel writes one sum per column tile. The
         second launch adds them up in a fixed order, so the result is deterministic.
-    options
-        See `KernelOptions`.
 
     Returns
     -------
@@ -285,17 +258,13 @@ def grouped_wgrad(
     Parameters
     ----------
     grad_output, x
-        (R, N) and (R, K), features with unit stride.
-    offsets
-        See the module's docstring.
+        (R, N) and (R, K).
     out
         (E, N, K), to be written or added to.
     dtype
         Of the result if there is no ``out``: that of x, or fp32.
     accumulate
         Add to ``out``, which must be fp32. The gradient of an expert without rows stays as it is.
-    options
-        See `KernelOptions`.
 
     Returns
     -------
@@ -441,7 +410,7 @@ def _ragged_m_launch(key: _RaggedMKey) -> _RaggedMLaunch:
     numbers = (limit, alpha, offset, key.biased, scaled, *_scheduling(problem, config, sms, key.options))
     no_bias, no_scale = _absent(key.device, key.dtype)
     launch = _RaggedMLaunch(
-        kernel, None, key.device, no_bias, no_scale, _counter(key.device, key.options), numbers,
+        kernel, None, key.device, no_bias, no_scale, _counter(key.device, key.options.schedule), numbers,
         partials=(-(-key.columns // config.tile_n), key.rows) if derivative and scaled else None,
         converts=scaled and key.scale is not torch.float32,
     )  # fmt: skip
@@ -480,7 +449,9 @@ def _ragged_k_launch(key: _RaggedKKey) -> _RaggedKLaunch:
     problem = Problem("wgrad", key.rows, key.experts, key.k, key.n, sms, key.dtype.itemsize)
     config = key.choose(problem)
     kernel = _ragged_k_kernel(dtype=NAMES[key.dtype], config=config, out=NAMES[key.out], accumulate=key.accumulate)
-    return _RaggedKLaunch(kernel, _counter(key.device, key.options), _scheduling(problem, config, sms, key.options))
+    return _RaggedKLaunch(
+        kernel, _counter(key.device, key.options.schedule), _scheduling(problem, config, sms, key.options)
+    )
 
 
 def _scheduling(problem: Problem, config: TileConfig, sms: int, options: KernelOptions) -> tuple[int, int, int]:
@@ -557,13 +528,9 @@ def _new_counter(device: torch.device) -> Tensor:
 
 
 @functools.cache
-def _no_counter(device: torch.device) -> Tensor:
-    return _new_counter(device)
-
-
-def _counter(device: torch.device, options: KernelOptions) -> Tensor | None:
+def _counter(device: torch.device, schedule: Schedule) -> Tensor | None:
     """The tile counter of a static schedule, which is never read; None for a dynamic one, with a counter per launch."""
-    return _no_counter(device) if options.schedule == "static" else None
+    return _new_counter(device) if schedule == "static" else None
 
 
 @functools.cache

@@ -92,7 +92,7 @@ class Rings(NamedTuple):
 
 
 class Copies(NamedTuple):
-    """Copies between a thread's registers and a box: to store, to fetch, and `ragged_m.RaggedM.pair_copy`."""
+    """Copies of a thread's registers to a box and from one; ``pairs``: both, for interleaved gate and up."""
 
     store: Any
     fetch: Any
@@ -161,9 +161,7 @@ class Gemm:
     @property
     def load_stages(self) -> int:
         """Steps of the epilogue's inputs in flight per math warpgroup."""
-        if not self.boxes_read:
-            return 0
-        return 3 if self.config.tile_n <= 128 else 2
+        return 0 if not self.boxes_read else 3 if self.config.tile_n <= 128 else 2
 
     @property
     def boxes(self) -> int:

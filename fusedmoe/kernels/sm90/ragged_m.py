@@ -58,22 +58,6 @@ class Loads(NamedTuple):
     shared_b: Tma
 
 
-class Extents(NamedTuple):
-    """Extents of the problem."""
-
-    rows: Int32
-    n: Int32
-    k: Int32
-
-
-class Stage(NamedTuple):
-    """A stage to load: its index, its barrier, and the tile of K."""
-
-    index: Int32
-    full: cute.Pointer
-    k_tile: Int32
-
-
 @dataclass(frozen=True)
 class RaggedM(Gemm):
     """One kernel of this module."""
@@ -188,7 +172,7 @@ class RaggedM(Gemm):
         self.kernel(
             Loads(whole_a, shared_a, shared_b), inputs, parameters, self.tiled_mma(OperandMajorMode.K, major), layouts,
             offsets, bias, row_scale, counter, Numbers(limit, alpha, offset, biased, scaled, band, dynamic),
-            Extents(a.shape[0], n, k),
+            a.shape[0], n, k,
         ).launch(stream=stream, **self.grid(ctas))  # fmt: skip
 
     def in_parts(self, t: cute.Tensor, count: int) -> cute.Tensor:
@@ -214,8 +198,9 @@ class RaggedM(Gemm):
     # -- device side
 
     @cute.kernel
-    def kernel(self, loads, inputs, outputs, tiled_mma, layouts, offsets, bias, row_scale, counter, numbers, extents):
-        rows, n, k = extents
+    def kernel(
+        self, loads, inputs, outputs, tiled_mma, layouts, offsets, bias, row_scale, counter, numbers, rows, n, k
+    ):
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         shared, rings = self.shared_memory(layouts)
         if warp_idx >= LOAD_WARP:
@@ -253,22 +238,21 @@ class RaggedM(Gemm):
                 b_to = Int16(cutlass.select_(shares_rows, alone, both))
                 for k_tile in cutlass.range(tile.depth, unroll=1):
                     ab.producer_acquire(state)
-                    stage = Stage(state.index, ab.producer_get_barrier(state), k_tile)
-                    self.copy(loads.shared_b, half_b, stage, b_to)
+                    full = ab.producer_get_barrier(state)
+                    self.copy(loads.shared_b, half_b, k_tile, state.index, full, b_to)
                     if shares_rows:
-                        self.copy(loads.shared_b, other_b, stage, alone)
-                        self.copy(loads.shared_a, half_a, stage, both)
+                        self.copy(loads.shared_b, other_b, k_tile, state.index, full, alone)
+                        self.copy(loads.shared_a, half_a, k_tile, state.index, full, both)
                     else:
-                        self.copy(loads.whole_a, a, stage, None)
+                        self.copy(loads.whole_a, a, k_tile, state.index, full, None)
                     state.advance()
             turn, tile = tiles.take(rings.tiles, turn, shared.slots)
         ab.producer_tail(state)
 
-    def copy(self, load, pairs, stage, mask):
+    def copy(self, load, pairs, k_tile, stage, full, mask):
         """Start an operand's loads of a stage. ``mask``: the CTAs that receive them, or None for this CTA alone."""
         for to, source in pairs:
-            to, source = to[None, stage.index], source[None, stage.k_tile]
-            cute.copy(load.atom, source, to, tma_bar_ptr=stage.full, mcast_mask=mask)
+            cute.copy(load.atom, source[None, k_tile], to[None, stage], tma_bar_ptr=full, mcast_mask=mask)
 
     def loads_a(self, load, s_a, row, part, parts: int):
         """Shared and global sides of the loads of a part of a tile of A."""

@@ -44,13 +44,9 @@ def KERNELS() -> tuple[Kernel, ...]:
 
     # bf16: the other activations, with the tiles of training
     others: list[tuple[Kind, bool, bool]] = [
-        ("swiglu", True, False),
-        ("swiglu", True, True),
-        ("geglu_tanh", False, False),
-        ("geglu_erf", False, False),
-        ("reglu", False, False),
-        ("squared_relu", False, False),
-    ]
+        ("swiglu", True, False), ("swiglu", True, True), ("geglu_tanh", False, False), ("geglu_erf", False, False),
+        ("reglu", False, False), ("squared_relu", False, False),
+    ]  # fmt: skip
     for (kind, clamped, interleaved), keep in itertools.product(others, (True, False)):
         epilogue = activation(kind, clamped=clamped, interleaved=interleaved, keep=keep)
         # interleaved weights: as GroupedLinear stores them, and as GPT-OSS's checkpoints do

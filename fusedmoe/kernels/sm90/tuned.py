@@ -3,8 +3,8 @@
     {"format": 2, "gpus": {<name of a GPU>: {<coarse shape>: {"config": <name>, "ms": <time>, "measured": <date>}}}}
 
 A coarse shape is `choice.Problem.coarse`, its parts joined by ``/``. The file lies in the folder of this version of
-fusedmoe, as compiled kernels do: another version's tiles may be other ones. It holds names alone, and a name that is no
-candidate is passed over, so a wrong file can make kernels slow and nothing else.
+fusedmoe, like compiled kernels, because another version may have other tiles. A name that is no candidate is ignored.
+So a wrong file can only make kernels slow.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ DECIMAL = re.compile(r"[0-9]{1,18}")
 
 
 def path() -> Path | None:
-    """Return where the table lies, existing or not; None where the cache on disk is switched off.
+    """Return the path of the table, existing or not; None if the cache on disk is switched off.
 
     Raises
     ------
     fusedmoe.kernels.cache.CacheUnusableError
-        The cache directory is not to be used.
+        The cache directory must not be used.
     """
     folder = cache.folder(__version__)
     return None if folder is None else folder / FILE
@@ -42,13 +42,13 @@ def path() -> Path | None:
 
 @functools.cache
 def table() -> dict[Coarse, str]:
-    """Return what was measured on this GPU, as coarse shape to a configuration's name. Read once.
+    """Return the measurements of this GPU: coarse shape to a configuration's name. The file is read once.
 
-    The GPU is torch's current one at the first call. A file that is damaged counts as none; one WARNING says so.
+    The GPU is torch's current one at the first call. A damaged file counts as missing, with one WARNING.
     """
     try:
         file = path()
-    except cache.CacheUnusableError:  # which the compiler says
+    except cache.CacheUnusableError:  # the compiler reports it
         return {}
     if file is None:
         return {}
@@ -62,14 +62,14 @@ def table() -> dict[Coarse, str]:
 
 
 def gpu_name() -> str | None:
-    """Return the name of torch's current GPU; None where there is none."""
+    """Return the name of torch's current GPU; None without a GPU."""
     import torch
 
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
 def add(file: Path, gpu: str, shape: Coarse, config: str, ms: float) -> None:
-    """Write one measurement into the table, beside those that it has. A damaged table is begun anew.
+    """Add one measurement to the table. A damaged table is replaced.
 
     Raises
     ------
@@ -89,12 +89,12 @@ def add(file: Path, gpu: str, shape: Coarse, config: str, ms: float) -> None:
 
 
 def _read(file: Path) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return the table's GPUs, none where there is no table.
+    """Return the GPUs of the table; none if there is no table.
 
     Raises
     ------
     fusedmoe.kernels.cache.DamagedError
-        Anything in it is not as it is written here.
+        The content is not a table of this format.
     """
     found = cache.read(file, cache.LARGEST_JSON)
     if found is None:

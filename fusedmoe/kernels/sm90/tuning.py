@@ -1,6 +1,6 @@
-"""Every candidate of an expert MLP's products, timed on this GPU. For ``fusedmoe tune``; nothing else measures.
+"""Measurement of every candidate for an expert MLP's products on this GPU, for ``fusedmoe tune`` only.
 
-Axes: R rows, E experts, H hidden, I intermediate, N features of the first layer (2 I where gated).
+Axes: R rows, E experts, H hidden, I intermediate, N features of the first layer (2 I if gated).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from fusedmoe.kernels.sm90.config import TileConfig
 
 FLUSH_BYTES = 256 << 20  # five times the L2
-SPIN_CYCLES = 1 << 20  # of the GPU before a timed call: longer than the host takes to enqueue it
-WARM_UP = 3  # calls of each candidate that are not timed
+SPIN_CYCLES = 1 << 20  # of the GPU before a timed call: longer than the host needs to enqueue the call
+WARM_UP = 3  # untimed calls per candidate
 
 ACTIVATIONS = {
     "swiglu": Activation("swiglu"),
@@ -37,7 +37,7 @@ ACTIVATIONS = {
 
 @dataclass(frozen=True)
 class Mlp:
-    """What is tuned: the expert MLP of a model, with R rows thrown at the experts at random.
+    """The expert MLP to tune, with R rows distributed over the experts at random.
 
     ``activation`` is one of `ACTIVATIONS`, ``dtype`` "bf16" or "fp16".
     """
@@ -52,8 +52,8 @@ class Mlp:
 
 @dataclass(frozen=True)
 class Product:
-    """One product of the MLP: what a person calls it, what `choice` knows of it, and whether the weight has unit stride
-    along the result's columns, as it has in the gradient of an input.
+    """One product of the MLP. ``across``: the weight has unit stride along the result's columns, as it has in the
+    gradient of an input.
     """
 
     title: str
@@ -67,8 +67,7 @@ class Product:
 
 
 Measure = Callable[[Mlp, Product, int, Callable[[str], None]], "dict[TileConfig, float]"]
-"""(MLP, its product, repetitions, what to call with the name of each candidate that is ready) to the milliseconds of
-each candidate."""
+"""(MLP, product, repetitions, callback with the name of each candidate that is ready) to milliseconds per candidate."""
 
 
 def products(mlp: Mlp, sms: int) -> tuple[Product, ...]:
@@ -91,9 +90,9 @@ def products(mlp: Mlp, sms: int) -> tuple[Product, ...]:
 
 
 def measure(mlp: Mlp, product: Product, reps: int, advance: Callable[[str], None]) -> dict[TileConfig, float]:
-    """Time each candidate: the median of ``reps`` calls in milliseconds, candidates in turns, nothing in the L2.
+    """Time each candidate: the median of ``reps`` calls in milliseconds, candidates in turns, with a cold L2.
 
-    ``advance`` is called when a candidate is compiled and warm, which takes far longer than its timed calls.
+    ``advance`` is called when a candidate is compiled and warm. That takes far longer than its timed calls.
     """
     call = _call(mlp, product)
     configs = candidates(product.problem)
@@ -113,7 +112,7 @@ def measure(mlp: Mlp, product: Product, reps: int, advance: Callable[[str], None
 
 @contextlib.contextmanager
 def forced(config: TileConfig) -> Iterator[None]:
-    """Have every product run with this configuration. For a process that does nothing else meanwhile."""
+    """Force this configuration on every product of the process."""
     names = vars(functions)
     before = names["choose"]
     names["choose"] = _always(config)
@@ -125,7 +124,7 @@ def forced(config: TileConfig) -> Iterator[None]:
 
 @functools.cache
 def _always(config: TileConfig) -> Callable[[Problem], TileConfig]:
-    """Return the same function for a configuration each time: launches are found by it."""
+    """Return the same function for a configuration at each call, because it is part of a launch's key."""
     return lambda problem: config
 
 
@@ -133,7 +132,7 @@ def _gpu_ms(call: Callable[[], object], flush: torch.Tensor) -> float:
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     flush.zero_()
-    torch.cuda._sleep(SPIN_CYCLES)  # else the host's gaps between launches would be measured
+    torch.cuda._sleep(SPIN_CYCLES)  # without it, gaps between launches would be measured
     start.record()
     call()
     end.record()
@@ -142,17 +141,17 @@ def _gpu_ms(call: Callable[[], object], flush: torch.Tensor) -> float:
 
 
 def _call(mlp: Mlp, product: Product) -> Callable[[], object]:
-    """Return the product as a call, its tensors made."""
+    """Return the product as a call on tensors that are allocated here."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[mlp.dtype]
     activation = ACTIVATIONS[mlp.activation]
     p = product.problem
     generator = torch.Generator("cuda").manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:
-        # numbers as a model has them: a GPU's clock depends on how many bits change
+        # normal data, as in a model: a GPU's clock depends on the number of bits that change
         return torch.randn(shape, dtype=dtype, device="cuda", generator=generator)
 
-    # as a router has them; equal numbers of rows keep CTAs in step, which slows some tiles by half
+    # random routing: equal numbers of rows would keep CTAs in step, which slows some tiles by half
     chosen = torch.randint(p.experts, (p.rows,), device="cuda", generator=generator)
     offsets = torch.bincount(chosen, minlength=p.experts).cumsum(0, dtype=torch.int32)
     if p.family == "wgrad":
