@@ -2,7 +2,7 @@
 
     acc[r, n] = sum over k of a[r, k] * b[expert of r, n, k]        (fp32)
 
-epilogues.py describes what becomes of the accumulators. gemm.py describes the warps and the mainloop.
+epilogues.py turns the accumulators into outputs. gemm.py describes the warps and the mainloop.
 
 **Clusters.** The two CTAs of a cluster share the weights of two row tiles, or the rows of two column tiles (tiles.py).
 Each CTA loads half of the shared operand, for both. Other rows are loaded whole; other weights as two halves.

@@ -5,7 +5,7 @@ each tile as a `Tile` into a ring in shared memory. The loading warps and the ma
 numbers only grow, so the warp never walks back. All CTAs of a cluster compute the same tiles except for their own rank,
 so they exchange no messages about tiles under a static schedule.
 
-Rows after the last expert's, the *tail*, count as one more expert, E. Its tiles have no main loop: they write zeros.
+Rows after the last expert's, the *tail*, count as one more expert, E. Its tiles have no mainloop: they write zeros.
 """
 
 from __future__ import annotations
