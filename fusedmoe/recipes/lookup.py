@@ -40,5 +40,5 @@ def resolve(recipe: object) -> Recipe:
 
 
 def shortest(recipe: Recipe) -> str | Recipe:
-    """Return the name of a recipe if `resolve` returns an equal recipe for it, else the recipe itself."""
+    """Return the recipe's name if `resolve` accepts it for this recipe, else the recipe itself."""
     return recipe.name if RECIPES.get(recipe.name) == recipe else recipe

@@ -1,10 +1,13 @@
-"""Transformer Engine's recipes as ours. They are known by class name and fields: Transformer Engine is not imported."""
+"""Transformer Engine's recipes as recipes of fusedmoe.
+
+Class names and fields identify them, so that Transformer Engine is not imported.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -17,23 +20,24 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 logger = logging.getLogger(__name__)
+_T = TypeVar("_T", bool, float)
 
 _IGNORED = {
-    # how products are summed on their hardware; ours always sum in fp32
+    # the accumulation on the hardware; the products here always accumulate in fp32
     "fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad",
-    # taken beside the fields, or of attention
+    # read separately, or for attention
     "fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad",
     "fp4_quant_fwd_inp", "fp4_quant_fwd_weight", "fp4_quant_bwd_grad",
     "fp8_dpa", "fp8_mha", "fp4_format",
-    # of nvfp4_4over6, which is refused
+    # options of nvfp4_4over6, which is refused
     "nvfp4_4over6_err_mode", "nvfp4_4over6_e4m3_use_256",
 }  # fmt: skip
 
-_NOT_IN_FOUR_BITS = ("power_2_scale", "amax_epsilon")  # quantization parameters that NVFP4 has no use for here
+_NOT_IN_FOUR_BITS = ("power_2_scale", "amax_epsilon")  # quantization parameters that NVFP4 does not use here
 
 
 class _Fields:
-    """The fields of a recipe: each is taken once, and what nobody takes must have a value that changes nothing."""
+    """The fields of a recipe. Each is taken once; a field that is left must have a value without effect."""
 
     def __init__(self, recipe: Any) -> None:
         self.kind = type(recipe).__name__
@@ -44,7 +48,7 @@ class _Fields:
         return self.left.pop(name, default)
 
     def hybrid(self, default: str) -> bool:
-        """Whether gradients are in E5M2."""
+        """Return whether gradients are in E5M2."""
         given = self.take("fp8_format", None)
         name = default if given is None else getattr(given, "name", str(given))
         if name not in ("E4M3", "HYBRID"):
@@ -52,7 +56,7 @@ class _Fields:
         return bool(name == "HYBRID")
 
     def finish(self, harmless: Mapping[str, Any]) -> None:
-        """Raise where a field that is left asks for something that there is not here."""
+        """Raise if a field that is left is unknown or has a value with an effect."""
         for name, value in self.left.items():
             if name not in harmless:
                 raise InputError(f"recipe {self.kind}: {name}: a field that fusedmoe does not know; got {value!r}")
@@ -60,20 +64,12 @@ class _Fields:
                 raise InputError(f"recipe {self.kind}: {name}: expected {harmless[name]!r}, got {value!r}")
 
 
-def _epsilon(recipe: Any) -> float:
-    """The one amax_epsilon of a recipe's three sets of quantization parameters."""
+def _parameter(recipe: Any, name: str, default: _T) -> _T:
+    """Return the one value that a quantization parameter has for rows, weights and gradients."""
     params = [getattr(recipe, f"fp8_quant_{role}", None) for role in ("fwd_inp", "fwd_weight", "bwd_grad")]
-    epsilons = {float(getattr(p, "amax_epsilon", 0.0)) for p in params if p is not None} or {0.0}
-    if len(epsilons) > 1:
-        raise InputError(f"recipe {type(recipe).__name__}: amax_epsilon: expected the same for all, got {epsilons}")
-    return epsilons.pop()
-
-
-def _power_of_two(recipe: Any, default: bool) -> bool:
-    params = [getattr(recipe, f"fp8_quant_{role}", None) for role in ("fwd_inp", "fwd_weight", "bwd_grad")]
-    given = {bool(getattr(p, "power_2_scale", default)) for p in params if p is not None} or {default}
+    given = {type(default)(getattr(p, name, default)) for p in params if p is not None} or {default}
     if len(given) > 1:
-        raise InputError(f"recipe {type(recipe).__name__}: power_2_scale: expected the same for all, got {given}")
+        raise InputError(f"recipe {type(recipe).__name__}: {name}: expected the same for all, got {given}")
     return given.pop()
 
 
@@ -91,9 +87,9 @@ def _delayed_scaling(recipe: Any, fields: _Fields) -> Recipe:
 
 def _current_scaling(recipe: Any, fields: _Fields) -> Recipe:
     power_of_two = bool(fields.take("use_power_2_scales", False))
-    if _epsilon(recipe):
-        raise InputError(f"recipe {fields.kind}: amax_epsilon: expected 0.0, got {_epsilon(recipe)}")
-    return FP8Tensor(hybrid=fields.hybrid("HYBRID"), power_of_two=_power_of_two(recipe, power_of_two))
+    if epsilon := _parameter(recipe, "amax_epsilon", 0.0):
+        raise InputError(f"recipe {fields.kind}: amax_epsilon: expected 0.0, got {epsilon}")
+    return FP8Tensor(hybrid=fields.hybrid("HYBRID"), power_of_two=_parameter(recipe, "power_2_scale", power_of_two))
 
 
 def _mxfp8(recipe: Any, fields: _Fields) -> Recipe:
@@ -104,17 +100,17 @@ def _fp8_block(recipe: Any, fields: _Fields) -> Recipe:
     power_of_two = not fields.take("use_f32_scales", False)
     return FP8Block(
         hybrid=fields.hybrid("E4M3"),
-        power_of_two=_power_of_two(recipe, power_of_two),
-        amax_epsilon=_epsilon(recipe),
+        power_of_two=_parameter(recipe, "power_2_scale", power_of_two),
+        amax_epsilon=_parameter(recipe, "amax_epsilon", 0.0),
     )
 
 
 def _nvfp4(recipe: Any, fields: _Fields) -> Recipe:
-    fields.take("fp8_format", None)  # of what is not in four bits; there is no such thing here
+    fields.take("fp8_format", None)  # for tensors that are not in four bits; there are none here
     hadamard = not fields.take("disable_rht", False)
     stochastic_rounding = not fields.take("disable_stochastic_rounding", False)
     weight_2d = not fields.take("disable_2d_quantization", False)
-    # the flags only make the parameters, which are what their layers go by
+    # Transformer Engine's layers read the parameters; the flags are only their defaults
     params = {role: getattr(recipe, f"fp4_quant_{role}", None) for role in ("fwd_inp", "fwd_weight", "bwd_grad")}
     if params["fwd_inp"] is not None:
         hadamard = bool(params["fwd_inp"].random_hadamard_transform)
@@ -137,7 +133,7 @@ def _nvfp4(recipe: Any, fields: _Fields) -> Recipe:
 
 
 _CONVERSIONS: dict[str, tuple[Callable[[Any, _Fields], Recipe], dict[str, Any]]] = {
-    # what makes ours of it; the other fields, with the values that change nothing
+    # the conversion, and the other fields with their values without effect
     "DelayedScaling": (_delayed_scaling, {"scaling_factor_compute_algo": None, "backward_override": None}),
     "Float8CurrentScaling": (_current_scaling, {"backward_override": None}),
     "MXFP8BlockScaling": (_mxfp8, {"margin": 0, "backward_override": None}),
@@ -154,18 +150,18 @@ _CONVERSIONS: dict[str, tuple[Callable[[Any, _Fields], Recipe], dict[str, Any]]]
 
 
 def converted(recipe: object) -> Recipe | None:
-    """Return one of Transformer Engine's recipes as ours; None for anything else.
+    """Return the recipe for one of Transformer Engine's recipes; None for any other object.
 
     Raises
     ------
     InputError
-        It asks for something that there is not here: the error names the field.
+        A field asks for something unsupported: the error names the field.
     """
     found = next((_CONVERSIONS[c.__name__] for c in type(recipe).__mro__ if c.__name__ in _CONVERSIONS), None)
     if found is None:
         return None
     convert, harmless = found
     fields = _Fields(recipe)
-    ours = convert(recipe, fields)
+    result = convert(recipe, fields)
     fields.finish(harmless)
-    return ours
+    return result
