@@ -303,7 +303,7 @@ def _forward(handle: str, kinds: str, tensors: list[Tensor]) -> list[Tensor]:
     call = traced.call(arguments)
     with torch.no_grad(), without_autocast(tensors[0].device):
         outputs, saved = call.run([*arguments], *call.runs)
-    by_name = dict(zip(traced.saved, saved, strict=True))
+    by_name = dict(zip(traced.plan.saved_tensors, saved, strict=True))
     return _own((*outputs, *[by_name[v] for v in traced.kept]), tensors)
 
 
