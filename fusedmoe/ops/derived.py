@@ -1,4 +1,4 @@
-"""Values that a chain derives from a runtime input once and hands to every op that names them."""
+"""Values that a chain derives once from a runtime input, for all ops that name them."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Derived:
-    """A value computed from the runtime input ``source`` and the rows of the first op that wants it."""
+    """A value computed from the runtime input ``source`` and the rows of the first op that takes it."""
 
     name: str
     source: str
     compute: Callable[[Tensor, Tensor], Tensor]
-    check: Callable[[Tensor, Tensor], None]  # of the source's contents, on the host
+    check: Callable[[Tensor, Tensor], None]  # checks the source's contents, on the host
     infer: Callable[[SpecLike, SpecLike], TensorSpec]
 
 
@@ -71,7 +71,7 @@ def _infer_offsets(splits_E: SpecLike, rows: SpecLike) -> TensorSpec:
 
 
 OFFSETS = Derived("offsets", source="splits", compute=_offsets, check=_check_splits, infer=_infer_offsets)
-"""``offsets[e]``: where the rows of expert e end; int32, clamped to the rows that there are."""
+"""``offsets[e]``: the end of the rows of expert e; int32, at most the number of rows."""
 
 
 def _check_places(name: str, most: int, places: Tensor, rows: Tensor) -> None:
@@ -83,10 +83,10 @@ def _check_places(name: str, most: int, places: Tensor, rows: Tensor) -> None:
 
 
 def _checked_places(name: str, most: int, places: Tensor, rows: Tensor) -> Tensor:
-    """Return places among the rows, none of them out of range. ``most`` is 1 if one place more is a sentinel."""
+    """Return row indices that are all in range. ``most`` is 1 if the index after the last row is a sentinel."""
     if _on_host(places) or (debugging() and has_values(places)):
         _check_places(name, most, places, rows)
-    # a GPU is not waited for: a place out of range becomes the sentinel, or the last row
+    # without waiting for a GPU: an index out of range becomes the sentinel, or the last row
     end = rows.shape[0] - 1 + most
     return torch.where(places < 0, end, places).clamp_(max=max(end, 0))
 
@@ -103,7 +103,7 @@ def _places(name: str, most: int) -> Derived:
 
 
 CHECKED = {"row_of_slot": _places("row_of_slot", 1), "slot_of_row": _places("slot_of_row", 0)}
-"""Runtime inputs that address memory, by their names: where the caller gives them, ops get these in their stead."""
+"""The checked form of each runtime input that indexes rows, which ops get if the caller gives that input."""
 
 DERIVED = {derived.name: derived for derived in (OFFSETS, *CHECKED.values())}
-"""Every derived value, by its name."""
+"""All derived values by name."""

@@ -1,10 +1,9 @@
-"""What an op is: a module whose meaning is a few lines of plain PyTorch, and whose backward is made of ops of the same
-kind.
+"""The base classes `Op` and `BackwardOp`. An op is a module that a few lines of plain PyTorch define.
 
-Names of values, as an op sees them:
+Names of an op's values:
 
-- ``input``, ``output``: the rows that go in and come out; ``weight``, ``bias``, ...: its parameters;
-- ``splits``, ``probs``, ...: the values that it takes by name (``runtime_inputs``) or hands on to later ops
+- ``input``, ``output``: the rows; ``weight``, ``bias``, ...: its parameters;
+- ``splits``, ``probs``, ...: the values that it takes by name (``runtime_inputs``) or provides to later ops
   (``provides``);
 - ``grad_<name>``: the gradient of any of these.
 """
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class SpecLike(Protocol):
-    """Whatever has a shape and a dtype: a tensor, or the `TensorSpec` of one that does not exist yet."""
+    """An object with a shape and a dtype: a tensor or a `TensorSpec`."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -57,12 +56,12 @@ class TensorSpec(NamedTuple):
 
 
 def exact(x: Tensor) -> Tensor:
-    """Return ``x`` in the dtype that elementwise arithmetic is done in: fp32 for narrower floats, else its own."""
+    """Return ``x`` in the dtype of elementwise arithmetic: fp32 for bf16 and fp16, else its own."""
     return x.to(torch.float32) if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def exact_together(*tensors: Tensor) -> list[Tensor]:
-    """Return the tensors in the one dtype that arithmetic between them is done in: fp32, or fp64 where any is."""
+    """Return the tensors in the common dtype of their arithmetic: fp64 if any is fp64, else fp32."""
     dtype = torch.float64 if any(t.dtype is torch.float64 for t in tensors) else torch.float32
     return [t.to(dtype) for t in tensors]
 
@@ -71,15 +70,16 @@ _T = TypeVar("_T")
 
 
 def constant_in_graphs(function: _T) -> _T:
-    """Mark a function whose result `torch.compile` takes for a constant: it runs when the graph is traced."""
-    # what torch.compiler.assume_constant_result does, which imports all of Dynamo to do it
+    """Mark a function whose result is a constant for `torch.compile`, which then calls it while tracing."""
+    # torch.compiler.assume_constant_result does the same, but imports Dynamo
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def made_untraced(op: Callable[..., _T], *args: object, **kwargs: object) -> _T:
-    """Return ``op(*args, **kwargs)``, for an op that is made within a call: `torch.export` does not record how its
-    parameters are made. It is made in another thread, since the modes that record belong to a thread.
+    """Return ``op(*args, **kwargs)``, for an op that is constructed during a call, hidden from `torch.export`.
+
+    Its modes, which would record the creation of the parameters, are per thread, so another thread constructs the op.
     """
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(op, *args, **kwargs).result()
@@ -103,58 +103,58 @@ class Runnable(HasProcessState, nn.Module):
 
 
 class Op(Checked, Runnable):
-    """One step of a `Sequential`; also a module of its own.
+    """One step of a `Sequential`, which can also be called alone.
 
-    A subclass states what it takes and gives in the class attributes below, what it computes in `compute`, and, where
-    the shape changes, `infer`. Its gradient comes from autograd unless `backward_ops` says otherwise. An inherited
-    `backward_ops` says nothing of a `compute` that is not inherited.
+    A subclass names its inputs and outputs in the class attributes below, and defines `compute`. It defines `infer` if
+    the shape or dtype changes. Its gradient comes from autograd unless it defines `backward_ops`. A subclass that
+    overrides `compute` does not inherit `backward_ops`.
 
     Attributes
     ----------
     parameter_names : tuple of str
-        The parameters that `compute` takes, in order. An absent one (``bias=False``) is passed as ``None``.
+        The parameters that `compute` takes, in order. A missing one (``bias=False``) is passed as ``None``.
     runtime_inputs : tuple of str
-        The values that `compute` takes by name from the call, or from an earlier op that provides them, in order.
+        The values that `compute` takes by name, in order, from the call or from an earlier op that provides them.
     provides : tuple of str
         The values that `compute` returns after its output, for later ops.
     rowwise_inputs : tuple of str
-        Those of `runtime_inputs` that have one entry a row: their gradient is zero for rows that belong to no expert.
+        The `runtime_inputs` with one entry per row. Their gradient is zero for rows without an expert.
     applies : tuple of str
-        Those of `runtime_inputs` that must take effect only once in a chain (a router probability).
+        The `runtime_inputs` that may be applied only once in a chain, such as a router probability.
     aliases : dict of str to str
-        Fixed names for values whose own name is up to the user: what rules call them.
+        Fixed names, for rules, of values that the user names.
     zeroes_tail : bool
-        Rows that belong to no expert come out as zeros, whatever came in.
+        Whether the output has zeros in rows without an expert, for any input.
     draws_random : bool
-        `compute` draws random numbers, from the default generators: see the notes.
+        Whether `compute` draws random numbers from the default generators; see the notes.
     changes_rows : bool
-        Rows out are not rows in (`Dispatch`, `Combine`).
+        Whether the output has other rows than the input (`Dispatch`, `Combine`).
     contracts : dict of str to int
-        Those of ``input``, ``weight``, ... that `compute` takes quantized, with the axis that it sums over: by rows
-        (-1) or by columns (-2). Anything else comes as what it stands for.
+        The operands that `compute` accepts in quantized form, each with the axis that it sums over: -1 by rows, -2 by
+        columns. All other operands are dequantized.
     optional_inputs : tuple of str
-        Derived values that `compute` takes last where the chain has them, and as None where it has not. An op that
-        names ``"offsets"`` here may be given ``splits=`` when it is called alone.
+        Derived values that `compute` takes after all others; None if the chain does not have them. With ``"offsets"``,
+        the op accepts ``splits=`` when it is called alone.
     passes_forward, passes_backward : bool
-        Whether rows, or their gradient, pass as they are: the op is then no step in that direction.
+        Whether the op leaves rows, or their gradient, unchanged. It is then no step in that direction.
     launches : int
-        Kernels that the plain-PyTorch path launches on a GPU, about: a term of the planner's cost.
+        Approximate number of kernels that the plain-PyTorch path launches on a GPU, for the planner's cost.
     quantizes : Quantizer or None
         The quantizer of the output. `compute` then also takes ``axes=`` and ``training=``, and returns one
         `QuantizedTensor` per axis.
     quantizes_weight : Quantizer or None
         The quantizer of the weight of the linear layer that follows.
     only_quantizes : bool
-        The op changes the format of values and nothing else: the linear layer whose weight it quantizes may follow
+        Whether the op only changes the format of values. The linear layer whose weight it quantizes may then follow
         after other ops of this kind.
     _checks, _fixed
-        What the op's settings have to be; see `fusedmoe.checks.Checked`.
+        See `fusedmoe.checks.Checked`.
 
     Notes
     -----
-    Whatever computes an op again (its backward pass, second derivatives) sets the generators to the states from which
-    an op with ``draws_random`` drew the first time. A backward step has these states under the names ``random_state``
-    and ``device_random_state``. `torch.compile` runs a chain with such an op uncompiled.
+    A recomputation of an op with ``draws_random`` (backward pass, second derivatives) first restores the generator
+    states of the original call. Backward steps can read these states as ``random_state`` and ``device_random_state``.
+    `torch.compile` runs a chain with such an op uncompiled.
     """
 
     parameter_names: ClassVar[tuple[str, ...]] = ()
@@ -179,38 +179,34 @@ class Op(Checked, Runnable):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if defined_before(cls, "compute", "backward_ops"):
-            cls.backward_ops = Op.backward_ops  # type: ignore[method-assign]  # what it inherits is of another function
+            cls.backward_ops = Op.backward_ops  # type: ignore[method-assign]  # the inherited one has another derivative
 
     def compute(self, x: Tensor, *args: Any) -> Tensors:
-        """Return the output, or ``(output, *provides)``, of the rows, the parameters and the runtime inputs, in that
-        order.
-        """
+        """Return the output, or ``(output, *provides)``. Takes rows, parameters and runtime inputs, in this order."""
         raise NotImplementedError(f"{type(self).__name__} defines no compute()")
 
     def infer(self, x: SpecLike, *args: Any) -> Specs:
-        """Check the arguments of `compute` and return the specs of what it will return; called before every call of it.
+        """Check the arguments of `compute`, given as tensors or specs, and return the specs of its results.
 
-        Whatever only has a shape and a dtype can stand for a tensor here. The default is for ops that keep shape and
-        dtype.
+        The default is for ops that keep shape and dtype.
 
         Raises
         ------
         InputError
-            An argument does not fit; see `reject`.
+            An argument is invalid; see `reject`.
         """
         return TensorSpec(tuple(x.shape), x.dtype)
 
     def backward_ops(self) -> tuple[BackwardOp, ...]:
-        """Return the steps of this op's backward, in the order in which the planner should see them.
+        """Return the steps of this op's backward pass, in order.
 
-        Steps that pass nothing on to the op before (weight and bias gradients) come first, the gradient of ``input``
-        last, so that the gradients of neighbouring ops stand next to each other. Steps that no wanted gradient needs
-        are dropped.
+        The gradient of ``input`` comes last, after those of parameters, so that gradients of neighbouring ops are
+        adjacent and rules can match them together. The planner drops steps whose gradients are not required.
         """
         return (AutogradBackward(self),)
 
     def placed(self, following: Sequence[Op]) -> Op:
-        """Return the op to run where these ops follow: itself, or one that has taken an open setting from them."""
+        """Return the op to run before the ops in ``following``: itself, or a copy with a setting taken from them."""
         return self
 
     def weight_quantization(self, layer: Op) -> WeightQuantization:
@@ -222,15 +218,16 @@ class Op(Checked, Runnable):
         return False
 
     def path(self, operands: Sequence[SpecLike | None], device: torch.device) -> str:
-        """Return how the plain-PyTorch path multiplies quantized operands on this device, for ``explain()``:
-        ``"native"``, ``"emulated"``, or ``""`` where there are none.
+        """Return, for ``explain()``, how the plain-PyTorch path multiplies quantized operands on this device.
+
+        ``"native"``, ``"emulated"``, or ``""`` if no operand is quantized.
         """
         return ""
 
     def attributes(self) -> tuple[Hashable, ...]:
-        """Whatever a fusion rule may look at, as a hashable value: a changed value means a new plan.
+        """Return the public attributes of the instance, which are part of a plan's key.
 
-        These are the public attributes of the instance: what matters for the result must not start with an underscore.
+        A setting that changes the result must be public, so that its change gives a new plan.
         """
         state = self._of_process
         if state.attributes is None:
@@ -239,16 +236,15 @@ class Op(Checked, Runnable):
                 try:
                     hash(value)
                 except TypeError:
-                    expected = (
-                        "something hashable, as a part of every plan's key: a tuple, or a name that starts with '_'"
-                    )
+                    expected = "a hashable value, as part of every plan's key: a tuple, or a name that starts with '_'"
                     raise self.reject(name, expected, type(value).__name__) from None
             state.attributes = tuple(public.items())
         return state.attributes
 
     def describe(self) -> str:
-        """Return class and public attributes as a text, which stays up to date from then on: equal texts mean the same
-        computation. What graphs of `torch.compile` are made for.
+        """Return class and public attributes as a text, for graphs of `torch.compile`; equal texts compute the same.
+
+        After the first call, every change of an attribute updates the text.
         """
         state = self._of_process
         if state.description is None:
@@ -264,15 +260,13 @@ class Op(Checked, Runnable):
         _note_change(self, name)
 
     def reject(self, argument: str, expected: str, got: object) -> InputError:
-        """Return the error for an argument that does not fit: ``raise self.reject("splits", "shape (4,)",
-        splits.shape)``.
-        """
+        """Return the error for an invalid argument: ``raise self.reject("splits", "shape (4,)", splits.shape)``."""
         if isinstance(got, torch.Size):
             got = tuple(got)
         return InputError(f"{self!r}: {argument}: expected {expected}, got {got}")
 
     def check_floats(self, argument: str, dtype: torch.dtype) -> None:
-        """Raise unless an argument has a dtype that elementwise arithmetic is done with."""
+        """Raise unless an argument has a floating-point dtype of 16 bits or more."""
         if FLOATS.kept(dtype) is WRONG:
             raise self.reject(argument, FLOATS.expected, dtype)
 
@@ -282,13 +276,13 @@ class Op(Checked, Runnable):
         Returns
         -------
         Tensor or (Tensor, dict of str to Tensor)
-            The output; with it, of an op that provides values, those by name.
+            The output; for an op that provides values, also these by name.
         """
         return self._run_alone(x, inputs)
 
     @property
     def amax_history(self) -> object:
-        """What delayed scaling remembers: ``op.amax_history.input.amax``, ``.reference``, as ``state_dict`` has it."""
+        """State of delayed scaling by role: ``op.amax_history.input.amax`` and ``.reference``."""
         return amax_state.by_role(self)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -301,11 +295,12 @@ class Op(Checked, Runnable):
 
 
 def _note_change(op: Op, name: str) -> None:
-    """Have `attributes`, and with them the plans, looked at again; not for a parameter that was set: FSDP2 sets
-    each twice in every step, and a chain reads its parameters at every call.
+    """Invalidate `attributes`, and so the plans, after a change; a changed parameter only clears the weight cache.
+
+    FSDP2 sets each parameter twice per step, and a chain reads its parameters in every call.
     """
     if name in op._parameters:
-        op._of_process.quantized_weight = None  # with FSDP2, the memory that a resharded weight must not hold
+        op._of_process.quantized_weight = None  # with FSDP2, a resharded weight must not hold this memory
     elif name[0] != "_" or name == "__class__":
         state = op._of_process
         state.attributes = None
@@ -323,7 +318,7 @@ def _description(op: Op) -> str:
     text = f"{kind.__module__}.{kind.__qualname__}({attributes})"
     if kind.__module__.partition(".")[0] == "fusedmoe" and not op._buffers and not op._modules:
         return text
-    # somebody else's may depend on more: buffers, objects that do not say all of what they are
+    # other ops may depend on more: buffers, and attributes whose repr is incomplete
     state = op._of_process
     if state.number is None:
         state.number = next(_numbers)
@@ -331,28 +326,27 @@ def _description(op: Op) -> str:
 
 
 def defined_before(cls: type, name: str, other: str) -> bool:
-    """Whether a class has a name from a class ahead of the one that it has the other from."""
+    """Whether a class gets ``name`` from an earlier class in its MRO than ``other``."""
     first = next((c for c in cls.__mro__ if name in vars(c) or other in vars(c)), None)
     return first is not None and other not in vars(first)
 
 
 class BackwardOp:
-    """One step of an op's backward, in plain PyTorch; what a fusion rule with ``direction="backward"`` matches.
+    """One step of an op's backward pass in plain PyTorch. Fusion rules with ``direction="backward"`` match it.
 
     Attributes
     ----------
     op : Op
         The op whose gradient it computes.
     needs : tuple of str
-        The values that `compute` takes, in order, named as the op sees them. A gradient that does not arrive is
-        ``None``.
+        The values that `compute` takes, in order, by the op's names. A missing gradient is ``None``.
     gives : tuple of str
         The values that `compute` returns, in order.
     unquantized : tuple of str
-        Gradients among `needs` that `compute` takes as they were before they were quantized.
+        The gradients among `needs` that `compute` takes before they are quantized.
     may_give_none : bool
-        A gradient among `gives` may be None although one arrives, because it was stored elsewhere. A fused step that
-        covers other backward ops alone has to return tensors.
+        Whether `compute` may return None for a gradient that is required, because it has stored it elsewhere. A fused
+        step that covers only other backward ops must return tensors.
     contracts, quantizes, zeroes_tail, launches
         As for `Op`.
     """
@@ -374,19 +368,19 @@ class BackwardOp:
         raise NotImplementedError(f"{type(self).__name__} defines no infer()")
 
     def compute(self, *args: Any) -> Any:
-        """Return the tensors of `gives`, of those of `needs`."""
+        """Return the values of `gives` from those of `needs`."""
         raise NotImplementedError(f"{type(self).__name__} defines no compute()")
 
     def host_sync(self, x: SpecLike, device: torch.device) -> bool:
-        """Whether this step reads a tensor on the host, ``x`` being what went into the op: as the op, by default."""
+        """Whether this step reads a tensor on the host, for an op with the input ``x``; by default as the op."""
         return self.op.host_sync(x, device)
 
     def path(self, operands: Sequence[SpecLike | None], device: torch.device) -> str:
-        """Return how this step multiplies quantized operands, those of `needs`: as `Op.path`."""
+        """As `Op.path`, for the operands in `needs`."""
         return ""
 
     def only(self, gives: tuple[str, ...]) -> BackwardOp:
-        """Return this step for callers that want just these of its `gives`; the default goes on giving all."""
+        """Return a step that computes at least these of its `gives`; the default computes all."""
         return self
 
     def __repr__(self) -> str:
@@ -394,11 +388,9 @@ class BackwardOp:
 
 
 class AutogradBackward(BackwardOp):
-    """The gradient of any op: its ``compute`` is run again and differentiated by autograd. For ops that define no
-    backward.
-    """
+    """The gradient of an op without `backward_ops`: autograd recomputes and differentiates its ``compute``."""
 
-    may_give_none = True  # for what `compute` does not depend on
+    may_give_none = True  # for arguments that `compute` does not depend on
 
     def __init__(self, op: Op, gives: tuple[str, ...] | None = None) -> None:
         super().__init__(op)
@@ -417,7 +409,7 @@ class AutogradBackward(BackwardOp):
         states: Any = needs[count + len(self._arguments) :] or None
         assert args[0] is not None
         wanted = [f"grad_{name}" in self.gives for name in self._arguments]
-        again = torch.is_grad_enabled()  # the gradients are to be differentiated in their turn
+        again = torch.is_grad_enabled()  # for second derivatives
         source = _differentiable_source if again else _source
         with torch.enable_grad(), random_state.drawing_again(states, args[0].device):
             args = tuple(a if a is None else source(a, w) for a, w in zip(args, wanted, strict=True))
@@ -437,13 +429,14 @@ class AutogradBackward(BackwardOp):
 
 
 def _source(t: Tensor, wanted: bool) -> Tensor:
-    """Return the same values as a leaf, which has a gradient if it is wanted."""
+    """Return the same values as a leaf, which requires a gradient if it is wanted."""
     return t.detach().requires_grad_(wanted)
 
 
 def _differentiable_source(t: Tensor, wanted: bool) -> Tensor:
-    """Return the same values where the graph goes on from them, at a place of their own if a gradient is wanted there:
-    another argument may be computed from the same tensor.
+    """Return the same values in the same autograd graph, as a separate node if their gradient is wanted.
+
+    Another argument may be computed from the same tensor.
     """
     if not wanted:
         return t

@@ -1,4 +1,4 @@
-"""`Quantize`: rows, their gradient, or the weight of the layer that follows, in a small format."""
+"""`Quantize`: quantizes rows, their gradient, and the weight of the following linear layer."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ Forms = QuantizedTensor | tuple[QuantizedTensor, ...]
 
 
 class Quantize(Op):
-    """``y = dequantize(quantize(x))``, and its gradient likewise; the ops around it compute with the codes.
+    """``y = dequantize(quantize(x))`` and ``dx = dequantize(quantize(dy))``; linear layers multiply the codes.
 
-    In a chain, what goes on to the next op is the `fusedmoe.formats.QuantizedTensor`: a linear layer multiplies its
-    codes, any other op gets what it stands for. Nothing is quantized twice, but for the two axes that the products of
-    forward and backward sum over. Alone, or as the last op, it returns the dequantized values, in the dtype of ``x``.
-    The gradient of rounding is taken for 1 (straight through).
+    In a chain, the next op gets the `fusedmoe.formats.QuantizedTensor` if it is a linear layer, and the dequantized
+    values otherwise. A value is quantized once per axis that products of forward and backward sum over. Called alone,
+    or as the last op, it returns the dequantized values in the dtype of ``x``. The gradient is straight-through: that
+    of rounding is 1.
 
     Parameters
     ----------
     forward
-        What to quantize the rows to; None passes them as they are.
+        The quantizer of the rows; None leaves them unchanged.
     backward
-        What to quantize the gradient that arrives from behind to; None passes it as it is.
+        The quantizer of the gradient of the output; None leaves it unchanged.
     weight
-        What to quantize the weight of the linear layer right behind to.
+        The quantizer of the weight of the linear layer right after this op.
 
-        Each of the three is a name (``"mxfp8"``: what the recipe of that name has in that place; so with every recipe
-        that quantizes), a `fusedmoe.formats.Quantizer` or a `fusedmoe.formats.Format`.
+        Each of the three is a `fusedmoe.formats.Quantizer`, a `fusedmoe.formats.Format`, or the name of a recipe, such
+        as ``"mxfp8"``, for the recipe's quantizer of this operand.
 
     Notes
     -----
-    Rows (..., features) in fp32, bf16 or fp16. Among rows sorted by expert, experts share nothing: no scale, no block;
-    rows that belong to none are not looked at and come out as zeros.
+    Rows (..., features) in fp32, bf16 or fp16. Experts share no scale and no block. Rows without an expert are not
+    read, and become zeros.
 
     Examples
     --------
@@ -74,9 +74,9 @@ class Quantize(Op):
         self.grad_quantizer = _resolved("backward", backward)
         self.weight_quantizer = _resolved("weight", weight)
         if (quantizer := self.weight_quantizer) is not None:
-            if quantizer.hadamard:  # its partner in the weight gradient's product are no rows of the weight
-                raise self.reject("weight", "a quantizer that rotates nothing", quantizer)
-            if quantizer.stochastic_rounding:  # kept, it draws nothing when checkpointing computes a call again
+            if quantizer.hadamard:  # only the weight gradient's operands may be rotated, and the weight is none
+                raise self.reject("weight", "a quantizer without hadamard", quantizer)
+            if quantizer.stochastic_rounding:  # a cached weight draws no numbers in a recomputation by checkpointing
                 raise self.reject("weight", "a quantizer that rounds to nearest", quantizer)
 
     @classmethod
@@ -87,14 +87,14 @@ class Quantize(Op):
         backward: Quantizer | None = None,
         weight: Quantizer | None = None,
     ) -> Quantize:
-        """Return the op that a recipe puts beside a layer, which keeps what has to last from step to step."""
+        """Return the op that a recipe inserts for a layer; its state from step to step is stored on the layer."""
         op = cls(forward, backward, weight)
         op.__dict__["_layer"] = layer  # not as a submodule
         return op
 
     @property
     def _owner(self) -> Op:
-        """Whose the state is that has to last."""
+        """The op that stores the state from step to step."""
         layer: Op | None = self.__dict__.get("_layer")
         return self if layer is None else layer
 
@@ -114,12 +114,12 @@ class Quantize(Op):
 
     @property
     def passes_forward(self) -> bool:  # type: ignore[override]
-        """Whether rows pass as they are."""
+        """Whether rows are unchanged."""
         return self.quantizer is None
 
     @property
     def passes_backward(self) -> bool:  # type: ignore[override]
-        """Whether the gradient passes as it is."""
+        """Whether the gradient is unchanged."""
         return self.grad_quantizer is None
 
     def infer(self, x: SpecLike, offsets: SpecLike | None = None) -> QuantizedSpec:  # type: ignore[override]
@@ -158,7 +158,7 @@ class QuantizeGrad(BackwardOp):
         return self.op.grad_quantizer
 
     def infer(self, x: SpecLike, offsets: SpecLike | None = None) -> QuantizedSpec:
-        """Return the spec of the gradient by rows, for rows like these."""
+        """Return the spec of the gradient by rows, for an op with the input ``x``."""
         assert self.op.grad_quantizer is not None
         return _spec(self.op, "the gradient of x", x, self.op.grad_quantizer, offsets)
 
@@ -170,14 +170,14 @@ class QuantizeGrad(BackwardOp):
 
 
 class WeightQuantization:
-    """What quantizes a layer's weight: once, until the weight changes.
+    """Quantizes a layer's weight, and caches the result until the weight changes.
 
     Parameters
     ----------
     layer
         The linear layer.
     quantizer
-        What to quantize its weight to.
+        The quantizer of its weight.
     """
 
     def __init__(self, layer: Op, quantizer: Quantizer) -> None:
@@ -191,7 +191,7 @@ class WeightQuantization:
         training = training and not amax_state.looking()
         entry = weight_cache.find(self.layer, weight, self.quantizer, axes)
         if entry is not None:
-            if training and not entry.counted:  # it was quantized for inference
+            if training and not entry.counted:  # inference quantized it
                 self._step(weight, training)
                 entry.counted = True
             return _forms([entry.forms[axis] for axis in axes])
@@ -202,8 +202,9 @@ class WeightQuantization:
         return _forms(forms)
 
     def _step(self, weight: Tensor, training: bool) -> tuple[Tensor | None, bool]:
-        """Return what to multiply by under delayed scaling, and whether the result is one to keep: not before there has
-        been a step, when nothing is known of the weight's size.
+        """Return the factor of delayed scaling, and whether the result may be cached.
+
+        A result from before the first step may not, since its scale is not that of the weight.
         """
         if self.quantizer.delayed is None:
             return None, True
@@ -230,7 +231,7 @@ def _resolved(role: str, quantizer: str | Quantizer | Format | None) -> Quantize
 
 def _spec(op: Op, what: str, x: SpecLike, quantizer: Quantizer, offsets: SpecLike | None = None) -> QuantizedSpec:
     if x.dtype not in DTYPES:
-        raise op.reject(what, "float32, bfloat16 or float16, to be quantized", x.dtype)
+        raise op.reject(what, "float32, bfloat16 or float16 for quantization", x.dtype)
     experts = None if offsets is None else offsets.shape[0]
     return QuantizedSpec(tuple(x.shape), x.dtype, quantizer.format, -1, experts)
 
@@ -244,7 +245,7 @@ def _quantized(
     axes: Sequence[int],
     training: bool,
 ) -> Forms:
-    """Return rows, or their gradient, quantized along each of these axes: the one result there is, or a tuple."""
+    """Return rows, or their gradient, quantized along each of these axes; see `_forms`."""
     shape = tuple(x.shape)
     rows = x.flatten(0, -2) if x.dim() > 2 else x
     encode = None
@@ -256,5 +257,5 @@ def _quantized(
 
 
 def _forms(forms: list[QuantizedTensor]) -> Forms:
-    """Return the one result there is, or a tuple."""
+    """Return a single result itself, several as a tuple."""
     return tuple(forms) if len(forms) > 1 else forms[0]

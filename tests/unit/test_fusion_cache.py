@@ -161,7 +161,7 @@ def test_a_private_attribute_is_no_part_of_the_key(called):
 def test_an_unhashable_attribute_is_refused_by_name(called):
     chain, x, named = called
     chain[1].tiles = [64, 128]
-    with pytest.raises(fm.InputError, match=r"SwiGLU\(\): tiles: expected something hashable.*tuple.*got list"):
+    with pytest.raises(fm.InputError, match=r"SwiGLU\(\): tiles: expected a hashable value.*tuple.*got list"):
         chain(x, **named)
     chain[1].tiles = (64, 128)
     chain(x, **named)

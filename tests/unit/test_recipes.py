@@ -484,7 +484,7 @@ def test_routers_and_gates_are_quantized_by_nobody():
         (lambda: fm.Quantize(weight=E4M3), "Quantize: weight: expected a Quantizer, a Format, a name or None, got E"),
         (
             lambda: fm.Quantize(weight=q(nvfp4(), hadamard=True)),
-            "weight: expected a quantizer that rotates nothing, got nvfp4 e2m1 1x16, Hadamard",
+            "weight: expected a quantizer without hadamard, got nvfp4 e2m1 1x16, Hadamard",
         ),
         (lambda: MXFP8(scale_rule="x"), "MXFP8: scale_rule: expected 'rceil' or 'floor', got 'x'"),
         (lambda: Delayed(history=0), "Delayed: history: expected a number of steps, 1 or more, got 0"),
