@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -109,7 +109,9 @@ class ModelExplanation:
         """Return the table without the reasons: a line per group."""
         if not self.groups:
             return "no module of this model runs on fusedmoe"
-        rows = [("modules", "class", "forward", "backward", f"kept for {self.tokens:,} tokens", "for")]
+        rows: list[tuple[str, ...]] = [
+            ("modules", "class", "forward", "backward", f"kept for {self.tokens:,} tokens", "for")
+        ]
         for group in self.groups:
             if group.explanation is None:
                 rows.append((group.name, group.kind, "-", "-", "-", group.note))
@@ -121,7 +123,7 @@ class ModelExplanation:
             for_ = ", ".join(dict.fromkeys(p.planned_for for p in plans))
             rows.append((group.name, group.kind, forward, backward, kept, for_))
         widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
-        rows.insert(1, tuple("-" * w for w in widths))  # type: ignore[arg-type]
+        rows.insert(1, tuple("-" * w for w in widths))
         return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
@@ -157,15 +159,22 @@ def explain(
     tokens = POSITIVE_INTEGER("explain: tokens", tokens)
     groups: dict[tuple[str, str], ExplainedModules] = {}
     with planned_for(arch, dtype):
-        for name, module, explanation, note in _parts(model, tokens):
-            key = type(module).__name__, note if explanation is None else str(explanation)
+        for name, module, outcome in _parts(model, tokens):
+            key = type(module).__name__, str(outcome.explanation or outcome.note)
             known = groups.get(key)
             names = (*known.names, name) if known else (name,)
-            groups[key] = ExplainedModules(names, key[0], explanation, note)
+            groups[key] = ExplainedModules(names, key[0], *outcome)
     return ModelExplanation(tuple(groups.values()), tokens)
 
 
-def _parts(model: nn.Module, tokens: int) -> Iterator[tuple[str, nn.Module, Explanation | None, str]]:
+class _Outcome(NamedTuple):
+    """The plans of a module, or the reason why there are none."""
+
+    explanation: Explanation | None
+    note: str = ""
+
+
+def _parts(model: nn.Module, tokens: int) -> Iterator[tuple[str, nn.Module, _Outcome]]:
     done: list[str] = []  # prefixes of the names inside modules that were explained
     for name, module in model.named_modules():
         if any(f"{name}.".startswith(prefix) for prefix in done):
@@ -175,13 +184,12 @@ def _parts(model: nn.Module, tokens: int) -> Iterator[tuple[str, nn.Module, Expl
             found = _explained(module, tokens)
         except Exception as error:  # noqa: BLE001  (a module between two chains is called and may raise anything)
             text = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
-            found = None, next(iter(text.splitlines()), "")
+            found = _Outcome(None, next(iter(text.splitlines()), ""))
         if found is not None:
             prefix = f"{name}." if name else ""
-            done.append(
-                f"{prefix}experts." if isinstance(module, MoE) else prefix
-            )  # the shared expert has its own line
-            yield name, module, *found
+            # the shared expert of an MoE has its own line
+            done.append(f"{prefix}experts." if isinstance(module, MoE) else prefix)
+            yield name, module, found
 
 
 def _name(module: nn.Module, name: str) -> None:
@@ -192,8 +200,8 @@ def _name(module: nn.Module, name: str) -> None:
         module._is_called(name)
 
 
-def _explained(module: nn.Module, tokens: int) -> tuple[Explanation | None, str] | None:
-    """Return a module's plans, or None and the reason; None for a module that does not run on `fusedmoe`."""
+def _explained(module: nn.Module, tokens: int) -> _Outcome | None:
+    """Return a module's plans, or the reason; None for a module that does not run on `fusedmoe`."""
     if isinstance(module, MoE):  # the router is not called, since it may be sharded
         module.check_biases()
         router = module.router
@@ -204,9 +212,9 @@ def _explained(module: nn.Module, tokens: int) -> tuple[Explanation | None, str]
         explanation = explain_rows(module, tokens)
         if not isinstance(explanation, Explanation):
             raise InputError(f"explain_rows: expected an Explanation, got {type(explanation).__name__}")
-        return explanation, ""
+        return _Outcome(explanation)
     explained = next(filter(None, (explainer(module, tokens) for explainer in _explainers)), None)
-    return None if explained is None else (explained, "")
+    return None if explained is None else _Outcome(explained)
 
 
 Explainer = Callable[[nn.Module, int], Explanation | None]
@@ -222,19 +230,17 @@ def register_explainer(explainer: Explainer) -> Explainer:
     return explainer
 
 
-def _explained_sequential(
-    module: Sequential, tokens: int, top_k: int = 2, *, trained: bool = False
-) -> tuple[Explanation | None, str] | None:
+def _explained_sequential(module: Sequential, tokens: int, top_k: int = 2, *, trained: bool = False) -> _Outcome | None:
     """Return the plans for ``top_k`` experts per token. ``trained``: the routing weights get a gradient."""
     ops = [m for m in module.modules() if isinstance(m, Op)]
     layers = [op for op in ops if isinstance(op, GroupedLinear | Linear)]
     if not ops:
         return None
     if not layers:
-        return None, "no linear layer to tell the width of its rows: call its own explain()"
+        return _Outcome(None, "no linear layer to tell the width of its rows: call its own explain()")
     weight: Tensor | None = layers[0].weight
     if weight is None:
-        return None, "its parameters come with each call: call its own explain_with()"
+        return _Outcome(None, "its parameters come with each call: call its own explain_with()")
     groups = [op.num_groups for op in ops if isinstance(op, GroupedLinear)]
     experts = groups[0] if groups else 1
     slots = torch.arange(tokens * min(top_k, experts), device=weight.device).view(tokens, -1) % experts
@@ -247,9 +253,9 @@ def _explained_sequential(
         "expert_weight": scores.requires_grad_(trained and torch.is_grad_enabled()),
     }
     if unknown := [name for name in module.runtime_inputs if name not in known]:
-        return None, f"takes {', '.join(unknown)}: call its own explain()"
+        return _Outcome(None, f"takes {', '.join(unknown)}: call its own explain()")
     inputs = {name: known[name] for name in module.runtime_inputs}
-    return module.explain(rows, **inputs), ""
+    return _Outcome(module.explain(rows, **inputs))
 
 
 def even_splits(rows: int, experts: int, device: torch.device) -> Tensor:
