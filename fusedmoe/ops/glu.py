@@ -94,8 +94,8 @@ class GLU(Op):
         return (_DERIVATIVES[type(self)](self) if type(self) in _DERIVATIVES else DGLU(self),)
 
     def extra_repr(self) -> str:
-        defaults = {"limit": None, "alpha": 1.0, "offset": 0.0, "interleaved": False}
-        return ", ".join(f"{k}={getattr(self, k)!r}" for k, v in defaults.items() if getattr(self, k) != v)
+        defaults = {"approximate": "tanh", "limit": None, "alpha": 1.0, "offset": 0.0, "interleaved": False}
+        return ", ".join(f"{k}={getattr(self, k)!r}" for k, v in defaults.items() if getattr(self, k, v) != v)
 
 
 class DGLU(BackwardOp):
@@ -187,10 +187,6 @@ class GeGLU(GLU):
 
     def dphi(self, g: Tensor, grad: Tensor) -> Tensor:
         return _gelu_backward(grad, self.alpha * g, approximate=self.approximate)  # type: ignore[no-any-return]
-
-    def extra_repr(self) -> str:
-        parts = [] if self.approximate == "tanh" else [f"approximate={self.approximate!r}"]
-        return ", ".join(parts + [text for text in (super().extra_repr(),) if text])
 
 
 class ReGLU(GLU):
