@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     Loads: TypeAlias = "Tensor | MoEStats | Sequence[Loads]"  # a list or tuple
 
-COLUMNS = 200  # at most, in a plot over steps; a column is the mean over several steps if they are more
+COLUMNS = 200  # most columns of a plot over steps; if the steps are more, a column is the mean of several
 
 
 def plot_expert_load(loads: Loads, *, axes: Axes | None = None) -> Figure:

@@ -31,7 +31,7 @@ class Glue:
     quantizes : Quantizer or None
         As for `fusedmoe.ops.op.Op`.
     zeroes_tail : bool
-        The rows after the last expert's come out as zeros.
+        Whether the output has zeros in rows without an expert.
     launches : int
         Kernels that `compute` launches on a GPU, approximately.
     """
@@ -97,12 +97,12 @@ def derive(derived: Derived, taker: str) -> Derive:
 
 
 class QuantizeWeight(Glue):
-    """``output = quantize(weight)``, by rows, by columns, or both; once for each change of the weight.
+    """``output = quantize(weight)``, by rows, by columns, or both; once per change of the weight.
 
     Parameters
     ----------
     run
-        The weight's quantization, which keeps the result beside the layer.
+        The weight's quantization, which caches the result on the layer.
     launches
         Kernels launched.
     """

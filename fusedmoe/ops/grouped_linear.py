@@ -174,7 +174,7 @@ class _LinearOp(Op):
     in_features: int
     out_features: int
     accumulate_into_main_grad: bool
-    recipe: Any  # a Recipe or None: `__setattr__` resolves what is set
+    recipe: Any  # a Recipe or None; `__setattr__` resolves names
     _checks: ClassVar[Mapping[str, Check]] = {
         "num_groups": POSITIVE_INTEGER,
         "in_features": POSITIVE_INTEGER,
