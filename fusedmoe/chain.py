@@ -18,7 +18,7 @@ from fusedmoe.estimating import counts_flops
 from fusedmoe.fusion.describe import describe
 from fusedmoe.fusion.graph import Graph
 from fusedmoe.fusion.plans import CallContext, Conditions, LastCall, PlanTable, plan_chain, wanted_gradients
-from fusedmoe.fusion.signature import Signature, signature, spec_of
+from fusedmoe.fusion.signature import Signature, argument_spec, signature
 from fusedmoe.inputs import check_rows
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
 from fusedmoe.ops.amax_state import looking
@@ -137,7 +137,7 @@ class Chain:
         now, asked = settings.current(), target.current()
         assert asked is not None
         dtype = asked.dtype or autocast_dtype(x.device)
-        specs = [spec_of(a) for a in arguments]
+        specs = [argument_spec(a) for a in arguments]
         if dtype is not None:
             specs = cast_specs(specs, dtype, len(self.inputs))
         deterministic = torch.are_deterministic_algorithms_enabled()
@@ -153,7 +153,7 @@ class Chain:
         assert x is not None
         check_rows(x, self.nodes[0])
         graph = self.rewritten(settings.current().recipe)
-        specs = graph.infer(dict(zip(graph.arguments, map(spec_of, arguments), strict=True)))
+        specs = graph.infer(dict(zip(graph.arguments, map(argument_spec, arguments), strict=True)))
         grad = any(wanted_gradients(arguments))
         results = []
         for spec in (specs[value] for value in graph.outputs):

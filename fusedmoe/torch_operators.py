@@ -30,7 +30,7 @@ from fusedmoe.fusion import registry
 from fusedmoe.fusion.differentiable import SecondOrderError
 from fusedmoe.fusion.plans import MAX_CALLS, Conditions, plan_chain
 from fusedmoe.fusion.rule import RuleError
-from fusedmoe.fusion.signature import NOMINAL_ROWS, signature, spec_of
+from fusedmoe.fusion.signature import NOMINAL_ROWS, argument_spec, signature
 from fusedmoe.fusion.steps import Fused
 from fusedmoe.inputs import check_rows
 from fusedmoe.ops.op import Node, Op, TensorSpec
@@ -226,7 +226,7 @@ def _plan(handle: str, kinds: str, arguments: Sequence[Tensor | None]) -> _Trace
     assert x is not None
     check_rows(x, traced.chain.nodes[0])
     # the sizes as numbers, where the graph is traced for any: all except the number of rows decide what is computed
-    specs = [spec_of(a) for a in arguments]
+    specs = [argument_spec(a) for a in arguments]
     key = (kinds, x.device, bool(x.shape[0] == 0), *[None if s is None else (s.dtype, s.shape[1:]) for s in specs])
     found = traced.plans.get(key)
     if found is None:

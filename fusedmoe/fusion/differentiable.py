@@ -1,12 +1,12 @@
-"""The gradients of a chain as autograd can differentiate them: what ``create_graph=True`` asks for.
+"""Gradients of a chain that autograd can differentiate, for ``create_graph=True``.
 
-The forward steps run again from the chain's arguments, the backward steps after them, all in plain PyTorch and recorded
-by autograd. So the first gradients are those of an unfused backward pass, and their derivatives follow from the ops:
+The forward steps run again from the chain's arguments, then the backward steps. All run in plain PyTorch, and autograd
+records them. So the first gradients are those of an unfused backward pass, and the derivatives follow from the ops:
 
-- an op's own derivative is what its `backward_ops` compute, also where something else is differentiated through it;
-- the derivative of a backward step is autograd's, of its `compute`.
+- the derivative of an op is computed by its `backward_ops`;
+- the derivative of a backward step is autograd's derivative of its `compute`.
 
-Rows that belong to no expert are zeros in every argument and in every gradient that arrives, and have no gradient.
+Rows of no expert are zeros in every argument and every incoming gradient, and have no gradient.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 
 
 class SecondOrderError(RuntimeError):
-    """Second derivatives were asked for (``create_graph=True``) where there are none; the message says why."""
+    """Raised for second derivatives (``create_graph=True``) that do not exist, with the reason."""
 
 
 def why_not(graph: Graph) -> str:
-    """Return why the gradients of a chain have no derivatives; an empty text if they have."""
+    """Return the reason why the gradients of a chain have no derivatives; an empty text if they have."""
     ops = [node.op for node in graph.nodes]
     gradients = [item.quantizes for op in ops for item in op.backward_ops()]
     if graph.weights or any(q is not None for q in (*gradients, *(op.quantizes for op in ops))):
@@ -51,11 +51,11 @@ def why_not(graph: Graph) -> str:
 
 
 class GradientProgram(NamedTuple):
-    """The gradients that some call wants, as a function of the chain's arguments and of the gradients that arrive."""
+    """Wanted gradients as a function of the chain's arguments and of the incoming gradients."""
 
     program: Program
-    constants: tuple[str, ...]  # the values that it takes of those kept: they have no gradient
-    incoming: tuple[int, ...]  # of the outputs, those whose gradient it takes
+    constants: tuple[str, ...]  # the kept values that it takes, which have no gradient
+    incoming: tuple[int, ...]  # the outputs whose gradients it takes
 
     def run(
         self, arguments: Sequence[Tensor | None], kept: Mapping[str, Tensor | None], grads: Sequence[Tensor | None]
@@ -68,7 +68,7 @@ class GradientProgram(NamedTuple):
 
 
 def argument_names(graph: Graph, kept: Collection[str]) -> set[str]:
-    """Return the arguments that such a program may take, where these values are kept."""
+    """Return the arguments that a gradient program may take, if these values are kept."""
     values = {v for step in map(_forward_step, graph.forward) for v in step.needs} & {*graph.arguments}
     return values | {p.step.needs[0] for value, p in graph.derived.items() if value not in kept} | {graph.arguments[0]}
 

@@ -243,39 +243,38 @@ class Plan:
 
 
 class BoundPlan:
-    """A plan for calls of one kind, which bring tensors with the same signature, and what runs its steps for those.
+    """A plan bound to one kind of call: tensors with the same signature.
 
     Parameters
     ----------
-    plan
-        The plan.
-    strict
-        Whether ``fm.strict()`` holds, in the backward pass too.
+    plan, strict
+        The plan, and whether ``fm.strict()`` holds in both directions.
     specs
-        Of every value of the forward pass, which the first run checks results by; None: it checks none.
+        The specs of all values: the first run checks the results of steps against them.
     tensors
-        The signature; without it such a call has no second derivatives.
+        The signature of the arguments. Without it, the call has no second derivatives.
 
     Attributes
     ----------
-    unsaved, held
-        The arguments, by place, that second derivatives take and that the plan does not keep; those of them that have
-        to be held, each with whether it is kept alive.
+    unsaved
+        The arguments, by position, that second derivatives take and that the plan does not keep.
+    held
+        Those of them that the call has to hold, each with whether it is kept alive.
     trained
-        Those that are not held, by place: parameters that want a gradient, which autograd knows.
+        The others: parameters that want a gradient, which autograd holds.
     run, runs
-        ``run([*arguments], *runs)`` returns the outputs, and the values that backward needs. There is no method for it,
-        since calling one takes the host a microsecond.
-    refused
-        Why such a call can be explained and not run; None where it can be run.
+        ``run([*arguments], *runs)`` returns the outputs and the saved tensors. A method for it would cost the host a
+        microsecond.
+    refused : str or None
+        The reason why this kind of call can be explained but not run.
     """
 
     refused: str | None = None
 
-    def __init__(self, plan: Plan, strict: bool, specs: Specs | None = None, tensors: Signature = ()) -> None:
+    def __init__(self, plan: Plan, strict: bool, specs: Specs, tensors: Signature = ()) -> None:
         self.plan, self.tensors = plan, tensors
         self._strict = strict
-        self._specs = specs if plan.wanted else None  # for the first backward pass
+        self._specs = specs
         self.unsaved = frozenset(i for i in plan.unsaved if i < len(tensors) and tensors[i] is not None)
         self.trained = tuple(i for i in sorted(self.unsaved) if self._is_trained(i))
         self.held = tuple(self._held(i) for i in sorted(self.unsaved.difference(self.trained)))
@@ -297,7 +296,7 @@ class BoundPlan:
         return i, (is_input and small) or kind[0] is torch.nn.Parameter
 
     def check_second_derivatives(self) -> None:
-        """Raise unless the gradients have derivatives; say once that for their sake the backward pass runs unfused."""
+        """Raise unless the gradients have derivatives; log once that the backward pass then runs unfused."""
         plan = self.plan
         first, last = (plan.graph.nodes[i].label.partition(":")[0] for i in (0, -1))  # of a recipe's op, the layer's
         chain = f"chain {first}" if first == last else f"chain {first} to {last}"
@@ -310,7 +309,7 @@ class BoundPlan:
         say_once(logger, logging.WARNING if fused else logging.INFO, "%s: %s", chain, message)
 
     def differentiable(self, wanted: tuple[bool, ...]) -> GradientProgram:
-        """Return what gives gradients that autograd can differentiate: those wanted."""
+        """Return the program of the wanted gradients that autograd can differentiate."""
         program = self._differentiable.get(wanted)
         if program is None:
             specs = [None if kind is None else TensorSpec(tuple(kind[1]), kind[2]) for kind in self.tensors]
@@ -320,7 +319,7 @@ class BoundPlan:
     def backward(
         self, saved: Sequence[Tensor | None], grads: Sequence[Tensor | None], wanted: tuple[bool, ...]
     ) -> Values:
-        """Run the backward steps that these gradients want; return a gradient, or None, for each argument."""
+        """Run the backward steps for the wanted gradients; return a gradient, or None, for each argument."""
         program, incoming = self.plan.backward(wanted)
         given = [*saved, *[grads[i] for i in incoming]]
         del saved, grads

@@ -11,7 +11,7 @@ from fusedmoe.estimating import has_values
 from fusedmoe.fusion import registry
 from fusedmoe.fusion.executable import BoundPlan, Environment, Plan
 from fusedmoe.fusion.planner import make_plan
-from fusedmoe.fusion.signature import spec_of
+from fusedmoe.fusion.signature import argument_spec
 from fusedmoe.inputs import check_devices, check_rows, why_sharded
 from fusedmoe.target import arch_of
 
@@ -120,7 +120,7 @@ def plan_chain(
         estimated=unfused,
     )
     graph = chain.rewritten(conditions.recipe)
-    specs = [spec_of(a) for a in arguments] if specs is None else specs
+    specs = [argument_spec(a) for a in arguments] if specs is None else specs
     return make_plan(
         graph,
         dict(zip(graph.arguments, specs, strict=True)),
