@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch._C import _get_tracing_state, _len_torch_dispatch_stack
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fusedmoe import changes, settings, target
 from fusedmoe.autocast import autocast_dtype, cast_arguments, cast_specs, without_autocast
@@ -202,7 +203,7 @@ class Chain:
     ) -> tuple[Tensor, ...]:
         x, now = arguments[0], context.settings
         assert x is not None
-        if target.current() is not None and target.has_no_memory(x):
+        if target.current() is not None and isinstance(x, FakeTensor):
             return self._without_memory(arguments)
         call = self.table.find(arguments, tensors, context)
         if call.refused is not None:

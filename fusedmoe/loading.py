@@ -94,7 +94,9 @@ def load_experts(
     chain: nn.Module = layer.experts if isinstance(layer, MoE) else layer
     first, last = _two_layers(chain)
     wide = last.in_features
-    gated = _is_gated(first.out_features, wide)
+    if first.out_features not in (wide, 2 * wide):
+        raise _wrong("layer", f"a first layer with {wide} or {2 * wide} features out", first.out_features)
+    gated = first.out_features == 2 * wide
     weights = {"gate": gate, "up": up, "gate_up": gate_up, "down": down}
     biases = {"gate": gate_bias, "up": up_bias, "gate_up": gate_up_bias, "down": down_bias}
     names = _names(weights, biases, gated, interleaved)
@@ -145,12 +147,6 @@ def _two_layers(chain: object) -> tuple[GroupedLinear | Linear, GroupedLinear | 
         got = ", ".join(type(op).__name__ for op in found) or type(chain).__name__
         raise _wrong("layer", "an MoE, or a Sequential with two GroupedLinear or two Linear", got)
     return found[0], found[1]
-
-
-def _is_gated(features: int, wide: int) -> bool:
-    if features not in (wide, 2 * wide):
-        raise _wrong("layer", f"a first layer with {wide} or {2 * wide} features out", features)
-    return features == 2 * wide
 
 
 def _names(

@@ -75,13 +75,6 @@ def planned_for(arch: object, dtype: object = None) -> Iterator[Target | None]:
         _target.reset(token)
 
 
-def has_no_memory(t: torch.Tensor) -> bool:
-    """Whether a tensor has a shape, a dtype and a device, but no memory."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return isinstance(t, FakeTensor)
-
-
 def checked_arch(arch: object, name: str = "explain: arch") -> int:
     """Return the architecture 90 of ``90``, ``"90"``, ``"sm_90"`` or ``"sm_90a"``; raise `InputError` for other forms.
 

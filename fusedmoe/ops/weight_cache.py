@@ -22,6 +22,7 @@ error if it differs.
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections.abc import Sequence
@@ -44,10 +45,8 @@ if TYPE_CHECKING:
     from fusedmoe.ops.op import Op
     from fusedmoe.process_state import ProcessState
 
-# attributes of the layer
 _DISTRIBUTED = dist.is_available()
 _optimizer_steps = 0
-_hook: Any = None
 
 
 def _count_step(*_: object) -> None:
@@ -55,12 +54,11 @@ def _count_step(*_: object) -> None:
     _optimizer_steps += 1
 
 
+@functools.cache
 def _watch_optimizers() -> None:
-    global _hook
-    if _hook is None:
-        from torch.optim.optimizer import register_optimizer_step_post_hook
+    from torch.optim.optimizer import register_optimizer_step_post_hook
 
-        _hook = register_optimizer_step_post_hook(_count_step)
+    register_optimizer_step_post_hook(_count_step)
 
 
 @dataclass
