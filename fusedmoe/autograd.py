@@ -1,9 +1,13 @@
-"""One autograd function runs a plan: its forward steps, and, from what they kept, its backward steps.
+"""The autograd function that runs a plan: its forward steps, and its backward steps on the values that it kept.
 
-Under ``create_graph=True`` its backward runs unfused and is recorded by autograd, so that the gradients have gradients;
-see `fusedmoe.fusion.differentiable`. That takes the chain's arguments, also those that the plan does not keep. Small
-ones and frozen parameters are held here. Of rows and of what was computed for this call (a weight that autocast has
-cast, say) there is only a weak reference: whoever differentiates twice has to keep them.
+Under ``create_graph=True`` the backward pass runs unfused and autograd records it, so that the gradients have
+gradients; see `fusedmoe.fusion.differentiable`. It needs all arguments of the chain, also those that the plan does not
+keep:
+
+- Trained parameters are known to autograd.
+- Small inputs and frozen parameters are held here.
+- Rows and tensors that were computed for this call (such as a weight that autocast has cast) are only referred to
+  weakly: the caller has to keep them.
 """
 
 from __future__ import annotations
@@ -28,8 +32,8 @@ if TYPE_CHECKING:
 
     from fusedmoe.fusion.executable import BoundPlan
 
-    # a tensor, or a reference to it; its count of changes in place; of a view a reference to its base, its kind (as in
-    # a signature) and its offset
+    # a tensor or a reference to it; its version; for a view also a reference to its base, its entry in the signature,
+    # and its offset
     Held: TypeAlias = tuple[Tensor | ref[Tensor], int, ref[Tensor] | None, tuple[Any, ...] | None, int]
 
 
@@ -65,7 +69,7 @@ class _RunPlan(torch.autograd.Function):
 
 
 def _raise_if_batched(call: BoundPlan, grads: Sequence[Tensor | None], error: Exception) -> None:
-    """Name the reason for an error where gradients come in a batch: torch's own is that of some operator."""
+    """Raise an error that names the reason if gradients come in a batch: the error of torch names an operator."""
     if any(g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in grads):
         ops = ", ".join([f"{label}.{type(op).__name__}" for label, op in call.plan.graph.nodes])
         raise InputError(
@@ -88,27 +92,27 @@ def _differentiable_gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor |
 
 
 def _versions(call: BoundPlan, arguments: Sequence[Tensor | None]) -> list[int]:
-    """Return the counts of changes in place of trained parameters that the plan does not keep."""
+    """Return the versions of the trained parameters that the plan does not keep."""
     try:
         return [arguments[i]._version for i in call.trained]  # type: ignore[union-attr]
-    except RuntimeError:  # made in inference mode: nobody counts its changes
+    except RuntimeError:  # a tensor made in inference mode has no version
         return [-1 if (t := arguments[i]) is None or t.is_inference() else t._version for i in call.trained]
 
 
 def _held(call: BoundPlan, arguments: Sequence[Tensor | None]) -> dict[int, Held] | None:
-    """Return what second derivatives take besides what the plan keeps, by place; None where it cannot be held."""
+    """Return the arguments to hold for second derivatives, by place; None if they cannot be held."""
     held: dict[int, Held] = {}
     try:
         for i, kept_alive in call.held:
             t: Any = arguments[i]
             held[i] = (t, t._version, None, None, 0) if kept_alive else _referred(t, call.tensors[i])
-    except RuntimeError:  # made in inference mode: nobody counts its changes
+    except RuntimeError:  # a tensor made in inference mode has no version
         return None
     return held
 
 
 def _held_uncast(call: BoundPlan, arguments: Sequence[Tensor | None]) -> dict[int, Held]:
-    """Return the same of arguments before autocast has cast them."""
+    """Return the same for the arguments before autocast has cast them."""
     held: dict[int, Held] = {}
     kinds = signature(arguments)
     for i, kept_alive in call.held:
@@ -119,7 +123,7 @@ def _held_uncast(call: BoundPlan, arguments: Sequence[Tensor | None]) -> dict[in
 
 
 def _referred(t: Any, kind: tuple[Any, ...] | None) -> Held:
-    """Return a weak reference to a tensor and, where another such view can be made in its place, one to its base."""
+    """Return a weak reference to a tensor and, if the tensor can be made again as a view, one to its base."""
     base = t._base
     if base is None or t._backward_hooks:  # another view would be without the hooks
         return ref(t), t._version, None, None, 0
@@ -127,7 +131,7 @@ def _referred(t: Any, kind: tuple[Any, ...] | None) -> Held:
 
 
 def _unsaved(ctx: Any, i: int) -> Tensor | None:
-    """Return an argument that the plan does not keep, as autograd knows it: with the graph that it was computed by."""
+    """Return an argument that the plan does not keep, with the autograd graph that it was computed by."""
     call: BoundPlan = ctx.call
     kind, name = call.tensors[i], call.plan.graph.arguments[i]
     if kind is None or i not in call.unsaved:
@@ -136,11 +140,13 @@ def _unsaved(ctx: Any, i: int) -> Tensor | None:
     held = (getattr(ctx, "held", None) or {}).get(i)
     if hasattr(accumulate, "variable"):  # a parameter, or another leaf
         t = accumulate.variable
-        if not t.is_inference():  # of such a leaf nobody counts the changes
+        if not t.is_inference():  # such a leaf has no version
             _check_version(name, t, held[1] if held else ctx.versions[call.trained.index(i)])
         return t  # type: ignore[no-any-return]
     t = _again(name, held, accumulate)
-    if t is None and (uncast := getattr(ctx, "uncast", {}).get(i)) is not None:  # what was cast was for the call alone
+    if (
+        t is None and (uncast := getattr(ctx, "uncast", {}).get(i)) is not None
+    ):  # the cast one is gone
         t = _again(name, uncast, accumulate.next_functions[0][0] if accumulate is not None else None)
         if t is not None:
             with torch.enable_grad():
@@ -155,7 +161,7 @@ def _unsaved(ctx: Any, i: int) -> Tensor | None:
 
 
 def _again(name: str, held: Held | None, node: Any) -> Tensor | None:
-    """Return a tensor that was held, as it was then; None if it is gone. ``node`` is what autograd computed it by."""
+    """Return a held tensor as it was in the call; None if it is gone. ``node`` is its autograd node."""
     if held is None:
         return None
     reference, version, base, view, offset = held
@@ -176,7 +182,7 @@ def _again(name: str, held: Held | None, node: Any) -> Tensor | None:
 
 def _alive(held: Tensor | ref[Tensor]) -> Tensor | None:
     t: Any = held() if isinstance(held, ref) else held
-    if hasattr(t, "_fix_weakref"):  # it may have been autograd's alone, and be freed under Python's hands
+    if hasattr(t, "_fix_weakref"):  # autograd may have been its only owner, and may free it
         t._fix_weakref()
     return t  # type: ignore[no-any-return]
 
@@ -190,8 +196,9 @@ def _check_version(name: str, t: Tensor, version: int) -> None:
 
 
 def _only_views(node: Any, base: Tensor) -> bool:
-    """Whether a gradient goes from a view to its base by torch's own view operators alone, and not through a
-    ``torch.autograd.Function`` that returned its input as a view and has a gradient of its own.
+    """Whether only view operators of torch lead from a base to its view.
+
+    A ``torch.autograd.Function`` may also return its input as a view; its gradient is its own.
     """
     end = base.grad_fn
     while node is not None and node is not end and not hasattr(node, "variable"):
@@ -201,16 +208,16 @@ def _only_views(node: Any, base: Tensor) -> bool:
     return node is not None
 
 
-# What `Function.apply` calls in turn, past what it does for functorch first: that takes as long as a kernel's launch.
+# the part of `Function.apply` after its work for functorch, which takes as long as a kernel launch
 _apply = super(torch.autograd.Function, _RunPlan).apply
 
 
 def run_call(
     call: BoundPlan, arguments: Sequence[Tensor | None], uncast: Sequence[Tensor | None] | None = None
 ) -> tuple[Tensor, ...]:
-    """Run a plan's forward steps and, if it has gradients to give, let autograd run its backward steps, once, later.
+    """Run the forward steps of a plan, and let autograd run its backward steps if it has gradients to give.
 
-    ``uncast`` are the arguments before autocast has cast some of them.
+    ``uncast`` are the arguments before autocast has cast them.
     """
     if not call.plan.wanted:
         return call.run([*arguments], *call.runs)[0]  # type: ignore[return-value]

@@ -1,6 +1,6 @@
-"""A count of the changes that may call for another plan: of ops' attributes, and of the set of rules.
+"""A count of changes that may call for another plan: to attributes of ops, and to the set of rules.
 
-A chain that finds the count where it was need not look at each of them.
+While the count stays the same, a chain need not compare them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,6 @@ count = 0
 
 
 def note() -> None:
-    """Count one more change, after it was made."""
+    """Count a change that was made."""
     global count
     count = next(_numbers)

@@ -1,4 +1,4 @@
-"""Environment variables: those that are read at every call, and a check that each says something that is known."""
+"""Environment variables: those that are read at every call, and a check for unknown names and values."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ _FLAGS = {
 
 
 def reader(*names: str) -> Callable[[], tuple[object, ...]]:
-    """Return a function that returns something for each variable that differs where its text does.
+    """Return a function that returns a value for each variable, which differs if the variable does.
 
-    ``os.environ.get`` takes a microsecond of the host for a variable that is not set, since it raises and catches two
-    exceptions; the mapping of encoded texts under it a twentieth.
+    For a variable that is not set, ``os.environ.get`` takes a microsecond, since it raises and catches two exceptions.
+    The mapping of encoded texts inside it takes a twentieth of that.
     """
     texts = getattr(os.environ, "_data", None)
-    if not isinstance(texts, dict):  # another Python's
+    if not isinstance(texts, dict):  # another implementation of Python
         return lambda: tuple([os.environ.get(name) for name in names])
     get, encoded = texts.get, [os.environ.encodekey(name) for name in names]
     return lambda: tuple([get(name) for name in encoded])
 
 
 environment_state = reader("FUSEDMOE_DISABLE", "FUSEDMOE_DEBUG")
-"""Tells whether any of the functions below would now say something else."""
+"""Returns a value that differs if the result of a function below may differ."""
 
 
 def disabled_by_environment() -> str:
-    """Return the patterns of rule names that are switched off, separated by commas."""
+    """Return the patterns of disabled rules, separated by commas."""
     return os.environ.get("FUSEDMOE_DISABLE", "")
 
 
 def debugging() -> bool:
-    """Whether inputs are checked that only a wait for the device can tell."""
+    """Whether the checks of inputs run that wait for the device."""
     text = os.environ.get("FUSEDMOE_DEBUG", "")
     flag = _FLAGS.get(text.strip().lower())
     if flag is None:
@@ -81,10 +81,10 @@ def configure_logging(value: str | None = None) -> None:
 
 
 def check() -> None:
-    """Warn of variables that have no effect: unknown names that begin with FUSEDMOE_, and unknown values."""
+    """Warn about variables without an effect: unknown names that begin with FUSEDMOE_, and unknown values."""
     for name in sorted(os.environ):
         if name.startswith("FUSEDMOE_") and name not in VARIABLES:
-            hint = did_you_mean(name, VARIABLES, 0.8)  # they all begin alike
+            hint = did_you_mean(name, VARIABLES, 0.8)  # they share a prefix
             say_once(logger, logging.WARNING, "%s: fusedmoe reads no such environment variable%s", name, hint)
     debugging()
     folder = os.environ.get("FUSEDMOE_CACHE_DIR", "")
@@ -94,6 +94,6 @@ def check() -> None:
 
 
 def did_you_mean(text: str, known: Iterable[str], least: float = 0.6) -> str:
-    """``"; did you mean 'sm90.*'?"``: the nearest of what is known, or nothing."""
+    """Return a question with the nearest known text, ``"; did you mean 'sm90.*'?"``, or an empty text."""
     close = difflib.get_close_matches(text, list(known), n=1, cutoff=least)
     return f"; did you mean {close[0]!r}?" if close else ""

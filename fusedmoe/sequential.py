@@ -1,4 +1,4 @@
-"""`Sequential`: ops and other modules in a row, run by the fewest kernels that there are for them."""
+"""`Sequential`: ops and other modules in a row, which run as fused kernels."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from fusedmoe.fusion.plan import Explanation
 from fusedmoe.kernels.options import DEFAULT, KernelOptions, Schedule
 from fusedmoe.ops.amax_state import only_looking
 from fusedmoe.ops.op import Op, Runnable
-from fusedmoe.partition import ChainPart, buffers_kept, partition_for
-from fusedmoe.shapes import explain_shapes
+from fusedmoe.partition import buffers_kept, partition_for
+from fusedmoe.shapes import explain_parts
 from fusedmoe.target import planned_for
 
 if TYPE_CHECKING:
@@ -32,30 +32,30 @@ def kernel_options(who: str, sm_margin: object, schedule: Schedule) -> KernelOpt
 
 
 class Sequential(Runnable, nn.Sequential):
-    """``torch.nn.Sequential`` whose ops are fused where there is a kernel for them, with the same results.
+    """``torch.nn.Sequential`` that fuses its ops if a kernel exists for them, with the same results.
 
-    Built, indexed, sliced, saved and copied like ``torch.nn.Sequential``. Besides, ops take runtime inputs by name:
-    each is given once, to ``forward``, for whichever ops use it, unless an earlier op provides it.
+    It is built, indexed, sliced, saved and copied like ``torch.nn.Sequential``. Its ops may take runtime inputs by
+    name. ``forward`` takes each once, for all ops that use it, unless an earlier op provides it.
 
-    Any other ``nn.Module`` may stand among the ops; it is called with the rows alone, and splits the chain there. So
-    does an op with module hooks, or one whose ``forward`` was replaced: it is called as a module, so that the hooks
-    run. A nested `Sequential` counts as its ops.
+    - Any other ``nn.Module`` among the ops splits the chain. It is called with the rows alone.
+    - An op with module hooks, or with a replaced ``forward``, splits it too. It is called as a module.
+    - A nested `Sequential` counts as its ops.
 
     Parameters
     ----------
     *args
         The modules, or one ``OrderedDict`` of them, as for ``torch.nn.Sequential``.
     sm_margin
-        SMs that the fused kernels leave free for other kernels, such as those of communication.
+        SMs that the fused kernels leave free for other kernels, such as communication.
     schedule
-        ``"static"``: a thread block of a fused kernel knows its tiles beforehand. ``"dynamic"``: it draws the next one
-        from a counter, which evens out what other kernels on the GPU slow down.
+        ``"static"``: each thread block of a fused kernel has its tiles from the start. ``"dynamic"``: it takes its next
+        tile from a counter, which balances the load beside other kernels.
 
     Notes
     -----
-    ``sm_margin`` and ``schedule`` may be set as attributes at any time; neither changes a result. They hold for every
-    chain that this `Sequential` runs, in its forward and the backward of that, also for the ops of a nested one, whose
-    own settings hold where it is called by itself.
+    ``sm_margin`` and ``schedule`` may be set as attributes at any time; neither changes a result. They hold for the
+    forward and the backward pass of this `Sequential` and of nested ones. Those of a nested one hold only if it is
+    called by itself.
 
     Examples
     --------
@@ -78,7 +78,7 @@ class Sequential(Runnable, nn.Sequential):
 
     @property
     def schedule(self) -> Schedule:
-        """How the fused kernels share out their tiles: ``"static"`` or ``"dynamic"``."""
+        """How the fused kernels assign their tiles: ``"static"`` or ``"dynamic"``."""
         return self._options.schedule
 
     @schedule.setter
@@ -117,23 +117,22 @@ class Sequential(Runnable, nn.Sequential):
         __call__ = forward
 
     def forward_with(self, parameters: Mapping[str, Tensor | None], x: Tensor, /, **inputs: Tensor) -> Tensor:
-        """Run the ops with parameters that belong to somebody else: ``{"0.weight": w, "0.bias": None, ...}``.
+        """Run the ops with the parameters of another module: ``{"0.weight": w, "0.bias": None, ...}``.
 
-        For a module that holds weights of its own and composes ops without any; see `without_parameters`. (What
-        ``torch.func.functional_call`` does for a module with parameters works too, but takes the host longer.) Any
-        strides will do: ``weight.mT`` of a weight that is stored (E, in, out).
+        The ops must have none; see `without_parameters`. (``torch.func.functional_call`` replaces parameters that they
+        have, which takes the host longer.) Weights may have any strides, as ``weight.mT`` of a weight (E, in, out).
 
         Raises
         ------
         InputError
-            As `forward`; or a parameter is given that no op takes or that the op has itself, or is missing.
+            As `forward`; or a parameter is missing, no op takes it, or the op has one.
         """
         return modes.run(self, x, inputs, parameters)
 
     def without_parameters(self) -> Sequential:
-        """Take the parameters from the ops, for `forward_with`; return this `Sequential`.
+        """Remove the parameters of the ops, for `forward_with`; return this `Sequential`.
 
-        Build it with ``device="meta"``, and no memory is taken for them.
+        A `Sequential` that is built with ``device="meta"`` takes no memory for them.
         """
         for module in self.modules():
             if isinstance(module, Op):
@@ -142,20 +141,18 @@ class Sequential(Runnable, nn.Sequential):
         return self
 
     def explain(self, x: Tensor, /, *, arch: Any = None, **inputs: Tensor) -> Explanation:
-        """Return what `forward` would do with this call, and why: ``print`` it for a table.
+        """Return how `forward` would run this call, and why: ``print`` it for a table.
 
-        The backward pass is planned as autograd would want it here: nothing under ``torch.no_grad()``. Chains and
-        modules in front of another chain are run, to know what it gets. For delayed scaling that is no step, and the
-        buffers of these modules stay as they were.
+        A backward pass is planned if autograd would run one, so none under ``torch.no_grad()``. All parts except the
+        last run, since the next part depends on their results. Their buffers and amax histories stay unchanged.
 
         Parameters
         ----------
         x, **inputs
             As for `forward`.
         arch
-            Plan for an NVIDIA GPU of this architecture, 90 or "sm_90", in place of x's device. No GPU need be
-            there. No chain runs; modules in front of another chain are called on tensors without memory. x and the
-            inputs may be on the meta device.
+            Plan for an NVIDIA GPU of this architecture, 90 or "sm_90", which need not exist here. No chain runs;
+            modules are called on tensors without memory. x and the inputs may be on the meta device.
 
         Raises
         ------
@@ -167,27 +164,18 @@ class Sequential(Runnable, nn.Sequential):
     def explain_with(
         self, parameters: Mapping[str, Tensor | None] | None, x: Tensor, /, *, arch: Any = None, **inputs: Tensor
     ) -> Explanation:
-        """Return what `forward_with` would do with this call, and why; see `explain`."""
-        partition, named = partition_for(self, inputs), inputs
-        partition.check_inputs(x, named)
+        """Return how `forward_with` would run this call, and why; see `explain`."""
+        partition = partition_for(self, inputs)
+        partition.check_inputs(x, inputs)
         if parameters is not None:
             partition.check_parameters(parameters)
         with only_looking(), buffers_kept(partition.parts), planned_for(arch) as asked:
-            if asked is not None and len(partition.parts) > 1:
-                return Explanation(explain_shapes(partition.parts, x, named, self._options, parameters))
-            explained = []
-            counted = True
-            for i, part in enumerate(partition.parts):
-                chain = part.chain_for(counted) if isinstance(part, ChainPart) else None
-                plan = None if chain is None else chain.explain(x, named, self._options, parameters)
-                explained.append((part.title, plan))
-                if i + 1 < len(partition.parts):
-                    x, counted = part.run(x, named, self._options, parameters, counted)
-        return Explanation(tuple(explained))
+            run = asked is None or len(partition.parts) == 1
+            return Explanation(explain_parts(partition.parts, x, inputs, self._options, parameters, run=run))
 
     @property
     def changes_rows(self) -> bool:
-        """Whether the rows that come out are not those that went in: a module among these says so."""
+        """Whether a module among these says that its rows out are not its rows in."""
         return partition_for(self).changes_rows
 
     @property
@@ -197,11 +185,11 @@ class Sequential(Runnable, nn.Sequential):
 
     @property
     def optional_inputs(self) -> tuple[str, ...]:
-        """``("offsets",)`` where `forward` may be given ``splits``, though no op has to have them; see `Linear`."""
+        """``("offsets",)`` if `forward` takes ``splits`` but no op needs them; see `Linear`."""
         return ("offsets",) if partition_for(self).may_be_sorted else ()
 
     def _is_called(self, name: str) -> None:
-        """Let log lines of new plans call this by its name in a model."""
+        """Use this name in a model in the log lines of new plans."""
         self._of_process.place = name
         partition_for(self).name(name)
 

@@ -1,7 +1,8 @@
-"""The parts of a `Sequential` explained one after the other, without running any: on tensors without memory."""
+"""``explain()`` of the parts of a `Sequential`, one after the other."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -10,7 +11,7 @@ from fusedmoe.errors import InputError
 from fusedmoe.partition import ChainPart
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
@@ -20,25 +21,30 @@ if TYPE_CHECKING:
     from fusedmoe.partition import ModulePart
 
 
-def explain_shapes(
+def explain_parts(
     parts: Sequence[ChainPart | ModulePart],
     x: Tensor,
-    inputs: Mapping[str, Tensor],
+    named: dict[str, Tensor],
     options: KernelOptions,
     parameters: Parameters | None,
+    *,
+    run: bool,
 ) -> tuple[tuple[str, PlanData | None], ...]:
     """Return the title and the plan of each part, as `Explanation.parts` has them.
+
+    With ``run`` all parts except the last run. Else no chain runs, and modules are called on tensors without memory.
 
     Raises
     ------
     InputError
-        A module in front of another part cannot be called on tensors that have no memory.
+        A module before another part cannot be called on tensors without memory.
     """
     explained = []
     counted = True
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        x = mode.from_tensor(x, static_shapes=True)
-        named: dict[str, Tensor] = {name: mode.from_tensor(t, static_shapes=True) for name, t in inputs.items()}
+    with nullcontext() if run else FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        if mode is not None:
+            x = mode.from_tensor(x, static_shapes=True)
+            named = {name: mode.from_tensor(t, static_shapes=True) for name, t in named.items()}
         for part in parts:
             chain = part.chain_for(counted) if isinstance(part, ChainPart) else None
             plan = None if chain is None else chain.explain(x, named, options, parameters)
@@ -48,7 +54,7 @@ def explain_shapes(
             try:
                 x, counted = part.run(x, named, options, parameters, counted)
             except Exception as error:
-                if isinstance(part, ChainPart) or isinstance(error, InputError):
+                if mode is None or isinstance(part, ChainPart) or isinstance(error, InputError):
                     raise
                 raise InputError(
                     f"explain: module {part.label!r} ({type(part.module).__name__}) cannot be called on tensors "

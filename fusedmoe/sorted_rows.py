@@ -1,8 +1,8 @@
-"""Where the rows of a `Sequential` are sorted by expert, across its parts, and how modules are called on such rows.
+"""Rows that are sorted by expert, across the parts of a `Sequential`, and calls of modules on such rows.
 
-The ops of one chain share the offsets of their rows (`fusedmoe.fusion.graph`). This is the same across what splits a
-chain: a module that is no op, or an op with hooks. Every part knows which of its rows belong to no expert, as long as
-no module has changed the number of rows.
+The ops of one chain share the offsets of their rows; see `fusedmoe.fusion.graph`. This module does the same across a
+module that splits the chain: one that is no op, or an op with hooks. Every part knows its rows that belong to no
+expert, until a module changes the number of rows.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Boundary(NamedTuple):
     Attributes
     ----------
     rows : int
-        Which set of rows; it changes where a module says so (``changes_rows``: `Dispatch`, `Combine`).
+        The number of the set of rows. A module with ``changes_rows`` (`Dispatch`, `Combine`) begins a new set.
     taker : str or None
-        The first op that takes the offsets of this set, where ``splits`` as known here counts its rows; None where the
-        rows are not sorted by expert.
+        The first op that takes the offsets of this set, if the ``splits`` that are known here count its rows. None if
+        the rows are not sorted by expert.
     """
 
     rows: int
@@ -37,17 +37,17 @@ class Boundary(NamedTuple):
 
 
 def boundaries(modules: Sequence[tuple[str, nn.Module]], taker: str | None = None) -> list[Boundary]:
-    """Return the rows in front of each module, and those that come out of the last.
+    """Return the rows before each module, and those after the last.
 
     Parameters
     ----------
     modules
-        With their labels.
+        The modules with their labels.
     taker
-        Who has sorted the rows that go into the first one, if it is somebody outside.
+        The caller's name, if the rows that go into the first module are sorted.
     """
     provider = ""  # the caller
-    # of each set: the op, and whose splits count its rows
+    # for each set: the op, and the provider of the splits that count its rows
     takers: list[tuple[str, str] | None] = [None if taker is None else (taker, provider)]
     places = []
     for label, module in modules:
@@ -69,12 +69,12 @@ def boundaries(modules: Sequence[tuple[str, nn.Module]], taker: str | None = Non
 
 
 def changes_rows(module: nn.Module) -> bool:
-    """Whether a module says that the rows that come out of it are others: attribute ``changes_rows``."""
+    """Whether a module says that its rows out are not its rows in: attribute ``changes_rows``."""
     return getattr(module, "changes_rows", False) is True
 
 
 def sorts_rows(module: nn.Module) -> bool:
-    """Whether a module takes ``splits`` for the rows that go into it: a grouped op, or a `Sequential` of such."""
+    """Whether a module takes ``splits`` for its rows in: a grouped op, or a `Sequential` of such ops."""
     inputs = getattr(module, "runtime_inputs", ())
     return "offsets" in inputs or ("splits" in inputs and not hasattr(module, "compute") and not changes_rows(module))
 
@@ -85,19 +85,19 @@ class ModuleCall(NamedTuple):
     Attributes
     ----------
     takes, provides : tuple of str
-        Runtime inputs that it takes, and values that it returns beside its rows.
+        The runtime inputs that it takes, and the values that it returns besides its rows.
     sorted_rows : bool
-        The rows that go in are sorted by expert.
+        Its rows in are sorted by expert.
     new_rows : bool
-        The rows that come out are others.
+        Its rows out are not its rows in.
     sorts_rows : bool
-        It takes ``splits`` itself.
+        It takes ``splits`` in any case.
     offered_splits : bool
-        It takes ``splits`` only if its rows are sorted (`Linear`, `Quantize`, a `Sequential` of such).
+        It takes ``splits`` if its rows are sorted (`Linear`, `Quantize`, a `Sequential` of these).
     masks_input, masks_output : bool
-        Zero the rows that belong to no expert before the call, and after it.
+        Rows that belong to no expert become zeros before the call, and after it.
     gives_rows : str
-        The module and the op after it, for the error where no tensor comes out; empty where no op comes after it.
+        The module and the op after it, for the error if no tensor comes out. Empty if no op comes after it.
     """
 
     takes: tuple[str, ...]
@@ -119,7 +119,7 @@ def module_call(
     first: bool,
     gives_rows: str,
 ) -> ModuleCall:
-    """Return how to call a module with these rows before and after it; ``first``: no other part comes before it."""
+    """Return how to call a module with these rows before and after it; ``first`` if no part comes before it."""
     before, after = around
     sorted_rows = before.taker is not None
     return ModuleCall(
@@ -152,10 +152,10 @@ def accepts_splits(module: nn.Module, forward_does: bool = False) -> bool:
 
 
 def call_module(module: Any, x: Any, named: dict[str, Tensor], call: ModuleCall, counted: bool) -> tuple[Any, bool]:
-    """Call a module on rows and what it takes of the values by name, to which it adds those that it provides.
+    """Call a module on rows and values by name, to which it adds those that it provides.
 
-    ``counted`` says whether ``splits`` counts the rows ``x``; it is returned for the rows that come out. Gradients of
-    rows that belong to no expert become zeros where those rows do.
+    ``counted`` says whether ``splits`` counts the rows ``x``. The same is returned for the rows that come out. Where
+    rows that belong to no expert become zeros, their gradients do too.
     """
     if call.masks_input and counted:
         x = _without_tail(x, named)
@@ -175,7 +175,7 @@ def call_module(module: Any, x: Any, named: dict[str, Tensor], call: ModuleCall,
 
 
 def why_no_rows(y: Any, call: ModuleCall) -> str | None:
-    """Return what is wrong with the output of a module that an op comes after; None if it is a tensor."""
+    """Return the message for a module that returned no tensor to the op after it; None if all is well."""
     if not call.gives_rows or isinstance(y, Tensor):
         return None
     return f"Sequential: {call.gives_rows}, got {type(y).__name__}; wrap the module in one that returns the rows alone"
