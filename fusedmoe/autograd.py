@@ -144,9 +144,7 @@ def _unsaved(ctx: Any, i: int) -> Tensor | None:
             _check_version(name, t, held[1] if held else ctx.versions[call.trained.index(i)])
         return t  # type: ignore[no-any-return]
     t = _again(name, held, accumulate)
-    if (
-        t is None and (uncast := getattr(ctx, "uncast", {}).get(i)) is not None
-    ):  # the cast one is gone
+    if t is None and (uncast := getattr(ctx, "uncast", {}).get(i)) is not None:  # the cast one is gone
         t = _again(name, uncast, accumulate.next_functions[0][0] if accumulate is not None else None)
         if t is not None:
             with torch.enable_grad():

@@ -1,12 +1,16 @@
-"""The settings that hold around a call: recipe, switched-off rules, strictness. Each holds inside its ``with`` block.
+"""The settings of a call: recipe, disabled rules, strictness. Each is in force inside its ``with`` block.
 
 How a block ends
 ----------------
-Python may raise ``KeyboardInterrupt`` before the first and after the last instruction of ``__enter__`` and of
-``__exit__``, and blocks may end out of order: in generators, in contexts that were copied. So no code has to run for a
-block to end. A context variable holds the innermost `_Entry`, which refers weakly to the function that ends it. The
-``with`` statement alone holds that function; Python drops it when the statement is left, in whatever way. An entry
-counts while its function exists and was not called.
+A block must end without running any code, for two reasons:
+
+- Python may raise ``KeyboardInterrupt`` before the first and after the last instruction of ``__enter__`` and of
+  ``__exit__``.
+- Blocks may end out of order: in generators, and in copied contexts.
+
+So a context variable holds the innermost `_Entry`, which refers weakly to the function that ends it. Only the ``with``
+statement holds that function, and Python drops it however the statement is left. An entry is in force while its
+function exists and was not called.
 
 `torch.compile` cannot guard on a context variable. A thread-local text, ``thread.key``, names the settings for it.
 """
@@ -37,14 +41,14 @@ _F = TypeVar("_F", bound="Callable[..., Any]")
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings that hold here.
+    """The settings that are in force.
 
     Attributes
     ----------
     recipe, disabled, strict, strict_unavailable
-        What `fm.recipe`, `fm.disabled` and `fm.strict` set.
+        The arguments of `fm.recipe`, `fm.disabled` and `fm.strict`.
     set_in : dict of str to int
-        Those that were set in a backward pass, and in which: by what is computed again there.
+        The settings that a recomputed function set in a backward pass, each with the number of that pass.
     """
 
     recipe: Recipe = BF16
@@ -54,7 +58,7 @@ class Settings:
     set_in: Mapping[str, int] = field(default_factory=dict, compare=False)
 
     def within(self, backward_pass: int) -> dict[str, Any]:
-        """Return what was set in this backward pass."""
+        """Return the settings that were set in this backward pass."""
         return {name: getattr(self, name) for name, where in self.set_in.items() if where == backward_pass}
 
     def all_disabled(self) -> tuple[str, ...]:
@@ -65,7 +69,7 @@ class Settings:
 class _Thread(threading.local):
     """The settings of a thread as a text: `torch.compile` can guard on it, but not on a context variable."""
 
-    def __init__(self) -> None:  # in each thread: Dynamo does not see that an attribute of a class gets hidden
+    def __init__(self) -> None:  # in each thread, since Dynamo does not see a class attribute get hidden
         self.key = ""
 
 
@@ -77,9 +81,9 @@ class _Entry:
     outer
         The entry around it.
     end
-        Returns the function that ends the entry; None once the entry has ended.
+        Returns the function that ends the entry; None after the entry has ended.
     known
-        The settings outside of the block and inside of it, as they were found last.
+        The last settings outside the block and inside it.
     """
 
     __slots__ = ("_changes", "_within", "end", "known", "outer")
@@ -91,8 +95,8 @@ class _Entry:
         self.end: Callable[[], object] = _ended
 
     def settings(self, outside: Settings) -> Settings:
-        """Return the settings inside of the block, where these hold outside."""
-        known = self.known  # one attribute, which other threads may write meanwhile
+        """Return the settings inside the block, for these outside it."""
+        known = self.known  # read once: other threads may write it
         if known is None or known[0] is not outside:
             known = self.known = outside, self._changed(outside)
         return known[1]
@@ -119,7 +123,7 @@ thread = _Thread()
 
 
 def current(_innermost: Callable[[], _Entry | None] = _innermost.get) -> Settings:
-    """Return the settings that hold at this point."""
+    """Return the settings that are in force."""
     entry = _innermost()
     if entry is None:
         return _default
@@ -127,7 +131,7 @@ def current(_innermost: Callable[[], _Entry | None] = _innermost.get) -> Setting
     outer: _Entry | None = entry
     while outer is not None and outer.end() is not None:
         outer = outer.outer
-    return known[1] if outer is None and known is not None else _of(entry)  # nothing has ended: as it was found last
+    return known[1] if outer is None and known is not None else _of(entry)  # the former: no entry has ended
 
 
 def _of(entry: _Entry | None) -> Settings:
@@ -139,20 +143,20 @@ def _of(entry: _Entry | None) -> Settings:
 
 
 def _open(entry: _Entry | None) -> _Entry | None:
-    """Return the innermost entry, from this one outwards, that has not ended."""
+    """Return the innermost entry that has not ended, from this one outwards."""
     while entry is not None and entry.end() is None:
         entry = entry.outer
     return entry
 
 
 def follow_context() -> None:
-    """Let ``thread.key`` name the settings that hold here; blocks of other contexts may have changed it."""
+    """Let ``thread.key`` name the settings in force; blocks of other contexts may have changed it."""
     now = current()
     thread.key = _keys.setdefault(now, f"settings {len(_keys)}")
 
 
 def _leave(entry: _Entry, *_: object) -> None:
-    reference, entry.end = entry.end, _ended  # an interrupt keeps this frame, and so the reference and its callback
+    reference, entry.end = entry.end, _ended  # after an interrupt, this frame holds the reference and its callback
     if _innermost.get() is entry:
         _innermost.set(_open(entry.outer))
     follow_context()
@@ -165,7 +169,7 @@ def _abandoned(_: object) -> None:
 
 
 class _End:
-    """``__exit__`` of a block: a function for each entry, which the ``with`` statement holds while it lasts."""
+    """``__exit__`` of a block: one function per entry, which the ``with`` statement holds while it lasts."""
 
     @overload
     def __get__(self, block: None, kind: type) -> _End: ...
@@ -177,29 +181,29 @@ class _End:
         return block._end or block._prepared()
 
     def __call__(self, block: _Block[Any], *error: object) -> None:
-        """Leave a block that was entered without a ``with`` statement, as `contextlib.ExitStack` does it."""
+        """Leave a block that was entered without a ``with`` statement, as `contextlib.ExitStack` does."""
         end, block._end = block._end, None
         if end is not None:
             end(*error)
 
 
 class _Block(ContextDecorator, Generic[_T]):
-    """A block, or the calls of a decorated function, in which settings differ. ``as`` gives its value."""
+    """A block, or the calls of a decorated function, with other settings. ``as`` gives its value."""
 
     __exit__ = _End()
 
     def __init__(self, value: _T, **changes: Any) -> None:
         self._value, self._changes = value, changes
-        self._entry: _Entry | None = None  # the one that `__enter__` will enter
-        self._end: Callable[..., None] | None = None  # where no `with` statement holds it
+        self._entry: _Entry | None = None  # for the next `__enter__`
+        self._end: Callable[..., None] | None = None  # if no `with` statement holds it
 
     def __call__(self, function: _F) -> _F:
-        """Decorate a function, which runs within the block then.
+        """Decorate a function: each call runs inside the block.
 
         Raises
         ------
         InputError
-            Its body runs after the decorated call has returned: that of a generator or of a coroutine.
+            It is a generator or a coroutine, whose body runs after the decorated call has returned.
         """
         kinds = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
         if any(is_kind(function) for is_kind in kinds):
@@ -234,17 +238,16 @@ class _Block(ContextDecorator, Generic[_T]):
 
 
 def patterns(text: str) -> tuple[str, ...]:
-    """``"sm90.*, my.rule" -> ("sm90.*", "my.rule")``."""
+    """Return the patterns in a text: ``"sm90.*, my.rule" -> ("sm90.*", "my.rule")``."""
     return tuple(filter(None, (part.strip() for part in text.split(","))))
 
 
 def recipe(recipe: object) -> _Block[Recipe]:
-    """Run what is called inside under this recipe: a name (``"mxfp8"``), a `Recipe`, or one of Transformer Engine's
-    recipes; the innermost holds, but for layers with a recipe of their own.
+    """Run calls inside the block under this recipe: a name (``"mxfp8"``), a `Recipe`, or one of Transformer Engine.
 
-    The backward pass of a call uses the recipe of its forward, wherever ``backward()`` is called. What activation
-    checkpointing computes again uses that of the chain's last call with gradients, or, under ``use_reentrant=True``, of
-    its last call without.
+    The innermost recipe is in force, except for layers with a recipe of their own. The backward pass of a call uses the
+    recipe of its forward pass, wherever ``backward()`` is called. Recomputation under activation checkpointing uses the
+    recipe of the chain's last call with gradients, or under ``use_reentrant=True`` of its last call without.
     """
     resolved = resolve(recipe)
     return _Block(resolved, recipe=resolved)
@@ -254,10 +257,10 @@ _PATTERN = instance(str, "names of rules")
 
 
 def disabled(*patterns: str) -> _Block[None]:
-    """Switch the fusion rules off whose names match any of these patterns (``fm.disabled("sm90.*")``): to bisect.
+    """Disable the fusion rules whose names match any of these patterns (``fm.disabled("sm90.*")``), for bisection.
 
-    The pattern is that of `fnmatch`. ``fm.disabled()`` switches nothing off; nested blocks add up. A pattern that no
-    rule's name matches is no error, since rules may be registered later: the first plan that is made under it warns.
+    The patterns are those of `fnmatch`. ``fm.disabled()`` disables nothing; nested blocks add up. A pattern without a
+    match is no error, since rules may be registered later. The first plan under such a pattern logs a warning.
     """
     for pattern in patterns:
         _PATTERN("disabled: patterns", pattern)
@@ -265,19 +268,19 @@ def disabled(*patterns: str) -> _Block[None]:
 
 
 def strict(enabled: bool = True, *, unavailable: bool = False) -> _Block[None]:
-    """Raise `FusionError`, with the nearest miss, where an op that this device has fused kernels for runs unfused.
+    """Raise `FusionError`, with the nearest miss, if an op runs unfused that this device has fused kernels for.
 
-    That is: a rule available on this device stood on the op and ended in CONSTRAINT or NO_MATCH, or its kernel declined
-    at the call. An op that no rule has a kernel for, on any device, is no miss: a product of quantized operands.
+    That is: a rule that is available on this device matched the op and ended in CONSTRAINT or NO_MATCH, or its kernel
+    declined the call. An op that no rule has a kernel for on any device is no miss, such as a product of quantized
+    operands.
 
     Parameters
     ----------
     enabled
         False: raise nothing inside.
     unavailable
-        Also raise where a rule stood on the op and ended in UNAVAILABLE: the device is another one, a package is
-        missing, or the rule is switched off. Without a GPU, ``explain(..., arch=90).raise_if_missed()`` checks the same
-        for one.
+        Also raise if a rule matched the op and ended in UNAVAILABLE: it is for another device, a package is missing, or
+        the rule is disabled. Without a GPU, ``explain(..., arch=90).raise_if_missed()`` checks the same for one.
     """
     enabled, unavailable = FLAG("strict: enabled", enabled), FLAG("strict: unavailable", unavailable)
     return _Block(None, strict=enabled, strict_unavailable=enabled and unavailable)

@@ -12,6 +12,7 @@ from toy import E, H, I, assert_same, experts, inputs, only_plan, outcome, rows,
 
 import fusedmoe as fm
 from fusedmoe import InputError
+from fusedmoe.process_state import ProcessState
 
 COPIES = {
     "deepcopy": copy.deepcopy,
@@ -60,6 +61,19 @@ def test_copies(how, called):
     assert type(twin) is fm.Sequential
     assert twin[1].weight is not chain[1].weight
     assert_same(outcome(twin, x, **named), outcome(chain, x, **named))
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, _saved_and_loaded, lambda m: pickle.loads(pickle.dumps(m))])
+@pytest.mark.parametrize("part", ["Sequential", "op"])
+def test_a_copy_has_a_process_state_of_its_own(how, part):
+    chain = experts()
+    chain(rows(), **inputs())
+    module = chain if part == "Sequential" else chain[1]
+    if part == "op":
+        module(torch.randn(3, 2 * I))
+    found = how(module)
+    assert module._of_process.partition is not None
+    assert found._of_process == ProcessState()
 
 
 @pytest.mark.parametrize("materialize", ["to_empty", "assign"])
