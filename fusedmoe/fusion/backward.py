@@ -27,29 +27,14 @@ if TYPE_CHECKING:
 
 
 class Backward(NamedTuple):
-    """The backward chain.
+    """The backward chain."""
 
-    Attributes
-    ----------
-    places : tuple of Place
-        The steps that a wanted gradient needs, from the last op to the first.
-    sums : tuple of Place
-        The glue that adds up gradients to which several ops contribute.
-    incoming : dict of str to str
-        For each output of the chain that has a gradient: the name of the gradient that arrives.
-    gradients : dict of str to str
-        For each argument that gets a gradient: its name.
-    forms : dict of str to Form
-        The forms of gradients that are quantized.
-    specs : dict of str to spec
-        Their specs.
-    """
-
-    places: tuple[Place, ...] = ()
-    sums: tuple[Place, ...] = ()
+    places: tuple[Place, ...] = ()  # the steps that a wanted gradient needs, from the last op to the first
+    sums: tuple[Place, ...] = ()  # the glue that adds up gradients to which several ops contribute
+    # for each output of the chain that has a gradient: the name of the gradient that arrives
     incoming: Mapping[str, str] = {}
-    gradients: Mapping[str, str] = {}
-    forms: Mapping[str, Form] = {}
+    gradients: Mapping[str, str] = {}  # for each argument that gets a gradient: its name
+    forms: Mapping[str, Form] = {}  # the forms of gradients that are quantized
     specs: Mapping[str, SpecLike | None] = {}
 
 

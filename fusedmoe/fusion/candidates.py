@@ -36,37 +36,17 @@ _KEPT = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A step that covers the places [start, end).
-
-    Attributes
-    ----------
-    start, end : int
-        The positions.
-    step : Step
-        The values, by the chain's names.
-    cost_us : float
-        The estimated time without `Step.keeps`.
-    rule : FusionRule or None
-        The rule, bound to the ops; None for a plain step.
-    ctx : PlanContext or None
-        The rule's context.
-    keep_names : tuple of str
-        `Step.keeps` by the rule's names.
-    keep_us : dict of str to float
-        The estimated time to write each of `Step.keeps`.
-    inside : frozenset of str
-        Values that the covered places make and that the step does not give.
-    """
+    """A step that covers the places [start, end)."""
 
     start: int
     end: int
-    step: Step
-    cost_us: float
-    rule: FusionRule | None = None
+    step: Step  # the values, by the chain's names
+    cost_us: float  # the estimated time without `Step.keeps`
+    rule: FusionRule | None = None  # the rule, bound to the ops; None for a plain step
     ctx: PlanContext | None = None
-    keep_names: tuple[str, ...] = ()
-    keep_us: Mapping[str, float] = field(default_factory=dict)
-    inside: frozenset[str] = frozenset()
+    keep_names: tuple[str, ...] = ()  # `Step.keeps` by the rule's names
+    keep_us: Mapping[str, float] = field(default_factory=dict)  # the estimated time to write each of `Step.keeps`
+    inside: frozenset[str] = frozenset()  # values that the covered places make and that the step does not give
 
     @property
     def name(self) -> str:

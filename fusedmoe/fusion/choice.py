@@ -45,25 +45,14 @@ class Chosen(NamedTuple):
 
 @dataclass(frozen=True)
 class Covering:
-    """Some steps in a row, and their cost.
+    """Some steps in a row, and their cost."""
 
-    Attributes
-    ----------
-    cost_us : float
-        The estimated time.
-    names : tuple of str
-        The rules' names: among equally cheap coverings, fewer and longer steps win, then the names, so that no order of
-        import decides.
-    steps : tuple of Chosen
-        In order of position.
-    converted : frozenset of str
-        The dequantized values that the steps read.
-    """
-
-    cost_us: float = 0.0
+    cost_us: float = 0.0  # the estimated time
+    # the rules' names: among equally cheap coverings, fewer and longer steps win, then the names, so that no order of
+    # import decides
     names: tuple[str, ...] = ()
-    steps: tuple[Chosen, ...] = ()
-    converted: frozenset[str] = frozenset()
+    steps: tuple[Chosen, ...] = ()  # in order of position
+    converted: frozenset[str] = frozenset()  # the dequantized values that the steps read
 
     @property
     def rank(self) -> tuple[float, int, tuple[str, ...]]:
@@ -129,24 +118,12 @@ class _Search:
 
 
 class _Kept(NamedTuple):
-    """The state of a search over backward coverings.
+    """The state of a search over backward coverings."""
 
-    Attributes
-    ----------
-    kept : frozenset of str
-        Forward values to keep.
-    waiting : frozenset of str
-        Forward values that are kept unless a later step recomputes them.
-    there : frozenset of str
-        Forward values recomputed so far, and gradients written on demand.
-    converted : frozenset of str
-        As of `Covering`.
-    """
-
-    kept: frozenset[str] = frozenset()
-    waiting: frozenset[str] = frozenset()
-    there: frozenset[str] = frozenset()
-    converted: frozenset[str] = frozenset()
+    kept: frozenset[str] = frozenset()  # forward values to keep
+    waiting: frozenset[str] = frozenset()  # forward values that are kept unless a later step recomputes them
+    there: frozenset[str] = frozenset()  # forward values recomputed so far, and gradients written on demand
+    converted: frozenset[str] = frozenset()  # as of `Covering`
 
 
 def _is_gradient(value: str) -> bool:

@@ -44,121 +44,53 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Environment:
-    """Everything besides the ops and their arguments that a plan depends on.
-
-    Attributes
-    ----------
-    device, arch
-        The device, and its architecture if it is an NVIDIA GPU, as a number.
-    deterministic : bool
-        `torch.are_deterministic_algorithms_enabled`.
-    recipe : Recipe
-        The recipe in force.
-    disabled : tuple of str
-        The patterns of rules that are switched off.
-    options : KernelOptions
-        The options of the `Sequential`.
-    asked : bool
-        `explain` asks about this device, which need not exist here.
-    estimated : bool
-        An estimator of torch watches the call; see `fusedmoe.estimating`.
-    """
+    """Everything besides the ops and their arguments that a plan depends on."""
 
     device: torch.device
-    arch: int | None
-    deterministic: bool
+    arch: int | None  # the number of an NVIDIA GPU's architecture
+    deterministic: bool  # `torch.are_deterministic_algorithms_enabled`
     recipe: Recipe
-    disabled: tuple[str, ...]
-    options: KernelOptions
-    asked: bool = False
-    estimated: bool = False
+    disabled: tuple[str, ...]  # the patterns of rules that are switched off
+    options: KernelOptions  # the options of the `Sequential`
+    asked: bool = False  # `explain` asks about this device, which need not exist here
+    estimated: bool = False  # an estimator of torch watches the call; see `fusedmoe.estimating`
 
 
 @dataclass(frozen=True)
 class PlannedSpan:
-    """A step of the plan and the places that it covers.
-
-    Attributes
-    ----------
-    direction : str
-        ``"forward"`` or ``"backward"``.
-    position : int
-        The first place.
-    step : Plain or Fused
-        The step.
-    places : tuple of Place
-        The places.
-    extra_bytes : int
-        As of `Step`.
-    nearest_miss : Attempt or None
-        For a plain step: the rule that came nearest to taking it.
-    """
+    """A step of the plan and the places that it covers."""
 
     direction: Direction
-    position: int
+    position: int  # of the first place
     step: AnyStep
     places: tuple[Place, ...]
-    extra_bytes: int
-    nearest_miss: Attempt | None
+    extra_bytes: int  # as of `Step`
+    nearest_miss: Attempt | None  # for a plain step: the rule that came nearest to taking it
 
 
 class BackwardProgram(NamedTuple):
-    """The backward program for some set of gradients. It takes the saved tensors, and the gradients that arrive.
-
-    Attributes
-    ----------
-    program : Program
-        The steps.
-    incoming : tuple of int
-        The outputs whose gradients it takes.
-    """
+    """The backward program for some set of gradients. It takes the saved tensors, and the gradients that arrive."""
 
     program: Program
-    incoming: tuple[int, ...]
+    incoming: tuple[int, ...]  # the outputs whose gradients it takes
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Plan:
-    """A chosen covering, ready to run.
+    """A chosen covering, ready to run."""
 
-    Attributes
-    ----------
-    graph : Graph
-        The chain in plain PyTorch.
-    program : Program
-        The forward steps, from the graph's arguments to `outputs` and `saved`.
-    outputs, saved : tuple of str
-        The values that the forward pass returns, and those that it keeps for the backward pass.
-    backward_steps : tuple of step
-        In the order preferred.
-    of_backward : Backward
-        The backward chain.
-    wanted : frozenset of str
-        The arguments that it was planned to give gradients of.
-    spans : tuple of PlannedSpan
-        The steps with the ops that they cover.
-    glue : tuple of PlannedSpan
-        The steps between ops.
-    attempts : tuple of Attempt
-        Every rule tried.
-    environment : Environment
-        Everything else that it was planned for.
-    dtype : torch.dtype
-        The dtype of the rows.
-    """
-
-    graph: Graph
-    program: Program
+    graph: Graph  # the chain in plain PyTorch
+    program: Program  # the forward steps, from the graph's arguments to `outputs` and `saved`
     outputs: tuple[str, ...]
-    saved: tuple[str, ...]
-    backward_steps: tuple[AnyStep, ...]
+    saved: tuple[str, ...]  # the values that the forward pass keeps for the backward pass
+    backward_steps: tuple[AnyStep, ...]  # in the order preferred
     of_backward: Backward
-    wanted: frozenset[str]
-    spans: tuple[PlannedSpan, ...]
-    glue: tuple[PlannedSpan, ...]
+    wanted: frozenset[str]  # the arguments that it was planned to give gradients of
+    spans: tuple[PlannedSpan, ...]  # the steps with the ops that they cover
+    glue: tuple[PlannedSpan, ...]  # the steps between ops
     attempts: tuple[Attempt, ...]
     environment: Environment
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the rows
     _backward: dict[tuple[bool, ...], BackwardProgram] = field(default_factory=dict)
 
     @property

@@ -20,27 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """An op, one step of its backward, or glue, at its position in the chain.
-
-    Attributes
-    ----------
-    item : Op, BackwardOp or Glue
-        The op itself, the step of its backward, or the glue.
-    names : dict of str to str
-        The item's own names of values -> the chain's, in the forms that `step` reads.
-    step : Plain
-        The item in plain PyTorch. If the item quantizes, the step can give each quantized form alone.
-    node : Node or None
-        The op and its label; None for glue.
-    values, gradient_of : dict of str to str
-        The op's own names -> the chain's, by rows, and -> the value whose gradient has that name. They differ where an
-        op passes rows, or their gradient, on unchanged.
-    """
+    """An op, one step of its backward, or glue, at its position in the chain."""
 
     item: Op | BackwardOp | Glue
-    names: Mapping[str, str]
-    step: Plain
-    node: Node | None = None
+    names: Mapping[str, str]  # the item's own names of values -> the chain's, in the forms that `step` reads
+    step: Plain  # the item in plain PyTorch. If the item quantizes, the step can give each quantized form alone
+    node: Node | None = None  # the op and its label; None for glue
+    # the op's own names -> the chain's, by rows, and -> the value whose gradient has that name. They differ where an
+    # op passes rows, or their gradient, on unchanged
     values: Mapping[str, str] = field(default_factory=dict)
     gradient_of: Mapping[str, str] = field(default_factory=dict)
 

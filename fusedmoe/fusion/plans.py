@@ -33,55 +33,28 @@ MAX_CALLS = 1024
 
 
 class CallContext(NamedTuple):
-    """The state around a call that its plan depends on.
+    """The state around a call that its plan depends on."""
 
-    Attributes
-    ----------
-    settings : Settings
-        Recipe, disabled rules and strictness.
-    options : KernelOptions
-        Those of the outermost `Sequential`.
-    changes : int
-        `fusedmoe.changes.count`, which stands for the attributes of ops and for the set of rules.
-    variables : tuple
-        The environment variables that are read at every call.
-    grad, deterministic : bool
-        The modes of torch.
-    counts_flops : bool
-        Whether a FLOP counter of torch watches the call.
-    """
-
-    settings: Settings
-    options: KernelOptions
-    changes: int
-    variables: tuple[object, ...]
-    grad: bool
+    settings: Settings  # recipe, disabled rules and strictness
+    options: KernelOptions  # those of the outermost `Sequential`
+    changes: int  # `fusedmoe.changes.count`, which stands for the attributes of ops and for the set of rules
+    variables: tuple[object, ...]  # the environment variables that are read at every call
+    grad: bool  # the modes of torch
     deterministic: bool
-    counts_flops: bool
+    counts_flops: bool  # whether a FLOP counter of torch watches the call
 
 
 class Conditions(NamedTuple):
-    """The conditions that a plan is made for, besides the ops and the arguments.
+    """The conditions that a plan is made for, besides the ops and the arguments."""
 
-    Attributes
-    ----------
-    recipe, disabled, options, deterministic
-        As in `Environment`.
-    unfused : bool
-        No rule applies: for estimators of torch and for exported programs. The device need not be there.
-    target : Target or None
-        The GPU that ``explain(arch=)`` asks about.
-    nominal_rows, keep_weights
-        As in `make_plan`.
-    """
-
-    recipe: Recipe
+    recipe: Recipe  # as in `Environment`
     disabled: tuple[str, ...]
     options: KernelOptions
     deterministic: bool
+    # no rule applies: for estimators of torch and for exported programs. The device need not be there
     unfused: bool = False
-    target: Target | None = None
-    nominal_rows: int | None = None
+    target: Target | None = None  # the GPU that ``explain(arch=)`` asks about
+    nominal_rows: int | None = None  # as in `make_plan`
     keep_weights: bool = True
 
 

@@ -13,31 +13,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Plain:
-    """A step in plain PyTorch: an op, a backward op, or glue.
+    """A step in plain PyTorch: an op, a backward op, or glue."""
 
-    Attributes
-    ----------
-    label : str
-        ``fc1.GroupedLinear``.
-    run : callable
-        The function of `needs`; it returns `gives`.
-    needs, gives : tuple of str
-        The values read and written.
-    zeroes_tail : bool
-        The rows after the last expert's come out as zeros.
-    launches : int
-        Kernels launched, approximately.
-    first : callable or None
-        The function for the first run of each kind of call, if not `run`.
-    """
-
-    label: str
-    run: Callable[..., Any]
-    needs: tuple[str, ...]
-    gives: tuple[str, ...]
-    zeroes_tail: bool = True
-    launches: int = 1
-    first: Callable[..., Any] | None = None
+    label: str  # ``fc1.GroupedLinear``
+    run: Callable[..., Any]  # the function of `needs`; it returns `gives`
+    needs: tuple[str, ...]  # the values read
+    gives: tuple[str, ...]  # the values written
+    zeroes_tail: bool = True  # the rows after the last expert's come out as zeros
+    launches: int = 1  # kernels launched, approximately
+    first: Callable[..., Any] | None = None  # the function for the first run of each kind of call, if not `run`
 
     @property
     def all_needs(self) -> tuple[str, ...]:
@@ -47,32 +31,17 @@ class Plain:
 
 @dataclass(frozen=True, kw_only=True)
 class Fused:
-    """The step of a fusion rule.
+    """The step of a fusion rule."""
 
-    Attributes
-    ----------
-    label : str
-        The ops that it covers.
-    rule : str
-        The name of the rule.
-    bind : callable
-        As `fusedmoe.fusion.rule.FusionRule.build` returns it.
-    needs, gives, zeroes_tail, launches
-        As for `Plain`.
-    may_give_none : bool
-        A gradient among `gives` may be None although one arrives.
-    fallback : tuple of Plain
-        The steps that run if the rule declines the call. They also compute values that only they need.
-    """
-
-    label: str
-    rule: str
-    bind: Callable[..., Callable[..., Any]]
+    label: str  # the ops that it covers
+    rule: str  # the name of the rule
+    bind: Callable[..., Callable[..., Any]]  # as `fusedmoe.fusion.rule.FusionRule.build` returns it
     needs: tuple[str, ...]
     gives: tuple[str, ...]
-    may_give_none: bool
+    may_give_none: bool  # a gradient among `gives` may be None although one arrives
     zeroes_tail: bool
     launches: int
+    # the steps that run if the rule declines the call. They also compute values that only they need
     fallback: tuple[Plain, ...]
 
     @property

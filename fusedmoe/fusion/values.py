@@ -74,18 +74,10 @@ def spec_of(specs: Mapping[str, SpecLike | None], value: str) -> SpecLike | None
 
 
 class Form(NamedTuple):
-    """The tensors of a quantized value by rows, or by columns.
+    """The tensors of a quantized value by rows, or by columns."""
 
-    Attributes
-    ----------
-    tensors : tuple of str
-        Codes, scale and, if the format has one, tensor scale, by their names in the program.
-    offsets : str
-        The value with the running ends of the experts' rows; `NONE` if the rows are not sorted.
-    """
-
-    tensors: tuple[str, ...]
-    offsets: str
+    tensors: tuple[str, ...]  # codes, scale and, if the format has one, tensor scale, by their names in the program
+    offsets: str  # the value with the running ends of the experts' rows; `NONE` if the rows are not sorted
 
 
 Forms = dict[str, Form]

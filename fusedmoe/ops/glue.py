@@ -22,22 +22,10 @@ if TYPE_CHECKING:
 
 
 class Glue:
-    """A step in plain PyTorch that belongs to no op.
+    """A step in plain PyTorch that belongs to no op; `quantizes`, `zeroes_tail` and `launches` as for `Op`."""
 
-    Attributes
-    ----------
-    needs, gives : tuple of str
-        The values that `compute` takes and returns, in order.
-    quantizes : Quantizer or None
-        As for `fusedmoe.ops.op.Op`.
-    zeroes_tail : bool
-        Whether the output has zeros in rows without an expert.
-    launches : int
-        Kernels that `compute` launches on a GPU, approximately.
-    """
-
-    needs: tuple[str, ...] = ("input",)
-    gives: tuple[str, ...] = ("output",)
+    needs: tuple[str, ...] = ("input",)  # the values that `compute` takes, in order
+    gives: tuple[str, ...] = ("output",)  # the values that it returns
     quantizes: Quantizer | None = None
     zeroes_tail = True
     launches = 1
