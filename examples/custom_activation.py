@@ -64,7 +64,7 @@ def in_fp32(x: Tensor) -> Tensor:
 
 
 class SoftcapSwiGLUScale(fm.FusionRule, name="example.softcap_swiglu_scale", direction="forward"):
-    """The activation's result is scaled in place, before it is rounded. A kernel would go here."""
+    """Scale the activation's result in place, before rounding. A kernel would go here."""
 
     act: SoftcapSwiGLU
     scale: fm.Scale
@@ -85,7 +85,7 @@ class SoftcapSwiGLUScale(fm.FusionRule, name="example.softcap_swiglu_scale", dir
 class SoftcapSwiGLUScaleBackward(fm.FusionRule, name="example.softcap_swiglu_scale_backward", direction="backward"):
     """Both derivatives. The scale's gradient needs the scale's input, which is recomputed and therefore not kept."""
 
-    scale_grad: ScaleGrad | None  # absent where nobody wants the gradient of the scale
+    scale_grad: ScaleGrad | None  # absent if the scale needs no gradient
     dscale: DScale
     dact: DSoftcapSwiGLU
 

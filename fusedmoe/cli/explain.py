@@ -39,6 +39,8 @@ _AUTO_CLASSES = {  # the first that knows the configuration builds the model
     "AutoModelForMultimodalLM": "MODEL_FOR_MULTIMODAL_LM_MAPPING",
     "AutoModel": "MODEL_MAPPING",
 }
+_PLAN_FIELDS = ("device", "dtype", "recipe", "kept", "kept_bytes", "weight_bytes", "assumed")  # printed as JSON
+_STEP_FIELDS = ("direction", "ops", "rule", "status", "why", "host_sync", "bytes_moved", "launches")
 _TRANSFORMERS = "needs transformers 5.7 or later, which reads it: pip install transformers"
 
 
@@ -303,10 +305,10 @@ def _checked(options: ExplainOptions, result: ModelExplanation) -> int:
 def _as_json(title: str, arch: int, options: ExplainOptions, result: ModelExplanation) -> str:
     groups = [
         {
-            "names": list(group.names),
+            "names": group.names,
             "class": group.kind,
             "note": group.note,
-            "modules": list(group.explanation.modules if group.explanation is not None else ()),
+            "modules": group.explanation.modules if group.explanation is not None else (),
             "plans": [_plan(plan) for plan in (group.explanation.plans if group.explanation is not None else ())],
         }
         for group in result.groups
@@ -324,27 +326,5 @@ def _as_json(title: str, arch: int, options: ExplainOptions, result: ModelExplan
 
 
 def _plan(plan: PlanData) -> dict[str, Any]:
-    return {
-        "device": plan.device,
-        "dtype": plan.dtype,
-        "recipe": plan.recipe,
-        "kept": list(plan.kept),
-        "kept_bytes": plan.kept_bytes,
-        "weight_bytes": plan.weight_bytes,
-        "assumed": list(plan.assumed),
-        "steps": list(_steps(plan)),
-    }
-
-
-def _steps(plan: PlanData) -> Iterator[dict[str, Any]]:
-    for step in plan.steps:
-        yield {
-            "direction": step.direction,
-            "ops": list(step.ops),
-            "rule": step.rule,
-            "status": step.status,
-            "why": step.why,
-            "host_sync": step.host_sync,
-            "bytes_moved": step.bytes_moved,
-            "launches": step.launches,
-        }
+    steps = [{name: getattr(step, name) for name in _STEP_FIELDS} for step in plan.steps]
+    return {name: getattr(plan, name) for name in _PLAN_FIELDS} | {"steps": steps}

@@ -33,39 +33,38 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "doctor": Command(
-        "say what this machine has, which kernels it can run, and why not the others",
-        "Say what this machine has, which kernels are available, and why the others are not.",
+        "report this machine's software and GPUs, and the available kernels",
+        "Report this machine's software and GPUs, which kernels are available, and why others are not.",
     ),
     "demo": Command(
         "train a byte-level MoE language model in about two minutes",
-        "Train a byte-level Mixture-of-Experts transformer on the reference text that every Python ships, "
-        "and compare it on held-out text with a byte-bigram model; or train one under each of several numeric recipes, "
-        "and compare those.",
+        "Train a byte-level Mixture-of-Experts transformer on the reference text that CPython ships, and compare it "
+        "on held-out text with a byte-bigram model. --compare trains it under several numeric recipes.",
         "; checkpoints already written are intact",
     ),
     "compile": Command(
-        "build the kernels ahead of time; needs no GPU",
-        "Build every kernel that fusedmoe ships into the cache on disk, so that no training step waits for "
-        "one. Needs no GPU, but the kind of CPU and the package versions of the machine that will use them.",
-        "; the kernels built so far stay in the cache",
+        "compile the kernels ahead of time; needs no GPU",
+        "Compile all shipped kernels into the disk cache, so that no training step waits for a compilation. Needs no "
+        "GPU, but the CPU type and the package versions of the machine that will run the kernels.",
+        "; kernels already compiled stay in the cache",
     ),
     "tune": Command(
-        "measure which tiles are best for a model on this GPU",
-        "Measure every configuration that the products of an expert MLP can have on this GPU, and keep the "
-        "fastest in the cache directory, where later processes find them. Compiles what is not compiled yet.",
-        "; the products measured so far are kept",
+        "find the fastest tiles for a model on this GPU",
+        "Measure every tile configuration of an expert MLP's products on this GPU, and save the fastest in the cache "
+        "directory for later processes. Compiles kernels that are not cached.",
+        "; completed measurements are saved",
     ),
     "explain": Command(
-        "say what a model's experts would run on a GPU; needs no GPU",
-        "Plan the experts of a model for a GPU that need not be there, from the model's configuration: "
-        "which kernels run each step, forward and backward; what is kept for the backward pass; why a step is not "
-        "fused. Runs nothing and downloads nothing.",
+        "plan a model's experts for a GPU; needs no GPU",
+        "Plan the experts of a model for a GPU from the model's configuration: the kernel of each step, forward and "
+        "backward, the memory kept for the backward pass, and the reasons why steps are not fused. Runs no step and "
+        "downloads nothing.",
     ),
     "bench": Command(
-        "time an MoE layer of your sizes against plain torch and other libraries that are installed",
-        "Measure one MoE layer, tokens to tokens with its router, forward and forward + backward: time, "
-        "spread and memory. Beside it, the same layer in plain torch, compiled where there is a GPU, and in SonicMoE "
-        "and QuACK where they are installed. Runs on a CPU too; choose small sizes there.",
+        "compare an MoE layer of your sizes with plain torch and other installed libraries",
+        "Measure time and memory of one MoE layer with its router, forward and forward + backward. Compares it with "
+        "the same layer in plain torch (on a GPU also compiled), and in SonicMoE and QuACK if installed. On a CPU, "
+        "choose small sizes.",
     ),
 }
 

@@ -59,20 +59,12 @@ class Job:
 
     def check(self) -> None:
         """Raise a :class:`UsageError` that names the invalid option, its value and the valid values."""
-        for name in (
-            "layers",
-            "hidden",
-            "heads",
-            "experts",
-            "top_k",
-            "intermediate",
-            "context",
-            "batch",
-            "steps",
-            "threads",
-        ):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{flag(name)} {getattr(self, name)}: must be 1 or more")
+        for item in dataclasses.fields(self):
+            value, choices = getattr(self, item.name), item.metadata.get("choices")
+            if item.type == "int" and item.name != "seed" and value < 1:
+                raise UsageError(f"{flag(item.name)} {value}: must be 1 or more")
+            if choices is not None and value not in choices:  # argparse checks the command line alone
+                raise UsageError(f"{flag(item.name)} {value}: choose from {', '.join(choices)}")
         for name in ("weight_decay", "aux_loss", "z_loss", "bias_rate"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise UsageError(f"{flag(name)} {getattr(self, name)}: must be 0 or more")
@@ -89,10 +81,6 @@ class Job:
             )
         if self.top_k > self.experts:
             raise UsageError(f"--top-k {self.top_k} with --experts {self.experts}: at most every expert can be chosen")
-        for item in dataclasses.fields(self):  # argparse checks the choices of the command line alone
-            value, choices = getattr(self, item.name), item.metadata.get("choices")
-            if choices is not None and value not in choices:
-                raise UsageError(f"{flag(item.name)} {value}: choose from {', '.join(choices)}")
         check_device(self.device)
 
 

@@ -13,6 +13,7 @@ import torch
 import transformers
 
 import fusedmoe.integrations.transformers as fusedmoe_transformers
+from fusedmoe.integrations import transformers_experts
 from fusedmoe.kernels import toolkit
 from fusedmoe.kernels.sm90 import functions
 from fusedmoe.log import forget_said
@@ -27,7 +28,7 @@ HEAD = ("family", "experts", "layout", "activation", "sm_90, bf16")
 
 def layout(module: torch.nn.Module) -> str:
     """What is not as with most: weights (E, out, in), all gates before all ups, no bias."""
-    found = fusedmoe_transformers._layout(module)
+    found = transformers_experts.layout_of(module)
     names = {
         "transposed": found.transposed, "interleaved": found.interleaved, "bias": found.biased,
         "not gated": not found.gated, "norm after": found.normed, "weight before": found.scales_input,
@@ -62,7 +63,7 @@ def verdict(module: torch.nn.Module) -> str:
             mock.patch.multiple(functions, **stand_ins.BIND),
         ):
             explanation = fusedmoe_transformers.explain(module, tokens=TOKENS)
-            chain = fusedmoe_transformers._experts_of(module).chain
+            chain = transformers_experts.experts_of(module).chain
             x = torch.zeros(TOKENS, chain.gate_up.in_features, dtype=torch.bfloat16, requires_grad=True)
             index = (torch.arange(2 * TOKENS) % chain.gate_up.num_groups).view(TOKENS, 2)
             weights = torch.ones(TOKENS, 2, requires_grad=True)
@@ -72,7 +73,7 @@ def verdict(module: torch.nn.Module) -> str:
     left = declined.ops + [op for plan in explanation.plans for step in plan.unfused for op in step.ops]
     if left:
         return f"fused except {', '.join(op.replace('_', ' ').replace('.', ' ') for op in left)}"
-    return "unfused activation" if isinstance(chain.activation, fusedmoe_transformers._AsItIs) else "fused"
+    return "unfused activation" if isinstance(chain.activation, transformers_experts.ModelFunction) else "fused"
 
 
 def row(family: str, module: torch.nn.Module) -> tuple[str, ...]:

@@ -185,12 +185,12 @@ def test_an_activation_that_runs_as_it_is_is_listed(config, no_memory, capsys):
     assert main(["explain", path, "--strict"]) == 0
     out, err = capsys.readouterr()
     assert "4 of 5 fused  8 of 9 fused" in out
-    assert "strict: not required of activation._AsItIs: no fused kernel (not an op: splits the chain)\n" in err
+    assert "strict: not required of activation.ModelFunction: no fused kernel (not an op: splits the chain)\n" in err
     assert err.endswith("strict: all else is fused\n")
     assert main(["explain", path, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["without_kernel"] == {"no fused kernel (not an op: splits the chain)": ["activation._AsItIs"]}
-    assert found["groups"][0]["modules"] == ["module activation: _AsItIs: not an op: splits the chain"]
+    assert found["without_kernel"] == {"no fused kernel (not an op: splits the chain)": ["activation.ModelFunction"]}
+    assert found["groups"][0]["modules"] == ["module activation: ModelFunction: not an op: splits the chain"]
 
 
 def test_llama4(tmp_path, no_memory, capsys):

@@ -17,6 +17,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Exper
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 import fusedmoe.integrations.transformers as fusedmoe_transformers
+from fusedmoe.integrations import transformers_experts
 from fusedmoe.integrations.transformers import experts_forward, recognised
 from fusedmoe.log import forget_said
 
@@ -398,7 +399,7 @@ def test_not_recognised(name, caplog):
     with caplog.at_level(logging.WARNING, "fusedmoe"):
         computes_its_own(module)
         experts_forward(UNKNOWN[name](), *arguments())
-    assert len([r for r in caplog.records if "runs as it is" in r.getMessage()]) == 1
+    assert len([r for r in caplog.records if "runs unfused" in r.getMessage()]) == 1
 
 
 def test_looking_at_a_gate_draws_no_random_numbers_and_leaves_the_module_alone():
@@ -505,8 +506,8 @@ def test_a_changed_gate_is_looked_at_again(change):
     given = arguments()
     before = outcome(experts_forward, module, *given)
     assert repr(recognised(module)) == "SwiGLU(limit=7.0)"
-    chain = fusedmoe_transformers._experts_of(module).chain
-    assert fusedmoe_transformers._experts_of(module).chain is chain
+    chain = transformers_experts.experts_of(module).chain
+    assert transformers_experts.experts_of(module).chain is chain
     change(module)
     after = outcome(experts_forward, module, *given)
     assert not torch.allclose(before["y"], after["y"])

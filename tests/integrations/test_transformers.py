@@ -22,6 +22,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 import fusedmoe as fm
 import fusedmoe.integrations.transformers as fusedmoe_transformers
+from fusedmoe.integrations import transformers_experts
 from fusedmoe.integrations.transformers import experts_forward
 from fusedmoe.log import forget_said
 
@@ -148,7 +149,7 @@ def test_wrong_shapes_say_so():
     with pytest.raises(fm.InputError, match="got 0 more and num_tokens"):
         experts_forward(module, x, index, weights, num_tokens=3)
     module.down_proj = nn.Parameter(module.down_proj.detach().mT)
-    del module.__dict__[fusedmoe_transformers._OPS]
+    del module.__dict__[transformers_experts._OPS]
     with pytest.raises(fm.InputError, match=rf"Plain: expected weights .* got \({E}, {2 * I}, {H}\) and"):
         experts_forward(module, x, index, weights)
 
@@ -194,7 +195,7 @@ def test_explain_on_the_meta_device_and_of_a_part_of_the_experts():
     experts = Plain(config())
     experts.num_experts = 2 * E
     (group,) = fm.explain(experts).groups
-    assert group.note.startswith(f"Plain: expected weights of {2 * E} experts, got {E}: where they are sharded")
+    assert group.note.startswith(f"Plain: expected weights of {2 * E} experts, got {E}: plan before sharding")
 
 
 def results(tiny, **inputs):
@@ -214,7 +215,7 @@ def both(family, change=lambda tiny: None, **inputs):
         change(tiny)
         found.append(results(tiny, **inputs))
     assert_same(found[1], found[0], rtol=1e-9, atol=1e-12)
-    assert all(fusedmoe_transformers._OPS in module.__dict__ for _, module in tiny.experts)
+    assert all(transformers_experts._OPS in module.__dict__ for _, module in tiny.experts)
     return found[0].keys()
 
 
@@ -285,11 +286,11 @@ def test_every_way_to_ask_for_it(tmp_path):
         tiny.model = model.eval()
         assert_same(results(tiny), want, rtol=1e-4, atol=1e-6)
         experts = model.model.layers[0].mlp.experts
-        assert fusedmoe_transformers._OPS in experts.__dict__
-        del experts.__dict__[fusedmoe_transformers._OPS]
+        assert transformers_experts._OPS in experts.__dict__
+        del experts.__dict__[transformers_experts._OPS]
         model.set_experts_implementation("eager")
         results(tiny)
-        assert fusedmoe_transformers._OPS not in experts.__dict__
+        assert transformers_experts._OPS not in experts.__dict__
 
 
 def test_a_model_of_several_parts():
@@ -313,7 +314,7 @@ def test_registered_twice_and_by_another_name():
         assert ExpertsInterface._global_mapping["another"] is ExpertsInterface._global_mapping["fusedmoe"]
         tiny = moe_families.tiny("olmoe", "another", torch.float64)
         assert_same(results(tiny), results(moe_families.tiny("olmoe", "eager", torch.float64)), rtol=1e-9, atol=1e-12)
-        assert fusedmoe_transformers._OPS in tiny.experts[0][1].__dict__
+        assert transformers_experts._OPS in tiny.experts[0][1].__dict__
     finally:
         ExpertsInterface._global_mapping.pop("another", None)
 
@@ -357,7 +358,7 @@ def test_llama4_there_and_back():
     assert fusedmoe_transformers.patch_llama4(tiny.model) == fusedmoe_transformers.patch_llama4(tiny.model) == 2
     assert tiny.model.state_dict().keys() == keys
     assert_same(results(tiny), want, rtol=1e-9, atol=1e-12)
-    assert all(fusedmoe_transformers._OPS in module.__dict__ for _, module in tiny.experts)
+    assert all(transformers_experts._OPS in module.__dict__ for _, module in tiny.experts)
     for model in (copy.deepcopy(tiny.model), pickle.loads(pickle.dumps(tiny.model))):
         layer = model.model.layers[0].feed_forward
         assert layer.forward.args[0] is layer
@@ -410,7 +411,7 @@ def test_llama4_errors():
     tiny = llama4()
     layer = tiny.model.model.layers[1].feed_forward
     layer.forward = types.MethodType(type(layer).forward, layer)
-    with pytest.raises(fm.InputError, match=r"'model.layers.1.feed_forward' was replaced before"):
+    with pytest.raises(fm.InputError, match=r"'model.layers.1.feed_forward' was already replaced"):
         fusedmoe_transformers.patch_llama4(tiny.model)
     assert "forward" not in vars(tiny.model.model.layers[0].feed_forward)
 

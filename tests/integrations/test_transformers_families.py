@@ -15,12 +15,13 @@ import torch
 from torch import nn
 
 import fusedmoe.integrations.transformers as fusedmoe_transformers
+from fusedmoe.integrations import transformers_experts
 from fusedmoe.log import forget_said
 
 MODELS = [(family, None) for family in moe_families.family_names()] + moe_families.OTHER_MODELS
 # families of which no tiny model can be made, and why
 NOT_BUILT = {}
-# what the gates are that are not transformers' own default around a SiLU; _AsItIs is none of those that have an op
+# the gates that differ from transformers' default with a SiLU; ModelFunction: no op computes the gate
 ACTIVATIONS = {
     "beam": "SwiGLU()",
     "deepseek_v4": "SwiGLU(limit=its own)",
@@ -29,7 +30,7 @@ ACTIVATIONS = {
     "glm5_next": "SwiGLU(limit=its own)",
     "gpt_oss": "SwiGLU(limit=its own, alpha=1.702, offset=1.0, interleaved=True)",
     "hy_v4": "SwiGLU(limit=its own)",
-    "inkling2": "_AsItIs()",
+    "inkling2": "ModelFunction()",
     "llama4": "SwiGLU()",
     "minimax_m3_vl": "SwiGLU(limit=its own, alpha=1.702, offset=1.0)",
     "nemotron_h": "SquaredReLU()",
@@ -53,9 +54,9 @@ def registered():
 def asked(monkeypatch):
     """The experts modules that this package was called for, in order."""
     modules = []
-    experts_of = fusedmoe_transformers._experts_of
+    experts_of = transformers_experts.experts_of
     monkeypatch.setattr(
-        fusedmoe_transformers, "_experts_of", lambda module: modules.append(module) or experts_of(module)
+        fusedmoe_transformers, "experts_of", lambda module: modules.append(module) or experts_of(module)
     )
     return modules
 
@@ -113,7 +114,7 @@ def test_as_exact_as_eager(family, model_class, asked, caplog):
 
     experts = [module for _, module in tiny.experts]
     assert sorted(map(id, asked)) == sorted(map(id, experts))
-    chains = [module.__dict__[fusedmoe_transformers._OPS].chain for module in experts]
+    chains = [module.__dict__[transformers_experts._OPS].chain for module in experts]
     limits = {getattr(chain.activation, "limit", None) for chain in chains}
     assert limits <= {None, getattr(experts[0], "limit", None), getattr(experts[0], "swiglu_limit", None)}
     activations = {re.sub(r"limit=[\d.]+", "limit=its own", repr(chain.activation)) for chain in chains}
@@ -121,8 +122,8 @@ def test_as_exact_as_eager(family, model_class, asked, caplog):
         assert activations == {ACTIVATIONS[family]}
     elif isinstance(experts[0].act_fn, nn.SiLU) or type(experts[0].act_fn).__name__ == "SiLUActivation":
         assert activations == {"SwiGLU()"}
-    said = [record for record in caplog.records if "runs as it is" in record.getMessage()]
-    assert len(said) == ("_AsItIs()" in activations)
+    said = [record for record in caplog.records if "runs unfused" in record.getMessage()]
+    assert len(said) == ("ModelFunction()" in activations)
 
     shapes = {name: tensor.shape for name, tensor in eager_model.model.state_dict().items()}
     assert {name: tensor.shape for name, tensor in tiny.model.state_dict().items()} == shapes

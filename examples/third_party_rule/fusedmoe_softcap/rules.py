@@ -1,4 +1,4 @@
-"""One rule per direction. The steps are PyTorch here; a kernel would take the same tensors."""
+"""One rule per direction. The steps run PyTorch; a kernel would take the same tensors."""
 
 from torch import Tensor
 

@@ -1,0 +1,290 @@
+"""The ops that an experts module of transformers runs on; see `fusedmoe.integrations.transformers`."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from fusedmoe.errors import InputError
+from fusedmoe.integrations.gates import GATE, SETTINGS, RowLayout, functions_of, recognise, settings_of
+from fusedmoe.log import say_once
+from fusedmoe.ops import Combine, Dispatch, GroupedLinear, Op, Scale
+from fusedmoe.ops.op import constant_in_graphs, made_untraced
+from fusedmoe.sequential import Sequential
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+_OPS = "_fusedmoe_experts"  # in the module's __dict__, not a submodule, so that the state_dict does not include it
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # of weights that are not quantized
+_LAYOUT_SETTINGS = (
+    "num_experts", "has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated",
+)  # fmt: skip
+
+
+class Layout(NamedTuple):
+    """The layout of a module's parameters, and its computations beside the two products and the activation."""
+
+    gated: bool
+    interleaved: bool  # gate and up alternate
+    transposed: bool  # weights are (E, in, out)
+    biased: bool
+    normed: bool  # a norm follows the second product
+    scales_input: bool  # the routing weight multiplies the input of an expert, not its output
+
+
+class Experts(NamedTuple):
+    """The ops of an experts module, and the properties of the module that they depend on."""
+
+    chain: Sequential
+    layout: Layout
+    names: tuple[str, ...]  # of the attributes in `settings`
+    settings: tuple[object, ...]
+    functions: tuple[object, ...]
+    weight_type: type
+    weight_dtype: torch.dtype
+    stock: Callable[..., Tensor] | None = None  # transformers' forward, for quantized weights
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # a copy of the module makes new ops
+
+
+# ---- the ops of a module, made again after a change ---------------------------------------------------------------
+
+
+def experts_of(module: nn.Module) -> Experts:
+    """Return a module's ops, which are made again only if the module has changed."""
+    if torch.compiler.is_compiling():
+        # while the graph is traced; the comparison below becomes guards on the settings
+        _let_prepare(type(module))
+        module._fusedmoe_prepare()  # type: ignore[operator]
+        experts: Experts = module.__dict__[_OPS]
+        if settings_of(module, experts.names) == experts.settings:
+            return experts
+    found: Experts | None = module.__dict__.get(_OPS)
+    if found is None or not _holds(module, found):
+        _fusedmoe_prepare(module)
+        found = module.__dict__[_OPS]
+    return found
+
+
+def _holds(module: nn.Module, experts: Experts) -> bool:
+    weight = module._parameters.get("down_proj")
+    if type(weight) is not experts.weight_type or (weight is not None and weight.dtype is not experts.weight_dtype):
+        is_quantized = bool(_quantized_to(module, experts.layout))
+        if is_quantized is not (experts.stock is not None):
+            return False
+    return settings_of(module, experts.names) == experts.settings and functions_of(module) == experts.functions
+
+
+@constant_in_graphs
+def _let_prepare(experts_class: type[nn.Module]) -> None:
+    """Make `_fusedmoe_prepare` a method: Dynamo passes the module to a constant method, not to a constant function."""
+    experts_class._fusedmoe_prepare = _fusedmoe_prepare  # type: ignore[attr-defined]
+
+
+@constant_in_graphs
+def _fusedmoe_prepare(module: nn.Module) -> None:
+    experts: Experts | None = module.__dict__.get(_OPS)
+    if experts is None or not _holds(module, experts):
+        module.__dict__[_OPS] = _new_experts(module)
+
+
+def _new_experts(module: nn.Module) -> Experts:
+    layout = layout_of(module)
+    names = tuple(name for name in (*_LAYOUT_SETTINGS, *SETTINGS) if hasattr(module, name))
+    weight_type = type(module._parameters.get("down_proj"))
+    weight_dtype: torch.dtype = module.down_proj.dtype  # type: ignore[assignment]
+    depends_on = names, settings_of(module, names), functions_of(module), weight_type, weight_dtype
+    if _quantized_to(module, layout):
+        say_once(logger, logging.WARNING, "%s", runs_as_stock(module, layout))
+        return Experts(Sequential(), layout, *depends_on, _stock(module))
+    return Experts(_chain(module, layout), layout, *depends_on)
+
+
+def _chain(module: nn.Module, layout: Layout) -> Sequential:
+    up, down = (_shape(weight, layout) for weight in _weights(module, layout))
+    experts, wide, hidden = up
+    intermediate = down[-1]
+    factor = 2 if layout.gated else 1
+    if wide != factor * intermediate or down != (experts, hidden, intermediate):
+        raise InputError(
+            f"{type(module).__name__}: expected weights ({experts}, {factor} * I, H) and ({experts}, H, I), "
+            f"got {up} and {down}"
+        )
+    activation = recognised(module, layout)
+    if activation is None:
+        message = "%s: %s is none of the activations that can be fused; it runs unfused between the two products"
+        say_once(logger, logging.WARNING, message, type(module).__name__, _name_of_activation(module, layout))
+    # scale in the activation's epilogue if the following ops are linear in the routing weight, else in the combine
+    early = activation is not None and not layout.biased and not layout.normed
+    ops: dict[str, Any] = {
+        "dispatch": Dispatch(number_of_experts(module)),
+        "input": Scale("probs") if layout.scales_input else None,
+        "gate_up": made_untraced(GroupedLinear, experts, hidden, wide, bias=layout.biased, device="meta"),
+        "activation": activation or ModelFunction(module, activation_of),
+        "weight": Scale("probs") if early and not layout.scales_input else None,
+        "down": made_untraced(GroupedLinear, experts, intermediate, hidden, bias=layout.biased, device="meta"),
+        "norm": ModelFunction(module, _norm) if layout.normed else None,
+        "combine": Combine(None if early or layout.scales_input else "probs"),
+    }
+    return Sequential(OrderedDict((name, op) for name, op in ops.items() if op is not None)).without_parameters()
+
+
+# ---- quantized weights --------------------------------------------------------------------------------------------
+
+
+def _quantized_to(module: nn.Module, layout: Layout) -> str:
+    """Return the dtype or the tensor class of a module's quantized weights; "" if they are not quantized."""
+    weights: tuple[Any, Any] = _weights(module, layout)
+    for weight in weights:
+        if is_traceable_wrapper_subclass(weight):
+            return type(weight).__name__
+        if weight.dtype not in _DTYPES:
+            return str(weight.dtype)
+    return ""
+
+
+def is_quantized(module: nn.Module) -> bool:
+    """Whether the weights of a module are quantized."""
+    return bool(_quantized_to(module, layout_of(module)))
+
+
+def _stock(module: nn.Module) -> Callable[..., Tensor]:
+    """Return transformers' forward of a module with quantized weights."""
+    if _is_a(module, "FP8Experts") and getattr(module, "activation_scheme", "") != "static":
+        from transformers.integrations.finegrained_fp8 import fp8_grouped_mm_experts_forward
+
+        return fp8_grouped_mm_experts_forward  # the default of transformers
+    if is_llama4(module):  # its forward takes other arguments
+        raise InputError(f"{type(module).__name__}: expected weights that are not quantized")
+    # without the decorator, which FP8Experts has once per layer
+    forward: Callable[..., Tensor] = inspect.unwrap(type(module).forward)
+    return forward
+
+
+def runs_as_stock(module: nn.Module, layout: Layout) -> str:
+    """Return the message for a module with quantized weights."""
+    return (
+        f"{type(module).__name__}: its weights are quantized to {_quantized_to(module, layout)}, which fusedmoe "
+        f"has no kernels for: transformers runs it without fusedmoe. Load the model dequantized to use fusedmoe"
+    )
+
+
+# ---- the activation -----------------------------------------------------------------------------------------------
+
+
+def activation_of(module: Any, x: Tensor) -> Tensor:
+    """Compute a module's function between its products."""
+    if not _setting(module, "has_gate", True):
+        return module.act_fn(x)  # type: ignore[no-any-return]
+    if hasattr(module, GATE):
+        return module._apply_gate(x)  # type: ignore[no-any-return]
+    gate, up = x.chunk(2, dim=-1)  # transformers' default
+    return module.act_fn(gate) * up  # type: ignore[no-any-return]
+
+
+def recognised(module: nn.Module, layout: Layout) -> Op | None:
+    """Return the op that computes `activation_of`; None if it is not recognised."""
+    intermediate = _shape(_weights(module, layout)[1], layout)[-1]
+    return recognise(module, activation_of, RowLayout(layout.gated, layout.interleaved, intermediate))
+
+
+def _name_of_activation(module: nn.Module, layout: Layout) -> str:
+    """Return the name of a module's own gate, or of the function in transformers' default gate."""
+    gate = vars(module).get(GATE, getattr(type(module), GATE, None))
+    if layout.gated and gate is not None and getattr(gate, "__module__", None) != "transformers.integrations.moe":
+        return GATE
+    function = getattr(module, "act_fn", None)
+    return f"act_fn, {getattr(function, '__name__', type(function).__name__)},"
+
+
+def _norm(module: Any, x: Tensor) -> Tensor:
+    return module.post_expert_norm(x)  # type: ignore[no-any-return]
+
+
+class ModelFunction(nn.Module):
+    """A function of the model that has no op."""
+
+    def __init__(self, module: nn.Module, function: Any) -> None:
+        super().__init__()
+        self.__dict__["_module"] = module  # as a submodule, it would contain itself
+        self._function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self._function(self.__dict__["_module"], x)
+        return y
+
+
+# ---- layout and parameters ----------------------------------------------------------------------------------------
+
+
+def layout_of(module: nn.Module) -> Layout:
+    """Return a module's layout."""
+    if is_llama4(module):
+        return Layout(True, interleaved=False, transposed=True, biased=False, normed=False, scales_input=True)
+    gated = _setting(module, "has_gate", True)
+    return Layout(
+        gated,
+        interleaved=gated and not _setting(module, "is_concatenated", True),
+        transposed=_setting(module, "is_transposed", False),
+        biased=_setting(module, "has_bias", False),
+        normed=_setting(module, "has_post_expert_norm", False),
+        scales_input=False,
+    )
+
+
+def parameters_of(module: nn.Module, layout: Layout) -> dict[str, Tensor | None]:
+    """Return this rank's parameters in the ops' layout, (E, out, in)."""
+    up, down = _weights(module, layout)
+    if layout.transposed:
+        up, down = up.mT, down.mT
+    up_bias = down_bias = None
+    if layout.biased:
+        up_bias, down_bias = _local(getattr(module, f"{_up(layout)}_bias")), _local(module.down_proj_bias)
+    return {"gate_up.weight": up, "down.weight": down, "gate_up.bias": up_bias, "down.bias": down_bias}
+
+
+def number_of_experts(module: nn.Module) -> int:
+    """Return the number of experts of this rank."""
+    return int(module.num_experts)  # type: ignore[arg-type]
+
+
+def is_llama4(module: nn.Module) -> bool:
+    """Whether a module is Llama-4's experts, which are not in transformers' experts interface."""
+    return _is_a(module, "Llama4TextExperts")
+
+
+def _is_a(module: nn.Module, name: str) -> bool:
+    return any(c.__name__ == name for c in type(module).__mro__)
+
+
+def _setting(module: nn.Module, name: str, default: bool) -> bool:
+    return bool(getattr(module, name, default))
+
+
+def _up(layout: Layout) -> str:
+    return "gate_up_proj" if layout.gated else "up_proj"
+
+
+def _weights(module: nn.Module, layout: Layout) -> tuple[Tensor, Tensor]:
+    """Return this rank's weights in the module's layout."""
+    return _local(getattr(module, _up(layout))), _local(module.down_proj)
+
+
+def _shape(weight: Tensor, layout: Layout) -> tuple[int, ...]:
+    """Return (E, out, in) of a stored weight, without an operator, which `torch.export` would record."""
+    experts, rows, columns = weight.shape
+    return (experts, columns, rows) if layout.transposed else (experts, rows, columns)
+
+
+def _local(parameter: Any) -> Tensor:
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter  # type: ignore[no-any-return]
