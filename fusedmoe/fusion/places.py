@@ -24,11 +24,10 @@ class Place:
 
     item: Op | BackwardOp | Glue
     names: Mapping[str, str]  # the item's own names of values -> the chain's, in the forms that `step` reads
-    step: Plain  # the item in plain PyTorch. If the item quantizes, the step can give each quantized form alone
+    step: Plain  # in plain PyTorch; of an item that quantizes, with all quantized forms
     node: Node | None = None  # the op and its label; None for glue
-    # the op's own names -> the chain's, by rows, and -> the value whose gradient has that name. They differ where an
-    # op passes rows, or their gradient, on unchanged
-    values: Mapping[str, str] = field(default_factory=dict)
+    values: Mapping[str, str] = field(default_factory=dict)  # the op's own names -> the chain's, by rows
+    # the op's own names -> the value whose gradient has that name: another one if an op passes rows on unchanged
     gradient_of: Mapping[str, str] = field(default_factory=dict)
 
     @property

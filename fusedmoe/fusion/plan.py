@@ -113,26 +113,24 @@ class PlannedStep:
     direction : str
         ``"forward"`` or ``"backward"``.
     ops : tuple of str
-        The ops covered, as ``label.Class``.
+        The ops that it covers, as ``label.Class``.
     rule : str or None
         The rule that fuses them; None for plain PyTorch.
     needs, gives : tuple of str
-        Values read and written, by the chain's names.
+        The values read and written, by the chain's names.
     bytes_moved : int
-        Bytes of `needs` and `gives` for the shapes explained, and what the rule says it moves besides. Eager PyTorch
-        moves more.
+        Bytes of `needs` and `gives` for the shapes explained, plus the rule's extra bytes. Eager PyTorch moves more.
     launches : int
-        Kernels launched, about.
+        Kernels launched, approximately.
     host_sync : bool
-        It reads a tensor on the host.
+        Whether the host reads a tensor.
     nearest_miss : Attempt or None
         Of an unfused step: the rule that came nearest to taking it.
     path : str
-        Of an unfused product of quantized operands: ``"native"`` where torch multiplies their codes, ``"emulated"``
-        where it multiplies what they stand for.
+        Of an unfused product of quantized operands: ``"native"`` if torch multiplies codes, ``"emulated"`` if it
+        multiplies dequantized values.
     quantizes : tuple of (str, str)
-        What it quantizes, as ``label:role`` of the op that does so (``input``, ``weight``, ``grad``), and to what: the
-        quantizer in words.
+        ``label:role`` (``input``, ``weight`` or ``grad``) of each op that quantizes, and the quantizer in words.
     """
 
     direction: Direction
@@ -154,7 +152,7 @@ class PlannedStep:
 
     @property
     def why(self) -> str:
-        """For an unfused step, in words: why no rule takes it."""
+        """The reason why an unfused step is unfused."""
         if self.rule is not None:
             return ""
         return str(self.nearest_miss) if self.nearest_miss is not None else "no rule stands on it"
@@ -162,41 +160,39 @@ class PlannedStep:
 
 @dataclass(frozen=True)
 class PlanData:
-    """A plan of one chain: every step, every rule tried, what is kept for backward.
+    """A plan of one chain.
 
     Attributes
     ----------
     steps : tuple of PlannedStep
-        In the order in which they run, forward then backward.
+        The steps that cover ops, in order, forward then backward; before them those that quantize weights.
     attempts : tuple of Attempt
-        Every rule at every position, see `Attempt`.
+        Every rule at every position.
     kept : tuple of str
-        Values kept for the backward pass, parameters and quantized weights apart.
+        Values kept for the backward pass, except parameters and quantized weights.
     kept_bytes : int
-        Their bytes, for the shapes explained; what the caller holds anyway (its own arguments) is counted too.
+        Their bytes for the shapes explained, with those of the caller's own arguments.
     device, dtype, recipe : str
-        What it was planned for.
+        The conditions of the plan.
     options : KernelOptions
-        What the `Sequential` asks of kernels.
+        The options of the `Sequential`.
     forward_source, backward_source : str
-        The Python functions that run the steps, as text: ``run0``, ``run1``, ... are the steps, in the order in which
-        they are called.
+        The Python functions that run the steps: ``run0``, ``run1``, ... are the steps, in order.
     weight_bytes : int
         Bytes of quantized weights, which are kept until the weights change.
     asked_arch : int or None
-        The architecture that ``explain(..., arch=)`` was asked about, which need not be there.
+        The architecture that ``explain(..., arch=)`` asks about.
     given_dtype : str
-        The dtype that the rows have, where a plan was asked for with another one.
+        The dtype of the rows, if `explain` asks about another one.
     assumed : tuple of str
-        What the fused steps need and this machine lacks, of a plan for another one.
+        The requirements of the fused steps that this machine lacks, in a plan for another one.
     missed : tuple of (str, Attempt)
-        The ops that run unfused although a rule for this device, or for the architecture asked about, stands on them,
-        each with how that rule ended. UNAVAILABLE counts, except for a rule that is for other devices than the
-        architecture asked about.
+        The ops that run unfused although a rule for the device shares them, each with that rule. UNAVAILABLE counts,
+        except for rules for other devices than the architecture asked about.
+    rows : int
+        The number of rows, or of tokens if the chain begins with a `Dispatch`, for which all bytes are counted.
     glue : tuple of PlannedStep
         The steps between ops: derived values, dequantization, sums of gradients, zeroed tails.
-    rows : int
-        The number of rows, or of tokens where the chain begins with a `Dispatch`, that all bytes are counted for.
     """
 
     steps: tuple[PlannedStep, ...]
@@ -226,13 +222,13 @@ class PlanData:
 
     @property
     def nothing_to_fuse(self) -> bool:
-        """Whether the architecture asked about has no kernels, neither ours nor those of a package."""
+        """Whether the architecture asked about has no kernels, neither built-in ones nor those of a package."""
         return self.asked_arch is not None and self.asked_arch not in ARCHITECTURES and not self.fused
 
     @property
     def without_kernel(self) -> tuple[PlannedStep, ...]:
-        """The unfused steps that have no fused kernel on the device, whatever is installed: no rule stands on them, or
-        what came nearest is for other devices or for operands that are not quantized.
+        """The unfused steps without a fused kernel on the device, whatever is installed: no rule shares them, or the
+        nearest one is for other devices or for operands that are not quantized.
         """
         missed = {label for label, _ in self.missed}
         return tuple(s for s in self.unfused if missed.isdisjoint(s.ops) and _no_kernel(s.nearest_miss))
@@ -249,7 +245,7 @@ class PlanData:
 
     @property
     def formats(self) -> dict[str, tuple[str, ...]]:
-        """What is quantized, by what it is quantized to, both in the order of the steps."""
+        """``label:role`` of everything quantized, by quantizer, in the order of the steps."""
         found: dict[str, tuple[str, ...]] = {}
         for step in self.steps:
             for what, quantizer in step.quantizes:
@@ -315,7 +311,7 @@ def _wrapped(line: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a `Sequential` will do with a call: a plan for each chain, and the modules between them.
+    """The plans of a `Sequential` for a call: one for each chain, with the modules between them.
 
     ``str()`` of it is the table.
 
@@ -344,7 +340,7 @@ class Explanation:
 
     @property
     def missed(self) -> tuple[tuple[str, Attempt], ...]:
-        """Those of all chains, see `PlanData.missed`."""
+        """`PlanData.missed` of all chains."""
         return tuple(missed for plan in self.plans for missed in plan.missed)
 
     def raise_if_missed(self) -> None:
@@ -368,7 +364,7 @@ class Explanation:
 
 
 def hints(plans: Iterable[PlanData]) -> list[str]:
-    """Return what else to know of these plans: that an architecture has no kernels, or how to ask about another."""
+    """Return hints about these plans: an architecture without kernels, or how to ask about another one."""
     found: dict[str, None] = {}
     for plan in plans:
         if plan.nothing_to_fuse:
@@ -381,7 +377,7 @@ def hints(plans: Iterable[PlanData]) -> list[str]:
 
 
 def raise_if_missed(plans: Iterable[PlanData], missed: Sequence[tuple[str, object]]) -> None:
-    """Raise for what is missed, or that the architecture asked about has no kernels."""
+    """Raise `FusionError` for missed ops, or for an architecture without kernels."""
     for plan in plans:
         if plan.nothing_to_fuse:
             raise FusionError(f"strict: {_no_kernels(plan)}")
