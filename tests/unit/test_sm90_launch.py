@@ -11,7 +11,7 @@ from fusedmoe.kernels.sm90.choice import CO_256_ALONE, PP_192
 E, K, N = 4, 64, 96
 BF16 = torch.bfloat16
 # places among the arguments of `RaggedM.__call__`: a, b, offsets, bias, ...
-ROW_SCALE, COUNTER, CONSTANTS, BIASED, CTAS, DYNAMIC = 4, 5, 6, 9, 12, 13
+ROW_SCALE, COUNTER, CONSTANTS, BIASED, CTAS, DYNAMIC, TENSORS = 4, 5, 6, 9, 12, 13, 14
 
 
 @pytest.fixture(autouse=True)
@@ -98,3 +98,32 @@ def test_a_dynamic_launch_has_a_counter_of_its_own(launched):
         (_, first), (_, second) = launched
         assert first[COUNTER].tolist() == second[COUNTER].tolist() == [0]
         assert (first[COUNTER] is second[COUNTER]) == (schedule == "static")
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_the_tensors_are_the_outputs_of_the_forward_epilogue(launched, keep):
+    epilogues = pytest.importorskip("fusedmoe.kernels.sm90.epilogues")
+    x, w, offsets = torch.zeros(32, K, dtype=BF16), torch.zeros(E, N, K, dtype=BF16), torch.zeros(E, dtype=torch.int32)
+    functions.grouped_gemm_activation(x, w, offsets, Activation("swiglu"), keep_preactivation=keep)
+    ((_, arguments),) = launched
+    shapes = {epilogues.Preactivation: (32, N), epilogues.Result: (32, N // 2)}
+    outputs = epilogues.activation("swiglu", keep=keep).outputs
+    assert [t.shape for t in arguments[TENSORS:]] == [shapes[type(output)] for output in outputs]
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_the_tensors_are_the_input_and_the_outputs_of_the_derivative(launched, keep, scaled):
+    epilogues = pytest.importorskip("fusedmoe.kernels.sm90.epilogues")
+    dy, w, offsets = torch.zeros(32, K, dtype=BF16), torch.zeros(E, K, N, dtype=BF16), torch.zeros(E, dtype=torch.int32)
+    p, scale = torch.zeros(32, 2 * N, dtype=BF16), torch.ones(32) if scaled else None
+    _, again, scale_grad = functions.grouped_gemm_activation_backward(
+        dy, w, offsets, p, Activation("swiglu"), row_scale=scale, want_output=keep, want_row_scale_grad=scaled
+    )
+    ((_, arguments),) = launched
+    given, *results = arguments[TENSORS:]
+    shapes = {epilogues.RowScaleGradient: (1, 32), epilogues.Gradient: (32, 2 * N), epilogues.Recomputed: (32, N)}
+    outputs = epilogues.derivative("swiglu", keep=keep, row_scale=scaled).outputs
+    assert given is p
+    assert [t.shape for t in results] == [shapes[type(output)] for output in outputs]
+    assert (again is not None, scale_grad is not None) == (keep, scaled)
