@@ -61,24 +61,12 @@ class Leaves(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """An implementation of the layer.
+    """An implementation of the layer."""
 
-    Attributes
-    ----------
-    forward : callable
-        Returns y (T, H), recorded by autograd.
-    leaves : Leaves
-        The tensors that ``forward`` uses.
-    alternating : bool
-        Whether ``weight1`` has alternating gate and up rows.
-    note : str
-        A remark for the comparison with the others.
-    """
-
-    forward: Callable[[], Tensor]
-    leaves: Leaves
-    alternating: bool = False
-    note: str = ""
+    forward: Callable[[], Tensor]  # returns y (T, H), recorded by autograd
+    leaves: Leaves  # the tensors that ``forward`` uses
+    alternating: bool = False  # whether ``weight1`` has alternating gate and up rows
+    note: str = ""  # a remark for the comparison with the others
 
 
 class Work:

@@ -24,39 +24,18 @@ WRONG_QUANTIZED = 0.5  # limit under a quantized recipe: loose, since recipes di
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table.
+    """A row of the table."""
 
-    Attributes
-    ----------
-    case : str
-        `FORWARD`, with autograd recording, or `STEP`.
-    name : str
-        The peer.
-    note : str
-        The reason for missing figures, or a remark on them.
-    error : float or None
-        Largest relative error, in norm, of y and the gradients against fp64 on a sample.
-    ms, quartiles_ms : float, (float, float) or None
-        Median of the calls, and the first and third quartile.
-    ours_is : float or None
-        This time divided by ours.
-    tflops : float or None
-        TFLOP/s of the experts' products.
-    host_us : float or None
-        Time of the Python call while the GPU is idle.
-    kept_bytes, peak_bytes : int or None
-        GPU memory that the call keeps for backward, and its peak, beyond weights and inputs.
-    """
-
-    case: str
-    name: str
-    note: str = ""
-    error: float | None = None
-    ms: float | None = None
+    case: str  # `FORWARD`, with autograd recording, or `STEP`
+    name: str  # the peer
+    note: str = ""  # the reason for missing figures, or a remark on them
+    error: float | None = None  # largest relative error, in norm, of y and the gradients against fp64 on a sample
+    ms: float | None = None  # median of the calls, and the first and third quartile
     quartiles_ms: tuple[float, float] | None = None
-    ours_is: float | None = None
-    tflops: float | None = None
-    host_us: float | None = None
+    ours_is: float | None = None  # this time divided by ours
+    tflops: float | None = None  # TFLOP/s of the experts' products
+    host_us: float | None = None  # time of the Python call while the GPU is idle
+    # GPU memory that the call keeps for backward, and its peak, beyond weights and inputs
     kept_bytes: int | None = None
     peak_bytes: int | None = None
 

@@ -53,25 +53,13 @@ class Fact:
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """A device that torch can use.
+    """A device that torch can use."""
 
-    Attributes
-    ----------
-    index
-        The index of ``torch.device("cuda", index)``.
-    arch
-        ``sm_90``; under ROCm AMD's name, ``gfx942``.
-    memory_gib
-        The device's total memory in GiB.
-    sms
-        Number of streaming multiprocessors (compute units under ROCm).
-    """
-
-    index: int
+    index: int  # the index of ``torch.device("cuda", index)``
     name: str
-    arch: str
-    memory_gib: float
-    sms: int
+    arch: str  # ``sm_90``; under ROCm AMD's name, ``gfx942``
+    memory_gib: float  # the device's total memory in GiB
+    sms: int  # number of streaming multiprocessors (compute units under ROCm)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,27 +27,14 @@ MARKS = "osD^vPX"
 
 @dataclass(frozen=True)
 class Outcome:
-    """The results of a finished run.
+    """The results of a finished run."""
 
-    Attributes
-    ----------
-    recipe : str
-        Name of the numeric recipe.
-    losses : list of float
-        Training loss per step, in bits per byte.
-    evaluations : list of (int, float)
-        Completed steps, and the bits per byte on the held-out text; the last entry is the trained model's.
-    seconds : float
-        Time spent in training steps.
-    bigram_bits : float
-        Bits per byte of the byte-bigram model on the held-out text.
-    """
-
-    recipe: str
-    losses: list[float]
+    recipe: str  # name of the numeric recipe
+    losses: list[float]  # training loss per step, in bits per byte
+    # completed steps, and the bits per byte on the held-out text; the last entry is the trained model's
     evaluations: list[tuple[int, float]]
-    seconds: float
-    bigram_bits: float
+    seconds: float  # time spent in training steps
+    bigram_bits: float  # bits per byte of the byte-bigram model on the held-out text
 
     @property
     def bits(self) -> float:

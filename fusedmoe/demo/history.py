@@ -10,20 +10,12 @@ import torch
 
 @dataclass
 class History:
-    """The record of a run, for the checkpoint and the figure.
+    """The record of a run, for the checkpoint and the figure."""
 
-    Attributes
-    ----------
-    losses : list of float
-        Training loss per step, in bits per byte.
-    loads : list of Tensor
-        Rows per expert, per step: (layers, experts) int32 on the CPU.
-    evaluations : list of (int, float)
-        Completed steps, and the bits per byte on the held-out text.
-    """
-
-    losses: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)  # training loss per step, in bits per byte
+    # rows per expert, per step: (layers, experts) int32 on the CPU
     loads: list[torch.Tensor] = field(default_factory=list)
+    # completed steps, and the bits per byte on the held-out text
     evaluations: list[tuple[int, float]] = field(default_factory=list)
 
     def state(self) -> dict[str, Any]:

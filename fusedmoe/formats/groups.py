@@ -16,24 +16,14 @@ from fusedmoe.kernels.torch.rows import tail_mask
 
 @dataclass(frozen=True)
 class PaddedRows:
-    """Each expert's rows, padded with zero rows to a multiple of ``block``.
+    """Each expert's rows, padded with zero rows to a multiple of ``block``."""
 
-    Attributes
-    ----------
-    offsets_E : Tensor
-        End of each expert's rows among the R rows, int32.
-    ends_E : Tensor
-        End of each expert's padded rows, int32: multiples of ``block``.
-    num_rows : int
-        R.
-    block : int
-        Rows per block.
-    """
-
+    # end of each expert's rows among the R rows, int32
     offsets_E: Tensor  # noqa: N815
+    # end of each expert's padded rows, int32: multiples of ``block``
     ends_E: Tensor  # noqa: N815
-    num_rows: int
-    block: int
+    num_rows: int  # R
+    block: int  # rows per block
 
     @classmethod
     def of(cls, offsets_E: Tensor, num_rows: int, block: int) -> PaddedRows:

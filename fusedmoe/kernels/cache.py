@@ -73,21 +73,11 @@ def folder(version: str, root: str | Path | None = None) -> Path | None:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """The place of a kernel on disk, whether or not its files exist.
+    """The place of a kernel on disk, whether or not its files exist."""
 
-    Attributes
-    ----------
-    folder : Path
-        The result of :func:`folder`.
-    symbol : str
-        The function's name in the object file.
-    key : str
-        SHA-256 of everything that determines the object, 64 hexadecimal digits.
-    """
-
-    folder: Path
-    symbol: str
-    key: str
+    folder: Path  # the result of :func:`folder`
+    symbol: str  # the function's name in the object file
+    key: str  # SHA-256 of everything that determines the object, 64 hexadecimal digits
 
     @property
     def object_file(self) -> Path:

@@ -101,21 +101,11 @@ class Kernel(Protocol):
 
 
 class Stats(NamedTuple):
-    """Counts of :func:`load` and :func:`build` in this process.
+    """Counts of :func:`load` and :func:`build` in this process."""
 
-    Attributes
-    ----------
-    compiled : int
-        Compiled kernels.
-    from_disk : int
-        Functions loaded from the disk cache.
-    in_memory : int
-        Functions currently in memory.
-    """
-
-    compiled: int
-    from_disk: int
-    in_memory: int
+    compiled: int  # compiled kernels
+    from_disk: int  # functions loaded from the disk cache
+    in_memory: int  # functions currently in memory
 
 
 @dataclass

@@ -95,28 +95,17 @@ QUANTILES = (-1.28, -0.52, 0.0, 0.52, 1.28)
 
 @dataclass(frozen=True)
 class Problem:
-    """The properties of a product that the choice depends on.
-
-    Attributes
-    ----------
-    rows, experts : int
-        All rows, and experts. The rows of a weight gradient are its contraction.
-    columns, depth : int
-        Columns of the accumulators (gate and up count twice); extent of the contraction. For a weight gradient, the
-        columns and the rows of the result.
-    sms : int
-        Concurrent CTAs.
-    element_bytes : int
-        Of an operand's element.
-    """
+    """The properties of a product that the choice depends on."""
 
     family: Family
-    rows: int
+    rows: int  # all rows, and experts. The rows of a weight gradient are its contraction
     experts: int
+    # columns of the accumulators (gate and up count twice); extent of the contraction. For a weight gradient, the
+    # columns and the rows of the result
     columns: int
     depth: int
-    sms: int
-    element_bytes: int = ELEMENT_BYTES
+    sms: int  # concurrent CTAs
+    element_bytes: int = ELEMENT_BYTES  # of an operand's element
 
     @property
     def tile_k(self) -> int:

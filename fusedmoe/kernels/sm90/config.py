@@ -19,25 +19,16 @@ BARRIER_BYTES = 1024
 
 @dataclass(frozen=True)
 class TileConfig:
-    """Sizes of a CTA's tile and of a cluster.
+    """Sizes of a CTA's tile and of a cluster."""
 
-    Attributes
-    ----------
-    tile_m, tile_n : int
-        Rows and columns of a CTA's tile.
-    cluster_m, cluster_n : int
-        CTAs of a cluster, along rows and columns of tiles. They share loads by multicast: with ``cluster_m`` 2 the
-        weights, with ``cluster_n`` 2 the rows. A cluster of a ragged M product is 2 x 1. It shares the rows instead for
-        an expert's last odd row tile.
-    pingpong : bool
-        Ping-pong instead of cooperative, see the module's docstring.
-    """
-
-    tile_m: int
+    tile_m: int  # rows and columns of a CTA's tile
     tile_n: int
+    # CTAs of a cluster, along rows and columns of tiles. They share loads by multicast: with ``cluster_m`` 2 the
+    # weights, with ``cluster_n`` 2 the rows. A cluster of a ragged M product is 2 x 1. It shares the rows instead for
+    # an expert's last odd row tile
     cluster_m: int = 1
     cluster_n: int = 1
-    pingpong: bool = True
+    pingpong: bool = True  # ping-pong instead of cooperative, see the module's docstring
 
     @property
     def name(self) -> str:
