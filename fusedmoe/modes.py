@@ -41,7 +41,7 @@ def run_op(op: Op, x: Tensor, inputs: dict[str, Tensor]) -> Tensor | tuple[Tenso
 
 @constant_in_graphs
 def _parts_for_compiler(root: Op | Sequential, *around: Any) -> Any:
-    """Return what `fusedmoe.torch_compile` reads of a module. It follows from the arguments, which Dynamo guards on."""
+    """Return the parts of a module for `fusedmoe.torch_compile`. Dynamo guards on ``around``."""
     from fusedmoe import torch_compile  # imported here since it imports Dynamo; it is loaded by now
 
     return torch_compile.parts_for_compiler(root, around[-1])

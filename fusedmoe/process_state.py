@@ -13,23 +13,22 @@ if TYPE_CHECKING:
 
 @dataclass
 class ProcessState:
-    """What this process knows of a module.
+    """The state of a module in this process.
 
     Attributes
     ----------
     partition, sorted_partition : Partition or None
-        How the module runs, and how it runs where ``splits`` is given although it need not be; see
-        `fusedmoe.partition.partition_for`.
+        The partition, and the one for calls with ``splits`` that no op needs; see `fusedmoe.partition.partition_for`.
     place : str
-        The name in a model, as far as it is known; of an op its label in a `Sequential` at least.
+        The module's name in a model, if it is known. For an op also without a model its label in a `Sequential`.
     attributes : tuple or None
-        Of an op, the last result of `Op.attributes`; None after a change.
+        The last result of `Op.attributes`; None after a change.
     description : str or None
-        Of an op, the result of `Op.describe`, which is kept up to date once it was asked for.
+        The result of `Op.describe`, which every change updates; None before the first call.
     number : int or None
-        Of an op, its number in descriptions, where they need one.
+        An op's number in descriptions that need one.
     quantized_weight : object
-        Of an op, its entry in `fusedmoe.ops.weight_cache`. It is dropped whenever a parameter is set.
+        An op's entry in `fusedmoe.ops.weight_cache`, which is dropped whenever a parameter is set.
     captured : bool
         Whether a CUDA graph has captured the op's weight.
     """
@@ -45,7 +44,7 @@ class ProcessState:
 
 
 class HasProcessState:
-    """A module with a `ProcessState`, which a new object gets also where it is unpickled or copied."""
+    """A module with a `ProcessState`. An unpickled or copied module gets a new one."""
 
     _of_process: ProcessState
 

@@ -38,7 +38,7 @@ Path = tuple[str, ...]
 
 
 class TracedChain(NamedTuple):
-    """What Dynamo reads of a chain: only texts.
+    """A chain as Dynamo reads it: only texts.
 
     Attributes
     ----------
@@ -60,7 +60,7 @@ class TracedChain(NamedTuple):
 
 
 class TracedPart(NamedTuple):
-    """What Dynamo reads of a part that is a chain: see `ChainPart`."""
+    """A part that is a chain, as Dynamo reads it; see `ChainPart`."""
 
     chain: TracedChain
     apart: TracedChain
@@ -68,13 +68,13 @@ class TracedPart(NamedTuple):
 
 
 class TracedModule(NamedTuple):
-    """What Dynamo reads of a module among the ops."""
+    """A module among the ops, as Dynamo reads it."""
 
     path: Path
     call: ModuleCall
 
 
-# ---- what Dynamo traces -------------------------------------------------------------------------------------------
+# ---- traced by Dynamo ---------------------------------------------------------------------------------------------
 
 
 def run(root: Op | Sequential, x: Tensor, inputs: dict[str, Tensor], parameters: Parameters | None = None) -> Tensor:
@@ -119,7 +119,7 @@ def _prepare_tracing() -> None:
 
 
 def _described(module: Any) -> Any:
-    """Return as texts what the partition of a module depends on: Dynamo guards on each that it reads."""
+    """Return the texts that the partition of a module depends on. Dynamo guards on each that it reads."""
     if isinstance(module, Op):
         # there is none after a graph break here (a bare nn.GRU), if a graph for another Sequential came before
         return module._of_process.description or module.describe()
@@ -176,7 +176,7 @@ def _given(x: object, inputs: Mapping[str, object]) -> tuple[tuple[str, str], ..
     return (("x", "" if isinstance(x, Tensor) else type(x).__name__), *came)
 
 
-# ---- what Dynamo takes for constants ------------------------------------------------------------------------------
+# ---- constants for Dynamo -----------------------------------------------------------------------------------------
 
 
 # after a graph break this is called rather than taken for a constant: it must not be traced then

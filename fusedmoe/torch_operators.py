@@ -46,20 +46,19 @@ if TYPE_CHECKING:
     from fusedmoe.recipes import Recipe
     from fusedmoe.settings import Settings
 
-# ---- the border: what stands for what ------------------------------------------------------------------------------
+# ---- the border: texts and numbers that stand for objects -----------------------------------------------------------
 
 _ABSENT, _PRESENT, _WANTS_GRADIENT = "-", "n", "g"
 
 
 def encode(tensors: Sequence[Tensor | None], grad: bool = False) -> str:
-    """Return a letter for each tensor: absent, present, or, with ``grad``, present and in want of a gradient."""
-    return "".join(
-        [_ABSENT if t is None else _WANTS_GRADIENT if grad and t.requires_grad else _PRESENT for t in tensors]
-    )
+    """Return a letter per tensor: absent, present, or, with ``grad``, present and in want of a gradient."""
+    kinds = [_ABSENT if t is None else _WANTS_GRADIENT if grad and t.requires_grad else _PRESENT for t in tensors]
+    return "".join(kinds)
 
 
 def _decode(kinds: str, present: Sequence[Tensor]) -> list[Tensor | None]:
-    """Return the tensors that were encoded: the present ones at their places, None at the others."""
+    """Return the encoded tensors: None where one is absent."""
     each = iter(present)
     return [None if kind == _ABSENT else next(each) for kind in kinds]
 
@@ -70,10 +69,8 @@ def _encode_shapes(tensors: Sequence[Tensor | None]) -> list[int]:
 
 
 def _decode_shapes(sizes: Sequence[int]) -> list[tuple[int, ...]]:
-    each, shapes = iter(sizes), []
-    for dims in each:
-        shapes.append(tuple([next(each) for _ in range(dims)]))
-    return shapes
+    each = iter(sizes)
+    return [tuple([next(each) for _ in range(dims)]) for dims in each]
 
 
 @dataclass
@@ -82,12 +79,14 @@ class _TracedChain:
 
     Attributes
     ----------
+    made_under, conditions
+        The settings and the conditions of planning.
     calls
         The last calls of chains with these ops.
     plans
-        The plans of the chain. None is ever forgotten: graphs refer to them.
+        The plans of the chain. None is forgotten, since graphs refer to them.
     handles
-        The handles of the chain under other settings; None where no operator can run it.
+        The handles of the chain under other settings; None if no operator can run it.
     """
 
     chain: Chain
@@ -99,9 +98,9 @@ class _TracedChain:
 
 
 class _LastCalls:
-    """The settings of the last calls of chains with the same ops: by a tensor of the call and whether it had gradients.
+    """The settings of the last calls of chains with the same ops.
 
-    The tensor is a parameter if there is one. It tells layers apart as long as its memory stays where it is.
+    They are found by the address of a parameter, which tells layers apart, and by whether the call had gradients.
     """
 
     def __init__(self, parameter: int) -> None:
@@ -179,7 +178,7 @@ _last_calls: dict[str, _LastCalls] = {}  # by ops
 
 
 def handle_of(chain: Chain, options: KernelOptions) -> str | None:
-    """Return the text that says what a chain computes, and under what; None for one that no operator can run."""
+    """Return the text that stands for a chain and its conditions; None for a chain that no operator can run."""
     now = settings.current()
     if _changes_state(chain, now.recipe):
         return None
@@ -225,7 +224,7 @@ def _plan(handle: str, kinds: str, arguments: Sequence[Tensor | None]) -> _Trace
     x = arguments[0]
     assert x is not None
     check_rows(x, traced.chain.nodes[0])
-    # the sizes as numbers, where the graph is traced for any: all except the number of rows decide what is computed
+    # sizes as numbers, also where they are symbolic: all except the number of rows decide the plan
     specs = [argument_spec(a) for a in arguments]
     key = (kinds, x.device, bool(x.shape[0] == 0), *[None if s is None else (s.dtype, s.shape[1:]) for s in specs])
     found = traced.plans.get(key)

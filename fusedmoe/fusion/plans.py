@@ -125,14 +125,15 @@ class PlanTable:
 
     A call looks for its `BoundPlan` in this order:
 
-    1. `last`: the call before had the same context and the same signature of tensors.
-    2. `calls`: an earlier call had. The key has the number of its circumstances in place of the context: these are the
-       attributes of the ops, the set of rules and the context except the strictness.
-    3. `plans`: an earlier call differed in strictness, or in the number of rows within the same power of two. Its plan
-       is bound to these tensors. Their shapes are checked against the ops then.
-    4. Else a plan is made.
+    1. `last`, the previous call: its context and its signature of tensors are equal.
+    2. `calls`, all earlier calls: the same. In the key, a number stands for the circumstances: the attributes of the
+       ops, the set of rules, and the context except the strictness.
+    3. `plans`: the plan of an earlier call that differed only in strictness, or in the number of rows within the same
+       power of two. The plan is bound to these tensors, whose shapes are checked against the ops.
+    4. A new plan.
 
-    A full dict is cleared: keys that change with every call fill it, such as an attribute that counts steps.
+    A full dict is cleared. Keys that change with every call fill it, for example an attribute that counts steps.
+    `fusedmoe.torch_operators` binds its calls here too, but keeps its plans itself, since graphs refer to them.
     """
 
     def __init__(self, chain: Chain) -> None:
