@@ -16,27 +16,32 @@ if TYPE_CHECKING:
     from fusedmoe.sequential import Sequential
 
 
-def run(root: Op | Sequential, x: Tensor, inputs: dict[str, Tensor], parameters: Parameters | None = None) -> Tensor:
-    """Run a module on rows and runtime inputs by name; return its rows, and add what an op provides to the inputs."""
+def run(
+    root: Op | Sequential,
+    x: Tensor,
+    inputs: dict[str, Tensor],
+    parameters: Parameters | None = None,
+    provides: tuple[str, ...] = (),
+) -> Any:
+    """Run a module on rows and runtime inputs by name; return its rows, and with them the values that it provides.
+
+    Each mode returns the whole result: a caller that added to it would be traced again after a graph break, with a
+    non-leaf tensor as an input.
+    """
     if torch.compiler.is_compiling():
         if torch.compiler.is_dynamo_compiling():
             from fusedmoe import torch_compile  # imported here since it imports Dynamo, which takes 7 s
 
-            return torch_compile.run(root, x, inputs, parameters)
+            return torch_compile.run(root, x, inputs, parameters, provides)
         from fusedmoe import torch_export  # beside torch_compile: few programs need it
 
-        return torch_export.run(root, x, inputs, parameters)
+        return torch_export.run(root, x, inputs, parameters, provides)
     partition = partition_for(root, inputs)
     partition.check_inputs(x, inputs)
     if parameters is not None:
         partition.check_parameters(parameters)
-    return partition.run(x, inputs, root._options, parameters)
-
-
-def run_op(op: Op, x: Tensor, inputs: dict[str, Tensor]) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-    """Run an op alone; return its rows, and what it provides."""
-    y = run(op, x, inputs)
-    return (y, {name: inputs[name] for name in op.provides}) if op.provides else y
+    y = partition.run(x, inputs, root._options, parameters)
+    return (y, {name: inputs[name] for name in provides}) if provides else y
 
 
 @constant_in_graphs
@@ -47,5 +52,5 @@ def _parts_for_compiler(root: Op | Sequential, *around: Any) -> Any:
     return torch_compile.parts_for_compiler(root, around[-1])
 
 
-Op._run_alone = run_op
+Op._run = run
 Runnable._parts_for_compiler = _parts_for_compiler

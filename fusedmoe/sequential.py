@@ -111,7 +111,7 @@ class Sequential(Runnable, nn.Sequential):
         InputError
             A runtime input is missing, is used by no op, or has the wrong shape, dtype or device.
         """
-        return modes.run(self, x, inputs)
+        return modes.run(self, x, inputs)  # type: ignore[no-any-return]
 
     if TYPE_CHECKING:  # of nn.Module, a type checker knows that a call returns Any
         __call__ = forward
@@ -127,7 +127,7 @@ class Sequential(Runnable, nn.Sequential):
         InputError
             As `forward`; or a parameter is missing, no op takes it, or the op has one.
         """
-        return modes.run(self, x, inputs, parameters)
+        return modes.run(self, x, inputs, parameters)  # type: ignore[no-any-return]
 
     def without_parameters(self) -> Sequential:
         """Remove the parameters of the ops, for `forward_with`; return this `Sequential`.

@@ -77,7 +77,13 @@ class TracedModule(NamedTuple):
 # ---- traced by Dynamo ---------------------------------------------------------------------------------------------
 
 
-def run(root: Op | Sequential, x: Tensor, inputs: dict[str, Tensor], parameters: Parameters | None = None) -> Tensor:
+def run(
+    root: Op | Sequential,
+    x: Tensor,
+    inputs: dict[str, Tensor],
+    parameters: Parameters | None,
+    provides: tuple[str, ...],
+) -> Any:
     """Run a module in a graph that is being traced."""
     _prepare_tracing()
     root._describe_for_compiler()
@@ -108,7 +114,7 @@ def run(root: Op | Sequential, x: Tensor, inputs: dict[str, Tensor], parameters:
             for i, name in enumerate(chain.exports):
                 inputs[name] = results[1 + i]
             counted = counted or part.sorts_rows
-    return x
+    return (x, {name: inputs[name] for name in provides}) if provides else x
 
 
 @constant_in_graphs

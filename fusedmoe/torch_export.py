@@ -5,7 +5,7 @@ A program in bf16 runs without `fusedmoe`; `fusedmoe.kernels.torch.grouped_gemm`
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fusedmoe import settings
 from fusedmoe.autocast import autocast_dtype, cast_arguments
@@ -23,7 +23,13 @@ if TYPE_CHECKING:
     from fusedmoe.sequential import Sequential
 
 
-def run(root: Op | Sequential, x: Tensor, inputs: dict[str, Tensor], parameters: Parameters | None = None) -> Tensor:
+def run(
+    root: Op | Sequential,
+    x: Tensor,
+    inputs: dict[str, Tensor],
+    parameters: Parameters | None,
+    provides: tuple[str, ...],
+) -> Any:
     """Run a module in a program that is being exported."""
     partition = partition_for(root, inputs)
     partition.check_inputs(x, inputs)
@@ -36,7 +42,7 @@ def run(root: Op | Sequential, x: Tensor, inputs: dict[str, Tensor], parameters:
             counted = counted or part.sorts_rows
         else:
             x, counted = part.run(x, inputs, DEFAULT, parameters, counted)
-    return x
+    return (x, {name: inputs[name] for name in provides}) if provides else x
 
 
 def _run_chain(chain: Chain, x: Tensor, named: dict[str, Tensor], parameters: Parameters | None) -> Tensor:

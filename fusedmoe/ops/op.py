@@ -174,7 +174,7 @@ class Op(Checked, Runnable):
     zeroes_tail: ClassVar[bool] = False
     changes_rows: ClassVar[bool] = False
     launches: ClassVar[int] = 1
-    _run_alone: ClassVar[Callable[[Op, Tensor, dict[str, Tensor]], Any]]  # as `_parts_for_compiler`
+    _run: ClassVar[Callable[..., Any]]  # as `_parts_for_compiler`
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -278,7 +278,7 @@ class Op(Checked, Runnable):
         Tensor or (Tensor, dict of str to Tensor)
             The output; for an op that provides values, also these by name.
         """
-        return self._run_alone(x, inputs)
+        return self._run(x, inputs, None, self.provides)
 
     @property
     def amax_history(self) -> object:

@@ -499,6 +499,16 @@ def test_compiled_the_runtime_inputs_are_checked_as_ever(alone, inputs, message)
     module(torch.randn(2, 4), splits=torch.tensor([1, 1]))  # and the next call is fine
 
 
+def test_compiled_a_refused_op_that_provides_values_runs_without_a_warning_in_the_next_call():
+    torch._dynamo.reset()
+    module, x = torch.compile(fm.Dispatch(num_experts=4), backend="eager"), torch.randn(2, 4, requires_grad=True)
+    with pytest.raises(fm.InputError, match="the runtime input 'expert_index' is missing"):
+        module(x)
+    y, named = module(x, expert_index=torch.tensor([[0], [1]]), expert_weight=torch.ones(2, 1))
+    assert y.shape == x.shape
+    assert named["splits"].tolist() == [1, 1, 0, 0]
+
+
 def test_compiled_as_one_graph_the_message_is_in_the_error_of_the_compiler():
     torch._dynamo.reset()
     module = torch.compile(sequential(), backend="eager", fullgraph=True)
