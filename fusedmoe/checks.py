@@ -32,21 +32,11 @@ def said(value: object) -> str:
 
 @dataclass(frozen=True)
 class Check:
-    """The validation of a setting.
+    """The validation of a setting."""
 
-    Attributes
-    ----------
-    expected : str
-        Description of valid values, for the message.
-    kept : callable
-        Returns the value to store, or `WRONG`.
-    say : callable
-        Returns the text of an invalid value for the message.
-    """
-
-    expected: str
-    kept: Callable[[Any], Any]
-    say: Callable[[Any], str] = said
+    expected: str  # description of valid values, for the message
+    kept: Callable[[Any], Any]  # returns the value to store, or `WRONG`
+    say: Callable[[Any], str] = said  # returns the text of an invalid value for the message
 
     def __call__(self, what: str, value: Any) -> Any:
         """Return the value to store; raise `InputError` for an invalid one. ``what`` names it: ``"SwiGLU: limit"``."""

@@ -12,7 +12,7 @@ from torch import nn
 
 from fusedmoe.checks import MODULE, POSITIVE_INTEGER
 from fusedmoe.errors import InputError
-from fusedmoe.fusion.plan import Explanation, format_bytes, hints, raise_if_missed
+from fusedmoe.fusion.plan import Explanation, format_bytes, hints, in_columns, raise_if_missed
 from fusedmoe.fusion.rule import FusionError
 from fusedmoe.moe import MoE
 from fusedmoe.ops import GroupedLinear, Linear, Op
@@ -122,9 +122,7 @@ class ModelExplanation:
             kept = format_bytes(sum(plan.kept_bytes for plan in plans))
             for_ = ", ".join(dict.fromkeys(p.planned_for for p in plans))
             rows.append((group.name, group.kind, forward, backward, kept, for_))
-        widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
-        rows.insert(1, tuple("-" * w for w in widths))
-        return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+        return "\n".join(in_columns(rows))
 
 
 def explain(

@@ -46,21 +46,11 @@ class Member:
 
 @dataclass(frozen=True)
 class ChainPart:
-    """Ops in a row, planned together.
+    """Ops in a row, planned together."""
 
-    Attributes
-    ----------
-    chain : Chain
-        The ops, with the sets of rows that are sorted by expert for other parts.
-    apart : Chain or None
-        The ops for rows that ``splits`` no longer counts; None if that makes no difference.
-    sorts_rows : bool
-        ``splits`` counts the rows that come out, whatever came in.
-    """
-
-    chain: Chain
-    apart: Chain | None
-    sorts_rows: bool
+    chain: Chain  # the ops, with the sets of rows that are sorted by expert for other parts
+    apart: Chain | None  # the ops for rows that ``splits`` no longer counts; None if that makes no difference
+    sorts_rows: bool  # ``splits`` counts the rows that come out, whatever came in
 
     @property
     def title(self) -> str:

@@ -13,34 +13,20 @@ if TYPE_CHECKING:
 
 @dataclass
 class ProcessState:
-    """The state of a module in this process.
+    """The state of a module in this process."""
 
-    Attributes
-    ----------
-    partition, sorted_partition : Partition or None
-        The partition, and the one for calls with ``splits`` that no op needs; see `fusedmoe.partition.partition_for`.
-    place : str
-        The module's name in a model, if it is known. For an op also without a model its label in a `Sequential`.
-    attributes : tuple or None
-        The last result of `Op.attributes`; None after a change.
-    description : str or None
-        The result of `Op.describe`, which every change updates; None before the first call.
-    number : int or None
-        An op's number in descriptions that need one.
-    quantized_weight : object
-        An op's entry in `fusedmoe.ops.weight_cache`, which is dropped whenever a parameter is set.
-    captured : bool
-        Whether a CUDA graph has captured the op's weight.
-    """
-
+    # the partition, and the one for calls with ``splits`` that no op needs; see `fusedmoe.partition.partition_for`
     partition: Any = None
     sorted_partition: Any = None
+    # the module's name in a model, if it is known. For an op also without a model its label in a `Sequential`
     place: str = ""
-    attributes: tuple[Hashable, ...] | None = None
+    attributes: tuple[Hashable, ...] | None = None  # the last result of `Op.attributes`; None after a change
+    # the result of `Op.describe`, which every change updates; None before the first call
     description: str | None = None
-    number: int | None = None
+    number: int | None = None  # an op's number in descriptions that need one
+    # an op's entry in `fusedmoe.ops.weight_cache`, which is dropped whenever a parameter is set
     quantized_weight: Any = None
-    captured: bool = False
+    captured: bool = False  # whether a CUDA graph has captured the op's weight
 
 
 class HasProcessState:

@@ -41,20 +41,13 @@ _F = TypeVar("_F", bound="Callable[..., Any]")
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings that are in force.
+    """The settings that are in force."""
 
-    Attributes
-    ----------
-    recipe, disabled, strict, strict_unavailable
-        The arguments of `fm.recipe`, `fm.disabled` and `fm.strict`.
-    set_in : dict of str to int
-        The settings that a recomputed function set in a backward pass, each with the number of that pass.
-    """
-
-    recipe: Recipe = BF16
+    recipe: Recipe = BF16  # the arguments of `fm.recipe`, `fm.disabled` and `fm.strict`
     disabled: tuple[str, ...] = ()
     strict: bool = False
     strict_unavailable: bool = False
+    # the settings that a recomputed function set in a backward pass, each with the number of that pass
     set_in: Mapping[str, int] = field(default_factory=dict, compare=False)
 
     def within(self, backward_pass: int) -> dict[str, Any]:

@@ -21,18 +21,11 @@ if TYPE_CHECKING:
 
 
 class Boundary(NamedTuple):
-    """The rows between two modules.
+    """The rows between two modules."""
 
-    Attributes
-    ----------
-    rows : int
-        The number of the set of rows. A module with ``changes_rows`` (`Dispatch`, `Combine`) begins a new set.
-    taker : str or None
-        The first op that takes the offsets of this set, if the ``splits`` that are known here count its rows. None if
-        the rows are not sorted by expert.
-    """
-
-    rows: int
+    rows: int  # the number of the set of rows. A module with ``changes_rows`` (`Dispatch`, `Combine`) begins a new set
+    # the first op that takes the offsets of this set, if the ``splits`` that are known here count its rows. None if
+    # the rows are not sorted by expert
     taker: str | None
 
 
@@ -80,34 +73,18 @@ def sorts_rows(module: nn.Module) -> bool:
 
 
 class ModuleCall(NamedTuple):
-    """How a `Sequential` calls a module that is in none of its chains.
+    """How a `Sequential` calls a module that is in none of its chains."""
 
-    Attributes
-    ----------
-    takes, provides : tuple of str
-        The runtime inputs that it takes, and the values that it returns besides its rows.
-    sorted_rows : bool
-        Its rows in are sorted by expert.
-    new_rows : bool
-        Its rows out are not its rows in.
-    sorts_rows : bool
-        It takes ``splits`` in any case.
-    offered_splits : bool
-        It takes ``splits`` if its rows are sorted (`Linear`, `Quantize`, a `Sequential` of these).
-    masks_input, masks_output : bool
-        Rows that belong to no expert become zeros before the call, and after it.
-    gives_rows : str
-        The module and the op after it, for the error if no tensor comes out. Empty if no op comes after it.
-    """
-
-    takes: tuple[str, ...]
+    takes: tuple[str, ...]  # the runtime inputs that it takes, and the values that it returns besides its rows
     provides: tuple[str, ...]
-    sorted_rows: bool = False
-    new_rows: bool = False
-    sorts_rows: bool = False
+    sorted_rows: bool = False  # its rows in are sorted by expert
+    new_rows: bool = False  # its rows out are not its rows in
+    sorts_rows: bool = False  # it takes ``splits`` in any case
+    # it takes ``splits`` if its rows are sorted (`Linear`, `Quantize`, a `Sequential` of these)
     offered_splits: bool = False
-    masks_input: bool = False
+    masks_input: bool = False  # rows that belong to no expert become zeros before the call, and after it
     masks_output: bool = False
+    # the module and the op after it, for the error if no tensor comes out. Empty if no op comes after it
     gives_rows: str = ""
 
 

@@ -32,17 +32,10 @@ def arch_of(device: torch.device) -> int | None:
 
 @dataclass(frozen=True)
 class Target:
-    """The arguments ``arch`` and ``dtype`` of ``explain``.
+    """The arguments ``arch`` and ``dtype`` of ``explain``."""
 
-    Attributes
-    ----------
-    arch : int
-        Architecture of an NVIDIA GPU: 90 for sm_90.
-    dtype : torch.dtype or None
-        Dtype of rows and parameters in the plan, in place of their actual dtype, as under `torch.autocast`.
-    """
-
-    arch: int
+    arch: int  # architecture of an NVIDIA GPU: 90 for sm_90
+    # dtype of rows and parameters in the plan, in place of their actual dtype, as under `torch.autocast`
     dtype: torch.dtype | None = None
 
 

@@ -38,25 +38,14 @@ Path = tuple[str, ...]
 
 
 class TracedChain(NamedTuple):
-    """A chain as Dynamo reads it: only texts.
+    """A chain as Dynamo reads it: only texts."""
 
-    Attributes
-    ----------
-    handle : str or None
-        None for a chain that no operator can run.
-    inputs, exports : tuple of str
-        As in `Chain`.
-    parameters : tuple
-        Of each parameter the path to the op, its name there, and its name in the chain.
-    chain : Chain or None
-        The chain itself, if there is no handle.
-    """
-
-    handle: str | None
-    inputs: tuple[str, ...]
+    handle: str | None  # none for a chain that no operator can run
+    inputs: tuple[str, ...]  # as in `Chain`
+    # of each parameter the path to the op, its name there, and its name in the chain
     parameters: tuple[tuple[Path, str, str], ...]
     exports: tuple[str, ...]
-    chain: Chain | None
+    chain: Chain | None  # the chain itself, if there is no handle
 
 
 class TracedPart(NamedTuple):

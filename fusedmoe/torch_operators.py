@@ -75,25 +75,15 @@ def _decode_shapes(sizes: Sequence[int]) -> list[tuple[int, ...]]:
 
 @dataclass
 class _TracedChain:
-    """A chain without parameters, and the conditions that a handle was made under.
-
-    Attributes
-    ----------
-    made_under, conditions
-        The settings and the conditions of planning.
-    calls
-        The last calls of chains with these ops.
-    plans
-        The plans of the chain. None is forgotten, since graphs refer to them.
-    handles
-        The handles of the chain under other settings; None if no operator can run it.
-    """
+    """A chain without parameters, and the conditions that a handle was made under."""
 
     chain: Chain
-    made_under: Settings
+    made_under: Settings  # the settings and the conditions of planning
     conditions: Conditions
-    calls: _LastCalls
+    calls: _LastCalls  # the last calls of chains with these ops
+    # the plans of the chain. None is forgotten, since graphs refer to them
     plans: dict[Hashable, _TracedPlan] = field(default_factory=dict)
+    # the handles of the chain under other settings; None if no operator can run it
     handles: dict[Settings, str | None] = field(default_factory=dict)
 
 
@@ -123,23 +113,7 @@ class _LastCalls:
 
 
 class _TracedPlan:
-    """A plan as the operators run it.
-
-    Attributes
-    ----------
-    key : str
-        The text that stands for it.
-    names : tuple of str
-        The arguments.
-    gradients : tuple of bool
-        Whether each argument gets a gradient.
-    kept : tuple of str
-        The values that the forward operator returns after the results, for backward.
-    saved : tuple of str
-        The values that the backward operator takes.
-    checked : bool
-        Whether the gradients that rules return were compared with the arguments.
-    """
+    """A plan as the operators run it; ``key`` is the text that refers to it."""
 
     def __init__(
         self, key: str, plan: Plan, kinds: str, specs: Sequence[SpecLike | None], traced: _TracedChain
@@ -150,10 +124,12 @@ class _TracedPlan:
         self._dtypes = [None if spec is None else spec.dtype for spec in specs]
         wanted = [kind == _WANTS_GRADIENT for kind in kinds]
         has_gradient = plan.of_backward.gradients
+        # whether each argument gets a gradient
         self.gradients = tuple(w and a in has_gradient for a, w in zip(self.names, wanted, strict=True))
-        self.saved = plan.saved_tensors if any(wanted) else ()
+        self.saved = plan.saved_tensors  # which the backward operator takes
+        # the values that the forward operator returns after the results
         self.kept = tuple(v for v in self.saved if v not in (*self.names, *plan.outputs))
-        self.checked = False
+        self.checked = False  # whether the gradients that rules return were compared with the arguments
 
     def call(self, arguments: Sequence[Tensor | None]) -> BoundPlan:
         """Return the plan, bound to tensors like these."""

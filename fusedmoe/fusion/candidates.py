@@ -59,16 +59,8 @@ class Candidate:
 
 
 class Costs:
-    """The cost model.
-
-    Parameters
-    ----------
-    specs
-        Shapes and dtypes of values.
-    fixed
-        The values whose size does not depend on the number of rows.
-    rows, nominal_rows
-        The number of rows in ``specs``, and the number to count; by default the next power of two.
+    """The cost model, for values with these specs. The size of ``fixed`` values does not depend on the number of rows.
+    ``rows`` of the specs count as ``nominal_rows``, by default the next power of two.
     """
 
     def __init__(
@@ -115,18 +107,8 @@ class Search:
 class DirectionSearch:
     """The candidates for the places of one direction, and the result of every rule at every position.
 
-    Parameters
-    ----------
-    direction
-        ``"forward"`` or ``"backward"``.
-    places
-        Ops, or backward ops, in order; or glue, of which each piece is matched alone.
-    results
-        The values that are read after the last place.
-    conversions
-        The glue that dequantizes, by its result: ``conversions[dequantized(v)] = v``.
-    search
-        See `Search`.
+    The places are ops or backward ops in order, or glue, of which each piece is matched alone. ``results`` are the
+    values read after the last place. ``conversions[dequantized(v)] = v`` for each value that may be dequantized.
     """
 
     def __init__(

@@ -198,14 +198,7 @@ def cheapest(
 ) -> tuple[Covering, Covering, frozenset[str]]:
     """Return the cheapest coverings of both directions, and the forward values to keep between them.
 
-    Parameters
-    ----------
-    forward, backward
-        The candidates.
-    kept_anyway
-        Values that cost nothing to keep: the caller's arguments, the results.
-    waits
-        Gradients that glue after the backward steps waits for.
+    ``kept_anyway`` cost nothing to keep: arguments and results. Glue after the backward steps waits for ``waits``.
     """
     options = []
     for kept, b in _backward_coverings(backward, kept_anyway, waits).items():

@@ -50,7 +50,7 @@ class Graph:
     exports
         Names that ops of this chain provide for ops after the chain.
     inputs
-        The runtime inputs that the caller gives, in the caller's order. Others that ops take come after them.
+        The runtime inputs that the caller gives, in order. Others that ops take come after them.
     sorted_rows
         The sets of rows, numbered from 0, that are sorted by expert although no op here takes their offsets, each with
         the op outside that does. The chain derives their offsets from ``splits`` too.
@@ -59,20 +59,16 @@ class Graph:
 
     Attributes
     ----------
-    places : tuple of Place
-        Every op. `forward` has those that are a step of the forward pass.
+    places, forward : tuple of Place
+        Every op, and those that are a step of the forward pass.
     derived, weights : dict of str to Place
-        The glue of each derived value, and of each quantized weight by the weight's name.
-    arguments : tuple of str
-        The rows, the runtime inputs and the parameters: what a call brings, in order.
-    outputs : tuple of str
-        The result, and the exports.
-    forms : dict of str to Form
-        The quantized forms of values and weights.
-    quantized_layers : tuple of Op
-        The linear layers whose weights are quantized.
+        The glue of each derived value, and of each quantized weight, by value.
+    arguments, outputs : tuple of str
+        The rows, the runtime inputs and the parameters; the result and the exports.
+    quantizers, forms : dict
+        The quantizer of each quantized value and weight, and their forms.
     producers : dict of str to Plain
-        For each value that a call does not bring: the step that computes it again.
+        The step that computes each value again, except arguments.
     """
 
     def __init__(

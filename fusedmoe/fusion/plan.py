@@ -300,6 +300,11 @@ def _table(steps: Sequence[PlannedStep]) -> list[str]:
         status = step.status + (" HOST SYNC" if step.host_sync else "")
         moves = format_bytes(step.bytes_moved)
         rows.append((str(i), " + ".join(step.ops), step.direction, step.rule or "-", status, moves))
+    return in_columns(rows)
+
+
+def in_columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Return the lines of a table, whose first row is the heading."""
     widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
     return [lines[0], "  ".join("-" * w for w in widths), *lines[1:]]

@@ -50,14 +50,12 @@ def make_plan(
     *,
     keep_weights: bool = True,
 ) -> Plan:
-    """Plan a chain.
+    """Plan a chain, as the recipe has rewritten it.
 
     Parameters
     ----------
-    graph
-        The chain, as the recipe has rewritten it.
-    arguments
-        Spec of each of the graph's arguments (None for an absent parameter).
+    graph, arguments
+        The chain, and the spec of each of its arguments (None for an absent parameter).
     wanted
         The arguments that want a gradient; empty for inference.
     environment
@@ -146,10 +144,12 @@ class _Planner:
         masks_backward, gradients = self._masks("backward", made_backward, of_backward.gradients)
         made_backward += [span.step for span in masks_backward]
         if not self._keep_weights:
-            made_backward = [*(span.step for span in weights), *made_backward]
+            of_backward_read = _needs(s.all_needs for s in made_backward)
+            again = [span.step for span in weights if not of_backward_read.isdisjoint(span.step.gives)]
+            made_backward = [*again, *made_backward]
             materialized -= self._of_weights
-        again = _needs(span.step.gives for span in glue_backward)  # dequantized: the codes take less to keep
-        saved = self._saved(made_backward, (kept | kept_anyway) - again, materialized)
+        dequantized_again = _needs(span.step.gives for span in glue_backward)  # the codes take less to keep
+        saved = self._saved(made_backward, (kept | kept_anyway) - dequantized_again, materialized)
         steps: list[AnyStep] = [*made_forward, *(span.step for span in masks_forward)]
         results = [(*outputs.values(),), saved]
         forms = {**graph.forms, **of_backward.forms}

@@ -54,19 +54,14 @@ class Program:
     ----------
     steps
         In the order preferred; a step waits for values that a later one gives.
-    given
-        The values that exist at the start, in order.
-    results
-        Groups of values wanted at the end; everything else is released after its last use.
+    given, results
+        The values that exist at the start, and groups of values wanted at the end. The program releases everything else
+        after its last use. The attributes of these names have the tensors of the values, offsets only once.
     forms
         The tensors of quantized values.
 
     Attributes
     ----------
-    given : tuple of str
-        The tensors that exist at the start: a quantized value is several, offsets are not repeated.
-    results : tuple of tuple of str
-        The tensors of each group of results, likewise.
     source : str
         The function's text.
     run : callable

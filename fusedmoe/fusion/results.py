@@ -39,23 +39,11 @@ def check_results(
     according_to: str = "",
     may_be_none: bool = True,
 ) -> None:
-    """Compare the results of a step with their specs.
+    """Compare the results of a step, ``who``, with their specs.
 
-    Parameters
-    ----------
-    who
-        The rule and the ops, or the op, for the message.
-    gives, results
-        The tensors by their names in the program, and what was returned for them, as many.
-    specs
-        The specs of values and of the tensors of quantized values. A gradient without a spec has the shape and the
-        dtype of its primal value.
-    device
-        The device of the step's operands; None if it has none.
-    according_to
-        The source of the expectation, for the message.
-    may_be_none
-        Whether a gradient may be None, which stands for no gradient.
+    ``gives`` are the tensors by their names in the program. A gradient without a spec has the shape and the dtype of
+    its primal value; with ``may_be_none`` it may be None, which means no gradient. ``device`` is that of the step's
+    operands. ``according_to`` is the source of the specs, for the message.
 
     Raises
     ------

@@ -10,26 +10,15 @@ Kind = Literal["swiglu", "geglu_tanh", "geglu_erf", "reglu", "squared_relu"]
 
 @dataclass(frozen=True)
 class Activation:
-    """An activation and its constants; the ops of the same names define the formulas.
+    """An activation and its constants; the ops of the same names define the formulas."""
 
-    Attributes
-    ----------
-    kind : str
-        ``"swiglu"``, ``"geglu_tanh"``, ``"geglu_erf"`` and ``"reglu"`` are gated. ``"squared_relu"`` is not gated and
-        ignores the other attributes.
-    limit : float or None
-        Upper bound of the gate; bound of the absolute value of up.
-    alpha, offset : float
-        Slope of the gate's nonlinearity; constant added to up.
-    interleaved : bool
-        Gate and up are the even and odd features of a row, instead of its halves.
-    """
-
+    # ``"swiglu"``, ``"geglu_tanh"``, ``"geglu_erf"`` and ``"reglu"`` are gated. ``"squared_relu"`` is not gated and
+    # ignores the other attributes
     kind: Kind
-    limit: float | None = None
-    alpha: float = 1.0
-    offset: float = 0.0
-    interleaved: bool = False
+    limit: float | None = None  # upper bound of the gate; bound of the absolute value of up
+    alpha: float = 1.0  # slope of the gate's nonlinearity
+    offset: float = 0.0  # constant added to up
+    interleaved: bool = False  # gate and up are the even and odd features of a row, instead of its halves
 
     @property
     def gated(self) -> bool:
