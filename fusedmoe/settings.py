@@ -67,16 +67,8 @@ class _Thread(threading.local):
 
 
 class _Entry:
-    """One entry into a block.
-
-    Attributes
-    ----------
-    outer
-        The entry around it.
-    end
-        Returns the function that ends the entry; None after the entry has ended.
-    known
-        The last settings outside the block and inside it.
+    """One entry into a block: ``outer`` is the entry around it, ``end`` returns the function that ends it (None once
+    it has ended), ``known`` has the last settings outside the block and inside it.
     """
 
     __slots__ = ("_changes", "_within", "end", "known", "outer")

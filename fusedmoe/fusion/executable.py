@@ -65,7 +65,7 @@ class PlannedSpan:
     step: AnyStep
     places: tuple[Place, ...]
     extra_bytes: int  # as of `Step`
-    nearest_miss: Attempt | None  # for a plain step: the rule that came nearest to taking it
+    nearest_miss: Attempt | None = None  # for a plain step: the rule that came nearest to taking it
 
 
 class BackwardProgram(NamedTuple):

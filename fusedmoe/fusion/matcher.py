@@ -26,20 +26,15 @@ class Match:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """The farthest partial match: the number of slots bound, and the slot that failed.
-
-    Attributes
-    ----------
-    shared : int
-        The number of items, from the first, that the rule has a slot for: those up to the last item that a required
-        slot was bound to. An optional slot does not count: it takes an item because of the items after it. An item of a
-        subclass of the expected class counts, with all items before it.
-    """
+    """The farthest partial match: the number of slots bound, and the slot that failed."""
 
     matched: int
     slot: str
     expected: str
     got: str
+    # the number of items, from the first, that the rule has a slot for: those up to the last item that a required
+    # slot was bound to. An optional slot does not count: it takes an item because of the items after it. An item of a
+    # subclass of the expected class counts, with all items before it
     shared: int
 
     def __str__(self) -> str:

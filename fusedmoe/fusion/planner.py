@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import logging
 import math
+from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from fusedmoe.environment import did_you_mean
 from fusedmoe.fusion import registry
 from fusedmoe.fusion.backward import Backward, backward_chain
 from fusedmoe.fusion.candidates import Costs, DirectionSearch, Search
-from fusedmoe.fusion.choice import Chosen, cheapest, cheapest_glue, final_attempts, nearest_miss
+from fusedmoe.fusion.choice import Chosen, Covering, cheapest, cheapest_glue, final_attempts, nearest_miss
 from fusedmoe.fusion.describe import describe
 from fusedmoe.fusion.executable import Environment, Plan, PlannedSpan
 from fusedmoe.fusion.graph import dequantize
@@ -74,6 +75,15 @@ def make_plan(
     return plan
 
 
+class _Direction(NamedTuple):
+    """One direction of a plan in the making."""
+
+    spans: list[PlannedSpan]  # the steps that cover ops
+    glue: list[PlannedSpan]
+    steps: list[AnyStep]  # all of them, in the order preferred
+    results: Mapping[str, str]  # the names of the results, after the tails are zeroed
+
+
 class _Planner:
     """One plan in the making."""
 
@@ -96,6 +106,7 @@ class _Planner:
         self._places = tuple(map(training_place, graph.forward)) if wanted else graph.forward
         specs |= self._of_backward.specs
         self._of_weights = {v for place in graph.weights.values() for v in place.step.gives}
+        self._kept_anyway = {*graph.arguments, *graph.outputs, *graph.derived, *self._of_weights}
         fixed = {*graph.parameters, *self._of_weights}
         self._search = Search(
             costs=Costs(specs, fixed, math.prod(rows.shape[:-1]), nominal_rows),
@@ -114,84 +125,84 @@ class _Planner:
 
     def plan(self) -> Plan:
         graph, of_backward = self._graph, self._of_backward
-        sources = {dequantized(v): v for v in graph.quantizers}
-        gradients = {dequantized(v): v for v in of_backward.forms if v == by_rows(v)}
-        forward = DirectionSearch("forward", self._places, graph.outputs, sources, self._search)
-        backward = DirectionSearch(
-            "backward", of_backward.places, of_backward.gradients.values(), sources | gradients, self._search
-        )
-        kept_anyway = {*graph.arguments, *graph.outputs, *graph.derived, *self._of_weights}
-        waits = {v for place in of_backward.sums for v in place.step.needs}
-        of_forward, to_backward, kept = cheapest(forward, backward, kept_anyway, waits)
-
-        glue = [*graph.derived.values(), *map(dequantize, sorted(map(sources.__getitem__, of_forward.converted)))]
-        glue_forward = self._glue("forward", glue)
-        converted = sorted((sources | gradients)[v] for v in to_backward.converted)
-        glue_backward = self._glue("backward", [*of_backward.sums, *map(dequantize, converted)])
-        read = _needs(chosen.candidate.step.needs for chosen in (*of_forward.steps, *to_backward.steps))
-        read |= _needs(span.step.needs for span in (*glue_forward, *glue_backward))
+        forward, backward = self._searches()
+        sums_read = _values(place.step.needs for place in of_backward.sums)
+        chosen_forward, chosen_backward, kept = cheapest(forward, backward, self._kept_anyway, sums_read)
+        glue = self._glue("forward", [*graph.derived.values(), *_dequantizations(forward, chosen_forward)])
+        glue_backward = self._glue("backward", [*of_backward.sums, *_dequantizations(backward, chosen_backward)])
+        read = _values(chosen.candidate.step.needs for chosen in (*chosen_forward.steps, *chosen_backward.steps))
+        read |= _values(s.needs for s in _steps(glue, glue_backward))
         weights = self._glue("forward", [*graph.weights.values()], read)
 
-        elsewhere = {*graph.arguments, *graph.derived, *self._of_weights}
-        elsewhere |= _needs(place.step.gives for place in self._places)
-        forward_steps = [self._step(forward, chosen, elsewhere) for chosen in of_forward.steps]
-        made_forward = [*(span.step for span in (*glue_forward, *weights)), *forward_steps]
-        materialized = {*graph.arguments, *_needs(s.gives for s in made_forward)}
-        backward_steps = [self._step(backward, chosen, materialized) for chosen in to_backward.steps]
-
-        masks_forward, outputs = self._masks("forward", made_forward, {v: v for v in graph.outputs})
-        made_backward: list[AnyStep] = [*backward_steps, *(span.step for span in glue_backward)]
-        masks_backward, gradients = self._masks("backward", made_backward, of_backward.gradients)
-        made_backward += [span.step for span in masks_backward]
+        exist = {*graph.arguments, *graph.derived, *self._of_weights}
+        exist |= _values(place.step.gives for place in self._places)
+        made = self._made(forward, chosen_forward, [*glue, *weights], [], {v: v for v in graph.outputs}, exist)
+        exist = {*graph.arguments, *_values(s.gives for s in made.steps)}
+        made_backward = self._made(backward, chosen_backward, [], glue_backward, of_backward.gradients, exist)
+        backward_steps = made_backward.steps
         if not self._keep_weights:
-            of_backward_read = _needs(s.all_needs for s in made_backward)
-            again = [span.step for span in weights if not of_backward_read.isdisjoint(span.step.gives)]
-            made_backward = [*again, *made_backward]
-            materialized -= self._of_weights
-        dequantized_again = _needs(span.step.gives for span in glue_backward)  # the codes take less to keep
-        saved = self._saved(made_backward, (kept | kept_anyway) - dequantized_again, materialized)
-        steps: list[AnyStep] = [*made_forward, *(span.step for span in masks_forward)]
-        results = [(*outputs.values(),), saved]
-        forms = {**graph.forms, **of_backward.forms}
-        program = Program(needed_steps(steps, (*outputs.values(), *saved)), tuple(graph.arguments), results, forms)
-        run = set(map(id, (*program.steps, *made_backward)))
+            read = _values(s.all_needs for s in backward_steps)
+            backward_steps = [*(s for s in _steps(weights) if not read.isdisjoint(s.gives)), *backward_steps]
+            exist -= self._of_weights
+        # a dequantized value is computed again: its codes take less memory
+        keepable = (kept | self._kept_anyway) - _values(s.gives for s in _steps(glue_backward))
+        saved = self._saved(backward_steps, keepable, exist)
 
-        needed_by = {v: s.label for s in reversed(backward_steps) for v in s.all_needs}
-        attempts = (
-            *final_attempts(forward, of_forward, kept, needed_by),
-            *final_attempts(backward, to_backward, (), {}),
-        )
-        spans = (
-            *self._spans(forward, of_forward.steps, forward_steps, attempts),
-            *self._spans(backward, to_backward.steps, backward_steps, attempts),
-        )
-        glue_spans = (*weights, *glue_forward, *masks_forward, *glue_backward, *masks_backward)
+        outputs = tuple(made.results.values())
+        forms = {**graph.forms, **of_backward.forms}
+        steps = needed_steps(made.steps, (*outputs, *saved))
+        program = Program(steps, graph.arguments, [outputs, saved], forms)
+        run = set(map(id, (*program.steps, *backward_steps)))
+        needed_by = {v: s.label for s in reversed(_steps(made_backward.spans)) for v in s.all_needs}
+        attempts = [
+            *final_attempts(forward, chosen_forward, kept, needed_by),
+            *final_attempts(backward, chosen_backward, (), {}),
+        ]
         return Plan(
             graph=graph,
             program=program,
-            outputs=tuple(outputs.values()),
+            outputs=outputs,
             saved=saved,
-            backward_steps=tuple(made_backward),
-            of_backward=of_backward._replace(gradients=gradients),
+            backward_steps=tuple(backward_steps),
+            of_backward=of_backward._replace(gradients=made_backward.results),
             wanted=frozenset(self._wanted),
-            spans=spans,
-            glue=tuple(span for span in glue_spans if id(span.step) in run),
-            attempts=attempts,
+            spans=tuple(_with_nearest_miss([*made.spans, *made_backward.spans], attempts)),
+            glue=tuple(span for span in (*made.glue, *made_backward.glue) if id(span.step) in run),
+            attempts=tuple(attempts),
             environment=self._environment,
             dtype=self._dtype,
         )
 
-    def _spans(
-        self, line: DirectionSearch, chosen: Iterable[Chosen], steps: Iterable[AnyStep], attempts: Iterable[Attempt]
-    ) -> list[PlannedSpan]:
-        """Return the steps of a direction with the places that they cover."""
-        of_direction = [a for a in attempts if a.direction == line.direction]
-        spans = []
-        for (c, _), step in zip(chosen, steps, strict=True):
-            miss = None if c.rule else nearest_miss(of_direction, c.start)
-            places = line.places[c.start : c.end]
-            spans.append(PlannedSpan(line.direction, c.start, step, places, c.step.extra_bytes, miss))
-        return spans
+    def _searches(self) -> tuple[DirectionSearch, DirectionSearch]:
+        """Return the candidates of both directions."""
+        graph, of_backward, search = self._graph, self._of_backward, self._search
+        values = {dequantized(v): v for v in graph.quantizers}
+        gradients = {dequantized(v): v for v in of_backward.forms if v == by_rows(v)}
+        wanted = of_backward.gradients.values()
+        return (
+            DirectionSearch("forward", self._places, graph.outputs, values, search),
+            DirectionSearch("backward", of_backward.places, wanted, values | gradients, search),
+        )
+
+    def _made(
+        self,
+        line: DirectionSearch,
+        covering: Covering,
+        before: list[PlannedSpan],
+        after: list[PlannedSpan],
+        results: Mapping[str, str],
+        exist: Collection[str],
+    ) -> _Direction:
+        """Return the steps of a covering with the glue before and after it; ``exist`` are the values for fallbacks."""
+        spans = [self._span(line, chosen, exist) for chosen in covering.steps]
+        steps = _steps(before, spans, after)
+        masks, renamed = self._masks(line.direction, steps, results)
+        return _Direction(spans, [*before, *masks, *after], [*steps, *_steps(masks)], renamed)
+
+    def _span(self, line: DirectionSearch, chosen: Chosen, exist: Collection[str]) -> PlannedSpan:
+        c = chosen.candidate
+        places = line.places[c.start : c.end]
+        return PlannedSpan(line.direction, c.start, self._step(line, chosen, exist), places, c.step.extra_bytes)
 
     def _glue(self, direction: Direction, places: Sequence[Place], read: Collection[str] = ()) -> list[PlannedSpan]:
         """Return the steps of glue, each by the cheapest rule that takes it, or in plain PyTorch. ``read`` are the
@@ -200,9 +211,8 @@ class _Planner:
         if not places:
             return []
         line = DirectionSearch(direction, places, (), {}, self._search)
-        chosen = cheapest_glue(line, read)
-        steps = [self._step(line, c, c.candidate.step.needs) for c in chosen]
-        return self._spans(line, chosen, steps, line.attempts)
+        spans = [self._span(line, chosen, chosen.candidate.step.needs) for chosen in cheapest_glue(line, read)]
+        return _with_nearest_miss(spans, line.attempts)
 
     def _step(self, line: DirectionSearch, chosen: Chosen, there: Collection[str]) -> AnyStep:
         """Return the runnable step of a candidate; ``there`` are the values that exist for its fallback."""
@@ -275,7 +285,7 @@ class _Planner:
         again, so they also need the states that it drew random numbers from.
         """
         graph = self._graph
-        given = {NONE, *self._of_backward.incoming.values(), *_needs(s.gives for s in steps)}
+        given = {NONE, *self._of_backward.incoming.values(), *_values(s.gives for s in steps)}
         saved = dict.fromkeys(
             v
             for s in steps
@@ -288,8 +298,28 @@ class _Planner:
         return (*saved, *dict.fromkeys(v for v in offsets if v != NONE and v not in saved))
 
 
-def _needs(values: Iterable[Iterable[str]]) -> set[str]:
-    return {v for some in values for v in some}
+def _values(groups: Iterable[Iterable[str]]) -> set[str]:
+    return {v for group in groups for v in group}
+
+
+def _steps(*groups: Iterable[PlannedSpan]) -> list[AnyStep]:
+    return [span.step for group in groups for span in group]
+
+
+def _dequantizations(line: DirectionSearch, covering: Covering) -> list[Place]:
+    """Return the glue that dequantizes the values that a covering reads dequantized."""
+    return [dequantize(v) for v in sorted(line.with_sources(covering.converted))]
+
+
+def _with_nearest_miss(spans: Iterable[PlannedSpan], attempts: Sequence[Attempt]) -> list[PlannedSpan]:
+    """Return the spans; a plain step with the rule that came nearest to taking it."""
+
+    def miss(span: PlannedSpan) -> Attempt | None:
+        if isinstance(span.step, Fused):
+            return None
+        return nearest_miss([a for a in attempts if a.direction == span.direction], span.position)
+
+    return [replace(span, nearest_miss=miss(span)) for span in spans]
 
 
 def _warn_of_patterns(disabled: Collection[str]) -> None:

@@ -14,17 +14,11 @@ class KernelOptions:
 
     Neither changes a result, except the last bits of a row scale's gradient, whose order of summation follows the
     tiles.
-
-    Attributes
-    ----------
-    sm_margin : int
-        SMs left free for other kernels, such as communication.
-    schedule : str
-        Tile scheduler. ``"static"``: each CTA computes its tiles from its index. ``"dynamic"``: each CTA takes its next
-        tile from an atomic counter, which balances the load if other kernels slow down some SMs.
     """
 
-    sm_margin: int = 0
+    sm_margin: int = 0  # SMs left free for other kernels, such as communication
+    # tile scheduler. ``"static"``: each CTA computes its tiles from its index. ``"dynamic"``: each CTA takes its next
+    # tile from an atomic counter, which balances the load if other kernels slow down some SMs
     schedule: Schedule = "static"
 
     def changed(self) -> list[str]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Glue:
-    """A step in plain PyTorch that belongs to no op; `quantizes`, `zeroes_tail` and `launches` as for `Op`."""
+    """A step in plain PyTorch that belongs to no op; ``quantizes``, ``zeroes_tail`` and ``launches`` as for `Op`."""
 
     needs: tuple[str, ...] = ("input",)  # the values that `compute` takes, in order
     gives: tuple[str, ...] = ("output",)  # the values that it returns

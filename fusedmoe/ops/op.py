@@ -210,7 +210,7 @@ class Op(Checked, Runnable):
         return self
 
     def weight_quantization(self, layer: Op) -> WeightQuantization:
-        """Return the function that quantizes the weight of the linear layer that follows; see `quantizes_weight`."""
+        """Return the function that quantizes the weight of the linear layer that follows; see ``quantizes_weight``."""
         raise NotImplementedError(f"{type(self).__name__} defines no weight_quantization()")
 
     def host_sync(self, x: SpecLike, device: torch.device) -> bool:
@@ -364,7 +364,7 @@ class BackwardOp:
         self.op = op
 
     def infer(self, x: SpecLike, offsets: SpecLike | None) -> QuantizedSpec:
-        """Return the spec of a quantized gradient by rows, for an op whose input is like x; see `quantizes`."""
+        """Return the spec of a quantized gradient by rows, for an op whose input is like x; see ``quantizes``."""
         raise NotImplementedError(f"{type(self).__name__} defines no infer()")
 
     def compute(self, *args: Any) -> Any:

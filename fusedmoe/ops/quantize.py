@@ -152,10 +152,9 @@ class QuantizeGrad(BackwardOp):
     launches = 12
     op: Quantize
 
-    @property
-    def quantizes(self) -> Quantizer | None:  # type: ignore[override]
-        """The quantizer of the gradient."""
-        return self.op.grad_quantizer
+    def __init__(self, op: Quantize) -> None:
+        super().__init__(op)
+        self.quantizes = op.grad_quantizer
 
     def infer(self, x: SpecLike, offsets: SpecLike | None = None) -> QuantizedSpec:
         """Return the spec of the gradient by rows, for an op with the input ``x``."""
