@@ -183,9 +183,7 @@ def _changes_state(chain: Chain, recipe: Recipe) -> bool:
     """
     if any(node.op.draws_random or getattr(node.op, "accumulate_into_main_grad", False) for node in chain.nodes):
         return True
-    graph = chain.rewritten(recipe)
-    gradients = [item.quantizes for node in graph.nodes for item in node.op.backward_ops()]
-    return any(q is not None and q.delayed is not None for q in (*graph.quantizers.values(), *gradients))
+    return any(quantizer.delayed is not None for quantizer in chain.rewritten(recipe).all_quantizers)
 
 
 def _without_parameters(op: Op) -> Op:

@@ -40,9 +40,7 @@ class SecondOrderError(RuntimeError):
 
 def why_not(graph: Graph) -> str:
     """Return the reason why the gradients of a chain have no derivatives; an empty text if they have."""
-    ops = [node.op for node in graph.nodes]
-    gradients = [item.quantizes for op in ops for item in op.backward_ops()]
-    if graph.weights or any(q is not None for q in (*gradients, *(op.quantizes for op in ops))):
+    if graph.all_quantizers:
         return "it computes with quantized values, whose rounding has no derivative; use recipe 'bf16'"
     for label, op in graph.nodes:
         if getattr(op, "accumulate_into_main_grad", False):

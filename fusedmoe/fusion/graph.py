@@ -125,6 +125,12 @@ class Graph:
         _reject_double_weights(self.forward)
 
     @property
+    def all_quantizers(self) -> list[Quantizer]:
+        """The quantizers of values, weights and gradients."""
+        gradients = [item.quantizes for node in self.nodes for item in node.op.backward_ops()]
+        return [*self.quantizers.values(), *(q for q in gradients if q is not None)]
+
+    @property
     def takers(self) -> dict[str, list[str]]:
         """Each runtime input that the caller gives, with the ops that take it."""
         outside = [*self._sorted_rows.values()]

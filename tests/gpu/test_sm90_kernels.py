@@ -1,6 +1,6 @@
 """The Hopper matrix products against fp64 of the exact operands, and bit for bit where a product only copies.
 
-Whatever may not be read is NaN: rows behind the last expert's, and the memory that results are written to. Tolerances
+Whatever may not be read is NaN: rows after the last expert's, and the memory that results are written to. Tolerances
 are about twice what rounding a result leaves; zeros, or one wrong row, are far outside.
 
 Axes: R rows sorted by expert, E experts, K contraction, N features out, I intermediate features, H hidden features.
@@ -146,7 +146,7 @@ class Case(NamedTuple):
 def assert_close(got, want):
     assert got.shape == want.shape
     zero = ~want.reshape(len(want), -1).any(1)
-    assert not got[zero].any(), "rows of zeros: those behind the last expert's, or an expert's without rows"
+    assert not got[zero].any(), "rows of zeros: those after the last expert's, or an expert's without rows"
     if not zero.all():
         error = ((got.double() - want).norm() / want.norm()).item()
         assert error < TOLERANCE[got.dtype]
@@ -174,7 +174,7 @@ def factors(splits, tail, dtype):
 
 
 def product(x, weight, splits, bias=None):
-    """fp64, an expert at a time; without the rows behind the last one's."""
+    """fp64, one expert at a time, without the rows after the last one's."""
     parts = [part.double() @ w.double().T for part, w in zip(x[: sum(splits)].split(splits), weight, strict=True)]
     if bias is not None:
         parts = [part + b.double() for part, b in zip(parts, bias, strict=True)]

@@ -2,7 +2,7 @@
 
 How exact: a fused result is at most half again as far from fp64 as what plain PyTorch makes of the same inputs.
 
-Axes: R rows sorted by expert, E experts, K chosen experts a token, H hidden, I intermediate features.
+Axes: R rows sorted by expert, E experts, K chosen experts per token, H hidden, I intermediate features.
 """
 
 import copy

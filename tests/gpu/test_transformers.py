@@ -132,7 +132,7 @@ def test_a_model_trains_alike(device, name):
 
 
 def test_llama4_trains_alike(device):
-    """Its weights are (E, in, out), gate and up one behind the other, and the routing weight multiplies what goes into
+    """Its weights are (E, in, out), gate and up one after the other, and the routing weight multiplies what goes into
     an expert: that runs by itself, the products are fused.
     """
     torch.manual_seed(0)

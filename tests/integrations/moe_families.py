@@ -251,7 +251,7 @@ def tiny(
     model_class: str | None = None,
     **overrides: Any,
 ) -> Tiny:
-    """A seed has the same weights whatever the implementation of the experts, and in every dtype but for rounding."""
+    """A seed has the same weights in every implementation of the experts and, except for rounding, in every dtype."""
     found = find_class(family, model_class)
     config = small_config(found.config_class, FAMILIES.get(model_class or family, {}) | overrides)
     with torch.random.fork_rng(devices=[]):

@@ -1,6 +1,6 @@
 """The layers again in plain PyTorch, one expert at a time: same names and shapes of parameters, nothing of the package.
 
-Axes: R rows, T tokens, E experts, K chosen experts a token, H hidden, I intermediate.
+Axes: R rows, T tokens, E experts, K chosen experts per token, H hidden, I intermediate.
 """
 
 import torch

@@ -48,7 +48,7 @@ def optimizer_of(model):
 
 
 def on_a_rank(rank, kind, micro_batches, compiled=False, recipe="bf16", dtype=torch.float64):
-    """Losses of this rank, its parameters after training, and rows an expert of the first layer."""
+    """Losses of this rank, its parameters after training, and rows per expert of the first layer."""
     model = make(kind, dtype)
     wrapped = DistributedDataParallel(model)
     called = torch.compile(wrapped, backend="eager") if compiled else wrapped

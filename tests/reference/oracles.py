@@ -1,7 +1,7 @@
 """The formulas again, written on their own: plain loops and masks, differentiable by autograd, in the dtype that they
 are given. Nothing here calls the package.
 
-Axes: R rows, E experts, T tokens, K chosen experts a token, H and I features.
+Axes: R rows, E experts, T tokens, K chosen experts per token, H and I features.
 """
 
 import math

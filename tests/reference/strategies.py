@@ -1,4 +1,4 @@
-"""What hypothesis draws: rows an expert, and routings."""
+"""Strategies of hypothesis: rows per expert, and routings."""
 
 import torch
 from hypothesis import strategies as st

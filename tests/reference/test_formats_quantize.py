@@ -305,7 +305,7 @@ def test_columns_are_rows_of_the_transpose(shape, format):
     columns, rows = quantize(x, format, -2), quantize(x.mT.contiguous(), format)
     check_same(columns, rows)
     assert torch.equal(bits(columns.dequantize()), bits(rows.dequantize().mT))
-    if len(shape) == 2 and format not in SQUARE:  # 64 rows: whole blocks, but for those of 128
+    if len(shape) == 2 and format not in SQUARE:  # 64 rows: whole blocks, except those of 128
         grouped = quantize(x, format, -2, offsets=ends(64))
         assert torch.equal(bits(grouped.dequantize()), bits(columns.dequantize()))
 

@@ -33,7 +33,7 @@ def lora(k=K, n=N, rank=RANK, alpha=ALPHA, bias=True, dtype=torch.float64, train
 
 
 def meaning(x, weight, bias, a, b, splits, scale):
-    """``x @ W.T + bias + scale * (x @ A.T) @ B.T`` for the rows of each expert, and zeros behind them."""
+    """``x @ W.T + bias + scale * (x @ A.T) @ B.T`` for the rows of each expert, and zeros after them."""
     parts, end = [], 0
     for e, first, end in expert_rows(splits):
         rows = x[first:end]

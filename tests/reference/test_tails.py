@@ -79,7 +79,7 @@ def test_tails_of_a_gradient_that_alone_is_wanted(requires):
 
 
 def test_a_foreign_module_between_two_chains():
-    # each chain zeroes its own tail; what the module makes of zeros is behind the splits of the next
+    # each chain zeroes its own tail; what the module makes of zeros comes after the splits of the next
     seq = fm.Sequential(fm.GroupedLinear(2, 4, 4), torch.nn.Sigmoid(), fm.GroupedLinear(2, 4, 4)).double()
     x = torch.randn(5, 4, dtype=torch.float64)
     x[3:] = math.nan

@@ -77,7 +77,7 @@ def emulation(request, monkeypatch):
 
 
 def assert_product(got, want, emulation):
-    """Each entry is right but for sums in fp32 and, in bf16, two roundings: of the product, and with its scales."""
+    """Each entry is right except for sums in fp32 and, in bf16, two roundings: of the product, and with its scales."""
     roundoff = 2 * 2.0**-8 if emulation is torch.bfloat16 else 1e-6
     torch.testing.assert_close(got.double(), want, rtol=roundoff, atol=2e-6 * want.abs().max().item())
 

@@ -55,7 +55,7 @@ COVERING = (
     "sm90_ragged_k_bf16_fp32_add_256x128co_c12",
     "sm90_ragged_k_bf16_fp32_add_128x256co_c11",
 )
-# Spills, stores and loads, each once a tile: registers of the epilogue or of the warp that schedules tiles, none of a
+# Spills, stores and loads, each once per tile: registers of the epilogue or of the warp that schedules tiles, none of a
 # main loop's. The tile without them, 128x128, takes an eighth to a fifth longer.
 SPILLS = {
     "bf16_bn_dswiglu_scale_keep": 24,

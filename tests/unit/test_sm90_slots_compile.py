@@ -1,4 +1,4 @@
-"""The kernels that sort and move rows compile for sm_90a without a GPU: nothing spills, rows move 16 bytes a lane."""
+"""The kernels that sort and move rows compile for sm_90a without a GPU: nothing spills, rows move 16 bytes per lane."""
 
 import pytest
 

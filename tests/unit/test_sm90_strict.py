@@ -75,7 +75,7 @@ def test_a_scale_between_an_activation_and_a_layer_is_missed_where_it_is_decline
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("act", [None, fm.SwiGLU])
 def test_only_what_would_be_fused_is_missed(act, dtype):
-    """A trained scale behind the last layer would not be, whatever its dtype."""
+    """A trained scale after the last layer would not be, whatever its dtype."""
     ops = [fm.GroupedLinear(E, H, 2 * I, dtype=BF16), *([act()] if act else []), fm.Scale("probs")]
     chain, label = fm.Sequential(*ops), f"{len(ops) - 1}.Scale"
     assert missed(chain, rows(), **inputs(dtype=dtype)) == []
