@@ -1,11 +1,8 @@
 """A module under `torch.compile`: each chain is one operator, forward and backward. Imported only then.
 
-Dynamo traces `run`, which gathers the arguments of the chains, and never sees the planner. A *handle* is baked into the
-graph for each chain: a text that says what the chain computes, and under which recipe, disabled rules and options.
-Equal handles mean the same computation, also in a graph that came from a cache on disk. If any of it changes, a guard
-fails and Dynamo traces again.
-
-`fusedmoe.torch_operators` has the operators.
+Dynamo traces `run`, which gathers the arguments of the chains, and never sees the planner. The graph holds a handle for
+each chain (`fusedmoe.torch_handles`): a text that says what the chain computes, and under which recipe, disabled rules
+and options. If any of it changes, a guard fails and Dynamo traces again. `fusedmoe.torch_operators` has the operators.
 """
 
 from __future__ import annotations
@@ -15,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+import fusedmoe.torch_operators  # noqa: F401 (registers the operators that a graph calls)
 from fusedmoe import settings
 from fusedmoe.autocast import autocast_dtype, cast_arguments
 from fusedmoe.errors import InputError
@@ -22,7 +20,7 @@ from fusedmoe.fusion import registry
 from fusedmoe.ops.op import Op, constant_in_graphs
 from fusedmoe.partition import ChainPart, partition_for
 from fusedmoe.sorted_rows import ModuleCall, call_module, why_no_rows
-from fusedmoe.torch_operators import encode, handle_of
+from fusedmoe.torch_handles import encode, handle_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 from fusedmoe import __version__
 from fusedmoe.errors import InputError
 from fusedmoe.kernels import cache, compiler, shipped, toolkit
-from fusedmoe.kernels.compiler import Kernel
+from fusedmoe.kernels.kernel import Kernel
 from fusedmoe.progress import counted
 from fusedmoe.target import checked_arch
 

@@ -133,7 +133,7 @@ class PlanTable:
     4. A new plan.
 
     A full dict is cleared. Keys that change with every call fill it, for example an attribute that counts steps.
-    `fusedmoe.torch_operators` binds its calls here too, but keeps its plans itself, since graphs refer to them.
+    `fusedmoe.torch_handles` binds its calls here too, but keeps its plans itself, since graphs refer to them.
     """
 
     def __init__(self, chain: Chain) -> None:

@@ -10,94 +10,30 @@ of the cache. Importing this module does not import the CuTe DSL; the first :fun
 from __future__ import annotations
 
 import contextlib
-import functools
-import hashlib
-import importlib
-import importlib.util
-import json
 import logging
 import os
-import platform
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib import metadata
-from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from fusedmoe.kernels import cache
+from fusedmoe.kernels.cache_key import built_with, key
+from fusedmoe.kernels.kernel import Kernel
 from fusedmoe.version import __version__
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["Compiled", "Function", "Kernel", "Stats", "build", "entry", "is_cached", "key", "load", "stats"]
+__all__ = ["Function", "Stats", "build", "entry", "is_cached", "load", "stats"]
 
 Function = Callable[..., Any]
-
-# Their versions determine the compiled code, and whether the runtime can load an object.
-PACKAGES = (
-    "nvidia-cutlass-dsl",
-    "nvidia-cutlass-dsl-libs-base",
-    "nvidia-cutlass-dsl-libs-core",
-    "nvidia-cutlass-dsl-libs-cu12",
-    "nvidia-cutlass-dsl-libs-cu13",
-    "apache-tvm-ffi",
-)
-
-# Variables of the CuTe DSL that do not change the object. All others are part of the key, those of later versions
-# included. A kernel's options --gpu-arch and --enable-tvm-ffi override CUTE_DSL_ARCH and ENABLE_TVM_FFI.
-WITHOUT_EFFECT = re.compile(
-    r"CUTE_DSL_(ARCH|CACHE_DIR|DISABLE_FILE_CACHING|DUMP_DIR|ENABLE_TVM_FFI|FILTER_STACKTRACE|JIT_CACHE_MAX_ELEMS"
-    r"|JIT_TIME_PROFILING|KEEP|KEEP_\w+|LIBS|LOG_\w+|NO_CACHE|PRINT_\w+|SHOW_STACKTRACE|WARNINGS_IGNORE)"
-)
-
-# The x86 instruction sets among the flags of /proc/cpuinfo. The other flags depend on the operating system's version.
-INSTRUCTION_SETS = re.compile(
-    r"(3dnow|abm|adx|aes|amx|apx|avx|bmi|clflushopt|clwb|cmov|cx16|f16c|fma|fsgsbase|gfni|lahf|lwp|mmx|movbe|movdir|pclmul"
-    r"|pni|popcnt|prefetch|rdrand|rdseed|sha|sm[34]|sse|ssse|tbm|vaes|vpclmul|waitpkg|xop|xsave).*"
-)
 
 UNUSED = "compiled kernels are kept in memory only: %s"
 
 SYMBOL = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,199}")  # a C identifier that is short enough for a file name
-
-
-class Compiled(Protocol):
-    """The result of ``cute.compile``."""
-
-    def export_to_c(self, object_file_path: str, function_name: str) -> None: ...
-
-
-class Kernel(Protocol):
-    """A kernel with all its compile-time parameters: a frozen dataclass, hashable and picklable."""
-
-    @property
-    def symbol(self) -> str:
-        """A unique C identifier: ``sm90_ragged_m_bf16_128x256x64_c2x1_swiglu``."""
-
-    @property
-    def arch(self) -> str:
-        """The target architecture: ``sm_90a``."""
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        """Dotted names of the modules whose source determines the object; a package includes all its modules.
-
-        The sources are read, not imported.
-        """
-
-    def compile(self) -> Compiled:
-        """Compile without a GPU: ``cute.compile(function, *fake_arguments, stream, options=...)``.
-
-        The options must contain ``--enable-tvm-ffi`` and ``--gpu-arch`` with :attr:`arch`: the loader of objects does
-        not check the architecture. The stream is ``make_fake_stream(use_tvm_ffi_env_stream=True)``.
-        """
-
-    def __hash__(self) -> int: ...
 
 
 class Stats(NamedTuple):
@@ -131,7 +67,6 @@ class _Obtained(NamedTuple):
 
 _state = _State({}, {}, set())
 _lock = threading.RLock()  # one thread compiles or loads at a time
-_started_ns = time.time_ns()
 
 
 def load(kernel: Kernel) -> Function:
@@ -206,25 +141,6 @@ def entry(kernel: Kernel, root: str | Path | None = None) -> cache.Entry | None:
     return None if folder is None else cache.Entry(folder, kernel.symbol, key(kernel))
 
 
-def key(kernel: Kernel) -> str:
-    """Return the SHA-256 of everything that determines a kernel's object and where it can be loaded.
-
-    It does not include Python's version: objects load under every version.
-
-    Raises
-    ------
-    fusedmoe.kernels.cache.CacheUnusableError
-        A source was edited while this process runs.
-    """
-    parts = {
-        "symbol": kernel.symbol,
-        "arch": kernel.arch,
-        "sources": {name: _digest(name) for name in sorted(kernel.sources)},
-        "built_with": dict(_built_with()),
-    }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-
 def _claim_symbol(kernel: Kernel) -> None:
     if not SYMBOL.fullmatch(kernel.symbol):
         raise ValueError(f"{kernel!r}: its symbol {kernel.symbol!r} is not a C identifier of at most 200 characters")
@@ -269,7 +185,7 @@ def _obtain(kernel: Kernel, place: cache.Entry) -> _Obtained:
             return _Obtained(stored, compiled=False)
         object_ = _compile(kernel)
         try:
-            place.write(object_, dict(_built_with()))
+            place.write(object_, dict(built_with()))
         except OSError as error:
             return _Obtained(object_, compiled=True, unwritten=error)
         return _Obtained(object_, compiled=True)
@@ -303,81 +219,3 @@ def _memory_file() -> Iterator[str]:
         yield f"/proc/self/fd/{descriptor}"
     finally:
         os.close(descriptor)
-
-
-@functools.cache
-def _built_with() -> tuple[tuple[str, str], ...]:
-    """Return the build environment that determines an object, as names and values.
-
-    It is constant within a process: the CuTe DSL reads its variables on import.
-    """
-    cutlass = importlib.import_module("cutlass")
-
-    return (
-        ("fusedmoe", __version__),
-        *((name, _version(name)) for name in PACKAGES),
-        ("CUDA toolkit", str(cutlass.CUDA_VERSION)),  # the newest installed version that the driver supports
-        ("CPU", _cpu()),
-        *sorted((name, value) for name, value in os.environ.items() if _alters_code(name)),
-    )
-
-
-def _alters_code(variable: str) -> bool:
-    return variable.startswith("CUTE_") and not WITHOUT_EFFECT.fullmatch(variable)
-
-
-def _version(distribution: str) -> str:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return "absent"
-
-
-def _cpu() -> str:
-    """Return this CPU's model and instruction sets: an object contains host code for the CPU that built it."""
-    first, _, _ = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").partition("\n\n")
-    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
-    sets = sorted(filter(INSTRUCTION_SETS.fullmatch, fields.get("flags", "").split()))
-    sets += sorted(fields.get("Features", "").split())  # the instruction sets on Arm
-    model = [fields.get(name, "") for name in ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part")]
-    return " ".join(filter(None, [platform.machine(), *model, *sets]))
-
-
-def _digest(module: str) -> str:
-    """Return the SHA-256 of the source of a module, or of all modules of a package, without importing any."""
-    digest = hashlib.sha256()
-    for path in _files(module):
-        text = path.read_bytes()
-        _refuse_edited(path)
-        digest.update(f"{path.name} {len(text)}\n".encode() + text)
-    return digest.hexdigest()
-
-
-def _files(module: str) -> list[Path]:
-    top, *rest = module.split(".")
-    spec = importlib.util.find_spec(top)
-    name = top
-    for part in rest:
-        name = f"{name}.{part}"
-        # not importlib.util.find_spec, which imports the parent packages
-        spec = None if spec is None else PathFinder.find_spec(name, spec.submodule_search_locations)
-    files = [] if spec is None else _package_files(spec)
-    if spec is not None and spec.origin is not None and not files:
-        files = [Path(spec.origin)]
-    if not files:
-        raise ModuleNotFoundError(f"module {module!r}, a source of a kernel, was not found", name=module)
-    return files
-
-
-def _package_files(spec: ModuleSpec) -> list[Path]:
-    return sorted(file for folder in spec.submodule_search_locations or () for file in Path(folder).rglob("*.py"))
-
-
-def _refuse_edited(path: Path) -> None:
-    """Refuse a file that was edited after its import: the cache would hold the old code under the new source's key."""
-    if path.stat().st_mtime_ns > _started_ns and str(path) in _imported_files():
-        raise cache.CacheUnusableError(f"{path} was edited while this process runs")
-
-
-def _imported_files() -> set[str]:
-    return {file for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None)) is not None}

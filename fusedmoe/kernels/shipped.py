@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fusedmoe.errors import InputError
-from fusedmoe.kernels.compiler import Kernel
+from fusedmoe.kernels.kernel import Kernel
 
 ARCHES = ("sm_90a",)
 

@@ -24,7 +24,7 @@ import torch
 
 import fusedmoe
 from fusedmoe.cli.main import main
-from fusedmoe.kernels import cache, compiler, shipped
+from fusedmoe.kernels import cache, cache_key, compiler, shipped
 
 cutlass = pytest.importorskip("cutlass")
 cute = cutlass.cute
@@ -113,10 +113,10 @@ def root(tmp_path, monkeypatch):
     """A cache directory of the test's own, and nothing loaded yet."""
     folder = tmp_path / "cache"
     monkeypatch.setenv(cache.VARIABLE, str(folder))
-    monkeypatch.setattr(compiler, "_started_ns", time.time_ns())  # this file may be younger than the test session
+    monkeypatch.setattr(cache_key, "_started_ns", time.time_ns())  # this file may be younger than the test session
     another_process(monkeypatch)
     yield folder
-    compiler._built_with.cache_clear()
+    cache_key.built_with.cache_clear()
 
 
 def another_process(monkeypatch):
@@ -572,17 +572,17 @@ def test_the_key_is_that_of_the_text_of_the_sources(tmp_path, monkeypatch):
     for file in files:
         file.write_text("raise AssertionError('imported')\n")
     single, inner, whole = (Toy(sources=(n,)) for n in ("toy_single", "toy_package.inner.tiles", "toy_package"))
-    before = [compiler.key(kernel) for kernel in (single, inner, whole)]
+    before = [cache_key.key(kernel) for kernel in (single, inner, whole)]
     assert len(set(before)) == 3
-    assert [compiler.key(kernel) for kernel in (single, inner, whole)] == before
+    assert [cache_key.key(kernel) for kernel in (single, inner, whole)] == before
     with open(files[2], "a") as file:
         file.write("# one more line\n")
-    after = [compiler.key(kernel) for kernel in (single, inner, whole)]
+    after = [cache_key.key(kernel) for kernel in (single, inner, whole)]
     assert [old == new for old, new in zip(before, after, strict=True)] == [True, False, False]
     assert "toy_package" not in sys.modules
     for missing in ("toy_package.outer", "toy_nothing", "toy_nothing.at_all"):
         with pytest.raises(ModuleNotFoundError, match=missing):
-            compiler.key(Toy(sources=(missing,)))
+            cache_key.key(Toy(sources=(missing,)))
 
 
 def test_a_changed_source_is_compiled_again(tmp_path, monkeypatch):
@@ -604,7 +604,7 @@ def test_a_source_edited_after_it_was_imported_keeps_the_kernel_off_the_disk(roo
     del sys.modules["toy_edited"]
     __import__("toy_edited")
     source.write_text("A = 2\n")
-    os.utime(source, ns=(time.time_ns(), compiler._started_ns + 1))
+    os.utime(source, ns=(time.time_ns(), cache_key._started_ns + 1))
     compiler.load(Toy(sources=("toy_edited",)))
     assert compiler.stats() == (1, 0, 1)
     assert "toy_edited.py was edited while this process runs" in warnings(caplog)[0]
@@ -613,8 +613,8 @@ def test_a_source_edited_after_it_was_imported_keeps_the_kernel_off_the_disk(roo
 
 def test_what_else_the_key_holds(monkeypatch):
     def key(kernel=Toy()):
-        compiler._built_with.cache_clear()
-        return compiler.key(kernel)
+        cache_key.built_with.cache_clear()
+        return cache_key.key(kernel)
 
     plain = key()
     assert key() == plain
@@ -631,27 +631,27 @@ def test_what_else_the_key_holds(monkeypatch):
             patch.setenv(name, "1")
             assert key() == plain, name
     for attribute, stand_in in (
-        ("_version", lambda name: "1" if name == "apache-tvm-ffi" else compiler.metadata.version("torch")),
+        ("_version", lambda name: "1" if name == "apache-tvm-ffi" else cache_key.metadata.version("torch")),
         ("_cpu", lambda: "x86_64 avx512f"),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(compiler, attribute, stand_in)
+            patch.setattr(cache_key, attribute, stand_in)
             assert key() != plain, attribute
     with monkeypatch.context() as patch:
         patch.setattr(cutlass, "CUDA_VERSION", "13.0")
         assert key() != plain
     with monkeypatch.context() as patch:
-        patch.setattr(compiler, "__version__", "9.9.9")
+        patch.setattr(cache_key, "__version__", "9.9.9")
         assert key() != plain
 
 
 def test_the_manifest_says_what_the_object_was_built_with():
     compiler.load(Toy())
     manifest = json.loads(place(Toy()).manifest_file.read_text())
-    assert manifest["key"] == compiler.key(Toy())
+    assert manifest["key"] == cache_key.key(Toy())
     assert manifest["built_with"]["fusedmoe"] == fusedmoe.__version__
-    assert manifest["built_with"]["nvidia-cutlass-dsl"] == compiler.metadata.version("nvidia-cutlass-dsl")
-    assert compiler.platform.machine() in manifest["built_with"]["CPU"]
+    assert manifest["built_with"]["nvidia-cutlass-dsl"] == cache_key.metadata.version("nvidia-cutlass-dsl")
+    assert cache_key.platform.machine() in manifest["built_with"]["CPU"]
 
 
 def test_symbols():

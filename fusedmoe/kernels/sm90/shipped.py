@@ -19,7 +19,7 @@ from fusedmoe.kernels.sm90.slots import SLOTS, GatherRows, Route, RowDots, SlotV
 
 if TYPE_CHECKING:
     from fusedmoe.kernels.activation import Kind
-    from fusedmoe.kernels.compiler import Kernel
+    from fusedmoe.kernels.kernel import Kernel
 
 
 def KERNELS() -> tuple[Kernel, ...]:
