@@ -43,7 +43,7 @@ def from_codes(codes: Tensor, element: Element, dtype: torch.dtype = torch.float
 
 def _from_e2m1(codes: Tensor) -> Tensor:
     magnitude = (codes & 7).to(torch.int32)
-    # from 1 on, E2M1 codes step through exponent and mantissa as fp32 bits do: half a binade per code
+    # from 1 up, the code's bits are the exponent and first mantissa bit of fp32, with another bias
     normal = (0x3F000000 + (magnitude << 22)).view(torch.float32)
     value = torch.where(magnitude < 2, magnitude * 0.5, normal)
     return torch.where(codes >= 8, -value, value)

@@ -67,20 +67,20 @@ E2M1 = Element("e2m1", 4, 6.0, 2, torch.uint8)
 class ScaleRule(str, Enum):
     """The rule that derives a scale from ``amax``, the largest finite magnitude among the elements that share it.
 
-    ``max`` is that of the `Element`. An element is stored as ``q = round(x * encode)`` and has the value ``q * scale``.
+    ``max`` is `Element.max`. An element is stored as ``q = round(x * encode)`` and has the value ``q * scale``.
     """
 
     FP32 = "fp32"
-    """``encode = max / amax``, ``scale = 1 / encode``, both rounded to fp32; 1 where amax is 0."""
+    """``encode = max / amax``, ``scale = 1 / encode``, both rounded to fp32; both 1 where amax is 0."""
     POWER_OF_TWO = "power of two"
-    """As FP32, with the mantissa of ``encode`` truncated to 0. The scale adds no rounding and clips no element."""
+    """As FP32, with ``encode`` rounded down to a power of two, so that the scale neither rounds nor clips elements."""
     RCEIL = "rceil"
     """``scale = 2 ** ceil(log2(amax / max))`` in E8M0: the smallest scale that clips no element."""
     FLOOR = "floor"
     """``scale = 2 ** (floor(log2(amax)) - max_exponent)`` in E8M0, the rule of the MX specification; it may clip."""
     TWO_LEVEL = "two level"
-    """``scale = e4m3(amax / 6 * tensor_encode)``, ``tensor_encode = 448 * 6 / tensor_amax``; an element has the value
-    ``q * scale / tensor_encode``.
+    """``scale = e4m3(amax / 6 * tensor_encode)`` with ``tensor_encode = 448 * 6 / (expert's amax)``. An element has
+    the value ``q * scale / tensor_encode``.
     """
 
     @property
@@ -125,8 +125,8 @@ class Format:
     element : Element
         The type of the codes.
     block : tuple of (int or None, int or None)
-        Size of a block of elements that share a scale: across the quantized axis, and along it. None means all elements
-        of one expert. The last block may be smaller.
+        Size of a block of elements that share a scale: across the quantized axis, and along it. None means the whole
+        extent of one expert. The last block may be smaller.
     rule : ScaleRule
         Rule and storage type of the scales.
     tensor_scale : bool
@@ -183,7 +183,7 @@ def fp8_tensor(element: Element = E4M3, power_of_two: bool = False, amax_epsilon
 
 
 def fp8_row(element: Element = E4M3, power_of_two: bool = False, amax_epsilon: float = 0.0) -> Format:
-    """FP8 with one scale per row: per set of an expert's elements that a product sums over."""
+    """FP8 with one scale per row; by columns, with one scale per column and expert."""
     return Format("fp8", element, (1, None), _fp32_rule("fp8_row", power_of_two), amax_epsilon=amax_epsilon)
 
 
@@ -209,7 +209,7 @@ def nvfp4(across: int = 1) -> Format:
 class Delayed:
     """Delayed scaling: scales from the amax of earlier steps, so that quantization does not wait for a reduction.
 
-    A tensor is clipped if its amax has grown since those steps.
+    Elements saturate if amax has grown by more than ``2**margin`` since those steps.
 
     Attributes
     ----------
@@ -232,7 +232,7 @@ class Delayed:
 
 @dataclass(frozen=True)
 class Quantizer:
-    """A format with the options of quantization to it.
+    """A format and the options for quantizing to it.
 
     Attributes
     ----------
@@ -241,8 +241,7 @@ class Quantizer:
     stochastic_rounding : bool
         Round stochastically, so that rounding is unbiased; only for E2M1. `torch.manual_seed` seeds the random bits.
     hadamard : bool
-        Rotate tiles of 16 rows before quantizing by columns, for the weight gradient: see
-        `fusedmoe.formats.hadamard`.
+        Rotate tiles of 16 rows before quantizing by columns, for the weight gradient; see `fusedmoe.formats.hadamard`.
     delayed : Delayed or None
         Delayed scaling, for formats with one scale per tensor.
     """

@@ -63,7 +63,7 @@ class PaddedRows:
 
 
 def padded_rows(num_rows: int, experts: int, block: int) -> int:
-    """Return an upper bound, for any splits, of the rows after padding each expert's to a multiple of ``block``."""
+    """Return an upper bound, for any splits, on the rows if each expert's are padded to a multiple of ``block``."""
     return (num_rows // block + torch.sym_min(experts, num_rows)) * block  # type: ignore[no-any-return]
 
 
@@ -83,6 +83,6 @@ def of_group(values_E: Tensor, group: Tensor) -> Tensor:
 
 
 def max_by_group(x_R: Tensor, ends_E: Tensor) -> Tensor:
-    """The maximum over each expert's rows, 0 without rows: (R, ...) to (E, ...). Entries must not be negative."""
+    """Return the maximum over each expert's rows, 0 for no rows: (R, ...) to (E, ...). Entries must not be negative."""
     starts = F.pad(ends_E.to(torch.int64), (1, 0))
     return torch.segment_reduce(x_R, "max", offsets=starts, axis=0, initial=0, unsafe=True)

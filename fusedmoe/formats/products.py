@@ -2,14 +2,14 @@
 
 Axes: R rows, E experts, K features in, N features out.
 
-A product is that of the dequantized operands, accumulated in fp32. It runs in one of three ways:
+A product multiplies the dequantized operands and accumulates in fp32. It runs in one of three ways:
 
-- *native*: `F.scaled_grouped_mm` multiplies the codes. For bf16 results of E4M3 by E4M3 with one scale per tensor or
-  per row, on GPUs of compute capability 9.0 and 10.0.
-- *emulated in bf16*: for bf16 results on GPUs where `F.grouped_mm` has a bf16 kernel (9.x and 10.x). The operands are
-  the codes times their block scales in bf16, which is exact except for fp32 block scales that are no powers of two. The
+- *native*, for bf16 results of E4M3 by E4M3 with one scale per tensor or per row, on GPUs of compute capability 9.0 and
+  10.0: `F.scaled_grouped_mm` multiplies the codes.
+- *emulated in bf16*, for bf16 results on GPUs where `F.grouped_mm` has a bf16 kernel (9.x and 10.x): the operands are
+  the codes times their block scales in bf16. This is exact except for fp32 block scales that are not powers of two. The
   product is rounded to bf16, then multiplied by the scales of rows and tensors.
-- *emulated in fp32*: everywhere else, rounded once.
+- *emulated in fp32*, in all other cases: the result is rounded once.
 
 If both operands of a weight gradient are rotated, the product is taken in the rotated space, padding included. The
 quantized padding after an expert's last row then contributes, as in a hardware product of the codes.
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 Operand = Tensor | QuantizedTensor
 
-_MULTIPLIES_CODES = (90, 100)  # architectures that F.scaled_grouped_mm runs on
+_MULTIPLIES_CODES = (90, 100)  # architectures on which F.scaled_grouped_mm runs
 NATIVE, EMULATED = "native", "emulated"
 """The results of `path` for a quantized operand."""
 
@@ -159,7 +159,7 @@ def _in_code_layout(t: QuantizedTensor) -> Tensor:
 
 
 def _same_layout(a: QuantizedTensor, b: QuantizedTensor) -> bool:
-    """Whether rows quantized by columns share a layout, so that a product may take their codes without conversion."""
+    """Whether rows quantized by columns share a layout, so that a product can take their codes without conversion."""
     sorted_alike = (a.offsets is None) is (b.offsets is None)
     return a.rotated is b.rotated and sorted_alike and column_block(a.format) == column_block(b.format)
 
@@ -207,7 +207,7 @@ def _times(product: Tensor, rows: Tensor | None, columns: Tensor | None, new_axi
 
 
 def _native_rows_times(x: QuantizedTensor, weight: QuantizedTensor, offsets_E: Tensor) -> Tensor:
-    """`_rows_times` of codes; those of the weight are (E, M, L) with the axis summed over last."""
+    """`_rows_times` for codes; the weight's are (E, M, L), with the axis that is summed over last."""
     scale_R = _scales(x).reshape(-1).expand(x.shape[0]).contiguous()
     scale_EM = _scales(weight).expand(weight.data.shape[:2]).contiguous()
     y = _scaled_grouped_mm(x.data, weight.data.mT, scale_R, scale_EM, offsets_E)
@@ -215,7 +215,7 @@ def _native_rows_times(x: QuantizedTensor, weight: QuantizedTensor, offsets_E: T
 
 
 def _native_wgrad(dy: QuantizedTensor, x: QuantizedTensor) -> Tensor:
-    """`grouped_mm_wgrad` of codes, (N, P) and (K, P), with each expert's rows padded to a multiple of 16."""
+    """`grouped_mm_wgrad` for codes, (N, P) and (K, P), with each expert's rows padded to a multiple of 16."""
     padded = dy.padded
     assert padded is not None
     experts = padded.offsets_E.shape[0]

@@ -1,4 +1,4 @@
-"""`quantize`: the reference of every format in plain PyTorch. Fused kernels are tested against it bit for bit."""
+"""`quantize`, the reference of every format in plain PyTorch: fused kernels must match it bit for bit."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def quantize(
     x
         fp32, bf16 or fp16: rows (R, K), or one weight per expert (E, N, K).
     quantizer
-        A format, or a `Quantizer`, which adds options to a format. The name of a recipe, such as ``"mxfp8"``, stands
-        for its quantizer of rows if ``x`` is (R, K), or of weights if ``x`` is (E, N, K).
+        A format, or a `Quantizer`, which adds options to a format. The name of a recipe, such as ``"mxfp8"``, selects
+        its quantizer of rows if ``x`` is (R, K), or of weights if ``x`` is (E, N, K).
     axis
-        The axis along which blocks run, over which a product will sum: -1 by rows, -2 by columns.
+        The axis along which blocks run and over which a product will sum: -1 by rows, -2 by columns.
     offsets
         For rows sorted by expert: the end of each expert's rows, (E,) int32. Experts share no scale and no block. Rows
-        without an expert are not read, and become zeros.
+        without an expert become zeros, whatever they contain.
     encode
         (E,) fp32, for a format with one scale per tensor: the factor to use instead of the one that follows from
         ``x``. Required for delayed scaling.
@@ -65,7 +65,7 @@ def quantize(
     Raises
     ------
     InputError
-        ``x`` has a shape or dtype that the format does not support.
+        An argument has a type, shape or dtype that is not supported, or not supported by the format.
     """
     quantizer = _resolved(TENSOR("quantize: x", x), quantizer)
     _GENERATOR("quantize: generator", generator)
@@ -88,9 +88,9 @@ def quantize(
 
 
 def amax_by_expert(x: Tensor, offsets: Tensor | None = None) -> Tensor:
-    """The largest finite magnitude per expert, fp32.
+    """Return the largest finite magnitude per expert, fp32.
 
-    (E,) for rows (R, K) with offsets and for weights (E, N, K); (1,) for rows without offsets.
+    The shape is (E,) for rows (R, K) with offsets and for weights (E, N, K); it is (1,) for rows without offsets.
     """
     values, experts = _laid_out(x, -1, offsets, 1)
     return experts.amax(_finite_magnitude(values))
@@ -136,10 +136,10 @@ def _check(x: Tensor, axis: int, offsets: Tensor | None, format: Format, encode:
 
 
 class _Experts(NamedTuple):
-    """The expert of each of the values (..., M, L), whose last axis is the one quantized along.
+    """The experts of values (..., M, L), which are quantized along the last axis.
 
-    With ``ends_E`` the axis M is rows sorted by expert, and ``ends_E`` is the end of each expert's. With ``padded`` the
-    axis L is such rows. With neither, every matrix belongs to one expert.
+    With ``ends_E``, the axis M has rows sorted by expert, and ``ends_E`` are the ends of the experts' rows. With
+    ``padded``, the axis L has such rows, padded. With neither, every matrix belongs to one expert.
     """
 
     ends_E: Tensor | None = None  # noqa: N815
@@ -154,7 +154,7 @@ class _Experts(NamedTuple):
         return _amax(magnitude.flatten(1) if magnitude.dim() == 3 else magnitude.flatten()[None], 1)
 
     def amax_of_rows(self, magnitude: Tensor) -> Tensor:
-        """Maximum along L: (..., M, 1), or per expert (M, E) if L is rows sorted by expert."""
+        """Maximum along L: (..., M, 1), or per expert (M, E) if L has rows sorted by expert."""
         if self.padded is not None:
             return max_by_group(magnitude.mT.contiguous(), self.padded.ends_E).mT.contiguous()
         return _amax(magnitude, -1)[..., None]
@@ -173,7 +173,7 @@ class _Experts(NamedTuple):
 def _laid_out(x: Tensor, axis: int, offsets: Tensor | None, block: int) -> tuple[Tensor, _Experts]:
     """Return the values in fp32, contiguous, with the quantized axis last.
 
-    If that axis is rows sorted by expert, each expert's rows are padded to a multiple of ``block``.
+    If that axis has rows sorted by expert, each expert's rows are padded to a multiple of ``block``.
     """
     if axis == -1:
         values = x.to(torch.float32, copy=offsets is not None).contiguous()

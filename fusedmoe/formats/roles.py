@@ -1,4 +1,4 @@
-"""The quantizers of the operands of a linear layer's three products, by recipe name."""
+"""Quantizers for the operands of a linear layer's three products, by recipe name."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from fusedmoe.formats.format import (
 class Roles(NamedTuple):
     """The quantizers of rows, weights and gradients; None does not quantize.
 
-    ``y = input @ weight.T`` takes both by rows; ``dx = grad @ weight`` takes grad by rows and the weight by columns;
-    ``dw = grad.T @ input`` takes both by columns.
+    ``y = input @ weight.T`` takes both operands by rows; ``dx = grad @ weight`` takes grad by rows and the weight by
+    columns; ``dw = grad.T @ input`` takes both by columns.
     """
 
     input: Quantizer | None
@@ -32,7 +32,7 @@ class Roles(NamedTuple):
 
 
 def grad_element(hybrid: bool) -> Element:
-    """Return the element of gradients: E5M2, which has more range, for a hybrid recipe, else E4M3."""
+    """Return the element type of gradients: E5M2, which has more range, for a hybrid recipe, else E4M3."""
     return E5M2 if hybrid else E4M3
 
 

@@ -1,7 +1,7 @@
-"""Scales from amax.
+"""Scales computed from amax.
 
 Powers of two come from integer arithmetic on the bits of fp32: ``log2`` is inexact for some floats near powers of two,
-and torch's cast to E8M0 rounds to nearest. Amax is finite, since `quantize` leaves out NaN and infinities. Only
+and torch's cast to E8M0 rounds to nearest. Amax is finite, since `quantize` ignores NaN and infinities. Only
 `ScaleRule.TWO_LEVEL` takes a NaN amax: it marks a block with a NaN or an infinity, which E2M1 codes cannot represent.
 """
 
@@ -18,7 +18,7 @@ _MANTISSA = 0x7FFFFF
 
 
 def encode_and_scale(amax: Tensor, format: Format, tensor_encode: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return the factor that elements are multiplied by, in fp32, and the scale to store, in its dtype.
+    """Return the factor that elements are multiplied by, in fp32, and the scale to store, in the rule's dtype.
 
     Parameters
     ----------

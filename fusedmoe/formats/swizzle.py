@@ -3,7 +3,7 @@
 Source: NVIDIA, cuBLAS documentation, "1D Block Scaling Factors Layout".
 
 A matrix of scales has one row per row of codes and one column per block. It is padded with zeros to whole tiles of
-128 x 4, and the tiles are stored in row-major order. Of C columns, the scale in row i and column j has the index::
+128 x 4, and the tiles are stored in row-major order. With C columns, the scale in row i and column j has the index::
 
     ((i // 128) * ceil(C / 4) + j // 4) * 512 + (i % 32) * 16 + (i % 128) // 32 * 4 + j % 4
 
@@ -30,7 +30,7 @@ class SwizzledGroups(NamedTuple):
     Attributes
     ----------
     blocked : Tensor
-        (B,), an upper bound for any splits; zeros after the last expert.
+        (B,), where B is an upper bound for any splits; zeros after the last expert.
     starts : Tensor
         (E,) int64: start of each expert's part in ``blocked``. The part of an expert without scales is empty.
     """
@@ -63,7 +63,7 @@ def swizzle_row_groups(scale_MC: Tensor, ends_E: Tensor) -> SwizzledGroups:
     scale_MC
         One row per row of codes.
     ends_E
-        End of each expert's rows, int32. Later rows are left out.
+        End of each expert's rows, int32. Later rows are ignored.
     """
     padded = PaddedRows.of(ends_E, scale_MC.shape[0], TILE_ROWS)
     tiles = _tiles(padded.spread(_storage(scale_MC)))
@@ -82,7 +82,7 @@ def swizzle_column_groups(scale_MC: Tensor, ends_E: Tensor) -> SwizzledGroups:
     scale_MC
         One column per block of rows; each expert's rows start a new block.
     ends_E
-        End of each expert's blocks, int32. Later blocks are left out.
+        End of each expert's blocks, int32. Later blocks are ignored.
     """
     padded = PaddedRows.of(ends_E, scale_MC.shape[1], TILE_COLUMNS)
     tiles = _tiles(padded.spread(_storage(scale_MC).mT).mT)

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 class QuantizedTensor:
     """A matrix, or one matrix per expert, in a narrow format; `dequantize` returns its values.
 
-    A product sums over one axis of its operands, and the blocks of an operand must run along that axis. A tensor that
-    two products sum over different axes is therefore quantized twice: along the last axis ("by rows") and along the
-    second to last ("by columns"). Each is a separate `QuantizedTensor`.
+    A product sums over one axis of its operands, and the blocks of an operand must run along that axis. An operand of
+    two products that sum over different axes is therefore quantized twice: along the last axis ("by rows") and along
+    the second to last ("by columns"). Each result is a separate `QuantizedTensor`.
 
     Attributes
     ----------
@@ -73,11 +73,11 @@ class QuantizedTensor:
         return sum(t.nbytes for t in self.tensors())
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return codes, scale and, if the format has one, tensor scale: those of `QuantizedSpec.tensors`."""
+        """Return codes, scale and, if the format has one, tensor scale, in the order of `QuantizedSpec.tensors`."""
         return (self.data, self.scale) if self.tensor_scale is None else (self.data, self.scale, self.tensor_scale)
 
     def along(self, axis: int, what: str = "a product") -> QuantizedTensor:
-        """Return itself; raise `InputError` if it was quantized along the other axis."""
+        """Return this tensor; raise `InputError` if it was quantized along the other axis."""
         if axis != self.axis:
             raise InputError(
                 f"{what} sums over axis {axis} of a tensor of shape {tuple(self.shape)} that was quantized along axis "
@@ -129,7 +129,7 @@ class QuantizedTensor:
     def split(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor | None]:
         """Return the values divided by `factor`, fp32 or bf16 in the layout of the codes, and `factor`.
 
-        bf16 holds the divided values exactly, except with fp32 block scales that are no powers of two.
+        bf16 holds the divided values exactly, except with fp32 block scales that are not powers of two.
         """
         across, along = self.format.block
         if along is None:
@@ -141,7 +141,7 @@ class QuantizedTensor:
 
     @property
     def factor(self) -> Tensor | None:
-        """Remaining factor of the values of `split`, fp32; None for 1.
+        """The factor that remains for the values of `split`, fp32; None for 1.
 
         (R,) for rows by rows; (E, M) or (E, 1) for all other codes (..., M, L).
         """
@@ -229,7 +229,7 @@ class QuantizedSpec(NamedTuple):
 
 
 def column_block(format: Format) -> int:
-    """Return the multiple that each expert's rows are padded to, by columns: a block, or 16 for native products."""
+    """Return the multiple to which each expert's rows are padded by columns: a block, or 16 for native products."""
     return format.block[1] or 16
 
 

@@ -1,4 +1,4 @@
-"""The recipe of a name, and of a recipe object of Transformer Engine."""
+"""Look up a recipe by its name, or convert a recipe of Transformer Engine."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ RECIPES: dict[str, Recipe] = {
 
 
 def resolve(recipe: object) -> Recipe:
-    """Return the recipe of a name or of one of Transformer Engine's recipes; a `Recipe` is returned as it is.
+    """Return the recipe for a name or for a recipe of Transformer Engine; a `Recipe` is returned unchanged.
 
     Raises
     ------
     InputError
-        The argument is none of these, or it is a recipe that cannot be hashed.
+        The argument is none of these, or is a recipe that cannot be hashed.
     """
     if isinstance(recipe, Recipe):
         try:
@@ -33,7 +33,7 @@ def resolve(recipe: object) -> Recipe:
     found = RECIPES.get(recipe) if isinstance(recipe, str) else converted(recipe)
     if found is None:
         raise InputError(
-            f"recipe: expected a Recipe, a recipe of Transformer Engine's, or one of {', '.join(map(repr, RECIPES))}, "
+            f"recipe: expected a Recipe, a recipe of Transformer Engine, or one of {', '.join(map(repr, RECIPES))}, "
             f"got {recipe!r}"
         )
     return found

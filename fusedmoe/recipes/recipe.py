@@ -43,10 +43,10 @@ class Recipe:
         return Roles(None, None, None)
 
     def rewrite(self, nodes: tuple[Node, ...]) -> tuple[Node, ...]:
-        """Return the chain with ops inserted; an override replaces the insertion of `Quantize` ops by `roles`.
+        """Return the chain with inserted ops; an override replaces the default, which inserts `Quantize` ops by role.
 
-        An override keeps all nodes in their order. The ops that it inserts have no parameters and labels of their own.
-        `fusedmoe.quantization.by_roles` inserts the `Quantize` ops that a recipe without an override gets.
+        An override keeps all nodes in their order. The ops that it inserts have unique labels and no parameters.
+        `fusedmoe.quantization.by_roles` is the default.
         """
         raise NotImplementedError(f"{type(self).__name__} does not override rewrite(): call quantization.rewritten()")
 

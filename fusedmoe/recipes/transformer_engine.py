@@ -1,4 +1,4 @@
-"""Transformer Engine's recipes as recipes of fusedmoe.
+"""Conversion of Transformer Engine's recipes to recipes of fusedmoe.
 
 Class names and fields identify them, so that Transformer Engine is not imported.
 """
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T", bool, float)
 
 _IGNORED = {
-    # the accumulation on the hardware; the products here always accumulate in fp32
+    # the accumulation precision of the hardware; products here always accumulate in fp32
     "fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad",
     # read separately, or for attention
     "fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad",
@@ -37,7 +37,7 @@ _NOT_IN_FOUR_BITS = ("power_2_scale", "amax_epsilon")  # quantization parameters
 
 
 class _Fields:
-    """The fields of a recipe. Each is taken once; a field that is left must have a value without effect."""
+    """The fields of a recipe. A field that no conversion takes must have a value without effect."""
 
     def __init__(self, recipe: Any) -> None:
         self.kind = type(recipe).__name__
@@ -65,11 +65,11 @@ class _Fields:
 
 
 def _parameter(recipe: Any, name: str, default: _T) -> _T:
-    """Return the one value that a quantization parameter has for rows, weights and gradients."""
+    """Return the value of a quantization parameter, which must be the same for rows, weights and gradients."""
     params = [getattr(recipe, f"fp8_quant_{role}", None) for role in ("fwd_inp", "fwd_weight", "bwd_grad")]
     given = {type(default)(getattr(p, name, default)) for p in params if p is not None} or {default}
     if len(given) > 1:
-        raise InputError(f"recipe {type(recipe).__name__}: {name}: expected the same for all, got {given}")
+        raise InputError(f"recipe {type(recipe).__name__}: {name}: expected the same for all roles, got {given}")
     return given.pop()
 
 
@@ -133,7 +133,7 @@ def _nvfp4(recipe: Any, fields: _Fields) -> Recipe:
 
 
 _CONVERSIONS: dict[str, tuple[Callable[[Any, _Fields], Recipe], dict[str, Any]]] = {
-    # the conversion, and the other fields with their values without effect
+    # the conversion, and the values without effect of the other fields
     "DelayedScaling": (_delayed_scaling, {"scaling_factor_compute_algo": None, "backward_override": None}),
     "Float8CurrentScaling": (_current_scaling, {"backward_override": None}),
     "MXFP8BlockScaling": (_mxfp8, {"margin": 0, "backward_override": None}),
@@ -150,12 +150,12 @@ _CONVERSIONS: dict[str, tuple[Callable[[Any, _Fields], Recipe], dict[str, Any]]]
 
 
 def converted(recipe: object) -> Recipe | None:
-    """Return the recipe for one of Transformer Engine's recipes; None for any other object.
+    """Return the recipe for a recipe of Transformer Engine; None for any other object.
 
     Raises
     ------
     InputError
-        A field asks for something unsupported: the error names the field.
+        A field has an unsupported value; the message names the field.
     """
     found = next((_CONVERSIONS[c.__name__] for c in type(recipe).__mro__ if c.__name__ in _CONVERSIONS), None)
     if found is None:
