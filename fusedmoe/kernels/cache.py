@@ -4,10 +4,10 @@
     <symbol>-<key>.json    the manifest: symbol, key, SHA-256 of the object, build environment
     <symbol>-<key>.lock    held by the process that compiles the kernel
 
-The object's code will run, and the loader does not detect damaged files. So an entry is used only if
+Loading an object runs its code, and the loader does not detect damaged files. So an entry is used only if
 
 - its manifest has this symbol, this key and the SHA-256 of the object, and
-- directory and files belong to this user or to root, and others cannot write them.
+- the directory and the files belong to this user or to root, and others cannot write to them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 __all__ = ["VARIABLE", "CacheUnusableError", "DamagedError", "Entry", "folder", "parsed", "read", "replace"]
 
 VARIABLE = "FUSEDMOE_CACHE_DIR"
-OFF = "0"  # the value of VARIABLE that keeps kernels in memory only
+OFF = "0"  # value of VARIABLE that keeps kernels in memory only
 PATIENCE_S = 300.0  # longest wait for another process that compiles: far longer than a compilation
 POLL_S = 0.05
 LARGEST_OBJECT = 2**28  # bytes: a thousand times a kernel's size
@@ -45,14 +45,14 @@ class DamagedError(Exception):
 
 
 def folder(version: str, root: str | Path | None = None) -> Path | None:
-    """Return the directory for the entries of a version, which need not exist; None if the cache is switched off.
+    """Return the directory of a version's entries, whether or not it exists; None if the cache is switched off.
 
     ``root`` defaults to FUSEDMOE_CACHE_DIR, else ``$XDG_CACHE_HOME/fusedmoe``, else ``~/.cache/fusedmoe``.
 
     Raises
     ------
     CacheUnusableError
-        The directory is unknown, or others may write to it.
+        The directory is unknown or not trusted.
     """
     if root is None:
         root = os.environ.get(VARIABLE) or None
@@ -63,11 +63,11 @@ def folder(version: str, root: str | Path | None = None) -> Path | None:
     except RuntimeError as error:  # from pathlib, for a user without a home directory
         raise CacheUnusableError(f"{error}; set {VARIABLE}") from error
     if not hasattr(os, "geteuid"):
-        raise CacheUnusableError("this platform has no owners of files")
+        raise CacheUnusableError("files have no owner on this platform")
     for directory in (base, base / version):
         reason = _distrust_of(directory)
         if reason is not None:
-            raise CacheUnusableError(f"{directory} {reason}, so its code is not run; correct it, or set {VARIABLE}")
+            raise CacheUnusableError(f"{directory} {reason}, so its code is not run; change that, or set {VARIABLE}")
     return base / version
 
 
@@ -100,10 +100,10 @@ class Entry:
             The entry is corrupt or not trusted.
         """
         manifest, object_ = read(self.manifest_file, LARGEST_JSON), read(self.object_file, LARGEST_OBJECT)
-        if manifest is None:  # written last: an interrupted process may leave an object alone
+        if manifest is None:  # written last: an interrupted process may leave an object without it
             return None
         if object_ is None:
-            raise DamagedError("it has a manifest and no object")
+            raise DamagedError("it has a manifest but no object")
         fields = parsed(manifest, "its manifest")
         sha256 = hashlib.sha256(object_).hexdigest()
         for name, expected in (("symbol", self.symbol), ("key", self.key), ("sha256", sha256)):
@@ -202,7 +202,7 @@ class Entry:
 
 def _default() -> Path:
     caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    # the XDG specification ignores relative paths
+    # the XDG specification requires that a relative path is ignored
     return (caches if caches.is_absolute() else Path.home() / ".cache") / "fusedmoe"
 
 
@@ -235,10 +235,10 @@ def read(path: Path, largest: int) -> bytes | None:
     Raises
     ------
     DamagedError
-        It is not a regular file, too large, unreadable, or another user's.
+        The file is not regular, too large, unreadable, or not trusted.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # O_NONBLOCK: a named pipe would hang
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # O_NONBLOCK: a named pipe would block
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
@@ -259,7 +259,7 @@ def read(path: Path, largest: int) -> bytes | None:
 
 
 def parsed(content: bytes, who: str) -> object:
-    """Return the parsed JSON content of a file; ``who`` names the file in messages.
+    """Return the parsed JSON content of a file, which messages call ``who``.
 
     Raises
     ------

@@ -12,8 +12,8 @@ Schedule = Literal["static", "dynamic"]
 class KernelOptions:
     """Options for kernels that share the GPU with others.
 
-    Neither changes a result, except the last bits of a row scale's gradient, whose order of summation follows the
-    tiles.
+    Neither option changes results, except the last bits of a row scale's gradient: its order of summation depends on
+    the tiles.
     """
 
     sm_margin: int = 0  # SMs left free for other kernels, such as communication

@@ -1,4 +1,4 @@
-"""The installation of the CuTe DSL: its packages, its CUDA versions, and the driver's.
+"""The installed CuTe DSL: its packages, the CUDA versions of its libraries, and the driver's CUDA version.
 
 The DSL ships its libraries in one distribution per CUDA major version. It uses the newest version that the driver
 supports; without a driver, the newest installed. The version may differ from torch's CUDA version. Nothing here imports
@@ -16,12 +16,12 @@ __all__ = ["DSL", "chosen", "driver_cuda", "libraries", "missing_packages", "why
 
 DSL = "nvidia-cutlass-dsl"
 PACKAGES = {"cutlass": DSL, "tvm_ffi": "apache-tvm-ffi"}  # distribution by module
-MAJORS = (12, 13)
+MAJORS = (12, 13)  # CUDA major versions that the DSL has libraries for
 
 
 @functools.cache
 def missing_packages() -> tuple[str, ...]:
-    """Return the distributions that kernels need and that are not installed."""
+    """Return the required distributions that are not installed."""
     return tuple(name for module, name in PACKAGES.items() if importlib.util.find_spec(module) is None)
 
 
@@ -42,7 +42,7 @@ def driver_cuda() -> tuple[int, int] | None:
     version = ctypes.c_int()
     try:
         failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
-    except (OSError, AttributeError):  # no libcuda, or a stub of it
+    except (OSError, AttributeError):  # no libcuda, or a stub without the function
         return None
     return None if failed else (version.value // 1000, version.value % 1000 // 10)
 

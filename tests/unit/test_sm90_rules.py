@@ -357,7 +357,7 @@ def test_mixed_dtypes():
         def dtype(self, value):
             return BF16 if value == "input" else torch.float16
 
-    with pytest.raises(backend.Declined, match=r"^fc.weight is float16, input is bfloat16: one dtype is expected$"):
+    with pytest.raises(backend.Declined, match=r"^fc.weight is float16, input is bfloat16: expected one dtype$"):
         backend.check_common(Context(), "input", "fc.weight")
 
 
@@ -530,12 +530,12 @@ def strided(t, how):
     ("which", "how", "reason"),
     [
         ("x", "address", "x does not begin at a multiple of 16 bytes"),
-        ("x", "pitch", "x has strides (36, 1): unit stride in the last axis and multiples of 8 else are expected"),
-        ("x", "columns", "x has strides (1, 15): unit stride in the last axis and multiples of 8 else are expected"),
+        ("x", "pitch", "x has strides (36, 1): expected unit stride in the last axis, multiples of 8 in the others"),
+        ("x", "columns", "x has strides (1, 15): expected unit stride in the last axis, multiples of 8 in the others"),
         ("0.weight", "address", "the weight does not begin at a multiple of 16 bytes"),
-        ("0.weight", "pitch", "the weight has strides (1152, 36, 1): unit stride in one of the last two axes"),
+        ("0.weight", "pitch", "the weight has strides (1152, 36, 1): expected unit stride in one of the last two axes"),
         ("3.weight", "address", "the weight does not begin at a multiple of 16 bytes"),
-        ("3.weight", "pitch", "the weight has strides (640, 20, 1): unit stride in one of the last two axes"),
+        ("3.weight", "pitch", "the weight has strides (640, 20, 1): expected unit stride in one of the last two axes"),
     ],
 )
 def test_guards(which, how, reason, caplog):

@@ -2,7 +2,7 @@
 
 `choose` looks in this order: the table that ``fusedmoe tune`` wrote on this machine (tuned.py), the measurements that
 come with fusedmoe (measured.py), the model. All candidates are legal. The compile tests read the SASS of each, and list
-the few values that are spilled. Nothing is tuned at run time.
+the few register spills. Nothing is tuned at run time.
 
 The model, in cycles of an SM at 1.45 GHz, the clock of an H100 under full tensor load:
 
@@ -22,13 +22,17 @@ The model, in cycles of an SM at 1.45 GHz, the clock of an H100 under full tenso
 
 The last line is nearly the maximum of both. If memory dominates, it prefers the tiles that keep the SMs less busy.
 
-So the waste in an expert's last tiles counts; a cooperative tile's epilogue is exposed; two column tiles that share the
-rows load more than the L2 delivers; weights that several clusters read leave the L2 before all have read them; and with
-few rows, reading the weights dominates.
+So the model has these effects:
+
+- The rows that are wasted in an expert's last tiles cost time.
+- The epilogue of a cooperative tile is exposed.
+- Two column tiles that share the rows load more than the L2 delivers.
+- Weights that several clusters read leave the L2 before all have read them.
+- With few rows, reading the weights dominates.
 
 The constants are fitted to measurements of 204 products on an H100: layers of nine models, 4 to 4096 rows per expert,
-bf16 (``python -m benchmarks --only tiles``; the result files contain them). The model's choice takes 0.7% longer than
-the best candidate in the mean. measured.py has the layers of known models where it loses more than 3%.
+bf16 (``python -m benchmarks --only tiles``; the result files contain them). On average, the model's choice takes 0.7%
+longer than the best candidate. measured.py has the layers of known models where it takes more than 3% longer.
 """
 
 from __future__ import annotations
@@ -51,14 +55,14 @@ CO_256_TALL = TileConfig(256, 128, 1, 2, pingpong=False)
 CO_256_ALONE = TileConfig(128, 256, pingpong=False)
 
 # Clusters of a ragged M product have two CTAs: two row tiles that share the weights, or two column tiles of a row tile
-# left over that share the rows (tiles.py). A CTA alone loads everything itself. The L2 is too slow for that, and it is
-# no faster even with one row per expert.
+# left over that share the rows (tiles.py). A CTA without a cluster loads both operands itself. The L2 is too slow for
+# that, and such a CTA is no faster even with one row per expert.
 # "heavy_derivative", that of GeGLU, has no 128x192: its unrolled code exceeds an SM's instruction cache of about 8,000
 # instructions. In a product of GPT-OSS-20B's size on an H100, 6,500 to 8,400 instructions take 1.7 to 1.8 ms, 8,800
 # 1.85, 9,000 2.1 to 2.2, 9,900 2.87; those of 128x128, 5,000 to 7,000, take 2.1. A loop over the two blocks of 64 rows,
 # with the accumulators moved in between, would be half as long, but ptxas then spills all of them.
-# "transposed_activation", whose weight is [gate | up] with unit stride along N, has no 128x192 either: both halves of a
-# tile are loaded 64 columns at a time.
+# "transposed_activation", whose weight is [gate | up] with unit stride along N, has no 128x192 either: each half of a
+# tile is loaded 64 columns at a time.
 # Measured and left out: 128x160 (a quarter slower than 128x192 throughout); L2 eviction hints on data that is read once
 # (up to 15% slower); 256x128 over two rows of a weight gradient (never the fastest); clusters that always share the
 # weights (a second tile is often empty: up to a fifth slower with 256 to 640 rows per expert) or always the rows.
@@ -71,23 +75,23 @@ CANDIDATES: dict[Family, tuple[TileConfig, ...]] = {
     "wgrad": (PP_192, CO_256, CO_256_TALL, CO_256_ALONE),
 }
 
-# Cycles of an epilogue for 64 x 32 results of a warpgroup, as far as nothing hides them. That of "heavy_derivative" is
-# an estimate, that of "transposed_activation" is the other activation's, the others are fitted.
+# Cycles of an epilogue for 64 x 32 results of a warpgroup, if nothing overlaps them. "heavy_derivative" is an estimate,
+# "transposed_activation" has the value of "activation", the others are fitted.
 EPILOGUE_CYCLES: dict[Family, int] = {
     "plain": 400, "activation": 600, "transposed_activation": 600, "derivative": 3450, "heavy_derivative": 4700,
     "wgrad": 680,
 }  # fmt: skip
-# Values that a row reads and writes in memory beside its K operands, per column of the result.
+# Values that a row reads and writes in memory besides its K operands, per column of the result.
 ROW_VALUES: dict[Family, float] = {
     "plain": 1, "activation": 1.5, "transposed_activation": 1.5, "derivative": 5, "heavy_derivative": 5, "wgrad": 1,
 }  # fmt: skip
 LOAD_BYTES_PER_CYCLE = 36.5  # per SM from the L2, all SMs loading
 MEMORY_BYTES_PER_CYCLE = 14.5 * 132  # per GPU: 2.8 TB/s
-READ_AGAIN = 0.25  # of the weights, from memory, for every reader after the first
-READ_PAST = 0.5  # of the weights that tiles past the last column would have
+READ_AGAIN = 0.25  # part of the weights that each reader after the first reads from memory
+READ_PAST = 0.5  # part of the weights that tiles past the last column would have
 BAND_ROWS = 1024  # see `band`
-START_CYCLES = 500.0  # of the first tile of a CTA, whose loads cannot run ahead
-WGRAD_CYCLES = 4100.0  # of a weight gradient's tile: its mainloop is short, and starts at an expert's first row
+START_CYCLES = 500.0  # of the first tile of a CTA, whose loads overlap nothing
+WGRAD_CYCLES = 4100.0  # per tile of a weight gradient: its mainloop is short, and starts at an expert's first row
 OVERLAP = 11.0
 # Quantiles of a normal distribution at 10%, 30%, ... 90%.
 QUANTILES = (-1.28, -0.52, 0.0, 0.52, 1.28)
@@ -98,12 +102,10 @@ class Problem:
     """The properties of a product that the choice depends on."""
 
     family: Family
-    rows: int  # all rows, and experts. The rows of a weight gradient are its contraction
+    rows: int  # of all experts; the contraction of a weight gradient
     experts: int
-    # columns of the accumulators (gate and up count twice); extent of the contraction. For a weight gradient, the
-    # columns and the rows of the result
-    columns: int
-    depth: int
+    columns: int  # of the accumulators, of both gate and up; of a weight gradient
+    depth: int  # extent of the contraction; rows of a weight gradient
     sms: int  # concurrent CTAs
     element_bytes: int = ELEMENT_BYTES  # of an operand's element
 
@@ -199,11 +201,11 @@ def choose(problem: Problem) -> TileConfig:
 
 
 def band(problem: Problem, config: TileConfig) -> int:
-    """Return how many row tiles of an expert, in clusters, run concurrently: see `tiles.band_of`.
+    """Return the height of a band, in row tiles of a cluster: see `tiles.band_of`.
 
-    With fewer than a thousand rows, large weights are read from memory several times; with more, the rows are. The
-    derivative moves much other data through the L2. If its weights are small, all column tiles of a few rows should run
-    together: 1.51 ms against 1.70 (Qwen3-30B-A3B on an H100).
+    With fewer than a thousand rows per band, large weights are read from memory several times; with more, the rows are.
+    The derivative moves much other data through the L2. If its weights are small, all column tiles of a few rows should
+    run concurrently: 1.51 ms instead of 1.70 (Qwen3-30B-A3B on an H100).
     """
     rows = BAND_ROWS
     if problem.family in ("derivative", "heavy_derivative") and problem.columns * problem.depth <= 4 << 20:

@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SMEM_BYTES = 227 * 1024  # shared memory of a CTA on sm_90
-SWIZZLE_BYTES = 128  # the widest swizzle: K of a stage
-ELEMENT_BYTES = 2  # of an operand's element: bf16 and fp16, the only ones today
-ALIGNMENT_BYTES = 16  # of addresses and pitches, as TMA requires
+SWIZZLE_BYTES = 128  # the widest swizzle, and the extent of K in a stage
+ELEMENT_BYTES = 2  # per element of an operand: bf16 or fp16
+ALIGNMENT_BYTES = 16  # of addresses and pitches, required by TMA
 EPILOGUE_COLUMNS = 32  # columns of a box of results in shared memory
 BLOCK_ROWS = 64
-BARRIER_BYTES = 1024
+BARRIER_BYTES = 1024  # for barriers and the scheduler's ring
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class TileConfig:
 
     tile_m: int  # rows and columns of a CTA's tile
     tile_n: int
-    # CTAs of a cluster, along rows and columns of tiles. They share loads by multicast: with ``cluster_m`` 2 the
-    # weights, with ``cluster_n`` 2 the rows. A cluster of a ragged M product is 2 x 1. It shares the rows instead for
-    # an expert's last odd row tile
+    # CTAs of a cluster, along row tiles and column tiles. They share loads by multicast: the weights if ``cluster_m``
+    # is 2, the rows if ``cluster_n`` is 2. A cluster of a ragged M product is 2 x 1. If an expert has an odd number of
+    # row tiles, a cluster takes two column tiles of the last one, and shares the rows
     cluster_m: int = 1
     cluster_n: int = 1
     pingpong: bool = True  # ping-pong instead of cooperative, see the module's docstring

@@ -1,7 +1,7 @@
 """Epilogues of the ragged M grouped GEMM: a formula on the accumulators, and a list of outputs.
 
-A *formula* computes the values of one step in registers, and says how many boxes of input a step reads. A step handles
-64 rows and 32 columns of a result: a box, with `gemm.VALUES` values per thread.
+A *formula* computes the values of one step in registers, and states how many boxes of input a step reads. A step
+handles 64 rows and 32 columns of a result: a box, with `gemm.VALUES` values per thread.
 
 An *output* is one result of the kernel. To add one, write a class that states:
 
@@ -26,7 +26,7 @@ from fusedmoe.kernels.sm90.tiles import Tile
 
 
 class Numbers(NamedTuple):
-    """Run-time numbers of a launch: constants of the activation, whether bias and row scale exist, the schedule."""
+    """Run-time numbers of a launch: constants of the activation, whether bias and row scale exist, and the schedule."""
 
     limit: Float32
     alpha: Float32
@@ -38,7 +38,7 @@ class Numbers(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """Arguments of an epilogue, beside the accumulators. ``outputs`` has the `Output.parameter` of each output."""
+    """Arguments of an epilogue, besides the accumulators. ``outputs`` has the `Output.parameter` of each output."""
 
     outputs: tuple[Any, ...]
     bias: cute.Tensor
@@ -59,7 +59,7 @@ class Block(NamedTuple):
     valid: Int32  # rows that belong to the expert
     lane: Int32
     warp_row: Int32  # the warp's first row within the block
-    live: Any  # whether the tile belongs to an expert; the others are the tail's, and get zeros
+    live: Any  # whether the tile belongs to an expert, not to the tail, whose results are zeros
     scales: Any = None  # row scale of each of the thread's two rows
 
 
@@ -68,7 +68,7 @@ class Values(NamedTuple):
 
     result: Any  # acc + bias, or the activation
     parts: Any = ()  # boxes of the preactivation, or of its gradient: gate and up
-    columns: Any = None  # column of each value of ``result``, if its order is another one
+    columns: Any = None  # column of each value of ``result``, if not in the accumulators' order
     scale_terms: Any = ()  # terms of the row scale's gradient
 
 
@@ -104,7 +104,7 @@ class Formula:
 
     @property
     def halves(self) -> int:
-        """Boxes of the preactivation per box of the activation."""
+        """Boxes of the preactivation per box of the activation's result."""
         return 1 if self.kind in ("", "squared_relu") else 2
 
     @property
@@ -128,7 +128,7 @@ class Formula:
         return self.halves if self.derivative else 0
 
     def box_of(self, half: int, column: Any) -> tuple[int, Any]:
-        """Part and column of a step's ``half`` of the preactivation."""
+        """Part and box column of a step's ``half`` of the preactivation."""
         return (0, 2 * column + half) if self.interleaved else (half, column)
 
     def values(self, kernel, block, env, j, column, inputs) -> Values:
@@ -249,12 +249,12 @@ class Backward(Formula):
 
 
 def pair_box(v: int) -> int:
-    """The box, of two, that holds the interleaved gate and up of a thread's v-th accumulator of a step."""
+    """Which of the two boxes holds the interleaved gate and up of a thread's v-th accumulator of a step."""
     return v // 8
 
 
 def pair_place(v: int) -> int:
-    """The place of that gate among the thread's values of the box. Its up follows it.
+    """The position of that gate among the thread's values of the box. The up value follows it.
 
     A thread's accumulators are pairs of adjacent columns in two rows. The box has four adjacent columns for each pair.
     """
@@ -266,7 +266,7 @@ def pair_place(v: int) -> int:
 
 @dataclass(frozen=True)
 class Output:
-    """A matrix (R, columns of the result) that is stored by boxes."""
+    """A matrix (R, columns of the result) that is stored in boxes."""
 
     suffix: ClassVar[str] = ""  # of the kernel's symbol
 
@@ -301,7 +301,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Result(Output):
-    """``result * row_scale``: of the formula without an activation, or of an activation."""
+    """``result * row_scale``, of a formula with or without an activation."""
 
     def stores(self, kernel, block, values, column):
         if values.columns is None:
@@ -348,7 +348,7 @@ class Gradient(Output):
 
 @dataclass(frozen=True)
 class Recomputed(Output):
-    """``act(p) * row_scale``, computed again for the next layer's weight gradient."""
+    """``act(p) * row_scale``, recomputed for the next layer's weight gradient."""
 
     suffix = "_keep"
 
@@ -358,9 +358,7 @@ class Recomputed(Output):
 
 @dataclass(frozen=True)
 class RowScaleGradient(Output):
-    """For each row and column tile, the sum of ``acc * act(p)``: (column tiles, R) in fp32. The caller adds the tiles'
-    sums up.
-    """
+    """For each row and column tile, the sum of ``acc * act(p)``: (column tiles, R) in fp32. The caller adds them up."""
 
     def boxes(self, formula: Formula) -> int:
         return 0
@@ -399,12 +397,12 @@ def in_row_order(values: list[Any]) -> list[Any]:
     return [values[v // 4 * 4 + (v % 4 // 2) + v % 2 * 2] for v in range(len(values))]
 
 
-# ------------------------------------------------------------------------------------------------ today's epilogues
+# ------------------------------------------------------------------------------------------------ epilogues
 
 
 @dataclass(frozen=True)
 class Epilogue:
-    """A formula and the outputs that take its values, in the order in which a step handles them."""
+    """A formula and its outputs, in the order in which a step stores them."""
 
     formula: Formula
     outputs: tuple[Output, ...]

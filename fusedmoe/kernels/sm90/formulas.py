@@ -1,7 +1,7 @@
 """The arithmetic of the epilogues: activations and their derivatives on fp32 scalars in registers.
 
-Each function is the formula of the op of the same name. ``constants``, limit, alpha and offset, are run-time numbers.
-``kind``, and whether there is a limit, are known to the compiler. Comparisons are written so that a NaN stays a NaN.
+The formulas are those of the ops. ``constants`` (limit, alpha and offset) are run-time numbers. ``kind`` and
+``clamped``, whether a limit exists, are compile-time constants. Comparisons are written so that a NaN stays a NaN.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ LOG2_E = math.log2(math.e)
 
 
 def sigmoid(x, alpha):
-    """``1 / (1 + exp(-alpha * x))``. alpha * log2(e) is multiplied first: it is the same for all values."""
+    """``1 / (1 + exp(-alpha * x))``. alpha * log2(e) is computed first: it is the same for all values."""
     return cute.arch.rcp_approx(Float32(1.0) + cute.math.exp2(x * (alpha * Float32(-LOG2_E)), fastmath=True))
 
 
@@ -75,7 +75,7 @@ def glu_backward(kind, clamped, d, g, u, constants, scale):
     if clamped:
         du = cutlass.select_(beyond, Float32(0.0), du)
     if scale is not None:
-        # gate's gradient and the activation get the scale through up: one product less than scaling each
+        # up carries the scale into gate's gradient and the activation: one product less than scaling each
         up, du = up * scale, du * scale
     return d_gate * slope * up, du, phi * up, d_scale
 

@@ -5,12 +5,12 @@ H hidden features. Operands are bf16 or fp16 tensors on one sm_90 GPU, with unit
 states the other constraints. No function waits for the GPU. Arguments that several functions have:
 
 - ``offsets`` (E,) int32, the ends of the experts' rows, at most R. Rows after the last end, the *tail*, are never read,
-  and come out as zeros.
+  and are zeros in the results.
 - ``weight`` (E, N, K), with unit stride along N or K; ``bias`` (E, N); ``row_scale`` (R,).
 - ``activation`` and ``options``: see `Activation` and `KernelOptions`.
 
-Each ``bind_*`` returns the function for tensors of the same shapes, dtypes and strides as its arguments. Nothing is
-looked up when that function runs.
+Each ``bind_*`` returns the function for tensors of the same shapes, dtypes and strides as its arguments. That function
+does no look-ups.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def bind_grouped_gemm(
     kernel, constants = launch.kernel, launch.constants
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, row_scale: Tensor | None) -> Tensor:
-        out = x.new_empty(rows, columns)  # two numbers: a tuple of them takes half as long again
+        out = x.new_empty(rows, columns)  # not a tuple, which takes 1.5 times as long
         kernel(x, weight, offsets, *(constants or launch.arguments(bias, row_scale)), out)
         return out
 
@@ -118,7 +118,7 @@ def grouped_gemm_activation(
     x
         (R, K).
     weight
-        (E, N, K). For a gated activation ``[gate; up]`` rows, or alternating ones.
+        (E, N, K). For a gated activation, the rows of gate come before those of up, or the two alternate.
     keep_preactivation
         Return p too.
 
@@ -141,9 +141,7 @@ def bind_grouped_gemm_activation(
     keep_preactivation: bool,
     options: KernelOptions,
 ) -> Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor | None], Tensor | tuple[Tensor, Tensor]]:
-    """Return `grouped_gemm_activation` of ``(x, weight, bias, offsets, row_scale)``. It returns y alone if p is not
-    kept.
-    """
+    """Return `grouped_gemm_activation` of ``(x, weight, bias, offsets, row_scale)``; without p, its result is y."""
     rows, columns = x.shape[0], weight.shape[1]
     features = columns // 2 if activation.gated else columns
     launch = _ragged_m(
@@ -180,7 +178,7 @@ def grouped_gemm_activation_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradient of p, given ``d[r] = grad_output[r] @ weight[e]``, the gradient of ``activation(p[r]) * row_scale[r]``.
 
-    One launch, and a second one, a sum, if ``want_row_scale_grad``.
+    It is one launch; with ``want_row_scale_grad``, a sum follows.
 
     Parameters
     ----------
@@ -193,7 +191,7 @@ def grouped_gemm_activation_backward(
     want_output
         Return the recomputed ``activation(p) * row_scale`` too.
     want_row_scale_grad
-        Return ``sum over i of d[r, i] * activation(p)[r, i]`` too. The kernel writes one sum per column tile. The
+        Return ``sum over i of d[r, i] * activation(p)[r, i]`` too. The kernel writes one sum per column tile. A
         second launch adds them up in a fixed order, so the result is deterministic.
 
     Returns
@@ -260,11 +258,11 @@ def grouped_wgrad(
     grad_output, x
         (R, N) and (R, K).
     out
-        (E, N, K), to be written or added to.
+        (E, N, K): the tensor to write or to add to.
     dtype
-        Of the result if there is no ``out``: that of x, or fp32.
+        Dtype of the result without ``out``: that of x (the default), or fp32.
     accumulate
-        Add to ``out``, which must be fp32. The gradient of an expert without rows stays as it is.
+        Add to ``out``, which must be fp32. The gradient of an expert without rows does not change.
 
     Returns
     -------
@@ -280,7 +278,7 @@ def grouped_wgrad(
 def bind_grouped_wgrad(
     grad_output: Tensor, x: Tensor, offsets: Tensor, dtype: torch.dtype, accumulate: bool, options: KernelOptions
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
-    """Return `grouped_wgrad` of ``(grad_output, x, offsets, out)``, for an ``out`` of this dtype, or None."""
+    """Return `grouped_wgrad` of ``(grad_output, x, offsets, out)``; ``out`` has this dtype, or is None."""
     rows, k = x.shape
     experts, n = offsets.shape[0], grad_output.shape[1]
     same, device = dtype is x.dtype, x.device
@@ -341,11 +339,9 @@ def _no_kernel(*_: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _RaggedMKey:
-    """Everything that decides the launch of a ragged M product. ``choose`` is a part, so that another choice of tiles
-    is another launch.
-    """
+    """Everything that determines the launch of a ragged M product."""
 
-    choose: Callable[[Problem], TileConfig]
+    choose: Callable[[Problem], TileConfig]  # `tuning.forced` replaces it
     family: Family
     device: torch.device
     dtype: torch.dtype
@@ -362,21 +358,20 @@ class _RaggedMKey:
 
 
 class _RaggedMLaunch(NamedTuple):
-    """The common part of all launches of ragged M products of the same shapes.
+    """The common part of all launches with the same key.
 
-    The kernel takes ``(a, b, offsets)``, then `arguments`, then the input of its epilogue and its outputs. `arguments`
-    are ``constants`` if they are the same at every launch.
+    The kernel takes ``(a, b, offsets)``, the result of `arguments`, the input of its epilogue, and its outputs.
     """
 
     kernel: Callable[..., Any]
-    constants: tuple[Any, ...] | None
+    constants: tuple[Any, ...] | None  # the result of `arguments`, if always the same
     device: torch.device
     no_bias: Tensor
     no_scale: Tensor
     counter: Tensor | None
     numbers: tuple[float, ...]
     partials: tuple[int, int] | None = None  # shape of the row scale's gradient, before its sum over column tiles
-    converts: bool = False  # the row scale, to fp32
+    converts: bool = False  # whether the row scale is converted to fp32
 
     def arguments(self, bias: Tensor | None, row_scale: Tensor | None) -> tuple[Any, ...]:
         """Return bias, row scale, tile counter and numbers, as the kernel takes them."""
@@ -390,7 +385,7 @@ class _RaggedMLaunch(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def _ragged_m_launch(key: _RaggedMKey) -> _RaggedMLaunch:
-    """Make the launch of a ragged M product. It is cached, since this takes as long as a launch."""
+    """Make the launch of a ragged M product; cached, since that takes as long as a launch."""
     family, activation = key.family, key.activation
     if family == "derivative" and activation is not None and heavy(activation):
         family = "heavy_derivative"
@@ -420,7 +415,7 @@ def _ragged_m_launch(key: _RaggedMKey) -> _RaggedMLaunch:
 
 @dataclass(frozen=True, kw_only=True)
 class _RaggedKKey:
-    """Everything that decides the launch of a ragged K product."""
+    """Everything that determines the launch of a ragged K product."""
 
     choose: Callable[[Problem], TileConfig]
     device: torch.device
@@ -475,7 +470,7 @@ def _compiled_in(activation: Activation | None) -> _CompiledIn | None:
 
 
 def heavy(activation: Activation) -> bool:
-    """Whether a derivative's code at the widest tile overflows an SM's instruction cache, which makes it slow."""
+    """Whether the derivative's code at the widest tile exceeds an SM's instruction cache, which makes it slow."""
     return activation.kind.startswith("geglu")
 
 
@@ -523,17 +518,17 @@ def _ctas(sms: int, config: TileConfig) -> int:
 
 
 def _new_counter(device: torch.device) -> Tensor:
-    """A tile counter, zero, for one launch: launches on other streams have their own."""
+    """A tile counter, zero, for one launch: concurrent launches need separate counters."""
     return torch.zeros(1, dtype=torch.int32, device=device)
 
 
 @functools.cache
 def _counter(device: torch.device, schedule: Schedule) -> Tensor | None:
-    """The tile counter of a static schedule, which is never read; None for a dynamic one, with a counter per launch."""
+    """The tile counter of a static schedule, which never reads it; None for a dynamic one, with one per launch."""
     return _new_counter(device) if schedule == "static" else None
 
 
 @functools.cache
 def _absent(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The arguments of a kernel in place of a bias and of a row scale; it reads neither."""
+    """Placeholders for a missing bias and row scale, which the kernel does not read."""
     return torch.empty(1, 8, dtype=dtype, device=device), torch.empty(1, dtype=torch.float32, device=device)

@@ -1,4 +1,4 @@
-"""The parts that all Hopper grouped GEMMs share: warp roles, mainloop, and the path of results through shared memory.
+"""The common parts of the Hopper grouped GEMMs: warp roles, mainloop, and the stores through shared memory.
 
 A *ragged M* product (varlen_m in other libraries) has a different number of rows per expert in A and in the result. A
 *ragged K* product (varlen_k) has a different extent of the contraction per expert.
@@ -12,11 +12,11 @@ and gives up most of its registers:
 
 **Mainloop.** A and B pass through a ring of shared-memory stages. A stage has 128 bytes of K, the widest swizzle. One
 wgmma group stays in flight while the next is issued. A stage is released once the group after it has been issued. With
-ping-pong tiles a warpgroup has the tensor cores for a whole mainloop. Named barriers pass the turn on, so the epilogue
-of one warpgroup overlaps the mainloop of the other.
+ping-pong tiles, a warpgroup has the tensor cores for a whole mainloop. Then a named barrier gives them to the other
+warpgroup, so the epilogue of one overlaps the mainloop of the other.
 
-**Epilogue.** Results leave in boxes of 64 rows and 32 columns, through a few buffers in shared memory. Each math
-warpgroup has its own buffers, so the two never wait for each other there.
+**Epilogue.** Results are stored in boxes of 64 rows and 32 columns, through a few buffers in shared memory. Each math
+warpgroup has its own buffers, so the two warpgroups never wait for each other there.
 
 Axes: M rows of a tile, N columns, K contraction, E experts.
 """
@@ -45,7 +45,7 @@ LOAD_WARP = 8
 SCHEDULER_WARP = 9
 EPILOGUE_LOAD_WARP = 10
 STORE_BARRIER = 1  # named barriers 1 and 2: one per math warpgroup
-TURN_BARRIER = 3  # 3 and 4: the turn at the tensor cores, with ping-pong tiles
+TURN_BARRIER = 3  # 3 and 4: permission to use the tensor cores, with ping-pong tiles
 BOX = BLOCK_ROWS * EPILOGUE_COLUMNS
 VALUES = BOX // WARPGROUP  # values of a box per thread
 PRODUCER, CONSUMER = pipeline.PipelineUserType.Producer, pipeline.PipelineUserType.Consumer
@@ -92,7 +92,7 @@ class Rings(NamedTuple):
 
 
 class Copies(NamedTuple):
-    """Copies of a thread's registers to a box and from one; ``pairs``: both, for interleaved gate and up."""
+    """Copies of a thread's registers to a box and from one; ``pairs``: both ways, for interleaved gate and up."""
 
     store: Any
     fetch: Any
@@ -131,7 +131,7 @@ class Gemm:
 
     @property
     def alignment(self) -> int:
-        """Elements that every pitch is a multiple of, as TMA requires."""
+        """Every pitch is a multiple of this number of elements, as TMA requires."""
         return ALIGNMENT_BYTES * 8 // self.element.width
 
     @property
@@ -155,7 +155,7 @@ class Gemm:
 
     @property
     def store_stages(self) -> int:
-        """Boxes in flight to memory per math warpgroup. Their number divides `boxes_per_block`."""
+        """Boxes in flight to memory per math warpgroup: a divisor of `boxes_per_block`."""
         return next(n for n in (3, 4, 2, 5, 1) if self.boxes_per_block % n == 0)
 
     @property
@@ -191,7 +191,7 @@ class Gemm:
         )
 
     def grid(self, ctas: Int32) -> dict[str, Any]:
-        """Launch shape of ``ctas`` CTAs, with clusters along y."""
+        """Launch arguments for ``ctas`` CTAs, with clusters along y."""
         of = self.config.ctas
         return {
             "grid": (of, ctas // of, 1), "block": (THREADS, 1, 1), "cluster": (of, 1, 1), "min_blocks_per_mp": 1,
@@ -277,8 +277,8 @@ class Gemm:
         """Shared and global sides of the loads of one MN-major tile: one load per swizzle's width, 64 columns for
         two-byte operands. The stage has ``before`` tiles of the same size before this one.
 
-        Columns past the tensor's are never used. But TMA takes several times as long to fill a box with zeros as to
-        load one. So a box that lies wholly past the tensor loads the last box of the tensor instead.
+        Columns past the tensor are never used. But TMA takes several times as long to fill a box with zeros as to load
+        one. So in place of a box that is entirely past the tensor, the last box of the tensor is loaded.
         """
         k = self.tile_k
         last = (width + k - 1) // k - 1
@@ -299,7 +299,7 @@ class Gemm:
         return MATH_WARPGROUPS * self.store_stages + index * self.boxes_read + half
 
     def own(self, state, group):
-        """The state of one math warpgroup's ring, as a state of the rings side by side."""
+        """Convert a state of one math warpgroup's ring to a state of both rings side by side."""
         return pipeline.PipelineState(state.stages, state.count, state.index + group * self.load_stages, state.phase)
 
     @cute.jit
@@ -342,12 +342,12 @@ class Gemm:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     def pass_turn(self, group) -> None:
-        """Let the other warpgroup have the tensor cores."""
+        """Give the tensor cores to the other warpgroup."""
         cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + 1 - group, number_of_threads=2 * WARPGROUP)
 
     def box_copies(self, thread) -> Copies:
         """Copies of a warpgroup's 64 rows of accumulators to a box and from one."""
-        # one atom of the product shows where the accumulators lie, whatever the tile
+        # the layout of one atom's accumulators, which is the same for every tile
         one = hopper.make_trivial_tiled_mma(
             self.element, self.element, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1),
             (BLOCK_ROWS, EPILOGUE_COLUMNS),
@@ -360,13 +360,13 @@ class Gemm:
         return Copies(*(cute.make_tiled_copy_C(atom, one).get_slice(thread) for atom in (store, fetch)))
 
     def finish(self, acc, tile, consumer, inputs, env):
-        """Write a tile's results. Return the state of the ring of inputs. A tile of depth 0 had no mainloop."""
+        """Write a tile's results. Return the state of the ring of inputs. A tile of depth 0 has had no mainloop."""
         raise NotImplementedError
 
     @cute.jit
     def main_loop(self, tiled_mma, acc, r_a, r_b, ab, consumed, depth, group):
         """A @ B into ``acc`` over ``depth`` tiles of K; one wgmma group stays in flight while the next is issued."""
-        # The state is made anew for each tile: the epilogue then keeps one number alive instead of two.
+        # A new state for each tile: one number, not two, stays in registers during the epilogue.
         state = pipeline.PipelineState(self.stages, consumed, consumed % self.stages, consumed // self.stages % 2)
         released = state.clone()
         warpgroup.fence()
@@ -415,8 +415,8 @@ class Gemm:
 
         The values are in the order of ``copy``, unless ``columns`` gives the column of each.
 
-        A box of shared memory is used again after `store_stages` boxes. Before the barrier of box c, the storing warp
-        waits until the box that box c + 1 will overwrite has been read. So one barrier per box is enough.
+        A buffer is used again after `store_stages` boxes. Before the barrier of box c, the storing warp waits until TMA
+        has read the buffer that box c + 1 will overwrite. So one barrier per box is enough.
         """
         stages = self.store_stages
         group, thread, boxes = consumer.group, consumer.thread, consumer.boxes

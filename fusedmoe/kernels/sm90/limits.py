@@ -1,7 +1,7 @@
 """The constraints of the Hopper kernels, as predicates in plain Python: no torch, no CuTe DSL, no GPU.
 
-Each returns None, or the reason why a kernel cannot be used. The reason names the value and, if there is one, the
-remedy. Fusion rules check the predicates above the line at plan time, and those below it, of strides and addresses, at
+Each returns None, or the reason why a kernel cannot be used. The reason names the value and, if one exists, the remedy.
+Fusion rules check dtypes and sizes at plan time. They check strides and addresses, in the second half of this file, at
 each call.
 """
 
@@ -14,9 +14,9 @@ from fusedmoe.kernels.sm90.config import ALIGNMENT_BYTES, ELEMENT_BYTES
 DTYPES = ("torch.bfloat16", "torch.float16")
 ROW_SCALE_DTYPES = ("torch.float32", *DTYPES)
 MOST_EXPERTS = 1024
-"""The most experts that the kernels sort rows by: they count the rows of each in shared memory."""
+"""The maximum number of experts of the kernels that sort rows: they count each expert's rows in shared memory."""
 UNIT = ALIGNMENT_BYTES // ELEMENT_BYTES
-"""TMA requires that every pitch, and so every width, is a multiple of this number of elements."""
+"""Every pitch, and so every width, is a multiple of this number of elements, as TMA requires."""
 
 
 def _short(dtype: object) -> str:
@@ -24,7 +24,7 @@ def _short(dtype: object) -> str:
 
 
 def why_not_dtypes(operands: Mapping[str, object]) -> str | None:
-    """All operands are bf16, or all are fp16. ``operands``: name to `torch.dtype`."""
+    """All operands are bf16, or all are fp16. ``operands`` maps names to `torch.dtype`."""
     for name, dtype in operands.items():
         if str(dtype) not in DTYPES:
             return (
@@ -33,7 +33,7 @@ def why_not_dtypes(operands: Mapping[str, object]) -> str | None:
     (first, dtype), *others = operands.items()
     for name, other in others:
         if other != dtype:
-            return f"{name} is {_short(other)}, {first} is {_short(dtype)}: one dtype is expected"
+            return f"{name} is {_short(other)}, {first} is {_short(dtype)}: expected one dtype"
     return None
 
 
@@ -71,9 +71,9 @@ def why_not_matrix(
     shape, strides
         (rows, columns) or (experts, rows, columns); strides in elements.
     address
-        Of the first element, in bytes.
+        Address of the first element, in bytes.
     transposed
-        Whether the last but one axis may have unit stride instead.
+        Whether the second to last axis may have unit stride instead.
     """
     row, column = strides[-2], strides[-1]
     by_rows = column == 1 and row >= shape[-1] and not row % UNIT
@@ -83,9 +83,9 @@ def why_not_matrix(
         return None
     if not (by_rows or by_columns):
         axes = "one of the last two axes" if transposed else "the last axis"
-        return f"{name} has strides {tuple(strides)}: unit stride in {axes} and multiples of {UNIT} else are expected"
+        return f"{name} has strides {tuple(strides)}: expected unit stride in {axes}, multiples of {UNIT} in the others"
     if between:
-        return f"{name} has strides {tuple(strides)}: multiples of {UNIT} between experts are expected"
+        return f"{name} has strides {tuple(strides)}: expected a multiple of {UNIT} between experts"
     return why_not_address(name, address)
 
 

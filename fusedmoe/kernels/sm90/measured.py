@@ -1,7 +1,7 @@
 """Shapes for which the model of choice.py does not choose the fastest tiles, as data.
 
-A key is `choice.Problem.coarse`, a value the name of a configuration. The table has the layers of known models for
-which the model's choice is more than 3% slower than the best.
+A key is a `choice.Problem.coarse`; a value is the name of a configuration. The table has the layers of known models
+for which the model's choice is more than 3% slower than the best.
 
 Source: NVIDIA H100 80GB HBM3, 2026-11-21, bf16, random routing, medians. Differences below 5% may be noise.
 """

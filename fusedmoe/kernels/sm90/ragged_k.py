@@ -6,17 +6,17 @@
 contraction runs over rows, so both operands are MN-major in shared memory. An expert without rows gets exact zeros.
 
 **Bounds.** Rows past an expert's last row would be added to the result. They must be zero in both operands, because
-NaN times zero is NaN. Each operand's TMA descriptor therefore has two dimensions more than the tensor:
+NaN times zero is NaN. Each operand's TMA descriptor therefore has two more dimensions than the tensor:
 
 - The rows end at 2^30. A box that starts at row ``2^30 - valid`` has ``valid`` rows, followed by zeros.
-- The first extra dimension, always at 2^30, subtracts those 2^30 rows again, by address arithmetic modulo 2^64.
-- The second extra dimension counts rows, and is at ``first + valid``.
+- The coordinate of the first extra dimension is always 2^30. It subtracts those 2^30 rows again, by address arithmetic
+  modulo 2^64.
+- The second extra dimension counts rows. Its coordinate is ``first + valid``, for the rows from ``first``.
 
-The stores of ragged_m.py use a descriptor whose base lies before the tensor. Loads cannot: the hardware checks their
-base.
+The stores of ragged_m.py use a descriptor whose base is before the tensor. Loads cannot: the hardware checks theirs.
 
-``out`` may be fp32 and hold a gradient already. TMA then adds to it. Each element is added once per launch, so the
-result does not depend on an order.
+``out`` may be fp32 and hold a gradient already. TMA then adds to it: once per element and launch, so the result does
+not depend on the order.
 
 Axes: R rows, M and N features, E experts.
 """
@@ -42,7 +42,7 @@ WRAP = 2**34  # elements: END_ROW rows of this pitch are a multiple of 2^64 byte
 
 @dataclass(frozen=True)
 class RaggedK(Gemm):
-    """One kernel of this module."""
+    """A ragged K kernel."""
 
     out: str = "bf16"  # or "fp16", "fp32"
     accumulate: bool = False

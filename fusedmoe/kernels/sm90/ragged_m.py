@@ -5,20 +5,22 @@
 epilogues.py turns the accumulators into outputs. gemm.py describes the warps and the mainloop.
 
 **Clusters.** The two CTAs of a cluster share the weights of two row tiles, or the rows of two column tiles (tiles.py).
-Each CTA loads half of the shared operand, for both. Other rows are loaded whole; other weights as two halves.
+Each CTA loads half of the shared operand, for both. Rows that are not shared are loaded in one piece, weights that are
+not shared in two halves.
 
 **Bounds.** A load may run past an expert's last row: those rows of the product are never stored. A store must end at
 that row. The TMA descriptor of an output therefore has one dimension more than the tensor, over the same memory:
 
-- Its rows are only 64 long, and start 64 rows before the tensor.
-- A box that starts at row ``64 - valid`` of the slice ``row + valid`` starts at ``row`` in memory.
-- The hardware drops the rows past row 64 of the slice.
+- A slice has 64 rows. Slice 0 starts 64 rows before the tensor.
+- Row ``64 - valid`` of slice ``row + valid`` is row ``row`` of the tensor. A box that starts there has ``valid`` rows
+  in the slice.
+- The hardware drops its other rows, past the end of the slice.
 
-So one descriptor serves all experts.
+So one descriptor is enough for all experts.
 
-**Gated activations** need the gate and the up of an output in one thread. If the weight is ``[gate | up]``, a tile of B
-is half gate rows, half up rows, loaded by one descriptor. Accumulators j and j + tile_n / 2 then belong together. If
-gate and up alternate, they are adjacent accumulators.
+**Gated activations** need the gate and the up value of an output in one thread. If the weight is ``[gate | up]``, a
+tile of B is half gate rows, half up rows, loaded by one descriptor. Columns j and j + tile_n / 2 of the accumulators
+then form a pair. If gate and up alternate, adjacent columns do.
 
 Axes: M rows of a tile, N columns, K contraction, E experts.
 """
@@ -60,7 +62,7 @@ class Loads(NamedTuple):
 
 @dataclass(frozen=True)
 class RaggedM(Gemm):
-    """One kernel of this module."""
+    """A ragged M kernel."""
 
     b_major: str = "k"  # or "n": the axis of the weight that has unit stride
     epilogue: Epilogue = PLAIN
@@ -122,7 +124,7 @@ class RaggedM(Gemm):
         return cute.sym_int64(divisibility=self.alignment)
 
     def fake_matrix(self, rows: Any) -> Any:
-        """A matrix of these rows, for the compiler."""
+        """A matrix with this number of rows, for the compiler."""
         return cute.runtime.make_fake_tensor(
             self.element, (rows, cute.sym_int()), (self.fake_pitch(), 1), assumed_align=16
         )
@@ -140,7 +142,7 @@ class RaggedM(Gemm):
         layouts = self.layouts(OperandMajorMode.K, major)
 
         # The weight as (N, K, E). For a gated activation N is (I, 2): the rows of gate, then those of up. If N has unit
-        # stride, where a load has one swizzle's width of it, the weight is (I, K, 2, E).
+        # stride, the weight is (I, K, 2, E), because a load covers one swizzle's width of N.
         experts, n, k = b.shape
         se, sn, sk = b.stride
         tile_n, layout = config.tile_n, cute.make_layout((n, k, experts), stride=(sn, sk, se))
@@ -220,9 +222,7 @@ class RaggedM(Gemm):
 
     @cute.jit
     def load(self, loads, shared, rings, n):
-        """The loading warp: A and B of every tile, stage by stage. Each CTA loads half of the shared operand, for both
-        CTAs.
-        """
+        """The loading warp: A and B of every tile, stage by stage."""
         ab = rings.ab
         rank, _ = tiles.ranks(self.config)
         alone, both = Int16(1 + rank), Int16(3)
@@ -273,14 +273,14 @@ class RaggedM(Gemm):
         weight = view[None, None, tile.expert]
         if self.b_major == "n":
             return self.across(tma, weight, s_b, config.tile_n, column, n, part, config.ctas)
-        # a tile past the last column (see `across`), whose results are not stored
+        # a tile past the last column loads the last one instead, see `across`; its results are not stored
         at = cutlass.min(column, self.tiles_n(n) - 1)
         tile_n, at = ((config.tile_n // 2, 2), (at, 0)) if self.paired else (config.tile_n, at)
         g_b = cute.group_modes(cute.local_tile(weight, (tile_n, self.tile_k), (at, None)), 0, 2)
         return [cpasync.tma_partition(tma, part, cute.make_layout(config.ctas), cute.group_modes(s_b, 0, 2), g_b)]
 
     def tiles_n(self, n):
-        """Tiles across the columns."""
+        """Number of column tiles."""
         width, tile = (n // 2, self.config.tile_n // 2) if self.paired else (n, self.config.tile_n)
         return (width + tile - 1) // tile
 
@@ -355,8 +355,8 @@ class RaggedM(Gemm):
         """Release a step's boxes to their loader, after the proxy fence and the barrier of the first box stored.
 
         The loader writes them by TMA, through another proxy than the reads. Without a fence in between, pending reads
-        may see the next box. That happened to interleaved boxes that were released as soon as they were read, in CTAs
-        with several tiles.
+        may return the next box. This happened with interleaved boxes that were released as soon as they were read, in
+        CTAs with several tiles.
         """
         if block.live:
             ring = block.consumer.inputs
@@ -365,7 +365,7 @@ class RaggedM(Gemm):
         return inputs
 
     def store(self, box, block, count, to):
-        """Store the first ``valid`` rows of a box at row ``top`` of an output; see the module's docstring."""
+        """Store the valid rows of a box from row ``block.top`` of an output; see the module's docstring."""
         rows = to.tensor[None, None, box.part, block.top + block.valid]
         here = cute.domain_offset((BLOCK_ROWS - block.valid, 0), rows)
         target = cute.local_tile(here, (BLOCK_ROWS, EPILOGUE_COLUMNS), (0, box.column))
@@ -377,8 +377,7 @@ class RaggedM(Gemm):
         copies = super().box_copies(thread)
         if not (self.epilogue.formula.interleaved and self.boxes_read):
             return copies
-        # Interleaved boxes of gate and up: a thread copies the values of its accumulators, four adjacent columns at a
-        # time.
+        # Interleaved boxes of gate and up: a thread copies its accumulators' values, four adjacent columns at a time.
         atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.element, num_bits_per_copy=64)
         rows = BLOCK_ROWS
         places = cute.make_layout(((4, 8, 4), (4, 2, 2)), stride=((4 * rows, 1, 16), (rows, 8, 16 * rows)))

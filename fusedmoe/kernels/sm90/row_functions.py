@@ -20,8 +20,8 @@ NAMES = {
 }  # fmt: skip
 
 WARP_COLUMNS = 256  # columns per warp: 16 bytes per lane
-TARGET_WARPS = 132 * 48  # two rounds of a whole GPU: the second balances the first
-LEAST_SLICE_ROWS = 32  # per column, a slice writes 4 bytes and reads 2 in every row
+TARGET_WARPS = 132 * 48  # two waves on 132 SMs: the second balances the load
+LEAST_SLICE_ROWS = 32  # a slice writes 4 bytes per column, and reads 2 bytes per column and row
 SLICE_UNIT = 8  # rows that a warp loads at once
 
 
@@ -31,7 +31,7 @@ def offsets_from_splits(splits_E: Tensor, num_rows: int) -> Tensor:
     Parameters
     ----------
     splits_E
-        Rows per expert, int32 or int64, shape (E,), contiguous, on a CUDA device. No content overflows.
+        Rows per expert, int32 or int64, shape (E,), contiguous, on a CUDA device. No value overflows.
     num_rows
         R, the number of rows, below 2**31.
 
@@ -74,7 +74,7 @@ def column_sums(grad_RN: Tensor, offsets_E: Tensor, dtype: torch.dtype | None = 
     offsets_E
         Ends of the experts' rows, int32, shape (E,), contiguous, non-decreasing, within [0, R].
     dtype
-        Of the sums: bf16, fp16 or fp32; by default that of ``grad``.
+        Dtype of the sums: bf16, fp16 or fp32; by default that of ``grad``.
 
     Returns
     -------

@@ -1,18 +1,18 @@
-"""Kernels on sorted rows beside the matrix products: the ends of the experts' rows, and sums of rows per expert.
+"""Kernels that compute the ends of the experts' rows, and the sum of each expert's rows.
 
 `Offsets`: ``offsets[e] = min(sum(max(splits[: e + 1], 0)), rows)``, one CTA, no barrier. A warp has a chunk of 32
-experts, one per lane. It adds up the splits of the earlier chunks itself; those loads depend on nothing. Every split is
-clamped to [0, rows] before it is added, in 64 bits, so that no content overflows.
+experts, one per lane. It adds up the splits of the earlier chunks itself; those loads do not wait for one another.
+Every split is clamped to [0, rows] and added in 64 bits, so that no value overflows.
 
 `ColumnSums`: ``sums[e] = sum of grad over the rows of e`` in fp32, without atomics, in two launches.
 
-1. Rows are cut into slices of equal length, wherever experts end, so a skewed routing costs no more than an even one. A
-   warp has one slice and 256 columns, 16 bytes per lane. It loads `IN_FLIGHT` rows before it adds the first. It walks
-   the experts that have rows in its slice, and writes one partial sum for each. From one such piece to the next, over
-   all slices, the slice or the expert grows and neither shrinks. So ``slice + expert``, below S + E, is a unique number
-   of the piece, and both launches know it without a table.
-2. An expert's partial sums are those of the slices from its first row's to its last row's. A CTA adds them up for one
-   expert and 128 columns: each warp some, and then over the warps. ``offsets`` alone decides the order.
+1. Rows are cut into slices of equal length, regardless of the experts, so a skewed routing costs no more than an even
+   one. A warp has one slice and 256 columns, 16 bytes per lane. It loads `IN_FLIGHT` rows before it adds the first. It
+   writes one partial sum for each *piece*: the rows of one expert in its slice. From each piece to the next, over all
+   slices, the slice or the expert increases, and neither decreases. So ``slice + expert``, below S + E, is a unique
+   number of the piece, and the launches need no table.
+2. A CTA adds up the partial sums of one expert, for 128 columns: first each warp some of them, then the warps' sums.
+   The expert's pieces are in the slices from its first row's to its last row's. ``offsets`` alone determines the order.
 
 Rows after the last expert are never read.
 
@@ -43,7 +43,7 @@ PARTIAL_COLUMNS = LANES * PARTIAL_VECTOR
 
 @dataclass(frozen=True)
 class Offsets(WarpKernel):
-    """Running ends of the experts' rows."""
+    """Ends of the experts' rows."""
 
     dtype: str = "int64"  # of the splits: "int32" or "int64"
 
@@ -65,7 +65,7 @@ class Offsets(WarpKernel):
         lane = cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         experts = cute.size(splits)
-        added, before = Int32(0), Int64(0)  # chunks added up; this lane's share of their sum
+        added, before = Int32(0), Int64(0)  # chunks that are added up; this lane's part of their sum
         for chunk in cutlass.range(warp, cute.ceil_div(experts, LANES), OFFSETS_WARPS, unroll=1):
             expert = chunk * LANES + lane
             split = Int64(0)
@@ -93,7 +93,7 @@ class ColumnSums(WarpKernel):
     """Sums of the rows of each expert."""
 
     dtype: str  # of the rows: "bf16" or "fp16"
-    out: str  # of the sums: these, or "fp32"
+    out: str  # of the sums: "bf16", "fp16" or "fp32"
 
     @property
     def symbol(self) -> str:
@@ -148,7 +148,7 @@ class ColumnSums(WarpKernel):
 
     @cute.jit
     def experts_before(self, offsets, row, lane):
-        """Number of experts that end at this row or before it: the row belongs to the next expert."""
+        """Number of experts that end at or before this row, which belongs to the next expert."""
         experts = cute.size(offsets)
         count = Int32(0)
         for chunk in cutlass.range(0, experts, LANES * CHUNKS_IN_FLIGHT, unroll=1):
@@ -175,7 +175,7 @@ class ColumnSums(WarpKernel):
 
     @cute.jit
     def add_rows(self, total, grad, row, stop, vector, whole: cutlass.Constexpr[bool]):
-        """Add `IN_FLIGHT` rows, or fewer: those before ``stop``."""
+        """Add `IN_FLIGHT` rows; unless ``whole``, only those before ``stop``."""
         loaded = [cute.make_rmem_tensor((VECTOR,), grad.element_type) for _ in range(IN_FLIGHT)]
         at = cute.local_tile(grad[row, None], (VECTOR,), (vector,)).iterator
         for i in cutlass.range_constexpr(IN_FLIGHT):

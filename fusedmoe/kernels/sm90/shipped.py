@@ -1,4 +1,4 @@
-"""The Hopper kernels that are built ahead of time: the candidates of `choice` for common models.
+"""The Hopper kernels that are built ahead of time: those of common models, with the candidate tiles of `choice`.
 
 All other kernels are compiled at their first use.
 """
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from fusedmoe.kernels.kernel import Kernel
 
 
-def KERNELS() -> tuple[Kernel, ...]:
-    """Return the shipped kernels, the most used ones first."""
+def shipped() -> tuple[Kernel, ...]:
+    """Return the kernels, the most used ones first."""
     kernels: list[Kernel] = []
 
     # bf16: every candidate of SwiGLU and of products without an activation

@@ -2,8 +2,7 @@
 
 Each ``bind_*`` returns the function for tensors of the same shapes, dtypes and strides as its arguments. Matrices are
 bf16 or fp16, (rows, H), with unit stride in H. H and the pitch are multiples of 8, addresses multiples of 16 bytes. All
-other tensors are contiguous. `limits` checks these constraints. Kernels are imported where a function is bound, since
-that imports the CuTe DSL.
+other tensors are contiguous. `limits` checks these constraints.
 
 Axes: T tokens, K slots per token, R = T*K rows, E experts, H columns.
 """
@@ -19,18 +18,18 @@ from fusedmoe.kernels.compiler import load
 from fusedmoe.kernels.sm90.limits import MOST_EXPERTS
 from fusedmoe.kernels.sm90.row_functions import NAMES
 
-ROOM = (64, 128, 256, 512, MOST_EXPERTS)  # experts that kernels are compiled for
+ROOM = (64, 128, 256, 512, MOST_EXPERTS)  # maximum numbers of experts that `Route` is compiled for
 
 
 def bind_route(
     index_TK: Tensor, weight_TK: Tensor, num_experts: int
 ) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Order slots by expert: ``(splits, probs, row_of_slot, slot_of_row)`` of ids and weights.
+    """Sort slots by expert: return ``(splits, probs, row_of_slot, slot_of_row)`` of ``(ids, weights)``.
 
     Parameters
     ----------
     index_TK
-        int32 or int64. An id outside of [0, E) is a sentinel. The rows of sentinels come after those of every expert.
+        int32 or int64. An id outside [0, E) is a sentinel. The rows of sentinels come after those of every expert.
     weight_TK
         fp32, bf16 or fp16.
     num_experts
@@ -61,8 +60,9 @@ def bind_route(
 
 
 def bind_gather_rows(source_TH: Tensor, row_of_slot_TK: Tensor, scale_R: Tensor | None) -> Callable[..., Tensor]:
-    """``rows[r] = scale[r] * source[token of r]``, zeros for sentinels: (R, H) of ``(source, row_of_slot, slot_of_row,
-    scale)``.
+    """``rows[r] = scale[r] * source[token of r]``, (R, H), zeros for sentinels.
+
+    The arguments are ``(source, row_of_slot, slot_of_row, scale)``.
     """
     from fusedmoe.kernels.sm90.slots import GatherRows  # for cost: imports the CuTe DSL
 
@@ -80,8 +80,9 @@ def bind_gather_rows(source_TH: Tensor, row_of_slot_TK: Tensor, scale_R: Tensor 
 
 
 def bind_sum_slots(rows_RH: Tensor, row_of_slot_TK: Tensor, scale_R: Tensor | None) -> Callable[..., Tensor]:
-    """``out[t] = sum over k of scale[row] * rows[row]`` with the row of each slot (t, k), without sentinels:
-    (T, H) of ``(rows, row_of_slot, scale)``.
+    """``out[t] = sum over k of scale[row] * rows[row of slot (t, k)]``, (T, H), without sentinels.
+
+    The arguments are ``(rows, row_of_slot, scale)``.
     """
     from fusedmoe.kernels.sm90.slots import SLOTS, SumSlots  # for cost: imports the CuTe DSL
 
@@ -101,8 +102,9 @@ def bind_sum_slots(rows_RH: Tensor, row_of_slot_TK: Tensor, scale_R: Tensor | No
 def bind_row_dots(
     source_TH: Tensor, rows_RH: Tensor, row_of_slot_TK: Tensor, dtype: torch.dtype
 ) -> Callable[..., Tensor]:
-    """``dots[r] = sum over columns of source[token of r] * rows[r]``, in fp32, zeros for sentinels: (R,) of ``(source,
-    rows, row_of_slot, slot_of_row)``.
+    """``dots[r] = sum over columns of source[token of r] * rows[r]``, (R,), in fp32, then rounded; zeros for sentinels.
+
+    The arguments are ``(source, rows, row_of_slot, slot_of_row)``.
     """
     from fusedmoe.kernels.sm90.slots import RowDots  # for cost: imports the CuTe DSL
 
@@ -118,7 +120,7 @@ def bind_row_dots(
 
 
 def bind_slot_values(values_R: Tensor, row_of_slot_TK: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    """``out[t, k] = values[row_of_slot[t, k]]``, zeros for sentinels: (T, K) of ``(values, row_of_slot)``."""
+    """``out[t, k] = values[row_of_slot[t, k]]``, zeros for sentinels: (T, K); of ``(values, row_of_slot)``."""
     from fusedmoe.kernels.sm90.slots import SlotValues  # for cost: imports the CuTe DSL
 
     shape = tuple(row_of_slot_TK.shape)

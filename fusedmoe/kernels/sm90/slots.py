@@ -1,20 +1,20 @@
-"""Kernels beside the matrix products: from tokens and a routing to rows sorted by expert, and back.
+"""Kernels that sort tokens by expert, and return rows to token order.
 
-A *slot* (t, k) is the k-th expert of token t, number ``t * K + k``. R = T*K slots become R rows. The rows of sentinels,
-ids outside of [0, E), come after those of every expert. No result is written by atomics.
+A *slot* (t, k) is the k-th expert of token t, number ``t * K + k``. R = T*K slots become R rows. A slot whose id is
+outside [0, E) is a sentinel; the rows of sentinels come after those of every expert. No result is written by atomics.
 
-`Route`: a stable counting sort of the slots, in one launch up to `CHUNK` slots, in two above. A CTA has one chunk. A
-warp takes 32 slots at a time in order. Lanes with the same expert find each other by ``match``, and the lowest one
-counts for all. The first launch writes the number of slots per chunk and expert. The second adds those of the chunks
-before its own, so it knows where its rows begin without waiting for another CTA.
+`Route`: a stable counting sort of the slots, in one launch for up to `CHUNK` slots, else in two. A CTA has one chunk. A
+warp takes 32 slots at a time, in order. ``match`` finds the lanes with the same expert, and the lowest of them counts
+for all. The first of two launches writes the number of slots per chunk and expert. In the second, each CTA adds up the
+counts of the chunks before its own, so it knows where its rows begin without waiting for another CTA.
 
 `GatherRows`: ``rows[r] = scale[r] * source[token of r]``, zeros for sentinels. A warp has one token and 1,024 columns.
-It reads them once and writes them to each of the token's rows. Other warps search 32 rows each for those of sentinels.
+It reads them once and writes them to each of the token's rows. Other warps clear rows of sentinels: each searches 32.
 
 `SumSlots`: ``out[t] = sum over k of scale[row] * rows[row of slot (t, k)]`` in fp32, in the order of k. A warp has one
-token and 256 to 1,024 columns, the more the fewer slots a token has. Each lane has `IN_FLIGHT` loads, and waits for at
-most one of them before it issues the last. As many lanes load the numbers of the rows at once; otherwise each row would
-wait for the one before.
+token and 256 to 1,024 columns: more columns if a token has fewer slots. Each lane issues `IN_FLIGHT` loads, and waits
+for at most one of them before it issues the last. The row numbers are loaded at once, one per lane; otherwise each row
+would wait for the previous one.
 
 `SlotValues`: ``out[t, k] = values[row of slot (t, k)]``, zeros for sentinels.
 
@@ -37,33 +37,33 @@ from cutlass.memory import SmemAllocator
 from fusedmoe.kernels.sm90.warps import LANES, VECTOR, WarpKernel, fake_matrix, fake_vector, inclusive_sum
 
 WARPS = 8  # per CTA
-VECTORS = 4  # per lane at once, when rows are gathered
+VECTORS = 4  # that a lane loads at once, when rows are gathered or multiplied
 BLOCK = LANES * VECTOR  # columns that a warp reads at once
 IN_FLIGHT = 8  # loads per lane, when rows are summed
-SLOTS = (2, 4, 8)  # per token at once
+SLOTS = (2, 4, 8)  # of a token, summed at once
 STEPS = 8  # of 32 slots per warp, when slots are sorted
 CHUNK = WARPS * STEPS * LANES
-FULL = 0xFFFFFFFF
+FULL = 0xFFFFFFFF  # mask of all lanes
 
 
 def _launch(units: Any, stream: Any) -> dict[str, Any]:
-    """Launch shape of one warp per unit of work."""
+    """Launch arguments for one warp per unit of work."""
     return {"grid": (cute.ceil_div(units, WARPS), 1, 1), "block": (WARPS * LANES, 1, 1), "stream": stream}
 
 
 def _unit() -> tuple[Any, Any]:
-    """Unit of work of this warp, and lane."""
+    """Return the warp's unit of work, and the lane."""
     block, _, _ = cute.arch.block_idx()
     return block * WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
 
 
 @dataclass(frozen=True)
 class Route(WarpKernel):
-    """Rows of slots, slots of rows, rows per expert, and each row's weight."""
+    """The row of each slot, the slot of each row, the rows per expert, and the weight of each row."""
 
     index: str  # dtype of the expert ids: "int32" or "int64"
     weight: str  # dtype of the weights: "fp32", "bf16" or "fp16"
-    experts: int  # at most; a multiple of 8
+    experts: int  # maximum; a multiple of 8
     chunked: bool  # whether there is more than one chunk
 
     @property
@@ -159,7 +159,7 @@ class Route(WarpKernel):
             cute.arch.sync_warp()
         cute.arch.sync_threads()
 
-        # how many slots before this warp, in this chunk and the earlier ones, chose each expert; how many in all
+        # per expert: the slots before this warp's in this chunk, those in earlier chunks, and all
         for bucket in cutlass.range(thread, experts + 1, WARPS * LANES, unroll=1):
             total = Int32(0)
             for w in cutlass.range_constexpr(WARPS):
@@ -180,7 +180,7 @@ class Route(WarpKernel):
                 splits[bucket] = Int64(total)
         cute.arch.sync_threads()
 
-        # where each expert's rows begin
+        # first row of each expert, plus its slots in earlier chunks
         if warp == 0:
             carried = Int32(0)
             for chunk_of_experts in cutlass.range(0, experts + 1, LANES, unroll=1):
@@ -209,7 +209,7 @@ class Route(WarpKernel):
 
 @dataclass(frozen=True)
 class GatherRows(WarpKernel):
-    """Rows of tokens, sorted by expert, scaled or not."""
+    """Rows of tokens, sorted by expert, optionally scaled."""
 
     dtype: str  # "bf16" or "fp16"
     scale: str | None  # dtype of the scale: "fp32", "bf16" or "fp16"; None for none
@@ -251,7 +251,7 @@ class GatherRows(WarpKernel):
         """Write a block of columns of one token to all its rows."""
         loaded = [cute.make_rmem_tensor((VECTOR,), source.element_type) for _ in range(VECTORS)]
         for i in cutlass.range_constexpr(VECTORS):
-            # lanes past the last vector load it once more: in a branch, each load would be waited for
+            # lanes past the last vector load that vector again: in a branch, the warp would wait for each load
             vector = cutlass.min((block * VECTORS + i) * LANES + lane, rows.shape[1] // VECTOR - 1)
             cute.autovec_copy(cute.local_tile(source[token, None], (VECTOR,), (vector,)), loaded[i])
         for first in cutlass.range(0, chosen, LANES, unroll=1):
@@ -276,7 +276,7 @@ class GatherRows(WarpKernel):
 
     @cute.jit
     def clear_sentinels(self, slot_of_row, row_of_slot, rows, first, lane):
-        """Write zeros to the rows, of 32, that belong to no expert."""
+        """Write zeros to those of 32 rows that belong to no expert."""
         unused = Boolean(False)
         if first + lane < rows.shape[0]:
             unused = Int32(row_of_slot[Int32(slot_of_row[first + lane])]) != first + lane
@@ -284,7 +284,7 @@ class GatherRows(WarpKernel):
         zeros = cute.make_rmem_tensor((VECTOR,), rows.element_type)
         zeros.fill(0.0)
         while left != 0:
-            row = first + Int32(cute.arch.popc((left - 1) & ~left))  # the lowest
+            row = first + Int32(cute.arch.popc((left - 1) & ~left))  # the lowest bit
             left = left & (left - 1)
             for vector in cutlass.range(lane, rows.shape[1] // VECTOR, LANES, unroll=4):
                 cute.autovec_copy(zeros, cute.local_tile(rows[row, None], (VECTOR,), (vector,)))
@@ -292,11 +292,11 @@ class GatherRows(WarpKernel):
 
 @dataclass(frozen=True)
 class SumSlots(WarpKernel):
-    """Sums over a token's rows, scaled or not."""
+    """Sums over each token's rows, optionally scaled."""
 
     dtype: str  # "bf16" or "fp16"
     scale: str | None  # dtype of the scale: "fp32", "bf16" or "fp16"; None for none
-    slots: int = SLOTS[-1]  # per token at once, one of `SLOTS`
+    slots: int = SLOTS[-1]  # of a token, summed at once: one of `SLOTS`
 
     @property
     def symbol(self) -> str:
@@ -362,10 +362,10 @@ class SumSlots(WarpKernel):
 
 @dataclass(frozen=True)
 class RowDots(WarpKernel):
-    """Products of rows with those of their tokens: the gradient of the weights that `SumSlots` scales by."""
+    """Dot products of rows with their tokens' rows: the gradient of the weights that `SumSlots` scales by."""
 
     dtype: str  # "bf16" or "fp16"
-    out: str  # dtype of the products: "fp32", "bf16" or "fp16"
+    out: str  # dtype of the results: "fp32", "bf16" or "fp16"
 
     @property
     def symbol(self) -> str:
@@ -416,7 +416,7 @@ class RowDots(WarpKernel):
 
 @dataclass(frozen=True)
 class SlotValues(WarpKernel):
-    """A value of each slot's row, zero for sentinels: the gradient of the routing weights that rows carry."""
+    """The value of each slot's row, zero for sentinels: turns the gradient of `probs` into that of the weights."""
 
     dtype: str  # "fp32", "bf16" or "fp16"
 

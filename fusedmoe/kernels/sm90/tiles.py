@@ -2,8 +2,8 @@
 
 The warp walks the experts in chunks of 32, one per lane, with a warp-wide prefix sum over their tile counts. It writes
 each tile as a `Tile` into a ring in shared memory. The loading warps and the math warps read the tile there. Tile
-numbers only grow, so the warp never walks back. All CTAs of a cluster compute the same tiles except for their own rank,
-so they exchange no messages about tiles under a static schedule.
+numbers only increase, so the warp never goes back. All CTAs of a cluster compute the same tiles except for their own
+rank, so they exchange no messages under a static schedule.
 
 Rows after the last expert's, the *tail*, count as one more expert, E. Its tiles have no mainloop: they write zeros.
 """
@@ -27,11 +27,11 @@ END = -1  # the expert of the slot after the last tile
 
 
 class Tile(NamedTuple):
-    """One tile, as the scheduler gives it to the other warps."""
+    """One tile, as the scheduler passes it to the other warps."""
 
     expert: Int32
-    row: Int32  # first row; of ragged K: first row of the expert
-    rows: Int32  # from there to the expert's last
+    row: Int32  # first row; ragged K: first row of the expert
+    rows: Int32  # from that row to the expert's last
     column: Int32  # column tile
     place: Int32  # ragged M: 1 if the cluster shares the rows, else 0; ragged K: row tile
     depth: Int32  # tiles of K
@@ -66,7 +66,7 @@ def put(ring, state, slots: cute.Tensor, lane: Int32, tile):
 @cute.jit
 def take(ring, turn: Int32, slots: cute.Tensor):
     """Read slot number ``turn``; all lanes of a warp call this together. Return the next number and the `Tile`."""
-    # The state is made anew: to carry it would take two more registers in the math warps, which have none.
+    # A new state: carrying it would take two more registers in the math warps, which have none left.
     state = pipeline.PipelineState(RING_STAGES, turn, turn % RING_STAGES, turn // RING_STAGES % 2)
     ring.consumer_wait(state)
     # One lane reads for all: race checkers require that the lane that releases the slot also reads it.
@@ -100,9 +100,9 @@ def place(local: Int32, tall: Int32, tiles_n: Int32, band: Int32) -> tuple[Int32
 
 
 class Drawing:
-    """How a cluster draws its tiles under a dynamic schedule.
+    """The state with which a cluster draws its tiles under a dynamic schedule.
 
-    CTA 0 increments a counter in memory. It sends the number to CTA 1 through one ``word`` of CTA 1's shared memory.
+    CTA 0 increments a counter in memory. It sends the number to CTA 1 through a ``word`` in CTA 1's shared memory.
     ``told``, a barrier of CTA 1, signals the arrival of the word. ``read``, a barrier of CTA 0, signals that the word
     may be overwritten.
     """
@@ -149,7 +149,7 @@ def ranks(config: TileConfig) -> tuple[Int32, Int32]:
 
 @cute.jit
 def next_tile(tile: Int32, share: Share, lane: Int32, turn: Int32) -> Int32:
-    """Return the tile after ``tile``: a fixed stride further, or the next undrawn one. ``turn`` counts the calls."""
+    """Return the tile after ``tile``: a fixed stride further, or the next one drawn. ``turn`` counts the calls."""
     drawing = share.drawing
     if share.dynamic == 0:
         tile += share.clusters
@@ -188,9 +188,9 @@ def place_pairs(
     tile left over: see `schedule_ragged_m`.
 
     Pairs of row tiles are ordered as in `place`. If the number of row tiles is odd, the last band takes two columns at
-    a time: their pairs, and among them the two tiles of the row tile left over. So CTAs that read the same weights run
-    concurrently. The position of those two tiles varies with ``turned``: a tile that shares the rows takes longer, and
-    a cluster that had only such tiles would fall behind.
+    a time: the pairs of both columns, and among them the two tiles of the row tile left over. So CTAs that read the
+    same weights run concurrently. The position of those two tiles varies with ``turned``: a tile that shares the rows
+    takes longer, and a cluster that had only such tiles would fall behind.
     """
     first, height, within = band_of(local, row_tiles // 2, tiles_n, band)
     column, left_over = Int32(0), Boolean(False)
@@ -232,8 +232,8 @@ def schedule_ragged_m(
 ) -> None:
     """Schedule the tiles of a ragged M product, for clusters of two CTAs.
 
-    A cluster takes two row tiles of an expert and shares the weights. If the number of row tiles is odd, one is left
-    over. A cluster takes two column tiles of that one, and shares the rows.
+    A cluster takes two row tiles of an expert, and shares the weights. If the number of row tiles is odd, one is left
+    over. A cluster takes two column tiles of it, and shares the rows.
     """
     tile_m = share.config.tile_m
     state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, RING_STAGES)

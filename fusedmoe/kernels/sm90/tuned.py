@@ -2,9 +2,9 @@
 
     {"format": 2, "gpus": {<name of a GPU>: {<coarse shape>: {"config": <name>, "ms": <time>, "measured": <date>}}}}
 
-A coarse shape is `choice.Problem.coarse`, its parts joined by ``/``. The file lies in the folder of this version of
-fusedmoe, like compiled kernels, because another version may have other tiles. A name that is no candidate is ignored.
-So a wrong file can only make kernels slow.
+A coarse shape is `choice.Problem.coarse`, its parts joined by ``/``. The file is in the folder of this version of
+fusedmoe, like the compiled kernels, because another version may have other tiles. A name that is not a candidate is
+ignored. So a wrong file can only make kernels slow.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def path() -> Path | None:
     Raises
     ------
     fusedmoe.kernels.cache.CacheUnusableError
-        The cache directory must not be used.
+        The cache directory cannot be used.
     """
     folder = cache.folder(__version__)
     return None if folder is None else folder / FILE
@@ -42,7 +42,7 @@ def path() -> Path | None:
 
 @functools.cache
 def table() -> dict[Coarse, str]:
-    """Return the measurements of this GPU: coarse shape to a configuration's name. The file is read once.
+    """Return the measurements of this GPU: the configuration's name by coarse shape. The file is read once.
 
     The GPU is torch's current one at the first call. A damaged file counts as missing, with one WARNING.
     """
@@ -101,7 +101,7 @@ def _read(file: Path) -> dict[str, dict[str, dict[str, Any]]]:
         return {}
     content = cache.parsed(found, "the table")
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise cache.DamagedError(f"no table of format {FORMAT}")
+        raise cache.DamagedError(f"not a table of format {FORMAT}")
     gpus = content.get("gpus")
     if not isinstance(gpus, dict) or not all(isinstance(shapes, dict) for shapes in gpus.values()):
         raise cache.DamagedError("no entries by GPU and shape")
@@ -115,6 +115,6 @@ def _read(file: Path) -> dict[str, dict[str, dict[str, Any]]]:
 def _coarse(shape: str) -> Coarse:
     family, *numbers = shape.split("/")
     if len(numbers) != 3 or not all(DECIMAL.fullmatch(number) for number in numbers):
-        raise cache.DamagedError(f"{shape[:100]!r} is no shape")
+        raise cache.DamagedError(f"{shape[:100]!r} is not a shape")
     rows, columns, depth = map(int, numbers)
     return family, rows, columns, depth

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fusedmoe.kernels.sm90.config import TileConfig
 
 FLUSH_BYTES = 256 << 20  # five times the L2
-SPIN_CYCLES = 1 << 20  # of the GPU before a timed call: longer than the host needs to enqueue the call
+SPIN_CYCLES = 1 << 20  # the GPU waits so long before a timed call: longer than the host needs to enqueue it
 WARM_UP = 3  # untimed calls per candidate
 
 ACTIVATIONS = {
@@ -52,13 +52,11 @@ class Mlp:
 
 @dataclass(frozen=True)
 class Product:
-    """One product of the MLP. ``across``: the weight has unit stride along the result's columns, as it has in the
-    gradient of an input.
-    """
+    """One product of the MLP."""
 
     title: str
     problem: Problem
-    across: bool = False
+    across: bool = False  # the weight has unit stride along the result's columns, as in an input's gradient
 
     @property
     def flops(self) -> float:
@@ -67,7 +65,7 @@ class Product:
 
 
 Measure = Callable[[Mlp, Product, int, Callable[[str], None]], "dict[TileConfig, float]"]
-"""(MLP, product, repetitions, callback with the name of each candidate that is ready) to milliseconds per candidate."""
+"""Type of `measure`."""
 
 
 def products(mlp: Mlp, sms: int) -> tuple[Product, ...]:
@@ -92,7 +90,7 @@ def products(mlp: Mlp, sms: int) -> tuple[Product, ...]:
 def measure(mlp: Mlp, product: Product, reps: int, advance: Callable[[str], None]) -> dict[TileConfig, float]:
     """Time each candidate: the median of ``reps`` calls in milliseconds, candidates in turns, with a cold L2.
 
-    ``advance`` is called when a candidate is compiled and warm. That takes far longer than its timed calls.
+    ``advance`` is called with a candidate's name when it is compiled and warm. That takes far longer than timing it.
     """
     call = _call(mlp, product)
     configs = candidates(product.problem)
@@ -112,7 +110,7 @@ def measure(mlp: Mlp, product: Product, reps: int, advance: Callable[[str], None
 
 @contextlib.contextmanager
 def forced(config: TileConfig) -> Iterator[None]:
-    """Force this configuration on every product of the process."""
+    """Run every product of the process with this configuration."""
     names = vars(functions)
     before = names["choose"]
     names["choose"] = _always(config)
@@ -124,7 +122,7 @@ def forced(config: TileConfig) -> Iterator[None]:
 
 @functools.cache
 def _always(config: TileConfig) -> Callable[[Problem], TileConfig]:
-    """Return the same function for a configuration at each call, because it is part of a launch's key."""
+    """Return a function that chooses ``config``: always the same one, because it is part of a launch's key."""
     return lambda problem: config
 
 
@@ -151,7 +149,7 @@ def _call(mlp: Mlp, product: Product) -> Callable[[], object]:
         # normal data, as in a model: a GPU's clock depends on the number of bits that change
         return torch.randn(shape, dtype=dtype, device="cuda", generator=generator)
 
-    # random routing: equal numbers of rows would keep CTAs in step, which slows some tiles by half
+    # random routing: equal numbers of rows would keep the CTAs in step, which makes some tiles slower by half
     chosen = torch.randint(p.experts, (p.rows,), device="cuda", generator=generator)
     offsets = torch.bincount(chosen, minlength=p.experts).cumsum(0, dtype=torch.int32)
     if p.family == "wgrad":

@@ -1,4 +1,4 @@
-"""Common parts of the kernels that have no matrix product: their compilation, and functions of a warp."""
+"""Common parts of the kernels without a matrix product: their compilation, and functions of a warp."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ELEMENTS = {
 
 @dataclass(frozen=True)
 class WarpKernel:
-    """A kernel whose warps work alone."""
+    """A kernel without a matrix product."""
 
     arch: str = field(default="sm_90a", kw_only=True)
 
@@ -46,7 +46,7 @@ def fake_matrix(dtype: str, rows: Any, columns: Any) -> Any:
 
 @cute.jit
 def inclusive_sum(value, lane):
-    """Sum over this lane and the lanes below it."""
+    """Sum over this lane and all lower lanes."""
     for step in cutlass.range_constexpr(5):
         below = cute.arch.shuffle_sync_up(value, 1 << step)
         if lane >= (1 << step):

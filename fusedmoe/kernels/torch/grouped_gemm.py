@@ -4,15 +4,15 @@ Axes: R rows, E experts, K input features, N output features. ``offsets_E`` (int
 ``None`` means one group with all rows.
 
 - On an NVIDIA GPU of compute capability 9.x or 10.x, bf16 products run ``F.grouped_mm``, which reads the offsets on the
-  device. On a CPU, fp32, bf16 and fp16 products do.
-- All other products run a loop over the experts. On a GPU it reads the offsets on the host once, which ``explain()``
-  marks HOST SYNC.
+  device. On a CPU, fp32, bf16 and fp16 products run it.
+- All other products run a loop over the experts. On a GPU, the loop reads the offsets on the host once, which
+  ``explain()`` marks as HOST SYNC.
 
-``F.grouped_mm`` does not write rows after the last offset and rejects operands without elements. Here the former are
-zeroed, and the product of the latter is zeros.
+``F.grouped_mm`` does not write rows after the last offset, and rejects operands without elements. The functions here
+set such rows to zero, and return zeros for such operands.
 
-All products and sums are differentiable any number of times: their derivatives are products and sums of the same kinds,
-which never read rows after the last offset.
+All products and sums are differentiable any number of times: their derivatives are products and sums of the same kinds.
+None reads rows after the last offset.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ def runs_on_device(device: torch.device, dtype: torch.dtype, *widths: int) -> bo
 
 
 def _aligned(t: Tensor) -> Tensor | None:
-    """Return ``t`` or a copy of it that F.grouped_mm can read; None if its width allows none.
+    """Return ``t`` or a copy that F.grouped_mm can read; None if no copy can: its width is no multiple of 16 bytes.
 
     Rows sorted by expert (two axes) need unit stride in the last axis: only then is the address of every expert's first
     row a multiple of 16 bytes. On a GPU, a misaligned address aborts the process.
     """
     (*outer, row, column), unit = t.stride(), _ALIGNMENT_BYTES // t.itemsize
-    # a row stride below the width: expanded or overlapping rows, or (R, 1)
+    # a stride below the width is rejected: the rows are expanded or overlap
     by_rows = column == 1 and row >= t.shape[-1] and row % unit == 0
     by_columns = len(outer) == 1 and row == 1 and column >= t.shape[-2] and column % unit == 0
     if not (by_rows or by_columns) or (outer and outer[0] % unit):
@@ -240,7 +240,7 @@ def _of_expert(values_EN: Tensor, offsets_E: Tensor, num_rows: int) -> Tensor:
     """``rows[r] = values[expert of r]``, zero for rows that belong to no expert."""
     rows_R = torch.arange(num_rows, device=values_EN.device, dtype=torch.int32)
     expert_R = torch.searchsorted(offsets_E, rows_R, right=True)
-    return F.pad(values_EN, (0, 0, 0, 1))[expert_R]  # expert E, of rows after the last expert's, has zeros
+    return F.pad(values_EN, (0, 0, 0, 1))[expert_R]  # rows after the last expert's get the zeros at index E
 
 
 def grouped_bias_grad(dy_RN: Tensor, offsets_E: Tensor | None) -> Tensor:
@@ -264,7 +264,7 @@ def _sum_rows_now(dy_RN: Tensor, offsets_E: Tensor) -> Tensor:
 
 
 # Products as operators, for exported programs and estimators. torch's own operator has a fake implementation for bf16
-# alone, and no FLOP formula.
+# only, and no FLOP formula.
 _library = torch.library.Library("fusedmoe", "FRAGMENT")
 _library.define("grouped_mm(Tensor rows, Tensor weight, Tensor offsets) -> Tensor")
 _library.define("grouped_mm_wgrad(Tensor grad, Tensor rows, Tensor offsets) -> Tensor")

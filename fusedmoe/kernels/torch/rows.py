@@ -14,7 +14,7 @@ from fusedmoe.estimating import has_values
 def offsets_from_splits(splits_E: Tensor, num_rows: int) -> Tensor:
     """Return the ends of the experts' rows: ``offsets[e] = min(sum(max(splits[: e + 1], 0)), num_rows)``.
 
-    Clamped on the device, so that kernels stay within the rows for any content of ``splits``.
+    The ends are clamped on the device, so that kernels stay within the rows for any values of ``splits``.
 
     Parameters
     ----------
@@ -38,7 +38,7 @@ def tail_mask(offsets_E: Tensor, num_rows: int) -> Tensor:
 
 def zero_tail_(rows: Tensor, offsets_E: Tensor) -> Tensor:
     """Set the rows that belong to no expert to zero, in place. ``rows`` is (R,) or (R, H)."""
-    # reading one number costs less than a mask
+    # on a CPU, reading one number costs less than a mask
     if rows.is_cpu and not torch.compiler.is_compiling() and has_values(offsets_E):
         end = offsets_E.tolist()[-1]  # faster than indexing the tensor
         if end < rows.shape[0]:
@@ -61,7 +61,7 @@ def without_tail(rows: Tensor, splits_E: Tensor) -> Tensor:
 def sort_by_expert(expert_index_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Sort the T*K routing slots by expert, stably.
 
-    A slot with an id outside [0, E) is a sentinel: it comes after the rows of all experts and is not counted.
+    A slot with an id outside [0, E) is a sentinel: its row comes after those of all experts and is not counted.
 
     Returns
     -------
@@ -72,7 +72,7 @@ def sort_by_expert(expert_index_TK: Tensor, num_experts: int) -> tuple[Tensor, T
     splits : Tensor
         (E,) int64: rows per expert.
     """
-    # int64: the ids' dtype may be too narrow for E, which the comparison and the key of a sentinel need
+    # int64: the ids' dtype may be too narrow for E, which the comparison and the sentinels' key need
     flat_R = expert_index_TK.reshape(-1).to(torch.int64)
     chosen_R = (flat_R >= 0) & (flat_R < num_experts)
     key_R, slot_of_row = torch.where(chosen_R, flat_R, num_experts).sort(stable=True)
