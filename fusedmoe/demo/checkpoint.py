@@ -1,10 +1,10 @@
 """Checkpoints: ``checkpoint.pt`` and its digest ``checkpoint.pt.sha256``, in the format of ``sha256sum``.
 
-``torch.load(path, weights_only=True)`` reads the checkpoint: it holds tensors, numbers and strings.
+``torch.load(path, weights_only=True)`` reads the checkpoint: it contains tensors, numbers and strings.
 
-Two files cannot be replaced atomically. So the digest file first lists the digests of the old and of the new content,
-then ``checkpoint.pt`` is replaced, then the old digest is dropped. After an interruption at any point, the digest file
-lists the digest of ``checkpoint.pt``.
+Two files cannot be replaced in one atomic step. So the digest file first lists the digests of the old and of the new
+content, then ``checkpoint.pt`` is replaced, then the old digest is dropped. After an interruption at any point, the
+digest file lists the digest of ``checkpoint.pt``.
 """
 
 from __future__ import annotations

@@ -67,16 +67,16 @@ def compare(given: dict[str, Any], call: Call, console: Console | None = None) -
 
 
 def resume_command(given: dict[str, Any], call: Call, recipes: tuple[str, ...]) -> str:
-    """Return the command that resumes this comparison, with the options that not every checkpoint holds yet."""
+    """Return the command that resumes this comparison, with the options that some checkpoints lack."""
     changes = {name: given[name] for name in CHANGEABLE if call.resume and name in given}
     if call.eval_interval is not None:
-        changes["eval_interval"] = call.eval_interval  # for the runs that have not begun
+        changes["eval_interval"] = call.eval_interval  # no checkpoint has it
     options = "".join(f" {flag(name)} {value}" for name, value in changes.items())
     return f"fusedmoe demo --compare {','.join(recipes)} --resume{options}{output_option(call)}"
 
 
 def _common_job(given: dict[str, Any], call: Call, recipes: tuple[str, ...]) -> Job:
-    """Return the job, under the first recipe: a new one, or that of the existing checkpoints."""
+    """Return the job with the first recipe: a new job, or that of the existing checkpoints."""
     if not call.resume:
         return job_of(given | {"recipe": recipes[0]})
     jobs = {name: _resumed_job(given, call.output, name) for name in recipes if _has_checkpoint(call.output / name)}
@@ -108,7 +108,7 @@ def _check_same(a: str, job_a: Job, b: str, job_b: Job) -> None:
             remedy = f"choose one with {option}" if item.name in CHANGEABLE else "start again without --resume"
             raise UsageError(
                 f"the run of {a} has {option} {value_a}, that of {b} {option} {value_b}; compared runs must differ "
-                f"in the recipe alone; {remedy}"
+                f"only in the recipe; {remedy}"
             )
 
 

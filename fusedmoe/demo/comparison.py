@@ -1,4 +1,4 @@
-"""Compare runs under several recipes from the files that they wrote: as a table, a figure and JSON."""
+"""Comparison of runs under several recipes, from the files that the runs wrote: a table, a figure and JSON."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Outcome:
 def outcome_of(folder: Path, job: Job) -> Outcome | None:
     """Return the outcome of this job's run in the folder; None if it is not finished.
 
-    A run is finished when its results file agrees with its checkpoint; a results file may be left from an earlier run.
+    A run is finished if its results file agrees with its checkpoint: an earlier run may have left a results file.
     """
     results = _results_in(folder)
     if results.get("job") != dataclasses.asdict(job):
@@ -81,8 +81,8 @@ def gap_percent(outcome: Outcome, baseline: Outcome) -> float:
 
 def gap_curve(outcome: Outcome, baseline: Outcome) -> list[tuple[int, float]]:
     """Return the gap in percent at each step at which both runs were evaluated."""
-    bits_then = dict(baseline.evaluations)
-    return [(step, (bits / bits_then[step] - 1) * 100) for step, bits in outcome.evaluations if step in bits_then]
+    base_bits = dict(baseline.evaluations)
+    return [(step, (bits / base_bits[step] - 1) * 100) for step, bits in outcome.evaluations if step in base_bits]
 
 
 def _shown_gap(outcome: Outcome, baseline: Outcome) -> str:

@@ -25,7 +25,7 @@ class Split:
 
 
 def unique_paragraphs(pages: Mapping[str, str]) -> list[str]:
-    """Return the distinct paragraphs of all pages, in the order of the page names; white space is not compared."""
+    """Return the distinct paragraphs of all pages, in the order of the page names, regardless of white space."""
     seen: set[str] = set()
     paragraphs = []
     for name in sorted(pages):

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from fusedmoe.demo.model import ByteTransformer
 
 TEMPERATURE = 0.7
-BYTES_AT_A_TIME = 8192
+BYTES_AT_A_TIME = 8192  # per forward pass of an evaluation
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The record of a run: loss and load of the experts per step, and the evaluations."""
+"""The record of a run: the loss and the experts' load of each step, and the evaluations."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ class Block(nn.Module):
 
 
 class ByteTransformer(nn.Module):
-    """Map bytes to logits of the next byte; embedding and head share a weight.
+    """A model that maps bytes to logits of the next byte; embedding and head share a weight.
 
     Parameters
     ----------
@@ -150,7 +150,7 @@ class ByteTransformer(nn.Module):
 
     @torch.no_grad()
     def _initialise(self) -> None:
-        """Initialise embeddings to hidden**-0.5 (they are also the head) and residual branches small (GPT-2, 2.3)."""
+        """Draw embeddings and qkv with a standard deviation of hidden**-0.5; zero attention's output weight."""
         nn.init.normal_(self.embedding.weight, std=self.config.hidden**-0.5)
         for block in self.typed_blocks:
             nn.init.normal_(block.attention.qkv.weight, std=self.config.hidden**-0.5)

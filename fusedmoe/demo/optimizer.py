@@ -27,8 +27,8 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 class MasterAdamW:
     """AdamW on float32 master weights, with gradient clipping.
 
-    A bfloat16 weight has an 8-bit significand, so updates below 1/256 of the weight, which most are, would round to
-    zero. Updates go to a float32 copy, which is then rounded into the model. A float32 weight is its own master.
+    A bfloat16 weight has an 8-bit significand. Updates below 1/512 of the weight, as most are, would be lost to
+    rounding. Updates go to a float32 copy, which is then rounded into the model. A float32 weight is its own master.
 
     Parameters
     ----------
@@ -65,22 +65,22 @@ class MasterAdamW:
 
     def state(self) -> dict[str, Any]:
         """Return the moments, and the masters that are separate from the model's weights."""
-        masters = [master.detach() for weight, master in self._pairs_apart()]
+        masters = [master.detach() for weight, master in self._separate_pairs()]
         return {"adamw": self._adamw.state_dict(), "masters": masters}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`state` returned."""
         self._adamw.load_state_dict(copy.deepcopy(state["adamw"]))  # load_state_dict keeps the given tensors
         with torch.no_grad():
-            for (_, master), saved in zip(self._pairs_apart(), state["masters"], strict=True):
+            for (_, master), saved in zip(self._separate_pairs(), state["masters"], strict=True):
                 master.copy_(saved)
 
-    def _pairs_apart(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _separate_pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         pairs = zip(self._weights, self._masters, strict=True)
         return [(weight, master) for weight, master in pairs if master is not weight]
 
     @torch.no_grad()
     def _round_into_weights(self) -> None:
-        pairs = self._pairs_apart()
+        pairs = self._separate_pairs()
         if pairs:
             torch._foreach_copy_([weight for weight, _ in pairs], [master for _, master in pairs])

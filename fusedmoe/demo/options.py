@@ -1,6 +1,6 @@
 """Options of ``fusedmoe demo``, their defaults per device, and their checks.
 
-A :class:`Job` defines the training and is saved in the checkpoint. A :class:`Call` holds for one call of the command.
+A :class:`Job` defines the training and is saved in the checkpoint. A :class:`Call` has the options of one command.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Job:
     batch: int = _option("sequences per step")
     activation: str = _option("activation of the experts; gpt_oss is a clamped SwiGLU", choices=ACTIVATIONS)
     router: str = _option("softmax with a load-balancing loss, or sigmoid with loss-free balancing", choices=ROUTERS)
-    steps: int = _option("training steps; with --resume a larger number trains on")
+    steps: int = _option("training steps; with --resume, a larger number continues")
     lr: float = _option("peak learning rate (warm-up, then cosine)")
     weight_decay: float = _option("AdamW's weight decay of matrices")
     dropout: float = _option("dropout after attention and experts, at least 0 and below 1")
@@ -76,17 +76,17 @@ class Job:
             raise UsageError(f"--seed {self.seed}: must be 0 or more, and below 2**63")
         if self.hidden % (2 * self.heads) != 0:
             raise UsageError(
-                f"--hidden {self.hidden} with --heads {self.heads}: each head needs an even whole number of features, "
+                f"--hidden {self.hidden} with --heads {self.heads}: each head needs an even number of features, "
                 f"so --hidden must be a multiple of {2 * self.heads}"
             )
         if self.top_k > self.experts:
-            raise UsageError(f"--top-k {self.top_k} with --experts {self.experts}: at most every expert can be chosen")
+            raise UsageError(f"--top-k {self.top_k} with --experts {self.experts}: --top-k must be at most --experts")
         check_device(self.device)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """Options of one call, independent of the job."""
+    """Options of one call of the command."""
 
     output: Path
     compare: tuple[str, ...] | None = None
@@ -175,7 +175,7 @@ def check_device(name: str) -> None:
         raise UsageError(f"--device {name}: choose cpu or cuda")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UsageError(
-            f"--device {name}: torch finds no such GPU; `fusedmoe doctor` tells why, --device cpu needs none"
+            f"--device {name}: torch finds no such GPU; `fusedmoe doctor` says why; --device cpu needs no GPU"
         )
 
 
@@ -184,11 +184,11 @@ def check_comparison(recipes: tuple[str, ...]) -> None:
     possible = f"choose from {', '.join(RECIPES)}, with commas between them"
     if not recipes:
         raise UsageError(f"--compare: got no recipe; {possible}")
-    came = f"--compare {','.join(recipes)}"
+    option = f"--compare {','.join(recipes)}"
     if unknown := [name for name in recipes if name not in RECIPES]:
-        raise UsageError(f"{came}: no recipe is called {', '.join(unknown)}; {possible}")
+        raise UsageError(f"{option}: no recipe is called {', '.join(unknown)}; {possible}")
     if twice := sorted({name for name in recipes if recipes.count(name) > 1}):
-        raise UsageError(f"{came}: {', '.join(twice)} is repeated; name each recipe once")
+        raise UsageError(f"{option}: {', '.join(twice)} is repeated; name each recipe once")
 
 
 def job_of(given: dict[str, Any]) -> Job:

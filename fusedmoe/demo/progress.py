@@ -13,15 +13,15 @@ from rich.progress import Progress as RichProgress
 from fusedmoe.demo.history import History
 
 LINES = 24  # in total, without a terminal
-LOAD_STEPS = 20  # load and rate are those of the last LOAD_STEPS steps
+LOAD_STEPS = 20  # the load is that of the last LOAD_STEPS steps, the rate that of as many updates
 LOSS_SMOOTHING = 0.9
-BARS = 8  # the most experts whose loads fit into the line, one character each
+BARS = 8  # maximum number of experts whose loads fit into the line, one character each
 LEVELS = "▁▂▃▄▅▆▇█"
 ASCII_LEVELS = "12345678"
 
 
 class Progress:
-    """Receives the results of the steps and the evaluations, and prints the evaluations."""
+    """Receives the results of steps and evaluations; a subclass shows the steps, this class prints the evaluations."""
 
     def __init__(self, console: Console, first_step: int, steps: int, tokens_per_step: int) -> None:
         self._console = console
@@ -87,7 +87,7 @@ class Lines(Progress):
         self._next = first_step + 1
 
     def update(self, step: int, seconds: float, history: History) -> None:
-        """Print a line for about every ``steps // LINES`` steps."""
+        """Print a line about every ``steps // LINES`` steps."""
         loss, rate = self._loss_and_rate(step, seconds, history)
         if step < self._next:
             return

@@ -1,4 +1,4 @@
-"""The demo from start to end: read the text, show the plan, train, evaluate, write."""
+"""The whole demo: read the text, show the plan, train, evaluate, write the results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from fusedmoe.recipes import BF16
 
 PROMPT = b"The "
 CHANGEABLE = ("steps", "device", "threads")  # --resume takes the other fields of the job from the checkpoint
-ADDED_LATER = {"recipe": BF16.name}  # fields that older checkpoints lack, with the values that they were trained with
+ADDED_LATER = {"recipe": BF16.name}  # fields that older checkpoints lack, and the values of their runs
 
 
 def standard_output() -> Console:
@@ -257,7 +257,7 @@ def clock(seconds: float) -> str:
 def reproducible(job: Job) -> Iterator[None]:
     """Use the job's number of threads, and on a GPU only deterministic kernels."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(job.threads)  # it decides the order of summation, thus the last bits
+    torch.set_num_threads(job.threads)  # the number determines the order of summation, thus the last bits
     try:
         with contextlib.nullcontext() if torch.device(job.device).type == "cpu" else deterministic_kernels():
             yield
@@ -273,7 +273,7 @@ def deterministic_kernels() -> Iterator[None]:
     memory: Any = torch.utils.deterministic  # the stubs lack its attribute
     fill = memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    memory.fill_uninitialized_memory = False  # a debugging aid that costs one launch per allocation
+    memory.fill_uninitialized_memory = False  # a debugging aid that costs a launch per allocation
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""The training loop, and the state of a run, from which it resumes bit for bit."""
+"""The training loop, and the state from which a run resumes bit for bit."""
 
 from __future__ import annotations
 

@@ -18,6 +18,6 @@ def shipped(arch: str) -> tuple[Kernel, ...]:
     """
     if arch not in ARCHES:
         raise InputError(f"arch {arch!r}: expected one of {', '.join(ARCHES)}")
-    from fusedmoe.kernels.sm90 import shipped as sm90  # for cost: imports the CuTe DSL
+    from fusedmoe.kernels.sm90 import shipped as sm90  # deferred: imports the CuTe DSL
 
     return sm90.shipped()

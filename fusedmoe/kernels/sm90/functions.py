@@ -485,7 +485,7 @@ def _ragged_m_kernel(
     scaled: bool,
     config: TileConfig,
 ) -> Any:
-    from fusedmoe.kernels.sm90 import epilogues  # for cost: imports the CuTe DSL
+    from fusedmoe.kernels.sm90 import epilogues  # deferred: imports the CuTe DSL
     from fusedmoe.kernels.sm90.ragged_m import RaggedM
 
     if activation is None:
@@ -499,7 +499,7 @@ def _ragged_m_kernel(
 
 @functools.cache
 def _ragged_k_kernel(*, dtype: str, config: TileConfig, out: str, accumulate: bool) -> Any:
-    from fusedmoe.kernels.sm90.ragged_k import RaggedK  # for cost: imports the CuTe DSL
+    from fusedmoe.kernels.sm90.ragged_k import RaggedK  # deferred: imports the CuTe DSL
 
     return compiler.load(RaggedK(dtype, config, out=out, accumulate=accumulate))
 

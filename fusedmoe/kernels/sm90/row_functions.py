@@ -48,7 +48,7 @@ def bind_offsets_from_splits(splits_E: Tensor, num_rows: int) -> Callable[..., T
     experts = splits_E.shape[0]
     kernel = None
     if num_rows and experts:
-        from fusedmoe.kernels.sm90.rows import Offsets  # for cost: imports the CuTe DSL
+        from fusedmoe.kernels.sm90.rows import Offsets  # deferred: imports the CuTe DSL
 
         kernel = load(Offsets(NAMES[splits_E.dtype]))
     int32 = _int32(splits_E.device)  # its ``new_empty`` takes a third less time than one that changes the dtype
@@ -93,7 +93,7 @@ def bind_column_sums(
     dtype = grad_RN.dtype if dtype is None else dtype
     if not (num_rows and columns and experts):
         return lambda grad_RN, offsets_E: grad_RN.new_zeros(experts, columns, dtype=dtype)
-    from fusedmoe.kernels.sm90.rows import ColumnSums  # for cost: imports the CuTe DSL
+    from fusedmoe.kernels.sm90.rows import ColumnSums  # deferred: imports the CuTe DSL
 
     slice_rows = rows_per_slice(num_rows, columns)
     # the partial sum of an expert's rows in slice s is row s + expert; see rows.py

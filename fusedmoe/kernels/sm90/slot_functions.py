@@ -41,7 +41,7 @@ def bind_route(
         Returns ``splits`` (E,) int64, rows per expert; ``probs`` (R,), each row's weight, zero for sentinels;
         ``row_of_slot`` (T, K) int64, R for sentinels; ``slot_of_row`` (R,) int64.
     """
-    from fusedmoe.kernels.sm90.slots import CHUNK, Route  # for cost: imports the CuTe DSL
+    from fusedmoe.kernels.sm90.slots import CHUNK, Route  # deferred: imports the CuTe DSL
 
     shape, slots = tuple(index_TK.shape), index_TK.numel()
     chunks = -(-slots // CHUNK)
@@ -64,7 +64,7 @@ def bind_gather_rows(source_TH: Tensor, row_of_slot_TK: Tensor, scale_R: Tensor 
 
     The arguments are ``(source, row_of_slot, slot_of_row, scale)``.
     """
-    from fusedmoe.kernels.sm90.slots import GatherRows  # for cost: imports the CuTe DSL
+    from fusedmoe.kernels.sm90.slots import GatherRows  # deferred: imports the CuTe DSL
 
     chosen, rows, columns = row_of_slot_TK.shape[1], row_of_slot_TK.numel(), source_TH.shape[1]
     kernel = load(GatherRows(NAMES[source_TH.dtype], None if scale_R is None else NAMES[scale_R.dtype]))
@@ -84,7 +84,7 @@ def bind_sum_slots(rows_RH: Tensor, row_of_slot_TK: Tensor, scale_R: Tensor | No
 
     The arguments are ``(rows, row_of_slot, scale)``.
     """
-    from fusedmoe.kernels.sm90.slots import SLOTS, SumSlots  # for cost: imports the CuTe DSL
+    from fusedmoe.kernels.sm90.slots import SLOTS, SumSlots  # deferred: imports the CuTe DSL
 
     (tokens, chosen), (rows, columns) = row_of_slot_TK.shape, rows_RH.shape
     at_once = next((n for n in SLOTS if chosen <= n), SLOTS[-1])
@@ -106,7 +106,7 @@ def bind_row_dots(
 
     The arguments are ``(source, rows, row_of_slot, slot_of_row)``.
     """
-    from fusedmoe.kernels.sm90.slots import RowDots  # for cost: imports the CuTe DSL
+    from fusedmoe.kernels.sm90.slots import RowDots  # deferred: imports the CuTe DSL
 
     chosen, count = row_of_slot_TK.shape[1], rows_RH.shape[0]
     kernel = load(RowDots(NAMES[rows_RH.dtype], NAMES[dtype]))
@@ -121,7 +121,7 @@ def bind_row_dots(
 
 def bind_slot_values(values_R: Tensor, row_of_slot_TK: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
     """``out[t, k] = values[row_of_slot[t, k]]``, zeros for sentinels: (T, K); of ``(values, row_of_slot)``."""
-    from fusedmoe.kernels.sm90.slots import SlotValues  # for cost: imports the CuTe DSL
+    from fusedmoe.kernels.sm90.slots import SlotValues  # deferred: imports the CuTe DSL
 
     shape = tuple(row_of_slot_TK.shape)
     kernel = load(SlotValues(NAMES[values_R.dtype]))
