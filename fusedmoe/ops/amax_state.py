@@ -1,6 +1,6 @@
 """The state of delayed scaling: an amax history for each role of an op, saved in the op's ``state_dict``.
 
-An op without a history adds no keys. A checkpoint without these keys loads, and the histories start anew.
+An op without a history adds no keys. A checkpoint without these keys still loads; the histories then start empty.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from fusedmoe.formats import Quantizer
 
-_NAME = "_amax_histories"  # attribute of the op: the history of each role, or the tensors that a checkpoint has of it
+_NAME = "_amax_histories"  # attribute of the op: per role the history, or its tensors from a checkpoint
 _PARTS = ("amax", "reference")
 KEY = "amax_history."
 """Prefix of the keys in ``state_dict``: ``amax_history.input.amax`` and ``amax_history.input.reference``."""
@@ -34,7 +34,7 @@ looking = _only_looking.get
 
 @contextmanager
 def only_looking() -> Iterator[None]:
-    """Leave the histories unchanged by the calls inside, such as those of ``explain()``."""
+    """Leave the histories unchanged in calls inside the block, such as those of ``explain()``."""
     token = _only_looking.set(True)
     try:
         yield
@@ -76,14 +76,14 @@ def by_role(op: nn.Module) -> SimpleNamespace:
 
 
 def save(op: nn.Module, destination: dict[str, Any], prefix: str) -> None:
-    """Add an op's histories that have at least one step to a state_dict."""
+    """Add an op's histories with at least one step to a state_dict."""
     for role, found in op.__dict__.get(_NAME, {}).items():
         for part in _PARTS if getattr(found, "begun", True) else ():
             destination[f"{prefix}{KEY}{role}.{part}"] = getattr(found, part).detach()
 
 
 def load(op: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-    """Remove an op's histories from a state_dict and load them; they start anew if it has a weight but no history.
+    """Remove an op's histories from a state_dict and load them; a state_dict with a weight but no history clears them.
 
     Histories of the same shape are loaded in place, since a CUDA graph may use them.
     """

@@ -1,4 +1,4 @@
-"""Values that a chain derives once from a runtime input, for all ops that name them."""
+"""Values that a chain derives once from a runtime input, for all ops that take them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Derived:
     name: str
     source: str
     compute: Callable[[Tensor, Tensor], Tensor]
-    check: Callable[[Tensor, Tensor], None]  # checks the source's contents, on the host
+    check: Callable[[Tensor, Tensor], None]  # checks the contents of the source on the host
     infer: Callable[[SpecLike, SpecLike], TensorSpec]
 
 
@@ -74,36 +74,36 @@ OFFSETS = Derived("offsets", source="splits", compute=_offsets, check=_check_spl
 """``offsets[e]``: the end of the rows of expert e; int32, at most the number of rows."""
 
 
-def _check_places(name: str, most: int, places: Tensor, rows: Tensor) -> None:
+def _check_indices(name: str, most: int, indices: Tensor, rows: Tensor) -> None:
     end = rows.shape[0] - 1 + most
-    low, high = (t.item() for t in places.aminmax()) if places.numel() else (0, 0)
+    low, high = (t.item() for t in indices.aminmax()) if indices.numel() else (0, 0)
     if low < 0 or high > max(end, 0):
         wrong = low if low < 0 else high
-        raise InputError(f"{name}: expected places from 0 to {end}, among {rows.shape[0]} rows, got {wrong}")
+        raise InputError(f"{name}: expected indices from 0 to {end}, for {rows.shape[0]} rows, got {wrong}")
 
 
-def _checked_places(name: str, most: int, places: Tensor, rows: Tensor) -> Tensor:
-    """Return row indices that are all in range. ``most`` is 1 if the index after the last row is a sentinel."""
-    if _on_host(places) or (debugging() and has_values(places)):
-        _check_places(name, most, places, rows)
-    # without waiting for a GPU: an index out of range becomes the sentinel, or the last row
+def _checked_indices(name: str, most: int, indices: Tensor, rows: Tensor) -> Tensor:
+    """Return row indices that are all in range. ``most`` is 1 if the index after the last row is a sentinel, else 0."""
+    if _on_host(indices) or (debugging() and has_values(indices)):
+        _check_indices(name, most, indices, rows)
+    # clamping does not wait for a GPU: an index out of range becomes the sentinel, or the last row
     end = rows.shape[0] - 1 + most
-    return torch.where(places < 0, end, places).clamp_(max=max(end, 0))
+    return torch.where(indices < 0, end, indices).clamp_(max=max(end, 0))
 
 
-def _infer_places(name: str, places: SpecLike, rows: SpecLike) -> TensorSpec:
-    if places.dtype is not torch.int64:
-        raise InputError(f"{name}: expected int64, as Dispatch provides it, got {places.dtype}")
-    return TensorSpec(tuple(places.shape), places.dtype)
+def _infer_indices(name: str, indices: SpecLike, rows: SpecLike) -> TensorSpec:
+    if indices.dtype is not torch.int64:
+        raise InputError(f"{name}: expected int64, as Dispatch provides it, got {indices.dtype}")
+    return TensorSpec(tuple(indices.shape), indices.dtype)
 
 
-def _places(name: str, most: int) -> Derived:
-    compute, check = partial(_checked_places, name, most), partial(_check_places, name, most)
-    return Derived(f"checked_{name}", name, compute, check, partial(_infer_places, name))
+def _index(name: str, most: int) -> Derived:
+    compute, check = partial(_checked_indices, name, most), partial(_check_indices, name, most)
+    return Derived(f"checked_{name}", name, compute, check, partial(_infer_indices, name))
 
 
-CHECKED = {"row_of_slot": _places("row_of_slot", 1), "slot_of_row": _places("slot_of_row", 0)}
-"""The checked form of each runtime input that indexes rows, which ops get if the caller gives that input."""
+CHECKED = {"row_of_slot": _index("row_of_slot", 1), "slot_of_row": _index("slot_of_row", 0)}
+"""The checked form of each runtime input that indexes rows. Ops get this form if the caller gives the input."""
 
 DERIVED = {derived.name: derived for derived in (OFFSETS, *CHECKED.values())}
 """All derived values by name."""

@@ -45,8 +45,8 @@ class Dispatch(Op):
 
     Notes
     -----
-    Called with ``x`` (T, H), ``expert_index`` (T, K) integers and ``expert_weight`` (T, K) floats. Returns rows (T*K,
-    H) and provides
+    Called with ``x`` (T, H), ``expert_index`` (T, K) integers and ``expert_weight`` (T, K) floats. Returns rows
+    (T*K, H) and provides
 
     - ``splits`` (E,) int64: rows per expert;
     - ``probs`` (T*K,): the ``expert_weight`` of each row, zero after the last expert's rows;
@@ -146,8 +146,8 @@ class Combine(Op):
     Parameters
     ----------
     weights
-        Name of the runtime input w (R,), the weights of the rows. None for w = 1: a `Scale` before may apply them. It
-        cannot be changed later.
+        Name of the runtime input w (R,), the weights of the rows; None for w = 1, if an earlier `Scale` applies the
+        weights. The name cannot be changed later.
 
     Notes
     -----
@@ -157,7 +157,7 @@ class Combine(Op):
     """
 
     changes_rows = True
-    zeroes_tail = True  # the output has tokens, no rows
+    zeroes_tail = True  # the output has a row per token, and so no tail
     launches = 7
     _checks: ClassVar[Mapping[str, Check]] = {"weights": INPUT_NAME.or_none()}
     _fixed = ("weights",)
@@ -202,7 +202,7 @@ class Combine(Op):
 
 
 def _token_rows(grad_output: Tensor, row_of_slot: Tensor, slot_of_row: Tensor) -> tuple[Tensor, Tensor]:
-    """``dy[token of r]`` for every row, and the mask of the rows after the last expert's."""
+    """Return ``dy[token of r]`` for every row, and the mask of the rows without an expert."""
     rows = slot_of_row.shape[0]
     if rows == 0:
         return grad_output.new_empty(0, grad_output.shape[1]), slot_of_row.new_empty(0, dtype=torch.bool)

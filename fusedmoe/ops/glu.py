@@ -1,6 +1,6 @@
 """Gated linear units and their derivative.
 
-With g the gate half and u the up half of a row, ``gc = min(g, limit)``, ``uc = clamp(u, -limit, limit)``::
+Let g be the gate half and u the up half of a row, ``gc = min(g, limit)`` and ``uc = clamp(u, -limit, limit)``::
 
     y = phi(gc) * (uc + offset)
 
@@ -35,7 +35,7 @@ _threshold_backward = torch.ops.aten.threshold_backward.default
 
 
 class GLU(Op):
-    """Base class: a subclass defines the gate's nonlinearity `phi` and its derivative `dphi`, with slope ``alpha``."""
+    """The base class: a subclass defines the nonlinearity `phi`, with slope ``alpha``, and its derivative `dphi`."""
 
     launches = 5
     _checks: ClassVar[Mapping[str, Check]] = {
@@ -49,7 +49,7 @@ class GLU(Op):
         super().__init_subclass__(**kwargs)
         other = any(defined_before(cls, name, "backward_ops") for name in ("halves", "clamped"))
         if other or (defined_before(cls, "phi", "dphi") and defined_before(cls, "phi", "backward_ops")):
-            cls.backward_ops = Op.backward_ops  # type: ignore[method-assign]  # the inherited one has another derivative
+            cls.backward_ops = Op.backward_ops  # type: ignore[method-assign]  # the inherited op fits another function
 
     def __init__(
         self, limit: float | None = None, alpha: float = 1.0, offset: float = 0.0, interleaved: bool = False
@@ -101,8 +101,8 @@ class GLU(Op):
 class DGLU(BackwardOp):
     """``dg = dy * (uc + offset) * phi'(gc) * [g <= limit]``, ``du = dy * phi(gc) * [-limit <= u <= limit]``.
 
-    The bounds are inclusive. A bf16 preactivation can equal 7.0, and the derivative of torch's clamp there differs
-    between versions.
+    The bounds are inclusive. This matters since a bf16 preactivation can equal 7.0, where the derivative of torch's
+    clamp differs between versions.
     """
 
     launches = 8
@@ -214,5 +214,5 @@ class DReGLU(DGLU):
     """The derivative of `ReGLU`; see `DGLU`."""
 
 
-# one derivative class per forward class, so that a rule can match only the ones that it supports
+# one derivative class per activation, so that a rule can match only those that it supports
 _DERIVATIVES: dict[type[GLU], type[DGLU]] = {SwiGLU: DSwiGLU, GeGLU: DGeGLU, ReGLU: DReGLU}

@@ -1,6 +1,6 @@
-"""Glue: the steps that a chain needs between its ops. A fusion rule matches glue as it matches ops, each piece alone.
+"""Glue: the steps that a chain needs between its ops. A fusion rule matches one glue step at a time, as it matches ops.
 
-The attributes `needs` and `gives` name values as a rule does after the slot: ``"derive.splits"``, ``"total.output"``.
+A rule refers to a value by the slot and a name in `needs` or `gives`: ``"derive.splits"``, ``"total.output"``.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class Glue:
 
 
 class Derive(Glue):
-    """A value that follows from a runtime input and the number of rows.
+    """A value that is derived from a runtime input and the number of rows.
 
     Parameters
     ----------
     derived
         The definition.
     taker
-        The op that an error names.
+        The op that error messages name.
     """
 
     def __init__(self, derived: Derived, taker: str) -> None:
@@ -60,7 +60,7 @@ class Derive(Glue):
             raise InputError(f"{self.taker}: {error}") from None
 
     def check(self, source: Tensor, rows: Tensor) -> None:
-        """Check the input's contents, which waits for the device; for ``FUSEDMOE_DEBUG``.
+        """Check the contents of the input, for ``FUSEDMOE_DEBUG``. This waits for the device.
 
         Raises
         ------
@@ -85,14 +85,14 @@ def derive(derived: Derived, taker: str) -> Derive:
 
 
 class QuantizeWeight(Glue):
-    """``output = quantize(weight)``, by rows, by columns, or both; once per change of the weight.
+    """``output = quantize(weight)``, by rows, by columns, or both; the result is cached until the weight changes.
 
     Parameters
     ----------
     run
-        The weight's quantization, which caches the result on the layer.
+        The function that quantizes the weight, and caches the result on the layer.
     launches
-        Kernels launched.
+        Number of kernels that it launches.
     """
 
     needs = ("weight",)

@@ -99,12 +99,12 @@ class BiasGrad(BackwardOp):
         return False
 
 
-# The dense layer has separate backward classes, so that rules for grouped products do not match them. If the chain has
-# offsets, sums over rows leave out the rows without an expert.
+# The dense layer has its own backward classes, so that rules for grouped products do not match them. If the chain has
+# offsets, sums over rows exclude rows without an expert.
 
 
 def _without_tail(rows: Operand, offsets: Tensor | None) -> Operand:
-    """Return the rows with zeros in those without an expert; quantized rows already have zeros there."""
+    """Return the rows, with zeros for rows without an expert; quantized rows have these zeros already."""
     if offsets is None or isinstance(rows, QuantizedTensor):
         return rows
     tail = tail_mask(offsets, rows.shape[0])
@@ -231,8 +231,8 @@ class GroupedLinear(_LinearOp):
         then set to True. The placeholder is uninitialised, or zeros if ``weight.zero_out_wgrad``. The bias gets its
         gradient as usual.
     recipe
-        The recipe of this layer, which takes precedence over ``fm.recipe`` and takes the same values. ``"bf16"``
-        disables quantization, None leaves it to ``fm.recipe``. The attribute can be set at any time.
+        The recipe of this layer, with the same values as ``fm.recipe``, over which it takes precedence. ``"bf16"``
+        disables quantization; None uses ``fm.recipe``. The attribute can be set at any time.
 
     Attributes
     ----------

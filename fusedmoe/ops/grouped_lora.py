@@ -96,7 +96,7 @@ class LoRADown(Op):
 
 
 class LoRADownDgrad(BackwardOp):
-    """``dx[r] = dy[r] + dh[r] @ weight[e]``, dy the gradient of the returned rows."""
+    """``dx[r] = dy[r] + dh[r] @ weight[e]``, where dy is the gradient of the returned rows."""
 
     needs = ("grad_output", "grad_lora_rows", "weight", "offsets")
     launches = 5
@@ -120,7 +120,7 @@ class LoRADownWgrad(BackwardOp):
 
 
 class LoRAUp(Op):
-    """``y[r] + scale * h[r] @ weight[e].T`` for each row r of expert e, h the ``lora_rows`` of `LoRADown`.
+    """``y[r] + scale * h[r] @ weight[e].T`` for each row r of expert e, where h is ``lora_rows`` of `LoRADown`.
 
     Parameters
     ----------

@@ -3,7 +3,7 @@
 Megatron's data-parallel wrapper gives each parameter a ``main_grad``, a view of one flat buffer, and the attribute
 ``grad_added_to_main_grad``. Its hook on the parameter's gradient adds ``weight.grad`` to ``main_grad`` unless the
 attribute is True, drops ``weight.grad``, and starts the reduction. Autograd runs this hook reliably, and on the main
-backward thread, only if it gets a gradient. So the backward pass returns a placeholder.
+backward thread, only if the parameter gets a gradient. So the backward pass returns a placeholder.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main_grad_of(op: _HasWeight) -> Tensor:
     Raises
     ------
     InputError
-        It is no tensor, or has the wrong shape, dtype or device.
+        ``main_grad`` is no tensor, or has the wrong shape, dtype or device.
     """
     weight = op.weight
     main_grad = getattr(weight, "main_grad", None)
@@ -45,7 +45,7 @@ def main_grad_of(op: _HasWeight) -> Tensor:
 
 
 def grad_instead(op: _HasWeight) -> Tensor | None:
-    """Set ``grad_added_to_main_grad`` if the weight has it; return the placeholder that autograd gets, or None."""
+    """Set ``grad_added_to_main_grad`` and return the placeholder for autograd; None if the weight lacks it."""
     weight = op.weight
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None

@@ -77,9 +77,10 @@ def constant_in_graphs(function: _T) -> _T:
 
 
 def made_untraced(op: Callable[..., _T], *args: object, **kwargs: object) -> _T:
-    """Return ``op(*args, **kwargs)``, for an op that is constructed during a call, hidden from `torch.export`.
+    """Return ``op(*args, **kwargs)``, hidden from `torch.export`, for an op that is constructed during a call.
 
-    Its modes, which would record the creation of the parameters, are per thread, so another thread constructs the op.
+    The modes of `torch.export` would record the creation of the parameters. They are per thread, so another thread
+    constructs the op.
     """
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(op, *args, **kwargs).result()
@@ -93,7 +94,7 @@ class Runnable(HasProcessState, nn.Module):
     """A module that `fusedmoe.modes` runs: an op that is called alone, or a `Sequential`."""
 
     _options = DEFAULT
-    _parts_for_compiler: ClassVar[Callable[..., Any]]  # `fusedmoe.modes` defines it: an op knows nothing of plans
+    _parts_for_compiler: ClassVar[Callable[..., Any]]  # set by `fusedmoe.modes`, since ops must not import the planner
 
     @constant_in_graphs
     def _describe_for_compiler(self) -> None:
@@ -105,9 +106,9 @@ class Runnable(HasProcessState, nn.Module):
 class Op(Checked, Runnable):
     """One step of a `Sequential`, which can also be called alone.
 
-    A subclass names its inputs and outputs in the class attributes below, and defines `compute`. It defines `infer` if
-    the shape or dtype changes. Its gradient comes from autograd unless it defines `backward_ops`. A subclass that
-    overrides `compute` does not inherit `backward_ops`.
+    A subclass names its inputs and outputs in the class attributes below, and defines `compute`. If the op changes the
+    shape or dtype, the subclass also defines `infer`. Autograd computes the gradient unless the class defines
+    `backward_ops`. A subclass that overrides `compute` does not inherit `backward_ops`.
 
     Attributes
     ----------
@@ -130,13 +131,13 @@ class Op(Checked, Runnable):
     changes_rows : bool
         Whether the output has other rows than the input (`Dispatch`, `Combine`).
     contracts : dict of str to int
-        The operands that `compute` accepts in quantized form, each with the axis that it sums over: -1 by rows, -2 by
-        columns. All other operands are dequantized.
+        The operands that `compute` accepts in quantized form, each with the axis that `compute` sums over: -1 by rows,
+        -2 by columns. All other operands are dequantized.
     optional_inputs : tuple of str
-        Derived values that `compute` takes after all others; None if the chain does not have them. With ``"offsets"``,
-        the op accepts ``splits=`` when it is called alone.
+        Derived values that `compute` takes after all others; None for a value that the chain does not have. With
+        ``"offsets"``, the op accepts ``splits=`` when it is called alone.
     passes_forward, passes_backward : bool
-        Whether the op leaves rows, or their gradient, unchanged. It is then no step in that direction.
+        Whether the op leaves rows, or their gradient, unchanged. The op then has no step in that direction.
     launches : int
         Approximate number of kernels that the plain-PyTorch path launches on a GPU, for the planner's cost.
     quantizes : Quantizer or None
@@ -152,9 +153,9 @@ class Op(Checked, Runnable):
 
     Notes
     -----
-    A recomputation of an op with ``draws_random`` (backward pass, second derivatives) first restores the generator
-    states of the original call. Backward steps can read these states as ``random_state`` and ``device_random_state``.
-    `torch.compile` runs a chain with such an op uncompiled.
+    A recomputation of an op with ``draws_random`` (backward pass, second derivatives) first sets the generators to
+    their states before the original call. Backward steps can read these states as ``random_state`` and
+    ``device_random_state``. `torch.compile` runs a chain with such an op uncompiled.
     """
 
     parameter_names: ClassVar[tuple[str, ...]] = ()
@@ -174,12 +175,12 @@ class Op(Checked, Runnable):
     zeroes_tail: ClassVar[bool] = False
     changes_rows: ClassVar[bool] = False
     launches: ClassVar[int] = 1
-    _run: ClassVar[Callable[..., Any]]  # as `_parts_for_compiler`
+    _run: ClassVar[Callable[..., Any]]  # set by `fusedmoe.modes`
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if defined_before(cls, "compute", "backward_ops"):
-            cls.backward_ops = Op.backward_ops  # type: ignore[method-assign]  # the inherited one has another derivative
+            cls.backward_ops = Op.backward_ops  # type: ignore[method-assign]  # the inherited ops fit another compute
 
     def compute(self, x: Tensor, *args: Any) -> Tensors:
         """Return the output, or ``(output, *provides)``. Takes rows, parameters and runtime inputs, in this order."""
@@ -242,9 +243,10 @@ class Op(Checked, Runnable):
         return state.attributes
 
     def describe(self) -> str:
-        """Return class and public attributes as a text, for graphs of `torch.compile`; equal texts compute the same.
+        """Return class and public attributes as a text, for graphs of `torch.compile`.
 
-        After the first call, every change of an attribute updates the text.
+        Ops with equal texts compute the same results. After the first call, each change of an attribute updates the
+        text.
         """
         state = self._of_process
         if state.description is None:
@@ -276,13 +278,13 @@ class Op(Checked, Runnable):
         Returns
         -------
         Tensor or (Tensor, dict of str to Tensor)
-            The output; for an op that provides values, also these by name.
+            The output, and for an op that provides values, these values by name.
         """
         return self._run(x, inputs, None, self.provides)
 
     @property
     def amax_history(self) -> object:
-        """State of delayed scaling by role: ``op.amax_history.input.amax`` and ``.reference``."""
+        """The state of delayed scaling by role: ``op.amax_history.input.amax`` and ``.reference``."""
         return amax_state.by_role(self)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -318,7 +320,7 @@ def _description(op: Op) -> str:
     text = f"{kind.__module__}.{kind.__qualname__}({attributes})"
     if kind.__module__.partition(".")[0] == "fusedmoe" and not op._buffers and not op._modules:
         return text
-    # other ops may depend on more: buffers, and attributes whose repr is incomplete
+    # the results of other ops may also depend on buffers, and on attributes whose repr is incomplete
     state = op._of_process
     if state.number is None:
         state.number = next(_numbers)
@@ -372,7 +374,7 @@ class BackwardOp:
         raise NotImplementedError(f"{type(self).__name__} defines no compute()")
 
     def host_sync(self, x: SpecLike, device: torch.device) -> bool:
-        """Whether this step reads a tensor on the host, for an op with the input ``x``; by default as the op."""
+        """Whether this step reads a tensor on the host, for an op with the input ``x``; default: `Op.host_sync`."""
         return self.op.host_sync(x, device)
 
     def path(self, operands: Sequence[SpecLike | None], device: torch.device) -> str:

@@ -26,9 +26,12 @@ class Quantize(Op):
     """``y = dequantize(quantize(x))`` and ``dx = dequantize(quantize(dy))``; linear layers multiply the codes.
 
     In a chain, the next op gets the `fusedmoe.formats.QuantizedTensor` if it is a linear layer, and the dequantized
-    values otherwise. A value is quantized once per axis that products of forward and backward sum over. Called alone,
-    or as the last op, it returns the dequantized values in the dtype of ``x``. The gradient is straight-through: that
-    of rounding is 1.
+    values otherwise. Each axis that a forward or backward product sums over has its own quantized form. Called alone,
+    or as the last op, `Quantize` returns the dequantized values in the dtype of ``x``. The gradient is
+    straight-through: rounding has the derivative 1.
+
+    Each parameter is a `fusedmoe.formats.Quantizer`, a `fusedmoe.formats.Format`, or the name of a recipe, such as
+    ``"mxfp8"``, for the recipe's quantizer of this operand.
 
     Parameters
     ----------
@@ -39,12 +42,9 @@ class Quantize(Op):
     weight
         The quantizer of the weight of the linear layer right after this op.
 
-        Each of the three is a `fusedmoe.formats.Quantizer`, a `fusedmoe.formats.Format`, or the name of a recipe, such
-        as ``"mxfp8"``, for the recipe's quantizer of this operand.
-
     Notes
     -----
-    Rows (..., features) in fp32, bf16 or fp16. Experts share no scale and no block. Rows without an expert are not
+    Rows are (..., features) in fp32, bf16 or fp16. Experts share no scale and no block. Rows without an expert are not
     read, and become zeros.
 
     Examples
@@ -74,7 +74,7 @@ class Quantize(Op):
         self.grad_quantizer = _resolved("backward", backward)
         self.weight_quantizer = _resolved("weight", weight)
         if (quantizer := self.weight_quantizer) is not None:
-            if quantizer.hadamard:  # only the weight gradient's operands may be rotated, and the weight is none
+            if quantizer.hadamard:  # only the operands of the weight gradient may be rotated: rows and gradients
                 raise self.reject("weight", "a quantizer without hadamard", quantizer)
             if quantizer.stochastic_rounding:  # a cached weight draws no numbers in a recomputation by checkpointing
                 raise self.reject("weight", "a quantizer that rounds to nearest", quantizer)
@@ -87,14 +87,14 @@ class Quantize(Op):
         backward: Quantizer | None = None,
         weight: Quantizer | None = None,
     ) -> Quantize:
-        """Return the op that a recipe inserts for a layer; its state from step to step is stored on the layer."""
+        """Return the op that a recipe inserts for a layer; the layer stores its state between steps."""
         op = cls(forward, backward, weight)
         op.__dict__["_layer"] = layer  # not as a submodule
         return op
 
     @property
     def _owner(self) -> Op:
-        """The op that stores the state from step to step."""
+        """The op that stores the state between steps."""
         layer: Op | None = self.__dict__.get("_layer")
         return self if layer is None else layer
 
@@ -190,7 +190,7 @@ class WeightQuantization:
         training = training and not amax_state.looking()
         entry = weight_cache.find(self.layer, weight, self.quantizer, axes)
         if entry is not None:
-            if training and not entry.counted:  # inference quantized it
+            if training and not entry.counted:  # inference has quantized the weight
                 self._step(weight, training)
                 entry.counted = True
             return _forms([entry.forms[axis] for axis in axes])
@@ -203,7 +203,7 @@ class WeightQuantization:
     def _step(self, weight: Tensor, training: bool) -> tuple[Tensor | None, bool]:
         """Return the factor of delayed scaling, and whether the result may be cached.
 
-        A result from before the first step may not, since its scale is not that of the weight.
+        A result from before the first step may not be cached, since its scale does not come from the weight.
         """
         if self.quantizer.delayed is None:
             return None, True
@@ -256,5 +256,5 @@ def _quantized(
 
 
 def _forms(forms: list[QuantizedTensor]) -> Forms:
-    """Return a single result itself, several as a tuple."""
+    """Return a single form itself, several forms as a tuple."""
     return tuple(forms) if len(forms) > 1 else forms[0]

@@ -1,6 +1,6 @@
-"""The state of the random number generators, so that a recomputed op draws the same numbers again.
+"""The states of the random number generators, so that a recomputed op draws the same numbers again.
 
-A state has two parts: the CPU's generator, and the default generator of the rows' device.
+States come in pairs: of the CPU's generator, and of the default generator of the rows' device.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ def _is_capturing(x: Tensor) -> bool:
 
 
 def compute_noting_states(op: Op, x: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
-    """Return the outputs of an op, and after them the generator states from before its call."""
+    """Return the outputs of an op, followed by the generator states before the call."""
     if _is_capturing(x):
         raise InputError(
-            f"{op!r}: draws random numbers, which its backward pass draws again. CUDA graph capture cannot save the "
-            f"generator's state: call the op outside of a capture"
+            f"{op!r}: draws random numbers, and its backward pass draws the same again. CUDA graph capture cannot save "
+            f"the generator's state: call the op outside of a capture"
         )
     states = _states(x.device)
     out = op.compute(x, *args)
@@ -68,7 +68,7 @@ def compute_noting_states(op: Op, x: Tensor, *args: Any) -> tuple[Tensor | None,
 
 @contextmanager
 def drawing_again(states: States | None, device: torch.device) -> Iterator[None]:
-    """Set the generators to these states inside, and restore them afterwards; None changes nothing."""
+    """Set the generators to these states inside the block, and restore them afterwards; None changes nothing."""
     if states is None:
         yield
         return
@@ -81,7 +81,7 @@ def drawing_again(states: States | None, device: torch.device) -> Iterator[None]
 
 
 def compute_again(op: Op, x: Tensor, *args: Any) -> Any:
-    """Return the outputs of an op, computed with the generator states that are the last two arguments."""
+    """Return the outputs of an op, computed with the generator states in the last two arguments."""
     *others, of_cpu, of_device = args
     with drawing_again((of_cpu, of_device), x.device):
         return op.compute(x, *others)
@@ -95,7 +95,7 @@ def compute_watched(op: Op, x: Tensor, *args: Any) -> Any:
     out = op.compute(x, *args)
     if _same(before, _states(x.device)):
         return out
-    # another thread may have drawn, and other numbers may give the same output
+    # another thread may have drawn the numbers, and different numbers may give the same output
     with torch.no_grad(), _Draws(x.device) as draws:
         again = op.compute(x, *args)
     same = _same((out,) if isinstance(out, Tensor) else out, (again,) if isinstance(again, Tensor) else again)
@@ -108,7 +108,7 @@ def compute_watched(op: Op, x: Tensor, *args: Any) -> Any:
 
 
 class _Draws(TorchDispatchMode):
-    """Records whether an operator on this thread draws random numbers; torch tags the candidates."""
+    """Records whether an operator on this thread draws random numbers: one that torch tags, and that moves a state."""
 
     supports_higher_order_operators = True
 

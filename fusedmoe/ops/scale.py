@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 class Scale(Op):
-    """``y[r] = x[r] * s[r]``, where s (R,) is the runtime input of the given name, which gets a gradient.
+    """``y[r] = x[r] * s[r]``, where s (R,) is the runtime input of the given name. Both x and s get gradients.
 
-    The arithmetic is fp32 (fp64 if x or s is fp64). The result has x's dtype, the gradient of s has that of s.
+    The arithmetic is fp32 (fp64 if x or s is fp64). The result has the dtype of x.
 
     Parameters
     ----------
@@ -43,7 +43,7 @@ class Scale(Op):
 
     @property
     def aliases(self) -> dict[str, str]:  # type: ignore[override]
-        """Rules refer to the runtime input as ``factor``, independent of its name."""
+        """The fixed name ``factor``, for rules, of the runtime input."""
         return {"factor": self.name}
 
     def infer(self, x: SpecLike, scale: SpecLike) -> TensorSpec:

@@ -6,18 +6,18 @@ The cache is an attribute of the layer, and holds the results of one quantizer. 
   ``load_state_dict``, updates under ``torch.no_grad``, fused and foreach optimizers.
 - No ``torch.optim`` optimizer has stepped. This covers optimizers that write through ``.data``, which torch does not
   count.
-- No gradient that the parameter has got since was removed, replaced, or changed in place except by accumulation.
-- The parameter was not set on the module. FSDP2 sets it when it unshards and reshards; that also frees the cache.
+- No gradient of the parameter was removed, replaced, or changed in place except by accumulation.
+- The parameter was not set on the module. FSDP2 sets it when it unshards and reshards; this also frees the cache.
 - No process group of ``torch.distributed`` has run a collective on the weight's device, or was created or destroyed. A
-  collective may write to the weight, and torch does not count that.
+  collective may write to the weight, and torch does not count this write.
 - The CUDA stream is the same.
 
 During CUDA graph capture the cache is neither read nor written, so that a graph quantizes in every replay. A layer that
 was captured is not cached afterwards: a replay may change its weight without notice.
 
 Other writes that torch does not count are not detected; ``docs/recipes.md`` lists them. The user must call
-`clear_weight_cache` after them. With ``FUSEDMOE_DEBUG=1`` each use compares a checksum of the weight and raises an
-error if it differs.
+`clear_weight_cache` after such a write. With ``FUSEDMOE_DEBUG=1`` each use compares a checksum of the weight, and
+raises an error if it differs.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class _Entry:
 
 
 def _version(grad: Tensor) -> float:
-    """Return a gradient's version counter; NaN, which equals nothing, for one created in inference mode."""
+    """Return a gradient's version counter; NaN, which equals nothing, for a gradient made in inference mode."""
     try:
         return grad._version
     except RuntimeError:
@@ -126,7 +126,7 @@ def _collectives(device: torch.device) -> object:
         return None
     world: Any = dist.distributed_c10d._world
     if world.default_pg is None:
-        return sys.excepthook  # every `init_process_group` sets a new one, which outlives the groups
+        return sys.excepthook  # every `init_process_group` sets a new hook, which remains after the groups
     try:
         return world.group_count, [  # group_count never decreases, so it also counts destroyed groups
             (ref(group), group._get_backend(device)._get_sequence_number_for_group())
@@ -230,9 +230,9 @@ def weight_cache_bytes(module: nn.Module) -> int:
 def clear_weight_cache(module: nn.Module) -> None:
     """Clear the cached quantized weights of a module and its submodules; the next call quantizes them again.
 
-    Needed only after a write that torch does not count: through ``.data`` (as peft's ``merge_adapter()`` does), through
-    a NumPy view, or by ``torch.distributed.recv``. ``docs/recipes.md`` lists all of them. With ``FUSEDMOE_DEBUG=1``
-    a missing call raises an error.
+    Needed only after a write that torch does not count: through ``.data`` (as in peft's ``merge_adapter()``), through a
+    NumPy view, or by ``torch.distributed.recv``. ``docs/recipes.md`` lists all of them. With ``FUSEDMOE_DEBUG=1``, the
+    next use of the weight raises an error if this call is missing.
     """
     for state in _states(MODULE("clear_weight_cache: module", module)):
         state.quantized_weight = None

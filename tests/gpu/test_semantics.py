@@ -252,7 +252,7 @@ def test_what_stands_between_the_ops_keeps_the_tail_out(device, no_sync, separat
 @pytest.mark.parametrize("disabled", ["", "*"])
 @pytest.mark.parametrize("weights", ["probs", None])
 def test_places_outside_of_the_rows_address_no_memory(device, no_sync, weights, disabled, monkeypatch):
-    """A negative place, or one past the end, is taken for a sentinel; with FUSEDMOE_DEBUG=1 it is an error."""
+    """A negative index, or one past the end, counts as a sentinel; with FUSEDMOE_DEBUG=1 it is an error."""
     torch.manual_seed(5)
     tokens, chosen = 40, 4
     rows = tokens * chosen
@@ -282,5 +282,5 @@ def test_places_outside_of_the_rows_address_no_memory(device, no_sync, weights, 
             assert torch.equal(a, b)
             assert b.any()
         monkeypatch.setenv("FUSEDMOE_DEBUG", "1")
-        with pytest.raises(fm.InputError, match="row_of_slot: expected places from 0 to 160, among 160 rows, got -"):
+        with pytest.raises(fm.InputError, match="row_of_slot: expected indices from 0 to 160, for 160 rows, got -"):
             outcome(wrong)

@@ -438,13 +438,13 @@ def test_quantize_takes_the_names_that_the_op_takes(name):
 @pytest.mark.parametrize(
     ("name", "bad", "expected"),
     [
-        ("row_of_slot", torch.tensor([[0, 1], [2, -1]]), "places from 0 to 4, among 4 rows, got -1"),
-        ("row_of_slot", torch.tensor([[0, 1], [2, 5]]), "places from 0 to 4, among 4 rows, got 5"),
+        ("row_of_slot", torch.tensor([[0, 1], [2, -1]]), "indices from 0 to 4, for 4 rows, got -1"),
+        ("row_of_slot", torch.tensor([[0, 1], [2, 5]]), "indices from 0 to 4, for 4 rows, got 5"),
         ("row_of_slot", torch.tensor([[True, False], [True, False]]), "int64, as Dispatch provides it, got torch.bool"),
         ("row_of_slot", torch.tensor([[0, 1], [2, 3]], dtype=torch.int32), "int64, .* got torch.int32"),
         ("row_of_slot", torch.zeros(2, 2), "int64, .* got torch.float32"),
-        ("slot_of_row", torch.tensor([0, 1, 2, -3]), "places from 0 to 3, among 4 rows, got -3"),
-        ("slot_of_row", torch.tensor([0, 1, 2, 4]), "places from 0 to 3, among 4 rows, got 4"),
+        ("slot_of_row", torch.tensor([0, 1, 2, -3]), "indices from 0 to 3, for 4 rows, got -3"),
+        ("slot_of_row", torch.tensor([0, 1, 2, 4]), "indices from 0 to 3, for 4 rows, got 4"),
         ("slot_of_row", torch.tensor([True] * 4), "int64, .* got torch.bool"),
     ],
 )
