@@ -1,4 +1,4 @@
-"""Autocast: a chain or a router casts its arguments when it is called, and nothing inside it is cast again."""
+"""Autocast: a chain or a router casts its arguments once, when it is called, and runs its ops without autocast."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _NOTHING = nullcontext()
 
 @functools.cache
 def _kind(device: torch.device) -> str:
-    return device.type  # makes a new text every time
+    return device.type  # creates a new string in every call
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """Return the dtype that autocast computes in on a device; None if it is off or does not know the device."""
+    """Return the dtype that autocast uses on a device; None if autocast is off, and for the meta device."""
     kind = device.type if torch.compiler.is_compiling() else _kind(device)
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return None

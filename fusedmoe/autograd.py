@@ -1,13 +1,13 @@
-"""The autograd function that runs a plan: its forward steps, and its backward steps on the values that it kept.
+"""The autograd function that runs a plan: its forward steps, and its backward steps on the saved values.
 
 Under ``create_graph=True`` the backward pass runs unfused and autograd records it, so that the gradients have
-gradients; see `fusedmoe.fusion.differentiable`. It needs all arguments of the chain, also those that the plan does not
-keep:
+gradients; see `fusedmoe.fusion.differentiable`. This backward pass needs all arguments of the chain, including those
+that the plan does not save:
 
-- Trained parameters are known to autograd.
-- Small inputs and frozen parameters are held here.
-- Rows and tensors that were computed for this call (such as a weight that autocast has cast) are only referred to
-  weakly: the caller has to keep them.
+- Autograd's graph has the trained parameters.
+- This module holds small inputs and frozen parameters.
+- For rows, and for tensors computed for this call (such as a weight cast by autocast), it holds weak references. The
+  caller must keep these tensors alive.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
     from fusedmoe.fusion.executable import BoundPlan
 
-    # a tensor or a reference to it; its version; for a view also a reference to its base, its entry in the signature,
-    # and its offset
+    # a tensor or a weak reference to it; its version; for a view also a reference to the base, and the view's entry in
+    # the signature and storage offset
     Held: TypeAlias = tuple[Tensor | ref[Tensor], int, ref[Tensor] | None, tuple[Any, ...] | None, int]
 
 
@@ -69,12 +69,12 @@ class _RunPlan(torch.autograd.Function):
 
 
 def _raise_if_batched(call: BoundPlan, grads: Sequence[Tensor | None], error: Exception) -> None:
-    """Raise an error that names the reason if gradients come in a batch: the error of torch names an operator."""
+    """Raise an error that names the reason if the gradients are a batch: the error of torch names only an operator."""
     if any(g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in grads):
         ops = ", ".join([f"{label}.{type(op).__name__}" for label, op in call.plan.graph.nodes])
         raise InputError(
-            f"{ops}: backward: expected one gradient, got a batch of them (is_grads_batched=True, vectorize=True), "
-            f"which a step cannot compute with; take them one by one (vectorize=False)"
+            f"{ops}: backward: expected one gradient, got a batch of gradients (is_grads_batched=True, "
+            f"vectorize=True), which a step does not support; compute them one by one (vectorize=False)"
         ) from error
 
 
@@ -92,7 +92,7 @@ def _differentiable_gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor |
 
 
 def _versions(call: BoundPlan, arguments: Sequence[Tensor | None]) -> list[int]:
-    """Return the versions of the trained parameters that the plan does not keep."""
+    """Return the versions of the trained parameters that the plan does not save."""
     try:
         return [arguments[i]._version for i in call.trained]  # type: ignore[union-attr]
     except RuntimeError:  # a tensor made in inference mode has no version
@@ -100,7 +100,7 @@ def _versions(call: BoundPlan, arguments: Sequence[Tensor | None]) -> list[int]:
 
 
 def _held(call: BoundPlan, arguments: Sequence[Tensor | None]) -> dict[int, Held] | None:
-    """Return the arguments to hold for second derivatives, by place; None if they cannot be held."""
+    """Return the arguments to hold for second derivatives, by index; None if they cannot be held."""
     held: dict[int, Held] = {}
     try:
         for i, kept_alive in call.held:
@@ -112,7 +112,7 @@ def _held(call: BoundPlan, arguments: Sequence[Tensor | None]) -> dict[int, Held
 
 
 def _held_uncast(call: BoundPlan, arguments: Sequence[Tensor | None]) -> dict[int, Held]:
-    """Return the same for the arguments before autocast has cast them."""
+    """Return the same for the arguments before autocast."""
     held: dict[int, Held] = {}
     kinds = signature(arguments)
     for i, kept_alive in call.held:
@@ -123,15 +123,15 @@ def _held_uncast(call: BoundPlan, arguments: Sequence[Tensor | None]) -> dict[in
 
 
 def _referred(t: Any, kind: tuple[Any, ...] | None) -> Held:
-    """Return a weak reference to a tensor and, if the tensor can be made again as a view, one to its base."""
+    """Return a weak reference to a tensor and, if the tensor can be recreated as a view, to its base."""
     base = t._base
-    if base is None or t._backward_hooks:  # another view would be without the hooks
+    if base is None or t._backward_hooks:  # a recreated view would lack the hooks
         return ref(t), t._version, None, None, 0
     return ref(t), t._version, ref(base), kind, t.storage_offset()
 
 
 def _unsaved(ctx: Any, i: int) -> Tensor | None:
-    """Return an argument that the plan does not keep, with the autograd graph that it was computed by."""
+    """Return an argument that the plan does not save, with its autograd graph."""
     call: BoundPlan = ctx.call
     kind, name = call.tensors[i], call.plan.graph.arguments[i]
     if kind is None or i not in call.unsaved:
@@ -140,26 +140,26 @@ def _unsaved(ctx: Any, i: int) -> Tensor | None:
     held = (getattr(ctx, "held", None) or {}).get(i)
     if hasattr(accumulate, "variable"):  # a parameter, or another leaf
         t = accumulate.variable
-        if not t.is_inference():  # such a leaf has no version
+        if not t.is_inference():  # an inference tensor has no version
             _check_version(name, t, held[1] if held else ctx.versions[call.trained.index(i)])
         return t  # type: ignore[no-any-return]
     t = _again(name, held, accumulate)
-    if t is None and (uncast := getattr(ctx, "uncast", {}).get(i)) is not None:  # the cast one is gone
+    if t is None and (uncast := getattr(ctx, "uncast", {}).get(i)) is not None:  # the cast tensor was freed
         t = _again(name, uncast, accumulate.next_functions[0][0] if accumulate is not None else None)
         if t is not None:
             with torch.enable_grad():
                 t = t.to(kind[2])
     if t is None:
         raise SecondOrderError(
-            f"second derivatives (create_graph=True): {name}, which the call was given, is gone, and the backward pass "
-            f"alone does not need it; keep a reference to it until then. Nobody can between two parts of a Sequential, "
-            f"such as around an op with hooks: remove the hooks"
+            f"second derivatives (create_graph=True): {name}, an argument of the call, was freed, since first "
+            f"derivatives do not need it; keep a reference to it until the backward pass. This is impossible between "
+            f"two parts of a Sequential, such as around an op with hooks: remove the hooks"
         )
     return t  # type: ignore[no-any-return]
 
 
 def _again(name: str, held: Held | None, node: Any) -> Tensor | None:
-    """Return a held tensor as it was in the call; None if it is gone. ``node`` is its autograd node."""
+    """Return a held tensor as it was in the call; None if it was freed. ``node`` is its autograd node."""
     if held is None:
         return None
     reference, version, base, view, offset = held
@@ -180,7 +180,7 @@ def _again(name: str, held: Held | None, node: Any) -> Tensor | None:
 
 def _alive(held: Tensor | ref[Tensor]) -> Tensor | None:
     t: Any = held() if isinstance(held, ref) else held
-    if hasattr(t, "_fix_weakref"):  # autograd may have been its only owner, and may free it
+    if hasattr(t, "_fix_weakref"):  # autograd may have been the only owner of the tensor, and may free it
         t._fix_weakref()
     return t  # type: ignore[no-any-return]
 
@@ -196,7 +196,7 @@ def _check_version(name: str, t: Tensor, version: int) -> None:
 def _only_views(node: Any, base: Tensor) -> bool:
     """Whether only view operators of torch lead from a base to its view.
 
-    A ``torch.autograd.Function`` may also return its input as a view; its gradient is its own.
+    A ``torch.autograd.Function`` may also return a view of its input, but with any gradient.
     """
     end = base.grad_fn
     while node is not None and node is not end and not hasattr(node, "variable"):
@@ -206,16 +206,16 @@ def _only_views(node: Any, base: Tensor) -> bool:
     return node is not None
 
 
-# the part of `Function.apply` after its work for functorch, which takes as long as a kernel launch
+# `Function.apply` without its work for functorch, which takes as long as a kernel launch
 _apply = super(torch.autograd.Function, _RunPlan).apply
 
 
 def run_call(
     call: BoundPlan, arguments: Sequence[Tensor | None], uncast: Sequence[Tensor | None] | None = None
 ) -> tuple[Tensor, ...]:
-    """Run the forward steps of a plan, and let autograd run its backward steps if it has gradients to give.
+    """Run the forward steps of a plan; if gradients are required, autograd records its backward steps.
 
-    ``uncast`` are the arguments before autocast has cast them.
+    ``uncast`` are the arguments before autocast.
     """
     if not call.plan.wanted:
         return call.run([*arguments], *call.runs)[0]  # type: ignore[return-value]

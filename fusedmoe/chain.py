@@ -1,4 +1,4 @@
-"""A chain: the ops between two other modules. It finds the plan for a call, and runs it."""
+"""A chain: consecutive ops that are planned together. It finds the plan of each call, and runs it."""
 
 from __future__ import annotations
 
@@ -37,27 +37,29 @@ if TYPE_CHECKING:
 
 
 class Chain:
-    """Ops in a row, with their labels; planned once for each kind of call.
+    """Consecutive ops, planned once for each kind of call.
 
     Parameters
     ----------
     nodes
         The ops and their labels.
     exports
-        Values that the ops provide and that something after the chain takes.
+        Values that the ops provide for parts after the chain.
     sorted_rows, provided
         As in `Graph`.
 
     Attributes
     ----------
-    inputs, arguments : tuple of str
-        The runtime inputs; the rows, these and the parameters, in the order of a plan's arguments.
+    inputs : tuple of str
+        The runtime inputs.
+    arguments : tuple of str
+        The arguments of a plan, in order: the rows, the runtime inputs and the parameters.
     takers : dict of str to list of str
         Each runtime input, with the ops that take it.
     parameters : list of (Op, str, str)
-        The op of each parameter, its name there, and its name in the chain.
+        For each parameter its op, its name in the op, and its name in the chain.
     name : str
-        The chain's name in a model, for log lines, once it is known.
+        The chain's name in a model, for log lines; empty if it is not known.
     table : PlanTable
         The plans.
     """
@@ -82,7 +84,7 @@ class Chain:
         ]
         self.name = ""
         self.table = PlanTable(self)
-        self._settings: dict[bool, Settings] = {}  # of the last call with gradients, and of the last one without
+        self._settings: dict[bool, Settings] = {}  # of the last calls with gradients (True) and without (False)
 
     def run(
         self,
@@ -91,7 +93,7 @@ class Chain:
         options: KernelOptions = DEFAULT,
         parameters: Parameters | None = None,
     ) -> Tensor:
-        """Return the chain's rows for these rows and runtime inputs by name, and add the exports to the latter."""
+        """Return the output rows for these rows and named runtime inputs, and add the exports to ``named``."""
         if _get_tracing_state() is not None:
             raise inside_jit_trace(f"{self.nodes[0].label}.{type(self.nodes[0].op).__name__}")
         arguments = self.arguments_of(x, named, parameters)
@@ -122,7 +124,7 @@ class Chain:
         options: KernelOptions = DEFAULT,
         parameters: Parameters | None = None,
     ) -> PlanData:
-        """Return the plan for this call, as data: on the device of the rows, or on the target."""
+        """Return the plan for this call as data, for the target if it is set, else for the device of the rows."""
         arguments = self.arguments_of(x, named, parameters)
         if target.current() is not None:
             return self._explain_for_target(x, arguments, options)
@@ -133,7 +135,7 @@ class Chain:
         return describe(plan, dict(zip(plan.graph.arguments, arguments, strict=True)))
 
     def _explain_for_target(self, x: Tensor, arguments: Sequence[Tensor | None], options: KernelOptions) -> PlanData:
-        """Return a plan for the target, made from shapes and dtypes alone; the table does not keep it."""
+        """Return a plan for the target, made from shapes and dtypes alone and not kept in the table."""
         check_rows(x, self.nodes[0])
         now, asked = settings.current(), target.current()
         assert asked is not None
@@ -149,7 +151,7 @@ class Chain:
         return replace(data, given_dtype=given if asked.dtype else "")
 
     def _without_memory(self, arguments: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-        """Return tensors like the results, in the mode for tensors without memory that is active; nothing runs."""
+        """Return tensors like the results, without running a step, in the active mode for tensors without memory."""
         x = arguments[0]
         assert x is not None
         check_rows(x, self.nodes[0])
@@ -166,19 +168,19 @@ class Chain:
     def arguments_of(
         self, x: Tensor, named: Mapping[str, Tensor], parameters: Parameters | None
     ) -> list[Tensor | None]:
-        """Return rows, runtime inputs and parameters as they are now."""
+        """Return the rows, the runtime inputs and the current parameters."""
         own = [op._parameters[name] if name in op._parameters else getattr(op, name) for op, name, _ in self.parameters]
         if parameters:
             own = [parameters.get(key) if t is None else t for t, (_, _, key) in zip(own, self.parameters, strict=True)]
         return [x, *[named[name] for name in self.inputs], *own]
 
     def _settings_of_call(self) -> Settings:
-        """Return the settings of the call: those in force, except where a backward pass computes a call again.
+        """Return the settings of the call: the current ones, except when a backward pass recomputes a call.
 
-        The backward pass may run after the ``with`` block of the call has ended. On a GPU it runs in another thread,
-        where no such block is in force. So the settings are those of the call before, changed by the blocks that the
-        recomputed function itself opens. The call before is the last one that had gradients, or the last one without,
-        as the first run of that function.
+        A recomputation may run after the ``with`` block of the original call has ended. On a GPU it runs in another
+        thread, where that block is not in force. So it uses the settings of the original call, changed by the blocks
+        that the recomputed function itself opens. The original call is the last call of the chain with gradients, or
+        without gradients if the recomputed function first ran without them.
         """
         now, within = settings.current(), backward_pass()
         grad = torch.is_grad_enabled()
@@ -190,7 +192,7 @@ class Chain:
         before = self._settings.get(grad and first_had_gradients)
         if before is not None:
             now = replace(before, **now.within(within))
-            if grad and not first_had_gradients:  # the first call of what is checkpointed within it
+            if grad and not first_had_gradients:  # also the original call of a checkpoint nested in this one
                 self._settings[True] = now
         return now
 
@@ -231,13 +233,13 @@ class Chain:
         graph = Graph(nodes, self.exports, self.inputs, self.sorted_rows, self.provided)
         if more := graph.inputs[len(self.inputs) :]:
             raise InputError(
-                f"{must} insert ops that take what the chain has, got one that takes {', '.join(map(repr, more))}"
+                f"{must} insert only ops that take values of the chain, got one that takes {', '.join(map(repr, more))}"
             )
         return graph
 
 
 def _context(now: Settings, options: KernelOptions) -> tuple[Any, ...]:
-    """Return the fields of a `CallContext`. A steady call compares them; to make one takes the host 0.3 us more."""
+    """Return the fields of a `CallContext`. A steady call only compares them: making one takes the host 0.3 us more."""
     return (
         now,
         options,

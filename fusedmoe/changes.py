@@ -1,6 +1,6 @@
-"""A count of changes that may call for another plan: to attributes of ops, and to the set of rules.
+"""A count of changes that may require a new plan: to attributes of ops, and to the set of rules.
 
-While the count stays the same, a chain need not compare them.
+While the count is unchanged, a chain compares neither attributes nor rules.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ class Checked:
     _checks : dict of str to Check
         The check of each setting, by attribute name.
     _fixed : tuple of str
-        Settings that cannot be changed, since other attributes are derived from them.
+        The settings that cannot be changed, since other attributes are derived from them.
     """
 
     _checks: ClassVar[Mapping[str, Check]] = {}

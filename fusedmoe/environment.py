@@ -1,4 +1,4 @@
-"""Environment variables: those that are read at every call, and a check for unknown names and values."""
+"""Environment variables: reading them, and warnings about unknown names and values."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _FLAGS = {
 
 
 def reader(*names: str) -> Callable[[], tuple[object, ...]]:
-    """Return a function that returns a value for each variable, which differs if the variable does.
+    """Return a function that returns one value per variable; the value changes whenever the variable does.
 
     For a variable that is not set, ``os.environ.get`` takes a microsecond, since it raises and catches two exceptions.
-    The mapping of encoded texts inside it takes a twentieth of that.
+    The mapping of encoded strings inside ``os.environ`` takes a twentieth of that.
     """
     texts = getattr(os.environ, "_data", None)
     if not isinstance(texts, dict):  # another implementation of Python
@@ -40,7 +40,7 @@ def reader(*names: str) -> Callable[[], tuple[object, ...]]:
 
 
 environment_state = reader("FUSEDMOE_DISABLE", "FUSEDMOE_DEBUG")
-"""Returns a value that differs if the result of a function below may differ."""
+"""Returns a value that changes whenever the result of `disabled_by_environment` or `debugging` may change."""
 
 
 def disabled_by_environment() -> str:
@@ -49,16 +49,16 @@ def disabled_by_environment() -> str:
 
 
 def debugging() -> bool:
-    """Whether the checks of inputs run that wait for the device."""
+    """Whether to run the checks of inputs that wait for the device."""
     text = os.environ.get("FUSEDMOE_DEBUG", "")
     flag = _FLAGS.get(text.strip().lower())
     if flag is None:
-        say_once(logger, logging.WARNING, "FUSEDMOE_DEBUG=%s: expected 1 or 0; it counts as 0", text)
+        say_once(logger, logging.WARNING, "FUSEDMOE_DEBUG=%s: expected 1 or 0; treated as 0", text)
     return bool(flag)
 
 
 def configure_logging(value: str | None = None) -> None:
-    """Set up logging as ``FUSEDMOE_LOG`` says; a value that is unset or empty changes nothing.
+    """Configure logging by ``FUSEDMOE_LOG``; an unset or empty value changes nothing.
 
     ``fusion`` logs plans and fallbacks, ``fusion:debug`` also every rule that was tried. Commas separate several
     values. An unknown value is ignored with a WARNING.
@@ -67,7 +67,7 @@ def configure_logging(value: str | None = None) -> None:
     for area in filter(None, (part.strip() for part in value.split(","))):
         name, _, level = area.partition(":")
         if name != "fusion" or level not in ("", "info", "debug"):
-            message = "FUSEDMOE_LOG: expected 'fusion' or 'fusion:debug', got %r; it is passed over%s"
+            message = "FUSEDMOE_LOG: expected 'fusion' or 'fusion:debug', got %r, which is ignored%s"
             say_once(logger, logging.WARNING, message, area, did_you_mean(area, ("fusion", "fusion:debug")))
             continue
         of_engine = logging.getLogger("fusedmoe.fusion")
@@ -81,7 +81,7 @@ def configure_logging(value: str | None = None) -> None:
 
 
 def check() -> None:
-    """Warn about variables without an effect: unknown names that begin with FUSEDMOE_, and unknown values."""
+    """Warn about unknown variables that begin with FUSEDMOE_, and about unknown values."""
     for name in sorted(os.environ):
         if name.startswith("FUSEDMOE_") and name not in VARIABLES:
             hint = did_you_mean(name, VARIABLES, 0.8)  # they share a prefix
@@ -89,7 +89,7 @@ def check() -> None:
     debugging()
     folder = os.environ.get("FUSEDMOE_CACHE_DIR", "")
     if _FLAGS.get(folder.strip().lower(), True) is False and folder not in ("", "0"):
-        message = "FUSEDMOE_CACHE_DIR=%s: is taken for the name of a directory; did you mean 0, which switches it off?"
+        message = "FUSEDMOE_CACHE_DIR=%s: used as a directory name; did you mean 0, which disables the cache?"
         say_once(logger, logging.WARNING, message, folder)
 
 

@@ -26,8 +26,8 @@ def has_values(t: Tensor) -> bool:
 def counts_flops() -> bool:
     """Whether a ``torch.utils.flop_counter.FlopCounterMode`` is active; adds `FLOP_FORMULAS` to the active counters.
 
-    The formulas are not registered with torch: its module is slow to import with Triton, and a counter copies the
-    registered formulas when it is created.
+    The formulas are not registered with torch: its ``flop_counter`` module is slow to import with Triton, and a counter
+    copies the registered formulas when it is created.
     """
     found = False
     for mode in _get_current_dispatch_mode_stack():

@@ -191,7 +191,7 @@ def _parts(model: nn.Module, tokens: int) -> Iterator[tuple[str, nn.Module, _Out
 
 
 def _name(module: nn.Module, name: str) -> None:
-    """Tell a `Sequential`, or that of an `MoE`, its name in the model, for log lines."""
+    """Set the name of a `Sequential`, or of an `MoE`'s experts, in the model, for log lines."""
     if isinstance(module, MoE):
         module.experts._is_called(f"{name}.experts".lstrip("."))
     elif isinstance(module, Sequential):
@@ -220,7 +220,7 @@ _explainers: list[Explainer] = []
 
 
 def register_explainer(explainer: Explainer) -> Explainer:
-    """Have `explain` call this function with each module and the number of tokens; it returns the plans, or None.
+    """Register a function of a module and a number of tokens that returns the plans, or None for other modules.
 
     An integration registers one when it is imported, if its modules cannot have a method ``explain_rows``.
     """
@@ -235,10 +235,10 @@ def _explained_sequential(module: Sequential, tokens: int, top_k: int = 2, *, tr
     if not ops:
         return None
     if not layers:
-        return _Outcome(None, "no linear layer to tell the width of its rows: call its own explain()")
+        return _Outcome(None, "no linear layer determines the width of its rows: call its own explain()")
     weight: Tensor | None = layers[0].weight
     if weight is None:
-        return _Outcome(None, "its parameters come with each call: call its own explain_with()")
+        return _Outcome(None, "its parameters are arguments of each call: call its own explain_with()")
     groups = [op.num_groups for op in ops if isinstance(op, GroupedLinear)]
     experts = groups[0] if groups else 1
     slots = torch.arange(tokens * min(top_k, experts), device=weight.device).view(tokens, -1) % experts

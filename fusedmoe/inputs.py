@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from fusedmoe.ops.op import Node, Op
 
     Parameters: TypeAlias = Mapping[str, Tensor | None]
-    """Parameters by label and name, ``"1.weight"``, for ops that have none."""
+    """Parameters by label and name, ``"1.weight"``, for ops that have none of their own."""
 
 
 def not_a_tensor(who: str, name: str, got: object) -> InputError:
-    """Return the error for an argument that is no tensor; ``who`` was called."""
+    """Return the error for an argument of ``who`` that is no tensor."""
     return InputError(f"{who}: {name}: expected a tensor, got {type(got).__name__}")
 
 
@@ -53,9 +53,9 @@ def check_names(
     wanted
         Each runtime input, with the ops that take it.
     given
-        The names that came by keyword.
+        The names of the keyword arguments.
     provided
-        Values that an op provides, with its label. The caller must not give them too.
+        Values that ops provide, each with the op's label. The caller must not give them.
     """
     for name in given:
         if name not in wanted:
@@ -69,9 +69,9 @@ def check_names(
 
 
 def check_parameters(takers: Mapping[str, tuple[Op, str]], given: Parameters) -> None:
-    """Raise unless an op takes each given parameter and has none itself.
+    """Raise unless each given parameter is taken by an op that has none of its own.
 
-    ``takers`` has the op and its name of each parameter.
+    ``takers`` has, for each parameter, its op and its name in the op.
     """
     if type(given) is not dict and not isinstance(given, Mapping):
         raise InputError(f"Sequential: parameters: expected a dict of names to tensors, got {type(given).__name__}")
@@ -93,7 +93,7 @@ def check_parameters(takers: Mapping[str, tuple[Op, str]], given: Parameters) ->
 
 
 def check_rows(x: Tensor, first: Node) -> None:
-    """Raise if the rows for the first op are a scalar."""
+    """Raise if the rows ``x`` are a scalar."""
     if not x.dim():
         raise InputError(f"{first.label}.{type(first.op).__name__}: x: expected rows, got a scalar")
 
@@ -101,7 +101,7 @@ def check_rows(x: Tensor, first: Node) -> None:
 def check_devices(
     names: Sequence[str], arguments: Sequence[Tensor | None], takers: Mapping[str, Sequence[str]]
 ) -> None:
-    """Raise unless every argument of a chain is on the device of the rows, the first of them."""
+    """Raise unless every argument of a chain is on the device of the rows, its first argument."""
     rows = arguments[0]
     assert rows is not None
     for name, argument in zip(names, arguments, strict=True):
@@ -111,11 +111,11 @@ def check_devices(
 
 
 def why_sharded(parameters: Sequence[tuple[Op, str, str]], given: Sequence[Tensor | None]) -> str | None:
-    """Return the message for the first grouped op whose parameter is a DTensor; None if there is none.
+    """Return the message for the first parameter of a grouped op that is a DTensor; None if none is.
 
-    ``parameters`` has the op, its name and the chain's name of each given parameter.
+    ``parameters`` has, for each given parameter, its op, its name in the op, and its name in the chain.
     """
-    distributed = sys.modules.get("torch.distributed.tensor")  # loaded wherever there is a DTensor
+    distributed = sys.modules.get("torch.distributed.tensor")  # loaded if any DTensor exists
     if distributed is None:
         return None
     for (op, name, key), parameter in zip(parameters, given, strict=True):

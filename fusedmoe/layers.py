@@ -22,7 +22,7 @@ def keep_in_bf16(model: nn.Module, first: int = 0, last: int = 0) -> list[str]:
     Returns
     -------
     list of str
-        The names of these layers.
+        The names of the first and last layers.
     """
     layers: list[str] = []
     for name, module in MODULE("keep_in_bf16: model", model).named_modules():

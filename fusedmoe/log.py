@@ -10,7 +10,7 @@ _said: set[tuple[object, ...]] = set()
 def say_once(
     logger: logging.Logger, level: int, message: str, *values: object, key: tuple[object, ...] | None = None
 ) -> None:
-    """Log a message unless this process logged the same message, or one with the same key, before."""
+    """Log a message unless this process has logged it before with the same values or, if given, the same ``key``."""
     said = (logger.name, message, *(map(str, values) if key is None else key))
     if said not in _said and logger.isEnabledFor(level):
         _said.add(said)
@@ -18,5 +18,5 @@ def say_once(
 
 
 def forget_said() -> None:
-    """Let every message be logged again."""
+    """Allow every message to be logged again."""
     _said.clear()

@@ -52,8 +52,8 @@ class GroupedLoRA(Sequential):
     -----
     Called like the layer: with rows (R, K) and ``splits=``. It is a `Sequential` of ``lora_A``, ``base_layer`` and
     ``lora_B``. The layer keeps its fused kernels, except fusion with the activation after it, since the update comes
-    between the two. Its weight gradient is computed only if it requires one. A recipe quantizes only the layer, not A,
-    B and the rows that they are multiplied by.
+    between the two. Its weight gradient is computed only if the weight requires one. A recipe quantizes only the layer,
+    not A, B and the rows that they are multiplied by.
 
     ``state_dict`` has ``base_layer.weight``, ``base_layer.bias``, ``lora_A.weight`` and ``lora_B.weight``. A checkpoint
     of the bare layer loads with ``strict=False``, since it has no A and B.
@@ -116,7 +116,7 @@ class GroupedLoRA(Sequential):
         return layer.train(self.training)
 
     def __getitem__(self, idx: int | slice) -> Any:
-        if isinstance(idx, slice):  # a slice is no GroupedLoRA
+        if isinstance(idx, slice):  # the constructor of a GroupedLoRA takes no modules
             return Sequential(OrderedDict([*self._modules.items()]))[idx]
         return super().__getitem__(idx)
 

@@ -24,8 +24,8 @@ def transformers_load_balancing_loss(
     probability. Both are means over the tokens of all layers together. The loss is K for an even load.
 
     For one layer whose router has ``score="softmax"``, this is K times `MoEStats.load_balancing_loss`. For several
-    layers it is K times neither the sum nor the mean of their losses, since an imbalance in one layer may offset that
-    in another.
+    layers it is not K times the sum or the mean of their losses, since an imbalance in one layer may offset that in
+    another.
 
     Parameters
     ----------
@@ -35,13 +35,13 @@ def transformers_load_balancing_loss(
     top_k
         K.
     attention_mask
-        Any shape with T elements: 1 for a token that counts, 0 for padding. None counts every token.
+        Any shape with T elements: 1 for a token, 0 for padding. None counts every token.
 
     Returns
     -------
     Tensor
-        0-d, fp32 (fp64 for fp64 logits), on the device of the first layer. Gradients flow through p. It is zero if no
-        token counts.
+        0-d, fp32 (fp64 for fp64 logits), on the device of the first layer. Gradients flow through p. The loss is zero
+        if all tokens are padding.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""How a call runs: eagerly, in a graph that `torch.compile` traces, or in a program that `torch.export` records."""
+"""The modes of a call: eager, in a graph that `torch.compile` traces, or in a program that `torch.export` records."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def run(
     parameters: Parameters | None = None,
     provides: tuple[str, ...] = (),
 ) -> Any:
-    """Run a module on rows and runtime inputs by name; return its rows, and with them the values that it provides.
+    """Run a module on rows and named runtime inputs; return its rows, or a tuple of these and the provided values.
 
-    Each mode returns the whole result: a caller that added to it would be traced again after a graph break, with a
+    Each mode returns the whole result. After a graph break, Dynamo would trace a caller that extends the result, with a
     non-leaf tensor as an input.
     """
     if torch.compiler.is_compiling():
@@ -33,7 +33,7 @@ def run(
             from fusedmoe import torch_compile  # imported here since it imports Dynamo, which takes 7 s
 
             return torch_compile.run(root, x, inputs, parameters, provides)
-        from fusedmoe import torch_export  # beside torch_compile: few programs need it
+        from fusedmoe import torch_export  # imported here since few programs need it
 
         return torch_export.run(root, x, inputs, parameters, provides)
     partition = partition_for(root, inputs)
@@ -47,7 +47,7 @@ def run(
 @constant_in_graphs
 def _parts_for_compiler(root: Op | Sequential, *around: Any) -> Any:
     """Return the parts of a module for `fusedmoe.torch_compile`. Dynamo guards on ``around``."""
-    from fusedmoe import torch_compile  # imported here since it imports Dynamo; it is loaded by now
+    from fusedmoe import torch_compile  # imported here since it imports Dynamo, which is loaded by now
 
     return torch_compile.parts_for_compiler(root, around[-1])
 

@@ -85,7 +85,7 @@ class Routing(NamedTuple):
 
 
 class MoEStats(NamedTuple):
-    """Losses and load of a call, as tensors on the device. None is read on the host or stored on the module.
+    """Losses and load of a call, as tensors on the device. They are not read on the host or stored on the module.
 
     Attributes
     ----------
@@ -132,7 +132,7 @@ class Router(Checked, nn.Module):
         Whether the logits have a bias.
     balance_bias
         Whether a correction is added to the scores for the choice of experts, but not to the weights; see
-        `update_bias`. None stands for True with "sigmoid" and False otherwise.
+        `update_bias`. None means True with "sigmoid" and False otherwise.
     num_groups, top_groups
         Choose only experts of the ``top_groups`` best of ``num_groups`` groups of neighbouring experts. The score of a
         group is the sum of its two best corrected scores with "sigmoid" (DeepSeek-V3), its best score otherwise
@@ -347,11 +347,11 @@ class MoE(Checked, nn.Module):
     shared_gate
         Multiply the shared expert's output by ``sigmoid(x @ gate.T)``, one gate per token (Qwen2-MoE).
     score, renormalize, scale, router_bias, balance_bias, num_groups, top_groups
-        As of `Router`; ``router_bias`` is its ``bias``.
+        As for `Router`; ``router_bias`` is its ``bias``.
     device, dtype
         Device and dtype of the parameters.
     sm_margin, schedule
-        As of `Sequential`, for the experts and the shared expert. They can also be set as attributes.
+        As for `Sequential`; they apply to the experts and the shared expert. They can also be set as attributes.
     expert_parallel
         Not supported yet: any value except None raises. All weights of the layer are on one rank.
 
@@ -419,8 +419,8 @@ class MoE(Checked, nn.Module):
             dtype=dtype,
         )
         wide = 2 if isinstance(_activation(activation), GLU) else 1
-        # The routing weight is applied with the activation, in one epilogue, so that its gradient needs no saved output
-        # of the experts. A bias of `down` comes after that, so `combine` must apply the weight instead.
+        # `scale` applies the routing weight in the epilogue of the activation, so that its gradient needs no saved
+        # output of the experts. A bias of `down` would be added after that, so `combine` must apply the weight instead.
         ops: dict[str, Op | None] = {
             "dispatch": Dispatch(num_experts),
             "gate_up": GroupedLinear(num_experts, hidden, wide * intermediate, bias=bias, device=device, dtype=dtype),
@@ -443,7 +443,7 @@ class MoE(Checked, nn.Module):
         if shared_gate:
             if self.shared is None:
                 raise InputError("MoE: shared_gate: expected with shared_intermediate, which is None")
-            # like a router, a gate is never quantized
+            # like the router, the gate is never quantized
             self.shared_gate = Linear(hidden, 1, bias=False, device=device, dtype=dtype, recipe="bf16")
         self._set_options(sm_margin, schedule)
 
@@ -498,7 +498,7 @@ class MoE(Checked, nn.Module):
             if self.shared_gate is not None:
                 shared = torch.sigmoid(self.shared_gate(tokens)) * shared
             y = y + shared
-        if x.dim() != 2:  # with a needless view FSDP2 warns of in-place ops on it
+        if x.dim() != 2:  # with a needless view, FSDP2 warns about in-place ops on it
             y = y.view(*x.shape[:-1], y.shape[-1])
         return (y, self.router.stats(routing)) if return_stats else y
 
@@ -506,18 +506,18 @@ class MoE(Checked, nn.Module):
         __call__ = forward
 
     def check_biases(self) -> None:
-        """Raise if ``experts.down`` was given a bias, which the routing weight applied before it would not scale."""
+        """Raise if ``experts.down`` was given a bias: the routing weight, applied before, would not scale it."""
         down = getattr(self.experts, "down", None)
         if isinstance(getattr(down, "bias", None), Tensor) and hasattr(self.experts, "scale"):
             raise InputError(
                 "MoE: experts.down: expected no bias, since the routing weight is applied before it and would not "
-                "scale it, got one: construct the layer with bias=True"
+                "scale it, got a bias: construct the layer with bias=True"
             )
 
     def explain(self, x: Tensor, arch: int | str | None = None) -> Explanation:
         """Return the plan of the experts' chain for this input; ``print`` it for a table. The router runs.
 
-        ``arch`` is as of `Sequential.explain`: 90 plans for an sm_90 GPU.
+        ``arch`` is as for `Sequential.explain`: 90 plans for an sm_90 GPU.
         """
         self.check_biases()
         tokens, routing = self._route(x)
@@ -537,7 +537,7 @@ class MoE(Checked, nn.Module):
 
 
 def _activation(activation: object) -> Op:
-    """Return a new op for a name, or the given op, which the experts and the shared expert then share."""
+    """Return a new op for a name; a given op is returned itself, and the experts and the shared expert share it."""
     if isinstance(activation, Op):
         return activation
     if not isinstance(activation, str) or activation not in ACTIVATIONS:

@@ -1,6 +1,7 @@
-"""The partition of a `Sequential`: chains of ops and single modules, with the runtime inputs that these take.
+"""The partition of a `Sequential` into chains of ops and single modules, with the runtime inputs that they take.
 
-An op that is called alone has a partition of one chain.
+An op that is called alone has a partition of one chain. ``splits`` *counts* a set of rows if its entries are their
+numbers per expert.
 """
 
 from __future__ import annotations
@@ -37,20 +38,20 @@ logger = logging.getLogger("fusedmoe.sequential")
 
 @dataclass(frozen=True)
 class Member:
-    """A module of a Sequential after nested ones were opened: its label, itself, and whether it joins a chain."""
+    """A module of a Sequential, after nested Sequentials were replaced by their modules."""
 
     label: str
     module: nn.Module
-    joins: bool
+    joins: bool  # whether it is part of a chain
 
 
 @dataclass(frozen=True)
 class ChainPart:
-    """Ops in a row, planned together."""
+    """Consecutive ops that are planned together."""
 
-    chain: Chain  # the ops, with the sets of rows that are sorted by expert for other parts
-    apart: Chain | None  # the ops for rows that ``splits`` no longer counts; None if that makes no difference
-    sorts_rows: bool  # ``splits`` counts the rows that come out, whatever came in
+    chain: Chain  # the chain for input rows that ``splits`` counts
+    apart: Chain | None  # the chain for input rows that ``splits`` no longer counts; None if it is the same
+    sorts_rows: bool  # whether ``splits`` counts the output rows, for any input rows
 
     @property
     def title(self) -> str:
@@ -59,19 +60,19 @@ class ChainPart:
         return f"chain {first}" if first == last else f"chain {first} to {last}"
 
     def chain_for(self, counted: bool) -> Chain:
-        """Return the chain for rows that ``splits`` counts, or does not count."""
+        """Return the chain for rows; ``counted``: ``splits`` counts them."""
         return self.chain if counted or self.apart is None else self.apart
 
     def run(
         self, x: Tensor, named: dict[str, Tensor], options: KernelOptions, parameters: Parameters | None, counted: bool
     ) -> tuple[Tensor, bool]:
-        """Run it; return its rows, and whether ``splits`` counts them."""
+        """Run the chain; return the output rows, and whether ``splits`` counts them."""
         return self.chain_for(counted).run(x, named, options, parameters), counted or self.sorts_rows
 
 
 @dataclass(frozen=True)
 class ModulePart:
-    """A module that is called as such."""
+    """A module that is called as a module."""
 
     label: str
     module: nn.Module
@@ -79,9 +80,9 @@ class ModulePart:
 
     @property
     def title(self) -> str:
-        """The part's name in ``explain()``, with the reason why it is no chain."""
+        """The part's name in ``explain()``, with the reason why the module is in no chain."""
         why = (
-            "called as a module, for its hooks"
+            "called as a module because of its hooks"
             if self.call.takes or isinstance(self.module, Op)
             else "not an op: splits the chain"
         )
@@ -90,12 +91,12 @@ class ModulePart:
     def run(
         self, x: Tensor, named: dict[str, Tensor], options: KernelOptions, parameters: Parameters | None, counted: bool
     ) -> tuple[Tensor, bool]:
-        """Call it as `call_module` does. If it has options, its own hold.
+        """Call the module with `call_module`; return as `ChainPart.run`. A `Sequential` uses its own options.
 
         Raises
         ------
         InputError
-            It returned no tensor, and an op comes after it.
+            The module returned no tensor, and an op comes after it.
         """
         y, counted = call_module(self.module, x, named, self.call, counted)
         if wrong := why_no_rows(y, self.call):
@@ -105,18 +106,18 @@ class ModulePart:
 
 @contextmanager
 def buffers_kept(parts: Sequence[ChainPart | ModulePart]) -> Iterator[None]:
-    """Restore the buffers of modules after calls inside; ``explain()`` calls some modules."""
+    """Restore the buffers of modules after the block, in which ``explain()`` calls modules."""
     modules = [part.module for part in parts if isinstance(part, ModulePart)]
     buffers = [(b, b.clone()) for m in modules for b in m.buffers() if not b.is_inference()]
     try:
         yield
     finally:
         for buffer, before in buffers:
-            buffer.data.copy_(before)  # autograd does not notice
+            buffer.data.copy_(before)  # without a new version for autograd
 
 
 def partition_for(root: Op | Sequential, given: Collection[str] = ()) -> Partition:
-    """Return the partition of a module for a call with these runtime inputs. It is remembered while it holds."""
+    """Return the partition of a module for a call with these runtime inputs. It is cached while it is valid."""
     state = root._of_process
     partition: Partition | None = state.partition
     if partition is None or not partition.holds():
@@ -138,7 +139,7 @@ class Partition:
     root
         A `Sequential`, or an op that is called alone.
     sorted_rows
-        The caller gives ``splits`` although no op has to have them; see `may_be_sorted`.
+        The caller gives ``splits`` although no op requires them; see `may_be_sorted`.
 
     Attributes
     ----------
@@ -147,13 +148,13 @@ class Partition:
     run : callable
         Runs the parts on rows, values by name, options and parameters by name; returns the rows of the last part.
     wanted : dict
-        Each runtime input that the caller gives, with the ops that take it.
+        Each runtime input that the caller must give, with the ops that take it.
     provided : dict
-        Each value that an op provides, with its label.
+        Each value that an op provides, with the op's label.
     changes_rows : bool
-        Whether a module says that its rows out are not its rows in.
+        Whether a module declares that its output has other rows than its input.
     may_be_sorted : bool
-        Whether no op has to have ``splits``, but one takes them if they are given.
+        Whether no op requires ``splits``, but one accepts them.
     """
 
     def __init__(self, root: Op | Sequential, sorted_rows: bool = False) -> None:
@@ -178,7 +179,7 @@ class Partition:
             accepts_splits(m.module, m.joins) for m, row in zip(members, rows, strict=False) if row == (0, None)
         )
         ends = [*accumulate(map(len, groups), initial=0)]
-        around = [rows[start : end + 1] for start, end in pairwise(ends)]  # the rows in, between and out of each group
+        around = [rows[start : end + 1] for start, end in pairwise(ends)]  # the rows before, in and after each group
         shared = [_shared_rows(group, among) for group, among in zip(groups, around, strict=True)]
         self.wanted: dict[str, list[str]] = {"splits": [sorted_by]} if sorted_rows else {}
         self.provided: dict[str, str] = {}
@@ -209,7 +210,7 @@ class Partition:
         self.run: Callable[..., Tensor] = partial(_run_parts, self.parts) if whole is None else whole.run
 
     def _members(self, parent: Sequential, prefix: str) -> list[Member]:
-        """Return every module in order, and note the state that `holds` compares."""
+        """Return every module in order, and store the state that `holds` compares."""
         self._children.append((parent, [*parent._modules.items()]))
         members = []
         for name, module in parent._modules.items():
@@ -237,7 +238,7 @@ class Partition:
         return _has_any_global_hook() is self._any_global_hook
 
     def name(self, name: str) -> None:
-        """Let log lines and errors call the chains and their ops by the name of the Sequential in a model."""
+        """Set the name of the Sequential in a model, which log lines and errors put before the labels of ops."""
         for part in self.parts:
             if isinstance(part, ChainPart) and not isinstance(self._root, Op):
                 part.chain.name = f"{name}, {part.title}" if name else ""
@@ -245,8 +246,8 @@ class Partition:
                     op._of_process.place = f"{name}.{label}".lstrip(".")
 
     def warn_of_options(self) -> None:
-        """Warn of nested Sequentials whose options differ: those of the outermost one hold."""
-        message = "nested Sequential %r: %s holds only where it is called by itself; set it on the outer one"
+        """Warn of nested Sequentials whose options differ: those of the outermost Sequential apply."""
+        message = "nested Sequential %r: %s applies only when it is called by itself; set it on the outer Sequential"
         for label, module in self._opened:
             if module._options not in (DEFAULT, self._root._options):
                 say_once(logger, logging.WARNING, message, label, ", ".join(module._options.changed()))
@@ -257,18 +258,18 @@ class Partition:
         return repr(self._root) if isinstance(self._root, Op) else "Sequential"
 
     def check_inputs(self, x: Tensor, inputs: dict[str, Tensor]) -> None:
-        """Check that the caller gives tensors, and exactly those that are wanted."""
+        """Check that the caller gives exactly the runtime inputs that are wanted, as tensors."""
         if not isinstance(x, Tensor):
             raise not_a_tensor(self.who, "x", x)
         if inputs.keys() != self._names or False in [isinstance(t, Tensor) for t in inputs.values()]:
             check_inputs(self.who, self.wanted, inputs, self.provided)
 
     def check_names(self, given: Sequence[str]) -> None:
-        """Check that the caller gives exactly those runtime inputs that are wanted."""
+        """Check that the caller gives exactly the runtime inputs that are wanted."""
         check_names(self.who, self.wanted, given, self.provided)
 
     def check_parameters(self, given: Parameters) -> None:
-        """Check that an op takes each parameter that comes with a call, and has none itself."""
+        """Check that each parameter given with a call is taken by an op that has none of its own."""
         check_parameters(self._parameters, given)
 
 
@@ -286,10 +287,7 @@ def _run_parts(
 
 
 def _shared_rows(group: Sequence[Member], among: Sequence[Boundary]) -> dict[int, str]:
-    """Return the sets of rows in a part that are sorted by expert for an op of another part, each with that op.
-
-    The sets are numbered from 0.
-    """
+    """Return the sets of rows in a part that only ops of other parts sort by expert, by number from 0, with that op."""
     own = first_takers_of_offsets(_nodes(group)) if group[0].joins else {}
     found: dict[int, str | None] = {}
     for boundary in among:
@@ -308,16 +306,17 @@ def _gives_rows(member: Member, after: Member) -> str:
 def _chain_part(
     nodes: Sequence[Node], exports: Sequence[str], shared: Mapping[int, str], before: Sequence[str], first: bool
 ) -> ChainPart:
-    """Return the part of these ops. Only a module before it can have changed the number of rows that go in."""
+    """Return the part of these ops."""
     chain = Chain(nodes, exports, shared, before)
     lost = {rows: taker for rows, taker in shared.items() if rows}
+    # only a module before the part can have changed the number of its input rows
     apart = None if first or 0 not in shared else Chain(nodes, exports, lost, before)
     sorts_rows = any(node.op.changes_rows for node in nodes) or bool(first_takers_of_offsets(nodes))
     return ChainPart(chain, apart, sorts_rows)
 
 
 def _hooked(module: nn.Module) -> bool:
-    """Whether a call of the module does more than its class's ``forward``. Every call asks it of every module."""
+    """Whether a call of the module does more than its class's ``forward``. Every call checks every module: be fast."""
     own = module.__dict__
     return bool(
         own["_forward_hooks"]
@@ -329,7 +328,7 @@ def _hooked(module: nn.Module) -> bool:
 
 
 def _without_parameters(module: nn.Module) -> bool:
-    """Whether an op within gets its parameters from `Sequential.forward_with`: it cannot be called as a module."""
+    """Whether `Sequential.forward_with` passes the parameters of an op in the module, which then cannot be called."""
     return any(
         isinstance(m, Op) and m.parameter_names and all(getattr(m, name, None) is None for name in m.parameter_names)
         for m in module.modules()
@@ -337,7 +336,7 @@ def _without_parameters(module: nn.Module) -> bool:
 
 
 def _placed(members: Sequence[Member]) -> list[Member]:
-    """Let each op take its open settings from the ops that follow it."""
+    """Return the members with each op replaced by its `Op.placed`."""
     following = [m.module for m in members if isinstance(m.module, Op)]
     placed = []
     for member in members:
@@ -347,7 +346,7 @@ def _placed(members: Sequence[Member]) -> list[Member]:
             module = module.placed(following)
         placed.append(Member(member.label, module, member.joins))
     if all_ops := _nodes(placed):
-        Graph(all_ops)  # refuses a weight that is applied twice, even if a module stands between
+        Graph(all_ops)  # raises if a weight is applied twice, also by two ops with a module in between
     return placed
 
 

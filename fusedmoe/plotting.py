@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
     Loads: TypeAlias = "Tensor | MoEStats | Sequence[Loads]"  # a list or tuple
 
-COLUMNS = 200  # most columns of a plot over steps; if the steps are more, a column is the mean of several
+COLUMNS = 200  # the most columns of a plot over steps; with more steps, a column shows the sum of several
 
 
 def plot_expert_load(loads: Loads, *, axes: Axes | None = None) -> Figure:
     """Plot the load of experts relative to a balanced share: ``E * load[e] / sum(load)``.
 
     A balanced expert is white, one with few rows blue, and one with twice its share or more red. The loads of one step
-    are plotted with one row per layer. Those of several steps are plotted with one column per step, and the experts of
-    all layers below each other.
+    are plotted with one row per layer. Those of several steps are plotted with one column per step, or per several
+    steps, and the experts of all layers below each other.
 
     Parameters
     ----------
@@ -79,7 +79,7 @@ def plot_expert_load(loads: Loads, *, axes: Axes | None = None) -> Figure:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Return a figure, its size in inches, that needs no display and does not touch pyplot's state.
+    """Return a figure of this size in inches, which needs no display and does not change the state of pyplot.
 
     Raises
     ------

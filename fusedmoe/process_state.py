@@ -1,4 +1,4 @@
-"""The state of an op or a `Sequential` that belongs to this process: neither a pickle nor a copy takes it along."""
+"""The state of an op or a `Sequential` that belongs to this process: pickles and copies do not include it."""
 
 from __future__ import annotations
 
@@ -15,17 +15,15 @@ if TYPE_CHECKING:
 class ProcessState:
     """The state of a module in this process."""
 
-    # the partition, and the one for calls with ``splits`` that no op needs; see `fusedmoe.partition.partition_for`
+    # the partition, and that for calls with ``splits`` that no op requires; see `fusedmoe.partition.partition_for`
     partition: Any = None
     sorted_partition: Any = None
-    # the module's name in a model, if it is known. For an op also without a model its label in a `Sequential`
-    place: str = ""
+    place: str = ""  # the module's name in a model, if it is known; else, for an op, its label in a `Sequential`
     attributes: tuple[Hashable, ...] | None = None  # the last result of `Op.attributes`; None after a change
-    # the result of `Op.describe`, which every change updates; None before the first call
+    # the result of `Op.describe`, which every change of an attribute updates; None before the first call
     description: str | None = None
-    number: int | None = None  # an op's number in descriptions that need one
-    # an op's entry in `fusedmoe.ops.weight_cache`, which is dropped whenever a parameter is set
-    quantized_weight: Any = None
+    number: int | None = None  # the op's number, if its attributes alone do not identify what it computes
+    quantized_weight: Any = None  # an op's entry in `fusedmoe.ops.weight_cache`; None again when a parameter is set
     captured: bool = False  # whether a CUDA graph has captured the op's weight
 
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, TypeAlias
 if TYPE_CHECKING:
     from rich.console import Console
 
-LINES = 25  # in total, without a terminal
+LINES = 25  # at most, without a terminal
 
 Advance: TypeAlias = "Callable[[str], None]"
-"""Report one completed item by name."""
+"""Reports one completed item by name."""
 
 
 @contextlib.contextmanager
@@ -26,7 +26,7 @@ def counted(total: int, unit: str, console: Console | None = None) -> Iterator[A
     total
         Number of items.
     unit
-        Plural name of the items, as ``"kernels"``.
+        Plural name of the items, such as ``"kernels"``.
     console
         The output; stderr by default.
 

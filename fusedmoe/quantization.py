@@ -11,7 +11,7 @@ from fusedmoe.recipes import Node, Recipe, Roles
 
 
 def rewritten(recipe: Recipe, nodes: tuple[Node, ...]) -> tuple[Node, ...]:
-    """Return the chain as the recipe rewrites it: by its own `Recipe.rewrite` if it has one, else by its roles."""
+    """Return the chain as the recipe rewrites it: by `Recipe.rewrite` if the recipe overrides it, else by its roles."""
     overrides = type(recipe).rewrite is not Recipe.rewrite
     return recipe.rewrite(nodes) if overrides else by_roles(recipe, nodes)
 
@@ -19,9 +19,9 @@ def rewritten(recipe: Recipe, nodes: tuple[Node, ...]) -> tuple[Node, ...]:
 def by_roles(recipe: Recipe, nodes: tuple[Node, ...]) -> tuple[Node, ...]:
     """Return the chain with `Quantize` ops around each linear layer.
 
-    One op quantizes the rows (``<label>:input``) and one the weight (``<label>:weight``); both come before the layer.
+    One op quantizes the weight (``<label>:weight``) and one the rows (``<label>:input``); both come before the layer.
     One op quantizes the gradient (``<label>:grad``) and comes after it. A layer's own recipe takes precedence. An
-    operand that a `Quantize` of the chain already quantizes gets no further op.
+    operand that a `Quantize` of the chain already quantizes gets no second op.
     """
     result: list[Node] = []
     for i, (label, op) in enumerate(nodes):

@@ -1,4 +1,4 @@
-"""Detects forward passes that run inside of a backward pass, because activation checkpointing recomputes them."""
+"""Detects forward passes inside a backward pass, which activation checkpointing recomputes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def had_gradients() -> bool:
 def checkpointing() -> bool:
     """Return whether activation checkpointing runs the forward pass inside the current backward pass.
 
-    A compiled graph may also recompute its own values there; ``use_reentrant=False`` differs from that by its hooks
-    on saved tensors.
+    A compiled graph may also recompute its values there, but without hooks on saved tensors, which
+    ``use_reentrant=False`` sets.
     """
     return not had_gradients() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

@@ -1,4 +1,4 @@
-"""`Sequential`: ops and other modules in a row, which run as fused kernels."""
+"""`Sequential`: a sequence of ops and other modules that runs as fused kernels."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Sequential(Runnable, nn.Sequential):
     """``torch.nn.Sequential`` that fuses its ops if a kernel exists for them, with the same results.
 
     It is built, indexed, sliced, saved and copied like ``torch.nn.Sequential``. Its ops may take runtime inputs by
-    name. ``forward`` takes each once, for all ops that use it, unless an earlier op provides it.
+    name. ``forward`` takes each input once, for all ops that use it, unless an earlier op provides it.
 
     - Any other ``nn.Module`` among the ops splits the chain. It is called with the rows alone.
-    - An op with module hooks, or with a replaced ``forward``, splits it too. It is called as a module.
-    - A nested `Sequential` counts as its ops.
+    - An op with module hooks, or with a replaced ``forward``, also splits the chain. It is called as a module.
+    - A nested `Sequential` is replaced by its ops.
 
     Parameters
     ----------
@@ -53,9 +53,9 @@ class Sequential(Runnable, nn.Sequential):
 
     Notes
     -----
-    ``sm_margin`` and ``schedule`` may be set as attributes at any time; neither changes a result. They hold for the
-    forward and the backward pass of this `Sequential` and of nested ones. Those of a nested one hold only if it is
-    called by itself.
+    ``sm_margin`` and ``schedule`` may be set as attributes at any time; neither changes a result. They apply to the
+    forward and the backward pass of this `Sequential` and of nested ones. The options of a nested `Sequential` apply
+    only when it is called by itself.
 
     Examples
     --------
@@ -113,19 +113,20 @@ class Sequential(Runnable, nn.Sequential):
         """
         return modes.run(self, x, inputs)  # type: ignore[no-any-return]
 
-    if TYPE_CHECKING:  # of nn.Module, a type checker knows that a call returns Any
+    if TYPE_CHECKING:  # a call of nn.Module returns Any to a type checker
         __call__ = forward
 
     def forward_with(self, parameters: Mapping[str, Tensor | None], x: Tensor, /, **inputs: Tensor) -> Tensor:
         """Run the ops with the parameters of another module: ``{"0.weight": w, "0.bias": None, ...}``.
 
-        The ops must have none; see `without_parameters`. (``torch.func.functional_call`` replaces parameters that they
-        have, which takes the host longer.) Weights may have any strides, as ``weight.mT`` of a weight (E, in, out).
+        The ops must have no parameters of their own; see `without_parameters`. (``torch.func.functional_call`` replaces
+        existing parameters, but takes the host longer.) Weights may have any strides, such as ``weight.mT`` of a weight
+        (E, in, out).
 
         Raises
         ------
         InputError
-            As `forward`; or a parameter is missing, no op takes it, or the op has one.
+            As for `forward`; or a parameter is missing, no op takes it, or the op has its own.
         """
         return modes.run(self, x, inputs, parameters)  # type: ignore[no-any-return]
 
@@ -141,9 +142,9 @@ class Sequential(Runnable, nn.Sequential):
         return self
 
     def explain(self, x: Tensor, /, *, arch: Any = None, **inputs: Tensor) -> Explanation:
-        """Return how `forward` would run this call, and why: ``print`` it for a table.
+        """Return the plans of this call of `forward`, with reasons; ``print`` them as a table.
 
-        A backward pass is planned if autograd would run one, so none under ``torch.no_grad()``. All parts except the
+        A backward pass is planned if autograd would run one, so not under ``torch.no_grad()``. All parts except the
         last run, since the next part depends on their results. Their buffers and amax histories stay unchanged.
 
         Parameters
@@ -151,20 +152,20 @@ class Sequential(Runnable, nn.Sequential):
         x, **inputs
             As for `forward`.
         arch
-            Plan for an NVIDIA GPU of this architecture, 90 or "sm_90", which need not exist here. No chain runs;
+            Plan for an NVIDIA GPU of this architecture, 90 or "sm_90"; the machine needs no GPU. No chain runs, and
             modules are called on tensors without memory. x and the inputs may be on the meta device.
 
         Raises
         ------
         InputError
-            As `forward`; or ``arch`` is no architecture.
+            As for `forward`; or ``arch`` is no architecture.
         """
         return self.explain_with(None, x, arch=arch, **inputs)
 
     def explain_with(
         self, parameters: Mapping[str, Tensor | None] | None, x: Tensor, /, *, arch: Any = None, **inputs: Tensor
     ) -> Explanation:
-        """Return how `forward_with` would run this call, and why; see `explain`."""
+        """Return the plans of this call of `forward_with`; see `explain`."""
         partition = partition_for(self, inputs)
         partition.check_inputs(x, inputs)
         if parameters is not None:
@@ -175,7 +176,7 @@ class Sequential(Runnable, nn.Sequential):
 
     @property
     def changes_rows(self) -> bool:
-        """Whether a module among these says that its rows out are not its rows in."""
+        """Whether one of the modules declares that its output has other rows than its input."""
         return partition_for(self).changes_rows
 
     @property
@@ -185,15 +186,15 @@ class Sequential(Runnable, nn.Sequential):
 
     @property
     def optional_inputs(self) -> tuple[str, ...]:
-        """``("offsets",)`` if `forward` takes ``splits`` but no op needs them; see `Linear`."""
+        """``("offsets",)`` if `forward` accepts ``splits`` but no op requires them; see `Linear`."""
         return ("offsets",) if partition_for(self).may_be_sorted else ()
 
     def _is_called(self, name: str) -> None:
-        """Use this name in a model in the log lines of new plans."""
+        """Set the name in a model, for the log lines of new plans."""
         self._of_process.place = name
         partition_for(self).name(name)
 
     @staticmethod
     def _opens(module: object) -> TypeGuard[Sequential]:
-        """Whether a nested module counts as its own modules: a `Sequential` with the ``forward`` of this class."""
+        """Whether a nested module is replaced by its modules: a `Sequential` with the ``forward`` of this class."""
         return isinstance(module, Sequential) and type(module).forward is Sequential.forward

@@ -1,18 +1,19 @@
 """The settings of a call: recipe, disabled rules, strictness. Each is in force inside its ``with`` block.
 
-How a block ends
-----------------
-A block must end without running any code, for two reasons:
+The end of a block
+------------------
+A block must end even if none of its code runs, for two reasons:
 
 - Python may raise ``KeyboardInterrupt`` before the first and after the last instruction of ``__enter__`` and of
   ``__exit__``.
 - Blocks may end out of order: in generators, and in copied contexts.
 
-So a context variable holds the innermost `_Entry`, which refers weakly to the function that ends it. Only the ``with``
-statement holds that function, and Python drops it however the statement is left. An entry is in force while its
-function exists and was not called.
+So a context variable holds the innermost `_Entry`, which has a weak reference to the function that ends it. Only the
+``with`` statement holds a strong reference, which Python drops however the statement is left. An entry is in force
+while its function exists and was not called.
 
-`torch.compile` cannot guard on a context variable. A thread-local text, ``thread.key``, names the settings for it.
+`torch.compile` cannot guard on a context variable. It guards on ``thread.key``, a thread-local text that names the
+settings.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ _F = TypeVar("_F", bound="Callable[..., Any]")
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings that are in force."""
+    """The arguments of `fm.recipe`, `fm.disabled` and `fm.strict` that are in force."""
 
-    recipe: Recipe = BF16  # the arguments of `fm.recipe`, `fm.disabled` and `fm.strict`
+    recipe: Recipe = BF16
     disabled: tuple[str, ...] = ()
     strict: bool = False
     strict_unavailable: bool = False
-    # the settings that a recomputed function set in a backward pass, each with the number of that pass
+    # the settings that a recomputed function has set in a backward pass, each with the number of that pass
     set_in: Mapping[str, int] = field(default_factory=dict, compare=False)
 
     def within(self, backward_pass: int) -> dict[str, Any]:
@@ -60,7 +61,7 @@ class Settings:
 
 
 class _Thread(threading.local):
-    """The settings of a thread as a text: `torch.compile` can guard on it, but not on a context variable."""
+    """The settings of a thread as a text, on which `torch.compile` can guard."""
 
     def __init__(self) -> None:  # in each thread, since Dynamo does not see a class attribute get hidden
         self.key = ""
@@ -97,7 +98,7 @@ class _Entry:
 
 
 def _ended() -> None:
-    """Stand for the weak reference of an entry that has ended."""
+    """Replaces the weak reference of an entry that has ended."""
 
 
 _innermost: ContextVar[_Entry | None] = ContextVar("fusedmoe.settings", default=None)
@@ -116,7 +117,7 @@ def current(_innermost: Callable[[], _Entry | None] = _innermost.get) -> Setting
     outer: _Entry | None = entry
     while outer is not None and outer.end() is not None:
         outer = outer.outer
-    return known[1] if outer is None and known is not None else _of(entry)  # the former: no entry has ended
+    return known[1] if outer is None and known is not None else _of(entry)  # outer is None if no entry has ended
 
 
 def _of(entry: _Entry | None) -> Settings:
@@ -135,7 +136,7 @@ def _open(entry: _Entry | None) -> _Entry | None:
 
 
 def follow_context() -> None:
-    """Let ``thread.key`` name the settings in force; blocks of other contexts may have changed it."""
+    """Set ``thread.key`` to the name of the settings in force; blocks of other contexts may have changed it."""
     now = current()
     thread.key = _keys.setdefault(now, f"settings {len(_keys)}")
 
@@ -149,12 +150,12 @@ def _leave(entry: _Entry, *_: object) -> None:
 
 
 def _abandoned(_: object) -> None:
-    """Clean up after an entry that was interrupted before its block began, or as it ended."""
+    """Clean up after an entry that was interrupted before its block began, or as the block ended."""
     follow_context()
 
 
 class _End:
-    """``__exit__`` of a block: one function per entry, which the ``with`` statement holds while it lasts."""
+    """``__exit__`` of a block: one function per entry, to which the ``with`` statement holds the only reference."""
 
     @overload
     def __get__(self, block: None, kind: type) -> _End: ...
@@ -173,7 +174,7 @@ class _End:
 
 
 class _Block(ContextDecorator, Generic[_T]):
-    """A block, or the calls of a decorated function, with other settings. ``as`` gives its value."""
+    """A block, or the calls of a decorated function, with other settings. The ``with`` statement gives ``value``."""
 
     __exit__ = _End()
 
@@ -188,13 +189,13 @@ class _Block(ContextDecorator, Generic[_T]):
         Raises
         ------
         InputError
-            It is a generator or a coroutine, whose body runs after the decorated call has returned.
+            The function is a generator or a coroutine, whose body runs after the decorated call has returned.
         """
         kinds = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
         if any(is_kind(function) for is_kind in kinds):
             raise InputError(
                 "fm.recipe, fm.disabled, fm.strict: function: expected one whose body runs when it is called, got "
-                f"{function!r}, a generator or a coroutine; open the block inside of it, with a `with` statement"
+                f"{function!r}, a generator or a coroutine; use a `with` statement inside of it"
             )
         return super().__call__(function)
 
@@ -212,7 +213,7 @@ class _Block(ContextDecorator, Generic[_T]):
         entry, self._entry = self._entry, None
         if entry is None or entry.end() is None:
             if self._end is not None:
-                raise RuntimeError("this block is entered already; call fm.recipe, fm.disabled or fm.strict again")
+                raise RuntimeError("this block was already entered; call fm.recipe, fm.disabled or fm.strict again")
             self._end = self._prepared()
             entry, self._entry = self._entry, None
         assert entry is not None
@@ -244,8 +245,8 @@ _PATTERN = instance(str, "names of rules")
 def disabled(*patterns: str) -> _Block[None]:
     """Disable the fusion rules whose names match any of these patterns (``fm.disabled("sm90.*")``), for bisection.
 
-    The patterns are those of `fnmatch`. ``fm.disabled()`` disables nothing; nested blocks add up. A pattern without a
-    match is no error, since rules may be registered later. The first plan under such a pattern logs a warning.
+    The patterns are those of `fnmatch`. ``fm.disabled()`` disables nothing; nested blocks accumulate. A pattern without
+    a match is no error, since rules may be registered later. The first plan under such a pattern logs a warning.
     """
     for pattern in patterns:
         _PATTERN("disabled: patterns", pattern)
@@ -253,19 +254,18 @@ def disabled(*patterns: str) -> _Block[None]:
 
 
 def strict(enabled: bool = True, *, unavailable: bool = False) -> _Block[None]:
-    """Raise `FusionError`, with the nearest miss, if an op runs unfused that this device has fused kernels for.
+    """Raise `FusionError`, with the nearest miss, if an op runs unfused although this device has a fused kernel for it.
 
     That is: a rule that is available on this device matched the op and ended in CONSTRAINT or NO_MATCH, or its kernel
-    declined the call. An op that no rule has a kernel for on any device is no miss, such as a product of quantized
-    operands.
+    declined the call. An op without a fused kernel on any device, such as a product of quantized operands, is no miss.
 
     Parameters
     ----------
     enabled
-        False: raise nothing inside.
+        False: do not raise inside the block.
     unavailable
         Also raise if a rule matched the op and ended in UNAVAILABLE: it is for another device, a package is missing, or
-        the rule is disabled. Without a GPU, ``explain(..., arch=90).raise_if_missed()`` checks the same for one.
+        the rule is disabled. On a machine without a GPU, use ``explain(..., arch=90).raise_if_missed()``.
     """
     enabled, unavailable = FLAG("strict: enabled", enabled), FLAG("strict: unavailable", unavailable)
     return _Block(None, strict=enabled, strict_unavailable=enabled and unavailable)

@@ -32,7 +32,8 @@ def explain_parts(
 ) -> tuple[tuple[str, PlanData | None], ...]:
     """Return the title and the plan of each part, as `Explanation.parts` has them.
 
-    With ``run`` all parts except the last run. Else no chain runs, and modules are called on tensors without memory.
+    With ``run``, all parts except the last run. Otherwise no chain runs, and modules are called on tensors without
+    memory.
 
     Raises
     ------
@@ -58,6 +59,6 @@ def explain_parts(
                     raise
                 raise InputError(
                     f"explain: module {part.label!r} ({type(part.module).__name__}) cannot be called on tensors "
-                    f"without memory, and what follows it depends on its result: {type(error).__name__}: {error}"
+                    f"without memory, and the next part depends on its result: {type(error).__name__}: {error}"
                 ) from error
     return tuple(explained)

@@ -1,8 +1,8 @@
 """Rows that are sorted by expert, across the parts of a `Sequential`, and calls of modules on such rows.
 
-The ops of one chain share the offsets of their rows; see `fusedmoe.fusion.graph`. This module does the same across a
-module that splits the chain: one that is no op, or an op with hooks. Every part knows its rows that belong to no
-expert, until a module changes the number of rows.
+The ops of one chain share the offsets of their rows; see `fusedmoe.fusion.graph`. This file extends the sharing across
+a module that splits the chain: one that is no op, or an op with hooks. Rows that belong to no expert are known in every
+part, until a module changes the number of rows.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Boundary(NamedTuple):
     """The rows between two modules."""
 
     rows: int  # the number of the set of rows. A module with ``changes_rows`` (`Dispatch`, `Combine`) begins a new set
-    # the first op that takes the offsets of this set, if the ``splits`` that are known here count its rows. None if
-    # the rows are not sorted by expert
+    # the first op that takes the offsets of this set, if the current ``splits`` count its rows; None if the rows are
+    # not sorted by expert
     taker: str | None
 
 
@@ -37,10 +37,10 @@ def boundaries(modules: Sequence[tuple[str, nn.Module]], taker: str | None = Non
     modules
         The modules with their labels.
     taker
-        The caller's name, if the rows that go into the first module are sorted.
+        The caller's name, if the input rows of the first module are sorted.
     """
-    provider = ""  # the caller
-    # for each set: the op, and the provider of the splits that count its rows
+    provider = ""  # of the splits: the caller
+    # for each set: the first taker, and the provider of the splits that count its rows
     takers: list[tuple[str, str] | None] = [None if taker is None else (taker, provider)]
     places = []
     for label, module in modules:
@@ -62,12 +62,12 @@ def boundaries(modules: Sequence[tuple[str, nn.Module]], taker: str | None = Non
 
 
 def changes_rows(module: nn.Module) -> bool:
-    """Whether a module says that its rows out are not its rows in: attribute ``changes_rows``."""
+    """Whether a module declares, by its attribute ``changes_rows``, that its output has other rows than its input."""
     return getattr(module, "changes_rows", False) is True
 
 
 def sorts_rows(module: nn.Module) -> bool:
-    """Whether a module takes ``splits`` for its rows in: a grouped op, or a `Sequential` of such ops."""
+    """Whether a module takes ``splits`` for its input rows: a grouped op, or a `Sequential` of such ops."""
     inputs = getattr(module, "runtime_inputs", ())
     return "offsets" in inputs or ("splits" in inputs and not hasattr(module, "compute") and not changes_rows(module))
 
@@ -75,17 +75,15 @@ def sorts_rows(module: nn.Module) -> bool:
 class ModuleCall(NamedTuple):
     """How a `Sequential` calls a module that is in none of its chains."""
 
-    takes: tuple[str, ...]  # the runtime inputs that it takes, and the values that it returns besides its rows
-    provides: tuple[str, ...]
-    sorted_rows: bool = False  # its rows in are sorted by expert
-    new_rows: bool = False  # its rows out are not its rows in
-    sorts_rows: bool = False  # it takes ``splits`` in any case
-    # it takes ``splits`` if its rows are sorted (`Linear`, `Quantize`, a `Sequential` of these)
-    offered_splits: bool = False
-    masks_input: bool = False  # rows that belong to no expert become zeros before the call, and after it
-    masks_output: bool = False
-    # the module and the op after it, for the error if no tensor comes out. Empty if no op comes after it
-    gives_rows: str = ""
+    takes: tuple[str, ...]  # the runtime inputs that the module takes
+    provides: tuple[str, ...]  # the values that it returns besides its rows
+    sorted_rows: bool = False  # its input rows are sorted by expert
+    new_rows: bool = False  # its output has other rows than its input
+    sorts_rows: bool = False  # it requires ``splits``
+    offered_splits: bool = False  # its rows are sorted, and it accepts ``splits`` (`Linear`, `Quantize`)
+    masks_input: bool = False  # rows that belong to no expert become zeros before the call
+    masks_output: bool = False  # they become zeros after the call
+    gives_rows: str = ""  # the error's text for an output that is no tensor; empty if no op comes after the module
 
 
 def module_call(
@@ -96,7 +94,7 @@ def module_call(
     first: bool,
     gives_rows: str,
 ) -> ModuleCall:
-    """Return how to call a module with these rows before and after it; ``first`` if no part comes before it."""
+    """Return how to call a module with these rows before and after it. ``first``: the module is the first part."""
     before, after = around
     sorted_rows = before.taker is not None
     return ModuleCall(
@@ -106,16 +104,16 @@ def module_call(
         new_rows=before.rows != after.rows,
         sorts_rows=sorts_rows(module),
         offered_splits=sorted_rows and "splits" not in takes and accepts_splits(module),
-        masks_input=sorted_rows and first,  # rows that come from another part have zeros there
+        masks_input=sorted_rows and first,  # other parts return zeros in rows that belong to no expert
         masks_output=after.taker is not None,
         gives_rows=gives_rows,
     )
 
 
 def accepts_splits(module: nn.Module, forward_does: bool = False) -> bool:
-    """Whether a module takes ``splits`` if they are given.
+    """Whether a module accepts ``splits`` without requiring them.
 
-    Its ``forward`` must take them too, which may be a replaced one; with ``forward_does`` it is known to.
+    Its ``forward``, which may have been replaced, must accept them too; ``forward_does`` skips this check.
     """
     if "offsets" not in getattr(module, "optional_inputs", ()) or "offsets" in getattr(module, "runtime_inputs", ()):
         return False
@@ -129,10 +127,10 @@ def accepts_splits(module: nn.Module, forward_does: bool = False) -> bool:
 
 
 def call_module(module: Any, x: Any, named: dict[str, Tensor], call: ModuleCall, counted: bool) -> tuple[Any, bool]:
-    """Call a module on rows and values by name, to which it adds those that it provides.
+    """Call a module; return its output rows, and whether ``splits`` counts them. Add provided values to ``named``.
 
-    ``counted`` says whether ``splits`` counts the rows ``x``. The same is returned for the rows that come out. Where
-    rows that belong to no expert become zeros, their gradients do too.
+    ``counted`` is whether ``splits`` counts the input rows ``x``. Where rows that belong to no expert become zeros,
+    their gradients do too.
     """
     if call.masks_input and counted:
         x = _without_tail(x, named)
@@ -152,7 +150,7 @@ def call_module(module: Any, x: Any, named: dict[str, Tensor], call: ModuleCall,
 
 
 def why_no_rows(y: Any, call: ModuleCall) -> str | None:
-    """Return the message for a module that returned no tensor to the op after it; None if all is well."""
+    """Return the message for a module that returned no tensor to the op after it; None without such an error."""
     if not call.gives_rows or isinstance(y, Tensor):
         return None
     return f"Sequential: {call.gives_rows}, got {type(y).__name__}; wrap the module in one that returns the rows alone"

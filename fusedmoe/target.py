@@ -34,9 +34,8 @@ def arch_of(device: torch.device) -> int | None:
 class Target:
     """The arguments ``arch`` and ``dtype`` of ``explain``."""
 
-    arch: int  # architecture of an NVIDIA GPU: 90 for sm_90
-    # dtype of rows and parameters in the plan, in place of their actual dtype, as under `torch.autocast`
-    dtype: torch.dtype | None = None
+    arch: int  # 90 for sm_90
+    dtype: torch.dtype | None = None  # of rows and parameters in the plan, in place of their own
 
 
 _target: ContextVar[Target | None] = ContextVar("fusedmoe.target", default=None)
@@ -47,12 +46,12 @@ current = _target.get
 
 @contextmanager
 def planned_for(arch: object, dtype: object = None) -> Iterator[Target | None]:
-    """Plan calls inside for this architecture; None keeps the current target.
+    """Plan calls inside the block for this architecture; None keeps the current target.
 
     Raises
     ------
     InputError
-        ``arch`` names no architecture, or ``dtype`` is not a floating-point dtype or comes without ``arch``.
+        ``arch`` is no architecture, or ``dtype`` is no floating-point dtype or is given without ``arch``.
     """
     if arch is None:
         if dtype is not None:
@@ -69,9 +68,9 @@ def planned_for(arch: object, dtype: object = None) -> Iterator[Target | None]:
 
 
 def checked_arch(arch: object, name: str = "explain: arch") -> int:
-    """Return the architecture 90 of ``90``, ``"90"``, ``"sm_90"`` or ``"sm_90a"``; raise `InputError` for other forms.
+    """Return 90 for ``90``, ``"90"``, ``"sm_90"`` or ``"sm_90a"``; raise `InputError` for other forms.
 
-    ``name`` names the argument in the error.
+    ``name`` is the name of the argument in the error.
     """
     text = re.fullmatch(r"(?:sm_?)?(\d+)[af]?", arch.lower()) if isinstance(arch, str) else None
     try:

@@ -1,8 +1,8 @@
-"""A module under `torch.compile`: each chain is one operator, forward and backward. Imported only then.
+"""A module under `torch.compile`: each chain is one operator, forward and backward. Imported only for compilation.
 
-Dynamo traces `run`, which gathers the arguments of the chains, and never sees the planner. The graph holds a handle for
-each chain (`fusedmoe.torch_handles`): a text that says what the chain computes, and under which recipe, disabled rules
-and options. If any of it changes, a guard fails and Dynamo traces again. `fusedmoe.torch_operators` has the operators.
+Dynamo traces `run`, which gathers the arguments of the chains, and never the planner. The graph contains a handle of each
+chain (`fusedmoe.torch_handles`): a text that identifies its computation, recipe, disabled rules and options. If any of
+these changes, a guard fails and Dynamo traces again. `fusedmoe.torch_operators` has the operators.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ Path = tuple[str, ...]
 
 
 class TracedChain(NamedTuple):
-    """A chain as Dynamo reads it: only texts."""
+    """A chain as Dynamo reads it: only texts, if an operator can run it."""
 
-    handle: str | None  # none for a chain that no operator can run
+    handle: str | None  # None for a chain that no operator can run
     inputs: tuple[str, ...]  # as in `Chain`
-    # of each parameter the path to the op, its name there, and its name in the chain
+    # for each parameter the path to its op, its name in the op, and its name in the chain
     parameters: tuple[tuple[Path, str, str], ...]
-    exports: tuple[str, ...]
-    chain: Chain | None  # the chain itself, if there is no handle
+    exports: tuple[str, ...]  # as in `Chain`
+    chain: Chain | None  # the chain itself, if it has no handle
 
 
 class TracedPart(NamedTuple):
@@ -106,15 +106,15 @@ def run(
 
 @constant_in_graphs
 def _prepare_tracing() -> None:
-    """Load the rules, which Dynamo could not trace, and name the settings in force: both become guards."""
+    """Load the rules, which Dynamo could not trace, and update the name of the settings: both become guards."""
     registry.generation()
     settings.follow_context()
 
 
 def _described(module: Any) -> Any:
-    """Return the texts that the partition of a module depends on. Dynamo guards on each that it reads."""
+    """Return the texts that the partition of a module depends on. Dynamo guards on each text that it reads."""
     if isinstance(module, Op):
-        # there is none after a graph break here (a bare nn.GRU), if a graph for another Sequential came before
+        # the description is missing after a graph break here (a bare nn.GRU), if another Sequential's graph came before
         return module._of_process.description or module.describe()
     return tuple(
         [
@@ -141,8 +141,7 @@ def _run_operator(chain: TracedChain, arguments: list[Tensor | None]) -> list[Te
 
 
 @torch.compiler.disable(  # type: ignore[untyped-decorator]
-    reason="a chain that changes more than it returns (draws_random, accumulate_into_main_grad, delayed scaling) "
-    "is not traced"
+    reason="a chain with side effects (draws_random, accumulate_into_main_grad, delayed scaling) is not traced"
 )
 def _run_uncompiled(
     chain: Chain, x: Tensor, named: dict[str, Tensor], options: KernelOptions, parameters: Parameters | None
@@ -156,15 +155,15 @@ def _run_uncompiled(
 def _refuse(message: str) -> None:
     """Raise an `InputError` after a graph break.
 
-    One that is raised while Dynamo traces would become Dynamo's, or have it trace what the module calls instead of the
-    module from then on. Where no graph break is allowed, Dynamo's error has the message.
+    If it were raised while Dynamo traces, Dynamo would raise its own error instead, or from then on trace only the
+    functions that the module calls. Where no graph break is allowed, Dynamo's error contains the message.
     """
     torch._dynamo.graph_break(msg=message)
     raise InputError(message)
 
 
 def _given(x: object, inputs: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
-    """Return the name of ``x`` and of each input that is given, each with its type if it is no tensor."""
+    """Return the names of ``x`` and of the given inputs, each with its type if it is no tensor."""
     came = [(name, "" if isinstance(t, Tensor) else type(t).__name__) for name, t in inputs.items() if t is not None]
     return (("x", "" if isinstance(x, Tensor) else type(x).__name__), *came)
 
@@ -172,12 +171,12 @@ def _given(x: object, inputs: Mapping[str, object]) -> tuple[tuple[str, str], ..
 # ---- constants for Dynamo -----------------------------------------------------------------------------------------
 
 
-# after a graph break this is called rather than taken for a constant: it must not be traced then
+# after a graph break, Dynamo calls this function instead of taking its result as a constant, and must not trace it
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def parts_for_compiler(
     root: Op | Sequential, given: tuple[tuple[str, str], ...]
 ) -> tuple[TracedPart | TracedModule, ...] | str:
-    """Return the parts of a module, for `run`; or the message if the call is refused."""
+    """Return the parts of a module for `run`, or the message for an invalid call."""
     names = [name for name, _ in given[1:]]
     try:
         partition = partition_for(root, names)

@@ -1,6 +1,6 @@
-"""A module under `torch.export`: the plain PyTorch of its ops, for inference. Imported only then.
+"""A module under `torch.export`: the plain PyTorch of its ops, for inference. Imported only for export.
 
-A program in bf16 runs without `fusedmoe`; `fusedmoe.kernels.torch.grouped_gemm` says what other dtypes need.
+A program in bf16 runs without `fusedmoe`; see `fusedmoe.kernels.torch.grouped_gemm` for other dtypes.
 """
 
 from __future__ import annotations

@@ -65,4 +65,4 @@ def test_debugging_by_another_word_is_off_and_says_so_once(monkeypatch, caplog):
     monkeypatch.setenv("FUSEDMOE_DEBUG", "2")
     assert not environment.debugging()
     assert not environment.debugging()
-    assert [r.getMessage() for r in caplog.records] == ["FUSEDMOE_DEBUG=2: expected 1 or 0; it counts as 0"]
+    assert [r.getMessage() for r in caplog.records] == ["FUSEDMOE_DEBUG=2: expected 1 or 0; treated as 0"]

@@ -250,7 +250,7 @@ def test_ops_that_are_called_for_their_hooks_run_nothing(device, nested):
     x, named = call(device=device)
     explanation = chain.explain(x, arch=90, **named)
     (title, _), (_, plan) = explanation.parts
-    assert title.endswith("called as a module, for its hooks")
+    assert title.endswith("called as a module because of its hooks")
     backward = ["sm90.grouped_wgrad", "sm90.grouped_dgrad" if nested else "sm90.grouped_dgrad_activation"]
     assert used(plan) == [*([] if nested else [None]), "sm90.grouped_gemm", *backward]
 

@@ -86,8 +86,8 @@ def test_rows_that_need_what_nobody_can_guess_are_named():
     gates, probs, nothing, without = fm.explain(model).groups
     assert (gates.explanation, gates.note) == (None, "takes gates: call its own explain()")
     assert probs.explanation is not None
-    assert nothing.note == "no linear layer to tell the width of its rows: call its own explain()"
-    assert without.note == "its parameters come with each call: call its own explain_with()"
+    assert nothing.note == "no linear layer determines the width of its rows: call its own explain()"
+    assert without.note == "its parameters are arguments of each call: call its own explain_with()"
     assert "takes gates" in str(fm.explain(model))
 
 

@@ -165,7 +165,7 @@ def test_the_outermost_decides(caplog):
         assert seen == [KernelOptions(8)] * 2  # forward, backward
     (said,) = [r for r in caplog.records if r.levelno == logging.WARNING]
     assert said.getMessage() == (
-        "nested Sequential '1': sm_margin 8 holds only where it is called by itself; set it on the outer one"
+        "nested Sequential '1': sm_margin 8 applies only when it is called by itself; set it on the outer Sequential"
     )
 
 

@@ -146,7 +146,7 @@ def test_every_record_has_arguments_not_a_formatted_text(caplog):
 def test_a_bad_value_lists_the_good_ones_and_the_nearest(caplog, value, nearest):
     configure_logging(value)
     hint = f"; did you mean {nearest!r}?" if nearest else ""
-    expected = f"FUSEDMOE_LOG: expected 'fusion' or 'fusion:debug', got {value!r}; it is passed over{hint}"
+    expected = f"FUSEDMOE_LOG: expected 'fusion' or 'fusion:debug', got {value!r}, which is ignored{hint}"
     assert messages(caplog) == [expected]
 
 
@@ -256,8 +256,8 @@ def test_switches_that_say_nothing_known_are_said_at_import():
     done = run("import fusedmoe", **wrong, FUSEDMOE_COMMIT="abc")
     assert done.returncode == 0, done.stderr
     assert sorted(done.stderr.splitlines()) == [
-        "FUSEDMOE_CACHE_DIR=off: is taken for the name of a directory; did you mean 0, which switches it off?",
-        "FUSEDMOE_DEBUG=maybe: expected 1 or 0; it counts as 0",
+        "FUSEDMOE_CACHE_DIR=off: used as a directory name; did you mean 0, which disables the cache?",
+        "FUSEDMOE_DEBUG=maybe: expected 1 or 0; treated as 0",
         "FUSEDMOE_DISABEL: fusedmoe reads no such environment variable; did you mean 'FUSEDMOE_DISABLE'?",
         "FUSEDMOE_XYZZY: fusedmoe reads no such environment variable",
     ]

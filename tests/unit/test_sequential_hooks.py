@@ -10,7 +10,7 @@ from toy import E, H, assert_same, experts, gemm, inputs, outcome, rows, rules_u
 
 import fusedmoe as fm
 
-TITLE = "module 1: SwiGLU: called as a module, for its hooks"
+TITLE = "module 1: SwiGLU: called as a module because of its hooks"
 
 
 def titles(chain, x, **named):
@@ -91,7 +91,7 @@ def test_a_replaced_forward_runs(setup):
     chain[0].forward = functools.update_wrapper(functools.partial(forward, chain[0]), old)
     assert_same(outcome(chain, x, **named), before)
     assert calls == [{"splits"}]
-    assert titles(chain, x, **named)[0] == "module 0: GroupedLinear: called as a module, for its hooks"
+    assert titles(chain, x, **named)[0] == "module 0: GroupedLinear: called as a module because of its hooks"
 
 
 class Negated(fm.SwiGLU):
@@ -105,7 +105,7 @@ def test_a_subclass_that_overrides_forward_runs_it(setup):
     got = outcome(chain, x, **named)
     torch.testing.assert_close(got["y"], -before["y"])
     torch.testing.assert_close(got["x"], -before["x"])
-    assert titles(chain, x, **named)[1] == "module 1: Negated: called as a module, for its hooks"
+    assert titles(chain, x, **named)[1] == "module 1: Negated: called as a module because of its hooks"
 
 
 def test_global_hooks_run_for_every_op(setup):

@@ -220,7 +220,7 @@ def test_a_block_may_be_entered_again_and_within_itself():
 def test_a_block_that_was_entered_by_hand_is_not_entered_twice():
     block = fm.strict()
     block.__enter__()
-    with pytest.raises(RuntimeError, match="entered already"):
+    with pytest.raises(RuntimeError, match="already entered"):
         block.__enter__()
     block.__exit__(None, None, None)
     assert settings.current() == DEFAULT
