@@ -1,6 +1,6 @@
 """A module under `torch.compile`: each chain is one operator, forward and backward. Imported only for compilation.
 
-Dynamo traces `run`, which gathers the arguments of the chains, and never the planner. The graph contains a handle of each
+Dynamo traces `run`, which gathers the arguments of the chains, and never the planner. The graph has a handle for each
 chain (`fusedmoe.torch_handles`): a text that identifies its computation, recipe, disabled rules and options. If any of
 these changes, a guard fails and Dynamo traces again. `fusedmoe.torch_operators` has the operators.
 """
