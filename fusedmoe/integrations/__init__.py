@@ -1,1 +1,1 @@
-"""Support for models of other frameworks; no framework's module imports another's."""
+"""Support for models of other frameworks: one module per framework, independent of the others."""

@@ -1,8 +1,8 @@
-"""The op that computes what a module of experts computes between its two products.
+"""Find the op that is equivalent to a model's gate, the function between the two products of its experts.
 
-`recognise` looks up the module's gate in tables of transformers' functions and compares the op found there with the
-module's own gate. It refuses a gate that is not in the tables, and one whose values or derivatives differ: an INFO
-message gives the reason. The result holds while `settings_of` and `functions_of` return the same as before.
+`recognise` looks up the gate in tables of transformers' functions, and compares the op found there with the gate
+itself. It refuses a gate that is not in the tables, and a gate whose values or derivatives differ. An INFO message
+gives the reason. The result is valid while `settings_of` and `functions_of` return the same values.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-GATE = "_apply_gate"  # the method of an experts class whose gate is more than act_fn(gate) * up
+GATE = "_apply_gate"  # the method of an experts class with a gate other than act_fn(gate) * up
 
 
 class RowLayout(NamedTuple):
@@ -37,10 +37,10 @@ class RowLayout(NamedTuple):
 class Gate(NamedTuple):
     """A gate: ``phi(min(g, limit)) * (clamp(u, -limit, limit) + offset)``."""
 
-    limit: str = ""  # the module's attribute with this number; "" if the gate has none
+    limit: str = ""  # the name of the module's attribute with the number; "" if the gate has none
     alpha: str = ""
     offset: float = 0.0
-    activation: str = ""  # the key of phi in `ACTIVATIONS`; "": that of the module's act_fn
+    activation: str = ""  # the key of phi in `ACTIVATIONS`; "" for the module's act_fn
 
 
 # by qualified name, in modules of transformers
@@ -71,7 +71,7 @@ class _RefusedError(Exception):
 
 
 def recognise(module: nn.Module, gate: Callable[[nn.Module, Tensor], Tensor], layout: RowLayout) -> Op | None:
-    """Return the op that computes what a module's gate computes; None if it is not recognised.
+    """Return the op that is equivalent to a module's gate; None if the gate is not recognised.
 
     Parameters
     ----------
@@ -93,12 +93,13 @@ def recognise(module: nn.Module, gate: Callable[[nn.Module, Tensor], Tensor], la
 
 
 def settings_of(module: nn.Module, names: tuple[str, ...]) -> tuple[object, ...]:
-    """Return these attributes and the class of ``act_fn``: a graph of `torch.compile` has guards on them."""
+    """Return these attributes and the class of ``act_fn``, on which `torch.compile` has guards."""
     return (*[getattr(module, name) for name in names], type(_act_fn(module)))
 
 
 def _act_fn(module: nn.Module) -> Any:
-    """Return the module's own ``act_fn``, or None. `getattr` takes microseconds for an attribute that is missing."""
+    """Return the module's own ``act_fn``, or None."""
+    # not getattr, which takes microseconds for a missing attribute
     return module._modules.get("act_fn", module.__dict__.get("act_fn"))
 
 
@@ -112,7 +113,7 @@ def functions_of(module: nn.Module) -> tuple[object, ...]:
 
 
 def _op_of(module: nn.Module, layout: RowLayout) -> Op:
-    """Return the op in the tables for a module's gate."""
+    """Return the op of the tables for a module's gate."""
     of_class, own, act_fn, own_forward, _, hooked = functions_of(module)
     if own is not None or own_forward is not None or hooked:
         raise _RefusedError("a function was set on its gate, or its act_fn has a hook")
@@ -133,13 +134,12 @@ def _op_of(module: nn.Module, layout: RowLayout) -> Op:
 
 
 def _name(function: Any, *packages: str) -> str:
-    """Return the qualified name of a function or class of these packages, else ""."""
-    known = str(function.__module__).partition(".")[0] in packages
-    return function.__qualname__ if known else ""
+    """Return the qualified name of a function or class; "" if it is not from these packages."""
+    return function.__qualname__ if str(function.__module__).partition(".")[0] in packages else ""
 
 
 def _compare(op: Op, gate: Callable[[Tensor], Tensor], layout: RowLayout) -> None:
-    """Raise unless op and gate have equal values and derivatives, for magnitudes from 1e-18 to 1e18, and pass NaN."""
+    """Raise unless op and gate agree, also in derivatives, for magnitudes from 1e-18 to 1e18, and the gate passes NaN."""
     width = layout.intermediate * (2 if layout.gated else 1)
     generator = torch.Generator().manual_seed(0)
     shape = max(2, 8192 // width), width
@@ -163,7 +163,7 @@ def _compare(op: Op, gate: Callable[[Tensor], Tensor], layout: RowLayout) -> Non
 
 
 def _values_and_derivatives(function: Callable[..., Any], x: Tensor, layout: RowLayout) -> Tensor:
-    """Return ``y`` and the derivatives by gate and up, (3, *y.shape); by x, (2, *y.shape), if not gated."""
+    """Return y and its derivatives by gate and up, (3, *y.shape); if not gated, y and its derivative, (2, *y.shape)."""
     x = x.detach().requires_grad_()
     y = function(x)
     if y.dtype is not x.dtype:

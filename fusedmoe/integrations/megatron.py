@@ -5,13 +5,13 @@
     submodules = MoESubmodules(experts=FusedGroupedMLP, shared_experts=...)
     submodules = MoESubmodules(experts=ModuleSpec(module=FusedGroupedMLP, params={"recipe": "mxfp8"}), ...)
 
-It replaces ``TEGroupedMLP``; router, dispatcher and shared experts remain Megatron's. Its distributed checkpoints,
-optimizer state included, are interchangeable with those of ``TEGroupedMLP`` and ``SequentialMLP``. Its ``state_dict()``
-has the names of ``TEGroupedMLP``: ``linear_fc1.weight0`` and so on. In memory each layer has one parameter for all
-experts, as with Megatron's ``moe_single_grouped_weight``.
+`FusedGroupedMLP` replaces ``TEGroupedMLP``; router, dispatcher and shared experts remain Megatron's. Its distributed
+checkpoints, optimizer state included, are interchangeable with those of ``TEGroupedMLP`` and ``SequentialMLP``. Its
+``state_dict()`` has the names of ``TEGroupedMLP``: ``linear_fc1.weight0`` and so on. In memory, each layer has one
+parameter for all experts, as with Megatron's ``moe_single_grouped_weight``.
 
-Building experts imports Megatron. Source of the interface: ``megatron.core.transformer.moe``, Megatron-Core 0.16 to
-0.20.
+Megatron is imported when experts are built. Source of the interface: ``megatron.core.transformer.moe``, Megatron-Core
+0.16 to 0.20.
 
 Axes: R rows, E experts of this rank, H hidden, I intermediate.
 """
@@ -61,11 +61,11 @@ class FusedGroupedMLP(nn.Module):
         Megatron's ``TransformerConfig``. With ``gradient_accumulation_fusion``, the weights' gradients are added to
         their ``main_grad``, which must be fp32.
     pg_collection
-        Megatron's process groups; None for those of its global state.
+        Megatron's process groups; None for the groups of its global state.
     name
         Ignored.
     recipe
-        Recipe of both products; None uses that of ``fm.recipe``. Required if the configuration has ``fp8`` or ``fp4``,
+        Recipe of both products; None for that of ``fm.recipe``. Required if the configuration has ``fp8`` or ``fp4``,
         which are settings of Transformer Engine.
 
     Attributes
@@ -110,7 +110,7 @@ class FusedGroupedMLP(nn.Module):
         shapes = (num_local_experts, wide, hidden), (num_local_experts, hidden, intermediate)
         self.linear_fc1 = _Layer(shapes[0], config, config.init_method)
         self.linear_fc2 = _Layer(shapes[1], config, config.output_layer_init_method)
-        # not a submodule: a hook on an op, such as Megatron's that waits for parameters, would split the chain
+        # not a submodule: a hook on an op, such as Megatron's hook that waits for parameters, would split the chain
         self.__dict__["_chain"] = _chain(shapes, config, recipe)
         self.register_state_dict_post_hook(split_by_expert)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(stack_experts)  # type: ignore[no-untyped-call]
@@ -125,7 +125,7 @@ class FusedGroupedMLP(nn.Module):
         permuted_local_hidden_states
             (R, H) in ``params_dtype``, sorted by expert; R may exceed the sum of ``tokens_per_expert``.
         tokens_per_expert
-            (E,) integers, on any device, or a list. The host does not read a tensor on a GPU.
+            (E,) integers, on any device, or a list. A tensor on a GPU is not read on the host.
         permuted_probs
             (R,) floating point, differentiable.
 
@@ -152,8 +152,8 @@ class FusedGroupedMLP(nn.Module):
     def explain_rows(self, rows: int, arch: int | str | None = None) -> Explanation:
         """Return the plan of `forward` for ``rows`` evenly routed rows, on the device and in the dtype of the weights.
 
-        ``fm.explain`` of a model calls it. ``arch`` is that of `Sequential.explain`: 90 for an sm_90 GPU. Gradients are
-        planned unless grad mode is off. Hooks of the layers do not run, so parameters are not gathered.
+        ``fm.explain`` calls this method for a model. ``arch`` is as for `Sequential.explain`: 90 for an sm_90 GPU.
+        Gradients are planned unless grad mode is off. The layers' hooks do not run, so parameters are not gathered.
         """
         weight = self.linear_fc1.weight
         kind: dict[str, Any] = {"device": weight.device, "requires_grad": torch.is_grad_enabled()}
@@ -174,8 +174,8 @@ class FusedGroupedMLP(nn.Module):
     ) -> dict[str, Any]:
         """Return the sharded tensors for ``megatron.core.dist_checkpointing``, with the keys of ``SequentialMLP``.
 
-        Each parameter is a ``ShardedTensorFactory`` of the parameter itself, through which the optimizer finds its
-        state. Global shapes are (experts of all ranks, out, in), with gate and up as separate shards. With
+        Each value is a ``ShardedTensorFactory`` of the parameter itself, by which the optimizer finds the
+        parameter's state. Global shapes are (experts of all ranks, out, in), with gate and up as separate shards. With
         ``singleton_local_shards`` in the metadata, each expert has its own keys. ``_extra_state`` is empty; Transformer
         Engine expects it.
         """
@@ -292,7 +292,7 @@ def _activation(config: Any) -> Op:
     )
 
 
-# unsupported settings, and the reason; any false value is accepted
+# unsupported settings and the reasons; any false value is accepted
 _NOT_SUPPORTED = {
     "activation_func_fp8_input_store": "the activation's input is saved unquantized",
     "use_te_activation_func": "fusedmoe fuses the activation itself",
@@ -304,14 +304,14 @@ _EXPERT_MODULES = ("expert_fc1", "moe_act", "fused_group_mlp")
 
 
 def _check(config: Any, recipe: object) -> None:
-    for name, remedy in _NOT_SUPPORTED.items():
+    for name, reason in _NOT_SUPPORTED.items():
         if getattr(config, name, None):
-            raise InputError(f"FusedGroupedMLP: {name}: expected none, got {getattr(config, name)!r}; {remedy}")
+            raise InputError(f"FusedGroupedMLP: {name}: expected none, got {getattr(config, name)!r}; {reason}")
     for name in ("fp8", "fp4"):
         if getattr(config, name, None) and recipe is None:
             raise InputError(
                 f"FusedGroupedMLP: {name}={getattr(config, name)!r} configures Transformer Engine: expected a recipe "
-                f'for the experts too, such as recipe="mxfp8", or "bf16" for no quantization; got None'
+                f'for the experts as well, such as recipe="mxfp8", or "bf16" for no quantization; got None'
             )
     recomputed = config.recompute_modules if config.recompute_granularity == "selective" else None
     offloaded = config.offload_modules if getattr(config, "fine_grained_activation_offloading", False) else None

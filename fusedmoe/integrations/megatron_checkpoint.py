@@ -24,25 +24,25 @@ def sharded_state_dict(
     experts: FusedGroupedMLP, prefix: str, sharded_offsets: tuple[Any, ...], metadata: dict[str, Any] | None
 ) -> dict[str, Any]:
     """Implement `FusedGroupedMLP.sharded_state_dict`."""
-    # here, since importing fusedmoe.integrations.megatron does not import Megatron
+    # here, since importing this module must not import Megatron
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
     from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 
-    singly = bool((metadata or {}).get("singleton_local_shards", False))
+    separate = bool((metadata or {}).get("singleton_local_shards", False))
     replica = (0, 0, experts.dp_group.rank())
     ranks, rank, local = experts.ep_group.size(), experts.ep_group.rank(), experts.num_local_experts
     first = rank * local
     found: dict[str, Any] = {}
     for layer in LAYERS:
         halves = 2 if layer == "linear_fc1" and experts.config.gated_linear_unit else 1
-        shards = _Shards(singly, halves, tuple(sharded_offsets), rank, ranks, first)
+        shards = _Shards(separate, halves, tuple(sharded_offsets), rank, ranks, first)
         for name, parameter in getattr(experts, layer).named_parameters():
             found[f"{prefix}{layer}.{name}"] = ShardedTensorFactory(
                 f"{prefix}experts.{layer}.{name}", parameter, shards.build, shards.merge, replica
             )
         for expert in range(first, first + local):
-            of_expert = f"{expert}." if singly else ""
-            offsets = sharded_offsets if singly else (*sharded_offsets, (len(sharded_offsets), expert, ranks * local))
+            of_expert = f"{expert}." if separate else ""
+            offsets = sharded_offsets if separate else (*sharded_offsets, (len(sharded_offsets), expert, ranks * local))
             found[f"{prefix}{layer}._extra_state{expert - first}"] = make_sharded_object_for_checkpoint(
                 None, f"{prefix}experts.{of_expert}{layer}._extra_state", offsets, replica
             )
@@ -53,8 +53,8 @@ def sharded_state_dict(
 class _Shards:
     """Converts a parameter of all experts of this rank to the shards of ``SequentialMLP`` and back."""
 
-    singly: bool  # keys per expert
-    halves: int  # 2: gate and up are separate shards
+    separate: bool  # each expert has its own keys
+    halves: int  # 2 if gate and up are separate shards, else 1
     offsets: tuple[Any, ...]
     rank: int
     ranks: int
@@ -62,13 +62,13 @@ class _Shards:
 
     @torch.no_grad()
     def build(self, key: str, parameter: Tensor, replica_id: Any, flattened_range: slice | None = None) -> Any:
-        """Return the shards of a parameter, or of a state of the optimizer for it, which has another key."""
+        """Return the shards of a parameter, or of its optimizer state, which has another key."""
         if flattened_range is not None:
             raise InputError(
                 f"FusedGroupedMLP: {key}: expected a whole tensor to save or load, got a range of a flattened one"
             )
         axis = len(self.offsets)
-        if not self.singly:
+        if not self.separate:
             parts = parameter.chunk(self.halves, dim=1)
             of_rank = axis, self.rank, self.ranks
             return [
@@ -87,7 +87,7 @@ class _Shards:
     @torch.no_grad()
     def merge(self, parts: Any) -> Tensor:
         """Invert `build`."""
-        return torch.stack([torch.cat(halves) for halves in parts]) if self.singly else torch.cat(parts, dim=1)
+        return torch.stack([torch.cat(halves) for halves in parts]) if self.separate else torch.cat(parts, dim=1)
 
     def _shard(self, key: str, tensor: Tensor, replica_id: Any, *offsets: tuple[int, int, int]) -> Any:
         from megatron.core.dist_checkpointing.mapping import ShardedTensor

@@ -1,4 +1,4 @@
-"""Experts for torchtitan: an override that replaces a model's `GroupedExperts` by ops of fusedmoe.
+"""Experts for torchtitan: an override that replaces a model's `GroupedExperts` with ops of fusedmoe.
 
     --override.imports fusedmoe.integrations.torchtitan.experts
     --override.imports 'fusedmoe.integrations.torchtitan.experts={"recipe": "mxfp8"}'
@@ -63,7 +63,7 @@ class FusedGroupedExperts(GroupedExperts):  # type: ignore[misc]
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):  # type: ignore[misc]
-        """torchtitan's configuration, and ``recipe``, that of both products; None uses the recipe of ``fm.recipe``."""
+        """torchtitan's configuration, and ``recipe`` for both products; None for the recipe of ``fm.recipe``."""
 
         recipe: str | None = None
 
@@ -103,9 +103,9 @@ class FusedGroupedExperts(GroupedExperts):  # type: ignore[misc]
     def explain_rows(self, rows: int, arch: int | str | None = None) -> Explanation:
         """Return the plan of `forward` for ``rows`` evenly routed rows on the device of the parameters.
 
-        ``fm.explain`` of a model calls it. ``arch`` is that of `Sequential.explain`: 90 for an sm_90 GPU. Gradients are
-        planned unless grad mode is off. As in `forward`, the weights are copied, and the local shard of a DTensor is
-        used.
+        ``fm.explain`` calls this method for a model. ``arch`` is as for `Sequential.explain`: 90 for an sm_90 GPU.
+        Gradients are planned unless grad mode is off. As in `forward`, the weights are copied, and the local shard of a
+        DTensor is used.
 
         Raises
         ------
@@ -117,7 +117,7 @@ class FusedGroupedExperts(GroupedExperts):  # type: ignore[misc]
             if axes := _gathered_axes(parameter):
                 raise InputError(
                     f"{type(self).__name__}: {name}: expected all of this rank's experts, got a shard over "
-                    f"{', '.join(axes)} that a call gathers: plan before sharding"
+                    f"{', '.join(axes)}, which a call gathers: plan before sharding"
                 )
         parameters = self._chain_parameters()
         weight = parameters["gate_up.weight"]
@@ -143,7 +143,7 @@ class FusedGroupedExperts(GroupedExperts):  # type: ignore[misc]
         """Return the ops for parameters of these shapes; they are made again only after a change."""
         sizes = tuple(parameters["down.weight"].shape)
         if torch.compiler.is_compiling():
-            self._prepare(sizes, "down.bias" in parameters)  # while the graph is traced
+            self._prepare(sizes, "down.bias" in parameters)  # runs while the graph is traced
         held: _Held | None = self.__dict__.get(_CHAIN)
         if held is None or held.sizes != sizes or held.recipe != self.recipe:
             self._prepare(sizes, "down.bias" in parameters)
@@ -176,7 +176,7 @@ class FusedGptOssGroupedExperts(FusedGroupedExperts):
     Attributes
     ----------
     mlp1_weight_EGD, mlp1_bias_EG, mlp2_weight_EDF, mlp2_bias_ED : Parameter
-        With torchtitan's layouts; they are cast to bf16, not copied otherwise.
+        With torchtitan's layouts. They are cast to bf16, and not copied if they are bf16 already.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -211,7 +211,7 @@ class FusedGptOssGroupedExperts(FusedGroupedExperts):
         return SwiGLU(limit=self.swiglu_limit, alpha=1.702, offset=1.0, interleaved=True)
 
 
-# by name, since importing the class imports the whole model
+# by name, since importing the class would import the whole model
 _GPT_OSS = ("torchtitan.models.gpt_oss.moe", "GptOssGroupedExperts.Config")
 
 
@@ -222,7 +222,8 @@ def experts(config: Any, *, recipe: str | None = None) -> Any:
     Parameters
     ----------
     config
-        Configuration of `GroupedExperts` or of GPT-OSS's experts. That of fused experts is returned unchanged.
+        Configuration of `GroupedExperts` or of GPT-OSS's experts. A configuration of fused experts is returned
+        unchanged.
     recipe
         See `FusedGroupedExperts`.
 

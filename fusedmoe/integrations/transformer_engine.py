@@ -19,13 +19,13 @@
 ``ScaledSReLU()``                            ``SquaredReLU(), Scale("probs")``
 ============================================ ===========================================================
 
-Both activate the first half of the features. (Transformer Engine's kernels call the linear second half the gate.) With
-Transformer Engine's ``glu_interleave_size=s``, blocks of s features of the halves alternate, so the rows of the
-preceding layer are reordered: to [gate; up] for fusedmoe, to blocks for Transformer Engine. s = 1 is
+Both libraries activate the first half of the features. (Transformer Engine's kernels call the linear second half the
+gate.) With Transformer Engine's ``glu_interleave_size=s``, blocks of s features of the two halves alternate. Then the
+rows of the preceding layer are reordered: to [gate; up] for fusedmoe, to blocks for Transformer Engine. s = 1 is
 ``interleaved=True``, without reordering.
 
-A layer of Transformer Engine has the weights ``weight0`` and so on, or one ``weight``; one of fusedmoe has one weight
-(E, out, in). The conversion drops ``main_grad``, hooks, quantization state and recipes, which are contexts in both.
+A layer of Transformer Engine has the weights ``weight0`` and so on, or one ``weight``; a layer of fusedmoe has one
+weight (E, out, in). The conversion drops ``main_grad``, hooks, quantization state, and recipes set by contexts.
 
 The first call imports Transformer Engine, which needs CUDA. Source of the interface:
 ``transformer_engine.pytorch.ops``, Transformer Engine 2.20. The tests use a stand-in with its names, signatures and
@@ -122,14 +122,14 @@ def to_te(sequential: Sequential, glu_interleave_size: int | None = None) -> Any
     Returns
     -------
     transformer_engine.pytorch.ops.Sequential
-        Its parameters are copies with the same dtype, device and ``requires_grad``. It is called with the inputs of
-        each op in order: ``y = te(x, splits, probs, splits)``.
+        Its parameters are copies with the same dtype, device and ``requires_grad``. Its call takes the inputs of each
+        op in order: ``y = te(x, splits, probs, splits)``.
 
     Raises
     ------
     InputError
-        ``sequential`` has an op or a combination that Transformer Engine lacks, or a layer without parameters, with a
-        recipe, or in fp64.
+        ``sequential`` has an op or a combination that Transformer Engine lacks, or a layer that has no parameters, has
+        a recipe, or is in fp64.
     """
     glu_interleave_size = POSITIVE_INTEGER.or_none()("to_te: glu_interleave_size", glu_interleave_size)
     import transformer_engine.pytorch.ops as te_ops
@@ -143,7 +143,7 @@ def to_te(sequential: Sequential, glu_interleave_size: int | None = None) -> Any
         where = f"to_te: {place}.{type(op).__name__}"
         if type(op) is GroupedLinear:
             found.append(_linear_to_te(where, op, te_ops, *_block_sizes(following, glu_interleave_size)))
-        elif not (isinstance(op, Scale) and isinstance(before, GLU | SquaredReLU)):  # part of the activation's op
+        elif not (isinstance(op, Scale) and isinstance(before, GLU | SquaredReLU)):  # else part of the activation's op
             name, settings = _equivalent(where, op, isinstance(following, Scale))
             now, then = _block_sizes(op, glu_interleave_size)
             if then is not None:
@@ -187,7 +187,7 @@ class _TEOp:
         return size
 
     def linear(self, block_size: int | None) -> GroupedLinear:
-        """Return the layer, with rows reordered for the next op's `activation`, which has this block size."""
+        """Return the layer, with rows reordered for the `activation` of the next op, which has this block size."""
         op = self.op
         weight, bias = self._packed("weight"), self._packed("bias")
         assert weight is not None
@@ -260,7 +260,7 @@ def _linear_to_te(where: str, layer: GroupedLinear, te_ops: Any, now: int | None
 
 
 def _equivalent(where: str, op: nn.Module, scaled: bool) -> tuple[str, dict[str, Any]]:
-    """Return the name and the settings of Transformer Engine's op."""
+    """Return the name and the settings of the equivalent op of Transformer Engine."""
     prefix = "Scaled" if scaled else ""
     if type(op) is SquaredReLU:
         return f"{prefix}SReLU", {}

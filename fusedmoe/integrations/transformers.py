@@ -7,7 +7,7 @@
 
 Parameters, ``state_dict``, router and auxiliary losses do not change.
 
-- The function between the two products of the experts is fused if `gates` recognises it. Otherwise it runs unfused.
+- The function between the two products of the experts is fused if `gates` recognises it; otherwise it runs unfused.
 - Llama-4's experts are not in transformers' experts interface; use `patch_llama4`.
 - transformers runs experts with quantized weights (``FP8Experts``, tensor subclasses such as torchao's) without
   fusedmoe.
@@ -120,9 +120,9 @@ def explain(
     tokens
         T.
     top_k
-        K; by default that of the model's configuration.
+        K; by default the model configuration's.
     arch
-        As for `Sequential.explain`: 90 for an sm_90 GPU.
+        Architecture, as for `Sequential.explain`: 90 for an sm_90 GPU.
 
     Raises
     ------
@@ -139,8 +139,8 @@ def explain(
     number = number_of_experts(module)
     if len(weight) != number:
         raise InputError(
-            f"{type(module).__name__}: expected weights of {number} experts, got {len(weight)}: plan before sharding "
-            f"weights that a call gathers"
+            f"{type(module).__name__}: expected weights of {number} experts, got {len(weight)}: plan before sharding, "
+            f"since a call gathers sharded weights"
         )
     chosen = top_k or top_k_of(module)
     if chosen is None:
@@ -192,11 +192,11 @@ def _explained(module: nn.Module, tokens: int) -> Explanation | None:
 
 
 def patch_llama4(model: nn.Module) -> int:
-    """Run the chosen experts alone in every ``Llama4TextMoe`` of a model; return the number of these layers.
+    """Run only the chosen experts in every ``Llama4TextMoe`` of a model; return the number of these layers.
 
     A layer computes ``y = shared_expert(x) + sum over k of expert[k](x * s[k])`` with the router's scores s. Unpatched,
-    it runs every expert on every token, most of them on zeros. Repeated calls have no effect. `unpatch_llama4` undoes
-    them.
+    it runs every expert on every token, most of them on zeros. Repeated calls have no effect. `unpatch_llama4` restores
+    the model.
 
     Raises
     ------

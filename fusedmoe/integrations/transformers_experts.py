@@ -1,4 +1,4 @@
-"""The ops that an experts module of transformers runs on; see `fusedmoe.integrations.transformers`."""
+"""The ops for an experts module of transformers; see `fusedmoe.integrations.transformers`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LAYOUT_SETTINGS = (
 
 
 class Layout(NamedTuple):
-    """The layout of a module's parameters, and its computations beside the two products and the activation."""
+    """The layout of a module's parameters, and its operations other than the two products and the activation."""
 
     gated: bool
     interleaved: bool  # gate and up alternate
@@ -63,20 +63,20 @@ class Experts(NamedTuple):
 def experts_of(module: nn.Module) -> Experts:
     """Return a module's ops, which are made again only if the module has changed."""
     if torch.compiler.is_compiling():
-        # while the graph is traced; the comparison below becomes guards on the settings
+        # runs while the graph is traced; the comparison below becomes guards on the settings
         _let_prepare(type(module))
         module._fusedmoe_prepare()  # type: ignore[operator]
         experts: Experts = module.__dict__[_OPS]
         if settings_of(module, experts.names) == experts.settings:
             return experts
     found: Experts | None = module.__dict__.get(_OPS)
-    if found is None or not _holds(module, found):
+    if found is None or not _is_current(module, found):
         _fusedmoe_prepare(module)
         found = module.__dict__[_OPS]
     return found
 
 
-def _holds(module: nn.Module, experts: Experts) -> bool:
+def _is_current(module: nn.Module, experts: Experts) -> bool:
     weight = module._parameters.get("down_proj")
     if type(weight) is not experts.weight_type or (weight is not None and weight.dtype is not experts.weight_dtype):
         is_quantized = bool(_quantized_to(module, experts.layout))
@@ -94,7 +94,7 @@ def _let_prepare(experts_class: type[nn.Module]) -> None:
 @constant_in_graphs
 def _fusedmoe_prepare(module: nn.Module) -> None:
     experts: Experts | None = module.__dict__.get(_OPS)
-    if experts is None or not _holds(module, experts):
+    if experts is None or not _is_current(module, experts):
         module.__dict__[_OPS] = _new_experts(module)
 
 
@@ -122,9 +122,9 @@ def _chain(module: nn.Module, layout: Layout) -> Sequential:
         )
     activation = recognised(module, layout)
     if activation is None:
-        message = "%s: %s is none of the activations that can be fused; it runs unfused between the two products"
+        message = "%s: %s is none of the activations that can be fused, so it runs unfused between the two products"
         say_once(logger, logging.WARNING, message, type(module).__name__, _name_of_activation(module, layout))
-    # scale in the activation's epilogue if the following ops are linear in the routing weight, else in the combine
+    # scale after the activation, where it fuses, if all later ops are linear; otherwise in the combine
     early = activation is not None and not layout.biased and not layout.normed
     ops: dict[str, Any] = {
         "dispatch": Dispatch(number_of_experts(module)),
@@ -175,7 +175,7 @@ def runs_as_stock(module: nn.Module, layout: Layout) -> str:
     """Return the message for a module with quantized weights."""
     return (
         f"{type(module).__name__}: its weights are quantized to {_quantized_to(module, layout)}, which fusedmoe "
-        f"has no kernels for: transformers runs it without fusedmoe. Load the model dequantized to use fusedmoe"
+        f"has no kernels for; transformers runs it without fusedmoe. To use fusedmoe, load the model dequantized"
     )
 
 
@@ -183,7 +183,7 @@ def runs_as_stock(module: nn.Module, layout: Layout) -> str:
 
 
 def activation_of(module: Any, x: Tensor) -> Tensor:
-    """Compute a module's function between its products."""
+    """Compute the function between the two products of a module."""
     if not _setting(module, "has_gate", True):
         return module.act_fn(x)  # type: ignore[no-any-return]
     if hasattr(module, GATE):
