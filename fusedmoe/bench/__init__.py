@@ -1,4 +1,4 @@
 """``fusedmoe bench``: compare one MoE layer of given sizes with plain torch and the installed peers.
 
-The repository's benchmarks use `timing` and `peers` too.
+The repository's benchmarks also use `timing`, `peers` and `machine`.
 """

@@ -1,7 +1,7 @@
-"""One MoE layer, from tokens to tokens, in each implementation: ours, plain torch, and the peers.
+"""One MoE layer, router included, in each implementation: ours, plain torch, and the peers.
 
-All get the same tokens, weights, gradient and routing: softmax over all experts in fp32, then the K largest
-probabilities, divided by their sum.
+All implementations get the same tokens, weights and output gradient. They route in the same way: softmax over all
+experts in fp32, then the K largest probabilities, divided by their sum.
 
 Axes: T tokens, E experts, K chosen experts per token, R = T K rows, H hidden, I intermediate.
 """
@@ -52,7 +52,7 @@ class Sizes:
 
 
 class Leaves(NamedTuple):
-    """The tensors that get gradients: tokens (T, H), the router's weight (E, H), and the experts' two weights."""
+    """The tensors that get gradients: tokens (T, H), the router's weight (E, H), and the two weights of the experts."""
 
     x: Tensor
     router: Tensor
@@ -171,7 +171,7 @@ def our_layer(work: Work) -> MoE:
 
 
 def ours(work: Work) -> Candidate:
-    """Return the layer of this package; under a recipe, each call quantizes the weights, as each training step does."""
+    """Return the layer of this package; under a recipe, each call quantizes the weights, like each training step."""
     layer, x = our_layer(work), work.x.detach().requires_grad_()
 
     def forward() -> Tensor:
@@ -205,7 +205,7 @@ def torch_compiled(work: Work) -> Candidate:
 
 
 def quack(work: Work) -> Candidate:
-    """Return QuACK's kernels on rows that torch sorts and sums."""
+    """Return QuACK's kernels; torch sorts the rows and sums the results."""
     if work.sizes.activation != "swiglu":
         raise NotImplementedError(f"{work.sizes.activation} is not compared with QuACK")
     run, leaves = quack_expert_mlp("swiglu", tuned=False), work.leaves(alternating=True)
@@ -239,7 +239,7 @@ def sonic(work: Work) -> Candidate:
 
 
 class Peer(NamedTuple):
-    """A participant of the comparison."""
+    """A participant in the comparison."""
 
     name: str
     prepare: Callable[[Work], Candidate]
@@ -261,7 +261,7 @@ PEERS = (
 
 
 class Reference:
-    """The layer in fp64 for a sample of tokens and for one expert, with the routing of the work."""
+    """The layer in fp64 for a sample of tokens and for the weights of one expert, with the routing of the work."""
 
     def __init__(self, work: Work) -> None:
         s = work.sizes

@@ -1,4 +1,4 @@
-"""Prepare, check and time every candidate of a layer; format the results as a table and as plain data."""
+"""Prepare, check and time each candidate of a layer; format the results as a table and as plain data."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def measure(work: Work, timer: Timer, peers: Iterable[Peer] = PEERS, advance: Ad
 
 
 def plan(work: Work) -> str:
-    """Return the number of fused steps of our layer, and the reasons why others are not fused, from ``explain``."""
+    """Return the number of fused steps in our layer's plan, and the reasons why other steps are not fused."""
     with settings.recipe(work.recipe):
         explanation = our_layer(work).explain(work.x.detach().requires_grad_())
     parts = []

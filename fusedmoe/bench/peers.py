@@ -1,4 +1,4 @@
-"""Kernels of other projects behind one interface; each package is imported on its first call.
+"""Calls of other projects' kernels; each package is imported by the first call that needs it.
 
 Axes: R rows sorted by expert, E experts, H hidden, I intermediate.
 """
@@ -39,7 +39,7 @@ def quack_interface() -> Any:
 def quack_expert_mlp(activation: str, tuned: bool) -> Callable[..., Tensor]:
     """Return ``mlp(x, weight1, weight2, bias1, bias2, cu_seqlens, ones)``: QuACK's fastest chain on sorted rows.
 
-    The steps are SonicMoE's, without its gather and combine. ``x`` (R, H), ``weight1`` (E, 2 I, H) with alternating
+    The steps are those of SonicMoE without gather and combine. ``x`` (R, H), ``weight1`` (E, 2 I, H) with alternating
     gate and up rows, ``weight2`` (E, H, I), biases or None, ``cu_seqlens`` (E + 1,) int32. QuACK has no kernel for the
     gradient of a bias, so it is a product with ``ones`` (R, 8), which reads the gradient of the output once.
     """
@@ -74,7 +74,7 @@ def quack_expert_mlp(activation: str, tuned: bool) -> Callable[..., Tensor]:
 def sonic_functions(tuned: bool) -> tuple[Any, Any]:
     """Return `sonicmoe.functional` and its enumeration of activations.
 
-    SonicMoE always autotunes, which takes minutes; this rebinds the functions that its modules call.
+    SonicMoE always autotunes, which takes minutes; this function rebinds the functions that SonicMoE's modules call.
     """
     from sonicmoe import functional
     from sonicmoe.enums import ActivationType

@@ -1,4 +1,4 @@
-"""Time calls, with interleaved variants: by CUDA events on a GPU, by the wall clock on a CPU.
+"""Timing of calls, with interleaved variants: CUDA events on a GPU, wall time on a CPU.
 
 GPU time is the time between two CUDA events around one call. Before each call,
 
@@ -26,10 +26,10 @@ FLUSH_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class CallTime:
-    """Time of one call: on the device in milliseconds, of the Python call in microseconds.
+    """Time of one call: on the device in milliseconds, and of the Python call in microseconds.
 
-    ``host_idle_us`` is measured with an idle GPU, ``host_queued_us`` with a busy one, which reveals calls that
-    synchronise. On a CPU both equal the median. ``quartiles_ms`` are the first and the third quartile.
+    ``host_idle_us`` is measured while the GPU is idle, ``host_queued_us`` while it is busy: the latter reveals calls
+    that synchronise. On a CPU both equal the median. ``quartiles_ms`` are the first and the third quartile.
     """
 
     median_ms: float
@@ -48,7 +48,7 @@ class Timer(Protocol):
     """A timer of the benchmarks."""
 
     def measure(self, variants: dict[str, Callable[[], object]]) -> dict[str, CallTime]:
-        """Time each variant, A B A B ..."""
+        """Time the variants, interleaved: A B A B ..."""
 
 
 class CpuTimer:
@@ -58,7 +58,6 @@ class CpuTimer:
         self.reps = reps
 
     def measure(self, variants: dict[str, Callable[[], object]]) -> dict[str, CallTime]:
-        """Time each variant, A B A B ..."""
         for call in variants.values():
             call()
         taken: dict[str, list[float]] = {name: [] for name in variants}
@@ -75,7 +74,7 @@ class CpuTimer:
 
 
 class GpuTimer:
-    """Time of calls on a GPU; see the module.
+    """Time of calls on a GPU; see the docstring of the module.
 
     Parameters
     ----------
@@ -91,7 +90,6 @@ class GpuTimer:
         self._cycles_per_us = self._calibrate()
 
     def measure(self, variants: dict[str, Callable[[], object]]) -> dict[str, CallTime]:
-        """Time each variant, A B A B ..."""
         for call in variants.values():
             call()  # compiles and allocates
         idle = {name: self._host_idle_us(call) for name, call in variants.items()}
@@ -106,7 +104,7 @@ class GpuTimer:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize(self.device)
         self._flush.zero_()
-        self._spin(100 + 2 * min(host_us, 10_000))  # bounded: the host time of a call that synchronises includes it
+        self._spin(100 + 2 * min(host_us, 10_000))  # bounded: the host time of a call that synchronises includes a spin
         start.record()
         call()
         end.record()
@@ -150,7 +148,7 @@ class GpuTimer:
 
 
 def times_of(timer: Timer, calls: dict[str, Callable[[], Any]], notes: dict[str, str | None]) -> dict[str, CallTime]:
-    """Time the calls together; if that raises, each alone, and exceptions become notes."""
+    """Time the calls together. If that raises, time each call alone, and turn exceptions into notes."""
     if not calls:
         return {}
     try:
@@ -166,7 +164,7 @@ def times_of(timer: Timer, calls: dict[str, Callable[[], Any]], notes: dict[str,
 
 
 def memory_of(call: Callable[[], Any], device: torch.device) -> tuple[int, int]:
-    """Return the bytes that a call's result keeps alive, without the result itself, and the peak during the call."""
+    """Return the bytes that a call's result keeps alive, excluding the result itself, and the peak during the call."""
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)

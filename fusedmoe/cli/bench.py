@@ -1,4 +1,4 @@
-"""``fusedmoe bench``: time and memory of one MoE layer of given sizes, compared with plain torch and the peers."""
+"""``fusedmoe bench``: compare one MoE layer of given sizes with plain torch and other libraries."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def run(options: BenchOptions, timer: Timer | None = None, peers: tuple[Peer, ..
             rows = measure(work, timer, taking_part, advance)
         planned = plan(work)
     except (RuntimeError, TypeError) as error:
-        if not _is_lack_of_memory(error):
+        if not _is_out_of_memory(error):
             raise
         memory = "GPU" if device.type == "cuda" else "machine"
         raise InputError(
@@ -107,12 +107,12 @@ def run(options: BenchOptions, timer: Timer | None = None, peers: tuple[Peer, ..
         print(_method(device, reps))
         print("\n" + "\n".join(lines(rows)).rstrip())
         if recipe != BF16:
-            print(f"\nOnly {OURS} runs under {recipe.name}; every call quantizes its weights.")
+            print(f"\nOnly {OURS} runs under {recipe.name}; each call quantizes the weights.")
     return 0 if any(row.name == OURS and row.ms is not None for row in rows) else 1
 
 
-def _is_lack_of_memory(error: Exception) -> bool:
-    """Whether an allocation failed; on a CPU, or for sizes beyond 64 bits, the exception has no class of its own."""
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether an allocation failed; on a CPU, or for sizes beyond 64 bits, the exception has no specific class."""
     messages = ("can't allocate memory", "not enough memory", "overflow")
     return isinstance(error, torch.OutOfMemoryError) or any(text in str(error).lower() for text in messages)
 

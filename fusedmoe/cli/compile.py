@@ -38,7 +38,7 @@ class CompileOptions:
 
 
 class Outcome(NamedTuple):
-    """The result for one kernel; ``error`` is the reason of a failure."""
+    """The result for one kernel; ``error`` is the reason for a failure."""
 
     symbol: str
     status: Literal["compiled", "already cached", "FAILED"]
@@ -122,7 +122,7 @@ def _outcomes(kernels: Sequence[Kernel], options: CompileOptions) -> Iterator[Ou
     for outcome in _outcomes_of_pool(kernels, jobs, options.cache_dir):
         del left[outcome.symbol]
         yield outcome
-    for kernel in left.values():  # a process died and broke the pool; one pool per kernel finds which kernel it was
+    for kernel in left.values():  # a process died and broke the pool; a pool per kernel finds the kernel
         died = Outcome(kernel.symbol, "FAILED", 0.0, "the process that compiled it died; is there enough memory?")
         yield next(_outcomes_of_pool([kernel], 1, options.cache_dir), died)
 

@@ -28,7 +28,7 @@ from fusedmoe.target import arch_of
 
 __all__ = ["Fact", "Gpu", "Kernel", "Report", "add_arguments", "doctor", "kernel_lines", "run"]
 
-# (distribution, the extra of fusedmoe that installs it); None: a dependency of fusedmoe or torch, if it has wheels
+# (distribution, the extra of fusedmoe that installs it); None for a dependency of fusedmoe or torch, not on all systems
 PACKAGES: tuple[tuple[str, str | None], ...] = (
     ("triton", None),
     ("nvidia-cutlass-dsl", None),
@@ -64,7 +64,7 @@ class Gpu:
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A way to run a step; ``note`` describes it, or tells why it is not available on this machine."""
+    """A way to run a step; ``note`` describes it, or gives the reason why it is not available on this machine."""
 
     name: str
     available: bool
@@ -73,7 +73,7 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """The result of :func:`doctor`. ``str()`` gives the text that the command prints."""
+    """The result of `doctor`. ``str()`` gives the text that the command prints."""
 
     software: tuple[Fact, ...]
     packages: tuple[Fact, ...]
@@ -123,7 +123,7 @@ def doctor() -> Report:
 
 
 def kernel_lines(gpus: Sequence[Gpu]) -> tuple[Kernel, ...]:
-    """Return the ways to run a step, and whether they are available on a machine with these GPUs."""
+    """Return the ways to run a step, and whether each is available on a machine with these GPUs."""
     cpu = Kernel(
         "torch grouped GEMM, cpu", True, "fp32, bf16 and fp16 in one call; other dtypes: a loop over the experts"
     )
@@ -183,7 +183,7 @@ def _driver() -> str:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
         return f"nvidia-smi failed: {error}"
-    return ", ".join(sorted(set(answer.split()))) or "nvidia-smi named no GPU"
+    return ", ".join(sorted(set(answer.split()))) or "nvidia-smi lists no GPU"
 
 
 def _packages() -> Iterable[Fact]:
@@ -230,7 +230,7 @@ def _environment() -> Iterable[Fact]:
 
 
 def _why_no_gpu() -> str | None:
-    """Return why torch has no GPU; None if it has one."""
+    """Return the reason why torch has no GPU; None if it has one."""
     if not (torch.version.cuda or torch.version.hip):
         return f"torch {torch.__version__} is built for the CPU only"
     if torch.cuda.device_count() == 0:

@@ -1,4 +1,4 @@
-"""``fusedmoe explain``: plan a model's experts for a GPU from its configuration, without the GPU and the weights."""
+"""``fusedmoe explain``: plan a model's experts for a GPU from the model's configuration; needs no GPU or weights."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ __all__ = ["ExplainOptions", "add_arguments", "run"]
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _SIZES = ("hidden", "intermediate", "experts", "top_k")
 _MOST_TOKENS, _MOST_NUMBERS = 1 << 40, 1 << 56  # far within torch's 64-bit byte counts
-_AUTO_CLASSES = {  # the first that knows the configuration builds the model
+_AUTO_CLASSES = {  # the first class that knows the configuration builds the model
     "AutoModelForCausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING",
     "AutoModelForMultimodalLM": "MODEL_FOR_MULTIMODAL_LM_MAPPING",
     "AutoModel": "MODEL_MAPPING",
 }
 _PLAN_FIELDS = ("device", "dtype", "recipe", "kept", "kept_bytes", "weight_bytes", "assumed")  # printed as JSON
 _STEP_FIELDS = ("direction", "ops", "rule", "status", "why", "host_sync", "bytes_moved", "launches")
-_TRANSFORMERS = "needs transformers 5.7 or later, which reads it: pip install transformers"
+_TRANSFORMERS = "needs transformers 5.7 or later: pip install transformers"
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class ExplainOptions:
 
 
 class ConfigError(Exception):
-    """Why a model cannot be built from a configuration."""
+    """A model cannot be built from a configuration; the message gives the reason."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -139,8 +139,8 @@ def _model(options: ExplainOptions) -> tuple[str, nn.Module, str]:
             raise InputError("CONFIG: expected a path or a name, got an empty one")
         return _transformers_model(options.config, options.dtype)
     if missing := [f"--{name.replace('_', '-')}" for name in _SIZES if sizes[name] is None]:
-        more = f"the layer lacks {', '.join(missing)}" if given else f"or a layer by {', '.join(missing)}"
-        raise InputError(f"expected CONFIG, {more}")
+        sizes_of = "the missing sizes of a layer" if given else "the sizes of a layer"
+        raise InputError(f"expected CONFIG, or {sizes_of}: {', '.join(missing)}")
     hidden, intermediate, experts, top_k = (int(sizes[name]) for name in _SIZES)
     if max(options.tokens * top_k, 2 * experts * intermediate) * max(hidden, 2 * intermediate) > _MOST_NUMBERS:
         raise InputError("the layer would have tensors of more than 2^56 numbers: choose smaller sizes")
@@ -194,7 +194,7 @@ def _built(name: str, config: Any, dtype: torch.dtype) -> nn.Module:
 
 
 def _quantize(name: str, model: nn.Module, quantization: dict[str, Any]) -> None:
-    """Replace the layers of a model by transformers' layers for the quantized checkpoint."""
+    """Replace the layers of a model with transformers' layers for the quantized checkpoint."""
     from transformers.quantizers.auto import AutoHfQuantizer
 
     with _errors_of_transformers(name):
@@ -297,8 +297,9 @@ def _checked(options: ExplainOptions, result: ModelExplanation) -> int:
         print(f"fusedmoe explain: {error}", file=sys.stderr)
         return 1
     for why, ops in _without_kernel(result).items():
-        print(f"strict: not required of {', '.join(ops)}: {why}", file=sys.stderr)
-    print("strict: all else is fused" if _without_kernel(result) else "strict: all is fused", file=sys.stderr)
+        print(f"strict: fusion not required for {', '.join(ops)}: {why}", file=sys.stderr)
+    fused = "everything else" if _without_kernel(result) else "everything"
+    print(f"strict: {fused} is fused", file=sys.stderr)
     return 0
 
 

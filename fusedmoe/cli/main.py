@@ -1,6 +1,6 @@
-"""The ``fusedmoe`` command: it parses the arguments and calls the module of the subcommand.
+"""The ``fusedmoe`` command: parses the arguments and calls the module of the subcommand.
 
-Exit status: 0 success; 1 an error whose message names the remedy; 2 wrong options; 130 Ctrl-C.
+Exit status: 0 for success; 1 for an error, whose message names the remedy; 2 for wrong options; 130 for Ctrl-C.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ COMMANDS = {
     "compile": Command(
         "compile the kernels ahead of time; needs no GPU",
         "Compile all shipped kernels into the disk cache, so that no training step waits for a compilation. Needs no "
-        "GPU, but the CPU type and the package versions of the machine that will run the kernels.",
+        "GPU. CPU type and package versions must be those of the machine that will run the kernels.",
         "; kernels already compiled stay in the cache",
     ),
     "tune": Command(
@@ -134,7 +134,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 def _run(name: str, parser: Parser, arguments: list[str]) -> int:
     """Parse the arguments of a subcommand and run it."""
-    module = importlib.import_module(f"fusedmoe.cli.{name}")  # for cost: of one subcommand alone
+    module = importlib.import_module(f"fusedmoe.cli.{name}")  # for cost: imports only one subcommand
     module.add_arguments(parser)
     namespace, unknown = parser.parse_known_args(arguments)
     if unknown:

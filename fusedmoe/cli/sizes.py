@@ -8,7 +8,7 @@ from fusedmoe.errors import InputError
 
 
 def required_sizes(options: object, names: Iterable[str]) -> dict[str, int]:
-    """Return the named options; an InputError if one is missing or below 1."""
+    """Return the named options; raise `InputError` if one is missing or below 1."""
     sizes: dict[str, int] = {}
     for name in names:
         size, flag = getattr(options, name), "--" + name.replace("_", "-")

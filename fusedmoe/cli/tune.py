@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hidden", metavar="H", type=int, help="features per token")
     parser.add_argument("--intermediate", metavar="I", type=int, help="intermediate features per expert")
     parser.add_argument("--experts", metavar="E", type=int, help="experts on this GPU")
-    parser.add_argument("--rows", metavar="R", type=int, help="rows of all experts: tokens x chosen experts per token")
+    parser.add_argument("--rows", metavar="R", type=int, help="rows in total: tokens x chosen experts per token")
     parser.add_argument(
         "--activation", choices=tuple(tuning.ACTIVATIONS), default="swiglu", help="(default: %(default)s)"
     )
@@ -80,7 +80,7 @@ def run(options: TuneOptions, measure: Measure = tuning.measure, gpu: Gpu | None
         file = tuned.path()
         if file is None:
             raise cache.CacheUnusableError(
-                f"{cache.VARIABLE}={cache.OFF} switches the cache off, which holds the table"
+                f"{cache.VARIABLE}={cache.OFF} switches off the cache, which stores the measurements"
             )
         if options.clear:
             return _clear(file)
@@ -159,8 +159,8 @@ def _table(product: Product, times: Mapping[TileConfig, float]) -> str:
     p = product.problem
     best = min(times, key=lambda config: times[config])
     marks = {best: ["best"]}
-    marks.setdefault(choice.by_model(p), []).append("the model's")
-    marks.setdefault(choice.choose(p), []).append("in use so far")
+    marks.setdefault(choice.by_model(p), []).append("the cost model's choice")
+    marks.setdefault(choice.choose(p), []).append("used until now")
     lines = [f"\n{product.title}: {p.columns} columns, depth {p.depth}", f"  {'config':<16}{'ms':>10}{'TFLOP/s':>10}"]
     for config in sorted(times, key=lambda config: times[config]):
         rate = product.flops / times[config] / 1e9

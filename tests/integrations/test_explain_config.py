@@ -56,7 +56,7 @@ def test_a_directory_and_a_recipe(config, no_memory, tmp_path, capsys):
     out, err = capsys.readouterr()
     assert "recipe fp8_block" in out
     assert "no fused kernel for fp8 e4m3" in out
-    assert "strict: not required of gate_up.GroupedLinear" in err
+    assert "strict: fusion not required for gate_up.GroupedLinear" in err
 
 
 def test_the_dtype_is_the_configurations_unless_asked(config, no_memory, capsys):
@@ -185,8 +185,8 @@ def test_an_activation_that_runs_as_it_is_is_listed(config, no_memory, capsys):
     assert main(["explain", path, "--strict"]) == 0
     out, err = capsys.readouterr()
     assert "4 of 5 fused  8 of 9 fused" in out
-    assert "strict: not required of activation.ModelFunction: no fused kernel (not an op: splits the chain)\n" in err
-    assert err.endswith("strict: all else is fused\n")
+    assert "strict: fusion not required for activation.ModelFunction: no fused kernel (not an op: splits the chain)\n" in err
+    assert err.endswith("strict: everything else is fused\n")
     assert main(["explain", path, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["without_kernel"] == {"no fused kernel (not an op: splits the chain)": ["activation.ModelFunction"]}

@@ -44,7 +44,7 @@ def test_it_is_the_plan_of_the_layer(capsys):
 
 def test_strict_passes_where_all_is_fused(capsys):
     assert main([*LAYER, "--strict"]) == 0
-    assert capsys.readouterr().err == "strict: all is fused\n"
+    assert capsys.readouterr().err == "strict: everything is fused\n"
 
 
 def test_strict_names_what_is_not_and_ends_with_status_1(capsys):
@@ -65,9 +65,9 @@ def test_strict_sees_what_is_switched_off(capsys, monkeypatch):
 def test_strict_lets_pass_what_has_no_kernel_and_says_so(capsys):
     assert main([*LAYER, "--recipe", "mxfp8", "--strict"]) == 0
     err = capsys.readouterr().err
-    assert "strict: not required of gate_up.GroupedLinear, " in err
+    assert "strict: fusion not required for gate_up.GroupedLinear, " in err
     assert "no fused kernel for mxfp8 e4m3 1x32 operands yet" in err
-    assert err.endswith("strict: all else is fused\n")
+    assert err.endswith("strict: everything else is fused\n")
 
 
 def test_an_architecture_without_kernels(capsys):
@@ -78,8 +78,8 @@ def test_an_architecture_without_kernels(capsys):
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (["explain"], "expected CONFIG, or a layer by --hidden, --intermediate, --experts, --top-k"),
-    (["explain", "--hidden", "8"], "expected CONFIG, the layer lacks --intermediate, --experts, --top-k"),
+    (["explain"], "expected CONFIG, or the sizes of a layer: --hidden, --intermediate, --experts, --top-k"),
+    (["explain", "--hidden", "8"], "expected CONFIG, or the missing sizes of a layer: --intermediate, --experts, --top-k"),
     (["explain", "config.json", "--hidden", "8"], "--hidden: expected without CONFIG, got config.json"),
     ([*LAYER, "--arch", "h100"], "arch: expected a number such as 90, for sm_90 (H100, H200), got 'h100'"),
     ([*LAYER, "--tokens", "0"], "--tokens 0: must be 1 or more"),

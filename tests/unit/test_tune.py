@@ -127,7 +127,7 @@ def test_the_table_that_is_printed(capsys):
     assert first[0] == "FC1 and the activation: 1536 columns, depth 2048"
     assert first[1].split() == ["config", "ms", "TFLOP/s"]
     assert first[2].split() == ["128x128pp_c21", "1.0000", "1649", "best"]  # 2 * 262144 * 1536 * 2048 in a millisecond
-    assert any(line.endswith("the model's, in use so far") for line in first[3:8])
+    assert any(line.endswith("the cost model's choice, used until now") for line in first[3:8])
 
 
 @pytest.mark.parametrize(
