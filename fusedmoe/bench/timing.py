@@ -104,7 +104,7 @@ class GpuTimer:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize(self.device)
         self._flush.zero_()
-        self._spin(100 + 2 * min(host_us, 10_000))  # bounded: the host time of a call that synchronises includes a spin
+        self._spin(100 + 2 * min(host_us, 10_000))  # bounded: the host time of a call that synchronises includes it
         start.record()
         call()
         end.record()

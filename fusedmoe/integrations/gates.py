@@ -139,7 +139,7 @@ def _name(function: Any, *packages: str) -> str:
 
 
 def _compare(op: Op, gate: Callable[[Tensor], Tensor], layout: RowLayout) -> None:
-    """Raise unless op and gate agree, also in derivatives, for magnitudes from 1e-18 to 1e18, and the gate passes NaN."""
+    """Raise unless op and gate agree, with derivatives, for magnitudes from 1e-18 to 1e18, and the gate passes NaN."""
     width = layout.intermediate * (2 if layout.gated else 1)
     generator = torch.Generator().manual_seed(0)
     shape = max(2, 8192 // width), width

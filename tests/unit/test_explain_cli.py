@@ -79,7 +79,7 @@ def test_an_architecture_without_kernels(capsys):
 
 @pytest.mark.parametrize(("arguments", "message"), [
     (["explain"], "expected CONFIG, or the sizes of a layer: --hidden, --intermediate, --experts, --top-k"),
-    (["explain", "--hidden", "8"], "expected CONFIG, or the missing sizes of a layer: --intermediate, --experts, --top-k"),
+    (["explain", "--hidden", "8"], "or the missing sizes of a layer: --intermediate, --experts, --top-k"),
     (["explain", "config.json", "--hidden", "8"], "--hidden: expected without CONFIG, got config.json"),
     ([*LAYER, "--arch", "h100"], "arch: expected a number such as 90, for sm_90 (H100, H200), got 'h100'"),
     ([*LAYER, "--tokens", "0"], "--tokens 0: must be 1 or more"),
