@@ -182,7 +182,7 @@ class Entry:
     def _wait_for(self, descriptor: int) -> None:
         import fcntl
 
-        begin, said = time.monotonic(), False
+        begin, logged = time.monotonic(), False
         while True:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -191,9 +191,9 @@ class Entry:
                 pass
             except OSError:
                 return
-            if not said:
+            if not logged:
                 logger.info("waiting for another process to compile %s", self.symbol)
-                said = True
+                logged = True
             if time.monotonic() - begin > PATIENCE_S:
                 logger.warning("%s has been locked for %.0f s: compiling without the lock", self.lock_file, PATIENCE_S)
                 return

@@ -6,16 +6,16 @@ the few register spills. Nothing is tuned at run time.
 
 The model, in cycles of an SM at 1.45 GHz, the clock of an H100 under full tensor load:
 
-    rows      = rows per expert under random routing: the mean over some quantiles
+    row tiles = of an expert: the mean over some quantiles of its rows under random routing
     tiles     = experts with rows * (row tiles in pairs * column tiles + row tile left over * column tiles in pairs)
     multiply  = tile_m * tile_n / 32 for a tile of K: 64 two-byte elements, 2048 multiply-adds per cycle
     load      = (tile_m / sharers of the rows + tile_n / sharers of the weights) * 128 bytes / LOAD_BYTES_PER_CYCLE
     main      = tiles of K * max(multiply, load)
     epilogue  = boxes of 64 x 32 results per warpgroup * EPILOGUE_CYCLES[family]
-    tile      = max(main, (main + epilogue) / 2) for ping-pong, else main + epilogue (+ WGRAD_CYCLES)
+    tile      = max(main, (main + epilogue) / 2) for ping-pong, else main + epilogue; weight gradient: + WGRAD_CYCLES
     sms_busy  = START_CYCLES + ceil(tiles / sms) * tile (+ the last tile's epilogue for ping-pong)
     readers   = clusters of row tiles that run concurrently and read the same weights
-    loaded    = columns of all column tiles, in whole pairs if the rows are shared / columns
+    loaded    = (columns of all column tiles, in whole pairs if the rows are shared) / columns
     memory    = bytes of operands and results / MEMORY_BYTES_PER_CYCLE, with weights counted
                 1 + READ_AGAIN * (readers - 1) + READ_PAST * (loaded - 1) times
     cycles    = (sms_busy ** OVERLAP + memory ** OVERLAP) ** (1 / OVERLAP)
@@ -104,8 +104,8 @@ class Problem:
     family: Family
     rows: int  # of all experts; the contraction of a weight gradient
     experts: int
-    columns: int  # of the accumulators, of both gate and up; of a weight gradient
-    depth: int  # extent of the contraction; rows of a weight gradient
+    columns: int  # of the accumulators (gate and up together), or of a weight gradient
+    depth: int  # extent of the contraction, or rows of a weight gradient
     sms: int  # concurrent CTAs
     element_bytes: int = ELEMENT_BYTES  # of an operand's element
 

@@ -431,7 +431,7 @@ def activation(kind: str, *, clamped: bool = False, interleaved: bool = False, k
 def derivative(
     kind: str, *, clamped: bool = False, interleaved: bool = False, keep: bool = False, row_scale: bool = False
 ) -> Epilogue:
-    """The gradient of the preactivation; with ``keep`` also the activation, with ``row_scale`` also its gradient."""
+    """The gradient of the preactivation; ``keep`` adds the activation, ``row_scale`` the row scale's gradient."""
     summed = (RowScaleGradient(),) if row_scale else ()
     again = (Recomputed(),) if keep else ()
     return Epilogue(Backward(kind, clamped, interleaved, row_scale), (*summed, Gradient(), *again))

@@ -85,9 +85,9 @@ class RaggedK(Gemm):
     @cute.jit
     def __call__(self, a, b, offsets, out, counter, band, ctas, dynamic, stream):
         config = self.config
-        across = OperandMajorMode.MN
-        tiled_mma = self.tiled_mma(across, across)
-        layouts = self.layouts(across, across)
+        major = OperandMajorMode.MN
+        tiled_mma = self.tiled_mma(major, major)
+        layouts = self.layouts(major, major)
         load_a = self.across_atom(self.ragged(a), layouts.a, config.cluster_n)
         load_b = self.across_atom(self.ragged(b), layouts.b, config.cluster_m)
         by_expert = cute.make_tensor(out.iterator, cute.select(out.layout, mode=[1, 2, 0]))

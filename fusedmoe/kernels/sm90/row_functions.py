@@ -21,7 +21,7 @@ NAMES = {
 
 WARP_COLUMNS = 256  # columns per warp: 16 bytes per lane
 TARGET_WARPS = 132 * 48  # two waves on 132 SMs: the second balances the load
-LEAST_SLICE_ROWS = 32  # a slice writes 4 bytes per column, and reads 2 bytes per column and row
+LEAST_SLICE_ROWS = 32  # a slice reads 2 bytes per column and row, far more than the 4 per column that it writes
 SLICE_UNIT = 8  # rows that a warp loads at once
 
 

@@ -1,11 +1,12 @@
 """The tile scheduler: one warp per CTA turns ``offsets`` into tiles, on the device.
 
-The warp walks the experts in chunks of 32, one per lane, with a warp-wide prefix sum over their tile counts. It writes
-each tile as a `Tile` into a ring in shared memory. The loading warps and the math warps read the tile there. Tile
-numbers only increase, so the warp never goes back. All CTAs of a cluster compute the same tiles except for their own
-rank, so they exchange no messages under a static schedule.
+For ragged M, the warp walks the experts in chunks of 32, one per lane, with a warp-wide prefix sum over their tile
+counts. Tile numbers only increase, so it never goes back. For ragged K, all experts have the same number of tiles. The
+warp writes each `Tile` into a ring in shared memory, where the loading warps and the math warps read it. All CTAs of a
+cluster compute the same tiles except for their rank, so they exchange no messages under a static schedule.
 
-Rows after the last expert's, the *tail*, count as one more expert, E. Its tiles have no mainloop: they write zeros.
+For ragged M, the rows after the last expert's, the *tail*, are one more expert, E. Its tiles have no mainloop: they
+write zeros.
 """
 
 from __future__ import annotations

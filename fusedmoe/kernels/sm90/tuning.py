@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fusedmoe.kernels.sm90.config import TileConfig
 
 FLUSH_BYTES = 256 << 20  # five times the L2
-SPIN_CYCLES = 1 << 20  # the GPU waits so long before a timed call: longer than the host needs to enqueue it
+SPIN_CYCLES = 1 << 20  # that the GPU spins before a timed call: longer than the host needs to enqueue the call
 WARM_UP = 3  # untimed calls per candidate
 
 ACTIVATIONS = {
@@ -149,7 +149,7 @@ def _call(mlp: Mlp, product: Product) -> Callable[[], object]:
         # normal data, as in a model: a GPU's clock depends on the number of bits that change
         return torch.randn(shape, dtype=dtype, device="cuda", generator=generator)
 
-    # random routing: equal numbers of rows would keep the CTAs in step, which makes some tiles slower by half
+    # random routing: equal numbers of rows would keep the CTAs in step, which slows some tiles by half
     chosen = torch.randint(p.experts, (p.rows,), device="cuda", generator=generator)
     offsets = torch.bincount(chosen, minlength=p.experts).cumsum(0, dtype=torch.int32)
     if p.family == "wgrad":
