@@ -196,7 +196,7 @@ def _check_version(name: str, t: Tensor, version: int) -> None:
 def _only_views(node: Any, base: Tensor) -> bool:
     """Whether only view operators of torch lead from a base to its view.
 
-    A ``torch.autograd.Function`` may also return a view of its input, but with any gradient.
+    A ``torch.autograd.Function`` may also return a view of its input, but with a gradient of its own.
     """
     end = base.grad_fn
     while node is not None and node is not end and not hasattr(node, "variable"):

@@ -11,7 +11,7 @@ NO_EXPERT_PARALLELISM = "expert parallelism is not supported yet: one rank holds
 
 
 def inside_jit_trace(who: str) -> InputError:
-    """Return the error for a call inside ``torch.jit.trace``; ``who`` was called."""
+    """Return the error for a call of ``who`` inside ``torch.jit.trace``."""
     return InputError(
         f"{who}: expected a call outside of torch.jit.trace, got one inside: a trace would fix the sizes and kernels "
         "of this call. Use torch.export.export or torch.compile; for ONNX, torch.onnx.export(dynamo=True)"

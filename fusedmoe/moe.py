@@ -64,18 +64,18 @@ _MOE: Mapping[str, Check] = {
 
 
 class Routing(NamedTuple):
-    """The result of a `Router`, on the device.
+    """The result of a `Router`, on the device. Floats are fp32 (fp64 for fp64 tokens).
 
     Attributes
     ----------
     expert_index : Tensor
         (T, K) int64: the chosen experts.
     expert_weight : Tensor
-        (T, K) fp32: their weights.
+        (T, K): the weights of the chosen experts.
     logits : Tensor
-        (T, E) fp32.
+        (T, E).
     probs : Tensor
-        (T, E) fp32, with rows that sum to 1: the softmax of the logits, or the normalised sigmoid scores.
+        (T, E), with rows that sum to 1: the softmax of the logits, or the normalised sigmoid scores.
     """
 
     expert_index: Tensor
@@ -87,21 +87,23 @@ class Routing(NamedTuple):
 class MoEStats(NamedTuple):
     """Losses and load of a call, as tensors on the device. They are not read on the host or stored on the module.
 
+    Losses and logits are fp32 (fp64 for fp64 tokens).
+
     Attributes
     ----------
     load_balancing_loss : Tensor
-        ``E * sum over e of f[e] * p[e]``, f[e] the fraction of the routed rows that go to expert e, p[e] its mean
-        probability; 1 for an even load. 0-d fp32; gradients flow through p. Source: Fedus et al., "Switch
+        ``E * sum over e of f[e] * p[e]``, where f[e] is the fraction of the routed rows that go to expert e, and p[e]
+        its mean probability; 1 for an even load. 0-d; gradients flow through p. Source: Fedus et al., "Switch
         Transformers", section 2.2. Megatron-Core, MegaBlocks and SonicMoE use the same definition.
         ``load_balancing_loss_func`` of Hugging Face transformers divides by the tokens instead of the routed rows, and
         so is K times as large. To keep its coefficient, multiply by K or call `transformers_load_balancing_loss`.
     z_loss : Tensor
-        ``mean over tokens of logsumexp(logits)^2``. 0-d fp32. Source: Zoph et al., "ST-MoE", section 3.2. transformers,
+        ``mean over tokens of logsumexp(logits)^2``. 0-d. Source: Zoph et al., "ST-MoE", section 3.2. transformers,
         Megatron-Core and MegaBlocks use the same definition.
     load : Tensor
         (E,) int64: rows per expert.
     logits : Tensor
-        (T, E) fp32: the router's logits, for other losses. They hold the autograd graph of the step: do not keep them
+        (T, E): the router's logits, for other losses. They hold the autograd graph of the step: do not keep them
         longer than the step.
     """
 

@@ -60,7 +60,7 @@ class ChainPart:
         return f"chain {first}" if first == last else f"chain {first} to {last}"
 
     def chain_for(self, counted: bool) -> Chain:
-        """Return the chain for rows; ``counted``: ``splits`` counts them."""
+        """Return the chain for input rows; ``counted`` is whether ``splits`` counts them."""
         return self.chain if counted or self.apart is None else self.apart
 
     def run(

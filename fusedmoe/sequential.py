@@ -144,8 +144,8 @@ class Sequential(Runnable, nn.Sequential):
     def explain(self, x: Tensor, /, *, arch: Any = None, **inputs: Tensor) -> Explanation:
         """Return the plans of this call of `forward`, with reasons; ``print`` them as a table.
 
-        A backward pass is planned if autograd would run one, so not under ``torch.no_grad()``. All parts except the
-        last run, since the next part depends on their results. Their buffers and amax histories stay unchanged.
+        A backward pass is planned if autograd would run one, so not under ``torch.no_grad()``. Every part except the
+        last is run, since the next part depends on its result. Buffers and amax histories stay unchanged.
 
         Parameters
         ----------

@@ -63,7 +63,7 @@ class Settings:
 class _Thread(threading.local):
     """The settings of a thread as a text, on which `torch.compile` can guard."""
 
-    def __init__(self) -> None:  # in each thread, since Dynamo does not see a class attribute get hidden
+    def __init__(self) -> None:  # runs in each thread; Dynamo would not notice that a class attribute gets overridden
         self.key = ""
 
 

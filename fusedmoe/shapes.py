@@ -32,8 +32,7 @@ def explain_parts(
 ) -> tuple[tuple[str, PlanData | None], ...]:
     """Return the title and the plan of each part, as `Explanation.parts` has them.
 
-    With ``run``, all parts except the last run. Otherwise no chain runs, and modules are called on tensors without
-    memory.
+    With ``run``, every part except the last is run. Otherwise only modules are, on tensors without memory.
 
     Raises
     ------
