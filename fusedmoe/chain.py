@@ -60,8 +60,6 @@ class Chain:
         For each parameter its op, its name in the op, and its name in the chain.
     name : str
         The chain's name in a model, for log lines; empty if it is not known.
-    table : PlanTable
-        The plans.
     """
 
     def __init__(

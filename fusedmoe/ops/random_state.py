@@ -108,7 +108,7 @@ def compute_watched(op: Op, x: Tensor, *args: Any) -> Any:
 
 
 class _Draws(TorchDispatchMode):
-    """Records whether an operator on this thread draws random numbers: one that torch tags, and that changes a state."""
+    """Records whether an operator on this thread draws random numbers: one that torch tags and that changes a state."""
 
     supports_higher_order_operators = True
 
