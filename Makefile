@@ -1,5 +1,6 @@
 # The targets for developers and CI. `make` alone prints the list.
-# demo, test, lint and docs set up a virtual environment in .venv, again after a change of pyproject.toml.
+# demo, test, test-all, lint, format and docs set up a virtual environment in .venv, again after a change of
+# pyproject.toml.
 
 PYTHON ?= python3
 TORCH  ?= $(if $(shell nvidia-smi -L 2>/dev/null | grep '^GPU'),torch<2.16,torch==2.13.0)
@@ -9,11 +10,11 @@ VENV  := .venv
 BIN   := $(VENV)/bin
 READY := $(VENV)/.ready
 
-# test-gpu and bench install nothing: a GPU machine may reach no package registry, and has its own torch.
+# test-gpu and bench install nothing: a GPU machine has its own torch, and may have no access to a package registry.
 # They run with $(PYTHON) if given, else in .venv if it exists.
 RUN = $(if $(filter file,$(origin PYTHON)),$(firstword $(wildcard $(BIN)/python) $(PYTHON)),$(PYTHON))
 
-# no GPU, no test over half a minute; one process per core, each file in one process
+# without tests that need a GPU or over half a minute; one process per core, each file in one process
 QUICK := --ignore=tests/gpu -m "not gpu and not slow" --timeout=300 --numprocesses=auto --dist=loadfile
 
 .DEFAULT_GOAL := help

@@ -2,8 +2,8 @@
 
 Sections: ``host`` (host overhead of the framework), ``kernels`` (each kernel), ``mlp`` (the expert MLP through the
 public API), ``recipes`` (the expert MLP under each recipe), ``deepgemm`` (DeepGEMM's products, in a separate
-environment), ``tiles`` (every tile for many layers, about a minute), ``transformers`` (a stack of decoder layers). The
-default is ``host``, and with a GPU also ``kernels`` and ``mlp``.
+environment), ``tiles`` (every tile configuration for many layers, about a minute), ``transformers`` (a stack of decoder
+layers). The default is ``host``, and with a GPU also ``kernels`` and ``mlp``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> None:
     if set(sections) - {"host"} and not torch.cuda.is_available():
         parser.error(f"--only {','.join(s for s in sections if s != 'host')}: needs a GPU, and torch sees none")
     torch.manual_seed(0)
-    torch.set_num_threads(1)  # host times must not include the wake-ups of a thread pool
+    torch.set_num_threads(1)  # host times must not include the wake-up of a thread pool
     if "host" in sections:
         _host(devices, args.rounds, args.results)
     if "tiles" in sections:

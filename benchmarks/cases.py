@@ -1,4 +1,4 @@
-"""A case is one computation by several peers. Each is prepared, checked against fp64, and timed, interleaved.
+"""A case is one computation by several peers. Each peer is prepared and checked against fp64; then all are timed.
 
 A missing package or an exception becomes a note in the peer's row and does not end the run.
 """
@@ -38,7 +38,7 @@ class Candidate:
     call
         The timed call, on operands prepared in the peer's layout.
     names
-        Names of its outputs, those of the reference.
+        Names of its outputs, as in the reference.
     canonical
         Converts one expert's part of the named output to the reference's layout; not timed.
     note
@@ -52,10 +52,10 @@ class Candidate:
 
 
 class Peer(Protocol):
-    """A participant: its `name`, the top-level `packages` that it needs, and one method per case.
+    """A participant: its `name`, the modules that it needs (`packages`), and one method per case.
 
     The method is named after the case's key. It takes a `Problem` and returns a `Candidate`, or None if the peer does
-    not take part in that problem. It imports the peer's packages.
+    not take part for this problem. The method imports the peer's packages.
     """
 
     @property
@@ -67,7 +67,7 @@ class Peer(Protocol):
 
 @dataclass(frozen=True)
 class Case:
-    """A computation: the name of the peers' method, title, FLOPs, reference, and whether autograd records the call.
+    """A computation: name of the peers' method, title, FLOPs, reference, and whether autograd records the call.
 
     ``keeps`` reports the memory that the call keeps for a backward pass.
     """
@@ -84,7 +84,8 @@ class Case:
 class Row:
     """A row of a table.
 
-    ``note`` is the reason for missing figures, or a remark on them; ``ours_is`` is the peer's time divided by ours.
+    ``note`` is the reason for missing figures, or a remark on the figures. ``ours_is`` is the peer's time divided by
+    ours.
     """
 
     case: str
@@ -172,7 +173,7 @@ def mean_speedups(rows: Iterable[Row]) -> dict[str, dict[str, dict[str, float]]]
 
 
 def release(device: torch.device) -> None:
-    """Free unreferenced memory of the GPU."""
+    """Free the unreferenced memory of the GPU."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""The measured peak performance of this GPU, with which figures are compared."""
+"""The measured peak performance of this GPU, to which results are compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sections that need a GPU; tables are printed and files written after each shape."""
+"""The sections that need a GPU. After each shape, tables are printed and files are written."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Settings:
 
 
 def run(settings: Settings, timer: Timer, top: Ceiling) -> list[Path]:
-    """Measure, with figures relative to the ceiling ``top``; return the files that were written."""
+    """Measure, with results relative to the ceiling ``top``; return the written files."""
     started = time.perf_counter()
     print(f"measured ceiling: bf16 8192^3 product {top.tflops:.0f} TFLOP/s, copy {top.copy_tb_s:.2f} TB/s", flush=True)
     rows: dict[str, list[Row]] = {section: [] for section in settings.sections}

@@ -1,8 +1,8 @@
-"""Host overhead of the framework: a planned `Sequential` against the same calls by hand, and planning itself.
+"""Host overhead of the framework: a planned `Sequential` against the same calls by hand, and the time of planning.
 
-Few rows and small layers minimise the work itself. "By hand" calls the ops' `compute` methods in order, with autograd's
-backward pass. "By hand, lean" is the shortest plain PyTorch equivalent, without zeroed tail rows, checked splits, or
-fp32 inside the activation.
+Few rows and small layers minimise the computation itself. "By hand" calls the ops' `compute` methods in order, with
+autograd's backward pass. "By hand, lean" is the shortest plain PyTorch equivalent, without zeroed tail rows, checked
+splits, or fp32 inside the activation.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _experts(device: torch.device, dtype: torch.dtype) -> fm.Sequential:
 
 
 def measure(device: torch.device, rounds: int = 300) -> HostReport:
-    """Measure on a device; a GPU's queue is empty at the start of each round."""
+    """Measure on a device; a GPU is idle at the start of each round."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     seq = _experts(device, dtype)
     first, glu, second = seq

@@ -1,7 +1,7 @@
 """The expert MLP on dispatched rows through the public API: forward, forward + backward, and their difference.
 
-``fm.Sequential(GroupedLinear, SwiGLU, GroupedLinear)`` is compared with hand-written chains. All return the gradients
-of the rows, the weights and the biases, if any.
+``fm.Sequential(GroupedLinear, SwiGLU, GroupedLinear)`` is compared with hand-written chains. All peers return the
+gradients of the rows, the weights and the biases, if any.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ def case_table(results: dict[str, Any], case: str) -> str:
 
 
 def tuned_table(results: dict[str, Any]) -> str:
-    """Return a shape's cases, compared with QuACK."""
+    """Return the cases of one shape, compared with QuACK."""
     (shape,) = results["shapes"]
     lines = ["| case | ms | QuACK, ms | x QuACK |", "|---|---|---|---|"]
     for case in dict.fromkeys(r["case"] for r in shape["rows"]):
@@ -152,7 +152,7 @@ def tuned_table(results: dict[str, Any]) -> str:
 
 
 def recipe_table(results: dict[str, Any]) -> str:
-    """Return the training step under every recipe, by shape."""
+    """Return the training step under each recipe, by shape."""
     lines = [
         "| shape | recipe | products | ms | kept, GiB | output | dx | dw1 | dw2 |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -196,7 +196,7 @@ def stack_table(results: dict[str, Any]) -> str:
 
 
 def deepgemm_table(kernels: dict[str, Any], deepgemm: dict[str, Any]) -> str:
-    """Return the plain products compared with DeepGEMM, both relative to torch."""
+    """Return the plain products, compared with DeepGEMM relative to torch."""
     theirs = {shape["name"]: shape for shape in deepgemm["shapes"]}
     lines = [
         "| shape | product | ms | torch, ms | DeepGEMM there, ms | torch there, ms | x DeepGEMM |",

@@ -1,8 +1,8 @@
-"""The operands of one shape on dispatched rows, the same for every peer.
+"""The operands of one shape on dispatched rows, the same for all peers.
 
 Axes: R rows sorted by expert, E experts, H hidden, I intermediate. Operands are random normal, since a GPU runs faster
-on zeros: rows times 0.2, weights times 0.02. Intermediate values are also random, so that each kernel is measured and
-checked independently.
+on zeros; the standard deviation is 0.2 for rows and 0.02 for weights. Intermediate values are also random, so that each
+kernel is measured and checked independently.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Problem:
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
-        """(E + 1,) int32: the starts of the experts' rows, and the end."""
+        """(E + 1,) int32: the start of each expert's rows, and the end of the last."""
         return torch.tensor(self._ends, dtype=torch.int32, device=self.device)
 
     @cached_property

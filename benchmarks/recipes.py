@@ -1,8 +1,8 @@
 """The expert MLP under each recipe: time of a training step, memory kept for backward, and error relative to bf16.
 
 The chain is that of `benchmarks.mlp`. Every step quantizes the weights, as with one micro-batch per step. SQNR is
-``20 log10(norm(a) / norm(a - b))`` of the result a under ``bf16`` and the result b under the recipe, for random normal
-operands.
+``20 log10(norm(a) / norm(a - b))`` for the result a under ``bf16`` and the result b under the recipe, with random
+normal operands.
 """
 
 from __future__ import annotations

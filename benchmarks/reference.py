@@ -1,4 +1,4 @@
-"""References of the measured kernels, for one expert, in fp64 from the exact operands.
+"""References for the measured kernels: one expert, in fp64, from the exact operands.
 
 The forward formulas are independent of the package; autograd computes the gradients.
 """

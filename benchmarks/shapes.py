@@ -5,7 +5,7 @@ Axes: T tokens, H hidden, I intermediate, E experts, K chosen experts per token,
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,7 +16,7 @@ from fusedmoe.kernels.activation import Activation
 FILE = Path(__file__).with_name("shapes.toml")
 QUICK = ("qwen3-30b-a3b", "gpt-oss-20b", "sonic-7b-n256")
 ROUTINGS = ("uniform", "zipf", "half", "empty")
-ALIGNED_ROWS = 128  # for peers that require groups of a multiple of this
+ALIGNED_ROWS = 128  # some peers require groups of a multiple of this number of rows
 
 _ACTIVATIONS = {
     "swiglu": Activation("swiglu"),
@@ -54,9 +54,6 @@ class Shape:
     def forward_flops(self, rows: int | None = None) -> float:
         """``6 R H I``: ``2 R H I`` for each of gate, up and down. A backward pass has twice as many."""
         return 6.0 * (self.rows if rows is None else rows) * self.hidden * self.intermediate
-
-    def with_tokens(self, tokens: int) -> Shape:
-        return replace(self, tokens=tokens)
 
 
 def load(path: Path = FILE) -> dict[str, Shape]:

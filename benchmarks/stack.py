@@ -1,7 +1,7 @@
 """A stack of decoder layers of Qwen3-30B-A3B's shape in transformers, with each experts implementation.
 
 The cases are forward without gradients, and forward + backward, of the whole stack and of its MoE part (router and
-experts of one layer), eager and under ``torch.compile(fullgraph=True)``. All implementations share random weights.
+experts of one layer), uncompiled and under ``torch.compile(fullgraph=True)``. All implementations share random weights.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _part(
     timer: Timer,
     few: bool = False,
 ) -> Iterator[Measured]:
-    """Time a part; with ``few`` tokens, as in text generation, only eager forward."""
+    """Time a part; with ``few`` tokens, as in text generation, only uncompiled forward."""
     grad = (torch.randn_like(x) * 0.2).requires_grad_(False)
     with torch.no_grad():
         want = call(module, x).float()

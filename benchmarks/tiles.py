@@ -1,4 +1,4 @@
-"""Times of every candidate tile for many layers, to which `fusedmoe.kernels.sm90.choice` fits its constants."""
+"""Times of all candidate tiles for many layers, to which the constants of `fusedmoe.kernels.sm90.choice` are fitted."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 from fusedmoe.kernels.sm90 import tuning
 from fusedmoe.kernels.sm90.tuning import Mlp
 
-# (hidden, intermediate, experts) of models' layers, and the measured rows per expert: from one decoded token to a
-# training step
+# rows per expert, from text generation to a training step, by (hidden, intermediate, experts) of models' layers
 LAYERS: dict[tuple[int, int, int], tuple[int, ...]] = {
     (1536, 256, 128): (1536,),
     (4096, 1024, 64): (2048,),

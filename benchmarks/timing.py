@@ -22,7 +22,7 @@ def host_times(
     calls: int = 10,
     settle: Callable[[], None] = lambda: None,
 ) -> dict[str, HostTime]:
-    """Time the variants interleaved, A B A B ..., so that other work of the machine affects all alike.
+    """Time the variants interleaved, A B A B ..., so that other work of the machine affects all of them equally.
 
     Parameters
     ----------

@@ -60,7 +60,7 @@ def in_fp32(x: Tensor) -> Tensor:
     return x if x.dtype is torch.float64 else x.float()
 
 
-# ---- the rules: the activation and the Scale after it in one step, and the way back ---------------------------------
+# ---- the rules: one step for the activation and the Scale after it, and one for their derivatives -------------------
 
 
 class SoftcapSwiGLUScale(fm.FusionRule, name="example.softcap_swiglu_scale", direction="forward"):

@@ -1,4 +1,4 @@
-"""The logits of GPT-OSS with eager experts and with fusedmoe's: they differ by rounding alone.
+"""The logits of GPT-OSS with eager experts and with fusedmoe: they differ only by rounding.
 
     python examples/gpt_oss_logits.py                                             # a tiny model with random weights
     python examples/gpt_oss_logits.py --model openai/gpt-oss-20b --exact float32  # 84 GB of memory
@@ -47,7 +47,7 @@ def load(name: str | None) -> tuple[Model, list[int]]:
     )  # fmt: skip
     model = GptOssForCausalLM(config)
     for name, parameter in model.named_parameters():
-        if "bias" in name:  # they are initialised to zeros, which would hide a missing bias
+        if "bias" in name:  # initialised to zeros, which would hide a missing bias
             torch.nn.init.normal_(parameter, std=0.5)
     return cast(model, torch.bfloat16), list(PROMPT.encode())  # bf16 values are exact in every dtype below
 

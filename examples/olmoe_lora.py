@@ -1,4 +1,4 @@
-"""LoRA on the experts of an OLMoE: the experts' weights are frozen, low-rank updates of them are trained.
+"""LoRA on the experts of an OLMoE: the experts' weights are frozen, and low-rank updates are trained.
 
     python examples/olmoe_lora.py                                  # a tiny model with random weights, on a CPU
     python examples/olmoe_lora.py --model allenai/OLMoE-1B-7B-0924 --device cuda --lr 1e-4

@@ -5,9 +5,9 @@
     python examples/qwen3_moe_trainer.py --model CHECKPOINT --text mine.txt --lr 1e-5
 
 Two lines use fusedmoe: `register()` and `experts_implementation="fusedmoe"`. Model, Trainer, checkpoints and auxiliary
-loss are transformers'. The tiny model reads bytes; a checkpoint has its tokenizer. All weights are trained, on a GPU in
-bf16, which takes 8 bytes per parameter with AdamW's state. For Qwen3-30B-A3B on one GPU, see olmoe_lora.py. Needs
-transformers and accelerate.
+loss are those of transformers. The tokens of the tiny model are bytes; a checkpoint has its own tokenizer. All weights
+are trained. On a GPU they are bf16, which takes 8 bytes per parameter with gradients and AdamW's state. To train
+Qwen3-30B-A3B on one GPU, see olmoe_lora.py. Needs transformers and accelerate.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class Deinterleave(nn.Module):
 
 @dataclass(frozen=True)
 class Layer:
-    """The experts with all mistakes; each change of the story below sets one of these fields."""
+    """The experts with all mistakes; each change in `STORY` sets one of these fields."""
 
     dtype: torch.dtype = torch.float32
     intermediate: int = 100
@@ -52,7 +52,7 @@ class Layer:
         )
 
 
-# the reason that explain prints, and the resulting change
+# the reason that explain prints with the remedy, and the change
 STORY = (
     ("fp32 parameters: 'input is float32, not bfloat16 or float16'. Make them bf16, or use torch.autocast.",
      {"dtype": torch.bfloat16}),
@@ -62,8 +62,8 @@ STORY = (
      "SwiGLU(interleaved=True).", {"reorder_by_module": False}),
     ("'module 2: Dropout: not an op: splits the chain', in its middle. Drop from the layer's output instead.",
      {"dropout_inside": False}),
-    ("'cannot keep 3.input, which 3.ScaleGrad needs': the kernel takes a Scale after a layer only if its gradient is\n"
-     "not wanted. Without a bias, a Scale before the layer gives the same result, in the kernel of the activation.",
+    ("'cannot keep 3.input, which 3.ScaleGrad needs': the kernel takes a Scale after a layer only if its factors\n"
+     "need no gradient. Without a bias, a Scale before the layer gives the same result, in the kernel of the activation.",
      {"scale_last": False}),
 )  # fmt: skip
 
@@ -106,7 +106,7 @@ def show(chapter: Chapter) -> None:
 
 
 def main(argv: list[str] | None = None) -> list[Chapter]:
-    """Tell the story; return the first chapter and that after each change."""
+    """Print the story; return the first chapter, and the chapter after each change."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(argv)
     layer = Layer()
     told = [chapter(layer)]

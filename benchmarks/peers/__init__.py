@@ -1,6 +1,3 @@
-"""The peers, one file per peer; see `benchmarks.cases.Peer`.
-
-Their methods import their packages, which may be missing.
-"""
+"""The peers, one file per peer; see `benchmarks.cases.Peer`."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""DeepGEMM's bf16 grouped product, for groups of multiples of 128 rows.
+"""DeepGEMM's bf16 grouped product, for groups whose sizes are multiples of 128 rows.
 
 DeepGEMM pins another version of tvm-ffi, so ``python -m benchmarks --only deepgemm`` runs in a separate environment.
 """

@@ -1,6 +1,6 @@
 """torch: `F.grouped_mm`, with eager or compiled pointwise functions.
 
-They are compiled for each shape, since dynamic shapes prevent vectorised loads.
+The functions are compiled for each shape, since dynamic shapes prevent vectorised loads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ EAGER, COMPILED = "torch eager", "torch compiled"
 
 
 class TorchCompiled:
-    """The cases with pointwise functions, which are compiled."""
+    """The cases with pointwise functions; these are compiled."""
 
     name = COMPILED
     packages: tuple[str, ...] = ()

@@ -1,7 +1,7 @@
-"""QuACK, the kernels of SonicMoE: its varlen products on rows sorted by expert.
+"""QuACK, whose kernels SonicMoE uses: its varlen products on rows sorted by expert.
 
-Gate and up are alternating features, QuACK's native layout, prepared outside the timing. Through this interface, its
-``swiglu_oai`` has no clamp. That is slightly less work, with equal results here: no preactivation comes near the limit.
+Gate and up are alternating features, QuACK's native layout, prepared outside the timing. In this interface,
+``swiglu_oai`` has no clamp. This saves a little work, and results are equal: no preactivation comes near the limit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def concatenated(name: str, t: Tensor) -> Tensor:
 
 
 class Quack:
-    """``tuned`` autotunes for each shape (most of a minute each), instead of the default configurations."""
+    """``tuned`` autotunes for each shape (almost a minute each) instead of using the default configurations."""
 
     name = "QuACK"
     packages = ("quack",)
@@ -96,7 +96,7 @@ class Quack:
         return Candidate(lambda: q.gemm_dgated(dy, w, p, cu_seqlens_m=cu, **how), names, concatenated, _note(problem))
 
     def _mlp(self, problem: Problem) -> tuple[Callable[[], Tensor], dict[str, Tensor]]:
-        """Return the fastest chain of its kernels on dispatched rows: SonicMoE's, without its gather and combine."""
+        """Return QuACK's fastest chain on dispatched rows (SonicMoE's without gather and combine), and its leaves."""
         cu, mlp = problem.cu_seqlens, quack_expert_mlp(_activation(problem), self.tuned)
         ones = torch.ones(problem.rows, 8, device=problem.device, dtype=problem.dtype) if problem.shape.biases else None
         leaves = leaves_of(problem)

@@ -1,7 +1,6 @@
-"""SonicMoE: its layer for given routing, on dispatched rows with one expert of weight 1 per row.
+"""SonicMoE's layer for given routing. Each dispatched row is a token with one expert of weight 1.
 
-So its API computes the same products. Unlike the other peers, it also gathers the rows (in its kernels) and combines
-them.
+So the layer computes the same products as the other peers. It also gathers the rows, in its kernels, and combines them.
 """
 
 from __future__ import annotations

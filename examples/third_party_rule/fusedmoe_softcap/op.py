@@ -24,7 +24,7 @@ class Softcap(fm.Op):
 
 
 class DSoftcap(fm.BackwardOp):
-    """``dx = dy * (1 - (y / cap)^2)``: it reads the op's output, so the plan need not keep its input."""
+    """``dx = dy * (1 - (y / cap)^2)``, from the op's output, so that the plan need not keep the op's input."""
 
     needs = ("grad_output", "output")
     op: Softcap

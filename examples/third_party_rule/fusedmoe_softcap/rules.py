@@ -10,13 +10,13 @@ from fusedmoe_softcap.op import DSoftcap, Softcap
 
 
 class GemmSoftcap(fm.FusionRule, name="softcap.gemm_softcap", direction="forward"):
-    """``cap * tanh(x @ W.T / cap)``: the cap is applied in the buffer that the product was written to."""
+    """``cap * tanh(x @ W.T / cap)``: the cap is applied in the buffer of the product."""
 
     fc: fm.GroupedLinear
     cap: Softcap
 
     def offer(self, ctx: fm.PlanContext) -> fm.Step:
-        fm.require(self.fc.bias is None, "no bias is taken: give GroupedLinear(..., bias=False)")
+        fm.require(self.fc.bias is None, "the rule supports no bias: use GroupedLinear(..., bias=False)")
         fm.require(self.cap.cap > 0, "cap %s is not positive", self.cap.cap)
         return fm.Step(needs=("input", "fc.weight", "offsets"), gives=("output",), zeroes_tail=True)
 
@@ -30,7 +30,7 @@ class GemmSoftcap(fm.FusionRule, name="softcap.gemm_softcap", direction="forward
 
 
 class DgradOfSoftcap(fm.FusionRule, name="softcap.dgrad_dsoftcap", direction="backward"):
-    """The data gradient of the layer after a Softcap, and the Softcap's own in the same buffer."""
+    """The data gradient of the layer after a Softcap; the Softcap's gradient is computed in the same buffer."""
 
     dgrad: Dgrad
     dcap: DSoftcap
