@@ -63,7 +63,7 @@ STORY = (
     ("'module 2: Dropout: not an op: splits the chain', in its middle. Drop from the layer's output instead.",
      {"dropout_inside": False}),
     ("'cannot keep 3.input, which 3.ScaleGrad needs': the kernel takes a Scale after a layer only if its factors\n"
-     "need no gradient. Without a bias, a Scale before the layer gives the same result, in the kernel of the activation.",
+     "need no gradient. Without a bias, a Scale before the layer gives the same result, in the activation's kernel.",
      {"scale_last": False}),
 )  # fmt: skip
 
