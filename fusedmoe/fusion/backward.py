@@ -31,9 +31,9 @@ class Backward(NamedTuple):
 
     places: tuple[Place, ...] = ()  # the steps that a wanted gradient needs, from the last op to the first
     sums: tuple[Place, ...] = ()  # the glue that adds up gradients to which several ops contribute
-    # for each output of the chain that has a gradient: the name of the gradient that arrives
+    # the name of the incoming gradient of each output that has one
     incoming: Mapping[str, str] = {}
-    gradients: Mapping[str, str] = {}  # for each argument that gets a gradient: its name
+    gradients: Mapping[str, str] = {}  # the name of the gradient of each argument that gets one
     forms: Mapping[str, Form] = {}  # the forms of gradients that are quantized
     specs: Mapping[str, SpecLike | None] = {}
 
@@ -42,12 +42,12 @@ NO_BACKWARD = Backward()
 
 
 def backward_chain(graph: Graph, wanted: Collection[str], specs: Mapping[str, SpecLike | None]) -> Backward:
-    """Return the backward chain for the gradients of these arguments; ``specs`` are those of the forward pass."""
+    """Return the backward chain for the gradients of the wanted arguments, given the specs of the forward pass."""
     return _Builder(graph, wanted, specs).backward() if wanted else NO_BACKWARD
 
 
 class _Step(NamedTuple):
-    """A step of an op's backward that a wanted gradient needs, with the contributions that it makes."""
+    """A backward op that a wanted gradient needs, with the contributions to gradients that it gives."""
 
     place: Place
     item: BackwardOp
@@ -88,7 +88,7 @@ class _Builder:
         return Backward(tuple(places), sums, incoming, gradients, forms, gradient_specs)
 
     def _differentiable(self) -> set[str]:
-        """Return the values through which a wanted gradient flows, the wanted arguments among them."""
+        """Return the values whose gradients a wanted gradient depends on, including the wanted arguments."""
         found = {self._graph.gradient_of_arguments[a] for a in self._wanted}
         for place in self._graph.places:
             for item in place.op.backward_ops():
@@ -108,7 +108,7 @@ class _Builder:
         return names[-1]
 
     def _steps(self, differentiable: Collection[str]) -> list[_Step]:
-        """Return the steps that a wanted gradient needs and whose own gradients arrive."""
+        """Return the steps that a wanted gradient needs and that get an incoming gradient."""
         steps = []
         for place in reversed(self._graph.places):
             for item in place.op.backward_ops():
@@ -142,7 +142,7 @@ class _Builder:
         )
 
     def _gradient(self, name: str, item: BackwardOp, key: str) -> str:
-        """Return the gradient of a value, in the form that an item reads which calls it by this name."""
+        """Return the gradient of a value, in the form that the item reads under this name."""
         g = grad(key)
         if g not in self._contributions:
             return NONE

@@ -1,8 +1,8 @@
-"""The candidates of one direction: every plain step, and every rule at every position that takes what it finds.
+"""The candidates of one direction: every plain step, and every match that a rule accepts.
 
-The cost of a candidate is a coarse estimate of time: bytes moved over a memory bandwidth, plus launches. The number of
-rows counts as the next power of two, which is part of the plan's key. So neither the exact number of rows nor earlier
-plans change a choice.
+The cost of a candidate is a coarse estimate of time: bytes moved, divided by a memory bandwidth, plus launches. The
+estimate is for the next power of two above the number of rows, which is part of the plan's key. So neither the exact
+number of rows nor earlier plans change a choice.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from fusedmoe.fusion.registry import Unavailable
     from fusedmoe.fusion.rule import Direction
 
-# Those of an H100, rounded. Only their ratio matters, since they only rank coverings of the same chain.
+# Values of an H100, rounded. Only their ratio matters, since they only rank coverings of the same chain.
 _BYTES_PER_US = 3.0e6
 _US_PER_LAUNCH = 3.0
 _KEPT = 2.0
-"""A byte kept for the backward pass counts as so many bytes moved: recomputation in an epilogue is cheaper."""
+"""The cost of a byte kept for the backward pass, in bytes moved: recomputation in an epilogue is cheaper."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Candidate:
     ctx: PlanContext | None = None
     keep_names: tuple[str, ...] = ()  # `Step.keeps` by the rule's names
     keep_us: Mapping[str, float] = field(default_factory=dict)  # the estimated time to write each of `Step.keeps`
-    inside: frozenset[str] = frozenset()  # values that the covered places make and that the step does not give
+    inside: frozenset[str] = frozenset()  # values of the covered places that the step does not give
 
     @property
     def name(self) -> str:
@@ -54,13 +54,13 @@ class Candidate:
         return self.rule.name if self.rule is not None else ""
 
     def cannot_keep(self, kept: Collection[str]) -> list[str]:
-        """Return those of the values to keep that only this step could write, and does not."""
+        """Return those of the values to keep that are made inside this step and that it cannot write."""
         return sorted(v for v in kept if v in self.inside and v not in self.step.keeps)
 
 
 class Costs:
     """The cost model, for values with these specs. The size of ``fixed`` values does not depend on the number of rows.
-    ``rows`` of the specs count as ``nominal_rows``, by default the next power of two.
+    The specs have ``rows`` rows, and costs are for ``nominal_rows``, by default the next power of two above.
     """
 
     def __init__(
@@ -89,13 +89,13 @@ class Costs:
         return (self.moved(values) + extra_bytes) / _BYTES_PER_US + launches * _US_PER_LAUNCH
 
     def kept_us(self, values: Iterable[str]) -> float:
-        """Return the time that keeping these values for the backward pass counts as."""
+        """Return the cost of keeping these values for the backward pass, as a time."""
         return _KEPT * self.moved(values) / _BYTES_PER_US
 
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """The inputs that all searches of a plan share: the cost model, the context of rules, the rules that are off."""
+    """The inputs that all searches of a plan share: the cost model, the rules' context, the disabled rules."""
 
     costs: Costs
     context: Mapping[str, Any]
@@ -107,7 +107,7 @@ class Search:
 class DirectionSearch:
     """The candidates for the places of one direction, and the result of every rule at every position.
 
-    The places are ops or backward ops in order, or glue, of which each piece is matched alone. ``results`` are the
+    The places are ops or backward ops in order, or pieces of glue, which are matched one by one. ``results`` are the
     values read after the last place. ``conversions[dequantized(v)] = v`` for each value that may be dequantized.
     """
 
@@ -134,7 +134,7 @@ class DirectionSearch:
 
     def _plain(self, i: int, place: Place) -> Candidate:
         s, costs = place.step, self.search.costs
-        optional = s.gives if place.item.quantizes is not None else ()  # each form alone
+        optional = s.gives if place.item.quantizes is not None else ()  # each form on demand
         gives = () if optional else s.gives
         return Candidate(
             start=i,
@@ -158,7 +158,7 @@ class DirectionSearch:
             matched, shared = sum(b is not None for b in m.bindings.values()), range(start, m.end)
             attempt = partial(Attempt, rule.name, self.direction, start, m.end, matched, shared)
             if no_kernel := None if rule.takes_quantized else self._quantized_operands(start, m.end):
-                # said also where the rule is unavailable: no device has the kernel
+                # reported even if the rule is unavailable: no device has the kernel
                 self.attempts.append(
                     attempt(Status.CONSTRAINT, no_kernel, on_this_device=here, exemption=Exemption.QUANTIZED)
                 )
@@ -179,7 +179,7 @@ class DirectionSearch:
             self.candidates.append(self._candidate(bound, step, ctx, start, m.end))
 
     def _quantized_operands(self, start: int, end: int) -> str | None:
-        """Return why a rule for plain tensors does not take these places."""
+        """Return why a rule for unquantized operands declines these places; None if it need not."""
         needed = [self.search.specs.get(value) for place in self.places[start:end] for value in place.step.needs]
         formats = {str(spec.format) for spec in needed if isinstance(spec, QuantizedSpec)}
         return f"no fused kernel for {' and '.join(sorted(formats))} operands yet" if formats else None
@@ -198,13 +198,13 @@ class DirectionSearch:
         return PlanContext(**self.search.context, _specs=self.search.specs, _resolve=resolve)
 
     def where(self, rule: FusionRule, start: int, end: int) -> str:
-        """Return a rule and the places that it covers, for messages."""
+        """Name a rule and the places that it covers, for messages."""
         return f"rule {rule.name!r} on {', '.join(p.label for p in self.places[start:end])}"
 
     def _resolve(
         self, value: str, by_slot: Mapping[str, Place], absent: Collection[str], start: int, end: int
     ) -> str | None:
-        """Return the chain's name of a value that a rule names, see `Step`."""
+        """Return the chain's name of a value that a rule names as in `Step`; None if it is unknown."""
         slot, dot, name = value.partition(".")
         if dot and slot in absent:
             return NONE
@@ -235,14 +235,14 @@ class DirectionSearch:
         made = [v for p in self.places[start:end] for v in p.step.gives]
         read = self._read_outside(start, end)
         if missing := [v for v in made if v in read and v not in gives and v not in keeps]:
-            raise RuleError(f"{where}: its step gives {list(gives)}, but {missing} of what it covers is used elsewhere")
+            raise RuleError(f"{where}: its step gives {list(gives)}, not {missing}, which is read outside of the span")
         if hidden := [v for v in needs if v in made]:
             raise RuleError(f"{where}: its step needs {hidden}, which is made within the span that it covers")
         recomputes = self.direction == "backward"  # forward values
         if foreign := [v for v in keeps if v not in made and not (recomputes and not v.startswith("grad("))]:
             raise RuleError(f"{where}: its step keeps {foreign}, which is not made within the span that it covers")
         if unknown := [v for v in gives if v not in made and not (recomputes and not v.startswith("grad("))]:
-            raise RuleError(f"{where}: its step gives {unknown}, which is not made by what it covers")
+            raise RuleError(f"{where}: its step gives {unknown}, which is not made within the span that it covers")
         return Candidate(
             start=start,
             end=end,
@@ -256,10 +256,10 @@ class DirectionSearch:
         )
 
     def _read_outside(self, start: int, end: int) -> set[str]:
-        """Return the values that other plain steps than these read, or that are read after the chain."""
+        """Return the values that the plain steps of other places read, and the results."""
         outside = (p for i, p in enumerate(self.places) if not start <= i < end)
         return self.with_sources({*self.results, *(v for p in outside for v in p.step.needs)})
 
     def with_sources(self, values: Iterable[str]) -> set[str]:
-        """Return the values with the source of each that is dequantized in place of the latter."""
+        """Return the values, with the source of each dequantized value in place of that value."""
         return {self.conversions.get(v, v) for v in values}

@@ -7,11 +7,12 @@ Three facts link the steps of a covering:
   quantized forms of a value. Another step may read such a value only if it is written.
 - A dequantized value has a cost of its own, once in each direction.
 
-So: for each set of forward values that some covering of the backward chain needs, the cheapest such covering; then, for
-each of these sets, the cheapest covering of the forward chain that can keep it. The cheapest sum wins. That is exact.
+The search first finds, for each set of forward values that some covering of the backward chain needs, the cheapest
+such covering. For each of these sets, it then finds the cheapest covering of the forward chain that can keep the set.
+The cheapest sum wins. This search is exact.
 
-A backward step may use a value that another step recomputes, also a later one. Then it waits for that step, so nothing
-may wait for the step itself. Steps that others wait for get such a value from the forward pass.
+A backward step may use a value that another step recomputes, even a later one. It then waits for that step, so nothing
+may wait for it in turn. A step that others wait for gets the value from the forward pass instead.
 """
 
 from __future__ import annotations
@@ -48,8 +49,7 @@ class Covering:
     """Some steps in a row, and their cost."""
 
     cost_us: float = 0.0  # the estimated time
-    # the rules' names: among equally cheap coverings, fewer and longer steps win, then the names, so that no order of
-    # import decides
+    # the rules' names: ties go to fewer and longer steps, then to the names, so that the order of imports has no effect
     names: tuple[str, ...] = ()
     steps: tuple[Chosen, ...] = ()  # in order of position
     converted: frozenset[str] = frozenset()  # the dequantized values that the steps read
@@ -72,7 +72,7 @@ class Covering:
         )
 
     def reading(self, values: Iterable[str], search: DirectionSearch) -> Covering:
-        """Return this covering with the dequantization of those of the values that are dequantized ones."""
+        """Return this covering with the cost of those of the values that are dequantized."""
         new = {v for v in values if v in search.conversions} - self.converted
         if not new:
             return self
@@ -80,28 +80,28 @@ class Covering:
         return replace(self, cost_us=self.cost_us + us, converted=self.converted | new)
 
 
-class _Search:
-    """Common parts of both directions."""
+class _Ways:
+    """The ways to cover each position of one direction."""
 
-    def __init__(self, line: DirectionSearch) -> None:
-        self.line = line
-        self.on_demand = {v for c in line.candidates for v in c.step.keeps}
-        self._needs = {id(c): line.with_sources(v for v in c.step.needs if v != NONE) for c in line.candidates}
-        self._results = line.with_sources(line.results)
-        self._at: dict[int, list[Candidate]] = {}
-        for c in line.candidates:
-            self._at.setdefault(c.start, []).append(c)
+    def __init__(self, search: DirectionSearch) -> None:
+        self.search = search
+        self.on_demand = {v for c in search.candidates for v in c.step.keeps}
+        self._needs = {id(c): search.with_sources(v for v in c.step.needs if v != NONE) for c in search.candidates}
+        self._results = search.with_sources(search.results)
+        self._starting: dict[int, list[Candidate]] = {}
+        for c in search.candidates:
+            self._starting.setdefault(c.start, []).append(c)
 
     def needs(self, c: Candidate) -> set[str]:
-        """Return the values that a candidate reads, the sources of dequantized ones in place of the latter."""
+        """Return the values that a candidate reads, with the source of each dequantized value in its place."""
         return self._needs[id(c)]
 
-    def ways(self, position: int, kept: Collection[str] | None = None) -> Iterator[Chosen]:
+    def at(self, position: int, kept: Collection[str] | None = None) -> Iterator[Chosen]:
         """Return every way to cover a position: each candidate with each set of values that it may write on demand.
 
-        ``kept`` are the values that a forward covering has to write for the backward pass.
+        ``kept`` are the values that a forward covering must write for the backward pass.
         """
-        for c in self._at.get(position, ()):
+        for c in self._starting.get(position, ()):
             must = [v for v in c.step.keeps if kept is not None and v in kept]
             may = [v for v in c.step.keeps if v not in must and self._is_read_elsewhere(v, c)]
             for count in range(len(may) + 1):
@@ -113,7 +113,7 @@ class _Search:
                 yield Chosen(c, c.step.keeps[:1])
 
     def _is_read_elsewhere(self, value: str, c: Candidate) -> bool:
-        others = (o for o in self.line.candidates if o.end <= c.start or o.start >= c.end)
+        others = (o for o in self.search.candidates if o.end <= c.start or o.start >= c.end)
         return value in self._results or any(value in self.needs(o) for o in others)
 
 
@@ -131,28 +131,28 @@ def _is_gradient(value: str) -> bool:
 
 
 def _backward_coverings(
-    line: DirectionSearch, kept_anyway: Collection[str], waits: Collection[str]
+    search: DirectionSearch, kept_anyway: Collection[str], waits: Collection[str]
 ) -> dict[frozenset[str], Covering]:
-    """Return, for each set of forward values that some covering needs kept, the cheapest such covering. ``waits`` are
-    the values that glue after the steps waits for.
+    """Return, for each set of forward values that some covering needs, the cheapest such covering. ``waits`` are the
+    values that the glue after the steps reads.
     """
-    search = _Search(line)
-    waited_for = {v for c in line.candidates for v in search.needs(c)} | {*waits}
-    best: list[dict[_Kept, Covering]] = [{} for _ in range(len(line.places) + 1)]
+    ways = _Ways(search)
+    waited_for = {v for c in search.candidates for v in ways.needs(c)} | {*waits}
+    best: list[dict[_Kept, Covering]] = [{} for _ in range(len(search.places) + 1)]
     best[0][_Kept()] = Covering()
-    for position in range(len(line.places)):
-        for chosen in search.ways(position):
-            c, needs = chosen.candidate, search.needs(chosen.candidate)
-            demanded = {v for v in needs if _is_gradient(v) and v in search.on_demand}
+    for position in range(len(search.places)):
+        for chosen in ways.at(position):
+            c, needs = chosen.candidate, ways.needs(chosen.candidate)
+            demanded = {v for v in needs if _is_gradient(v) and v in ways.on_demand}
             values = {v for v in needs if not _is_gradient(v) and v not in kept_anyway}
             recomputed = {v for v in chosen.gives if not _is_gradient(v)}
-            there = recomputed | search.on_demand.intersection(chosen.gives)
+            there = recomputed | ways.on_demand.intersection(chosen.gives)
             can_wait = not recomputed and waited_for.isdisjoint(chosen.gives)
             for state, so_far in best[position].items():
                 if not demanded <= state.there:
                     continue
                 missing = values - state.there
-                covering = so_far.extended(chosen, line)
+                covering = so_far.extended(chosen, search)
                 after = _Kept(
                     kept=state.kept if can_wait else state.kept | missing,
                     waiting=state.waiting | missing if can_wait else state.waiting - recomputed,
@@ -162,34 +162,34 @@ def _backward_coverings(
                 if after not in best[c.end] or covering.rank < best[c.end][after].rank:
                     best[c.end][after] = covering
     result: dict[frozenset[str], Covering] = {}
-    results = {v for v in line.with_sources(line.results) if v in search.on_demand}
+    results = {v for v in search.with_sources(search.results) if v in ways.on_demand}
     for state, covering in best[-1].items():
         if results <= state.there:
-            kept, whole = state.kept | state.waiting, covering.reading(line.results, line)
+            kept, whole = state.kept | state.waiting, covering.reading(search.results, search)
             if kept not in result or whole.rank < result[kept].rank:
                 result[kept] = whole
     return result
 
 
-def _forward_covering(line: DirectionSearch, kept: frozenset[str]) -> Covering:
-    """Return the cheapest covering that writes these values. Plain steps can write all of them, so there is one."""
-    search = _Search(line)
-    best: list[dict[tuple[frozenset[str], frozenset[str]], Covering]] = [{} for _ in range(len(line.places) + 1)]
+def _forward_covering(search: DirectionSearch, kept: frozenset[str]) -> Covering:
+    """Return the cheapest covering that writes these values. One exists, since plain steps can write all values."""
+    ways = _Ways(search)
+    best: list[dict[tuple[frozenset[str], frozenset[str]], Covering]] = [{} for _ in range(len(search.places) + 1)]
     best[0][frozenset(), frozenset()] = Covering()
-    for position in range(len(line.places)):
-        for chosen in search.ways(position, kept):
+    for position in range(len(search.places)):
+        for chosen in ways.at(position, kept):
             c = chosen.candidate
             if c.cannot_keep(kept):
                 continue
-            demanded = search.needs(c) & search.on_demand
+            demanded = ways.needs(c) & ways.on_demand
             for (there, _), so_far in best[position].items():
                 if demanded <= there:
-                    covering = so_far.extended(chosen, line)
-                    state = there | search.on_demand.intersection(chosen.gives), covering.converted
+                    covering = so_far.extended(chosen, search)
+                    state = there | ways.on_demand.intersection(chosen.gives), covering.converted
                     if state not in best[c.end] or covering.rank < best[c.end][state].rank:
                         best[c.end][state] = covering
-    results = {v for v in line.with_sources(line.results) if v in search.on_demand}
-    whole = [covering.reading(line.results, line) for (there, _), covering in best[-1].items() if results <= there]
+    results = {v for v in search.with_sources(search.results) if v in ways.on_demand}
+    whole = [covering.reading(search.results, search) for (there, _), covering in best[-1].items() if results <= there]
     return min(whole, key=lambda covering: covering.rank)
 
 
@@ -198,7 +198,7 @@ def cheapest(
 ) -> tuple[Covering, Covering, frozenset[str]]:
     """Return the cheapest coverings of both directions, and the forward values to keep between them.
 
-    ``kept_anyway`` cost nothing to keep: arguments and results. Glue after the backward steps waits for ``waits``.
+    ``kept_anyway``, such as arguments and results, cost nothing to keep. Glue after the backward steps reads ``waits``.
     """
     options = []
     for kept, b in _backward_coverings(backward, kept_anyway, waits).items():
@@ -210,27 +210,24 @@ def cheapest(
     return f, b, kept
 
 
-def cheapest_glue(line: DirectionSearch, read: Collection[str]) -> tuple[Chosen, ...]:
-    """Return the cheapest candidate for each piece of glue, which writes on demand the values that are read."""
-    every = [Chosen(c, tuple(v for v in c.step.keeps if v in read)) for c in line.candidates]
-    ways = [[way for way in every if way.candidate.start == position] for position in range(len(line.places))]
-    return tuple(min(some, key=lambda way: Covering().extended(way, line).rank) for some in ways)
+def cheapest_glue(search: DirectionSearch, read: Collection[str]) -> tuple[Chosen, ...]:
+    """Return the cheapest candidate for each piece of glue, with the values of ``read`` that it writes on demand."""
+    every = [Chosen(c, tuple(v for v in c.step.keeps if v in read)) for c in search.candidates]
+    ways = [[way for way in every if way.candidate.start == position] for position in range(len(search.places))]
+    return tuple(min(some, key=lambda way: Covering().extended(way, search).rank) for some in ways)
 
 
 def final_attempts(
-    line: DirectionSearch, covering: Covering, kept: Collection[str], kept_for: Mapping[str, str]
+    search: DirectionSearch, covering: Covering, kept: Collection[str], kept_for: Mapping[str, str]
 ) -> list[Attempt]:
-    """Return the result of every rule at every position, once the covering is chosen.
+    """Return the result of every rule at every position, for the chosen covering; `Attempt` has the details.
 
-    A rule ends at a position in one status: of the ways in which its pattern stands there the best, the longest of
-    those. Each longer way has an attempt of its own, about its further ops alone.
-
-    ``kept`` are the values to keep, ``kept_for`` the backward step that needs each of them.
+    ``kept`` are the values to keep, and ``kept_for`` has the backward step that needs each of them.
     """
-    attempts = list(line.attempts)
-    able = {(c.name, c.start) for c in line.candidates if not c.cannot_keep(kept)}
+    attempts = list(search.attempts)
+    able = {(c.name, c.start) for c in search.candidates if not c.cannot_keep(kept)}
     chosen = [step.candidate for step in covering.steps]
-    for c in line.candidates:
+    for c in search.candidates:
         if c.rule is None:
             continue
         status, reason, exemption = Status.FUSED, "", Exemption.NONE
@@ -243,26 +240,26 @@ def final_attempts(
                 status = Status.SHADOWED
                 others = [o for o in chosen if o.start < c.end and c.start < o.end]
                 reason = "by " + ", ".join(
-                    dict.fromkeys(o.name or line.places[o.start].label + " in plain PyTorch" for o in others)
+                    dict.fromkeys(o.name or search.places[o.start].label + " in plain PyTorch" for o in others)
                 )
         span = range(c.start, c.end)
         attempts.append(
-            Attempt(c.name, line.direction, c.start, c.end, len(span), span, status, reason, exemption=exemption)
+            Attempt(c.name, search.direction, c.start, c.end, len(span), span, status, reason, exemption=exemption)
         )
     ways: dict[tuple[int, str], list[Attempt]] = {}
     for attempt in attempts:
         ways.setdefault((attempt.start, attempt.rule), []).append(attempt)
-    return [attempt for key in sorted(ways) for attempt in _best_and_longer(ways[key], line, kept)]
+    return [attempt for key in sorted(ways) for attempt in _best_and_longer(ways[key], search, kept)]
 
 
-def _best_and_longer(ways: list[Attempt], line: DirectionSearch, kept: Collection[str]) -> list[Attempt]:
-    """Return the result of a rule at a position, and that of each longer way in which it stands there, by length."""
+def _best_and_longer(ways: list[Attempt], search: DirectionSearch, kept: Collection[str]) -> list[Attempt]:
+    """Return the result of a rule at a position, then the results of its longer matches there, by length."""
     ranked = sorted(ways, key=lambda a: (_STATUSES.index(a.status), -a.end))
     best, longer = ranked[0], {}
     for a in reversed(ranked):
         if a.end > best.end:
-            # it declined, and it could not have kept a value between the ops either
-            between = (v for p in line.places[best.end - 1 : a.end - 1] for v in p.step.gives)
+            # this longer match declined; otherwise, it could not have kept a value between its ops
+            between = (v for p in search.places[best.end - 1 : a.end - 1] for v in p.step.gives)
             fewer = best.status in (Status.FUSED, Status.SHADOWED) and any(v in kept for v in between)
             exemption = a.exemption if a.exemption.value else _exempt(fewer)
             longer[a.end] = replace(a, shared=range(best.end, a.end), exemption=exemption)
@@ -274,14 +271,14 @@ def _exempt(takes_fewer: bool) -> Exemption:
 
 
 def nearest_miss(attempts: Iterable[Attempt], position: int) -> Attempt | None:
-    """Return the rule that came nearest to taking this place: on this device first, then by how far it got."""
+    """Return the rule that came nearest to covering this place: rules for this device come first."""
     near = (a for a in attempts if a.start <= position < a.end and (a.matched or a.shared))
-    stood = [a for a in near if a.status is not Status.FUSED]
+    misses = [a for a in near if a.status is not Status.FUSED]
     got = {Status.CONSTRAINT: 3, Status.SHADOWED: 2, Status.UNAVAILABLE: 1, Status.NO_MATCH: 0}
 
     def nearness(a: Attempt) -> tuple[object, ...]:
-        # if a rule is unavailable here, that says more than that it takes no quantized operands: another rule may
+        # an UNAVAILABLE rule says more than one that takes no quantized operands on any device
         rank = 0.5 if a.exemption is Exemption.QUANTIZED and not a.on_this_device else got[a.status]
         return a.on_this_device, position in a.shared, rank, not a.exemption.value, a.matched, -a.start, a.rule
 
-    return max(stood, key=nearness, default=None)
+    return max(misses, key=nearness, default=None)

@@ -1,4 +1,4 @@
-"""A plan as data, for ``explain()`` and the log."""
+"""Describes a plan as data, for ``explain()`` and the log."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def describe(plan: Plan, arguments: Mapping[str, SpecLike | None]) -> PlanData:
 
 
 def _asked(plan: Plan) -> dict[str, Any]:
-    """Return the fields of `PlanData` about a device that `explain` asks about."""
+    """Return the fields of `PlanData` that only a plan of ``explain(..., arch=)`` has."""
     if not plan.environment.asked:
         return {}
     rules = {rule.name: rule for rule in registry.rules()}
@@ -67,7 +67,6 @@ def _asked(plan: Plan) -> dict[str, Any]:
 def _planned(
     span: PlannedSpan, specs: Mapping[str, SpecLike | None], costs: Costs, device: torch.device
 ) -> PlannedStep:
-    """Return a step as data."""
     step, fused = span.step, isinstance(span.step, Fused)
     (place, *_) = span.places
     rows = specs.get(place.names.get("input", NONE))
@@ -88,9 +87,9 @@ def _planned(
 
 
 def _quantizes(place: Place) -> tuple[str, str] | None:
-    """Return ``label:role`` of the op that quantizes something in a place, and the quantizer in words.
+    """Return ``label:role`` of a place that quantizes, and the quantizer in words; None for any other place.
 
-    The label of an op that a recipe inserts has the role already.
+    The label of an op that a recipe inserts ends in the role already.
     """
     quantizer = place.item.quantizes
     if quantizer is None:

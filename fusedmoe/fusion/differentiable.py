@@ -1,12 +1,12 @@
 """Gradients of a chain that autograd can differentiate, for ``create_graph=True``.
 
 The forward steps run again from the chain's arguments, then the backward steps. All run in plain PyTorch, and autograd
-records them. So the first gradients are those of an unfused backward pass, and the derivatives follow from the ops:
+records them. So the first gradients are those of an unfused backward pass. Their derivatives follow from the ops:
 
-- the derivative of an op is computed by its `backward_ops`;
-- the derivative of a backward step is autograd's derivative of its `compute`.
+- the `backward_ops` of an op compute its derivative;
+- autograd differentiates the `compute` of a backward step.
 
-Rows of no expert are zeros in every argument and every incoming gradient, and have no gradient.
+Rows after the last expert's are zeroed in all arguments, incoming gradients and results.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class SecondOrderError(RuntimeError):
 def why_not(graph: Graph) -> str:
     """Return the reason why the gradients of a chain have no derivatives; an empty text if they have."""
     if graph.all_quantizers:
-        return "it computes with quantized values, whose rounding has no derivative; use recipe 'bf16'"
+        return "the chain computes with quantized values, whose rounding has no derivative; use recipe 'bf16'"
     for label, op in graph.nodes:
         if getattr(op, "accumulate_into_main_grad", False):
-            return f"{label} has accumulate_into_main_grad=True, so its gradient is no result that could have one"
+            return f"{label} has accumulate_into_main_grad=True, so autograd cannot differentiate its gradient"
     return ""
 
 
@@ -52,13 +52,13 @@ class GradientProgram(NamedTuple):
     """Wanted gradients as a function of the chain's arguments and of the incoming gradients."""
 
     program: Program
-    constants: tuple[str, ...]  # the kept values that it takes, which have no gradient
+    constants: tuple[str, ...]  # the kept values that it takes; they have no gradient
     incoming: tuple[int, ...]  # the outputs whose gradients it takes
 
     def run(
         self, arguments: Sequence[Tensor | None], kept: Mapping[str, Tensor | None], grads: Sequence[Tensor | None]
     ) -> tuple[Tensor | None, ...]:
-        """Return a gradient, or None, for each argument; autograd records how it was computed."""
+        """Return a gradient, or None, for each argument. Autograd records the computation."""
         given = [*arguments, *[kept[v] for v in self.constants], *[grads[i] for i in self.incoming]]
         with torch.enable_grad():
             (results,) = self.program.run(given, *self.program.runs(strict=False))
@@ -74,8 +74,8 @@ def argument_names(graph: Graph, kept: Collection[str]) -> set[str]:
 def gradient_program(
     graph: Graph, arguments: Sequence[SpecLike | None], wanted: Sequence[bool], kept: Collection[str]
 ) -> GradientProgram:
-    """Return the program for a chain called with arguments like these, and the gradients of those wanted; offsets are
-    taken from what is kept, if they are.
+    """Return the program of the wanted gradients, for arguments with these specs. Derived values that are kept are not
+    computed again.
     """
     names = graph.arguments
     if not set(graph.random_states) <= {*kept}:
@@ -89,7 +89,7 @@ def gradient_program(
     forward = [*(place.step for place in graph.derived.values()), *map(_forward_step, graph.forward)]
     steps = [*forward, *map(_backward_step, backward.places), *(place.step for place in backward.sums)]
 
-    # rows and gradients as they are given, and their names there: the value's own name is for what the masks return
+    # rows and gradients are given under other names: the results of the masks have the names of the values
     rowwise = [names[0], *(name for name in graph.inputs if _is_float(specs[name]))]
     tails = {value: value for value in rowwise} | {g: value for value, g in backward.incoming.items()}
     renamed = {name: f"given {name}" for name, value in tails.items() if graph.tail_offsets(value) is not None}
@@ -97,7 +97,7 @@ def gradient_program(
         mask = graph.zero_tail(tails[name], name)
         assert mask is not None
         steps.append(replace(mask.step, needs=(given_name, *mask.step.needs[1:])))
-    # what derives offsets asks rows for their number alone: it need not wait for rows that wait for offsets
+    # offsets depend on the number of rows alone: they read the given rows, since the masked rows wait for offsets
     counted = graph.tail_offsets(names[0])
     steps = [
         replace(step, needs=(step.needs[0], renamed[names[0]])) if counted in step.gives else step for step in steps
@@ -124,20 +124,20 @@ def _is_float(spec: Any) -> bool:
 
 
 def _forward_step(place: Place) -> Plain:
-    """Return the step of an op whose derivative is what its backward steps compute."""
+    """Return the step of an op, with its backward ops as its derivative."""
     op = place.item
     assert isinstance(op, Op)
     if any(isinstance(item, AutogradBackward) for item in op.backward_ops()):
-        return drawn_again(place)  # autograd's is what it has
+        return drawn_again(place)  # autograd differentiates `compute`
     read = {"input", *op.parameter_names, *op.runtime_inputs, *op.optional_inputs}
     read.update(random_state.NAMES, *[item.needs for item in op.backward_ops()])
     made = {"output", *op.provides}
     names = tuple(name for name in place.values if name in read and name not in made)
-    run = partial(_run_op, _Meaning(op, names))
+    run = partial(_run_op, _NamedOp(op, names))
     return replace(place.step, run=run, needs=tuple(place.values[name] for name in names))
 
 
-class _Meaning:
+class _NamedOp:
     """An op as a function of values by name.
 
     Parameters
@@ -145,7 +145,7 @@ class _Meaning:
     op
         The op.
     names
-        The values that it, or a step of its backward, may read, as the op knows them.
+        The values that the op and its backward ops may read, by the op's names.
     """
 
     def __init__(self, op: Op, names: tuple[str, ...]) -> None:
@@ -154,7 +154,6 @@ class _Meaning:
         self.gives = ("output", *op.provides)
 
     def outputs(self, values: Mapping[str, Tensor | None]) -> tuple[Tensor, ...]:
-        """Return what the op computes."""
         x: Any = values["input"]
         states: Any = [values[name] for name in random_state.NAMES if name in values] or None
         with random_state.drawing_again(states, x.device):
@@ -162,7 +161,7 @@ class _Meaning:
         return (y,) if isinstance(y, Tensor) else tuple(y)
 
     def gradients(self, values: Mapping[str, Tensor | None], wanted: Mapping[str, bool]) -> dict[str, Tensor]:
-        """Return the gradients of the values wanted, of values and incoming gradients by name."""
+        """Return the wanted gradients by name, from values and incoming gradients by name."""
         found: dict[str, Tensor] = {}
 
         def add(name: str, gradient: Tensor) -> None:
@@ -188,18 +187,18 @@ class _Meaning:
         return self.op.aliases.get(name, name)
 
 
-def _run_op(meaning: _Meaning, *tensors: Tensor | None) -> Any:
-    outputs = _Differentiable.apply(meaning, *tensors)  # type: ignore[no-untyped-call]
+def _run_op(op: _NamedOp, *tensors: Tensor | None) -> Any:
+    outputs = _Differentiable.apply(op, *tensors)  # type: ignore[no-untyped-call]
     return outputs if len(outputs) > 1 else outputs[0]
 
 
 class _Differentiable(torch.autograd.Function):
-    """An op, whose gradients are those of its backward steps, which autograd differentiates again."""
+    """An op whose derivative its backward ops compute, so that autograd can differentiate it twice."""
 
     @staticmethod
-    def forward(ctx: Any, meaning: _Meaning, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        outputs = meaning.outputs(dict(zip(meaning.names, tensors, strict=True)))
-        ctx.meaning = meaning
+    def forward(ctx: Any, op: _NamedOp, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        outputs = op.outputs(dict(zip(op.names, tensors, strict=True)))
+        ctx.op = op
         ctx.save_for_backward(*tensors, *outputs)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*[t for t in outputs if not t.is_floating_point()])
@@ -207,12 +206,12 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        meaning: _Meaning = ctx.meaning
-        values = dict(zip((*meaning.names, *meaning.gives), ctx.saved_tensors, strict=True))
-        values |= {f"grad_{name}": g for name, g in zip(meaning.gives, grads, strict=True)}
-        wanted = dict(zip(meaning.names, ctx.needs_input_grad[1:], strict=True))
-        found = meaning.gradients(values, wanted)
-        return (None, *[found.get(name) for name in meaning.names])
+        op: _NamedOp = ctx.op
+        values = dict(zip((*op.names, *op.gives), ctx.saved_tensors, strict=True))
+        values |= {f"grad_{name}": g for name, g in zip(op.gives, grads, strict=True)}
+        wanted = dict(zip(op.names, ctx.needs_input_grad[1:], strict=True))
+        found = op.gradients(values, wanted)
+        return (None, *[found.get(name) for name in op.names])
 
 
 # ---- backward steps -------------------------------------------------------------------------------------------------
@@ -225,8 +224,8 @@ def _backward_step(place: Place) -> Plain:
 
 
 def _run_backward_op(item: BackwardOp, *needs: Tensor | None) -> Any:
-    """Run a step of an op's backward. Autograd must be able to differentiate it: a gradient that does not depend on
-    what arrives, on which every gradient depends, was computed out of autograd's sight.
+    """Run a backward op, and check that autograd recorded it: every gradient depends on the incoming ones, so one that
+    requires no gradient was not recorded.
     """
     if isinstance(item, AutogradBackward) or type(item).__module__.startswith("fusedmoe."):
         return item.compute(*needs)
@@ -240,8 +239,8 @@ def _run_backward_op(item: BackwardOp, *needs: Tensor | None) -> Any:
     for name, gradient in zip(item.gives, (out,) if isinstance(out, Tensor) else out, strict=True):
         if recording and not gradient.requires_grad and gradient.numel():
             raise SecondOrderError(
-                f"{item!r}: compute: expected plain PyTorch that autograd can differentiate, as second derivatives are "
-                f"asked for (create_graph=True), got a {name} that does not depend on {_gradients(item)}"
+                f"{item!r}: compute: expected plain PyTorch that autograd can differentiate, for second derivatives "
+                f"(create_graph=True), got a {name} that does not depend on {_gradients(item)}"
             )
     return out
 

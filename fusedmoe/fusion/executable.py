@@ -1,4 +1,4 @@
-"""A plan that runs: the forward program, and a backward program for each set of gradients that a call asks for."""
+"""A plan that runs: the forward program, and a backward program for each set of wanted gradients."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class Environment:
     recipe: Recipe
     disabled: tuple[str, ...]  # the patterns of rules that are switched off
     options: KernelOptions  # the options of the `Sequential`
-    asked: bool = False  # `explain` asks about this device, which need not exist here
-    estimated: bool = False  # an estimator of torch watches the call; see `fusedmoe.estimating`
+    asked: bool = False  # the device of ``explain(..., arch=)``, which may be absent
+    estimated: bool = False  # no rule applies: an estimator of torch watches the call, or it is exported
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class PlannedSpan:
 
 
 class BackwardProgram(NamedTuple):
-    """The backward program for some set of gradients. It takes the saved tensors, and the gradients that arrive."""
+    """The backward program for a set of gradients. It takes the saved tensors and the incoming gradients."""
 
     program: Program
     incoming: tuple[int, ...]  # the outputs whose gradients it takes
@@ -83,9 +83,9 @@ class Plan:
     program: Program  # the forward steps, from the graph's arguments to `outputs` and `saved`
     outputs: tuple[str, ...]
     saved: tuple[str, ...]  # the values that the forward pass keeps for the backward pass
-    backward_steps: tuple[AnyStep, ...]  # in the order preferred
+    backward_steps: tuple[AnyStep, ...]  # in the preferred order
     of_backward: Backward
-    wanted: frozenset[str]  # the arguments that it was planned to give gradients of
+    wanted: frozenset[str]  # the arguments whose gradients were planned
     spans: tuple[PlannedSpan, ...]  # the steps with the ops that they cover
     glue: tuple[PlannedSpan, ...]  # the steps between ops
     attempts: tuple[Attempt, ...]
@@ -115,7 +115,7 @@ class Plan:
         return tuple([torch.empty(s.shape, dtype=s.dtype, device="meta") for s in outputs if s is not None])
 
     def backward(self, wanted: tuple[bool, ...]) -> BackwardProgram:
-        """Return the backward program that gives a gradient, or None, for each argument: those wanted."""
+        """Return the backward program of the wanted gradients. It returns a gradient, or None, for each argument."""
         backward = self._backward.get(wanted)
         if backward is None:
             backward = self._backward[wanted] = self._backward_program(wanted)
@@ -150,15 +150,15 @@ class Plan:
 
     @functools.cached_property
     def missed_or_unavailable(self) -> tuple[tuple[str, Attempt], ...]:
-        """The ops of `missed`, and those for which a rule is UNAVAILABLE. If `explain` asks about a device, rules for
-        other devices do not count.
+        """The ops of `missed`, and those for which a rule is UNAVAILABLE. In a plan of ``explain(..., arch=)``, rules
+        for other devices do not count.
         """
         missed = dict(self.missed)
         for span in self.spans:
             label, at = span.places[0].label, span.position
             if isinstance(span.step, Plain) and label not in missed:
-                stood = [a for a in self.attempts if self._unavailable(a) and a.direction == span.direction]
-                if nearest := nearest_miss([a for a in stood if at in a.shared], at):
+                unavailable = [a for a in self.attempts if self._unavailable(a) and a.direction == span.direction]
+                if nearest := nearest_miss([a for a in unavailable if at in a.shared], at):
                     missed[label] = nearest
         order = [span.places[0].label for span in self.spans]
         return tuple(sorted(missed.items(), key=lambda item: order.index(item[0])))
@@ -167,7 +167,7 @@ class Plan:
         return attempt.status is Status.UNAVAILABLE and not (self.environment.asked and attempt.cause == "device")
 
     def raise_if_missed(self, unavailable: bool = False) -> None:
-        """Raise the error that ``fm.strict()`` promises."""
+        """Raise `FusionError` for the ops of `missed`; if ``unavailable``, of `missed_or_unavailable`."""
         if missed := self.missed_or_unavailable if unavailable else self.missed:
             raise FusionError(
                 missed_text(missed, "this device has a kernel" if not unavailable else "there is a kernel")
@@ -191,11 +191,11 @@ class BoundPlan:
     unsaved
         The arguments, by position, that second derivatives take and that the plan does not keep.
     held
-        Those of them that the call has to hold, each with whether it is kept alive.
+        The arguments in `unsaved` that the call holds, each with whether the call keeps it alive.
     trained
-        The others: parameters that want a gradient, which autograd holds.
+        The other arguments in `unsaved`: parameters that require a gradient, which autograd holds.
     run, runs
-        ``run([*arguments], *runs)`` returns the outputs and the saved tensors. A method for it would cost the host a
+        ``run([*arguments], *runs)`` returns the outputs and the saved tensors. A method around it would cost the host a
         microsecond.
     refused : str or None
         The reason why this kind of call can be explained but not run.
@@ -230,7 +230,7 @@ class BoundPlan:
     def check_second_derivatives(self) -> None:
         """Raise unless the gradients have derivatives; log once that the backward pass then runs unfused."""
         plan = self.plan
-        first, last = (plan.graph.nodes[i].label.partition(":")[0] for i in (0, -1))  # of a recipe's op, the layer's
+        first, last = (plan.graph.nodes[i].label.partition(":")[0] for i in (0, -1))  # a recipe's op: its layer
         chain = f"chain {first}" if first == last else f"chain {first} to {last}"
         if why := plan.no_second_derivatives:
             raise SecondOrderError(f"{chain}: second derivatives (create_graph=True): {why}")
@@ -241,7 +241,7 @@ class BoundPlan:
         say_once(logger, logging.WARNING if fused else logging.INFO, "%s: %s", chain, message)
 
     def differentiable(self, wanted: tuple[bool, ...]) -> GradientProgram:
-        """Return the program of the wanted gradients that autograd can differentiate."""
+        """Return a program of the wanted gradients that autograd can differentiate."""
         program = self._differentiable.get(wanted)
         if program is None:
             specs = [None if kind is None else TensorSpec(tuple(kind[1]), kind[2]) for kind in self.tensors]

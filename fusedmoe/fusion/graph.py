@@ -1,9 +1,9 @@
-"""A chain as values and steps in plain PyTorch, forward. `backward` has the other direction, `values` the names.
+"""The forward chain as values and steps in plain PyTorch. `backward` has the backward chain, `values` the names.
 
-Each step reads the form of a quantized value that its item asks for: ``contracts`` says along which axis the item sums
-over an operand; an item that sums over nothing reads the dequantized value.
+Each step reads a quantized value in the form that its item needs: ``contracts`` names the axis of an operand that the
+item sums over. An item that sums over no axis of a value reads it dequantized.
 
-An op that passes rows on unchanged in one direction has no place in that direction: input and output are one value.
+An op that passes rows on unchanged in one direction has no step there: its input and output are the same value.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class Graph:
-    """The forward chain of some nodes.
+    """The forward chain of some ops.
 
     Parameters
     ----------
@@ -50,25 +50,25 @@ class Graph:
     exports
         Names that ops of this chain provide for ops after the chain.
     inputs
-        The runtime inputs that the caller gives, in order. Others that ops take come after them.
+        The first runtime inputs, in order. Further ones that the ops take come after them.
     sorted_rows
-        The sets of rows, numbered from 0, that are sorted by expert although no op here takes their offsets, each with
-        the op outside that does. The chain derives their offsets from ``splits`` too.
+        The sets of rows, numbered from 0, that are sorted by expert for an op outside of the chain, each with that op.
+        The chain derives their offsets from ``splits``, although none of its own ops takes them.
     provided
-        The runtime inputs that come from ops before the chain: their contents need no check.
+        The runtime inputs that ops before the chain provide: their contents need no check.
 
     Attributes
     ----------
     places, forward : tuple of Place
-        Every op, and those that are a step of the forward pass.
+        The places of all ops, and of those that have a step in the forward pass.
     derived, weights : dict of str to Place
-        The glue of each derived value, and of each quantized weight, by value.
+        The glue that computes each derived value, and the glue that quantizes each weight.
     arguments, outputs : tuple of str
         The rows, the runtime inputs and the parameters; the result and the exports.
     quantizers, forms : dict
-        The quantizer of each quantized value and weight, and their forms.
+        The quantizer of each quantized value and weight, and the tensors of its forms.
     producers : dict of str to Plain
-        The step that computes each value again, except arguments.
+        The step that recomputes each value, except arguments.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Graph:
     ) -> None:
         self.nodes = tuple(nodes)
         self.parameters = tuple(f"{n.label}.{p}" for n in nodes for p in n.op.parameter_names)
-        self.quantizers: dict[str, Quantizer] = {}  # of values and weights, by rows
+        self.quantizers: dict[str, Quantizer] = {}  # of values and weights, by their names by rows
         self.forms: Forms = {}
         self.weights = {w.names["weight"]: w for w in _weight_quantizations(nodes)}
         runs = [place.item.run for place in self.weights.values() if isinstance(place.item, QuantizeWeight)]
@@ -115,7 +115,7 @@ class Graph:
         self.outputs = (self.form(rows[-1], None), *provided_here)
         self.inputs, self.derived = scope.inputs, scope.derived
         self.arguments = (rows[0], *self.inputs, *self.parameters)
-        # the values whose gradients are those of the outputs, and of the arguments
+        # the values that the gradients of outputs and of arguments are named after
         self.gradient_of_outputs = (gradients[-1], *provided_here)
         self.gradient_of_arguments = {a: a for a in self.arguments} | {rows[0]: gradients[0]}
         self.random_states = tuple(v for p in self.forward for v in p.random_states)
@@ -159,7 +159,7 @@ class Graph:
                 values[name] = scope.take(name)
                 if name in op.rowwise_inputs:
                     scope.has_rows(values[name])
-        for name in op.optional_inputs:  # offsets, where these rows have any
+        for name in op.optional_inputs:  # offsets, if these rows have them
             values[name] = NONE if taker is None else scope.derive(name, rows_value, taker)
         values |= {p: f"{label}.{p}" for p in op.provides}
         if op.draws_random:
@@ -175,25 +175,25 @@ class Graph:
         return Place(item=op, names=names, step=step, node=node, values=values, gradient_of=values | gradient_of)
 
     def _quantize(self, place: Place, offsets: str) -> None:
-        """Note that the item of a place quantizes its output."""
+        """Record the quantizer and the forms of the output of a place."""
         assert place.item.quantizes is not None
         self.quantizers[place.step.gives[0]] = place.item.quantizes
         self.forms |= forms_of(place.step.gives[0], place.item.quantizes, offsets)
 
     def form(self, value: str, axis: int | None) -> str:
-        """Return the form of a value that a step reads which sums over this axis; None sums over nothing."""
+        """Return the form of a value for a step that sums over this axis of it, or over none."""
         if value not in self.quantizers or axis == -1:
             return value
         return dequantized(value) if axis is None else columns(value)
 
     def formed(self, values: Mapping[str, str], contracts: Mapping[str, int]) -> dict[str, str]:
-        """Return an item's values in the forms that it reads."""
+        """Return the values of an item in the forms that the item reads."""
         formed = {name: self.form(value, contracts.get(name)) for name, value in values.items()}
         return formed | {"output": values["output"]}
 
     def zero_tail(self, value: str, renamed: str) -> Place | None:
-        """Return the glue that zeroes the tail rows of a value, or of its gradient, under a new name; None if the value
-        has no such rows.
+        """Return the glue that zeroes the rows after the last expert's of a value or of its gradient; None if the rows
+        are not sorted by expert. The result has the name ``renamed``.
         """
         offsets = self.tail_offsets(value)
         if offsets is None:
@@ -201,7 +201,7 @@ class Graph:
         return glue_place(ZeroTail(), f"zero_tail({value})", {"input": value, "offsets": offsets, "output": renamed})
 
     def tail_offsets(self, value: str) -> str | None:
-        """Return the offsets of the experts' rows in a value, or in its gradient; None for one without such rows."""
+        """Return the offsets of the experts' rows in a value, or in its gradient; None if it has no such rows."""
         return self._scope.offsets(primal(value))
 
     def infer(self, arguments: Mapping[str, SpecLike | None]) -> dict[str, SpecLike | None]:
@@ -210,7 +210,7 @@ class Graph:
         Raises
         ------
         InputError
-            With the op, the argument, what was expected and what came.
+            An argument is invalid: the message names the op, the argument, and the expected and actual values.
         """
         specs: dict[str, Any] = {**arguments, NONE: None}
         for weight, place in self.weights.items():
@@ -232,11 +232,11 @@ class Graph:
                 specs |= form_specs(place.step.gives[0], out, self.quantizers[place.step.gives[0]])
                 continue
             specs.update(zip(place.step.gives, (out,) if isinstance(out, TensorSpec) else out, strict=True))
-            specs.update(dict.fromkeys(place.random_states))  # which have the size that the generators give them
-        for place in self.places:  # the names that gradients go by
+            specs.update(dict.fromkeys(place.random_states))  # of a size that only the generators know
+        for place in self.places:  # the values that gradients are named after
             for end in ("input", "output"):
                 specs.setdefault(place.gradient_of[end], specs[place.values[end]])
-        for value in self.derived:  # offsets that only the tail masks want
+        for value in self.derived:  # offsets that only tail masks read
             self._infer_derived(value, specs)
         return specs | tensor_specs(specs, self.forms)
 
@@ -257,7 +257,7 @@ def _kind(node: Node) -> str:
 
 
 def _values_along(nodes: Sequence[Node], passes: str) -> list[str]:
-    """Return the value before each op, and after the last. Where an op passes rows on, both are the later one."""
+    """Return the value before each op, and after the last. An op that passes rows on has the later one twice."""
     names = [*(f"{node.label}.input" for node in nodes), f"{nodes[-1].label}.output"]
     for i in reversed(range(len(nodes))):
         if getattr(nodes[i].op, passes):
@@ -266,7 +266,7 @@ def _values_along(nodes: Sequence[Node], passes: str) -> list[str]:
 
 
 def _weight_quantizations(nodes: Sequence[Node]) -> list[Place]:
-    """Return the glue that quantizes the weights of linear layers, where an op before the layer wants it."""
+    """Return the glue that quantizes weights, for each op that requests it for the linear layer after it."""
     found: dict[str, Place] = {}
     for i, (label, op) in enumerate(nodes):
         if op.quantizes_weight is None:
@@ -285,7 +285,7 @@ def _weight_quantizations(nodes: Sequence[Node]) -> list[Place]:
 
 
 def first_takers_of_offsets(nodes: Sequence[Node]) -> dict[int, str]:
-    """Return, for each set of rows that is sorted by expert, the op that an error in the splits names."""
+    """Return, for each set of rows that is sorted by expert, the op to name in an error about the splits."""
     takers: dict[int, str] = {}
     rows = 0
     for node in nodes:

@@ -1,4 +1,4 @@
-"""The match of a rule's pattern with the items of a chain."""
+"""Matches a rule's pattern with the items of a chain."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Mismatch:
     slot: str
     expected: str
     got: str
-    # the number of items, from the first, that the rule has a slot for: those up to the last item that a required
-    # slot was bound to. An optional slot does not count: it takes an item because of the items after it. An item of a
-    # subclass of the expected class counts, with all items before it
+    # the number of items, from the first, that the rule clearly has slots for: those up to the last item that a
+    # required slot matched. Later items that only optional slots matched do not count. An item of a subclass of the
+    # expected class counts, with all items before it
     shared: int
 
     def __str__(self) -> str:
@@ -42,8 +42,8 @@ class Mismatch:
 
 
 def match(slots: tuple[Slot, ...], items: Sequence[Item], start: int) -> list[Match] | Mismatch:
-    """Match a pattern at a position. Return every match, the longest first, or the farthest mismatch: by the slots that
-    are required, then by all.
+    """Match a pattern at a position. Return every match, the longest first, or the farthest mismatch, by
+    `Mismatch.shared` and then by `Mismatch.matched`.
     """
     found: list[Match] = []
     farthest: Mismatch | None = None
@@ -68,7 +68,7 @@ def match(slots: tuple[Slot, ...], items: Sequence[Item], start: int) -> list[Ma
     walk(0, start, 0, {})
     if found:
         return sorted(found, key=lambda m: -m.end)
-    assert farthest is not None, "without a match, some slot has failed"
+    assert farthest is not None, "without a match, some slot failed"
     return farthest
 
 

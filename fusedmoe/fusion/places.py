@@ -1,4 +1,4 @@
-"""The places of a chain: each op, each step of its backward, and each piece of glue, with the values that it reads."""
+"""The places of a chain: each op, backward op and piece of glue, with its step and the names of its values."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """An op, one step of its backward, or glue, at its position in the chain."""
+    """An op, a backward op or glue at its position in the chain."""
 
     item: Op | BackwardOp | Glue
     names: Mapping[str, str]  # the item's own names of values -> the chain's, in the forms that `step` reads
     step: Plain  # in plain PyTorch; of an item that quantizes, with all quantized forms
     node: Node | None = None  # the op and its label; None for glue
     values: Mapping[str, str] = field(default_factory=dict)  # the op's own names -> the chain's, by rows
-    # the op's own names -> the value whose gradient has that name: another one if an op passes rows on unchanged
+    # the op's own names -> the values that gradients are named after: others if an op passes rows on unchanged
     gradient_of: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -48,19 +48,19 @@ class Place:
         own, _, form = name.partition(":")
         if own not in self.names:
             raise RuleError(
-                f"{self.label}: {name!r} is no value of {self.item!r}; it has {', '.join(sorted(self.names))}"
+                f"{self.label}: {name!r} is not a value of {self.item!r}, which has {', '.join(sorted(self.names))}"
             )
         value = self.names[own]
         return value if not form else _IN_FORM[form](by_rows(value))
 
     def gradient(self, name: str) -> str:
-        """Return the value whose gradient the op's backward calls ``grad_<name>``."""
+        """Return the value that the op's gradient ``grad_<name>`` is named after in the chain."""
         name = name.removeprefix("grad_")
         return self.gradient_of[name] if name in self.gradient_of else self.value(name)
 
     @property
     def random_states(self) -> tuple[str, ...]:
-        """The states of the random number generators that the op draws from, if it says that it draws."""
+        """The generator states of an op with ``draws_random``; none for other ops."""
         return tuple(self.values[name] for name in random_state.NAMES if name in self.values)
 
 
@@ -79,7 +79,7 @@ def glue_place(item: Glue, label: str, names: Mapping[str, str]) -> Place:
 
 
 def with_forms(place: Place, read: Collection[str], training: bool) -> Plain:
-    """Return the plain step of an item that quantizes, which gives the forms that are read."""
+    """Return the plain step of an item that quantizes, reduced to the forms that are read."""
     step = place.step
     gives = tuple(v for v in step.gives if v in read) or step.gives[:1]
     axes = tuple(-1 if v == step.gives[0] else -2 for v in gives)
@@ -89,8 +89,8 @@ def with_forms(place: Place, read: Collection[str], training: bool) -> Plain:
 def training_place(place: Place) -> Place:
     """Return the place of an op in a forward pass that has a backward pass.
 
-    An op that draws random numbers gives the states that it drew from. The first run of an op that is not ours checks
-    that it draws none without a word.
+    An op with ``draws_random`` also gives the generator states from before its call. The first run of a third-party op
+    checks that it draws no random numbers without declaring so.
     """
     op, step, states = place.op, place.step, place.random_states
     if states:
@@ -102,7 +102,7 @@ def training_place(place: Place) -> Place:
 
 
 def drawn_again(place: Place) -> Plain:
-    """Return the step that computes an op again, with the random numbers of the first time."""
+    """Return the step that recomputes an op, with the same random numbers."""
     step, states = place.step, place.random_states
     if not states:
         return step

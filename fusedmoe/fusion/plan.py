@@ -1,4 +1,4 @@
-"""A plan as data: ``explain()`` prints it, the log lines are made from it, tests assert on it."""
+"""A plan as data, for ``explain()``, for the log and for tests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Status(str, Enum):
     FUSED = "FUSED"
     """The rule runs there."""
     SHADOWED = "SHADOWED"
-    """The rule could run there, and something cheaper does."""
+    """The rule could run there, but a cheaper step does."""
     UNAVAILABLE = "UNAVAILABLE"
     """The pattern matches, but a package, a device or a switch is missing."""
     CONSTRAINT = "CONSTRAINT"
@@ -33,11 +33,11 @@ class Status(str, Enum):
 
 
 Cause = Literal["", "device", "machine", "switch"]
-"""Of an UNAVAILABLE rule: the missing thing; ``"machine"`` is a package or the operating system."""
+"""The kind of thing that an UNAVAILABLE rule lacks; ``"machine"`` is a package or the operating system."""
 
 
 class Exemption(str, Enum):
-    """The reason why a declined rule is no miss."""
+    """The reason why a rule that declined is not a miss."""
 
     NONE = ""
     QUANTIZED = "quantized"
@@ -50,8 +50,8 @@ class Exemption(str, Enum):
 class Attempt:
     """One rule at one position, and the result.
 
-    A rule with optional slots may match at a position in several ways. One attempt is for the way with the best status,
-    of these the longest. Each longer way has an attempt of its own, which shares its further ops alone.
+    A rule with optional slots may have several matches at a position. Its attempt is the match with the best status,
+    and the longest of these. Each longer match is an attempt of its own, which shares only the additional ops.
 
     Attributes
     ----------
@@ -60,20 +60,20 @@ class Attempt:
     direction : str
         ``"forward"`` or ``"backward"``.
     start, end : int
-        The positions that it covers; of a NO_MATCH, those up to the first that did not fit, inclusive.
+        The positions that it covers; of a NO_MATCH, those up to the first mismatch, inclusive.
     matched : int
-        Slots bound.
+        The number of slots bound.
     shared : range
-        The positions of the ops that the rule has a slot for: those up to the last op that a required slot was bound
-        to, and an op of a subclass of the expected class. An op that merely ends the pattern is not one of them.
+        The positions of the ops that the rule clearly has slots for: those up to the last op that a required slot
+        matched, and up to an op of a subclass of the expected class. Any other op that ends the match is not included.
     status : Status
         The result.
     reason : str
-        The rule that shadows it, the missing thing, the constraint, or slot, expected and got.
+        The shadowing rule, the missing requirement, the constraint, or the slot with the expected and the actual class.
     on_this_device : bool
         Whether the rule could run on this machine at all.
     exemption : Exemption
-        Of a CONSTRAINT: the reason why it is no miss.
+        Of a CONSTRAINT: the reason why it is not a miss.
     cause : str
         Of an UNAVAILABLE: the missing thing.
     """
@@ -92,8 +92,8 @@ class Attempt:
 
     @property
     def missed(self) -> bool:
-        """Whether ``fm.strict()`` raises: a rule that can run here shares ops with the chain and declined them, without
-        an exemption.
+        """Whether ``fm.strict()`` raises for the ops of `shared` that run unfused: the rule can run on this device, but
+        declined them, without an exemption.
         """
         declined = self.status in (Status.CONSTRAINT, Status.NO_MATCH) and self.on_this_device
         return declined and self.matched > 0 and len(self.shared) > 0 and not self.exemption.value
@@ -152,10 +152,10 @@ class PlannedStep:
 
     @property
     def why(self) -> str:
-        """The reason why an unfused step is unfused."""
+        """The reason why the step is unfused; empty for a fused step."""
         if self.rule is not None:
             return ""
-        return str(self.nearest_miss) if self.nearest_miss is not None else "no rule stands on it"
+        return str(self.nearest_miss) if self.nearest_miss is not None else "no rule matches it"
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class PlanData:
     kept : tuple of str
         Values kept for the backward pass, except parameters and quantized weights.
     kept_bytes : int
-        Their bytes for the shapes explained, with those of the caller's own arguments.
+        The bytes of these values for the shapes explained, including the caller's own arguments.
     device, dtype, recipe : str
         The conditions of the plan.
     options : KernelOptions
@@ -181,14 +181,14 @@ class PlanData:
     weight_bytes : int
         Bytes of quantized weights, which are kept until the weights change.
     asked_arch : int or None
-        The architecture that ``explain(..., arch=)`` asks about.
+        The argument ``arch`` of ``explain``.
     given_dtype : str
-        The dtype of the rows, if `explain` asks about another one.
+        The dtype of the rows, if the argument ``dtype`` of ``explain`` is another one.
     assumed : tuple of str
-        The requirements of the fused steps that this machine lacks, in a plan for another one.
+        The requirements of fused steps that this machine lacks, in a plan of ``explain(..., arch=)``.
     missed : tuple of (str, Attempt)
-        The ops that run unfused although a rule for the device shares them, each with that rule. UNAVAILABLE counts,
-        except for rules for other devices than the architecture asked about.
+        The ops that run unfused although a rule for the device shares them, each with that rule. UNAVAILABLE rules
+        count too. In a plan of ``explain(..., arch=)``, rules for other devices do not.
     rows : int
         The number of rows, or of tokens if the chain begins with a `Dispatch`, for which all bytes are counted.
     glue : tuple of PlannedStep
@@ -215,20 +215,20 @@ class PlanData:
 
     @property
     def planned_for(self) -> str:
-        """Device, dtype and recipe, as the first line of the table has them."""
-        asked = " (asked for)" if self.asked_arch is not None else ""
-        dtype = f"{self.dtype} (asked for, given {self.given_dtype})" if self.given_dtype else self.dtype
+        """Device, dtype and recipe, as in the first line of the table."""
+        asked = " (requested)" if self.asked_arch is not None else ""
+        dtype = f"{self.dtype} (requested, given {self.given_dtype})" if self.given_dtype else self.dtype
         return f"{self.device}{asked}, {dtype}, recipe {self.recipe}"
 
     @property
     def nothing_to_fuse(self) -> bool:
-        """Whether the architecture asked about has no kernels, neither built-in ones nor those of a package."""
+        """Whether the architecture ``asked_arch`` has no kernels, built-in or from another package."""
         return self.asked_arch is not None and self.asked_arch not in ARCHITECTURES and not self.fused
 
     @property
     def without_kernel(self) -> tuple[PlannedStep, ...]:
-        """The unfused steps without a fused kernel on the device, whatever is installed: no rule shares them, or the
-        nearest one is for other devices or for operands that are not quantized.
+        """The unfused steps without a fused kernel for the device, whatever is installed: no rule shares them, or the
+        nearest rule is for other devices or for unquantized operands.
         """
         missed = {label for label, _ in self.missed}
         return tuple(s for s in self.unfused if missed.isdisjoint(s.ops) and _no_kernel(s.nearest_miss))
@@ -245,7 +245,7 @@ class PlanData:
 
     @property
     def formats(self) -> dict[str, tuple[str, ...]]:
-        """``label:role`` of everything quantized, by quantizer, in the order of the steps."""
+        """``label:role`` of all quantized values, by quantizer, in the order of the steps."""
         found: dict[str, tuple[str, ...]] = {}
         for step in self.steps:
             for what, quantizer in step.quantizes:
@@ -273,7 +273,7 @@ class PlanData:
         return "\n".join([*lines, *self._reasons()])
 
     def _reasons(self) -> list[str]:
-        """Return why each unfused step is unfused, in lines; each reason once, with the ops that it concerns."""
+        """Return the reasons why steps are unfused, in lines: each reason once, with its ops."""
         reasons: dict[str, list[str]] = {}
         rules: dict[str, set[str]] = {}  # several rules may decline for the same reason
         for step in self.unfused:
@@ -316,14 +316,14 @@ def _wrapped(line: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The plans of a `Sequential` for a call: one for each chain, with the modules between them.
+    """The plans of a `Sequential` for a call, one per chain, with the modules between the chains.
 
     ``str()`` of it is the table.
 
     Attributes
     ----------
     parts : tuple of (str, PlanData or None)
-        In order: the title of each part, and its plan; None for a module that is not an op.
+        In order: the title of each part, and its plan; None for a module between chains.
     """
 
     parts: tuple[tuple[str, PlanData | None], ...]
@@ -349,14 +349,14 @@ class Explanation:
         return tuple(missed for plan in self.plans for missed in plan.missed)
 
     def raise_if_missed(self) -> None:
-        """Raise `FusionError` unless all that has a fused kernel is fused: see `PlanData.missed`.
+        """Raise for ops that run unfused although there is a fused kernel for them; see `PlanData.missed`.
 
-        What has none, such as a product of quantized operands, does not raise.
+        Ops without one, such as products of quantized operands, do not raise.
 
         Raises
         ------
         FusionError
-            Also where the architecture asked about has no kernels.
+            Also if the argument ``arch`` of ``explain`` has no kernels.
         """
         raise_if_missed(self.plans, self.missed)
 
@@ -369,7 +369,7 @@ class Explanation:
 
 
 def hints(plans: Iterable[PlanData]) -> list[str]:
-    """Return hints about these plans: an architecture without kernels, or how to ask about another one."""
+    """Return hints: the architecture of a plan has no kernels, or ``explain`` can plan for another one."""
     found: dict[str, None] = {}
     for plan in plans:
         if plan.nothing_to_fuse:

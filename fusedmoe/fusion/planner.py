@@ -1,8 +1,8 @@
-"""From a chain and the kind of its arguments to a plan.
+"""Makes a plan of a chain for one kind of arguments.
 
-1. `candidates`: the candidates for each position; every rule ends in a status at every position.
+1. `candidates`: the candidates for each position, and a status for every rule at every position.
 2. `choice`: the cheapest covering of both directions together.
-3. Here: the steps of that covering, the glue between them, and the values kept for the backward pass.
+3. This module: the steps of that covering, the glue between them, and the values kept for the backward pass.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def make_plan(
     *,
     keep_weights: bool = True,
 ) -> Plan:
-    """Plan a chain, as the recipe has rewritten it.
+    """Plan a chain that the recipe has rewritten.
 
     Parameters
     ----------
@@ -62,7 +62,7 @@ def make_plan(
     environment
         Everything else that the choice depends on.
     nominal_rows
-        The number of rows that the choice is made for; by default the next power of two above the actual number.
+        The number of rows that costs are for; by default the next power of two above the actual number.
     name
         The name of the chain in log lines; by default its layers.
     keep_weights
@@ -76,16 +76,16 @@ def make_plan(
 
 
 class _Direction(NamedTuple):
-    """One direction of a plan in the making."""
+    """The steps of one direction of a plan."""
 
     spans: list[PlannedSpan]  # the steps that cover ops
     glue: list[PlannedSpan]
-    steps: list[AnyStep]  # all of them, in the order preferred
+    steps: list[AnyStep]  # all of them, in the preferred order
     results: Mapping[str, str]  # the names of the results, after the tails are zeroed
 
 
 class _Planner:
-    """One plan in the making."""
+    """Makes one plan."""
 
     def __init__(
         self,
@@ -186,38 +186,38 @@ class _Planner:
 
     def _made(
         self,
-        line: DirectionSearch,
+        search: DirectionSearch,
         covering: Covering,
         before: list[PlannedSpan],
         after: list[PlannedSpan],
         results: Mapping[str, str],
         exist: Collection[str],
     ) -> _Direction:
-        """Return the steps of a covering with the glue before and after it; ``exist`` are the values for fallbacks."""
-        spans = [self._span(line, chosen, exist) for chosen in covering.steps]
+        """Return the steps of a covering and its glue; fallbacks can read the values that ``exist``."""
+        spans = [self._span(search, chosen, exist) for chosen in covering.steps]
         steps = _steps(before, spans, after)
-        masks, renamed = self._masks(line.direction, steps, results)
+        masks, renamed = self._masks(search.direction, steps, results)
         return _Direction(spans, [*before, *masks, *after], [*steps, *_steps(masks)], renamed)
 
-    def _span(self, line: DirectionSearch, chosen: Chosen, exist: Collection[str]) -> PlannedSpan:
+    def _span(self, search: DirectionSearch, chosen: Chosen, exist: Collection[str]) -> PlannedSpan:
         c = chosen.candidate
-        places = line.places[c.start : c.end]
-        return PlannedSpan(line.direction, c.start, self._step(line, chosen, exist), places, c.step.extra_bytes)
+        places = search.places[c.start : c.end]
+        return PlannedSpan(search.direction, c.start, self._step(search, chosen, exist), places, c.step.extra_bytes)
 
     def _glue(self, direction: Direction, places: Sequence[Place], read: Collection[str] = ()) -> list[PlannedSpan]:
-        """Return the steps of glue, each by the cheapest rule that takes it, or in plain PyTorch. ``read`` are the
-        quantized forms that are read.
+        """Return the steps of pieces of glue, each by the cheapest rule or in plain PyTorch. ``read`` are the quantized
+        forms that are read.
         """
         if not places:
             return []
-        line = DirectionSearch(direction, places, (), {}, self._search)
-        spans = [self._span(line, chosen, chosen.candidate.step.needs) for chosen in cheapest_glue(line, read)]
-        return _with_nearest_miss(spans, line.attempts)
+        search = DirectionSearch(direction, places, (), {}, self._search)
+        spans = [self._span(search, chosen, chosen.candidate.step.needs) for chosen in cheapest_glue(search, read)]
+        return _with_nearest_miss(spans, search.attempts)
 
-    def _step(self, line: DirectionSearch, chosen: Chosen, there: Collection[str]) -> AnyStep:
-        """Return the runnable step of a candidate; ``there`` are the values that exist for its fallback."""
+    def _step(self, search: DirectionSearch, chosen: Chosen, there: Collection[str]) -> AnyStep:
+        """Return the runnable step of a candidate; its fallback can read the values in ``there``."""
         c = chosen.candidate
-        places = line.places[c.start : c.end]
+        places = search.places[c.start : c.end]
         if c.rule is None:
             (place,) = places
             return place.step if place.item.quantizes is None else with_forms(place, chosen.written, self._training)
@@ -225,10 +225,8 @@ class _Planner:
         assert c.ctx is not None
         bind: object = c.rule.build(c.ctx, keep)
         if not callable(bind):
-            where = line.where(c.rule, c.start, c.end)
-            raise RuleError(
-                f"{where}: build() returned {bind!r}: expected a function, which takes the tensors of needs"
-            )
+            where = search.where(c.rule, c.start, c.end)
+            raise RuleError(f"{where}: build() returned {bind!r}: expected a function of the tensors of needs")
         return Fused(
             label=" + ".join(p.label for p in places),
             rule=c.name,
@@ -242,7 +240,7 @@ class _Planner:
         )
 
     def _fallback(self, places: Sequence[Place], gives: Collection[str], there: Collection[str]) -> tuple[Plain, ...]:
-        """Return the plain steps that give the values of a fused step, and recompute forward values that are absent."""
+        """Return plain steps that give the values of a fused step, and that recompute absent forward values."""
         own = {v: self._whole(p) for p in places for v in p.step.gives}
         ordered: list[Plain] = []
 
@@ -267,7 +265,7 @@ class _Planner:
     def _masks(
         self, direction: Direction, steps: Sequence[AnyStep], results: Mapping[str, str]
     ) -> tuple[list[PlannedSpan], dict[str, str]]:
-        """Return the glue that zeroes the tail of results whose makers do not, and the names of the results then."""
+        """Return the glue that zeroes the tail of each result whose step does not, and the results' new names."""
         zeroed = {v for s in steps if s.zeroes_tail for v in s.gives}
         masks, renamed = [], {}
         for key, value in results.items():
@@ -280,9 +278,9 @@ class _Planner:
     def _saved(self, steps: Sequence[AnyStep], kept: Collection[str], materialized: Collection[str]) -> tuple[str, ...]:
         """Return the values that the forward pass hands to these backward steps.
 
-        These are: values that no backward step gives; those chosen to be kept although a later step gives them; those
-        that only fallbacks read, if they exist; and the offsets of quantized ones. Second derivatives compute an op
-        again, so they also need the states that it drew random numbers from.
+        These are: values that no backward step gives; values chosen to be kept although a later step gives them; values
+        that only fallbacks read, if they exist; and the offsets of quantized values. Generator states are saved for
+        second derivatives, which recompute ops.
         """
         graph = self._graph
         given = {NONE, *self._of_backward.incoming.values(), *_values(s.gives for s in steps)}
@@ -306,13 +304,13 @@ def _steps(*groups: Iterable[PlannedSpan]) -> list[AnyStep]:
     return [span.step for group in groups for span in group]
 
 
-def _dequantizations(line: DirectionSearch, covering: Covering) -> list[Place]:
-    """Return the glue that dequantizes the values that a covering reads dequantized."""
-    return [dequantize(v) for v in sorted(line.with_sources(covering.converted))]
+def _dequantizations(search: DirectionSearch, covering: Covering) -> list[Place]:
+    """Return the glue that dequantizes values for a covering."""
+    return [dequantize(v) for v in sorted(search.with_sources(covering.converted))]
 
 
 def _with_nearest_miss(spans: Iterable[PlannedSpan], attempts: Sequence[Attempt]) -> list[PlannedSpan]:
-    """Return the spans; a plain step with the rule that came nearest to taking it."""
+    """Return the spans, each plain step with its nearest miss."""
 
     def miss(span: PlannedSpan) -> Attempt | None:
         if isinstance(span.step, Fused):
@@ -323,7 +321,7 @@ def _with_nearest_miss(spans: Iterable[PlannedSpan], attempts: Sequence[Attempt]
 
 
 def _warn_of_patterns(disabled: Collection[str]) -> None:
-    """Warn of patterns that switch no rule off. Entry points have added their rules by now."""
+    """Warn about patterns that match no rule."""
     if not disabled:
         return
     names = [rule.name for rule in registry.rules()]
@@ -332,12 +330,12 @@ def _warn_of_patterns(disabled: Collection[str]) -> None:
             continue
         families = sorted({f"{name.partition('.')[0]}.*" for name in names})
         hint = did_you_mean(pattern.lower(), [*families, *names])
-        message = "FUSEDMOE_DISABLE or fm.disabled: no rule has a name that matches %r, which switches nothing off%s"
+        message = "FUSEDMOE_DISABLE or fm.disabled: no rule has a name that matches %r, so it switches nothing off%s"
         say_once(logger, logging.WARNING, message, pattern, hint)
 
 
 def _layers(graph: Graph) -> str:
-    """``0.GroupedLinear (8 x 64 -> 32), 2.GroupedLinear (8 x 16 -> 64)``; without such layers, all ops."""
+    """``0.GroupedLinear (8 x 64 -> 32), 2.GroupedLinear (8 x 16 -> 64)``; all ops if no op has features."""
     layers = []
     for label, op in graph.nodes:
         features = [getattr(op, size, None) for size in ("in_features", "out_features")]
@@ -370,5 +368,5 @@ def _log(plan: Plan, arguments: Mapping[str, SpecLike | None], name: str) -> Non
 
 
 def _kind(label: str) -> str:
-    """``fc1.GroupedLinear`` -> ``GroupedLinear``: the same fallback in every layer is one fallback."""
+    """``fc1.GroupedLinear`` -> ``GroupedLinear``: a fallback that several layers share is logged once."""
     return label.rpartition(".")[2]

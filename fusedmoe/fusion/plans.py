@@ -1,4 +1,4 @@
-"""The plans of a chain: how one is made, and the table in which a call finds its own."""
+"""Makes the plans of a chain, and keeps the table in which a call finds its plan."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class CallContext(NamedTuple):
 
     settings: Settings  # recipe, disabled rules and strictness
     options: KernelOptions  # those of the outermost `Sequential`
-    changes: int  # `fusedmoe.changes.count`, which stands for the attributes of ops and for the set of rules
+    changes: int  # `fusedmoe.changes.count`: it changes with the attributes of ops and the set of rules
     variables: tuple[object, ...]  # the environment variables that are read at every call
     grad: bool  # the modes of torch
     deterministic: bool
@@ -51,9 +51,9 @@ class Conditions(NamedTuple):
     disabled: tuple[str, ...]
     options: KernelOptions
     deterministic: bool
-    # no rule applies: for estimators of torch and for exported programs. The device need not be there
+    # no rule applies: for estimators of torch and for exported programs. The device may be absent
     unfused: bool = False
-    target: Target | None = None  # the GPU that ``explain(arch=)`` asks about
+    target: Target | None = None  # the GPU of ``explain(..., arch=)``
     nominal_rows: int | None = None  # as in `make_plan`
     keep_weights: bool = True
 
@@ -112,7 +112,7 @@ def wanted_gradients(arguments: Sequence[Tensor | None]) -> list[bool]:
 
 
 class LastCall(NamedTuple):
-    """The last call: the next one of the same kind runs without any further look-up."""
+    """The last call. If the next call is of the same kind, it needs no further look-up."""
 
     call: BoundPlan
     tensors: Signature
@@ -126,21 +126,21 @@ class PlanTable:
     A call looks for its `BoundPlan` in this order:
 
     1. `last`, the previous call: its context and its signature of tensors are equal.
-    2. `calls`, all earlier calls: the same. In the key, a number stands for the circumstances: the attributes of the
-       ops, the set of rules, and the context except the strictness.
+    2. `calls`, all earlier calls, by the same facts. In the key, a number identifies the circumstances: the attributes
+       of the ops, the set of rules, and the context except the strictness.
     3. `plans`: the plan of an earlier call that differed only in strictness, or in the number of rows within the same
        power of two. The plan is bound to these tensors, whose shapes are checked against the ops.
     4. A new plan.
 
     A full dict is cleared. Keys that change with every call fill it, for example an attribute that counts steps.
-    `fusedmoe.torch_handles` binds its calls here too, but keeps its plans itself, since graphs refer to them.
+    `fusedmoe.torch_handles` binds its calls here too. It keeps its own plans, since graphs refer to them.
     """
 
     def __init__(self, chain: Chain) -> None:
         self._chain = chain
         self._ops = tuple(node.op for node in chain.nodes)
         self._circumstances: dict[tuple[Any, ...], int] = {}
-        self._numbers = count()  # a number never comes twice
+        self._numbers = count()  # no number is used twice
         self.plans: dict[Hashable, Plan] = {}
         self.calls: dict[Hashable, BoundPlan] = {}
         self.last: LastCall | None = None

@@ -1,21 +1,22 @@
 """The steps of a plan as a Python function, written for the plan.
 
     def program(given, run0, run1, report1, fallback1):
-        x, splits, _0_weight = given
+        _0_input, splits, _0_weight, _0_bias, = given
         given.clear()
-        offsets = run0(splits, x)
+        offsets = run0(splits, _0_input)
         del splits
         try:
-            _1_output, _1_input = run1(x, _0_weight, None, offsets, None)
+            _1_output, _1_input = run1(_0_input, _0_weight, _0_bias, offsets, None)
         except Declined as reason:
             report1(reason)
             run1 = None
         if run1 is None:
-            _1_output, _1_input = fallback1(x, _0_weight, offsets)
-        return (_1_output,), (offsets, _1_input, x, _0_weight)
+            _1_output, _1_input = fallback1(_0_input, _0_weight, _0_bias, offsets)
+        del _0_bias
+        return (_1_output, ), (_1_input, _0_input, offsets, _0_weight, ),
 
-A loop over the steps would take the host about as long as the launches. The function decides nothing from the contents
-of a tensor: the same shapes, dtypes and strides of the arguments run the same steps.
+A loop over the steps would cost the host about as much time as the launches. The function decides nothing from the
+contents of a tensor: the same shapes, dtypes and strides of the arguments run the same steps.
 """
 
 from __future__ import annotations
@@ -53,10 +54,10 @@ class Program:
     Parameters
     ----------
     steps
-        In the order preferred; a step waits for values that a later one gives.
+        In the preferred order; a step waits for values that a later step gives.
     given, results
-        The values that exist at the start, and groups of values wanted at the end. The program releases everything else
-        after its last use. The attributes of these names have the tensors of the values, offsets only once.
+        The values that exist at the start, and groups of values wanted at the end. The program releases all others
+        after their last use. The attributes of the same names list the tensors of these values, all offsets once.
     forms
         The tensors of quantized values.
 
@@ -65,8 +66,8 @@ class Program:
     source : str
         The function's text.
     run : callable
-        Takes a list of the tensors given, which it empties, and the functions of `runs`; returns a tuple of tensors for
-        each group of results.
+        Takes a list of the given tensors, which it empties, and the functions of `runs`. Returns a tuple of tensors per
+        group of results.
     """
 
     def __init__(
@@ -87,8 +88,8 @@ class Program:
     def runs(self, strict: bool, specs: Specs | None = None, *, check: bool = True) -> Runs:
         """Return the functions of the steps, for calls of one kind: tensors with the same signature.
 
-        The first call binds each step and, with ``check``, compares its results with the specs of all values. Without
-        specs there is no check, and no value may be quantized.
+        The first call binds each step and, with ``check``, compares its results with ``specs``. Without specs, nothing
+        is checked, and no value may be quantized.
         """
         runs: Runs = []
         for i, step in enumerate(self.steps):
@@ -100,7 +101,7 @@ class Program:
     def _run_first(
         self, step: AnyStep, runs: Runs, place: int, specs: Specs | None, check: bool, *tensors: Tensor | None
     ) -> Any:
-        """Run a step for the first time for calls of a kind, and put its function for later calls into ``runs``."""
+        """Run a step in the first call of a kind, and put its function for later calls into ``runs``."""
         who = f"rule {step.rule!r} on {step.label}" if isinstance(step, Fused) else step.label
         gives = tensors_of(step.gives, self._forms)
         if isinstance(step, Fused):
@@ -115,7 +116,7 @@ class Program:
         results = out if isinstance(out, (tuple, list)) else (out,)
         count = len(results)
         if count != len(gives):
-            raise RuleError(f"{who}: returned {count} tensors where {len(gives)} were announced: {gives}")
+            raise RuleError(f"{who}: returned {count} tensors, expected {len(gives)}: {gives}")
         if specs is not None and check:
             device = next((t.device for t in tensors if t is not None), None)
             arriving = [t for v, t in zip(_Names(step, self._forms).needs, tensors, strict=True) if primal(v) != v]
@@ -141,9 +142,7 @@ class Program:
 
 
 def distinct_tensors(values: Iterable[str], forms: Mapping[str, Form]) -> tuple[str, ...]:
-    """Return the tensors of some values with the offsets of quantized ones. Offsets that are there already are not
-    repeated.
-    """
+    """Return the tensors of some values, then the offsets of quantized ones that are not among them."""
     names: list[str] = []
     values = tuple(values)
     for value in values:
@@ -168,13 +167,13 @@ def _only(run: Callable[..., Any], *tensors: Tensor | None) -> Tensor | None:
 
 
 def _report(step: Fused, strict: bool, reason: Declined) -> None:
-    """Say that a fused step has declined the call, or raise that."""
+    """Log that a fused step declined the call; raise it under ``fm.strict()``."""
     if isinstance(reason, NothingToDo):
         return
     if strict:
         raise FusionError(f"{step.label}: {step.rule} declined this call: {reason}") from None
     message = "%s: %s declined this call: %s; it runs unfused"
-    # once per reason, whatever its values: they may differ in every call
+    # once per reason, for any values in it: they may differ in every call
     say_once(
         logger, logging.WARNING, message, step.label, step.rule, reason, key=(step.label, step.rule, reason.message)
     )
@@ -239,7 +238,7 @@ _numbers = itertools.count()
 
 @functools.lru_cache(maxsize=1024)
 def _function(source: str) -> Callable[..., Any]:
-    """Return the function of a text: the same for the same layer in every block of a model."""
+    """Return the function of a text. Equal layers of a model share one function."""
     name = f"<fusedmoe program {next(_numbers)}>"
     linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name  # for tracebacks
     namespace: dict[str, Any] = {"Declined": Declined}
@@ -253,14 +252,14 @@ def _scheduled(steps: Iterable[AnyStep], there: set[str]) -> Iterable[AnyStep]:
         step = next((s for s in waiting if there.issuperset(s.all_needs)), None)
         if step is None:
             missing = {s.label: sorted(set(s.all_needs) - there) for s in waiting}
-            raise RuleError(f"steps that wait for values nobody gives: {missing}")
+            raise RuleError(f"no step gives the values that these steps need: {missing}")
         waiting.remove(step)
         there.update(step.gives)
         yield step
 
 
 def needed_steps(steps: Sequence[AnyStep], wanted: Collection[str], given: Collection[str] = ()) -> list[AnyStep]:
-    """Return those steps, in order, that the wanted values depend on, where these are given."""
+    """Return the steps, in order, that compute the wanted values from the given ones."""
     makers: Mapping[str, AnyStep] = {v: step for step in steps for v in step.gives if v not in given}
     needed: set[int] = set()
     todo = list(wanted)

@@ -1,4 +1,4 @@
-"""The set of fusion rules: those that `register` adds, the built-in ones among them, and those of entry points."""
+"""The set of fusion rules: those that `register` adds, built-in rules included, and those of entry points."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class _Registry:
         self.broken: tuple[BrokenEntryPoint, ...] = ()
 
     def add(self, rules: Iterable[object]) -> tuple[type[FusionRule], ...]:
-        """Add all of the rules, or none if one of them is wrong. Return those that are new."""
+        """Add all of the rules, or none if one of them is invalid. Return those that are new."""
         new: dict[str, type[FusionRule]] = {}
         for rule in rules:
             if not (isinstance(rule, type) and issubclass(rule, FusionRule)):
@@ -61,11 +61,11 @@ class _Registry:
         return tuple(new.values())
 
     def load(self) -> None:
-        """Add the rules of entry points. This happens once, when the rules are first asked for.
+        """Add the rules of entry points. This happens once, when the rules are first read.
 
         An entry point that fails is skipped: one WARNING names its package, and `broken` records it.
         """
-        self.loaded = True  # set first, since an entry point may ask for the rules
+        self.loaded = True  # set first, since an entry point may read the rules
         try:
             self.broken = tuple(filter(None, map(self._load_entry, entry_points(group=ENTRY_POINT_GROUP))))
         except BaseException:
@@ -79,7 +79,7 @@ class _Registry:
             self.add(found if isinstance(found, (list, tuple)) else [found])
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # foreign code may also raise SystemExit
+        except BaseException as error:  # third-party code may also raise SystemExit
             broken = BrokenEntryPoint(_package(entry), entry.name, entry.value, _in_one_line(error))
             logger.warning(
                 "the fusion rules of package %s are not used: its entry point %s (%s) failed to load: %s",
@@ -98,7 +98,7 @@ def _package(entry: EntryPoint) -> str:
 
 
 def _in_one_line(error: BaseException) -> str:
-    """Return the last line of the traceback. This works for an error whose ``__str__`` fails, too."""
+    """Return the error as tracebacks end with it, in one line, even if its ``__str__`` fails."""
     return " ".join("".join(traceback.format_exception_only(error)).split())
 
 
@@ -143,7 +143,7 @@ def register(*rules: type[FusionRule]) -> Registration:
 
 
 def rules() -> tuple[type[FusionRule], ...]:
-    """Return all rules, sorted by name, so that the order of imports decides nothing."""
+    """Return all rules, sorted by name, so that the order of imports has no effect."""
     if not _registry.loaded:
         _registry.load()
     return tuple(_registry.by_name[name] for name in sorted(_registry.by_name))
@@ -176,7 +176,7 @@ def why_unavailable(
     disabled: tuple[str, ...],
     assume_installed: bool = False,
 ) -> Unavailable | None:
-    """Return why a rule cannot run on a device, or which pattern switches it off. Return None if it can run.
+    """Return the reason why a rule cannot run on a device, such as a pattern that switches it off; None if it can.
 
     With ``assume_installed``, the packages and other requirements of the rule on this machine are not checked.
     """
@@ -188,7 +188,7 @@ def why_unavailable(
 
 
 def what_is_missing(rule: type[FusionRule]) -> str | None:
-    """Return the requirement of a rule, besides the device, that this machine lacks. Return None if it has all."""
+    """Return the requirement of a rule, besides the device, that this machine lacks; None if all are met."""
     missing = _asked(rule, "installed", "machine")
     return None if missing is None else missing.reason
 
@@ -201,7 +201,7 @@ def _asked(rule: type[FusionRule], method: str, cause: Cause, *values: object) -
         return Unavailable(str(why), cause)
     except (RuleError, KeyboardInterrupt):
         raise
-    except BaseException as error:  # foreign code may also raise SystemExit
+    except BaseException as error:  # third-party code may also raise SystemExit
         reason = f"{method}() failed: {_in_one_line(error)}"
         say_once(logger, logging.WARNING, "rule %r is not used: its %s", rule.name, reason, key=(rule.name, method))
         logger.debug("%s() of rule %r", method, rule.name, exc_info=error)

@@ -1,4 +1,4 @@
-"""The check of a step's results against their specs, once for each kind of call: at the first run."""
+"""The check of a step's results against their specs, at the first run of each kind of call."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Specs = dict[str, "TensorSpec | QuantizedSpec"]
 
 
 def without_tensors(specs: Mapping[str, SpecLike | None]) -> Specs:
-    """Return the specs without the tensors that stand for some of them, which they must not keep alive."""
+    """Return the specs, with a `TensorSpec` in place of each tensor, so that they keep no tensor alive."""
     return {
         value: spec if isinstance(spec, (TensorSpec, QuantizedSpec)) else TensorSpec(tuple(spec.shape), spec.dtype)
         for value, spec in specs.items()
@@ -41,8 +41,8 @@ def check_results(
 ) -> None:
     """Compare the results of a step, ``who``, with their specs.
 
-    ``gives`` are the tensors by their names in the program. A gradient without a spec has the shape and the dtype of
-    its primal value; with ``may_be_none`` it may be None, which means no gradient. ``device`` is that of the step's
+    ``gives`` are the names of the tensors in the program. A gradient without a spec has the shape and the dtype of its
+    primal value. With ``may_be_none`` a gradient may be None, which means no gradient. ``device`` is that of the step's
     operands. ``according_to`` is the source of the specs, for the message.
 
     Raises

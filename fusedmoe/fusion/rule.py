@@ -6,8 +6,8 @@
         scale: Scale | None
 
 Annotations are the pattern, in order; ``A | B`` is an alternative; ``X | None`` may be absent; field names are the
-bindings. A class in a pattern matches its own instances only: a subclass may compute something else, so it has to be
-named.
+bindings. A class in a pattern matches its own instances only. A subclass may compute something else, so a pattern must
+name it.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ Direction = Literal["forward", "backward"]
 
 
 class RuleError(RuntimeError):
-    """A fusion rule is wrong in itself: its pattern, or the step that it built. Also raised for an op whose `compute`
-    returns other shapes or dtypes than its `infer`.
+    """A fusion rule has a defect, in its pattern or in its step. Also raised for an op whose `compute` returns other
+    shapes or dtypes than its `infer`.
     """
 
 
 class FusionError(RuntimeError):
-    """Raised under ``fm.strict()`` where something ran unfused that a rule for this device stood on."""
+    """Raised by ``fm.strict()`` and by `raise_if_missed` for ops that run unfused although a kernel exists."""
 
 
-class Declined(Exception):  # noqa: N818  (not an error: the way in which a rule says no)
-    """Why a rule does not take what it matched: ``message % values``. Raised by `require`."""
+class Declined(Exception):  # noqa: N818  (not an error: a rule declines with it)
+    """The reason why a rule declines a match or a call: ``message % values``. Raised by `require`."""
 
     def __init__(self, message: str, *values: object) -> None:
         super().__init__(message % values if values else message)
@@ -57,21 +57,21 @@ class Declined(Exception):  # noqa: N818  (not an error: the way in which a rule
 
 
 class NothingToDo(Declined):
-    """Raised by a guard where a call has nothing to compute, such as no rows: plain PyTorch makes the empty results.
-    That is neither a fallback to log nor a miss under ``fm.strict()``.
+    """Raised by a binder for a call with nothing to compute, such as no rows. Plain PyTorch makes the empty results.
+    This fallback is not logged, and is not a miss under ``fm.strict()``.
     """
 
 
 def require(condition: object, message: str, *values: object) -> None:
-    """Decline with ``message % values`` unless the condition holds. Name the value that is off and, where there is one,
-    the remedy.
+    """Decline with ``message % values`` unless the condition holds. The message should name the wrong value and, if
+    there is one, the remedy.
     """
     if not condition:
         raise Declined(message, *values)
 
 
 def expect_none(rule: str, method: str, answer: object) -> None:
-    """Raise for a rule that says yes or no by what it returns."""
+    """Raise if a method that declines through `require` returned a value."""
     if answer is not None:
         raise RuleError(f"rule {rule!r}: {method}() returned {answer!r}: expected None; decline through fm.require")
 
@@ -86,30 +86,30 @@ class Slot:
 
     @property
     def expected(self) -> str:
-        """The alternatives, as a person would write them."""
+        """The alternatives, as a pattern writes them."""
         return " | ".join([t.__name__ for t in self.types] + (["None"] if self.optional else []))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """The values that a rule's step reads and writes: one kernel launch, or a few.
+    """The values that a rule's step reads and writes, and its cost. A step is one kernel launch, or a few.
 
     Values are named by slot: ``"fc.weight"``, ``"act.input"``, ``"scale.probs"``. ``"input"``, ``"output"``,
     ``"grad_output"`` and ``"grad_input"`` are the ends of the whole span. A bare name such as ``"offsets"`` is a
-    runtime input of the span. A slot of a backward rule stands for the op whose gradient it computes: ``"dact.input"``
-    is the input of the activation in forward, and ``"wgrad.grad_weight"`` a gradient.
+    runtime input of the span. In a backward rule, a slot has the values of the op whose gradient it computes:
+    ``"dact.input"`` is the forward input of the activation, and ``"wgrad.grad_weight"`` is a gradient.
 
-    A suffix names the form of a quantized value: ``"output:rows"``, ``"output:columns"``, ``"output:dequantized"``.
-    Without a suffix it is the form that the op reads. A quantized value stands for its tensors: codes, scale and, if
-    the format has one, tensor scale.
+    A suffix names the form of a quantized value: ``"output:rows"``, ``"output:columns"``, ``"output:dequantized"``. A
+    name without a suffix means the form that the op reads. A quantized value is passed as its tensors: codes, scale
+    and, if the format has one, tensor scale.
 
     Attributes
     ----------
     needs, gives : tuple of str
         The values read and written.
     keeps : tuple of str
-        Values that the step can write besides, each only if another step, or the backward pass, reads it. A backward
-        step may also keep forward values, which it computes again (``"dgrad.input"``).
+        Values that the step can also write, each only if another step or the backward pass reads it. A backward step
+        may list forward values that it can recompute (``"dgrad.input"``).
     zeroes_tail : bool
         The rows after the last expert's come out as zeros.
     launches : int
@@ -132,14 +132,14 @@ Bind = Callable[..., Callable[..., Any]]
 
 @dataclass(frozen=True)
 class PlanContext:
-    """The inputs of a rule besides its bindings. They, and the public attributes of ops, are part of a plan's key.
+    """The inputs of a rule besides its bindings. These and the public attributes of ops are part of a plan's key.
 
     Attributes
     ----------
     device : torch.device
         Where the rows are.
     arch : int or None
-        The number of the GPU's architecture, such as 100; None without an NVIDIA GPU.
+        The architecture of an NVIDIA GPU as a number, such as 100; None for other devices.
     deterministic : bool
         `torch.are_deterministic_algorithms_enabled`.
     training : bool
@@ -147,7 +147,7 @@ class PlanContext:
     recipe : Recipe
         The recipe in force.
     options : KernelOptions
-        What the `Sequential` asks of kernels: ``sm_margin``, ``schedule``.
+        The options of the `Sequential`: ``sm_margin``, ``schedule``.
     """
 
     device: torch.device
@@ -164,10 +164,10 @@ class PlanContext:
         return self.spec(value).dtype
 
     def spec(self, value: str) -> SpecLike:
-        """Return shape and dtype of a value, named as in `Step`; of a quantized one, its `QuantizedSpec`."""
+        """Return the shape and the dtype of a value, named as in `Step`; for a quantized value, a `QuantizedSpec`."""
         spec = spec_of(self._specs, self._resolve(value))
         if spec is None:
-            raise RuleError(f"{value!r} is absent here, and has no dtype")
+            raise RuleError(f"{value!r} is absent from this match, so it has no shape and no dtype")
         return spec
 
 
@@ -175,15 +175,15 @@ _definitions: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
 class FusionRule:
-    """A chain of ops, or of backward ops, and the step that computes the whole chain. The module's docstring explains
-    the pattern.
+    """A pattern of ops, backward ops or glue, and the step that computes a match. The annotations of a subclass are its
+    pattern.
 
     Attributes
     ----------
     identity : (str, int)
-        The qualified name of the class, and how often a class of that name was defined before in this process.
+        The qualified name of the class, and the number of earlier classes of that name in this process.
     takes_quantized : bool
-        Whether the step takes operands that are quantized, as their tensors. If not, such operands are a CONSTRAINT.
+        Whether the step takes quantized operands. A match with such operands ends in CONSTRAINT otherwise.
     """
 
     name: ClassVar[str]
@@ -199,7 +199,7 @@ class FusionRule:
         cls.name, cls.direction = name, direction
         qualified = f"{cls.__module__}.{cls.__qualname__}"
         cls.identity = qualified, next(_definitions[qualified])
-        # the frame of the class statement: a rule written inside a function may name what is local there
+        # the frame of the class statement: the pattern of a rule in a function may name local classes
         cls.slots = _slots(cls, sys._getframe(1).f_locals)
 
     def __init__(self, bindings: Mapping[str, Op | BackwardOp | Glue | None]) -> None:
@@ -208,15 +208,15 @@ class FusionRule:
 
     @classmethod
     def available(cls, device: torch.device, arch: int | None) -> None:
-        """Decline through `require` where the rule cannot run on this device (UNAVAILABLE).
+        """Decline through `require` if the rule cannot run on this device (UNAVAILABLE).
 
-        ``explain(..., arch=90)`` asks it of an architecture that need not be there: look at the arguments alone.
+        ``explain(..., arch=90)`` passes a device that may be absent: only the arguments may be used.
         """
 
     @classmethod
     def installed(cls) -> None:
-        """Decline through `require` where this machine lacks a package or another thing that the rule needs
-        (UNAVAILABLE). ``explain(..., arch=90)`` assumes that it is there.
+        """Decline through `require` if this machine lacks a requirement of the rule, such as a package (UNAVAILABLE). A
+        plan of ``explain(..., arch=90)`` assumes that the requirement is met, and lists it.
         """
 
     def offer(self, ctx: PlanContext) -> Step:
@@ -248,7 +248,7 @@ def _slots(cls: type[FusionRule], namespace: Mapping[str, object]) -> tuple[Slot
     except NameError as error:
         raise RuleError(f"rule {cls.name!r}: a slot's type is not known here: {error}") from error
     if not annotations and hasattr(cls, "slots"):
-        return cls.slots  # a subclass of a rule, with another check or build
+        return cls.slots  # a subclass of a rule, with another offer or build
     wanted = Op if cls.direction == "forward" else BackwardOp
     slots = []
     for name, annotation in annotations.items():

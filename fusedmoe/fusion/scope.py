@@ -25,9 +25,9 @@ class Scope:
     Parameters
     ----------
     inputs
-        The runtime inputs that the caller gives. Others that ops take are added to the attribute of this name.
+        The first runtime inputs. `take` appends further ones to the attribute ``inputs``.
     provided
-        The runtime inputs that come from ops before the chain: their contents need no check.
+        The runtime inputs that ops before the chain provide: their contents need no check.
 
     Attributes
     ----------
@@ -67,8 +67,8 @@ class Scope:
         return self._values[DERIVED[name].source]
 
     def checked(self, name: str, rows_value: str, taker: str) -> str | None:
-        """Return the checked form of a runtime input that addresses memory; None if it needs no check: it is another
-        input, or an op has provided it.
+        """Return the checked form of a runtime input that indexes rows; None for other inputs, and for those that an op
+        provides.
         """
         of_caller = name not in self._provided and self._values.get(name, name) == name
         return self._derived(CHECKED[name], rows_value, taker) if name in CHECKED and of_caller else None
@@ -84,7 +84,7 @@ class Scope:
         return value
 
     def has_rows(self, value: str) -> None:
-        """Note that a value has one entry per row of the current set."""
+        """Record that a value has one entry per row of the current set."""
         self._rows_of.setdefault(value, self.rows)
 
     def offsets(self, value: str) -> str | None:

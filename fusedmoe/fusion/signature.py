@@ -20,8 +20,8 @@ _IN_MEMORY = (Tensor, torch.nn.Parameter)
 
 
 def signature(tensors: Sequence[Tensor | None]) -> Signature:
-    """Return type, shape, dtype, wanted gradient, device and strides of each tensor, and whether a plain tensor begins
-    at a multiple of 16 bytes.
+    """Return type, shape, dtype, ``requires_grad``, device and strides of each tensor, and whether a plain tensor
+    begins at a multiple of 16 bytes.
     """
     try:
         return tuple(
@@ -35,16 +35,16 @@ def signature(tensors: Sequence[Tensor | None]) -> Signature:
                 for t in tensors
             ]
         )  # fmt: skip
-    except RuntimeError:  # a sparse tensor has no strides, one inside a transform of torch.func no address
+    except RuntimeError:  # a sparse tensor has no strides; in a transform of torch.func, none has an address
         return tuple([None if t is None else (type(t), t.shape, t.dtype, t.requires_grad, t.device) for t in tensors])
 
 
 NOMINAL_ROWS = 32768
-"""The number of rows for a plan that serves any number of rows."""
+"""The number of rows that a plan for any number of rows assumes."""
 
 
 def argument_spec(t: Tensor | None) -> TensorSpec | None:
-    """Return shape and dtype, each size as a number: a symbolic size has its value in the traced call."""
+    """Return shape and dtype. A symbolic size becomes the number that it had in the traced call."""
     return None if t is None else TensorSpec(tuple(map(_size, t.shape)), t.dtype)
 
 

@@ -1,4 +1,4 @@
-"""The steps of a plan: a fused kernel, or plain PyTorch. Values have the chain's names, see `values`."""
+"""The steps of a plan: a fusion rule's, or plain PyTorch. Values have the chain's names; see `values`."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class Fused:
     bind: Callable[..., Callable[..., Any]]  # as `fusedmoe.fusion.rule.FusionRule.build` returns it
     needs: tuple[str, ...]
     gives: tuple[str, ...]
-    may_give_none: bool  # a gradient among `gives` may be None although one arrives
+    may_give_none: bool  # a gradient among `gives` may be None although no incoming gradient is None
     zeroes_tail: bool
     launches: int
-    # the steps that run if the rule declines the call. They also compute values that only they need
+    # the steps that run if the rule declines the call; they also compute the values that only they need
     fallback: tuple[Plain, ...]
 
     @property

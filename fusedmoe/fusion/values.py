@@ -1,13 +1,15 @@
 """The values of a chain: their names, the forms of quantized values, and the tensors that hold a form in a program.
 
-A name is ``<label>.<name>``: ``"fc1.input"`` is the input of the op labelled fc1, and also the output of the op before
-it; ``"<last>.output"`` is the chain's result; ``"fc1.weight"`` a parameter; ``"dispatch.splits"`` a value that an op
-provides; ``"splits"`` a runtime input of the chain; ``"grad(fc1.input)"`` a gradient.
+A name has the form ``<label>.<name>``; a runtime input has its bare name:
+
+- ``"fc1.input"``: the input of the op labelled fc1, which is the output of the op before it;
+- ``"<last>.output"``: the chain's result; ``"fc1.weight"``: a parameter; ``"grad(fc1.input)"``: a gradient;
+- ``"splits"``: a runtime input of the chain; ``"dispatch.splits"``: a value that an op provides.
 
 A quantized value has three forms, each with a name: by rows (``"fc1.input"``), by columns (``"fc1.input:columns"``),
 and dequantized (``"fc1.input:dequantized"``). The first two differ in the axis that the blocks of the format run along,
-and in the padding of rows; `QuantizedSpec` has both. In a program, a form is two or three flat tensors: ``.codes``,
-``.scale`` and, if the format has one, ``.tensor_scale``. `QuantizedTensor` exists only inside steps in plain PyTorch.
+and in the padding of rows; `QuantizedSpec` has both. In a program, each of these two is two or three flat tensors:
+``.codes``, ``.scale`` and, if the format has one, ``.tensor_scale``. Only plain-PyTorch steps use `QuantizedTensor`.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from fusedmoe.ops.op import SpecLike
 
 NONE = "none"
-"""The value that is always None: a gradient that does not arrive."""
+"""The value that is always None: an absent operand, or a gradient that does not arrive."""
 
 
 def grad(value: str) -> str:
@@ -36,9 +38,7 @@ def grad(value: str) -> str:
 
 
 def primal(value: str) -> str:
-    """Return the value that ``grad(v)``, or a contribution ``grad(v)#1`` to it, is the gradient of; any other value
-    unchanged.
-    """
+    """Return v for ``grad(v)`` and for ``grad(v)#1``, a contribution to it. Other values are returned unchanged."""
     return value[5:].rpartition(")")[0] if value.startswith("grad(") else value
 
 
@@ -53,7 +53,7 @@ def dequantized(value: str) -> str:
 
 
 def by_rows(value: str) -> str:
-    """Return the name by rows of a value that is named in any form."""
+    """Return the name by rows of a value, from the name of any of its forms."""
     return value.removesuffix(":columns").removesuffix(":dequantized")
 
 
@@ -77,7 +77,7 @@ class Form(NamedTuple):
     """The tensors of a quantized value by rows, or by columns."""
 
     tensors: tuple[str, ...]  # codes, scale and, if the format has one, tensor scale, by their names in the program
-    offsets: str  # the value with the running ends of the experts' rows; `NONE` if the rows are not sorted
+    offsets: str  # the offsets of the rows; `NONE` if the rows are not sorted by expert
 
 
 Forms = dict[str, Form]

@@ -46,7 +46,7 @@ def test_a_sequential(device):
     (plan,) = experts(device=device).explain(x, arch=90, **named).plans
     assert used(plan) == FORWARD + BACKWARD
     assert (plan.device, plan.dtype, plan.asked_arch, plan.missed) == ("sm_90", "bfloat16", 90, ())
-    assert "planned for sm_90 (asked for), bfloat16, recipe bf16" in str(plan)
+    assert "planned for sm_90 (requested), bfloat16, recipe bf16" in str(plan)
     # the input, and the preactivation in place of what the activation gives
     assert plan.kept == ("offsets", "1.input", "0.input")
     assert plan.kept_bytes == E * 4 + 20 * 2 * I * 2 + 20 * H * 2
@@ -301,7 +301,7 @@ def test_a_model_on_the_meta_device():
     assert (layers.names, layers.explanation.plans[0].unfused) == (("0", "1", "2"), ())
     assert layers.explanation.plans[0].kept_bytes > 1 << 29  # of tokens that nobody allocates here
     assert shared.names == ("0.shared", "1.shared", "2.shared")
-    assert "sm_90 (asked for), bfloat16, recipe bf16" in str(result)
+    assert "sm_90 (requested), bfloat16, recipe bf16" in str(result)
     assert "4 of 4 fused" in str(result)
 
 
@@ -313,7 +313,7 @@ def test_another_dtype_is_named_with_the_one_that_was_given():
     result.raise_if_missed()
     (plan,) = result.plans
     assert (plan.unfused, plan.dtype, plan.given_dtype) == ((), "bfloat16", "float32")
-    assert "sm_90 (asked for), bfloat16 (asked for, given float32), recipe bf16" in str(result)
+    assert "sm_90 (requested), bfloat16 (requested, given float32), recipe bf16" in str(result)
     with torch.autocast("cpu", BF16):
         (plan,) = fm.explain(model, arch=90).plans
     assert (plan.unfused, plan.dtype) == ((), "bfloat16")

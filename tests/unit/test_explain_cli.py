@@ -23,7 +23,7 @@ def test_a_layer_by_its_sizes(capsys):
         "MoE layer, hidden 2048, intermediate 768, 128 experts, top 8, swiglu, bfloat16\n"
         "8192 tokens, training, on an sm_90 GPU; nothing was run\n"
     )
-    assert "planned for sm_90 (asked for), bfloat16, recipe bf16" in text
+    assert "planned for sm_90 (requested), bfloat16, recipe bf16" in text
     assert "gate_up.GroupedLinear + activation.SwiGLU + scale.Scale" in text
     assert "4 of 4 fused  7 of 7 fused" in text
     assert "unfused" not in text

@@ -49,16 +49,16 @@ DIN = ("grad_output", "dgrad.weight", "offsets", "dact.input")
 @pytest.mark.parametrize(
     ("rule", "text"),
     [
-        (forward(IN, ()), r"its step gives \[\], but \['2.input'\] of what it covers is used elsewhere"),
+        (forward(IN, ()), r"its step gives \[\], not \['2.input'\], which is read outside of the span"),
         (forward((*IN, "act.input"), ("output",)), r"its step needs \['1.input'\], which is made within the span"),
-        (forward(IN, ("output", "input")), r"its step gives \['0.input'\], which is not made by what it covers"),
+        (forward(IN, ("output", "input")), r"its step gives \['0.input'\], which is not made within the span"),
         (forward(IN, ("output",), ("fc.input",)), r"its step keeps \['0.input'\], which is not made within the span"),
         (forward((*IN, "fc.wieght"), ("output",)), r"'fc.wieght' names no value of these ops"),
         (forward((*IN, "gate.input"), ("output",)), r"'gate.input' names no value of these ops"),
         (forward((*IN, "probs"), ("output",)), r"'probs' names no value of these ops"),
         (forward((*IN, "grad_output"), ("output",)), r"'grad_output' names no value of these ops"),
         (forward(IN, ("output",), ("act.middle",)), r"'act.middle' names no value of these ops"),
-        (backward(DIN, ("dgrad.input",)), r"its step gives \['2.input'\], but \['grad\(1.input\)'\] of what it covers"),
+        (backward(DIN, ("dgrad.input",)), r"its step gives \['2.input'\], not \['grad\(1.input\)'\], which is read"),
         (backward((*DIN, "dgrad.grad_input"), ("grad_input",)), r"its step needs \['grad\(2.input\)'\], which is made"),
         (backward(DIN, ("grad_input", "dgrad.grad_weight")), r"its step gives \['grad\(2.weight\)'\], which is not"),
         (backward((*DIN, "dact.gate"), ("grad_input",)), r"'dact.gate' names no value of these ops"),
@@ -88,7 +88,7 @@ def test_a_value_that_another_op_reads_too_must_be_given():
 
     chain = fm.Sequential(fm.Dispatch(), *experts(), fm.Combine())
     named = {"expert_index": torch.zeros(4, 2, dtype=torch.int64), "expert_weight": torch.ones(4, 2)}
-    with fm.register(Forgets), pytest.raises(RuleError, match=r"'toy.forgets'.*row_of_slot.*is used elsewhere"):
+    with fm.register(Forgets), pytest.raises(RuleError, match=r"'toy.forgets'.*row_of_slot.*which is read outside"):
         chain(rows(4), **named)
 
 
@@ -150,7 +150,7 @@ def test_a_step_that_returns_another_number_of_tensors(out):
         torch.no_grad(),
         pytest.raises(
             RuleError,
-            match=r"rule 'toy.wrong' on 0.GroupedLinear \+ 1.SwiGLU: returned \d tensors where 1 were announced",
+            match=r"rule 'toy.wrong' on 0.GroupedLinear \+ 1.SwiGLU: returned \d tensors, expected 1",
         ),
     ):
         experts()(rows(), **inputs())

@@ -58,7 +58,7 @@ def test_plans_are_logged_while_no_rule_exists(caplog):
     caplog.set_level(logging.INFO, logger="fusedmoe")
     experts()(rows(), **inputs())
     assert "  1. forward 0.GroupedLinear: plain PyTorch" in messages(caplog)
-    assert "GroupedLinear runs unfused: no rule stands on it" in messages(caplog)
+    assert "GroupedLinear runs unfused: no rule matches it" in messages(caplog)
 
 
 def test_a_plan_is_logged_by_label_also_in_nested_chains(caplog):
@@ -158,9 +158,9 @@ def test_a_pattern_that_matches_no_rule_is_said_once_with_the_nearest(caplog):
             experts()(rows(), **inputs())
     begin = "FUSEDMOE_DISABLE or fm.disabled: no rule has a name that matches"
     assert messages(caplog, logging.WARNING) == [
-        f"{begin} 'sm90', which switches nothing off; did you mean 'sm90.*'?",
-        f"{begin} 'nosuch.rule', which switches nothing off",
-        f"{begin} 'SM90.*', which switches nothing off; did you mean 'sm90.*'?",
+        f"{begin} 'sm90', so it switches nothing off; did you mean 'sm90.*'?",
+        f"{begin} 'nosuch.rule', so it switches nothing off",
+        f"{begin} 'SM90.*', so it switches nothing off; did you mean 'sm90.*'?",
     ]
 
 
@@ -168,7 +168,7 @@ def test_a_pattern_of_the_environment_that_matches_no_rule(caplog, monkeypatch):
     monkeypatch.setenv("FUSEDMOE_DISABLE", "toy.gem")
     with fm.register(gemm()):
         experts()(rows(), **inputs())
-    assert [m for m in messages(caplog, logging.WARNING) if "'toy.gem', which switches nothing off; did you mean" in m]
+    assert [m for m in messages(caplog, logging.WARNING) if "'toy.gem', so it switches nothing off; did you mean" in m]
 
 
 def test_a_pattern_that_matches_is_not_said(caplog):
