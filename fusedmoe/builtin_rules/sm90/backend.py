@@ -1,4 +1,4 @@
-"""What the rules for sm_90 share: when their kernels can run, the checks of operands, and ops as the kernels' data.
+"""Common parts of the rules for sm_90: requirements, checks of operands, and descriptions of ops for the kernels.
 
 The kernels are the functions ``bind_*`` of `fusedmoe.kernels.sm90.functions`. That module imports no CuTe DSL.
 """
@@ -30,7 +30,7 @@ _KINDS: dict[type, Kind] = {SwiGLU: "swiglu", ReGLU: "reglu", SquaredReLU: "squa
 
 
 class OnSm90:
-    """Base of every rule whose kernels are those of `fusedmoe.kernels.sm90`. It precedes `FusionRule` in the bases."""
+    """Base of every rule for the kernels of `fusedmoe.kernels.sm90`. It precedes `FusionRule` in the bases."""
 
     @classmethod
     def available(cls, device: torch.device, arch: int | None) -> None:
@@ -73,7 +73,7 @@ def activation_of(op: Op) -> Activation:
 
 
 def converts(factor: torch.dtype) -> bool:
-    """Whether a row scale of this dtype costs one more launch: the kernels read and write it in fp32."""
+    """Whether a row scale of this dtype costs one more launch: GEMM kernels read it and write its gradient in fp32."""
     return factor is not torch.float32
 
 
@@ -109,8 +109,8 @@ def _require_plain(name: str, t: Tensor) -> None:
 
 
 def on_readable(t: Tensor, run: Callable[..., _R]) -> Callable[..., _R]:
-    """Return ``run``, which takes this tensor first, if the kernels can read a tensor with these strides. If not, the
-    returned function runs on a copy. Autograd, for example, expands and transposes gradients.
+    """Return ``run``, whose first argument is this tensor, if the kernels can read its strides. Otherwise, return a
+    function that runs it on a copy. Autograd, for example, expands and transposes gradients.
     """
     if t.dim() == 1:
         readable = t.is_contiguous()

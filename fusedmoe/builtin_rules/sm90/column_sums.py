@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class ColumnSums(OnSm90, FusionRule, name="sm90.column_sums", direction="backward"):
     """``db[e] = sum of dy over the rows of e``, accumulated in fp32, without atomics.
 
-    The first launch sums slices of the rows, the second sums the slices.
+    The first launch sums slices of the rows. The second launch adds up these sums.
     """
 
     bias_grad: BiasGrad

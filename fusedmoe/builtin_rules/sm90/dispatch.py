@@ -1,6 +1,6 @@
 """Rules for `Dispatch`, `Combine` and their backward ops, one per op. They sort rows by expert and sum them per token.
 
-Plain PyTorch takes a dozen launches for the sorting, and several passes over the rows around each gather.
+Plain PyTorch needs a dozen launches to sort, and several passes over the rows for each gather.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def _guard(rows: Tensor, routing: Tensor) -> None:
 
 
 def _require_contiguous(*routing: Tensor | None) -> None:
-    require(all(t is None or t.is_contiguous() for t in routing), "what Dispatch provides is not contiguous any more")
+    require(all(t is None or t.is_contiguous() for t in routing), "a routing index or weight is not contiguous")
 
 
 class DispatchRule(OnSm90, FusionRule, name="sm90.dispatch", direction="forward"):
     """A stable counting sort of the slots, then ``rows[r] = x[token of r]``, in two or three launches.
 
-    The third launch is needed for more than 2048 slots. The cost assumes it, since a rule does not see the row count.
+    The third launch is needed for more than 2048 slots. The cost assumes it, since no rule knows the number of rows.
     """
 
     dispatch: Dispatch

@@ -1,5 +1,5 @@
 """``sm90.grouped_dgrad_activation``: the gradient of a grouped linear layer's rows, through the row scale and the
-activation before the layer. One launch, and one more that sums the row scale's gradient over column tiles.
+activation before the layer, in one launch. A second launch sums the row scale's gradient over column tiles.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class GroupedWgrad(OnSm90, FusionRule, name="sm90.grouped_wgrad", direction="backward"):
     """``dW[e] = dy[rows of e].T @ x[rows of e]``.
 
-    `WgradIntoMainGrad` adds it, unrounded, to the weight's fp32 ``main_grad``.
+    For `WgradIntoMainGrad`, the kernel adds it, unrounded, to the weight's fp32 ``main_grad``.
     """
 
     wgrad: Wgrad | WgradIntoMainGrad
@@ -49,7 +49,7 @@ class GroupedWgrad(OnSm90, FusionRule, name="sm90.grouped_wgrad", direction="bac
             def run(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor | None:
                 if accumulating is None:
                     return product(dy, x, offsets, None)
-                main_grad = accumulating.main_grad()  # may be another tensor at each call
+                main_grad = accumulating.main_grad()  # may be a different tensor in each call
                 require(main_grad.is_contiguous(), "main_grad is not contiguous")
                 decline(limits.why_not_address("main_grad", main_grad.data_ptr()))
                 product(dy, x, offsets, main_grad)
