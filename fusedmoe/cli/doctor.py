@@ -107,7 +107,7 @@ class Report:
 def doctor() -> Report:
     """Inspect this machine, without importing the CuTe DSL, compiling or launching kernels."""
     no_gpu = _why_no_gpu()
-    gpus = () if no_gpu else _gpus()
+    gpus = () if no_gpu else tuple(map(_gpu, range(torch.cuda.device_count())))
     return Report(
         software=_software(),
         packages=tuple(_packages()),
@@ -240,10 +240,6 @@ def _why_no_gpu() -> str | None:
     except RuntimeError as error:  # such as a driver that is too old
         return str(error).splitlines()[0]
     return None
-
-
-def _gpus() -> tuple[Gpu, ...]:
-    return tuple(_gpu(index) for index in range(torch.cuda.device_count()))
 
 
 def _gpu(index: int) -> Gpu:

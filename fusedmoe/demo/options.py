@@ -111,43 +111,16 @@ class Call:
 # Measured: about two minutes on two cores. Without AMX, bfloat16 matrix products take ten times as long as float32 ones
 # (10 against 100 GFLOP/s on two AVX2 cores).
 CPU_DEFAULTS: dict[str, Any] = {
-    "layers": 4,
-    "hidden": 128,
-    "heads": 4,
-    "experts": 8,
-    "top_k": 2,
-    "intermediate": 128,
-    "context": 128,
-    "batch": 8,
-    "activation": "swiglu",
-    "router": "softmax",
-    "steps": 600,
-    "lr": 3e-3,
-    "weight_decay": 0.1,
-    "dropout": 0.0,
-    "aux_loss": 0.01,
-    "z_loss": 1e-4,
-    "bias_rate": 1e-2,
-    "seed": 0,
-    "dtype": "float32",
-    "recipe": BF16.name,
-}
+    "layers": 4, "hidden": 128, "heads": 4, "experts": 8, "top_k": 2, "intermediate": 128, "context": 128, "batch": 8,
+    "activation": "swiglu", "router": "softmax", "steps": 600, "lr": 3e-3, "weight_decay": 0.1, "dropout": 0.0,
+    "aux_loss": 0.01, "z_loss": 1e-4, "bias_rate": 1e-2, "seed": 0, "dtype": "float32", "recipe": BF16.name,
+}  # fmt: skip
 # Twelve epochs, a minute and a half on an H100. With more, a model of this width overfits: with batch 64, the held-out
 # text has 1.6 bits per byte after 9 epochs and 2.9 after 67.
 GPU_DEFAULTS: dict[str, Any] = CPU_DEFAULTS | {
-    "layers": 6,
-    "hidden": 512,
-    "heads": 8,
-    "experts": 32,
-    "top_k": 4,
-    "intermediate": 256,
-    "context": 256,
-    "batch": 16,
-    "steps": 1000,
-    "lr": 1e-3,
-    "dropout": 0.2,
-    "dtype": "bfloat16",
-}
+    "layers": 6, "hidden": 512, "heads": 8, "experts": 32, "top_k": 4, "intermediate": 256, "context": 256, "batch": 16,
+    "steps": 1000, "lr": 1e-3, "dropout": 0.2, "dtype": "bfloat16",
+}  # fmt: skip
 
 
 def default_device() -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from types import TracebackType
 
 import torch
 from rich.console import Console
@@ -35,9 +34,7 @@ class Progress:
     def __enter__(self) -> Progress:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         return
 
     def update(self, step: int, seconds: float, history: History) -> None:
@@ -118,9 +115,7 @@ class Bar(Progress):
         self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._bar.stop()
 
     def update(self, step: int, seconds: float, history: History) -> None:

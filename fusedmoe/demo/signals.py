@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 
@@ -24,9 +24,7 @@ class StopSignals:
                 self._earlier[number] = signal.signal(number, self._on_signal)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._earlier.items():
             signal.signal(number, handler)
 

@@ -18,7 +18,7 @@ class Kernel(Protocol):
 
     @property
     def symbol(self) -> str:
-        """A unique C identifier: ``sm90_ragged_m_bf16_128x256x64_c2x1_swiglu``."""
+        """A unique C identifier: ``sm90_ragged_m_bf16_bk_swiglu_128x192pp_c21``."""
 
     @property
     def arch(self) -> str:

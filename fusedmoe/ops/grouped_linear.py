@@ -190,6 +190,8 @@ class _LinearOp(Op):
     def _make_parameters(
         self, shape: tuple[int, ...], bias: bool, device: torch.device | str | None, dtype: torch.dtype | None
     ) -> None:
+        FLAG(f"{type(self).__name__}: bias", bias)
+        check_factory(type(self).__name__, device, dtype)
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         empty_bias = torch.empty(shape[:-1], device=device, dtype=dtype) if bias else None
         self.register_parameter("bias", None if empty_bias is None else nn.Parameter(empty_bias))
@@ -264,8 +266,6 @@ class GroupedLinear(_LinearOp):
         recipe: object = None,
     ) -> None:
         super().__init__()
-        FLAG(f"{type(self).__name__}: bias", bias)
-        check_factory(type(self).__name__, device, dtype)
         self.accumulate_into_main_grad, self.recipe = accumulate_into_main_grad, recipe
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
         self._make_parameters((self.num_groups, self.out_features, self.in_features), bias, device, dtype)
@@ -319,8 +319,6 @@ class Linear(_LinearOp):
         recipe: object = None,
     ) -> None:
         super().__init__()
-        FLAG(f"{type(self).__name__}: bias", bias)
-        check_factory(type(self).__name__, device, dtype)
         self.accumulate_into_main_grad, self.recipe = accumulate_into_main_grad, recipe
         self.in_features, self.out_features = in_features, out_features
         self._make_parameters((self.out_features, self.in_features), bias, device, dtype)
