@@ -28,7 +28,7 @@ from fusedmoe.target import arch_of
 
 __all__ = ["Fact", "Gpu", "Kernel", "Report", "add_arguments", "doctor", "kernel_lines", "run"]
 
-# (distribution, the extra of fusedmoe that installs it); None for a dependency of fusedmoe or torch, not on all systems
+# (distribution, the extra of fusedmoe that installs it); None: a dependency of fusedmoe or torch, where wheels exist
 PACKAGES: tuple[tuple[str, str | None], ...] = (
     ("triton", None),
     ("nvidia-cutlass-dsl", None),

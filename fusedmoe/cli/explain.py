@@ -186,7 +186,7 @@ def _built(name: str, config: Any, dtype: torch.dtype) -> nn.Module:
 
     known = (auto for auto, mapping in _AUTO_CLASSES.items() if type(config) in getattr(transformers, mapping))
     if (auto := next(known, None)) is None:
-        raise ConfigError(f"{name}: transformers builds no model from {type(config).__name__} alone")
+        raise ConfigError(f"{name}: transformers cannot build a model from {type(config).__name__} alone")
     how = {"experts_implementation": ours.NAME, "dtype": dtype, "trust_remote_code": False}
     with _errors_of_transformers(name), torch.device("meta"):
         model: nn.Module = getattr(transformers, auto).from_config(config, **how)

@@ -230,7 +230,7 @@ def experts(config: Any, *, recipe: str | None = None) -> Any:
     Raises
     ------
     InputError
-        The configuration is that of another class.
+        The configuration belongs to another class.
     """
     found = type(config)
     if found in (FusedGroupedExperts.Config, FusedGptOssGroupedExperts.Config):
@@ -240,7 +240,7 @@ def experts(config: Any, *, recipe: str | None = None) -> Any:
     if (found.__module__, found.__qualname__) == _GPT_OSS:
         return derive(config, FusedGptOssGroupedExperts.Config, recipe=recipe)
     raise InputError(
-        f"experts: config: expected that of GroupedExperts or of GptOssGroupedExperts, got "
+        f"experts: config: expected a configuration of GroupedExperts or GptOssGroupedExperts, got "
         f"{found.__module__}.{found.__qualname__}; for quantized products, remove the model's converter and choose a "
         f"recipe instead"
     )

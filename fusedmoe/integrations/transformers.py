@@ -209,8 +209,8 @@ def patch_llama4(model: nn.Module) -> int:
     ours = (_llama4_forward, experts_forward)
     for name, layer in layers:
         if not is_llama4(layer.experts) or is_quantized(layer.experts):
-            got = type(layer.experts).__name__
-            raise InputError(f"patch_llama4: {name}.experts: expected {got} with weights that are not quantized")
+            got = "quantized ones" if is_llama4(layer.experts) else type(layer.experts).__name__
+            raise InputError(f"patch_llama4: {name}.experts: expected unquantized Llama4TextExperts, got {got}")
         for module in (layer, layer.experts):
             replaced = vars(module).get("forward")
             if replaced is not None and not _is_partial_of(replaced, ours):

@@ -106,7 +106,7 @@ def _fp8_block(recipe: Any, fields: _Fields) -> Recipe:
 
 
 def _nvfp4(recipe: Any, fields: _Fields) -> Recipe:
-    fields.take("fp8_format", None)  # for tensors that are not in four bits; there are none here
+    fields.take("fp8_format", None)  # for tensors that are not in four bits, which do not occur here
     hadamard = not fields.take("disable_rht", False)
     stochastic_rounding = not fields.take("disable_stochastic_rounding", False)
     weight_2d = not fields.take("disable_2d_quantization", False)

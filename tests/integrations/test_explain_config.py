@@ -209,7 +209,7 @@ def test_llama4(tmp_path, no_memory, capsys):
     ('{"model_type": "no_such_model"}', "transformers cannot read it"),
     ('{"model_type": "qwen3_moe", "num_experts": "many"}', "transformers cannot"),
     ('{"model_type": "qwen3_moe", "quantization_config": "fp8"}', "quantization_config: expected an object, got 'fp8'"),
-    ('{"model_type": "blip_text_model"}', "transformers builds no model from BlipTextConfig alone"),
+    ('{"model_type": "blip_text_model"}', "transformers cannot build a model from BlipTextConfig alone"),
     ('{"model_type": "qwen3_moe", "num_attention_heads": 0}', "transformers cannot"),
 ])  # fmt: skip
 def test_what_is_no_configuration(tmp_path, capsys, content, message):

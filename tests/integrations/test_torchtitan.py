@@ -221,7 +221,7 @@ def test_configurations(titan):
         class Config(titan.GroupedExperts.Config):
             pass
 
-    with pytest.raises(fm.InputError, match=r"expected that of GroupedExperts .* got .*Float8GroupedExperts\.Config"):
+    with pytest.raises(fm.InputError, match=r"a configuration of GroupedExperts .* got .*Float8GroupedExperts\.Config"):
         titan.ours.experts(Float8GroupedExperts.Config(dim=DIM, hidden_dim=HIDDEN_DIM, num_experts=4))
 
 
