@@ -1,4 +1,4 @@
-"""The built-in fusion rules: a folder per architecture, a file per fusion. `import fusedmoe` registers `BUILTIN`."""
+"""The built-in fusion rules, one folder per architecture. `import fusedmoe` registers `BUILTIN`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Common parts of the rules for sm_90: requirements, checks of operands, and descriptions of ops for the kernels.
 
-The kernels are the functions ``bind_*`` of `fusedmoe.kernels.sm90.functions`. That module imports no CuTe DSL.
+`fusedmoe.kernels.sm90.functions` has the kernels: ``bind_*``. It imports the CuTe DSL only when it binds a kernel.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class GroupedGemm(OnSm90, FusionRule, name="sm90.grouped_gemm", direction="forward"):
     """``y[r] = (x[r] @ weight[e].T + bias[e]) * scale[r]``.
 
-    The step keeps nothing. A scale whose gradient needs the scale's input therefore runs by itself.
+    The step cannot keep the scale's input. So a scale whose factor requires a gradient is a step of its own.
     """
 
     fc: GroupedLinear

@@ -1,4 +1,4 @@
-"""``sm90.offsets_from_splits``: the running ends of the experts' rows, in one launch."""
+"""``sm90.offsets_from_splits``: the end of each expert's rows, in one launch."""
 
 from __future__ import annotations
 
