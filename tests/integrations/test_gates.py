@@ -262,6 +262,12 @@ def hooked():
     return module
 
 
+def hooked_by_an_observer():
+    module = by_activation("silu")
+    module.act_fn.register_forward_hook(lambda module, args, y: None)
+    return module
+
+
 def set_on_the_module():
     module = Plain(config())
     module._apply_gate = lambda x: F.relu(halves(x)[0]) * halves(x)[1]
@@ -271,6 +277,25 @@ def set_on_the_module():
 def forward_set_on_the_activation():
     module = by_activation("silu")
     module.act_fn.forward = F.relu
+    return module
+
+
+def the_same_set_on_the_module():
+    module = Plain(config())
+    module._apply_gate = functools.partial(type(module)._apply_gate, module)
+    return module
+
+
+def the_same_forward_set_on_the_activation():
+    module = by_activation("silu")
+    module.act_fn.forward = F.silu
+    return module
+
+
+def named_as_in_transformers():
+    """A gate with the name of one of transformers' functions, which is defined here."""
+    module = as_in_transformers("the same")
+    type(module)._apply_gate.__module__ = __name__
     return module
 
 
@@ -377,8 +402,12 @@ UNKNOWN = {
     "changes itself": lambda: by_activation(Counting()),
     "training": lambda: by_activation(OnlyInTraining()),
     "hook": hooked,
+    "hook that changes nothing": hooked_by_an_observer,
     "gate set on the module": set_on_the_module,
+    "the same gate set on the module": the_same_set_on_the_module,
     "forward set on the activation": forward_set_on_the_activation,
+    "the same forward set on the activation": the_same_forward_set_on_the_activation,
+    "a function of another package": named_as_in_transformers,
     "closure": lambda: closure(1.0),
     "mish": lambda: by_activation("mish"),
     "clipped gelu": lambda: by_activation("gelu_10"),

@@ -194,6 +194,7 @@ def column_sums(grad, offsets, dtype=None):
 
 def offsets_from_splits(splits, rows):
     calls.append(("offsets_from_splits", {}))
+    assert splits.is_contiguous()
     return plain_offsets(splits, rows)
 
 
