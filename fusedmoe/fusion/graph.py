@@ -305,6 +305,6 @@ def _reject_double_weights(places: Sequence[Place]) -> None:
             if value in applied:
                 raise InputError(
                     f"{name!r} would be applied twice, by {applied[value]} and by {place.label}; "
-                    f"drop the Scale, or use Combine(weights=None)"
+                    f"apply it in one of the two only"
                 )
             applied[value] = place.label

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import fusedmoe
+from fusedmoe import ops
 
 PACKAGE = Path(fusedmoe.__file__).parent
 PAGE = PACKAGE.parent / "docs" / "architecture.md"
@@ -115,9 +116,10 @@ def test_no_imports_form_a_circle():
     left: dict[str, set[str]] = {module: set() for module in MODULES}
     for i in IMPORTS:
         left[i.importer].add(i.imported)
-    while free := [module for module, imported in left.items() if not imported & left.keys()]:
+    # modules outside a circle import none of those left, or are imported by none of them
+    while free := [m for m in left if not left[m] & left.keys() or not any(m in left[other] for other in left)]:
         for module in free:
-            del left[module]
+            left.pop(module, None)
     assert {module: sorted(imported & left.keys()) for module, imported in left.items()} == {}
 
 
@@ -149,5 +151,33 @@ def test_the_engine_imports_no_op_no_kernel_and_no_rule():
 
 
 def test_the_engine_names_no_architecture():
-    named = {m for m in MODULES if of(m, (ENGINE,)) and re.search(r"sm_?90|hopper", SOURCES[m], re.IGNORECASE)}
-    assert named == set()
+    pattern = r"sm_?\d|hopper|blackwell"
+    assert {m for m in MODULES if of(m, (ENGINE,)) and re.search(pattern, SOURCES[m], re.IGNORECASE)} == set()
+
+
+def words_of(module: str) -> set[str]:
+    """The names and the words of texts in a module, without its docstrings."""
+    tree = ast.parse(SOURCES[module])
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    words: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name | ast.Attribute):
+            words.add(node.id if isinstance(node, ast.Name) else node.attr)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            words.update(re.findall(r"\w+", node.value))
+    return words
+
+
+def test_the_engine_names_no_op():
+    bases = (ops.Op, ops.BackwardOp, ops.AutogradBackward)
+    kinds = {name for name, kind in vars(ops).items() if isinstance(kind, type) and issubclass(kind, bases[:2])}
+    kinds -= {base.__name__ for base in bases}
+    assert "GroupedLinear" in words_of("fusedmoe.ops.grouped_linear") & kinds
+    named = {m: sorted(kinds & words_of(m)) for m in MODULES if of(m, (ENGINE,))}
+    assert {m: names for m, names in named.items() if names} == {}
+
+
+def test_imports_are_statements_or_import_module():
+    """Those that the walk finds."""
+    others = re.compile(r"__import__|sys\.modules(\.get\(|\[)[\"']fusedmoe")
+    assert {m for m in MODULES if others.search(SOURCES[m])} == set()

@@ -169,8 +169,7 @@ def test_probs_must_not_be_applied_twice(ends):
     chain = fm.Sequential(fm.Dispatch(), *experts(scale=True, dtype=torch.float32), *middle, fm.Combine())
     last = 5 + len(middle)
     refused(
-        f"'probs' would be applied twice, by 3.Scale and by {last}.Combine; drop the Scale, or use "
-        "Combine(weights=None)",
+        f"'probs' would be applied twice, by 3.Scale and by {last}.Combine; apply it in one of the two only",
         chain, torch.ones(4, H), **routing(),
     )  # fmt: skip
 
