@@ -233,7 +233,10 @@ class DirectionSearch:
         where, costs = self.where(rule, start, end), self.search.costs
         needs, gives, keeps = resolved(step.needs), resolved(step.gives), resolved(step.keeps)
         made = [v for p in self.places[start:end] for v in p.step.gives]
-        read = self._read_outside(start, end)
+        # one form of a quantized value is enough: where another form is read, the covering has another step
+        forms = [p.step.gives for p in self.places[start:end] if p.item.quantizes is not None]
+        optional = {v for some in forms if not {*some}.isdisjoint({*gives, *keeps}) for v in some}
+        read = self._read_outside(start, end) - optional
         if missing := [v for v in made if v in read and v not in gives and v not in keeps]:
             raise RuleError(f"{where}: its step gives {list(gives)}, not {missing}, which is read outside of the span")
         if hidden := [v for v in needs if v in made]:

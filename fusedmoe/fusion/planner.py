@@ -108,6 +108,9 @@ class _Planner:
         self._of_weights = {v for place in graph.weights.values() for v in place.step.gives}
         self._kept_anyway = {*graph.arguments, *graph.outputs, *graph.derived, *self._of_weights}
         fixed = {*graph.parameters, *self._of_weights}
+        self._conversions = {dequantized(v): v for v in self._of_backward.forms if v == by_rows(v)}
+        backward = (*self._of_backward.places, *map(dequantize, self._conversions.values()))
+        self._producers = graph.producers | {v: place.step for place in backward for v in place.step.gives}
         self._search = Search(
             costs=Costs(specs, fixed, math.prod(rows.shape[:-1]), nominal_rows),
             context={
@@ -134,11 +137,11 @@ class _Planner:
         read |= _values(s.needs for s in _steps(glue, glue_backward))
         weights = self._glue("forward", [*graph.weights.values()], read)
 
-        exist = {*graph.arguments, *graph.derived, *self._of_weights}
-        exist |= _values(place.step.gives for place in self._places)
-        made = self._made(forward, chosen_forward, [*glue, *weights], [], {v: v for v in graph.outputs}, exist)
+        results = {v: v for v in graph.outputs}
+        made = self._made(forward, chosen_forward, [*glue, *weights], [], results, graph.arguments)
         exist = {*graph.arguments, *_values(s.gives for s in made.steps)}
-        made_backward = self._made(backward, chosen_backward, [], glue_backward, of_backward.gradients, exist)
+        there = exist.union(of_backward.incoming.values())
+        made_backward = self._made(backward, chosen_backward, [], glue_backward, of_backward.gradients, there)
         backward_steps = made_backward.steps
         if not self._keep_weights:
             read = _values(s.all_needs for s in backward_steps)
@@ -177,11 +180,10 @@ class _Planner:
         """Return the candidates of both directions."""
         graph, of_backward, search = self._graph, self._of_backward, self._search
         values = {dequantized(v): v for v in graph.quantizers}
-        gradients = {dequantized(v): v for v in of_backward.forms if v == by_rows(v)}
         wanted = of_backward.gradients.values()
         return (
             DirectionSearch("forward", self._places, graph.outputs, values, search),
-            DirectionSearch("backward", of_backward.places, wanted, values | gradients, search),
+            DirectionSearch("backward", of_backward.places, wanted, values | self._conversions, search),
         )
 
     def _made(
@@ -193,16 +195,17 @@ class _Planner:
         results: Mapping[str, str],
         exist: Collection[str],
     ) -> _Direction:
-        """Return the steps of a covering and its glue; fallbacks can read the values that ``exist``."""
-        spans = [self._span(search, chosen, exist) for chosen in covering.steps]
+        """Return the steps of a covering and its glue; the values that ``exist`` were made before."""
+        there = {*exist, *_values(s.gives for s in _steps(before, after)), *_values(c.gives for c in covering.steps)}
+        spans = [self._span(search, chosen, there) for chosen in covering.steps]
         steps = _steps(before, spans, after)
         masks, renamed = self._masks(search.direction, steps, results)
         return _Direction(spans, [*before, *masks, *after], [*steps, *_steps(masks)], renamed)
 
-    def _span(self, search: DirectionSearch, chosen: Chosen, exist: Collection[str]) -> PlannedSpan:
+    def _span(self, search: DirectionSearch, chosen: Chosen, there: Collection[str]) -> PlannedSpan:
         c = chosen.candidate
         places = search.places[c.start : c.end]
-        return PlannedSpan(search.direction, c.start, self._step(search, chosen, exist), places, c.step.extra_bytes)
+        return PlannedSpan(search.direction, c.start, self._step(search, chosen, there), places, c.step.extra_bytes)
 
     def _glue(self, direction: Direction, places: Sequence[Place], read: Collection[str] = ()) -> list[PlannedSpan]:
         """Return the steps of pieces of glue, each by the cheapest rule or in plain PyTorch. ``read`` are the quantized
@@ -240,14 +243,16 @@ class _Planner:
         )
 
     def _fallback(self, places: Sequence[Place], gives: Collection[str], there: Collection[str]) -> tuple[Plain, ...]:
-        """Return plain steps that give the values of a fused step, and that recompute absent forward values."""
+        """Return plain steps that give the values of a fused step, and that make the values they read that are not
+        in ``there``.
+        """
         own = {v: self._whole(p) for p in places for v in p.step.gives}
         ordered: list[Plain] = []
 
         def make(value: str, *, again: bool = False) -> None:
             step = own.get(value)
             if step is None and (again or value not in there):
-                step = self._graph.producers.get(value)
+                step = self._producers.get(value)
             if step is None or step in ordered:
                 return
             for need in step.needs:
