@@ -21,7 +21,7 @@ from torch import nn
 from fusedmoe.autocast import without_autocast
 from fusedmoe.errors import InputError
 from fusedmoe.fusion.differentiable import SecondOrderError
-from fusedmoe.fusion.signature import signature
+from fusedmoe.fusion.signature import DTYPE, signature
 from fusedmoe.ops.weight_cache import note_gradient
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def _unsaved(ctx: Any, i: int) -> Tensor | None:
         t = _again(name, uncast, accumulate.next_functions[0][0] if accumulate is not None else None)
         if t is not None:
             with torch.enable_grad():
-                t = t.to(kind[2])
+                t = t.to(kind[DTYPE])
     if t is None:
         raise SecondOrderError(
             f"second derivatives (create_graph=True): {name}, an argument of the call, was freed, since first "

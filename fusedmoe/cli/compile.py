@@ -114,7 +114,8 @@ def _folder(root: str | None) -> Path:
 
 def _outcomes(kernels: Sequence[Kernel], options: CompileOptions) -> Iterator[Outcome]:
     """Build the kernels and yield each outcome as soon as it is known."""
-    jobs = min(options.jobs or _cpus(), len(kernels))
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    jobs = min(options.jobs or cpus, len(kernels))
     if jobs == 1:
         yield from (_build(kernel, options.cache_dir) for kernel in kernels)
         return
@@ -165,7 +166,3 @@ def _summarize(outcomes: Sequence[Outcome], where: str, seconds: float) -> int:
     parts = ", ".join(f"{count} {status.lower()}" for status, count in counts.items() if count)
     print(f"{len(outcomes)} {plural} for {where}: {parts}; {seconds:.1f} s")
     return 1 if failed else 0
-
-
-def _cpus() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -22,7 +22,7 @@ from fusedmoe.fusion.plan import Attempt, Status, missed_text
 from fusedmoe.fusion.program import Program, Runs, Values, needed_steps
 from fusedmoe.fusion.results import Specs, without_tensors
 from fusedmoe.fusion.rule import FusionError
-from fusedmoe.fusion.signature import Signature, signature
+from fusedmoe.fusion.signature import DTYPE, REQUIRES_GRAD, SHAPE, TYPE, Signature, signature
 from fusedmoe.fusion.steps import AnyStep, Fused, Plain
 from fusedmoe.fusion.values import NONE, primal, tensor_specs
 from fusedmoe.log import say_once
@@ -217,15 +217,15 @@ class BoundPlan:
     def _is_trained(self, i: int) -> bool:
         kind = self.tensors[i]
         assert kind is not None
-        return kind[0] is torch.nn.Parameter and bool(kind[3])
+        return kind[TYPE] is torch.nn.Parameter and bool(kind[REQUIRES_GRAD])
 
     def _held(self, i: int) -> tuple[int, bool]:
         kind, rows = self.tensors[i], self.tensors[0]
         assert kind is not None
         assert rows is not None
         is_input = 0 < i <= len(self.plan.graph.inputs)
-        small = 2 * kind[1].numel() <= rows[1].numel() or not kind[2].is_floating_point
-        return i, (is_input and small) or kind[0] is torch.nn.Parameter
+        small = 2 * kind[SHAPE].numel() <= rows[SHAPE].numel() or not kind[DTYPE].is_floating_point
+        return i, (is_input and small) or kind[TYPE] is torch.nn.Parameter
 
     def check_second_derivatives(self) -> None:
         """Raise unless the gradients have derivatives; log once that the backward pass then runs unfused."""
@@ -244,7 +244,7 @@ class BoundPlan:
         """Return a program of the wanted gradients that autograd can differentiate."""
         program = self._differentiable.get(wanted)
         if program is None:
-            specs = [None if kind is None else TensorSpec(tuple(kind[1]), kind[2]) for kind in self.tensors]
+            specs = [None if kind is None else TensorSpec(tuple(kind[SHAPE]), kind[DTYPE]) for kind in self.tensors]
             program = self._differentiable[wanted] = gradient_program(self.plan.graph, specs, wanted, self.plan.saved)
         return program
 

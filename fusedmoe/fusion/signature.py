@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 ALIGNMENT_BYTES = 16
 
 Signature = tuple[tuple[Any, ...] | None, ...]
+TYPE, SHAPE, DTYPE, REQUIRES_GRAD = range(4)  # positions in the properties of a tensor
 
 _IN_MEMORY = (Tensor, torch.nn.Parameter)
 

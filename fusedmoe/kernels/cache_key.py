@@ -13,7 +13,7 @@ import re
 import sys
 import time
 from importlib import metadata
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from fusedmoe.kernels.cache import CacheUnusableError
@@ -80,12 +80,10 @@ def built_with() -> tuple[tuple[str, str], ...]:
         *((name, _version(name)) for name in PACKAGES),
         ("CUDA toolkit", str(cutlass.CUDA_VERSION)),  # the newest installed version that the driver supports
         ("CPU", _cpu()),
-        *sorted((name, value) for name, value in os.environ.items() if _alters_code(name)),
+        *sorted(
+            (n, value) for n, value in os.environ.items() if n.startswith("CUTE_") and not WITHOUT_EFFECT.fullmatch(n)
+        ),
     )
-
-
-def _alters_code(variable: str) -> bool:
-    return variable.startswith("CUTE_") and not WITHOUT_EFFECT.fullmatch(variable)
 
 
 def _version(distribution: str) -> str:
@@ -123,16 +121,13 @@ def _files(module: str) -> list[Path]:
         name = f"{name}.{part}"
         # not importlib.util.find_spec, which imports the parent packages
         spec = None if spec is None else PathFinder.find_spec(name, spec.submodule_search_locations)
-    files = [] if spec is None else _package_files(spec)
+    folders = spec.submodule_search_locations if spec is not None else None
+    files = sorted(file for folder in folders or () for file in Path(folder).rglob("*.py"))
     if spec is not None and spec.origin is not None and not files:
         files = [Path(spec.origin)]
     if not files:
         raise ModuleNotFoundError(f"module {module!r}, a source of a kernel, was not found", name=module)
     return files
-
-
-def _package_files(spec: ModuleSpec) -> list[Path]:
-    return sorted(file for folder in spec.submodule_search_locations or () for file in Path(folder).rglob("*.py"))
 
 
 def _refuse_edited(path: Path) -> None:
