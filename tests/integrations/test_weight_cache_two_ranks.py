@@ -1,6 +1,7 @@
 """Collectives that write to a quantized weight: the next call quantizes it again, and nobody has to say so."""
 
 import copy
+import time
 
 import pytest
 import torch
@@ -164,10 +165,16 @@ class Compared(fm.GroupedLinear):
 
 
 def in_a_default_group_that_comes_and_goes(rank, store):
-    stores = iter(range(100))
+    numbers = iter(range(100))
 
     def init():
-        dist.init_process_group("gloo", store=dist.FileStore(f"{store}{next(stores)}", 2), rank=rank, world_size=2)
+        of_group = dist.FileStore(f"{store}{next(numbers)}", 2)
+        dist.init_process_group("gloo", store=of_group, rank=rank, world_size=2)
+        # a rank that destroys the group closes its connections: not before the other rank has connected. This is no
+        # collective, since their count is tested
+        of_group.add("connected", 1)
+        while of_group.add("connected", 0) < 2:
+            time.sleep(0.001)
 
     found = []
     with torch.no_grad(), fm.recipe("mxfp8"):
