@@ -66,7 +66,7 @@ def test_offsets_of_splits_whose_sum_overflows(device, experts, rows, dtype):
 
 
 def rows_between_nan(rows, columns, dtype, device, used, seed=0):
-    """Random rows, NaN behind row ``used``, and NaN on all sides of the matrix."""
+    """Random rows, NaN after row ``used``, and NaN on all sides of the matrix."""
     generator = torch.Generator(device).manual_seed(seed)
     around = torch.full((rows + 8, columns + 16), torch.nan, dtype=dtype, device=device)
     grad = around[4 : 4 + rows, 8 : 8 + columns]

@@ -38,7 +38,7 @@ def fresh():
     forget_said()
     registered = fm.rules()
     yield
-    assert fm.rules() == registered, "the example left rules behind"
+    assert fm.rules() == registered, "rules of the example are still registered"
 
 
 @pytest.fixture

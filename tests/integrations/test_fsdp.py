@@ -27,7 +27,7 @@ def make():
 
 
 def train(model, recipe, steps=3):
-    """Losses; two micro-batches a step."""
+    """Losses; two micro-batches per step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     torch.manual_seed(1)
     losses = []

@@ -44,7 +44,7 @@ def values_of(codes, element):
 
 
 def packed(codes):
-    """Two codes a byte: the even one is the low half."""
+    """Two codes per byte: the even one is the low half."""
     if codes.shape[-1] % 2:
         codes = np.concatenate((codes, np.zeros_like(codes[..., :1])), -1)
     return codes[..., 0::2] + 16 * codes[..., 1::2]
@@ -233,7 +233,7 @@ def by_columns(shape, parts, format, hadamard):
     assert used <= width
     tail = quantize_matrix(np.zeros((shape[1], width - used), np.float32), format)
     codes = np.concatenate([m.codes for m in (*matrices, tail)], 1)
-    # a scale a row is an expert's, and there is none of what comes behind
+    # with one scale per row, an expert's rows have scales, and the rows after the last expert's have none
     scale = np.concatenate([m.scale for m in (*matrices, *([tail] if format.block[1] else []))], 1)
     values = np.zeros(shape, np.float32)
     first = 0

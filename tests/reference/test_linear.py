@@ -63,7 +63,7 @@ def test_strided_rows_weight_and_gradient():
 
 TAIL_CHAINS = {
     "before the experts": lambda **o: (fm.Linear(32, 32, **o), fm.SquaredReLU(), fm.GroupedLinear(2, 32, 32)),
-    "behind them": lambda **o: (fm.GroupedLinear(2, 32, 32), fm.SquaredReLU(), fm.Linear(32, 32, **o)),
+    "after them": lambda **o: (fm.GroupedLinear(2, 32, 32), fm.SquaredReLU(), fm.Linear(32, 32, **o)),
     "between them": lambda **o: (fm.GroupedLinear(2, 32, 32), fm.Linear(32, 32, **o), fm.GroupedLinear(2, 32, 32)),
 }
 

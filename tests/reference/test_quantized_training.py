@@ -416,7 +416,7 @@ def in_another_thread(run):
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("backward", ["in the block", "behind it", "in another thread"])
+@pytest.mark.parametrize("backward", ["in the block", "after it", "in another thread"])
 @pytest.mark.parametrize("recipe", [MXFP8(), FP8Tensor()], ids=lambda r: r.name)
 def test_what_is_checkpointed_is_computed_again_by_the_recipe_of_its_forward(recipe, backward, use_reentrant):
     chain, x = small_layer()
@@ -432,7 +432,7 @@ def test_what_is_checkpointed_is_computed_again_by_the_recipe_of_its_forward(rec
             loss = call(leaf).square().sum()
             if backward == "in the block":
                 loss.backward()
-        if backward == "behind it":
+        if backward == "after it":
             loss.backward()
         elif backward == "in another thread":
             in_another_thread(loss.backward)

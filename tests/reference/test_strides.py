@@ -181,7 +181,7 @@ def test_strided_runtime_inputs():
 
 @pytest.mark.parametrize("which", ["x", "dy"])
 def test_rows_reach_the_grouped_product_with_unit_stride_along_features(which, monkeypatch):
-    """On a GPU the product reads an expert's rows where they begin, which is aligned only behind whole rows."""
+    """On a GPU the product needs an aligned first row of each expert, which only contiguous rows guarantee."""
     rows, k, n, splits, seen = 16, 24, 32, torch.tensor([5, 0, 8]), []  # a pitch of 16 rows is aligned itself
     product = F.grouped_mm
 

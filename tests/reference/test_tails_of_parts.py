@@ -133,7 +133,7 @@ def test_under_a_recipe_experts_share_no_scale(name, separation, recipe):
 
 @pytest.mark.parametrize("separation", ["a hook on each", "an identity around each"])
 def test_rows_that_the_chain_dispatches(separation):
-    """The splits that `Dispatch` provides are those of the rows behind it, and of no others."""
+    """The splits that `Dispatch` provides count the rows after it, and no others."""
     torch.manual_seed(0)
     middle = [fm.GroupedLinear(E, H, 2 * I), Affine(), fm.SwiGLU(), fm.GroupedLinear(E, I, H)]
     seq = fm.Sequential(fm.Linear(H, H), fm.Dispatch(), *middle, fm.Combine(), fm.Linear(H, H))
@@ -151,7 +151,7 @@ def test_rows_that_the_chain_dispatches(separation):
 
 
 class NoTail(nn.Module):
-    """Drops the rows behind those of the experts."""
+    """Drops the rows after those of the experts."""
 
     def forward(self, x):
         return x[:TOTAL]

@@ -21,7 +21,7 @@ def fresh(monkeypatch):
     torch.manual_seed(0)
     yield
     left, registry._registry.by_name = registry._registry.by_name, loaded
-    assert left == before, "a test left rules behind"
+    assert left == before, "rules of a test are still registered"
 
 
 @pytest.fixture

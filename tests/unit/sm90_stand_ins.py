@@ -55,7 +55,7 @@ def _product(x, weight, offsets, bias):
 def _scaled(y, row_scale, offsets):
     if row_scale is not None:
         y = y * row_scale.float()[:, None]
-    y[offsets[-1] :] = 0  # not a product: what lies behind may be NaN
+    y[offsets[-1] :] = 0  # not a product: the rows after the experts' may be NaN
     return y
 
 

@@ -62,7 +62,7 @@ class Same(fm.Recipe):
 
 @dataclass(frozen=True)
 class Rounded(fm.Recipe):
-    """Puts an op in front of the experts' first product."""
+    """Inserts an op before the experts' first product."""
 
     name: str = "rounded"
     op: type = Round

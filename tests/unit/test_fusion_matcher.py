@@ -98,7 +98,7 @@ MIDDLE = (FC, slot("a", Scale, optional=True), slot("b", Scale, optional=True), 
     ],
 )  # fmt: skip
 def test_a_mismatch_is_about_the_ops_up_to_the_last_that_had_to_be_there(pattern, chain, matched, stood):
-    """What an optional slot was bound to counts only if the pattern went on behind it, or almost did."""
+    """The op of an optional slot counts only if a later slot of the pattern matched, or almost matched."""
     missed = match(pattern, chain, 0)
     assert (missed.matched, missed.shared) == (matched, stood)
 

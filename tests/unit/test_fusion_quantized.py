@@ -392,7 +392,7 @@ def test_everything_that_is_quantized_may_be_fused(recipe):
 
 
 def test_a_backward_step_may_compute_the_columns_again():
-    """For the weight gradient behind it, from what the activation's derivative reads anyway: nothing else is kept."""
+    """For the weight gradient after it, from values that the activation's derivative reads: nothing else is kept."""
     calls = []
     chain, (x, named) = experts(), given()
     rules = [gemm_glu_quantize(keeps=("act.input",)), dgrad_dglu_quantize(recomputes=True, calls=calls)]

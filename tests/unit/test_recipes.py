@@ -227,7 +227,7 @@ def test_labels_are_those_of_nested_modules():
 
 
 @pytest.mark.parametrize(
-    ("before", "behind", "expected"),
+    ("before", "after", "expected"),
     [
         ([("mxfp8", None, None)], [], ["1:weight", "0", "1", "1:grad"]),
         ([(None, None, "mxfp8")], [], ["0", "1:input", "1", "1:grad"]),
@@ -238,10 +238,10 @@ def test_labels_are_those_of_nested_modules():
         ([("mxfp8", None, "mxfp8")], [(None, "mxfp8", None)], ["0", "1", "2"]),
         ([(None, "mxfp8", None)], [], ["0", "1:weight", "1:input", "1", "1:grad"]),
     ],
-    ids=["rows", "weight", "both", "in two ops", "gradient", "rows behind", "all", "a gradient before"],
+    ids=["rows", "weight", "both", "in two ops", "gradient", "rows after", "all", "a gradient before"],
 )
-def test_a_recipe_fills_in_what_an_op_of_the_chain_leaves(before, behind, expected):
-    ops = [*(fm.Quantize(*a) for a in before), fm.GroupedLinear(E, H, H), *(fm.Quantize(*a) for a in behind)]
+def test_a_recipe_fills_in_what_an_op_of_the_chain_leaves(before, after, expected):
+    ops = [*(fm.Quantize(*a) for a in before), fm.GroupedLinear(E, H, H), *(fm.Quantize(*a) for a in after)]
     assert sorted(n.rpartition(".")[0] for n in rewritten("fp8_row", *ops)) == sorted(expected)
     chain, x = fm.Sequential(*ops), rows()
     with fm.recipe("fp8_row"):
@@ -250,8 +250,8 @@ def test_a_recipe_fills_in_what_an_op_of_the_chain_leaves(before, behind, expect
     roles, mine = ROLES["fp8_row"], ROLES["mxfp8"]
     forward = next((mine.input for f, _, _ in before if f), roles.input)
     weight = next((mine.weight for _, _, w in before if w), roles.weight)
-    gradient = next((mine.grad for _, g, _ in behind if g), roles.grad)
-    last = [fm.Quantize(f) for f, _, _ in behind if f]
+    gradient = next((mine.grad for _, g, _ in after if g), roles.grad)
+    last = [fm.Quantize(f) for f, _, _ in after if f]
     first = [fm.Quantize(backward=g) for _, g, _ in before if g]
     layer = copy.deepcopy(ops[len(before)])
     full = fm.Sequential(*first, fm.Quantize(forward, weight=weight), layer, fm.Quantize(backward=gradient), *last)
@@ -571,8 +571,8 @@ def test_the_explanation_shows_what_is_quantized_and_how_it_is_multiplied():
     chain(x, splits=SPLITS)
     with fm.recipe("mxfp8"):
         chain(x, splits=SPLITS)
-    # 64 * 64 + 64 * 32 elements an expert, a byte each, and one for 32 of them; twice, but the first's columns where
-    # nobody wants the gradient of the rows
+    # per expert 64 * 64 + 64 * 32 elements of one byte, and one byte of scale per 32 elements; in two forms, since the
+    # rows need a gradient
     assert plan.weight_bytes == fm.weight_cache_bytes(chain) == 2 * E * (H * 2 * I + I * H) * 33 // 32
     assert "quantized weights: 24.8 KiB, kept until the weights change" in text
     with fm.recipe("mxfp8"):

@@ -32,7 +32,7 @@ class ByGroup(fm.Op):
 
 @dataclass(frozen=True)
 class Halving(fm.Recipe):
-    """Halves the rows in front of the op with this label."""
+    """Halves the rows before the op with this label."""
 
     name: str = "halving"
     before: str = "1"

@@ -18,7 +18,7 @@ PACKAGE = os.path.dirname(fm.__file__)
 
 
 def interrupted(function, at):
-    """Run a function, with Ctrl-C in front of its n-th instruction, those of what it calls included.
+    """Run a function, with Ctrl-C before its n-th instruction. Instructions of the functions that it calls count.
 
     Return the KeyboardInterrupt, whose traceback keeps every frame alive; None if there are fewer instructions.
     """

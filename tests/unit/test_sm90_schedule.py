@@ -94,7 +94,7 @@ def test_a_row_tile_left_over_is_worked_on_beside_the_pairs_of_its_columns():
 
 
 def test_every_cluster_gets_its_share_of_row_tiles_left_over():
-    """They take longer; with 66 clusters and 6 tiles an expert, a cluster has the same place at each of its experts."""
+    """They take longer. With 66 clusters and 6 tiles per expert, a cluster has the same place in each expert."""
     tiles_of = [both for expert in range(66) for both in places(320, 4, 4, expert)]
     shares = [sum(first[2] for first, _ in tiles_of[cluster::66]) for cluster in range(66)]
     assert max(shares) - min(shares) <= 1
