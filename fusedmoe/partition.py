@@ -163,27 +163,30 @@ class Partition:
         self._hooked: list[tuple[nn.Module, bool]] = []
         self._any_global_hook = _has_any_global_hook()
         self._opened: list[tuple[str, Sequential]] = []
-        alone = isinstance(root, Op)
         members = _placed([Member("op", root, joins=True)] if isinstance(root, Op) else self._members(root, ""))
-        groups: list[list[Member]] = []
-        for member in members:
-            if member.joins and groups and groups[-1][-1].joins:
-                groups[-1].append(member)
-            else:
-                groups.append([member])
-        takes = [_takes(group) for group in groups]
-        sorted_by = f"op.{type(root).__name__}" if alone else "Sequential"
+        groups = _grouped(members)
+        sorted_by = f"op.{type(root).__name__}" if isinstance(root, Op) else "Sequential"
         rows = boundaries([(m.label, m.module) for m in members], sorted_by if sorted_rows else None)
         self.changes_rows = rows[0].rows != rows[-1].rows
-        self.may_be_sorted = any(
-            accepts_splits(m.module, m.joins) for m, row in zip(members, rows, strict=False) if row == (0, None)
-        )
         ends = [*accumulate(map(len, groups), initial=0)]
         around = [rows[start : end + 1] for start, end in pairwise(ends)]  # the rows before, in and after each group
-        shared = [_shared_rows(group, among) for group, among in zip(groups, around, strict=True)]
         self.wanted: dict[str, list[str]] = {"splits": [sorted_by]} if sorted_rows else {}
         self.provided: dict[str, str] = {}
-        self.parts: list[ChainPart | ModulePart] = []
+        self.parts = self._parts_of(groups, around)
+        self.may_be_sorted = "splits" not in self.wanted and any(
+            accepts_splits(m.module, m.joins) for m, row in zip(members, rows, strict=False) if row == (0, None)
+        )
+        self._names = self.wanted.keys()
+        chains = [part.chain for part in self.parts if isinstance(part, ChainPart)]
+        self._parameters = {key: (op, name) for chain in chains for op, name, key in chain.parameters}
+        whole = self.parts[0].chain if len(self.parts) == 1 and isinstance(self.parts[0], ChainPart) else None
+        self.run: Callable[..., Tensor] = partial(_run_parts, self.parts) if whole is None else whole.run
+
+    def _parts_of(self, groups: list[list[Member]], around: list[list[Boundary]]) -> list[ChainPart | ModulePart]:
+        """Return the part of each group; fill `wanted` and `provided`. ``around`` are the rows at a group's members."""
+        takes = [_takes(group) for group in groups]
+        shared = [_shared_rows(group, among) for group, among in zip(groups, around, strict=True)]
+        parts: list[ChainPart | ModulePart] = []
         for i, group in enumerate(groups):
             for name, ops in takes[i].items():
                 if name not in self.provided:
@@ -195,19 +198,14 @@ class Partition:
             provides = {name: f"{n.label}.{type(n.op).__name__}" for n in _nodes(group) for name in n.op.provides}
             self.provided |= provides
             if group[0].joins:
-                exports = [name for name in provides if alone or name in later]
-                self.parts.append(_chain_part(_nodes(group), exports, shared[i], before, first=not i))
+                exports = [name for name in provides if isinstance(self._root, Op) or name in later]
+                parts.append(_chain_part(_nodes(group), exports, shared[i], before, first=not i))
             else:
                 (member,) = group
                 gives_rows = _gives_rows(member, groups[i + 1][0]) if i + 1 < len(groups) else ""
                 call = module_call(member.module, tuple(takes[i]), tuple(provides), around[i], not i, gives_rows)
-                self.parts.append(ModulePart(member.label, member.module, call))
-        self.may_be_sorted = self.may_be_sorted and "splits" not in self.wanted
-        self._names = self.wanted.keys()
-        chains = [part.chain for part in self.parts if isinstance(part, ChainPart)]
-        self._parameters = {key: (op, name) for chain in chains for op, name, key in chain.parameters}
-        whole = self.parts[0].chain if len(self.parts) == 1 and isinstance(self.parts[0], ChainPart) else None
-        self.run: Callable[..., Tensor] = partial(_run_parts, self.parts) if whole is None else whole.run
+                parts.append(ModulePart(member.label, member.module, call))
+        return parts
 
     def _members(self, parent: Sequential, prefix: str) -> list[Member]:
         """Return every module in order, and store the state that `holds` compares."""
@@ -352,6 +350,17 @@ def _placed(members: Sequence[Member]) -> list[Member]:
 
 def _nodes(members: Sequence[Member]) -> list[Node]:
     return [Node(m.label, m.module) for m in members if isinstance(m.module, Op)]
+
+
+def _grouped(members: Sequence[Member]) -> list[list[Member]]:
+    """Return the members of each part: neighbouring ops together, any other module alone."""
+    groups: list[list[Member]] = []
+    for member in members:
+        if member.joins and groups and groups[-1][-1].joins:
+            groups[-1].append(member)
+        else:
+            groups.append([member])
+    return groups
 
 
 def _takes(group: Sequence[Member]) -> dict[str, list[str]]:

@@ -6,15 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fusedmoe.fusion.places import Place, glue_place
 from fusedmoe.fusion.steps import Plain
-from fusedmoe.fusion.values import (
-    NONE,
-    Form,
-    columns,
-    dequantized,
-    form_specs,
-    forms_of,
-    grad,
-)
+from fusedmoe.fusion.values import NONE, Form, columns, dequantized, form_specs, forms_of, grad
 from fusedmoe.ops.glue import SumGradients
 from fusedmoe.ops.op import BackwardOp
 

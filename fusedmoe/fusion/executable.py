@@ -11,13 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from fusedmoe.fusion.choice import nearest_miss
-from fusedmoe.fusion.differentiable import (
-    GradientProgram,
-    SecondOrderError,
-    argument_names,
-    gradient_program,
-    why_not,
-)
+from fusedmoe.fusion.differentiable import GradientProgram, SecondOrderError, argument_names, gradient_program, why_not
 from fusedmoe.fusion.plan import Attempt, Status, missed_text
 from fusedmoe.fusion.program import Program, Runs, Values, needed_steps
 from fusedmoe.fusion.results import Specs, without_tensors

@@ -89,31 +89,13 @@ class Graph:
         for place in self.weights.values():
             self._quantize(place, NONE)
         self._sorted_rows = sorted_rows
-        self._scope = scope = Scope(inputs, provided)
+        self._scope = Scope(inputs, provided)
         rows, gradients = _values_along(nodes, "passes_forward"), _values_along(nodes, "passes_backward")
-        takers = {**sorted_rows, **first_takers_of_offsets(nodes)}
-        if 0 in sorted_rows:
-            scope.derive("offsets", rows[0], sorted_rows[0])
-        places = []
-        for i, node in enumerate(nodes):
-            scope.has_rows(f"{node.label}.input")
-            values = {"input": rows[i], "output": rows[i + 1]}
-            gradient_of = {"input": gradients[i], "output": gradients[i + 1]}
-            place = self._place(node, values, gradient_of, takers.get(scope.rows))
-            places.append(place)
-            if node.op.quantizes is not None:
-                self._quantize(place, place.names["offsets"])
-            scope.rows += node.op.changes_rows
-            scope.provide(node)
-            if "splits" in node.op.provides or (node.op.changes_rows and scope.rows in sorted_rows):
-                taker = sorted_rows.get(scope.rows, _kind(node))
-                scope.derive("offsets", rows[i + 1], taker)
-        scope.has_rows(f"{nodes[-1].label}.output")
-        self.places = tuple(places)
-        self.forward = tuple(place for place in places if not place.op.passes_forward)
-        provided_here = tuple(scope.take(name) for name in exports)
+        self.places = self._places_along(rows, gradients)
+        self.forward = tuple(place for place in self.places if not place.op.passes_forward)
+        provided_here = tuple(self._scope.take(name) for name in exports)
         self.outputs = (self.form(rows[-1], None), *provided_here)
-        self.inputs, self.derived = scope.inputs, scope.derived
+        self.inputs, self.derived = self._scope.inputs, self._scope.derived
         self.arguments = (rows[0], *self.inputs, *self.parameters)
         # the values that the gradients of outputs and of arguments are named after
         self.gradient_of_outputs = (gradients[-1], *provided_here)
@@ -135,6 +117,30 @@ class Graph:
         """Each runtime input that the caller gives, with the ops that take it."""
         outside = [*self._sorted_rows.values()]
         return {name: [p.label for p in self.forward if name in p.values.values()] or outside for name in self.inputs}
+
+    def _places_along(self, rows: Sequence[str], gradients: Sequence[str]) -> tuple[Place, ...]:
+        """Return the places of all ops. ``rows`` are the rows before and after each op, and ``gradients`` the values
+        that their gradients are named after.
+        """
+        scope, sorted_rows = self._scope, self._sorted_rows
+        takers = {**sorted_rows, **first_takers_of_offsets(self.nodes)}
+        if 0 in sorted_rows:
+            scope.derive("offsets", rows[0], sorted_rows[0])
+        places = []
+        for i, node in enumerate(self.nodes):
+            scope.has_rows(f"{node.label}.input")
+            values = {"input": rows[i], "output": rows[i + 1]}
+            gradient_of = {"input": gradients[i], "output": gradients[i + 1]}
+            place = self._place(node, values, gradient_of, takers.get(scope.rows))
+            places.append(place)
+            if node.op.quantizes is not None:
+                self._quantize(place, place.names["offsets"])
+            scope.rows += node.op.changes_rows
+            scope.provide(node)
+            if "splits" in node.op.provides or (node.op.changes_rows and scope.rows in sorted_rows):
+                scope.derive("offsets", rows[i + 1], sorted_rows.get(scope.rows, _kind(node)))
+        scope.has_rows(f"{self.nodes[-1].label}.output")
+        return tuple(places)
 
     def _place(self, node: Node, values: dict[str, str], gradient_of: dict[str, str], taker: str | None) -> Place:
         """Return the place of an op; ``taker`` is the op that takes the offsets of its rows, if they are sorted."""
