@@ -178,7 +178,7 @@ _OWN = (
     "checked_row_of_slot", "checked_slot_of_row",
 )  # fmt: skip
 _ARGUMENTS = ("self", "arch")
-_INTEGERS = ("splits", "row_of_slot", "slot_of_row", "expert_index")
+_INTEGERS = ("splits", "row_of_slot", "slot_of_row", "token_of_row", "expert_index")
 
 
 def reserved(name: str) -> bool:

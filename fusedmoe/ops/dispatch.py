@@ -51,15 +51,16 @@ class Dispatch(Op):
     - ``splits`` (E,) int64: rows per expert;
     - ``probs`` (T*K,): the ``expert_weight`` of each row, zero after the last expert's rows;
     - ``row_of_slot`` (T, K) int64: the row of slot (t, k), T*K for a sentinel;
-    - ``slot_of_row`` (T*K,) int64: the slot ``t * K + k`` of each row.
+    - ``slot_of_row`` (T*K,) int64: the slot ``t * K + k`` of each row;
+    - ``token_of_row`` (T*K,) int32: the token t of each row, ``slot_of_row // K``, also of a sentinel's row.
 
     The rows of an expert are in token order. The gradient of ``x`` sums a token's rows in fp32, in slot order.
     """
 
     runtime_inputs = ("expert_index", "expert_weight")
-    provides = ("splits", "probs", "row_of_slot", "slot_of_row")
+    provides = ("splits", "probs", "row_of_slot", "slot_of_row", "token_of_row")
     changes_rows = True
-    launches = 14
+    launches = 15
     _checks: ClassVar[Mapping[str, Check]] = {"num_experts": POSITIVE_INTEGER.or_none()}
 
     def __init__(self, num_experts: int | None = None) -> None:
@@ -99,16 +100,18 @@ class Dispatch(Op):
             TensorSpec((rows,), expert_weight.dtype),
             TensorSpec((tokens, chosen), torch.int64),
             TensorSpec((rows,), torch.int64),
+            TensorSpec((rows,), torch.int32),
         )
 
     def compute(self, x: Tensor, expert_index: Tensor, expert_weight: Tensor) -> tuple[Tensor, ...]:
         assert self.num_experts is not None, "placed() has set it"
         slot_of_row, row_of_slot, splits = sort_by_expert(expert_index, self.num_experts)
-        rows = x[slot_of_row // expert_index.shape[1]] if slot_of_row.numel() else x.new_empty(0, x.shape[1])
+        token_of_row = slot_of_row // max(expert_index.shape[1], 1)
+        rows = x[token_of_row] if token_of_row.numel() else x.new_empty(0, x.shape[1])
         probs = expert_weight.reshape(-1)[slot_of_row].masked_fill_(
             tail_mask(splits.sum(0, keepdim=True), rows.shape[0]), 0
         )
-        return rows, splits, probs, row_of_slot, slot_of_row
+        return rows, splits, probs, row_of_slot, slot_of_row, token_of_row.to(torch.int32)
 
     def backward_ops(self) -> tuple[BackwardOp, ...]:
         return DispatchWeightGrad(self), DDispatch(self)

@@ -44,6 +44,8 @@ def test_dispatch_is_the_loop_over_slots(drawn):
     assert provided["probs"].tolist() == [weight[slot].item() for slot in slots] + [0.0] * (index.numel() - used)
     assert provided["slot_of_row"][:used].tolist() == [t * chosen + k for t, k in slots]
     assert sorted(provided["slot_of_row"].tolist()) == list(range(index.numel()))
+    assert provided["token_of_row"].tolist() == [slot // chosen for slot in provided["slot_of_row"].tolist()]
+    assert provided["token_of_row"].dtype is torch.int32
     row_of = {slot: row for row, slot in enumerate(slots)}
     expected = [[row_of.get((t, k), index.numel()) for k in range(chosen)] for t in range(index.shape[0])]
     assert provided["row_of_slot"].tolist() == expected
@@ -161,7 +163,7 @@ def test_no_tokens_and_one_expert_a_token(tokens, chosen):
     rows, provided = dispatch(x, index, weight, 3)
     assert rows.shape == (tokens * chosen, 2)
     assert provided["row_of_slot"].shape == (tokens, chosen)
-    assert provided["probs"].shape == provided["slot_of_row"].shape == (tokens * chosen,)
+    assert {provided[name].shape for name in ("probs", "slot_of_row", "token_of_row")} == {(tokens * chosen,)}
     y = combine(rows, provided)
     assert y.shape == (tokens, 2)
     if chosen == 1:

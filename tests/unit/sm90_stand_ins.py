@@ -207,7 +207,7 @@ def bind_route(index, weight, experts):
         slot_of_row, row_of_slot, splits = sort_by_expert(index, experts)
         probs = weight.flatten()[slot_of_row]
         probs[splits.sum() :] = 0
-        return splits, probs, row_of_slot, slot_of_row
+        return splits, probs, row_of_slot, slot_of_row, (slot_of_row // index.shape[1]).to(torch.int32)
 
     return Bound(run, index, weight)
 

@@ -75,7 +75,7 @@ def test_a_pre_hook_on_a_dispatch_that_takes_its_experts_from_the_chain():
     assert_same(outcome(chain, x, **named), before)
     assert len(seen) == 1
     assert isinstance(seen[0][0], fm.Dispatch)
-    assert seen[0][1] == {"splits", "probs", "row_of_slot", "slot_of_row"}
+    assert seen[0][1] == {"splits", "probs", "row_of_slot", "slot_of_row", "token_of_row"}
 
 
 def test_a_replaced_forward_runs(setup):

@@ -24,7 +24,7 @@ NO_POSITIVE = [0, -1, -0.5, *NO_NUMBERS]
 NO_TEXTS = [None, 3, b"probs", True, ["probs"]]
 RESERVED = [
     "output", "input", "weight", "bias", "offsets", "columns", "none", "self", "arch", "splits", "row_of_slot",
-    "slot_of_row", "expert_index", "checked_row_of_slot", "checked_slot_of_row", "grad_input", "grad_x",
+    "slot_of_row", "token_of_row", "expert_index", "checked_row_of_slot", "checked_slot_of_row", "grad_input", "grad_x",
     "a.b", "0.output", "", "two words", "1st",
 ]  # fmt: skip
 

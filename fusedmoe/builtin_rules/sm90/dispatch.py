@@ -62,8 +62,8 @@ class DispatchRule(OnSm90, FusionRule, name="sm90.dispatch", direction="forward"
             gather = functions.bind_gather_rows(x, index, None)
 
             def run(x: Tensor, index: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-                splits, probs, row_of_slot, slot_of_row = route(index, weight)
-                return gather(x, row_of_slot, slot_of_row), splits, probs, row_of_slot, slot_of_row
+                splits, probs, row_of_slot, slot_of_row, token_of_row = route(index, weight)
+                return gather(x, row_of_slot, slot_of_row), splits, probs, row_of_slot, slot_of_row, token_of_row
 
             return run
 

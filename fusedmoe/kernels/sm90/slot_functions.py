@@ -23,8 +23,8 @@ ROOM = (64, 128, 256, 512, MOST_EXPERTS)  # maximum numbers of experts that `Rou
 
 def bind_route(
     index_TK: Tensor, weight_TK: Tensor, num_experts: int
-) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Sort slots by expert: return ``(splits, probs, row_of_slot, slot_of_row)`` of ``(ids, weights)``.
+) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
+    """Sort slots by expert: return ``(splits, probs, row_of_slot, slot_of_row, token_of_row)`` of ``(ids, weights)``.
 
     Parameters
     ----------
@@ -39,22 +39,26 @@ def bind_route(
     -------
     callable
         Returns ``splits`` (E,) int64, rows per expert; ``probs`` (R,), each row's weight, zero for sentinels;
-        ``row_of_slot`` (T, K) int64, R for sentinels; ``slot_of_row`` (R,) int64.
+        ``row_of_slot`` (T, K) int64, R for sentinels; ``slot_of_row`` (R,) int64; ``token_of_row`` (R,) int32, within
+        [0, T) also for sentinels.
     """
     from fusedmoe.kernels.sm90.slots import CHUNK, Route  # deferred: imports the CuTe DSL
 
-    shape, slots = tuple(index_TK.shape), index_TK.numel()
+    shape, slots, chosen = tuple(index_TK.shape), index_TK.numel(), index_TK.shape[1]
     chunks = -(-slots // CHUNK)
     room = next(n for n in ROOM if num_experts <= n)
     kernel = load(Route(NAMES[index_TK.dtype], NAMES[weight_TK.dtype], room, chunks > 1))
     counted = (chunks, num_experts + 1) if chunks > 1 else (1, 1)
 
-    def run(index_TK: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def run(index_TK: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         counts = index_TK.new_empty(counted, dtype=torch.int32)
         row_of_slot, slot_of_row = (index_TK.new_empty(slots, dtype=torch.int64) for _ in range(2))
+        token_of_row = index_TK.new_empty(slots, dtype=torch.int32)
         probs, splits = weight_TK.new_empty(slots), index_TK.new_empty(num_experts, dtype=torch.int64)
-        kernel(index_TK.view(-1), weight_TK.view(-1), counts, row_of_slot, slot_of_row, probs, splits)
-        return splits, probs, row_of_slot.view(shape), slot_of_row
+        kernel(
+            index_TK.view(-1), weight_TK.view(-1), counts, row_of_slot, slot_of_row, token_of_row, probs, splits, chosen
+        )  # fmt: skip
+        return splits, probs, row_of_slot.view(shape), slot_of_row, token_of_row
 
     return run
 

@@ -59,7 +59,7 @@ def _unit() -> tuple[Any, Any]:
 
 @dataclass(frozen=True)
 class Route(WarpKernel):
-    """The row of each slot, the slot of each row, the rows per expert, and the weight of each row."""
+    """The row of each slot, the slot, the token and the weight of each row, and the rows per expert."""
 
     index: str  # dtype of the expert ids: "int32" or "int64"
     weight: str  # dtype of the weights: "fp32", "bf16" or "fp16"
@@ -72,22 +72,22 @@ class Route(WarpKernel):
 
     def compile(self) -> Any:
         """Compile without a GPU; a function of ids (R,), weights (R,), counts (chunks, experts + 1) int32, rows of
-        slots (R,) int64, slots of rows (R,) int64, probs (R,) and splits (E,) int64.
+        slots (R,) int64, slots of rows (R,) int64, tokens of rows (R,) int32, probs (R,), splits (E,) int64 and K.
         """
         slots, experts = cute.sym_int(), cute.sym_int()
         counts = cute.runtime.make_fake_tensor(Int32, (cute.sym_int(), cute.sym_int()), (cute.sym_int64(), 1))
         weight = fake_vector(self.weight, slots)
         return self.compiled_for(
             fake_vector(self.index, slots), weight, counts, fake_vector("int64", slots), fake_vector("int64", slots),
-            weight, fake_vector("int64", experts),
+            fake_vector("int32", slots), weight, fake_vector("int64", experts), Int32(1),
         )  # fmt: skip
 
     @cute.jit
-    def __call__(self, index, weight, counts, row_of_slot, slot_of_row, probs, splits, stream):
+    def __call__(self, index, weight, counts, row_of_slot, slot_of_row, token_of_row, probs, splits, chosen, stream):
         grid, block = (cute.ceil_div(cute.size(index), CHUNK), 1, 1), (WARPS * LANES, 1, 1)
         if const_expr(self.chunked):
             self.count(index, counts, cute.size(splits)).launch(grid=grid, block=block, stream=stream)
-        self.place(index, weight, counts, row_of_slot, slot_of_row, probs, splits).launch(
+        self.place(index, weight, counts, row_of_slot, slot_of_row, token_of_row, probs, splits, chosen).launch(
             grid=grid, block=block, stream=stream
         )
 
@@ -127,7 +127,7 @@ class Route(WarpKernel):
             counts[chunk, bucket] = s_count[bucket]
 
     @cute.kernel
-    def place(self, index, weight, counts, row_of_slot, slot_of_row, probs, splits):
+    def place(self, index, weight, counts, row_of_slot, slot_of_row, token_of_row, probs, splits, chosen):
         thread, _, _ = cute.arch.thread_idx()
         lane = cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -199,6 +199,7 @@ class Route(WarpKernel):
             if keys[i] >= 0:
                 row = s_start[keys[i]] + s_count[keys[i], warp] + ranks[i]
                 slot_of_row[row] = Int64(slot)
+                token_of_row[row] = slot // chosen
                 if keys[i] < experts:
                     row_of_slot[slot] = Int64(row)
                     probs[row] = weight[slot]
