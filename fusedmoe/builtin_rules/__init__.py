@@ -16,6 +16,14 @@ from fusedmoe.builtin_rules.sm90.grouped_dgrad_activation import GroupedDgradAct
 from fusedmoe.builtin_rules.sm90.grouped_gemm import GroupedGemm
 from fusedmoe.builtin_rules.sm90.grouped_gemm_activation import GroupedGemmActivation
 from fusedmoe.builtin_rules.sm90.grouped_wgrad import GroupedWgrad
+from fusedmoe.builtin_rules.sm90.linear import (
+    LinearActivation,
+    LinearColumnSums,
+    LinearGemm,
+    LinearInputGradient,
+    LinearInputGradientActivation,
+    LinearWeightGradient,
+)
 from fusedmoe.builtin_rules.sm90.offsets_from_splits import OffsetsFromSplits
 from fusedmoe.fusion.rule import FusionRule
 
@@ -26,6 +34,12 @@ BUILTIN: tuple[type[FusionRule], ...] = (
     GroupedDgradActivation,
     GroupedWgrad,
     ColumnSums,
+    LinearGemm,
+    LinearActivation,
+    LinearInputGradient,
+    LinearInputGradientActivation,
+    LinearWeightGradient,
+    LinearColumnSums,
     OffsetsFromSplits,
     DispatchRule,
     CombineRule,

@@ -15,7 +15,7 @@ from fusedmoe.formats import QuantizedSpec
 from fusedmoe.fusion import registry
 from fusedmoe.fusion.matcher import Mismatch, match
 from fusedmoe.fusion.plan import Attempt, Exemption, Status
-from fusedmoe.fusion.rule import Declined, FusionRule, PlanContext, RuleError, Step
+from fusedmoe.fusion.rule import Declined, FusionRule, NothingToDo, PlanContext, RuleError, Step
 from fusedmoe.fusion.values import NONE, spec_of
 from fusedmoe.ops.glue import Glue
 from fusedmoe.ops.op import SpecLike, TensorSpec
@@ -172,7 +172,8 @@ class DirectionSearch:
             try:
                 step: object = bound.offer(ctx)
             except Declined as why:
-                self.attempts.append(attempt(Status.CONSTRAINT, str(why)))
+                exemption = Exemption.NOTHING if isinstance(why, NothingToDo) else Exemption.NONE
+                self.attempts.append(attempt(Status.CONSTRAINT, str(why), exemption=exemption))
                 continue
             if not isinstance(step, Step):
                 raise RuleError(f"{self.where(bound, start, m.end)}: offer() returned {step!r}: expected a Step")

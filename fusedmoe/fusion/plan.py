@@ -44,6 +44,8 @@ class Exemption(str, Enum):
     """An operand is quantized, and the rule has no kernel for quantized operands on any device."""
     KEEPS = "keeps"
     """The rule takes fewer ops here. It cannot take more, since the backward pass reads a value between them."""
+    NOTHING = "nothing to do"
+    """The rule declined ops that it would not speed up."""
 
 
 @dataclass(frozen=True)

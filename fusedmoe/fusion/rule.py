@@ -57,8 +57,9 @@ class Declined(Exception):  # noqa: N818  (not an error: a rule declines with it
 
 
 class NothingToDo(Declined):
-    """Raised by a binder for a call with nothing to compute, such as no rows. Plain PyTorch makes the empty results.
-    This fallback is not logged, and is not a miss under ``fm.strict()``.
+    """Raised by a binder for a call with nothing to compute, such as no rows, and by `FusionRule.offer` for ops that
+    the kernel would not speed up. Plain PyTorch computes the results. This is no miss under ``fm.strict()``; the
+    fallback of a call is not logged.
     """
 
 

@@ -158,6 +158,7 @@ class LinearBiasGrad(BackwardOp):
     needs = ("grad_output", "offsets")
     gives = ("grad_bias",)
     unquantized = ("grad_output",)
+    launches = 2
 
     def compute(self, grad_output: Tensor, offsets: Tensor | None = None) -> Tensor:
         rows = _without_tail(grad_output, offsets)
