@@ -9,6 +9,7 @@ Parameters, ``state_dict``, router and auxiliary losses do not change.
 
 - The function between the two products of the experts is fused if `gates` recognises it; otherwise it runs unfused.
 - Llama-4's experts are not in transformers' experts interface; use `patch_llama4`.
+- `patch_dense` runs dense MLPs and shared experts with the kernels too.
 - transformers runs experts with quantized weights (``FP8Experts``, tensor subclasses such as torchao's) without
   fusedmoe.
 
@@ -30,6 +31,8 @@ from fusedmoe.errors import InputError
 from fusedmoe.explain_model import register_explainer
 from fusedmoe.extras import install_command
 from fusedmoe.integrations import transformers_experts
+from fusedmoe.integrations.transformers_dense import patch_dense as patch_dense
+from fusedmoe.integrations.transformers_dense import unpatch_dense as unpatch_dense
 from fusedmoe.integrations.transformers_experts import (
     experts_of,
     is_llama4,

@@ -1,5 +1,7 @@
 """Dense MLPs on Hopper: `Linear` layers with the grouped kernels of one group. How exact they are, and CUDA graphs."""
 
+import copy
+
 import pytest
 import torch
 from test_async import capture
@@ -183,3 +185,27 @@ def test_torch_compile():
         y.backward(dy)
     got = {"y": y.detach(), "x": leaf.grad, **{name: p.grad for name, p in chain.named_parameters()}}
     assert all(torch.equal(got[name], want) for name, want in expected.items())
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["", "weights apart in memory"])
+def test_mlp_of_transformers(apart):
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    from fusedmoe.integrations.transformers import patch_dense
+
+    torch.manual_seed(14)
+    config = transformers.LlamaConfig(hidden_size=H, intermediate_size=I, mlp_bias=True)
+    plain = LlamaMLP(config).to("cuda", BF16)
+    exact, fused = copy.deepcopy(plain).double(), copy.deepcopy(plain)
+    assert patch_dense(fused) == 1
+    if apart:
+        fused.up_proj.weight = torch.nn.Parameter(fused.up_proj.weight.detach().clone())
+    x, dy = rows(3, 85), rows(3, 85)
+    want, theirs = outcome(exact, x.double(), {}, dy.double()), outcome(plain, x, {}, dy)
+    with fm.strict():
+        ours = outcome(fused, x, {}, dy)
+    assert ours.keys() == want.keys()
+    for name, t in want.items():
+        assert t.any(), f"{name}: zeros would pass"
+        assert error(ours[name], t) <= 1.5 * error(theirs[name], t) + 1e-6, name
