@@ -20,7 +20,7 @@ from fusedmoe.layers import keep_in_bf16
 from fusedmoe.loading import load_experts
 from fusedmoe.lora import GroupedLoRA
 from fusedmoe.losses import transformers_load_balancing_loss
-from fusedmoe.moe import MoE, MoEStats, Router
+from fusedmoe.moe import MoE, MoEStats
 from fusedmoe.ops import (
     BackwardOp,
     Combine,
@@ -31,6 +31,7 @@ from fusedmoe.ops import (
     Op,
     Quantize,
     ReGLU,
+    Router,
     Scale,
     SquaredReLU,
     SwiGLU,

@@ -1,4 +1,4 @@
-"""Autocast: a chain or a router casts its arguments once, when it is called, and runs its ops without autocast."""
+"""Autocast: a chain casts its arguments once, when it is called, and runs its ops without autocast."""
 
 from __future__ import annotations
 
@@ -37,23 +37,32 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     return torch.autocast(device.type, enabled=False)
 
 
-def cast_arguments(arguments: Sequence[Tensor | None], dtype: torch.dtype, inputs: int) -> list[Tensor | None]:
-    """Return the arguments of a chain with rows and parameters in this dtype, except those of fp64.
-
-    Runtime inputs keep their dtypes; ``inputs`` of them follow the rows.
-    """
+def cast_arguments(
+    arguments: Sequence[Tensor | None], dtype: torch.dtype, casts: Sequence[bool]
+) -> list[Tensor | None]:
+    """Return the arguments of a chain in this dtype, except those of fp64. ``casts`` is whether each one is cast."""
     return [
-        t if t is None or 0 < i <= inputs or not _is_cast(t.dtype) else t.to(dtype) for i, t in enumerate(arguments)
+        t.to(dtype) if cast and t is not None and is_cast(t.dtype) else t
+        for t, cast in zip(arguments, casts, strict=True)
     ]
 
 
-def cast_specs(specs: Sequence[TensorSpec | None], dtype: torch.dtype, inputs: int) -> list[TensorSpec | None]:
+def cast_specs(
+    specs: Sequence[TensorSpec | None], dtype: torch.dtype, casts: Sequence[bool]
+) -> list[TensorSpec | None]:
     """Return the specs of the tensors that `cast_arguments` would return."""
     return [
-        s if s is None or 0 < i <= inputs or not _is_cast(s.dtype) else s._replace(dtype=dtype)
-        for i, s in enumerate(specs)
+        s._replace(dtype=dtype) if cast and s is not None and is_cast(s.dtype) else s
+        for s, cast in zip(specs, casts, strict=True)
     ]
 
 
-def _is_cast(dtype: torch.dtype) -> bool:
+def casts_rows(x: Tensor) -> bool | None:
+    """Return whether autocast changes the dtype of rows like x; None if it is off."""
+    dtype = autocast_dtype(x.device)
+    return None if dtype is None else x.dtype is not dtype and is_cast(x.dtype)
+
+
+def is_cast(dtype: torch.dtype) -> bool:
+    """Whether autocast casts tensors of this dtype."""
     return dtype.is_floating_point and dtype is not torch.float64

@@ -58,6 +58,8 @@ class Chain:
         Each runtime input, with the ops that take it.
     parameters : list of (Op, str, str)
         For each parameter its op, its name in the op, and its name in the chain.
+    casts : tuple of bool
+        Whether autocast casts each of `arguments`. Runtime inputs keep their dtypes; see also `Op.autocasts`.
     name : str
         The chain's name in a model, for log lines; empty if it is not known.
     """
@@ -80,6 +82,11 @@ class Chain:
         self.parameters = [
             (node.op, name, f"{node.label}.{name}") for node in self.nodes for name in node.op.parameter_names
         ]
+        self.casts = (
+            any(node.op.autocasts for node in self.nodes),
+            *[False] * len(self.inputs),
+            *[op.autocasts for op, _, _ in self.parameters],
+        )
         self.name = ""
         self.table = PlanTable(self)
         self._settings: dict[bool, Settings] = {}  # of the last calls with gradients (True) and without (False)
@@ -108,7 +115,7 @@ class Chain:
         elif (dtype := autocast_dtype(x.device)) is None:
             results = self._run(arguments, tensors, CallContext(*context))
         else:
-            cast = cast_arguments(arguments, dtype, len(self.inputs))
+            cast = cast_arguments(arguments, dtype, self.casts)
             with without_autocast(x.device):
                 results = self._run(cast, signature(cast), CallContext(*context), arguments)
         if len(results) > 1:
@@ -127,7 +134,7 @@ class Chain:
         if target.current() is not None:
             return self._explain_for_target(x, arguments, options)
         if (dtype := autocast_dtype(x.device)) is not None:
-            arguments = cast_arguments(arguments, dtype, len(self.inputs))
+            arguments = cast_arguments(arguments, dtype, self.casts)
         context = CallContext(*_context(settings.current(), options))
         plan = self.table.find(arguments, signature(arguments), context).plan
         return describe(plan, dict(zip(plan.graph.arguments, arguments, strict=True)))
@@ -140,7 +147,9 @@ class Chain:
         dtype = asked.dtype or autocast_dtype(x.device)
         specs = [argument_spec(a) for a in arguments]
         if dtype is not None:
-            specs = cast_specs(specs, dtype, len(self.inputs))
+            of_input = range(1, 1 + len(self.inputs))
+            all_others = tuple(i not in of_input for i in range(len(specs)))
+            specs = cast_specs(specs, dtype, self.casts if asked.dtype is None else all_others)
         deterministic = torch.are_deterministic_algorithms_enabled()
         conditions = Conditions(now.recipe, now.all_disabled(), options, deterministic, target=asked)
         plan = plan_chain(self, arguments, wanted_gradients(arguments), conditions, specs)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fusedmoe.ops.op import Op, Runnable, constant_in_graphs
-from fusedmoe.partition import partition_for
+from fusedmoe.partition import partition_of_call
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,7 +36,7 @@ def run(
         from fusedmoe import torch_export  # imported here since few programs need it
 
         return torch_export.run(root, x, inputs, parameters, provides)
-    partition = partition_for(root, inputs)
+    partition = partition_of_call(root, x, inputs)
     partition.check_inputs(x, inputs)
     if parameters is not None:
         partition.check_parameters(parameters)
@@ -49,7 +49,7 @@ def _parts_for_compiler(root: Op | Sequential, *around: Any) -> Any:
     """Return the parts of a module for `fusedmoe.torch_compile`. Dynamo guards on ``around``."""
     from fusedmoe import torch_compile  # imported here since it imports Dynamo, which is loaded by now
 
-    return torch_compile.parts_for_compiler(root, around[-1])
+    return torch_compile.parts_for_compiler(root, *around[-2:])
 
 
 Op._run = run

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from fusedmoe.autocast import casts_rows
 from fusedmoe.chain import Chain
 from fusedmoe.errors import InputError
 from fusedmoe.fusion.graph import Graph, first_takers_of_offsets
@@ -116,19 +117,35 @@ def buffers_kept(parts: Sequence[ChainPart | ModulePart]) -> Iterator[None]:
             buffer.data.copy_(before)  # without a new version for autograd
 
 
-def partition_for(root: Op | Sequential, given: Collection[str] = ()) -> Partition:
-    """Return the partition of a module for a call with these runtime inputs. It is cached while it is valid."""
+def partition_for(root: Op | Sequential, given: Collection[str] = (), casts: bool | None = None) -> Partition:
+    """Return the partition of a module for a call with these runtime inputs. It is cached while it is valid.
+
+    ``casts`` is whether autocast changes the dtype of the call's rows; None if it is off.
+    """
     state = root._of_process
     partition: Partition | None = state.partition
     if partition is None or not partition.holds():
         partition = state.partition = Partition(root)
         partition.name(state.place)
         partition.warn_of_options()
-    if partition.may_be_sorted and "splits" in given:
-        partition = state.sorted_partition
+    sorted_rows = partition.may_be_sorted and "splits" in given
+    # the dtype of rows that a module returns is not known
+    divided = partition.mixed and casts is not None and (casts or len(partition.parts) > 1)
+    if sorted_rows or divided:
+        kind = sorted_rows, divided
+        partition = state.other_partitions.get(kind)
         if partition is None or not partition.holds():
-            partition = state.sorted_partition = Partition(root, sorted_rows=True)
+            partition = state.other_partitions[kind] = Partition(root, sorted_rows, divided)
+            partition.name(state.place)
     return partition
+
+
+def partition_of_call(root: Op | Sequential, x: object, given: Collection[str]) -> Partition:
+    """Return the partition of a module for a call with these rows and runtime inputs."""
+    partition = partition_for(root, given)
+    if not partition.mixed or not isinstance(x, Tensor):
+        return partition
+    return partition_for(root, given, casts_rows(x))
 
 
 class Partition:
@@ -140,6 +157,8 @@ class Partition:
         A `Sequential`, or an op that is called alone.
     sorted_rows
         The caller gives ``splits`` although no op requires them; see `may_be_sorted`.
+    divided
+        Ops that autocast casts and ops that it does not cast are in different chains; see `Op.autocasts`.
 
     Attributes
     ----------
@@ -155,16 +174,20 @@ class Partition:
         Whether a module declares that its output has other rows than its input.
     may_be_sorted : bool
         Whether no op requires ``splits``, but one accepts them.
+    mixed : bool
+        Whether a chain has ops that autocast casts and ops that it does not cast.
     """
 
-    def __init__(self, root: Op | Sequential, sorted_rows: bool = False) -> None:
+    def __init__(self, root: Op | Sequential, sorted_rows: bool = False, divided: bool = False) -> None:
         self._root = root
+        self._returned = root.provides if isinstance(root, Op) else ()
         self._children: list[tuple[nn.Module, list[tuple[str, nn.Module | None]]]] = []
         self._hooked: list[tuple[nn.Module, bool]] = []
         self._any_global_hook = _has_any_global_hook()
         self._opened: list[tuple[str, Sequential]] = []
         members = _placed([Member("op", root, joins=True)] if isinstance(root, Op) else self._members(root, ""))
-        groups = _grouped(members)
+        groups = _grouped(members, divided)
+        self.mixed = any(len({m.module.autocasts for m in g if isinstance(m.module, Op)}) > 1 for g in groups)
         sorted_by = f"op.{type(root).__name__}" if isinstance(root, Op) else "Sequential"
         rows = boundaries([(m.label, m.module) for m in members], sorted_by if sorted_rows else None)
         self.changes_rows = rows[0].rows != rows[-1].rows
@@ -195,15 +218,20 @@ class Partition:
             if any(shared[i + 1 :]):
                 later.add("splits")
             before = tuple(self.provided)
-            provides = {name: f"{n.label}.{type(n.op).__name__}" for n in _nodes(group) for name in n.op.provides}
+            provides = {
+                name: f"{n.label}.{type(n.op).__name__}"
+                for n in _nodes(group)
+                for name in (*n.op.provides, *n.op.provides_if_read)
+            }
             self.provided |= provides
             if group[0].joins:
-                exports = [name for name in provides if isinstance(self._root, Op) or name in later]
+                exports = [name for name in provides if name in later or name in self._returned]
                 parts.append(_chain_part(_nodes(group), exports, shared[i], before, first=not i))
             else:
                 (member,) = group
                 gives_rows = _gives_rows(member, groups[i + 1][0]) if i + 1 < len(groups) else ""
-                call = module_call(member.module, tuple(takes[i]), tuple(provides), around[i], not i, gives_rows)
+                read = tuple(name for name in provides if name in later)
+                call = module_call(member.module, tuple(takes[i]), read, around[i], not i, gives_rows)
                 parts.append(ModulePart(member.label, member.module, call))
         return parts
 
@@ -221,7 +249,7 @@ class Partition:
                 self._opened.append((prefix + name, module))
                 members += self._members(module, f"{prefix}{name}.")
             else:
-                joins = isinstance(module, Op) and type(module).forward is Op.forward and not hooked
+                joins = isinstance(module, Op) and type(module).forward is type(module).forward_in_chain and not hooked
                 members.append(Member(prefix + name, module, joins))
         return members
 
@@ -352,15 +380,22 @@ def _nodes(members: Sequence[Member]) -> list[Node]:
     return [Node(m.label, m.module) for m in members if isinstance(m.module, Op)]
 
 
-def _grouped(members: Sequence[Member]) -> list[list[Member]]:
-    """Return the members of each part: neighbouring ops together, any other module alone."""
+def _grouped(members: Sequence[Member], divided: bool) -> list[list[Member]]:
+    """Return the members of each part: neighbouring ops together, any other module alone. ``divided`` is as in
+    `Partition`.
+    """
     groups: list[list[Member]] = []
     for member in members:
-        if member.joins and groups and groups[-1][-1].joins:
+        before = groups[-1][-1] if groups else None
+        if before and member.joins and before.joins and not (divided and _autocasts(member) != _autocasts(before)):
             groups[-1].append(member)
         else:
             groups.append([member])
     return groups
+
+
+def _autocasts(member: Member) -> bool:
+    return isinstance(member.module, Op) and member.module.autocasts
 
 
 def _takes(group: Sequence[Member]) -> dict[str, list[str]]:

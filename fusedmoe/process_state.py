@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 class ProcessState:
     """The state of a module in this process."""
 
-    # the partition, and that for calls with ``splits`` that no op requires; see `fusedmoe.partition.partition_for`
+    # the partition of most calls, and those of other kinds of calls; see `fusedmoe.partition.partition_for`
     partition: Any = None
-    sorted_partition: Any = None
+    other_partitions: dict[Hashable, Any] = field(default_factory=dict)
     place: str = ""  # the module's name in a model, if it is known; else, for an op, its label in a `Sequential`
     attributes: tuple[Hashable, ...] | None = None  # the last result of `Op.attributes`; None after a change
     # the result of `Op.describe`, which every change of an attribute updates; None before the first call

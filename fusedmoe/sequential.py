@@ -12,7 +12,7 @@ from fusedmoe.fusion.plan import Explanation
 from fusedmoe.kernels.options import DEFAULT, KernelOptions, Schedule
 from fusedmoe.ops.amax_state import only_looking
 from fusedmoe.ops.op import Op, Runnable
-from fusedmoe.partition import buffers_kept, partition_for
+from fusedmoe.partition import buffers_kept, partition_for, partition_of_call
 from fusedmoe.shapes import explain_parts
 from fusedmoe.target import planned_for
 
@@ -166,7 +166,7 @@ class Sequential(Runnable, nn.Sequential):
         self, parameters: Mapping[str, Tensor | None] | None, x: Tensor, /, *, arch: Any = None, **inputs: Tensor
     ) -> Explanation:
         """Return the plans of this call of `forward_with`; see `explain`."""
-        partition = partition_for(self, inputs)
+        partition = partition_of_call(self, x, inputs)
         partition.check_inputs(x, inputs)
         if parameters is not None:
             partition.check_parameters(parameters)

@@ -76,7 +76,8 @@ class ModuleCall(NamedTuple):
     """How a `Sequential` calls a module that is in none of its chains."""
 
     takes: tuple[str, ...]  # the runtime inputs that the module takes
-    provides: tuple[str, ...]  # the values that it returns besides its rows
+    returns_values: bool  # it is an op that returns values besides its rows
+    read: tuple[str, ...]  # those of these values that are read
     sorted_rows: bool = False  # its input rows are sorted by expert
     new_rows: bool = False  # its output has other rows than its input
     sorts_rows: bool = False  # it requires ``splits``
@@ -89,7 +90,7 @@ class ModuleCall(NamedTuple):
 def module_call(
     module: nn.Module,
     takes: tuple[str, ...],
-    provides: tuple[str, ...],
+    read: tuple[str, ...],
     around: Sequence[Boundary],
     first: bool,
     gives_rows: str,
@@ -99,7 +100,8 @@ def module_call(
     sorted_rows = before.taker is not None
     return ModuleCall(
         takes,
-        provides,
+        bool(getattr(module, "provides", ())),
+        read,
         sorted_rows=sorted_rows,
         new_rows=before.rows != after.rows,
         sorts_rows=sorts_rows(module),
@@ -138,9 +140,9 @@ def call_module(module: Any, x: Any, named: dict[str, Tensor], call: ModuleCall,
     if call.offered_splits and counted:
         inputs["splits"] = named["splits"]
     y = module(x, **inputs)
-    if call.provides:
-        y, provided = y
-        named.update(provided)
+    if call.returns_values:
+        y, values = module.values_from(x, y, call.read)
+        named.update(values)
     counted = counted or call.sorts_rows
     if call.new_rows or not call.sorted_rows:
         counted = True

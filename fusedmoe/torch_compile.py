@@ -14,7 +14,7 @@ from torch import Tensor
 
 import fusedmoe.torch_operators  # noqa: F401 (registers the operators that a graph calls)
 from fusedmoe import settings
-from fusedmoe.autocast import autocast_dtype, cast_arguments
+from fusedmoe.autocast import autocast_dtype, cast_arguments, casts_rows
 from fusedmoe.errors import InputError
 from fusedmoe.fusion import registry
 from fusedmoe.ops.op import Op, constant_in_graphs
@@ -43,6 +43,7 @@ class TracedChain(NamedTuple):
     # for each parameter the path to its op, its name in the op, and its name in the chain
     parameters: tuple[tuple[Path, str, str], ...]
     exports: tuple[str, ...]  # as in `Chain`
+    casts: tuple[bool, ...]  # as in `Chain`
     chain: Chain | None  # the chain itself, if it has no handle
 
 
@@ -77,7 +78,7 @@ def run(
     options = root._options
     parts = root._parts_for_compiler(
         _described(root), settings.thread.key, registry.generation(), options.sm_margin, options.schedule,
-        torch.are_deterministic_algorithms_enabled(), _given(x, inputs),
+        torch.are_deterministic_algorithms_enabled(), _given(x, inputs), _casts_rows(x),
     )  # fmt: skip
     if isinstance(parts, str):
         _refuse(parts)
@@ -135,7 +136,7 @@ def _run_operator(chain: TracedChain, arguments: list[Tensor | None]) -> list[Te
     x = arguments[0]
     assert x is not None
     if (dtype := autocast_dtype(x.device)) is not None:
-        arguments = cast_arguments(arguments, dtype, len(chain.inputs))
+        arguments = cast_arguments(arguments, dtype, chain.casts)
     kinds = encode(arguments, torch.is_grad_enabled())
     return torch.ops.fusedmoe.run_chain(chain.handle, kinds, [a for a in arguments if a is not None])  # type: ignore[no-any-return]
 
@@ -168,18 +169,22 @@ def _given(x: object, inputs: Mapping[str, object]) -> tuple[tuple[str, str], ..
     return (("x", "" if isinstance(x, Tensor) else type(x).__name__), *came)
 
 
+def _casts_rows(x: object) -> bool | None:
+    return casts_rows(x) if isinstance(x, Tensor) else None
+
+
 # ---- constants for Dynamo -----------------------------------------------------------------------------------------
 
 
 # after a graph break, Dynamo calls this function instead of taking its result as a constant, and must not trace it
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def parts_for_compiler(
-    root: Op | Sequential, given: tuple[tuple[str, str], ...]
+    root: Op | Sequential, given: tuple[tuple[str, str], ...], casts: bool | None
 ) -> tuple[TracedPart | TracedModule, ...] | str:
     """Return the parts of a module for `run`, or the message for an invalid call."""
     names = [name for name, _ in given[1:]]
     try:
-        partition = partition_for(root, names)
+        partition = partition_for(root, names, casts)
         partition.check_names(names)
         for name, wrong_type in given:
             if wrong_type:
@@ -212,4 +217,4 @@ def _traced_chain(chain: Chain, paths: Sequence[Path], options: KernelOptions) -
         for name in node.op.parameter_names
     )
     handle = handle_of(chain, options)
-    return TracedChain(handle, chain.inputs, parameters, chain.exports, None if handle else chain)
+    return TracedChain(handle, chain.inputs, parameters, chain.exports, chain.casts, None if handle else chain)

@@ -12,7 +12,7 @@ from fusedmoe.autocast import autocast_dtype, cast_arguments
 from fusedmoe.fusion.plans import Conditions, plan_chain
 from fusedmoe.fusion.signature import NOMINAL_ROWS
 from fusedmoe.kernels.options import DEFAULT
-from fusedmoe.partition import ChainPart, partition_for
+from fusedmoe.partition import ChainPart, partition_of_call
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +31,7 @@ def run(
     provides: tuple[str, ...],
 ) -> Any:
     """Run a module in a program that is being exported."""
-    partition = partition_for(root, inputs)
+    partition = partition_of_call(root, x, inputs)
     partition.check_inputs(x, inputs)
     if parameters is not None:
         partition.check_parameters(parameters)
@@ -48,7 +48,7 @@ def run(
 def _run_chain(chain: Chain, x: Tensor, named: dict[str, Tensor], parameters: Parameters | None) -> Tensor:
     arguments = chain.arguments_of(x, named, parameters)
     if (dtype := autocast_dtype(x.device)) is not None:
-        arguments = cast_arguments(arguments, dtype, len(chain.inputs))
+        arguments = cast_arguments(arguments, dtype, chain.casts)
     recipe = settings.current().recipe
     conditions = Conditions(recipe, (), DEFAULT, deterministic=False, unfused=True, nominal_rows=NOMINAL_ROWS)
     plan = plan_chain(chain, arguments, [False] * len(arguments), conditions)

@@ -83,7 +83,7 @@ class _Builder:
         """Return the values whose gradients a wanted gradient depends on, including the wanted arguments."""
         found = {self._graph.gradient_of_arguments[a] for a in self._wanted}
         for place in self._graph.places:
-            for item in place.op.backward_ops():
+            for item in reversed(place.op.backward_ops()):
                 if any(place.gradient(n) in found for n in item.gives):
                     through = [place.gradient(n) for n in item.needs if n.startswith("grad_")]
                     found.update(v for v in through if self._is_float(v))

@@ -131,9 +131,9 @@ def _forward_step(place: Place) -> Plain:
         return drawn_again(place)  # autograd differentiates `compute`
     read = {"input", *op.parameter_names, *op.runtime_inputs, *op.optional_inputs}
     read.update(random_state.NAMES, *[item.needs for item in op.backward_ops()])
-    made = {"output", *op.provides}
+    made = {"output", *place.provides}
     names = tuple(name for name in place.values if name in read and name not in made)
-    run = partial(_run_op, _NamedOp(op, names))
+    run = partial(_run_op, _NamedOp(place, names))
     return replace(place.step, run=run, needs=tuple(place.values[name] for name in names))
 
 
@@ -142,45 +142,54 @@ class _NamedOp:
 
     Parameters
     ----------
-    op
-        The op.
+    place
+        The place of the op.
     names
         The values that the op and its backward ops may read, by the op's names.
     """
 
-    def __init__(self, op: Op, names: tuple[str, ...]) -> None:
-        self.op, self.names = op, names
+    def __init__(self, place: Place, names: tuple[str, ...]) -> None:
+        self.op, self.names = place.op, names
+        op = place.op
         self.takes = ("input", *op.parameter_names, *op.runtime_inputs, *op.optional_inputs)
-        self.gives = ("output", *op.provides)
+        self.gives = (*(() if op.passes_forward else ("output",)), *place.provides)
+        self._keywords = place.keywords
 
     def outputs(self, values: Mapping[str, Tensor | None]) -> tuple[Tensor, ...]:
         x: Any = values["input"]
         states: Any = [values[name] for name in random_state.NAMES if name in values] or None
         with random_state.drawing_again(states, x.device):
-            y = self.op.compute(*[values[name] for name in self.takes])  # type: ignore[arg-type]
+            y = self.op.compute(*[values[name] for name in self.takes], **self._keywords)  # type: ignore[arg-type]
         return (y,) if isinstance(y, Tensor) else tuple(y)
 
     def gradients(self, values: Mapping[str, Tensor | None], wanted: Mapping[str, bool]) -> dict[str, Tensor]:
         """Return the wanted gradients by name, from values and incoming gradients by name."""
+        values = dict(values)
         found: dict[str, Tensor] = {}
 
         def add(name: str, gradient: Tensor) -> None:
             found[name] = found[name] + gradient if name in found else gradient
 
-        dy = values["grad_output"]
+        dy = values.get("grad_output")
         if self.op.passes_backward and dy is not None and wanted["input"]:
             add("input", dy)
         for item in self.op.backward_ops():
-            gives = tuple(g for g in item.gives if wanted[self._value(g)])
-            arriving = [values[name] for name in item.needs if name.startswith("grad_")]
+            gives = tuple(g for g in item.gives if self._is_stage(g) or wanted[self._value(g)])
+            arriving = [values.get(name) for name in item.needs if name.startswith("grad_")]
             if not gives or all(g is None for g in arriving):
                 continue
             kept = item if len(gives) == len(item.gives) else item.only(gives)
-            out = _run_backward_op(kept, *[values[name] for name in kept.needs])
+            needs = [values.get(name) if name.startswith("grad_") else values[name] for name in kept.needs]
+            out = _run_backward_op(kept, *needs)
             for name, gradient in zip(kept.gives, (out,) if isinstance(out, Tensor) else out, strict=True):
-                if wanted[self._value(name)]:
+                if self._is_stage(name):
+                    values[name] = gradient
+                elif wanted[self._value(name)]:
                     add(self._value(name), gradient)
         return found
+
+    def _is_stage(self, gradient: str) -> bool:
+        return gradient.removeprefix("grad_") in self.op.stages
 
     def _value(self, gradient: str) -> str:
         name = gradient.removeprefix("grad_")

@@ -3,11 +3,13 @@
 Each step reads a quantized value in the form that its item needs: ``contracts`` names the axis of an operand that the
 item sums over. An item that sums over no axis of a value reads it dequantized.
 
-An op that passes rows on unchanged in one direction has no step there: its input and output are the same value.
+The input and the output of an op that passes rows on unchanged in one direction are the same value there. Such an op
+has no step in that direction, unless it provides values.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +36,7 @@ from fusedmoe.ops.glue import Dequantize, Derive, QuantizeWeight, ZeroTail
 from fusedmoe.ops.op import TensorSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from fusedmoe.formats import Quantizer
     from fusedmoe.ops.op import Node, SpecLike
@@ -90,9 +92,10 @@ class Graph:
             self._quantize(place, NONE)
         self._sorted_rows = sorted_rows
         self._scope = Scope(inputs, provided)
+        self._read = {*exports, *(name for node in nodes for name in node.op.runtime_inputs)}
         rows, gradients = _values_along(nodes, "passes_forward"), _values_along(nodes, "passes_backward")
         self.places = self._places_along(rows, gradients)
-        self.forward = tuple(place for place in self.places if not place.op.passes_forward)
+        self.forward = tuple(place for place in self.places if place.step.gives)
         provided_here = tuple(self._scope.take(name) for name in exports)
         self.outputs = (self.form(rows[-1], None), *provided_here)
         self.inputs, self.derived = self._scope.inputs, self._scope.derived
@@ -136,7 +139,7 @@ class Graph:
             if node.op.quantizes is not None:
                 self._quantize(place, place.names["offsets"])
             scope.rows += node.op.changes_rows
-            scope.provide(node)
+            scope.provide(place.provides)
             if "splits" in node.op.provides or (node.op.changes_rows and scope.rows in sorted_rows):
                 scope.derive("offsets", rows[i + 1], sorted_rows.get(scope.rows, _kind(node)))
         scope.has_rows(f"{self.nodes[-1].label}.output")
@@ -149,7 +152,7 @@ class Graph:
         check_names(
             _kind(node), "runtime_inputs", [n for n in op.runtime_inputs if n not in DERIVED], op.parameter_names
         )
-        check_names(_kind(node), "provides", op.provides, op.parameter_names)
+        check_names(_kind(node), "provides", (*op.provides, *op.provides_if_read), op.parameter_names)
         for p in op.parameter_names:
             parameter = f"{label}.{p}"
             gradient_of[p] = parameter
@@ -167,18 +170,27 @@ class Graph:
                     scope.has_rows(values[name])
         for name in op.optional_inputs:  # offsets, if these rows have them
             values[name] = NONE if taker is None else scope.derive(name, rows_value, taker)
-        values |= {p: f"{label}.{p}" for p in op.provides}
+        all_values = not self._read.isdisjoint(op.provides_if_read)
+        provides = {p: f"{label}.{p}" for p in (*op.provides, *(op.provides_if_read if all_values else ()))}
+        values |= dict.fromkeys(op.provides_if_read, NONE) | provides
+        for stage, like in op.stages.items():
+            values[stage], gradient_of[stage] = values[like], f"{label}.{stage}"
         if op.draws_random:
             values |= {p: f"{label}.{p}" for p in random_state.NAMES}
         values |= {alias: values[name] for alias, name in op.aliases.items()}
         names = self.formed(values, op.contracts)
         needs = ("input", *op.parameter_names, *op.runtime_inputs, *op.optional_inputs)
-        gives = (output, columns(output)) if op.quantizes is not None else (output, *(values[p] for p in op.provides))
+        rows = () if op.passes_forward else (output,) if op.quantizes is None else (output, columns(output))
+        compute: Callable[..., Any] = op.compute
         step = Plain(
-            label=_kind(node), run=op.compute, needs=tuple(names[n] for n in needs), gives=gives,
+            label=_kind(node), run=partial(compute, all_values=True) if all_values else compute,
+            needs=tuple(names[n] for n in needs), gives=(*rows, *provides.values()),
             zeroes_tail=op.zeroes_tail, launches=op.launches,
         )  # fmt: skip
-        return Place(item=op, names=names, step=step, node=node, values=values, gradient_of=values | gradient_of)
+        return Place(
+            item=op, names=names, step=step, node=node, values=values, gradient_of=values | gradient_of,
+            provides=provides, all_values=all_values,
+        )  # fmt: skip
 
     def _quantize(self, place: Place, offsets: str) -> None:
         """Record the quantizer and the forms of the output of a place."""
@@ -231,7 +243,7 @@ class Graph:
                 for value in place.step.needs:
                     if value in self.derived:
                         self._infer_derived(value, specs)
-                out: Any = place.op.infer(*[specs[v] for v in place.step.needs])
+                out: Any = place.op.infer(*[specs[v] for v in place.step.needs], **place.keywords)
             except InputError as error:
                 raise InputError(f"{place.label}: {error}") from None
             if isinstance(out, QuantizedSpec):
@@ -240,8 +252,8 @@ class Graph:
             specs.update(zip(place.step.gives, (out,) if isinstance(out, TensorSpec) else out, strict=True))
             specs.update(dict.fromkeys(place.random_states))  # of a size that only the generators know
         for place in self.places:  # the values that gradients are named after
-            for end in ("input", "output"):
-                specs.setdefault(place.gradient_of[end], specs[place.values[end]])
+            for name in ("input", "output", *place.op.stages):
+                specs.setdefault(place.gradient_of[name], specs[place.values[name]])
         for value in self.derived:  # offsets that only tail masks read
             self._infer_derived(value, specs)
         return specs | tensor_specs(specs, self.forms)

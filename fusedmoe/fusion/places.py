@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fusedmoe.fusion.rule import RuleError
 from fusedmoe.fusion.steps import Plain
@@ -29,6 +29,8 @@ class Place:
     values: Mapping[str, str] = field(default_factory=dict)  # the op's own names -> the chain's, by rows
     # the op's own names -> the values that gradients are named after: others if an op passes rows on unchanged
     gradient_of: Mapping[str, str] = field(default_factory=dict)
+    provides: Mapping[str, str] = field(default_factory=dict)  # the values among `values` that the op provides
+    all_values: bool = False  # whether these include those of `Op.provides_if_read`
 
     @property
     def label(self) -> str:
@@ -57,6 +59,11 @@ class Place:
         """Return the value that the op's gradient ``grad_<name>`` is named after in the chain."""
         name = name.removeprefix("grad_")
         return self.gradient_of[name] if name in self.gradient_of else self.value(name)
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """The keyword arguments of the op's ``compute`` and ``infer``."""
+        return {"all_values": True} if self.all_values else {}
 
     @property
     def random_states(self) -> tuple[str, ...]:
@@ -94,10 +101,10 @@ def training_place(place: Place) -> Place:
     """
     op, step, states = place.op, place.step, place.random_states
     if states:
-        run = partial(random_state.compute_noting_states, op)
+        run = partial(random_state.compute_noting_states, op, **place.keywords)
         return replace(place, step=replace(step, run=run, gives=(*step.gives, *states)))
     if not type(op).__module__.startswith("fusedmoe."):
-        return replace(place, step=replace(step, first=partial(random_state.compute_watched, op)))
+        return replace(place, step=replace(step, first=partial(random_state.compute_watched, op, **place.keywords)))
     return place
 
 
@@ -106,4 +113,6 @@ def drawn_again(place: Place) -> Plain:
     step, states = place.step, place.random_states
     if not states:
         return step
-    return replace(step, run=partial(random_state.compute_again, place.op), needs=(*step.needs, *states))
+    return replace(
+        step, run=partial(random_state.compute_again, place.op, **place.keywords), needs=(*step.needs, *states)
+    )

@@ -9,11 +9,10 @@ from fusedmoe.ops.derived import CHECKED, DERIVED, OFFSETS
 from fusedmoe.ops.glue import derive
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Mapping
 
     from fusedmoe.fusion.places import Place
     from fusedmoe.ops.derived import Derived
-    from fusedmoe.ops.op import Node
 
 
 class Scope:
@@ -53,10 +52,9 @@ class Scope:
             self.inputs.append(name)
         return self._values[name]
 
-    def provide(self, node: Node) -> None:
-        """Bring the values that an op provides into scope."""
-        for name in node.op.provides:
-            self._values[name] = f"{node.label}.{name}"
+    def provide(self, values: Mapping[str, str]) -> None:
+        """Bring the values that an op provides into scope, by name."""
+        self._values |= values
 
     def derive(self, name: str, rows_value: str, taker: str) -> str:
         """Return a derived value for these rows. An error in its source names the op ``taker``."""

@@ -17,6 +17,7 @@ from fusedmoe.ops.grouped_linear import (
 from fusedmoe.ops.grouped_lora import LoRADown, LoRADownDgrad, LoRADownWgrad, LoRAUp, LoRAUpDgrad, LoRAUpWgrad
 from fusedmoe.ops.op import AutogradBackward, BackwardOp, Op, SpecLike, TensorSpec
 from fusedmoe.ops.quantize import Quantize, QuantizeGrad
+from fusedmoe.ops.router import DRouter, Router, RouterBiasGrad, RouterLogitsGrad, RouterWeightGrad
 from fusedmoe.ops.scale import DScale, Scale, ScaleGrad
 from fusedmoe.ops.squared_relu import DSquaredReLU, SquaredReLU
 from fusedmoe.ops.weight_cache import clear_weight_cache, weight_cache_bytes
@@ -33,6 +34,7 @@ __all__ = [
     "DDispatch",
     "DGeGLU",
     "DReGLU",
+    "DRouter",
     "DScale",
     "DSquaredReLU",
     "DSwiGLU",
@@ -56,6 +58,10 @@ __all__ = [
     "Quantize",
     "QuantizeGrad",
     "ReGLU",
+    "Router",
+    "RouterBiasGrad",
+    "RouterLogitsGrad",
+    "RouterWeightGrad",
     "Scale",
     "ScaleGrad",
     "SpecLike",

@@ -118,6 +118,12 @@ class Op(Checked, Runnable):
         The values that `compute` takes by name, in order, from the call or from an earlier op that provides them.
     provides : tuple of str
         The values that `compute` returns after its output, for later ops.
+    provides_if_read : tuple of str
+        Further values for later ops. If one of them is read, `compute` and `infer` are called with ``all_values=True``,
+        and return all of them after those of `provides`. The op must define `backward_ops`.
+    stages : dict of str to str
+        Names of gradients that a backward op gives to later backward ops of the same op: ``"logits"`` for
+        ``grad_logits``. Each is mapped to the provided value that has its shape and dtype.
     rowwise_inputs : tuple of str
         The `runtime_inputs` with one entry per row. Their gradient is zero for rows without an expert.
     applies : tuple of str
@@ -137,7 +143,12 @@ class Op(Checked, Runnable):
         Derived values that `compute` takes after all others; None for a value that the chain does not have. With
         ``"offsets"``, the op accepts ``splits=`` when it is called alone.
     passes_forward, passes_backward : bool
-        Whether the op leaves rows, or their gradient, unchanged. The op then has no step in that direction.
+        Whether the op leaves rows, or their gradient, unchanged. An op that passes rows forward has no step in that
+        direction, unless it provides values: `compute` and `infer` then return these alone, and the op must define
+        `backward_ops`. An op that passes gradients backward has no step in that direction.
+    autocasts : bool
+        Whether autocast casts the op's rows and parameters. If not, and autocast would cast the rows of its chain, the
+        op is in a chain of its own.
     launches : int
         Approximate number of kernels that the plain-PyTorch path launches on a GPU, for the planner's cost.
     quantizes : Quantizer or None
@@ -161,6 +172,8 @@ class Op(Checked, Runnable):
     parameter_names: ClassVar[tuple[str, ...]] = ()
     runtime_inputs: tuple[str, ...] = ()
     provides: tuple[str, ...] = ()
+    provides_if_read: ClassVar[tuple[str, ...]] = ()
+    stages: ClassVar[Mapping[str, str]] = {}
     rowwise_inputs: tuple[str, ...] = ()
     applies: tuple[str, ...] = ()
     aliases: Mapping[str, str] = {}
@@ -168,6 +181,7 @@ class Op(Checked, Runnable):
     optional_inputs: tuple[str, ...] = ()
     passes_forward: bool = False
     passes_backward: bool = False
+    autocasts: ClassVar[bool] = True
     draws_random: bool = False
     quantizes: Quantizer | None = None
     quantizes_weight: Quantizer | None = None
@@ -282,6 +296,17 @@ class Op(Checked, Runnable):
         """
         return self._run(x, inputs, None, self.provides)
 
+    # The `forward` that does what `compute` does. An op whose class has another one is called as a module.
+    forward_in_chain: ClassVar[Callable[..., Any]] = forward
+
+    def values_from(self, x: Tensor, result: Any, names: Sequence[str]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the rows and the provided values, from rows ``x`` and the result of `forward` for them.
+
+        A `Sequential` calls this for an op that it calls as a module. ``names`` are the values that it reads.
+        """
+        rows, values = result
+        return rows, values
+
     @property
     def amax_history(self) -> object:
         """The state of delayed scaling by role: ``op.amax_history.input.amax`` and ``.reference``."""
@@ -318,9 +343,10 @@ def _description(op: Op) -> str:
     attributes = ", ".join([f"{name}={value!r}" for name, value in op.attributes()])  # type: ignore[misc, has-type]
     kind = type(op)
     text = f"{kind.__module__}.{kind.__qualname__}({attributes})"
-    if kind.__module__.partition(".")[0] == "fusedmoe" and not op._buffers and not op._modules:
+    others = op._modules or op._buffers.keys() - {*op.parameter_names}
+    if kind.__module__.partition(".")[0] == "fusedmoe" and not others:
         return text
-    # the results of other ops may also depend on buffers, and on attributes whose repr is incomplete
+    # the results of other ops may also depend on further buffers, and on attributes whose repr is incomplete
     state = op._of_process
     if state.number is None:
         state.number = next(_numbers)
@@ -396,6 +422,8 @@ class AutogradBackward(BackwardOp):
 
     def __init__(self, op: Op, gives: tuple[str, ...] | None = None) -> None:
         super().__init__(op)
+        if op.provides_if_read or (op.passes_forward and op.provides):
+            raise NotImplementedError(f"{type(op).__name__} defines no backward_ops()")
         self._arguments = ("input", *op.parameter_names, *op.runtime_inputs)
         self._outputs = ("output", *op.provides)
         states = random_state.NAMES if op.draws_random else ()

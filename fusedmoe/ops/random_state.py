@@ -54,7 +54,7 @@ def _is_capturing(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def compute_noting_states(op: Op, x: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
+def compute_noting_states(op: Op, x: Tensor, *args: Any, **keywords: bool) -> tuple[Tensor | None, ...]:
     """Return the outputs of an op, followed by the generator states before the call."""
     if _is_capturing(x):
         raise InputError(
@@ -62,7 +62,7 @@ def compute_noting_states(op: Op, x: Tensor, *args: Any) -> tuple[Tensor | None,
             f"the generator's state: call the op outside of a capture"
         )
     states = _states(x.device)
-    out = op.compute(x, *args)
+    out = op.compute(x, *args, **keywords)
     return (*((out,) if isinstance(out, Tensor) else out), *states)
 
 
@@ -80,24 +80,24 @@ def drawing_again(states: States | None, device: torch.device) -> Iterator[None]
         _set(now, device)
 
 
-def compute_again(op: Op, x: Tensor, *args: Any) -> Any:
+def compute_again(op: Op, x: Tensor, *args: Any, **keywords: bool) -> Any:
     """Return the outputs of an op, computed with the generator states in the last two arguments."""
     *others, of_cpu, of_device = args
     with drawing_again((of_cpu, of_device), x.device):
-        return op.compute(x, *others)
+        return op.compute(x, *others, **keywords)
 
 
-def compute_watched(op: Op, x: Tensor, *args: Any) -> Any:
+def compute_watched(op: Op, x: Tensor, *args: Any, **keywords: bool) -> Any:
     """Return the outputs of an op; raise if it draws random numbers and does not declare ``draws_random``."""
     if type(x) not in (Tensor, nn.Parameter) or _is_capturing(x):
-        return op.compute(x, *args)
+        return op.compute(x, *args, **keywords)
     before = _states(x.device)
-    out = op.compute(x, *args)
+    out = op.compute(x, *args, **keywords)
     if _same(before, _states(x.device)):
         return out
     # another thread may have drawn the numbers, and different numbers may give the same output
     with torch.no_grad(), _Draws(x.device) as draws:
-        again = op.compute(x, *args)
+        again = op.compute(x, *args, **keywords)
     same = _same((out,) if isinstance(out, Tensor) else out, (again,) if isinstance(again, Tensor) else again)
     if draws.seen or not same:
         raise InputError(

@@ -21,6 +21,7 @@ OPS = {
     "ReGLU": fm.ReGLU,
     "SquaredReLU": fm.SquaredReLU,
     "Scale": lambda: fm.Scale("probs"),
+    "Router": lambda: fm.Router(8, 4, 2),
     "Dispatch": lambda: fm.Dispatch(2),
     "Combine": fm.Combine,
     "Combine(None)": lambda: fm.Combine(None),
