@@ -178,6 +178,13 @@ def test_a_row_tile_left_over_is_not_paired_with_an_empty_one(family):
         assert 0.65 < cycles(three, config) / cycles(four, config) < 0.9
 
 
+def test_one_group_has_exactly_its_rows():
+    """With random routing, some experts have more rows than the mean, and another row tile; one group does not."""
+    for config in CANDIDATES["plain"]:
+        few, many = (cycles(Problem("plain", rows, 1, 28672, 4096, SMS), config) for rows in (7 * 128 + 1, 8 * 128))
+        assert few <= many < 1.001 * few, config.name
+
+
 def test_few_rows_are_estimated_to_take_as_long_as_reading_the_weights():
     problem = Problem("activation", 8 * 256, 128, 1536, 2048, SMS)
     seconds = cycles(problem, choose(problem)) / 1.45e9

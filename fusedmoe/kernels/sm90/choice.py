@@ -6,7 +6,7 @@ the few register spills. Nothing is tuned at run time.
 
 The model, in cycles of an SM at 1.45 GHz, the clock of an H100 under full tensor load:
 
-    row tiles = of an expert: the mean over some quantiles of its rows under random routing
+    row tiles = of an expert: the mean over some quantiles of its rows under random routing; exact for one group
     tiles     = experts with rows * (row tiles in pairs * column tiles + row tile left over * column tiles in pairs)
     multiply  = tile_m * tile_n / 32 for a tile of K: 64 two-byte elements, 2048 multiply-adds per cycle
     load      = (tile_m / sharers of the rows + tile_n / sharers of the weights) * 128 bytes / LOAD_BYTES_PER_CYCLE
@@ -141,7 +141,8 @@ def cycles(problem: Problem, config: TileConfig) -> float:
         rows = p.rows / max(p.experts, 1)
         weights = -math.expm1(-rows) * p.experts  # of the experts that have rows
         k_tiles = float(-(-p.depth // p.tile_k))
-        row_tiles = [math.ceil(max(rows + z * math.sqrt(rows), 1.0) / config.tile_m) for z in QUANTILES]
+        deviation = math.sqrt(rows) if p.experts > 1 else 0.0  # one group has all rows, not a random part of them
+        row_tiles = [math.ceil(max(rows + z * deviation, 1.0) / config.tile_m) for z in QUANTILES]
         side_by_side = max(BAND_ROWS // (config.tile_m * config.cluster_m), 1)
         readers = _mean([min((n + 1) // 2, side_by_side) for n in row_tiles])
         reads = 1 + READ_AGAIN * (readers - 1)
