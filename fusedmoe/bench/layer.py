@@ -1,7 +1,7 @@
 """One MoE layer, router included, in each implementation: ours, plain torch, and the peers.
 
-All implementations get the same tokens, weights and output gradient. They route in the same way: softmax over all
-experts in fp32, then the K largest probabilities, divided by their sum.
+All implementations get the same tokens, weights and output gradient. They route in the same way: the K largest logits,
+and the softmax of these.
 
 Axes: T tokens, E experts, K chosen experts per token, R = T K rows, H hidden, I intermediate.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusedmoe import settings
-from fusedmoe.bench.peers import deinterleave, interleave, quack_expert_mlp, sonic_functions
+from fusedmoe.bench.peers import deinterleave, interleave, quack_expert_mlp, sonic_modules
 from fusedmoe.moe import ACTIVATIONS, MoE
 from fusedmoe.ops import GLU
 from fusedmoe.ops.weight_cache import clear_weight_cache
@@ -65,6 +65,8 @@ class Candidate(NamedTuple):
 
     forward: Callable[[], Tensor]  # returns y (T, H), recorded by autograd
     leaves: Leaves  # the tensors that ``forward`` uses
+    chosen: Callable[[], Tensor]  # returns the experts that its router chooses, (T, K) in any order
+    inference: Callable[[], Tensor] | None = None  # replaces ``forward`` where autograd does not record
     alternating: bool = False  # whether ``weight1`` has alternating gate and up rows
     note: str = ""  # a remark for the comparison with the others
 
@@ -78,6 +80,8 @@ class Work:
         (T, H).
     router, weight1, weight2 : Tensor
         (E, H), (E, 2 I, H) as ``[gate; up]`` or (E, I, H) without a gate, (E, H, I).
+    index : Tensor
+        (T, K), the experts with the largest logits in fp64.
     """
 
     def __init__(self, sizes: Sizes, dtype: torch.dtype, device: torch.device, recipe: Recipe = BF16) -> None:
@@ -93,11 +97,11 @@ class Work:
         self.router = draw(s.experts, s.hidden, fan_in=s.hidden)
         self.weight1 = draw(s.experts, s.wide, s.hidden, fan_in=s.hidden)
         self.weight2 = draw(s.experts, s.hidden, s.intermediate, fan_in=s.intermediate)
-        self.index, _ = route(self.x, self.router, s.top_k)
+        self.index = (self.x.double() @ self.router.double().T).topk(s.top_k, dim=-1).indices
 
     def load(self) -> Tensor:
         """Return the rows per expert, (E,), on the CPU."""
-        return torch.bincount(self.index.flatten().cpu(), minlength=self.sizes.experts)
+        return rows_per_expert(self.index, self.sizes.experts)
 
     def leaves(self, alternating: bool = False) -> Leaves:
         """Return new leaves, which share memory with the operands if their layouts agree."""
@@ -105,14 +109,18 @@ class Work:
         return Leaves(*[t.detach().requires_grad_() for t in (self.x, self.router, weight1, self.weight2)])
 
 
+def rows_per_expert(index: Tensor, experts: int) -> Tensor:
+    """Return the rows per expert of a choice (T, K): (E,), on the CPU."""
+    return torch.bincount(index.flatten().cpu(), minlength=experts)
+
+
 # ---- plain torch ---------------------------------------------------------------------------------------------------
 
 
 def route(x: Tensor, router: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """Return the chosen experts (T, K) and their weights, fp32."""
-    probs = torch.softmax(F.linear(x.float(), router.float()), dim=-1)
-    weight, index = probs.topk(top_k, dim=-1)
-    return index, weight / weight.sum(-1, keepdim=True)
+    logits, index = F.linear(x.float(), router.float()).topk(top_k, dim=-1)
+    return index, torch.softmax(logits, dim=-1)
 
 
 def activate(h: Tensor, activation: str) -> Tensor:
@@ -164,7 +172,10 @@ def looped_layer(x: Tensor, router: Tensor, weight1: Tensor, weight2: Tensor, to
 def our_layer(work: Work) -> MoE:
     """Return the layer of this package, with the weights of the work."""
     s = work.sizes
-    layer = MoE(s.hidden, s.intermediate, s.experts, s.top_k, s.activation, device="meta", dtype=work.dtype)
+    layer = MoE(
+        s.hidden, s.intermediate, s.experts, s.top_k, s.activation,
+        score="topk_softmax", device="meta", dtype=work.dtype,
+    )  # fmt: skip
     weights = {"router": work.router, "experts.gate_up": work.weight1, "experts.down": work.weight2}
     layer.load_state_dict({f"{name}.weight": weight for name, weight in weights.items()}, assign=True)
     return layer
@@ -181,21 +192,32 @@ def ours(work: Work) -> Candidate:
         with settings.recipe(work.recipe):
             return layer(x)
 
+    def chosen() -> Tensor:
+        with torch.no_grad():
+            _, stats = layer(x, return_stats=True)
+        return stats.logits.topk(work.sizes.top_k, dim=-1).indices
+
     note = "" if work.recipe == BF16 else f"recipe {work.recipe.name}"
-    return Candidate(forward, Leaves(x, *layer.parameters()), note=note)
+    return Candidate(forward, Leaves(x, *layer.parameters()), chosen, note=note)
+
+
+def _routed_by_torch(work: Work, leaves: Leaves) -> Callable[[], Tensor]:
+    """Return `Candidate.chosen` of a layer that calls `route`."""
+    return lambda: route(leaves.x.detach(), leaves.router.detach(), work.sizes.top_k)[0]
 
 
 def torch_loop(work: Work) -> Candidate:
     """Return a loop over the experts."""
     leaves = work.leaves()
     call = functools.partial(looped_layer, *leaves, work.sizes.top_k, work.sizes.activation)
-    return Candidate(call, leaves, note="reads the rows per expert on the host" if work.device.type == "cuda" else "")
+    note = "reads the rows per expert on the host" if work.device.type == "cuda" else ""
+    return Candidate(call, leaves, _routed_by_torch(work, leaves), note=note)
 
 
 def torch_grouped(work: Work, layer: Callable[..., Tensor] = sorted_layer) -> Candidate:
     """Return torch's grouped GEMM on sorted rows."""
     leaves, mlp = work.leaves(), functools.partial(grouped_mlp, activation=work.sizes.activation)
-    return Candidate(functools.partial(layer, *leaves, work.sizes.top_k, mlp), leaves)
+    return Candidate(functools.partial(layer, *leaves, work.sizes.top_k, mlp), leaves, _routed_by_torch(work, leaves))
 
 
 def torch_compiled(work: Work) -> Candidate:
@@ -214,28 +236,33 @@ def quack(work: Work) -> Candidate:
         return run(rows, weight1, weight2, None, None, F.pad(offsets, (1, 0)), None)
 
     call = functools.partial(sorted_layer, *leaves, work.sizes.top_k, mlp)
-    return Candidate(call, leaves, alternating=True, note="torch routes, sorts and sums the rows")
+    note = "torch routes, sorts and sums the rows"
+    return Candidate(call, leaves, _routed_by_torch(work, leaves), alternating=True, note=note)
 
 
-def sonic(work: Work) -> Candidate:
-    """Return SonicMoE's layer for given routing."""
+def sonic(work: Work, tuned: bool = False) -> Candidate:
+    """Return SonicMoE's layer with its router, whose logits are in the dtype of the tokens."""
     if work.sizes.activation != "swiglu":
         raise NotImplementedError(f"{work.sizes.activation} is not compared with SonicMoE")
-    functional, kind = sonic_functions(tuned=False)
+    functional, kind, use = sonic_modules()
     leaves, top_k = work.leaves(alternating=True), work.sizes.top_k
     x, router, weight1, weight2 = leaves
-    token = torch.arange(len(x), device=x.device, dtype=torch.int32).repeat_interleave(top_k)
 
-    def forward() -> Tensor:
-        index, weight = route(x, router, top_k)
+    def layer(inference: bool) -> Tensor:
+        use(tuned)
         stock1, stock2 = weight1.permute(1, 2, 0), weight2.permute(1, 2, 0)
-        expert = index.flatten().to(torch.int32)
-        y, _ = functional.moe_general_routing_inputs(
-            x, weight.flatten(), token, expert, stock1, None, stock2, None, len(router), 0, kind.SWIGLU
+        y, _, _ = functional.moe_TC_softmax_topk_layer(
+            x, router, stock1, None, stock2, None, top_k, 0, kind.SWIGLU, inference
         )
         return y  # type: ignore[no-any-return]
 
-    return Candidate(forward, leaves, alternating=True, note="torch routes")
+    def chosen() -> Tensor:
+        with torch.no_grad():
+            logits = F.linear(x, router)
+            _, index = functional.TC_Softmax_Topk_Router_Function.apply(logits, len(router), top_k, True, False)
+        return index.long()  # type: ignore[no-any-return]
+
+    return Candidate(functools.partial(layer, False), leaves, chosen, functools.partial(layer, True), alternating=True)
 
 
 class Peer(NamedTuple):
@@ -247,13 +274,18 @@ class Peer(NamedTuple):
     devices: tuple[str, ...] = ("cpu", "cuda")
 
 
+OURS_PEER = Peer(OURS, ours)
+COMPILED = Peer("torch grouped_mm, compiled", torch_compiled, devices=("cuda",))
+SONIC = Peer("SonicMoE", sonic, ("sonicmoe", "quack"), ("cuda",))
+SONIC_TUNED = SONIC._replace(name="SonicMoE tuned", prepare=functools.partial(sonic, tuned=True))
+
 PEERS = (
-    Peer(OURS, ours),
+    OURS_PEER,
     Peer("torch grouped_mm", torch_grouped),
-    Peer("torch grouped_mm, compiled", torch_compiled, devices=("cuda",)),
+    COMPILED,
     Peer("torch loop", torch_loop),
     Peer("QuACK", quack, ("quack",), ("cuda",)),
-    Peer("SonicMoE", sonic, ("sonicmoe", "quack"), ("cuda",)),
+    SONIC,
 )
 
 
@@ -261,48 +293,57 @@ PEERS = (
 
 
 class Reference:
-    """The layer in fp64 for a sample of tokens and for the weights of one expert, with the routing of the work."""
+    """The layer in fp64 for a given choice of experts: a sample of tokens, and the weights of one expert.
 
-    def __init__(self, work: Work) -> None:
+    ``index`` (T, K) is the choice. The weights of the chosen experts are the softmax of their logits in fp64.
+    """
+
+    def __init__(self, work: Work, index: Tensor) -> None:
         s = work.sizes
         self.tokens = torch.linspace(0, s.tokens - 1, min(SAMPLED_TOKENS, s.tokens), device=work.device).long().unique()
-        load = work.load()
-        self.expert = int(load.argsort(stable=True)[s.experts // 2])
+        self.expert = int(rows_per_expert(index, s.experts).argsort(stable=True)[s.experts // 2])
         x = work.x[self.tokens].double().requires_grad_()
-        y = self._mlp(work, x, work.index[self.tokens])
+        y = _exact(work, x, work.router.double(), index[self.tokens])
         (grad_x,) = torch.autograd.grad(y, x, work.dy[self.tokens].double())
         self.expected = {"y": y.detach(), "x": grad_x}
-        token, slot = torch.where(work.index == self.expert)
+        token, _ = torch.where(index == self.expert)
         if len(token):
-            rows = work.x[token].double()
-            weight = self._weights(work, rows, work.index[token])[torch.arange(len(token)), slot]
-            w1, w2 = (w[self.expert].double().requires_grad_() for w in (work.weight1, work.weight2))
-            y = F.linear(activate(F.linear(rows, w1), s.activation), w2) * weight[:, None]
-            grads = torch.autograd.grad(y, (w1, w2), work.dy[token].double())
-            self.expected |= dict(zip(("weight1", "weight2"), grads, strict=True))
+            # only these tokens contribute to the gradients of the expert's weights and of its row of the router
+            router, *weights = (
+                w.double().requires_grad_() for w in (work.router, work.weight1[self.expert], work.weight2[self.expert])
+            )
+            y = _exact(work, work.x[token].double(), router, index[token], {self.expert: weights})
+            grads = torch.autograd.grad(y, (router, *weights), work.dy[token].double())
+            self.expected |= dict(zip(("router", "weight1", "weight2"), grads, strict=True))
+            self.expected["router"] = self.expected["router"][self.expert]
 
-    def error(self, candidate: Candidate, y: Tensor, grads: Leaves) -> float:
-        """Return the largest relative error, in norm, among y and the gradients; infinite if it is not finite."""
-        weight1, weight2 = grads.weight1[self.expert], grads.weight2[self.expert]
-        if candidate.alternating:
-            weight1 = deinterleave(weight1, 0)
-        got = {"y": y[self.tokens], "x": grads.x[self.tokens], "weight1": weight1, "weight2": weight2}
-        worst = 0.0
-        for name, expected in self.expected.items():
-            error = ((got[name].double() - expected).norm() / expected.norm()).item()
-            worst = max(worst, error if math.isfinite(error) else math.inf)
-        return worst
+    def errors(self, candidate: Candidate, y: Tensor, grads: Leaves | None = None) -> dict[str, float]:
+        """Return the relative errors, in norm, of y and the gradients, by name; infinite if they are not finite."""
+        got = {"y": y[self.tokens]}
+        if grads is not None:
+            weight1 = grads.weight1[self.expert]
+            got |= {
+                "x": grads.x[self.tokens],
+                "router": grads.router[self.expert],
+                "weight1": deinterleave(weight1, 0) if candidate.alternating else weight1,
+                "weight2": grads.weight2[self.expert],
+            }
+        return {name: _relative(t, self.expected[name]) for name, t in got.items() if name in self.expected}
 
-    @staticmethod
-    def _weights(work: Work, x: Tensor, index: Tensor) -> Tensor:
-        probs = torch.softmax(x @ work.router.double().T, dim=-1).gather(1, index)
-        return probs / probs.sum(-1, keepdim=True)
 
-    def _mlp(self, work: Work, x: Tensor, index: Tensor) -> Tensor:
-        weight, y = self._weights(work, x, index), torch.zeros_like(x)
-        for expert in index.unique().tolist():
-            token, slot = torch.where(index == expert)
-            w1, w2 = work.weight1[expert].double(), work.weight2[expert].double()
-            rows = F.linear(activate(F.linear(x[token], w1), work.sizes.activation), w2)
-            y = y.index_add(0, token, rows * weight[token, slot, None])
-        return y
+def _relative(got: Tensor, expected: Tensor) -> float:
+    error = ((got.double() - expected).norm() / expected.norm()).item()
+    return error if math.isfinite(error) else math.inf
+
+
+def _exact(
+    work: Work, x: Tensor, router: Tensor, index: Tensor, given: Mapping[int, Sequence[Tensor]] | None = None
+) -> Tensor:
+    """Return y in fp64 for tokens and their choice; ``given`` replaces the two weights of an expert."""
+    weight, y = torch.softmax((x @ router.T).gather(1, index), dim=-1), torch.zeros_like(x)
+    for expert in index.unique().tolist():
+        token, slot = torch.where(index == expert)
+        w1, w2 = (given or {}).get(expert) or (work.weight1[expert].double(), work.weight2[expert].double())
+        rows = F.linear(activate(F.linear(x[token], w1), work.sizes.activation), w2)
+        y = y.index_add(0, token, rows * weight[token, slot, None])
+    return y

@@ -5,11 +5,10 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fusedmoe import settings
 from fusedmoe.bench.layer import OURS, PEERS, Candidate, Leaves, Peer, Reference, Work, our_layer
@@ -17,7 +16,8 @@ from fusedmoe.bench.peers import NOT_INSTALLED, why_not
 from fusedmoe.bench.timing import CallTime, Timer, memory_of, times_of
 from fusedmoe.progress import Advance
 
-FORWARD, STEP = "forward", "forward + backward"
+INFERENCE, FORWARD, STEP = "inference", "forward", "forward + backward"
+CASES = {INFERENCE: 1, FORWARD: 1, STEP: 3}  # FLOPs relative to one forward pass
 WRONG = {2: 0.03, 4: 1e-3}  # limit of the relative error, by the bytes of a number
 WRONG_QUANTIZED = 0.5  # limit under a quantized recipe: loose, since recipes differ in accuracy
 
@@ -26,7 +26,7 @@ WRONG_QUANTIZED = 0.5  # limit under a quantized recipe: loose, since recipes di
 class Row:
     """A row of the table."""
 
-    case: str  # `FORWARD`, with autograd recording, or `STEP`
+    case: str  # `INFERENCE`, without autograd; `FORWARD`, with autograd recording; or `STEP`
     name: str  # the peer
     note: str = ""  # the reason for missing figures, or a remark on them
     error: float | None = None  # largest relative error, in norm, of y and the gradients against fp64 on a sample
@@ -40,48 +40,95 @@ class Row:
     peak_bytes: int | None = None
 
 
+@dataclass
+class Prepared:
+    """The candidates of a layer that passed the check, and their figures apart from times, by name.
+
+    Attributes
+    ----------
+    candidates : dict of str to Candidate
+    notes : dict of str to str
+        The reason why a peer is no candidate, or a remark.
+    errors : dict of str to dict of str to float
+        The relative error of y and each gradient.
+    rerouted : dict of str to int
+        The number of tokens for which the experts differ from those with the largest logits in fp64.
+    memory : dict of (case, name) to (int, int)
+        Kept and peak bytes.
+    """
+
+    candidates: dict[str, Candidate] = field(default_factory=dict)
+    notes: dict[str, str | None] = field(default_factory=dict)
+    errors: dict[str, dict[str, float]] = field(default_factory=dict)
+    rerouted: dict[str, int] = field(default_factory=dict)
+    memory: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
+
+
 def measure(work: Work, timer: Timer, peers: Iterable[Peer] = PEERS, advance: Advance = lambda name: None) -> list[Row]:
     """Measure all peers that run on the device; a missing package or an exception becomes the peer's note."""
-    reference = Reference(work)
-    candidates: dict[str, Candidate] = {}
-    notes: dict[str, str | None] = {}
-    errors: dict[str, float] = {}
-    memory: dict[tuple[str, str], tuple[int, int]] = {}
+    return timed(work, timer, prepare(work, peers, advance), advance)
+
+
+def prepare(work: Work, peers: Iterable[Peer] = PEERS, advance: Advance = lambda name: None) -> Prepared:
+    """Prepare the peers that run on the device; check them, and measure their memory."""
+    found, exact = Prepared(), Reference(work, work.index)
     for peer in peers:
         if work.device.type not in peer.devices:
             continue
         try:
             candidate = peer.prepare(work)
-            errors[peer.name] = error = _error(reference, candidate, work)
+            found.errors[peer.name], found.rerouted[peer.name] = check(work, candidate, exact)
             if work.device.type == "cuda":
-                for case in (FORWARD, STEP):
-                    memory[case, peer.name] = memory_of(_call(case, candidate, work), work.device)
+                for case in CASES:
+                    found.memory[case, peer.name] = _memory(call_of(case, candidate, work), work.device)
         except Exception as raised:  # noqa: BLE001 reported in the peer's row
-            notes[peer.name] = why_not(raised, peer.packages)
+            found.notes[peer.name] = why_not(raised, peer.packages)
             _release(work.device)
             continue
         finally:
             advance(peer.name)
-        quantized = peer.name == OURS and bool(candidate.note)
+        quantized, error = peer.name == OURS and bool(candidate.note), max(found.errors[peer.name].values())
         if error < (WRONG_QUANTIZED if quantized else WRONG[min(work.dtype.itemsize, 4)]):
-            candidates[peer.name] = candidate
-            notes[peer.name] = candidate.note
+            found.candidates[peer.name] = candidate
+            found.notes[peer.name] = candidate.note
         else:
-            notes[peer.name] = f"wrong: relative error {error:.2g}"
+            found.notes[peer.name] = f"wrong: relative error {error:.2g}"
+    return found
+
+
+def timed(work: Work, timer: Timer, prepared: Prepared, advance: Advance = lambda name: None) -> list[Row]:
+    """Time the candidates, interleaved, in each case."""
     rows = []
-    for case, factor in ((FORWARD, 1), (STEP, 3)):
-        calls = {name: _call(case, candidate, work) for name, candidate in candidates.items()}
-        told = dict(notes)
+    for case, factor in CASES.items():
+        calls = {name: call_of(case, candidate, work) for name, candidate in prepared.candidates.items()}
+        told = dict(prepared.notes)
         times = times_of(timer, calls, told)
         advance(case)
         flops = factor * work.sizes.forward_flops
         for name, note in told.items():
-            figures = {"error": errors.get(name), **_figures(times, name, flops, work.device.type == "cuda")}
-            if name in times and (case, name) in memory:
-                kept, peak = memory[case, name]
+            error = max(prepared.errors[name].values()) if name in prepared.errors else None
+            figures = {"error": error, **_figures(times, name, flops, work.device.type == "cuda")}
+            if name in times and (case, name) in prepared.memory:
+                kept, peak = prepared.memory[case, name]
                 figures |= {"peak_bytes": peak, "kept_bytes": kept if case == FORWARD else None}
             rows.append(Row(case, name, note or "", **figures))
     return rows
+
+
+def check(work: Work, candidate: Candidate, exact: Reference) -> tuple[dict[str, float], int]:
+    """Return the relative errors of a candidate by name, and the number of tokens with other experts than the work's.
+
+    Logits of another precision choose other experts for tokens whose logits nearly tie. Such a choice is counted; it is
+    not an error. y is computed with and without autograd. ``exact`` is the reference for the choice of the work.
+    """
+    index = candidate.chosen()
+    rerouted = int((index.sort(dim=-1).values != work.index.sort(dim=-1).values).any(dim=-1).sum())
+    reference = Reference(work, index) if rerouted else exact
+    y = candidate.forward()
+    errors = reference.errors(candidate, y.detach(), Leaves(*torch.autograd.grad(y, candidate.leaves, work.dy)))
+    del y
+    inference = reference.errors(candidate, call_of(INFERENCE, candidate, work)())
+    return errors | {"y": max(errors["y"], inference["y"])}, rerouted
 
 
 def plan(work: Work) -> str:
@@ -143,16 +190,19 @@ def as_data(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return [asdict(row) | {"error": error} for row, error in zip(rows, finite, strict=True)]
 
 
-def _call(case: str, candidate: Candidate, work: Work) -> Callable[[], Any]:
+def call_of(case: str, candidate: Candidate, work: Work) -> Callable[[], Any]:
+    """Return the timed call of a case: y, or the gradients."""
+    if case == INFERENCE:
+        return torch.no_grad()(candidate.inference or candidate.forward)
     if case == FORWARD:
         return candidate.forward
     return lambda: torch.autograd.grad(candidate.forward(), candidate.leaves, work.dy)
 
 
-def _error(reference: Reference, candidate: Candidate, work: Work) -> float:
-    y: Tensor = candidate.forward()
-    grads = torch.autograd.grad(y, candidate.leaves, work.dy)
-    return reference.error(candidate, y.detach(), Leaves(*grads))
+def _memory(call: Callable[[], Any], device: torch.device) -> tuple[int, int]:
+    """Return `memory_of` a call that has run before, so that compiling and tuning are left out."""
+    call()
+    return memory_of(call, device)
 
 
 def _figures(times: dict[str, CallTime], name: str, flops: float, on_gpu: bool) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,21 +71,40 @@ def quack_expert_mlp(activation: str, tuned: bool) -> Callable[..., Tensor]:
     return ExpertMlp.apply
 
 
-def sonic_functions(tuned: bool) -> tuple[Any, Any]:
-    """Return `sonicmoe.functional` and its enumeration of activations.
+class Sonic(NamedTuple):
+    """SonicMoE's modules.
 
-    SonicMoE always autotunes, which takes minutes; this function rebinds the functions that SonicMoE's modules call.
+    ``use(tuned)`` lets it call QuACK's kernels with tuned or with default configurations until the next such call.
+    """
+
+    functional: Any
+    activations: Any
+    use: Callable[[bool], None]
+
+
+def sonic_modules() -> Sonic:
+    """Return `sonicmoe.functional`, its enumeration of activations, and the choice of configurations.
+
+    By itself, SonicMoE always tunes, which takes about a minute for each layer. QuACK keeps the configurations that it
+    found in the folder ``QUACK_CACHE_DIR``.
     """
     from sonicmoe import functional
     from sonicmoe.enums import ActivationType
     from sonicmoe.functional import backward, forward
 
-    gemm_interface = quack_interface()
-    for module in (forward, backward):
-        for name in ("gemm", "gemm_gated", "gemm_dgated"):
-            if hasattr(module, name):
-                setattr(module, name, functools.partial(getattr(gemm_interface, name), tuned=tuned))
-    return functional, ActivationType
+    interface = quack_interface()
+    called = [
+        (module, name, {tuned: functools.partial(getattr(interface, name), tuned=tuned) for tuned in (False, True)})
+        for module in (forward, backward)
+        for name in ("gemm", "gemm_gated", "gemm_dgated")
+        if hasattr(module, name)
+    ]
+
+    def use(tuned: bool) -> None:
+        for module, name, by_tuned in called:
+            setattr(module, name, by_tuned[tuned])
+
+    return Sonic(functional, ActivationType, use)
 
 
 def why_not(raised: Exception, packages: Collection[str]) -> str:

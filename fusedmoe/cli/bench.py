@@ -11,7 +11,7 @@ import torch
 from fusedmoe import __version__
 from fusedmoe.bench.layer import OURS, PEERS, Peer, Sizes, Work
 from fusedmoe.bench.machine import machine, versions
-from fusedmoe.bench.measure import as_data, lines, measure, plan
+from fusedmoe.bench.measure import CASES, as_data, lines, measure, plan
 from fusedmoe.bench.timing import CpuTimer, GpuTimer, Timer
 from fusedmoe.cli.sizes import required_sizes
 from fusedmoe.errors import InputError
@@ -78,7 +78,7 @@ def run(options: BenchOptions, timer: Timer | None = None, peers: tuple[Peer, ..
     taking_part = tuple(peer for peer in peers if device.type in peer.devices)
     try:
         work = Work(sizes, DTYPES[dtype], device, recipe)
-        with counted(len(taking_part) + 2, "steps") as advance:
+        with counted(len(taking_part) + len(CASES), "steps") as advance:
             timer = timer or (GpuTimer(device, reps) if device.type == "cuda" else CpuTimer(reps))
             rows = measure(work, timer, taking_part, advance)
         planned = plan(work)

@@ -42,27 +42,50 @@ def quack_in_torch():
     return SimpleNamespace(gemm=gemm, gemm_gated=gemm_gated, gemm_dgated=gemm_dgated)
 
 
-def sonic_in_torch():
-    """What is called of SonicMoE 0.1.2 on given routing, with weights as it wants them: permuted views."""
+def sonic_in_torch(logits_dtype=None):
+    """What is called of SonicMoE 0.1.2.post1, with weights as it wants them: permuted views.
 
-    def moe_general_routing_inputs(
-        x, router_scores, token_indices, expert_indices, w1, b1, w2, b2, E, stream_id, activation_type
+    ``logits_dtype`` rounds the logits. ``calls`` of the functional module lists, per call, whether its products are
+    tuned, and whether it is for inference.
+    """
+
+    def logits_of(x, router_w):
+        logits = x @ router_w.T
+        return logits if logits_dtype is None else logits.to(logits_dtype).to(logits.dtype)
+
+    class TC_Softmax_Topk_Router_Function:  # noqa: N801 its name
+        @staticmethod
+        def apply(router_logits, E, K, is_softmax_over_topk, norm_topk_probs):
+            assert (router_logits.shape[1], is_softmax_over_topk, norm_topk_probs) == (E, True, False)
+            rounded = router_logits if logits_dtype is None else router_logits.to(logits_dtype).to(router_logits.dtype)
+            logits, index = rounded.topk(K, dim=-1)
+            return logits.softmax(-1), index.int()
+
+    def moe_TC_softmax_topk_layer(
+        x, router_w, w1, b1, w2, b2, K, stream_id, activation_type="swiglu", is_inference_mode_enabled=False
     ):
         assert (b1, b2, stream_id, activation_type) == (None, None, 0, "swiglu")
-        assert token_indices.dtype is expert_indices.dtype is torch.int32
-        assert (token_indices.diff() >= 0).all(), "it takes slots in the order of their tokens"
         assert w1.stride(1) == w2.stride(1) == 1, "(2 I, H, E) and (H, I, E), views of (E, out, in)"
-        y = torch.zeros_like(x)
-        for expert in range(E):
-            slots = torch.where(expert_indices == expert)[0]
-            token = token_indices[slots]
+        assert is_inference_mode_enabled != torch.is_grad_enabled()
+        functional.calls.append((functional.forward.gemm.keywords["tuned"], is_inference_mode_enabled))
+        assert functional.backward.gemm_dgated.keywords["tuned"] == functional.calls[-1][0]
+        experts, logits = len(router_w), logits_of(x, router_w)
+        logits_TK, index = logits.topk(K, dim=-1)
+        weight, y = logits_TK.softmax(-1), torch.zeros_like(x)
+        for expert in range(experts):
+            token, slot = torch.where(index == expert)
             h = x[token] @ w1[..., expert].T
             rows = torch.nn.functional.silu(h[:, ::2]) * h[:, 1::2] @ w2[..., expert].T
-            y = y.index_add(0, token, rows * router_scores[slots, None])
-        return y, expert_indices.long().bincount(minlength=E)
+            y = y.index_add(0, token, rows * weight[token, slot, None])
+        return y, logits, index.flatten().bincount(minlength=experts)
 
-    functional = SimpleNamespace(moe_general_routing_inputs=moe_general_routing_inputs)
-    functional.forward, functional.backward = SimpleNamespace(gemm_gated=None), SimpleNamespace(gemm=None)
+    functional = SimpleNamespace(
+        moe_TC_softmax_topk_layer=moe_TC_softmax_topk_layer,
+        TC_Softmax_Topk_Router_Function=TC_Softmax_Topk_Router_Function,
+        forward=SimpleNamespace(gemm=None, gemm_gated=None),
+        backward=SimpleNamespace(gemm=None, gemm_dgated=None),
+        calls=[],
+    )
     return {
         "sonicmoe": SimpleNamespace(functional=functional),
         "sonicmoe.functional": functional,

@@ -39,6 +39,13 @@ def work(activation="swiglu", dtype=torch.float32, recipe="bf16", **sizes):
     return Work(Sizes(**SIZES | sizes, activation=activation), dtype, CPU, resolve(recipe))
 
 
+def worst_error(candidate, w):
+    errors, rerouted = measure.check(w, candidate, Reference(w, w.index))
+    assert set(errors) == {"y", "x", "router", "weight1", "weight2"}
+    assert rerouted == 0
+    return max(errors.values())
+
+
 def rows_of(w, *peers):
     return measure.measure(w, CountingTimer(), peers)
 
@@ -50,14 +57,14 @@ def rows_of(w, *peers):
 @pytest.mark.parametrize("name", ["ours", "torch_grouped", "torch_loop"])
 def test_every_candidate_computes_the_layer(name, activation):
     w = work(activation)
-    assert measure._error(Reference(w), getattr(layer, name)(w), w) < 2e-6
+    assert worst_error(getattr(layer, name)(w), w) < 2e-6
 
 
 def test_the_compiled_candidate_is_one_graph(monkeypatch):
     eager = functools.partial(torch.compile, backend="aot_eager")  # Inductor would need a compiler of C++
     monkeypatch.setattr(torch, "compile", eager)
     w = work(dtype=torch.bfloat16)  # torch traces no grouped product of another dtype
-    assert measure._error(Reference(w), layer.torch_compiled(w), w) < 0.02
+    assert worst_error(layer.torch_compiled(w), w) < 0.02
 
 
 @pytest.mark.parametrize("name", ["torch_grouped", "torch_loop"])
@@ -73,20 +80,51 @@ def test_all_gradients_are_those_of_ours(name):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["quack", "sonic"])
-def test_the_adapters_give_peers_the_same_work(name, monkeypatch):
+@pytest.fixture
+def sonic(monkeypatch, request):
+    """Stand-ins of QuACK and SonicMoE; the functional module of the latter."""
     monkeypatch.setitem(sys.modules, "quack", SimpleNamespace(gemm_interface=quack_in_torch()))
-    for module, stand_in in sonic_in_torch().items():
+    stand_ins = sonic_in_torch(getattr(request, "param", None))
+    for module, stand_in in stand_ins.items():
         monkeypatch.setitem(sys.modules, module, stand_in)
+    return stand_ins["sonicmoe.functional"]
+
+
+@pytest.mark.usefixtures("sonic")
+@pytest.mark.parametrize("name", ["quack", "sonic"])
+def test_the_adapters_give_peers_the_same_work(name):
     w = work()
     candidate = getattr(layer, name)(w)
-    assert measure._error(Reference(w), candidate, w) < 2e-6
+    assert worst_error(candidate, w) < 2e-6
     (got,) = torch.autograd.grad(candidate.forward(), candidate.leaves.router, w.dy)
     ours = layer.ours(w)
     (expected,) = torch.autograd.grad(ours.forward(), ours.leaves.router, w.dy)
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
     with pytest.raises(NotImplementedError, match="geglu"):
         getattr(layer, name)(work("geglu"))
+
+
+def test_configurations_are_chosen_in_every_call(sonic):
+    """The candidates with and without tuning take turns."""
+    w = work()
+    default, tuned = layer.sonic(w), layer.sonic(w, tuned=True)
+    for candidate in (default, tuned, default):
+        candidate.forward()
+    with torch.no_grad():
+        tuned.inference()
+    assert sonic.calls == [(False, False), (True, False), (False, False), (True, True)]
+
+
+@pytest.mark.parametrize("sonic", [torch.bfloat16], indirect=True)
+def test_other_choices_of_experts_are_counted_and_are_no_error(sonic):
+    w = work(tokens=400, experts=16)
+    candidate = layer.sonic(w)
+    errors, rerouted = measure.check(w, candidate, Reference(w, w.index))
+    chosen, exact = candidate.chosen().sort().values, w.index.sort().values
+    assert rerouted == sum(a.tolist() != b.tolist() for a, b in zip(chosen, exact, strict=True))
+    assert 0 < rerouted < 40
+    # the weights of the chosen experts are rounded with their logits
+    assert max(errors.values()) < 0.02
 
 
 def test_the_operations_of_a_layer():
@@ -128,7 +166,7 @@ def test_a_wrong_candidate_is_named_and_not_timed(change):
 
 def test_a_recipe_is_allowed_its_noise():
     w = work(recipe="mxfp8", hidden=64, intermediate=32)
-    ours, _ = rows_of(w, Peer("fusedmoe", layer.ours))
+    ours, *_ = rows_of(w, Peer("fusedmoe", layer.ours))
     assert ours.note == "recipe mxfp8"
     assert 0.01 < ours.error < 0.2
     assert ours.ms == 1
@@ -171,7 +209,7 @@ def test_what_a_peer_lacks_or_raises_is_its_note():
     assert step.tflops == pytest.approx(3 * loop.tflops)
     text = measure.lines(rows)
     assert text[-1] == "not installed, so not measured: absent"
-    assert text[0].split() == ["forward", "ms", "quartiles", "ours", "is", "TFLOP/s", "error"]  # no column is empty
+    assert text[0].split() == ["inference", "ms", "quartiles", "ours", "is", "TFLOP/s", "error"]  # no column is empty
     assert next(line for line in text if "torch loop" in line).split()[2:7] == [
         "2.000",
         "1.500",
@@ -200,8 +238,8 @@ def test_the_command_says_what_was_measured_on_what(capsys):
     assert "40 tokens, hidden 32, intermediate 16, 6 experts, top 2, swiglu" in out
     assert "medians and quartiles of 2 interleaved calls" in out
     assert "forward 0 of " in out, "how much of ours is fused"
-    assert [line.split()[0] for line in out.splitlines() if line.startswith("  ")] == ["fusedmoe", "torch", "torch"] * 2
-    assert "5/5 steps" in captured.err
+    assert [line.split()[0] for line in out.splitlines() if line.startswith("  ")] == ["fusedmoe", "torch", "torch"] * 3
+    assert "6/6 steps" in captured.err
 
 
 def test_the_command_prints_json(capsys):
@@ -215,7 +253,7 @@ def test_the_command_prints_json(capsys):
     assert spread["least"] <= spread["median"] <= spread["most"]
     assert {(row["case"], row["name"]) for row in found["rows"]} == {
         (case, name)
-        for case in ("forward", "forward + backward")
+        for case in ("inference", "forward", "forward + backward")
         for name in ("fusedmoe", "torch grouped_mm", "torch loop")
     }
     assert all(row["ms"] > 0 for row in found["rows"])
@@ -260,7 +298,7 @@ def test_a_wheel_has_all_that_it_needs():
 
 def test_interleaved_weights_are_the_work():
     w = work()
-    candidate = Candidate(lambda: w.x, w.leaves(alternating=True), alternating=True)
+    candidate = Candidate(lambda: w.x, w.leaves(alternating=True), lambda: w.index, alternating=True)
     assert torch.equal(candidate.leaves.weight1, interleave(w.weight1, 1))
     assert torch.equal(candidate.leaves.weight1[:, 1], w.weight1[:, SIZES["intermediate"]])
 
