@@ -1,32 +1,33 @@
 """``python -m benchmarks``: measure, print tables, write the results.
 
-Sections: ``host`` (host overhead of the framework), ``kernels`` (each kernel), ``mlp`` (the expert MLP through the
-public API), ``recipes`` (the expert MLP under each recipe), ``deepgemm`` (DeepGEMM's products, in a separate
-environment), ``tiles`` (every tile configuration for many layers, about a minute), ``transformers`` (a stack of decoder
-layers). The default is ``host``, and with a GPU also ``kernels`` and ``mlp``.
+Sections: ``host`` (host overhead of the framework), ``layer`` (the whole layer, from tokens to tokens; its router; a
+dense MLP), ``kernels`` (each kernel), ``mlp`` (the expert MLP through the public API), ``recipes`` (the expert MLP
+under each recipe), ``deepgemm`` (DeepGEMM's products, in a separate environment), ``tiles`` (every tile configuration
+for many layers, about a minute), ``transformers`` (a stack of decoder layers). The default is ``host``, and with a GPU
+also ``layer``, ``kernels`` and ``mlp``.
 """
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 
-from benchmarks import gpu, host, shapes, stack, tiles
+from benchmarks import gpu, host, layer, layer_run, shapes, stack, tiles
 from benchmarks.ceiling import ceiling
 from benchmarks.results import ROOT, machine, write
 from fusedmoe.bench.timing import GpuTimer
 
-SECTIONS = ("host", *gpu.SECTIONS, "tiles", "transformers")
+SECTIONS = ("host", "layer", *gpu.SECTIONS, "tiles", "transformers")
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = _parser()
     args = parser.parse_args(argv)
     devices = args.device or ["cpu"] + ["cuda"] * torch.cuda.is_available()
-    sections = args.only or ("host", *(("kernels", "mlp") if "cuda" in devices else ()))
+    sections = args.only or ("host", *(("layer", "kernels", "mlp") if "cuda" in devices else ()))
     on_gpu = tuple(section for section in sections if section in gpu.SECTIONS)
     if set(sections) - {"host"} and not torch.cuda.is_available():
         parser.error(f"--only {','.join(s for s in sections if s != 'host')}: needs a GPU, and torch sees none")
@@ -45,20 +46,33 @@ def main(argv: list[str] | None = None) -> None:
             print(stack.lines(measured_now), flush=True)
             written = write(args.results, "transformers", stack.results(found, args.layers, args.reps))
         print("written to", written)
-    if on_gpu:
-        device = torch.device("cuda", torch.cuda.current_device())
-        settings = gpu.Settings(
-            sections=on_gpu,
-            shapes=_chosen(parser, args.shape or (shapes.QUICK if args.quick else None)),
-            routing=args.routing,
-            device=device,
-            results=args.results,
-            tune_peers=args.tune_peers,
-            reps=args.reps,
-        )
-        print(f"\n{machine()}; medians of {args.reps} calls, L2 flushed, host gaps hidden")
-        timer = GpuTimer(device, args.reps)
-        for file in gpu.run(settings, timer, ceiling(timer, device)):
+    if on_gpu or "layer" in sections:
+        _with_ceiling(parser, args, on_gpu, "layer" in sections)
+
+
+def _with_ceiling(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, sections: tuple[str, ...], whole_layer: bool
+) -> None:
+    """Run the sections whose results are relative to the GPU's measured ceiling."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    settings = gpu.Settings(
+        sections=sections,
+        shapes=_chosen(parser, args.shape or (shapes.QUICK if args.quick else None)),
+        routing=args.routing,
+        device=device,
+        results=args.results,
+        tune_peers=args.tune_peers,
+        reps=args.reps,
+    )
+    print(f"\n{machine()}; medians of {args.reps} calls, L2 flushed, host gaps hidden")
+    timer = GpuTimer(device, args.reps)
+    top = ceiling(timer, device)
+    print(f"measured ceiling: bf16 8192^3 product {top.tflops:.0f} TFLOP/s, copy {top.copy_tb_s:.2f} TB/s", flush=True)
+    if whole_layer:
+        of_layer = replace(settings, shapes=_chosen(parser, args.shape or layer.SHAPES))
+        print("written to", layer_run.run(of_layer, timer, top))
+    if sections:
+        for file in gpu.run(settings, timer, top):
             print("written to", file)
 
 
@@ -70,14 +84,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=300, help="host: rounds per measurement (default: %(default)s)")
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
-        "--shape", nargs="+", action="extend", metavar="NAME", help="shapes of benchmarks/shapes.toml; default: all"
+        "--shape",
+        nargs="+",
+        action="extend",
+        metavar="NAME",
+        help="shapes of benchmarks/shapes.toml; default: all; layer: four",
     )
-    which.add_argument("--quick", action="store_true", help=f"only the shapes {', '.join(shapes.QUICK)}")
+    which.add_argument("--quick", action="store_true", help=f"{', '.join(shapes.QUICK)}; in layer the default")
     parser.add_argument("--routing", choices=shapes.ROUTINGS, default="uniform", help="distribution of the rows")
     parser.add_argument("--reps", type=int, default=30, help="timed calls per peer (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=stack.LAYERS, help="transformers: layers (default: %(default)s)")
     parser.add_argument(
-        "--tune-peers", action="store_true", help="let QuACK and SonicMoE autotune: a minute per kernel"
+        "--tune-peers", action="store_true", help="let QuACK and, in layer, SonicMoE autotune: minutes per shape"
     )
     return parser
 

@@ -38,7 +38,6 @@ class Settings:
 def run(settings: Settings, timer: Timer, top: Ceiling) -> list[Path]:
     """Measure, with results relative to the ceiling ``top``; return the written files."""
     started = time.perf_counter()
-    print(f"measured ceiling: bf16 8192^3 product {top.tflops:.0f} TFLOP/s, copy {top.copy_tb_s:.2f} TB/s", flush=True)
     rows: dict[str, list[Row]] = {section: [] for section in settings.sections}
     shapes: dict[str, list[dict[str, Any]]] = {section: [] for section in settings.sections}
     written: dict[str, Path] = {}

@@ -14,7 +14,6 @@ from benchmarks.ceiling import Ceiling
 from benchmarks.peers.ours import Ours, sequential
 from benchmarks.peers.plain import TorchCompiled, TorchEager
 from benchmarks.peers.quack import Quack
-from benchmarks.peers.sonic import Sonic
 from benchmarks.problem import Problem
 
 FORWARD, STEP, BACKWARD = "forward", "forward + backward", "backward"
@@ -35,7 +34,7 @@ CASES = (
 
 
 def peers(tuned: bool = False) -> tuple[Peer, ...]:
-    return Ours(), TorchEager(), TorchCompiled(), Quack(tuned), Sonic(tuned)
+    return Ours(), TorchEager(), TorchCompiled(), Quack(tuned)
 
 
 def with_backward(rows: list[Row], problem: Problem, ceiling: Ceiling | None) -> list[Row]:

@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks import layer_page, mlp
 from benchmarks.results import ROOT
 
 PAGE = ROOT.parent / "docs" / "benchmarks.md"
 PICTURES, PICTURE = PAGE.parent / "_static", "nvidia-h100-80gb-hbm3-mlp-forward-backward.png"
 RESULTS = ROOT / "results" / "nvidia-h100-80gb-hbm3"
+LAYER_RESULTS = ROOT / "results" / "nvidia-h200"
 
 INTRODUCTION = """\
 # Benchmarks
@@ -18,7 +20,8 @@ INTRODUCTION = """\
 `make bench` runs the benchmarks with the installed packages. It prints a table, and writes
 `benchmarks/results/<machine>/*.json` with the versions and the commit. `python -m benchmarks.page` writes this page
 from those files.
-
+"""
+OWN = """\
 ## Your own layer
 
 `fusedmoe bench` needs no checkout. It measures one layer of your sizes, from tokens to tokens with the router:
@@ -30,17 +33,18 @@ fusedmoe bench --hidden 256 --intermediate 128 --experts 8 --top-k 2 --tokens 51
 ```
 
 It compares the layer with the same layer in plain torch: `F.grouped_mm` on sorted rows, that compiled (on a GPU), and a
-loop over the experts. SonicMoE and QuACK take part where they are installed. All of them get the same tokens, weights,
-gradient and routing, and are compared with fp64 before they are timed. The table has medians and quartiles for forward
-and for forward + backward. On a GPU it also has host time, the memory kept for backward, and peak memory.
+loop over the experts. SonicMoE and QuACK take part where they are installed. All of them get the same tokens, weights
+and gradient, choose the K largest logits, and are compared with fp64 before they are timed. The table has medians and
+quartiles for inference, for forward with autograd, and for forward + backward. On a GPU it also has host time, the
+memory kept for backward, and peak memory.
 """
 GPU = """\
-## On the GPU
+## On dispatched rows
 
 Each time is the median of {reps} calls, measured with CUDA events around one call. The L2 cache is flushed before each
-call, launch gaps of the host are hidden, and the peers take turns. The rows are dispatched already, and the routing is
-{routing}. Every result was first compared with fp64 on the same operands, for the experts with the fewest, the median
-and the most rows.
+call, launch gaps of the host are hidden, and the peers take turns. The rows are dispatched already: no router, gather
+or sum over slots is in these times. The routing is {routing}. Every result was first compared with fp64 on the same
+operands, for the experts with the fewest, the median and the most rows.
 
 *x torch* and similar columns are the peer's time divided by ours: above 1, fusedmoe is faster. torch is
 `F.grouped_mm`, with eager or compiled pointwise operations. QuACK runs with {tuned}. Each table comes from one run.
@@ -91,6 +95,9 @@ which includes interference from other work on the machine.
 """
 
 
+PEERS = {peer.name for peer in mlp.peers()}  # older result files have others, which also gathered and summed
+
+
 def load(folder: Path, name: str) -> dict[str, Any] | None:
     """Read a result file; None if it does not exist."""
     file = folder / f"{name}.json"
@@ -120,7 +127,7 @@ def case_table(results: dict[str, Any], case: str) -> str:
     """Return the table of one case, with one row per shape."""
     rows = {s["name"]: {r["peer"]: r for r in s["rows"] if r["case"] == case} for s in results["shapes"]}
     peers = list(dict.fromkeys(p for by_peer in rows.values() for p in by_peer if p != "fusedmoe"))
-    peers = [p for p in peers if any(by_peer.get(p, {}).get("ms") for by_peer in rows.values())]
+    peers = [p for p in peers if p in PEERS and any(by_peer.get(p, {}).get("ms") for by_peer in rows.values())]
     host = any(by_peer.get("fusedmoe", {}).get("host_idle_us") for by_peer in rows.values())
     head = ["shape", "ms", "TFLOP/s", "% of ceiling", *(["host us"] if host else []), *(f"x {p}" for p in peers)]
     lines = [f"### {case}", "", "| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
@@ -216,9 +223,10 @@ def _ms(shape: dict[str, Any], case: str) -> dict[str, float]:
     return {r["peer"]: r["ms"] for r in shape["rows"] if r["case"] == case and r["ms"]}
 
 
-def render(folder: Path = RESULTS) -> str:
-    """Return the page."""
-    parts = [INTRODUCTION]
+def render(folder: Path = RESULTS, layer_folder: Path = LAYER_RESULTS) -> str:
+    """Return the page; the whole layer was measured on another machine than the rest."""
+    layer = load(layer_folder, "layer")
+    parts = [INTRODUCTION, *(layer_page.render(layer) if layer else []), OWN]
     kernels, mlp = load(folder, "kernels"), load(folder, "mlp")
     if kernels:
         versions = kernels["versions"]

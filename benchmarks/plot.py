@@ -8,17 +8,18 @@ import re
 from pathlib import Path
 from typing import Any
 
+from benchmarks.page import PEERS
 from benchmarks.results import ROOT
 
 PICTURES = ROOT.parent / "docs" / "_static"
 
 
 def figures(results: dict[str, Any]) -> dict[str, dict[str, dict[str, float]]]:
-    """TFLOP/s by case, peer and shape."""
+    """TFLOP/s by case, peer and shape, of the peers that take part today."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     for shape in results["shapes"]:
         for row in shape["rows"]:
-            if row["tflops"] is not None:
+            if row["tflops"] is not None and row["peer"] in PEERS:
                 found.setdefault(row["case"], {}).setdefault(row["peer"], {})[shape["name"]] = row["tflops"]
     return found
 

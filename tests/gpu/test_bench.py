@@ -1,12 +1,17 @@
-"""`fusedmoe bench` on a GPU: every candidate that is installed is right, timed, and its memory measured."""
+"""`fusedmoe bench` and the benchmark of the layer on a GPU: every installed candidate is right, timed and measured."""
 
+import functools
 import json
 
 import pytest
 import torch
 
-from fusedmoe.bench.layer import OURS, Sizes, Work
-from fusedmoe.bench.measure import FORWARD, STEP, measure
+from benchmarks import dense, layer, layer_page, layer_run, router
+from benchmarks.ceiling import Ceiling
+from benchmarks.gpu import Settings
+from benchmarks.shapes import Shape
+from fusedmoe.bench.layer import OURS, OURS_PEER, SONIC, Sizes, Work
+from fusedmoe.bench.measure import FORWARD, INFERENCE, STEP, measure
 from fusedmoe.bench.peers import NOT_INSTALLED
 from fusedmoe.bench.timing import GpuTimer
 from fusedmoe.cli import bench as bench_cli
@@ -33,11 +38,12 @@ def test_every_candidate_is_right_and_measured(device):
         assert 0 < row.quartiles_ms[0] <= row.ms <= row.quartiles_ms[1]
         assert 0 < row.error < 0.03
         assert row.peak_bytes > 0
-        assert (row.kept_bytes is None) == (row.case == STEP)
+        assert (row.kept_bytes is None) == (row.case != FORWARD)
     ours = {row.case: row for row in rows if row.name == OURS}
     kept = {row.name: row.kept_bytes for row in rows if row.case == FORWARD and row.ms is not None}
     assert kept[OURS] < kept["torch grouped_mm"], "less is kept than eager autograd keeps"
     assert ours[STEP].ms > ours[FORWARD].ms
+    assert ours[INFERENCE].peak_bytes < ours[FORWARD].peak_bytes
     tokens = SIZES.tokens * SIZES.hidden * 2
     assert ours[STEP].peak_bytes > tokens, "the gradient of the tokens at least"
 
@@ -60,3 +66,31 @@ def test_more_tokens_than_memory_end_in_an_error(capsys):
     with pytest.raises(SystemExit):
         main(["bench", *sizes, "--reps", "1"])
     assert "such as fewer --tokens" in capsys.readouterr().err
+
+
+def test_the_section_of_the_whole_layer(device, tmp_path, monkeypatch):
+    sizes = {"router": Sizes(1024, 128, 16, 4, 4096), "dense": dense.DenseSizes(1024, 512, 1024)}
+    parts = {"router": router.measure, "dense": dense.measure}
+    monkeypatch.setattr(
+        layer_run, "PARTS", {name: functools.partial(part, sizes=sizes[name]) for name, part in parts.items()}
+    )
+    monkeypatch.setattr(layer, "candidates", lambda tuned: (OURS_PEER, SONIC))  # torch's compiler takes long
+    settings = Settings((), (Shape("small", 4096, 1024, 512, 16, 4),), "uniform", device, tmp_path, reps=3)
+    file = layer_run.run(settings, GpuTimer(device, reps=3, host_reps=2), Ceiling(800.0, 3.0))
+    found = json.loads(file.read_text())
+    (shape,) = found["shapes"]
+    sonic = [row for row in shape["rows"] if row["name"] == SONIC.name]
+    assert all(row["ms"] or row["note"] == NOT_INSTALLED for row in sonic), [row["note"] for row in sonic]
+    assert shape["rerouted"][OURS] <= 2
+    ours, unfused = shape["errors"][OURS], shape["errors"][layer.UNFUSED]
+    assert set(ours) == {"y", "x", "router", "weight1", "weight2"}
+    assert all(0 < error < 2 * unfused[name] for name, error in ours.items())
+    counted = shape["launches"][OURS]
+    assert 4 < counted[INFERENCE]["launches"] <= counted[FORWARD]["launches"] < counted[STEP]["launches"] < 150
+    for of_case in counted.values():
+        assert of_case["busy_us"] > of_case["groups_us"]["products"] * 0.9 > 0
+        assert of_case["idle_us"] >= 0
+        assert sum(kernel["count"] for kernel in of_case["kernels"]) == of_case["launches"]
+    for part in ("router", "dense"):
+        assert all(row["ms"] > 0 for row in found[part]["rows"] if row["name"] != router.IN_LAYER), found[part]["rows"]
+    assert "## The whole layer" in "\n".join(layer_page.render(found))

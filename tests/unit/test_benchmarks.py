@@ -76,7 +76,7 @@ def test_a_result_file_names_machine_versions_and_commit(tmp_path, monkeypatch):
 def test_the_shapes_of_the_file():
     pytest.importorskip("tomllib")
     known = shapes.load()
-    assert len(known) == 9
+    assert len(known) == 10
     assert set(shapes.QUICK) <= set(known)
     assert known["qwen3-30b-a3b"].rows == 262144
     assert known["qwen3-30b-a3b"].forward_flops() == 6 * 262144 * 2048 * 768
@@ -416,7 +416,9 @@ def test_a_whole_run_writes_its_files(tmp_path, capsys, monkeypatch):
 
 def test_pictures_of_a_result_file(tmp_path):
     pytest.importorskip("matplotlib")
-    rows = [{"case": "FC1 + SwiGLU", "peer": "a", "tflops": 500.0}, {"case": "FC2", "peer": "a", "tflops": None}]
+    measured = {"peer": "torch eager", "tflops": 500.0}
+    rows = [measured | {"case": "FC1 + SwiGLU"}, measured | {"case": "FC2", "tflops": None}]
+    rows.append({"case": "FC3", "peer": "a peer of older results", "tflops": 500.0})
     found = {
         "machine": "a GPU",
         "routing": "uniform",
@@ -435,7 +437,7 @@ def test_the_command_refuses_what_it_cannot_do(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for arguments, said in (
         (["--only", "kernels"], "needs a GPU"),
-        (["--only", "host,kernel"], "kernel: expected some of host, kernels, mlp, recipes, deepgemm"),
+        (["--only", "host,kernel"], "kernel: expected some of host, layer, kernels, mlp, recipes, deepgemm"),
         (["--quick", "--shape", "mixtral-8x7b"], "not allowed with"),
     ):
         with pytest.raises(SystemExit):

@@ -1,0 +1,89 @@
+"""The kernels that a call launches, from torch's profiler: their number, and where the time of the GPU goes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+AHEAD_CYCLES = 60_000_000  # about 30 ms: the host enqueues the whole call, so that gaps are those of the GPU
+
+# The first pattern that is found in a kernel's name gives its group. Products of the router on tensor cores are in
+# "products": their kernels are those of the experts.
+GROUPS = (
+    ("router", re.compile(r"sgemm|_Rout|Router|[Ll]ogits|Scores|[Tt]op_?[Kk]|[Ss]oft_?[Mm]ax")),
+    ("products", re.compile(r"Ragged[MK]|[Gg]emm|nvjet|cutlass::|[Xx]mma")),
+    ("sums over slots", re.compile(r"SumSlots|RowDots|SlotValues|gather_and_sum")),
+    ("gathers", re.compile(r"[Gg]ather|[Ii]ndex|[Ss]catter")),
+)
+OTHER = "other"
+_OURS = re.compile(r"kernel_cutlass_([a-z_]+)_([A-Z][A-Za-z]*?)(?=arch|dtype|_|$)")
+_NAME_LENGTH = 80
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel, copy or fill on the GPU, in the order of their starts."""
+
+    name: str
+    start_us: float
+    us: float
+
+
+def launches(call: Callable[[], Any], device: torch.device) -> list[Launch]:
+    """Profile one call, which has run before."""
+    call()
+    torch.cuda.synchronize(device)
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        torch.cuda._sleep(AHEAD_CYCLES)
+        call()
+        torch.cuda.synchronize(device)
+    found = [
+        Launch(event.name, event.time_range.start, event.time_range.elapsed_us())
+        for event in profiler.events()
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation and "spin_kernel" not in event.name
+    ]
+    return sorted(found, key=lambda launch: launch.start_us)
+
+
+def group_of(name: str) -> str:
+    return next((group for group, pattern in GROUPS if pattern.search(name)), OTHER)
+
+
+def short(name: str) -> str:
+    """Return the class and method of a kernel of ours, or the beginning of another kernel's name."""
+    if found := _OURS.search(name):
+        return f"{found[2]}.{found[1]}"
+    return name[:_NAME_LENGTH]
+
+
+def summary(found: Iterable[Launch]) -> dict[str, Any]:
+    """Return the number of launches, the busy and idle microseconds, and the time by group and by kernel.
+
+    The GPU is busy while any kernel runs, and idle in the gaps between the first start and the last end. Kernels that
+    run at the same time count fully in their groups.
+    """
+    found = list(found)
+    groups: dict[str, float] = dict.fromkeys((*(group for group, _ in GROUPS), OTHER), 0.0)
+    kernels: dict[str, dict[str, Any]] = {}
+    busy_us, end_us = 0.0, -float("inf")
+    for launch in found:
+        groups[group_of(launch.name)] += launch.us
+        kernel = kernels.setdefault(launch.name, {"name": short(launch.name), "count": 0, "us": 0.0})
+        kernel |= {"group": group_of(launch.name), "count": kernel["count"] + 1, "us": kernel["us"] + launch.us}
+        last = launch.start_us + launch.us
+        busy_us += max(0.0, last - max(end_us, launch.start_us))
+        end_us = max(end_us, last)
+    span_us = end_us - found[0].start_us if found else 0.0
+    return {
+        "launches": len(found),
+        "busy_us": busy_us,
+        "idle_us": span_us - busy_us,
+        "groups_us": groups,
+        "kernels": sorted(kernels.values(), key=lambda kernel: -kernel["us"]),
+    }

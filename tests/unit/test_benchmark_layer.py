@@ -1,0 +1,220 @@
+"""The benchmark of the whole layer, its router and a dense MLP: its code runs on a CPU, and its figures add up."""
+
+import functools
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from peers_in_torch import quack_in_torch, sonic_in_torch
+
+from benchmarks import dense, launches, layer, layer_page, layer_run, page, parts, router, shapes
+from benchmarks.ceiling import Ceiling
+from benchmarks.gpu import Settings
+from benchmarks.launches import Launch
+from benchmarks.parts import Variant
+from benchmarks.shapes import Shape
+from fusedmoe.bench.layer import OURS, SONIC, Sizes
+from fusedmoe.bench.timing import CallTime
+
+CPU = torch.device("cpu")
+TOP = Ceiling(tflops=800.0, copy_tb_s=3.0)
+TINY = Shape("tiny", 64, 32, 16, 8, 2)
+
+
+class CountingTimer:
+    """The n-th variant takes n ms; each is called once."""
+
+    def measure(self, variants):
+        for call in variants.values():
+            call()
+        return {name: CallTime(n, n, 10.0 * n, 20.0) for n, name in enumerate(variants, start=1)}
+
+
+@pytest.fixture
+def eager(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+
+
+@pytest.fixture
+def stand_ins(monkeypatch, eager):
+    """Stand-ins of the peers, which then take part on a CPU."""
+    monkeypatch.setitem(sys.modules, "quack", SimpleNamespace(gemm_interface=quack_in_torch()))
+    for module, stand_in in sonic_in_torch().items():
+        monkeypatch.setitem(sys.modules, module, stand_in)
+    for name in ("SONIC", "SONIC_TUNED", "COMPILED"):
+        monkeypatch.setattr(layer, name, getattr(layer, name)._replace(devices=("cpu",)))
+    small = {"router": router.measure, "dense": dense.measure}
+    sizes = {"router": Sizes(32, 16, 8, 2, 64), "dense": dense.DenseSizes(64, 32, 16)}
+    monkeypatch.setattr(
+        layer_run, "PARTS", {name: functools.partial(of, sizes=sizes[name]) for name, of in small.items()}
+    )
+
+
+# -- shapes
+
+
+def test_the_shapes_that_sonicmoe_can_run():
+    pytest.importorskip("tomllib")
+    known = shapes.load()
+    assert [known[name].tokens for name in layer.SHAPES] == [24576, 32768, 32768, 24576]
+    left_out = {name for name, shape in known.items() if not layer.runs(shape)}
+    assert left_out == {"gpt-oss-20b", "deepseek-v3-ep32"}
+
+
+# -- the section
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_a_whole_run_writes_its_file_and_its_page(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FUSEDMOE_COMMIT", "abc123")
+    clamped = Shape("clamped", 64, 32, 16, 8, 2, "clamped_swiglu")
+    settings = Settings((), (TINY, clamped), "uniform", CPU, tmp_path, tune_peers=True, reps=3)
+    file = layer_run.run(settings, CountingTimer(), TOP)
+    assert file.name == "layer.json"
+    found = json.loads(file.read_text())
+    (shape,) = found["shapes"]
+    names = [OURS, "SonicMoE", "SonicMoE tuned", layer.COMPILED.name]
+    assert [(row["case"], row["name"], row["ms"]) for row in shape["rows"]] == [
+        (case, name, n)
+        for case in ("inference", "forward", "forward + backward")
+        for n, name in enumerate(names, start=1)
+    ]
+    for name in (*names, layer.UNFUSED):
+        assert set(shape["errors"][name]) == set(layer_page.ERRORS)
+        assert all(0 < error < 0.03 for error in shape["errors"][name].values()), name
+        assert 0 <= shape["rerouted"][name] <= TINY.tokens
+    for part in ("router", "dense"):
+        assert all(row["ms"] and row["ms"] > 0 for row in found[part]["rows"] if row["name"] != router.IN_LAYER)
+        assert all(0 < error < 0.03 for row in found[part]["rows"] for error in (row["errors"] or {}).values())
+    assert found["router"]["rows"][-1]["name"] == router.IN_LAYER
+    assert found["router"]["rows"][-1]["ms"] == -1, "the layer was given 1 ms, its experts 2 ms"
+    assert {row["name"] for row in found["dense"]["rows"]} == {OURS, dense.ONE_LINEAR, dense.TWO_LINEARS}
+
+    printed = capsys.readouterr().out
+    assert "clamped: left out, SonicMoE cannot run it" in printed
+    assert "time, forward: SonicMoE tuned / fusedmoe = 3.00 (least 3.00: tiny 3.00)" in printed
+
+    text = page.render(tmp_path, file.parent)
+    assert "commit abc123" in text
+    assert text.index("## The whole layer") < text.index("## Your own layer")
+    assert "| tiny | 1.00 | 3.00 | 2.00 | 4.00 | 3.00 | 2.00 | 4.00 |" in text
+    assert "| *geometric mean* |  |  |  |  | 3.00 | 2.00 | 4.00 |" in text
+    assert "| forward + backward | fusedmoe | 1.000 | 2.00 | 3.00 | 10 |" in text
+
+
+def test_without_results_the_page_has_no_table_of_the_layer(tmp_path):
+    text = page.render(tmp_path, tmp_path)
+    assert "## Your own layer" in text
+    assert "## The whole layer" not in text
+
+
+# -- summaries
+
+
+def entry(name, ms, peak):
+    """A shape's entry, with ours and SonicMoE in every case."""
+    rows = [
+        {"case": case, "name": who, "ms": ms[who], "peak_bytes": peak[who], "kept_bytes": 1 << 30, "host_us": 12.0}
+        for case in ("inference", "forward", "forward + backward")
+        for who in ms
+    ]
+    gpu = {"launches": 61, "busy_us": 90.0, "idle_us": 7.0, "groups_us": {"router": 30.0, "other": 60.0}}
+    cases = dict.fromkeys(("inference", "forward", "forward + backward"), gpu)
+    sizes = {"tokens": 1, "hidden": 2, "intermediate": 3, "experts": 4, "top_k": 1}
+    return {"name": name, **sizes, "rows": rows, "launches": {OURS: cases}, "errors": {}, "rerouted": {}}
+
+
+RESULTS = {
+    "versions": {"torch": "2.11.0"}, "machine": "a GPU", "commit": "abc", "reps": 30,
+    "ceiling": {"tflops": 800.0, "copy_tb_s": 3.0},
+    "shapes": [
+        entry("one", {OURS: 1.0, SONIC.name: 2.0}, {OURS: 2 << 30, SONIC.name: 1 << 30}),
+        entry("two", {OURS: 1.0, SONIC.name: 0.5}, {OURS: 1 << 30, SONIC.name: 1 << 30}),
+        entry("three", {OURS: 1.0, SONIC.name: None}, {OURS: 1 << 30, SONIC.name: None}),
+    ],
+}  # fmt: skip
+
+
+def test_speed_and_memory_are_ratios_to_ours():
+    found = layer.speed(RESULTS, SONIC.name)["forward"]
+    assert found == {"shapes": {"one": 2.0, "two": 0.5}, "least": 0.5, "mean": pytest.approx(1.0)}
+    assert layer.speed(RESULTS, SONIC.name, "peak_bytes")["forward"]["mean"] == pytest.approx(0.5**0.5)
+    assert layer.speed(RESULTS, "absent") == {}
+    assert layer.others(RESULTS) == [SONIC.name]
+    text = layer.summary_lines(RESULTS)
+    assert "time, inference: SonicMoE / fusedmoe = 1.00 (least 0.50: one 2.00, two 0.50)" in text
+
+
+def test_the_page_of_the_layer():
+    text = "\n".join(layer_page.render(RESULTS))
+    assert "| one | 1.00 | 2.00 | 2.00 |" in text
+    assert "| three | 1.00 |  |  |" in text
+    assert "| *geometric mean* |  |  | 1.00 |" in text
+    assert "| one | 2.00 | 1.00 | 0.50 |" in text, "memory"
+    assert "| one | inference | 61 |  | 12 | 12 |" in text
+    assert "| two | forward | 30 | 60 | 7 |" in text
+    assert "SonicMoE tuned" not in text
+
+
+# -- launches
+
+
+def test_kernels_are_grouped_by_name():
+    ours = "kernel_cutlass_kernel_{}_tensorptrbf16_gmem_align16_o"
+    for name, group, short in (
+        (ours.format("RaggedMdtypebf16_configTileConfigtile_m128"), "products", "RaggedM.kernel"),
+        (ours.format("SumSlotsarchsm_90a_dtypebf16"), "sums over slots", "SumSlots.kernel"),
+        (ours.format("GatherRowsarchsm_90a"), "gathers", "GatherRows.kernel"),
+        ("kernel_cutlass_place_Routearchsm_90a_indexint64", "router", "Route.place"),
+        ("void cutlass::Kernel2<cutlass_80_simt_sgemm_128x64_8x5_tn_align1>(Params)", "router", None),
+        ("void at::native::sbtopk::gatherTopK<float, unsigned int, 2, false>()", "router", None),
+        ("nvjet_hsh_128x256_64x4", "products", "nvjet_hsh_128x256_64x4"),
+        ("void at::native::vectorized_elementwise_kernel<4>()", "other", None),
+    ):
+        assert launches.group_of(name) == group, name
+        assert launches.short(name) == (short or name[:80])
+
+
+def test_the_gpu_is_idle_in_the_gaps_only():
+    found = launches.summary(
+        [
+            Launch("nvjet", 100.0, 10.0),
+            Launch("elementwise", 105.0, 2.0),  # inside the first, on another stream
+            Launch("nvjet", 108.0, 7.0),
+            Launch("elementwise", 120.0, 5.0),
+        ]
+    )
+    assert (found["launches"], found["busy_us"], found["idle_us"]) == (4, 20.0, 5.0)
+    assert found["groups_us"] == {"router": 0, "products": 17, "sums over slots": 0, "gathers": 0, "other": 7}
+    assert found["kernels"][0] == {"name": "nvjet", "count": 2, "us": 17.0, "group": "products"}
+    assert launches.summary([])["idle_us"] == 0
+
+
+# -- parts
+
+
+def test_a_wrong_part_is_named_and_not_timed():
+    x = torch.randn(4, 3, requires_grad=True)
+
+    def variant(factor):
+        def exact():
+            return x.detach().double() * factor, torch.full((4, 3), factor, dtype=torch.float64)
+
+        return Variant(lambda: x * 2, {"x": x}, torch.ones(4, 3), exact)
+
+    def absent():
+        raise RuntimeError("no such layer")
+
+    makers = {"right": lambda: variant(2), "wrong": lambda: variant(3), "absent": absent}
+    rows = parts.compare(makers, CountingTimer(), CPU)
+    assert [(row.case, row.name, row.ms) for row in rows] == [
+        (case, name, 1 if name == "right" else None)
+        for case in ("forward", "forward + backward")
+        for name in ("right", "wrong", "absent")
+    ]
+    assert rows[1].note == "wrong: relative error 0.33"
+    assert rows[2].note == "RuntimeError: no such layer"
+    assert rows[0].errors == {"output": 0.0, "x": 0.0}
+    assert "no such layer" in parts.lines(rows)[2]
