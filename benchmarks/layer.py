@@ -18,10 +18,12 @@ from benchmarks.launches import launches, summary
 from benchmarks.shapes import Shape
 from fusedmoe.bench.layer import COMPILED, OURS, OURS_PEER, SONIC, SONIC_TUNED, Peer, Sizes, Work
 from fusedmoe.bench.measure import CASES, Prepared, call_of, lines, plan, prepare, timed
+from fusedmoe.bench.peers import why_not
 from fusedmoe.bench.timing import Timer
 
 SHAPES = ("sonic-7b-n256", "qwen3-30b-a3b", "sonic-30b-n1024", "sonic-7b-n1024")  # those of SonicMoE's own table
 UNFUSED = "unfused"
+SHOWN_KERNELS = 16
 PEERS = (SONIC_TUNED.name, SONIC.name, COMPILED.name)
 
 
@@ -73,10 +75,15 @@ def _launches(work: Work, prepared: Prepared) -> dict[str, dict[str, Any]]:
     """Return the launches of each candidate by case, with the single kernels of ours."""
     found: dict[str, dict[str, Any]] = {}
     for name, candidate in prepared.candidates.items():
-        found[name] = {case: summary(launches(call_of(case, candidate, work), work.device)) for case in CASES}
+        try:
+            of_cases = {case: summary(launches(call_of(case, candidate, work), work.device)) for case in CASES}
+        except Exception as raised:  # noqa: BLE001 a failing profiler must not discard the measurements
+            print(f"  {name}: launches not counted: {why_not(raised, ())}")
+            continue
         if name != OURS:
-            for of_case in found[name].values():
+            for of_case in of_cases.values():
                 del of_case["kernels"]
+        found[name] = of_cases
     return found
 
 
@@ -93,6 +100,8 @@ def _more_lines(entry: dict[str, Any]) -> list[str]:
                 f"  {name}, {case}: {found['launches']} launches, busy {found['busy_us']:.0f} us ({groups}), "
                 f"idle {found['idle_us']:.0f} us"
             )
+            for kernel in found.get("kernels", ())[:SHOWN_KERNELS]:
+                text.append(f"    {kernel['us']:8.1f} us  {kernel['count']:2d} x {kernel['name']}")
     return text
 
 

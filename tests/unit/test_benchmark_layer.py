@@ -158,6 +158,18 @@ def test_the_page_of_the_layer():
     assert "SonicMoE tuned" not in text
 
 
+def test_the_longest_kernels_are_printed():
+    shape = RESULTS["shapes"][0]
+    kernels = [{"name": f"k{n}", "group": "other", "count": 2, "us": 50.0 - n} for n in range(30)]
+    counted = {OURS: {"forward": shape["launches"][OURS]["forward"] | {"kernels": kernels}}}
+    text = layer._more_lines(shape | {"plan": "2 of 6", "launches": counted})
+    assert text[0] == "our plan: 2 of 6"
+    assert "  fusedmoe, forward: 61 launches, busy 90 us (router 30, other 60), idle 7 us" in text
+    shown = [line.split() for line in text if line.startswith("    ")]
+    assert shown[0] == ["50.0", "us", "2", "x", "k0"]
+    assert len(shown) == layer.SHOWN_KERNELS
+
+
 # -- launches
 
 
