@@ -13,10 +13,10 @@ from torch.profiler import ProfilerActivity, profile
 
 AHEAD_CYCLES = 60_000_000  # about 30 ms: the host enqueues the whole call, so that gaps are those of the GPU
 
-# The first pattern that is found in a kernel's name gives its group. Products of the router on tensor cores are in
-# "products": their kernels are those of the experts.
+# The first pattern that is found in a kernel's name gives its group. "router" also has the places of the rows. Products
+# of the router on tensor cores are in "products": their kernels are those of the experts.
 GROUPS = (
-    ("router", re.compile(r"sgemm|_Rout|Router|[Ll]ogits|Scores|[Tt]op_?[Kk]|[Ss]oft_?[Mm]ax")),
+    ("router", re.compile(r"sgemm|_Rout|_Choose|Router|[Ll]ogits|Scores|[Tt]op_?[Kk]|[Ss]oft_?[Mm]ax")),
     ("products", re.compile(r"Ragged[MK]|[Gg]emm|nvjet|cutlass::|[Xx]mma")),
     ("sums over slots", re.compile(r"SumSlots|RowDots|SlotValues|gather_and_sum")),
     ("gathers", re.compile(r"[Gg]ather|[Ii]ndex|[Ss]catter")),

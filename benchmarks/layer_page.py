@@ -45,8 +45,9 @@ while the GPU is idle; the call does not wait for the GPU.
 BREAKDOWN = """\
 ### Where the time of the layer goes
 
-Microseconds on the GPU in one call of our layer, by kind of kernel, from torch's profiler. *Idle* is the time in which
-no kernel runs, between the first and the last. The times are those of one call without a flush of the L2 cache, so that
+Microseconds on the GPU in one call of our layer, by kind of kernel, from torch's profiler. *Router* has the choice of
+experts and the places of the rows; its products on tensor cores are in *products*. *Idle* is the time in which no
+kernel runs, between the first and the last. The times are those of one call without a flush of the L2 cache, so that
 they do not add up to the table above.
 """
 ACCURACY = """\

@@ -179,6 +179,7 @@ def test_kernels_are_grouped_by_name():
         (ours.format("RaggedMdtypebf16_configTileConfigtile_m128"), "products", "RaggedM.kernel"),
         (ours.format("SumSlotsarchsm_90a_dtypebf16"), "sums over slots", "SumSlots.kernel"),
         (ours.format("GatherRowsarchsm_90a"), "gathers", "GatherRows.kernel"),
+        (ours.format("ChooseBackwardarchsm_90a"), "router", "ChooseBackward.kernel"),
         ("kernel_cutlass_place_Routearchsm_90a_indexint64", "router", "Route.place"),
         ("void cutlass::Kernel2<cutlass_80_simt_sgemm_128x64_8x5_tn_align1>(Params)", "router", None),
         ("void at::native::sbtopk::gatherTopK<float, unsigned int, 2, false>()", "router", None),
