@@ -213,3 +213,10 @@ def test_coarse_shapes_forget_the_number_of_rows_but_not_the_columns():
 def test_no_rows_and_no_experts_have_an_answer(family):
     for problem in (Problem(family, 0, 8, 64, 64, SMS), Problem(family, 0, 0, 64, 64, SMS)):
         assert choose(problem) in candidates(problem)
+
+
+def test_gathered_rows_are_not_shared_by_a_row_tile_left_over():
+    odd, even = (Problem("activation", 64 * rows, 64, 1536, 2048, SMS) for rows in (100, 230))  # one row tile, or two
+    for config in CANDIDATES["activation"]:
+        assert cycles(replace(odd, gathered=True), config) > cycles(odd, config)
+        assert cycles(replace(even, gathered=True), config) < 1.05 * cycles(even, config)

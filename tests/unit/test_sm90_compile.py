@@ -12,6 +12,7 @@ import sys
 import tempfile
 import warnings
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,6 +35,9 @@ NOT_SHIPPED = [  # what `choose` may pick besides
     *(RaggedM("bf16", c, b_major="n", epilogue=GPT_OSS_BACKWARD) for c in CANDIDATES["derivative"]),
     *(RaggedM("bf16", c, b_major="n", epilogue=GEGLU_BACKWARD) for c in CANDIDATES["heavy_derivative"]),
     RaggedM("bf16", CO_256, epilogue=activation("swiglu", clamped=True, interleaved=True, keep=True)),
+    *(replace(k, gather=True) for k in SHIPPED if isinstance(k, RaggedM)),
+    *(RaggedM("bf16", c, b_major="n", epilogue=GPT_OSS_BACKWARD, gather=True) for c in CANDIDATES["derivative"]),
+    *(RaggedM("bf16", c, b_major="n", epilogue=GEGLU_BACKWARD, gather=True) for c in CANDIDATES["heavy_derivative"]),
 ]
 KERNELS = {kernel.symbol: kernel for kernel in (*SHIPPED, *NOT_SHIPPED)}
 
@@ -51,6 +55,9 @@ COVERING = (
     "sm90_ragged_m_bf16_bn_dgeglu_tanh_scale_keep_128x128pp_c21",
     "sm90_ragged_m_bf16_bn_dsquared_relu_scale_keep_128x192pp_c21",
     "sm90_ragged_m_bf16_bk_swiglu_clamp_inter_keep_128x256co_c21",
+    "sm90_ragged_m_gather_bf16_bk_plain_128x256co_c21",
+    "sm90_ragged_m_gather_bf16_bk_swiglu_keep_128x192pp_c21",
+    "sm90_ragged_m_gather_bf16_bn_dswiglu_scale_keep_128x192pp_c21",
     "sm90_ragged_k_bf16_bf16_128x192pp_c21",
     "sm90_ragged_k_bf16_fp32_add_256x128co_c12",
     "sm90_ragged_k_bf16_fp32_add_128x256co_c11",
@@ -64,7 +71,9 @@ SPILLS = {
     "bf16_bn_dsquared_relu_scale_keep": 10,
     "fp16_bn_dswiglu_keep": 4,
 }
-SPILLS = {f"sm90_ragged_m_{name}_128x192pp_c21": most for name, most in SPILLS.items()}
+SPILLS = {
+    f"sm90_ragged_m_{gather}{name}_128x192pp_c21": most for name, most in SPILLS.items() for gather in ("", "gather_")
+}
 MOST_INSTRUCTIONS = 8600  # from where on a derivative is slower than with smaller tiles, see choice.py
 PROCESSES = 2
 REGISTERS = 65536 // (3 * 128) // 8 * 8  # a thread, of three warpgroups: 168

@@ -127,3 +127,27 @@ def test_the_tensors_are_the_input_and_the_outputs_of_the_derivative(launched, k
     assert given is p
     assert [t.shape for t in results] == [shapes[type(output)] for output in outputs]
     assert (again is not None, scale_grad is not None) == (keep, scaled)
+
+
+def test_the_index_of_gathered_rows_comes_before_the_other_tensors(launched):
+    x, w, offsets = torch.zeros(7, K, dtype=BF16), torch.zeros(E, N, K, dtype=BF16), torch.zeros(E, dtype=torch.int32)
+    p, index = torch.zeros(32, 2 * N, dtype=BF16), torch.zeros(32, dtype=torch.int32)
+    swiglu = Activation("swiglu")
+    y = functions.grouped_gemm(x, w, offsets, gather=index)
+    act, kept = functions.grouped_gemm_activation(x, w, offsets, swiglu, gather=index)
+    grad, again, _ = functions.grouped_gemm_activation_backward(x, w.mT, offsets, p, swiglu, gather=index)
+    wanted = [(y,), (kept, act), (p, grad, again)]
+    for (compiled_for, arguments), tensors in zip(launched, wanted, strict=True):
+        assert compiled_for["gather"]
+        assert arguments[0] is x
+        assert all(a is b for a, b in zip(arguments[TENSORS:], (index, *tensors), strict=True))
+        assert all(len(t) == 32 for t in tensors)
+    assert y.shape == (32, N)
+
+
+def test_gathered_rows_are_another_launch(launched):
+    product()
+    product(gather=torch.zeros(32, dtype=torch.int32))
+    product()
+    assert [compiled_for["gather"] for compiled_for, _ in launched] == [False, True, False]
+    assert functions._ragged_m_launch.cache_info().misses == 2

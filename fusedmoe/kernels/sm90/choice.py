@@ -9,7 +9,8 @@ The model, in cycles of an SM at 1.45 GHz, the clock of an H100 under full tenso
     row tiles = of an expert: the mean over some quantiles of its rows under random routing; exact for one group
     tiles     = experts with rows * (row tiles in pairs * column tiles + row tile left over * column tiles in pairs)
     multiply  = tile_m * tile_n / 32 for a tile of K: 64 two-byte elements, 2048 multiply-adds per cycle
-    load      = (tile_m / sharers of the rows + tile_n / sharers of the weights) * 128 bytes / LOAD_BYTES_PER_CYCLE
+    load      = (tile_m / sharers of the rows + tile_n / sharers of the weights) * 128 bytes / LOAD_BYTES_PER_CYCLE;
+                gathered rows are never shared
     main      = tiles of K * max(multiply, load)
     epilogue  = boxes of 64 x 32 results per warpgroup * EPILOGUE_CYCLES[family]
     tile      = max(main, (main + epilogue) / 2) for ping-pong, else main + epilogue; weight gradient: + WGRAD_CYCLES
@@ -108,6 +109,7 @@ class Problem:
     depth: int  # extent of the contraction, or rows of a weight gradient
     sms: int  # concurrent CTAs
     element_bytes: int = ELEMENT_BYTES  # of an operand's element
+    gathered: bool = False  # whether rows are read through an index: ragged M
 
     @property
     def tile_k(self) -> int:
@@ -149,7 +151,7 @@ def cycles(problem: Problem, config: TileConfig) -> float:
         in_pairs, left_over = _mean([n // 2 * 2 for n in row_tiles]), _mean([n % 2 for n in row_tiles])
         kinds = [
             (weights * in_pairs * _tiles(p.columns, config.tile_n, 1), 1, 2),
-            (weights * left_over * _tiles(p.columns, config.tile_n, 2), 2, 1),
+            (weights * left_over * _tiles(p.columns, config.tile_n, 2), 1 if p.gathered else 2, 1),
         ]
         loaded = sum(n for n, _, _ in kinds) * config.tile_n / max(weights * (in_pairs + left_over) * p.columns, 1.0)
         reads += READ_PAST * (loaded - 1)

@@ -8,6 +8,8 @@ states the other constraints. No function waits for the GPU. Arguments that seve
   and are zeros in the results.
 - ``weight`` (E, N, K), with unit stride along N or K; ``bias`` (E, N); ``row_scale`` (R,).
 - ``activation`` and ``options``: see `Activation` and `KernelOptions`.
+- ``gather`` (R,) int32, contiguous: row r of the first operand is ``operand[gather[r]]``. That operand then has T rows,
+  and R is the size of ``gather``. The indices of the tail are not read; all others must be in [0, T).
 
 Each ``bind_*`` returns the function for tensors of the same shapes, dtypes and strides as its arguments. That function
 does no look-ups.
@@ -76,25 +78,42 @@ def grouped_gemm(
     bias: Tensor | None = None,
     row_scale: Tensor | None = None,
     options: KernelOptions = DEFAULT,
+    gather: Tensor | None = None,
 ) -> Tensor:
     """``y[r] = (x[r] @ weight[e].T + bias[e]) * row_scale[r]`` for each row r of expert e: (R, N) of x (R, K).
 
-    ``grouped_gemm(dy, weight.mT, offsets)`` is the gradient of the input.
+    ``grouped_gemm(dy, weight.mT, offsets)`` is the gradient of the input. With ``gather``, x is (T, K).
     """
-    return bind_grouped_gemm(x, weight, bias, row_scale, options)(x, weight, bias, offsets, row_scale)
+    run = bind_grouped_gemm(x, weight, bias, row_scale, options, gather)
+    return run(x, weight, bias, offsets, row_scale, gather)
 
 
 def bind_grouped_gemm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, row_scale: Tensor | None, options: KernelOptions
-) -> Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor | None], Tensor]:
-    """Return `grouped_gemm` of ``(x, weight, bias, offsets, row_scale)``."""
-    rows, columns = x.shape[0], weight.shape[1]
-    launch = _ragged_m("plain", x, weight, None, options, biased=bias is not None, scale=_dtype(row_scale))
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    row_scale: Tensor | None,
+    options: KernelOptions,
+    gather: Tensor | None = None,
+) -> Callable[..., Tensor]:
+    """Return `grouped_gemm` of ``(x, weight, bias, offsets, row_scale, gather=None)``."""
+    rows, columns = _rows(x, gather), weight.shape[1]
+    launch = _ragged_m("plain", x, weight, None, options, gather, biased=bias is not None, scale=_dtype(row_scale))
     kernel, constants = launch.kernel, launch.constants
 
-    def run(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, row_scale: Tensor | None) -> Tensor:
+    def run(
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        offsets: Tensor,
+        row_scale: Tensor | None,
+        gather: Tensor | None = None,
+    ) -> Tensor:
         out = x.new_empty(rows, columns)  # not a tuple, which takes 1.5 times as long
-        kernel(x, weight, offsets, *(constants or launch.arguments(bias, row_scale)), out)
+        arguments = constants or launch.arguments(bias, row_scale)
+        if gather is not None:
+            arguments = (*arguments, gather)
+        kernel(x, weight, offsets, *arguments, out)
         return out
 
     return run
@@ -110,13 +129,14 @@ def grouped_gemm_activation(
     row_scale: Tensor | None = None,
     keep_preactivation: bool = True,
     options: KernelOptions = DEFAULT,
+    gather: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """``p[r] = x[r] @ weight[e].T + bias[e]``, ``y[r] = activation(p[r]) * row_scale[r]``.
 
     Parameters
     ----------
     x
-        (R, K).
+        (R, K); with ``gather`` (T, K).
     weight
         (E, N, K). For a gated activation, the rows of gate come before those of up, or the two alternate.
     keep_preactivation
@@ -127,8 +147,8 @@ def grouped_gemm_activation(
     tuple[Tensor, Tensor or None]
         y (R, I) and p (R, N).
     """
-    run = bind_grouped_gemm_activation(x, weight, bias, row_scale, activation, keep_preactivation, options)
-    results = run(x, weight, bias, offsets, row_scale)
+    run = bind_grouped_gemm_activation(x, weight, bias, row_scale, activation, keep_preactivation, options, gather)
+    results = run(x, weight, bias, offsets, row_scale, gather)
     return results if isinstance(results, tuple) else (results, None)
 
 
@@ -140,25 +160,36 @@ def bind_grouped_gemm_activation(
     activation: Activation,
     keep_preactivation: bool,
     options: KernelOptions,
-) -> Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor | None], Tensor | tuple[Tensor, Tensor]]:
-    """Return `grouped_gemm_activation` of ``(x, weight, bias, offsets, row_scale)``; without p, its result is y."""
-    rows, columns = x.shape[0], weight.shape[1]
+    gather: Tensor | None = None,
+) -> Callable[..., Tensor | tuple[Tensor, Tensor]]:
+    """Return `grouped_gemm_activation` of ``(x, weight, bias, offsets, row_scale, gather=None)``; without p, its result
+    is y.
+    """
+    rows, columns = _rows(x, gather), weight.shape[1]
     features = columns // 2 if activation.gated else columns
     launch = _ragged_m(
-        "activation", x, weight, activation, options,
+        "activation", x, weight, activation, options, gather,
         biased=bias is not None, scale=_dtype(row_scale), keep=keep_preactivation,
     )  # fmt: skip
     kernel, constants = launch.kernel, launch.constants
 
     def run(
-        x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, row_scale: Tensor | None
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        offsets: Tensor,
+        row_scale: Tensor | None,
+        gather: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         y = x.new_empty(rows, features)
+        arguments = constants or launch.arguments(bias, row_scale)
+        if gather is not None:
+            arguments = (*arguments, gather)
         if not keep_preactivation:
-            kernel(x, weight, offsets, *(constants or launch.arguments(bias, row_scale)), y)
+            kernel(x, weight, offsets, *arguments, y)
             return y
         p = x.new_empty(rows, columns)
-        kernel(x, weight, offsets, *(constants or launch.arguments(bias, row_scale)), p, y)
+        kernel(x, weight, offsets, *arguments, p, y)
         return y, p
 
     return run
@@ -175,6 +206,7 @@ def grouped_gemm_activation_backward(
     want_output: bool = True,
     want_row_scale_grad: bool = False,
     options: KernelOptions = DEFAULT,
+    gather: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradient of p, given ``d[r] = grad_output[r] @ weight[e]``, the gradient of ``activation(p[r]) * row_scale[r]``.
 
@@ -183,7 +215,7 @@ def grouped_gemm_activation_backward(
     Parameters
     ----------
     grad_output
-        (R, H).
+        (R, H); with ``gather`` (T, H).
     weight
         (E, H, I) as the layer after the activation stores it, with unit stride along H or I.
     preactivation
@@ -200,9 +232,9 @@ def grouped_gemm_activation_backward(
         Gradient of p, the activation (R, I), and the row scale's gradient (R,) in fp32.
     """
     run = bind_grouped_gemm_activation_backward(
-        grad_output, weight, preactivation, row_scale, activation, want_output, want_row_scale_grad, options
+        grad_output, weight, preactivation, row_scale, activation, want_output, want_row_scale_grad, options, gather
     )
-    return run(grad_output, weight, offsets, preactivation, row_scale)
+    return run(grad_output, weight, offsets, preactivation, row_scale, gather)
 
 
 def bind_grouped_gemm_activation_backward(
@@ -214,16 +246,24 @@ def bind_grouped_gemm_activation_backward(
     want_output: bool,
     want_row_scale_grad: bool,
     options: KernelOptions,
-) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor | None, Tensor | None]]:
-    """Return `grouped_gemm_activation_backward` of ``(grad_output, weight, offsets, preactivation, row_scale)``."""
+    gather: Tensor | None = None,
+) -> Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]:
+    """Return `grouped_gemm_activation_backward` of ``(grad_output, weight, offsets, preactivation, row_scale,
+    gather=None)``.
+    """
     (rows, features), outputs = preactivation.shape, weight.shape[2]
     device, unscaled = grad_output.device, want_row_scale_grad and row_scale is None
     scale = torch.float32 if unscaled else _dtype(row_scale)
-    launch = _ragged_m("derivative", grad_output, weight.mT, activation, options, scale=scale, keep=want_output)
+    launch = _ragged_m("derivative", grad_output, weight.mT, activation, options, gather, scale=scale, keep=want_output)
     kernel, constants, partials = launch.kernel, launch.constants, launch.partials
 
     def run(
-        grad_output: Tensor, weight: Tensor, offsets: Tensor, preactivation: Tensor, row_scale: Tensor | None
+        grad_output: Tensor,
+        weight: Tensor,
+        offsets: Tensor,
+        preactivation: Tensor,
+        row_scale: Tensor | None,
+        gather: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         grad = preactivation.new_empty(rows, features)
         y = grad_output.new_empty(rows, outputs) if want_output else None
@@ -235,6 +275,8 @@ def bind_grouped_gemm_activation_backward(
             partial = torch.empty(partials, dtype=torch.float32, device=device)
             results = (partial, *results)
         arguments = constants or launch.arguments(None, row_scale)
+        if gather is not None:
+            arguments = (*arguments, gather)
         kernel(grad_output, weight.mT, offsets, *arguments, preactivation, *results)
         return grad, y, partial.sum(0) if want_row_scale_grad and partial is not None else None
 
@@ -309,13 +351,14 @@ def _ragged_m(
     b: Tensor,
     activation: Activation | None,
     options: KernelOptions,
+    gather: Tensor | None,
     *,
     biased: bool = False,
     scale: torch.dtype | None = None,
     keep: bool = False,
 ) -> _RaggedMLaunch:
     """Return the launch of a ragged M product of tensors like these."""
-    rows, depth = a.shape
+    rows, depth = _rows(a, gather), a.shape[1]
     experts, columns, b_depth = b.shape
     if not rows:
         partials = (1, 0) if family == "derivative" and scale is not None else None
@@ -324,9 +367,13 @@ def _ragged_m(
         _RaggedMKey(
             choose=choose, family=family, device=a.device, dtype=a.dtype, rows=rows, experts=experts, columns=columns,
             depth=depth, b_major="k" if b.stride()[2] == 1 and b_depth > 1 else "n", activation=activation, keep=keep,
-            biased=biased, scale=scale, options=options,
+            biased=biased, scale=scale, options=options, gathered=gather is not None,
         )
     )  # fmt: skip
+
+
+def _rows(operand: Tensor, gather: Tensor | None) -> int:
+    return (operand if gather is None else gather).shape[0]
 
 
 def _dtype(t: Tensor | None) -> torch.dtype | None:
@@ -355,6 +402,7 @@ class _RaggedMKey:
     biased: bool
     scale: torch.dtype | None  # dtype of the row scale
     options: KernelOptions
+    gathered: bool
 
 
 class _RaggedMLaunch(NamedTuple):
@@ -392,12 +440,12 @@ def _ragged_m_launch(key: _RaggedMKey) -> _RaggedMLaunch:
     if family == "activation" and activation is not None and activation.gated and not activation.interleaved:
         family = "transposed_activation" if key.b_major == "n" else family
     sms = _sms(key.device, key.options)
-    problem = Problem(family, key.rows, key.experts, key.columns, key.depth, sms, key.dtype.itemsize)
+    problem = Problem(family, key.rows, key.experts, key.columns, key.depth, sms, key.dtype.itemsize, key.gathered)
     config = key.choose(problem)
     scaled, derivative = key.scale is not None, key.family == "derivative"
     kernel = _ragged_m_kernel(
         dtype=NAMES[key.dtype], b_major=key.b_major, derivative=derivative, activation=_compiled_in(activation),
-        keep=key.keep, scaled=derivative and scaled, config=config,
+        keep=key.keep, scaled=derivative and scaled, config=config, gather=key.gathered,
     )  # fmt: skip
     limit, alpha, offset = 0.0, 1.0, 0.0
     if activation is not None:
@@ -484,6 +532,7 @@ def _ragged_m_kernel(
     keep: bool,
     scaled: bool,
     config: TileConfig,
+    gather: bool,
 ) -> Any:
     from fusedmoe.kernels.sm90 import epilogues  # deferred: imports the CuTe DSL
     from fusedmoe.kernels.sm90.ragged_m import RaggedM
@@ -494,7 +543,7 @@ def _ragged_m_kernel(
         epilogue = epilogues.derivative(**activation._asdict(), keep=keep, row_scale=scaled)
     else:
         epilogue = epilogues.activation(**activation._asdict(), keep=keep)
-    return compiler.load(RaggedM(dtype, config, b_major=b_major, epilogue=epilogue))
+    return compiler.load(RaggedM(dtype, config, b_major=b_major, epilogue=epilogue, gather=gather))
 
 
 @functools.cache

@@ -8,7 +8,8 @@ and gives up most of its registers:
 
 - warp 8 loads A and B by TMA;
 - warp 9 is the tile scheduler (tiles.py);
-- warps 10 and 11 load the inputs of the epilogues of warpgroups 0 and 1, during the mainloop.
+- warps 10 and 11 load the inputs of the epilogues of warpgroups 0 and 1, during the mainloop. Without such inputs, they
+  copy the rows of a gathered operand (gather.py).
 
 **Mainloop.** A and B pass through a ring of shared-memory stages. A stage has 128 bytes of K, the widest swizzle. One
 wgmma group stays in flight while the next is issued. A stage is released once the group after it has been issued. With
@@ -44,6 +45,7 @@ THREADS = (MATH_WARPGROUPS + 1) * WARPGROUP
 LOAD_WARP = 8
 SCHEDULER_WARP = 9
 EPILOGUE_LOAD_WARP = 10
+GATHER_WARP = 10  # and 11, which have nothing else to do if the epilogue has no inputs
 STORE_BARRIER = 1  # named barriers 1 and 2: one per math warpgroup
 TURN_BARRIER = 3  # 3 and 4: permission to use the tensor cores, with ping-pong tiles
 BOX = BLOCK_ROWS * EPILOGUE_COLUMNS
@@ -169,6 +171,16 @@ class Gemm:
         return MATH_WARPGROUPS * (self.store_stages + self.load_stages * self.boxes_read)
 
     @property
+    def gather_warps(self) -> int:
+        """Warps that copy gathered rows, each of which arrives at the barrier of every stage."""
+        return 0
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of a stage that are gathered; TMA loads the others."""
+        return 0
+
+    @property
     def stages(self) -> int:
         """Stages of A and B."""
         return self.config.stages(self.boxes * self.box_bytes)
@@ -234,9 +246,9 @@ class Gemm:
         s_box = smem.allocate_tensor(self.box_element, layouts.boxes.outer, 1024, swizzle=layouts.boxes.inner)
         ab = pipeline.PipelineTmaAsync.create(
             num_stages=self.stages,
-            producer_group=threads(1),
+            producer_group=threads(1 + self.gather_warps),
             consumer_group=threads((4 if config.pingpong else 8) * config.ctas),
-            tx_count=config.stage_bytes,
+            tx_count=config.stage_bytes - self.gathered_bytes,
             barrier_storage=ab_barriers,
             cta_layout_vmnk=cute.make_layout((1, config.cluster_m, config.cluster_n, 1)),
             defer_sync=True,
@@ -244,7 +256,7 @@ class Gemm:
         ring = pipeline.PipelineAsync.create(
             num_stages=tiles.RING_STAGES,
             producer_group=threads(1),
-            consumer_group=threads(1 + 8 + (MATH_WARPGROUPS if self.boxes_read else 0)),
+            consumer_group=threads(1 + 8 + (MATH_WARPGROUPS if self.boxes_read else self.gather_warps)),
             barrier_storage=ring_barriers,
             defer_sync=True,
         )

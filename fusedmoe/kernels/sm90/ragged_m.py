@@ -8,6 +8,9 @@ epilogues.py turns the accumulators into outputs. gemm.py describes the warps an
 Each CTA loads half of the shared operand, for both. Rows that are not shared are loaded in one piece, weights that are
 not shared in two halves.
 
+**Gathered rows.** Row r of A may be row ``gather[r]`` of a matrix (T, K). gather.py copies such rows. A copy cannot
+write to both CTAs of a cluster: each CTA copies all rows of its tile. Rows past an expert's last row are zeros.
+
 **Bounds.** A load may run past an expert's last row: those rows of the product are never stored. A store must end at
 that row. The TMA descriptor of an output therefore has one dimension more than the tensor, over the same memory:
 
@@ -33,14 +36,16 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-from cutlass import Float32, Int16, Int32, const_expr
+from cutlass import Float32, Int16, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 
 from fusedmoe.kernels.sm90 import tiles
-from fusedmoe.kernels.sm90.config import BLOCK_ROWS, EPILOGUE_COLUMNS
+from fusedmoe.kernels.sm90.config import BLOCK_ROWS, EPILOGUE_COLUMNS, SWIZZLE_BYTES
 from fusedmoe.kernels.sm90.epilogues import PLAIN, Arguments, Block, Epilogue, Numbers
+from fusedmoe.kernels.sm90.gather import CHUNK_BYTES, LANES, chunk, copy_rows, drain, flush
 from fusedmoe.kernels.sm90.gemm import (
     EPILOGUE_LOAD_WARP,
+    GATHER_WARP,
     LOAD,
     LOAD_WARP,
     PRODUCER,
@@ -52,12 +57,32 @@ from fusedmoe.kernels.sm90.gemm import (
 )  # fmt: skip
 
 
-class Loads(NamedTuple):
-    """Loads of the operands: A for one CTA, and A and B for both CTAs of a cluster."""
+class Gathered(NamedTuple):
+    """A matrix (T, K) whose row ``index[r]`` is row r of A."""
 
-    whole_a: Tma
-    shared_a: Tma
+    matrix: cute.Tensor
+    index: cute.Tensor
+
+
+class Gathering(NamedTuple):
+    """A lane's view of the gathered rows, see `RaggedM.gathering`."""
+
+    index: cute.Tensor
+    operand: Int64  # address of the matrix
+    pitch: Int32  # bytes between rows
+    k: Int32
+    first: Int32  # first row of the warp's share of a tile
+    lane: Int32
+    stages: Int32  # address of the share in shared memory, in the first stage
+
+
+class Loads(NamedTuple):
+    """Loads of the operands: A for one CTA, and A and B for both CTAs of a cluster; or gathered rows in place of A."""
+
+    whole_a: Tma | None
+    shared_a: Tma | None
     shared_b: Tma
+    gathered: Gathered | None
 
 
 @dataclass(frozen=True)
@@ -66,6 +91,7 @@ class RaggedM(Gemm):
 
     b_major: str = "k"  # or "n": the axis of the weight that has unit stride
     epilogue: Epilogue = PLAIN
+    gather: bool = False  # whether the rows of A are read through an index
 
     def __post_init__(self) -> None:
         if (self.config.cluster_m, self.config.cluster_n) != (2, 1):
@@ -75,11 +101,12 @@ class RaggedM(Gemm):
 
     @property
     def symbol(self) -> str:
-        return f"sm90_ragged_m_{self.dtype}_b{self.b_major}_{self.epilogue.name}_{self.config.name}"
+        gather = "_gather" if self.gather else ""
+        return f"sm90_ragged_m{gather}_{self.dtype}_b{self.b_major}_{self.epilogue.name}_{self.config.name}"
 
     @property
     def sources(self) -> tuple[str, ...]:
-        names = ("ragged_m", "gemm", "tiles", "warps", "epilogues", "formulas", "config")
+        names = ("ragged_m", "gemm", "gather", "tiles", "warps", "epilogues", "formulas", "config")
         return tuple(f"fusedmoe.kernels.sm90.{name}" for name in names)
 
     @property
@@ -90,6 +117,19 @@ class RaggedM(Gemm):
     @property
     def boxes_read(self) -> int:
         return self.epilogue.formula.boxes_read
+
+    @property
+    def load_warp_gathers(self) -> bool:
+        """Whether the loading warp gathers the rows: if others load inputs of the epilogue, no warp is idle."""
+        return self.gather and self.boxes_read > 0
+
+    @property
+    def gather_warps(self) -> int:
+        return 0 if not self.gather else 1 if self.load_warp_gathers else 2
+
+    @property
+    def gathered_bytes(self) -> int:
+        return self.config.tile_m * SWIZZLE_BYTES if self.gather else 0
 
     @property
     def steps(self) -> int:
@@ -112,11 +152,13 @@ class RaggedM(Gemm):
         offsets, row_scale, counter = (
             fake(dtype, (n,), (1,)) for dtype, n in ((Int32, experts), (Float32, cute.sym_int()), (Int32, 1))
         )
+        tokens = cute.sym_int() if self.gather else rows
+        index = [fake(Int32, (rows,), (1,))] if self.gather else []
         inputs = [self.fake_matrix(rows)] if self.boxes_read else []
         outputs = [output.fake(self, rows) for output in self.epilogue.outputs]
         return cute.compile(
-            self, self.fake_matrix(rows), b, offsets, bias, row_scale, counter, *[Float32(0)] * 3, *[Int32(0)] * 5,
-            cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), *inputs, *outputs,
+            self, self.fake_matrix(tokens), b, offsets, bias, row_scale, counter, *[Float32(0)] * 3, *[Int32(0)] * 5,
+            cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), *index, *inputs, *outputs,
             options=f"--enable-tvm-ffi --gpu-arch {self.arch}",
         )  # fmt: skip
 
@@ -136,7 +178,9 @@ class RaggedM(Gemm):
         self, a, b, offsets, bias, row_scale, counter,
         limit, alpha, offset, biased, scaled, band, ctas, dynamic, stream, *tensors,
     ):  # fmt: skip
-        """Launch. ``tensors`` are the input of the epilogue's formula, if it has one, and then its outputs."""
+        """Launch. ``tensors`` are the index, if rows are gathered, the input of the epilogue's formula, if it has one,
+        and then its outputs.
+        """
         config, formula = self.config, self.epilogue.formula
         major = OperandMajorMode.K if self.b_major == "k" else OperandMajorMode.MN
         layouts = self.layouts(OperandMajorMode.K, major)
@@ -153,11 +197,15 @@ class RaggedM(Gemm):
                 layout = cute.make_layout((n // 2, k, 2, experts), stride=(sn, sk, up, se))
         b_view = cute.make_tensor(b.iterator, layout)
 
-        a_box, a_tile = cute.slice_(layouts.a, (None, None, 0)), (config.tile_m, self.tile_k)
-        whole_a, shared_a = (
-            Tma(*cpasync.make_tiled_tma_atom(op, a, a_box, a_tile, num_multicast=ctas))
-            for op, ctas in ((LOAD, 1), (SHARED_LOAD, config.ctas))
-        )
+        whole_a, shared_a, gathered, rows = None, None, None, a.shape[0]
+        if const_expr(self.gather):
+            gathered, rows, tensors = Gathered(a, tensors[0]), tensors[0].shape[0], tensors[1:]
+        else:
+            a_box, a_tile = cute.slice_(layouts.a, (None, None, 0)), (config.tile_m, self.tile_k)
+            whole_a, shared_a = (
+                Tma(*cpasync.make_tiled_tma_atom(op, a, a_box, a_tile, num_multicast=ctas))
+                for op, ctas in ((LOAD, 1), (SHARED_LOAD, config.ctas))
+            )
         if const_expr(self.b_major == "n"):
             shared_b = self.across_atom(b_view, layouts.b, config.ctas)
         else:
@@ -172,9 +220,9 @@ class RaggedM(Gemm):
             output.parameter(self, tensor) for output, tensor in zip(self.epilogue.outputs, outputs, strict=True)
         )
         self.kernel(
-            Loads(whole_a, shared_a, shared_b), inputs, parameters, self.tiled_mma(OperandMajorMode.K, major), layouts,
-            offsets, bias, row_scale, counter, Numbers(limit, alpha, offset, biased, scaled, band, dynamic),
-            a.shape[0], n, k,
+            Loads(whole_a, shared_a, shared_b, gathered), inputs, parameters,
+            self.tiled_mma(OperandMajorMode.K, major), layouts, offsets, bias, row_scale, counter,
+            Numbers(limit, alpha, offset, biased, scaled, band, dynamic), rows, n, k,
         ).launch(stream=stream, **self.grid(ctas))  # fmt: skip
 
     def in_parts(self, t: cute.Tensor, count: int) -> cute.Tensor:
@@ -208,35 +256,47 @@ class RaggedM(Gemm):
         if warp_idx >= LOAD_WARP:
             cute.arch.setmaxregister_decrease(self.registers[0])
             if warp_idx == LOAD_WARP:
-                self.load(loads, shared, rings, n)
+                self.load(loads, shared, rings, n, k)
             elif warp_idx == SCHEDULER_WARP:
                 k_tiles = (k + self.tile_k - 1) // self.tile_k
                 share = tiles.Share(self.config, numbers.band, counter, numbers.dynamic, shared.drawing)
                 tiles.schedule_ragged_m(offsets, rows, self.tiles_n(n), k_tiles, share, rings.tiles, shared.slots)
             elif const_expr(self.boxes_read > 0):
                 self.load_inputs(inputs, shared, rings, warp_idx - EPILOGUE_LOAD_WARP)
+            elif const_expr(self.gather):
+                self.gather_rows(loads.gathered, shared, rings, k, warp_idx - GATHER_WARP)
         else:
             cute.arch.setmaxregister_increase(self.registers[1])
             env = Arguments(outputs, bias, row_scale, numbers, rows, n)
             self.math(tiled_mma, shared, rings, warp_idx // 4, env)
 
     @cute.jit
-    def load(self, loads, shared, rings, n):
+    def load(self, loads, shared, rings, n, k):
         """The loading warp: A and B of every tile, stage by stage."""
         ab = rings.ab
         rank, _ = tiles.ranks(self.config)
         alone, both = Int16(1 + rank), Int16(3)
-        state = pipeline.make_pipeline_state(PRODUCER, self.stages)
+        state, pending = pipeline.make_pipeline_state(PRODUCER, self.stages), Int32(0)
+        rows, indices = None, None
+        if const_expr(self.load_warp_gathers):
+            rows, indices = self.gathering(loads.gathered, shared, k, 0), self.no_indices()
         turn = Int32(0)
         turn, tile = tiles.take(rings.tiles, turn, shared.slots)
         while tile.expert != tiles.END:
+            if const_expr(self.load_warp_gathers):
+                self.read_indices(indices, rows, tile)
+                pending = flush(ab, state, pending)
             if tile.depth > 0:
                 shares_rows = tile.place != 0
-                a = self.loads_a(loads.whole_a, shared.a, tile.row, 0, 1)
-                half_a = self.loads_a(loads.shared_a, shared.a, tile.row, rank, 2)
+                a = half_a = []
+                if const_expr(not self.gather):
+                    a = self.loads_a(loads.whole_a, shared.a, tile.row, 0, 1)
+                    half_a = self.loads_a(loads.shared_a, shared.a, tile.row, rank, 2)
                 half_b, other_b = (self.loads_b(loads.shared_b, shared.b, tile, n, r) for r in (rank, 1 - rank))
                 b_to = Int16(cutlass.select_(shares_rows, alone, both))
                 for k_tile in cutlass.range(tile.depth, unroll=1):
+                    if const_expr(self.load_warp_gathers):
+                        pending = drain(ab, state, pending)
                     ab.producer_acquire(state)
                     full = ab.producer_get_barrier(state)
                     self.copy(loads.shared_b, half_b, k_tile, state.index, full, b_to)
@@ -245,9 +305,70 @@ class RaggedM(Gemm):
                         self.copy(loads.shared_a, half_a, k_tile, state.index, full, both)
                     else:
                         self.copy(loads.whole_a, a, k_tile, state.index, full, None)
+                    if const_expr(self.load_warp_gathers):
+                        self.copy_gathered(indices, rows, k_tile, state.index)
+                        pending += 1
                     state.advance()
             turn, tile = tiles.take(rings.tiles, turn, shared.slots)
+        if const_expr(self.load_warp_gathers):
+            flush(ab, state, pending)
         ab.producer_tail(state)
+
+    @cute.jit
+    def gather_rows(self, gathered, shared, rings, k, share):
+        """A gathering warp: its share of the rows of A of every tile, stage by stage."""
+        ab, rows = rings.ab, self.gathering(gathered, shared, k, share)
+        indices = self.no_indices()
+        state, pending = pipeline.make_pipeline_state(PRODUCER, self.stages), Int32(0)
+        turn = Int32(0)
+        turn, tile = tiles.take(rings.tiles, turn, shared.slots)
+        while tile.expert != tiles.END:
+            self.read_indices(indices, rows, tile)
+            pending = flush(ab, state, pending)
+            for k_tile in cutlass.range(tile.depth, unroll=1):
+                pending = drain(ab, state, pending)
+                ab.sync_object_empty.wait(state.index, state.phase)
+                self.copy_gathered(indices, rows, k_tile, state.index)
+                state.advance()
+                pending += 1
+            turn, tile = tiles.take(rings.tiles, turn, shared.slots)
+        flush(ab, state, pending)
+
+    def gathering(self, gathered, shared, k, share):
+        """What a lane of a gathering warp needs to copy its share of the rows of A."""
+        count, lane, matrix = self.config.tile_m // self.gather_warps, cute.arch.lane_idx(), gathered.matrix
+        value_bytes = self.element.width // 8
+        return Gathering(
+            gathered.index,
+            matrix.iterator.toint(),
+            Int32(matrix.stride[0] * value_bytes),
+            k,
+            share * count,
+            lane,
+            shared.a.iterator.toint() + share * (count * SWIZZLE_BYTES),
+        )
+
+    def no_indices(self):
+        """Registers for a lane's indices."""
+        return cute.make_rmem_tensor((self.config.tile_m // self.gather_warps // LANES,), Int32)
+
+    @cute.jit
+    def read_indices(self, indices, rows, tile):
+        """Read the indices of a tile's rows: -1 past the expert's last row, and in the tail."""
+        valid = cutlass.select_(tile.depth > 0, tile.rows, Int32(0))
+        for q in cutlass.range_constexpr(cute.size(indices)):
+            row = rows.first + q * LANES + rows.lane
+            indices[q] = -1
+            if row < valid:
+                indices[q] = rows.index[tile.row + row]
+
+    def copy_gathered(self, indices, rows, k_tile, stage):
+        """Start the copies of one stage of a tile's rows."""
+        column = k_tile * self.tile_k + chunk(rows.lane) * (CHUNK_BYTES * 8 // self.element.width)
+        operand = rows.operand + column * (self.element.width // 8)
+        to = rows.stages + stage * self.gathered_bytes
+        copy_rows(indices, operand, rows.pitch, rows.k - 1 - column, to, rows.lane)
+        cute.arch.cp_async_commit_group()
 
     def copy(self, load, pairs, k_tile, stage, full, mask):
         """Start an operand's loads of a stage. ``mask``: the CTAs that receive them, or None for this CTA alone."""

@@ -1,0 +1,120 @@
+"""Gathered rows: rows of an operand that an index chooses, copied into its stages by warps of the producer.
+
+    stage[i, :] = operand[index of row i, the columns of the stage]
+
+TMA on Hopper loads boxes of consecutive rows only. So gathered rows are copied by ``cp.async``, 16 bytes per lane.
+Eight lanes copy 128 bytes of a row, the width of the swizzle: an instruction of a warp copies such parts of four rows.
+
+**Indices.** Lane l of a warp holds the index of row ``32 q + l``, for each 32 rows q of its share. An instruction
+copies the rows j, 8 + j, 16 + j and 24 + j of 32: each eight lanes get their index from their own lane j. A row with a
+negative index is filled with zeros, and nothing is read for it.
+
+**Swizzle.** Chunk c (16 bytes) of row i is stored as chunk ``c ^ (i % 8)`` of the row's 128 bytes. The four rows of an
+instruction have the same ``i % 8``, so its place is an exclusive or with a constant.
+
+**Completion.** A stage is full once TMA has loaded the other operand, and each gathering warp has arrived at the
+stage's barrier. The copies write through another proxy than the one that wgmma reads through. Therefore a warp waits
+for its copies of a stage, executes a proxy fence, and then arrives. Stages that it has copied, but not arrived at, are
+*pending*. The warp starts the copies of a stage as soon as the stage is free. Before it blocks, it arrives at pending
+stages, because the math warpgroups may need them to free the next stage, or to take the next tile.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+from cutlass import Boolean, Int32, Int64
+from cutlass.cute.nvgpu import cpasync
+
+LANES = 32
+CHUNK_BYTES = 16  # per lane and copy
+ROW_BYTES = 128  # of a row in a stage
+ROW_LANES = ROW_BYTES // CHUNK_BYTES
+OWN_LANES = (LANES - ROW_LANES) << 8 | LANES - 1  # of a shuffle: among the eight lanes of a row
+
+Ring = pipeline.PipelineTmaAsync
+
+
+def chunk(lane: Int32) -> Int32:
+    """Chunk of 16 bytes, out of a row's eight, that a lane copies."""
+    return lane % ROW_LANES
+
+
+@cute.jit
+def copy_rows(indices: cute.Tensor, operand: Int64, pitch: Int32, left: Int32, stage: Int32, lane: Int32) -> None:
+    """Start the copies of 128 bytes of 32 rows per element of ``indices``.
+
+    Parameters
+    ----------
+    indices
+        The lane's indices, in registers.
+    operand
+        Address of the lane's chunk of row 0.
+    pitch
+        Bytes between rows.
+    left
+        Columns of the row after the first one of the lane's chunk. If negative, the chunk is filled with zeros.
+    stage
+        Address of the first row in shared memory.
+    """
+    place = stage + lane // ROW_LANES * (ROW_LANES * ROW_BYTES) + chunk(lane) * CHUNK_BYTES
+    copy = cute.make_copy_atom(cpasync.CopyG2SOp(cpasync.LoadCacheMode.GLOBAL), Int32, num_bits_per_copy=128)
+    values = cute.make_layout(((CHUNK_BYTES // 4, 1), 1))
+    valid = cute.make_rmem_tensor((1, 1), Boolean)
+    for j in cutlass.range_constexpr(ROW_LANES):
+        swizzled = (place ^ (j * CHUNK_BYTES)) + j * ROW_BYTES
+        for q in cutlass.range_constexpr(cute.size(indices)):
+            index = cute.arch.shuffle_sync(indices[q], j, mask_and_clamp=OWN_LANES)
+            source = cute.make_ptr(
+                Int32, operand + Int64(index) * Int64(pitch), cute.AddressSpace.gmem, assumed_align=CHUNK_BYTES
+            )
+            to = cute.make_ptr(
+                Int32, swizzled + q * (LANES * ROW_BYTES), cute.AddressSpace.smem, assumed_align=CHUNK_BYTES
+            )
+            valid[0] = (index | left) >= 0
+            cute.copy(copy, cute.make_tensor(source, values), cute.make_tensor(to, values), pred=valid)
+
+
+@cute.jit
+def drain(ring: Ring, state: pipeline.PipelineState, pending: Int32) -> Int32:
+    """Arrive at pending stages, the oldest first, until the stage of ``state`` is free or none is pending. Return the
+    number of pending stages.
+    """
+    free = is_free(ring, state)
+    while pending > 0 and not free:
+        pending = arrive_at_oldest(ring, state, pending)
+        free = is_free(ring, state)
+    return pending
+
+
+@cute.jit
+def is_free(ring: Ring, state: pipeline.PipelineState) -> Boolean:
+    """Whether the stage of ``state`` is free, without waiting; the same answer for all lanes."""
+    return cute.arch.vote_any_sync(
+        cute.arch.mbarrier_test_wait(ring.sync_object_empty.get_barrier(state.index), state.phase)
+    )
+
+
+@cute.jit
+def flush(ring: Ring, state: pipeline.PipelineState, pending: Int32) -> Int32:
+    """Arrive at all pending stages. Return their number, zero."""
+    while pending > 0:
+        pending = arrive_at_oldest(ring, state, pending)
+    return pending
+
+
+@cute.jit
+def arrive_at_oldest(ring: Ring, state: pipeline.PipelineState, pending: Int32) -> Int32:
+    """Wait for the copies of the oldest pending stage, and arrive at its barrier. Return the number of those left."""
+    for left in cutlass.range_constexpr(ring.num_stages):
+        if pending == left + 1:
+            cute.arch.cp_async_wait_group(left)
+    cute.arch.fence_proxy("async.shared", space="cta")
+    cute.arch.sync_warp()
+    oldest = state.index - pending
+    if oldest < 0:
+        oldest += ring.num_stages
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(ring.sync_object_full.get_barrier(oldest))
+    return pending - 1
