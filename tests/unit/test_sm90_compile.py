@@ -75,6 +75,7 @@ SPILLS = {
     f"sm90_ragged_m_{gather}{name}_128x192pp_c21": most for name, most in SPILLS.items() for gather in ("", "gather_")
 }
 MOST_INSTRUCTIONS = 8600  # from where on a derivative is slower than with smaller tiles, see choice.py
+GATHER_INSTRUCTIONS = 500  # of warps beside the epilogue's, half of them paths for diverged lanes, which never run
 PROCESSES = 2
 REGISTERS = 65536 // (3 * 128) // 8 * 8  # a thread, of three warpgroups: 168
 INSTRUCTION = re.compile(r"\*/ +(?:@!?U?P\d+ +)?([A-Z][\w.]*)")
@@ -147,7 +148,7 @@ def test_compiles_to_tensor_core_code_without_spills(symbol, reports):
     assert not [i for i in spills if products[0] < i < products[-1]]
     assert report.stack_bytes <= 8 * len(spills)
     assert report.registers <= REGISTERS
-    assert len(report.opcodes) <= MOST_INSTRUCTIONS
+    assert len(report.opcodes) <= MOST_INSTRUCTIONS + (GATHER_INSTRUCTIONS if "gather" in symbol else 0)
 
 
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)

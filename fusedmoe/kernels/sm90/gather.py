@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.pipeline as pipeline
 from cutlass import Boolean, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
@@ -31,9 +30,8 @@ LANES = 32
 CHUNK_BYTES = 16  # per lane and copy
 ROW_BYTES = 128  # of a row in a stage
 ROW_LANES = ROW_BYTES // CHUNK_BYTES
+COPIES_UNROLLED = 8  # enough to hide the latency of a shuffle, and few instructions: see choice.py
 OWN_LANES = (LANES - ROW_LANES) << 8 | LANES - 1  # of a shuffle: among the eight lanes of a row
-
-Ring = pipeline.PipelineTmaAsync
 
 
 def chunk(lane: Int32) -> Int32:
@@ -62,7 +60,7 @@ def copy_rows(indices: cute.Tensor, operand: Int64, pitch: Int32, left: Int32, s
     copy = cute.make_copy_atom(cpasync.CopyG2SOp(cpasync.LoadCacheMode.GLOBAL), Int32, num_bits_per_copy=128)
     values = cute.make_layout(((CHUNK_BYTES // 4, 1), 1))
     valid = cute.make_rmem_tensor((1, 1), Boolean)
-    for j in cutlass.range_constexpr(ROW_LANES):
+    for j in cutlass.range(ROW_LANES, unroll=max(COPIES_UNROLLED // cute.size(indices), 1)):
         swizzled = (place ^ (j * CHUNK_BYTES)) + j * ROW_BYTES
         for q in cutlass.range_constexpr(cute.size(indices)):
             index = cute.arch.shuffle_sync(indices[q], j, mask_and_clamp=OWN_LANES)
@@ -77,7 +75,7 @@ def copy_rows(indices: cute.Tensor, operand: Int64, pitch: Int32, left: Int32, s
 
 
 @cute.jit
-def drain(ring: Ring, state: pipeline.PipelineState, pending: Int32) -> Int32:
+def drain(ring, state, pending):
     """Arrive at pending stages, the oldest first, until the stage of ``state`` is free or none is pending. Return the
     number of pending stages.
     """
@@ -89,7 +87,7 @@ def drain(ring: Ring, state: pipeline.PipelineState, pending: Int32) -> Int32:
 
 
 @cute.jit
-def is_free(ring: Ring, state: pipeline.PipelineState) -> Boolean:
+def is_free(ring, state):
     """Whether the stage of ``state`` is free, without waiting; the same answer for all lanes."""
     return cute.arch.vote_any_sync(
         cute.arch.mbarrier_test_wait(ring.sync_object_empty.get_barrier(state.index), state.phase)
@@ -97,7 +95,7 @@ def is_free(ring: Ring, state: pipeline.PipelineState) -> Boolean:
 
 
 @cute.jit
-def flush(ring: Ring, state: pipeline.PipelineState, pending: Int32) -> Int32:
+def flush(ring, state, pending):
     """Arrive at all pending stages. Return their number, zero."""
     while pending > 0:
         pending = arrive_at_oldest(ring, state, pending)
@@ -105,7 +103,7 @@ def flush(ring: Ring, state: pipeline.PipelineState, pending: Int32) -> Int32:
 
 
 @cute.jit
-def arrive_at_oldest(ring: Ring, state: pipeline.PipelineState, pending: Int32) -> Int32:
+def arrive_at_oldest(ring, state, pending):
     """Wait for the copies of the oldest pending stage, and arrive at its barrier. Return the number of those left."""
     for left in cutlass.range_constexpr(ring.num_stages):
         if pending == left + 1:
