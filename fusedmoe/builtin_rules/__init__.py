@@ -1,4 +1,4 @@
-"""The built-in fusion rules, one folder per architecture. `import fusedmoe` registers `BUILTIN`."""
+"""The built-in fusion rules, one folder per architecture. `import fusedmoe` registers `BUILTIN`, but not `GATHERED`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from fusedmoe.builtin_rules.sm90.dispatch import (
     DispatchRule,
     DispatchWeightGradRule,
 )
-from fusedmoe.builtin_rules.sm90.grouped_dgrad import GroupedDgrad
-from fusedmoe.builtin_rules.sm90.grouped_dgrad_activation import GroupedDgradActivation
-from fusedmoe.builtin_rules.sm90.grouped_gemm import GroupedGemm
-from fusedmoe.builtin_rules.sm90.grouped_gemm_activation import GroupedGemmActivation
-from fusedmoe.builtin_rules.sm90.grouped_wgrad import GroupedWgrad
+from fusedmoe.builtin_rules.sm90.grouped_dgrad import GatheredDgrad, GroupedDgrad
+from fusedmoe.builtin_rules.sm90.grouped_dgrad_activation import GatheredDgradActivation, GroupedDgradActivation
+from fusedmoe.builtin_rules.sm90.grouped_gemm import GatheredGemm, GroupedGemm
+from fusedmoe.builtin_rules.sm90.grouped_gemm_activation import GatheredGemmActivation, GroupedGemmActivation
+from fusedmoe.builtin_rules.sm90.grouped_wgrad import GatheredWgradDy, GatheredWgradX, GroupedWgrad
 from fusedmoe.builtin_rules.sm90.linear import (
     LinearActivation,
     LinearColumnSums,
@@ -48,3 +48,13 @@ BUILTIN: tuple[type[FusionRule], ...] = (
     DDispatchRule,
     DispatchWeightGradRule,
 )
+
+GATHERED: tuple[type[FusionRule], ...] = (
+    GatheredGemm,
+    GatheredGemmActivation,
+    GatheredDgrad,
+    GatheredDgradActivation,
+    GatheredWgradX,
+    GatheredWgradDy,
+)
+"""The rules whose kernels read rows through their index."""

@@ -16,7 +16,7 @@ from fusedmoe.fusion import registry
 from fusedmoe.fusion.matcher import Mismatch, match
 from fusedmoe.fusion.plan import Attempt, Exemption, Status
 from fusedmoe.fusion.rule import Declined, FusionRule, NothingToDo, PlanContext, RuleError, Step
-from fusedmoe.fusion.values import NONE, spec_of
+from fusedmoe.fusion.values import NONE, Gathered, spec_of
 from fusedmoe.ops.glue import Glue
 from fusedmoe.ops.op import SpecLike, TensorSpec
 
@@ -46,7 +46,12 @@ class Candidate:
     ctx: PlanContext | None = None
     keep_names: tuple[str, ...] = ()  # `Step.keeps` by the rule's names
     keep_us: Mapping[str, float] = field(default_factory=dict)  # the estimated time to write each of `Step.keeps`
+    # the values whose bytes the step reads: `Step.needs`, with the rows themselves in place of their source
+    reads: tuple[str, ...]
+    # those of `Step.keeps` that are rows of another value, each with that value. A launch reads it to write the rows
+    keep_reads: Mapping[str, str] = field(default_factory=dict)
     inside: frozenset[str] = frozenset()  # values of the covered places that the step does not give
+    skips: bool = False  # nothing runs: other steps read the values of the place through their index
 
     @property
     def name(self) -> str:
@@ -102,6 +107,7 @@ class Search:
     specs: Mapping[str, SpecLike | None]
     disabled: tuple[str, ...]
     assume_installed: bool
+    gathered: Mapping[str, Gathered]  # the values that are rows of another value
 
 
 class DirectionSearch:
@@ -123,6 +129,9 @@ class DirectionSearch:
         self.results, self.conversions = tuple(results), conversions
         self.attempts: list[Attempt] = []
         self.candidates = [self._plain(i, p) for i, p in enumerate(self.places)]
+        self.candidates += [
+            self._skip(i, p) for i, p in enumerate(self.places) if search.gathered.keys() >= {*p.step.gives}
+        ]
         of_glue = bool(places) and isinstance(self.places[0].item, Glue)
         for rule in registry.rules():
             if rule.direction == direction and issubclass(rule.slots[0].types[0], Glue) is of_glue:
@@ -142,6 +151,14 @@ class DirectionSearch:
             step=Step(needs=s.needs, gives=gives, keeps=optional, zeroes_tail=s.zeroes_tail, launches=s.launches),
             cost_us=costs.step_us((*s.needs, *gives), s.launches),
             keep_us={v: costs.step_us((v,), 0) for v in optional},
+            reads=s.needs,
+        )
+
+    def _skip(self, i: int, place: Place) -> Candidate:
+        """Return the candidate that leaves out a place, all of whose values are rows of other values."""
+        inside = frozenset(place.step.gives)
+        return Candidate(
+            start=i, end=i + 1, step=Step(needs=(), gives=()), cost_us=0.0, reads=(), inside=inside, skips=True
         )
 
     def _try(self, rule: type[FusionRule], unavailable: Unavailable | None, start: int) -> None:
@@ -155,6 +172,14 @@ class DirectionSearch:
             )
             return
         for m in found:
+            bound = rule(m.bindings)
+            ctx = self._ctx(bound, m.bindings, start, m.end)
+            if rule.gathers and ctx._resolve(rule.gathers) not in self.search.gathered:
+                why, nothing = f"{rule.gathers}: expected rows of another value", range(start, start)
+                self.attempts.append(
+                    Attempt(rule.name, self.direction, start, m.end, 0, nothing, Status.NO_MATCH, why, here)
+                )
+                continue
             matched, shared = sum(b is not None for b in m.bindings.values()), range(start, m.end)
             attempt = partial(Attempt, rule.name, self.direction, start, m.end, matched, shared)
             if no_kernel := None if rule.takes_quantized else self._quantized_operands(start, m.end):
@@ -167,8 +192,6 @@ class DirectionSearch:
                 reason, cause = unavailable
                 self.attempts.append(attempt(Status.UNAVAILABLE, reason, on_this_device=False, cause=cause))
                 return
-            bound = rule(m.bindings)
-            ctx = self._ctx(bound, m.bindings, start, m.end)
             try:
                 step: object = bound.offer(ctx)
             except Declined as why:
@@ -206,6 +229,10 @@ class DirectionSearch:
         self, value: str, by_slot: Mapping[str, Place], absent: Collection[str], start: int, end: int
     ) -> str | None:
         """Return the chain's name of a value that a rule names as in `Step`; None if it is unknown."""
+        rows, _, part = value.rpartition(":")
+        if part in ("source", "index"):
+            found = self.search.gathered.get(self._resolve(rows, by_slot, absent, start, end) or NONE)
+            return None if found is None else found.source if part == "source" else found.row_index
         slot, dot, name = value.partition(".")
         if dot and slot in absent:
             return NONE
@@ -247,15 +274,22 @@ class DirectionSearch:
             raise RuleError(f"{where}: its step keeps {foreign}, which is not made within the span that it covers")
         if unknown := [v for v in gives if v not in made and not (recomputes and not v.startswith("grad("))]:
             raise RuleError(f"{where}: its step gives {unknown}, which is not made within the span that it covers")
+        through_index = [ctx._resolve(v.removesuffix(":source")) for v in step.needs if v.endswith(":source")]
+        sources = [v for v, name in zip(needs, step.needs, strict=True) if name.endswith(":source")]
+        keep_reads = {v: g.source for v, g in self.search.gathered.items() if v in keeps and g.source in needs}
+        reads = (*through_index, *(v for v in needs if v not in sources and v not in keep_reads.values()))
+        us = costs.step_us((*reads, *gives), step.launches, step.extra_bytes)
         return Candidate(
             start=start,
             end=end,
             step=replace(step, needs=needs, gives=gives, keeps=keeps),
-            cost_us=costs.step_us((*needs, *gives), step.launches, step.extra_bytes),
+            cost_us=us + (step.gather_cost - 1) * costs.step_us(through_index, 0),
             rule=rule,
             ctx=ctx,
             keep_names=step.keeps,
-            keep_us={v: costs.step_us((v,), 0) for v in keeps},
+            keep_us={v: costs.step_us((v, keep_reads.get(v, NONE)), v in keep_reads) for v in keeps},
+            reads=reads,
+            keep_reads=keep_reads,
             inside=frozenset(made) - set(gives),
         )
 

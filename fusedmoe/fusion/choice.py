@@ -4,12 +4,13 @@ Three facts link the steps of a covering:
 
 - The backward pass reads forward values. A fused forward step can write only some of the values inside its span.
 - A step can write some values on demand (`Step.keeps`): those that a fused step can keep or recompute, and the
-  quantized forms of a value. Another step may read such a value only if it is written.
+  quantized forms of a value. Another step may read such a value only if it is written. The same holds for the rows of a
+  place that is left out, since other steps read them through their index.
 - A dequantized value has a cost of its own, once in each direction.
 
 The search first finds, for each set of forward values that some covering of the backward chain needs, the cheapest
 such covering. For each of these sets, it then finds the cheapest covering of the forward chain that can keep the set.
-The cheapest sum wins. This search is exact.
+The cheapest sum wins. This search is exact, if the places that may be left out read no recomputed value.
 
 A backward step may use a value that another step recomputes, even a later one. It then waits for that step, so nothing
 may wait for it in turn. A step that others wait for gets the value from the forward pass instead.
@@ -43,6 +44,20 @@ class Chosen(NamedTuple):
         """All values that the step writes."""
         return (*self.candidate.step.gives, *self.written)
 
+    @property
+    def moves(self) -> tuple[str, ...]:
+        """The values whose bytes the step reads or writes."""
+        return (*self.candidate.reads, *self._read_to_write, *self.gives)
+
+    @property
+    def launches(self) -> int:
+        """Kernels launched."""
+        return self.candidate.step.launches + len(self._read_to_write)
+
+    @property
+    def _read_to_write(self) -> list[str]:
+        return [source for v, source in self.candidate.keep_reads.items() if v in self.written]
+
 
 @dataclass(frozen=True)
 class Covering:
@@ -67,7 +82,7 @@ class Covering:
         return replace(
             covering,
             cost_us=covering.cost_us + c.cost_us + written_us,
-            names=(*self.names, c.name or "~"),
+            names=(*self.names, c.name or ("" if c.skips else "~")),
             steps=(*self.steps, chosen),
         )
 
@@ -85,7 +100,10 @@ class _Ways:
 
     def __init__(self, search: DirectionSearch) -> None:
         self.search = search
-        self.on_demand = {v for c in search.candidates for v in c.step.keeps}
+        self.on_demand = {v for c in search.candidates for v in (c.inside if c.skips else c.step.keeps)}
+        # a step that covers several places may not give what other steps read through an index
+        through_index = {v for gathered in search.search.gathered.values() for v in gathered}
+        self.on_demand |= {v for c in search.candidates for v in c.inside if v in through_index}
         self._needs = {id(c): search.with_sources(v for v in c.step.needs if v != NONE) for c in search.candidates}
         self._results = search.with_sources(search.results)
         self._starting: dict[int, list[Candidate]] = {}
@@ -107,9 +125,9 @@ class _Ways:
             for count in range(len(may) + 1):
                 for some in itertools.combinations(may, count):
                     written = tuple(v for v in c.step.keeps if v in must or v in some)
-                    if written or c.step.gives:
+                    if written or c.step.gives or c.skips:
                         yield Chosen(c, written)
-            if not (must or may or c.step.gives):
+            if not (must or may or c.step.gives or c.skips):
                 yield Chosen(c, c.step.keeps[:1])
 
     def _is_read_elsewhere(self, value: str, c: Candidate) -> bool:
@@ -239,9 +257,7 @@ def final_attempts(
             else:
                 status = Status.SHADOWED
                 others = [o for o in chosen if o.start < c.end and c.start < o.end]
-                reason = "by " + ", ".join(
-                    dict.fromkeys(o.name or search.places[o.start].label + " in plain PyTorch" for o in others)
-                )
+                reason = "by " + ", ".join(dict.fromkeys(_name(o, search) for o in others))
         span = range(c.start, c.end)
         attempts.append(
             Attempt(c.name, search.direction, c.start, c.end, len(span), span, status, reason, exemption=exemption)
@@ -264,6 +280,13 @@ def _best_and_longer(ways: list[Attempt], search: DirectionSearch, kept: Collect
             exemption = a.exemption if a.exemption.value else _exempt(fewer)
             longer[a.end] = replace(a, shared=range(best.end, a.end), exemption=exemption)
     return [best, *(longer[end] for end in sorted(longer))]
+
+
+def _name(c: Candidate, search: DirectionSearch) -> str:
+    """Name a chosen step, in the reason why a rule is SHADOWED."""
+    if c.skips:
+        return "the steps that read its rows through their index"
+    return c.name or f"{search.places[c.start].label} in plain PyTorch"
 
 
 def _exempt(takes_fewer: bool) -> Exemption:

@@ -50,6 +50,7 @@ def describe(plan: Plan, arguments: Mapping[str, SpecLike | None]) -> PlanData:
         missed=plan.missed_or_unavailable,
         rows=0 if rows is None else math.prod(map(int, rows.shape[:-1])),
         glue=tuple(glue),
+        gathered=tuple((rows, *gathered) for rows, gathered in plan.gathered.items()),
         **_asked(plan),
     )
 
@@ -77,7 +78,7 @@ def _planned(
         rule=step.rule if isinstance(step, Fused) else None,
         needs=tuple(v for v in step.needs if v != NONE),
         gives=step.gives,
-        bytes_moved=int(costs.moved((*step.needs, *step.gives))) + span.extra_bytes,
+        bytes_moved=int(costs.moved(span.moves)) + span.extra_bytes,
         launches=step.launches,
         host_sync=of_op and rows is not None and place.item.host_sync(rows, device),  # type: ignore[union-attr]
         nearest_miss=span.nearest_miss,

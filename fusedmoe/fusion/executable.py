@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,7 +18,7 @@ from fusedmoe.fusion.results import Specs, without_tensors
 from fusedmoe.fusion.rule import FusionError
 from fusedmoe.fusion.signature import DTYPE, REQUIRES_GRAD, SHAPE, TYPE, Signature, signature
 from fusedmoe.fusion.steps import AnyStep, Fused, Plain
-from fusedmoe.fusion.values import NONE, primal, tensor_specs
+from fusedmoe.fusion.values import NONE, Gathered, primal, tensor_specs
 from fusedmoe.log import say_once
 from fusedmoe.ops.op import TensorSpec
 
@@ -58,6 +58,7 @@ class PlannedSpan:
     position: int  # of the first place
     step: AnyStep
     places: tuple[Place, ...]
+    moves: tuple[str, ...]  # the values whose bytes it reads or writes
     extra_bytes: int  # as of `Step`
     nearest_miss: Attempt | None = None  # for a plain step: the rule that came nearest to taking it
 
@@ -83,6 +84,7 @@ class Plan:
     spans: tuple[PlannedSpan, ...]  # the steps with the ops that they cover
     glue: tuple[PlannedSpan, ...]  # the steps between ops
     attempts: tuple[Attempt, ...]
+    gathered: Mapping[str, Gathered]  # the rows of other values that no step writes
     environment: Environment
     dtype: torch.dtype  # of the rows
     _backward: dict[tuple[bool, ...], BackwardProgram] = field(default_factory=dict)

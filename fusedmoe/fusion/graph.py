@@ -22,6 +22,7 @@ from fusedmoe.fusion.steps import Plain
 from fusedmoe.fusion.values import (
     NONE,
     Forms,
+    Gathered,
     columns,
     dequantized,
     form_specs,
@@ -32,7 +33,7 @@ from fusedmoe.fusion.values import (
 )
 from fusedmoe.ops import random_state
 from fusedmoe.ops.derived import DERIVED
-from fusedmoe.ops.glue import Dequantize, Derive, QuantizeWeight, ZeroTail
+from fusedmoe.ops.glue import Dequantize, Derive, Gather, QuantizeWeight, ZeroTail
 from fusedmoe.ops.op import TensorSpec
 
 if TYPE_CHECKING:
@@ -141,7 +142,9 @@ class Graph:
             scope.rows += node.op.changes_rows
             scope.provide(place.provides)
             if "splits" in node.op.provides or (node.op.changes_rows and scope.rows in sorted_rows):
-                scope.derive("offsets", rows[i + 1], sorted_rows.get(scope.rows, _kind(node)))
+                gathered = place.gathers.get(rows[i + 1])  # a step may read such rows before any step writes them
+                counted = rows[i + 1] if gathered is None else gathered.row_index
+                scope.derive("offsets", counted, sorted_rows.get(scope.rows, _kind(node)))
         scope.has_rows(f"{self.nodes[-1].label}.output")
         return tuple(places)
 
@@ -170,6 +173,8 @@ class Graph:
                     scope.has_rows(values[name])
         for name in op.optional_inputs:  # offsets, if these rows have them
             values[name] = NONE if taker is None else scope.derive(name, rows_value, taker)
+        found = {name: scope.provided_with(name, other) for name, other in op.provided_with.items()}
+        values |= {name: value for name, value in found.items() if value is not None}
         all_values = not self._read.isdisjoint(op.provides_if_read)
         provides = {p: f"{label}.{p}" for p in (*op.provides, *(op.provides_if_read if all_values else ()))}
         values |= dict.fromkeys(op.provides_if_read, NONE) | provides
@@ -268,6 +273,13 @@ class Graph:
 def dequantize(value: str) -> Place:
     """Return the glue that dequantizes a value by rows."""
     return glue_place(Dequantize(), f"dequantize {value}", {"input": value, "output": dequantized(value)})
+
+
+def gather(rows: str, gathered: Gathered) -> Place:
+    """Return the glue that makes rows of another value."""
+    return glue_place(
+        Gather(), f"gather {rows}", {"source": gathered.source, "index": gathered.row_index, "output": rows}
+    )
 
 
 def _kind(node: Node) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fusedmoe.fusion.rule import RuleError
 from fusedmoe.fusion.steps import Plain
-from fusedmoe.fusion.values import by_rows, columns, dequantized
+from fusedmoe.fusion.values import Gathered, by_rows, columns, dequantized
 from fusedmoe.ops import random_state
 from fusedmoe.ops.op import BackwardOp, Node, Op
 
@@ -64,6 +64,12 @@ class Place:
     def keywords(self) -> dict[str, Any]:
         """The keyword arguments of the op's ``compute`` and ``infer``."""
         return {"all_values": True} if self.all_values else {}
+
+    @property
+    def gathers(self) -> dict[str, Gathered]:
+        """The values that the item makes and that are rows of another value."""
+        names, gathers = self.names, self.item.gathers
+        return {names[v]: Gathered(names[s], names[i]) for v, (s, i) in gathers.items() if i in names}
 
     @property
     def random_states(self) -> tuple[str, ...]:

@@ -195,6 +195,8 @@ class PlanData:
         The number of rows, or of tokens if the chain begins with a `Dispatch`, for which all bytes are counted.
     glue : tuple of PlannedStep
         The steps between ops: derived values, dequantization, sums of gradients, zeroed tails.
+    gathered : tuple of (str, str, str)
+        The rows that no step writes, since all steps read them from another value: the rows, that value, and the index.
     """
 
     steps: tuple[PlannedStep, ...]
@@ -214,6 +216,7 @@ class PlanData:
     missed: tuple[tuple[str, Attempt], ...] = ()
     rows: int = 0
     glue: tuple[PlannedStep, ...] = ()
+    gathered: tuple[tuple[str, str, str], ...] = ()
 
     @property
     def planned_for(self) -> str:
@@ -261,6 +264,9 @@ class PlanData:
             *_table(self.steps),
             *_wrapped(f"kept for backward: {format_bytes(self.kept_bytes)}{kept}"),
         ]
+        if self.gathered:
+            read = [f"{rows} from {source} by {index}" for rows, source, index in self.gathered]
+            lines += _wrapped(f"read through an index, not written: {', '.join(read)}")
         if self.glue:
             glue = [f"{step.ops[0]} ({step.rule})" if step.rule else step.ops[0] for step in self.glue]
             lines += _wrapped(f"glue: {', '.join(glue)}")

@@ -20,7 +20,7 @@ from fusedmoe.fusion.candidates import Costs, DirectionSearch, Search
 from fusedmoe.fusion.choice import Chosen, Covering, cheapest, cheapest_glue, final_attempts, nearest_miss
 from fusedmoe.fusion.describe import describe
 from fusedmoe.fusion.executable import Environment, Plan, PlannedSpan
-from fusedmoe.fusion.graph import dequantize
+from fusedmoe.fusion.graph import dequantize, gather
 from fusedmoe.fusion.places import training_place, with_forms
 from fusedmoe.fusion.plan import Attempt
 from fusedmoe.fusion.program import Program, needed_steps
@@ -108,6 +108,9 @@ class _Planner:
         self._of_weights = {v for place in graph.weights.values() for v in place.step.gives}
         self._kept_anyway = {*graph.arguments, *graph.outputs, *graph.derived, *self._of_weights}
         fixed = {*graph.parameters, *self._of_weights}
+        summed = _values(place.step.needs for place in self._of_backward.sums)  # these are read in order
+        gathered = {v: g for p in (*self._places, *self._of_backward.places) for v, g in p.gathers.items()}
+        self._gathered = {v: g for v, g in gathered.items() if v not in summed}
         self._conversions = {dequantized(v): v for v in self._of_backward.forms if v == by_rows(v)}
         backward = (*self._of_backward.places, *map(dequantize, self._conversions.values()))
         self._producers = graph.producers | {v: place.step for place in backward for v in place.step.gives}
@@ -124,6 +127,7 @@ class _Planner:
             specs=specs,
             disabled=environment.disabled,
             assume_installed=environment.asked,
+            gathered=self._gathered,
         )
 
     def plan(self) -> Plan:
@@ -156,6 +160,7 @@ class _Planner:
         steps = needed_steps(made.steps, (*outputs, *saved))
         program = Program(steps, graph.arguments, [outputs, saved], forms)
         run = set(map(id, (*program.steps, *backward_steps)))
+        written = _values(s.gives for s in (*program.steps, *backward_steps))
         needed_by = {v: s.label for s in reversed(_steps(made_backward.spans)) for v in s.all_needs}
         attempts = [
             *final_attempts(forward, chosen_forward, kept, needed_by),
@@ -172,6 +177,7 @@ class _Planner:
             spans=tuple(_with_nearest_miss([*made.spans, *made_backward.spans], attempts)),
             glue=tuple(span for span in (*made.glue, *made_backward.glue) if id(span.step) in run),
             attempts=tuple(attempts),
+            gathered={v: g for v, g in self._gathered.items() if v not in written},
             environment=self._environment,
             dtype=self._dtype,
         )
@@ -197,7 +203,7 @@ class _Planner:
     ) -> _Direction:
         """Return the steps of a covering and its glue; the values that ``exist`` were made before."""
         there = {*exist, *_values(s.gives for s in _steps(before, after)), *_values(c.gives for c in covering.steps)}
-        spans = [self._span(search, chosen, there) for chosen in covering.steps]
+        spans = [self._span(search, chosen, there) for chosen in covering.steps if not chosen.candidate.skips]
         steps = _steps(before, spans, after)
         masks, renamed = self._masks(search.direction, steps, results)
         return _Direction(spans, [*before, *masks, *after], [*steps, *_steps(masks)], renamed)
@@ -205,7 +211,9 @@ class _Planner:
     def _span(self, search: DirectionSearch, chosen: Chosen, there: Collection[str]) -> PlannedSpan:
         c = chosen.candidate
         places = search.places[c.start : c.end]
-        return PlannedSpan(search.direction, c.start, self._step(search, chosen, there), places, c.step.extra_bytes)
+        step, extra_bytes = self._step(search, chosen, there), c.step.extra_bytes
+        moves = (*step.needs, *step.gives) if c.rule is None else chosen.moves
+        return PlannedSpan(search.direction, c.start, step, places, moves, extra_bytes)
 
     def _glue(self, direction: Direction, places: Sequence[Place], read: Collection[str] = ()) -> list[PlannedSpan]:
         """Return the steps of pieces of glue, each by the cheapest rule or in plain PyTorch. ``read`` are the quantized
@@ -238,21 +246,25 @@ class _Planner:
             gives=chosen.gives,
             may_give_none=any(isinstance(p.item, BackwardOp) and p.item.may_give_none for p in places),
             zeroes_tail=c.step.zeroes_tail,
-            launches=c.step.launches,
-            fallback=self._fallback(places, chosen.gives, {*there, *c.step.needs}),
+            launches=chosen.launches,
+            fallback=self._fallback(places, chosen.gives, {*there, *c.step.needs}, c.step.needs),
         )
 
-    def _fallback(self, places: Sequence[Place], gives: Collection[str], there: Collection[str]) -> tuple[Plain, ...]:
+    def _fallback(
+        self, places: Sequence[Place], gives: Collection[str], there: Collection[str], needs: Collection[str]
+    ) -> tuple[Plain, ...]:
         """Return plain steps that give the values of a fused step, and that make the values they read that are not
-        in ``there``.
+        in ``there``. Rows that the fused step reads through their index are not kept for them either.
         """
         own = {v: self._whole(p) for p in places for v in p.step.gives}
+        gathers = {v: gather(v, g).step for v, g in self._gathered.items() if v not in own and {*g} <= {*there}}
+        own |= {v: step for v, step in gathers.items() if {*step.needs} <= {*needs}}
         ordered: list[Plain] = []
 
         def make(value: str, *, again: bool = False) -> None:
             step = own.get(value)
             if step is None and (again or value not in there):
-                step = self._producers.get(value)
+                step = gathers.get(value, self._producers.get(value))
             if step is None or step in ordered:
                 return
             for need in step.needs:

@@ -104,6 +104,10 @@ class Step:
     name without a suffix means the form that the op reads. A quantized value is passed as its tensors: codes, scale
     and, if the format has one, tensor scale.
 
+    A rule whose `FusionRule.gathers` is ``"input"`` reads rows of another value: ``"input:source"`` and
+    ``"input:index"`` are that value and the index of its rows. The rows themselves are then not written, unless another
+    step reads them. Of rows without an expert, a step may read any row of the source.
+
     Attributes
     ----------
     needs, gives : tuple of str
@@ -116,7 +120,10 @@ class Step:
     launches : int
         Kernels launched.
     extra_bytes : int
-        Bytes moved besides reading `needs` and writing `gives` once.
+        Bytes moved besides reading `needs` and writing `gives` once. Rows that are read through their index count as
+        rows, not as their source.
+    gather_cost : float
+        The cost to read a byte of rows through their index, in bytes read in order.
     """
 
     needs: tuple[str, ...]
@@ -125,6 +132,7 @@ class Step:
     zeroes_tail: bool = False
     launches: int = 1
     extra_bytes: int = 0
+    gather_cost: float = 1.0
 
 
 Bind = Callable[..., Callable[..., Any]]
@@ -185,6 +193,9 @@ class FusionRule:
         The qualified name of the class, and the number of earlier classes of that name in this process.
     takes_quantized : bool
         Whether the step takes quantized operands. A match with such operands ends in CONSTRAINT otherwise.
+    gathers : str
+        The rows that the step reads through their index, named as in `Step`: the pattern matches only where these are
+        rows of another value, as `fusedmoe.ops.op.Op.gathers` says. Empty for a step that reads all rows in order.
     """
 
     name: ClassVar[str]
@@ -192,6 +203,7 @@ class FusionRule:
     slots: ClassVar[tuple[Slot, ...]]
     identity: ClassVar[tuple[str, int]]
     takes_quantized: ClassVar[bool] = False
+    gathers: ClassVar[str] = ""
 
     def __init_subclass__(cls, *, name: str, direction: Direction, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

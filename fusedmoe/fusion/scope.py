@@ -42,6 +42,7 @@ class Scope:
         self.rows = 0
         self._provided = frozenset(provided)
         self._values = {name: name for name in self.inputs}
+        self._of_ops: set[str] = set()  # all values that ops of the chain provide
         self._rows_of: dict[str, int] = {}
         self._offsets_of: dict[int, str] = {}  # by the set of rows
 
@@ -55,6 +56,14 @@ class Scope:
     def provide(self, values: Mapping[str, str]) -> None:
         """Bring the values that an op provides into scope, by name."""
         self._values |= values
+        self._of_ops.update(values.values())
+
+    def provided_with(self, name: str, other: str) -> str | None:
+        """Return the value that a name meant when an op provided the value that ``other`` means here; None if the same
+        op did not provide both.
+        """
+        value = self._values.get(other, other).removesuffix(other) + name
+        return value if value in self._of_ops else None
 
     def derive(self, name: str, rows_value: str, taker: str) -> str:
         """Return a derived value for these rows. An error in its source names the op ``taker``."""

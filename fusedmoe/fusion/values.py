@@ -70,6 +70,13 @@ def spec_of(specs: Mapping[str, SpecLike | None], value: str) -> SpecLike | None
     return TensorSpec(spec.shape, spec.dtype) if isinstance(spec, QuantizedSpec) else spec
 
 
+class Gathered(NamedTuple):
+    """Rows of another value: ``rows[r] = source[row_index[r]]``, except for rows without an expert."""
+
+    source: str
+    row_index: str
+
+
 # ---- forms ----------------------------------------------------------------------------------------------------------
 
 

@@ -59,6 +59,7 @@ class Dispatch(Op):
 
     runtime_inputs = ("expert_index", "expert_weight")
     provides = ("splits", "probs", "row_of_slot", "slot_of_row", "token_of_row")
+    gathers: ClassVar[Mapping[str, tuple[str, str]]] = {"output": ("input", "token_of_row")}
     changes_rows = True
     launches = 15
     _checks: ClassVar[Mapping[str, Check]] = {"num_experts": POSITIVE_INTEGER.or_none()}
@@ -159,6 +160,7 @@ class Combine(Op):
     sentinels gets zeros.
     """
 
+    provided_with: ClassVar[Mapping[str, str]] = {"token_of_row": "slot_of_row"}
     changes_rows = True
     zeroes_tail = True  # the output has a row per token, and so no tail
     launches = 7
@@ -223,6 +225,8 @@ class DCombine(BackwardOp):
     def __init__(self, op: Combine) -> None:
         super().__init__(op)
         self.needs = ("grad_output", *op.runtime_inputs)
+        if op.weights is None:
+            self.gathers = {"grad_input": ("grad_output", "token_of_row")}
 
     def compute(
         self, grad_output: Tensor, row_of_slot: Tensor, slot_of_row: Tensor, probs: Tensor | None = None

@@ -12,7 +12,7 @@ from fusedmoe.kernels.torch.rows import zero_tail_
 from fusedmoe.ops.derived import OFFSETS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
@@ -22,10 +22,13 @@ if TYPE_CHECKING:
 
 
 class Glue:
-    """A step in plain PyTorch that belongs to no op; ``quantizes``, ``zeroes_tail`` and ``launches`` as for `Op`."""
+    """A step in plain PyTorch that belongs to no op; ``gathers``, ``quantizes``, ``zeroes_tail``, ``launches`` as for
+    `Op`.
+    """
 
     needs: tuple[str, ...] = ("input",)  # the values that `compute` takes, in order
     gives: tuple[str, ...] = ("output",)  # the values that it returns
+    gathers: Mapping[str, tuple[str, str]] = {}
     quantizes: Quantizer | None = None
     zeroes_tail = True
     launches = 1
@@ -112,6 +115,16 @@ class Dequantize(Glue):
 
     def compute(self, t: QuantizedTensor) -> Tensor:
         return t.dequantize()
+
+
+class Gather(Glue):
+    """``output[r] = source[index[r]]``: rows that a rule reads through their index, for its fallback."""
+
+    needs = ("source", "index")
+    zeroes_tail = False
+
+    def compute(self, source: Tensor, index: Tensor) -> Tensor:
+        return source[index]
 
 
 class SumGradients(Glue):

@@ -130,6 +130,14 @@ class Op(Checked, Runnable):
         The `runtime_inputs` that may be applied only once in a chain, such as a router probability.
     aliases : dict of str to str
         Fixed names, for rules, of values that the user names.
+    gathers : dict of str to (str, str)
+        The values that are rows of another value: ``{"output": ("input", "token_of_row")}`` means ``output[r] =
+        input[token_of_row[r]]``, with an int32 index within the rows of ``input``. Rules may read such rows through
+        their source and index, see `fusedmoe.fusion.rule.Step`. For rows without an expert, the op may write other
+        values.
+    provided_with : dict of str to str
+        Values for rules and `gathers`, which `compute` does not take: ``{"token_of_row": "slot_of_row"}`` means the
+        ``token_of_row`` of the op in the chain that provides ``slot_of_row``, if it provides both.
     zeroes_tail : bool
         Whether the output has zeros in rows without an expert, for any input.
     draws_random : bool
@@ -177,6 +185,8 @@ class Op(Checked, Runnable):
     rowwise_inputs: tuple[str, ...] = ()
     applies: tuple[str, ...] = ()
     aliases: Mapping[str, str] = {}
+    gathers: ClassVar[Mapping[str, tuple[str, str]]] = {}
+    provided_with: ClassVar[Mapping[str, str]] = {}
     contracts: ClassVar[Mapping[str, int]] = {}
     optional_inputs: tuple[str, ...] = ()
     passes_forward: bool = False
@@ -375,12 +385,13 @@ class BackwardOp:
     may_give_none : bool
         Whether `compute` may return None for a gradient that is required, because it has stored it elsewhere. A fused
         step that covers only other backward ops must return tensors.
-    contracts, quantizes, zeroes_tail, launches
-        As for `Op`.
+    gathers, contracts, quantizes, zeroes_tail, launches
+        As for `Op`; `gathers` by the op's names.
     """
 
     needs: tuple[str, ...] = ("grad_output", "input")
     gives: tuple[str, ...] = ("grad_input",)
+    gathers: Mapping[str, tuple[str, str]] = {}
     contracts: ClassVar[Mapping[str, int]] = {}
     unquantized: ClassVar[tuple[str, ...]] = ()
     quantizes: Quantizer | None = None

@@ -3,7 +3,8 @@
 The chain here is made up: forward values v0 (the rows) to vn; place i makes v(i+1) of v(i). Its backward has, for each
 op from the last to the first, a leaf (a weight gradient, which nothing waits for) and a step that hands the gradient
 on; each reads some forward values. Rules are random spans with random costs; forward ones keep some values inside,
-backward ones read others than plain steps do, and recompute some, always or on demand.
+backward ones read others than plain steps do, and recompute some, always or on demand. Some places may be left out, if
+nothing reads what they make: rules after them may read what they read, and steps there read no forward value.
 """
 
 import itertools
@@ -16,12 +17,12 @@ from hypothesis import strategies as st
 from fusedmoe.fusion.candidates import Candidate
 from fusedmoe.fusion.choice import Chosen, cheapest
 from fusedmoe.fusion.rule import Step
-from fusedmoe.fusion.values import grad
+from fusedmoe.fusion.values import Gathered, grad
 
 WRITTEN_US, KEPT_US = 0.5, 0.25
 
 
-def candidate(start, end, cost, needs, gives, *, keeps=(), inside=(), fused=True):
+def candidate(start, end, cost, needs, gives, *, keeps=(), inside=(), fused=True, skips=False):
     return Candidate(
         start=start,
         end=end,
@@ -30,16 +31,26 @@ def candidate(start, end, cost, needs, gives, *, keeps=(), inside=(), fused=True
         cost_us=float(cost),
         keep_names=tuple(keeps),
         keep_us=dict.fromkeys(keeps, WRITTEN_US),
+        reads=tuple(needs),
         inside=frozenset(inside),
+        skips=skips,
     )
 
 
-def line(direction, places, candidates):
+def left_out(place, value):
+    return candidate(place, place + 1, 0, (), (), inside=[value], fused=False, skips=True)
+
+
+def line(direction, places, candidates, gathered=None):
     costs = SimpleNamespace(kept_us=lambda kept: KEPT_US * len(kept))
     return SimpleNamespace(
         direction=direction, places=[None] * places, candidates=candidates, results=(), conversions={},
-        with_sources=set, search=SimpleNamespace(costs=costs),
+        with_sources=set, search=SimpleNamespace(costs=costs, gathered=gathered or {}),
     )  # fmt: skip
+
+
+def ways_to_read(value, gathered):
+    return [value, *([gathered[value].source] if value in gathered else [])]
 
 
 @st.composite
@@ -50,13 +61,16 @@ def problems(draw):
     cost = st.integers(1, 9)
 
     forward = [candidate(i, i + 1, draw(cost), [values[i]], [values[i + 1]], fused=False) for i in range(n)]
+    gathered = {values[i + 1]: Gathered(values[i], values[0]) for i in range(n - 1) if draw(st.booleans())}
+    forward += [left_out(i, values[i + 1]) for i in range(n - 1) if values[i + 1] in gathered]
     for _ in range(draw(st.integers(0, 4))):
         start = draw(st.integers(0, n - 1))
         end = draw(st.integers(start + 1, n))
+        read = draw(st.sampled_from(ways_to_read(values[start], gathered)))
         inside = values[start + 1 : end]
         keeps = draw(st.lists(st.sampled_from(inside), unique=True)) if inside else []
         forward.append(
-            candidate(start, end, draw(cost), [values[start]], [values[end]], keeps=keeps, inside=inside)
+            candidate(start, end, draw(cost), [read], [values[end]], keeps=keeps, inside=inside)
         )  # fmt: skip
 
     # places of the backward line: leaf of op i, then the step that hands the gradient on
@@ -64,9 +78,13 @@ def problems(draw):
     for i in reversed(range(n)):
         gives += [f"grad(w{i})", grad(values[i])]
         needs += [grad(values[i + 1])] * 2
-    backward = [
-        candidate(p, p + 1, draw(cost), [needs[p], *draw(subset)], [gives[p]], fused=False) for p in range(2 * n)
-    ]
+    handing_on = range(1, 2 * n - 1, 2)
+    gathered_back = {gives[p]: Gathered(needs[p], values[0]) for p in handing_on if draw(st.booleans())}
+    backward = []
+    for p in range(2 * n):
+        read = [] if gives[p] in gathered_back else draw(subset)
+        backward.append(candidate(p, p + 1, draw(cost), [needs[p], *read], [gives[p]], fused=False))
+    backward += [left_out(p, gives[p]) for p in handing_on if gives[p] in gathered_back]
     for _ in range(draw(st.integers(0, 5))):
         start = draw(st.integers(0, 2 * n - 1))
         end = draw(st.integers(start + 1, 2 * n))
@@ -76,13 +94,15 @@ def problems(draw):
         given_ = [g for g in gives[start:end] if g in used]
         made = draw(subset) if hands_on else []
         always = draw(st.integers(0, len(made)))
-        read = [v for v in draw(subset) if v not in made]
+        read = [v for v in draw(subset) if v not in made and gathered_back.keys().isdisjoint(gives[start:end])]
+        arriving = draw(st.sampled_from(ways_to_read(needs[start], gathered_back)))
+        hidden = [g for g in gives[start:end] if g not in given_]
         backward.append(
             candidate(
-                start, end, draw(cost), [needs[start], *read], [*given_, *made[:always]], keeps=made[always:]
+                start, end, draw(cost), [arriving, *read], [*given_, *made[:always]], keeps=made[always:], inside=hidden
             )
         )  # fmt: skip
-    lines = line("forward", n, forward), line("backward", 2 * n, backward)
+    lines = line("forward", n, forward, gathered), line("backward", 2 * n, backward, gathered_back)
     return *lines, frozenset({"v0", values[-1]}), grad(values[-1])
 
 
@@ -123,7 +143,8 @@ def brute_force(forward, backward, anyway, incoming):
     all_forward, all_backward = list(coverings(forward)), list(coverings(backward))
     for size in range(len(values) + 1):
         for kept in itertools.combinations(values, size):
-            f = min(map(cost, (steps for steps in all_forward if writes(steps, kept))), default=float("inf"))
+            written = (steps for steps in all_forward if writes(steps, kept) and runs(steps, {"v0"}))
+            f = min(map(cost, written), default=float("inf"))
             runnable = (steps for steps in all_backward if runs(steps, {*anyway, *kept, incoming}))
             b = min(map(cost, runnable), default=float("inf"))
             best = min(best, f + b + KEPT_US * size)
@@ -149,6 +170,7 @@ def test_it_is_the_cheapest_that_runs(problem):
     for steps in (f, b):
         assert [s.candidate.start for s in steps] == [0, *[s.candidate.end for s in steps[:-1]]]
     assert writes(f, kept)
+    assert runs(f, {"v0"})
     assert runs(b, {*anyway, *kept, incoming})
     assert cost(f) + cost(b) + KEPT_US * len(kept) == pytest.approx(brute_force(*problem))
 
@@ -158,7 +180,9 @@ def test_it_is_the_cheapest_that_runs(problem):
 def test_the_order_of_candidates_never_decides(problem, shuffled):
     forward, backward, anyway, _ = problem
     for search in (forward, backward):
-        distinct = {(c.start, c.end, c.name): c for c in search.candidates}  # rules of one name are the same rule
+        distinct = {
+            (c.start, c.end, c.name, c.skips): c for c in search.candidates
+        }  # rules of one name are the same rule
         search.candidates = list(distinct.values())
     expected = cheapest_of(forward, backward, anyway)
     for search in (forward, backward):

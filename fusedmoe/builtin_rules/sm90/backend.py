@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from fusedmoe.fusion.rule import Declined, NothingToDo, PlanContext, require
+from fusedmoe.fusion.rule import Declined, NothingToDo, PlanContext, Step, require
 from fusedmoe.kernels import toolkit
 from fusedmoe.kernels.activation import Activation, Kind
 from fusedmoe.kernels.sm90 import limits
@@ -70,6 +71,18 @@ def activation_of(op: Op) -> Activation:
     if not isinstance(op, GLU):
         return Activation(kind)
     return Activation(kind, op.limit, op.alpha, op.offset, op.interleaved)
+
+
+def through_index(step: Step, rows: str, gather_cost: float) -> Step:
+    """Return a step that reads these rows through their index. The kernel takes the index last."""
+    needs = (*(f"{name}:source" if name == rows else name for name in step.needs), f"{rows}:index")
+    return replace(step, needs=needs, gather_cost=gather_cost)
+
+
+def guard_index(index: tuple[Tensor, ...]) -> None:
+    """Leave a call without rows to plain PyTorch. ``index`` is empty for rows in order."""
+    if index and not index[0].shape[0]:
+        raise NothingToDo("no rows")
 
 
 def converts(factor: torch.dtype) -> bool:

@@ -33,9 +33,10 @@ def _require_contiguous(*routing: Tensor | None) -> None:
 
 
 class DispatchRule(OnSm90, FusionRule, name="sm90.dispatch", direction="forward"):
-    """A stable counting sort of the slots, then ``rows[r] = x[token of r]``, in two or three launches.
+    """A stable counting sort of the slots, in one or two launches; ``rows[r] = x[token of r]``, in one more.
 
-    The third launch is needed for more than 2048 slots. The cost assumes it, since no rule knows the number of rows.
+    The rows are written only if a step reads them in order. The second launch of the sort is needed for more than 2048
+    slots. The cost assumes it, since no rule knows the number of rows.
     """
 
     dispatch: Dispatch
@@ -46,9 +47,10 @@ class DispatchRule(OnSm90, FusionRule, name="sm90.dispatch", direction="forward"
         decline(limits.why_not_row_scale(ctx.dtype("dispatch.expert_weight")))
         return Step(
             needs=("input", "dispatch.expert_index", "dispatch.expert_weight"),
-            gives=("output", *(f"dispatch.{name}" for name in self.dispatch.provides)),
+            gives=tuple(f"dispatch.{name}" for name in self.dispatch.provides),
+            keeps=("output",),
             zeroes_tail=True,
-            launches=3,
+            launches=2,
         )
 
     def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
@@ -59,11 +61,14 @@ class DispatchRule(OnSm90, FusionRule, name="sm90.dispatch", direction="forward"
             _guard(x, index)
             require(index.is_contiguous() and weight.is_contiguous(), "expert_index or expert_weight is not contiguous")
             route = functions.bind_route(index, weight, experts)
+            if not keep:
+                return lambda x, index, weight: route(index, weight)
             gather = functions.bind_gather_rows(x, index, None)
 
             def run(x: Tensor, index: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-                splits, probs, row_of_slot, slot_of_row, token_of_row = route(index, weight)
-                return gather(x, row_of_slot, slot_of_row), splits, probs, row_of_slot, slot_of_row, token_of_row
+                provided = route(index, weight)
+                _, _, row_of_slot, slot_of_row, _ = provided
+                return *provided, gather(x, row_of_slot, slot_of_row)
 
             return run
 

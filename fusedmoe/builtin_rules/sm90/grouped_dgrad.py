@@ -1,10 +1,22 @@
-"""``sm90.grouped_dgrad``: the gradient of a grouped linear layer's rows, in one launch."""
+"""``sm90.grouped_dgrad``: the gradient of a grouped linear layer's rows, in one launch.
+
+``sm90.gathered_dgrad``: the same for incoming gradients that the kernel reads through their index.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fusedmoe.builtin_rules.sm90.backend import OnSm90, Run, check_common, guard_gradient, guard_matrix, on_readable
+from fusedmoe.builtin_rules.sm90.backend import (
+    OnSm90,
+    Run,
+    check_common,
+    guard_gradient,
+    guard_index,
+    guard_matrix,
+    on_readable,
+    through_index,
+)
 from fusedmoe.fusion.rule import Bind, FusionRule, PlanContext, Step
 from fusedmoe.kernels.sm90 import functions
 from fusedmoe.ops.grouped_linear import Dgrad
@@ -27,14 +39,25 @@ class GroupedDgrad(OnSm90, FusionRule, name="sm90.grouped_dgrad", direction="bac
     def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
         options = ctx.options
 
-        def bind(dy: Tensor, weight: Tensor, offsets: Tensor) -> Run:
+        def bind(dy: Tensor, weight: Tensor, offsets: Tensor, *index: Tensor) -> Run:
             guard_gradient(dy)
+            guard_index(index)
             guard_matrix("the weight", weight, transposed=True)
-            product = functions.bind_grouped_gemm(dy, weight.mT, None, None, options)
+            product = functions.bind_grouped_gemm(dy, weight.mT, None, None, options, *index)
 
-            def run(dy: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-                return product(dy, weight.mT, None, offsets, None)
+            def run(dy: Tensor, weight: Tensor, offsets: Tensor, *index: Tensor) -> Tensor:
+                return product(dy, weight.mT, None, offsets, None, *index)
 
             return on_readable(dy, run)
 
         return bind
+
+
+class GatheredDgrad(GroupedDgrad, name="sm90.gathered_dgrad", direction="backward"):
+    """`sm90.grouped_dgrad` with ``dy[index[r]]`` in place of ``dy[r]``."""
+
+    gathers = "grad_output"
+    gather_cost = 1.2  # of `Step`
+
+    def offer(self, ctx: PlanContext) -> Step:
+        return through_index(super().offer(ctx), self.gathers, self.gather_cost)

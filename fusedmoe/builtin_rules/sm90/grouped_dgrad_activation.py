@@ -1,5 +1,7 @@
 """``sm90.grouped_dgrad_activation``: the gradient of a grouped linear layer's rows, through the row scale and the
 activation before the layer, in one launch. A second launch sums the row scale's gradient over column tiles.
+
+``sm90.gathered_dgrad_activation``: the same for incoming gradients that the kernel reads through their index.
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ from fusedmoe.builtin_rules.sm90.backend import (
     converts,
     decline,
     guard_gradient,
+    guard_index,
     guard_matrix,
     on_readable,
+    through_index,
 )
 from fusedmoe.fusion.rule import Bind, FusionRule, PlanContext, Step
 from fusedmoe.kernels.sm90 import functions, limits
@@ -64,18 +68,26 @@ class GroupedDgradActivation(OnSm90, FusionRule, name="sm90.grouped_dgrad_activa
         activation, options = activation_of(self.dact.op), ctx.options
         recomputes, scale_grad = bool(keep), self.scale_grad is not None
 
-        def bind(dy: Tensor, weight: Tensor, offsets: Tensor, preactivation: Tensor, factor: Tensor | None) -> Run:
+        def bind(
+            dy: Tensor, weight: Tensor, offsets: Tensor, preactivation: Tensor, factor: Tensor | None, *index: Tensor
+        ) -> Run:
             guard_gradient(dy)
+            guard_index(index)
             guard_matrix("the preactivation", preactivation)
             guard_matrix("the weight", weight, transposed=True)
             product = functions.bind_grouped_gemm_activation_backward(
-                dy, weight, preactivation, factor, activation, recomputes, scale_grad, options
+                dy, weight, preactivation, factor, activation, recomputes, scale_grad, options, *index
             )
 
             def run(
-                dy: Tensor, weight: Tensor, offsets: Tensor, preactivation: Tensor, factor: Tensor | None
+                dy: Tensor,
+                weight: Tensor,
+                offsets: Tensor,
+                preactivation: Tensor,
+                factor: Tensor | None,
+                *index: Tensor,
             ) -> tuple[Tensor | None, ...]:
-                grad_preactivation, x, grad_factor = product(dy, weight, offsets, preactivation, factor)
+                grad_preactivation, x, grad_factor = product(dy, weight, offsets, preactivation, factor, *index)
                 results: list[Tensor | None] = [grad_preactivation]
                 if grad_factor is not None and factor is not None:
                     results.append(grad_factor.to(factor.dtype))
@@ -86,3 +98,13 @@ class GroupedDgradActivation(OnSm90, FusionRule, name="sm90.grouped_dgrad_activa
             return on_readable(dy, run)
 
         return bind
+
+
+class GatheredDgradActivation(GroupedDgradActivation, name="sm90.gathered_dgrad_activation", direction="backward"):
+    """`sm90.grouped_dgrad_activation` with ``dy[index[r]]`` in place of ``dy[r]``."""
+
+    gathers = "grad_output"
+    gather_cost = 1.2  # of `Step`
+
+    def offer(self, ctx: PlanContext) -> Step:
+        return through_index(super().offer(ctx), self.gathers, self.gather_cost)

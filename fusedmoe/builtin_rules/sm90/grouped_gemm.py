@@ -1,10 +1,22 @@
-"""``sm90.grouped_gemm``: a grouped linear layer, its bias and a row scale in one launch."""
+"""``sm90.grouped_gemm``: a grouped linear layer, its bias and a row scale in one launch.
+
+``sm90.gathered_gemm``: the same for rows of another value, which the kernel reads through their index.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fusedmoe.builtin_rules.sm90.backend import OnSm90, Run, check_common, converts, decline, guard_operands
+from fusedmoe.builtin_rules.sm90.backend import (
+    OnSm90,
+    Run,
+    check_common,
+    converts,
+    decline,
+    guard_index,
+    guard_operands,
+    through_index,
+)
 from fusedmoe.fusion.rule import Bind, FusionRule, PlanContext, Step
 from fusedmoe.kernels.sm90 import functions, limits
 from fusedmoe.ops.grouped_linear import GroupedLinear
@@ -35,8 +47,21 @@ class GroupedGemm(OnSm90, FusionRule, name="sm90.grouped_gemm", direction="forwa
     def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
         options = ctx.options
 
-        def bind(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, factor: Tensor | None) -> Run:
+        def bind(
+            x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, factor: Tensor | None, *index: Tensor
+        ) -> Run:
             guard_operands(x, weight, bias)
-            return functions.bind_grouped_gemm(x, weight, bias, factor, options)
+            guard_index(index)
+            return functions.bind_grouped_gemm(x, weight, bias, factor, options, *index)
 
         return bind
+
+
+class GatheredGemm(GroupedGemm, name="sm90.gathered_gemm", direction="forward"):
+    """`sm90.grouped_gemm` with ``x[index[r]]`` in place of ``x[r]``."""
+
+    gathers = "input"
+    gather_cost = 1.2  # of `Step`
+
+    def offer(self, ctx: PlanContext) -> Step:
+        return through_index(super().offer(ctx), self.gathers, self.gather_cost)

@@ -1,4 +1,7 @@
-"""``sm90.grouped_gemm_activation``: a grouped linear layer with the activation and the row scale in its epilogue."""
+"""``sm90.grouped_gemm_activation``: a grouped linear layer with the activation and the row scale in its epilogue.
+
+``sm90.gathered_gemm_activation``: the same for rows of another value, which the kernel reads through their index.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,9 @@ from fusedmoe.builtin_rules.sm90.backend import (
     check_common,
     converts,
     decline,
+    guard_index,
     guard_operands,
+    through_index,
 )
 from fusedmoe.fusion.rule import Bind, FusionRule, PlanContext, Step
 from fusedmoe.kernels.sm90 import functions, limits
@@ -51,8 +56,23 @@ class GroupedGemmActivation(OnSm90, FusionRule, name="sm90.grouped_gemm_activati
     def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
         activation, options = activation_of(self.act), ctx.options
 
-        def bind(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, factor: Tensor | None) -> Run:
+        def bind(
+            x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, factor: Tensor | None, *index: Tensor
+        ) -> Run:
             guard_operands(x, weight, bias)
-            return functions.bind_grouped_gemm_activation(x, weight, bias, factor, activation, bool(keep), options)
+            guard_index(index)
+            return functions.bind_grouped_gemm_activation(
+                x, weight, bias, factor, activation, bool(keep), options, *index
+            )
 
         return bind
+
+
+class GatheredGemmActivation(GroupedGemmActivation, name="sm90.gathered_gemm_activation", direction="forward"):
+    """`sm90.grouped_gemm_activation` with ``x[index[r]]`` in place of ``x[r]``."""
+
+    gathers = "input"
+    gather_cost = 1.2  # of `Step`
+
+    def offer(self, ctx: PlanContext) -> Step:
+        return through_index(super().offer(ctx), self.gathers, self.gather_cost)

@@ -1,4 +1,8 @@
-"""``sm90.grouped_wgrad``: the gradient of a grouped linear layer's weight, in one launch."""
+"""``sm90.grouped_wgrad``: the gradient of a grouped linear layer's weight, in one launch.
+
+``sm90.gathered_wgrad_x`` and ``sm90.gathered_wgrad_dy``: the same, where the kernel reads one of the operands through
+its index.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,10 @@ from fusedmoe.builtin_rules.sm90.backend import (
     check_common,
     decline,
     guard_gradient,
+    guard_index,
     guard_matrix,
     on_readable,
+    through_index,
 )
 from fusedmoe.fusion.rule import Bind, FusionRule, PlanContext, Step, require
 from fusedmoe.kernels.sm90 import functions, limits
@@ -41,20 +47,46 @@ class GroupedWgrad(OnSm90, FusionRule, name="sm90.grouped_wgrad", direction="bac
         accumulating = self.wgrad if isinstance(self.wgrad, WgradIntoMainGrad) else None
         dtype, options = torch.float32 if accumulating else ctx.dtype("wgrad.weight"), ctx.options
 
-        def bind(dy: Tensor, x: Tensor, offsets: Tensor) -> Run:
-            guard_gradient(dy)
-            guard_matrix("x", x)
-            product = functions.bind_grouped_wgrad(dy, x, offsets, dtype, accumulating is not None, options)
+        # the kernel's name of the operand that it reads through an index
+        gathered = {"": (), "wgrad.input": ("x",), "grad_output": ("grad_output",)}[self.gathers]
 
-            def run(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor | None:
+        def bind(dy: Tensor, x: Tensor, offsets: Tensor, *index: Tensor) -> Run:
+            guard_gradient(dy)
+            guard_index(index)
+            guard_matrix("x", x)
+            product = functions.bind_grouped_wgrad(
+                dy, x, offsets, dtype, accumulating is not None, options, *index, *gathered
+            )
+
+            def run(dy: Tensor, x: Tensor, offsets: Tensor, *index: Tensor) -> Tensor | None:
                 if accumulating is None:
-                    return product(dy, x, offsets, None)
+                    return product(dy, x, offsets, None, *index)
                 main_grad = accumulating.main_grad()  # may be a different tensor in each call
                 require(main_grad.is_contiguous(), "main_grad is not contiguous")
                 decline(limits.why_not_address("main_grad", main_grad.data_ptr()))
-                product(dy, x, offsets, main_grad)
+                product(dy, x, offsets, main_grad, *index)
                 return accumulating.added()
 
             return on_readable(dy, run)
 
         return bind
+
+
+class GatheredWgradX(GroupedWgrad, name="sm90.gathered_wgrad_x", direction="backward"):
+    """`sm90.grouped_wgrad` with ``x[index[r]]`` in place of ``x[r]``."""
+
+    gathers = "wgrad.input"
+    gather_cost = 1.2  # of `Step`
+
+    def offer(self, ctx: PlanContext) -> Step:
+        return through_index(super().offer(ctx), self.gathers, self.gather_cost)
+
+
+class GatheredWgradDy(GroupedWgrad, name="sm90.gathered_wgrad_dy", direction="backward"):
+    """`sm90.grouped_wgrad` with ``dy[index[r]]`` in place of ``dy[r]``."""
+
+    gathers = "grad_output"
+    gather_cost = 1.2  # of `Step`
+
+    def offer(self, ctx: PlanContext) -> Step:
+        return through_index(super().offer(ctx), self.gathers, self.gather_cost)
