@@ -175,9 +175,9 @@ class DirectionSearch:
             bound = rule(m.bindings)
             ctx = self._ctx(bound, m.bindings, start, m.end)
             if rule.gathers and ctx._resolve(rule.gathers) not in self.search.gathered:
-                why, nothing = f"{rule.gathers}: expected rows of another value", range(start, start)
+                expected, nothing = f"{rule.gathers}: expected rows of another value", range(start, start)
                 self.attempts.append(
-                    Attempt(rule.name, self.direction, start, m.end, 0, nothing, Status.NO_MATCH, why, here)
+                    Attempt(rule.name, self.direction, start, m.end, 0, nothing, Status.NO_MATCH, expected, here)
                 )
                 continue
             matched, shared = sum(b is not None for b in m.bindings.values()), range(start, m.end)

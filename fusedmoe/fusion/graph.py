@@ -22,7 +22,6 @@ from fusedmoe.fusion.steps import Plain
 from fusedmoe.fusion.values import (
     NONE,
     Forms,
-    Gathered,
     columns,
     dequantized,
     form_specs,
@@ -33,7 +32,7 @@ from fusedmoe.fusion.values import (
 )
 from fusedmoe.ops import random_state
 from fusedmoe.ops.derived import DERIVED
-from fusedmoe.ops.glue import Dequantize, Derive, Gather, QuantizeWeight, ZeroTail
+from fusedmoe.ops.glue import Dequantize, Derive, QuantizeWeight, ZeroTail
 from fusedmoe.ops.op import TensorSpec
 
 if TYPE_CHECKING:
@@ -273,13 +272,6 @@ class Graph:
 def dequantize(value: str) -> Place:
     """Return the glue that dequantizes a value by rows."""
     return glue_place(Dequantize(), f"dequantize {value}", {"input": value, "output": dequantized(value)})
-
-
-def gather(rows: str, gathered: Gathered) -> Place:
-    """Return the glue that makes rows of another value."""
-    return glue_place(
-        Gather(), f"gather {rows}", {"source": gathered.source, "index": gathered.row_index, "output": rows}
-    )
 
 
 def _kind(node: Node) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,13 +21,13 @@ from fusedmoe.fusion.candidates import Costs, DirectionSearch, Search
 from fusedmoe.fusion.choice import Chosen, Covering, cheapest, cheapest_glue, final_attempts, nearest_miss
 from fusedmoe.fusion.describe import describe
 from fusedmoe.fusion.executable import Environment, Plan, PlannedSpan
-from fusedmoe.fusion.graph import dequantize, gather
+from fusedmoe.fusion.graph import dequantize
 from fusedmoe.fusion.places import training_place, with_forms
 from fusedmoe.fusion.plan import Attempt
 from fusedmoe.fusion.program import Program, needed_steps
 from fusedmoe.fusion.rule import RuleError
 from fusedmoe.fusion.steps import AnyStep, Fused, Plain
-from fusedmoe.fusion.values import NONE, by_rows, dequantized
+from fusedmoe.fusion.values import NONE, Gathered, by_rows, dequantized
 from fusedmoe.log import say_once
 from fusedmoe.ops.op import BackwardOp
 
@@ -257,7 +258,7 @@ class _Planner:
         in ``there``. Rows that the fused step reads through their index are not kept for them either.
         """
         own = {v: self._whole(p) for p in places for v in p.step.gives}
-        gathers = {v: gather(v, g).step for v, g in self._gathered.items() if v not in own and {*g} <= {*there}}
+        gathers = {v: _gather(v, g) for v, g in self._gathered.items() if v not in own and {*g} <= {*there}}
         own |= {v: step for v, step in gathers.items() if {*step.needs} <= {*needs}}
         ordered: list[Plain] = []
 
@@ -311,6 +312,11 @@ class _Planner:
             saved |= dict.fromkeys(v for v in graph.random_states if v in materialized)
         offsets = [graph.forms[v].offsets for v in saved if v in graph.forms]
         return (*saved, *dict.fromkeys(v for v in offsets if v != NONE and v not in saved))
+
+
+def _gather(rows: str, gathered: Gathered) -> Plain:
+    """Return the plain step that makes rows of another value."""
+    return Plain(label=f"gather {rows}", run=operator.getitem, needs=gathered, gives=(rows,), zeroes_tail=False)
 
 
 def _values(groups: Iterable[Iterable[str]]) -> set[str]:

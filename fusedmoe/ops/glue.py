@@ -117,16 +117,6 @@ class Dequantize(Glue):
         return t.dequantize()
 
 
-class Gather(Glue):
-    """``output[r] = source[index[r]]``: rows that a rule reads through their index, for its fallback."""
-
-    needs = ("source", "index")
-    zeroes_tail = False
-
-    def compute(self, source: Tensor, index: Tensor) -> Tensor:
-        return source[index]
-
-
 class SumGradients(Glue):
     """``output = term0 + term1 + ...``: the gradient of a value that several ops read."""
 

@@ -73,16 +73,21 @@ def activation_of(op: Op) -> Activation:
     return Activation(kind, op.limit, op.alpha, op.offset, op.interleaved)
 
 
-def through_index(step: Step, rows: str, gather_cost: float) -> Step:
+def through_index(ctx: PlanContext, step: Step, rows: str, gather_cost: float) -> Step:
     """Return a step that reads these rows through their index. The kernel takes the index last."""
+    decline(limits.why_not_row_index(ctx.dtype(f"{rows}:index")))
     needs = (*(f"{name}:source" if name == rows else name for name in step.needs), f"{rows}:index")
     return replace(step, needs=needs, gather_cost=gather_cost)
 
 
 def guard_index(index: tuple[Tensor, ...]) -> None:
-    """Leave a call without rows to plain PyTorch. ``index`` is empty for rows in order."""
-    if index and not index[0].shape[0]:
-        raise NothingToDo("no rows")
+    """Decline an index that is not contiguous. Leave a call without rows to plain PyTorch. ``index`` is empty for rows
+    in order.
+    """
+    for t in index:
+        if not t.shape[0]:
+            raise NothingToDo("no rows")
+        require(t.is_contiguous(), "the index of the rows is not contiguous")
 
 
 def converts(factor: torch.dtype) -> bool:

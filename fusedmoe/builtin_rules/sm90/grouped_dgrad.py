@@ -60,4 +60,4 @@ class GatheredDgrad(GroupedDgrad, name="sm90.gathered_dgrad", direction="backwar
     gather_cost = 1.2  # of `Step`
 
     def offer(self, ctx: PlanContext) -> Step:
-        return through_index(super().offer(ctx), self.gathers, self.gather_cost)
+        return through_index(ctx, super().offer(ctx), self.gathers, self.gather_cost)

@@ -107,4 +107,4 @@ class GatheredDgradActivation(GroupedDgradActivation, name="sm90.gathered_dgrad_
     gather_cost = 1.2  # of `Step`
 
     def offer(self, ctx: PlanContext) -> Step:
-        return through_index(super().offer(ctx), self.gathers, self.gather_cost)
+        return through_index(ctx, super().offer(ctx), self.gathers, self.gather_cost)

@@ -64,4 +64,4 @@ class GatheredGemm(GroupedGemm, name="sm90.gathered_gemm", direction="forward"):
     gather_cost = 1.2  # of `Step`
 
     def offer(self, ctx: PlanContext) -> Step:
-        return through_index(super().offer(ctx), self.gathers, self.gather_cost)
+        return through_index(ctx, super().offer(ctx), self.gathers, self.gather_cost)

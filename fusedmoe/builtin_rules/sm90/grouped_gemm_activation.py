@@ -75,4 +75,4 @@ class GatheredGemmActivation(GroupedGemmActivation, name="sm90.gathered_gemm_act
     gather_cost = 1.2  # of `Step`
 
     def offer(self, ctx: PlanContext) -> Step:
-        return through_index(super().offer(ctx), self.gathers, self.gather_cost)
+        return through_index(ctx, super().offer(ctx), self.gathers, self.gather_cost)

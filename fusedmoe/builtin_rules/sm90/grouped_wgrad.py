@@ -79,7 +79,7 @@ class GatheredWgradX(GroupedWgrad, name="sm90.gathered_wgrad_x", direction="back
     gather_cost = 1.2  # of `Step`
 
     def offer(self, ctx: PlanContext) -> Step:
-        return through_index(super().offer(ctx), self.gathers, self.gather_cost)
+        return through_index(ctx, super().offer(ctx), self.gathers, self.gather_cost)
 
 
 class GatheredWgradDy(GroupedWgrad, name="sm90.gathered_wgrad_dy", direction="backward"):
@@ -89,4 +89,4 @@ class GatheredWgradDy(GroupedWgrad, name="sm90.gathered_wgrad_dy", direction="ba
     gather_cost = 1.2  # of `Step`
 
     def offer(self, ctx: PlanContext) -> Step:
-        return through_index(super().offer(ctx), self.gathers, self.gather_cost)
+        return through_index(ctx, super().offer(ctx), self.gathers, self.gather_cost)

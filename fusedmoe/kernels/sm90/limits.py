@@ -51,6 +51,11 @@ def why_not_routing(index_dtype: object, experts: int) -> str | None:
     return None if experts <= MOST_EXPERTS else f"{experts} experts, over {MOST_EXPERTS}"
 
 
+def why_not_row_index(dtype: object) -> str | None:
+    """The index that rows are read through is int32."""
+    return None if str(dtype) == "torch.int32" else f"the index of the rows is {_short(dtype)}, not int32"
+
+
 def why_not_width(name: str, features: int) -> str | None:
     """A number of features is a multiple of 8."""
     return None if features % UNIT == 0 else f"{name} {features} is not a multiple of {UNIT}"
