@@ -274,6 +274,13 @@ def test_the_shared_expert_of_a_layer():
     assert len(called("grouped_wgrad")) == 4
 
 
+def test_a_scale_next_to_a_dense_layer_is_no_miss():
+    fc1, act, fc2 = mlp(bias=False)
+    probs = torch.rand(15).requires_grad_()
+    plan = both_ways(fm.Sequential(fc1, act, fm.Scale("probs"), fc2), rows(), probs=probs)
+    assert {op for step in plan.unfused for op in step.ops} == {"2.Scale", "2.ScaleGrad", "2.DScale", "1.DSwiGLU"}
+
+
 def test_autocast():
     chain, x = mlp(dtype=torch.float32), rows(dtype=torch.float32)
     with torch.autocast("cpu", BF16), fm.strict():
