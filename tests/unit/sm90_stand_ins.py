@@ -198,9 +198,10 @@ def offsets_from_splits(splits, rows):
     return plain_offsets(splits, rows)
 
 
-def bind_route(index, weight, experts):
-    def run(index, weight):
-        calls.append(("route", {}))
+def bind_route(index, weight, experts, chunk_slots=None):
+    def run(index, weight, counts=None):
+        calls.append(("route", {} if counts is None else {"counted": True}))
+        assert (counts is None) == (chunk_slots is None)
         assert index.is_contiguous()
         assert weight.is_contiguous()
         assert index.dtype in (torch.int32, torch.int64)
@@ -228,18 +229,21 @@ def bind_gather_rows(source, row_of_slot, scale):
     return Bound(run, *[t for t in (source, scale) if t is not None])
 
 
-def bind_sum_slots(rows, row_of_slot, scale):
-    def run(rows, row_of_slot, scale=None):
-        calls.append(("sum_slots", {"scale": scale is not None}))
+def bind_sum_slots(rows, row_of_slot, scale, addend=None):
+    def run(rows, row_of_slot, scale=None, addend=None):
+        calls.append(("sum_slots", {"scale": scale is not None} | ({} if addend is None else {"adds": True})))
         _matrix(rows)
         out = torch.zeros(row_of_slot.shape[0], rows.shape[1])
+        if addend is not None:
+            assert addend.dtype is rows.dtype
+            out += addend.float()
         for t, of_token in enumerate(row_of_slot.tolist()):
             for row in of_token:
                 if row < rows.shape[0]:
                     out[t] += rows[row].float() * (1 if scale is None else scale[row].float())
         return out.to(rows.dtype)
 
-    return Bound(run, *[t for t in (rows, scale) if t is not None])
+    return Bound(run, *[t for t in (rows, scale, addend) if t is not None])
 
 
 def bind_row_dots(source, rows, row_of_slot, dtype):

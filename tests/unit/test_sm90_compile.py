@@ -58,9 +58,11 @@ COVERING = (
     "sm90_ragged_m_gather_bf16_bk_plain_128x256co_c21",
     "sm90_ragged_m_gather_bf16_bk_swiglu_keep_128x192pp_c21",
     "sm90_ragged_m_gather_bf16_bn_dswiglu_scale_keep_128x192pp_c21",
+    "sm90_ragged_m_bf16_bk_plain_fp32_128x128co_c21_promoted",
     "sm90_ragged_k_bf16_bf16_128x192pp_c21",
     "sm90_ragged_k_bf16_fp32_add_256x128co_c12",
     "sm90_ragged_k_bf16_fp32_add_128x256co_c11",
+    "sm90_ragged_k_bf16_fp32_128x128co_c21_promoted",
 )
 # Spills, stores and loads, each once per tile: registers of the epilogue or of the warp that schedules tiles, none of a
 # main loop's. The tile without them, 128x128, takes an eighth to a fifth longer.
@@ -176,7 +178,7 @@ def test_symbols_tell_the_kernels_apart():
 
 
 def test_few_enough_to_build_ahead_of_time():
-    assert len(shipped.shipped("sm_90a")) <= 100
+    assert len(shipped.shipped("sm_90a")) <= 130
 
 
 @pytest.mark.parametrize("family", CANDIDATES)

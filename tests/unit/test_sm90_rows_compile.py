@@ -19,7 +19,11 @@ from fusedmoe.kernels.sm90.rows import IN_FLIGHT, LANES, VECTOR, ColumnSums, Off
 KERNELS = [
     Offsets("int32"), Offsets("int64"), ColumnSums("bf16", "bf16"), ColumnSums("fp16", "fp32"),
 ]  # fmt: skip
-LAUNCH = re.compile(r"(\w+?)_(?:Offsets|ColumnSums|Route|GatherRows|SumSlots|RowDots|SlotValues)")
+CLASSES = (
+    "Offsets", "ColumnSums", "Route", "GatherRows", "SumSlots", "RowDots", "SlotValues", "Choose", "ChooseBackward",
+    "Parts", "SumParts",
+)  # fmt: skip
+LAUNCH = re.compile(rf"(\w+?)_(?:{'|'.join(CLASSES)})")
 INSTRUCTION = re.compile(r"\*/ +(?:@!?U?P\d+ +)?([A-Z][\w.]*)")
 
 

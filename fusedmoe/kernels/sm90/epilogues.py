@@ -276,7 +276,7 @@ class Output:
 
     def fake(self, kernel: Any, rows: Any) -> Any:
         """A tensor for the compiler."""
-        return kernel.fake_matrix(rows)
+        return kernel.fake_matrix(rows, kernel.box_element)
 
     def parameter(self, kernel: Any, tensor: cute.Tensor) -> Any:
         """Turn the tensor into the parameter of the device code."""
@@ -406,11 +406,13 @@ class Epilogue:
 
     formula: Formula
     outputs: tuple[Output, ...]
+    fp32: bool = False  # whether results are stored in fp32, instead of the operands' dtype
 
     @property
     def name(self) -> str:
         """Part of the kernel's symbol."""
-        return self.formula.name + "".join(output.suffix for output in self.outputs)
+        suffixes = "".join(output.suffix for output in self.outputs)
+        return self.formula.name + suffixes + ("_fp32" if self.fp32 else "")
 
     @property
     def boxes(self) -> int:
@@ -420,6 +422,8 @@ class Epilogue:
 
 PLAIN = Epilogue(Formula(), (Result(),))
 """``(acc + bias) * row_scale``."""
+PLAIN_FP32 = Epilogue(Formula(), (Result(),), fp32=True)
+"""The same, unrounded."""
 
 
 def activation(kind: str, *, clamped: bool = False, interleaved: bool = False, keep: bool = False) -> Epilogue:

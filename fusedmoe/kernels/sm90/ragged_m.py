@@ -40,7 +40,7 @@ from cutlass import Float32, Int16, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 
 from fusedmoe.kernels.sm90 import tiles
-from fusedmoe.kernels.sm90.config import BLOCK_ROWS, EPILOGUE_COLUMNS, SWIZZLE_BYTES
+from fusedmoe.kernels.sm90.config import ALIGNMENT_BYTES, BLOCK_ROWS, EPILOGUE_COLUMNS, SWIZZLE_BYTES
 from fusedmoe.kernels.sm90.epilogues import PLAIN, Arguments, Block, Epilogue, Numbers
 from fusedmoe.kernels.sm90.gather import CHUNK_BYTES, LANES, chunk, copy_rows, drain, flush
 from fusedmoe.kernels.sm90.gemm import (
@@ -115,6 +115,10 @@ class RaggedM(Gemm):
         return self.epilogue.formula.paired
 
     @property
+    def box_element(self) -> Any:
+        return Float32 if self.epilogue.fp32 else self.element
+
+    @property
     def boxes_read(self) -> int:
         return self.epilogue.formula.boxes_read
 
@@ -165,11 +169,11 @@ class RaggedM(Gemm):
     def fake_pitch(self) -> Any:
         return cute.sym_int64(divisibility=self.alignment)
 
-    def fake_matrix(self, rows: Any) -> Any:
-        """A matrix with this number of rows, for the compiler."""
-        return cute.runtime.make_fake_tensor(
-            self.element, (rows, cute.sym_int()), (self.fake_pitch(), 1), assumed_align=16
-        )
+    def fake_matrix(self, rows: Any, element: Any = None) -> Any:
+        """A matrix with this number of rows, for the compiler; of the operands' type, unless ``element`` is given."""
+        element = element or self.element
+        pitch = cute.sym_int64(divisibility=ALIGNMENT_BYTES * 8 // element.width)
+        return cute.runtime.make_fake_tensor(element, (rows, cute.sym_int()), (pitch, 1), assumed_align=16)
 
     # -- host side of a launch
 

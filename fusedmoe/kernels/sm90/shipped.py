@@ -10,10 +10,15 @@ from typing import TYPE_CHECKING
 
 from fusedmoe.kernels.activation import Activation
 from fusedmoe.kernels.sm90.choice import CANDIDATES, PP_192
-from fusedmoe.kernels.sm90.epilogues import activation, derivative
+from fusedmoe.kernels.sm90.epilogues import PLAIN_FP32, activation, derivative
 from fusedmoe.kernels.sm90.functions import heavy
+from fusedmoe.kernels.sm90.parts import Parts, SumParts
+from fusedmoe.kernels.sm90.promotion import PromotedRaggedK, PromotedRaggedM
 from fusedmoe.kernels.sm90.ragged_k import RaggedK
 from fusedmoe.kernels.sm90.ragged_m import RaggedM
+from fusedmoe.kernels.sm90.router import Choose
+from fusedmoe.kernels.sm90.router_backward import ChooseBackward
+from fusedmoe.kernels.sm90.router_functions import LOGIT_TILES, WGRAD_TILE
 from fusedmoe.kernels.sm90.rows import ColumnSums, Offsets
 from fusedmoe.kernels.sm90.slots import SLOTS, GatherRows, Route, RowDots, SlotValues, SumSlots
 
@@ -70,4 +75,18 @@ def shipped() -> tuple[Kernel, ...]:
         kernels += [GatherRows("bf16", scale), *(SumSlots("bf16", scale, at_once) for at_once in SLOTS)]
     kernels += [RowDots("bf16", "fp32"), RowDots("bf16", "bf16"), SlotValues("fp32"), SlotValues("bf16")]
     kernels += [ColumnSums("bf16", "bf16"), ColumnSums("bf16", "fp32"), ColumnSums("fp16", "fp16")]
+
+    # the router of bf16 tokens, with a bf16 or fp32 weight, without a bias
+    kernels += [PromotedRaggedM("bf16", tile, epilogue=PLAIN_FP32) for tile in LOGIT_TILES]
+    kernels.append(PromotedRaggedK("bf16", WGRAD_TILE, out="fp32"))
+    for experts, blocks in itertools.product((64, 128), ((0, 1), (0, 0, 1, 2))):
+        parts = 1 if len(blocks) == 2 else 3
+        kernels.append(Choose("topk_softmax", experts, False, None, False, False, parts, parts > 1, False))
+        kernels.append(ChooseBackward("topk_softmax", experts, False, blocks, of_rows=True))
+    kernels.append(Choose("sigmoid", 256, True, None, True, True, 1, False, False))  # DeepSeek-V3
+    kernels.append(ChooseBackward("sigmoid", 256, True, (0, 1), of_rows=True))
+    kernels += [Parts("bf16", (0, 0)), Parts("fp32", (0, 1, 2)), Parts("fp32", (1, 0, 0))]
+    kernels += [SumParts("bf16", 2), SumParts("fp32", 3)]
+    kernels += [Route("int64", "fp32", experts, True, counted=True) for experts in (64, 128, 256)]
+    kernels += [SumSlots("bf16", None, at_once, adds=True) for at_once in SLOTS]
     return tuple(kernels)

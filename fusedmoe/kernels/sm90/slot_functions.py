@@ -22,9 +22,11 @@ ROOM = (64, 128, 256, 512, MOST_EXPERTS)  # maximum numbers of experts that `Rou
 
 
 def bind_route(
-    index_TK: Tensor, weight_TK: Tensor, num_experts: int
-) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
+    index_TK: Tensor, weight_TK: Tensor, num_experts: int, chunk_slots: int | None = None
+) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
     """Sort slots by expert: return ``(splits, probs, row_of_slot, slot_of_row, token_of_row)`` of ``(ids, weights)``.
+
+    With ``chunk_slots``, the arguments are ``(ids, weights, counts)``, and there is one launch instead of two.
 
     Parameters
     ----------
@@ -34,6 +36,9 @@ def bind_route(
         fp32, bf16 or fp16.
     num_experts
         E, at most `limits.MOST_EXPERTS`.
+    chunk_slots
+        The number of slots of a chunk, if ``counts`` (chunks, E + 1) int32 is given: the slots per chunk and expert,
+        then the sentinels.
 
     Returns
     -------
@@ -45,18 +50,23 @@ def bind_route(
     from fusedmoe.kernels.sm90.slots import CHUNK, Route  # deferred: imports the CuTe DSL
 
     shape, slots, chosen = tuple(index_TK.shape), index_TK.numel(), index_TK.shape[1]
-    chunks = -(-slots // CHUNK)
+    of_chunk, counted = chunk_slots or CHUNK, chunk_slots is not None
+    chunks = -(-slots // of_chunk)
     room = next(n for n in ROOM if num_experts <= n)
-    kernel = load(Route(NAMES[index_TK.dtype], NAMES[weight_TK.dtype], room, chunks > 1))
-    counted = (chunks, num_experts + 1) if chunks > 1 else (1, 1)
+    kernel = load(Route(NAMES[index_TK.dtype], NAMES[weight_TK.dtype], room, chunks > 1, counted))
+    count_shape = (chunks, num_experts + 1) if chunks > 1 else (1, 1)
 
-    def run(index_TK: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        counts = index_TK.new_empty(counted, dtype=torch.int32)
+    def run(
+        index_TK: Tensor, weight_TK: Tensor, counts: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        if counts is None:
+            counts = index_TK.new_empty(count_shape, dtype=torch.int32)
         row_of_slot, slot_of_row = (index_TK.new_empty(slots, dtype=torch.int64) for _ in range(2))
         token_of_row = index_TK.new_empty(slots, dtype=torch.int32)
         probs, splits = weight_TK.new_empty(slots), index_TK.new_empty(num_experts, dtype=torch.int64)
         kernel(
-            index_TK.view(-1), weight_TK.view(-1), counts, row_of_slot, slot_of_row, token_of_row, probs, splits, chosen
+            index_TK.view(-1), weight_TK.view(-1), counts, row_of_slot, slot_of_row, token_of_row, probs, splits,
+            chosen, of_chunk,
         )  # fmt: skip
         return splits, probs, row_of_slot.view(shape), slot_of_row, token_of_row
 
@@ -83,21 +93,27 @@ def bind_gather_rows(source_TH: Tensor, row_of_slot_TK: Tensor, scale_R: Tensor 
     return run
 
 
-def bind_sum_slots(rows_RH: Tensor, row_of_slot_TK: Tensor, scale_R: Tensor | None) -> Callable[..., Tensor]:
-    """``out[t] = sum over k of scale[row] * rows[row of slot (t, k)]``, (T, H), without sentinels.
+def bind_sum_slots(
+    rows_RH: Tensor, row_of_slot_TK: Tensor, scale_R: Tensor | None, addend_TH: Tensor | None = None
+) -> Callable[..., Tensor]:
+    """``out[t] = addend[t] + sum over k of scale[row] * rows[row of slot (t, k)]``, (T, H), without sentinels.
 
-    The arguments are ``(rows, row_of_slot, scale)``.
+    The arguments are ``(rows, row_of_slot, scale, addend)``. The sum is rounded once.
     """
     from fusedmoe.kernels.sm90.slots import SLOTS, SumSlots  # deferred: imports the CuTe DSL
 
     (tokens, chosen), (rows, columns) = row_of_slot_TK.shape, rows_RH.shape
     at_once = next((n for n in SLOTS if chosen <= n), SLOTS[-1])
-    kernel = load(SumSlots(NAMES[rows_RH.dtype], None if scale_R is None else NAMES[scale_R.dtype], at_once))
+    scale_dtype = None if scale_R is None else NAMES[scale_R.dtype]
+    kernel = load(SumSlots(NAMES[rows_RH.dtype], scale_dtype, at_once, addend_TH is not None))
     nothing = rows_RH.new_empty(rows, dtype=torch.float32) if scale_R is None else None
 
-    def run(rows_RH: Tensor, row_of_slot_TK: Tensor, scale_R: Tensor | None = None) -> Tensor:
+    def run(
+        rows_RH: Tensor, row_of_slot_TK: Tensor, scale_R: Tensor | None = None, addend_TH: Tensor | None = None
+    ) -> Tensor:
         out_TH = rows_RH.new_empty(tokens, columns)
-        kernel(rows_RH, row_of_slot_TK.view(-1), nothing if scale_R is None else scale_R, out_TH, chosen)
+        scale, addend = nothing if scale_R is None else scale_R, out_TH if addend_TH is None else addend_TH
+        kernel(rows_RH, row_of_slot_TK.view(-1), scale, addend, out_TH, chosen)
         return out_TH
 
     return run

@@ -6,15 +6,16 @@ outside [0, E) is a sentinel; the rows of sentinels come after those of every ex
 `Route`: a stable counting sort of the slots, in one launch for up to `CHUNK` slots, else in two. A CTA has one chunk. A
 warp takes 32 slots at a time, in order. ``match`` finds the lanes with the same expert, and the lowest of them counts
 for all. The first of two launches writes the number of slots per chunk and expert. In the second, each CTA adds up the
-counts of the chunks before its own, so it knows where its rows begin without waiting for another CTA.
+counts of the chunks before its own, so it knows where its rows begin without waiting for another CTA. A router's kernel
+may have counted the slots already: then there is one launch, with the router's chunks.
 
 `GatherRows`: ``rows[r] = scale[r] * source[token of r]``, zeros for sentinels. A warp has one token and 1,024 columns.
 It reads them once and writes them to each of the token's rows. Other warps clear rows of sentinels: each searches 32.
 
-`SumSlots`: ``out[t] = sum over k of scale[row] * rows[row of slot (t, k)]`` in fp32, in the order of k. A warp has one
-token and 256 to 1,024 columns: more columns if a token has fewer slots. Each lane issues `IN_FLIGHT` loads, and waits
-for at most one of them before it issues the last. The row numbers are loaded at once, one per lane; otherwise each row
-would wait for the previous one.
+`SumSlots`: ``out[t] = sum over k of scale[row] * rows[row of slot (t, k)]`` in fp32, in the order of k, after an
+optional addend of the token. A warp has one token and 256 to 1,024 columns: more columns if a token has fewer slots.
+Each lane issues `IN_FLIGHT` loads, and waits for at most one of them before it issues the last. The row numbers are
+loaded at once, one per lane; otherwise each row would wait for the previous one.
 
 `SlotValues`: ``out[t, k] = values[row of slot (t, k)]``, zeros for sentinels.
 
@@ -65,48 +66,55 @@ class Route(WarpKernel):
     weight: str  # dtype of the weights: "fp32", "bf16" or "fp16"
     experts: int  # maximum; a multiple of 8
     chunked: bool  # whether there is more than one chunk
+    counted: bool = False  # whether the counts are given
 
     @property
     def symbol(self) -> str:
-        return f"sm90_route_{self.index}_{self.weight}_{self.experts}" + ("_chunked" if self.chunked else "")
+        counted = "_counted" if self.counted else ""
+        return f"sm90_route_{self.index}_{self.weight}_{self.experts}" + ("_chunked" if self.chunked else "") + counted
 
     def compile(self) -> Any:
         """Compile without a GPU; a function of ids (R,), weights (R,), counts (chunks, experts + 1) int32, rows of
-        slots (R,) int64, slots of rows (R,) int64, tokens of rows (R,) int32, probs (R,), splits (E,) int64 and K.
+        slots (R,) int64, slots of rows (R,) int64, tokens of rows (R,) int32, probs (R,), splits (E,) int64, K, and
+        the slots of a chunk, at most `CHUNK`.
         """
         slots, experts = cute.sym_int(), cute.sym_int()
         counts = cute.runtime.make_fake_tensor(Int32, (cute.sym_int(), cute.sym_int()), (cute.sym_int64(), 1))
         weight = fake_vector(self.weight, slots)
         return self.compiled_for(
             fake_vector(self.index, slots), weight, counts, fake_vector("int64", slots), fake_vector("int64", slots),
-            fake_vector("int32", slots), weight, fake_vector("int64", experts), Int32(1),
+            fake_vector("int32", slots), weight, fake_vector("int64", experts), Int32(1), Int32(1),
         )  # fmt: skip
 
     @cute.jit
-    def __call__(self, index, weight, counts, row_of_slot, slot_of_row, token_of_row, probs, splits, chosen, stream):
-        grid, block = (cute.ceil_div(cute.size(index), CHUNK), 1, 1), (WARPS * LANES, 1, 1)
-        if const_expr(self.chunked):
-            self.count(index, counts, cute.size(splits)).launch(grid=grid, block=block, stream=stream)
-        self.place(index, weight, counts, row_of_slot, slot_of_row, token_of_row, probs, splits, chosen).launch(
-            grid=grid, block=block, stream=stream
-        )
+    def __call__(
+        self, index, weight, counts, row_of_slot, slot_of_row, token_of_row, probs, splits, chosen, chunk_slots, stream
+    ):
+        grid, block = (cute.ceil_div(cute.size(index), chunk_slots), 1, 1), (WARPS * LANES, 1, 1)
+        if const_expr(self.chunked and not self.counted):
+            self.count(index, counts, cute.size(splits), chunk_slots).launch(grid=grid, block=block, stream=stream)
+        self.place(
+            index, weight, counts, row_of_slot, slot_of_row, token_of_row, probs, splits, chosen, chunk_slots
+        ).launch(grid=grid, block=block, stream=stream)
 
     @cute.jit
-    def load_keys(self, index, first, lane, experts):
-        """The experts of a warp's slots: E for a sentinel, -1 after the last slot."""
+    def load_keys(self, index, chunk, chunk_slots, warp, lane, experts):
+        """The experts of a warp's slots, E for a sentinel, -1 after the chunk's last slot; and the first slot."""
+        before = warp * (STEPS * LANES)  # slots of the chunk
+        first = chunk * chunk_slots + before
+        left = cutlass.min(chunk_slots - before, cute.size(index) - first)
         keys = cute.make_rmem_tensor((STEPS,), Int32)
         keys.fill(-1)
         for i in cutlass.range_constexpr(STEPS):
-            slot = first + i * LANES + lane
-            if slot < cute.size(index):
-                chosen = Int64(index[slot])
+            if i * LANES + lane < left:
+                chosen = Int64(index[first + i * LANES + lane])
                 keys[i] = experts
                 if chosen >= 0 and chosen < Int64(experts):
                     keys[i] = Int32(chosen)
-        return keys
+        return keys, first
 
     @cute.kernel
-    def count(self, index, counts, experts):
+    def count(self, index, counts, experts, chunk_slots):
         thread, _, _ = cute.arch.thread_idx()
         lane = cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -116,7 +124,7 @@ class Route(WarpKernel):
         for bucket in cutlass.range(thread, experts + 1, WARPS * LANES, unroll=1):
             s_count[bucket] = 0
         cute.arch.sync_threads()
-        keys = self.load_keys(index, (chunk * WARPS + warp) * STEPS * LANES, lane, experts)
+        keys, _ = self.load_keys(index, chunk, chunk_slots, warp, lane, experts)
         for i in cutlass.range_constexpr(STEPS):
             same = cute.arch.match_sync(FULL, keys[i])
             lower = cute.arch.popc(same & ((Uint32(1) << Uint32(lane)) - Uint32(1)))
@@ -127,7 +135,7 @@ class Route(WarpKernel):
             counts[chunk, bucket] = s_count[bucket]
 
     @cute.kernel
-    def place(self, index, weight, counts, row_of_slot, slot_of_row, token_of_row, probs, splits, chosen):
+    def place(self, index, weight, counts, row_of_slot, slot_of_row, token_of_row, probs, splits, chosen, chunk_slots):
         thread, _, _ = cute.arch.thread_idx()
         lane = cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -144,8 +152,7 @@ class Route(WarpKernel):
         cute.arch.sync_threads()
 
         # each slot's rank among those of its warp that chose the same expert
-        first = (chunk * WARPS + warp) * STEPS * LANES
-        keys = self.load_keys(index, first, lane, experts)
+        keys, first = self.load_keys(index, chunk, chunk_slots, warp, lane, experts)
         ranks = cute.make_rmem_tensor((STEPS,), Int32)
         ranks.fill(0)
         for i in cutlass.range_constexpr(STEPS):
@@ -298,10 +305,12 @@ class SumSlots(WarpKernel):
     dtype: str  # "bf16" or "fp16"
     scale: str | None  # dtype of the scale: "fp32", "bf16" or "fp16"; None for none
     slots: int = SLOTS[-1]  # of a token, summed at once: one of `SLOTS`
+    adds: bool = False  # whether there is an addend per token
 
     @property
     def symbol(self) -> str:
-        return f"sm90_sum_slots_by_{self.slots}_{self.dtype}" + (f"_scaled_{self.scale}" if self.scale else "")
+        scaled, adds = f"_scaled_{self.scale}" if self.scale else "", "_adds" if self.adds else ""
+        return f"sm90_sum_slots_by_{self.slots}_{self.dtype}{scaled}{adds}"
 
     @property
     def vectors(self) -> int:
@@ -309,21 +318,23 @@ class SumSlots(WarpKernel):
         return IN_FLIGHT // self.slots
 
     def compile(self) -> Any:
-        """Compile without a GPU; a function of rows (R, H), rows of slots (R,) int64, scale (R,), out (T, H) and K."""
-        rows, columns = cute.sym_int(), cute.sym_int(divisibility=VECTOR)
+        """Compile without a GPU; a function of rows (R, H), rows of slots (R,) int64, scale (R,), addend (T, H), out
+        (T, H) and K.
+        """
+        rows, tokens, columns = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=VECTOR)
         return self.compiled_for(
             fake_matrix(self.dtype, rows, columns), fake_vector("int64", rows), fake_vector(self.scale or "fp32", rows),
-            fake_matrix(self.dtype, cute.sym_int(), columns), Int32(1),
+            fake_matrix(self.dtype, tokens, columns), fake_matrix(self.dtype, tokens, columns), Int32(1),
         )  # fmt: skip
 
     @cute.jit
-    def __call__(self, rows, row_of_slot, scale, out, chosen, stream):
+    def __call__(self, rows, row_of_slot, scale, addend, out, chosen, stream):
         blocks = cute.ceil_div(out.shape[1], BLOCK * self.vectors)
         units = out.shape[0] * blocks
-        self.kernel(rows, row_of_slot, scale, out, chosen, blocks, units).launch(**_launch(units, stream))
+        self.kernel(rows, row_of_slot, scale, addend, out, chosen, blocks, units).launch(**_launch(units, stream))
 
     @cute.kernel
-    def kernel(self, rows, row_of_slot, scale, out, chosen, blocks, units):
+    def kernel(self, rows, row_of_slot, scale, addend, out, chosen, blocks, units):
         unit, lane = _unit()
         if unit < units:
             token = unit // blocks
@@ -332,6 +343,13 @@ class SumSlots(WarpKernel):
             totals = [cute.make_rmem_tensor((VECTOR,), Float32) for _ in range(self.vectors)]
             for v in cutlass.range_constexpr(self.vectors):
                 totals[v].fill(0.0)
+                if const_expr(self.adds):
+                    added = cute.make_rmem_tensor((VECTOR,), out.element_type)
+                    added.fill(0.0)
+                    if first_vector + v * LANES < end:
+                        at = cute.local_tile(addend[token, None], (VECTOR,), (first_vector + v * LANES,))
+                        cute.autovec_copy(at, added)
+                    totals[v].store(added.load().to(Float32))
             for first in cutlass.range(0, chosen, self.slots, unroll=1):
                 row_of_lane, factor_of_lane = rows.shape[0], Float32(0.0)
                 if lane < self.slots and first + lane < chosen:

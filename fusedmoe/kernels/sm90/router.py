@@ -1,0 +1,430 @@
+"""The kernel that chooses experts from logits. Its sums have a fixed order: no float is added atomically.
+
+`Choose`: from the logits, the chosen experts and their weights, the rows per expert of each chunk of tokens, and the
+column sums that losses need. A warp has one token. A lane has the logits of neighbouring experts in registers, sorted
+once. K times, the warp takes the largest head of the lanes' lists. Ties go to the lowest id. A NaN ranks above
+infinity. Scores are compared by their logits unless a correction or a sum of scores decides, because two logits may
+have one rounded score.
+
+Axes: T tokens, K chosen experts per token, E experts, P parts of the weight.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.memory import SmemAllocator
+
+from fusedmoe.kernels.sm90.warps import ELEMENTS, LANES, WarpKernel, fake_vector
+
+QUAD = 4  # fp32 values per load
+LEAST = -(2**31)  # ranks below every value: experts that do not exist, or are taken
+LEFT_OUT = LEAST + 1  # experts of the groups that are left out
+NAN_KEY = 2**31 - 1
+FAR = 2**31 - 1  # above every id
+EPS = 1e-20  # of the normalisation
+
+
+def fake_experts(dtype: str, rows: Any, columns: Any) -> Any:
+    """A contiguous matrix with a multiple of four columns, for the compiler."""
+    strides = (cute.sym_int64(divisibility=QUAD), 1)
+    return cute.runtime.make_fake_tensor(ELEMENTS[dtype], (rows, columns), strides, assumed_align=16)
+
+
+def sorting_network(n: int) -> list[tuple[int, int]]:
+    """Pairs to compare and swap, in order, that sort n values; n is a power of two (Batcher's odd-even mergesort)."""
+    pairs, p = [], 1
+    while p < n:
+        k = p
+        while k >= 1:
+            for j in range(k % p, n - k, 2 * k):
+                pairs += [(i, i + k) for i in range(j, min(j + k, n - k)) if i // (2 * p) == (i + k) // (2 * p)]
+            k //= 2
+        p *= 2
+    return pairs
+
+
+@cute.jit
+def keys_of(values):
+    """Integers in the order of fp32 values: a NaN above all others, -0 equal to 0."""
+    n: cutlass.Constexpr[int] = cute.size(values)
+    keys = cute.make_rmem_tensor((n,), Int32)
+    cleared = cute.make_rmem_tensor((n,), Float32)
+    for i in cutlass.range_constexpr(n):
+        cleared[i] = values[i] + Float32(0.0)
+    bits = cute.recast_tensor(cleared, Int32)
+    for i in cutlass.range_constexpr(n):
+        key = bits[i] ^ ((bits[i] >> 31) & NAN_KEY)
+        keys[i] = cutlass.select_((bits[i] & NAN_KEY) > 0x7F800000, Int32(NAN_KEY), key)
+    return keys
+
+
+@cute.jit
+def value_of(key):
+    """The fp32 value of a key."""
+    bits = cute.make_rmem_tensor((1,), Int32)
+    bits[0] = key ^ ((key >> 31) & NAN_KEY)
+    return cute.recast_tensor(bits, Float32)[0]
+
+
+def largest(key: Any) -> Any:
+    """The largest of the lanes' integers."""
+    return cute.arch.warp_redux_sync(key, "max")
+
+
+def smallest(number: Any) -> Any:
+    """The smallest of the lanes' integers."""
+    return cute.arch.warp_redux_sync(number, "min")
+
+
+def total_of(value: Any) -> Any:
+    """The sum of the lanes' values, in a fixed order."""
+    return cute.arch.warp_reduction_sum(value)
+
+
+def sigmoid(x: Any) -> Any:
+    """``1 / (1 + exp(-x))``, without approximations."""
+    return Float32(1.0) / (Float32(1.0) + cute.math.exp(-x))
+
+
+@dataclass(frozen=True)
+class OfTokens(WarpKernel):
+    """A kernel whose warps have a token each; a lane has ``per_lane`` neighbouring experts."""
+
+    score: str  # "softmax", "topk_softmax" or "sigmoid"
+    room: int  # maximum number of experts: 32 times a power of two
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((*super().sources, __name__)))
+
+    @property
+    def per_lane(self) -> int:
+        return self.room // LANES
+
+    @cute.jit
+    def load(self, t, token, lane, first, experts, absent: cutlass.Constexpr[float]):
+        """The lane's values of a token, from column ``first`` on; ``absent`` for experts that do not exist."""
+        values = cute.make_rmem_tensor((self.per_lane,), Float32)
+        values.fill(absent)
+        width = min(self.per_lane, QUAD)
+        for v in cutlass.range_constexpr(self.per_lane // width):
+            expert = lane * self.per_lane + v * width
+            if expert < experts:
+                source = cute.local_tile(t[token, None], (width,), ((first + expert) // width,))
+                cute.autovec_copy(source, cute.local_tile(values, (width,), (v,)))
+        return values
+
+    @cute.jit
+    def load_vector(self, t, lane, experts):
+        """The lane's values of a vector of the experts; zeros for experts that do not exist."""
+        values = cute.make_rmem_tensor((self.per_lane,), Float32)
+        values.fill(0.0)
+        for i in cutlass.range_constexpr(self.per_lane):
+            if lane * self.per_lane + i < experts:
+                values[i] = Float32(t[lane * self.per_lane + i])
+        return values
+
+    @cute.jit
+    def softmax(self, values):
+        """Softmax over the warp's values, their maximum, and the sum of their exponentials relative to it."""
+        n = self.per_lane
+        most = values[0]
+        for i in cutlass.range_constexpr(1, n):
+            most = cute.arch.fmax(most, values[i])
+        most = cute.arch.warp_reduction_max(most)
+        probs = cute.make_rmem_tensor((n,), Float32)
+        of_lane = Float32(0.0)
+        for i in cutlass.range_constexpr(n):
+            probs[i] = cute.math.exp(values[i] - most)
+            of_lane += probs[i]
+        total = total_of(of_lane)
+        inverse = Float32(1.0) / total
+        for i in cutlass.range_constexpr(n):
+            probs[i] = probs[i] * inverse
+        return probs, most, total
+
+    @cute.jit
+    def sigmoids(self, values, lane, experts):
+        """Sigmoid of each value; zeros for experts that do not exist."""
+        scores = cute.make_rmem_tensor((self.per_lane,), Float32)
+        for i in cutlass.range_constexpr(self.per_lane):
+            exists = lane * self.per_lane + i < experts
+            score = cute.arch.rcp_approx(Float32(1.0) + cute.math.exp(-values[i]))
+            scores[i] = cutlass.select_(exists, score, Float32(0.0))
+        return scores
+
+    @cute.jit
+    def total(self, values):
+        """Sum over the warp's values."""
+        of_lane = values[0]
+        for i in cutlass.range_constexpr(1, self.per_lane):
+            of_lane += values[i]
+        return total_of(of_lane)
+
+    @cute.jit
+    def softmax_of_chosen(self, logit, used):
+        """Softmax over the lanes that are ``used``; zeros in the others."""
+        most = cute.arch.warp_reduction_max(cutlass.select_(used, logit, Float32(-math.inf)))
+        power = cutlass.select_(used, cute.math.exp(logit - most), Float32(0.0))
+        return power / total_of(power)
+
+    @cute.jit
+    def write_sums(self, s_sums, sums, of_lane, warps: cutlass.Constexpr[int], chunk, warp, lane, thread, experts):
+        """Write the sums of the warps' columns, in the order of the warps."""
+        for i in cutlass.range_constexpr(self.per_lane):
+            s_sums[lane * self.per_lane + i, warp] = of_lane[i]
+        cute.arch.sync_threads()
+        for expert in cutlass.range(thread, experts, warps * LANES, unroll=1):
+            total = Float32(0.0)
+            for w in cutlass.range_constexpr(warps):
+                total += s_sums[expert, w]
+            sums[chunk, expert] = total
+
+
+@dataclass(frozen=True)
+class Choose(OfTokens):
+    """The chosen experts and their weights."""
+
+    renormalize: bool  # no effect with "topk_softmax"
+    bias: str | None  # dtype of the router's bias: "fp32", "bf16" or "fp16"; None for none
+    corrected: bool  # whether a correction is added for the choice
+    grouped: bool  # whether groups of experts are left out
+    parts: int  # blocks of columns whose sum is the logits
+    writes_logits: bool  # write that sum plus the bias
+    sums: bool  # whether losses need column sums
+
+    @property
+    def symbol(self) -> str:
+        flags = (
+            (self.renormalize, "renormalized"), (self.bias, f"bias_{self.bias}"), (self.corrected, "corrected"),
+            (self.grouped, "grouped"), (self.parts > 1, f"parts{self.parts}"), (self.writes_logits, "logits"),
+            (self.sums, "sums"),
+        )  # fmt: skip
+        return "_".join([f"sm90_choose_{self.score}_{self.room}", *(name for on, name in flags if on)])
+
+    @property
+    def warps(self) -> int:
+        """Warps per CTA: registers for fewer, if a lane has more experts."""
+        return min(32, 128 // self.per_lane)
+
+    @property
+    def ranks_scores(self) -> bool:
+        """Whether scores decide, not logits."""
+        summed = self.grouped and self.score == "sigmoid"
+        return self.score != "topk_softmax" and (self.corrected or summed)
+
+    @property
+    def group_terms(self) -> int:
+        """The number of best experts whose scores are the score of a group."""
+        return 2 if self.score == "sigmoid" else 1
+
+    def compile(self) -> Any:
+        """Compile without a GPU; a function of products (T, P*E) fp32, bias (E,), correction (E,) fp32, ids (T*K,)
+        int64, weights (T*K,) fp32, logits (T, E) fp32, counts (chunks, E + 1) int32, sums (chunks, E + 1) fp32, K, the
+        weights' scale, the numbers of groups and of those that are chosen, and the tokens of a chunk.
+        """
+        tokens, experts, slots = cute.sym_int(), cute.sym_int(divisibility=QUAD), cute.sym_int()
+        of_chunks = [
+            cute.runtime.make_fake_tensor(ELEMENTS[dtype], (cute.sym_int(), cute.sym_int()), (cute.sym_int64(), 1))
+            for dtype in ("int32", "fp32")
+        ]
+        return self.compiled_for(
+            fake_experts("fp32", tokens, cute.sym_int(divisibility=QUAD)), fake_vector(self.bias or "fp32", experts),
+            fake_vector("fp32", experts), fake_vector("int64", slots), fake_vector("fp32", slots),
+            fake_experts("fp32", tokens, experts), *of_chunks, Int32(1), Float32(1), Int32(1), Int32(1), Int32(1),
+        )  # fmt: skip
+
+    @cute.jit
+    def __call__(
+        self, products, bias, correction, index, weight, logits, counts, sums,
+        chosen, scale, groups, top_groups, chunk_tokens, stream,
+    ):  # fmt: skip
+        chunks = cute.ceil_div(products.shape[0], chunk_tokens)
+        experts = products.shape[1] // self.parts
+        self.kernel(
+            products, bias, correction, index, weight, logits, counts, sums,
+            experts, chosen, scale, groups, top_groups, chunk_tokens,
+        ).launch(grid=(chunks, 1, 1), block=(self.warps * LANES, 1, 1), stream=stream)  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self, products, bias, correction, index, weight, logits, counts, sums,
+        experts, chosen, scale, groups, top_groups, chunk_tokens,
+    ):  # fmt: skip
+        n = self.per_lane
+        thread, _, _ = cute.arch.thread_idx()
+        lane = cute.arch.lane_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        chunk, _, _ = cute.arch.block_idx()
+        smem = SmemAllocator()
+        s_count = smem.allocate_tensor(Int32, cute.make_layout((self.room + 1,)), 16)
+        for bucket in cutlass.range(thread, experts + 1, self.warps * LANES, unroll=1):
+            s_count[bucket] = 0
+        cute.arch.sync_threads()
+
+        group_of = cute.make_rmem_tensor((n,), Int32)
+        group_of.fill(0)
+        if const_expr(self.grouped):
+            for i in cutlass.range_constexpr(n):
+                group_of[i] = (lane * n + i) // (experts // groups)
+        added: Any = self.load_vector(bias, lane, experts) if const_expr(self.bias is not None) else None
+        corrections: Any = self.load_vector(correction, lane, experts) if const_expr(self.corrected) else None
+        column_sums = cute.make_rmem_tensor((n,), Float32)
+        column_sums.fill(0.0)
+        squares = Float32(0.0)
+
+        end = cutlass.min((chunk + 1) * chunk_tokens, products.shape[0])
+        for token in cutlass.range(chunk * chunk_tokens + warp, end, self.warps, unroll=1):
+            values = self.load(products, token, lane, 0, experts, -math.inf)
+            for part in cutlass.range_constexpr(1, self.parts):
+                more = self.load(products, token, lane, part * experts, experts, 0.0)
+                for i in cutlass.range_constexpr(n):
+                    values[i] = values[i] + more[i]
+            if const_expr(self.bias is not None):
+                for i in cutlass.range_constexpr(n):
+                    values[i] = values[i] + added[i]
+            if const_expr(self.writes_logits):
+                self.store_logits(logits, token, lane, values, experts)
+
+            # all scores, where they decide or are summed up
+            scores, most, total = values, Float32(0.0), Float32(1.0)
+            if const_expr(self.sums or self.score == "softmax"):
+                scores, most, total = self.softmax(values)
+            if const_expr(self.score == "sigmoid" and (self.sums or self.ranks_scores)):
+                scores = self.sigmoids(values, lane, experts)
+            if const_expr(self.sums):
+                factor = Float32(1.0)
+                if const_expr(self.score == "sigmoid"):
+                    factor = Float32(1.0) / (self.total(scores) + Float32(EPS))
+                for i in cutlass.range_constexpr(n):
+                    column_sums[i] = column_sums[i] + scores[i] * factor
+                logarithm = most + cute.math.log(total)
+                squares += logarithm * logarithm
+
+            ranked = scores if const_expr(self.ranks_scores) else values
+            if const_expr(self.corrected):
+                corrected = cute.make_rmem_tensor((n,), Float32)
+                for i in cutlass.range_constexpr(n):
+                    corrected[i] = ranked[i] + corrections[i]
+                ranked = corrected
+            keys = keys_of(ranked)
+            for i in cutlass.range_constexpr(n):
+                if lane * n + i >= experts:
+                    keys[i] = LEAST
+            if const_expr(self.grouped):
+                self.leave_groups_out(keys, group_of, lane, experts // groups, groups, top_groups)
+            expert = self.take(keys, lane, chosen)
+
+            used = lane < chosen
+            if used:
+                cute.arch.atomic_add(s_count.iterator + expert, Int32(1), scope="cta")
+                index[token * chosen + lane] = Int64(expert)
+            share = self.weight_of(products, bias, token, expert, experts, used, most, total)
+            if used:
+                weight[token * chosen + lane] = share * scale
+
+        cute.arch.sync_threads()
+        for bucket in cutlass.range(thread, experts + 1, self.warps * LANES, unroll=1):
+            counts[chunk, bucket] = s_count[bucket]
+        if const_expr(self.sums):
+            s_sums = smem.allocate_tensor(Float32, cute.make_layout((self.room, self.warps)), 16)
+            s_squares = smem.allocate_tensor(Float32, cute.make_layout((self.warps,)), 16)
+            if lane == 0:
+                s_squares[warp] = squares
+            self.write_sums(s_sums, sums, column_sums, self.warps, chunk, warp, lane, thread, experts)
+            if thread == 0:
+                total = Float32(0.0)
+                for w in cutlass.range_constexpr(self.warps):
+                    total += s_squares[w]
+                sums[chunk, experts] = total
+
+    @cute.jit
+    def store_logits(self, logits, token, lane, values, experts):
+        width = min(self.per_lane, QUAD)
+        for v in cutlass.range_constexpr(self.per_lane // width):
+            expert = lane * self.per_lane + v * width
+            if expert < experts:
+                to = cute.local_tile(logits[token, None], (width,), (expert // width,))
+                cute.autovec_copy(cute.local_tile(values, (width,), (v,)), to)
+
+    @cute.jit
+    def leave_groups_out(self, keys, group_of, lane, size, groups, top_groups):
+        """Rank the experts of all groups except the best below every other."""
+        n = self.per_lane
+        own = Int32(LEAST)  # the score of group number ``lane``
+        for group in cutlass.range(groups, unroll=1):
+            best, at = Int32(LEAST), Int32(FAR)
+            for i in cutlass.range_constexpr(n):
+                if group_of[i] == group and keys[i] > best:
+                    best, at = keys[i], lane * n + i
+            first = largest(best)
+            score = first
+            if const_expr(self.group_terms == 2):
+                if size > 1:
+                    winner = smallest(cutlass.select_(best == first, at, Int32(FAR)))
+                    best = Int32(LEAST)
+                    for i in cutlass.range_constexpr(n):
+                        if group_of[i] == group and keys[i] > best and lane * n + i != winner:
+                            best = keys[i]
+                    both = cute.make_rmem_tensor((1,), Float32)
+                    both[0] = value_of(first) + value_of(largest(best))
+                    score = keys_of(both)[0]
+            if lane == group:
+                own = score
+        allowed = Int32(0)
+        for _ in cutlass.range(top_groups, unroll=1):
+            best = largest(own)
+            group = smallest(cutlass.select_(own == best, lane, Int32(FAR)))
+            if lane == group:
+                own = Int32(LEAST)
+            allowed = allowed | (Int32(1) << group)
+        for i in cutlass.range_constexpr(n):
+            if keys[i] != LEAST and ((allowed >> group_of[i]) & 1) == 0:
+                keys[i] = LEFT_OUT
+
+    @cute.jit
+    def take(self, keys, lane, chosen):
+        """The experts with the largest keys: lane k returns the k-th."""
+        n = self.per_lane
+        # a key and, below it, the id: of equal keys, the lowest id is the largest number
+        heads = cute.make_rmem_tensor((n,), Int64)
+        for i in cutlass.range_constexpr(n):
+            heads[i] = (Int64(keys[i]) << 32) | Int64(FAR - (lane * n + i))
+        for a, b in sorting_network(n):
+            low, high = cutlass.min(heads[a], heads[b]), cutlass.max(heads[a], heads[b])
+            heads[a], heads[b] = high, low
+        expert = Int32(0)
+        for k in cutlass.range(chosen, unroll=1):
+            key, own = Int32(heads[0] >> 32), FAR - Int32(heads[0] & FAR)
+            winner = smallest(cutlass.select_(key == largest(key), own, Int32(FAR)))
+            if own == winner:
+                for i in cutlass.range_constexpr(n - 1):
+                    heads[i] = heads[i + 1]
+                heads[n - 1] = Int64(LEAST) << 32
+            if lane == k:
+                expert = winner
+        return expert
+
+    @cute.jit
+    def weight_of(self, products, bias, token, expert, experts, used, most, total):
+        """The weight of the expert that this lane has, without the scale."""
+        logit = Float32(products[token, expert])
+        for part in cutlass.range_constexpr(1, self.parts):
+            logit += products[token, part * experts + expert]
+        if const_expr(self.bias is not None):
+            logit += Float32(bias[expert])
+        share = logit
+        if const_expr(self.score == "topk_softmax"):
+            share = self.softmax_of_chosen(logit, used)
+        else:
+            softmax = self.score != "sigmoid"
+            share = cute.math.exp(logit - most) / total if const_expr(softmax) else sigmoid(logit)
+            if const_expr(self.renormalize):
+                share = share / (total_of(cutlass.select_(used, share, Float32(0.0))) + Float32(EPS))
+        return share

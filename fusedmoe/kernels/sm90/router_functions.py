@@ -1,0 +1,367 @@
+"""The router's kernels as functions of torch tensors. No call waits for the device.
+
+Each ``bind_*`` returns the function for tensors of the same shapes, dtypes and strides as its arguments. Tokens and
+router weight have unit stride in H, a multiple of 8. All other tensors are contiguous. `limits` checks these
+constraints.
+
+A gradient of logits consists of bf16 *parts*, side by side: the nearest bf16 value, the nearest one to what is left,
+and so on. Two parts have 16 bits of precision, which suits results in bf16. Three have the 24 bits of fp32; the
+gradient of an fp32 weight needs them. A block of columns has one part, and zeros after its E columns up to a multiple
+of 8.
+
+Axes: T tokens, K chosen experts per token, E experts, H hidden, P blocks of parts, G groups of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedmoe.kernels.compiler import load
+from fusedmoe.kernels.options import KernelOptions
+from fusedmoe.kernels.sm90.choice import Problem
+from fusedmoe.kernels.sm90.config import TileConfig
+from fusedmoe.kernels.sm90.functions import (
+    _absent,
+    _counter,
+    _new_counter,
+    _scheduling,
+    _sms,
+    bind_grouped_gemm,
+    bind_grouped_wgrad,
+)
+from fusedmoe.kernels.sm90.limits import LANES, UNIT
+from fusedmoe.kernels.sm90.one_group import new_offsets, offsets_of_one_group
+from fusedmoe.kernels.sm90.row_functions import NAMES
+from fusedmoe.kernels.sm90.slot_functions import bind_route
+
+CHUNK_SLOTS = 2048  # at most, in a chunk of `Route`
+MOST_CHUNK_TOKENS = 256
+LEAST_CHUNK_TOKENS = 32
+CHUNKS = 128  # about one per SM
+BACKWARD_TOKENS = 32  # per CTA
+GROUP_UNIT = 64  # rows of a tile of the contraction
+TILES = 264  # of a weight's gradient: two per SM
+LOGIT_TILES = tuple(TileConfig(128, width, 2, 1, pingpong=False) for width in (64, 128, 192))
+WGRAD_COLUMNS = 192  # of a tile of a weight's gradient
+WGRAD_TILE = TileConfig(128, 128, 2, 1, pingpong=False)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a router turns logits into experts and weights: its settings, see `fusedmoe.Router`."""
+
+    score: str
+    top_k: int
+    renormalize: bool = True
+    scale: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    corrected: bool = False  # whether there is a balance bias
+
+    @property
+    def formula(self) -> tuple[str, bool]:
+        """Score and renormalisation that give the same weights in the fewest operations.
+
+        A softmax that is renormalised over the chosen experts is the softmax of their logits. This does not hold if a
+        correction chooses experts whose scores are tiny: the sum of their scores has an addend, 1e-20.
+        """
+        if self.score == "softmax" and self.renormalize and not self.corrected:
+            return "topk_softmax", False
+        return self.score, self.renormalize and self.score != "topk_softmax"
+
+
+class Routed(NamedTuple):
+    """The results of a router's kernels. ``sums`` (E + 1,): of the probabilities, and of the squared logsumexp."""
+
+    expert_index: Tensor
+    expert_weight: Tensor
+    logits: Tensor
+    counts: Tensor
+    sums: Tensor | None
+
+
+def chunk_tokens(tokens: int, chosen: int) -> int:
+    """Return the tokens of a chunk: few enough that the chunks occupy a GPU, and that `Route` can place its slots."""
+    by_size = -(-tokens // CHUNKS // LEAST_CHUNK_TOKENS) * LEAST_CHUNK_TOKENS
+    return min(max(by_size, LEAST_CHUNK_TOKENS), MOST_CHUNK_TOKENS, CHUNK_SLOTS // chosen)
+
+
+def room(experts: int) -> int:
+    """Return the maximum number of experts of the kernel that serves this number of experts."""
+    return LANES << (-(-experts // LANES) - 1).bit_length()
+
+
+def bind_router(
+    x_TH: Tensor,
+    weight_EH: Tensor,
+    bias_E: Tensor | None,
+    choice: Choice,
+    want_sums: bool,
+    options: KernelOptions,
+) -> Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Routed]:
+    """Return the router of ``(x, weight, bias, correction)``; the correction, the balance bias, is fp32 or None.
+
+    Logits have the accuracy of fp32. ``counts`` are the slots per expert, then zero, of each chunk of `chunk_tokens`.
+    There are two launches; one more for an fp32 weight, and one for the sums.
+    """
+    from fusedmoe.kernels.sm90.router import Choose  # deferred: imports the CuTe DSL
+
+    tokens, experts, chosen, device = x_TH.shape[0], weight_EH.shape[0], choice.top_k, x_TH.device
+    split = weight_EH.dtype is not x_TH.dtype
+    parts = 3 if split else 1
+    in_product = bias_E is not None and bias_E.dtype is x_TH.dtype and not split
+    added = None if bias_E is None or in_product else NAMES[bias_E.dtype]
+    final = not split and added is None  # whether the products are the logits
+    score, renormalize = choice.formula
+    grouped = choice.top_groups < choice.num_groups
+    kernel = load(
+        Choose(
+            score, room(experts), renormalize, bias=added, corrected=choice.corrected, grouped=grouped, parts=parts,
+            writes_logits=not final, sums=want_sums,
+        )
+    )  # fmt: skip
+    product = _bind_logits(x_TH, parts * experts, in_product, options)
+    to_parts = _bind_parts(weight_EH, x_TH.dtype, (0, 1, 2), experts) if split else None
+    of_chunk = chunk_tokens(tokens, chosen)
+    chunks = -(-tokens // of_chunk)
+    numbers = (chosen, choice.scale, choice.num_groups, choice.top_groups, of_chunk)
+    no_sums = torch.empty(1, experts, dtype=torch.float32, device=device)
+    no_vector = no_sums[0]
+
+    def run(x_TH: Tensor, weight_EH: Tensor, bias_E: Tensor | None, correction_E: Tensor | None) -> Routed:
+        weight = weight_EH if to_parts is None else to_parts(weight_EH)
+        products = product(x_TH, weight, bias_E if in_product else None)
+        logits = products if final else products.new_empty(tokens, experts)
+        index = products.new_empty(tokens, chosen, dtype=torch.int64)
+        weight_TK = products.new_empty(tokens, chosen)
+        counts = products.new_empty(chunks, experts + 1, dtype=torch.int32)
+        sums = products.new_empty(chunks, experts + 1) if want_sums else no_sums
+        kernel(
+            products, no_vector if added is None else bias_E, no_vector if correction_E is None else correction_E,
+            index.view(-1), weight_TK.view(-1), logits, counts, sums, *numbers,
+        )  # fmt: skip
+        return Routed(index, weight_TK, logits, counts, sums.sum(0) if want_sums else None)
+
+    return run
+
+
+def bind_route_counted(
+    index_TK: Tensor, weight_TK: Tensor, num_experts: int
+) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
+    """Return `bind_route` of ``(ids, weights, counts)``, with the counts of `bind_router`: one launch."""
+    tokens, chosen = index_TK.shape
+    return bind_route(index_TK, weight_TK, num_experts, chunk_tokens(tokens, chosen) * chosen)
+
+
+class LogitsGrads(NamedTuple):
+    """The gradients from which that of the logits is computed. All are fp32, and any may be None.
+
+    ``weight`` is the gradient of the weights: (T, K), or of rows (T*K,) if ``row_of_slot`` (T, K) is given. ``logits``
+    is (T, E), ``probs_sum`` (E,) and ``z_sum`` ().
+    """
+
+    weight: Tensor | None
+    row_of_slot: Tensor | None
+    logits: Tensor | None
+    probs_sum: Tensor | None
+    z_sum: Tensor | None
+
+
+class LogitsGrad(NamedTuple):
+    """The gradient of a router's logits.
+
+    ``parts`` is (T, P * padded E) bf16, ``ends`` (G,) int32, the ends of groups of tokens. ``sums`` (E,) fp32, the sum
+    over the tokens, is the gradient of the router's bias.
+    """
+
+    parts: Tensor
+    ends: Tensor
+    sums: Tensor | None
+
+
+def bind_logits_grad(
+    logits_TE: Tensor, grads: LogitsGrads, choice: Choice, blocks: tuple[int, ...], groups: int, want_sums: bool
+) -> Callable[[Tensor, Tensor, LogitsGrads], LogitsGrad]:
+    """Return the gradient of the logits of ``(logits, ids, grads)``: one launch, and one more for the sums.
+
+    Parameters
+    ----------
+    blocks
+        The part in each block of columns: 0 for the highest.
+    groups
+        G: `weight_groups`, or 1 if no gradient of the weight follows.
+    """
+    from fusedmoe.kernels.sm90.router_backward import ChooseBackward  # deferred: imports the CuTe DSL
+
+    (tokens, experts), chosen, device = logits_TE.shape, choice.top_k, logits_TE.device
+    score, renormalize = choice.formula
+    exist = {"l": grads.logits, "p": grads.probs_sum, "z": grads.z_sum}
+    others = "".join(letter for letter, grad in exist.items() if grad is not None)
+    of_rows = grads.row_of_slot is not None
+    kernel = load(ChooseBackward(score, room(experts), renormalize, blocks, of_rows, others, want_sums))
+    ctas, columns = -(-tokens // BACKWARD_TOKENS), len(blocks) * padded(experts)
+    no_weight = None
+    if grads.weight is None:
+        no_weight = torch.zeros(tokens * chosen, dtype=torch.float32, device=device)
+    no_sums = torch.empty(1, experts, dtype=torch.float32, device=device)
+    no_vector, no_scalar = no_sums[0], no_sums[0, :1]
+
+    group_tokens = -(-tokens // groups // GROUP_UNIT) * GROUP_UNIT
+
+    def run(logits_TE: Tensor, index_TK: Tensor, grads: LogitsGrads) -> LogitsGrad:
+        weight, row_of_slot, logits, probs_sum, z_sum = grads
+        parts = logits_TE.new_empty(tokens, columns, dtype=torch.bfloat16)
+        sums = logits_TE.new_empty(ctas, experts) if want_sums else no_sums
+        ends, index = index_TK.new_empty(groups, dtype=torch.int32), index_TK.view(-1)
+        kernel(
+            logits_TE, index, index if row_of_slot is None else row_of_slot.view(-1),
+            no_weight if weight is None else weight.view(-1), logits_TE if logits is None else logits,
+            no_vector if probs_sum is None else probs_sum, no_scalar if z_sum is None else z_sum.view(1),
+            parts, sums, ends,
+            chosen, choice.scale, BACKWARD_TOKENS, group_tokens,
+        )  # fmt: skip
+        return LogitsGrad(parts, ends, sums.sum(0) if want_sums else None)
+
+    return run
+
+
+def blocks_for(weight_dtype: torch.dtype) -> tuple[int, ...]:
+    """Return the part in each block of columns of a logits' gradient, for a router weight of this dtype.
+
+    A product with an fp32 weight also has a term with the weight's second part, and so the first block twice.
+    """
+    return (0, 0, 1, 2) if weight_dtype is torch.float32 else (0, 1)
+
+
+def padded(experts: int) -> int:
+    """Return the columns of a block."""
+    return -(-experts // UNIT) * UNIT
+
+
+def bind_router_dgrad(
+    parts: Tensor, weight_EH: Tensor, options: KernelOptions
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """``dx = dlogits @ weight``, (T, H) bf16, of ``(parts, ends, weight)``: two launches."""
+    width = padded(weight_EH.shape[0])
+    blocks = (1, 0, 0) if weight_EH.dtype is torch.float32 else (0, 0)
+    columns = len(blocks) * width
+    to_parts = _bind_parts(weight_EH, torch.bfloat16, blocks, width)
+    like = parts.new_empty(columns, weight_EH.shape[1])
+    product = bind_grouped_gemm(parts[:, :columns], like.T.unsqueeze(0), None, None, options)
+
+    def run(parts: Tensor, ends: Tensor, weight_EH: Tensor) -> Tensor:
+        # the last end is that of one group with all tokens
+        return product(parts[:, :columns], to_parts(weight_EH).T.unsqueeze(0), None, ends[-1:], None)
+
+    return run
+
+
+def bind_router_wgrad(
+    parts: Tensor, x_TH: Tensor, experts: int, groups: int, dtype: torch.dtype, options: KernelOptions
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """``dweight = dlogits.T @ x``, (E, H), of ``(parts, ends, x)``: two launches, by groups of tokens and their sum."""
+    from fusedmoe.kernels.sm90.parts import SumParts  # deferred: imports the CuTe DSL
+
+    exact, hidden = dtype is torch.float32, x_TH.shape[1]
+    first, count = (padded(experts), 3) if exact else (0, 2)  # without the first of two equal blocks
+    if exact:
+        product = _bind_exact_wgrad(parts[:, first:], x_TH, groups, options)
+    else:
+        like = torch.empty(groups, dtype=torch.int32, device=x_TH.device)
+        product = bind_grouped_wgrad(parts, x_TH, like, torch.float32, False, options)
+    kernel = load(SumParts(NAMES[dtype], count))
+
+    def run(parts: Tensor, ends: Tensor, x_TH: Tensor) -> Tensor:
+        products = product(parts[:, first:], x_TH, ends, None)
+        grad = x_TH.new_empty(experts, hidden, dtype=dtype)
+        kernel(products, grad)
+        return grad
+
+    return run
+
+
+def weight_groups(tokens: int, experts: int, hidden: int, weight_dtype: torch.dtype) -> int:
+    """Return the number of groups of tokens for a weight's gradient, so that the tiles of all groups fill a GPU."""
+    rows = (3 if weight_dtype is torch.float32 else 2) * padded(experts)
+    tiles = -(-rows // WGRAD_TILE.tile_m) * -(-hidden // WGRAD_COLUMNS)
+    return max(min(TILES // tiles, -(-tokens // GROUP_UNIT)), 1)
+
+
+def _bind_parts(
+    weight_EH: Tensor, out: torch.dtype, blocks: tuple[int, ...], height: int
+) -> Callable[[Tensor], Tensor]:
+    """Return a weight's parts, one block of ``height`` rows below the other."""
+    from fusedmoe.kernels.sm90.parts import Parts  # deferred: imports the CuTe DSL
+
+    kernel = load(Parts(NAMES[weight_EH.dtype], blocks, NAMES[out]))
+    rows, columns = len(blocks) * height, weight_EH.shape[1]
+
+    def run(weight_EH: Tensor) -> Tensor:
+        parts = weight_EH.new_empty(rows, columns, dtype=out)
+        kernel(weight_EH, parts)
+        return parts
+
+    return run
+
+
+def _bind_logits(
+    x_TH: Tensor, columns: int, biased: bool, options: KernelOptions
+) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+    """``x @ weight.T + bias`` in fp32, (T, columns), of ``(x, weight, bias)``."""
+    from fusedmoe.kernels.sm90.epilogues import PLAIN_FP32  # deferred: imports the CuTe DSL
+    from fusedmoe.kernels.sm90.promotion import PromotedRaggedM
+
+    (tokens, hidden), device = x_TH.shape, x_TH.device
+    config = logits_tile(columns)
+    kernel = load(PromotedRaggedM(NAMES[x_TH.dtype], config, epilogue=PLAIN_FP32))
+    problem = Problem("plain", tokens, 1, columns, hidden, _sms(device, options))
+    numbers = (0.0, 1.0, 0.0, biased, False, *_scheduling(problem, config, problem.sms, options))
+    no_bias, no_scale = _absent(device, x_TH.dtype)
+    static_counter, offsets = _counter(device, options.schedule), _bind_one_group(tokens, device)
+
+    def run(x_TH: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        products = x_TH.new_empty(tokens, columns, dtype=torch.float32)
+        of_bias = no_bias if bias is None else bias.unsqueeze(0)
+        counter = _new_counter(device) if static_counter is None else static_counter
+        kernel(x_TH, weight.unsqueeze(0), offsets(), of_bias, no_scale, counter, *numbers, products)
+        return products
+
+    return run
+
+
+def _bind_one_group(rows: int, device: torch.device) -> Callable[[], Tensor]:
+    """Return a function of the offsets of one group: at best, without a launch."""
+    kept = offsets_of_one_group(rows, device)
+    return (lambda: new_offsets(rows, device)) if kept is None else lambda: kept
+
+
+def logits_tile(columns: int) -> TileConfig:
+    """Return the tile of a product with this many columns: the least columns in excess, then the fewest tiles."""
+    return min(LOGIT_TILES, key=lambda tile: (-(-columns // tile.tile_n) * tile.tile_n, -tile.tile_n))
+
+
+def _bind_exact_wgrad(
+    parts: Tensor, x_TH: Tensor, groups: int, options: KernelOptions
+) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
+    """`bind_grouped_wgrad` with fp32 results of the accuracy of fp32."""
+    from fusedmoe.kernels.sm90.promotion import PromotedRaggedK  # deferred: imports the CuTe DSL
+
+    (tokens, rows), hidden, device = parts.shape, x_TH.shape[1], x_TH.device
+    kernel = load(PromotedRaggedK(NAMES[x_TH.dtype], WGRAD_TILE, out="fp32"))
+    problem = Problem("wgrad", tokens, groups, hidden, rows, _sms(device, options))
+    numbers = _scheduling(problem, WGRAD_TILE, problem.sms, options)
+    static_counter = _counter(device, options.schedule)
+
+    def run(parts: Tensor, x_TH: Tensor, ends: Tensor, _: Tensor | None) -> Tensor:
+        products = x_TH.new_empty(groups, rows, hidden, dtype=torch.float32)
+        kernel(
+            parts, x_TH, ends, products, _new_counter(device) if static_counter is None else static_counter, *numbers
+        )
+        return products
+
+    return run
