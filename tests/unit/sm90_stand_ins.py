@@ -139,34 +139,53 @@ class Bound:
         return self.run(*tensors)
 
 
-def bind_grouped_gemm(x, weight, bias, row_scale, options):
-    def run(x, weight, bias, offsets, row_scale):
+def _some(*tensors):
+    return [t for t in tensors if t is not None]
+
+
+def _gathered(name, source, index):
+    """The rows that a kernel reads through an index; the source itself without one."""
+    if index is None:
+        return source
+    assert index.dtype is torch.int32
+    assert index.is_contiguous()
+    assert 0 <= int(index.min()) <= int(index.max()) < source.shape[0]
+    _matrix(source)
+    calls.append((f"gathered_{name}", {"source": source.shape[0], "rows": index.shape[0]}))
+    return source[index]
+
+
+def bind_grouped_gemm(x, weight, bias, row_scale, options, gather=None):
+    def run(x, weight, bias, offsets, row_scale, gather=None):
+        x = _gathered("gemm", x, gather)
         return grouped_gemm(x, weight, offsets, bias=bias, row_scale=row_scale, options=options)
 
-    return Bound(run, x, weight, bias, row_scale)
+    return Bound(run, x, weight, bias, row_scale, *_some(gather))
 
 
-def bind_grouped_gemm_activation(x, weight, bias, row_scale, activation, keep_preactivation, options):
-    def run(x, weight, bias, offsets, row_scale):
+def bind_grouped_gemm_activation(x, weight, bias, row_scale, activation, keep_preactivation, options, gather=None):
+    def run(x, weight, bias, offsets, row_scale, gather=None):
+        x = _gathered("gemm_activation", x, gather)
         y, p = grouped_gemm_activation(
             x, weight, offsets, activation,
             bias=bias, row_scale=row_scale, keep_preactivation=keep_preactivation, options=options,
         )  # fmt: skip
         return (y, p) if keep_preactivation else y
 
-    return Bound(run, x, weight, bias, row_scale)
+    return Bound(run, x, weight, bias, row_scale, *_some(gather))
 
 
 def bind_grouped_gemm_activation_backward(
-    grad_output, weight, preactivation, row_scale, activation, want_output, want_row_scale_grad, options
+    grad_output, weight, preactivation, row_scale, activation, want_output, want_row_scale_grad, options, gather=None
 ):
-    def run(grad_output, weight, offsets, preactivation, row_scale):
+    def run(grad_output, weight, offsets, preactivation, row_scale, gather=None):
+        grad_output = _gathered("gemm_activation_backward", grad_output, gather)
         return grouped_gemm_activation_backward(
             grad_output, weight, offsets, preactivation, activation, row_scale=row_scale, want_output=want_output,
             want_row_scale_grad=want_row_scale_grad, options=options,
         )  # fmt: skip
 
-    return Bound(run, grad_output, weight, preactivation, row_scale)
+    return Bound(run, grad_output, weight, preactivation, row_scale, *_some(gather))
 
 
 def bind_grouped_wgrad(grad_output, x, offsets, dtype, accumulate, options):
@@ -226,7 +245,7 @@ def bind_gather_rows(source, row_of_slot, scale):
         rows[~_used(row_of_slot, slot_of_row)] = 0
         return rows.to(source.dtype)
 
-    return Bound(run, *[t for t in (source, scale) if t is not None])
+    return Bound(run, *_some(source, scale))
 
 
 def bind_sum_slots(rows, row_of_slot, scale, addend=None):
@@ -243,7 +262,7 @@ def bind_sum_slots(rows, row_of_slot, scale, addend=None):
                     out[t] += rows[row].float() * (1 if scale is None else scale[row].float())
         return out.to(rows.dtype)
 
-    return Bound(run, *[t for t in (rows, scale, addend) if t is not None])
+    return Bound(run, *_some(rows, scale, addend))
 
 
 def bind_row_dots(source, rows, row_of_slot, dtype):

@@ -1,6 +1,6 @@
 """The rules for sm_90 that read rows through their index, on the CPU: plans, and results with stand-ins.
 
-The stand-ins make the rows and then compute as those for rows in order, so that a wrong operand or index shows.
+The stand-ins make the rows before they compute, so that a wrong operand or index shows.
 """
 
 import pytest
@@ -21,67 +21,20 @@ LAST = ["sm90.dispatch_weight_grad", "sm90.ddispatch"]
 
 @pytest.fixture(autouse=True)
 def gathering(monkeypatch, hopper_machine):  # noqa: F811  (after that fixture)
-    def note(name, source, index):
-        assert index.dtype is torch.int32
-        assert int(index.max()) < source.shape[0]
-        stand_ins.calls.append((name, {"source": source.shape[0], "rows": index.shape[0]}))
-        return source[index]
-
-    def gemm(x, weight, bias, row_scale, options, gather=None):
-        rows = x if gather is None else x[gather]
-        product = stand_ins.bind_grouped_gemm(rows, weight, bias, row_scale, options)
-
-        def run(x, weight, bias, offsets, row_scale, gather=None):
-            rows = x if gather is None else note("gathered_gemm", x, gather)
-            return product(rows, weight, bias, offsets, row_scale)
-
-        return run
-
-    def gemm_activation(x, weight, bias, row_scale, activation, keep, options, gather=None):
-        rows = x if gather is None else x[gather]
-        product = stand_ins.bind_grouped_gemm_activation(rows, weight, bias, row_scale, activation, keep, options)
-
-        def run(x, weight, bias, offsets, row_scale, gather=None):
-            rows = x if gather is None else note("gathered_gemm_activation", x, gather)
-            return product(rows, weight, bias, offsets, row_scale)
-
-        return run
-
-    def derivative(dy, weight, p, row_scale, activation, want_output, want_scale_grad, options, gather=None):
-        rows = dy if gather is None else dy[gather]
-        product = stand_ins.bind_grouped_gemm_activation_backward(
-            rows, weight, p, row_scale, activation, want_output, want_scale_grad, options
-        )
-
-        def run(dy, weight, offsets, p, row_scale, gather=None):
-            rows = dy if gather is None else note("gathered_derivative", dy, gather)
-            return product(rows, weight, offsets, p, row_scale)
-
-        return run
-
     def wgrad(dy, x, offsets, dtype, accumulate, options, gather=None, gathered=None):
-        def rows_of(dy, x, gather, make):
+        def rows_of(dy, x, gather):
             assert gathered in ({None} if gather is None else {"grad_output", "x"})
-            return (
-                make("gathered_wgrad_dy", dy, gather) if gathered == "grad_output" else dy,
-                make("gathered_wgrad_x", x, gather) if gathered == "x" else x,
-            )
-
-        rows = rows_of(dy, x, gather, lambda _, source, index: source[index])
-        product = stand_ins.bind_grouped_wgrad(*rows, offsets, dtype, accumulate, options)
+            if gathered == "x":
+                return dy, stand_ins._gathered("wgrad_x", x, gather)
+            return stand_ins._gathered("wgrad_dy", dy, gather), x
 
         def run(dy, x, offsets, out, gather=None):
-            return product(*rows_of(dy, x, gather, note), offsets, out)
+            dy, x = rows_of(dy, x, gather)
+            return stand_ins.bind_grouped_wgrad(dy, x, offsets, dtype, accumulate, options)(dy, x, offsets, out)
 
         return run
 
-    for name, function in {
-        "bind_grouped_gemm": gemm,
-        "bind_grouped_gemm_activation": gemm_activation,
-        "bind_grouped_gemm_activation_backward": derivative,
-        "bind_grouped_wgrad": wgrad,
-    }.items():
-        monkeypatch.setattr(functions, name, function)
+    monkeypatch.setattr(functions, "bind_grouped_wgrad", wgrad)
     with fm.register(*BUILTIN, *[rule for rule in GATHERED if rule not in BUILTIN]):
         yield
 
@@ -120,7 +73,12 @@ def test_rows_are_neither_written_nor_kept(sentinels, index_dtype, weight_dtype)
         ("grad(5.input)", "grad(5.output)", "0.token_of_row"),
     )
     assert "gather_rows" not in called()
-    for name in ("gathered_gemm_activation", "gathered_wgrad_dy", "gathered_derivative", "gathered_wgrad_x"):
+    for name in (
+        "gathered_gemm_activation",
+        "gathered_wgrad_dy",
+        "gathered_gemm_activation_backward",
+        "gathered_wgrad_x",
+    ):
         assert called(name) == [{"source": T, "rows": T * K}]
 
 
