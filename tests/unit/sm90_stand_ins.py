@@ -188,12 +188,18 @@ def bind_grouped_gemm_activation_backward(
     return Bound(run, grad_output, weight, preactivation, row_scale, *_some(gather))
 
 
-def bind_grouped_wgrad(grad_output, x, offsets, dtype, accumulate, options):
-    def run(grad_output, x, offsets, out):
+def bind_grouped_wgrad(grad_output, x, offsets, dtype, accumulate, options, gather=None, gathered=None):
+    assert gathered in ({None} if gather is None else {"grad_output", "x"})
+
+    def run(grad_output, x, offsets, out, gather=None):
         assert out is None or out.dtype is dtype
+        if gathered == "x":
+            x = _gathered("wgrad_x", x, gather)
+        else:
+            grad_output = _gathered("wgrad_dy", grad_output, gather)
         return grouped_wgrad(grad_output, x, offsets, out=out, dtype=dtype, accumulate=accumulate, options=options)
 
-    return Bound(run, grad_output, x, offsets)
+    return Bound(run, grad_output, x, offsets, *_some(gather))
 
 
 def bind_column_sums(grad, offsets, dtype=None):

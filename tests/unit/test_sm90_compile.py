@@ -22,7 +22,7 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl, which compiles 
 
 from fusedmoe.kernels import shipped
 from fusedmoe.kernels.compiler import SYMBOL
-from fusedmoe.kernels.sm90.choice import CANDIDATES, CO_256, CO_256_TALL, PP_192
+from fusedmoe.kernels.sm90.choice import CANDIDATES, CO_256, CO_256_TALL, PP_192, PP_192_TALL, WGRADS
 from fusedmoe.kernels.sm90.config import BARRIER_BYTES, SMEM_BYTES
 from fusedmoe.kernels.sm90.epilogues import Backward, activation, derivative
 from fusedmoe.kernels.sm90.ragged_k import RaggedK
@@ -38,6 +38,12 @@ NOT_SHIPPED = [  # what `choose` may pick besides
     *(replace(k, gather=True) for k in SHIPPED if isinstance(k, RaggedM)),
     *(RaggedM("bf16", c, b_major="n", epilogue=GPT_OSS_BACKWARD, gather=True) for c in CANDIDATES["derivative"]),
     *(RaggedM("bf16", c, b_major="n", epilogue=GEGLU_BACKWARD, gather=True) for c in CANDIDATES["heavy_derivative"]),
+    *(
+        RaggedK("bf16", c, out="fp32", accumulate=True, gathered=gathered)
+        for gathered, family in WGRADS.items()
+        for c in CANDIDATES[family]
+        if gathered
+    ),
 ]
 KERNELS = {kernel.symbol: kernel for kernel in (*SHIPPED, *NOT_SHIPPED)}
 
@@ -62,6 +68,8 @@ COVERING = (
     "sm90_ragged_k_bf16_bf16_128x192pp_c21",
     "sm90_ragged_k_bf16_fp32_add_256x128co_c12",
     "sm90_ragged_k_bf16_fp32_add_128x256co_c11",
+    "sm90_ragged_k_gather_a_bf16_bf16_128x192pp_c21",
+    "sm90_ragged_k_gather_b_bf16_fp32_add_256x128co_c12",
     "sm90_ragged_k_bf16_fp32_128x128co_c21_promoted",
 )
 # Spills, stores and loads, each once per tile: registers of the epilogue or of the warp that schedules tiles, none of a
@@ -170,6 +178,12 @@ def test_gate_and_up_side_by_side_take_tiles_of_whole_loads():
         RaggedM("bf16", PP_192, b_major="n", epilogue=activation("swiglu"))
 
 
+@pytest.mark.parametrize(("config", "gathered"), [(PP_192, "b"), (PP_192_TALL, "a")])
+def test_a_cluster_cannot_share_a_gathered_operand(config, gathered):
+    with pytest.raises(ValueError, match=f"share {gathered}, which is gathered, got {config.name}"):
+        RaggedK("bf16", config, gathered=gathered)
+
+
 def test_symbols_tell_the_kernels_apart():
     kernels = shipped.shipped("sm_90a")
     symbols = [kernel.symbol for kernel in kernels]
@@ -178,7 +192,7 @@ def test_symbols_tell_the_kernels_apart():
 
 
 def test_few_enough_to_build_ahead_of_time():
-    assert len(shipped.shipped("sm_90a")) <= 130
+    assert len(shipped.shipped("sm_90a")) <= 140
 
 
 @pytest.mark.parametrize("family", CANDIDATES)
@@ -192,7 +206,7 @@ def test_every_configuration_is_shipped():
 
 def family_of(kernel):
     if isinstance(kernel, RaggedK):
-        return "wgrad"
+        return WGRADS[kernel.gathered]
     formula = kernel.epilogue.formula
     if not formula.kind:
         return "plain"

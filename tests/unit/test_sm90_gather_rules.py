@@ -13,28 +13,13 @@ from toy import only_plan, outcome, rules_used, status
 import fusedmoe as fm
 from fusedmoe import FusionError, Status
 from fusedmoe.builtin_rules import BUILTIN, GATHERED
-from fusedmoe.kernels.sm90 import functions
 
 ROUTED = ["sm90.dispatch", "sm90.gathered_gemm_activation", "sm90.grouped_gemm", "sm90.combine"]
 LAST = ["sm90.dispatch_weight_grad", "sm90.ddispatch"]
 
 
 @pytest.fixture(autouse=True)
-def gathering(monkeypatch, hopper_machine):  # noqa: F811  (after that fixture)
-    def wgrad(dy, x, offsets, dtype, accumulate, options, gather=None, gathered=None):
-        def rows_of(dy, x, gather):
-            assert gathered in ({None} if gather is None else {"grad_output", "x"})
-            if gathered == "x":
-                return dy, stand_ins._gathered("wgrad_x", x, gather)
-            return stand_ins._gathered("wgrad_dy", dy, gather), x
-
-        def run(dy, x, offsets, out, gather=None):
-            dy, x = rows_of(dy, x, gather)
-            return stand_ins.bind_grouped_wgrad(dy, x, offsets, dtype, accumulate, options)(dy, x, offsets, out)
-
-        return run
-
-    monkeypatch.setattr(functions, "bind_grouped_wgrad", wgrad)
+def gathering(hopper_machine):  # noqa: F811  (after that fixture)
     with fm.register(*BUILTIN, *[rule for rule in GATHERED if rule not in BUILTIN]):
         yield
 

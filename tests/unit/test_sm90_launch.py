@@ -100,6 +100,28 @@ def test_a_dynamic_launch_has_a_counter_of_its_own(launched):
         assert (first[COUNTER] is second[COUNTER]) == (schedule == "static")
 
 
+@pytest.mark.parametrize(("gathered", "operand"), [("grad_output", "a"), ("x", "b")])
+def test_the_gathered_operand_of_a_weight_gradient(launched, gathered, operand):
+    given = {"grad_output": torch.zeros(32, N, dtype=BF16), "x": torch.zeros(32, K, dtype=BF16)}
+    given[gathered] = given[gathered][:9]
+    offsets, index = torch.zeros(E, dtype=torch.int32), torch.zeros(32, dtype=torch.int32)
+    dw = functions.grouped_wgrad(*given.values(), offsets, gather=index, gathered=gathered)
+    functions.grouped_wgrad(torch.zeros(32, N, dtype=BF16), torch.zeros(32, K, dtype=BF16), offsets)
+    (compiled_for, arguments), (plain, others) = launched
+    assert dw.shape == (E, N, K)
+    assert (compiled_for["gathered"], plain["gathered"]) == (operand, None)
+    assert arguments[-1] is index
+    assert len(arguments) == len(others) + 1
+    assert {"a": compiled_for["config"].cluster_n, "b": compiled_for["config"].cluster_m}[operand] == 1
+
+
+@pytest.mark.parametrize(("index", "gathered"), [(True, None), (False, "x"), (True, "dy")])
+def test_an_index_and_its_operand_come_together(launched, index, gathered):
+    with pytest.raises(ValueError, match=f"got {gathered!r}, {'an' if index else 'no'} index"):
+        wgrad(gather=torch.zeros(32, dtype=torch.int32) if index else None, gathered=gathered)
+    assert not launched
+
+
 @pytest.mark.parametrize("keep", [False, True])
 def test_the_tensors_are_the_outputs_of_the_forward_epilogue(launched, keep):
     epilogues = pytest.importorskip("fusedmoe.kernels.sm90.epilogues")

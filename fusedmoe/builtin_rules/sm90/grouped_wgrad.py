@@ -47,15 +47,19 @@ class GroupedWgrad(OnSm90, FusionRule, name="sm90.grouped_wgrad", direction="bac
         accumulating = self.wgrad if isinstance(self.wgrad, WgradIntoMainGrad) else None
         dtype, options = torch.float32 if accumulating else ctx.dtype("wgrad.weight"), ctx.options
 
-        # the kernel's name of the operand that it reads through an index
-        gathered = {"": (), "wgrad.input": ("x",), "grad_output": ("grad_output",)}[self.gathers]
+        # the function's name of the operand that it reads through an index
+        operands: dict[str, functions.Gathered | None] = {
+            "": None, "wgrad.input": "x", "grad_output": "grad_output",
+        }  # fmt: skip
+        gathered = operands[self.gathers]
 
         def bind(dy: Tensor, x: Tensor, offsets: Tensor, *index: Tensor) -> Run:
             guard_gradient(dy)
             guard_index(index)
             guard_matrix("x", x)
+            gather = index[0] if index else None
             product = functions.bind_grouped_wgrad(
-                dy, x, offsets, dtype, accumulating is not None, options, *index, *gathered
+                dy, x, offsets, dtype, accumulating is not None, options, gather, gathered
             )
 
             def run(dy: Tensor, x: Tensor, offsets: Tensor, *index: Tensor) -> Tensor | None:

@@ -47,13 +47,20 @@ from fusedmoe.kernels.sm90 import tuned
 from fusedmoe.kernels.sm90.config import ELEMENT_BYTES, EPILOGUE_COLUMNS, SWIZZLE_BYTES, TileConfig
 from fusedmoe.kernels.sm90.measured import MEASURED, Coarse
 
-Family = Literal["plain", "activation", "transposed_activation", "derivative", "heavy_derivative", "wgrad"]
+Family = Literal[
+    "plain", "activation", "transposed_activation", "derivative", "heavy_derivative", "wgrad", "wgrad_gathered_a",
+    "wgrad_gathered_b",
+]  # fmt: skip
+WGRADS: dict[str | None, Family] = {None: "wgrad", "a": "wgrad_gathered_a", "b": "wgrad_gathered_b"}
+"""The families of a weight gradient, by the gathered operand."""
 
 PP_192 = TileConfig(128, 192, 2, 1, pingpong=True)
 PP_128 = TileConfig(128, 128, 2, 1, pingpong=True)
 CO_256 = TileConfig(128, 256, 2, 1, pingpong=False)
 CO_256_TALL = TileConfig(256, 128, 1, 2, pingpong=False)
 CO_256_ALONE = TileConfig(128, 256, pingpong=False)
+PP_192_TALL = TileConfig(192, 128, 1, 2, pingpong=True)
+CO_256_TALL_ALONE = TileConfig(256, 128, pingpong=False)
 
 # Clusters of a ragged M product have two CTAs: two row tiles that share the weights, or two column tiles of a row tile
 # left over that share the rows (tiles.py). A CTA without a cluster loads both operands itself. The L2 is too slow for
@@ -64,6 +71,8 @@ CO_256_ALONE = TileConfig(128, 256, pingpong=False)
 # with the accumulators moved in between, would be half as long, but ptxas then spills all of them.
 # "transposed_activation", whose weight is [gate | up] with unit stride along N, has no 128x192 either: each half of a
 # tile is loaded 64 columns at a time.
+# "wgrad_gathered_a" and "wgrad_gathered_b": a cluster cannot share the gathered operand. So that operand has the short
+# side of the tile, and the cluster shares the other one: the L2 delivers the fewest bytes.
 # Measured and left out: 128x160 (a quarter slower than 128x192 throughout); L2 eviction hints on data that is read once
 # (up to 15% slower); 256x128 over two rows of a weight gradient (never the fastest); clusters that always share the
 # weights (a second tile is often empty: up to a fifth slower with 256 to 640 rows per expert) or always the rows.
@@ -74,17 +83,21 @@ CANDIDATES: dict[Family, tuple[TileConfig, ...]] = {
     "derivative": (PP_192, PP_128),
     "heavy_derivative": (PP_128,),
     "wgrad": (PP_192, CO_256, CO_256_TALL, CO_256_ALONE),
+    "wgrad_gathered_a": (PP_192, CO_256, CO_256_ALONE),
+    "wgrad_gathered_b": (PP_192_TALL, CO_256_TALL, CO_256_TALL_ALONE),
 }
 
 # Cycles of an epilogue for 64 x 32 results of a warpgroup, if nothing overlaps them. "heavy_derivative" is an estimate,
-# "transposed_activation" has the value of "activation", the others are fitted.
+# "transposed_activation" has the value of "activation", and a gathered weight gradient that of "wgrad". The others are
+# fitted.
 EPILOGUE_CYCLES: dict[Family, int] = {
     "plain": 400, "activation": 600, "transposed_activation": 600, "derivative": 3450, "heavy_derivative": 4700,
-    "wgrad": 680,
+    "wgrad": 680, "wgrad_gathered_a": 680, "wgrad_gathered_b": 680,
 }  # fmt: skip
 # Values that a row reads and writes in memory besides its K operands, per column of the result.
 ROW_VALUES: dict[Family, float] = {
     "plain": 1, "activation": 1.5, "transposed_activation": 1.5, "derivative": 5, "heavy_derivative": 5, "wgrad": 1,
+    "wgrad_gathered_a": 1, "wgrad_gathered_b": 1,
 }  # fmt: skip
 LOAD_BYTES_PER_CYCLE = 36.5  # per SM from the L2, all SMs loading
 MEMORY_BYTES_PER_CYCLE = 14.5 * 132  # per GPU: 2.8 TB/s
@@ -133,7 +146,7 @@ def _log2(extent: float) -> float:
 def cycles(problem: Problem, config: TileConfig) -> float:
     """Estimate the cycles of a product, see the module's docstring."""
     p = problem
-    if p.family == "wgrad":
+    if p.family in WGRADS.values():
         weights, reads = float(p.experts), 1.0
         k_tiles = max(p.rows / max(p.experts, 1) / p.tile_k + 0.5, 1.0)  # rows end anywhere in the last tile
         tall = _tiles(p.depth, config.tile_m, config.cluster_m)
@@ -162,7 +175,7 @@ def cycles(problem: Problem, config: TileConfig) -> float:
         load = (config.tile_m / rows_shared + config.tile_n / weights_shared) * SWIZZLE_BYTES / LOAD_BYTES_PER_CYCLE
         main = k_tiles * max(multiply, load)
         tile = max(main, (main + epilogue) / 2) if config.pingpong else main + epilogue
-        if p.family == "wgrad":
+        if p.family in WGRADS.values():
             tile += WGRAD_CYCLES
         tiles, work = tiles + count, work + count * tile
     tile = work / max(tiles, 1.0)

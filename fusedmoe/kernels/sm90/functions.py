@@ -21,14 +21,14 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fusedmoe.kernels import compiler
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
-from fusedmoe.kernels.sm90.choice import Family, Problem, band, choose
+from fusedmoe.kernels.sm90.choice import WGRADS, Family, Problem, band, choose
 from fusedmoe.kernels.sm90.row_functions import (
     NAMES,
     bind_column_sums,
@@ -68,6 +68,10 @@ __all__ = [
     "grouped_wgrad",
     "offsets_from_splits",
 ]
+
+
+Gathered = Literal["grad_output", "x"]
+GATHERED_OPERAND: dict[Gathered | None, str | None] = {None: None, "grad_output": "a", "x": "b"}  # of the kernel
 
 
 def grouped_gemm(
@@ -292,52 +296,79 @@ def grouped_wgrad(
     dtype: torch.dtype | None = None,
     accumulate: bool = False,
     options: KernelOptions = DEFAULT,
+    gather: Tensor | None = None,
+    gathered: Gathered | None = None,
 ) -> Tensor:
     """``dW[e] = grad_output[rows of e].T @ x[rows of e]``; zeros for an expert without rows.
 
     Parameters
     ----------
     grad_output, x
-        (R, N) and (R, K).
+        (R, N) and (R, K). The one that is ``gathered`` has T rows instead.
     out
         (E, N, K): the tensor to write or to add to.
     dtype
         Dtype of the result without ``out``: that of x (the default), or fp32.
     accumulate
         Add to ``out``, which must be fp32. The gradient of an expert without rows does not change.
+    gather, gathered
+        (R,) int32, and the operand that it is for: row r of that operand is its row ``gather[r]``. Entries of the tail
+        are not read.
 
     Returns
     -------
     Tensor
         (E, N, K).
+
+    Raises
+    ------
+    ValueError
+        Only one of ``gather`` and ``gathered`` is given, or ``gathered`` is not "grad_output" or "x".
     """
     if out is not None:
         dtype = out.dtype
-    run = bind_grouped_wgrad(grad_output, x, offsets, dtype or x.dtype, accumulate, options)
-    return run(grad_output, x, offsets, out)
+    run = bind_grouped_wgrad(grad_output, x, offsets, dtype or x.dtype, accumulate, options, gather, gathered)
+    return run(grad_output, x, offsets, out, gather)
 
 
 def bind_grouped_wgrad(
-    grad_output: Tensor, x: Tensor, offsets: Tensor, dtype: torch.dtype, accumulate: bool, options: KernelOptions
-) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
-    """Return `grouped_wgrad` of ``(grad_output, x, offsets, out)``; ``out`` has this dtype, or is None."""
-    rows, k = x.shape
-    experts, n = offsets.shape[0], grad_output.shape[1]
+    grad_output: Tensor,
+    x: Tensor,
+    offsets: Tensor,
+    dtype: torch.dtype,
+    accumulate: bool,
+    options: KernelOptions,
+    gather: Tensor | None = None,
+    gathered: Gathered | None = None,
+) -> Callable[..., Tensor]:
+    """Return `grouped_wgrad` of ``(grad_output, x, offsets, out, gather=None)``; ``out`` has this dtype, or is None."""
+    if gathered not in GATHERED_OPERAND or (gather is None) != (gathered is None):
+        given = f"{'no' if gather is None else 'an'} index"
+        raise ValueError(
+            f"gathered: expected 'grad_output' or 'x' and an index, or None and no index, got {gathered!r}, {given}"
+        )
+    rows = (grad_output if gathered == "x" else x).shape[0]
+    experts, n, k = offsets.shape[0], grad_output.shape[1], x.shape[1]
     same, device = dtype is x.dtype, x.device
     kernel, static_counter, numbers = _RaggedKLaunch(None, None, ())
     if rows:
         key = _RaggedKKey(
             choose=choose, device=device, dtype=x.dtype, rows=rows, experts=experts, n=n, k=k, out=dtype,
-            accumulate=accumulate, options=options,
+            accumulate=accumulate, gathered=GATHERED_OPERAND[gathered], options=options,
         )  # fmt: skip
         kernel, static_counter, numbers = _ragged_k_launch(key)
 
-    def run(grad_output: Tensor, x: Tensor, offsets: Tensor, out: Tensor | None) -> Tensor:
+    def run(
+        grad_output: Tensor, x: Tensor, offsets: Tensor, out: Tensor | None, gather: Tensor | None = None
+    ) -> Tensor:
         if out is None:
             out = x.new_empty(experts, n, k) if same else x.new_empty(experts, n, k, dtype=dtype)
         if kernel is not None:
             counter = _new_counter(device) if static_counter is None else static_counter
-            kernel(grad_output, x, offsets, out, counter, *numbers)
+            if gathered is None:
+                kernel(grad_output, x, offsets, out, counter, *numbers)
+            else:
+                kernel(grad_output, x, offsets, out, counter, *numbers, gather)
         elif not accumulate:
             out.zero_()
         return out
@@ -474,6 +505,7 @@ class _RaggedKKey:
     k: int
     out: torch.dtype
     accumulate: bool
+    gathered: str | None  # operand of the kernel: "a" or "b"
     options: KernelOptions
 
 
@@ -489,9 +521,11 @@ class _RaggedKLaunch(NamedTuple):
 def _ragged_k_launch(key: _RaggedKKey) -> _RaggedKLaunch:
     """Make the launch of a ragged K product."""
     sms = _sms(key.device, key.options)
-    problem = Problem("wgrad", key.rows, key.experts, key.k, key.n, sms, key.dtype.itemsize)
+    problem = Problem(WGRADS[key.gathered], key.rows, key.experts, key.k, key.n, sms, key.dtype.itemsize)
     config = key.choose(problem)
-    kernel = _ragged_k_kernel(dtype=NAMES[key.dtype], config=config, out=NAMES[key.out], accumulate=key.accumulate)
+    kernel = _ragged_k_kernel(
+        dtype=NAMES[key.dtype], config=config, out=NAMES[key.out], accumulate=key.accumulate, gathered=key.gathered
+    )
     return _RaggedKLaunch(
         kernel, _counter(key.device, key.options.schedule), _scheduling(problem, config, sms, key.options)
     )
@@ -547,10 +581,10 @@ def _ragged_m_kernel(
 
 
 @functools.cache
-def _ragged_k_kernel(*, dtype: str, config: TileConfig, out: str, accumulate: bool) -> Any:
+def _ragged_k_kernel(*, dtype: str, config: TileConfig, out: str, accumulate: bool, gathered: str | None) -> Any:
     from fusedmoe.kernels.sm90.ragged_k import RaggedK  # deferred: imports the CuTe DSL
 
-    return compiler.load(RaggedK(dtype, config, out=out, accumulate=accumulate))
+    return compiler.load(RaggedK(dtype, config, out=out, accumulate=accumulate, gathered=gathered))
 
 
 @functools.cache

@@ -21,6 +21,8 @@ stages, because the math warpgroups may need them to free the next stage, or to 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
@@ -34,14 +36,30 @@ COPIES_UNROLLED = 8  # enough to hide the latency of a shuffle, and few instruct
 OWN_LANES = (LANES - ROW_LANES) << 8 | LANES - 1  # of a shuffle: among the eight lanes of a row
 
 
+class Gathered(NamedTuple):
+    """A matrix whose row ``index[r]`` is row r of an operand."""
+
+    matrix: cute.Tensor
+    index: cute.Tensor
+
+
 def chunk(lane: Int32) -> Int32:
     """Chunk of 16 bytes, out of a row's eight, that a lane copies."""
     return lane % ROW_LANES
 
 
 @cute.jit
-def copy_rows(indices: cute.Tensor, operand: Int64, pitch: Int32, left: Int32, stage: Int32, lane: Int32) -> None:
-    """Start the copies of 128 bytes of 32 rows per element of ``indices``.
+def copy_rows(
+    indices: cute.Tensor,
+    operand: Int64,
+    pitch: Int32,
+    left: Int32,
+    stage: Int32,
+    lane: Int32,
+    boxes: cutlass.Constexpr[int] = 1,
+    box_bytes: cutlass.Constexpr[int] = 0,
+) -> None:
+    """Start the copies of 128 bytes of 32 rows per element of ``indices``, or of ``boxes`` times 128 bytes.
 
     Parameters
     ----------
@@ -52,26 +70,34 @@ def copy_rows(indices: cute.Tensor, operand: Int64, pitch: Int32, left: Int32, s
     pitch
         Bytes between rows.
     left
-        Columns of the row after the first one of the lane's chunk. If negative, the chunk is filled with zeros.
+        Bytes from the beginning of the lane's chunk to the end of the row. If none, the chunk is filled with zeros.
     stage
         Address of the first row in shared memory.
+    boxes, box_bytes
+        Multiples of 128 bytes of a row, and the distance from each to the next in shared memory.
     """
     place = stage + lane // ROW_LANES * (ROW_LANES * ROW_BYTES) + chunk(lane) * CHUNK_BYTES
     copy = cute.make_copy_atom(cpasync.CopyG2SOp(cpasync.LoadCacheMode.GLOBAL), Int32, num_bits_per_copy=128)
-    values = cute.make_layout(((CHUNK_BYTES // 4, 1), 1))
     valid = cute.make_rmem_tensor((1, 1), Boolean)
     for j in cutlass.range(ROW_LANES, unroll=max(COPIES_UNROLLED // cute.size(indices), 1)):
         swizzled = (place ^ (j * CHUNK_BYTES)) + j * ROW_BYTES
         for q in cutlass.range_constexpr(cute.size(indices)):
             index = cute.arch.shuffle_sync(indices[q], j, mask_and_clamp=OWN_LANES)
-            source = cute.make_ptr(
-                Int32, operand + Int64(index) * Int64(pitch), cute.AddressSpace.gmem, assumed_align=CHUNK_BYTES
-            )
-            to = cute.make_ptr(
-                Int32, swizzled + q * (LANES * ROW_BYTES), cute.AddressSpace.smem, assumed_align=CHUNK_BYTES
-            )
-            valid[0] = (index | left) >= 0
-            cute.copy(copy, cute.make_tensor(source, values), cute.make_tensor(to, values), pred=valid)
+            source, to = operand + Int64(index) * Int64(pitch), swizzled + q * (LANES * ROW_BYTES)
+            for box in cutlass.range_constexpr(boxes):
+                valid[0] = (index | (left - 1 - box * ROW_BYTES)) >= 0
+                cute.copy(
+                    copy,
+                    vector(source + box * ROW_BYTES, cute.AddressSpace.gmem),
+                    vector(to + box * box_bytes, cute.AddressSpace.smem),
+                    pred=valid,
+                )
+
+
+def vector(address: Int32 | Int64, space: cute.AddressSpace) -> cute.Tensor:
+    """A chunk at an address, as an operand of its copy."""
+    pointer = cute.make_ptr(Int32, address, space, assumed_align=CHUNK_BYTES)
+    return cute.make_tensor(pointer, cute.make_layout(((CHUNK_BYTES // 4, 1), 1)))
 
 
 @cute.jit

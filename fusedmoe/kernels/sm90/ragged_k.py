@@ -15,10 +15,14 @@ NaN times zero is NaN. Each operand's TMA descriptor therefore has two more dime
 
 The stores of ragged_m.py use a descriptor whose base is before the tensor. Loads cannot: the hardware checks theirs.
 
+**Gathered rows.** One operand may be a matrix of T rows, with an index: row r of the operand is row ``index[r]`` of the
+matrix. Two warps copy these rows (gather.py), 32 of the 64 rows of each stage. They fill rows past an expert's last row
+with zeros too. A cluster can share the other operand only.
+
 ``out`` may be fp32 and hold a gradient already. TMA then adds to it: once per element and launch, so the result does
 not depend on the order.
 
-Axes: R rows, M and N features, E experts.
+Axes: R rows, T rows of a gathered matrix, M and N features, E experts.
 """
 
 from __future__ import annotations
@@ -33,8 +37,9 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 
 from fusedmoe.kernels.sm90 import tiles
-from fusedmoe.kernels.sm90.config import BLOCK_ROWS, EPILOGUE_COLUMNS
-from fusedmoe.kernels.sm90.gemm import LOAD_WARP, PRODUCER, SCHEDULER_WARP, VALUES, Gemm, Tma
+from fusedmoe.kernels.sm90.config import BLOCK_ROWS, EPILOGUE_COLUMNS, SWIZZLE_BYTES
+from fusedmoe.kernels.sm90.gather import LANES, ROW_BYTES, Gathered, chunk, copy_rows, drain, flush
+from fusedmoe.kernels.sm90.gemm import GATHER_WARP, LOAD_WARP, PRODUCER, SCHEDULER_WARP, VALUES, Gemm, Tma
 
 END_ROW = 2**30
 WRAP = 2**34  # elements: END_ROW rows of this pitch are a multiple of 2^64 bytes
@@ -46,15 +51,35 @@ class RaggedK(Gemm):
 
     out: str = "bf16"  # or "fp16", "fp32"
     accumulate: bool = False
+    gathered: str | None = None  # "a" or "b": the operand whose rows are read through an index
+
+    def __post_init__(self) -> None:
+        shared = {None: 1, "a": self.config.cluster_n, "b": self.config.cluster_m}[self.gathered]
+        if shared != 1:
+            raise ValueError(
+                f"ragged K: expected a cluster that does not share {self.gathered}, which is gathered, got "
+                f"{self.config.name}"
+            )
 
     @property
     def symbol(self) -> str:
         add = "_add" if self.accumulate else ""
-        return f"sm90_ragged_k_{self.dtype}_{self.out}{add}_{self.config.name}"
+        gather = f"_gather_{self.gathered}" if self.gathered else ""
+        return f"sm90_ragged_k{gather}_{self.dtype}_{self.out}{add}_{self.config.name}"
 
     @property
     def sources(self) -> tuple[str, ...]:
-        return tuple(f"fusedmoe.kernels.sm90.{name}" for name in ("ragged_k", "gemm", "tiles", "warps", "config"))
+        names = ("ragged_k", "gemm", "gather", "tiles", "warps", "config")
+        return tuple(f"fusedmoe.kernels.sm90.{name}" for name in names)
+
+    @property
+    def gather_warps(self) -> int:
+        return self.tile_k // LANES if self.gathered else 0
+
+    @property
+    def gathered_bytes(self) -> int:
+        extent = {None: 0, "a": self.config.tile_m, "b": self.config.tile_n}[self.gathered]
+        return extent * SWIZZLE_BYTES
 
     @property
     def box_element(self) -> Any:
@@ -71,25 +96,33 @@ class RaggedK(Gemm):
         fake, rows, experts = cute.runtime.make_fake_tensor, cute.sym_int(), cute.sym_int()
         m, n = cute.sym_int(), cute.sym_int()
         pitch = lambda: cute.sym_int64(divisibility=self.alignment)  # noqa: E731
-        a = fake(self.element, (rows, m), (pitch(), 1), assumed_align=16)
-        b = fake(self.element, (rows, n), (pitch(), 1), assumed_align=16)
+        tokens = cute.sym_int()
+        a = fake(self.element, (tokens if self.gathered == "a" else rows, m), (pitch(), 1), assumed_align=16)
+        b = fake(self.element, (tokens if self.gathered == "b" else rows, n), (pitch(), 1), assumed_align=16)
+        index = [fake(Int32, (rows,), (1,))] if self.gathered else []
         out = fake(self.box_element, (experts, m, n), (pitch(), pitch(), 1), assumed_align=16)
         return cute.compile(
             self, a, b, fake(Int32, (experts,), (1,)), out, fake(Int32, (1,), (1,)), *[Int32(0)] * 3,
-            cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+            cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), *index,
             options=f"--enable-tvm-ffi --gpu-arch {self.arch}",
         )  # fmt: skip
 
     # -- host side of a launch
 
     @cute.jit
-    def __call__(self, a, b, offsets, out, counter, band, ctas, dynamic, stream):
+    def __call__(self, a, b, offsets, out, counter, band, ctas, dynamic, stream, *index):
+        """Launch. ``index`` is that of the rows, if an operand is gathered."""
         config = self.config
         major = OperandMajorMode.MN
         tiled_mma = self.tiled_mma(major, major)
         layouts = self.layouts(major, major)
-        load_a = self.across_atom(self.ragged(a), layouts.a, config.cluster_n)
-        load_b = self.across_atom(self.ragged(b), layouts.b, config.cluster_m)
+        load_a = load_b = gathered = None
+        if const_expr(self.gathered != "a"):
+            load_a = self.across_atom(self.ragged(a), layouts.a, config.cluster_n)
+        if const_expr(self.gathered != "b"):
+            load_b = self.across_atom(self.ragged(b), layouts.b, config.cluster_m)
+        if const_expr(self.gathered is not None):
+            gathered = Gathered(a if self.gathered == "a" else b, index[0])
         by_expert = cute.make_tensor(out.iterator, cute.select(out.layout, mode=[1, 2, 0]))
         store = cpasync.CopyBulkTensorTileS2GOp()
         if const_expr(self.accumulate):
@@ -97,7 +130,8 @@ class RaggedK(Gemm):
         box = cute.slice_(layouts.boxes, (None, None, 0))
         store_out = Tma(*cpasync.make_tiled_tma_atom(store, by_expert, box, (BLOCK_ROWS, EPILOGUE_COLUMNS)))
         self.kernel(
-            load_a, load_b, store_out, tiled_mma, layouts, offsets, counter, band, dynamic, a.shape[1], b.shape[1]
+            load_a, load_b, store_out, tiled_mma, layouts, offsets, counter, band, dynamic, a.shape[1], b.shape[1],
+            gathered,
         ).launch(stream=stream, **self.grid(ctas))  # fmt: skip
 
     def ragged(self, t: cute.Tensor) -> cute.Tensor:
@@ -111,7 +145,7 @@ class RaggedK(Gemm):
     # -- device side
 
     @cute.kernel
-    def kernel(self, load_a, load_b, store_out, tiled_mma, layouts, offsets, counter, band, dynamic, m, n):
+    def kernel(self, load_a, load_b, store_out, tiled_mma, layouts, offsets, counter, band, dynamic, m, n, gathered):
         config = self.config
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         shared, rings = self.shared_memory(layouts)
@@ -123,6 +157,8 @@ class RaggedK(Gemm):
                 tiles_m, tiles_n = (m + config.tile_m - 1) // config.tile_m, (n + config.tile_n - 1) // config.tile_n
                 share = tiles.Share(config, band, counter, dynamic, shared.drawing)
                 tiles.schedule_ragged_k(offsets, tiles_m, tiles_n, self.tile_k, share, rings.tiles, shared.slots)
+            elif const_expr(self.gathered is not None):
+                self.gather_rows(gathered, shared, rings, warp_idx - GATHER_WARP)
         else:
             cute.arch.setmaxregister_increase(self.registers[1])
             self.math(tiled_mma, shared, rings, warp_idx // 4, store_out)
@@ -151,18 +187,61 @@ class RaggedK(Gemm):
                 end = tile.row + k_tile * tile_k + valid
                 ab.producer_acquire(state)
                 full = ab.producer_get_barrier(state)
-                a_here = cute.domain_offset((0, END_ROW - valid), load_a.tensor[None, None, END_ROW, end])
-                b_here = cute.domain_offset((0, END_ROW - valid), load_b.tensor[None, None, END_ROW, end])
-                of_a = (load_a.atom, a_here, shared.a, config.tile_m, tile.place, m, rank_n, config.cluster_n)
-                of_b = (load_b.atom, b_here, shared.b, config.tile_n, tile.column, n, rank_m, config.cluster_m)
-                a_loads, b_loads = self.across(*of_a), self.across(*of_b)
-                for to, source in a_loads:
-                    cute.copy(load_a.atom, source[None, 0], to[None, state.index], tma_bar_ptr=full, mcast_mask=a_mask)
-                for to, source in b_loads:
-                    cute.copy(load_b.atom, source[None, 0], to[None, state.index], tma_bar_ptr=full, mcast_mask=b_mask)
+                operands = []  # that are not gathered
+                if const_expr(self.gathered != "a"):
+                    of_a = (shared.a, config.tile_m, tile.place, m, rank_n, config.cluster_n)
+                    operands.append((load_a, a_mask, of_a))
+                if const_expr(self.gathered != "b"):
+                    of_b = (shared.b, config.tile_n, tile.column, n, rank_m, config.cluster_m)
+                    operands.append((load_b, b_mask, of_b))
+                for load, mask, of in operands:
+                    here = cute.domain_offset((0, END_ROW - valid), load.tensor[None, None, END_ROW, end])
+                    for to, source in self.across(load.atom, here, *of):
+                        cute.copy(load.atom, source[None, 0], to[None, state.index], tma_bar_ptr=full, mcast_mask=mask)
                 state.advance()
             turn, tile = tiles.take(rings.tiles, turn, shared.slots)
         ab.producer_tail(state)
+
+    @cute.jit
+    def gather_rows(self, gathered, shared, rings, share):
+        """A gathering warp: 32 of the 64 rows of each stage, with zeros after an expert's last row. See gather.py."""
+        ab, lane, of_a = rings.ab, cute.arch.lane_idx(), self.gathered == "a"
+        matrix, index = gathered
+        value_bytes = self.element.width // 8
+        smem, extent = (shared.a, self.config.tile_m) if of_a else (shared.b, self.config.tile_n)
+        first_stage = smem.iterator.toint() + share * (LANES * ROW_BYTES)
+        pitch = Int32(matrix.stride[0] * value_bytes)
+        indices = cute.make_rmem_tensor((1,), Int32)
+        state, pending = pipeline.make_pipeline_state(PRODUCER, self.stages), Int32(0)
+        turn = Int32(0)
+        turn, tile = tiles.take(rings.tiles, turn, shared.slots)
+        while tile.expert != tiles.END:
+            row, end = tile.row + share * LANES + lane, tile.row + tile.rows
+            following = self.index_of(row, end, index)
+            column = (tile.place if const_expr(of_a) else tile.column) * extent + chunk(lane) * self.alignment
+            operand, left = matrix.iterator.toint() + column * value_bytes, (matrix.shape[1] - column) * value_bytes
+            pending = flush(ab, state, pending)
+            for _ in cutlass.range(tile.depth, unroll=1):
+                indices[0] = following
+                row += self.tile_k
+                following = self.index_of(row, end, index)  # of the next stage, while this one is copied
+                pending = drain(ab, state, pending)
+                ab.sync_object_empty.wait(state.index, state.phase)
+                stage = first_stage + state.index * self.gathered_bytes
+                copy_rows(indices, operand, pitch, left, stage, lane, extent // self.tile_k, self.tile_k * ROW_BYTES)
+                cute.arch.cp_async_commit_group()
+                state.advance()
+                pending += 1
+            turn, tile = tiles.take(rings.tiles, turn, shared.slots)
+        flush(ab, state, pending)
+
+    @cute.jit
+    def index_of(self, row, end, index):
+        """Index of a row before ``end``; -1 from there."""
+        value = Int32(-1)
+        if row < end:
+            value = index[row]
+        return value
 
     @cute.jit
     def finish(self, acc, tile, consumer, inputs, env):

@@ -42,7 +42,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from fusedmoe.kernels.sm90 import tiles
 from fusedmoe.kernels.sm90.config import ALIGNMENT_BYTES, BLOCK_ROWS, EPILOGUE_COLUMNS, SWIZZLE_BYTES
 from fusedmoe.kernels.sm90.epilogues import PLAIN, Arguments, Block, Epilogue, Numbers
-from fusedmoe.kernels.sm90.gather import CHUNK_BYTES, LANES, chunk, copy_rows, drain, flush
+from fusedmoe.kernels.sm90.gather import CHUNK_BYTES, LANES, Gathered, chunk, copy_rows, drain, flush
 from fusedmoe.kernels.sm90.gemm import (
     EPILOGUE_LOAD_WARP,
     GATHER_WARP,
@@ -55,13 +55,6 @@ from fusedmoe.kernels.sm90.gemm import (
     Gemm,
     Tma,
 )  # fmt: skip
-
-
-class Gathered(NamedTuple):
-    """A matrix (T, K) whose row ``index[r]`` is row r of A."""
-
-    matrix: cute.Tensor
-    index: cute.Tensor
 
 
 class Gathering(NamedTuple):
@@ -368,10 +361,10 @@ class RaggedM(Gemm):
 
     def copy_gathered(self, indices, rows, k_tile, stage):
         """Start the copies of one stage of a tile's rows."""
-        column = k_tile * self.tile_k + chunk(rows.lane) * (CHUNK_BYTES * 8 // self.element.width)
-        operand = rows.operand + column * (self.element.width // 8)
-        to = rows.stages + stage * self.gathered_bytes
-        copy_rows(indices, operand, rows.pitch, rows.k - 1 - column, to, rows.lane)
+        value_bytes = self.element.width // 8
+        column = k_tile * self.tile_k + chunk(rows.lane) * (CHUNK_BYTES // value_bytes)
+        operand, left = rows.operand + column * value_bytes, (rows.k - column) * value_bytes
+        copy_rows(indices, operand, rows.pitch, left, rows.stages + stage * self.gathered_bytes, rows.lane)
         cute.arch.cp_async_commit_group()
 
     def copy(self, load, pairs, k_tile, stage, full, mask):

@@ -9,7 +9,7 @@ import itertools
 from typing import TYPE_CHECKING
 
 from fusedmoe.kernels.activation import Activation
-from fusedmoe.kernels.sm90.choice import CANDIDATES, PP_192
+from fusedmoe.kernels.sm90.choice import CANDIDATES, PP_192, WGRADS
 from fusedmoe.kernels.sm90.epilogues import PLAIN_FP32, activation, derivative
 from fusedmoe.kernels.sm90.functions import heavy
 from fusedmoe.kernels.sm90.parts import Parts, SumParts
@@ -45,6 +45,8 @@ def shipped() -> tuple[Kernel, ...]:
         kernels.append(RaggedM("bf16", config, b_major="n", epilogue=epilogue))
     for config in CANDIDATES["wgrad"]:
         kernels += [RaggedK("bf16", config, out="bf16"), RaggedK("bf16", config, out="fp32", accumulate=True)]
+    for gathered, family in WGRADS.items():
+        kernels += [RaggedK("bf16", c, out="bf16", gathered=gathered) for c in CANDIDATES[family] if gathered]
     kernels.append(RaggedK("bf16", PP_192, out="fp32"))
 
     # bf16: the other activations, with the tiles of training
