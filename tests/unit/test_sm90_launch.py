@@ -1,5 +1,7 @@
 """The keys and the arguments of launches of the Hopper GEMMs, on the CPU: the kernels only record their arguments."""
 
+import re
+
 import pytest
 import torch
 
@@ -173,3 +175,24 @@ def test_gathered_rows_are_another_launch(launched):
     product()
     assert [compiled_for["gather"] for compiled_for, _ in launched] == [False, True, False]
     assert functions._ragged_m_launch.cache_info().misses == 2
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        (torch.zeros(32, dtype=torch.int64), "torch.int64, (32,), strides (1,): expected a contiguous int32 vector"),
+        (torch.zeros(4, 8, dtype=torch.int32), "torch.int32, (4, 8), strides (8, 1): expected a contiguous"),
+        (torch.zeros(64, dtype=torch.int32)[::2], "strides (2,): expected a contiguous"),
+    ],
+    ids=["int64", "a matrix", "every other"],
+)
+def test_an_index_is_a_contiguous_vector_of_int32(index, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        product(gather=index)
+
+
+def test_gathered_rows_are_less_than_2_gib_apart():
+    x = torch.empty(2, K, dtype=BF16, device="meta").as_strided((2, K), (2**30, 1))
+    w, offsets = (torch.empty(shape, dtype=BF16, device="meta") for shape in ((E, N, K), (E,)))
+    with pytest.raises(ValueError, match="1073741824 elements apart: expected less than 2 GiB"):
+        functions.grouped_gemm(x, w, offsets, gather=torch.zeros(32, dtype=torch.int32, device="meta"))

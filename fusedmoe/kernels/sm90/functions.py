@@ -9,7 +9,8 @@ states the other constraints. No function waits for the GPU. Arguments that seve
 - ``weight`` (E, N, K), with unit stride along N or K; ``bias`` (E, N); ``row_scale`` (R,).
 - ``activation`` and ``options``: see `Activation` and `KernelOptions`.
 - ``gather`` (R,) int32, contiguous: row r of the first operand is ``operand[gather[r]]``. That operand then has T rows,
-  and R is the size of ``gather``. The indices of the tail are not read; all others must be in [0, T).
+  and R is the size of ``gather``. The indices of the tail are not read; all others must be in [0, T). The rows of the
+  operand are less than 2 GiB apart.
 
 Each ``bind_*`` returns the function for tensors of the same shapes, dtypes and strides as its arguments. That function
 does no look-ups.
@@ -404,7 +405,15 @@ def _ragged_m(
 
 
 def _rows(operand: Tensor, gather: Tensor | None) -> int:
-    return (operand if gather is None else gather).shape[0]
+    """Return R, after a check of the index."""
+    if gather is None:
+        return operand.shape[0]
+    if gather.dtype is not torch.int32 or gather.dim() != 1 or not gather.is_contiguous():
+        shape, strides = tuple(gather.shape), gather.stride()
+        raise ValueError(f"gather is {gather.dtype}, {shape}, strides {strides}: expected a contiguous int32 vector")
+    if operand.stride(0) * operand.element_size() >= 2**31:  # gather.py computes addresses with 32-bit pitches
+        raise ValueError(f"gathered rows are {operand.stride(0)} elements apart: expected less than 2 GiB")
+    return gather.shape[0]
 
 
 def _dtype(t: Tensor | None) -> torch.dtype | None:

@@ -280,7 +280,7 @@ class RaggedM(Gemm):
         turn = Int32(0)
         turn, tile = tiles.take(rings.tiles, turn, shared.slots)
         while tile.expert != tiles.END:
-            if const_expr(self.load_warp_gathers):
+            if const_expr(self.load_warp_gathers):  # as in `gather_rows`
                 self.read_indices(indices, rows, tile)
                 pending = flush(ab, state, pending)
             if tile.depth > 0:
@@ -321,7 +321,9 @@ class RaggedM(Gemm):
         turn, tile = tiles.take(rings.tiles, turn, shared.slots)
         while tile.expert != tiles.END:
             self.read_indices(indices, rows, tile)
-            pending = flush(ab, state, pending)
+            pending = flush(
+                ab, state, pending
+            )  # also before tiles of the tail: the next `take` may wait for their reader
             for k_tile in cutlass.range(tile.depth, unroll=1):
                 pending = drain(ab, state, pending)
                 ab.sync_object_empty.wait(state.index, state.phase)
