@@ -186,23 +186,24 @@ def _parts(model: nn.Module, tokens: int) -> Iterator[tuple[str, nn.Module, _Out
         if found is not None:
             prefix = f"{name}." if name else ""
             # the shared expert of an MoE has its own line
-            done.append(f"{prefix}experts." if isinstance(module, MoE) else prefix)
+            own = ("router.", "experts.") if isinstance(module, MoE) else ("",)
+            done += [prefix + part for part in own]
             yield name, module, found
 
 
 def _name(module: nn.Module, name: str) -> None:
-    """Set the name of a `Sequential`, or of an `MoE`'s experts, in the model, for log lines."""
-    if isinstance(module, MoE):
-        module.experts._is_called(f"{name}.experts".lstrip("."))
-    elif isinstance(module, Sequential):
+    """Set the name of a `Sequential` or an `MoE` in the model, for log lines."""
+    if isinstance(module, (MoE, Sequential)):
         module._is_called(name)
 
 
 def _explained(module: nn.Module, tokens: int) -> _Outcome | None:
     """Return a module's plans, or the reason; None for a module that does not run on `fusedmoe`."""
-    if isinstance(module, MoE):  # the router is not called, since it may be sharded
+    if isinstance(module, MoE):
         module.check_biases()
-        router = module.router
+        router, layers = module.router, [m for m in module.experts.modules() if isinstance(m, GroupedLinear)]
+        if layers and module._is_one_chain():
+            return _Outcome(module.explain(_rows(tokens, module.hidden, layers[0].weight)))
         return _explained_sequential(module.experts, tokens, router.top_k, trained=router.weight.requires_grad)
     if isinstance(module, Sequential):
         return _explained_sequential(module, tokens)

@@ -13,17 +13,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fusedmoe.inputs import Parameters
-    from fusedmoe.sequential import Sequential
 
 
 def run(
-    root: Op | Sequential,
+    root: Runnable,
     x: Tensor,
     inputs: dict[str, Tensor],
     parameters: Parameters | None = None,
     provides: tuple[str, ...] = (),
 ) -> Any:
-    """Run a module on rows and named runtime inputs; return its rows, or a tuple of these and the provided values.
+    """Run a module on rows and named runtime inputs; return its rows, or a tuple of these and the provided values. A
+    value that no op provides is left out.
 
     Each mode returns the whole result. After a graph break, Dynamo would trace a caller that extends the result, with a
     non-leaf tensor as an input.
@@ -36,20 +36,20 @@ def run(
         from fusedmoe import torch_export  # imported here since few programs need it
 
         return torch_export.run(root, x, inputs, parameters, provides)
-    partition = partition_of_call(root, x, inputs)
+    partition = partition_of_call(root, x, inputs, provides)
     partition.check_inputs(x, inputs)
     if parameters is not None:
         partition.check_parameters(parameters)
     y = partition.run(x, inputs, root._options, parameters)
-    return (y, {name: inputs[name] for name in provides}) if provides else y
+    return (y, {name: inputs[name] for name in provides if name in inputs}) if provides else y
 
 
 @constant_in_graphs
-def _parts_for_compiler(root: Op | Sequential, *around: Any) -> Any:
+def _parts_for_compiler(root: Runnable, *around: Any) -> Any:
     """Return the parts of a module for `fusedmoe.torch_compile`. Dynamo guards on ``around``."""
     from fusedmoe import torch_compile  # imported here since it imports Dynamo, which is loaded by now
 
-    return torch_compile.parts_for_compiler(root, *around[-2:])
+    return torch_compile.parts_for_compiler(root, *around[-3:])
 
 
 Op._run = run

@@ -12,25 +12,29 @@ import torch
 from torch import Tensor, nn
 from torch._C import _get_tracing_state
 
+from fusedmoe import modes
 from fusedmoe.checks import FLAG, MODULE, POSITIVE_INTEGER, Checked, check_all, said
 from fusedmoe.errors import NO_EXPERT_PARALLELISM, InputError, inside_jit_trace
+from fusedmoe.kernels.torch.rows import rows_per_expert
 from fusedmoe.ops.dispatch import Combine, Dispatch
 from fusedmoe.ops.glu import GLU, GeGLU, ReGLU, SwiGLU
 from fusedmoe.ops.grouped_linear import GroupedLinear, Linear
-from fusedmoe.ops.op import Op
+from fusedmoe.ops.op import Op, Runnable
 from fusedmoe.ops.router import MoEStats as MoEStats
-from fusedmoe.ops.router import Router as Router
+from fusedmoe.ops.router import Router, stats_of
 from fusedmoe.ops.router import Routing as Routing
 from fusedmoe.ops.scale import Scale
 from fusedmoe.ops.squared_relu import SquaredReLU
-from fusedmoe.sequential import Sequential, kernel_options
+from fusedmoe.partition import partition_for
+from fusedmoe.sequential import Sequential, explain_call, kernel_options
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from typing import TypeGuard
 
     from fusedmoe.checks import Check
     from fusedmoe.fusion.plan import Explanation
-    from fusedmoe.kernels.options import Schedule
+    from fusedmoe.kernels.options import KernelOptions, Schedule
 
 ACTIVATIONS: dict[str, type[Op]] = {"swiglu": SwiGLU, "geglu": GeGLU, "reglu": ReGLU, "squared_relu": SquaredReLU}
 """The activations that `MoE` accepts by name."""
@@ -44,8 +48,10 @@ _MOE: Mapping[str, Check] = {
     "shared_intermediate": POSITIVE_INTEGER.or_none(),
 }
 
+_READ_BY_STATS = ("expert_index", "router_logits", "probs_sum", "z_sum", "splits")
 
-class MoE(Checked, nn.Module):
+
+class MoE(Checked, Runnable):
     """A Mixture-of-Experts MLP: ``y[t] = sum over k of w[t, k] * expert[e[t, k]](x[t]) + shared(x[t])``.
 
     Parameters
@@ -73,6 +79,8 @@ class MoE(Checked, nn.Module):
     Attributes
     ----------
     router : Router
+        Any other module that returns a `Routing`, and has its ``stats``, may be set in its place. Its plan is then not
+        part of the layer's.
     experts : Sequential
         ``dispatch``, ``gate_up`` (E, 2I, H), ``activation``, ``scale``, ``down`` (E, H, I), ``combine``. For an
         activation without a gate, ``gate_up`` is (E, I, H). With biases ``combine`` applies the routing weights, and
@@ -206,8 +214,8 @@ class MoE(Checked, nn.Module):
         if type(return_stats) is not bool:
             return_stats = FLAG("MoE: return_stats", return_stats)  # type: ignore[unreachable]
         self.check_biases()
-        tokens, routing = self._route(x)
-        y = self.experts(tokens, expert_index=routing.expert_index, expert_weight=routing.expert_weight)
+        tokens = self._tokens(x)
+        y, stats = self._routed(tokens, return_stats)
         if self.shared is not None:
             shared = self.shared(tokens)
             if self.shared_gate is not None:
@@ -215,7 +223,7 @@ class MoE(Checked, nn.Module):
             y = y + shared
         if x.dim() != 2:  # with a needless view, FSDP2 warns about in-place ops on it
             y = y.view(*x.shape[:-1], y.shape[-1])
-        return (y, self.router.stats(routing)) if return_stats else y
+        return y if stats is None else (y, stats)
 
     if TYPE_CHECKING:  # a call of nn.Module returns Any to a type checker
         __call__ = forward
@@ -230,25 +238,66 @@ class MoE(Checked, nn.Module):
             )
 
     def explain(self, x: Tensor, arch: int | str | None = None) -> Explanation:
-        """Return the plan of the experts' chain for this input; ``print`` it for a table. The router runs.
+        """Return the plan of router and experts for this input; ``print`` it for a table.
 
         ``arch`` is as for `Sequential.explain`: 90 plans for an sm_90 GPU.
         """
         self.check_biases()
-        tokens, routing = self._route(x)
+        tokens = self._tokens(x)
+        if self._is_one_chain():
+            return explain_call(self, None, tokens, {}, arch)
+        routing = self.router(tokens)
         return self.experts.explain(
             tokens, arch=arch, expert_index=routing.expert_index, expert_weight=routing.expert_weight
         )
 
-    def _route(self, x: Tensor) -> tuple[Tensor, Routing]:
+    def _routed(self, tokens: Tensor, return_stats: bool) -> tuple[Tensor, MoEStats | None]:
+        """Return the result of the routed experts, and the stats of the routing if they are wanted."""
+        if not self._is_one_chain():
+            routing = self.router(tokens)
+            y = self.experts(tokens, expert_index=routing.expert_index, expert_weight=routing.expert_weight)
+            return y, self.router.stats(routing) if return_stats else None
+        if not return_stats:
+            return modes.run(self, tokens, {}), None
+        y, values = modes.run(self, tokens, {}, None, _READ_BY_STATS)
+        index, logits = values["expert_index"], values["router_logits"]
+        # a `Sequential` that is called as a module, because of its hooks, does not return them
+        load = values["splits"] if "splits" in values else rows_per_expert(index, logits.shape[1])
+        return y, stats_of(load, index.numel(), logits, values["probs_sum"], values["z_sum"])
+
+    def _chained(self) -> tuple[tuple[str, nn.Module | None], ...]:
+        modules = self._modules
+        return ("router", modules["router"]), ("experts", modules["experts"])
+
+    @staticmethod
+    def _opens(module: object) -> TypeGuard[Sequential]:
+        return Sequential._opens(module)
+
+    def _is_one_chain(self) -> bool:
+        """Whether router and experts are planned together: not if another module took the place of one of them."""
+        modules = self._modules
+        return isinstance(modules["router"], Router) and isinstance(modules["experts"], Sequential)
+
+    def _is_called(self, name: str) -> None:
+        """Set the name in a model, for the log lines of new plans."""
+        if self._is_one_chain():
+            self._of_process.place = name
+            partition_for(self).name(name)
+        else:
+            self.experts._is_called(f"{name}.experts".lstrip("."))
+
+    @property
+    def _options(self) -> KernelOptions:  # type: ignore[override]
+        return self.experts._options
+
+    def _tokens(self, x: Tensor) -> Tensor:
         if not torch.compiler.is_compiling() and _get_tracing_state() is not None:
             raise inside_jit_trace("MoE")
         if not isinstance(x, Tensor):
             raise InputError(f"MoE: x: expected a tensor, got {type(x).__name__}")
         if not x.dim() or x.shape[-1] != self.hidden:
             raise InputError(f"MoE: x: expected shape (..., {self.hidden}), got {tuple(x.shape)}")
-        tokens = x.reshape(-1, self.hidden)
-        return tokens, self.router(tokens)
+        return x.reshape(-1, self.hidden)
 
 
 def _activation(activation: object) -> Op:

@@ -24,7 +24,7 @@ from fusedmoe.fusion.graph import Graph, first_takers_of_offsets
 from fusedmoe.inputs import check_inputs, check_names, check_parameters, not_a_tensor
 from fusedmoe.kernels.options import DEFAULT
 from fusedmoe.log import say_once
-from fusedmoe.ops.op import Node, Op
+from fusedmoe.ops.op import Node, Op, Runnable
 from fusedmoe.sorted_rows import Boundary, ModuleCall, accepts_splits, boundaries, call_module, module_call, why_no_rows
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
     from fusedmoe.inputs import Parameters
     from fusedmoe.kernels.options import KernelOptions
-    from fusedmoe.sequential import Sequential
 
 logger = logging.getLogger("fusedmoe.sequential")
 
@@ -117,10 +116,19 @@ def buffers_kept(parts: Sequence[ChainPart | ModulePart]) -> Iterator[None]:
             buffer.data.copy_(before)  # without a new version for autograd
 
 
-def partition_for(root: Op | Sequential, given: Collection[str] = (), casts: bool | None = None) -> Partition:
+def partition_for(
+    root: Runnable, given: Collection[str] = (), returned: tuple[str, ...] = (), casts: bool | None = None
+) -> Partition:
     """Return the partition of a module for a call with these runtime inputs. It is cached while it is valid.
 
-    ``casts`` is whether autocast changes the dtype of the call's rows; None if it is off.
+    Parameters
+    ----------
+    root, given
+        The module, and the names of the runtime inputs.
+    returned
+        The provided values that the call returns besides its rows.
+    casts
+        Whether autocast changes the dtype of the call's rows; None if it is off.
     """
     state = root._of_process
     partition: Partition | None = state.partition
@@ -131,21 +139,21 @@ def partition_for(root: Op | Sequential, given: Collection[str] = (), casts: boo
     sorted_rows = partition.may_be_sorted and "splits" in given
     # the dtype of rows that a module returns is not known
     divided = partition.mixed and casts is not None and (casts or len(partition.parts) > 1)
-    if sorted_rows or divided:
-        kind = sorted_rows, divided
+    if sorted_rows or divided or (returned and not isinstance(root, Op)):
+        kind = sorted_rows, divided, returned
         partition = state.other_partitions.get(kind)
         if partition is None or not partition.holds():
-            partition = state.other_partitions[kind] = Partition(root, sorted_rows, divided)
+            partition = state.other_partitions[kind] = Partition(root, *kind)
             partition.name(state.place)
     return partition
 
 
-def partition_of_call(root: Op | Sequential, x: object, given: Collection[str]) -> Partition:
-    """Return the partition of a module for a call with these rows and runtime inputs."""
-    partition = partition_for(root, given)
+def partition_of_call(root: Runnable, x: object, given: Collection[str], returned: tuple[str, ...] = ()) -> Partition:
+    """Return the partition of a module for a call with these rows; the rest is as for `partition_for`."""
+    partition = partition_for(root, given, returned)
     if not partition.mixed or not isinstance(x, Tensor):
         return partition
-    return partition_for(root, given, casts_rows(x))
+    return partition_for(root, given, returned, casts_rows(x))
 
 
 class Partition:
@@ -154,11 +162,13 @@ class Partition:
     Parameters
     ----------
     root
-        A `Sequential`, or an op that is called alone.
+        A `Sequential`, an `MoE`, or an op that is called alone.
     sorted_rows
         The caller gives ``splits`` although no op requires them; see `may_be_sorted`.
     divided
         Ops that autocast casts and ops that it does not cast are in different chains; see `Op.autocasts`.
+    returned
+        The provided values that the call returns besides its rows. An op that is called alone returns all of them.
 
     Attributes
     ----------
@@ -178,13 +188,15 @@ class Partition:
         Whether a chain has ops that autocast casts and ops that it does not cast.
     """
 
-    def __init__(self, root: Op | Sequential, sorted_rows: bool = False, divided: bool = False) -> None:
+    def __init__(
+        self, root: Runnable, sorted_rows: bool = False, divided: bool = False, returned: tuple[str, ...] = ()
+    ) -> None:
         self._root = root
-        self._returned = root.provides if isinstance(root, Op) else ()
-        self._children: list[tuple[nn.Module, list[tuple[str, nn.Module | None]]]] = []
+        self._returned = root.provides if isinstance(root, Op) else returned
+        self._children: list[tuple[Runnable, list[tuple[str, nn.Module | None]]]] = []
         self._hooked: list[tuple[nn.Module, bool]] = []
         self._any_global_hook = _has_any_global_hook()
-        self._opened: list[tuple[str, Sequential]] = []
+        self._opened: list[tuple[str, Runnable]] = []
         members = _placed([Member("op", root, joins=True)] if isinstance(root, Op) else self._members(root, ""))
         groups = _grouped(members, divided)
         self.mixed = any(len({m.module.autocasts for m in g if isinstance(m.module, Op)}) > 1 for g in groups)
@@ -230,16 +242,16 @@ class Partition:
             else:
                 (member,) = group
                 gives_rows = _gives_rows(member, groups[i + 1][0]) if i + 1 < len(groups) else ""
-                read = tuple(name for name in provides if name in later)
+                read = tuple(name for name in provides if name in later or name in self._returned)
                 call = module_call(member.module, tuple(takes[i]), read, around[i], not i, gives_rows)
                 parts.append(ModulePart(member.label, member.module, call))
         return parts
 
-    def _members(self, parent: Sequential, prefix: str) -> list[Member]:
+    def _members(self, parent: Runnable, prefix: str) -> list[Member]:
         """Return every module in order, and store the state that `holds` compares."""
-        self._children.append((parent, [*parent._modules.items()]))
+        self._children.append((parent, [*parent._chained()]))
         members = []
-        for name, module in parent._modules.items():
+        for name, module in parent._chained():
             if module is None:
                 raise InputError(f"Sequential: {prefix}{name}: expected a module, got None")
             hooked = _hooked(module)
@@ -256,7 +268,7 @@ class Partition:
     def holds(self) -> bool:
         """Whether the modules and their hooks are still those that this partition was made from."""
         for parent, children in self._children:
-            if [*parent._modules.items()] != children:
+            if [*parent._chained()] != children:
                 return False
         for module, hooked in self._hooked:
             if _hooked(module) is not hooked:

@@ -166,13 +166,7 @@ class Sequential(Runnable, nn.Sequential):
         self, parameters: Mapping[str, Tensor | None] | None, x: Tensor, /, *, arch: Any = None, **inputs: Tensor
     ) -> Explanation:
         """Return the plans of this call of `forward_with`; see `explain`."""
-        partition = partition_of_call(self, x, inputs)
-        partition.check_inputs(x, inputs)
-        if parameters is not None:
-            partition.check_parameters(parameters)
-        with only_looking(), buffers_kept(partition.parts), planned_for(arch) as asked:
-            run = asked is None or len(partition.parts) == 1
-            return Explanation(explain_parts(partition.parts, x, inputs, self._options, parameters, run=run))
+        return explain_call(self, parameters, x, inputs, arch)
 
     @property
     def changes_rows(self) -> bool:
@@ -198,3 +192,16 @@ class Sequential(Runnable, nn.Sequential):
     def _opens(module: object) -> TypeGuard[Sequential]:
         """Whether a nested module is replaced by its modules: a `Sequential` with the ``forward`` of this class."""
         return isinstance(module, Sequential) and type(module).forward is Sequential.forward
+
+
+def explain_call(
+    root: Runnable, parameters: Mapping[str, Tensor | None] | None, x: Tensor, inputs: dict[str, Tensor], arch: Any
+) -> Explanation:
+    """Return the plans of a call of a module; see `Sequential.explain`."""
+    partition = partition_of_call(root, x, inputs)
+    partition.check_inputs(x, inputs)
+    if parameters is not None:
+        partition.check_parameters(parameters)
+    with only_looking(), buffers_kept(partition.parts), planned_for(arch) as asked:
+        run = asked is None or len(partition.parts) == 1
+        return Explanation(explain_parts(partition.parts, x, inputs, root._options, parameters, run=run))

@@ -17,7 +17,7 @@ from fusedmoe import settings
 from fusedmoe.autocast import autocast_dtype, cast_arguments, casts_rows
 from fusedmoe.errors import InputError
 from fusedmoe.fusion import registry
-from fusedmoe.ops.op import Op, constant_in_graphs
+from fusedmoe.ops.op import Op, Runnable, constant_in_graphs
 from fusedmoe.partition import ChainPart, partition_for
 from fusedmoe.sorted_rows import ModuleCall, call_module, why_no_rows
 from fusedmoe.torch_handles import encode, handle_of
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from fusedmoe.chain import Chain
     from fusedmoe.inputs import Parameters
     from fusedmoe.kernels.options import KernelOptions
-    from fusedmoe.sequential import Sequential
 
 Path = tuple[str, ...]
 
@@ -66,7 +65,7 @@ class TracedModule(NamedTuple):
 
 
 def run(
-    root: Op | Sequential,
+    root: Runnable,
     x: Tensor,
     inputs: dict[str, Tensor],
     parameters: Parameters | None,
@@ -78,7 +77,7 @@ def run(
     options = root._options
     parts = root._parts_for_compiler(
         _described(root), settings.thread.key, registry.generation(), options.sm_margin, options.schedule,
-        torch.are_deterministic_algorithms_enabled(), _given(x, inputs), _casts_rows(x),
+        torch.are_deterministic_algorithms_enabled(), provides, _given(x, inputs), _casts_rows(x),
     )  # fmt: skip
     if isinstance(parts, str):
         _refuse(parts)
@@ -102,7 +101,7 @@ def run(
             for i, name in enumerate(chain.exports):
                 inputs[name] = results[1 + i]
             counted = counted or part.sorts_rows
-    return (x, {name: inputs[name] for name in provides}) if provides else x
+    return (x, {name: inputs[name] for name in provides if name in inputs}) if provides else x
 
 
 @constant_in_graphs
@@ -120,7 +119,7 @@ def _described(module: Any) -> Any:
     return tuple(
         [
             (name, _described(child) if isinstance(child, Op) or module._opens(child) else "")
-            for name, child in module._modules.items()
+            for name, child in module._chained()
         ]
     )
 
@@ -179,12 +178,12 @@ def _casts_rows(x: object) -> bool | None:
 # after a graph break, Dynamo calls this function instead of taking its result as a constant, and must not trace it
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def parts_for_compiler(
-    root: Op | Sequential, given: tuple[tuple[str, str], ...], casts: bool | None
+    root: Runnable, provides: tuple[str, ...], given: tuple[tuple[str, str], ...], casts: bool | None
 ) -> tuple[TracedPart | TracedModule, ...] | str:
     """Return the parts of a module for `run`, or the message for an invalid call."""
     names = [name for name, _ in given[1:]]
     try:
-        partition = partition_for(root, names, casts)
+        partition = partition_for(root, names, provides, casts)
         partition.check_names(names)
         for name, wrong_type in given:
             if wrong_type:
@@ -199,11 +198,11 @@ def parts_for_compiler(
         return str(error)
 
 
-def _path(root: Op | Sequential, label: str) -> Path:
+def _path(root: Runnable, label: str) -> Path:
     return () if isinstance(root, Op) else tuple(label.split("."))
 
 
-def _traced_part(root: Op | Sequential, part: ChainPart) -> TracedPart:
+def _traced_part(root: Runnable, part: ChainPart) -> TracedPart:
     paths = [_path(root, node.label) for node in part.chain.nodes]
     chain = _traced_chain(part.chain, paths, root._options)
     apart = chain if part.apart is None else _traced_chain(part.apart, paths, root._options)

@@ -19,19 +19,18 @@ if TYPE_CHECKING:
 
     from fusedmoe.chain import Chain
     from fusedmoe.inputs import Parameters
-    from fusedmoe.ops.op import Op
-    from fusedmoe.sequential import Sequential
+    from fusedmoe.ops.op import Runnable
 
 
 def run(
-    root: Op | Sequential,
+    root: Runnable,
     x: Tensor,
     inputs: dict[str, Tensor],
     parameters: Parameters | None,
     provides: tuple[str, ...],
 ) -> Any:
     """Run a module in a program that is being exported."""
-    partition = partition_of_call(root, x, inputs)
+    partition = partition_of_call(root, x, inputs, provides)
     partition.check_inputs(x, inputs)
     if parameters is not None:
         partition.check_parameters(parameters)
@@ -42,7 +41,7 @@ def run(
             counted = counted or part.sorts_rows
         else:
             x, counted = part.run(x, inputs, DEFAULT, parameters, counted)
-    return (x, {name: inputs[name] for name in provides}) if provides else x
+    return (x, {name: inputs[name] for name in provides if name in inputs}) if provides else x
 
 
 def _run_chain(chain: Chain, x: Tensor, named: dict[str, Tensor], parameters: Parameters | None) -> Tensor:

@@ -27,7 +27,8 @@ from fusedmoe.process_state import HasProcessState
 from fusedmoe.recipes import Node as Node
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+    from typing import TypeGuard
 
     from fusedmoe.formats import QuantizedSpec, Quantizer
     from fusedmoe.ops.quantize import WeightQuantization
@@ -91,10 +92,19 @@ Tensors = Tensor | tuple[Tensor, ...]
 
 
 class Runnable(HasProcessState, nn.Module):
-    """A module that `fusedmoe.modes` runs: an op that is called alone, or a `Sequential`."""
+    """A module that `fusedmoe.modes` runs: an op that is called alone, a `Sequential`, or an `MoE`."""
 
     _options = DEFAULT
     _parts_for_compiler: ClassVar[Callable[..., Any]]  # set by `fusedmoe.modes`, since ops must not import the planner
+
+    def _chained(self) -> Iterable[tuple[str, nn.Module | None]]:
+        """Return the modules that a call runs one after the other, with their names."""
+        return self._modules.items()
+
+    @staticmethod
+    def _opens(module: object) -> TypeGuard[Runnable]:
+        """Whether one of these modules is replaced by its own ones."""
+        return False
 
     @constant_in_graphs
     def _describe_for_compiler(self) -> None:

@@ -392,15 +392,20 @@ class Router(Op):
 
     def stats(self, routing: Routing) -> MoEStats:
         """Return the losses and the load of a routing."""
-        load_E = rows_per_expert(routing.expert_index, self.num_experts)
-        slots = max(routing.expert_index.numel(), 1)
-        balance = self.num_experts * (load_E / slots * routing.probs.sum(0) / max(len(routing.probs), 1)).sum()
-        z_loss = torch.logsumexp(routing.logits, dim=-1).square().sum() / max(len(routing.logits), 1)
-        return MoEStats(balance, z_loss, load_E, routing.logits)
+        index_TK, _, logits_TE, probs_TE = routing
+        load_E = rows_per_expert(index_TK, self.num_experts)
+        return stats_of(load_E, index_TK.numel(), logits_TE, *_sums(logits_TE, probs_TE))
 
     def extra_repr(self) -> str:
         """Return the settings, as `torch.nn.Module` prints them."""
         return f"hidden={self.hidden}, num_experts={self.num_experts}, top_k={self.top_k}, score={self.score!r}"
+
+
+def stats_of(load_E: Tensor, slots: int, logits_TE: Tensor, probs_sum_E: Tensor, z_sum: Tensor) -> MoEStats:
+    """Return the losses and the load of tokens with ``slots`` chosen experts, from the sums that `Router` provides."""
+    tokens, experts = max(logits_TE.shape[0], 1), logits_TE.shape[1]
+    balance = experts * (load_E / max(slots, 1) * probs_sum_E / tokens).sum()
+    return MoEStats(balance, z_sum / tokens, load_E, logits_TE)
 
 
 def _normalised(scores: Tensor) -> Tensor:
