@@ -79,7 +79,7 @@ def test_a_penalty_with_the_losses_of_the_router():
 
 
 def test_tokens_that_only_the_caller_has():
-    """The layer's tokens are a view of x, which autograd does not keep where the router casts it."""
+    """The layer's tokens are a view of x, and a gradient of the router's weight needs them."""
     moe = layer().to(torch.bfloat16)
     x = rows().detach().to(torch.bfloat16).requires_grad_()
     got = penalty(moe(x), x, moe.parameters())
@@ -89,6 +89,7 @@ def test_tokens_that_only_the_caller_has():
     for a, b in zip((g, *found), want, strict=True):
         assert (a.double() - b.double()).norm() / b.double().norm() < 0.1
     moe = layer().to(torch.bfloat16)
+    moe.router.requires_grad_(False)
     y = moe(x * 1)
     with pytest.raises(SecondOrderError, match=r"was freed, since first derivatives do not need it"):
         torch.autograd.grad(y.sum(), x, create_graph=True)
@@ -163,11 +164,18 @@ class Inner(nn.Module):
         return x + self.moe(self.norm(x))
 
 
-def test_checkpointing_frees_the_rows_inside():
-    """Its recomputation gives back what was saved for backward, which the rows of a routed layer are not."""
+@pytest.mark.parametrize("frozen_router", [False, True])
+def test_checkpointing_frees_the_rows_inside(frozen_router):
+    """Its recomputation gives back what was saved for backward. The rows are saved for the router's weight alone."""
     model, x = Inner(layer()), rows()
-    with pytest.raises(SecondOrderError, match="was freed"):
-        penalty(checkpoint(model, x, use_reentrant=False), x, model.parameters())
+    model.moe.router.requires_grad_(not frozen_router)
+    wanted = [p for p in model.parameters() if p.requires_grad]
+    run = lambda: penalty(checkpoint(model, x, use_reentrant=False), x, wanted)  # noqa: E731
+    if frozen_router:
+        with pytest.raises(SecondOrderError, match="was freed"):
+            run()
+    else:
+        assert_same(run(), penalty(model(x), x, wanted))
 
 
 def test_checkpointed_experts_inside():

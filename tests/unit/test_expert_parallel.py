@@ -55,6 +55,6 @@ def test_a_dtensor_is_refused_and_explained(mesh):
         with torch.set_grad_enabled(grad), pytest.raises(fm.InputError, match=NOT_YET) as raised:
             layer(x)
         assert str(raised.value).startswith(
-            "gate_up.GroupedLinear(num_groups=4, in_features=8, out_features=8): weight: "
+            "experts.gate_up.GroupedLinear(num_groups=4, in_features=8, out_features=8): weight: "
         )
         assert "got a DTensor, Shard(dim=0); " in str(raised.value)

@@ -39,7 +39,7 @@ def test_modules_that_are_planned_alike_are_one_line():
     assert lines[2].startswith("layers.{0-1,3}.mlp         MoE")
     assert lines[3].startswith("layers.{0-1,3}.mlp.shared  Sequential")
     assert lines[4].startswith("layers.2.mlp ")
-    assert "0 of 6 fused" in lines[2]
+    assert "0 of 7 fused" in lines[2]
     assert "0 of 3 fused" in lines[4]
     assert "0 of 5 fused" in lines[4]
     assert "needs an sm_90 GPU, this device is cpu" in str(result)

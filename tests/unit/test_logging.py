@@ -194,7 +194,7 @@ def test_plans_are_logged_by_the_layers_name_in_the_model(caplog):
     plans = [m.partition(" bytes for ")[2] for m in messages(caplog) if m.startswith("new plan")]
     assert plans == [
         "9 rows, of first, chain 0 to 2",
-        "5 rows, of second.0.experts, chain dispatch to combine",
+        "5 rows, of second.0, chain router to experts.combine",
         "9 rows, of 0.GroupedLinear (3 x 8 -> 8), 2.GroupedLinear (3 x 4 -> 8)",
     ]
 

@@ -587,7 +587,7 @@ def test_the_error_says_which_of_many_layers_it_is(monkeypatch):
     x = torch.randn(5, 32)
     model(x)
     model[1].experts.down.weight.data.mul_(2)
-    with pytest.raises(fm.InputError, match=r"^down\.GroupedLinear\(num_groups=4, .*weight: changed"):
+    with pytest.raises(fm.InputError, match=r"^experts\.down\.GroupedLinear\(num_groups=4, .*weight: changed"):
         model(x)
     fm.explain(model)
     with pytest.raises(fm.InputError, match=r"^1\.experts\.down\.GroupedLinear\(num_groups=4, .*weight: changed"):
