@@ -189,6 +189,8 @@ def test_gathered_rows_are_another_launch(launched):
 def test_an_index_is_a_contiguous_vector_of_int32(index, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         product(gather=index)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        wgrad(gather=index, gathered="x")
 
 
 def test_gathered_rows_are_less_than_2_gib_apart():
@@ -196,3 +198,7 @@ def test_gathered_rows_are_less_than_2_gib_apart():
     w, offsets = (torch.empty(shape, dtype=BF16, device="meta") for shape in ((E, N, K), (E,)))
     with pytest.raises(ValueError, match="1073741824 elements apart: expected less than 2 GiB"):
         functions.grouped_gemm(x, w, offsets, gather=torch.zeros(32, dtype=torch.int32, device="meta"))
+    index = torch.zeros(32, dtype=torch.int32, device="meta")
+    for gathered in ("grad_output", "x"):
+        with pytest.raises(ValueError, match="1073741824 elements apart: expected less than 2 GiB"):
+            functions.grouped_wgrad(x, x, offsets, gather=index, gathered=gathered)

@@ -324,7 +324,8 @@ def grouped_wgrad(
     Raises
     ------
     ValueError
-        Only one of ``gather`` and ``gathered`` is given, or ``gathered`` is not "grad_output" or "x".
+        Only one of ``gather`` and ``gathered`` is given, ``gathered`` is not "grad_output" or "x", or ``gather`` is not
+        a contiguous int32 vector.
     """
     if out is not None:
         dtype = out.dtype
@@ -348,7 +349,7 @@ def bind_grouped_wgrad(
         raise ValueError(
             f"gathered: expected 'grad_output' or 'x' and an index, or None and no index, got {gathered!r}, {given}"
         )
-    rows = (grad_output if gathered == "x" else x).shape[0]
+    rows = _rows(grad_output if gathered == "grad_output" else x, gather)
     experts, n, k = offsets.shape[0], grad_output.shape[1], x.shape[1]
     same, device = dtype is x.dtype, x.device
     kernel, static_counter, numbers = _RaggedKLaunch(None, None, ())
