@@ -321,9 +321,8 @@ class RaggedM(Gemm):
         turn, tile = tiles.take(rings.tiles, turn, shared.slots)
         while tile.expert != tiles.END:
             self.read_indices(indices, rows, tile)
-            pending = flush(
-                ab, state, pending
-            )  # also before tiles of the tail: the next `take` may wait for their reader
+            # before tiles of the tail too: the next `take` may wait until the math warpgroups have read these stages
+            pending = flush(ab, state, pending)
             for k_tile in cutlass.range(tile.depth, unroll=1):
                 pending = drain(ab, state, pending)
                 ab.sync_object_empty.wait(state.index, state.phase)
