@@ -137,6 +137,7 @@ def test_cuda_graph(table, monkeypatch):
     leaf, results = x.clone().requires_grad_(), {}
 
     def step():
+        results.clear()  # y would keep the gradient accumulators of another stream alive
         leaf.grad = None
         chain.zero_grad(set_to_none=True)
         y = chain(leaf)
