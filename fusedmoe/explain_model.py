@@ -41,12 +41,16 @@ class ExplainedModules:
         The plans of the first module; None if planning failed.
     note : str
         The reason for a failure.
+    router : str
+        The class of the model's own router, which chooses the experts and runs unchanged. Empty if a `Router` is part
+        of the plans, and if no router was found next to the module.
     """
 
     names: tuple[str, ...]
     kind: str
     explanation: Explanation | None
     note: str = ""
+    router: str = ""
 
     @property
     def name(self) -> str:
@@ -103,7 +107,12 @@ class ModelExplanation:
     def __str__(self) -> str:
         explained = [(group.name, group.explanation) for group in self.groups if group.explanation is not None]
         notes = [note for name, explanation in explained for note in _why_unfused(name, explanation)]
-        return "\n".join([self.table(), *notes, *hints(self.plans)])
+        routers = [
+            f"{group.name}: the model's own router, {group.router}, chooses the experts and runs unchanged"
+            for group in self.groups
+            if group.router
+        ]
+        return "\n".join([self.table(), *routers, *notes, *hints(self.plans)])
 
     def table(self) -> str:
         """Return the table without the reasons: a line per group."""
@@ -155,13 +164,14 @@ def explain(
     """
     MODULE("explain: model", model)
     tokens = POSITIVE_INTEGER("explain: tokens", tokens)
-    groups: dict[tuple[str, str], ExplainedModules] = {}
+    groups: dict[tuple[str, str, str], ExplainedModules] = {}
     with planned_for(arch, dtype):
         for name, module, outcome in _parts(model, tokens):
-            key = type(module).__name__, str(outcome.explanation or outcome.note)
+            router = _router_of(model, name, module, outcome.explanation)
+            key = type(module).__name__, str(outcome.explanation or outcome.note), router
             known = groups.get(key)
             names = (*known.names, name) if known else (name,)
-            groups[key] = ExplainedModules(names, key[0], *outcome)
+            groups[key] = ExplainedModules(names, key[0], *outcome, router)
     return ModelExplanation(tuple(groups.values()), tokens)
 
 
@@ -189,6 +199,16 @@ def _parts(model: nn.Module, tokens: int) -> Iterator[tuple[str, nn.Module, _Out
             own = ("router.", "experts.") if isinstance(module, MoE) else ("",)
             done += [prefix + part for part in own]
             yield name, module, found
+
+
+def _router_of(model: nn.Module, name: str, module: nn.Module, explanation: Explanation | None) -> str:
+    """Return `ExplainedModules.router`: the class of the router in an `MoE`, or of one next to experts."""
+    ops = {op.rpartition(".")[2] for step in explanation.steps for op in step.ops} if explanation is not None else {}
+    if "GroupedLinear" not in ops or "Router" in ops:
+        return ""
+    owner = module if isinstance(module, MoE) else model.get_submodule(name.rpartition(".")[0])
+    router = next((owner._modules[child] for child in ("router", "gate") if owner._modules.get(child)), None)
+    return "" if router is None else type(router).__name__
 
 
 def _name(module: nn.Module, name: str) -> None:

@@ -309,6 +309,7 @@ def _as_json(title: str, arch: int, options: ExplainOptions, result: ModelExplan
             "names": group.names,
             "class": group.kind,
             "note": group.note,
+            "router": group.router,
             "modules": group.explanation.modules if group.explanation is not None else (),
             "plans": [_plan(plan) for plan in (group.explanation.plans if group.explanation is not None else ())],
         }

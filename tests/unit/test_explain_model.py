@@ -54,6 +54,50 @@ def test_it_is_what_the_module_itself_explains():
     assert "(the model)" in str(fm.explain(layer))
 
 
+class OwnRouter(nn.Linear):
+    stats = None
+
+
+class RoutedBlock(nn.Module):
+    def __init__(self, name, experts):
+        super().__init__()
+        self.experts = experts
+        setattr(self, name, OwnRouter(H, E))
+
+
+@pytest.mark.parametrize("name", ["router", "gate"])
+def test_a_router_of_the_models_own_is_named(name):
+    model = nn.ModuleList([RoutedBlock(name, experts()), RoutedBlock(name, experts()), experts(), moe()])
+    result = fm.explain(model)
+    assert [(g.name, g.router) for g in result.groups] == [
+        ("{0-1}.experts", "OwnRouter"), ("2", ""), ("3", ""), ("3.shared", ""),
+    ]  # fmt: skip
+    line = "{0-1}.experts: the model's own router, OwnRouter, chooses the experts and runs unchanged"
+    assert line in str(result).splitlines()
+    assert str(result).count("own router") == 1
+
+
+def test_dense_layers_next_to_a_gate_have_no_router():
+    dense = fm.Sequential(fm.Linear(H, 2 * I), fm.SwiGLU(), fm.Linear(I, H))
+    assert [g.router for g in fm.explain(RoutedBlock("gate", dense)).groups] == [""]
+
+
+def test_another_router_in_a_layer_is_named():
+    class Router(nn.Module):  # no fm.Router
+        def __init__(self, inner):
+            super().__init__()
+            self.inner, self.top_k, self.weight = inner, inner.top_k, inner.weight
+
+        def forward(self, x):
+            return self.inner(x)
+
+    layer = moe()
+    layer.router = Router(layer.router)
+    group, shared = fm.explain(nn.Sequential(layer)).groups
+    assert (group.router, shared.router) == ("Router", "")
+    assert "0: the model's own router, Router," in str(fm.explain(nn.Sequential(layer)))
+
+
 def test_a_registered_explainer_is_asked(monkeypatch):
     class Foreign(nn.Module):
         pass
