@@ -25,6 +25,7 @@ from fusedmoe.builtin_rules.sm90.linear import (
     LinearWeightGradient,
 )
 from fusedmoe.builtin_rules.sm90.offsets_from_splits import OffsetsFromSplits
+from fusedmoe.builtin_rules.sm90.router import RouterBackwardRule, RouterDispatchRule, RouterRule
 from fusedmoe.fusion.rule import FusionRule
 
 BUILTIN: tuple[type[FusionRule], ...] = (
@@ -47,6 +48,9 @@ BUILTIN: tuple[type[FusionRule], ...] = (
     CombineWeightGradRule,
     DDispatchRule,
     DispatchWeightGradRule,
+    RouterRule,
+    RouterDispatchRule,
+    RouterBackwardRule,
 )
 
 GATHERED: tuple[type[FusionRule], ...] = (

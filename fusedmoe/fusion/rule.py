@@ -172,6 +172,14 @@ class PlanContext:
         """Return the dtype of a value, named as in `Step`."""
         return self.spec(value).dtype
 
+    def exists(self, value: str) -> bool:
+        """Whether a value, named as in `Step`, exists: an op may lack an optional value, or its gradient."""
+        return spec_of(self._specs, self._resolve(value)) is not None
+
+    def same(self, value: str, other: str) -> bool:
+        """Whether two names, as in `Step`, mean one value."""
+        return self._resolve(value) == self._resolve(other)
+
     def spec(self, value: str) -> SpecLike:
         """Return the shape and the dtype of a value, named as in `Step`; for a quantized value, a `QuantizedSpec`."""
         spec = spec_of(self._specs, self._resolve(value))

@@ -8,12 +8,15 @@ import torch
 
 from fusedmoe.kernels.activation import Activation
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
-from fusedmoe.kernels.sm90 import limits
+from fusedmoe.kernels.sm90 import limits, router_functions
+from fusedmoe.kernels.sm90.router_functions import LogitsGrad, Routed
 from fusedmoe.kernels.torch.rows import offsets_from_splits as plain_offsets
 from fusedmoe.kernels.torch.rows import sort_by_expert
 from fusedmoe.ops.glu import GeGLU, ReGLU, SwiGLU
+from fusedmoe.ops.router import Router
 from fusedmoe.ops.squared_relu import SquaredReLU
 
+BF16 = torch.bfloat16
 calls = []  # (name, what distinguishes the call)
 
 
@@ -134,7 +137,7 @@ class Bound:
         return None if t is None else (t.shape, t.dtype)
 
     def __call__(self, *tensors):
-        coming = [self.kind(t) for t in tensors]
+        coming = [self.kind(t) for some in tensors for t in (some if isinstance(some, tuple) else (some,))]
         assert all(kind in coming for kind in self.kinds), "bound for other tensors"
         return self.run(*tensors)
 
@@ -292,4 +295,87 @@ def bind_slot_values(values, row_of_slot):
     return Bound(run, values)
 
 
-BIND = {name: function for name, function in globals().items() if name.startswith("bind_")}
+def bind_router(x, weight, bias, choice, want_sums, options):
+    def run(x, weight, bias, correction):
+        _note("router", options, sums=want_sums)
+        _matrix(x)
+        _matrix(weight)
+        assert (x.dtype, weight.dtype) in ((BF16, BF16), (BF16, torch.float32), (torch.float16, torch.float16))
+        assert choice.corrected is (correction is not None)
+        router = _router(choice, weight.shape[0], weight.shape[1])
+        index, weights, logits, *sums = router.compute(x, weight, bias, correction, all_values=True)
+        counts = torch.zeros(1, weight.shape[0] + 1, dtype=torch.int32)
+        return Routed(index, weights, logits, counts, torch.cat([sums[0], sums[1][None]]) if want_sums else None)
+
+    return Bound(run, x, weight, bias)
+
+
+def _router(choice, experts, hidden):
+    return Router(
+        hidden, experts, choice.top_k, choice.score, choice.renormalize, choice.scale, False, choice.corrected,
+        choice.num_groups, choice.top_groups,
+    )  # fmt: skip
+
+
+def bind_route_counted(index, weight, experts):
+    return bind_route(index, weight, experts, 1)
+
+
+def bind_logits_grad(logits, grads, choice, blocks, groups, want_sums, want_whole):
+    assert any(g is not None for g in (grads.weight, *grads[2:]))
+
+    def run(logits, index, grads):
+        calls.append(("logits_grad", {"blocks": blocks, "rows": grads.row_of_slot is not None}))
+        weight, row_of_slot, *others = grads
+        assert all(g is None or (g.is_contiguous() and g.dtype is torch.float32) for g in (weight, *others))
+        if row_of_slot is not None:
+            weight = torch.cat([weight, weight.new_zeros(1)])[row_of_slot]
+        (derivative, *_) = _router(choice, logits.shape[1], 8).backward_ops()
+        whole = derivative.compute(weight, *others, logits, index)
+        split, rest = [], whole
+        for _ in range(3):
+            split.append(rest.to(BF16))
+            rest = rest - split[-1].float()
+        wide = torch.zeros(len(logits), len(blocks), router_functions.padded(logits.shape[1]), dtype=BF16)
+        for i, part in enumerate(blocks):
+            wide[:, i, : logits.shape[1]] = split[part]
+        ends = torch.arange(1, groups + 1) * (-(-len(logits) // groups // 64) * 64)
+        ends = ends.clamp(max=len(logits)).to(torch.int32)
+        return LogitsGrad(wide.flatten(1), ends, whole.sum(0) if want_sums else None, whole if want_whole else None)
+
+    return Bound(run, logits, *[g for g in grads if g is not None])
+
+
+def _blocks(parts, experts):
+    return parts.unflatten(1, (-1, router_functions.padded(experts)))[..., :experts].double()
+
+
+def bind_router_dgrad(parts, weight, options):
+    def run(parts, ends, weight):
+        _note("router_dgrad", options)
+        assert ends[-1] == len(parts)
+        blocks = _blocks(parts, weight.shape[0])
+        if weight.dtype is torch.float32:
+            blocks = blocks[:, 1:3]  # the higher two parts
+        return (blocks.sum(1) @ weight.double()).to(BF16)
+
+    return Bound(run, parts, weight)
+
+
+def bind_router_wgrad(parts, x, experts, groups, dtype, options):
+    def run(parts, ends, x):
+        _note("router_wgrad", options)
+        assert len(ends) == groups
+        assert ends[-1] == len(parts)
+        blocks = _blocks(parts, experts)
+        if dtype is torch.float32:
+            blocks = blocks[:, 1:]
+        return (blocks.sum(1).T @ x.double()).to(dtype)
+
+    return Bound(run, parts, x)
+
+
+ROUTER = {name: function for name, function in globals().items() if name.startswith("bind_") and "rout" in name}
+ROUTER |= {"bind_logits_grad": bind_logits_grad}
+del ROUTER["bind_route"]
+BIND = {name: f for name, f in globals().items() if name.startswith("bind_") and name not in ROUTER}

@@ -12,7 +12,7 @@ Axes: T tokens, K chosen experts per token, E experts, P parts of the weight.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import cutlass
@@ -30,10 +30,10 @@ FAR = 2**31 - 1  # above every id
 EPS = 1e-20  # of the normalisation
 
 
-def fake_experts(dtype: str, rows: Any, columns: Any) -> Any:
-    """A contiguous matrix with a multiple of four columns, for the compiler."""
-    strides = (cute.sym_int64(divisibility=QUAD), 1)
-    return cute.runtime.make_fake_tensor(ELEMENTS[dtype], (rows, columns), strides, assumed_align=16)
+def fake_experts(rows: Any, columns: Any, unit: int) -> Any:
+    """An fp32 matrix whose pitch is a multiple of ``unit``, for the compiler."""
+    strides = (cute.sym_int64(divisibility=unit), 1)
+    return cute.runtime.make_fake_tensor(Float32, (rows, columns), strides, assumed_align=16)
 
 
 def sorting_network(n: int) -> list[tuple[int, int]]:
@@ -98,6 +98,9 @@ class OfTokens(WarpKernel):
 
     score: str  # "softmax", "topk_softmax" or "sigmoid"
     room: int  # maximum number of experts: 32 times a power of two
+    aligned: bool = field(
+        default=True, kw_only=True
+    )  # whether E is a multiple of 4: logits then move 16 bytes at a time
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -107,18 +110,38 @@ class OfTokens(WarpKernel):
     def per_lane(self) -> int:
         return self.room // LANES
 
+    @property
+    def unit(self) -> int:
+        """The number of experts is a multiple of this."""
+        return QUAD if self.aligned else 1
+
+    @property
+    def width(self) -> int:
+        """Values per load."""
+        return min(self.per_lane, self.unit)
+
     @cute.jit
     def load(self, t, token, lane, first, experts, absent: cutlass.Constexpr[float]):
         """The lane's values of a token, from column ``first`` on; ``absent`` for experts that do not exist."""
         values = cute.make_rmem_tensor((self.per_lane,), Float32)
         values.fill(absent)
-        width = min(self.per_lane, QUAD)
+        width = self.width
         for v in cutlass.range_constexpr(self.per_lane // width):
             expert = lane * self.per_lane + v * width
             if expert < experts:
                 source = cute.local_tile(t[token, None], (width,), ((first + expert) // width,))
                 cute.autovec_copy(source, cute.local_tile(values, (width,), (v,)))
         return values
+
+    @cute.jit
+    def store(self, t, token, lane, values, experts):
+        """Write the lane's values of a token."""
+        width = self.width
+        for v in cutlass.range_constexpr(self.per_lane // width):
+            expert = lane * self.per_lane + v * width
+            if expert < experts:
+                to = cute.local_tile(t[token, None], (width,), (expert // width,))
+                cute.autovec_copy(cute.local_tile(values, (width,), (v,)), to)
 
     @cute.jit
     def load_vector(self, t, lane, experts):
@@ -204,7 +227,7 @@ class Choose(OfTokens):
         flags = (
             (self.renormalize, "renormalized"), (self.bias, f"bias_{self.bias}"), (self.corrected, "corrected"),
             (self.grouped, "grouped"), (self.parts > 1, f"parts{self.parts}"), (self.writes_logits, "logits"),
-            (self.sums, "sums"),
+            (self.sums, "sums"), (not self.aligned, "any"),
         )  # fmt: skip
         return "_".join([f"sm90_choose_{self.score}_{self.room}", *(name for on, name in flags if on)])
 
@@ -229,15 +252,15 @@ class Choose(OfTokens):
         int64, weights (T*K,) fp32, logits (T, E) fp32, counts (chunks, E + 1) int32, sums (chunks, E + 1) fp32, K, the
         weights' scale, the numbers of groups and of those that are chosen, and the tokens of a chunk.
         """
-        tokens, experts, slots = cute.sym_int(), cute.sym_int(divisibility=QUAD), cute.sym_int()
+        tokens, experts, slots = cute.sym_int(), cute.sym_int(divisibility=self.unit), cute.sym_int()
         of_chunks = [
             cute.runtime.make_fake_tensor(ELEMENTS[dtype], (cute.sym_int(), cute.sym_int()), (cute.sym_int64(), 1))
             for dtype in ("int32", "fp32")
         ]
         return self.compiled_for(
-            fake_experts("fp32", tokens, cute.sym_int(divisibility=QUAD)), fake_vector(self.bias or "fp32", experts),
+            fake_experts(tokens, cute.sym_int(divisibility=self.unit), QUAD), fake_vector(self.bias or "fp32", experts),
             fake_vector("fp32", experts), fake_vector("int64", slots), fake_vector("fp32", slots),
-            fake_experts("fp32", tokens, experts), *of_chunks, Int32(1), Float32(1), Int32(1), Int32(1), Int32(1),
+            fake_experts(tokens, experts, self.unit), *of_chunks, Int32(1), Float32(1), Int32(1), Int32(1), Int32(1),
         )  # fmt: skip
 
     @cute.jit
@@ -290,7 +313,7 @@ class Choose(OfTokens):
                 for i in cutlass.range_constexpr(n):
                     values[i] = values[i] + added[i]
             if const_expr(self.writes_logits):
-                self.store_logits(logits, token, lane, values, experts)
+                self.store(logits, token, lane, values, experts)
 
             # all scores, where they decide or are summed up
             scores, most, total = values, Float32(0.0), Float32(1.0)
@@ -343,15 +366,6 @@ class Choose(OfTokens):
                 for w in cutlass.range_constexpr(self.warps):
                     total += s_squares[w]
                 sums[chunk, experts] = total
-
-    @cute.jit
-    def store_logits(self, logits, token, lane, values, experts):
-        width = min(self.per_lane, QUAD)
-        for v in cutlass.range_constexpr(self.per_lane // width):
-            expert = lane * self.per_lane + v * width
-            if expert < experts:
-                to = cute.local_tile(logits[token, None], (width,), (expert // width,))
-                cute.autovec_copy(cute.local_tile(values, (width,), (v,)), to)
 
     @cute.jit
     def leave_groups_out(self, keys, group_of, lane, size, groups, top_groups):

@@ -18,7 +18,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
-from fusedmoe.kernels.sm90.router import EPS, QUAD, OfTokens, fake_experts, sigmoid, total_of
+from fusedmoe.kernels.sm90.router import EPS, OfTokens, fake_experts, sigmoid, total_of
 from fusedmoe.kernels.sm90.warps import LANES, VECTOR, fake_matrix, fake_vector
 
 WARPS = 8  # per CTA
@@ -26,20 +26,22 @@ WARPS = 8  # per CTA
 
 @dataclass(frozen=True)
 class ChooseBackward(OfTokens):
-    """The gradient of the logits, as bf16 parts."""
+    """The gradient of the logits, as bf16 parts or in fp32 or both."""
 
     renormalize: bool
-    columns: tuple[int, ...]  # the part that each block of columns has: 0 is hi, 1 mid, 2 lo
+    columns: tuple[int, ...]  # the part in each block of columns, 0 for the highest; empty if no parts are wanted
     of_rows: bool  # whether the weights' gradient is that of rows, not of slots
     grads: str = ""  # the other gradients that exist: "l" of the logits, "p" of the column sums, "z" of the squares
     sums: bool = False  # whether the column sums, the bias's gradient, are wanted
+    whole: bool = False  # whether the gradient in fp32 is wanted
 
     @property
     def symbol(self) -> str:
         flags = (
-            (self.renormalize, "renormalized"), (self.of_rows, "rows"), (self.grads, self.grads), (self.sums, "sums")
+            (self.renormalize, "renormalized"), (self.of_rows, "rows"), (self.grads, self.grads), (self.sums, "sums"),
+            (self.whole, "whole"), (not self.aligned, "any"),
         )  # fmt: skip
-        columns = "".join(map(str, self.columns))
+        columns = "".join(map(str, self.columns)) or "none"
         return "_".join([f"sm90_choose_backward_{self.score}_{self.room}_{columns}", *(n for on, n in flags if on)])
 
     @property
@@ -50,32 +52,33 @@ class ChooseBackward(OfTokens):
     def compile(self) -> Any:
         """Compile without a GPU; a function of logits (T, E) fp32, ids (T*K,) int64, rows of slots (T*K,) int64, the
         weights' gradient (T*K,) fp32, the gradients of logits (T, E), column sums (E,) and squares (1,), all fp32,
-        parts (T, blocks * padded E) bf16, column sums (CTAs, E) fp32, the ends of groups of tokens (G,) int32, K, the
-        weights' scale, the tokens of a CTA, and those of a group.
+        parts (T, blocks * padded E) bf16, the gradient (T, E) fp32, column sums (CTAs, E) fp32, the ends of groups of
+        tokens (G,) int32, K, the weights' scale, the tokens of a CTA, and those of a group.
         """
-        tokens, experts, slots = cute.sym_int(), cute.sym_int(divisibility=QUAD), cute.sym_int()
+        tokens, experts, slots = cute.sym_int(), cute.sym_int(divisibility=self.unit), cute.sym_int()
         sums = cute.runtime.make_fake_tensor(Float32, (cute.sym_int(), experts), (cute.sym_int64(), 1))
         return self.compiled_for(
-            fake_experts("fp32", tokens, experts), fake_vector("int64", slots), fake_vector("int64", slots),
-            fake_vector("fp32", slots), fake_experts("fp32", tokens, experts), fake_vector("fp32", experts),
-            fake_vector("fp32", 1), fake_matrix("bf16", tokens, cute.sym_int(divisibility=VECTOR)), sums,
+            fake_experts(tokens, experts, self.unit), fake_vector("int64", slots), fake_vector("int64", slots),
+            fake_vector("fp32", slots), fake_experts(tokens, experts, self.unit), fake_vector("fp32", experts),
+            fake_vector("fp32", 1), fake_matrix("bf16", cute.sym_int(), cute.sym_int(divisibility=VECTOR)),
+            fake_experts(tokens, experts, self.unit), sums,
             fake_vector("int32", cute.sym_int()), Int32(1), Float32(1), Int32(1), Int32(1),
         )  # fmt: skip
 
     @cute.jit
     def __call__(
-        self, logits, index, row_of_slot, grad, grad_logits, grad_sums, grad_squares, parts, sums, ends,
+        self, logits, index, row_of_slot, grad, grad_logits, grad_sums, grad_squares, parts, whole, sums, ends,
         chosen, scale, cta_tokens, group_tokens, stream,
     ):  # fmt: skip
         ctas = cute.ceil_div(logits.shape[0], cta_tokens)
         self.kernel(
-            logits, index, row_of_slot, grad, grad_logits, grad_sums, grad_squares, parts, sums, ends,
+            logits, index, row_of_slot, grad, grad_logits, grad_sums, grad_squares, parts, whole, sums, ends,
             chosen, scale, cta_tokens, group_tokens,
         ).launch(grid=(ctas, 1, 1), block=(WARPS * LANES, 1, 1), stream=stream)  # fmt: skip
 
     @cute.kernel
     def kernel(
-        self, logits, index, row_of_slot, grad, grad_logits, grad_sums, grad_squares, parts, sums, ends,
+        self, logits, index, row_of_slot, grad, grad_logits, grad_sums, grad_squares, parts, whole, sums, ends,
         chosen, scale, cta_tokens, group_tokens,
     ):  # fmt: skip
         n = self.per_lane
@@ -108,7 +111,10 @@ class ChooseBackward(OfTokens):
                 more = self.load(grad_logits, token, lane, 0, experts, 0.0)
                 for i in cutlass.range_constexpr(n):
                     result[i] = result[i] + more[i]
-            self.store_parts(parts, token, lane, result, experts)
+            if const_expr(self.whole):
+                self.store(whole, token, lane, result, experts)
+            if const_expr(self.columns):
+                self.store_parts(parts, token, lane, result, experts)
             for i in cutlass.range_constexpr(n):
                 of_columns[i] = of_columns[i] + result[i]
 

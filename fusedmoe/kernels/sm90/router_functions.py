@@ -39,6 +39,7 @@ from fusedmoe.kernels.sm90.one_group import new_offsets, offsets_of_one_group
 from fusedmoe.kernels.sm90.row_functions import NAMES
 from fusedmoe.kernels.sm90.slot_functions import bind_route
 
+QUAD = 4  # fp32 values in 16 bytes
 CHUNK_SLOTS = 2048  # at most, in a chunk of `Route`
 MOST_CHUNK_TOKENS = 256
 LEAST_CHUNK_TOKENS = 32
@@ -116,13 +117,14 @@ def bind_router(
     parts = 3 if split else 1
     in_product = bias_E is not None and bias_E.dtype is x_TH.dtype and not split
     added = None if bias_E is None or in_product else NAMES[bias_E.dtype]
-    final = not split and added is None  # whether the products are the logits
+    aligned = experts % QUAD == 0
+    final = aligned and not split and added is None  # whether the products are the logits
     score, renormalize = choice.formula
     grouped = choice.top_groups < choice.num_groups
     kernel = load(
         Choose(
             score, room(experts), renormalize, bias=added, corrected=choice.corrected, grouped=grouped, parts=parts,
-            writes_logits=not final, sums=want_sums,
+            writes_logits=not final, sums=want_sums, aligned=aligned,
         )
     )  # fmt: skip
     product = _bind_logits(x_TH, parts * experts, in_product, options)
@@ -176,23 +178,32 @@ class LogitsGrad(NamedTuple):
     """The gradient of a router's logits.
 
     ``parts`` is (T, P * padded E) bf16, ``ends`` (G,) int32, the ends of groups of tokens. ``sums`` (E,) fp32, the sum
-    over the tokens, is the gradient of the router's bias.
+    over the tokens, is the gradient of the router's bias. ``whole`` is the gradient (T, E) in fp32.
     """
 
     parts: Tensor
     ends: Tensor
     sums: Tensor | None
+    whole: Tensor | None
 
 
 def bind_logits_grad(
-    logits_TE: Tensor, grads: LogitsGrads, choice: Choice, blocks: tuple[int, ...], groups: int, want_sums: bool
+    logits_TE: Tensor,
+    grads: LogitsGrads,
+    choice: Choice,
+    blocks: tuple[int, ...],
+    groups: int,
+    want_sums: bool,
+    want_whole: bool,
 ) -> Callable[[Tensor, Tensor, LogitsGrads], LogitsGrad]:
     """Return the gradient of the logits of ``(logits, ids, grads)``: one launch, and one more for the sums.
+
+    All gradients are contiguous. One more launch makes zeros if none is that of the weights.
 
     Parameters
     ----------
     blocks
-        The part in each block of columns: 0 for the highest.
+        The part in each block of columns, see `blocks_for`. Empty if no product follows.
     groups
         G: `weight_groups`, or 1 if no gradient of the weight follows.
     """
@@ -203,29 +214,40 @@ def bind_logits_grad(
     exist = {"l": grads.logits, "p": grads.probs_sum, "z": grads.z_sum}
     others = "".join(letter for letter, grad in exist.items() if grad is not None)
     of_rows = grads.row_of_slot is not None
-    kernel = load(ChooseBackward(score, room(experts), renormalize, blocks, of_rows, others, want_sums))
-    ctas, columns = -(-tokens // BACKWARD_TOKENS), len(blocks) * padded(experts)
-    no_weight = None
-    if grads.weight is None:
-        no_weight = torch.zeros(tokens * chosen, dtype=torch.float32, device=device)
+    kernel = load(
+        ChooseBackward(
+            score,
+            room(experts),
+            renormalize,
+            blocks,
+            of_rows,
+            others,
+            want_sums,
+            want_whole,
+            aligned=experts % QUAD == 0,
+        )
+    )
+    ctas, columns = -(-tokens // BACKWARD_TOKENS), max(len(blocks), 1) * padded(experts)
     no_sums = torch.empty(1, experts, dtype=torch.float32, device=device)
     no_vector, no_scalar = no_sums[0], no_sums[0, :1]
-
     group_tokens = -(-tokens // groups // GROUP_UNIT) * GROUP_UNIT
 
     def run(logits_TE: Tensor, index_TK: Tensor, grads: LogitsGrads) -> LogitsGrad:
         weight, row_of_slot, logits, probs_sum, z_sum = grads
-        parts = logits_TE.new_empty(tokens, columns, dtype=torch.bfloat16)
+        if weight is None:
+            weight = logits_TE.new_zeros(tokens, chosen)
+        parts = logits_TE.new_empty(tokens if blocks else 0, columns, dtype=torch.bfloat16)
+        whole = torch.empty_like(logits_TE) if want_whole else None
         sums = logits_TE.new_empty(ctas, experts) if want_sums else no_sums
         ends, index = index_TK.new_empty(groups, dtype=torch.int32), index_TK.view(-1)
         kernel(
             logits_TE, index, index if row_of_slot is None else row_of_slot.view(-1),
-            no_weight if weight is None else weight.view(-1), logits_TE if logits is None else logits,
+            weight.view(-1), logits_TE if logits is None else logits,
             no_vector if probs_sum is None else probs_sum, no_scalar if z_sum is None else z_sum.view(1),
-            parts, sums, ends,
+            parts, logits_TE if whole is None else whole, sums, ends,
             chosen, choice.scale, BACKWARD_TOKENS, group_tokens,
         )  # fmt: skip
-        return LogitsGrad(parts, ends, sums.sum(0) if want_sums else None)
+        return LogitsGrad(parts, ends, sums.sum(0) if want_sums else None, whole)
 
     return run
 
@@ -317,7 +339,7 @@ def _bind_logits(
     from fusedmoe.kernels.sm90.promotion import PromotedRaggedM
 
     (tokens, hidden), device = x_TH.shape, x_TH.device
-    config = logits_tile(columns)
+    config, pitch = logits_tile(columns), -(-columns // QUAD) * QUAD
     kernel = load(PromotedRaggedM(NAMES[x_TH.dtype], config, epilogue=PLAIN_FP32))
     problem = Problem("plain", tokens, 1, columns, hidden, _sms(device, options))
     numbers = (0.0, 1.0, 0.0, biased, False, *_scheduling(problem, config, problem.sms, options))
@@ -325,7 +347,7 @@ def _bind_logits(
     static_counter, offsets = _counter(device, options.schedule), _bind_one_group(tokens, device)
 
     def run(x_TH: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        products = x_TH.new_empty(tokens, columns, dtype=torch.float32)
+        products = x_TH.new_empty(tokens, pitch, dtype=torch.float32)[:, :columns]
         of_bias = no_bias if bias is None else bias.unsqueeze(0)
         counter = _new_counter(device) if static_counter is None else static_counter
         kernel(x_TH, weight.unsqueeze(0), offsets(), of_bias, no_scale, counter, *numbers, products)
