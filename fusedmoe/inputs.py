@@ -111,7 +111,7 @@ def check_devices(
 
 
 def why_sharded(parameters: Sequence[tuple[Op, str, str]], given: Sequence[Tensor | None]) -> str | None:
-    """Return the message for the first parameter of a grouped op that is a DTensor; None if none is.
+    """Return the message for the first parameter of a router or a grouped op that is a DTensor; None if none is.
 
     ``parameters`` has, for each given parameter, its op, its name in the op, and its name in the chain.
     """
@@ -119,9 +119,10 @@ def why_sharded(parameters: Sequence[tuple[Op, str, str]], given: Sequence[Tenso
     if distributed is None:
         return None
     for (op, name, key), parameter in zip(parameters, given, strict=True):
-        if hasattr(op, "num_groups") and isinstance(parameter, distributed.DTensor):
+        experts = getattr(op, "num_experts", getattr(op, "num_groups", None))  # of a router, or a grouped op
+        if experts is not None and isinstance(parameter, distributed.DTensor):
             placements = ", ".join(map(repr, parameter.placements))
-            expected = f"a plain tensor of all {op.num_groups} experts"
+            expected = f"a plain tensor of all {experts} experts"
             return (
                 f"{key.rpartition('.')[0]}.{op.reject(name, expected, f'a DTensor, {placements}')}; "
                 f"{NO_EXPERT_PARALLELISM}. Under FSDP2, call the module that was given to fully_shard, which "

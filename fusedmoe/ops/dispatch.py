@@ -72,7 +72,7 @@ class Dispatch(Op):
         if self.num_experts is not None:
             return self
         for op in following:
-            if isinstance(groups := getattr(op, "num_groups", None), int):
+            if "offsets" in op.runtime_inputs and isinstance(groups := getattr(op, "num_groups", None), int):
                 placed = copy.copy(self)  # keeps the hooks
                 placed.num_experts = groups
                 return placed

@@ -299,6 +299,17 @@ def test_a_logit_of_nan_ranks_highest(options):
         assert (routing.expert_index == 5).any(1).all()
 
 
+def test_two_layers_in_one_sequential():
+    router, other = router_of(torch.float32), router_of(torch.float32, score="sigmoid")
+    layers = [[r, fm.Dispatch(), fm.GroupedLinear(E, HIDDEN, HIDDEN), fm.Combine()] for r in (router, other)]
+    x = torch.randn(T, HIDDEN, requires_grad=True)
+    assert torch.equal(
+        fm.Sequential(*layers[0], *layers[1])(x), fm.Sequential(*layers[1])(fm.Sequential(*layers[0])(x))
+    )
+    with pytest.raises(fm.InputError, match="no grouped op follows"):  # groups of experts are something else
+        fm.Sequential(fm.Dispatch(), fm.Combine(), router_of(torch.float32, num_groups=2))(x)
+
+
 def test_wrong_input_is_named():
     chain = fm.Sequential(router_of(torch.float32), *experts_of(torch.float32))
     with pytest.raises(fm.InputError, match=r"0\.Router.*x: expected shape \(tokens, 6\), got \(9, 5\)"):

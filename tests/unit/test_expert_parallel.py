@@ -45,6 +45,15 @@ def mesh():
         dist.destroy_process_group()
 
 
+def test_a_router_that_is_a_dtensor_is_refused(mesh):
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    layer = fm.MoE(8, 4, 4, 2, num_groups=2, top_groups=2)
+    layer.router.weight = nn.Parameter(distribute_tensor(layer.router.weight.detach(), mesh, [Replicate()]))
+    with pytest.raises(fm.InputError, match=r"router\.Router.*weight: expected a plain tensor of all 4 experts, got"):
+        layer(torch.randn(3, 8))
+
+
 def test_a_dtensor_is_refused_and_explained(mesh):
     from torch.distributed.tensor import Shard, distribute_tensor
 
