@@ -58,6 +58,7 @@ DIN = ("grad_output", "dgrad.weight", "offsets", "dact.input")
         (forward((*IN, "probs"), ("output",)), r"'probs' names no value of these ops"),
         (forward((*IN, "grad_output"), ("output",)), r"'grad_output' names no value of these ops"),
         (forward(IN, ("output",), ("act.middle",)), r"'act.middle' names no value of these ops"),
+        (forward((*IN, "input:source"), ("output",)), r"'input:source' names no value of these ops"),
         (backward(DIN, ("dgrad.input",)), r"its step gives \['2.input'\], not \['grad\(1.input\)'\], which is read"),
         (backward((*DIN, "dgrad.grad_input"), ("grad_input",)), r"its step needs \['grad\(2.input\)'\], which is made"),
         (backward(DIN, ("grad_input", "dgrad.grad_weight")), r"its step gives \['grad\(2.weight\)'\], which is not"),
@@ -65,7 +66,8 @@ DIN = ("grad_output", "dgrad.weight", "offsets", "dact.input")
     ],
     ids=[
         "forgets", "needs an inner value", "gives a foreign value", "keeps a foreign value", "unknown value",
-        "unknown slot", "not an input of the span", "a gradient in forward", "unknown keep", "forgets a gradient",
+        "unknown slot", "not an input of the span", "a gradient in forward", "unknown keep", "no rows of another value",
+        "forgets a gradient",
         "needs an inner gradient", "gives a foreign gradient", "unknown backward value",
     ],
 )  # fmt: skip

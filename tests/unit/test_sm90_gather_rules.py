@@ -128,6 +128,28 @@ def test_a_bias_gradient_reads_the_gradients_rows_in_order():
     assert called("gather_rows") == [{"scale": False}]
 
 
+def costs(monkeypatch, **of_rules):
+    for rule in fm.rules():
+        if rule.gathers:
+            monkeypatch.setattr(rule, "gather_cost", of_rules.get(rule.__name__, 1.0))
+
+
+def test_a_high_cost_of_gathering_makes_rows_in_order_win(monkeypatch):
+    chain, x, named = experts(), tokens(), routing()
+    with fm.disabled("sm90.gathered_*"):
+        in_order = rules_used(only_plan(chain, x, **named))
+    costs(monkeypatch, GatheredGemmActivation=1e6, GatheredWgradX=1e6)
+    plan = only_plan(experts(), x, **named)
+    assert values(plan) == ["grad(5.input)"]
+    costs(monkeypatch, GatheredGemmActivation=1e6)  # rows in order forward, tokens kept for backward
+    plan = only_plan(experts(), x, **named)
+    assert rules_used(plan)[:2] == ["sm90.dispatch", "sm90.grouped_gemm_activation"]
+    assert "sm90.gathered_wgrad_x" in rules_used(plan)
+    assert "1.input" not in plan.kept
+    costs(monkeypatch, **dict.fromkeys([rule.__name__ for rule in fm.rules()], 1e6))
+    assert rules_used(only_plan(experts(), x, **named)) == in_order
+
+
 def test_inference():
     chain, x, named = experts(), tokens().detach(), routing()
     with torch.no_grad():
