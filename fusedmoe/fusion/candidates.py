@@ -277,7 +277,9 @@ class DirectionSearch:
         through_index = [ctx._resolve(v.removesuffix(":source")) for v in step.needs if v.endswith(":source")]
         sources = [v for v, name in zip(needs, step.needs, strict=True) if name.endswith(":source")]
         keep_reads = {v: g.source for v, g in self.search.gathered.items() if v in keeps and g.source in needs}
-        reads = (*through_index, *(v for v in needs if v not in sources and v not in keep_reads.values()))
+        others = [p for p in self.places[start:end] if keep_reads.keys().isdisjoint(p.step.gives)]
+        to_write = {*keep_reads.values()}.difference(*[p.step.needs for p in others])
+        reads = (*through_index, *(v for v in needs if v not in sources and v not in to_write))
         us = costs.step_us((*reads, *gives), step.launches, step.extra_bytes)
         return Candidate(
             start=start,

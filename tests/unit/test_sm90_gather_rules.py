@@ -211,7 +211,14 @@ def test_the_whole_layer():
         expected = outcome(layer, x)
     with fm.strict():
         assert_close(outcome(layer, x), expected)
-    assert "sm90.gathered_gemm_activation" in [s.rule for s in layer.explain(x, arch=90).steps]
+    first, second = layer.explain(x, arch=90).steps[:2]
+    assert (first.rule, second.rule) == ("sm90.router_dispatch", "sm90.gathered_gemm_activation")
+    # the router reads the tokens; to write the rows, a launch would read them again
+    with fm.disabled("sm90.gathered_*"):
+        writes_rows = layer.explain(x, arch=90).steps[0]
+    assert first.bytes_moved > 2 * (T * H)
+    assert writes_rows.bytes_moved - first.bytes_moved == 2 * (T * K * H) + 2 * (T * H)
+    assert writes_rows.launches - first.launches == 1
 
 
 def test_second_derivatives_run_from_the_tokens():
