@@ -24,7 +24,7 @@ KERNELS = [
     ChooseBackward("softmax", 64, True, (0, 0, 1, 2), of_rows=False, grads="lpz", sums=True),
     ChooseBackward("sigmoid", 512, True, (0, 0, 1, 2), of_rows=True, grads="lpz", sums=True),
     Choose("sigmoid", 32, True, None, True, True, 1, True, True, aligned=False),
-    ChooseBackward("softmax", 64, False, (0, 1), of_rows=True, aligned=False),
+    ChooseBackward("softmax", 32, False, (), of_rows=True, whole=True, aligned=False),
     Parts("fp32", (1, 0, 0)),
     SumParts("bf16", 2),
 ]

@@ -113,7 +113,7 @@ class ChooseBackward(OfTokens):
                     result[i] = result[i] + more[i]
             if const_expr(self.whole):
                 self.store(whole, token, lane, result, experts)
-            if const_expr(self.columns):
+            if const_expr(len(self.columns) > 0):
                 self.store_parts(parts, token, lane, result, experts)
             for i in cutlass.range_constexpr(n):
                 of_columns[i] = of_columns[i] + result[i]
