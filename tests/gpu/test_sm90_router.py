@@ -11,6 +11,7 @@ import fusedmoe as fm
 from fusedmoe.kernels.options import DEFAULT
 from fusedmoe.kernels.sm90 import router_functions as kernels
 from fusedmoe.kernels.sm90.router_functions import Choice, LogitsGrads
+from fusedmoe.kernels.sm90.slot_functions import bind_sum_slots
 from fusedmoe.kernels.torch.rows import sort_by_expert
 
 hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -256,6 +257,22 @@ def test_the_lowest_ids_of_equal_logits_are_chosen(device):
         run = kernels.bind_router(x, weight, None, choice, False, DEFAULT)
         index = run(x, weight, None, correction).expert_index
         assert (index == torch.arange(6, device=device)).all()
+
+
+@pytest.mark.parametrize("columns", [8, 1032, 2048])
+@pytest.mark.parametrize(("tokens", "chosen"), [(1, 1), (33, 2), (500, 8), (129, 9)])
+def test_the_sum_of_a_tokens_rows_replaces_its_addend(device, tokens, chosen, columns):
+    index = torch.randint(0, 14, (tokens, chosen), device=device)  # 13 is a sentinel
+    _, row_of_slot, _ = sort_by_expert(index, 13)
+    rows = torch.randn(tokens * chosen, columns, device=device).to(BF16)
+    addend = torch.randn(tokens, columns, device=device).to(BF16)
+    padded = torch.cat([rows, rows.new_zeros(1, columns)]).double()
+    want = addend.double() + padded[row_of_slot].sum(1)
+    run = bind_sum_slots(rows, row_of_slot, None, addend)
+    with nan_in_new_tensors():
+        got = run(rows, row_of_slot, None, addend)
+    assert got is addend
+    assert (got.double() - want).norm() <= 4e-3 * want.norm()
 
 
 # ------------------------------------------------------------------------------------------------ in a layer

@@ -269,7 +269,7 @@ def bind_sum_slots(rows, row_of_slot, scale, addend=None):
             for row in of_token:
                 if row < rows.shape[0]:
                     out[t] += rows[row].float() * (1 if scale is None else scale[row].float())
-        return out.to(rows.dtype)
+        return out.to(rows.dtype) if addend is None else addend.copy_(out)
 
     return Bound(run, *_some(rows, scale, addend))
 

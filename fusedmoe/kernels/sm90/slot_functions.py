@@ -98,7 +98,8 @@ def bind_sum_slots(
 ) -> Callable[..., Tensor]:
     """``out[t] = addend[t] + sum over k of scale[row] * rows[row of slot (t, k)]``, (T, H), without sentinels.
 
-    The arguments are ``(rows, row_of_slot, scale, addend)``. The sum is rounded once.
+    The arguments are ``(rows, row_of_slot, scale, addend)``. The sum is rounded once. It replaces the addend, if there
+    is one, so that no more memory is needed.
     """
     from fusedmoe.kernels.sm90.slots import SLOTS, SumSlots  # deferred: imports the CuTe DSL
 
@@ -111,9 +112,8 @@ def bind_sum_slots(
     def run(
         rows_RH: Tensor, row_of_slot_TK: Tensor, scale_R: Tensor | None = None, addend_TH: Tensor | None = None
     ) -> Tensor:
-        out_TH = rows_RH.new_empty(tokens, columns)
-        scale, addend = nothing if scale_R is None else scale_R, out_TH if addend_TH is None else addend_TH
-        kernel(rows_RH, row_of_slot_TK.view(-1), scale, addend, out_TH, chosen)
+        out_TH = rows_RH.new_empty(tokens, columns) if addend_TH is None else addend_TH
+        kernel(rows_RH, row_of_slot_TK.view(-1), nothing if scale_R is None else scale_R, out_TH, out_TH, chosen)
         return out_TH
 
     return run

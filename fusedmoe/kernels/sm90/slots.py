@@ -319,7 +319,7 @@ class SumSlots(WarpKernel):
 
     def compile(self) -> Any:
         """Compile without a GPU; a function of rows (R, H), rows of slots (R,) int64, scale (R,), addend (T, H), out
-        (T, H) and K.
+        (T, H), which may be the addend, and K.
         """
         rows, tokens, columns = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=VECTOR)
         return self.compiled_for(
