@@ -9,7 +9,7 @@ and gives up most of its registers:
 - warp 8 loads A and B by TMA;
 - warp 9 is the tile scheduler (tiles.py);
 - warps 10 and 11 load the inputs of the epilogues of warpgroups 0 and 1, during the mainloop. Without such inputs, they
-  copy the rows of a gathered operand (gather.py).
+  copy the rows of a gathered operand (gather.py). With such inputs, warpgroup 3 copies the rows.
 
 **Mainloop.** A and B pass through a ring of shared-memory stages. A stage has 128 bytes of K, the widest swizzle. One
 wgmma group stays in flight while the next is issued. A stage is released once the group after it has been issued. With
@@ -41,11 +41,9 @@ from fusedmoe.kernels.sm90.config import ALIGNMENT_BYTES, BLOCK_ROWS, EPILOGUE_C
 
 WARPGROUP = 128
 MATH_WARPGROUPS = 2
-THREADS = (MATH_WARPGROUPS + 1) * WARPGROUP
 LOAD_WARP = 8
 SCHEDULER_WARP = 9
 EPILOGUE_LOAD_WARP = 10
-GATHER_WARP = 10  # and 11, which have nothing else to do if the epilogue has no inputs
 STORE_BARRIER = 1  # named barriers 1 and 2: one per math warpgroup
 TURN_BARRIER = 3  # 3 and 4: permission to use the tensor cores, with ping-pong tiles
 BOX = BLOCK_ROWS * EPILOGUE_COLUMNS
@@ -171,14 +169,24 @@ class Gemm:
         return MATH_WARPGROUPS * (self.store_stages + self.load_stages * self.boxes_read)
 
     @property
-    def gather_warps(self) -> int:
-        """Warps that copy gathered rows, each of which arrives at the barrier of every stage."""
-        return 0
-
-    @property
     def gathered_bytes(self) -> int:
         """Bytes of a stage that are gathered; TMA loads the others."""
         return 0
+
+    @property
+    def gather_warp(self) -> int:
+        """The first warp that copies gathered rows: 10, or 12 if warps 10 and 11 load inputs of the epilogue."""
+        return 12 if self.boxes_read else 10
+
+    @property
+    def gather_warps(self) -> int:
+        """Warps that copy gathered rows, each of which arrives at the barrier of every stage."""
+        return 0 if not self.gathered_bytes else 4 if self.boxes_read else 2
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA: two math warpgroups, and one or two of the producer."""
+        return (MATH_WARPGROUPS + (2 if self.gather_warps and self.boxes_read else 1)) * WARPGROUP
 
     @property
     def stages(self) -> int:
@@ -193,6 +201,8 @@ class Gemm:
     @property
     def registers(self) -> tuple[int, int]:
         """Registers per thread of the producer, and of a math warpgroup."""
+        if self.threads > 3 * WARPGROUP:
+            return (24, 232) if self.config.tile_n > 160 else (48, 208)
         return (24, 240) if self.boxes_read and self.config.tile_n > 160 else (40, 232)
 
     def tiled_mma(self, a_major: Any, b_major: Any) -> cute.TiledMma:
@@ -206,7 +216,7 @@ class Gemm:
         """Launch arguments for ``ctas`` CTAs, with clusters along y."""
         of = self.config.ctas
         return {
-            "grid": (of, ctas // of, 1), "block": (THREADS, 1, 1), "cluster": (of, 1, 1), "min_blocks_per_mp": 1,
+            "grid": (of, ctas // of, 1), "block": (self.threads, 1, 1), "cluster": (of, 1, 1), "min_blocks_per_mp": 1,
         }  # fmt: skip
 
     def layouts(self, a_major: Any, b_major: Any) -> Layouts:
@@ -256,7 +266,7 @@ class Gemm:
         ring = pipeline.PipelineAsync.create(
             num_stages=tiles.RING_STAGES,
             producer_group=threads(1),
-            consumer_group=threads(1 + 8 + (MATH_WARPGROUPS if self.boxes_read else self.gather_warps)),
+            consumer_group=threads(1 + 8 + (MATH_WARPGROUPS if self.boxes_read else 0) + self.gather_warps),
             barrier_storage=ring_barriers,
             defer_sync=True,
         )

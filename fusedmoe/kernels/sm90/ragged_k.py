@@ -39,7 +39,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from fusedmoe.kernels.sm90 import tiles
 from fusedmoe.kernels.sm90.config import BLOCK_ROWS, EPILOGUE_COLUMNS, SWIZZLE_BYTES
 from fusedmoe.kernels.sm90.gather import LANES, ROW_BYTES, Gathered, chunk, copy_rows, drain, flush
-from fusedmoe.kernels.sm90.gemm import GATHER_WARP, LOAD_WARP, PRODUCER, SCHEDULER_WARP, VALUES, Gemm, Tma
+from fusedmoe.kernels.sm90.gemm import LOAD_WARP, PRODUCER, SCHEDULER_WARP, VALUES, Gemm, Tma
 
 END_ROW = 2**30
 WRAP = 2**34  # elements: END_ROW rows of this pitch are a multiple of 2^64 bytes
@@ -71,10 +71,6 @@ class RaggedK(Gemm):
     def sources(self) -> tuple[str, ...]:
         names = ("ragged_k", "gemm", "gather", "tiles", "warps", "config")
         return tuple(f"fusedmoe.kernels.sm90.{name}" for name in names)
-
-    @property
-    def gather_warps(self) -> int:
-        return self.tile_k // LANES if self.gathered else 0
 
     @property
     def gathered_bytes(self) -> int:
@@ -158,7 +154,7 @@ class RaggedK(Gemm):
                 share = tiles.Share(config, band, counter, dynamic, shared.drawing)
                 tiles.schedule_ragged_k(offsets, tiles_m, tiles_n, self.tile_k, share, rings.tiles, shared.slots)
             elif const_expr(self.gathered is not None):
-                self.gather_rows(gathered, shared, rings, warp_idx - GATHER_WARP)
+                self.gather_rows(gathered, shared, rings, warp_idx - self.gather_warp)
         else:
             cute.arch.setmaxregister_increase(self.registers[1])
             self.math(tiled_mma, shared, rings, warp_idx // 4, store_out)

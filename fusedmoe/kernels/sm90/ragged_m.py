@@ -45,7 +45,6 @@ from fusedmoe.kernels.sm90.epilogues import PLAIN, Arguments, Block, Epilogue, N
 from fusedmoe.kernels.sm90.gather import CHUNK_BYTES, LANES, Gathered, chunk, copy_rows, drain, flush
 from fusedmoe.kernels.sm90.gemm import (
     EPILOGUE_LOAD_WARP,
-    GATHER_WARP,
     LOAD,
     LOAD_WARP,
     PRODUCER,
@@ -114,15 +113,6 @@ class RaggedM(Gemm):
     @property
     def boxes_read(self) -> int:
         return self.epilogue.formula.boxes_read
-
-    @property
-    def load_warp_gathers(self) -> bool:
-        """Whether the loading warp gathers the rows: if others load inputs of the epilogue, no warp is idle."""
-        return self.gather and self.boxes_read > 0
-
-    @property
-    def gather_warps(self) -> int:
-        return 0 if not self.gather else 1 if self.load_warp_gathers else 2
 
     @property
     def gathered_bytes(self) -> int:
@@ -253,36 +243,33 @@ class RaggedM(Gemm):
         if warp_idx >= LOAD_WARP:
             cute.arch.setmaxregister_decrease(self.registers[0])
             if warp_idx == LOAD_WARP:
-                self.load(loads, shared, rings, n, k)
+                self.load(loads, shared, rings, n)
             elif warp_idx == SCHEDULER_WARP:
                 k_tiles = (k + self.tile_k - 1) // self.tile_k
                 share = tiles.Share(self.config, numbers.band, counter, numbers.dynamic, shared.drawing)
                 tiles.schedule_ragged_m(offsets, rows, self.tiles_n(n), k_tiles, share, rings.tiles, shared.slots)
+            elif const_expr(self.gather):
+                if warp_idx >= self.gather_warp:
+                    self.gather_rows(loads.gathered, shared, rings, k, warp_idx - self.gather_warp)
+                elif const_expr(self.boxes_read > 0):
+                    self.load_inputs(inputs, shared, rings, warp_idx - EPILOGUE_LOAD_WARP)
             elif const_expr(self.boxes_read > 0):
                 self.load_inputs(inputs, shared, rings, warp_idx - EPILOGUE_LOAD_WARP)
-            elif const_expr(self.gather):
-                self.gather_rows(loads.gathered, shared, rings, k, warp_idx - GATHER_WARP)
         else:
             cute.arch.setmaxregister_increase(self.registers[1])
             env = Arguments(outputs, bias, row_scale, numbers, rows, n)
             self.math(tiled_mma, shared, rings, warp_idx // 4, env)
 
     @cute.jit
-    def load(self, loads, shared, rings, n, k):
+    def load(self, loads, shared, rings, n):
         """The loading warp: A and B of every tile, stage by stage."""
         ab = rings.ab
         rank, _ = tiles.ranks(self.config)
         alone, both = Int16(1 + rank), Int16(3)
-        state, pending = pipeline.make_pipeline_state(PRODUCER, self.stages), Int32(0)
-        rows, indices = None, None
-        if const_expr(self.load_warp_gathers):
-            rows, indices = self.gathering(loads.gathered, shared, k, 0), self.no_indices()
+        state = pipeline.make_pipeline_state(PRODUCER, self.stages)
         turn = Int32(0)
         turn, tile = tiles.take(rings.tiles, turn, shared.slots)
         while tile.expert != tiles.END:
-            if const_expr(self.load_warp_gathers):  # as in `gather_rows`
-                self.read_indices(indices, rows, tile)
-                pending = flush(ab, state, pending)
             if tile.depth > 0:
                 shares_rows = tile.place != 0
                 a = half_a = []
@@ -292,8 +279,6 @@ class RaggedM(Gemm):
                 half_b, other_b = (self.loads_b(loads.shared_b, shared.b, tile, n, r) for r in (rank, 1 - rank))
                 b_to = Int16(cutlass.select_(shares_rows, alone, both))
                 for k_tile in cutlass.range(tile.depth, unroll=1):
-                    if const_expr(self.load_warp_gathers):
-                        pending = drain(ab, state, pending)
                     ab.producer_acquire(state)
                     full = ab.producer_get_barrier(state)
                     self.copy(loads.shared_b, half_b, k_tile, state.index, full, b_to)
@@ -302,20 +287,15 @@ class RaggedM(Gemm):
                         self.copy(loads.shared_a, half_a, k_tile, state.index, full, both)
                     else:
                         self.copy(loads.whole_a, a, k_tile, state.index, full, None)
-                    if const_expr(self.load_warp_gathers):
-                        self.copy_gathered(indices, rows, k_tile, state.index)
-                        pending += 1
                     state.advance()
             turn, tile = tiles.take(rings.tiles, turn, shared.slots)
-        if const_expr(self.load_warp_gathers):
-            flush(ab, state, pending)
         ab.producer_tail(state)
 
     @cute.jit
     def gather_rows(self, gathered, shared, rings, k, share):
         """A gathering warp: its share of the rows of A of every tile, stage by stage."""
         ab, rows = rings.ab, self.gathering(gathered, shared, k, share)
-        indices = self.no_indices()
+        indices = cute.make_rmem_tensor((self.config.tile_m // self.gather_warps // LANES,), Int32)
         state, pending = pipeline.make_pipeline_state(PRODUCER, self.stages), Int32(0)
         turn = Int32(0)
         turn, tile = tiles.take(rings.tiles, turn, shared.slots)
@@ -345,10 +325,6 @@ class RaggedM(Gemm):
             lane,
             shared.a.iterator.toint() + share * (count * SWIZZLE_BYTES),
         )
-
-    def no_indices(self):
-        """Registers for a lane's indices."""
-        return cute.make_rmem_tensor((self.config.tile_m // self.gather_warps // LANES,), Int32)
 
     @cute.jit
     def read_indices(self, indices, rows, tile):
