@@ -81,9 +81,10 @@ SPILLS = {
     "bf16_bn_dsquared_relu_scale_keep": 10,
     "fp16_bn_dswiglu_keep": 4,
 }
-SPILLS = {
-    f"sm90_ragged_m_{gather}{name}_128x192pp_c21": most for name, most in SPILLS.items() for gather in ("", "gather_")
-}
+SPILLS = {f"sm90_ragged_m_{name}_128x192pp_c21": most for name, most in SPILLS.items()}
+# With a fourth warpgroup, which copies gathered rows, a thread of a math warpgroup has 8 registers less: the same tile.
+GATHER_SPILLS = {"sm90_ragged_m_gather_bf16_bn_dswiglu_scale_keep_128x192pp_c21": 42}
+GATHER_SPILLS_OF_OTHERS = 24
 MOST_INSTRUCTIONS = 8600  # from where on a derivative is slower than with smaller tiles, see choice.py
 GATHER_INSTRUCTIONS = 500  # of warps beside the epilogue's, half of them paths for diverged lanes, which never run
 PROCESSES = 2
@@ -154,11 +155,18 @@ def test_compiles_to_tensor_core_code_without_spills(symbol, reports):
     assert any(opcode.startswith("UTMALDG") for opcode in report.opcodes)
     products = [i for i, opcode in enumerate(report.opcodes) if opcode.startswith("HGMMA")]
     spills = [i for i, opcode in enumerate(report.opcodes) if opcode.startswith(("STL", "LDL"))]
-    assert len(spills) <= SPILLS.get(symbol, 0)
+    assert len(spills) <= most_spills(symbol)
     assert not [i for i in spills if products[0] < i < products[-1]]
     assert report.stack_bytes <= 8 * len(spills)
     assert report.registers <= REGISTERS
     assert len(report.opcodes) <= MOST_INSTRUCTIONS + (GATHER_INSTRUCTIONS if "gather" in symbol else 0)
+
+
+def most_spills(symbol):
+    kernel = KERNELS[symbol]
+    if kernel.threads > 3 * 128 and kernel.config == PP_192:
+        return GATHER_SPILLS.get(symbol, GATHER_SPILLS_OF_OTHERS)
+    return SPILLS.get(symbol, 0)
 
 
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
