@@ -12,11 +12,10 @@ negative index is filled with zeros, and nothing is read for it.
 **Swizzle.** Chunk c (16 bytes) of row i is stored as chunk ``c ^ (i % 8)`` of the row's 128 bytes. The four rows of an
 instruction have the same ``i % 8``, so its place is an exclusive or with a constant.
 
-**Completion.** A stage is full once TMA has loaded the other operand, and each gathering warp has arrived at the
-stage's barrier. The copies write through another proxy than the one that wgmma reads through. Therefore a warp waits
-for its copies of a stage, executes a proxy fence, and then arrives. Stages that it has copied, but not arrived at, are
-*pending*. The warp starts the copies of a stage as soon as the stage is free. Before it blocks, it arrives at pending
-stages, because the math warpgroups may need them to free the next stage, or to take the next tile.
+**Completion.** A stage is full once TMA has loaded the other operand, and the copies of all lanes have arrived: each
+lane arrives at the stage's barrier by ``cp.async.mbarrier.arrive``, which the hardware performs after its copies.
+The copies write through another proxy than the one that wgmma reads through. Therefore the math warpgroups execute a
+proxy fence between their wait for a stage and its multiplication.
 """
 
 from __future__ import annotations
@@ -98,47 +97,3 @@ def vector(address: Int32 | Int64, space: cute.AddressSpace) -> cute.Tensor:
     """A chunk at an address, as an operand of its copy."""
     pointer = cute.make_ptr(Int32, address, space, assumed_align=CHUNK_BYTES)
     return cute.make_tensor(pointer, cute.make_layout(((CHUNK_BYTES // 4, 1), 1)))
-
-
-@cute.jit
-def drain(ring, state, pending):
-    """Arrive at pending stages, the oldest first, until the stage of ``state`` is free or none is pending. Return the
-    number of pending stages.
-    """
-    free = is_free(ring, state)
-    while pending > 0 and not free:
-        pending = arrive_at_oldest(ring, state, pending)
-        free = is_free(ring, state)
-    return pending
-
-
-@cute.jit
-def is_free(ring, state):
-    """Whether the stage of ``state`` is free, without waiting; the same answer for all lanes."""
-    return cute.arch.vote_any_sync(
-        cute.arch.mbarrier_test_wait(ring.sync_object_empty.get_barrier(state.index), state.phase)
-    )
-
-
-@cute.jit
-def flush(ring, state, pending):
-    """Arrive at all pending stages. Return their number, zero."""
-    while pending > 0:
-        pending = arrive_at_oldest(ring, state, pending)
-    return pending
-
-
-@cute.jit
-def arrive_at_oldest(ring, state, pending):
-    """Wait for the copies of the oldest pending stage, and arrive at its barrier. Return the number of those left."""
-    for left in cutlass.range_constexpr(ring.num_stages):
-        if pending == left + 1:
-            cute.arch.cp_async_wait_group(left)
-    cute.arch.fence_proxy("async.shared", space="cta")
-    cute.arch.sync_warp()
-    oldest = state.index - pending
-    if oldest < 0:
-        oldest += ring.num_stages
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(ring.sync_object_full.get_barrier(oldest))
-    return pending - 1

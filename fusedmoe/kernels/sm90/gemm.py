@@ -38,6 +38,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from fusedmoe.kernels.sm90 import tiles
 from fusedmoe.kernels.sm90.config import ALIGNMENT_BYTES, BLOCK_ROWS, EPILOGUE_COLUMNS, SWIZZLE_BYTES, TileConfig
+from fusedmoe.kernels.sm90.warps import LANES
 
 WARPGROUP = 128
 MATH_WARPGROUPS = 2
@@ -180,7 +181,7 @@ class Gemm:
 
     @property
     def gather_warps(self) -> int:
-        """Warps that copy gathered rows, each of which arrives at the barrier of every stage."""
+        """Warps that copy gathered rows. All their lanes arrive at the barrier of every stage."""
         return 0 if not self.gathered_bytes else 4 if self.boxes_read else 2
 
     @property
@@ -256,7 +257,7 @@ class Gemm:
         s_box = smem.allocate_tensor(self.box_element, layouts.boxes.outer, 1024, swizzle=layouts.boxes.inner)
         ab = pipeline.PipelineTmaAsync.create(
             num_stages=self.stages,
-            producer_group=threads(1 + self.gather_warps),
+            producer_group=threads(1 + LANES * self.gather_warps),
             consumer_group=threads((4 if config.pingpong else 8) * config.ctas),
             tx_count=config.stage_bytes - self.gathered_bytes,
             barrier_storage=ab_barriers,
@@ -393,14 +394,14 @@ class Gemm:
         released = state.clone()
         warpgroup.fence()
         tiled_mma.set(warpgroup.Field.ACCUMULATE, False)
-        ab.consumer_wait(state)
+        self.wait_for_stage(ab, state)
         for kb in cutlass.range_constexpr(cute.size(r_a, mode=[2])):
             cute.gemm(tiled_mma, acc, r_a[None, None, kb, state.index], r_b[None, None, kb, state.index], acc)
             tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
         state.advance()
         for _ in cutlass.range(depth - 1, unroll=1):
-            ab.consumer_wait(state)
+            self.wait_for_stage(ab, state)
             for kb in cutlass.range_constexpr(cute.size(r_a, mode=[2])):
                 cute.gemm(tiled_mma, acc, r_a[None, None, kb, state.index], r_b[None, None, kb, state.index], acc)
             warpgroup.commit_group()
@@ -412,6 +413,12 @@ class Gemm:
             self.pass_turn(group)
         warpgroup.wait_group(0)
         ab.consumer_release(released)
+
+    def wait_for_stage(self, ab, state) -> None:
+        """Wait until a stage is full, and order copies through the generic proxy before wgmma's reads."""
+        ab.consumer_wait(state)
+        if self.gather_warps:
+            cute.arch.fence_proxy("async.shared", space="cta")
 
     def block_row(self, i: int, group):
         """First row, within the tile, of a warpgroup's i-th block of 64 rows."""

@@ -38,7 +38,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 
 from fusedmoe.kernels.sm90 import tiles
 from fusedmoe.kernels.sm90.config import BLOCK_ROWS, EPILOGUE_COLUMNS, SWIZZLE_BYTES
-from fusedmoe.kernels.sm90.gather import LANES, ROW_BYTES, Gathered, chunk, copy_rows, drain, flush
+from fusedmoe.kernels.sm90.gather import LANES, ROW_BYTES, Gathered, chunk, copy_rows
 from fusedmoe.kernels.sm90.gemm import LOAD_WARP, PRODUCER, SCHEDULER_WARP, VALUES, Gemm, Tma
 
 END_ROW = 2**30
@@ -208,7 +208,7 @@ class RaggedK(Gemm):
         first_stage = smem.iterator.toint() + share * (LANES * ROW_BYTES)
         pitch = Int32(matrix.stride[0] * value_bytes)
         indices = cute.make_rmem_tensor((1,), Int32)
-        state, pending = pipeline.make_pipeline_state(PRODUCER, self.stages), Int32(0)
+        state = pipeline.make_pipeline_state(PRODUCER, self.stages)
         turn = Int32(0)
         turn, tile = tiles.take(rings.tiles, turn, shared.slots)
         while tile.expert != tiles.END:
@@ -216,20 +216,16 @@ class RaggedK(Gemm):
             following = self.index_of(row, end, index)
             column = (tile.place if const_expr(of_a) else tile.column) * extent + chunk(lane) * self.alignment
             operand, left = matrix.iterator.toint() + column * value_bytes, (matrix.shape[1] - column) * value_bytes
-            pending = flush(ab, state, pending)
             for _ in cutlass.range(tile.depth, unroll=1):
                 indices[0] = following
                 row += self.tile_k
                 following = self.index_of(row, end, index)  # of the next stage, while this one is copied
-                pending = drain(ab, state, pending)
                 ab.sync_object_empty.wait(state.index, state.phase)
                 stage = first_stage + state.index * self.gathered_bytes
                 copy_rows(indices, operand, pitch, left, stage, lane, extent // self.tile_k, self.tile_k * ROW_BYTES)
-                cute.arch.cp_async_commit_group()
+                cute.arch.cp_async_mbarrier_arrive_noinc(ab.producer_get_barrier(state))
                 state.advance()
-                pending += 1
             turn, tile = tiles.take(rings.tiles, turn, shared.slots)
-        flush(ab, state, pending)
 
     @cute.jit
     def index_of(self, row, end, index):

@@ -42,7 +42,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from fusedmoe.kernels.sm90 import tiles
 from fusedmoe.kernels.sm90.config import ALIGNMENT_BYTES, BLOCK_ROWS, EPILOGUE_COLUMNS, SWIZZLE_BYTES
 from fusedmoe.kernels.sm90.epilogues import PLAIN, Arguments, Block, Epilogue, Numbers
-from fusedmoe.kernels.sm90.gather import CHUNK_BYTES, LANES, Gathered, chunk, copy_rows, drain, flush
+from fusedmoe.kernels.sm90.gather import CHUNK_BYTES, LANES, Gathered, chunk, copy_rows
 from fusedmoe.kernels.sm90.gemm import (
     EPILOGUE_LOAD_WARP,
     LOAD,
@@ -296,21 +296,17 @@ class RaggedM(Gemm):
         """A gathering warp: its share of the rows of A of every tile, stage by stage."""
         ab, rows = rings.ab, self.gathering(gathered, shared, k, share)
         indices = cute.make_rmem_tensor((self.config.tile_m // self.gather_warps // LANES,), Int32)
-        state, pending = pipeline.make_pipeline_state(PRODUCER, self.stages), Int32(0)
+        state = pipeline.make_pipeline_state(PRODUCER, self.stages)
         turn = Int32(0)
         turn, tile = tiles.take(rings.tiles, turn, shared.slots)
         while tile.expert != tiles.END:
             self.read_indices(indices, rows, tile)
-            # before tiles of the tail too: the next `take` may wait until the math warpgroups have read these stages
-            pending = flush(ab, state, pending)
             for k_tile in cutlass.range(tile.depth, unroll=1):
-                pending = drain(ab, state, pending)
                 ab.sync_object_empty.wait(state.index, state.phase)
                 self.copy_gathered(indices, rows, k_tile, state.index)
+                cute.arch.cp_async_mbarrier_arrive_noinc(ab.producer_get_barrier(state))
                 state.advance()
-                pending += 1
             turn, tile = tiles.take(rings.tiles, turn, shared.slots)
-        flush(ab, state, pending)
 
     def gathering(self, gathered, shared, k, share):
         """What a lane of a gathering warp needs to copy its share of the rows of A."""
@@ -342,7 +338,6 @@ class RaggedM(Gemm):
         column = k_tile * self.tile_k + chunk(rows.lane) * (CHUNK_BYTES // value_bytes)
         operand, left = rows.operand + column * value_bytes, (rows.k - column) * value_bytes
         copy_rows(indices, operand, rows.pitch, left, rows.stages + stage * self.gathered_bytes, rows.lane)
-        cute.arch.cp_async_commit_group()
 
     def copy(self, load, pairs, k_tile, stage, full, mask):
         """Start an operand's loads of a stage. ``mask``: the CTAs that receive them, or None for this CTA alone."""
