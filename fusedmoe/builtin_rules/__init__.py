@@ -1,4 +1,4 @@
-"""The built-in fusion rules, one folder per architecture. `import fusedmoe` registers `BUILTIN`, but not `GATHERED`."""
+"""The built-in fusion rules, one folder per architecture. `import fusedmoe` registers `BUILTIN`."""
 
 from __future__ import annotations
 
@@ -34,6 +34,12 @@ BUILTIN: tuple[type[FusionRule], ...] = (
     GroupedDgrad,
     GroupedDgradActivation,
     GroupedWgrad,
+    GatheredGemm,
+    GatheredGemmActivation,
+    GatheredDgrad,
+    GatheredDgradActivation,
+    GatheredWgradX,
+    GatheredWgradDy,
     ColumnSums,
     LinearGemm,
     LinearActivation,
@@ -52,13 +58,3 @@ BUILTIN: tuple[type[FusionRule], ...] = (
     RouterDispatchRule,
     RouterBackwardRule,
 )
-
-GATHERED: tuple[type[FusionRule], ...] = (
-    GatheredGemm,
-    GatheredGemmActivation,
-    GatheredDgrad,
-    GatheredDgradActivation,
-    GatheredWgradX,
-    GatheredWgradDy,
-)
-"""The rules whose kernels read rows through their index."""

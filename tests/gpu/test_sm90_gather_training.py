@@ -9,20 +9,12 @@ from test_async import capture
 from test_sm90_training import BF16, assert_as_exact_as_plain_pytorch, outcome
 
 import fusedmoe as fm
-from fusedmoe.builtin_rules import GATHERED
 
 hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = pytest.mark.skipif(not hopper, reason="needs an sm_90 GPU")
 
 T, K, E, H, I = 700, 3, 12, 192, 136  # noqa: E741
 ROUTED = ("sm90.dispatch", "sm90.gathered_gemm_activation", "sm90.grouped_gemm", "sm90.combine")
-
-
-@pytest.fixture(autouse=True)
-def gathering():
-    registered = fm.rules()
-    with fm.register(*[rule for rule in GATHERED if rule not in registered]):
-        yield
 
 
 def experts(act=fm.SwiGLU, *, weighted_first=True, bias=False, dtype=BF16, **options):

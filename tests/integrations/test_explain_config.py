@@ -46,7 +46,7 @@ def test_qwen3_30b_a3b(config, no_memory, capsys):
         "Qwen3MoeForCausalLM, 30.5 billion parameters, bfloat16\n8192 tokens, training, on an sm_90 GPU"
     )
     assert "model.layers.{0-47}.mlp.experts: Qwen3MoeExperts, x48, kept for backward 48 x " in text
-    assert "4 of 4 fused  7 of 7 fused" in text
+    assert "4 of 4 fused  6 of 6 fused" in text
     assert text.count("chain dispatch to combine") == 1  # layers that are alike are shown once
 
 
@@ -109,7 +109,7 @@ def test_a_checkpoint_in_fp8_is_told_as_the_loaded_model_is(config, no_memory, c
 @pytest.mark.parametrize("more", [{"modules_to_not_convert": ["experts"]}, {"dequantize": True}])
 def test_experts_that_an_fp8_checkpoint_has_in_bf16_are_planned(config, no_memory, capsys, more):
     assert main(["explain", config(num_hidden_layers=2, quantization_config=FP8 | more), "--strict"]) == 0
-    assert "4 of 4 fused  7 of 7 fused" in capsys.readouterr().out
+    assert "4 of 4 fused  6 of 6 fused" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("method", ["mxfp4", "gptq", "awq", "bitsandbytes", "compressed-tensors", "torchao", "newest"])

@@ -300,7 +300,7 @@ def test_a_model_on_the_meta_device():
     layers, shared = result.groups
     assert layers.names == ("0", "1", "2")
     assert not layers.explanation.plans[0].unfused
-    assert layers.explanation.plans[0].kept_bytes > 1 << 29  # of tokens that nobody allocates here
+    assert layers.explanation.plans[0].kept_bytes > 1 << 28  # of tokens that nobody allocates here
     assert shared.names == ("0.shared", "1.shared", "2.shared")
     assert "sm_90 (requested), bfloat16, recipe bf16" in str(result)
     assert "4 of 4 fused" in str(result)

@@ -12,16 +12,11 @@ from toy import only_plan, outcome, rules_used, status
 
 import fusedmoe as fm
 from fusedmoe import FusionError, Status
-from fusedmoe.builtin_rules import BUILTIN, GATHERED
+
+pytestmark = pytest.mark.usefixtures("builtin_rules")
 
 ROUTED = ["sm90.dispatch", "sm90.gathered_gemm_activation", "sm90.grouped_gemm", "sm90.combine"]
 LAST = ["sm90.dispatch_weight_grad", "sm90.ddispatch"]
-
-
-@pytest.fixture(autouse=True)
-def gathering(hopper_machine):  # noqa: F811  (after that fixture)
-    with fm.register(*BUILTIN, *[rule for rule in GATHERED if rule not in BUILTIN]):
-        yield
 
 
 def both_ways(chain, x, **named):

@@ -16,7 +16,7 @@ from fusedmoe.kernels.sm90 import router_functions
 T, K, E, H, I = 37, 3, 8, 32, 16  # noqa: E741
 pytestmark = pytest.mark.usefixtures("builtin_rules")
 
-EXPERTS = ["sm90.grouped_gemm_activation", "sm90.grouped_gemm", "sm90.combine"]
+EXPERTS = ["sm90.gathered_gemm_activation", "sm90.grouped_gemm", "sm90.combine"]
 OPTIONS = {
     "softmax": {},
     "not renormalised": {"renormalize": False, "scale": 2.5},

@@ -328,6 +328,10 @@ LINEAR = {
     "sm90.linear_column_sums",
 }  # fmt: skip
 ROUTER = {"sm90.router", "sm90.router_dispatch", "sm90.router_backward"}
+GATHERED = {
+    "sm90.gathered_gemm", "sm90.gathered_gemm_activation", "sm90.gathered_dgrad", "sm90.gathered_dgrad_activation",
+    "sm90.gathered_wgrad_x", "sm90.gathered_wgrad_dy",
+}  # fmt: skip
 ALL = {rule.name for rule in backend.OnSm90.__subclasses__()} - DISPATCH - GLUE - LINEAR - ROUTER
 
 
@@ -342,7 +346,7 @@ def declined(chain, x, **named):
 
 
 def test_all_rules_are_for_hopper():
-    assert {rule.name for rule in fm.rules()} == ALL | DISPATCH | GLUE | LINEAR | ROUTER
+    assert {rule.name for rule in fm.rules()} == ALL | DISPATCH | GLUE | LINEAR | ROUTER | GATHERED
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -18,6 +18,13 @@ pytestmark = pytest.mark.usefixtures("builtin_rules")
 FORWARD = ["sm90.dispatch", "sm90.grouped_gemm_activation", "sm90.grouped_gemm", "sm90.combine"]
 
 
+@pytest.fixture(autouse=True)
+def rows_in_order():
+    """test_sm90_gather_rules.py has the rules that read rows through their index."""
+    with fm.disabled("sm90.gathered_*"):
+        yield
+
+
 def experts(*, early=True, dtype=BF16, hidden=H, num_experts=E):
     return fm.Sequential(
         fm.Dispatch(),
