@@ -30,7 +30,13 @@ def _check(ctx: PlanContext, router: Router, x: str, weight: str, bias: torch.dt
 
 def _choice(router: Router, corrected: bool) -> Choice:
     return Choice(
-        router.score, router.top_k, router.renormalize, router.scale, router.num_groups, router.top_groups, corrected
+        router.score,
+        router.top_k,
+        router.renormalize,
+        float(router.scale),
+        router.num_groups,
+        router.top_groups,
+        corrected,
     )
 
 
