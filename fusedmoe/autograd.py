@@ -59,7 +59,10 @@ class _RunPlan(torch.autograd.Function):
             if torch.is_grad_enabled():  # under create_graph=True
                 return _differentiable_gradients(ctx, *grads)
             with without_autocast(call.plan.environment.device):  # the dtypes were settled in forward
-                gradients = call.backward(ctx.saved_tensors, grads, ctx.needs_input_grad[1:])
+                saved = [*ctx.saved_tensors]
+                # otherwise, autograd would hold all of them until the last step, unlike those of separate nodes
+                ctx.maybe_clear_saved_tensors()  # not under retain_graph=True
+                gradients = call.backward(saved, grads, ctx.needs_input_grad[1:])
             for layer in call.plan.graph.quantized_layers:
                 note_gradient(layer)
             return (None, *gradients)

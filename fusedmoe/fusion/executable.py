@@ -244,13 +244,15 @@ class BoundPlan:
             program = self._differentiable[wanted] = gradient_program(self.plan.graph, specs, wanted, self.plan.saved)
         return program
 
-    def backward(
-        self, saved: Sequence[Tensor | None], grads: Sequence[Tensor | None], wanted: tuple[bool, ...]
-    ) -> Values:
-        """Run the backward steps for the wanted gradients; return a gradient, or None, for each argument."""
+    def backward(self, saved: list[Tensor | None], grads: Sequence[Tensor | None], wanted: tuple[bool, ...]) -> Values:
+        """Run the backward steps for the wanted gradients; return a gradient, or None, for each argument.
+
+        The list of saved tensors is emptied, so that each is freed after its last use.
+        """
         program, incoming = self.plan.backward(wanted)
-        given = [*saved, *[grads[i] for i in incoming]]
-        del saved, grads
+        given = saved
+        given += [grads[i] for i in incoming]
+        del grads
         tensors = signature(given)
         last = self._backward.get(wanted)
         if last is None or last[0] != tensors:

@@ -1,6 +1,7 @@
 """How a chain behaves under autograd: it is one function, but nobody should be able to tell."""
 
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -106,6 +107,37 @@ def test_a_retained_graph_gives_the_same_again(seq, x, probs):
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     with pytest.raises(RuntimeError, match="second time"):
         torch.autograd.grad(loss, sources)
+
+
+@pytest.mark.parametrize("retain_graph", [False, True])
+def test_saved_tensors_are_freed_after_their_last_use(retain_graph):
+    alive = []
+
+    class LastStep(fm.ops.op.BackwardOp):
+        def compute(self, grad_output, x):
+            alive.extend(r() is not None for r in references)
+            return grad_output * x
+
+    class First(fm.SquaredReLU):
+        def compute(self, x):
+            return x.square() / 2
+
+        def backward_ops(self):
+            return (LastStep(self),)
+
+    references = []
+
+    def pack(t):
+        if t is not x:
+            references.append(weakref.ref(t))
+        return t
+
+    x = torch.randn(5, 16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = fm.Sequential(First(), fm.SwiGLU(), fm.SquaredReLU())(x)
+    y.sum().backward(retain_graph=retain_graph)
+    assert len(alive) == 2
+    assert all(alive) if retain_graph else not any(alive)
 
 
 def test_gradients_accumulate(seq, x, probs):
