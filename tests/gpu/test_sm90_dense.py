@@ -137,12 +137,11 @@ def test_cuda_graph(table, monkeypatch):
     leaf, results = x.clone().requires_grad_(), {}
 
     def step():
-        results.clear()  # y would keep the gradient accumulators of another stream alive
         leaf.grad = None
         chain.zero_grad(set_to_none=True)
         y = chain(leaf)
         y.backward(dy)
-        results.update({"y": y, "x": leaf.grad, **{name: p.grad for name, p in chain.named_parameters()}})
+        results.update({"y": y.detach(), "x": leaf.grad, **{name: p.grad for name, p in chain.named_parameters()}})
 
     graph = capture(step)
     for _ in range(2):

@@ -345,7 +345,7 @@ def test_a_layer_with_few_launches(device):
     chain = fm.Sequential(fm.Router(256, 16, 4, device=device, dtype=BF16), fm.Dispatch(16), fm.Combine())
     x = torch.randn(4096, 256, device=device, dtype=BF16, requires_grad=True)
     chain(x).sum().backward()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
         chain(x).backward(torch.ones_like(x))
         torch.cuda.synchronize()
     names = [event.name for event in profile.events() if "kernel_cutlass" in event.name]

@@ -135,8 +135,8 @@ def test_plan_of_a_moe_is_all_fused():
     (plan,) = layer.explain(torch.randn(100, H, device="cuda", dtype=BF16, requires_grad=True)).plans
     assert {step.rule for step in plan.fused} == {
         "sm90.gathered_gemm_activation", "sm90.grouped_gemm", "sm90.column_sums", "sm90.grouped_wgrad",
-        "sm90.gathered_wgrad_x", "sm90.grouped_dgrad_activation", "sm90.grouped_dgrad", "sm90.dispatch", "sm90.combine",
-        "sm90.dcombine", "sm90.combine_weight_grad", "sm90.dispatch_weight_grad", "sm90.ddispatch",
+        "sm90.gathered_wgrad_x", "sm90.grouped_dgrad_activation", "sm90.grouped_dgrad", "sm90.router_dispatch",
+        "sm90.combine", "sm90.dcombine", "sm90.combine_weight_grad", "sm90.router_backward",
     }  # fmt: skip
     assert not plan.unfused
     assert not any(step.host_sync for step in plan.steps)

@@ -8,8 +8,8 @@ and gives up most of its registers:
 
 - warp 8 loads A and B by TMA;
 - warp 9 is the tile scheduler (tiles.py);
-- warps 10 and 11 load the inputs of the epilogues of warpgroups 0 and 1, during the mainloop. Without such inputs, they
-  copy the rows of a gathered operand (gather.py). With such inputs, warpgroup 3 copies the rows.
+- warps 10 and 11 load the inputs of the epilogues of warpgroups 0 and 1, during the mainloop;
+- a fourth warpgroup copies the rows of a gathered operand (gather.py). With tiles of 256 columns, warps 10 and 11 do.
 
 **Mainloop.** A and B pass through a ring of shared-memory stages. A stage has 128 bytes of K, the widest swizzle. One
 wgmma group stays in flight while the next is issued. A stage is released once the group after it has been issued. With
@@ -175,19 +175,23 @@ class Gemm:
         return 0
 
     @property
-    def gather_warp(self) -> int:
-        """The first warp that copies gathered rows: 10, or 12 if warps 10 and 11 load inputs of the epilogue."""
-        return 12 if self.boxes_read else 10
+    def gather_warps(self) -> int:
+        """Warps that copy gathered rows. All their lanes arrive at the barrier of every stage.
+
+        Two warps delay the product: FC1 of 262,144 x 2,048 x 1,536 takes 2.79 ms with two, 2.38 ms with four, and 2.24
+        ms for rows in order. But ptxas allows 512 threads no wgmma with 256 columns.
+        """
+        return 0 if not self.gathered_bytes else 4 if self.config.tile_n <= 192 else 2
 
     @property
-    def gather_warps(self) -> int:
-        """Warps that copy gathered rows. All their lanes arrive at the barrier of every stage."""
-        return 0 if not self.gathered_bytes else 4 if self.boxes_read else 2
+    def gather_warp(self) -> int:
+        """The first of them: four are a warpgroup of their own; two are warps 10 and 11."""
+        return 12 if self.gather_warps == 4 else 10
 
     @property
     def threads(self) -> int:
         """Threads of a CTA: two math warpgroups, and one or two of the producer."""
-        return (MATH_WARPGROUPS + (2 if self.gather_warps and self.boxes_read else 1)) * WARPGROUP
+        return (MATH_WARPGROUPS + (2 if self.gather_warps == 4 else 1)) * WARPGROUP
 
     @property
     def stages(self) -> int:
@@ -203,7 +207,8 @@ class Gemm:
     def registers(self) -> tuple[int, int]:
         """Registers per thread of the producer, and of a math warpgroup."""
         if self.threads > 3 * WARPGROUP:
-            return (24, 232) if self.config.tile_n > 160 else (48, 208)
+            accumulators = self.config.tile_m * self.config.tile_n // WARPGROUP // (1 if self.config.pingpong else 2)
+            return (24, 232) if accumulators > 160 else (48, 208)
         return (24, 240) if self.boxes_read and self.config.tile_n > 160 else (40, 232)
 
     def tiled_mma(self, a_major: Any, b_major: Any) -> cute.TiledMma:

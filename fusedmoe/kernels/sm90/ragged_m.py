@@ -90,6 +90,8 @@ class RaggedM(Gemm):
             raise ValueError(f"ragged M: expected a cluster of two row tiles, got {self.config.name}")
         if self.paired and self.b_major == "n" and self.config.tile_n % (2 * self.tile_k):
             raise ValueError(f"halves of a tile are loaded {self.tile_k} columns at a time, got {self.config.name}")
+        if self.gather_warps == 2 and self.boxes_read:
+            raise ValueError(f"warps 10 and 11 load the inputs of the epilogue, and cannot gather: {self.config.name}")
 
     @property
     def symbol(self) -> str:

@@ -12,9 +12,9 @@ may have counted the slots already: then there is one launch, with the router's 
 `GatherRows`: ``rows[r] = scale[r] * source[token of r]``, zeros for sentinels. A warp has one token and 1,024 columns.
 It reads them once and writes them to each of the token's rows. Other warps clear rows of sentinels: each searches 32.
 
-`SumSlots`: ``out[t] = sum over k of scale[row] * rows[row of slot (t, k)]`` in fp32, in the order of k, after an
-optional addend of the token. A warp has one token and 256 to 1,024 columns: more columns if a token has fewer slots.
-Each lane issues `IN_FLIGHT` loads, and waits for at most one of them before it issues the last. The row numbers are
+`SumSlots`: ``out[t] = sum over k of scale[row] * rows[row of slot (t, k)]`` in fp32, in the order of k, and then an
+optional addend of the token. A warp has one token and 256 columns, or 512 if a token has at most two slots. Each lane
+issues its loads of up to 8 slots, and waits for at most one of them before it issues the last. The row numbers are
 loaded at once, one per lane; otherwise each row would wait for the previous one.
 
 `SlotValues`: ``out[t, k] = values[row of slot (t, k)]``, zeros for sentinels.
@@ -40,7 +40,7 @@ from fusedmoe.kernels.sm90.warps import LANES, VECTOR, WarpKernel, fake_matrix, 
 WARPS = 8  # per CTA
 VECTORS = 4  # that a lane loads at once, when rows are gathered or multiplied
 BLOCK = LANES * VECTOR  # columns that a warp reads at once
-IN_FLIGHT = 8  # loads per lane, when rows are summed
+LOADS = 4  # per lane, when rows of fewer slots are summed; with 8 loads, 4 or 2 slots take a quarter longer
 SLOTS = (2, 4, 8)  # of a token, summed at once
 STEPS = 8  # of 32 slots per warp, when slots are sorted
 CHUNK = WARPS * STEPS * LANES
@@ -315,7 +315,7 @@ class SumSlots(WarpKernel):
     @property
     def vectors(self) -> int:
         """Vectors per lane."""
-        return IN_FLIGHT // self.slots
+        return max(LOADS // self.slots, 1)
 
     def compile(self) -> Any:
         """Compile without a GPU; a function of rows (R, H), rows of slots (R,) int64, scale (R,), addend (T, H), out
@@ -341,15 +341,14 @@ class SumSlots(WarpKernel):
             first_vector = (unit - token * blocks) * self.vectors * LANES + lane
             end = out.shape[1] // VECTOR
             totals = [cute.make_rmem_tensor((VECTOR,), Float32) for _ in range(self.vectors)]
+            added = [cute.make_rmem_tensor((VECTOR,), out.element_type) for _ in range(self.vectors)]
             for v in cutlass.range_constexpr(self.vectors):
                 totals[v].fill(0.0)
                 if const_expr(self.adds):
-                    added = cute.make_rmem_tensor((VECTOR,), out.element_type)
-                    added.fill(0.0)
+                    added[v].fill(0.0)
                     if first_vector + v * LANES < end:
                         at = cute.local_tile(addend[token, None], (VECTOR,), (first_vector + v * LANES,))
-                        cute.autovec_copy(at, added)
-                    totals[v].store(added.load().to(Float32))
+                        cute.autovec_copy(at, added[v])  # and used at the end: the warp would wait for it here
             for first in cutlass.range(0, chosen, self.slots, unroll=1):
                 row_of_lane, factor_of_lane = rows.shape[0], Float32(0.0)
                 if lane < self.slots and first + lane < chosen:
@@ -357,7 +356,7 @@ class SumSlots(WarpKernel):
                 if const_expr(self.scale is not None):
                     if row_of_lane < rows.shape[0]:
                         factor_of_lane = Float32(scale[row_of_lane])
-                loaded = [cute.make_rmem_tensor((VECTOR,), rows.element_type) for _ in range(IN_FLIGHT)]
+                loaded = [cute.make_rmem_tensor((VECTOR,), rows.element_type) for _ in range(self.slots * self.vectors)]
                 for i in cutlass.range_constexpr(self.slots):
                     row = cute.arch.shuffle_sync(row_of_lane, i)
                     for v in cutlass.range_constexpr(self.vectors):
@@ -375,6 +374,8 @@ class SumSlots(WarpKernel):
             for v in cutlass.range_constexpr(self.vectors):
                 if first_vector + v * LANES < end:
                     result = cute.make_rmem_tensor((VECTOR,), out.element_type)
+                    if const_expr(self.adds):
+                        totals[v].store(totals[v].load() + added[v].load().to(Float32))
                     result.store(totals[v].load().to(out.element_type))
                     cute.autovec_copy(result, cute.local_tile(out[token, None], (VECTOR,), (first_vector + v * LANES,)))
 
