@@ -68,8 +68,8 @@ class Rounded(fm.Recipe):
     op: type = Round
 
     def rewrite(self, nodes):
-        at = [node.label for node in nodes].index("gate_up")
-        return (*nodes[:at], Node(f"gate_up.{self.name}", self.op()), *nodes[at:])
+        at = [node.label for node in nodes].index("experts.gate_up")
+        return (*nodes[:at], Node(f"experts.gate_up.{self.name}", self.op()), *nodes[at:])
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Refusing(fm.Recipe):
     name: str = "refusing"
 
     def rewrite(self, nodes):
-        raise fm.InputError("gate_up.Round: input: expected a last dimension that 32 divides, got 16")
+        raise fm.InputError("experts.gate_up.Round: input: expected a last dimension that 32 divides, got 16")
 
 
 @pytest.fixture(autouse=True)
@@ -190,7 +190,7 @@ def test_plans_with_a_backward_and_without_are_made_under_it(tmp_path, monkeypat
     assert "float32, recipe rounded, seed 0" in text
     assert "planned for cpu, float32, recipe rounded" in text
     for direction in ("forward", "backward"):
-        assert re.search(rf"gate_up\.rounded\.\S+ +{direction} ", text)
+        assert re.search(rf"experts\.gate_up\.rounded\.\S+ +{direction} ", text)
 
 
 def test_the_backward_is_that_of_the_recipe(tmp_path):
@@ -233,7 +233,9 @@ def test_a_checkpoint_from_before_the_option_is_one_without_quantization(tmp_pat
 
 
 def test_what_a_recipe_refuses_is_a_message(tmp_path):
-    with pytest.raises(UsageError, match=r"--recipe refusing: gate_up\.Round: input: expected a last dimension"):
+    with pytest.raises(
+        UsageError, match=r"--recipe refusing: experts\.gate_up\.Round: input: expected a last dimension"
+    ):
         run(tmp_path, given={"recipe": "refusing"})
 
 
