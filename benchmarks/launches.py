@@ -13,10 +13,11 @@ from torch.profiler import ProfilerActivity, profile
 
 AHEAD_CYCLES = 60_000_000  # about 30 ms: the host enqueues the whole call, so that gaps are those of the GPU
 
-# The first pattern that is found in a kernel's name gives its group. "router" also has the places of the rows. Products
-# of the router on tensor cores are in "products": their kernels are those of the experts.
+# The first pattern in a kernel's name, or in the result of `short`, gives its group. "router" also has the
+# places of the rows. The two products of a router's backward pass are in "products": their kernels are the experts'.
+_OUR_ROUTER = r"(?<![A-Za-z])(Route|Choose|Promoted|Parts|SumParts)"
 GROUPS = (
-    ("router", re.compile(r"sgemm|_Rout|_Choose|Router|[Ll]ogits|Scores|[Tt]op_?[Kk]|[Ss]oft_?[Mm]ax")),
+    ("router", re.compile(_OUR_ROUTER + r"|sgemm|Router|[Ll]ogits|Scores|[Tt]op_?[Kk]|[Ss]oft_?[Mm]ax")),
     ("products", re.compile(r"Ragged[MK]|[Gg]emm|nvjet|cutlass::|[Xx]mma")),
     ("sums over slots", re.compile(r"SumSlots|RowDots|SlotValues|gather_and_sum")),
     ("gathers", re.compile(r"[Gg]ather|[Ii]ndex|[Ss]catter")),
@@ -52,7 +53,16 @@ def launches(call: Callable[[], Any], device: torch.device) -> list[Launch]:
 
 
 def group_of(name: str) -> str:
+    """Return the group of a kernel."""
     return next((group for group, pattern in GROUPS if pattern.search(name)), OTHER)
+
+
+def by_group(times: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Return the sum of kernels' times by group; ``times`` has names and times."""
+    groups = dict.fromkeys((*(group for group, _ in GROUPS), OTHER), 0.0)
+    for name, us in times:
+        groups[group_of(name)] += us
+    return groups
 
 
 def short(name: str) -> str:
@@ -69,13 +79,11 @@ def summary(found: Iterable[Launch]) -> dict[str, Any]:
     run at the same time count fully in their groups.
     """
     found = list(found)
-    groups: dict[str, float] = dict.fromkeys((*(group for group, _ in GROUPS), OTHER), 0.0)
     kernels: dict[str, dict[str, Any]] = {}
     busy_us, end_us = 0.0, -float("inf")
     for launch in found:
-        groups[group_of(launch.name)] += launch.us
         kernel = kernels.setdefault(launch.name, {"name": short(launch.name), "count": 0, "us": 0.0})
-        kernel |= {"group": group_of(launch.name), "count": kernel["count"] + 1, "us": kernel["us"] + launch.us}
+        kernel |= {"count": kernel["count"] + 1, "us": kernel["us"] + launch.us}
         last = launch.start_us + launch.us
         busy_us += max(0.0, last - max(end_us, launch.start_us))
         end_us = max(end_us, last)
@@ -84,6 +92,6 @@ def summary(found: Iterable[Launch]) -> dict[str, Any]:
         "launches": len(found),
         "busy_us": busy_us,
         "idle_us": span_us - busy_us,
-        "groups_us": groups,
+        "groups_us": by_group((launch.name, launch.us) for launch in found),
         "kernels": sorted(kernels.values(), key=lambda kernel: -kernel["us"]),
     }

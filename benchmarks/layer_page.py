@@ -6,11 +6,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from benchmarks import dense, router
-from benchmarks.layer import COMPILED, OURS, SONIC_TUNED, UNFUSED, cell, heading, others, speed
+from benchmarks.launches import by_group
+from benchmarks.layer import COMPILED, OURS, SHAPES, SONIC_TUNED, UNFUSED, cell, heading, others, speed
 from fusedmoe.bench.layer import SAMPLED_TOKENS
 from fusedmoe.bench.measure import CASES, FORWARD, INFERENCE, STEP
 
 ERRORS = ("y", "x", "router", "weight1", "weight2")
+PARTS = {"router": "the router alone", "dense": "a dense MLP"}
 LAYER = """\
 ## The whole layer
 
@@ -45,10 +47,10 @@ while the GPU is idle; the call does not wait for the GPU.
 BREAKDOWN = """\
 ### Where the time of the layer goes
 
-Microseconds on the GPU in one call of our layer, by kind of kernel, from torch's profiler. *Router* has the choice of
-experts and the places of the rows; its products on tensor cores are in *products*. *Idle* is the time in which no
-kernel runs, between the first and the last. The times are those of one call without a flush of the L2 cache, so that
-they do not add up to the table above.
+Microseconds on the GPU in one call of our layer, by kind of kernel, from torch's profiler. *Router* has the logits, the
+choice of experts and the places of the rows. The two products of its backward pass are in *products*, because their
+kernels are those of the experts. *Idle* is the time in which no kernel runs, between the first and the last. The times
+are those of one call without a flush of the L2 cache, so that they do not add up to the table above.
 """
 ACCURACY = """\
 ### Errors of the layer
@@ -62,8 +64,9 @@ ROUTER = """\
 ### The router alone
 
 Forward and backward of the router alone: {tokens} tokens, hidden {hidden}, {experts} experts, top {top_k}. *torch* is a
-linear layer in fp32, `topk`, and the softmax of the result. The last row is the time that the router adds to a layer:
-the time of the layer minus that of its experts for given routing, with intermediate {intermediate}.
+linear layer in fp32, `topk`, and the softmax of the result. An `fm.Router` that is called alone runs in plain PyTorch
+too. Its kernels run in a layer. The last row is the time that it adds to a layer: the time of the layer minus that of
+its experts for given routing, with intermediate {intermediate}.
 """
 DENSE = """\
 ## A dense MLP
@@ -132,7 +135,11 @@ def _times(results: dict[str, Any], case: str, names: Sequence[str]) -> str:
 
 
 def _shapes(results: dict[str, Any]) -> str:
-    return "The shapes are\n\n" + "\n".join(f"- {heading(shape)}" for shape in results["shapes"]) + "\n"
+    text = "The shapes are\n\n" + "\n".join(f"- {heading(shape)}" for shape in results["shapes"]) + "\n"
+    measured = {shape["name"] for shape in results["shapes"]}
+    absent = [name for name in SHAPES if name not in measured]
+    absent += [title for part, title in PARTS.items() if part not in results]
+    return text + (f"\nNot measured in this run: {', '.join(absent)}.\n" if absent else "")
 
 
 def _memory(results: dict[str, Any], names: Sequence[str]) -> str:
@@ -163,12 +170,11 @@ def _launches(results: dict[str, Any], names: Sequence[str]) -> str:
 
 
 def _breakdown(results: dict[str, Any]) -> str:
-    ours = {(s["name"], c): s["launches"][OURS][c] for s in results["shapes"] for c in CASES if OURS in s["launches"]}
-    groups = list(dict.fromkeys(group for found in ours.values() for group in found["groups_us"]))
-    rows = [
-        [*key, *(f"{found['groups_us'][group]:.0f}" for group in groups), f"{found['idle_us']:.0f}"]
-        for key, found in ours.items()
-    ]
+    rows, groups = [], list(by_group(()))
+    for shape in results["shapes"]:
+        for case, found in shape["launches"].get(OURS, {}).items():
+            times = by_group((kernel["name"], kernel["us"]) for kernel in found["kernels"])
+            rows.append([shape["name"], case, *(f"{us:.0f}" for us in times.values()), f"{found['idle_us']:.0f}"])
     return _table(["shape", "pass", *groups, "idle"], rows)
 
 

@@ -120,7 +120,9 @@ def entry(name, ms, peak):
         for case in ("inference", "forward", "forward + backward")
         for who in ms
     ]
-    gpu = {"launches": 61, "busy_us": 90.0, "idle_us": 7.0, "groups_us": {"router": 30.0, "other": 60.0}}
+    kernels = [{"name": "Route.place", "us": 20.0}, {"name": "nvjet", "us": 60.0}, {"name": "Parts.kernel", "us": 10.0}]
+    gpu = {"launches": 61, "busy_us": 90.0, "idle_us": 7.0, "kernels": kernels}
+    gpu["groups_us"] = {"router": 20.0, "products": 60.0, "other": 10.0}
     cases = dict.fromkeys(("inference", "forward", "forward + backward"), gpu)
     sizes = {"tokens": 1, "hidden": 2, "intermediate": 3, "experts": 4, "top_k": 1}
     return {"name": name, **sizes, "rows": rows, "launches": {OURS: cases}, "errors": {}, "rerouted": {}}
@@ -154,17 +156,33 @@ def test_the_page_of_the_layer():
     assert "| *geometric mean* |  |  | 1.00 |" in text
     assert "| one | 2.00 | 1.00 | 0.50 |" in text, "memory"
     assert "| one | inference | 61 |  | 12 | 12 |" in text
-    assert "| two | forward | 30 | 60 | 7 |" in text
+    assert "| two | forward | 30 | 60 | 0 | 0 | 0 | 7 |" in text, "groups of today, also for an older file"
     assert "SonicMoE tuned" not in text
+
+
+def test_the_page_names_what_a_run_did_not_measure():
+    text = "\n".join(layer_page.render(RESULTS))
+    assert f"Not measured in this run: {', '.join(layer.SHAPES)}, the router alone, a dense MLP." in text
+    named = [RESULTS["shapes"][0] | {"name": name} for name in layer.SHAPES]
+    parts = {
+        "router": {"tokens": 8, "hidden": 8, "intermediate": 8, "experts": 4, "top_k": 2, "rows": []},
+        "dense": {"tokens": 8, "hidden": 8, "intermediate": 8, "rows": []},
+    }
+    cut = "\n".join(layer_page.render(RESULTS | parts | {"shapes": named[:-1]}))
+    assert f"Not measured in this run: {layer.SHAPES[-1]}.\n" in cut
+    assert "### The router alone" in cut
+    assert "## A dense MLP" in cut
+    assert "Not measured" not in "\n".join(layer_page.render(RESULTS | parts | {"shapes": named}))
 
 
 def test_the_longest_kernels_are_printed():
     shape = RESULTS["shapes"][0]
-    kernels = [{"name": f"k{n}", "group": "other", "count": 2, "us": 50.0 - n} for n in range(30)]
+    kernels = [{"name": f"k{n}", "count": 2, "us": 50.0 - n} for n in range(30)]
     counted = {OURS: {"forward": shape["launches"][OURS]["forward"] | {"kernels": kernels}}}
     text = layer._more_lines(shape | {"plan": "2 of 6", "launches": counted})
     assert text[0] == "our plan: 2 of 6"
-    assert "  fusedmoe, forward: 61 launches, busy 90 us (router 30, other 60), idle 7 us" in text
+    groups = "router 20, products 60, other 10"
+    assert f"  fusedmoe, forward: 61 launches, busy 90 us ({groups}), idle 7 us" in text
     shown = [line.split() for line in text if line.startswith("    ")]
     assert shown[0] == ["50.0", "us", "2", "x", "k0"]
     assert len(shown) == layer.SHOWN_KERNELS
@@ -180,6 +198,10 @@ def test_kernels_are_grouped_by_name():
         (ours.format("SumSlotsarchsm_90a_dtypebf16"), "sums over slots", "SumSlots.kernel"),
         (ours.format("GatherRowsarchsm_90a"), "gathers", "GatherRows.kernel"),
         (ours.format("ChooseBackwardarchsm_90a"), "router", "ChooseBackward.kernel"),
+        (ours.format("PromotedRaggedMdtypebf16_configTileConfig"), "router", "PromotedRaggedM.kernel"),
+        (ours.format("PromotedRaggedKdtypebf16_configTileConfig"), "router", "PromotedRaggedK.kernel"),
+        (ours.format("Partsarchsm_90a_dtypebf16"), "router", "Parts.kernel"),
+        (ours.format("SumPartsarchsm_90a_outbf16"), "router", "SumParts.kernel"),
         ("kernel_cutlass_place_Routearchsm_90a_indexint64", "router", "Route.place"),
         ("void cutlass::Kernel2<cutlass_80_simt_sgemm_128x64_8x5_tn_align1>(Params)", "router", None),
         ("void at::native::sbtopk::gatherTopK<float, unsigned int, 2, false>()", "router", None),
@@ -188,6 +210,7 @@ def test_kernels_are_grouped_by_name():
     ):
         assert launches.group_of(name) == group, name
         assert launches.short(name) == (short or name[:80])
+        assert launches.group_of(launches.short(name)) == group, name
 
 
 def test_the_gpu_is_idle_in_the_gaps_only():
@@ -201,7 +224,7 @@ def test_the_gpu_is_idle_in_the_gaps_only():
     )
     assert (found["launches"], found["busy_us"], found["idle_us"]) == (4, 20.0, 5.0)
     assert found["groups_us"] == {"router": 0, "products": 17, "sums over slots": 0, "gathers": 0, "other": 7}
-    assert found["kernels"][0] == {"name": "nvjet", "count": 2, "us": 17.0, "group": "products"}
+    assert found["kernels"][0] == {"name": "nvjet", "count": 2, "us": 17.0}
     assert launches.summary([])["idle_us"] == 0
 
 
