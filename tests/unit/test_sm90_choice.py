@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import shapes
 from fusedmoe.kernels.options import KernelOptions
-from fusedmoe.kernels.sm90 import functions, tuned
+from fusedmoe.kernels.sm90 import launch, tuned
 from fusedmoe.kernels.sm90.choice import (
     CANDIDATES,
     EPILOGUE_CYCLES,
@@ -60,9 +60,9 @@ def test_choice_is_the_fastest_candidate_by_the_model(family):
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
 @pytest.mark.parametrize("sm_margin", [0, 1, 20, 131, 132, 1000])
 def test_no_more_ctas_than_sms_and_whole_clusters(config, sm_margin, monkeypatch):
-    monkeypatch.setattr(functions, "_sm_count", lambda device: SMS)
-    sms = functions._sms("cuda", KernelOptions(sm_margin))
-    ctas = functions._ctas(sms, config)
+    monkeypatch.setattr(launch, "sm_count", lambda device: SMS)
+    sms = launch.sms_for("cuda", KernelOptions(sm_margin))
+    ctas = launch.ctas_for(sms, config)
     assert config.ctas <= ctas <= sms
     assert ctas <= max(SMS - sm_margin, 2)
     assert ctas % config.ctas == 0

@@ -7,7 +7,7 @@ import torch
 
 from fusedmoe.kernels.activation import Activation
 from fusedmoe.kernels.options import KernelOptions
-from fusedmoe.kernels.sm90 import functions
+from fusedmoe.kernels.sm90 import functions, launch
 from fusedmoe.kernels.sm90.choice import CO_256_ALONE, PP_192
 
 E, K, N = 4, 64, 96
@@ -24,7 +24,7 @@ def launched(monkeypatch):
     def kernel(**compiled_for):
         return lambda *arguments: calls.append((compiled_for, arguments))
 
-    monkeypatch.setattr(functions, "_sm_count", lambda device: 132)
+    monkeypatch.setattr(launch, "sm_count", lambda device: 132)
     monkeypatch.setattr(functions, "_ragged_m_kernel", kernel)
     monkeypatch.setattr(functions, "_ragged_k_kernel", kernel)
     caches = functions._ragged_m_launch, functions._ragged_k_launch

@@ -25,7 +25,7 @@ from fusedmoe.builtin_rules.sm90.backend import (
 )
 from fusedmoe.fusion.rule import Bind, FusionRule, NothingToDo, PlanContext, Step, require
 from fusedmoe.kernels.sm90 import functions, limits
-from fusedmoe.kernels.sm90.one_group import new_offsets, offsets_of_one_group
+from fusedmoe.kernels.sm90.one_group import bind_offsets
 from fusedmoe.ops.glu import DGeGLU, DReGLU, DSwiGLU, GeGLU, ReGLU, SwiGLU
 from fusedmoe.ops.grouped_linear import (
     Linear,
@@ -256,11 +256,7 @@ def _one(bias: Tensor | None) -> Tensor | None:
 
 def _all_of(rows: Tensor) -> Callable[[], Tensor]:
     """Return a function that returns the offsets of one group with all rows."""
-    count, device = rows.shape[0], rows.device
-    offsets = offsets_of_one_group(count, device)
-    if offsets is None:
-        return lambda: new_offsets(count, device)
-    return lambda: offsets
+    return bind_offsets(rows.shape[0], rows.device)
 
 
 def _counted_in(dy: Tensor, offsets: Tensor | None) -> Callable[[Tensor | None], Tensor]:

@@ -29,7 +29,8 @@ from torch import Tensor
 
 from fusedmoe.kernels import compiler
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
-from fusedmoe.kernels.sm90.choice import WGRADS, Family, Problem, band, choose
+from fusedmoe.kernels.sm90.choice import WGRADS, Family, Problem, choose
+from fusedmoe.kernels.sm90.launch import new_counter, placeholders, scheduling, shared_counter, sms_for
 from fusedmoe.kernels.sm90.row_functions import (
     NAMES,
     bind_column_sums,
@@ -47,7 +48,6 @@ from fusedmoe.kernels.sm90.slot_functions import (
 
 if TYPE_CHECKING:
     from fusedmoe.kernels.activation import Activation
-    from fusedmoe.kernels.options import Schedule
     from fusedmoe.kernels.sm90.config import TileConfig
 
 __all__ = [
@@ -366,7 +366,7 @@ def bind_grouped_wgrad(
         if out is None:
             out = x.new_empty(experts, n, k) if same else x.new_empty(experts, n, k, dtype=dtype)
         if kernel is not None:
-            counter = _new_counter(device) if static_counter is None else static_counter
+            counter = new_counter(device) if static_counter is None else static_counter
             if gathered is None:
                 kernel(grad_output, x, offsets, out, counter, *numbers)
             else:
@@ -469,7 +469,7 @@ class _RaggedMLaunch(NamedTuple):
         elif self.converts:
             row_scale = row_scale.float()
         bias = self.no_bias if bias is None else bias
-        return (bias, row_scale, _new_counter(self.device) if self.counter is None else self.counter, *self.numbers)
+        return (bias, row_scale, new_counter(self.device) if self.counter is None else self.counter, *self.numbers)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -480,7 +480,7 @@ def _ragged_m_launch(key: _RaggedMKey) -> _RaggedMLaunch:
         family = "heavy_derivative"
     if family == "activation" and activation is not None and activation.gated and not activation.interleaved:
         family = "transposed_activation" if key.b_major == "n" else family
-    sms = _sms(key.device, key.options)
+    sms = sms_for(key.device, key.options)
     problem = Problem(family, key.rows, key.experts, key.columns, key.depth, sms, key.dtype.itemsize, key.gathered)
     config = key.choose(problem)
     scaled, derivative = key.scale is not None, key.family == "derivative"
@@ -491,10 +491,10 @@ def _ragged_m_launch(key: _RaggedMKey) -> _RaggedMLaunch:
     limit, alpha, offset = 0.0, 1.0, 0.0
     if activation is not None:
         limit, alpha, offset = activation.limit or 0.0, activation.alpha, activation.offset
-    numbers = (limit, alpha, offset, key.biased, scaled, *_scheduling(problem, config, sms, key.options))
-    no_bias, no_scale = _absent(key.device, key.dtype)
+    numbers = (limit, alpha, offset, key.biased, scaled, *scheduling(problem, config, sms, key.options))
+    no_bias, no_scale = placeholders(key.device, key.dtype)
     launch = _RaggedMLaunch(
-        kernel, None, key.device, no_bias, no_scale, _counter(key.device, key.options.schedule), numbers,
+        kernel, None, key.device, no_bias, no_scale, shared_counter(key.device, key.options.schedule), numbers,
         partials=(-(-key.columns // config.tile_n), key.rows) if derivative and scaled else None,
         converts=scaled and key.scale is not torch.float32,
     )  # fmt: skip
@@ -530,20 +530,15 @@ class _RaggedKLaunch(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def _ragged_k_launch(key: _RaggedKKey) -> _RaggedKLaunch:
     """Make the launch of a ragged K product."""
-    sms = _sms(key.device, key.options)
+    sms = sms_for(key.device, key.options)
     problem = Problem(WGRADS[key.gathered], key.rows, key.experts, key.k, key.n, sms, key.dtype.itemsize)
     config = key.choose(problem)
     kernel = _ragged_k_kernel(
         dtype=NAMES[key.dtype], config=config, out=NAMES[key.out], accumulate=key.accumulate, gathered=key.gathered
     )
     return _RaggedKLaunch(
-        kernel, _counter(key.device, key.options.schedule), _scheduling(problem, config, sms, key.options)
+        kernel, shared_counter(key.device, key.options.schedule), scheduling(problem, config, sms, key.options)
     )
-
-
-def _scheduling(problem: Problem, config: TileConfig, sms: int, options: KernelOptions) -> tuple[int, int, int]:
-    """Return the scheduler's numbers: the band of row tiles, CTAs, and whether the schedule is dynamic."""
-    return band(problem, config), _ctas(sms, config), int(options.schedule == "dynamic")
 
 
 class _CompiledIn(NamedTuple):
@@ -595,33 +590,3 @@ def _ragged_k_kernel(*, dtype: str, config: TileConfig, out: str, accumulate: bo
     from fusedmoe.kernels.sm90.ragged_k import RaggedK  # deferred: imports the CuTe DSL
 
     return compiler.load(RaggedK(dtype, config, out=out, accumulate=accumulate, gathered=gathered))
-
-
-@functools.cache
-def _sm_count(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _sms(device: torch.device, options: KernelOptions) -> int:
-    return max(_sm_count(device) - options.sm_margin, 2)
-
-
-def _ctas(sms: int, config: TileConfig) -> int:
-    return sms // config.ctas * config.ctas
-
-
-def _new_counter(device: torch.device) -> Tensor:
-    """A tile counter, zero, for one launch: concurrent launches need separate counters."""
-    return torch.zeros(1, dtype=torch.int32, device=device)
-
-
-@functools.cache
-def _counter(device: torch.device, schedule: Schedule) -> Tensor | None:
-    """The tile counter of a static schedule, which never reads it; None for a dynamic one, with one per launch."""
-    return _new_counter(device) if schedule == "static" else None
-
-
-@functools.cache
-def _absent(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Placeholders for a missing bias and row scale, which the kernel does not read."""
-    return torch.empty(1, 8, dtype=dtype, device=device), torch.empty(1, dtype=torch.float32, device=device)

@@ -98,9 +98,7 @@ class OfTokens(WarpKernel):
 
     score: str  # "softmax", "topk_softmax" or "sigmoid"
     room: int  # maximum number of experts: 32 times a power of two
-    aligned: bool = field(
-        default=True, kw_only=True
-    )  # whether E is a multiple of 4: logits then move 16 bytes at a time
+    aligned: bool = field(default=True, kw_only=True)  # E is a multiple of 4: logits move 16 bytes at a time
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -233,7 +231,7 @@ class Choose(OfTokens):
 
     @property
     def warps(self) -> int:
-        """Warps per CTA: registers for fewer, if a lane has more experts."""
+        """Warps per CTA: fewer if a lane has more experts, and so needs more registers."""
         return min(32, 128 // self.per_lane)
 
     @property

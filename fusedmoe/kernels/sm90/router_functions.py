@@ -25,17 +25,10 @@ from fusedmoe.kernels.compiler import load
 from fusedmoe.kernels.options import KernelOptions
 from fusedmoe.kernels.sm90.choice import Problem
 from fusedmoe.kernels.sm90.config import TileConfig
-from fusedmoe.kernels.sm90.functions import (
-    _absent,
-    _counter,
-    _new_counter,
-    _scheduling,
-    _sms,
-    bind_grouped_gemm,
-    bind_grouped_wgrad,
-)
+from fusedmoe.kernels.sm90.functions import bind_grouped_gemm, bind_grouped_wgrad
+from fusedmoe.kernels.sm90.launch import new_counter, placeholders, scheduling, shared_counter, sms_for
 from fusedmoe.kernels.sm90.limits import LANES, UNIT
-from fusedmoe.kernels.sm90.one_group import new_offsets, offsets_of_one_group
+from fusedmoe.kernels.sm90.one_group import bind_offsets
 from fusedmoe.kernels.sm90.row_functions import NAMES
 from fusedmoe.kernels.sm90.slot_functions import bind_route
 
@@ -341,25 +334,19 @@ def _bind_logits(
     (tokens, hidden), device = x_TH.shape, x_TH.device
     config, pitch = logits_tile(columns), -(-columns // QUAD) * QUAD
     kernel = load(PromotedRaggedM(NAMES[x_TH.dtype], config, epilogue=PLAIN_FP32))
-    problem = Problem("plain", tokens, 1, columns, hidden, _sms(device, options))
-    numbers = (0.0, 1.0, 0.0, biased, False, *_scheduling(problem, config, problem.sms, options))
-    no_bias, no_scale = _absent(device, x_TH.dtype)
-    static_counter, offsets = _counter(device, options.schedule), _bind_one_group(tokens, device)
+    problem = Problem("plain", tokens, 1, columns, hidden, sms_for(device, options))
+    numbers = (0.0, 1.0, 0.0, biased, False, *scheduling(problem, config, problem.sms, options))
+    no_bias, no_scale = placeholders(device, x_TH.dtype)
+    static_counter, offsets = shared_counter(device, options.schedule), bind_offsets(tokens, device)
 
     def run(x_TH: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         products = x_TH.new_empty(tokens, pitch, dtype=torch.float32)[:, :columns]
         of_bias = no_bias if bias is None else bias.unsqueeze(0)
-        counter = _new_counter(device) if static_counter is None else static_counter
+        counter = new_counter(device) if static_counter is None else static_counter
         kernel(x_TH, weight.unsqueeze(0), offsets(), of_bias, no_scale, counter, *numbers, products)
         return products
 
     return run
-
-
-def _bind_one_group(rows: int, device: torch.device) -> Callable[[], Tensor]:
-    """Return a function of the offsets of one group: at best, without a launch."""
-    kept = offsets_of_one_group(rows, device)
-    return (lambda: new_offsets(rows, device)) if kept is None else lambda: kept
 
 
 def logits_tile(columns: int) -> TileConfig:
@@ -375,15 +362,13 @@ def _bind_exact_wgrad(
 
     (tokens, rows), hidden, device = parts.shape, x_TH.shape[1], x_TH.device
     kernel = load(PromotedRaggedK(NAMES[x_TH.dtype], WGRAD_TILE, out="fp32"))
-    problem = Problem("wgrad", tokens, groups, hidden, rows, _sms(device, options))
-    numbers = _scheduling(problem, WGRAD_TILE, problem.sms, options)
-    static_counter = _counter(device, options.schedule)
+    problem = Problem("wgrad", tokens, groups, hidden, rows, sms_for(device, options))
+    numbers = scheduling(problem, WGRAD_TILE, problem.sms, options)
+    static_counter = shared_counter(device, options.schedule)
 
     def run(parts: Tensor, x_TH: Tensor, ends: Tensor, _: Tensor | None) -> Tensor:
         products = x_TH.new_empty(groups, rows, hidden, dtype=torch.float32)
-        kernel(
-            parts, x_TH, ends, products, _new_counter(device) if static_counter is None else static_counter, *numbers
-        )
+        kernel(parts, x_TH, ends, products, new_counter(device) if static_counter is None else static_counter, *numbers)
         return products
 
     return run

@@ -1,0 +1,53 @@
+"""Common arguments of the launches of grouped products: the schedule, its tile counter, and placeholders."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fusedmoe.kernels.sm90.choice import Problem, band
+
+if TYPE_CHECKING:
+    from fusedmoe.kernels.options import KernelOptions, Schedule
+    from fusedmoe.kernels.sm90.config import TileConfig
+
+
+@functools.cache
+def sm_count(device: torch.device) -> int:
+    """Return the number of SMs of a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def sms_for(device: torch.device, options: KernelOptions) -> int:
+    """Return the number of SMs that kernels may use."""
+    return max(sm_count(device) - options.sm_margin, 2)
+
+
+def ctas_for(sms: int, config: TileConfig) -> int:
+    """Return the number of CTAs: one per SM, in whole clusters."""
+    return sms // config.ctas * config.ctas
+
+
+def scheduling(problem: Problem, config: TileConfig, sms: int, options: KernelOptions) -> tuple[int, int, int]:
+    """Return the scheduler's numbers: the band of row tiles, CTAs, and whether the schedule is dynamic."""
+    return band(problem, config), ctas_for(sms, config), int(options.schedule == "dynamic")
+
+
+def new_counter(device: torch.device) -> Tensor:
+    """Return a tile counter, zero, for one launch: concurrent launches need separate counters."""
+    return torch.zeros(1, dtype=torch.int32, device=device)
+
+
+@functools.cache
+def shared_counter(device: torch.device, schedule: Schedule) -> Tensor | None:
+    """Return the tile counter of a static schedule, which never reads it; None for a dynamic one: `new_counter`."""
+    return new_counter(device) if schedule == "static" else None
+
+
+@functools.cache
+def placeholders(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return tensors in place of a missing bias and row scale, which the kernel does not read."""
+    return torch.empty(1, 8, dtype=dtype, device=device), torch.empty(1, dtype=torch.float32, device=device)
