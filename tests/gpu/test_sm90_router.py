@@ -353,6 +353,20 @@ def test_a_layer_with_few_launches(device):
     assert not [n for n in names if "_count_" in n and "Route" in n]
 
 
+def test_a_gradient_of_logits_at_any_address(device):
+    """Losses of several layers concatenate their logits: each gradient is a view."""
+    made = layer()
+    x = torch.randn(999, 256, device=device, dtype=BF16, requires_grad=True)
+    found = []
+    for first in (0, 1):
+        y, stats = made(x, return_stats=True)
+        logits = torch.cat([stats.logits.new_ones(first), stats.logits.flatten()])[first:]
+        loss = (logits * torch.linspace(-1, 1, logits.numel(), device=device)).sum()
+        found.append(torch.autograd.grad(y.sum() + loss, [x, *made.router.parameters()]))
+    for aligned, shifted in zip(*found, strict=True):
+        assert torch.equal(aligned, shifted)
+
+
 def test_no_tokens(device):
     made = layer()
     x = torch.zeros(0, 256, device=device, dtype=BF16, requires_grad=True)

@@ -328,6 +328,8 @@ def bind_logits_grad(logits, grads, choice, blocks, groups, want_sums, want_whol
         calls.append(("logits_grad", {"blocks": blocks, "rows": grads.row_of_slot is not None}))
         weight, row_of_slot, *others = grads
         assert all(g is None or (g.is_contiguous() and g.dtype is torch.float32) for g in (weight, *others))
+        of_logits = others[0]
+        assert of_logits is None or limits.why_not_address("the gradient of the logits", of_logits.data_ptr()) is None
         if row_of_slot is not None:
             weight = torch.cat([weight, weight.new_zeros(1)])[row_of_slot]
         (derivative, *_) = _router(choice, logits.shape[1], 8).backward_ops()

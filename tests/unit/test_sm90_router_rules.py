@@ -95,6 +95,17 @@ def test_values_for_losses(options, observed):
     assert called("router")[0]["sums"] is ("probs_sum" in observed)
 
 
+class AfterOne(Observe):
+    """The gradient of its value is a view that begins one number after the start of another tensor."""
+
+    def compute(self, x, value):
+        return super().compute(x, torch.cat([value.new_ones(1), value.flatten()]))
+
+
+def test_a_gradient_of_logits_at_an_address_that_kernels_cannot_read():
+    assert both_ways(layer(BF16, AfterOne("router_logits")), tokens())[-1] == "sm90.router_backward"
+
+
 def test_a_router_alone():
     used = both_ways(fm.Sequential(router(), Observe("router_logits", "probs_sum")), tokens())
     assert used == ["sm90.router", "sm90.router_backward"]

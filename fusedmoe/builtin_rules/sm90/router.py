@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fusedmoe.builtin_rules.sm90.backend import OnSm90, Run, decline, guard_matrix
+from fusedmoe.builtin_rules.sm90.backend import OnSm90, Run, decline, guard_gradient, guard_matrix, on_readable
 from fusedmoe.fusion.rule import Bind, FusionRule, NothingToDo, PlanContext, Step, require
 from fusedmoe.kernels.sm90 import functions, limits, router_functions
 from fusedmoe.kernels.sm90.router_functions import Choice, LogitsGrads, Routed
@@ -172,7 +172,7 @@ class RouterBackwardRule(OnSm90, FusionRule, name="sm90.router_backward", direct
         x = ctx.dtype("dlogits.input")
         require(x is torch.bfloat16, "x is %s: small gradients of logits need the range of bfloat16", x)
         if self.ddispatch is not None:
-            decline(limits.why_not_dtypes({"the gradient": ctx.dtype("grad_output")}))
+            decline(limits.why_not_dtypes({"x": x, "the gradient": ctx.dtype("grad_output")}))
         gives = [
             *(["dbias.grad_bias"] if self.dbias is not None else []),
             *(["dweight.grad_weight"] if self.dweight is not None else []),
@@ -240,18 +240,18 @@ class RouterBackwardRule(OnSm90, FusionRule, name="sm90.router_backward", direct
             if self.ddispatch is not None:
                 assert dy is not None
                 assert row_of_slot is not None
-                readable = dy if _readable(dy) else dy.contiguous()
+                guard_gradient(dy)
                 addend = None if weight is None else like.new_empty(tokens, router.hidden)
-                total = functions.bind_sum_slots(readable, row_of_slot, None, addend)
+                total = on_readable(dy, functions.bind_sum_slots(dy, row_of_slot, None, addend))
 
             def run(
                 dweight_TK: Tensor | None, row_of_slot: Tensor | None, dlogits_TE: Tensor | None,
                 dprobs_E: Tensor | None, dz: Tensor | None, logits_TE: Tensor, index_TK: Tensor, x: Tensor | None,
                 weight: Tensor | None, dy: Tensor | None,
             ) -> tuple[Tensor | None, ...]:  # fmt: skip
-                incoming = (None if g is None else g.contiguous() for g in (dlogits_TE, dprobs_E, dz))
-                of_weight = None if dweight_TK is None else dweight_TK.contiguous()
-                grads = LogitsGrads(of_weight, row_of_slot if of_rows else None, *incoming)
+                of_weight, of_probs, of_z = (None if g is None else g.contiguous() for g in (dweight_TK, dprobs_E, dz))
+                of_logits_alone = None if dlogits_TE is None else _aligned(dlogits_TE)
+                grads = LogitsGrads(of_weight, row_of_slot if of_rows else None, of_logits_alone, of_probs, of_z)
                 parts, ends, sums, whole = of_logits(logits_TE, index_TK, grads)
                 results: list[Tensor | None] = []
                 if bias_dtype is not None:
@@ -266,7 +266,7 @@ class RouterBackwardRule(OnSm90, FusionRule, name="sm90.router_backward", direct
                     dx = dgrad(parts, ends, weight)
                 if total is not None:
                     assert dy is not None
-                    dx = total(dy if _readable(dy) else dy.contiguous(), row_of_slot, None, dx)
+                    dx = total(dy, row_of_slot, None, dx)
                 elif dx is not None and dy is not None:
                     dx = dy + dx
                 if dx is not None:
@@ -280,5 +280,9 @@ class RouterBackwardRule(OnSm90, FusionRule, name="sm90.router_backward", direct
         return bind
 
 
-def _readable(t: Tensor) -> bool:
-    return limits.why_not_matrix("", t.shape, t.stride(), t.data_ptr()) is None
+def _aligned(t: Tensor) -> Tensor:
+    """Return a gradient of logits, contiguous and at an address that kernels can read. Autograd may pass a view into a
+    larger gradient, such as that of the logits of several layers.
+    """
+    aligned = t.stride() == (t.shape[1], 1) and limits.why_not_address("", t.data_ptr()) is None
+    return t if aligned else t.clone(memory_format=torch.contiguous_format)
