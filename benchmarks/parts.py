@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.launches import launches, summary
+from fusedmoe.bench.layer import relative_error
+from fusedmoe.bench.measure import FORWARD, STEP, WRONG
 from fusedmoe.bench.peers import why_not
 from fusedmoe.bench.timing import Timer, memory_of, times_of
 
-FORWARD, STEP = "forward", "forward + backward"
-WRONG = 0.03  # limit of a relative error, in norm
+LIMIT = WRONG[torch.bfloat16.itemsize]
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class PartRow:
 
 
 def compare(makers: Mapping[str, Callable[[], Variant]], timer: Timer, device: torch.device) -> list[PartRow]:
-    """Check and time the variants, interleaved; an exception becomes the note of its variant."""
+    """Check and time the variants of bf16 layers, interleaved; an exception becomes the note of its variant."""
     notes: dict[str, str | None] = {}
     variants: dict[str, Variant] = {}
     errors: dict[str, dict[str, float]] = {}
@@ -63,13 +64,13 @@ def compare(makers: Mapping[str, Callable[[], Variant]], timer: Timer, device: t
             variant = make()
             got = (variant.forward().detach(), *_step(variant)())
             results = zip(("output", *variant.leaves), got, variant.exact(), strict=True)
-            errors[name] = {what: _relative(a, b) for what, a, b in results}
+            errors[name] = {what: relative_error(a, b) for what, a, b in results}
         except Exception as raised:  # noqa: BLE001 reported in the candidate's row
             notes[name] = why_not(raised, ())
             continue
         worst = max(errors[name].values())
-        notes[name] = "" if worst < WRONG else f"wrong: relative error {worst:.2g}"
-        if worst < WRONG:
+        notes[name] = "" if worst < LIMIT else f"wrong: relative error {worst:.2g}"
+        if worst < LIMIT:
             variants[name] = variant
     rows = []
     for case in (FORWARD, STEP):
@@ -103,7 +104,3 @@ def lines(rows: Sequence[PartRow]) -> list[str]:
 
 def _step(variant: Variant) -> Callable[[], tuple[Tensor, ...]]:
     return lambda: torch.autograd.grad(variant.forward(), tuple(variant.leaves.values()), variant.grad_output)
-
-
-def _relative(got: Tensor, expected: Tensor) -> float:
-    return float((got.double() - expected).norm() / expected.norm())

@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fusedmoe as fm
-from benchmarks.parts import STEP, PartRow, Variant, compare, lines
+from benchmarks.parts import PartRow, Variant, compare, lines
 from fusedmoe.bench.layer import OURS, Sizes, Work, our_layer, route
+from fusedmoe.bench.measure import STEP
 from fusedmoe.bench.timing import Timer
 
 SIZES = Sizes(hidden=2048, intermediate=128, experts=128, top_k=8, tokens=32768)

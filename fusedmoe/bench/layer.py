@@ -328,10 +328,11 @@ class Reference:
                 "weight1": deinterleave(weight1, 0) if candidate.alternating else weight1,
                 "weight2": grads.weight2[self.expert],
             }
-        return {name: _relative(t, self.expected[name]) for name, t in got.items() if name in self.expected}
+        return {name: relative_error(t, self.expected[name]) for name, t in got.items() if name in self.expected}
 
 
-def _relative(got: Tensor, expected: Tensor) -> float:
+def relative_error(got: Tensor, expected: Tensor) -> float:
+    """Return ``|got - expected| / |expected|``, in norm; infinite if it is not finite."""
     error = ((got.double() - expected).norm() / expected.norm()).item()
     return error if math.isfinite(error) else math.inf
 

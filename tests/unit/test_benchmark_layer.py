@@ -3,6 +3,7 @@
 import functools
 import json
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -243,14 +244,18 @@ def test_a_wrong_part_is_named_and_not_timed():
     def absent():
         raise RuntimeError("no such layer")
 
-    makers = {"right": lambda: variant(2), "wrong": lambda: variant(3), "absent": absent}
+    def nan():
+        return replace(variant(2), grad_output=torch.full((4, 3), torch.nan))
+
+    makers = {"right": lambda: variant(2), "wrong": lambda: variant(3), "absent": absent, "nan": nan}
     rows = parts.compare(makers, CountingTimer(), CPU)
     assert [(row.case, row.name, row.ms) for row in rows] == [
         (case, name, 1 if name == "right" else None)
         for case in ("forward", "forward + backward")
-        for name in ("right", "wrong", "absent")
+        for name in ("right", "wrong", "absent", "nan")
     ]
     assert rows[1].note == "wrong: relative error 0.33"
     assert rows[2].note == "RuntimeError: no such layer"
+    assert rows[3].note == "wrong: relative error inf", "a gradient of NaN next to a right output"
     assert rows[0].errors == {"output": 0.0, "x": 0.0}
     assert "no such layer" in parts.lines(rows)[2]
