@@ -257,6 +257,32 @@ def test_a_product_that_declines_makes_the_rows_without_sorting_again(monkeypatc
         chain(x, **named)
 
 
+def test_tokens_too_far_apart_are_gathered_by_plain_pytorch():
+    """The stride of a single row may be any number."""
+    chain, named = experts(), {"expert_index": torch.tensor([[2, 0]]), "expert_weight": torch.rand(1, K)}
+    x = torch.randn(H, dtype=BF16).as_strided((1, H), (2**30, 1))
+    with torch.no_grad():
+        with fm.disabled("*"):
+            expected = chain(x, **named)
+        stand_ins.calls.clear()
+        got = chain(x, **named)
+        assert expected.any()
+        assert_close({"y": got}, {"y": expected})
+        assert "gathered_gemm_activation" not in called()
+        with fm.strict(), pytest.raises(FusionError, match="gathered rows are 1073741824 elements apart"):
+            chain(x, **named)
+
+
+def test_tokens_that_change_before_backward():
+    """The tokens are kept, not a copy of their rows: autograd checks that they are the same."""
+    chain, x, named = experts(), tokens(), routing()
+    changed = x * 1
+    y = chain(changed, **named)
+    changed += y
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        changed.float().sum().backward()
+
+
 def test_no_tokens():
     chain = experts()
     x = torch.randn(0, H, dtype=BF16, requires_grad=True)

@@ -80,14 +80,15 @@ def through_index(ctx: PlanContext, step: Step, rows: str, gather_cost: float) -
     return replace(step, needs=needs, gather_cost=gather_cost)
 
 
-def guard_index(index: tuple[Tensor, ...]) -> None:
-    """Decline an index that is not contiguous. Leave a call without rows to plain PyTorch. ``index`` is empty for rows
-    in order.
+def guard_index(source: Tensor, index: tuple[Tensor, ...]) -> None:
+    """Decline an index that is not contiguous, and a source whose rows are too far apart for the kernels. Leave a call
+    without rows to plain PyTorch. ``index`` is empty for rows in order.
     """
     for t in index:
         if not t.shape[0]:
             raise NothingToDo("no rows")
         require(t.is_contiguous(), "the index of the rows is not contiguous")
+        decline(limits.why_not_gathered(source.stride(0)))
 
 
 def converts(factor: torch.dtype) -> bool:

@@ -41,7 +41,7 @@ class GroupedDgrad(OnSm90, FusionRule, name="sm90.grouped_dgrad", direction="bac
 
         def bind(dy: Tensor, weight: Tensor, offsets: Tensor, *index: Tensor) -> Run:
             guard_gradient(dy)
-            guard_index(index)
+            guard_index(dy, index)
             guard_matrix("the weight", weight, transposed=True)
             product = functions.bind_grouped_gemm(dy, weight.mT, None, None, options, *index)
 

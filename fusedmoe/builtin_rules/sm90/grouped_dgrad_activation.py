@@ -72,7 +72,7 @@ class GroupedDgradActivation(OnSm90, FusionRule, name="sm90.grouped_dgrad_activa
             dy: Tensor, weight: Tensor, offsets: Tensor, preactivation: Tensor, factor: Tensor | None, *index: Tensor
         ) -> Run:
             guard_gradient(dy)
-            guard_index(index)
+            guard_index(dy, index)
             guard_matrix("the preactivation", preactivation)
             guard_matrix("the weight", weight, transposed=True)
             product = functions.bind_grouped_gemm_activation_backward(

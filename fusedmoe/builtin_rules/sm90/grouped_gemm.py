@@ -51,7 +51,7 @@ class GroupedGemm(OnSm90, FusionRule, name="sm90.grouped_gemm", direction="forwa
             x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, factor: Tensor | None, *index: Tensor
         ) -> Run:
             guard_operands(x, weight, bias)
-            guard_index(index)
+            guard_index(x, index)
             return functions.bind_grouped_gemm(x, weight, bias, factor, options, *index)
 
         return bind

@@ -60,7 +60,7 @@ class GroupedGemmActivation(OnSm90, FusionRule, name="sm90.grouped_gemm_activati
             x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, factor: Tensor | None, *index: Tensor
         ) -> Run:
             guard_operands(x, weight, bias)
-            guard_index(index)
+            guard_index(x, index)
             return functions.bind_grouped_gemm_activation(
                 x, weight, bias, factor, activation, bool(keep), options, *index
             )

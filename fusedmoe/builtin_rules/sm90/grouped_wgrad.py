@@ -48,14 +48,14 @@ class GroupedWgrad(OnSm90, FusionRule, name="sm90.grouped_wgrad", direction="bac
         dtype, options = torch.float32 if accumulating else ctx.dtype("wgrad.weight"), ctx.options
 
         # the function's name of the operand that it reads through an index
-        operands: dict[str, functions.Gathered | None] = {
+        operands: dict[str, functions.WgradOperand | None] = {
             "": None, "wgrad.input": "x", "grad_output": "grad_output",
         }  # fmt: skip
         gathered = operands[self.gathers]
 
         def bind(dy: Tensor, x: Tensor, offsets: Tensor, *index: Tensor) -> Run:
             guard_gradient(dy)
-            guard_index(index)
+            guard_index(dy if gathered == "grad_output" else x, index)
             guard_matrix("x", x)
             gather = index[0] if index else None
             product = functions.bind_grouped_wgrad(

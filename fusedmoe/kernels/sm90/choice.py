@@ -134,7 +134,8 @@ class Problem:
         """The key of measurements: (family, half octaves of the rows per expert, columns, octaves of the depth).
 
         Half octaves are ``round(2 * log2(rows))``. Columns are exact, because the number of tiles depends on them. All
-        measurements are of elements of `config.ELEMENT_BYTES`.
+        measurements are of elements of `config.ELEMENT_BYTES`. Gathered rows of a ragged M product have the key of rows
+        in order.
         """
         return self.family, round(2 * _log2(self.rows / max(self.experts, 1))), self.columns, round(_log2(self.depth))
 

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from fusedmoe.kernels import compiler
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
+from fusedmoe.kernels.sm90 import limits
 from fusedmoe.kernels.sm90.choice import WGRADS, Family, Problem, choose
 from fusedmoe.kernels.sm90.launch import new_counter, placeholders, scheduling, shared_counter, sms_for
 from fusedmoe.kernels.sm90.row_functions import (
@@ -71,8 +72,9 @@ __all__ = [
 ]
 
 
-Gathered = Literal["grad_output", "x"]
-GATHERED_OPERAND: dict[Gathered | None, str | None] = {None: None, "grad_output": "a", "x": "b"}  # of the kernel
+WgradOperand = Literal["grad_output", "x"]
+"""An operand of a weight gradient."""
+KERNEL_OPERAND: dict[WgradOperand | None, str | None] = {None: None, "grad_output": "a", "x": "b"}
 
 
 def grouped_gemm(
@@ -298,7 +300,7 @@ def grouped_wgrad(
     accumulate: bool = False,
     options: KernelOptions = DEFAULT,
     gather: Tensor | None = None,
-    gathered: Gathered | None = None,
+    gathered: WgradOperand | None = None,
 ) -> Tensor:
     """``dW[e] = grad_output[rows of e].T @ x[rows of e]``; zeros for an expert without rows.
 
@@ -341,10 +343,10 @@ def bind_grouped_wgrad(
     accumulate: bool,
     options: KernelOptions,
     gather: Tensor | None = None,
-    gathered: Gathered | None = None,
+    gathered: WgradOperand | None = None,
 ) -> Callable[..., Tensor]:
     """Return `grouped_wgrad` of ``(grad_output, x, offsets, out, gather=None)``; ``out`` has this dtype, or is None."""
-    if gathered not in GATHERED_OPERAND or (gather is None) != (gathered is None):
+    if gathered not in KERNEL_OPERAND or (gather is None) != (gathered is None):
         given = f"{'no' if gather is None else 'an'} index"
         raise ValueError(
             f"gathered: expected 'grad_output' or 'x' and an index, or None and no index, got {gathered!r}, {given}"
@@ -356,7 +358,7 @@ def bind_grouped_wgrad(
     if rows:
         key = _RaggedKKey(
             choose=choose, device=device, dtype=x.dtype, rows=rows, experts=experts, n=n, k=k, out=dtype,
-            accumulate=accumulate, gathered=GATHERED_OPERAND[gathered], options=options,
+            accumulate=accumulate, gathered=KERNEL_OPERAND[gathered], options=options,
         )  # fmt: skip
         kernel, static_counter, numbers = _ragged_k_launch(key)
 
@@ -412,8 +414,9 @@ def _rows(operand: Tensor, gather: Tensor | None) -> int:
     if gather.dtype is not torch.int32 or gather.dim() != 1 or not gather.is_contiguous():
         shape, strides = tuple(gather.shape), gather.stride()
         raise ValueError(f"gather is {gather.dtype}, {shape}, strides {strides}: expected a contiguous int32 vector")
-    if operand.stride(0) * operand.element_size() >= 2**31:  # gather.py computes addresses with 32-bit pitches
-        raise ValueError(f"gathered rows are {operand.stride(0)} elements apart: expected less than 2 GiB")
+    reason = limits.why_not_gathered(operand.stride(0))
+    if reason is not None:
+        raise ValueError(reason)
     return gather.shape[0]
 
 

@@ -117,6 +117,13 @@ def why_not_matrix(
     return why_not_address(name, address)
 
 
+def why_not_gathered(row_stride: int) -> str | None:
+    """Gathered rows are less than 2 GiB apart: the kernels have their pitch in 32 bits. The stride is in elements."""
+    if row_stride * ELEMENT_BYTES < 2**31:
+        return None
+    return f"gathered rows are {row_stride} elements apart: expected less than 2 GiB"
+
+
 def why_not_address(name: str, address: int) -> str | None:
     """An address is a multiple of 16 bytes."""
     return f"{name} does not begin at a multiple of {ALIGNMENT_BYTES} bytes" if address % ALIGNMENT_BYTES else None

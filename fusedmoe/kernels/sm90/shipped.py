@@ -34,8 +34,8 @@ def shipped() -> tuple[Kernel, ...]:
     # bf16: every candidate of SwiGLU and of products without an activation
     for config in CANDIDATES["plain"]:
         kernels += [RaggedM("bf16", config, b_major=major) for major in ("k", "n")]
-    for config, keep in itertools.product(CANDIDATES["activation"], (True, False)):
-        kernels.append(RaggedM("bf16", config, epilogue=activation("swiglu", keep=keep)))
+    for config, keep, gather in itertools.product(CANDIDATES["activation"], (True, False), (False, True)):
+        kernels.append(RaggedM("bf16", config, epilogue=activation("swiglu", keep=keep), gather=gather))
     for config, keep in itertools.product(CANDIDATES["transposed_activation"], (True, False)):  # as in Llama-4
         kernels.append(RaggedM("bf16", config, b_major="n", epilogue=activation("swiglu", keep=keep)))
     for config, (keep, scaled) in itertools.product(
@@ -43,10 +43,13 @@ def shipped() -> tuple[Kernel, ...]:
     ):
         epilogue = derivative("swiglu", keep=keep, row_scale=scaled)
         kernels.append(RaggedM("bf16", config, b_major="n", epilogue=epilogue))
-    for config in CANDIDATES["wgrad"]:
-        kernels += [RaggedK("bf16", config, out="bf16"), RaggedK("bf16", config, out="fp32", accumulate=True)]
+    for config in CANDIDATES["derivative"]:
+        epilogue = derivative("swiglu", keep=True, row_scale=True)
+        kernels.append(RaggedM("bf16", config, b_major="n", epilogue=epilogue, gather=True))
     for gathered, family in WGRADS.items():
-        kernels += [RaggedK("bf16", c, out="bf16", gathered=gathered) for c in CANDIDATES[family] if gathered]
+        for config in CANDIDATES[family]:
+            kernels.append(RaggedK("bf16", config, out="bf16", gathered=gathered))
+            kernels.append(RaggedK("bf16", config, out="fp32", accumulate=True, gathered=gathered))
     kernels.append(RaggedK("bf16", PP_192, out="fp32"))
 
     # bf16: the other activations, with the tiles of training

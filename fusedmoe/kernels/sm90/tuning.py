@@ -69,7 +69,7 @@ Measure = Callable[[Mlp, Product, int, Callable[[str], None]], "dict[TileConfig,
 
 
 def products(mlp: Mlp, sms: int) -> tuple[Product, ...]:
-    """Return the products of a training step of the MLP."""
+    """Return the products of a training step of the MLP, all of rows in order."""
     activation = ACTIVATIONS[mlp.activation]
     h, i, n = mlp.hidden, mlp.intermediate, mlp.intermediate * (2 if activation.gated else 1)
     heavy = functions.heavy(activation)
