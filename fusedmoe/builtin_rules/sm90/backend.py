@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -73,11 +73,20 @@ def activation_of(op: Op) -> Activation:
     return Activation(kind, op.limit, op.alpha, op.offset, op.interleaved)
 
 
-def through_index(ctx: PlanContext, step: Step, rows: str, gather_cost: float) -> Step:
-    """Return a step that reads these rows through their index. The kernel takes the index last."""
-    decline(limits.why_not_row_index(ctx.dtype(f"{rows}:index")))
-    needs = (*(f"{name}:source" if name == rows else name for name in step.needs), f"{rows}:index")
-    return replace(step, needs=needs, gather_cost=gather_cost)
+class ThroughIndex:
+    """Base of a rule whose step reads the rows `gathers` through their index, which its kernel takes last. It precedes
+    the rule for rows in order in the bases.
+    """
+
+    gathers: ClassVar[str]
+    gather_cost: ClassVar[float] = 1.2  # of `Step`
+
+    def offer(self, ctx: PlanContext) -> Step:
+        rows = self.gathers
+        step: Step = super().offer(ctx)  # type: ignore[misc]
+        decline(limits.why_not_row_index(ctx.dtype(f"{rows}:index")))
+        needs = (*(f"{name}:source" if name == rows else name for name in step.needs), f"{rows}:index")
+        return replace(step, needs=needs, gather_cost=self.gather_cost)
 
 
 def guard_index(source: Tensor, index: tuple[Tensor, ...]) -> None:

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 from fusedmoe.builtin_rules.sm90.backend import (
     OnSm90,
     Run,
+    ThroughIndex,
     check_common,
     guard_gradient,
     guard_index,
     guard_matrix,
     on_readable,
-    through_index,
 )
 from fusedmoe.fusion.rule import Bind, FusionRule, PlanContext, Step
 from fusedmoe.kernels.sm90 import functions
@@ -53,11 +53,7 @@ class GroupedDgrad(OnSm90, FusionRule, name="sm90.grouped_dgrad", direction="bac
         return bind
 
 
-class GatheredDgrad(GroupedDgrad, name="sm90.gathered_dgrad", direction="backward"):
+class GatheredDgrad(ThroughIndex, GroupedDgrad, name="sm90.gathered_dgrad", direction="backward"):
     """`sm90.grouped_dgrad` with ``dy[index[r]]`` in place of ``dy[r]``."""
 
     gathers = "grad_output"
-    gather_cost = 1.2  # of `Step`
-
-    def offer(self, ctx: PlanContext) -> Step:
-        return through_index(ctx, super().offer(ctx), self.gathers, self.gather_cost)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from fusedmoe.builtin_rules.sm90.backend import (
     OnSm90,
     Run,
+    ThroughIndex,
     activation_of,
     check_common,
     converts,
@@ -19,7 +20,6 @@ from fusedmoe.builtin_rules.sm90.backend import (
     guard_index,
     guard_matrix,
     on_readable,
-    through_index,
 )
 from fusedmoe.fusion.rule import Bind, FusionRule, PlanContext, Step
 from fusedmoe.kernels.sm90 import functions, limits
@@ -100,11 +100,9 @@ class GroupedDgradActivation(OnSm90, FusionRule, name="sm90.grouped_dgrad_activa
         return bind
 
 
-class GatheredDgradActivation(GroupedDgradActivation, name="sm90.gathered_dgrad_activation", direction="backward"):
+class GatheredDgradActivation(
+    ThroughIndex, GroupedDgradActivation, name="sm90.gathered_dgrad_activation", direction="backward"
+):
     """`sm90.grouped_dgrad_activation` with ``dy[index[r]]`` in place of ``dy[r]``."""
 
     gathers = "grad_output"
-    gather_cost = 1.2  # of `Step`
-
-    def offer(self, ctx: PlanContext) -> Step:
-        return through_index(ctx, super().offer(ctx), self.gathers, self.gather_cost)

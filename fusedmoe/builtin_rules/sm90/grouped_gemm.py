@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 from fusedmoe.builtin_rules.sm90.backend import (
     OnSm90,
     Run,
+    ThroughIndex,
     check_common,
     converts,
     decline,
     guard_index,
     guard_operands,
-    through_index,
 )
 from fusedmoe.fusion.rule import Bind, FusionRule, PlanContext, Step
 from fusedmoe.kernels.sm90 import functions, limits
@@ -57,11 +57,7 @@ class GroupedGemm(OnSm90, FusionRule, name="sm90.grouped_gemm", direction="forwa
         return bind
 
 
-class GatheredGemm(GroupedGemm, name="sm90.gathered_gemm", direction="forward"):
+class GatheredGemm(ThroughIndex, GroupedGemm, name="sm90.gathered_gemm", direction="forward"):
     """`sm90.grouped_gemm` with ``x[index[r]]`` in place of ``x[r]``."""
 
     gathers = "input"
-    gather_cost = 1.2  # of `Step`
-
-    def offer(self, ctx: PlanContext) -> Step:
-        return through_index(ctx, super().offer(ctx), self.gathers, self.gather_cost)

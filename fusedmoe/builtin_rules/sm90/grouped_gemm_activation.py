@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from fusedmoe.builtin_rules.sm90.backend import (
     OnSm90,
     Run,
+    ThroughIndex,
     activation_of,
     check_common,
     converts,
     decline,
     guard_index,
     guard_operands,
-    through_index,
 )
 from fusedmoe.fusion.rule import Bind, FusionRule, PlanContext, Step
 from fusedmoe.kernels.sm90 import functions, limits
@@ -68,11 +68,9 @@ class GroupedGemmActivation(OnSm90, FusionRule, name="sm90.grouped_gemm_activati
         return bind
 
 
-class GatheredGemmActivation(GroupedGemmActivation, name="sm90.gathered_gemm_activation", direction="forward"):
+class GatheredGemmActivation(
+    ThroughIndex, GroupedGemmActivation, name="sm90.gathered_gemm_activation", direction="forward"
+):
     """`sm90.grouped_gemm_activation` with ``x[index[r]]`` in place of ``x[r]``."""
 
     gathers = "input"
-    gather_cost = 1.2  # of `Step`
-
-    def offer(self, ctx: PlanContext) -> Step:
-        return through_index(ctx, super().offer(ctx), self.gathers, self.gather_cost)

@@ -13,13 +13,13 @@ import torch
 from fusedmoe.builtin_rules.sm90.backend import (
     OnSm90,
     Run,
+    ThroughIndex,
     check_common,
     decline,
     guard_gradient,
     guard_index,
     guard_matrix,
     on_readable,
-    through_index,
 )
 from fusedmoe.fusion.rule import Bind, FusionRule, PlanContext, Step, require
 from fusedmoe.kernels.sm90 import functions, limits
@@ -76,21 +76,13 @@ class GroupedWgrad(OnSm90, FusionRule, name="sm90.grouped_wgrad", direction="bac
         return bind
 
 
-class GatheredWgradX(GroupedWgrad, name="sm90.gathered_wgrad_x", direction="backward"):
+class GatheredWgradX(ThroughIndex, GroupedWgrad, name="sm90.gathered_wgrad_x", direction="backward"):
     """`sm90.grouped_wgrad` with ``x[index[r]]`` in place of ``x[r]``."""
 
     gathers = "wgrad.input"
-    gather_cost = 1.2  # of `Step`
-
-    def offer(self, ctx: PlanContext) -> Step:
-        return through_index(ctx, super().offer(ctx), self.gathers, self.gather_cost)
 
 
-class GatheredWgradDy(GroupedWgrad, name="sm90.gathered_wgrad_dy", direction="backward"):
+class GatheredWgradDy(ThroughIndex, GroupedWgrad, name="sm90.gathered_wgrad_dy", direction="backward"):
     """`sm90.grouped_wgrad` with ``dy[index[r]]`` in place of ``dy[r]``."""
 
     gathers = "grad_output"
-    gather_cost = 1.2  # of `Step`
-
-    def offer(self, ctx: PlanContext) -> Step:
-        return through_index(ctx, super().offer(ctx), self.gathers, self.gather_cost)

@@ -27,7 +27,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
-LANES = 32
+from fusedmoe.kernels.sm90.warps import LANES
+
 CHUNK_BYTES = 16  # per lane and copy
 ROW_BYTES = 128  # of a row in a stage
 ROW_LANES = ROW_BYTES // CHUNK_BYTES

@@ -38,8 +38,9 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 
 from fusedmoe.kernels.sm90 import tiles
 from fusedmoe.kernels.sm90.config import BLOCK_ROWS, EPILOGUE_COLUMNS, SWIZZLE_BYTES
-from fusedmoe.kernels.sm90.gather import LANES, ROW_BYTES, Gathered, chunk, copy_rows
+from fusedmoe.kernels.sm90.gather import ROW_BYTES, Gathered, chunk, copy_rows
 from fusedmoe.kernels.sm90.gemm import LOAD_WARP, PRODUCER, SCHEDULER_WARP, VALUES, Gemm, Tma
+from fusedmoe.kernels.sm90.warps import LANES
 
 END_ROW = 2**30
 WRAP = 2**34  # elements: END_ROW rows of this pitch are a multiple of 2^64 bytes

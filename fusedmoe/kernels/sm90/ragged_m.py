@@ -42,7 +42,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from fusedmoe.kernels.sm90 import tiles
 from fusedmoe.kernels.sm90.config import ALIGNMENT_BYTES, BLOCK_ROWS, EPILOGUE_COLUMNS, SWIZZLE_BYTES
 from fusedmoe.kernels.sm90.epilogues import PLAIN, Arguments, Block, Epilogue, Numbers
-from fusedmoe.kernels.sm90.gather import CHUNK_BYTES, LANES, Gathered, chunk, copy_rows
+from fusedmoe.kernels.sm90.gather import CHUNK_BYTES, Gathered, chunk, copy_rows
 from fusedmoe.kernels.sm90.gemm import (
     EPILOGUE_LOAD_WARP,
     LOAD,
@@ -54,6 +54,7 @@ from fusedmoe.kernels.sm90.gemm import (
     Gemm,
     Tma,
 )  # fmt: skip
+from fusedmoe.kernels.sm90.warps import LANES
 
 
 class Gathering(NamedTuple):
