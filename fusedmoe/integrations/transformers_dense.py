@@ -214,9 +214,12 @@ class _View(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
         ctx.rows = len(inputs[0])
+        # the view has the version of the first tensor, so that autograd notices in-place changes of that one only
+        ctx.save_for_backward(inputs[1])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        _ = ctx.saved_tensors  # raises if it was changed after the forward pass
         return grad[: ctx.rows], grad[ctx.rows :]
 
 

@@ -234,6 +234,17 @@ def llama():
     return LlamaForCausalLM(config).eval()
 
 
+@pytest.mark.parametrize("name", ["gate_proj", "up_proj", "down_proj"])
+def test_a_weight_changed_before_backward_is_an_error(name):
+    mlp = llama_mlp()
+    patch_dense(mlp)
+    y = mlp(rows())
+    with torch.no_grad():
+        getattr(mlp, name).weight.mul_(2)
+    with pytest.raises(RuntimeError, match=r"modified (by an )?inplace"):
+        y.sum().backward()
+
+
 def test_a_model(tmp_path):
     model, ids = llama(), torch.randint(1, 64, (2, 7))
     want = model(input_ids=ids, labels=ids)
