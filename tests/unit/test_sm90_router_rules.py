@@ -111,6 +111,14 @@ def test_a_router_alone():
     assert used == ["sm90.router", "sm90.router_backward"]
 
 
+@pytest.mark.parametrize("chain", [layer, lambda: fm.Sequential(router(), Observe("router_logits"))])
+def test_the_sum_of_two_gradients_of_the_tokens_is_a_launch(chain):
+    x = tokens()
+    with_x, without_x = (only_plan(chain(), t).steps[-1].launches for t in (x, x.detach()))
+    assert with_x == 1 + 2 + 3  # the logits, the weight, the tokens
+    assert without_x == 1 + 2
+
+
 @pytest.mark.parametrize("frozen", [*itertools.product([False, True], repeat=3)], ids=str)
 def test_frozen_parts(frozen):
     of_router, of_experts, of_x = frozen

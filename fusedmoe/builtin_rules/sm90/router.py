@@ -151,8 +151,8 @@ class RouterBackwardRule(OnSm90, FusionRule, name="sm90.router_backward", direct
       first.
     - The bias's gradient in one more launch.
     - The weight's gradient in two more, by groups of tokens and then their sum.
-    - The gradient of the tokens in two more. With `DDispatch`, in a third: the sum over each token's rows and the
-      router's part.
+    - The gradient of the tokens in two more, and its sum with the gradient of the rows that the router passes on in a
+      third. With `DDispatch`, the third launch also sums each token's rows.
     """
 
     from_rows: DispatchWeightGrad | None
@@ -181,13 +181,14 @@ class RouterBackwardRule(OnSm90, FusionRule, name="sm90.router_backward", direct
             gives.append("dx.grad_input")
         elif self.ddispatch is not None:
             gives.append("ddispatch.grad_input")
-        optional = (self.dbias, self.dweight, self.dweight, self.dx, self.dx, self.ddispatch)
+        optional = (self.dbias, self.dweight, self.dweight, self.dx, self.dx)
+        adds = self.ddispatch is not None or (self.dx is not None and ctx.exists("dx.grad_output"))
         return Step(
             needs=self._needs(),
             gives=tuple(gives),
             keeps=("dlogits.grad_logits",),
             zeroes_tail=True,
-            launches=1 + sum(op is not None for op in optional),
+            launches=1 + sum(op is not None for op in optional) + adds,
         )
 
     def _needs(self) -> tuple[str, ...]:

@@ -37,14 +37,14 @@ class Promoted(Gemm):
         for first in cutlass.range(0, depth, CHUNK, unroll=1):
             warpgroup.fence()
             tiled_mma.set(warpgroup.Field.ACCUMULATE, False)
-            ab.consumer_wait(state)
+            self.wait_for_stage(ab, state)
             for kb in cutlass.range_constexpr(cute.size(r_a, mode=[2])):
                 cute.gemm(tiled_mma, chunk, r_a[None, None, kb, state.index], r_b[None, None, kb, state.index], chunk)
                 tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
             warpgroup.commit_group()
             state.advance()
             for _ in cutlass.range(cutlass.min(depth - first, CHUNK) - 1, unroll=1):
-                ab.consumer_wait(state)
+                self.wait_for_stage(ab, state)
                 for kb in cutlass.range_constexpr(cute.size(r_a, mode=[2])):
                     at = (None, None, kb, state.index)
                     cute.gemm(tiled_mma, chunk, r_a[at], r_b[at], chunk)
