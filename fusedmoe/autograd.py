@@ -226,5 +226,6 @@ def run_call(
         return _RunPlan.apply(call, *arguments)  # type: ignore[no-untyped-call, no-any-return]
     outputs: tuple[Tensor, ...] = _apply(call, *arguments)  # type: ignore[no-untyped-call]
     if uncast is not None and call.held:
-        outputs[0].grad_fn.uncast = _held_uncast(call, uncast)  # type: ignore[union-attr]
+        node: Any = next(t.grad_fn for t in outputs if t.grad_fn is not None)  # an index has none
+        node.uncast = _held_uncast(call, uncast)
     return outputs

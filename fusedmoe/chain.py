@@ -45,7 +45,7 @@ class Chain:
         The ops and their labels.
     exports
         Values that the ops provide for parts after the chain.
-    sorted_rows, provided
+    sorted_rows, provided, returns_rows
         As in `Graph`.
 
     Attributes
@@ -70,12 +70,14 @@ class Chain:
         exports: Collection[str] = (),
         sorted_rows: Mapping[int, str] | None = None,
         provided: Collection[str] = (),
+        returns_rows: bool = True,
     ) -> None:
         self.nodes = tuple(nodes)
         self.exports = tuple(exports)
         self.sorted_rows = sorted_rows or {}
         self.provided = tuple(provided)
-        graph = Graph(self.nodes, self.exports, (), self.sorted_rows, self.provided)
+        self.returns_rows = returns_rows
+        graph = Graph(self.nodes, self.exports, (), self.sorted_rows, self.provided, returns_rows)
         self.inputs = tuple(graph.inputs)
         self.arguments = graph.arguments
         self.takers = graph.takers
@@ -98,7 +100,10 @@ class Chain:
         options: KernelOptions = DEFAULT,
         parameters: Parameters | None = None,
     ) -> Tensor:
-        """Return the output rows for these rows and named runtime inputs, and add the exports to ``named``."""
+        """Return the output rows for these rows and named runtime inputs, and add the exports to ``named``.
+
+        The output rows of a chain that does not return them are ``x``.
+        """
         if _get_tracing_state() is not None:
             raise inside_jit_trace(f"{self.nodes[0].label}.{type(self.nodes[0].op).__name__}")
         arguments = self.arguments_of(x, named, parameters)
@@ -118,6 +123,8 @@ class Chain:
             cast = cast_arguments(arguments, dtype, self.casts)
             with without_autocast(x.device):
                 results = self._run(cast, signature(cast), CallContext(*context), arguments)
+        if not self.returns_rows:
+            results = (x, *results)
         if len(results) > 1:
             named.update(zip(self.exports, results[1:], strict=True))
         return results[0]
@@ -237,7 +244,7 @@ class Chain:
                 raise InputError(f"{must} give each inserted op a label of its own, got {label!r} twice")
             if op.parameter_names and Node(label, op) not in self.nodes:
                 raise InputError(f"{must} insert ops with no parameters, got {label}.{type(op).__name__}")
-        graph = Graph(nodes, self.exports, self.inputs, self.sorted_rows, self.provided)
+        graph = Graph(nodes, self.exports, self.inputs, self.sorted_rows, self.provided, self.returns_rows)
         if more := graph.inputs[len(self.inputs) :]:
             raise InputError(
                 f"{must} insert only ops that take values of the chain, got one that takes {', '.join(map(repr, more))}"

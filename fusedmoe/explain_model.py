@@ -15,7 +15,7 @@ from fusedmoe.errors import InputError
 from fusedmoe.fusion.plan import Explanation, format_bytes, hints, in_columns, raise_if_missed
 from fusedmoe.fusion.rule import FusionError
 from fusedmoe.moe import MoE
-from fusedmoe.ops import GroupedLinear, Linear, Op
+from fusedmoe.ops import GroupedLinear, Linear, Op, Router
 from fusedmoe.sequential import Sequential
 from fusedmoe.target import planned_for
 
@@ -208,7 +208,7 @@ def _router_of(model: nn.Module, name: str, module: nn.Module, explanation: Expl
         return ""
     owner = module if isinstance(module, MoE) else model.get_submodule(name.rpartition(".")[0])
     router = next((owner._modules[child] for child in ("router", "gate") if owner._modules.get(child)), None)
-    return "" if router is None else type(router).__name__
+    return "" if router is None or isinstance(router, Router) else type(router).__name__
 
 
 def _name(module: nn.Module, name: str) -> None:
@@ -224,7 +224,8 @@ def _explained(module: nn.Module, tokens: int) -> _Outcome | None:
         router, layers = module.router, [m for m in module.experts.modules() if isinstance(m, GroupedLinear)]
         if layers and module._is_one_chain():
             return _Outcome(module.explain(_rows(tokens, module.hidden, layers[0].weight)))
-        return _explained_sequential(module.experts, tokens, router.top_k, trained=router.weight.requires_grad)
+        trained = any(p.requires_grad for p in router.parameters())
+        return _explained_sequential(module.experts, tokens, getattr(router, "top_k", 2), trained=trained)
     if isinstance(module, Sequential):
         return _explained_sequential(module, tokens)
     if callable(explain_rows := getattr(type(module), "explain_rows", None)):

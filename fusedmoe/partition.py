@@ -238,7 +238,8 @@ class Partition:
             self.provided |= provides
             if group[0].joins:
                 exports = [name for name in provides if name in later or name in self._returned]
-                parts.append(_chain_part(_nodes(group), exports, shared[i], before, first=not i))
+                returns_rows = not isinstance(self._root, Op) or self._root.returns_rows
+                parts.append(_chain_part(_nodes(group), exports, shared[i], before, not i, returns_rows))
             else:
                 (member,) = group
                 gives_rows = _gives_rows(member, groups[i + 1][0]) if i + 1 < len(groups) else ""
@@ -342,13 +343,18 @@ def _gives_rows(member: Member, after: Member) -> str:
 
 
 def _chain_part(
-    nodes: Sequence[Node], exports: Sequence[str], shared: Mapping[int, str], before: Sequence[str], first: bool
+    nodes: Sequence[Node],
+    exports: Sequence[str],
+    shared: Mapping[int, str],
+    before: Sequence[str],
+    first: bool,
+    returns_rows: bool,
 ) -> ChainPart:
     """Return the part of these ops."""
-    chain = Chain(nodes, exports, shared, before)
+    chain = Chain(nodes, exports, shared, before, returns_rows)
     lost = {rows: taker for rows, taker in shared.items() if rows}
     # only a module before the part can have changed the number of its input rows
-    apart = None if first or 0 not in shared else Chain(nodes, exports, lost, before)
+    apart = None if first or 0 not in shared else Chain(nodes, exports, lost, before, returns_rows)
     sorts_rows = any(node.op.changes_rows for node in nodes) or bool(first_takers_of_offsets(nodes))
     return ChainPart(chain, apart, sorts_rows)
 

@@ -42,6 +42,7 @@ class TracedChain(NamedTuple):
     # for each parameter the path to its op, its name in the op, and its name in the chain
     parameters: tuple[tuple[Path, str, str], ...]
     exports: tuple[str, ...]  # as in `Chain`
+    returns_rows: bool  # as in `Chain`
     casts: tuple[bool, ...]  # as in `Chain`
     chain: Chain | None  # the chain itself, if it has no handle
 
@@ -97,6 +98,8 @@ def run(
                 results = _run_uncompiled(chain.chain, x, inputs, options, parameters)
             else:
                 results = _run_operator(chain, [x, *[inputs[name] for name in chain.inputs], *own])
+                if not chain.returns_rows:
+                    results = [x, *results]
             x = results[0]
             for i, name in enumerate(chain.exports):
                 inputs[name] = results[1 + i]
@@ -216,4 +219,6 @@ def _traced_chain(chain: Chain, paths: Sequence[Path], options: KernelOptions) -
         for name in node.op.parameter_names
     )
     handle = handle_of(chain, options)
-    return TracedChain(handle, chain.inputs, parameters, chain.exports, chain.casts, None if handle else chain)
+    return TracedChain(
+        handle, chain.inputs, parameters, chain.exports, chain.returns_rows, chain.casts, None if handle else chain
+    )

@@ -53,6 +53,8 @@ def _run_chain(chain: Chain, x: Tensor, named: dict[str, Tensor], parameters: Pa
     plan = plan_chain(chain, arguments, [False] * len(arguments), conditions)
     runs = plan.program.runs(False, plan.infer(arguments) if plan.graph.forms else None, check=False)
     results = plan.program.run([*arguments], *runs)[0]
+    if not chain.returns_rows:
+        results = (x, *results)
     named.update(zip(chain.exports, results[1:], strict=True))  # type: ignore[arg-type]
     assert results[0] is not None
     return results[0]

@@ -157,12 +157,12 @@ def handle_of(chain: Chain, options: KernelOptions) -> str | None:
     ops = [f"{node.label}={node.op.describe()}" for node in chain.nodes]
     strict = now.strict, now.strict_unavailable
     held = (repr(now.recipe), strict, conditions.disabled, repr(options), deterministic, rules)
-    said = (ops, chain.exports, chain.sorted_rows, chain.provided, *held)
+    said = (ops, chain.exports, chain.sorted_rows, chain.provided, chain.returns_rows, *held)
     handle = f"fusedmoe {__version__} " + " ".join(map(str, said))
     with _lock:
         if handle not in _chains:
             nodes = [Node(node.label, _without_parameters(node.op)) for node in chain.nodes]
-            bare = Chain(nodes, chain.exports, chain.sorted_rows, chain.provided)
+            bare = Chain(nodes, chain.exports, chain.sorted_rows, chain.provided, chain.returns_rows)
             calls = _last_calls.setdefault(str((ops, chain.sorted_rows)), _LastCalls(1 + len(chain.inputs)))
             _chains[handle] = _CompiledChain(bare, now, conditions, calls)
     return handle

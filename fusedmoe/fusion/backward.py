@@ -105,10 +105,11 @@ class _Builder:
         for place in reversed(self._graph.places):
             for item in place.op.backward_ops():
                 gives = tuple(n for n in item.gives if place.gradient(n) in differentiable)
-                arriving = [grad(place.gradient(n)) for n in item.needs if n.startswith("grad_")]
-                if not gives or not any(g in self._contributions for g in arriving):
+                needs = [n for n in item.needs if n.startswith("grad_")]
+                arriving = [n for n in needs if grad(place.gradient(n)) in self._contributions]
+                if not gives or not arriving:
                     continue
-                kept = item if len(gives) == len(item.gives) else item.only(gives)
+                kept = (item if len(gives) == len(item.gives) else item.only(gives)).given(arriving)
                 steps.append(_Step(place, kept, tuple(self._contribute(place.gradient(n)) for n in kept.gives)))
                 if item.quantizes is not None:
                     self._sources[grad(place.gradient_of["input"])] = grad(place.gradient_of["output"])

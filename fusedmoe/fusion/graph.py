@@ -58,6 +58,8 @@ class Graph:
         The chain derives their offsets from ``splits``, although none of its own ops takes them.
     provided
         The runtime inputs that ops before the chain provide: their contents need no check.
+    returns_rows
+        Whether the rows are a result.
 
     Attributes
     ----------
@@ -66,7 +68,7 @@ class Graph:
     derived, weights : dict of str to Place
         The glue that computes each derived value, and the glue that quantizes each weight.
     arguments, outputs : tuple of str
-        The rows, the runtime inputs and the parameters; the result and the exports.
+        The rows, the runtime inputs and the parameters; the resulting rows and the exports.
     quantizers, forms : dict
         The quantizer of each quantized value and weight, and the tensors of its forms.
     producers : dict of str to Plain
@@ -80,6 +82,7 @@ class Graph:
         inputs: Collection[str] = (),
         sorted_rows: Mapping[int, str] = MappingProxyType({}),
         provided: Collection[str] = (),
+        returns_rows: bool = True,
     ) -> None:
         self.nodes = tuple(nodes)
         self.parameters = tuple(f"{n.label}.{p}" for n in nodes for p in n.op.parameter_names)
@@ -97,11 +100,11 @@ class Graph:
         self.places = self._places_along(rows, gradients)
         self.forward = tuple(place for place in self.places if place.step.gives)
         provided_here = tuple(self._scope.take(name) for name in exports)
-        self.outputs = (self.form(rows[-1], None), *provided_here)
+        self.outputs = (self.form(rows[-1], None), *provided_here) if returns_rows else provided_here
         self.inputs, self.derived = self._scope.inputs, self._scope.derived
         self.arguments = (rows[0], *self.inputs, *self.parameters)
         # the values that the gradients of outputs and of arguments are named after
-        self.gradient_of_outputs = (gradients[-1], *provided_here)
+        self.gradient_of_outputs = (gradients[-1], *provided_here) if returns_rows else provided_here
         self.gradient_of_arguments = {a: a for a in self.arguments} | {rows[0]: gradients[0]}
         self.random_states = tuple(v for p in self.forward for v in p.random_states)
         glue = (*self.weights.values(), *(dequantize(v) for v in self.quantizers), *self.derived.values())

@@ -27,7 +27,7 @@ from fusedmoe.process_state import HasProcessState
 from fusedmoe.recipes import Node as Node
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
     from typing import TypeGuard
 
     from fusedmoe.formats import QuantizedSpec, Quantizer
@@ -164,6 +164,9 @@ class Op(Checked, Runnable):
         Whether the op leaves rows, or their gradient, unchanged. An op that passes rows forward has no step in that
         direction, unless it provides values: `compute` and `infer` then return these alone, and the op must define
         `backward_ops`. An op that passes gradients backward has no step in that direction.
+    returns_rows : bool
+        Whether the rows are a result of a call of the op alone. If not, no gradient of the rows arrives: the op passes
+        rows forward, and its `forward` returns none.
     autocasts : bool
         Whether autocast casts the op's rows and parameters. If not, and autocast would cast the rows of its chain, the
         op is in a chain of its own.
@@ -201,6 +204,7 @@ class Op(Checked, Runnable):
     optional_inputs: tuple[str, ...] = ()
     passes_forward: bool = False
     passes_backward: bool = False
+    returns_rows: ClassVar[bool] = True
     autocasts: ClassVar[bool] = True
     draws_random: bool = False
     quantizes: Quantizer | None = None
@@ -430,6 +434,10 @@ class BackwardOp:
 
     def only(self, gives: tuple[str, ...]) -> BackwardOp:
         """Return a step that computes at least these of its `gives`; the default computes all."""
+        return self
+
+    def given(self, gradients: Collection[str]) -> BackwardOp:
+        """Return the step for chains in which only these of the gradients in `needs` arrive; default: itself."""
         return self
 
     def __repr__(self) -> str:

@@ -19,7 +19,6 @@ from fusedmoe.autocast import without_autocast
 from fusedmoe.checks import (
     FINITE,
     FLAG,
-    FLOATS,
     NOT_NEGATIVE,
     POSITIVE_INTEGER,
     TENSOR,
@@ -33,7 +32,7 @@ from fusedmoe.kernels.torch.rows import rows_per_expert
 from fusedmoe.ops.op import BackwardOp, Op, TensorSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from fusedmoe.checks import Check
     from fusedmoe.ops.op import SpecLike
@@ -156,6 +155,7 @@ class Router(Op):
     provides_if_read = ("probs_sum", "z_sum")
     stages: ClassVar[Mapping[str, str]] = {"logits": "router_logits"}
     passes_forward = True
+    returns_rows = False
     autocasts = False
     launches = 12
     bias: nn.Parameter | None
@@ -255,16 +255,11 @@ class Router(Op):
 
     def forward(self, x: Tensor) -> Routing:  # type: ignore[override]
         """Route tokens ``x`` (T, H)."""
-        if not isinstance(x, Tensor):
-            raise InputError(f"Router: x: expected a tensor, got {type(x).__name__}")
-        if x.dim() != 2 or x.shape[1] != self.hidden:
-            raise InputError(f"Router: x: expected shape (tokens, {self.hidden}), got {tuple(x.shape)}")
-        FLOATS("Router: x", x.dtype)
+        _, values = self._run(x, {}, None, self.provides)  # without probs, which follow from the logits
+        logits_TE = values["router_logits"]
         with without_autocast(x.device):
-            logits_TE = self._logits(x, self.weight, self.bias)
-            scores_TE = self.scores(logits_TE)
-            index_TK, weight_TK = self._choice(logits_TE, scores_TE, self.balance_bias)
-            return Routing(index_TK, weight_TK, logits_TE, self._probs(scores_TE))
+            probs_TE = self._probs(self.scores(logits_TE))
+        return Routing(values["expert_index"], values["expert_weight"], logits_TE, probs_TE)
 
     forward_in_chain = forward
 
@@ -523,12 +518,23 @@ class DRouter(BackwardOp):
     passes on.
     """
 
-    needs = ("grad_output", "grad_logits", "weight")
+    needs: tuple[str, ...] = ("grad_output", "grad_logits", "weight")
     launches = 4
 
-    def compute(self, grad_output: Tensor | None, dlogits_TE: Tensor | None, weight: Tensor) -> Tensor:
+    def given(self, gradients: Collection[str]) -> BackwardOp:
+        if "grad_output" in gradients:
+            return self
+        step = DRouter(self.op)
+        step.needs = (*self.needs, "input")  # for its dtype
+        return step
+
+    def compute(
+        self, grad_output: Tensor | None, dlogits_TE: Tensor | None, weight: Tensor, x: Tensor | None = None
+    ) -> Tensor:
         if dlogits_TE is None:
             assert grad_output is not None, "otherwise the step is not planned"
             return grad_output
         dx = dlogits_TE @ weight.to(dlogits_TE.dtype)
-        return dx if grad_output is None else (grad_output + dx).to(grad_output.dtype)
+        if grad_output is None:
+            return dx if x is None else dx.to(x.dtype)
+        return (grad_output + dx).to(grad_output.dtype)

@@ -374,3 +374,27 @@ def test_no_tokens(device):
         made(x).sum().backward()
     assert x.grad.shape == (0, 256)
     assert not made.router.weight.grad.any()
+
+
+@pytest.mark.parametrize("of_router", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("score", ["softmax", "topk_softmax", "sigmoid"])
+def test_errors_of_a_router_alone_are_those_of_the_unfused_path(device, score, of_router):
+    made = layer(of_router=of_router, score=score).router
+    x = torch.randn(999, 256, device=device, dtype=BF16)
+
+    def results(router, x):
+        x = x.detach().clone().requires_grad_()
+        routing = router(x)
+        loss = sum((t * torch.linspace(-1, 1, t.numel()).view_as(t).to(t)).sum() for t in routing[1:])
+        return routing._asdict() | dict(
+            zip(("x", "weight", "bias"), torch.autograd.grad(loss, (x, *router.parameters())), strict=True)
+        )
+
+    with fm.strict():
+        fused = results(made, x)
+    with fm.disabled("*"):
+        plain = results(made, x)
+    exact = results(copy.deepcopy(made).double(), x.double())
+    assert torch.equal(fused["expert_index"], exact["expert_index"])
+    for name, want in exact.items():
+        assert relative(fused[name], want) <= 1.5 * relative(plain[name], want) + 1e-6, name

@@ -1,4 +1,4 @@
-"""`Router` in a chain against the router called alone, whose gradients autograd computes."""
+"""`Router` in a chain, and called alone, against its own formulas, whose gradients autograd computes."""
 
 import copy
 import itertools
@@ -10,6 +10,7 @@ from torch import nn
 
 import fusedmoe as fm
 from fusedmoe.ops import Op
+from fusedmoe.ops.router import DRouter
 
 T, HIDDEN, WIDE, E, K = 9, 6, 5, 8, 3
 
@@ -55,9 +56,16 @@ def sums(routing):
     return {"probs_sum": routing.probs.sum(0), "z_sum": routing.logits.logsumexp(1).square().sum()}
 
 
+def routing_of(router, x):
+    """The result of the router without a chain."""
+    with torch.autocast("cpu", enabled=False):
+        index, weight, logits = router.compute(x, router.weight, router.bias, router.balance_bias)
+        return fm.moe.Routing(index, weight, logits, router._probs(router.scores(logits)))
+
+
 def alone(router, rest, x):
-    """The same layer with the router called alone."""
-    routing = router(x)
+    """The same layer with the router without a chain."""
+    routing = routing_of(router, x)
     values = {"expert_index": routing.expert_index, "expert_weight": routing.expert_weight}
     values |= {"router_logits": routing.logits, **sums(routing)}
     rest = fm.Sequential(*rest)
@@ -79,6 +87,70 @@ def compare(router, rest, x, rtol=1e-12):
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_values_and_gradients_are_those_of_autograd(options):
     compare(router_of(**options), experts_of(), torch.randn(T, HIDDEN, dtype=torch.float64))
+
+
+def results_and_gradients(route, router, x, read):
+    results = route(x)
+    torch.manual_seed(2)
+    losses = [(getattr(results, name) * torch.randn_like(getattr(results, name))).sum() for name in read]
+    wanted = [t for t in (x, *router.parameters()) if t.requires_grad]
+    return results, torch.autograd.grad(sum(losses), wanted)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_called_alone(options, compiled):
+    router = router_of(**options)
+    x = torch.randn(T, HIDDEN, dtype=torch.float64, requires_grad=True)
+    route = torch.compile(router, fullgraph=True, backend="aot_eager") if compiled else router
+    for read in (("expert_weight",), ("logits",), ("probs",), ("expert_weight", "logits", "probs")):
+        results, grads = results_and_gradients(route, router, x, read)
+        expected, expected_grads = results_and_gradients(lambda x: routing_of(router, x), router, x, read)
+        assert type(results) is fm.moe.Routing
+        for got, want in zip(results, expected, strict=True):
+            assert torch.equal(got, want)
+            assert got.dtype is want.dtype
+            assert got.requires_grad is want.requires_grad
+        for got, want in zip(grads, expected_grads, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+            assert want.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("frozen", ["nothing", "parameters", "x"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_gradients_alone_have_the_dtypes_of_what_they_belong_to(dtype, frozen, autocast):
+    router = router_of(torch.float32).requires_grad_(frozen != "parameters")
+    x = torch.randn(T, HIDDEN).to(dtype).requires_grad_(frozen != "x")
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        _, grads = results_and_gradients(router, router, x, ("expert_weight", "probs"))
+    _, expected = results_and_gradients(lambda x: routing_of(router, x), router, x, ("expert_weight", "probs"))
+    assert len(grads) == {"nothing": 3, "parameters": 1, "x": 2}[frozen]
+    for got, want in zip(grads, expected, strict=True):
+        assert got.dtype is want.dtype
+        assert relative_error(got, want.double()) < 4 * ROUNDOFF[dtype]
+
+
+def test_alone_no_gradient_of_the_rows_arrives(monkeypatch):
+    arrived = []
+    compute = DRouter.compute
+    monkeypatch.setattr(DRouter, "compute", lambda op, dy, *args: arrived.append(dy) or compute(op, dy, *args))
+    x = torch.randn(T, HIDDEN, dtype=torch.float64, requires_grad=True)
+    routing = router_of()(x)
+    (routing.expert_weight.sum() + x.sum()).backward()
+    assert arrived == [None]
+    assert x.grad.any()
+
+
+@pytest.mark.parametrize("score", ["softmax", "topk_softmax", "sigmoid"])
+def test_second_derivatives_alone(score):
+    router = router_of(score=score)
+    x = torch.randn(3, HIDDEN, dtype=torch.float64, requires_grad=True)
+
+    def route(x, weight, bias):
+        return torch.func.functional_call(router, {"weight": weight, "bias": bias}, (x,))[1:]
+
+    assert torch.autograd.gradgradcheck(route, (x, router.weight, router.bias), fast_mode=True)
 
 
 OBSERVED = [("router_logits",), ("probs_sum",), ("z_sum",), ("router_logits", "probs_sum", "z_sum")]
@@ -222,8 +294,7 @@ def test_a_router_with_hooks_is_called_as_a_module(observed):
     compare(router, rest, x)
     router.register_forward_hook(lambda module, args, routing: seen.append(routing))
     compare(router, rest, x)
-    assert all(isinstance(routing, fm.moe.Routing) for routing in seen)
-    assert len(seen) == 2
+    assert [type(routing) for routing in seen] == [fm.moe.Routing]
 
 
 def test_a_router_with_another_forward_is_called_as_a_module():
@@ -237,8 +308,10 @@ def test_a_router_with_another_forward_is_called_as_a_module():
     plain.load_state_dict(router.state_dict())
     x = torch.randn(T, HIDDEN)
     experts = experts_of(torch.float32)
-    assert torch.equal(fm.Sequential(router, *experts)(x), alone(router, experts, x))
-    assert not torch.equal(fm.Sequential(plain, *experts)(x), alone(router, experts, x))
+    routing, rest = router(x), fm.Sequential(*experts)
+    expected = rest(x, expert_index=routing.expert_index, expert_weight=routing.expert_weight)
+    assert torch.equal(fm.Sequential(router, *experts)(x), expected)
+    assert not torch.equal(fm.Sequential(plain, *experts)(x), expected)
 
 
 @pytest.mark.parametrize("score", ["softmax", "topk_softmax", "sigmoid"])

@@ -86,7 +86,7 @@ def test_another_router_in_a_layer_is_named():
     class Router(nn.Module):  # no fm.Router
         def __init__(self, inner):
             super().__init__()
-            self.inner, self.top_k, self.weight = inner, inner.top_k, inner.weight
+            self.inner = inner
 
         def forward(self, x):
             return self.inner(x)
@@ -94,8 +94,15 @@ def test_another_router_in_a_layer_is_named():
     layer = moe()
     layer.router = Router(layer.router)
     group, shared = fm.explain(nn.Sequential(layer)).groups
+    assert group.explanation is not None
     assert (group.router, shared.router) == ("Router", "")
     assert "0: the model's own router, Router," in str(fm.explain(nn.Sequential(layer)))
+
+
+def test_a_router_with_hooks_is_not_another_router():
+    layer = moe()
+    layer.router.register_forward_hook(lambda module, args, routing: None)
+    assert [group.router for group in fm.explain(nn.Sequential(layer)).groups] == ["", ""]
 
 
 def test_a_registered_explainer_is_asked(monkeypatch):

@@ -119,6 +119,28 @@ def test_the_sum_of_two_gradients_of_the_tokens_is_a_launch(chain):
     assert without_x == 1 + 2
 
 
+@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_router_called_alone(options, dtype):
+    """No gradient of the rows arrives: the product is the gradient of the tokens."""
+    made, x = router(dtype, **options), tokens()
+
+    def results():
+        routing = made(x)
+        torch.manual_seed(2)
+        loss = sum((value * torch.randn_like(value)).sum() for value in routing[1:])
+        gradients = torch.autograd.grad(loss, [x, *made.parameters()])
+        return routing._asdict() | dict(zip(("x", "weight", "bias"), gradients, strict=False))
+
+    with fm.disabled("*"):
+        expected = results()
+    stand_ins.calls.clear()
+    with fm.strict():
+        assert_close(results(), expected)
+    assert called() == ["router", "logits_grad", "router_wgrad", "router_dgrad"]
+    assert called("router")[0]["sums"] is False
+
+
 @pytest.mark.parametrize("frozen", [*itertools.product([False, True], repeat=3)], ids=str)
 def test_frozen_parts(frozen):
     of_router, of_experts, of_x = frozen
