@@ -32,7 +32,7 @@ def measure(device: torch.device, reps: int) -> list[dict[str, Any]]:
         for rows_per_expert in rows:
             mlp = Mlp(hidden, intermediate, experts, rows_per_expert * experts)
             for product in tuning.products(mlp, sms):
-                times = tuning.measure(mlp, product, reps)
+                times = tuning.measure(mlp, product, reps, lambda config: None)
                 ms = {config.name: round(taken, 5) for config, taken in times.items()}
                 found.append({"problem": asdict(product.problem), "ms": ms})
             print(f"{hidden} x {intermediate}, {experts} experts of {rows_per_expert} rows: measured", flush=True)

@@ -6,13 +6,14 @@ import json
 import math
 import sys
 from types import SimpleNamespace
+from unittest.mock import create_autospec
 
 import pytest
 import torch
 from peers_in_torch import quack_in_torch
 
 from benchmarks import __main__ as command
-from benchmarks import cases, gpu, host, kernels, mlp, page, plot, reference, results, shapes, table
+from benchmarks import cases, gpu, host, kernels, mlp, page, plot, reference, results, shapes, table, tiles
 from benchmarks.cases import Candidate, Case, Row
 from benchmarks.ceiling import Ceiling
 from benchmarks.peers.deepgemm import DeepGemm
@@ -24,6 +25,8 @@ from benchmarks.shapes import Shape
 from fusedmoe.bench.peers import NOT_INSTALLED, deinterleave, interleave
 from fusedmoe.bench.timing import CallTime
 from fusedmoe.kernels.activation import Activation
+from fusedmoe.kernels.sm90 import tuning
+from fusedmoe.kernels.sm90.choice import CO_256
 from fusedmoe.ops import SwiGLU
 from fusedmoe.recipes import RECIPES
 
@@ -443,3 +446,14 @@ def test_the_command_refuses_what_it_cannot_do(capsys, monkeypatch):
         with pytest.raises(SystemExit):
             command.main(arguments)
         assert said in capsys.readouterr().err
+
+
+def test_every_product_of_the_layers_has_times(monkeypatch):
+    measure = create_autospec(tuning.measure, return_value={CO_256: 0.123456})
+    monkeypatch.setattr(tuning, "measure", measure)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(tiles, "LAYERS", {(64, 32, 4): (8, 16)})
+    found = tiles.measure(torch.device("cuda"), 3)
+    assert len(found) == measure.call_count == 2 * len(tuning.products(tuning.Mlp(64, 32, 4, 32), 132))
+    assert {entry["problem"]["rows"] for entry in found} == {32, 64}
+    assert all(entry["ms"] == {"128x256co_c21": 0.12346} for entry in found)

@@ -251,8 +251,8 @@ class RouterBackwardRule(OnSm90, FusionRule, name="sm90.router_backward", direct
                 weight: Tensor | None, dy: Tensor | None,
             ) -> tuple[Tensor | None, ...]:  # fmt: skip
                 of_weight, of_probs, of_z = (None if g is None else g.contiguous() for g in (dweight_TK, dprobs_E, dz))
-                of_logits_alone = None if dlogits_TE is None else _aligned(dlogits_TE)
-                grads = LogitsGrads(of_weight, row_of_slot if of_rows else None, of_logits_alone, of_probs, of_z)
+                direct = None if dlogits_TE is None else _aligned(dlogits_TE)
+                grads = LogitsGrads(of_weight, row_of_slot if of_rows else None, direct, of_probs, of_z)
                 parts, ends, sums, whole = of_logits(logits_TE, index_TK, grads)
                 results: list[Tensor | None] = []
                 if bias_dtype is not None:

@@ -157,7 +157,7 @@ class LogitsGrads(NamedTuple):
     """The gradients from which that of the logits is computed. All are fp32, and any may be None.
 
     ``weight`` is the gradient of the weights: (T, K), or of rows (T*K,) if ``row_of_slot`` (T, K) is given. ``logits``
-    is (T, E), ``probs_sum`` (E,) and ``z_sum`` ().
+    is (T, E), at an address that is a multiple of 16 bytes, ``probs_sum`` (E,) and ``z_sum`` ().
     """
 
     weight: Tensor | None

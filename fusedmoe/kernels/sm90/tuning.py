@@ -16,7 +16,7 @@ import torch
 
 from fusedmoe.kernels.activation import Activation
 from fusedmoe.kernels.sm90 import functions
-from fusedmoe.kernels.sm90.choice import Family, Problem, candidates
+from fusedmoe.kernels.sm90.choice import WGRADS, Family, Problem, candidates
 
 if TYPE_CHECKING:
     from fusedmoe.kernels.sm90.config import TileConfig
@@ -69,7 +69,9 @@ Measure = Callable[[Mlp, Product, int, Callable[[str], None]], "dict[TileConfig,
 
 
 def products(mlp: Mlp, sms: int) -> tuple[Product, ...]:
-    """Return the products of a training step of the MLP, all of rows in order."""
+    """Return the products of a training step of the MLP, and its weight gradients with gathered rows, which have other
+    tiles.
+    """
     activation = ACTIVATIONS[mlp.activation]
     h, i, n = mlp.hidden, mlp.intermediate, mlp.intermediate * (2 if activation.gated else 1)
     heavy = functions.heavy(activation)
@@ -84,6 +86,8 @@ def products(mlp: Mlp, sms: int) -> tuple[Product, ...]:
         product("FC1's input gradient", "plain", h, n, True),
         product("FC1's weight gradient", "wgrad", h, n),
         product("FC2's weight gradient", "wgrad", i, h),
+        product("FC1's weight gradient, gathered rows", "wgrad_gathered_b", h, n),
+        product("FC2's weight gradient, gathered rows", "wgrad_gathered_a", i, h),
     )
 
 
@@ -152,9 +156,12 @@ def _call(mlp: Mlp, product: Product) -> Callable[[], object]:
     # random routing: equal numbers of rows would keep the CTAs in step, which slows some tiles by half
     chosen = torch.randint(p.experts, (p.rows,), device="cuda", generator=generator)
     offsets = torch.bincount(chosen, minlength=p.experts).cumsum(0, dtype=torch.int32)
-    if p.family == "wgrad":
+    if p.family in WGRADS.values():
         grad, x = draw(p.rows, p.depth), draw(p.rows, p.columns)
-        return lambda: functions.grouped_wgrad(grad, x, offsets)
+        gathered = next(o for o, of_kernel in functions.KERNEL_OPERAND.items() if WGRADS[of_kernel] == p.family)
+        # the rows of an expert are in token order, as `Dispatch` sorts them; each token has one row
+        gather = None if gathered is None else torch.argsort(chosen, stable=True).to(torch.int32)
+        return lambda: functions.grouped_wgrad(grad, x, offsets, gather=gather, gathered=gathered)
     rows = draw(p.rows, p.depth)
     weight = draw(p.experts, p.depth, p.columns).mT if product.across else draw(p.experts, p.columns, p.depth)
     if p.family in ("activation", "transposed_activation"):
