@@ -64,9 +64,8 @@ ROUTER = """\
 ### The router alone
 
 Forward and backward of the router alone: {tokens} tokens, hidden {hidden}, {experts} experts, top {top_k}. *torch* is a
-linear layer in fp32, `topk`, and the softmax of the result. An `fm.Router` that is called alone runs in plain PyTorch
-too. Its kernels run in a layer. The last row is the time that it adds to a layer: the time of the layer minus that of
-its experts for given routing, with intermediate {intermediate}.
+linear layer in fp32, `topk`, and the softmax of the result. The last row is the time that a router adds to a layer: the
+time of the layer minus that of its experts for given routing, with intermediate {intermediate}.
 """
 DENSE = """\
 ## A dense MLP
