@@ -56,3 +56,14 @@ def no_sync():
             torch.cuda.set_sync_debug_mode("default")
 
     return forbidden
+
+
+@pytest.fixture
+def tiles(monkeypatch):
+    """Have every product run with these tiles, instead of what the model of `choice` says."""
+    from fusedmoe.kernels.sm90 import functions  # only for tests of these kernels
+
+    def use(config):
+        monkeypatch.setattr(functions, "choose", lambda problem: config)
+
+    return use

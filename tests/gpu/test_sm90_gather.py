@@ -92,16 +92,6 @@ def seed():
     torch.manual_seed(0)
 
 
-@pytest.fixture
-def tiles(monkeypatch):
-    """Have every product run with these tiles, instead of what the model of `choice` says."""
-
-    def use(config):
-        monkeypatch.setattr(functions, "choose", lambda problem: config)
-
-    return use
-
-
 class Case(NamedTuple):
     """A product of (rows, index); index None: of rows that were copied."""
 

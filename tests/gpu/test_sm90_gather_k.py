@@ -65,16 +65,6 @@ def seed():
     torch.manual_seed(0)
 
 
-@pytest.fixture
-def tiles(monkeypatch):
-    """Run every product with these tiles."""
-
-    def use(config):
-        monkeypatch.setattr(functions, "choose", lambda problem: config)
-
-    return use
-
-
 def surrounded(t):
     """The same values, with NaN on all sides."""
     big = torch.full((t.shape[0] + 2, t.shape[1] + 16), torch.nan, dtype=t.dtype, device=t.device)

@@ -104,16 +104,6 @@ def seed():
     torch.manual_seed(0)
 
 
-@pytest.fixture
-def tiles(monkeypatch):
-    """Have every product run with these tiles, instead of what the model of `choice` says."""
-
-    def use(config):
-        monkeypatch.setattr(functions, "choose", lambda problem: config)
-
-    return use
-
-
 def training_tiles(activation):
     """Tiles that kernels with this activation's derivative are shipped with."""
     return PP_128 if functions.heavy(activation) else PP_192

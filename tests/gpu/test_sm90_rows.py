@@ -99,7 +99,7 @@ SPLITS = {
     "all in one": [0, 0, 0, 4096, 0],
     "all in the only one": [4096],
     "nothing": [0, 0, 0],
-    "one row an expert": [1] * 300,
+    "one row per expert": [1] * 300,
     "many empty": [0] * 500 + [3, 0, 0, 5] + [0] * 500 + [1000],
 }
 
