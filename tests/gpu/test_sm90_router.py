@@ -250,7 +250,7 @@ def test_tokens_that_are_not_finite(device, name, bad):
 
 
 def test_the_lowest_ids_of_equal_logits_are_chosen(device):
-    for experts, groups, kept in ((128, 1, 1), (256, 8, 4), (8, 1, 1), (512, 1, 1)):
+    for experts, groups, kept in ((128, 1, 1), (256, 8, 4), (8, 1, 1), (512, 1, 1), (96, 32, 8)):
         choice = Choice("sigmoid", 6, True, 1.0, groups, kept, corrected=True)
         x, weight = torch.zeros(40, 64, dtype=BF16, device=device), torch.zeros(experts, 64, dtype=BF16, device=device)
         correction = torch.zeros(experts, device=device)

@@ -293,7 +293,8 @@ class Choose(OfTokens):
         group_of.fill(0)
         if const_expr(self.grouped):
             for i in cutlass.range_constexpr(n):
-                group_of[i] = (lane * n + i) // (experts // groups)
+                # experts that do not exist are in the last group: `leave_groups_out` shifts by this number
+                group_of[i] = cutlass.min((lane * n + i) // (experts // groups), groups - 1)
         added: Any = self.load_vector(bias, lane, experts) if const_expr(self.bias is not None) else None
         corrections: Any = self.load_vector(correction, lane, experts) if const_expr(self.corrected) else None
         column_sums = cute.make_rmem_tensor((n,), Float32)
