@@ -106,6 +106,15 @@ def test_a_gradient_of_logits_at_an_address_that_kernels_cannot_read():
     assert both_ways(layer(BF16, AfterOne("router_logits")), tokens())[-1] == "sm90.router_backward"
 
 
+def test_any_number_of_groups_that_are_all_chosen():
+    """A choice among all groups is a choice among all experts: the kernels have 32 groups at most."""
+    made = fm.Router(H, 64, K, dtype=BF16, num_groups=64, top_groups=64)
+    assert both_ways(fm.Sequential(made, Observe("router_logits")), tokens())[0] == "sm90.router"
+    some = fm.Router(H, 64, K, dtype=BF16, num_groups=64, top_groups=63)
+    plan = only_plan(fm.Sequential(some, Observe("router_logits")), tokens())
+    assert "3 chosen experts, 64 groups: expected at most 32 of each" in {a.reason for a in plan.attempts}
+
+
 def test_a_router_alone():
     used = both_ways(fm.Sequential(router(), Observe("router_logits", "probs_sum")), tokens())
     assert used == ["sm90.router", "sm90.router_backward"]

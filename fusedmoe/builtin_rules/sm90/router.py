@@ -23,7 +23,8 @@ _OPERANDS = ("input", "router.weight", "router.bias", "router.balance_bias")
 
 
 def _check(ctx: PlanContext, router: Router, x: str, weight: str, bias: torch.dtype | None) -> None:
-    experts, groups = router.num_experts, router.num_groups
+    experts = router.num_experts
+    groups = router.num_groups if router.top_groups < router.num_groups else 1  # if all are chosen, the kernel has none
     decline(limits.why_not_router(ctx.dtype(x), ctx.dtype(weight), bias, experts, router.top_k, groups))
     decline(limits.why_not_width("hidden", router.hidden))
 
