@@ -257,6 +257,23 @@ def test_a_product_that_declines_makes_the_rows_without_sorting_again(monkeypatc
         chain(x, **named)
 
 
+def test_unreadable_tokens_are_sorted_by_kernels():
+    """The sort does not read the tokens, unless it also writes their rows."""
+    chain, named = experts(), routing()
+    x = torch.randn(T, H + 1).to(BF16)[:, :H]  # no pitch of 16 bytes
+    with torch.no_grad():
+        with fm.disabled("*"):
+            expected = chain(x, **named)
+        for rules, sorts in (((), True), (("sm90.gathered_*",), False)):
+            stand_ins.calls.clear()
+            with fm.disabled(*rules):
+                got = chain(x, **named)
+            assert expected.any()
+            assert_close({"y": got}, {"y": expected})
+            assert ("route" in called()) is sorts
+            assert "gathered_gemm_activation" not in called()
+
+
 def test_tokens_too_far_apart_are_gathered_by_plain_pytorch():
     """The stride of a single row may be any number."""
     chain, named = experts(), {"expert_index": torch.tensor([[2, 0]]), "expert_weight": torch.rand(1, K)}

@@ -58,11 +58,13 @@ class DispatchRule(OnSm90, FusionRule, name="sm90.dispatch", direction="forward"
         assert experts is not None
 
         def bind(x: Tensor, index: Tensor, weight: Tensor) -> Run:
-            _guard(x, index)
+            if not index.numel():
+                raise NothingToDo("no rows")
             require(index.is_contiguous() and weight.is_contiguous(), "expert_index or expert_weight is not contiguous")
             route = functions.bind_route(index, weight, experts)
             if not keep:
                 return lambda x, index, weight: route(index, weight)
+            guard_matrix("x", x)
             gather = functions.bind_gather_rows(x, index, None)
 
             def run(x: Tensor, index: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
