@@ -23,7 +23,7 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl, which compiles 
 from fusedmoe.kernels import shipped
 from fusedmoe.kernels.compiler import SYMBOL
 from fusedmoe.kernels.sm90.choice import CANDIDATES, CO_256, CO_256_TALL, PP_192, PP_192_TALL, WGRADS
-from fusedmoe.kernels.sm90.config import BARRIER_BYTES, SMEM_BYTES
+from fusedmoe.kernels.sm90.config import BARRIER_BYTES, SMEM_BYTES, TileConfig
 from fusedmoe.kernels.sm90.epilogues import Backward, activation, derivative
 from fusedmoe.kernels.sm90.ragged_k import RaggedK
 from fusedmoe.kernels.sm90.ragged_m import RaggedM
@@ -184,6 +184,11 @@ def test_gate_and_up_side_by_side_take_tiles_of_whole_loads():
 def test_a_cluster_cannot_share_a_gathered_operand(config, gathered):
     with pytest.raises(ValueError, match=f"share {gathered}, which is gathered, got {config.name}"):
         RaggedK("bf16", config, gathered=gathered)
+
+
+def test_warps_that_gather_have_equal_shares_of_whole_warps():
+    with pytest.raises(ValueError, match=r"4 warps gather .* 32 rows or a multiple, got 64x192co_c21"):
+        RaggedM("bf16", TileConfig(64, 192, 2, 1, pingpong=False), gather=True)
 
 
 def test_symbols_tell_the_kernels_apart():

@@ -93,6 +93,10 @@ class RaggedM(Gemm):
             raise ValueError(f"halves of a tile are loaded {self.tile_k} columns at a time, got {self.config.name}")
         if self.gather_warps == 2 and self.boxes_read:
             raise ValueError(f"warps 10 and 11 load the inputs of the epilogue, and cannot gather: {self.config.name}")
+        if self.gather and self.config.tile_m % (self.gather_warps * LANES):
+            raise ValueError(
+                f"{self.gather_warps} warps gather equal shares of {LANES} rows or a multiple, got {self.config.name}"
+            )
 
     @property
     def symbol(self) -> str:
