@@ -25,7 +25,15 @@ CHUNK = 4  # tiles of K, of 64 elements each
 
 
 class Promoted(Gemm):
-    """A product whose tensor cores sum a few tiles of K at a time."""
+    """A product whose tensor cores sum a few tiles of K at a time. It precedes the kind of product in the bases."""
+
+    @property
+    def symbol(self) -> str:
+        return f"{super().symbol}_promoted"  # type: ignore[misc]
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return *super().sources, __name__  # type: ignore[misc]
 
     @cute.jit
     def main_loop(self, tiled_mma, acc, r_a, r_b, ab, consumed, depth, group):
@@ -63,23 +71,7 @@ class Promoted(Gemm):
 class PromotedRaggedM(Promoted, RaggedM):
     """A ragged M kernel with the accuracy of fp32."""
 
-    @property
-    def symbol(self) -> str:
-        return super().symbol + "_promoted"
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        return *super().sources, __name__
-
 
 @dataclass(frozen=True)
 class PromotedRaggedK(Promoted, RaggedK):
     """A ragged K kernel with the accuracy of fp32."""
-
-    @property
-    def symbol(self) -> str:
-        return super().symbol + "_promoted"
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        return *super().sources, __name__
