@@ -15,6 +15,7 @@ from fusedmoe.kernels.sm90 import launch, tuned
 from fusedmoe.kernels.sm90.choice import (
     CANDIDATES,
     EPILOGUE_CYCLES,
+    GATHERED,
     ROW_VALUES,
     WGRADS,
     Problem,
@@ -196,7 +197,9 @@ def test_few_rows_are_estimated_to_take_as_long_as_reading_the_weights():
 @pytest.mark.parametrize("coarse", MEASURED, ids=lambda coarse: "-".join(map(str, coarse)))
 def test_measured_configurations_are_candidates(coarse):
     family, rows, columns, depth = coarse
-    problem = Problem(family, round(2 ** (rows / 2) * 64), 64, columns, 2**depth, SMS)
+    gathered = family.endswith(GATHERED)
+    size = round(2 ** (rows / 2) * 64), 64, columns, 2**depth, SMS
+    problem = Problem(family.removesuffix(GATHERED), *size, gathered=gathered)
     assert problem.coarse == coarse
     assert choose(problem).name == MEASURED[coarse]
 
@@ -208,6 +211,19 @@ def test_coarse_shapes_forget_the_number_of_rows_but_not_the_columns():
     assert replace(base, rows=131_072).coarse != base.coarse
     assert replace(base, columns=1792).coarse != base.coarse
     assert replace(base, rows=0, experts=0).coarse[1] == 0
+
+
+def test_gathered_rows_have_measurements_of_their_own(monkeypatch):
+    (in_order, name), *_ = MEASURED.items()
+    problem = Problem(in_order[0], round(2 ** (in_order[1] / 2) * 64), 64, in_order[2], 2 ** in_order[3], SMS)
+    gathered = replace(problem, gathered=True)
+    assert gathered.coarse == (f"{in_order[0]}_gathered", *in_order[1:])
+    assert choose(gathered) == by_model(gathered)
+    other = next(config.name for config in candidates(gathered) if config != by_model(gathered))
+    monkeypatch.setitem(MEASURED, gathered.coarse, other)
+    choose.cache_clear()
+    assert (choose(problem).name, choose(gathered).name) == (name, other)
+    choose.cache_clear()
 
 
 @pytest.mark.parametrize("family", CANDIDATES)

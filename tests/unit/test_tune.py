@@ -5,6 +5,7 @@ import logging
 import os
 
 import pytest
+import sm90_stand_ins as stand_ins
 import torch
 
 from fusedmoe.cli import tune as tune_cli
@@ -62,7 +63,7 @@ def test_winners_are_kept_and_chosen_by_later_processes(table, capsys):
     assert f"saved in {table}" in capsys.readouterr().out
     content = json.loads(table.read_text())
     assert content["format"] == 2
-    assert len(content["gpus"][GPU.name]) == len(problems()) == 8
+    assert len(content["gpus"][GPU.name]) == len(problems()) == 10
     assert content["gpus"][GPU.name]["activation/22/1536/11"]["config"] == CANDIDATES["activation"][-1].name
 
 
@@ -294,13 +295,33 @@ def test_products_are_those_of_a_training_step(activation):
     columns = 32 if activation == "squared_relu" else 64
     got = [(p.problem.columns, p.problem.depth) for p in tuning.products(mlp, 132)]
     wgrads = [(64, columns), (32, 64)]
-    assert got == [(columns, 64), (64, 32), (32, 64), (64, columns), *wgrads, *wgrads]
+    gathered = [(columns, 64), (32, 64)]
+    assert got == [(columns, 64), (64, 32), (32, 64), (64, columns), *wgrads, *gathered, *wgrads]
     family = tuning.products(mlp, 132)[2].problem.family
     assert family == ("heavy_derivative" if activation.startswith("geglu") else "derivative")
 
 
 def test_products_of_a_gated_mlp_have_entries_of_their_own():
-    assert len({problem.coarse for problem in problems()}) == 8
+    assert len({problem.coarse for problem in problems()}) == 10
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "squared_relu"])
+def test_calls_are_those_of_the_products_titles(monkeypatch, activation):
+    for name, function in stand_ins.BIND.items():
+        monkeypatch.setattr(functions, name, function)
+    mlp = tuning.Mlp(64, 32, 4, 100, activation)
+    called = []
+    for product in tuning.products(mlp, 132):
+        stand_ins.calls.clear()
+        tuning.call_of(mlp, product, "cpu")()
+        called.append(" of ".join(name for name, _ in reversed(stand_ins.calls)))
+    assert called == [
+        "grouped_gemm_activation", "grouped_gemm", "grouped_gemm_activation_backward", "grouped_gemm",
+        "grouped_wgrad", "grouped_wgrad",
+        "grouped_gemm_activation of gathered_gemm_activation",
+        "grouped_gemm_activation_backward of gathered_gemm_activation_backward",
+        "grouped_wgrad of gathered_wgrad_x", "grouped_wgrad of gathered_wgrad_dy",
+    ]  # fmt: skip
 
 
 def test_a_forced_configuration_is_what_launches_are_chosen_by():

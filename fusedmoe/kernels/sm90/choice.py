@@ -53,6 +53,8 @@ Family = Literal[
 ]  # fmt: skip
 WGRADS: dict[str | None, Family] = {None: "wgrad", "a": "wgrad_gathered_a", "b": "wgrad_gathered_b"}
 """The families of a weight gradient, by the gathered operand."""
+GATHERED = "_gathered"
+"""Suffix of a family in `Problem.coarse`: a ragged M product of gathered rows."""
 
 PP_192 = TileConfig(128, 192, 2, 1, pingpong=True)
 PP_128 = TileConfig(128, 128, 2, 1, pingpong=True)
@@ -134,10 +136,11 @@ class Problem:
         """The key of measurements: (family, half octaves of the rows per expert, columns, octaves of the depth).
 
         Half octaves are ``round(2 * log2(rows))``. Columns are exact, because the number of tiles depends on them. All
-        measurements are of elements of `config.ELEMENT_BYTES`. Gathered rows of a ragged M product have the key of rows
-        in order.
+        measurements are of elements of `config.ELEMENT_BYTES`. The family of a ragged M product of gathered rows has
+        `GATHERED` appended.
         """
-        return self.family, round(2 * _log2(self.rows / max(self.experts, 1))), self.columns, round(_log2(self.depth))
+        family = self.family + (GATHERED if self.gathered else "")
+        return family, round(2 * _log2(self.rows / max(self.experts, 1))), self.columns, round(_log2(self.depth))
 
 
 def _log2(extent: float) -> float:

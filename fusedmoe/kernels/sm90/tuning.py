@@ -9,7 +9,7 @@ import contextlib
 import functools
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -69,9 +69,7 @@ Measure = Callable[[Mlp, Product, int, Callable[[str], None]], "dict[TileConfig,
 
 
 def products(mlp: Mlp, sms: int) -> tuple[Product, ...]:
-    """Return the products of a training step of the MLP, and its weight gradients with gathered rows, which have other
-    tiles.
-    """
+    """Return the products of a training step of the MLP, with rows in order and, as a layer runs them, gathered."""
     activation = ACTIVATIONS[mlp.activation]
     h, i, n = mlp.hidden, mlp.intermediate, mlp.intermediate * (2 if activation.gated else 1)
     heavy = functions.heavy(activation)
@@ -79,13 +77,22 @@ def products(mlp: Mlp, sms: int) -> tuple[Product, ...]:
     def product(title: str, family: Family, columns: int, depth: int, across: bool = False) -> Product:
         return Product(title, Problem(family, mlp.rows, mlp.experts, columns, depth, sms), across)
 
+    def gathered(product: Product) -> Product:
+        title = f"{product.title}, gathered rows"
+        return replace(product, title=title, problem=replace(product.problem, gathered=True))
+
+    fc1 = product("FC1 and the activation", "activation", n, h)
+    derivative: Family = "heavy_derivative" if heavy else "derivative"
+    dfc2 = product("FC2's input gradient and the activation's", derivative, i, h, True)
     return (
-        product("FC1 and the activation", "activation", n, h),
+        fc1,
         product("FC2", "plain", h, i),
-        product("FC2's input gradient and the activation's", "heavy_derivative" if heavy else "derivative", i, h, True),
+        dfc2,
         product("FC1's input gradient", "plain", h, n, True),
         product("FC1's weight gradient", "wgrad", h, n),
         product("FC2's weight gradient", "wgrad", i, h),
+        gathered(fc1),
+        gathered(dfc2),
         product("FC1's weight gradient, gathered rows", "wgrad_gathered_b", h, n),
         product("FC2's weight gradient, gathered rows", "wgrad_gathered_a", i, h),
     )
@@ -96,7 +103,7 @@ def measure(mlp: Mlp, product: Product, reps: int, advance: Callable[[str], None
 
     ``advance`` is called with a candidate's name when it is compiled and warm. That takes far longer than timing it.
     """
-    call = _call(mlp, product)
+    call = call_of(mlp, product)
     configs = candidates(product.problem)
     for config in configs:
         with forced(config):
@@ -142,31 +149,34 @@ def _gpu_ms(call: Callable[[], object], flush: torch.Tensor) -> float:
     return float(start.elapsed_time(end))
 
 
-def _call(mlp: Mlp, product: Product) -> Callable[[], object]:
+def call_of(mlp: Mlp, product: Product, device: str = "cuda") -> Callable[[], object]:
     """Return the product as a call on tensors that are allocated here."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[mlp.dtype]
     activation = ACTIVATIONS[mlp.activation]
     p = product.problem
-    generator = torch.Generator("cuda").manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:
         # normal data, as in a model: a GPU's clock depends on the number of bits that change
-        return torch.randn(shape, dtype=dtype, device="cuda", generator=generator)
+        return torch.randn(shape, dtype=dtype, device=device, generator=generator)
 
     # random routing: equal numbers of rows would keep the CTAs in step, which slows some tiles by half
-    chosen = torch.randint(p.experts, (p.rows,), device="cuda", generator=generator)
+    chosen = torch.randint(p.experts, (p.rows,), device=device, generator=generator)
     offsets = torch.bincount(chosen, minlength=p.experts).cumsum(0, dtype=torch.int32)
+    # the rows of an expert are in token order, as `Dispatch` sorts them; each token has one row
+    order = torch.argsort(chosen, stable=True).to(torch.int32)
     if p.family in WGRADS.values():
         grad, x = draw(p.rows, p.depth), draw(p.rows, p.columns)
         gathered = next(o for o, of_kernel in functions.KERNEL_OPERAND.items() if WGRADS[of_kernel] == p.family)
-        # the rows of an expert are in token order, as `Dispatch` sorts them; each token has one row
-        gather = None if gathered is None else torch.argsort(chosen, stable=True).to(torch.int32)
+        gather = None if gathered is None else order
         return lambda: functions.grouped_wgrad(grad, x, offsets, gather=gather, gathered=gathered)
+    gather = order if p.gathered else None
     rows = draw(p.rows, p.depth)
     weight = draw(p.experts, p.depth, p.columns).mT if product.across else draw(p.experts, p.columns, p.depth)
     if p.family in ("activation", "transposed_activation"):
-        return lambda: functions.grouped_gemm_activation(rows, weight, offsets, activation)
+        return lambda: functions.grouped_gemm_activation(rows, weight, offsets, activation, gather=gather)
     if p.family == "plain":
-        return lambda: functions.grouped_gemm(rows, weight, offsets)
+        return lambda: functions.grouped_gemm(rows, weight, offsets, gather=gather)
     kept = draw(p.rows, p.columns * (2 if activation.gated else 1))
-    return lambda: functions.grouped_gemm_activation_backward(rows, weight.mT, offsets, kept, activation)
+    backward = functions.grouped_gemm_activation_backward
+    return lambda: backward(rows, weight.mT, offsets, kept, activation, gather=gather)
