@@ -1,5 +1,8 @@
 """What the GPU tests share. They need a GPU for which torch has a device-side grouped GEMM; others skip them."""
 
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -7,6 +10,7 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
+FEW_TESTS = 30  # which compile the kernels that they need, one by one
 _outcomes: list[dict] = []
 
 
@@ -67,3 +71,25 @@ def tiles(monkeypatch):
         monkeypatch.setattr(functions, "choose", lambda problem: config)
 
     return use
+
+
+@pytest.fixture(scope="module")
+def build_ahead(request):
+    """A function that compiles kernels into the cache on disk, side by side: one by one they would take minutes."""
+    from fusedmoe.kernels import compiler  # only for tests of these kernels
+
+    def build(kernels):
+        kernels = list(dict.fromkeys(kernels))
+        if len(request.session.items) < FEW_TESTS or compiler.entry(kernels[0]) is None:  # the cache is switched off
+            return
+        # each worker of a parallel run begins elsewhere, and skips what others have built
+        worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+        workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+        first = worker * len(kernels) // workers
+        missing = [k for k in kernels[first:] + kernels[:first] if not compiler.is_cached(k)]
+        if missing:
+            jobs = min(max(len(os.sched_getaffinity(0)) // workers, 1), len(missing))
+            with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+                list(pool.map(compiler.build, missing))
+
+    return build

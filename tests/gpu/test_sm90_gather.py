@@ -8,10 +8,7 @@ Axes: R rows sorted by expert, T tokens, E experts, K contraction, N features ou
 
 import itertools
 import math
-import multiprocessing
-import os
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from typing import NamedTuple
 
 import pytest
@@ -19,7 +16,6 @@ import torch
 from poison import nan_in_new_tensors
 from torch import Tensor
 
-from fusedmoe.kernels import compiler
 from fusedmoe.kernels.activation import Activation
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
 from fusedmoe.kernels.sm90 import functions
@@ -74,17 +70,8 @@ def kernels():
 
 
 @pytest.fixture(scope="module", autouse=True)
-def built(request):
-    """The kernels in the cache on disk. Each worker of a parallel run compiles its part of them, side by side."""
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    if len(request.session.items) < 10 or compiler.entry(kernels()[0]) is None:  # switched off
-        return
-    missing = [kernel for kernel in kernels()[worker::workers] if not compiler.is_cached(kernel)]
-    if missing:
-        jobs = min(max(len(os.sched_getaffinity(0)) // workers, 1), len(missing))
-        with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-            list(pool.map(compiler.build, missing))
+def built(build_ahead):
+    build_ahead(kernels())
 
 
 @pytest.fixture(autouse=True)

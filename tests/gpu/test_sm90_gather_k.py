@@ -7,16 +7,12 @@ Axes: T tokens, R rows sorted by expert, E experts, N and K features of the grad
 """
 
 import itertools
-import multiprocessing
-import os
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
 import pytest
 import torch
 from poison import nan_in_new_tensors
 
-from fusedmoe.kernels import compiler
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
 from fusedmoe.kernels.sm90 import functions
 from fusedmoe.kernels.sm90.choice import CANDIDATES, PP_192, PP_192_TALL, WGRADS
@@ -35,29 +31,19 @@ of_configs = pytest.mark.parametrize(("gathered", "config"), CONFIGS, ids=lambda
 
 
 @pytest.fixture(scope="module", autouse=True)
-def built(request):
-    """The kernels in the cache on disk, compiled side by side."""
+def built(build_ahead):
     from fusedmoe.kernels.sm90.ragged_k import RaggedK
 
-    if len(request.session.items) < 10:
-        return
     variants = [(config, OPERAND[gathered], "bf16", "bf16", False) for gathered, config in CONFIGS]
     variants += [(config, OPERAND[gathered], "bf16", "fp32", True) for gathered, config in CONFIGS]
     for gathered, config in FIRST.items():
         variants += [(config, OPERAND[gathered], dtype, "fp32", False) for dtype in ("bf16", "fp16")]
         variants.append((config, OPERAND[gathered], "fp16", "fp16", False))
-    kernels = {
+    build_ahead(
         RaggedK(dtype, config, out=out, accumulate=add, gathered=operand)
         for config, gathered, dtype, out, add in variants
         for operand in (gathered, None)
-    }
-    if compiler.entry(next(iter(kernels))) is None:  # switched off
-        return
-    missing = [kernel for kernel in kernels if not compiler.is_cached(kernel)]
-    if missing:
-        jobs = min(len(os.sched_getaffinity(0)), len(missing))
-        with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-            list(pool.map(compiler.build, missing))
+    )
 
 
 @pytest.fixture(autouse=True)

@@ -8,10 +8,7 @@ Axes: R rows sorted by expert, E experts, K contraction, N features out, I inter
 
 import itertools
 import math
-import multiprocessing
-import os
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from typing import NamedTuple
 
 import pytest
@@ -19,7 +16,7 @@ import torch
 from poison import nan_in_new_tensors
 from torch import Tensor
 
-from fusedmoe.kernels import compiler, shipped
+from fusedmoe.kernels import shipped
 from fusedmoe.kernels.activation import Activation
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
 from fusedmoe.kernels.sm90 import functions
@@ -85,18 +82,8 @@ def not_shipped():
 
 
 @pytest.fixture(scope="module", autouse=True)
-def built(request):
-    """The kernels in the cache on disk, compiled side by side: one by one they would take minutes."""
-    if len(request.session.items) < 30:
-        return
-    kernels = [*shipped.shipped("sm_90a"), *not_shipped()]
-    if compiler.entry(kernels[0]) is None:  # switched off
-        return
-    missing = [kernel for kernel in kernels if not compiler.is_cached(kernel)]
-    if missing:
-        jobs = min(len(os.sched_getaffinity(0)), len(missing))
-        with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-            list(pool.map(compiler.build, missing))
+def built(build_ahead):
+    build_ahead([*shipped.shipped("sm_90a"), *not_shipped()])
 
 
 @pytest.fixture(autouse=True)
