@@ -15,12 +15,12 @@ ROOT = Path(__file__).resolve().parent
 
 
 def commit() -> str:
-    """Return the measured commit, marked if the checkout is dirty; ``FUSEDMOE_COMMIT`` replaces it without git."""
+    """Return all digits of the measured commit, marked if the checkout is dirty; ``FUSEDMOE_COMMIT`` replaces it."""
     if given := os.environ.get("FUSEDMOE_COMMIT"):
         return given
     try:
         run = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
+            ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
             cwd=ROOT, capture_output=True, text=True, check=True,
         )  # fmt: skip
     except (OSError, subprocess.CalledProcessError):

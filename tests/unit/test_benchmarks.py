@@ -4,6 +4,7 @@ import importlib.util
 import itertools
 import json
 import math
+import re
 import sys
 from types import SimpleNamespace
 from unittest.mock import create_autospec
@@ -71,6 +72,13 @@ def test_a_result_file_names_machine_versions_and_commit(tmp_path, monkeypatch):
     assert written["commit"] == "abc123"
     assert written["versions"]["torch"] == torch.__version__.split("+")[0] or "+" in written["versions"]["torch"]
     assert written["machine"]
+
+
+def test_a_commit_has_all_digits(monkeypatch):
+    monkeypatch.delenv("FUSEDMOE_COMMIT", raising=False)
+    if (commit := results.commit()) == "unknown":
+        pytest.skip("not a checkout of git")
+    assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?", commit)
 
 
 # -- shapes and splits
