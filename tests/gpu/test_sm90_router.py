@@ -229,6 +229,37 @@ def test_only_the_gradients_of_losses(device):
     assert relative(whole, want) < 1e-5
 
 
+@pytest.mark.parametrize("blocks", [(0, 1), (0, 0, 1, 2)], ids=str)
+def test_infinite_gradients_stay_infinite_in_parts(device, blocks):
+    case = CASES["qwen3"]
+    experts = case[0]
+    x, weight, bias, correction = operands(case, 40, 256, device)
+    index, _, logits, *_ = routed(case, x, weight, bias, correction)
+    direct = torch.ones_like(logits)
+    direct[3, 5], direct[20, 6], direct[31, 0], direct[39, 1] = torch.inf, -torch.inf, torch.nan, 3.4e38
+    grads = LogitsGrads(None, None, direct, None, None)
+    run = kernels.bind_logits_grad(logits, grads, case[1], blocks, 1, False, True)
+    parts, ends, _, whole = run(logits, index, grads)
+    torch.testing.assert_close(whole, direct, rtol=0, atol=0, equal_nan=True)
+    split = parts.unflatten(1, (len(blocks), -1))[:, blocks.count(0) - 1 :, :experts].float()
+    direct[39, 1] = torch.inf  # rounded
+    torch.testing.assert_close(split.sum(1), direct, rtol=0, atol=0, equal_nan=True)
+    if blocks == (0, 1):
+        dx = kernels.bind_router_dgrad(parts, weight, DEFAULT)(parts, ends, weight)
+        assert torch.equal(dx[[3, 20]], weight[[5, 6]].sign() * direct[[3, 20], [5, 6]].to(BF16)[:, None])
+        assert dx[31].isnan().all()
+        assert dx[:3].isfinite().all()
+
+
+def test_an_infinite_fp32_weight_has_an_infinite_logit(device):
+    case = CASES["qwen2, fp32 weight"]
+    x, weight, bias, correction = operands(case, 40, 256, device)
+    weight[7, 9] = torch.inf
+    logits = routed(case, x, weight, bias, correction).logits
+    assert torch.equal(logits[:, 7], x[:, 9].sign() * torch.inf)
+    assert logits[:, :7].isfinite().all()
+
+
 @pytest.mark.parametrize("name", ["qwen3", "gpt-oss", "deepseek-v3", "deepseek-v2", "qwen2, fp32 weight", "odd"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_tokens_that_are_not_finite(device, name, bad):

@@ -337,7 +337,7 @@ def bind_logits_grad(logits, grads, choice, blocks, groups, want_sums, want_whol
         split, rest = [], whole
         for _ in range(3):
             split.append(rest.to(BF16))
-            rest = rest - split[-1].float()
+            rest = torch.where(split[-1].isfinite(), rest - split[-1].float(), 0.0)
         wide = torch.zeros(len(logits), len(blocks), router_functions.padded(logits.shape[1]), dtype=BF16)
         for i, part in enumerate(blocks):
             wide[:, i, : logits.shape[1]] = split[part]

@@ -1,4 +1,5 @@
 """Kernels of matrices in bf16 parts: a part is the nearest bf16 value to what the earlier parts leave of an fp32 value.
+An infinite value is its own first part; the others are zero.
 
 `Parts`: a weight as parts, one below the other. `SumParts`: the sum of products of parts, over groups of tokens too, in
 a fixed order.
@@ -20,6 +21,20 @@ from fusedmoe.kernels.sm90.warps import LANES, VECTOR, WarpKernel, fake_matrix
 QUAD = 4  # values per load
 WARPS = 8  # per CTA
 IN_FLIGHT = 8  # loads per thread
+
+
+@cute.jit
+def split_off(values, element: cutlass.Constexpr[type]):
+    """The nearest values of an element type to fp32 values, and what they leave: nothing of an infinite value."""
+    n: cutlass.Constexpr[int] = cute.size(values)
+    part, rest = cute.make_rmem_tensor((n,), element), cute.make_rmem_tensor((n,), Float32)
+    for i in cutlass.range_constexpr(n):
+        part[i] = values[i].to(element)
+        nearest = part[i].to(Float32)
+        # the rest of infinity would be NaN, and so would the sum of the parts
+        finite = cute.math.isfinite(nearest)
+        rest[i] = cutlass.select_(finite, values[i] - nearest, Float32(0.0))
+    return part, rest
 
 
 @dataclass(frozen=True)
@@ -62,12 +77,11 @@ class Parts(WarpKernel):
             loaded.fill(0.0)
             if expert < weight.shape[0]:
                 cute.autovec_copy(cute.local_tile(weight[expert, None], (VECTOR,), (vector,)), loaded)
-            rest = loaded.load().to(Float32)
+            rest = cute.make_rmem_tensor((VECTOR,), Float32)
+            rest.store(loaded.load().to(Float32))
             split = []
             for _ in cutlass.range_constexpr(max(self.rows) + 1):
-                part = cute.make_rmem_tensor((VECTOR,), parts.element_type)
-                part.store(rest.to(parts.element_type))
-                rest = rest - part.load().to(Float32)
+                part, rest = split_off(rest, parts.element_type)
                 split.append(part)
             for b in cutlass.range_constexpr(len(self.rows)):
                 to = cute.local_tile(parts[b * padded + expert, None], (VECTOR,), (vector,))

@@ -18,6 +18,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
+from fusedmoe.kernels.sm90.parts import split_off
 from fusedmoe.kernels.sm90.router import EPS, OfTokens, fake_experts, sigmoid, total_of
 from fusedmoe.kernels.sm90.warps import LANES, VECTOR, fake_matrix, fake_vector
 
@@ -43,6 +44,10 @@ class ChooseBackward(OfTokens):
         )  # fmt: skip
         columns = "".join(map(str, self.columns)) or "none"
         return "_".join([f"sm90_choose_backward_{self.score}_{self.room}_{columns}", *(n for on, n in flags if on)])
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return *super().sources, "fusedmoe.kernels.sm90.parts"
 
     @property
     def needs_softmax(self) -> bool:
@@ -196,20 +201,15 @@ class ChooseBackward(OfTokens):
         n = self.per_lane
         width, blocks = min(n, VECTOR), len(self.columns)
         padded = parts.shape[1] // blocks
-        rest = values
-        split = []
-        for _ in cutlass.range_constexpr(max(self.columns) + 1):
-            part = cute.make_rmem_tensor((n,), parts.element_type)
-            left = cute.make_rmem_tensor((n,), Float32)
-            for i in cutlass.range_constexpr(n):
-                value = Float32(cutlass.select_(lane * n + i < experts, rest[i], Float32(0.0)))
-                part[i] = value.to(parts.element_type)
-                left[i] = value - part[i].to(Float32)
-            split.append(part)
-            rest = left
-        for b in cutlass.range_constexpr(blocks):
-            for v in cutlass.range_constexpr(n // width):
-                expert = lane * n + v * width
-                if expert < padded:
-                    to = cute.local_tile(parts[token, None], (width,), ((b * padded + expert) // width,))
-                    cute.autovec_copy(cute.local_tile(split[self.columns[b]], (width,), (v,)), to)
+        rest = cute.make_rmem_tensor((n,), Float32)
+        for i in cutlass.range_constexpr(n):
+            rest[i] = Float32(cutlass.select_(lane * n + i < experts, values[i], Float32(0.0)))
+        for p in cutlass.range_constexpr(max(self.columns) + 1):
+            part, rest = split_off(rest, parts.element_type)
+            for b in cutlass.range_constexpr(blocks):
+                if const_expr(self.columns[b] == p):
+                    for v in cutlass.range_constexpr(n // width):
+                        expert = lane * n + v * width
+                        if expert < padded:
+                            to = cute.local_tile(parts[token, None], (width,), ((b * padded + expert) // width,))
+                            cute.autovec_copy(cute.local_tile(part, (width,), (v,)), to)
