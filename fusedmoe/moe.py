@@ -240,7 +240,8 @@ class MoE(Checked, Runnable):
     def explain(self, x: Tensor, arch: int | str | None = None) -> Explanation:
         """Return the plan of router and experts for this input; ``print`` it for a table.
 
-        ``arch`` is as for `Sequential.explain`: 90 plans for an sm_90 GPU.
+        ``arch`` is as for `Sequential.explain`: 90 plans for an sm_90 GPU. Another module in the router's place runs
+        once, since the plan of the experts depends on the shapes and dtypes that it returns; it is not in the plan.
         """
         self.check_biases()
         tokens = self._tokens(x)
