@@ -41,7 +41,8 @@ NOT_SHIPPED = [  # what `choose` may pick besides
 ]
 KERNELS = {kernel.symbol: kernel for kernel in (*SHIPPED, *NOT_SHIPPED)}
 
-# Each tile configuration of ragged M and of ragged K; both majors of a weight; each way to read and write: halves, gate and up in turns, one input.
+# Each tile configuration of ragged M and of ragged K; both majors of a weight; each way to read and write: halves, gate
+# and up in turns, one input.
 COVERING = (
     "sm90_ragged_m_bf16_bk_plain_128x192pp_c21",
     "sm90_ragged_m_fp16_bn_plain_128x192pp_c21",
