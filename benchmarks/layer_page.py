@@ -16,11 +16,11 @@ PARTS = {"router": "the router alone", "dense": "a dense MLP"}
 LAYER = """\
 ## The whole layer
 
-One MoE layer from tokens to tokens: router, dispatch, experts and combine. Each library gets the tokens, the router's
-weight and the experts' two weights, in bf16. It returns the tokens' results, or with backward the gradients of the four
-inputs. `fm.MoE` and SonicMoE {sonic} are called through their public functions. *torch* is a layer of `F.grouped_mm`,
-index operations and pointwise operations, compiled as a whole. All of them choose the K largest logits, and take the
-softmax of these as weights.
+One MoE layer from tokens to tokens: router, dispatch, experts and combine. Each library gets four inputs in bf16: the
+tokens, the router's weight and the experts' two weights. Forward returns a result per token, and backward the gradients
+of the four inputs. `fm.MoE` and SonicMoE {sonic} are called through their public functions. *torch* is a layer of
+`F.grouped_mm`, index operations and pointwise operations, compiled as a whole. All of them choose the K largest logits,
+and use the softmax of these as weights.
 
 Each time is the median of {reps} calls, measured with CUDA events around one call. The L2 cache is flushed before each
 call, launch gaps of the host are hidden, and the libraries take turns. {machine}, torch {torch}, CUDA {cuda},
@@ -28,37 +28,39 @@ nvidia-cutlass-dsl {dsl}, QuACK {quack}, commit {commit}. Measured ceilings of t
 product of 8192³), {copy:.1f} TB/s (copy, read and written).
 """
 TUNED = """\
-*SonicMoE tuned* uses the configurations from QuACK's own tuning for each shape, *SonicMoE* the default configurations.
+For each shape, *SonicMoE tuned* uses the configurations from QuACK's own tuning. *SonicMoE* uses the default
+configurations.
 """
-RATIOS = "The columns with *x* are the time of that library divided by ours: above 1, fusedmoe is faster.\n"
+RATIOS = "A column *x library* is the time of the library divided by that of fusedmoe: above 1, fusedmoe is faster.\n"
 MEMORY = """\
 ### Memory of the layer
 
-The peak is that of one call beyond the state at rest: tokens, weights and the gradient of the result are not in it;
-the result and all gradients are. *Kept* is the memory that forward keeps for backward, without the result. The columns
-with *x* are the peak of that library divided by ours: above 1, fusedmoe is smaller.
+The peak is the memory that one call needs beyond the state at rest. It includes the result and all gradients, except
+the gradient of the result. It does not include tokens and weights. *Kept* is the memory that forward keeps for
+backward, without the result. A column *x library* is the peak of the library divided by that of fusedmoe: above 1,
+fusedmoe needs less.
 """
 LAUNCHES = """\
 ### Launches and host time of the layer
 
-The number of kernels, copies and fills on the GPU in one call, and the wall time of the Python call in microseconds
-while the GPU is idle; the call does not wait for the GPU.
+*Launches* is the number of kernels, copies and fills on the GPU in one call. *us* is the host time: the wall time of
+the Python call in microseconds, while the GPU is idle. The call does not wait for the GPU.
 """
 BREAKDOWN = """\
 ### Where the time of the layer goes
 
-Microseconds on the GPU in one call of our layer, by kind of kernel, from torch's profiler. *Router* has the logits, the
-choice of experts and the places of the rows. The two products of its backward pass are in *products*, because their
-kernels are those of the experts. *Idle* is the time in which no kernel runs, between the first and the last. The times
-are those of one call without a flush of the L2 cache, so that they do not add up to the table above.
+Microseconds on the GPU in one call of fusedmoe's layer, by kind of kernel, from torch's profiler. *Router* includes the
+logits, the choice of experts and the places of the rows. The two products of its backward pass are in *products*,
+because their kernels are those of the experts. *Idle* is the time between the first kernel and the last in which no
+kernel runs. The L2 cache is not flushed before this call, so these times do not add up to those of the tables above.
 """
 ACCURACY = """\
 ### Errors of the layer
 
-Relative errors against fp64, in norm: of the result and the gradient of {tokens} tokens, and of the gradients of the
-weights of one expert. *Unfused* is our layer without fused kernels. The fp64 reference uses the experts that each
-library chooses. The last column is the number of tokens for which these are not the experts with the largest logits in
-fp64: SonicMoE computes logits in bf16, the others in fp32.
+Errors relative to fp64, in norm: of the results and the gradients of {tokens} tokens, and of the gradients of one
+expert's weights. *Unfused* is fusedmoe's layer without fused kernels. The fp64 reference uses the experts that each
+library chooses. The last column is the number of tokens for which a library chooses other experts than those with the
+largest logits in fp64. SonicMoE computes logits in bf16, the others in fp32.
 """
 ROUTER = """\
 ### The router alone
@@ -134,7 +136,7 @@ def _times(results: dict[str, Any], case: str, names: Sequence[str]) -> str:
 
 
 def _shapes(results: dict[str, Any]) -> str:
-    text = "The shapes are\n\n" + "\n".join(f"- {heading(shape)}" for shape in results["shapes"]) + "\n"
+    text = "The shapes:\n\n" + "\n".join(f"- {heading(shape)}" for shape in results["shapes"]) + "\n"
     measured = {shape["name"] for shape in results["shapes"]}
     absent = [name for name in SHAPES if name not in measured]
     absent += [title for part, title in PARTS.items() if part not in results]

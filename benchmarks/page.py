@@ -32,22 +32,23 @@ fusedmoe bench --hidden 2048 --intermediate 768 --experts 128 --top-k 8 --tokens
 fusedmoe bench --hidden 256 --intermediate 128 --experts 8 --top-k 2 --tokens 512 --device cpu
 ```
 
-It compares the layer with the same layer in plain torch: `F.grouped_mm` on sorted rows, that compiled (on a GPU), and a
-loop over the experts. SonicMoE and QuACK take part where they are installed. All of them get the same tokens, weights
-and gradient, choose the K largest logits, and are compared with fp64 before they are timed. The table has medians and
-quartiles for inference, for forward with autograd, and for forward + backward. On a GPU it also has host time, the
-memory kept for backward, and peak memory.
+It compares the layer with the same layer in plain torch: `F.grouped_mm` on sorted rows, the same under `torch.compile`
+(on a GPU), and a loop over the experts. SonicMoE and QuACK take part where they are installed. All of them get the same
+tokens, weights and gradient, choose the K largest logits, and are compared with fp64 before they are timed. The table
+has medians and quartiles for inference, for forward with autograd, and for forward + backward. On a GPU it also has the
+host time, the memory kept for backward, and the peak memory.
 """
 GPU = """\
 ## On dispatched rows
 
 Each time is the median of {reps} calls, measured with CUDA events around one call. The L2 cache is flushed before each
-call, launch gaps of the host are hidden, and the peers take turns. The rows are dispatched already: no router, gather
-or sum over slots is in these times. The routing is {routing}. Every result was first compared with fp64 on the same
+call, launch gaps of the host are hidden, and the peers take turns. The rows are dispatched already: the times include
+no router, no gather and no sum over slots. The routing is {routing}. Every result was first compared with fp64 on the same
 operands, for the experts with the fewest, the median and the most rows.
 
-*x torch* and similar columns are the peer's time divided by ours: above 1, fusedmoe is faster. torch is
-`F.grouped_mm`, with eager or compiled pointwise operations. QuACK runs with {tuned}. Each table comes from one run.
+FC1 and FC2 are the experts' two layers. *dgrad* is the gradient of a layer's input, *wgrad* that of its weight. A
+column *x peer* is the peer's time divided by that of fusedmoe: above 1, fusedmoe is faster. *torch* is `F.grouped_mm`,
+with eager or compiled pointwise operations. QuACK runs with {tuned}. Each table comes from one run.
 
 {machine}, torch {torch}, CUDA {cuda}, nvidia-cutlass-dsl {dsl}, QuACK {quack}, commit {commit}{mlp_commit}.
 Measured ceilings of this GPU: {tflops:.0f} TFLOP/s (a bf16 product of 8192³), {copy:.1f} TB/s (copy, read and written).
@@ -59,11 +60,12 @@ STACK = """\
 {tokens} tokens in {batch} sequences, for each experts implementation. The MoE part is the router and the experts of one
 layer. Each time is the median of {reps} calls.
 
-- *x grouped_mm*: that implementation's time divided by ours. The last column compares compiled with compiled.
+- *x grouped_mm*, *x eager*: the time of `grouped_mm` or `eager` divided by that of the implementation in the row. The
+  last column compares compiled calls.
 - *kept*: the memory that forward keeps for backward.
-- *host*: the wall time of the uncompiled call.
+- *host*: the wall time of the call without `torch.compile`.
 
-The cases with few tokens are typical for text generation.
+The cases with few tokens are typical of text generation.
 """
 TUNED = """\
 ## QuACK tuned
@@ -75,15 +77,15 @@ RECIPES = """\
 
 Forward + backward of the expert MLP under each [recipe](recipes.md), against fused bf16 in the same run (commit
 {commit}). The quantized recipes have no fused kernels yet. Each time is the median of {reps} calls. *kept* is the
-memory that the plan keeps for backward. The other columns are the SQNR, in dB, of the output and the gradients against
-`bf16`, on random normal operands.
+memory that the plan keeps for backward. The other columns are the signal-to-quantization-noise ratio, in dB, of the
+output and the gradients against `bf16`, on random normal operands.
 """
 DEEPGEMM = """\
 ## DeepGEMM
 
 DeepGEMM's bf16 grouped products, with groups of multiples of 128 rows (DeepGEMM {version}, commit {commit}). Its
-packages need an environment of their own, so that they were measured in another process. torch was measured in both
-processes. *x DeepGEMM* compares our speed relative to torch with DeepGEMM's speed relative to torch.
+packages need an environment of their own, so it was measured in another process. torch was measured in both processes.
+*x DeepGEMM* is the speed of fusedmoe relative to torch, divided by the speed of DeepGEMM relative to torch.
 """
 HOST = """\
 ## Host time
