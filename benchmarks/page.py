@@ -43,8 +43,8 @@ GPU = """\
 
 Each time is the median of {reps} calls, measured with CUDA events around one call. The L2 cache is flushed before each
 call, launch gaps of the host are hidden, and the peers take turns. The rows are dispatched already: the times include
-no router, no gather and no sum over slots. The routing is {routing}. Every result was first compared with fp64 on the same
-operands, for the experts with the fewest, the median and the most rows.
+no router, no gather and no sum over slots. The routing is {routing}. Every result was first compared with fp64 on the
+same operands, for the experts with the fewest, the median and the most rows.
 
 FC1 and FC2 are the experts' two layers. *dgrad* is the gradient of a layer's input, *wgrad* that of its weight. A
 column *x peer* is the peer's time divided by that of fusedmoe: above 1, fusedmoe is faster. *torch* is `F.grouped_mm`,

@@ -72,7 +72,8 @@ class MoE(Checked, Runnable):
     device, dtype
         Device and dtype of the parameters.
     sm_margin, schedule
-        As for `Sequential`; they apply to the experts and the shared expert. They can also be set as attributes.
+        As for `Sequential`; they apply to the router, the experts and the shared expert. They can also be set as
+        attributes.
     expert_parallel
         Not supported yet: any value except None raises. All weights of the layer are on one rank.
 
