@@ -41,7 +41,8 @@ def main(argv: list[str] | None = None) -> None:
     if "transformers" in sections:
         device = torch.device("cuda", torch.cuda.current_device())
         found = []
-        for measured_now in stack.measure(GpuTimer(device, args.reps, host_reps=2), device, args.layers):
+        timer = GpuTimer(device, args.reps, host_reps=2)
+        for measured_now in stack.measure(timer, device, args.layers, args.parts, not args.uncompiled):
             found.append(measured_now)
             print(stack.lines(measured_now), flush=True)
             written = write(args.results, "transformers", stack.results(found, args.layers, args.reps))
@@ -95,15 +96,31 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--reps", type=int, default=30, help="timed calls per peer (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=stack.LAYERS, help="transformers: layers (default: %(default)s)")
     parser.add_argument(
+        "--parts",
+        type=_parts,
+        default=stack.PARTS,
+        metavar="PART,...",
+        help=f"transformers: among {', '.join(stack.PARTS)}; default: all",
+    )
+    parser.add_argument("--uncompiled", action="store_true", help="transformers: without torch.compile")
+    parser.add_argument(
         "--tune-peers", action="store_true", help="let QuACK and, in layer, SonicMoE autotune: minutes per shape"
     )
     return parser
 
 
 def _sections(text: str) -> tuple[str, ...]:
+    return _some_of(SECTIONS, text)
+
+
+def _parts(text: str) -> tuple[str, ...]:
+    return _some_of(stack.PARTS, text)
+
+
+def _some_of(known: tuple[str, ...], text: str) -> tuple[str, ...]:
     chosen = tuple(text.split(","))
-    if unknown := [section for section in chosen if section not in SECTIONS]:
-        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: expected some of {', '.join(SECTIONS)}")
+    if unknown := [name for name in chosen if name not in known]:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: expected some of {', '.join(known)}")
     return chosen
 
 

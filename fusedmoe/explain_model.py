@@ -44,6 +44,8 @@ class ExplainedModules:
     router : str
         The class of the model's own router, which chooses the experts and runs unchanged. Empty if a `Router` is part
         of the plans, and if no router was found next to the module.
+    why_own_router : str
+        The reason for that, from an integration; empty if none is known.
     """
 
     names: tuple[str, ...]
@@ -51,6 +53,7 @@ class ExplainedModules:
     explanation: Explanation | None
     note: str = ""
     router: str = ""
+    why_own_router: str = ""
 
     @property
     def name(self) -> str:
@@ -109,6 +112,7 @@ class ModelExplanation:
         notes = [note for name, explanation in explained for note in _why_unfused(name, explanation)]
         routers = [
             f"{group.name}: the model's own router, {group.router}, chooses the experts and runs unchanged"
+            + (f": {group.why_own_router}" if group.why_own_router else "")
             for group in self.groups
             if group.router
         ]
@@ -164,14 +168,14 @@ def explain(
     """
     MODULE("explain: model", model)
     tokens = POSITIVE_INTEGER("explain: tokens", tokens)
-    groups: dict[tuple[str, str, str], ExplainedModules] = {}
+    groups: dict[tuple[str, ...], ExplainedModules] = {}
     with planned_for(arch, dtype):
         for name, module, outcome in _parts(model, tokens):
             router = _router_of(model, name, module, outcome.explanation)
-            key = type(module).__name__, str(outcome.explanation or outcome.note), router
+            key = type(module).__name__, str(outcome.explanation or outcome.note), *router
             known = groups.get(key)
             names = (*known.names, name) if known else (name,)
-            groups[key] = ExplainedModules(names, key[0], *outcome, router)
+            groups[key] = ExplainedModules(names, key[0], *outcome, *router)
     return ModelExplanation(tuple(groups.values()), tokens)
 
 
@@ -201,14 +205,19 @@ def _parts(model: nn.Module, tokens: int) -> Iterator[tuple[str, nn.Module, _Out
             yield name, module, found
 
 
-def _router_of(model: nn.Module, name: str, module: nn.Module, explanation: Explanation | None) -> str:
-    """Return `ExplainedModules.router`: the class of the router in an `MoE`, or of one next to experts."""
+def _router_of(model: nn.Module, name: str, module: nn.Module, explanation: Explanation | None) -> tuple[str, str]:
+    """Return `ExplainedModules.router`, the class of the router in an `MoE` or of one next to experts, and the reason
+    why it is the model's own.
+    """
     ops = {op.rpartition(".")[2] for step in explanation.steps for op in step.ops} if explanation is not None else {}
     if "GroupedLinear" not in ops or "Router" in ops:
-        return ""
+        return "", ""
     owner = module if isinstance(module, MoE) else model.get_submodule(name.rpartition(".")[0])
     router = next((owner._modules[child] for child in ("router", "gate") if owner._modules.get(child)), None)
-    return "" if router is None or isinstance(router, Router) else type(router).__name__
+    if router is None or isinstance(router, Router):
+        return "", ""
+    reasons = (reason(router) for reason in _reasons_for_routers)
+    return type(router).__name__, next(filter(None, reasons), "")
 
 
 def _name(module: nn.Module, name: str) -> None:
@@ -248,6 +257,16 @@ def register_explainer(explainer: Explainer) -> Explainer:
     """
     _explainers.append(explainer)
     return explainer
+
+
+ReasonForRouter = Callable[[nn.Module], str | None]
+_reasons_for_routers: list[ReasonForRouter] = []
+
+
+def register_reason_for_router(reason: ReasonForRouter) -> ReasonForRouter:
+    """Register a function of a model's own router that returns why it runs unchanged, or None for other modules."""
+    _reasons_for_routers.append(reason)
+    return reason
 
 
 def _explained_sequential(module: Sequential, tokens: int, top_k: int = 2, *, trained: bool = False) -> _Outcome | None:

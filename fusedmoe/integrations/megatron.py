@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fusedmoe.errors import InputError
-from fusedmoe.explain_model import even_splits
+from fusedmoe.explain_model import even_splits, register_reason_for_router
 from fusedmoe.integrations.megatron_checkpoint import LAYERS, sharded_state_dict, split_by_expert, stack_experts
 from fusedmoe.ops import GeGLU, GroupedLinear, Op, ReGLU, Scale, SquaredReLU, SwiGLU
 from fusedmoe.sequential import Sequential
@@ -192,6 +192,13 @@ class FusedGroupedMLP(nn.Module):
             if op.bias is not bias:
                 op.bias = bias
         return chain
+
+
+@register_reason_for_router
+def _why_own_router(router: nn.Module) -> str | None:
+    if type(router).__module__.partition(".")[0] != "megatron":
+        return None
+    return "Megatron's dispatcher, losses, capacity and expert biases need its results before the experts run"
 
 
 class _Layer(nn.Module):

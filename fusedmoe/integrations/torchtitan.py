@@ -25,7 +25,7 @@ from torchtitan.config.override import derive, override
 from torchtitan.models.common.moe import GroupedExperts
 
 from fusedmoe.errors import InputError
-from fusedmoe.explain_model import even_splits
+from fusedmoe.explain_model import even_splits, register_reason_for_router
 from fusedmoe.ops import GroupedLinear, SwiGLU
 from fusedmoe.ops.op import constant_in_graphs, made_untraced
 from fusedmoe.recipes import resolve
@@ -244,6 +244,13 @@ def experts(config: Any, *, recipe: str | None = None) -> Any:
         f"{found.__module__}.{found.__qualname__}; for quantized products, remove the model's converter and choose a "
         f"recipe instead"
     )
+
+
+@register_reason_for_router
+def _why_own_router(router: nn.Module) -> str | None:
+    if type(router).__module__.partition(".")[0] != "torchtitan":
+        return None
+    return "torchtitan's dispatcher, losses and expert biases need its results before the experts run"
 
 
 def _local(parameter: Any) -> Tensor:

@@ -7,6 +7,7 @@
 
 Parameters, ``state_dict``, router and auxiliary losses do not change.
 
+- `patch_routers` runs the model's routers in one chain with the experts, where `Router` chooses the same experts.
 - The function between the two products of the experts is fused if `gates` recognises it; otherwise it runs unfused.
 - Llama-4's experts are not in transformers' experts interface; use `patch_llama4`.
 - `patch_dense` runs dense MLPs and shared experts with the kernels too.
@@ -26,11 +27,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fusedmoe.checks import MODULE, POSITIVE_INTEGER, TEXT
+from fusedmoe.checks import FLAG, MODULE, POSITIVE_INTEGER, TEXT
 from fusedmoe.errors import InputError
-from fusedmoe.explain_model import register_explainer
+from fusedmoe.explain_model import register_explainer, register_reason_for_router
 from fusedmoe.extras import install_command
-from fusedmoe.integrations import transformers_experts
+from fusedmoe.integrations import transformers_experts, transformers_routers
 from fusedmoe.integrations.transformers_dense import patch_dense as patch_dense
 from fusedmoe.integrations.transformers_dense import unpatch_dense as unpatch_dense
 from fusedmoe.integrations.transformers_experts import (
@@ -114,7 +115,7 @@ def experts_forward(
 def explain(
     module: nn.Module, tokens: int = 4096, top_k: int | None = None, arch: int | str | None = None
 ) -> Explanation:
-    """Return the plan of an experts module for ``tokens`` evenly routed tokens.
+    """Return the plan of an experts module for ``tokens`` evenly routed tokens, with a router that is patched.
 
     Parameters
     ----------
@@ -157,7 +158,9 @@ def explain(
     x = torch.zeros(tokens, weight.shape[1], dtype=torch.get_autocast_dtype(kind) if autocast else weight.dtype, **how)
     slots = torch.arange(tokens * chosen, device=weight.device).view(tokens, chosen)
     weights = torch.ones(tokens, chosen, **how)
-    return experts.chain.explain_with(parameters, x, arch=arch, expert_index=slots % number, expert_weight=weights)
+    routed: dict[str, Any] = {"arch": arch, "expert_index": slots % number, "expert_weight": weights}
+    with_router = transformers_routers.explained(module, experts, x, **routed)
+    return with_router or experts.chain.explain_with(parameters, x, **routed)
 
 
 def top_k_of(module: nn.Module) -> int | None:
@@ -189,6 +192,51 @@ def runs_here(module: nn.Module) -> bool:
 @register_explainer
 def _explained(module: nn.Module, tokens: int) -> Explanation | None:
     return explain(module, tokens) if runs_here(module) else None
+
+
+# ---- routers -----------------------------------------------------------------------------------------------------
+
+
+def patch_routers(model: nn.Module, *, fp32_logits: bool = False) -> int:
+    """Run the routers of a model as `fusedmoe.Router`, in one chain with the experts that follow; return their number.
+
+    A router is patched if `Router` chooses the same experts with the same weights: it is in a table of transformers'
+    classes, and agrees with `Router` on numbers. Such routers compute their logits in fp32, as DeepSeek-V3's does. A
+    WARNING names each class that is left as it is, with the reason, and ``fm.explain(model)`` does.
+
+    The router is still called as a module of the model, with its own parameters: hooks, recorded ``router_logits``,
+    losses and the ``state_dict`` do not change. Logits and weights are fp32. A router runs as before under
+    `torch.autocast`, in fp64, with DTensors, and after a change of its settings. The experts run in a chain of their
+    own while they do not run on `fusedmoe`, or have hooks, adapters or another dtype.
+
+    Repeated calls have no effect. `unpatch_routers` restores the model.
+
+    Parameters
+    ----------
+    model
+        A model of transformers.
+    fp32_logits
+        Patch also the routers that compute their logits in the dtype of the model, such as Qwen3-MoE's. `Router`
+        computes them in fp32, and so chooses other experts for some tokens of a model in bf16.
+
+    Raises
+    ------
+    InputError
+        The model has no router next to experts, or other code has replaced a ``forward``.
+    """
+    fp32_logits = FLAG("patch_routers: fp32_logits", fp32_logits)
+    return transformers_routers.patch(MODULE("patch_routers: model", model), fp32_logits, runs_here)
+
+
+def unpatch_routers(model: nn.Module) -> int:
+    """Undo `patch_routers`; return the number of routers."""
+    return transformers_routers.unpatch(MODULE("unpatch_routers: model", model))
+
+
+@register_reason_for_router
+def _why_own_router(router: nn.Module) -> str | None:
+    of_transformers = type(router).__module__.partition(".")[0] == "transformers"
+    return transformers_routers.why_own(router) if of_transformers else None
 
 
 # ---- Llama-4 ------------------------------------------------------------------------------------------------------

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_OPS = "_fusedmoe_experts"  # in the module's __dict__, not a submodule, so that the state_dict does not include it
+# in the module's __dict__, not submodules, so that the state_dict does not include them
+OPS = "_fusedmoe_experts"
+ROUTER = "_fusedmoe_router"  # of a router that `patch_routers` has patched, and of its experts
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # of weights that are not quantized
 _LAYOUT_SETTINGS = (
     "num_experts", "has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated",
@@ -52,6 +54,7 @@ class Experts(NamedTuple):
     weight_type: type
     weight_dtype: torch.dtype
     stock: Callable[..., Tensor] | None = None  # transformers' forward, for quantized weights
+    routed: Sequential | None = None  # the ops of `chain` after those of a patched router
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a copy of the module makes new ops
@@ -66,13 +69,13 @@ def experts_of(module: nn.Module) -> Experts:
         # runs while the graph is traced; the comparison below becomes guards on the settings
         _let_prepare(type(module))
         module._fusedmoe_prepare()  # type: ignore[operator]
-        experts: Experts = module.__dict__[_OPS]
+        experts: Experts = module.__dict__[OPS]
         if settings_of(module, experts.names) == experts.settings:
             return experts
-    found: Experts | None = module.__dict__.get(_OPS)
+    found: Experts | None = module.__dict__.get(OPS)
     if found is None or not _is_current(module, found):
         _fusedmoe_prepare(module)
-        found = module.__dict__[_OPS]
+        found = module.__dict__[OPS]
     return found
 
 
@@ -93,9 +96,9 @@ def _let_prepare(experts_class: type[nn.Module]) -> None:
 
 @constant_in_graphs
 def _fusedmoe_prepare(module: nn.Module) -> None:
-    experts: Experts | None = module.__dict__.get(_OPS)
+    experts: Experts | None = module.__dict__.get(OPS)
     if experts is None or not _is_current(module, experts):
-        module.__dict__[_OPS] = _new_experts(module)
+        module.__dict__[OPS] = _new_experts(module)
 
 
 def _new_experts(module: nn.Module) -> Experts:
@@ -107,7 +110,9 @@ def _new_experts(module: nn.Module) -> Experts:
     if _quantized_to(module, layout):
         say_once(logger, logging.WARNING, "%s", runs_as_stock(module, layout))
         return Experts(Sequential(), layout, *depends_on, _stock(module))
-    return Experts(_chain(module, layout), layout, *depends_on)
+    chain, router = _chain(module, layout), module.__dict__.get(ROUTER)
+    routed = None if router is None else Sequential(OrderedDict(router=router.found.op, **chain._modules))
+    return Experts(chain, layout, *depends_on, routed=routed)
 
 
 def _chain(module: nn.Module, layout: Layout) -> Sequential:

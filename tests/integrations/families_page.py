@@ -13,7 +13,7 @@ import torch
 import transformers
 
 import fusedmoe.integrations.transformers as fusedmoe_transformers
-from fusedmoe.integrations import transformers_experts
+from fusedmoe.integrations import routers, transformers_experts
 from fusedmoe.kernels import toolkit
 from fusedmoe.kernels.sm90 import functions
 from fusedmoe.log import forget_said
@@ -23,7 +23,7 @@ STAND_INS = Path(__file__).parents[1] / "unit" / "sm90_stand_ins.py"
 TABLE = re.compile(r"(?<=<!-- families, by tests/integrations/families_page.py -->\n).*?(?=<!-- end -->)", re.DOTALL)
 CAPTION = "Families of transformers {version}:\n\n"
 TOKENS = 64
-HEAD = ("family", "experts", "layout", "activation", "sm_90, bf16")
+HEAD = ("family", "experts", "layout", "activation", "router", "sm_90, bf16")
 
 
 def layout(module: torch.nn.Module) -> str:
@@ -76,18 +76,28 @@ def verdict(module: torch.nn.Module) -> str:
     return "unfused activation" if isinstance(chain.activation, transformers_experts.ModelFunction) else "fused"
 
 
-def row(family: str, module: torch.nn.Module) -> tuple[str, ...]:
+def router(model: torch.nn.Module, name: str) -> str:
+    """What `patch_routers` does with the router next to experts."""
+    block = model.get_submodule(name.rpartition(".")[0])
+    found = routers.recognise(block.gate if hasattr(block, "gate") else block.router)
+    return "" if isinstance(found, str) else "patched" if found.fp32 else "patched with `fp32_logits`"
+
+
+def row(family: str, module: torch.nn.Module, routed: str) -> tuple[str, ...]:
     op = fusedmoe_transformers.recognised(module)
     activation = "as it is" if op is None else f"`{re.sub(r'limit=[^,)]*', 'limit=…', repr(op))}`"
     shown = verdict(module)
-    return family, f"`{type(module).__name__}`", layout(module), activation, shown
+    return family, f"`{type(module).__name__}`", layout(module), activation, routed, shown
 
 
 def rows() -> list[tuple[str, ...]]:
     found = {}
     for family, model_class in [(family, None) for family in moe_families.family_names()] + moe_families.OTHER_MODELS:
         tiny = moe_families.tiny(family, "eager", torch.bfloat16, model_class=model_class)
-        found |= {(family, type(module).__name__): row(family, module) for _, module in tiny.experts}
+        if family == "llama4":
+            fusedmoe_transformers.patch_llama4(tiny.model)  # which says how many experts a token has
+        for name, module in tiny.experts:
+            found[family, type(module).__name__] = row(family, module, router(tiny.model, name))
     return [found[key] for key in sorted(found)]
 
 

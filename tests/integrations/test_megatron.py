@@ -311,6 +311,14 @@ def test_explain_of_a_model(megatron, settings):
     assert "a, b" in str(fm.explain(model))
 
 
+def test_explain_says_why_megatrons_router_stays(megatron):
+    layer = torch.nn.Module()
+    layer.router = type("TopKRouter", (torch.nn.Module,), {"__module__": "megatron.core.transformer.moe.router"})()
+    layer.experts = make(megatron)
+    line = "experts: the model's own router, TopKRouter, chooses the experts and runs unchanged: Megatron's dispatcher"
+    assert line in str(fm.explain(layer))
+
+
 def test_what_holds_around_explain_of_a_model_counts(megatron):
     module = make(megatron, params_dtype=torch.bfloat16, recipe="mxfp8")
     with torch.no_grad():

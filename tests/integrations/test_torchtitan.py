@@ -189,6 +189,14 @@ def test_explain(titan, kind):
     assert "down" in text
 
 
+def test_explain_says_why_torchtitans_router_stays(titan):
+    layer = torch.nn.Module()
+    layer.router = type("Router", (torch.nn.Module,), {"__module__": "torchtitan.models.common.moe"})()
+    layer.experts = make(titan, "GroupedExperts")
+    line = "experts: the model's own router, Router, chooses the experts and runs unchanged: torchtitan's dispatcher"
+    assert line in str(fm.explain(layer))
+
+
 @KINDS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_explain_of_a_model(titan, kind, dtype):

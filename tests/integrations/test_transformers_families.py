@@ -114,7 +114,7 @@ def test_as_exact_as_eager(family, model_class, asked, caplog):
 
     experts = [module for _, module in tiny.experts]
     assert sorted(map(id, asked)) == sorted(map(id, experts))
-    chains = [module.__dict__[transformers_experts._OPS].chain for module in experts]
+    chains = [module.__dict__[transformers_experts.OPS].chain for module in experts]
     limits = {getattr(chain.activation, "limit", None) for chain in chains}
     assert limits <= {None, getattr(experts[0], "limit", None), getattr(experts[0], "swiglu_limit", None)}
     activations = {re.sub(r"limit=[\d.]+", "limit=its own", repr(chain.activation)) for chain in chains}

@@ -77,6 +77,15 @@ def test_a_router_of_the_models_own_is_named(name):
     assert str(result).count("own router") == 1
 
 
+def test_the_reason_for_a_router_of_the_models_own(monkeypatch):
+    reasons = [lambda router: None, lambda router: f"because of {type(router).__name__}", lambda router: "not this"]
+    monkeypatch.setattr(explain_model, "_reasons_for_routers", reasons)
+    model = nn.ModuleList([RoutedBlock("gate", experts()), moe()])
+    assert [g.why_own_router for g in fm.explain(model).groups] == ["because of OwnRouter", "", ""]
+    line = "0.experts: the model's own router, OwnRouter, chooses the experts and runs unchanged: because of OwnRouter"
+    assert line in str(fm.explain(model)).splitlines()
+
+
 def test_dense_layers_next_to_a_gate_have_no_router():
     dense = fm.Sequential(fm.Linear(H, 2 * I), fm.SwiGLU(), fm.Linear(I, H))
     assert [g.router for g in fm.explain(RoutedBlock("gate", dense)).groups] == [""]

@@ -1,0 +1,415 @@
+"""Routers of transformers that `patch_routers` runs as `fusedmoe.Router`, in one chain with their experts."""
+
+import copy
+import importlib.util
+import pickle
+import warnings
+
+import moe_families
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import fusedmoe as fm
+import fusedmoe.integrations.transformers as fusedmoe_transformers
+from benchmarks import page, stack
+from fusedmoe.bench.timing import CpuTimer
+from fusedmoe.integrations import routers, transformers_routers
+from fusedmoe.log import forget_said
+
+# their routers compute logits in fp32, so that the choice is the same; DeepSeek-V3's, and others
+LIKE_DEEPSEEK_V3 = [
+    "axk1", "axk2", "bailing_hybrid", "beam", "deepseek_v3", "deepseek_v32", "dots1", "dots3_note",
+    "exaone_moe", "glm4_moe", "glm4_moe_lite", "glm4v_moe", "glm5_next", "glm_moe_dsa", "hy_v4",
+    "kimi_linear", "mimo_v2_flash", "nemotron_h", "solar_open",
+]  # fmt: skip
+IN_FP32 = ["deepseek_v2", "ernie4_5_moe", "flint", "hy_v3", "mistral_large4", *LIKE_DEEPSEEK_V3]
+# which compute them in the dtype of the model
+IN_OWN_DTYPE = ["gpt_oss", "granitemoe", "jamba", "minimax_m2", "minimax_m3_vl", "mixtral", "qwen3_moe"]
+APART = {"nemotron_h"}  # its experts read projected tokens
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    forget_said()
+    fusedmoe_transformers.register()
+
+
+@pytest.fixture
+def chains(monkeypatch):
+    """The first op and the number of ops of each chain that ran."""
+    ran, run = [], transformers_routers.modes.run
+
+    def counted(chain, *args):
+        ran.append((next(iter(chain._modules)), len(chain)))
+        return run(chain, *args)
+
+    monkeypatch.setattr(transformers_routers.modes, "run", counted)
+    return ran
+
+
+def first(tiny):
+    """The first block with experts, and its router."""
+    block = tiny.model.get_submodule(tiny.experts[0][0].rpartition(".")[0])
+    return block, block.gate if hasattr(block, "gate") else block.router
+
+
+def results(tiny):
+    """Logits and gradients of a step, and what the routers returned."""
+    named = [(n, m) for n, m in tiny.model.named_modules() if routers.ROUTERS.get(type(m).__name__)]
+    returned = {}
+    handles = [m.register_forward_hook(lambda _, __, r, n=n: returned.__setitem__(n, r[:3])) for n, m in named]
+    logits, loss = moe_families.logits_and_loss(tiny)
+    for handle in handles:
+        handle.remove()
+    tiny.model.zero_grad()
+    loss.backward()
+    found = {name: p.grad.clone() for name, p in tiny.model.named_parameters() if p.grad is not None}
+    for name, (logits_TE, weights, index) in returned.items():
+        index, order = index.sort()
+        found |= {f"{name}: index": index, f"{name}: weights": weights.gather(1, order), f"{name}: logits": logits_TE}
+    return {"logits": logits, "loss": loss, **found}
+
+
+def assert_same(got, want, rtol=2e-4, atol=2e-6):
+    assert got.keys() == want.keys()
+    for name in want:
+        torch.testing.assert_close(
+            got[name].float(), want[name].float(), rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@pytest.mark.parametrize("family", IN_FP32)
+def test_the_same_model(family, chains):
+    """Choices, weights, logits, outputs and gradients, with the same parameters."""
+    if family not in moe_families.family_names():
+        pytest.skip("this version of transformers has no such family")
+    tiny = moe_families.tiny(family, "fusedmoe")
+    keys, parameters = list(tiny.model.state_dict()), list(tiny.model.parameters())
+    want = results(tiny)
+    chains.clear()
+    number = len(tiny.experts)
+    assert fusedmoe_transformers.patch_routers(tiny.model) == number
+    got = results(tiny)
+    assert_same(got, want)
+    assert sum(name.endswith("index") for name in got) == number
+    assert [chain for chain in chains if chain[0] == "router"] == [("router", 1 if family in APART else 7)] * number
+    assert list(tiny.model.state_dict()) == keys
+    assert all(a is b for a, b in zip(tiny.model.parameters(), parameters, strict=True))
+    assert fusedmoe_transformers.unpatch_routers(tiny.model) == number
+    assert not any("forward" in vars(m) or transformers_routers.ROUTER in vars(m) for m in tiny.model.modules())
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "ernie4_5_moe", "deepseek_v2"])
+def test_the_same_choice_in_bf16(family):
+    block, router = first(moe_families.tiny(family, "fusedmoe", torch.bfloat16))
+    x = torch.randn(4, 64, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    y, (logits, weights, index) = block(x), router(x.view(-1, 64))
+    fusedmoe_transformers.patch_routers(block)
+    our_logits, our_weights, our_index = router(x.view(-1, 64))
+    index, order = index.sort()
+    our_index, our_order = our_index.sort()
+    assert torch.equal(our_index, index)
+    torch.testing.assert_close(our_logits, logits)
+    torch.testing.assert_close(our_weights.gather(1, our_order), weights.gather(1, order).float(), rtol=4e-3, atol=0)
+    # Ernie's own router rounds its weights to bf16
+    assert (block(x) - y).norm() < (5e-3 if "ernie" in family else 1e-3) * y.norm()
+
+
+@pytest.mark.parametrize("family", IN_OWN_DTYPE)
+def test_a_router_that_does_not_compute_in_fp32_is_left(family, chains, caplog):
+    tiny = moe_families.tiny(family, "fusedmoe")
+    assert fusedmoe_transformers.patch_routers(tiny.model) == 0
+    (said,) = [r.getMessage() for r in caplog.records if "leaves" in r.getMessage()]
+    assert (
+        f"{type(first(tiny)[1]).__name__} as it is: it computes its logits in the dtype of the model, float32" in said
+    )
+    text = str(fm.explain(tiny.model, tokens=8))
+    assert "chooses the experts and runs unchanged: it computes its logits in the dtype of the model" in text
+    want = results(tiny)
+    assert fusedmoe_transformers.patch_routers(tiny.model, fp32_logits=True) == len(tiny.experts)
+    chains.clear()
+    assert_same(results(tiny), want)
+    assert [name for name, _ in chains] == ["router"] * len(tiny.experts)
+    assert "the model's own router" not in str(fm.explain(tiny.model, tokens=8))
+    block, router = first(tiny)
+    block.bfloat16()
+    correction = [block.e_score_correction_bias] if family == "minimax_m2" else []  # an argument of its router
+    found = router(torch.randn(3, 64).bfloat16(), *correction)
+    assert [t.dtype for t in found] == [torch.float32, torch.float32, torch.int64]
+
+
+def test_the_plan():
+    tiny = moe_families.tiny("glm4_moe", "fusedmoe", torch.bfloat16)
+    reason = "Glm4MoeTopkRouter, chooses the experts and runs unchanged: call patch_routers(model) to run it"
+    assert reason in str(fm.explain(tiny.model, tokens=64, arch=90))
+    fusedmoe_transformers.patch_routers(tiny.model)
+    (group,) = fm.explain(tiny.model, tokens=64, arch=90).groups
+    assert not group.router
+    (plan,) = group.explanation.plans
+    assert not plan.unfused
+    assert {"sm90.router_dispatch", "sm90.router_backward"} <= {step.rule for step in plan.steps}
+    # apart
+    tiny.experts[0][1].register_forward_hook(lambda *_: None)
+    apart, together = fm.explain(tiny.model, tokens=64, arch=90).groups
+    assert [len(g.explanation.plans) for g in (apart, together)] == [2, 1]
+    assert "sm90.router" in {step.rule for step in apart.explanation.steps}
+    assert not apart.router
+    with torch.autocast("cpu"):
+        assert "the module has changed since" in str(fm.explain(tiny.model, tokens=64))
+
+
+def test_recorded_logits_and_the_loss_of_them():
+    tiny = moe_families.tiny("qwen3_moe", "fusedmoe")
+
+    def step():
+        tiny.model.zero_grad()
+        output = tiny.model(**tiny.inputs, output_router_logits=True)
+        (output.loss + 3 * output.aux_loss).backward()
+        recorded = {f"recorded {i}": logits for i, logits in enumerate(output.router_logits)}
+        grads = {name: p.grad.clone() for name, p in tiny.model.named_parameters()}
+        return {"aux": output.aux_loss, **recorded, **grads}
+
+    want = step()
+    assert "recorded 1" in want
+    fusedmoe_transformers.patch_routers(tiny.model, fp32_logits=True)
+    assert_same(step(), want)
+
+
+# ---- changes after the patch --------------------------------------------------------------------------------------
+
+
+def another_choice(tiny):
+    first(tiny)[1].top_k = 3
+    return 1
+
+
+def in_fp64(tiny):
+    tiny.model.double()
+    return 2
+
+
+@pytest.mark.parametrize("change", [another_choice, in_fp64])
+def test_the_models_own_router_runs_again(change, chains):
+    tiny = moe_families.tiny("glm4_moe", "fusedmoe")
+    fusedmoe_transformers.patch_routers(tiny.model)
+    own = change(tiny)
+    got = results(tiny)
+    assert len([name for name, _ in chains if name == "router"]) == len(tiny.experts) - own
+    fusedmoe_transformers.unpatch_routers(tiny.model)
+    assert_same(got, results(tiny))
+
+
+def test_under_autocast_the_models_own_router_runs(chains):
+    tiny = moe_families.tiny("glm4_moe", "fusedmoe")
+    with torch.autocast("cpu"):
+        want = tiny.model(**tiny.inputs).logits
+        fusedmoe_transformers.patch_routers(tiny.model)
+        assert torch.equal(tiny.model(**tiny.inputs).logits, want)
+    assert "router" not in {name for name, _ in chains}
+
+
+def with_hook_on_experts(tiny):
+    first(tiny)[0].experts.register_forward_hook(lambda _, __, y: 2 * y)
+
+
+def with_eager_experts(tiny):
+    tiny.model.set_experts_implementation("eager")
+
+
+def with_experts_elsewhere(tiny):
+    """As in expert parallelism: the index of experts elsewhere is the number of those here, and their weight zero."""
+
+    def only_here(module, args, routed):
+        logits, weights, index = routed
+        return logits, weights.masked_fill(index >= 5, 0), index.masked_fill(index >= 5, 5)
+
+    block, router = first(tiny)
+    router.register_forward_hook(only_here)
+    block.experts.num_experts = 5
+    for name in ("gate_up_proj", "down_proj"):
+        setattr(block.experts, name, nn.Parameter(getattr(block.experts, name).detach()[:5].clone()))
+
+
+def with_another_result(tiny):
+    """A hook whose result the experts must get, although they could have run with the router."""
+    first(tiny)[1].register_forward_hook(lambda _, __, routed: (routed[0], 2 * routed[1], routed[2]))
+
+
+@pytest.mark.parametrize(
+    "change", [with_hook_on_experts, with_eager_experts, with_experts_elsewhere, with_another_result]
+)
+def test_modules_that_change_a_call(change, chains):
+    tiny = moe_families.tiny("glm4_moe", "fusedmoe")
+    change(tiny)
+    want = results(tiny)
+    fusedmoe_transformers.patch_routers(tiny.model)
+    chains.clear()
+    assert_same(results(tiny), want)
+    apart = ("router", 1) in chains
+    assert apart is (change is not with_another_result)
+
+
+@pytest.mark.parametrize("frozen", ["gate", "experts", "mlp"])
+def test_frozen(frozen):
+    tiny = moe_families.tiny("glm4_moe", "fusedmoe")
+    for name, parameter in tiny.model.named_parameters():
+        parameter.requires_grad_(f".{frozen}." not in name)
+    want = results(tiny)
+    assert not any(f".{frozen}." in name and "grad" in name for name in want)
+    fusedmoe_transformers.patch_routers(tiny.model)
+    assert_same(results(tiny), want)
+
+
+def test_gradient_checkpointing():
+    tiny = moe_families.tiny("glm4_moe", "fusedmoe")
+    tiny.model.train()
+    want = results(tiny)
+    # by the name that it has in this version
+    enable = getattr(tiny.model, "activation_checkpointing_enable", None) or tiny.model.gradient_checkpointing_enable
+    enable()
+    fusedmoe_transformers.patch_routers(tiny.model)
+    assert_same(results(tiny), want)
+
+
+def test_copies():
+    tiny = moe_families.tiny("hy_v3", "fusedmoe")
+    fusedmoe_transformers.patch_routers(tiny.model)
+    want = results(tiny)
+    own = tiny.model
+    for model in (copy.deepcopy(own), pickle.loads(pickle.dumps(own))):
+        assert not {*map(id, model.modules())} & {*map(id, own.modules())}
+        block, router = first(moe_families.Tiny("", model, {}, tiny.experts))
+        held = vars(router)[transformers_routers.ROUTER]
+        assert held is vars(block.experts)[transformers_routers.ROUTER]
+        assert (held.block, held.router) == (block, router)
+        tiny.model = model
+        assert_same(results(tiny), want)
+        with torch.no_grad():
+            router.weight.neg_()
+        assert not torch.allclose(results(tiny)["logits"], want["logits"])
+
+
+class Half(nn.Module):
+    def forward(self, weight):
+        return weight / 2
+
+
+def test_a_parametrized_router():
+    tiny = moe_families.tiny("glm4_moe", "fusedmoe")
+    nn.utils.parametrize.register_parametrization(first(tiny)[1], "weight", Half())
+    want = results(tiny)
+    nn.utils.parametrize.remove_parametrizations(first(tiny)[1], "weight", leave_parametrized=False)
+    fusedmoe_transformers.patch_routers(tiny.model)
+    nn.utils.parametrize.register_parametrization(first(tiny)[1], "weight", Half())
+    assert_same(results(tiny), want)
+
+
+def test_lora_on_experts(chains):
+    find = importlib.util.find_spec
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        absent = "transformer_engine"
+        patch.setattr(importlib.util, "find_spec", lambda name, *args: None if name == absent else find(name, *args))
+        warnings.simplefilter("ignore")
+        peft = pytest.importorskip("peft")
+        tiny = moe_families.tiny("glm4_moe", "fusedmoe")
+        targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+        def adapted(model):
+            torch.manual_seed(0)
+            found = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=8, target_parameters=targets))
+            for name, parameter in found.named_parameters():
+                if "lora_" in name:
+                    nn.init.normal_(parameter, std=0.3)
+            return found
+
+        own = tiny.model
+        tiny.model = adapted(copy.deepcopy(own))
+        want = results(tiny)
+        assert sum("lora_" in name for name in want) == 8
+        fusedmoe_transformers.patch_routers(own)
+        tiny.model = adapted(own)
+        chains.clear()
+        assert_same(results(tiny), want)
+    assert chains == [("router", 1), ("dispatch", 6)] * 2
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks around
+def test_one_graph_with_one_operator():
+    torch._dynamo.reset()
+    tiny = moe_families.tiny("hy_v3", "fusedmoe", num_hidden_layers=1)
+    fusedmoe_transformers.patch_routers(tiny.model)
+    block, router = first(tiny)
+    x = torch.randn(2, 12, 64)
+
+    def step(run):
+        block.zero_grad()
+        given = x.clone().requires_grad_()
+        y = run(given)
+        y.square().sum().backward()
+        return {"y": y.detach(), "x": given.grad, **{name: p.grad.clone() for name, p in block.named_parameters()}}
+
+    want = step(block)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(block, fullgraph=True, backend=counter)
+    assert_same(step(compiled), want)
+    assert counter.frame_count == 1
+    assert sum("run_chain" in str(node.target) for graph in counter.graphs for node in graph.graph.nodes) == 1
+    router.top_k = 3  # a guard; the model's own router runs
+    changed = step(compiled)
+    assert counter.frame_count == 2
+    assert_same(changed, step(block))
+    assert not torch.allclose(changed["y"], want["y"])
+    torch._dynamo.reset()
+
+
+# ---- errors, and what is not patched ------------------------------------------------------------------------------
+
+
+class Like(nn.Module):
+    """Not of transformers, whatever its name is."""
+
+
+Like.__qualname__ = Like.__name__ = "DeepseekV3TopkRouter"
+
+
+def test_a_router_of_another_package_is_not_known():
+    assert routers.recognise(Like()) == "fm.Router is not known to compute the same"
+
+
+def test_a_router_that_differs_is_left(monkeypatch, caplog):
+    tiny = moe_families.tiny("glm4_moe", "fusedmoe")
+    router = type(first(tiny)[1])
+    forward = router.forward
+    monkeypatch.setattr(routers, "_verdicts", {})
+    monkeypatch.setattr(router, "forward", lambda self, x: (*forward(self, x)[:2], forward(self, x)[2].flip(1)))
+    assert fusedmoe_transformers.patch_routers(tiny.model) == 0
+    assert "it differs from fm.Router" in caplog.text
+
+
+def test_errors():
+    with pytest.raises(
+        fm.InputError, match="expected a model of transformers with routers next to experts, got Linear"
+    ):
+        fusedmoe_transformers.patch_routers(nn.Linear(2, 2))
+    tiny = moe_families.tiny("glm4_moe", "fusedmoe")
+    with pytest.raises(fm.InputError, match="fp32_logits"):
+        fusedmoe_transformers.patch_routers(tiny.model, fp32_logits="yes")
+    first(tiny)[1].forward = print
+    with pytest.raises(fm.InputError, match=r"layers\.0\.mlp.* was already replaced, by"):
+        fusedmoe_transformers.patch_routers(tiny.model)
+
+
+# ---- the benchmark ------------------------------------------------------------------------------------------------
+
+
+def test_the_benchmark_in_small():
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 16}
+    timer, cpu = CpuTimer(1), torch.device("cpu")
+    found = list(stack.measure(timer, cpu, 1, ("moe", "glm"), compiled=False, rows=(1, 16), **sizes))
+    assert {m.implementation for m in found} == set(stack.IMPLEMENTATIONS)
+    assert len(found) == 2 * 2 * len(stack.IMPLEMENTATIONS)
+    assert all(m.ms for m in found)
+    table = page.stack_table(stack.results(found, 1, 1))
+    assert "| GLM-4.5-Air's MoE part | forward + backward | `fusedmoe + router` |" in table
