@@ -26,7 +26,7 @@ LIKE_DEEPSEEK_V3 = [
 ]  # fmt: skip
 IN_FP32 = ["deepseek_v2", "ernie4_5_moe", "flint", "hy_v3", "mistral_large4", *LIKE_DEEPSEEK_V3]
 # which compute them in the dtype of the model
-IN_OWN_DTYPE = ["gpt_oss", "granitemoe", "jamba", "minimax_m2", "minimax_m3_vl", "mixtral", "qwen3_moe"]
+IN_OWN_DTYPE = ["gpt_oss", "granitemoe_swa", "minimax_m2", "minimax_m3_vl", "mixtral", "qwen3_moe"]
 APART = {"nemotron_h"}  # its experts read projected tokens
 
 
@@ -47,6 +47,12 @@ def chains(monkeypatch):
 
     monkeypatch.setattr(transformers_routers.modes, "run", counted)
     return ran
+
+
+def built(family, *args, **settings):
+    if family not in moe_families.family_names():
+        pytest.skip("this version of transformers has no such family")
+    return moe_families.tiny(family, "fusedmoe", *args, **settings)
 
 
 def first(tiny):
@@ -83,9 +89,7 @@ def assert_same(got, want, rtol=2e-4, atol=2e-6):
 @pytest.mark.parametrize("family", IN_FP32)
 def test_the_same_model(family, chains):
     """Choices, weights, logits, outputs and gradients, with the same parameters."""
-    if family not in moe_families.family_names():
-        pytest.skip("this version of transformers has no such family")
-    tiny = moe_families.tiny(family, "fusedmoe")
+    tiny = built(family)
     keys, parameters = list(tiny.model.state_dict()), list(tiny.model.parameters())
     want = results(tiny)
     chains.clear()
@@ -103,7 +107,7 @@ def test_the_same_model(family, chains):
 
 @pytest.mark.parametrize("family", ["glm4_moe", "ernie4_5_moe", "deepseek_v2"])
 def test_the_same_choice_in_bf16(family):
-    block, router = first(moe_families.tiny(family, "fusedmoe", torch.bfloat16))
+    block, router = first(built(family, torch.bfloat16))
     x = torch.randn(4, 64, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     y, (logits, weights, index) = block(x), router(x.view(-1, 64))
     fusedmoe_transformers.patch_routers(block)
@@ -119,7 +123,7 @@ def test_the_same_choice_in_bf16(family):
 
 @pytest.mark.parametrize("family", IN_OWN_DTYPE)
 def test_a_router_that_does_not_compute_in_fp32_is_left(family, chains, caplog):
-    tiny = moe_families.tiny(family, "fusedmoe")
+    tiny = built(family)
     assert fusedmoe_transformers.patch_routers(tiny.model) == 0
     (said,) = [r.getMessage() for r in caplog.records if "leaves" in r.getMessage()]
     assert (
@@ -141,7 +145,7 @@ def test_a_router_that_does_not_compute_in_fp32_is_left(family, chains, caplog):
 
 
 def test_the_plan():
-    tiny = moe_families.tiny("glm4_moe", "fusedmoe", torch.bfloat16)
+    tiny = built("glm4_moe", torch.bfloat16)
     reason = "Glm4MoeTopkRouter, chooses the experts and runs unchanged: call patch_routers(model) to run it"
     assert reason in str(fm.explain(tiny.model, tokens=64, arch=90))
     fusedmoe_transformers.patch_routers(tiny.model)
@@ -161,7 +165,7 @@ def test_the_plan():
 
 
 def test_recorded_logits_and_the_loss_of_them():
-    tiny = moe_families.tiny("qwen3_moe", "fusedmoe")
+    tiny = built("qwen3_moe")
 
     def step():
         tiny.model.zero_grad()
@@ -192,7 +196,7 @@ def in_fp64(tiny):
 
 @pytest.mark.parametrize("change", [another_choice, in_fp64])
 def test_the_models_own_router_runs_again(change, chains):
-    tiny = moe_families.tiny("glm4_moe", "fusedmoe")
+    tiny = built("glm4_moe")
     fusedmoe_transformers.patch_routers(tiny.model)
     own = change(tiny)
     got = results(tiny)
@@ -202,7 +206,7 @@ def test_the_models_own_router_runs_again(change, chains):
 
 
 def test_under_autocast_the_models_own_router_runs(chains):
-    tiny = moe_families.tiny("glm4_moe", "fusedmoe")
+    tiny = built("glm4_moe")
     with torch.autocast("cpu"):
         want = tiny.model(**tiny.inputs).logits
         fusedmoe_transformers.patch_routers(tiny.model)
@@ -241,7 +245,7 @@ def with_another_result(tiny):
     "change", [with_hook_on_experts, with_eager_experts, with_experts_elsewhere, with_another_result]
 )
 def test_modules_that_change_a_call(change, chains):
-    tiny = moe_families.tiny("glm4_moe", "fusedmoe")
+    tiny = built("glm4_moe")
     change(tiny)
     want = results(tiny)
     fusedmoe_transformers.patch_routers(tiny.model)
@@ -253,7 +257,7 @@ def test_modules_that_change_a_call(change, chains):
 
 @pytest.mark.parametrize("frozen", ["gate", "experts", "mlp"])
 def test_frozen(frozen):
-    tiny = moe_families.tiny("glm4_moe", "fusedmoe")
+    tiny = built("glm4_moe")
     for name, parameter in tiny.model.named_parameters():
         parameter.requires_grad_(f".{frozen}." not in name)
     want = results(tiny)
@@ -263,7 +267,7 @@ def test_frozen(frozen):
 
 
 def test_gradient_checkpointing():
-    tiny = moe_families.tiny("glm4_moe", "fusedmoe")
+    tiny = built("glm4_moe")
     tiny.model.train()
     want = results(tiny)
     # by the name that it has in this version
@@ -274,7 +278,7 @@ def test_gradient_checkpointing():
 
 
 def test_copies():
-    tiny = moe_families.tiny("hy_v3", "fusedmoe")
+    tiny = built("hy_v3")
     fusedmoe_transformers.patch_routers(tiny.model)
     want = results(tiny)
     own = tiny.model
@@ -297,7 +301,7 @@ class Half(nn.Module):
 
 
 def test_a_parametrized_router():
-    tiny = moe_families.tiny("glm4_moe", "fusedmoe")
+    tiny = built("glm4_moe")
     nn.utils.parametrize.register_parametrization(first(tiny)[1], "weight", Half())
     want = results(tiny)
     nn.utils.parametrize.remove_parametrizations(first(tiny)[1], "weight", leave_parametrized=False)
@@ -313,7 +317,7 @@ def test_lora_on_experts(chains):
         patch.setattr(importlib.util, "find_spec", lambda name, *args: None if name == absent else find(name, *args))
         warnings.simplefilter("ignore")
         peft = pytest.importorskip("peft")
-        tiny = moe_families.tiny("glm4_moe", "fusedmoe")
+        tiny = built("glm4_moe")
         targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
         def adapted(model):
@@ -338,7 +342,7 @@ def test_lora_on_experts(chains):
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks around
 def test_one_graph_with_one_operator():
     torch._dynamo.reset()
-    tiny = moe_families.tiny("hy_v3", "fusedmoe", num_hidden_layers=1)
+    tiny = built("hy_v3", num_hidden_layers=1)
     fusedmoe_transformers.patch_routers(tiny.model)
     block, router = first(tiny)
     x = torch.randn(2, 12, 64)
@@ -379,7 +383,7 @@ def test_a_router_of_another_package_is_not_known():
 
 
 def test_a_router_that_differs_is_left(monkeypatch, caplog):
-    tiny = moe_families.tiny("glm4_moe", "fusedmoe")
+    tiny = built("glm4_moe")
     router = type(first(tiny)[1])
     forward = router.forward
     monkeypatch.setattr(routers, "_verdicts", {})
@@ -393,7 +397,7 @@ def test_errors():
         fm.InputError, match="expected a model of transformers with routers next to experts, got Linear"
     ):
         fusedmoe_transformers.patch_routers(nn.Linear(2, 2))
-    tiny = moe_families.tiny("glm4_moe", "fusedmoe")
+    tiny = built("glm4_moe")
     with pytest.raises(fm.InputError, match="fp32_logits"):
         fusedmoe_transformers.patch_routers(tiny.model, fp32_logits="yes")
     first(tiny)[1].forward = print
