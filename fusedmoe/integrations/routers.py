@@ -121,8 +121,8 @@ class Recognised(NamedTuple):
 
 def recognise(router: nn.Module) -> Recognised | str:
     """Return the op that is equivalent to a model's router, or the reason why there is none."""
-    of_transformers = str(type(router).__module__).partition(".")[0] == "transformers"
-    known = ROUTERS.get(type(router).__qualname__) if of_transformers else None
+    its_class = class_in_transformers(router)
+    known = None if its_class is None else ROUTERS.get(its_class.__qualname__)
     if known is None:
         return "fm.Router is not known to compute the same"
     names = tuple([name for name in _SETTINGS if hasattr(router, name)])
@@ -141,6 +141,12 @@ def recognise(router: nn.Module) -> Recognised | str:
     for parameter in op.parameter_names:
         setattr(op, parameter, None)
     return Recognised(op, known, verdict, names, settings)
+
+
+def class_in_transformers(module: nn.Module) -> type | None:
+    """Return the class of transformers that a module has, or that FSDP or a parametrization has derived from."""
+    modules = ((c, c.__module__.partition(".")[0]) for c in type(module).__mro__)
+    return next((c for c, package in modules if package == "transformers"), None)
 
 
 def settings_of(router: nn.Module, names: tuple[str, ...]) -> tuple[object, ...]:

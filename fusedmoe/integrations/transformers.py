@@ -32,6 +32,7 @@ from fusedmoe.errors import InputError
 from fusedmoe.explain_model import register_explainer, register_reason_for_router
 from fusedmoe.extras import install_command
 from fusedmoe.integrations import transformers_experts, transformers_routers
+from fusedmoe.integrations.routers import class_in_transformers
 from fusedmoe.integrations.transformers_dense import patch_dense as patch_dense
 from fusedmoe.integrations.transformers_dense import unpatch_dense as unpatch_dense
 from fusedmoe.integrations.transformers_experts import (
@@ -235,8 +236,7 @@ def unpatch_routers(model: nn.Module) -> int:
 
 @register_reason_for_router
 def _why_own_router(router: nn.Module) -> str | None:
-    of_transformers = type(router).__module__.partition(".")[0] == "transformers"
-    return transformers_routers.why_own(router) if of_transformers else None
+    return transformers_routers.why_own(router) if class_in_transformers(router) is not None else None
 
 
 # ---- Llama-4 ------------------------------------------------------------------------------------------------------

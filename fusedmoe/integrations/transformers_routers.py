@@ -67,6 +67,8 @@ class _Block:
         return getattr(self._block, name)
 
     def _route(self, hidden_states: Tensor, *arguments: Tensor) -> Any:
+        if ROUTER not in self._router.__dict__:  # wrapped or replaced since
+            return self._router(hidden_states, *arguments)
         return self._router(hidden_states, *arguments, call=self._call)
 
     def experts(self, hidden_states: Tensor, index: Tensor, weight: Tensor) -> Tensor:
@@ -104,11 +106,12 @@ def unpatch(model: nn.Module) -> int:
 
 def why_own(router: nn.Module) -> str:
     """Return why a router of transformers runs unchanged."""
+    held: Routed | None = vars(router).get(ROUTER)
+    if held is not None:
+        return f"it is patched, but {_why_not(router, held, router.weight)}"  # type: ignore[arg-type]
     found = recognise(router)
     if isinstance(found, str):
         return found
-    if ROUTER in vars(router):
-        return "patch_routers found it, but autocast is on, or the module has changed since"
     if found.fp32:
         return "call patch_routers(model) to run it with the kernels of fm.Router"
     return _not_in_fp32(router)
@@ -125,7 +128,7 @@ def _not_in_fp32(router: nn.Module) -> str:
 def explained(module: nn.Module, experts: Experts, x: Tensor, arch: Any, **inputs: Tensor) -> Explanation | None:
     """Return the plans of a patched router and its experts; None if the model's own router runs."""
     held: Routed | None = module.__dict__.get(ROUTER)
-    if held is None or not _is_current(held.router, held, x):
+    if held is None or _why_not(held.router, held, x):
         return None
     correction = [x.new_zeros(held.found.op.num_experts)] if held.found.known.correction == ARGUMENT else []
     routers = _named(held.router, held, tuple(correction))
@@ -171,12 +174,13 @@ def _patch(block: Any, name: str, fp32_logits: bool, runs_here: Callable[[nn.Mod
 def _passes_rows_on(block: Any, name: str, hidden: int) -> bool:
     """Whether a block calls its experts with the rows that its router got, and with the router's results."""
     probe = _Probe(block, name)
+    attributes = set(vars(probe))
     try:
         with torch.device("cpu"):
             type(block).forward(probe, torch.randn(2, 3, hidden))
     except Exception:  # noqa: BLE001  (foreign code)
         return False
-    return probe.passed_on
+    return probe.passed_on and set(vars(probe)) == attributes  # an attribute that it sets would be lost
 
 
 class _Probe:
@@ -184,6 +188,7 @@ class _Probe:
 
     def __init__(self, block: nn.Module, name: str) -> None:
         self._block, self.passed_on = block, False
+        self._rows = self._index = self._weight = torch.empty(0)
         setattr(self, name, self._route)
 
     def __getattr__(self, name: str) -> Any:
@@ -213,7 +218,7 @@ def _router_forward(router: Any, hidden_states: Tensor, *arguments: Tensor, call
     """Return the logits, the weights of the chosen experts, and the chosen experts; with ``call`` run the experts."""
     held: Routed = router.__dict__[ROUTER]
     x = hidden_states.reshape(-1, hidden_states.shape[-1])
-    if not _is_current(router, held, x):
+    if _why_not(router, held, x):
         return type(router).forward(router, hidden_states, *arguments)
     parameters = _named(router, held, arguments)
     routed = None if call is None else _with_experts(call.experts, held, x)
@@ -231,14 +236,18 @@ def _named(router: nn.Module, held: Routed, arguments: tuple[Any, ...]) -> dict[
     return {f"router.{name}": parameter for name, parameter in own.items()}
 
 
-def _is_current(router: Any, held: Routed, x: Tensor) -> bool:
-    """Whether the op computes what the router computes, for these tokens."""
+def _why_not(router: Any, held: Routed, x: Tensor) -> str:
+    """Return why a patched router runs as before for these tokens; "" if the op computes the same."""
     weight = router.weight
-    if type(weight) is not nn.Parameter and type(weight) is not Tensor:  # such as a DTensor
-        return False
-    if x.dtype not in _DTYPES or weight.dtype not in _DTYPES or torch.is_autocast_enabled(x.device.type):
-        return False
-    return settings_of(router, held.found.names) == held.found.settings
+    if type(weight) is not nn.Parameter and type(weight) is not Tensor:
+        return "its weight is sharded or a tensor subclass; under FSDP, a call gathers it and runs fm.Router"
+    if torch.is_autocast_enabled(x.device.type):
+        return "autocast is on"
+    if x.dtype not in _DTYPES or weight.dtype not in _DTYPES:
+        return "tokens or weight are not in bf16, fp16 or fp32"
+    if settings_of(router, held.found.names) != held.found.settings:
+        return "its settings have changed since; call patch_routers again"
+    return ""
 
 
 def _with_experts(module: Any, held: Routed, x: Tensor) -> tuple[Sequential, dict[str, Tensor | None]] | None:

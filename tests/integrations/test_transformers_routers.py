@@ -8,6 +8,7 @@ import warnings
 import moe_families
 import pytest
 import torch
+from torch import distributed as dist
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -161,7 +162,7 @@ def test_the_plan():
     assert "sm90.router" in {step.rule for step in apart.explanation.steps}
     assert not apart.router
     with torch.autocast("cpu"):
-        assert "the module has changed since" in str(fm.explain(tiny.model, tokens=64))
+        assert "it is patched, but autocast is on" in str(fm.explain(tiny.model, tokens=64))
 
 
 def test_recorded_logits_and_the_loss_of_them():
@@ -186,19 +187,20 @@ def test_recorded_logits_and_the_loss_of_them():
 
 def another_choice(tiny):
     first(tiny)[1].top_k = 3
-    return 1
+    return 1, "its settings have changed since"
 
 
 def in_fp64(tiny):
     tiny.model.double()
-    return 2
+    return 2, "tokens or weight are not in bf16"
 
 
 @pytest.mark.parametrize("change", [another_choice, in_fp64])
 def test_the_models_own_router_runs_again(change, chains):
     tiny = built("glm4_moe")
     fusedmoe_transformers.patch_routers(tiny.model)
-    own = change(tiny)
+    own, reason = change(tiny)
+    assert f"it is patched, but {reason}" in str(fm.explain(tiny.model, tokens=8))
     got = results(tiny)
     assert len([name for name, _ in chains if name == "router"]) == len(tiny.experts) - own
     fusedmoe_transformers.unpatch_routers(tiny.model)
@@ -220,6 +222,15 @@ def with_hook_on_experts(tiny):
 
 def with_eager_experts(tiny):
     tiny.model.set_experts_implementation("eager")
+
+
+class Wrapped(nn.Module):
+    def __init__(self, router):
+        super().__init__()
+        self.router = router
+
+    def forward(self, x):
+        return self.router(x)
 
 
 def with_experts_elsewhere(tiny):
@@ -253,6 +264,33 @@ def test_modules_that_change_a_call(change, chains):
     assert_same(results(tiny), want)
     apart = ("router", 1) in chains
     assert apart is (change is not with_another_result)
+
+
+def test_a_router_that_is_wrapped_after_the_patch(chains):
+    tiny = built("glm4_moe")
+    want = results(tiny)
+    fusedmoe_transformers.patch_routers(tiny.model)
+    chains.clear()
+    block, router = first(tiny)
+    block.gate = Wrapped(router)
+    got = results(tiny)
+    assert_same({name.replace("gate.router", "gate"): t for name, t in got.items()}, want)
+    assert chains == [("router", 1), ("dispatch", 6), ("router", 7)]
+
+
+def test_a_block_that_keeps_something_of_a_call_is_not_replaced(monkeypatch):
+    tiny = built("glm4_moe")
+    block = type(first(tiny)[0])
+    forward = block.forward
+
+    def keeping(self, x):
+        self.kept = x
+        return forward(self, x)
+
+    monkeypatch.setattr(block, "forward", keeping)
+    fusedmoe_transformers.patch_routers(tiny.model)
+    results(tiny)
+    assert first(tiny)[0].kept.shape == (2, 12, 64)
 
 
 @pytest.mark.parametrize("frozen", ["gate", "experts", "mlp"])
@@ -337,6 +375,45 @@ def test_lora_on_experts(chains):
         chains.clear()
         assert_same(results(tiny), want)
     assert chains == [("router", 1), ("dispatch", 6)] * 2
+
+
+@pytest.fixture
+def mesh():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield dist.init_device_mesh("cpu", (1,))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="torch is built without distributed")
+@pytest.mark.parametrize("experts_too", [False, True])
+def test_under_fsdp(mesh, experts_too, chains):
+    """Each layer, or also its experts, which are then gathered by their own call."""
+    fully_shard = pytest.importorskip("torch.distributed.fsdp").fully_shard
+    tiny = built("glm4_moe")
+    want = results(tiny)
+    fusedmoe_transformers.patch_routers(tiny.model)
+    for layer in tiny.model.model.layers:
+        if experts_too:
+            fully_shard(layer.mlp.experts, mesh=mesh)
+        fully_shard(layer, mesh=mesh)
+    fully_shard(tiny.model, mesh=mesh)
+    chains.clear()
+    got = results(tiny)
+    assert_same({name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in got.items()}, want)
+    assert chains == ([("router", 1), ("dispatch", 6)] if experts_too else [("router", 7)]) * 2
+    assert "under FSDP, a call gathers it and runs fm.Router" in str(fm.explain(tiny.model, tokens=8))
+
+
+def test_exported():
+    """A program for inference; the router's op is plain PyTorch in it."""
+    block, _ = first(built("glm4_moe"))
+    x = torch.randn(2, 12, 64)
+    fusedmoe_transformers.patch_routers(block)
+    with torch.no_grad():
+        program = torch.export.export(block, (x,), strict=False)
+        torch.testing.assert_close(program.module()(x), block(x))
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks around
