@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedmoe import modes
+from fusedmoe.autocast import autocast_dtype
 from fusedmoe.errors import InputError
 from fusedmoe.fusion.plan import Explanation
 from fusedmoe.integrations import transformers_experts
@@ -241,7 +242,7 @@ def _why_not(router: Any, held: Routed, x: Tensor) -> str:
     weight = router.weight
     if type(weight) is not nn.Parameter and type(weight) is not Tensor:
         return "its weight is sharded or a tensor subclass; under FSDP, a call gathers it and runs fm.Router"
-    if torch.is_autocast_enabled(x.device.type):
+    if autocast_dtype(x.device) is not None:
         return "autocast is on"
     if x.dtype not in _DTYPES or weight.dtype not in _DTYPES:
         return "tokens or weight are not in bf16, fp16 or fp32"

@@ -155,6 +155,9 @@ def test_the_plan():
     (plan,) = group.explanation.plans
     assert not plan.unfused
     assert {"sm90.router_dispatch", "sm90.router_backward"} <= {step.rule for step in plan.steps}
+    on_meta = built("glm4_moe", torch.bfloat16).model.to("meta")
+    fusedmoe_transformers.patch_routers(on_meta)
+    assert str(fm.explain(on_meta, tokens=64, arch=90).groups[0].explanation) == str(group.explanation)
     # apart
     tiny.experts[0][1].register_forward_hook(lambda *_: None)
     apart, together = fm.explain(tiny.model, tokens=64, arch=90).groups
