@@ -5,12 +5,13 @@
 TMA on Hopper loads boxes of consecutive rows only. So gathered rows are copied by ``cp.async``, 16 bytes per lane.
 Eight lanes copy 128 bytes of a row, the width of the swizzle: an instruction of a warp copies such parts of four rows.
 
-**Indices.** Lane l of a warp holds the index of row ``32 q + l``, for each 32 rows q of its share. An instruction
-copies the rows j, 8 + j, 16 + j and 24 + j of 32: each eight lanes get their index from their own lane j. A row with a
-negative index is filled with zeros, and nothing is read for it.
+**Lanes.** A warp copies its rows 4 j to 4 j + 3 by its j-th instruction: the lanes 8 g to 8 g + 7 copy row 4 j + g.
+So a lane needs the indices of every fourth row. Of each 32 rows, lane 8 g + j reads the index of row 4 j + g, and
+`spread` passes it to the other seven. The loop over K then has two instructions per copy: the address of the source,
+and the copy. A stage whose copies are issued late delays the product.
 
-**Swizzle.** Chunk c (16 bytes) of row i is stored as chunk ``c ^ (i % 8)`` of the row's 128 bytes. The four rows of an
-instruction have the same ``i % 8``, so its place is an exclusive or with a constant.
+**Swizzle.** Chunk c (16 bytes) of row i is stored as chunk ``c ^ (i % 8)`` of the row's 128 bytes. Row i is 4 j + g, so
+``i % 8`` is g or g + 4: a lane's places in shared memory differ by constants from two addresses.
 
 **Completion.** A stage is full once TMA has loaded the other operand, and the copies of all lanes have arrived: each
 lane arrives at the stage's barrier by ``cp.async.mbarrier.arrive``, which the hardware performs after its copies.
@@ -24,7 +25,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64
+from cutlass import Boolean, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from fusedmoe.kernels.sm90.warps import LANES
@@ -32,7 +33,7 @@ from fusedmoe.kernels.sm90.warps import LANES
 CHUNK_BYTES = 16  # per lane and copy
 ROW_BYTES = 128  # of a row in a stage
 ROW_LANES = ROW_BYTES // CHUNK_BYTES
-COPIES_UNROLLED = 8  # enough to hide the latency of a shuffle, and few instructions: see choice.py
+COPY_ROWS = LANES // ROW_LANES  # rows per instruction of a warp
 OWN_LANES = (LANES - ROW_LANES) << 8 | LANES - 1  # of a shuffle: among the eight lanes of a row
 
 
@@ -48,6 +49,21 @@ def chunk(lane: Int32) -> Int32:
     return lane % ROW_LANES
 
 
+def own_row(lane: Int32) -> Int32:
+    """Row, of each 32, whose index a lane reads."""
+    return lane % ROW_LANES * COPY_ROWS + lane // ROW_LANES
+
+
+@cute.jit
+def spread(indices: cute.Tensor, own: cute.Tensor) -> None:
+    """Give each lane the indices of its rows: element j is that of row ``4 j + lane // 8``.
+
+    ``own[q]`` is the index of row ``32 q + own_row(lane)``.
+    """
+    for j in cutlass.range_constexpr(cute.size(indices)):
+        indices[j] = cute.arch.shuffle_sync(own[j // ROW_LANES], j % ROW_LANES, mask_and_clamp=OWN_LANES)
+
+
 @cute.jit
 def copy_rows(
     indices: cute.Tensor,
@@ -58,13 +74,14 @@ def copy_rows(
     lane: Int32,
     boxes: cutlass.Constexpr[int] = 1,
     box_bytes: cutlass.Constexpr[int] = 0,
+    checked: cutlass.Constexpr[bool] = False,
 ) -> None:
-    """Start the copies of 128 bytes of 32 rows per element of ``indices``, or of ``boxes`` times 128 bytes.
+    """Start the copies of 128 bytes of four rows per element of ``indices``, or of ``boxes`` times 128 bytes.
 
     Parameters
     ----------
     indices
-        The lane's indices, in registers.
+        The indices of the lane's rows, from `spread`.
     operand
         Address of the lane's chunk of row 0.
     pitch
@@ -72,26 +89,29 @@ def copy_rows(
     left
         Bytes from the beginning of the lane's chunk to the end of the row. If none, the chunk is filled with zeros.
     stage
-        Address of the first row in shared memory.
+        Address of the warp's first row in shared memory.
     boxes, box_bytes
         Multiples of 128 bytes of a row, and the distance from each to the next in shared memory.
+    checked
+        Whether an index may be negative. Such a row is filled with zeros, and nothing is read for it.
     """
-    place = stage + lane // ROW_LANES * (ROW_LANES * ROW_BYTES) + chunk(lane) * CHUNK_BYTES
     copy = cute.make_copy_atom(cpasync.CopyG2SOp(cpasync.LoadCacheMode.GLOBAL), Int32, num_bits_per_copy=128)
+    group = lane // ROW_LANES
+    even = stage + group * ROW_BYTES + (chunk(lane) ^ group) * CHUNK_BYTES
+    odd = even ^ (COPY_ROWS * CHUNK_BYTES)
     valid = cute.make_rmem_tensor((1, 1), Boolean)
-    for j in cutlass.range(ROW_LANES, unroll=max(COPIES_UNROLLED // cute.size(indices), 1)):
-        swizzled = (place ^ (j * CHUNK_BYTES)) + j * ROW_BYTES
-        for q in cutlass.range_constexpr(cute.size(indices)):
-            index = cute.arch.shuffle_sync(indices[q], j, mask_and_clamp=OWN_LANES)
-            source, to = operand + Int64(index) * Int64(pitch), swizzled + q * (LANES * ROW_BYTES)
-            for box in cutlass.range_constexpr(boxes):
-                valid[0] = (index | (left - 1 - box * ROW_BYTES)) >= 0
-                cute.copy(
-                    copy,
-                    vector(source + box * ROW_BYTES, cute.AddressSpace.gmem),
-                    vector(to + box * box_bytes, cute.AddressSpace.smem),
-                    pred=valid,
-                )
+    for j in cutlass.range_constexpr(cute.size(indices)):
+        source, to = operand + Int64(indices[j]) * Int64(pitch), (odd if j % 2 else even) + j * (COPY_ROWS * ROW_BYTES)
+        for box in cutlass.range_constexpr(boxes):
+            valid[0] = left > box * ROW_BYTES
+            if const_expr(checked):
+                valid[0] = (indices[j] | (left - 1 - box * ROW_BYTES)) >= 0
+            cute.copy(
+                copy,
+                vector(source + box * ROW_BYTES, cute.AddressSpace.gmem),
+                vector(to + box * box_bytes, cute.AddressSpace.smem),
+                pred=valid,
+            )
 
 
 def vector(address: Int32 | Int64, space: cute.AddressSpace) -> cute.Tensor:

@@ -38,7 +38,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 
 from fusedmoe.kernels.sm90 import tiles
 from fusedmoe.kernels.sm90.config import BLOCK_ROWS, EPILOGUE_COLUMNS, SWIZZLE_BYTES
-from fusedmoe.kernels.sm90.gather import ROW_BYTES, Gathered, chunk, copy_rows
+from fusedmoe.kernels.sm90.gather import COPY_ROWS, ROW_BYTES, Gathered, chunk, copy_rows, own_row, spread
 from fusedmoe.kernels.sm90.gemm import LOAD_WARP, PRODUCER, SCHEDULER_WARP, VALUES, Gemm, Tma
 from fusedmoe.kernels.sm90.warps import LANES
 
@@ -208,25 +208,34 @@ class RaggedK(Gemm):
         smem, extent = (shared.a, self.config.tile_m) if of_a else (shared.b, self.config.tile_n)
         first_stage = smem.iterator.toint() + share * (LANES * ROW_BYTES)
         pitch = Int32(matrix.stride[0] * value_bytes)
-        indices = cute.make_rmem_tensor((1,), Int32)
+        own = cute.make_rmem_tensor((1,), Int32)
+        indices = cute.make_rmem_tensor((LANES // COPY_ROWS,), Int32)
         state = pipeline.make_pipeline_state(PRODUCER, self.stages)
         turn = Int32(0)
         turn, tile = tiles.take(rings.tiles, turn, shared.slots)
+        own_first = share * LANES + own_row(lane)
+        first = self.index_of(tile.row + own_first, tile.row + tile.rows, index)
         while tile.expert != tiles.END:
-            row, end = tile.row + share * LANES + lane, tile.row + tile.rows
-            following = self.index_of(row, end, index)
+            following, row, end = first, tile.row + own_first, tile.row + tile.rows
             column = (tile.place if const_expr(of_a) else tile.column) * extent + chunk(lane) * self.alignment
             operand, left = matrix.iterator.toint() + column * value_bytes, (matrix.shape[1] - column) * value_bytes
-            for _ in cutlass.range(tile.depth, unroll=1):
-                indices[0] = following
+            depth = tile.depth
+            turn, tile = tiles.take(rings.tiles, turn, shared.slots)
+            first = self.index_of(tile.row + own_first, tile.row + tile.rows, index)
+            for k_tile in cutlass.range(depth, unroll=1):
+                own[0] = following
                 row += self.tile_k
                 following = self.index_of(row, end, index)  # of the next stage, while this one is copied
+                spread(indices, own)
                 ab.sync_object_empty.wait(state.index, state.phase)
                 stage = first_stage + state.index * self.gathered_bytes
-                copy_rows(indices, operand, pitch, left, stage, lane, extent // self.tile_k, self.tile_k * ROW_BYTES)
+                to = (operand, pitch, left, stage, lane, extent // self.tile_k, self.tile_k * ROW_BYTES)
+                if k_tile + 1 < depth:
+                    copy_rows(indices, *to)
+                else:
+                    copy_rows(indices, *to, True)
                 cute.arch.cp_async_mbarrier_arrive_noinc(ab.producer_get_barrier(state))
                 state.advance()
-            turn, tile = tiles.take(rings.tiles, turn, shared.slots)
 
     @cute.jit
     def index_of(self, row, end, index):
