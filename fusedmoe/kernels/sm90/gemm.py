@@ -156,8 +156,11 @@ class Gemm:
 
     @property
     def store_stages(self) -> int:
-        """Boxes in flight to memory per math warpgroup: a divisor of `boxes_per_block`."""
-        return next(n for n in (3, 4, 2, 5, 1) if self.boxes_per_block % n == 0)
+        """Boxes in flight to memory per math warpgroup: a divisor of `boxes_per_block`. Stages of A and B come first."""
+        numbers = [n for n in (3, 4, 2, 5) if self.boxes_per_block % n == 0] or [1]
+        read = self.load_stages * self.boxes_read
+        stages = [self.config.stages(MATH_WARPGROUPS * (n + read) * self.box_bytes) for n in numbers]
+        return numbers[stages.index(max(stages))]
 
     @property
     def load_stages(self) -> int:
