@@ -10,7 +10,7 @@ not shared in two halves.
 
 **Gathered rows.** Row r of A may be row ``gather[r]`` of a matrix (T, K). gather.py copies such rows. A copy cannot
 write to both CTAs of a cluster: each CTA copies all rows of its tile. Rows past an expert's last row repeat that row,
-or are not written: their results are never stored.
+or keep the previous contents of the stage: their results are never stored.
 
 **Bounds.** A load may run past an expert's last row: those rows of the product are never stored. A store must end at
 that row. The TMA descriptor of an output therefore has one dimension more than the tensor, over the same memory:
@@ -311,24 +311,21 @@ class RaggedM(Gemm):
         """A gathering warp: its share of the rows of A of every tile, stage by stage."""
         ab, rows = rings.ab, self.gathering(gathered, shared, k, share)
         count = self.config.tile_m // self.gather_warps
-        following = cute.make_rmem_tensor((count // LANES,), Int32)
+        own = cute.make_rmem_tensor((count // LANES,), Int32)
         indices = cute.make_rmem_tensor((count // COPY_ROWS,), Int32)
         state = pipeline.make_pipeline_state(PRODUCER, self.stages)
         turn = Int32(0)
         turn, tile = tiles.take(rings.tiles, turn, shared.slots)
-        depth, used = self.read_indices(following, rows, tile)
-        while depth >= 0:
-            spread(indices, following)
-            k_tiles, copied = depth, used
-            # the indices of the next tile are read while the rows of this one are copied
-            turn, tile = tiles.take(rings.tiles, turn, shared.slots)
-            depth, used = self.read_indices(following, rows, tile)
-            for k_tile in cutlass.range(k_tiles, unroll=1):
+        while tile.expert != tiles.END:
+            self.read_indices(own, rows, tile)
+            spread(indices, own)
+            for k_tile in cutlass.range(tile.depth, unroll=1):
                 ab.sync_object_empty.wait(state.index, state.phase)
-                if copied:
+                if rows.first < tile.rows:
                     self.copy_gathered(indices, rows, k_tile, state.index)
                 cute.arch.cp_async_mbarrier_arrive_noinc(ab.producer_get_barrier(state))
                 state.advance()
+            turn, tile = tiles.take(rings.tiles, turn, shared.slots)
 
     def gathering(self, gathered, shared, k, share):
         """What a lane of a gathering warp needs to copy its share of the rows of A."""
@@ -346,17 +343,12 @@ class RaggedM(Gemm):
 
     @cute.jit
     def read_indices(self, own, rows, tile):
-        """Read the indices of a tile's rows; past the expert's last row, the index of that row.
-
-        Return the tile's depth, -1 after the last tile, and whether the warp has any of the expert's rows.
-        """
+        """Read the indices of a tile's rows; past the expert's last row, the index of that row."""
         row = rows.first + own_row(rows.lane)
         for q in cutlass.range_constexpr(cute.size(own)):
             own[q] = 0
             if tile.depth > 0:
                 own[q] = rows.index[tile.row + cutlass.min(row + q * LANES, tile.rows - 1)]
-        depth = cutlass.select_(tile.expert == tiles.END, Int32(-1), tile.depth)
-        return cute.arch.make_warp_uniform(depth), tile.rows > rows.first
 
     def copy_gathered(self, indices, rows, k_tile, stage):
         """Start the copies of one stage of a tile's rows."""
