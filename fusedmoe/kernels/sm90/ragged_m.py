@@ -9,8 +9,8 @@ Each CTA loads half of the shared operand, for both. Rows that are not shared ar
 not shared in two halves.
 
 **Gathered rows.** Row r of A may be row ``gather[r]`` of a matrix (T, K). gather.py copies such rows. A copy cannot
-write to both CTAs of a cluster: each CTA copies all rows of its tile. Rows past an expert's last row repeat that row,
-or keep the previous contents of the stage: their results are never stored.
+write to both CTAs of a cluster: each CTA copies all rows of its tile. Rows past an expert's last row are zeros.
+Nothing is read for them: a copy of a valid row in their place would be read by all column tiles at once.
 
 **Bounds.** A load may run past an expert's last row: those rows of the product are never stored. A store must end at
 that row. The TMA descriptor of an output therefore has one dimension more than the tensor, over the same memory:
@@ -319,10 +319,13 @@ class RaggedM(Gemm):
         while tile.expert != tiles.END:
             self.read_indices(own, rows, tile)
             spread(indices, own)
+            partial = rows.first + count > tile.rows
             for k_tile in cutlass.range(tile.depth, unroll=1):
                 ab.sync_object_empty.wait(state.index, state.phase)
-                if rows.first < tile.rows:
-                    self.copy_gathered(indices, rows, k_tile, state.index)
+                if partial:
+                    self.copy_gathered(indices, rows, k_tile, state.index, checked=True)
+                else:
+                    self.copy_gathered(indices, rows, k_tile, state.index, checked=False)
                 cute.arch.cp_async_mbarrier_arrive_noinc(ab.producer_get_barrier(state))
                 state.advance()
             turn, tile = tiles.take(rings.tiles, turn, shared.slots)
@@ -343,19 +346,21 @@ class RaggedM(Gemm):
 
     @cute.jit
     def read_indices(self, own, rows, tile):
-        """Read the indices of a tile's rows; past the expert's last row, the index of that row."""
-        row = rows.first + own_row(rows.lane)
+        """Read the indices of a tile's rows: -1 past the expert's last row, and in the tail."""
+        valid = cutlass.select_(tile.depth > 0, tile.rows, Int32(0))
         for q in cutlass.range_constexpr(cute.size(own)):
-            own[q] = 0
-            if tile.depth > 0:
-                own[q] = rows.index[tile.row + cutlass.min(row + q * LANES, tile.rows - 1)]
+            row = rows.first + q * LANES + own_row(rows.lane)
+            own[q] = -1
+            if row < valid:
+                own[q] = rows.index[tile.row + row]
 
-    def copy_gathered(self, indices, rows, k_tile, stage):
+    def copy_gathered(self, indices, rows, k_tile, stage, checked):
         """Start the copies of one stage of a tile's rows."""
         value_bytes = self.element.width // 8
         column = k_tile * self.tile_k + chunk(rows.lane) * (CHUNK_BYTES // value_bytes)
         operand, left = rows.operand + column * value_bytes, (rows.k - column) * value_bytes
-        copy_rows(indices, operand, rows.pitch, left, rows.stages + stage * self.gathered_bytes, rows.lane)
+        place = rows.stages + stage * self.gathered_bytes
+        copy_rows(indices, operand, rows.pitch, left, place, rows.lane, checked=checked)
 
     def copy(self, load, pairs, k_tile, stage, full, mask):
         """Start an operand's loads of a stage. ``mask``: the CTAs that receive them, or None for this CTA alone."""
