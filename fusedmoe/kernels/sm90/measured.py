@@ -3,7 +3,8 @@
 A key is a `choice.Problem.coarse`; a value is the name of a configuration. The table has the layers of known models
 for which the model's choice is more than 3% slower than the best.
 
-Source: NVIDIA H100 80GB HBM3, 2026-11-21, bf16, random routing, medians. Differences below 5% may be noise.
+Source: NVIDIA H100 80GB HBM3, 2026-11-21, and NVIDIA H200 for gathered rows, 2026-11-23; bf16, random routing, medians.
+Differences below 5% may be noise.
 """
 
 from __future__ import annotations
@@ -20,4 +21,9 @@ MEASURED: dict[Coarse, str] = {
     ("plain", 12, 2880, 11): "128x192pp_c21",
     # hidden 2048, intermediate 512, 512 experts of 320 rows
     ("plain", 17, 2048, 9): "128x256co_c21",
+    # hidden 2048, intermediate 768, 128 experts of 2048 rows; hidden 4096, intermediate 1024, 64 experts of 2048 rows
+    ("derivative_gathered", 22, 768, 11): "128x128pp_c21",
+    ("derivative_gathered", 22, 1024, 12): "128x128pp_c21",
+    # hidden 1536, intermediate 256, 128 experts of 1536 rows
+    ("wgrad_gathered_b", 21, 1536, 9): "256x128co_c12",
 }
