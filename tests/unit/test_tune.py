@@ -13,7 +13,7 @@ from fusedmoe.cli.main import main
 from fusedmoe.cli.tune import Gpu, TuneOptions
 from fusedmoe.errors import InputError
 from fusedmoe.kernels import cache
-from fusedmoe.kernels.sm90 import functions, tuned, tuning
+from fusedmoe.kernels.sm90 import choice, functions, tuned, tuning
 from fusedmoe.kernels.sm90.choice import CANDIDATES, CO_256, PP_128, Problem, by_model, candidates, choose
 
 GPU = Gpu("Some GPU", 132)
@@ -23,9 +23,10 @@ ARGUMENTS = ["tune", *(text for name, size in SIZES.items() for text in (f"--{na
 
 @pytest.fixture(autouse=True)
 def table(monkeypatch, tmp_path):
-    """A cache directory of the test's own, on the machine of a GPU; the table's path."""
+    """A cache directory of the test's own, on the machine of a GPU, without measurements; the table's path."""
     monkeypatch.setenv("FUSEDMOE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(tuned, "gpu_name", lambda: GPU.name)
+    monkeypatch.setattr(choice, "MEASURED", {})
     again()
     yield tuned.path()
     again()
