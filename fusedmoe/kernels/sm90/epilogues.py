@@ -93,6 +93,7 @@ class Formula:
     clamped: bool = False
     interleaved: bool = False
     scaled: bool | None = None  # whether there is a row scale; None: decided at run time
+    biased: bool | None = None  # whether there may be a bias; None: decided at run time
 
     derivative: ClassVar[bool] = False  # reads the preactivation instead of computing it
 
@@ -150,6 +151,8 @@ class Formula:
     @cute.jit
     def add_bias(self, values, block, env, column, part):
         """The values plus the bias of their columns; unchanged in the tail."""
+        if const_expr(self.biased is False):
+            return values
         width = env.n // 2 if self.paired else env.n
         terms = cute.make_rmem_tensor((VALUES // 2,), Float32)
         terms.fill(0.0)
