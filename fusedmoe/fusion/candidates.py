@@ -108,6 +108,7 @@ class Search:
     disabled: tuple[str, ...]
     assume_installed: bool
     gathered: Mapping[str, Gathered]  # the values that are rows of another value
+    derived: Mapping[str, Place]  # the glue of each derived value
 
 
 class DirectionSearch:
@@ -272,7 +273,9 @@ class DirectionSearch:
         recomputes = self.direction == "backward"  # forward values
         if foreign := [v for v in keeps if v not in made and not (recomputes and not v.startswith("grad("))]:
             raise RuleError(f"{where}: its step keeps {foreign}, which is not made within the span that it covers")
-        if unknown := [v for v in gives if v not in made and not (recomputes and not v.startswith("grad("))]:
+        derived = {v for v, glue in self.search.derived.items() if not {*made}.isdisjoint(glue.step.needs)}
+        possible = derived.union(made)
+        if unknown := [v for v in gives if v not in possible and not (recomputes and not v.startswith("grad("))]:
             raise RuleError(f"{where}: its step gives {unknown}, which is not made within the span that it covers")
         through_index = [ctx._resolve(v.removesuffix(":source")) for v in step.needs if v.endswith(":source")]
         sources = [v for v, name in zip(needs, step.needs, strict=True) if name.endswith(":source")]

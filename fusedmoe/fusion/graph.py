@@ -9,6 +9,7 @@ has no step in that direction, unless it provides values.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -146,7 +147,9 @@ class Graph:
             if "splits" in node.op.provides or (node.op.changes_rows and scope.rows in sorted_rows):
                 gathered = place.gathers.get(rows[i + 1])  # a step may read such rows before any step writes them
                 counted = rows[i + 1] if gathered is None else gathered.row_index
-                scope.derive("offsets", counted, sorted_rows.get(scope.rows, _kind(node)))
+                offsets = scope.derive("offsets", counted, sorted_rows.get(scope.rows, _kind(node)))
+                if "splits" in node.op.provides:  # a step for this op may give the offsets too
+                    places[-1] = replace(place, names={"offsets": offsets, **place.names})
         scope.has_rows(f"{self.nodes[-1].label}.output")
         return tuple(places)
 

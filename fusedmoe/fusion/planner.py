@@ -129,6 +129,7 @@ class _Planner:
             disabled=environment.disabled,
             assume_installed=environment.asked,
             gathered=self._gathered,
+            derived=graph.derived,
         )
 
     def plan(self) -> Plan:
@@ -136,7 +137,9 @@ class _Planner:
         forward, backward = self._searches()
         sums_read = _values(place.step.needs for place in of_backward.sums)
         chosen_forward, chosen_backward, kept = cheapest(forward, backward, self._kept_anyway, sums_read)
-        glue = self._glue("forward", [*graph.derived.values(), *_dequantizations(forward, chosen_forward)])
+        given = _values(chosen.gives for chosen in chosen_forward.steps)
+        derived = [place for value, place in graph.derived.items() if value not in given]
+        glue = self._glue("forward", [*derived, *_dequantizations(forward, chosen_forward)])
         glue_backward = self._glue("backward", [*of_backward.sums, *_dequantizations(backward, chosen_backward)])
         read = _values(chosen.candidate.step.needs for chosen in (*chosen_forward.steps, *chosen_backward.steps))
         read |= _values(s.needs for s in _steps(glue, glue_backward))

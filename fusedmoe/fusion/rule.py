@@ -111,7 +111,8 @@ class Step:
     Attributes
     ----------
     needs, gives : tuple of str
-        The values read and written.
+        The values read and written. A step for an op that provides ``splits`` may also give ``"<slot>.offsets"``, the
+        ends of the experts' rows; otherwise one more step derives them.
     keeps : tuple of str
         Values that the step can also write, each only if another step or the backward pass reads it. A backward step
         may list forward values that it can recompute (``"dgrad.input"``).

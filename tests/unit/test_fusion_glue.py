@@ -50,6 +50,54 @@ def test_a_rule_derives_offsets():
     assert "glue: offsets (toy.offsets)" not in str(only_plan(chain, x, **named))
 
 
+def test_a_rule_that_gives_splits_can_give_their_offsets(caplog):
+    ran = []
+
+    class Sorts(FusionRule, name="toy.sorts", direction="forward"):
+        dispatch: fm.Dispatch
+
+        def offer(self, ctx):
+            provided = tuple(f"dispatch.{name}" for name in self.dispatch.provides)
+            needs = ("input", "dispatch.expert_index", "dispatch.expert_weight")
+            return Step(needs=needs, gives=("output", *provided, "dispatch.offsets"))
+
+        def build(self, ctx, keep):
+            def bind(x, index, weight):
+                fm.require(x.shape[0] > 2, "%d tokens", x.shape[0])
+
+                def run(x, index, weight):
+                    ran.append(len(x))
+                    values = self.dispatch.compute(x, index, weight)
+                    return *values, values[1].cumsum(0).to(torch.int32)
+
+                return run
+
+            return bind
+
+    chain = fm.Sequential(fm.Dispatch(), fm.GroupedLinear(E, H, H), fm.Combine())
+    for tokens in (6, 2):  # the rule declines the second call
+        x = torch.randn(tokens, H, requires_grad=True)
+        named = {"expert_index": torch.randint(0, E, (tokens, 2)), "expert_weight": torch.rand(tokens, 2)}
+        expected = outcome(chain, x, **named)
+        assert glue(only_plan(chain, x, **named)) == {"0.offsets": None}
+        with fm.register(Sorts):
+            assert_same(outcome(chain, x, **named), expected)
+            assert glue(only_plan(chain, x, **named)) == {}
+    assert ran == [6]
+    assert "toy.sorts declined this call: 2 tokens" in caplog.text
+
+
+def test_a_rule_gives_the_offsets_of_its_own_splits_only():
+    class Linear(FusionRule, name="toy.linear", direction="forward"):
+        fc: fm.GroupedLinear
+
+        def offer(self, ctx):
+            return Step(needs=("input", "fc.weight", "fc.bias"), gives=("output", "fc.offsets"))
+
+    with fm.register(Linear), pytest.raises(RuleError, match=r"gives \['offsets'\], which is not made within the span"):
+        only_plan(experts(), rows(), **inputs())
+
+
 def test_a_rule_that_declines_offsets_at_the_call_falls_back(caplog):
     class Declines(FusionRule, name="toy.declines", direction="forward"):
         derive: DeriveOffsets
