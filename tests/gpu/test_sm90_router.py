@@ -78,7 +78,7 @@ def values(logits, index, choice):
 
 
 def relative(got, want):
-    return float((got.double() - want.double()).norm() / want.double().norm())
+    return float((got.detach().double() - want.detach().double()).norm() / want.detach().double().norm())
 
 
 @pytest.mark.parametrize("tokens", [1, 33, 5000])
@@ -128,12 +128,12 @@ def test_choices_weights_counts_and_sums(device, case, tokens):
     assert torch.equal(counts[:, :-1].sum(0), torch.bincount(index.flatten(), minlength=experts).int())
     assert not counts[:, -1].any()
 
+    place = kernels.bind_route_counted(index, weights, experts)
     with nan_in_new_tensors():
-        splits, probs, row_of_slot, slot_of_row, token_of_row = kernels.bind_route_counted(index, weights, experts)(
-            index, weights, counts
-        )
+        splits, probs, row_of_slot, slot_of_row, token_of_row, offsets = place(index, weights, counts)
     want_slot, want_row, want_splits = sort_by_expert(index, experts)
     assert torch.equal(splits, want_splits)
+    assert torch.equal(offsets, want_splits.cumsum(0).int())
     assert torch.equal(row_of_slot, want_row)
     assert torch.equal(slot_of_row, want_slot)
     assert torch.equal(token_of_row, (want_slot // choice.top_k).int())
@@ -187,11 +187,12 @@ def test_gradients(device, case, tokens, others):
     results = []
     for of_rows in (False, True):
         grads = LogitsGrads(rows if of_rows else g, row_of_slot if of_rows else None, *rest)
-        run = kernels.bind_logits_grad(logits, grads, choice, blocks, groups, True, not of_rows)
+        run = kernels.bind_logits_grad(logits, grads, choice, blocks, groups, True, not of_rows, weight)
         with nan_in_new_tensors():
-            results.append(run(logits, index, grads))
-    (parts, ends, sums, whole), again = results
+            results.append(run(logits, index, grads, weight))
+    (parts, ends, sums, whole, tall), again = results
     assert torch.equal(parts, again.parts)
+    assert torch.equal(tall, again.weight)
     assert torch.equal(sums, again.sums)
     assert ends[-1] == tokens
     # a sum of terms that cancel: its size is that of the terms
@@ -205,7 +206,7 @@ def test_gradients(device, case, tokens, others):
     assert relative(sums, whole.double().sum(0)) < 1e-5 or sums.norm() < 1e-4 * whole.norm()
 
     with nan_in_new_tensors():
-        dx = kernels.bind_router_dgrad(parts, weight, DEFAULT)(parts, ends, weight)
+        dx = kernels.bind_router_dgrad(parts, weight, DEFAULT)(parts, ends, tall)
         dw = kernels.bind_router_wgrad(parts, x, experts, groups, of_weight, DEFAULT)(parts, ends, x)
     plain_dx, plain_dw = (whole @ weight.float()).to(dtype), (whole.T @ x.float()).to(of_weight)
     for got, plain, exact in (
@@ -223,7 +224,7 @@ def test_only_the_gradients_of_losses(device):
     index, _, logits, *_ = routed(case, x, weight, bias, correction)
     z = torch.ones((), device=device)
     grads = LogitsGrads(None, None, None, None, z)
-    whole = kernels.bind_logits_grad(logits, grads, case[1], (), 1, False, True)(logits, index, grads).whole
+    whole = kernels.bind_logits_grad(logits, grads, case[1], (), 1, False, True, None)(logits, index, grads).whole
     leaf = logits.double().requires_grad_()
     (want,) = torch.autograd.grad(torch.logsumexp(leaf, -1).square().sum(), leaf)
     assert relative(whole, want) < 1e-5
@@ -282,12 +283,14 @@ def test_tokens_that_are_not_finite(device, name, bad):
 
 def test_the_lowest_ids_of_equal_logits_are_chosen(device):
     for experts, groups, kept in ((128, 1, 1), (256, 8, 4), (8, 1, 1), (512, 1, 1), (96, 32, 8)):
-        choice = Choice("sigmoid", 6, True, 1.0, groups, kept, corrected=True)
+        corrected = Choice("sigmoid", 6, True, 1.0, groups, kept, corrected=True)
         x, weight = torch.zeros(40, 64, dtype=BF16, device=device), torch.zeros(experts, 64, dtype=BF16, device=device)
+        x[::2] = -0.0
         correction = torch.zeros(experts, device=device)
-        run = kernels.bind_router(x, weight, None, choice, False, DEFAULT)
-        index = run(x, weight, None, correction).expert_index
-        assert (index == torch.arange(6, device=device)).all()
+        for choice in (corrected, Choice("softmax", 6), Choice("topk_softmax", min(experts, 12))):
+            run = kernels.bind_router(x, weight, None, choice, False, DEFAULT)
+            index = run(x, weight, None, correction if choice.corrected else None).expert_index
+            assert (index == torch.arange(choice.top_k, device=device)).all()
 
 
 @pytest.mark.parametrize("columns", [8, 1032, 2048])
@@ -372,7 +375,9 @@ def test_the_same_bits_twice_and_in_a_graph_without_waiting(device, no_sync):
 
 
 def test_a_layer_with_few_launches(device):
-    """The router and the sort: three kernels forward; backward, the logits' gradient and two per product."""
+    """The router and the sort: three kernels forward. Backward: the logits' gradient, the weight's and its sum, and the
+    tokens'.
+    """
     chain = fm.Sequential(fm.Router(256, 16, 4, device=device, dtype=BF16), fm.Dispatch(16), fm.Combine())
     x = torch.randn(4096, 256, device=device, dtype=BF16, requires_grad=True)
     chain(x).sum().backward()
@@ -382,6 +387,7 @@ def test_a_layer_with_few_launches(device):
     names = [event.name for event in profile.events() if "kernel_cutlass" in event.name]
     assert len([n for n in names if "Choose" in n]) == 2
     assert not [n for n in names if "_count_" in n and "Route" in n]
+    assert not [n for n in names if "Offsets" in n or "_Parts" in n]
 
 
 def test_a_gradient_of_logits_at_any_address(device):

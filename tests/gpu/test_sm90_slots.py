@@ -50,9 +50,10 @@ def test_slots_are_sorted_as_by_plain_pytorch(device, kind, experts, dtype):
         weight = torch.rand(tokens, chosen, device=device)
         with nan_in_new_tensors():
             got = bind_route(index, weight, experts)(index, weight)
-        splits, probs, row_of_slot, slot_of_row, token_of_row = got
+        splits, probs, row_of_slot, slot_of_row, token_of_row, offsets = got
         want_slot, want_row, want_splits = sort_by_expert(index, experts)
         assert torch.equal(splits, want_splits), (tokens, chosen)
+        assert torch.equal(offsets, want_splits.cumsum(0).int()), (tokens, chosen)
         assert torch.equal(row_of_slot, want_row), (tokens, chosen)
         assert torch.equal(slot_of_row, want_slot), (tokens, chosen)
         assert torch.equal(token_of_row, (want_slot // chosen).to(torch.int32)), (tokens, chosen)
@@ -65,7 +66,7 @@ def test_slots_are_sorted_as_by_plain_pytorch(device, kind, experts, dtype):
 def test_weights_of_any_dtype(device, dtype):
     index = ids(300, 4, 16, device, "sentinels")
     weight = torch.rand(300, 4, device=device).to(dtype)
-    _, probs, row_of_slot, _, _ = bind_route(index, weight, 16)(index, weight)
+    _, probs, row_of_slot, *_ = bind_route(index, weight, 16)(index, weight)
     assert probs.dtype is dtype
     chosen = row_of_slot < 1200
     assert torch.equal(probs[row_of_slot[chosen]], weight[chosen])

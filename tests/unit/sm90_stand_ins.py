@@ -236,7 +236,8 @@ def bind_route(index, weight, experts, chunk_slots=None):
         slot_of_row, row_of_slot, splits = sort_by_expert(index, experts)
         probs = weight.flatten()[slot_of_row]
         probs[splits.sum() :] = 0
-        return splits, probs, row_of_slot, slot_of_row, (slot_of_row // index.shape[1]).to(torch.int32)
+        token_of_row, offsets = slot_of_row // index.shape[1], splits.cumsum(0)
+        return splits, probs, row_of_slot, slot_of_row, token_of_row.to(torch.int32), offsets.to(torch.int32)
 
     return Bound(run, index, weight)
 
@@ -321,19 +322,19 @@ def bind_route_counted(index, weight, experts):
     return bind_route(index, weight, experts, 1)
 
 
-def bind_logits_grad(logits, grads, choice, blocks, groups, want_sums, want_whole):
+def bind_logits_grad(logits, grads, choice, blocks, groups, want_sums, want_whole, weight):
     assert any(g is not None for g in (grads.weight, *grads[2:]))
 
-    def run(logits, index, grads):
+    def run(logits, index, grads, weight=None):
         calls.append(("logits_grad", {"blocks": blocks, "rows": grads.row_of_slot is not None}))
-        weight, row_of_slot, *others = grads
-        assert all(g is None or (g.is_contiguous() and g.dtype is torch.float32) for g in (weight, *others))
+        of_weight, row_of_slot, *others = grads
+        assert all(g is None or (g.is_contiguous() and g.dtype is torch.float32) for g in (of_weight, *others))
         of_logits = others[0]
         assert of_logits is None or limits.why_not_address("the gradient of the logits", of_logits.data_ptr()) is None
         if row_of_slot is not None:
-            weight = torch.cat([weight, weight.new_zeros(1)])[row_of_slot]
+            of_weight = torch.cat([of_weight, of_weight.new_zeros(1)])[row_of_slot]
         (derivative, *_) = _router(choice, logits.shape[1], 8).backward_ops()
-        whole = derivative.compute(weight, *others, logits, index)
+        whole = derivative.compute(of_weight, *others, logits, index)
         split, rest = [], whole
         for _ in range(3):
             split.append(rest.to(BF16))
@@ -343,9 +344,19 @@ def bind_logits_grad(logits, grads, choice, blocks, groups, want_sums, want_whol
             wide[:, i, : logits.shape[1]] = split[part]
         ends = torch.arange(1, groups + 1) * (-(-len(logits) // groups // 64) * 64)
         ends = ends.clamp(max=len(logits)).to(torch.int32)
-        return LogitsGrad(wide.flatten(1), ends, whole.sum(0) if want_sums else None, whole if want_whole else None)
+        sums, whole = whole.sum(0) if want_sums else None, whole if want_whole else None
+        return LogitsGrad(wide.flatten(1), ends, sums, whole, None if weight is None else _weight_parts(weight))
 
-    return Bound(run, logits, *[g for g in grads if g is not None])
+    return Bound(run, logits, *_some(*grads, weight))
+
+
+def _weight_parts(weight):
+    split = weight.to(BF16), (weight - weight.to(BF16)).to(BF16)
+    height, rows = router_functions.padded(len(weight)), router_functions.weight_rows(weight.dtype)
+    tall = torch.zeros(len(rows), height, weight.shape[1], dtype=BF16)
+    for i, part in enumerate(rows):
+        tall[i, : len(weight)] = split[part]
+    return tall.flatten(0, 1)
 
 
 def _blocks(parts, experts):
@@ -356,12 +367,9 @@ def bind_router_dgrad(parts, weight, options):
     def run(parts, ends, weight):
         _note("router_dgrad", options)
         assert ends[-1] == len(parts)
-        blocks = _blocks(parts, weight.shape[0])
-        if weight.dtype is torch.float32:
-            blocks = blocks[:, 1:3]  # the higher two parts
-        return (blocks.sum(1) @ weight.double()).to(BF16)
+        return (parts[:, : len(weight)].double() @ weight.double()).to(BF16)
 
-    return Bound(run, parts, weight)
+    return Bound(run, parts, _weight_parts(weight))
 
 
 def bind_router_wgrad(parts, x, experts, groups, dtype, options):

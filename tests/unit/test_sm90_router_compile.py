@@ -15,15 +15,18 @@ from fusedmoe.kernels.sm90.router import Choose, sorting_network
 from fusedmoe.kernels.sm90.router_backward import ChooseBackward
 
 KERNELS = [
-    Choose("topk_softmax", 128, False, None, False, False, 1, False, False),
+    Choose("topk_softmax", 128, False, None, False, False, 1, False, False, slots=8),
     Choose("softmax", 64, True, "bf16", True, True, 3, True, True),
     Choose("sigmoid", 512, True, "fp32", True, True, 3, True, True),  # the most registers
-    ChooseBackward("topk_softmax", 128, False, (0, 1), of_rows=True),
+    ChooseBackward("topk_softmax", 128, False, (0, 1), of_rows=True, slots=8),
+    ChooseBackward("topk_softmax", 512, False, (0, 1), of_rows=True),
     ChooseBackward("softmax", 64, True, (0, 0, 1, 2), of_rows=False, grads="lpz", sums=True),
     ChooseBackward("sigmoid", 512, True, (0, 0, 1, 2), of_rows=True, grads="lpz", sums=True),
     Choose("sigmoid", 32, True, None, True, True, 1, True, True, aligned=False),
     ChooseBackward("softmax", 32, False, (), of_rows=True, whole=True, aligned=False),
-    Parts("fp32", (1, 0, 0)),
+    ChooseBackward("topk_softmax", 128, False, (0, 1), of_rows=True, weight="bf16", rows=(0, 0), slots=8),
+    ChooseBackward("softmax", 256, True, (0, 0, 1, 2), of_rows=True, weight="fp32", rows=(1, 0, 0), slots=32),
+    Parts("fp32", (0, 1, 2)),
     SumParts("bf16", 2),
 ]
 
@@ -35,7 +38,7 @@ def test_compiles_for_hopper_without_spills(kernel, monkeypatch, tmp_path):
     assert not starting(code, ("STL", "LDL", "ATOMG", "RED."))  # counts alone are atomic, in shared memory
     wide = [i for i in starting(code, "LDG") if i.endswith(".128")]
     if kernel == KERNELS[0]:
-        assert len(starting(code, "REDUX")) == 2  # the largest key, and the lowest id that has it
+        assert len(starting(code, "REDUX")) == 1  # the largest key; a ballot finds the lowest lane that has it
         assert len(wide) == 1
     if isinstance(kernel, SumParts):
         assert len(wide) == 8
@@ -65,10 +68,10 @@ def test_a_lane_has_the_experts_of_the_smallest_kernel_that_holds_them():
 @pytest.mark.parametrize("chosen", [1, 2, 3, 8, 9, 10, 32])
 @pytest.mark.parametrize("tokens", [1, 31, 4096, 5000, 32768, 1 << 20])
 def test_the_slots_of_a_chunk_fit_the_kernel_that_places_them(tokens, chosen):
-    slots = pytest.importorskip("fusedmoe.kernels.sm90.slots")
+    route = pytest.importorskip("fusedmoe.kernels.sm90.route")
     size = host.chunk_tokens(tokens, chosen)
-    assert 1 <= size * chosen <= slots.CHUNK == host.CHUNK_SLOTS
-    assert tokens <= size * max(host.CHUNKS, -(-tokens // min(host.MOST_CHUNK_TOKENS, slots.CHUNK // chosen)))
+    assert 1 <= size * chosen <= route.CHUNK == host.CHUNK_SLOTS
+    assert tokens <= size * max(host.CHUNKS, -(-tokens // min(host.MOST_CHUNK_TOKENS, route.CHUNK // chosen)))
 
 
 def test_tiles_of_the_logits_waste_few_columns():
@@ -79,7 +82,7 @@ def test_tiles_of_the_logits_waste_few_columns():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("experts", [8, 60, 64, 128, 256, 512])
 @pytest.mark.parametrize("tokens", [1, 33, 5000, 32768])
-def test_groups_of_tokens_fill_a_gpu_once_or_twice(tokens, experts, dtype):
+def test_groups_of_tokens_fill_a_gpu(tokens, experts, dtype):
     groups = host.weight_groups(tokens, experts, 2048, dtype)
     tiles = -(-(2 if dtype is torch.bfloat16 else 3) * host.padded(experts) // 128) * -(-2048 // 192)
     most = -(-tokens // host.GROUP_UNIT)

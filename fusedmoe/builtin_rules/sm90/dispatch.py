@@ -47,7 +47,7 @@ class DispatchRule(OnSm90, FusionRule, name="sm90.dispatch", direction="forward"
         decline(limits.why_not_row_scale(ctx.dtype("dispatch.expert_weight")))
         return Step(
             needs=("input", "dispatch.expert_index", "dispatch.expert_weight"),
-            gives=tuple(f"dispatch.{name}" for name in self.dispatch.provides),
+            gives=tuple(f"dispatch.{name}" for name in (*self.dispatch.provides, "offsets")),
             keeps=("output",),
             zeroes_tail=True,
             launches=2,
@@ -69,7 +69,7 @@ class DispatchRule(OnSm90, FusionRule, name="sm90.dispatch", direction="forward"
 
             def run(x: Tensor, index: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
                 provided = route(index, weight)
-                _, _, row_of_slot, slot_of_row, _ = provided
+                _, _, row_of_slot, slot_of_row, *_ = provided
                 return *provided, gather(x, row_of_slot, slot_of_row)
 
             return run

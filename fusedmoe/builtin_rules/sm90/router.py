@@ -102,7 +102,8 @@ class RouterRule(OnSm90, _Forward, FusionRule, name="sm90.router", direction="fo
 
 
 class RouterDispatchRule(OnSm90, _Forward, FusionRule, name="sm90.router_dispatch", direction="forward"):
-    """The router, and the sort of its choices in one more launch: the router has counted each expert's rows.
+    """The router, and the sort of its choices in one more launch: the router has counted each expert's rows. The sort
+    also writes the offsets of the experts' rows.
 
     ``rows[r] = x[token of r]`` is one more launch, if a step reads these rows in order.
     """
@@ -116,9 +117,9 @@ class RouterDispatchRule(OnSm90, _Forward, FusionRule, name="sm90.router_dispatc
             self.dispatch.num_experts == self.router.num_experts, "Dispatch has %s experts, Router %s",
             self.dispatch.num_experts, self.router.num_experts,
         )  # fmt: skip
-        provided = tuple(f"dispatch.{name}" for name in self.dispatch.provides)
+        placed = tuple(f"dispatch.{name}" for name in (*self.dispatch.provides, "offsets"))
         return Step(
-            needs=_OPERANDS, gives=(*self.gives(ctx), *provided), keeps=("output",), zeroes_tail=True,
+            needs=_OPERANDS, gives=(*self.gives(ctx), *placed), keeps=("output",), zeroes_tail=True,
             launches=self.launches(ctx) + 1,
         )  # fmt: skip
 
@@ -137,7 +138,7 @@ class RouterDispatchRule(OnSm90, _Forward, FusionRule, name="sm90.router_dispatc
                 placed = place(routed.expert_index, routed.expert_weight, routed.counts)
                 if gather is None:
                     return *_provided(routed), *placed
-                _, _, row_of_slot, slot_of_row, _ = placed
+                _, _, row_of_slot, slot_of_row, *_ = placed
                 return *_provided(routed), *placed, gather(x, row_of_slot, slot_of_row)
 
             return run
@@ -152,8 +153,8 @@ class RouterBackwardRule(OnSm90, FusionRule, name="sm90.router_backward", direct
       first.
     - The bias's gradient in one more launch.
     - The weight's gradient in two more, by groups of tokens and then their sum.
-    - The gradient of the tokens in two more, and its sum with the gradient of the rows that the router passes on in a
-      third. With `DDispatch`, the third launch also sums each token's rows.
+    - The gradient of the tokens in one more, and its sum with the gradient of the rows that the router passes on in a
+      second. With `DDispatch`, the second launch also sums each token's rows.
     """
 
     from_rows: DispatchWeightGrad | None
@@ -182,7 +183,7 @@ class RouterBackwardRule(OnSm90, FusionRule, name="sm90.router_backward", direct
             gives.append("dx.grad_input")
         elif self.ddispatch is not None:
             gives.append("ddispatch.grad_input")
-        optional = (self.dbias, self.dweight, self.dweight, self.dx, self.dx)
+        optional = (self.dbias, self.dweight, self.dweight, self.dx)
         adds = self.ddispatch is not None or (self.dx is not None and ctx.exists("dx.grad_output"))
         return Step(
             needs=self._needs(),
@@ -229,7 +230,7 @@ class RouterBackwardRule(OnSm90, FusionRule, name="sm90.router_backward", direct
                 groups = router_functions.weight_groups(tokens, experts, router.hidden, dtype)
             grads = LogitsGrads(dweight_TK, rows, dlogits_TE, dprobs_E, dz)
             of_logits = router_functions.bind_logits_grad(
-                logits_TE, grads, choice, blocks, groups, bias_dtype is not None, bool(keep)
+                logits_TE, grads, choice, blocks, groups, bias_dtype is not None, bool(keep), weight
             )
             like = logits_TE.new_empty(tokens, len(blocks) * router_functions.padded(experts), dtype=torch.bfloat16)
             wgrad = dgrad = total = None
@@ -254,7 +255,7 @@ class RouterBackwardRule(OnSm90, FusionRule, name="sm90.router_backward", direct
                 of_weight, of_probs, of_z = (None if g is None else g.contiguous() for g in (dweight_TK, dprobs_E, dz))
                 direct = None if dlogits_TE is None else _aligned(dlogits_TE)
                 grads = LogitsGrads(of_weight, row_of_slot if of_rows else None, direct, of_probs, of_z)
-                parts, ends, sums, whole = of_logits(logits_TE, index_TK, grads)
+                parts, ends, sums, whole, split = of_logits(logits_TE, index_TK, grads, weight)
                 results: list[Tensor | None] = []
                 if bias_dtype is not None:
                     assert sums is not None
@@ -264,8 +265,8 @@ class RouterBackwardRule(OnSm90, FusionRule, name="sm90.router_backward", direct
                     results.append(wgrad(parts, ends, x))
                 dx = None
                 if dgrad is not None:
-                    assert weight is not None
-                    dx = dgrad(parts, ends, weight)
+                    assert split is not None
+                    dx = dgrad(parts, ends, split)
                 if total is not None:
                     assert dy is not None
                     dx = total(dy, row_of_slot, None, dx)

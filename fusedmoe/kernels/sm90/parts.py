@@ -28,13 +28,40 @@ def split_off(values, element: cutlass.Constexpr[type]):
     """The nearest values of an element type to fp32 values, and what they leave: nothing of an infinite value."""
     n: cutlass.Constexpr[int] = cute.size(values)
     part, rest = cute.make_rmem_tensor((n,), element), cute.make_rmem_tensor((n,), Float32)
+    part.store(values.load().to(element))  # pairs of values in one instruction
+    rest.store(part.load().to(Float32))
     for i in cutlass.range_constexpr(n):
-        part[i] = values[i].to(element)
-        nearest = part[i].to(Float32)
         # the rest of infinity would be NaN, and so would the sum of the parts
-        finite = cute.math.isfinite(nearest)
-        rest[i] = cutlass.select_(finite, values[i] - nearest, Float32(0.0))
+        rest[i] = cutlass.select_(cute.math.isfinite(rest[i]), values[i] - rest[i], Float32(0.0))
     return part, rest
+
+
+def parts_units(parts: Any, rows: tuple[int, ...]) -> Any:
+    """The number of threads that write a weight's parts: one per 16 bytes of a part."""
+    return parts.shape[0] // len(rows) * (parts.shape[1] // VECTOR)
+
+
+@cute.jit
+def write_parts(weight, parts, rows: cutlass.Constexpr, unit):
+    """Write 16 bytes of each block of rows of a weight's parts; ``rows`` has the part of each block."""
+    if unit < parts_units(parts, rows):
+        vectors = weight.shape[1] // VECTOR
+        expert = unit // vectors
+        vector = unit - expert * vectors
+        padded = parts.shape[0] // len(rows)
+        loaded = cute.make_rmem_tensor((VECTOR,), weight.element_type)
+        loaded.fill(0.0)
+        if expert < weight.shape[0]:
+            cute.autovec_copy(cute.local_tile(weight[expert, None], (VECTOR,), (vector,)), loaded)
+        rest = cute.make_rmem_tensor((VECTOR,), Float32)
+        rest.store(loaded.load().to(Float32))
+        split = []
+        for _ in cutlass.range_constexpr(max(rows) + 1):
+            part, rest = split_off(rest, parts.element_type)
+            split.append(part)
+        for b in cutlass.range_constexpr(len(rows)):
+            to = cute.local_tile(parts[b * padded + expert, None], (VECTOR,), (vector,))
+            cute.autovec_copy(split[rows[b]], to)
 
 
 @dataclass(frozen=True)
@@ -58,34 +85,16 @@ class Parts(WarpKernel):
 
     @cute.jit
     def __call__(self, weight, parts, stream):
-        vectors = weight.shape[1] // VECTOR
-        units = parts.shape[0] // len(self.rows) * vectors
-        self.kernel(weight, parts, vectors, units).launch(
+        units = parts_units(parts, self.rows)
+        self.kernel(weight, parts).launch(
             grid=(cute.ceil_div(units, WARPS * LANES), 1, 1), block=(WARPS * LANES, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def kernel(self, weight, parts, vectors, units):
+    def kernel(self, weight, parts):
         block, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
-        unit = block * (WARPS * LANES) + thread
-        if unit < units:
-            expert = unit // vectors
-            vector = unit - expert * vectors
-            padded = parts.shape[0] // len(self.rows)
-            loaded = cute.make_rmem_tensor((VECTOR,), weight.element_type)
-            loaded.fill(0.0)
-            if expert < weight.shape[0]:
-                cute.autovec_copy(cute.local_tile(weight[expert, None], (VECTOR,), (vector,)), loaded)
-            rest = cute.make_rmem_tensor((VECTOR,), Float32)
-            rest.store(loaded.load().to(Float32))
-            split = []
-            for _ in cutlass.range_constexpr(max(self.rows) + 1):
-                part, rest = split_off(rest, parts.element_type)
-                split.append(part)
-            for b in cutlass.range_constexpr(len(self.rows)):
-                to = cute.local_tile(parts[b * padded + expert, None], (VECTOR,), (vector,))
-                cute.autovec_copy(split[self.rows[b]], to)
+        write_parts(weight, parts, self.rows, block * (WARPS * LANES) + thread)
 
 
 @dataclass(frozen=True)

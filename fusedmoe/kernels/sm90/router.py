@@ -1,10 +1,13 @@
 """The kernel that chooses experts from logits. Its sums have a fixed order: no float is added atomically.
 
 `Choose`: from the logits, the chosen experts and their weights, the rows per expert of each chunk of tokens, and the
-column sums that losses need. A warp has one token. A lane has the logits of neighbouring experts in registers, sorted
-once. K times, the warp takes the largest head of the lanes' lists. Ties go to the lowest id. A NaN ranks above
-infinity. Scores are compared by their logits unless a correction or a sum of scores decides, because two logits may
-have one rounded score.
+column sums that losses need. A warp takes a token at a time. A lane has the logits of neighbouring experts in
+registers, sorted once. K times, the warp takes the largest head of the lanes' lists, of the lowest lane that has it. So
+ties go to the lowest id. A NaN ranks above infinity. Scores are compared by their logits unless a correction or a sum
+of scores decides, because two logits may have one rounded score.
+
+Its instructions take more time than its loads. So a lane keeps its ids in four bits each, and the weights are computed
+with one slot per lane: for K up to 8, those of four tokens at once.
 
 Axes: T tokens, K chosen experts per token, E experts, P parts of the weight.
 """
@@ -27,6 +30,7 @@ LEAST = -(2**31)  # ranks below every value: experts that do not exist, or are t
 LEFT_OUT = LEAST + 1  # experts of the groups that are left out
 NAN_KEY = 2**31 - 1
 FAR = 2**31 - 1  # above every id
+PLACE_BITS = 4  # of an expert's place in its lane
 EPS = 1e-20  # of the normalisation
 
 
@@ -51,7 +55,10 @@ def sorting_network(n: int) -> list[tuple[int, int]]:
 
 @cute.jit
 def keys_of(values):
-    """Integers in the order of fp32 values: a NaN above all others, -0 equal to 0."""
+    """Integers in the order of fp32 values: a NaN above all others, -0 equal to 0.
+
+    The sum with zero is zero for both zeros. It has the bits of `NAN_KEY` for every NaN.
+    """
     n: cutlass.Constexpr[int] = cute.size(values)
     keys = cute.make_rmem_tensor((n,), Int32)
     cleared = cute.make_rmem_tensor((n,), Float32)
@@ -59,8 +66,7 @@ def keys_of(values):
         cleared[i] = values[i] + Float32(0.0)
     bits = cute.recast_tensor(cleared, Int32)
     for i in cutlass.range_constexpr(n):
-        key = bits[i] ^ ((bits[i] >> 31) & NAN_KEY)
-        keys[i] = cutlass.select_((bits[i] & NAN_KEY) > 0x7F800000, Int32(NAN_KEY), key)
+        keys[i] = bits[i] ^ ((bits[i] >> 31) & NAN_KEY)
     return keys
 
 
@@ -94,11 +100,14 @@ def sigmoid(x: Any) -> Any:
 
 @dataclass(frozen=True)
 class OfTokens(WarpKernel):
-    """A kernel whose warps have a token each; a lane has ``per_lane`` neighbouring experts."""
+    """A kernel whose warps take tokens one by one; a lane has ``per_lane`` neighbouring experts. Of the slots of
+    ``at_once`` tokens together, a lane has one.
+    """
 
     score: str  # "softmax", "topk_softmax" or "sigmoid"
     room: int  # maximum number of experts: 32 times a power of two
     aligned: bool = field(default=True, kw_only=True)  # E is a multiple of 4: logits move 16 bytes at a time
+    slots: int = field(default=LANES, kw_only=True)  # maximum K: the lanes of a token, where a lane has a slot
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -107,6 +116,11 @@ class OfTokens(WarpKernel):
     @property
     def per_lane(self) -> int:
         return self.room // LANES
+
+    @property
+    def at_once(self) -> int:
+        """Tokens of a warp whose slots it computes at once."""
+        return LANES // self.slots
 
     @property
     def unit(self) -> int:
@@ -189,11 +203,22 @@ class OfTokens(WarpKernel):
         return total_of(of_lane)
 
     @cute.jit
-    def softmax_of_chosen(self, logit, used):
-        """Softmax over the lanes that are ``used``; zeros in the others."""
-        most = cute.arch.warp_reduction_max(cutlass.select_(used, logit, Float32(-math.inf)))
+    def largest_chosen(self, logit, used):
+        """The largest logit of the lanes of a token that are ``used``."""
+        return cute.arch.warp_reduction_max(
+            cutlass.select_(used, logit, Float32(-math.inf)), threads_in_group=self.slots
+        )
+
+    @cute.jit
+    def softmax_of_chosen(self, logit, most, used):
+        """Softmax over the lanes of a token that are ``used``, zeros in the others; ``most`` is the largest logit."""
         power = cutlass.select_(used, cute.math.exp(logit - most), Float32(0.0))
-        return power / total_of(power)
+        return power / self.total_of_chosen(power)
+
+    @cute.jit
+    def total_of_chosen(self, value):
+        """The sum over the lanes of a token, in a fixed order."""
+        return cute.arch.warp_reduction_sum(value, threads_in_group=self.slots)
 
     @cute.jit
     def write_sums(self, s_sums, sums, of_lane, warps: cutlass.Constexpr[int], chunk, warp, lane, thread, experts):
@@ -225,7 +250,7 @@ class Choose(OfTokens):
         flags = (
             (self.renormalize, "renormalized"), (self.bias, f"bias_{self.bias}"), (self.corrected, "corrected"),
             (self.grouped, "grouped"), (self.parts > 1, f"parts{self.parts}"), (self.writes_logits, "logits"),
-            (self.sums, "sums"), (not self.aligned, "any"),
+            (self.sums, "sums"), (not self.aligned, "any"), (self.slots < LANES, f"slots{self.slots}"),
         )  # fmt: skip
         return "_".join([f"sm90_choose_{self.score}_{self.room}", *(name for on, name in flags if on)])
 
@@ -239,6 +264,11 @@ class Choose(OfTokens):
         """Whether scores decide, not logits."""
         summed = self.grouped and self.score == "sigmoid"
         return self.score != "topk_softmax" and (self.corrected or summed)
+
+    @property
+    def keys_are_logits(self) -> bool:
+        """Whether a chosen expert's key has its logit."""
+        return not (self.ranks_scores or self.corrected or self.grouped)
 
     @property
     def group_terms(self) -> int:
@@ -285,6 +315,7 @@ class Choose(OfTokens):
         chunk, _, _ = cute.arch.block_idx()
         smem = SmemAllocator()
         s_count = smem.allocate_tensor(Int32, cute.make_layout((self.room + 1,)), 16)
+        s_taken = smem.allocate_tensor(Int64, cute.make_layout((LANES, self.warps)), 16)
         for bucket in cutlass.range(thread, experts + 1, self.warps * LANES, unroll=1):
             s_count[bucket] = 0
         cute.arch.sync_threads()
@@ -302,54 +333,65 @@ class Choose(OfTokens):
         squares = Float32(0.0)
 
         end = cutlass.min((chunk + 1) * chunk_tokens, products.shape[0])
-        for token in cutlass.range(chunk * chunk_tokens + warp, end, self.warps, unroll=1):
-            values = self.load(products, token, lane, 0, experts, -math.inf)
-            for part in cutlass.range_constexpr(1, self.parts):
-                more = self.load(products, token, lane, part * experts, experts, 0.0)
-                for i in cutlass.range_constexpr(n):
-                    values[i] = values[i] + more[i]
-            if const_expr(self.bias is not None):
-                for i in cutlass.range_constexpr(n):
-                    values[i] = values[i] + added[i]
-            if const_expr(self.writes_logits):
-                self.store(logits, token, lane, values, experts)
+        first = chunk * chunk_tokens + warp * self.at_once
+        of_lane, slot = lane // self.slots, lane % self.slots
+        for some in cutlass.range(first, end, self.warps * self.at_once, unroll=1):
+            most_of_lane, total_of_lane = Float32(0.0), Float32(1.0)  # of the softmax of this lane's token
+            for i in cutlass.range(cutlass.min(self.at_once, end - some), unroll=1):
+                token = some + i
+                values = self.logits_of(products, added, token, lane, experts)
+                if const_expr(self.writes_logits):
+                    self.store(logits, token, lane, values, experts)
 
-            # all scores, where they decide or are summed up
-            scores, most, total = values, Float32(0.0), Float32(1.0)
-            if const_expr(self.sums or self.score == "softmax"):
-                scores, most, total = self.softmax(values)
-            if const_expr(self.score == "sigmoid" and (self.sums or self.ranks_scores)):
-                scores = self.sigmoids(values, lane, experts)
-            if const_expr(self.sums):
-                factor = Float32(1.0)
-                if const_expr(self.score == "sigmoid"):
-                    factor = Float32(1.0) / (self.total(scores) + Float32(EPS))
-                for i in cutlass.range_constexpr(n):
-                    column_sums[i] = column_sums[i] + scores[i] * factor
-                logarithm = most + cute.math.log(total)
-                squares += logarithm * logarithm
+                # all scores, where they decide or are summed up
+                scores = values
+                if const_expr(self.sums or self.score == "softmax"):
+                    scores, most, total = self.softmax(values)
+                    if of_lane == i:
+                        most_of_lane, total_of_lane = most, total
+                    if const_expr(self.sums):
+                        logarithm = most + cute.math.log(total)
+                        squares += logarithm * logarithm
+                if const_expr(self.score == "sigmoid" and (self.sums or self.ranks_scores)):
+                    scores = self.sigmoids(values, lane, experts)
+                if const_expr(self.sums):
+                    factor = Float32(1.0)
+                    if const_expr(self.score == "sigmoid"):
+                        factor = Float32(1.0) / (self.total(scores) + Float32(EPS))
+                    for j in cutlass.range_constexpr(n):
+                        column_sums[j] = column_sums[j] + scores[j] * factor
 
-            ranked = scores if const_expr(self.ranks_scores) else values
-            if const_expr(self.corrected):
-                corrected = cute.make_rmem_tensor((n,), Float32)
-                for i in cutlass.range_constexpr(n):
-                    corrected[i] = ranked[i] + corrections[i]
-                ranked = corrected
-            keys = keys_of(ranked)
-            for i in cutlass.range_constexpr(n):
-                if lane * n + i >= experts:
-                    keys[i] = LEAST
-            if const_expr(self.grouped):
-                self.leave_groups_out(keys, group_of, lane, experts // groups, groups, top_groups)
-            expert = self.take(keys, lane, chosen)
+                ranked = scores if const_expr(self.ranks_scores) else values
+                if const_expr(self.corrected):
+                    corrected = cute.make_rmem_tensor((n,), Float32)
+                    for j in cutlass.range_constexpr(n):
+                        corrected[j] = ranked[j] + corrections[j]
+                    ranked = corrected
+                keys = keys_of(ranked)
+                if const_expr(not self.keys_are_logits):  # else they are -inf, and have the highest ids
+                    for j in cutlass.range_constexpr(n):
+                        if lane * n + j // self.width * self.width >= experts:
+                            keys[j] = LEAST
+                if const_expr(self.grouped):
+                    self.leave_groups_out(keys, group_of, lane, experts // groups, groups, top_groups)
+                row = cute.local_tile(s_taken[None, warp], (self.slots,), (i,))
+                self.take(keys, row, lane, chosen)
 
-            used = lane < chosen
+            # a lane has a slot
+            cute.arch.sync_warp()
+            token = some + of_lane
+            used, expert, logit = slot < chosen and token < end, Int32(0), Float32(0.0)
             if used:
+                taken = s_taken[lane, warp]
+                expert, logit = Int32(taken & 0x7FFFFFFF), value_of(Int32(taken >> 32))
                 cute.arch.atomic_add(s_count.iterator + expert, Int32(1), scope="cta")
-                index[token * chosen + lane] = Int64(expert)
-            share = self.weight_of(products, bias, token, expert, experts, used, most, total)
+                index[token * chosen + slot] = Int64(expert)
+                if const_expr(not self.keys_are_logits):
+                    logit = self.logit_of(products, bias, token, expert, experts)
+            share = self.weight_of(logit, used, lane, most_of_lane, total_of_lane)
             if used:
-                weight[token * chosen + lane] = share * scale
+                weight[token * chosen + slot] = share * scale
+            cute.arch.sync_warp()
 
         cute.arch.sync_threads()
         for bucket in cutlass.range(thread, experts + 1, self.warps * LANES, unroll=1):
@@ -402,42 +444,67 @@ class Choose(OfTokens):
                 keys[i] = LEFT_OUT
 
     @cute.jit
-    def take(self, keys, lane, chosen):
-        """The experts with the largest keys: lane k returns the k-th."""
+    def take(self, keys, s_taken, lane, chosen):
+        """Write the experts with the largest keys to ``s_taken``, and each one's key in the higher half."""
         n = self.per_lane
-        # a key and, below it, the id: of equal keys, the lowest id is the largest number
-        heads = cute.make_rmem_tensor((n,), Int64)
+        # a key and, below it, the place in the lane: of equal keys, the lowest id is the largest number
+        pairs = cute.make_rmem_tensor((n,), Int64)
         for i in cutlass.range_constexpr(n):
-            heads[i] = (Int64(keys[i]) << 32) | Int64(FAR - (lane * n + i))
+            pairs[i] = (Int64(keys[i]) << 32) | Int64(n - 1 - i)
         for a, b in sorting_network(n):
-            low, high = cutlass.min(heads[a], heads[b]), cutlass.max(heads[a], heads[b])
-            heads[a], heads[b] = high, low
-        expert = Int32(0)
+            swap = pairs[a] < pairs[b]
+            pairs[a], pairs[b] = cutlass.select_(swap, pairs[b], pairs[a]), cutlass.select_(swap, pairs[a], pairs[b])
+        Places = Int64 if const_expr(n * PLACE_BITS > 32) else Int32
+        heads, places = cute.make_rmem_tensor((n,), Int32), Places(0)
+        for i in cutlass.range_constexpr(n):
+            heads[i] = Int32(pairs[i] >> 32)
+            places = places | (Places((Int32(pairs[i]) & (n - 1)) ^ (n - 1)) << (i * PLACE_BITS))
+        lower_lanes = (Int32(1) << lane) - Int32(1)
         for k in cutlass.range(chosen, unroll=1):
-            key, own = Int32(heads[0] >> 32), FAR - Int32(heads[0] & FAR)
-            winner = smallest(cutlass.select_(key == largest(key), own, Int32(FAR)))
-            if own == winner:
+            key = largest(heads[0])
+            lanes = cute.arch.vote_ballot_sync(heads[0] == key)
+            if heads[0] == key and (lanes & lower_lanes) == 0:
+                s_taken[k] = (Int64(heads[0]) << 32) | Int64((lane * n) | (Int32(places) & (n - 1)))
+                places = places >> PLACE_BITS
                 for i in cutlass.range_constexpr(n - 1):
                     heads[i] = heads[i + 1]
-                heads[n - 1] = Int64(LEAST) << 32
-            if lane == k:
-                expert = winner
-        return expert
+                heads[n - 1] = Int32(LEAST)
 
     @cute.jit
-    def weight_of(self, products, bias, token, expert, experts, used, most, total):
-        """The weight of the expert that this lane has, without the scale."""
+    def logits_of(self, products, added, token, lane, experts):
+        """The lane's logits of a token, -inf for experts that do not exist."""
+        values = self.load(products, token, lane, 0, experts, -math.inf)
+        for part in cutlass.range_constexpr(1, self.parts):
+            more = self.load(products, token, lane, part * experts, experts, 0.0)
+            for i in cutlass.range_constexpr(self.per_lane):
+                values[i] = values[i] + more[i]
+        if const_expr(self.bias is not None):
+            for i in cutlass.range_constexpr(self.per_lane):
+                values[i] = values[i] + added[i]
+        return values
+
+    @cute.jit
+    def logit_of(self, products, bias, token, expert, experts):
+        """The logit of the expert that this lane has."""
         logit = Float32(products[token, expert])
         for part in cutlass.range_constexpr(1, self.parts):
             logit += products[token, part * experts + expert]
         if const_expr(self.bias is not None):
             logit += Float32(bias[expert])
-        share = logit
+        return logit
+
+    @cute.jit
+    def weight_of(self, logit, used, lane, most, total):
+        """The weight of the expert that this lane has, without the scale."""
         if const_expr(self.score == "topk_softmax"):
-            share = self.softmax_of_chosen(logit, used)
+            if const_expr(self.keys_are_logits):  # the first one is the largest
+                most = cute.arch.shuffle_sync(logit, lane // self.slots * self.slots)
+            else:
+                most = self.largest_chosen(logit, used)
+            share = self.softmax_of_chosen(logit, most, used)
         else:
             softmax = self.score != "sigmoid"
             share = cute.math.exp(logit - most) / total if const_expr(softmax) else sigmoid(logit)
             if const_expr(self.renormalize):
-                share = share / (total_of(cutlass.select_(used, share, Float32(0.0))) + Float32(EPS))
+                share = share / (self.total_of_chosen(cutlass.select_(used, share, Float32(0.0))) + Float32(EPS))
         return share

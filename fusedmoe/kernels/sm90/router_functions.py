@@ -15,7 +15,7 @@ Axes: T tokens, K chosen experts per token, E experts, H hidden, P blocks of par
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -30,16 +30,17 @@ from fusedmoe.kernels.sm90.launch import new_counter, placeholders, scheduling, 
 from fusedmoe.kernels.sm90.limits import LANES, UNIT
 from fusedmoe.kernels.sm90.one_group import bind_offsets
 from fusedmoe.kernels.sm90.row_functions import NAMES
-from fusedmoe.kernels.sm90.slot_functions import bind_route
+from fusedmoe.kernels.sm90.slot_functions import bind_route, count_pitch
 
 QUAD = 4  # fp32 values in 16 bytes
 CHUNK_SLOTS = 2048  # at most, in a chunk of `Route`
 MOST_CHUNK_TOKENS = 256
 LEAST_CHUNK_TOKENS = 32
+FEW_SLOTS = 8  # of a token: then a warp computes the weights of four tokens at once
 CHUNKS = 128  # about one per SM
 BACKWARD_TOKENS = 32  # per CTA
 GROUP_UNIT = 64  # rows of a tile of the contraction
-TILES = 264  # of a weight's gradient: two per SM
+TILES = 132  # of a weight's gradient: one per SM; two write and read twice as many sums, and take a quarter longer
 LOGIT_TILES = tuple(TileConfig(128, width, 2, 1, pingpong=False) for width in (64, 128, 192))
 WGRAD_COLUMNS = 192  # of a tile of a weight's gradient
 WGRAD_TILE = TileConfig(128, 128, 2, 1, pingpong=False)
@@ -85,6 +86,11 @@ def chunk_tokens(tokens: int, chosen: int) -> int:
     return min(max(by_size, LEAST_CHUNK_TOKENS), MOST_CHUNK_TOKENS, CHUNK_SLOTS // chosen)
 
 
+def slots_at_once(chosen: int) -> int:
+    """Return the maximum number of slots of a token of the kernel that serves this number of slots."""
+    return FEW_SLOTS if chosen <= FEW_SLOTS else LANES
+
+
 def room(experts: int) -> int:
     """Return the maximum number of experts of the kernel that serves this number of experts."""
     return LANES << (-(-experts // LANES) - 1).bit_length()
@@ -117,13 +123,13 @@ def bind_router(
     kernel = load(
         Choose(
             score, room(experts), renormalize, bias=added, corrected=choice.corrected, grouped=grouped, parts=parts,
-            writes_logits=not final, sums=want_sums, aligned=aligned,
+            writes_logits=not final, sums=want_sums, aligned=aligned, slots=slots_at_once(chosen),
         )
     )  # fmt: skip
     product = _bind_logits(x_TH, parts * experts, in_product, options)
     to_parts = _bind_parts(weight_EH, x_TH.dtype, (0, 1, 2), experts) if split else None
     of_chunk = chunk_tokens(tokens, chosen)
-    chunks = -(-tokens // of_chunk)
+    chunks, pitch = -(-tokens // of_chunk), count_pitch(experts)
     numbers = (chosen, choice.scale, choice.num_groups, choice.top_groups, of_chunk)
     no_sums = torch.empty(1, experts, dtype=torch.float32, device=device)
     no_vector = no_sums[0]
@@ -134,7 +140,7 @@ def bind_router(
         logits = products if final else products.new_empty(tokens, experts)
         index = products.new_empty(tokens, chosen, dtype=torch.int64)
         weight_TK = products.new_empty(tokens, chosen)
-        counts = products.new_empty(chunks, experts + 1, dtype=torch.int32)
+        counts = products.new_empty(chunks, pitch, dtype=torch.int32)[:, : experts + 1]
         sums = products.new_empty(chunks, experts + 1) if want_sums else no_sums
         kernel(
             products, no_vector if added is None else bias_E, no_vector if correction_E is None else correction_E,
@@ -147,7 +153,7 @@ def bind_router(
 
 def bind_route_counted(
     index_TK: Tensor, weight_TK: Tensor, num_experts: int
-) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
+) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]:
     """Return `bind_route` of ``(ids, weights, counts)``, with the counts of `bind_router`: one launch."""
     tokens, chosen = index_TK.shape
     return bind_route(index_TK, weight_TK, num_experts, chunk_tokens(tokens, chosen) * chosen)
@@ -171,13 +177,15 @@ class LogitsGrad(NamedTuple):
     """The gradient of a router's logits.
 
     ``parts`` is (T, P * padded E) bf16, ``ends`` (G,) int32, the ends of groups of tokens. ``sums`` (E,) fp32, the sum
-    over the tokens, is the gradient of the router's bias. ``whole`` is the gradient (T, E) in fp32.
+    over the tokens, is the gradient of the router's bias. ``whole`` is the gradient (T, E) in fp32. ``weight`` is the
+    router's weight in parts, for `bind_router_dgrad`.
     """
 
     parts: Tensor
     ends: Tensor
     sums: Tensor | None
     whole: Tensor | None
+    weight: Tensor | None
 
 
 def bind_logits_grad(
@@ -188,8 +196,9 @@ def bind_logits_grad(
     groups: int,
     want_sums: bool,
     want_whole: bool,
-) -> Callable[[Tensor, Tensor, LogitsGrads], LogitsGrad]:
-    """Return the gradient of the logits of ``(logits, ids, grads)``: one launch, and one more for the sums.
+    weight_EH: Tensor | None,
+) -> Callable[[Tensor, Tensor, LogitsGrads, Tensor | None], LogitsGrad]:
+    """Return the gradient of the logits of ``(logits, ids, grads, weight)``: one launch, and one more for the sums.
 
     All gradients are contiguous. One more launch makes zeros if none is that of the weights.
 
@@ -199,6 +208,8 @@ def bind_logits_grad(
         The part in each block of columns, see `blocks_for`. Empty if no product follows.
     groups
         G: `weight_groups`, or 1 if no gradient of the weight follows.
+    weight_EH
+        The router's weight, if `bind_router_dgrad` follows.
     """
     from fusedmoe.kernels.sm90.router_backward import ChooseBackward  # deferred: imports the CuTe DSL
 
@@ -207,25 +218,19 @@ def bind_logits_grad(
     exist = {"l": grads.logits, "p": grads.probs_sum, "z": grads.z_sum}
     others = "".join(letter for letter, grad in exist.items() if grad is not None)
     of_rows = grads.row_of_slot is not None
-    kernel = load(
-        ChooseBackward(
-            score,
-            room(experts),
-            renormalize,
-            blocks,
-            of_rows,
-            others,
-            want_sums,
-            want_whole,
-            aligned=experts % QUAD == 0,
-        )
-    )
+    rows = () if weight_EH is None else weight_rows(weight_EH.dtype)
+    no_weight = torch.empty(experts, UNIT, dtype=torch.bfloat16, device=device) if weight_EH is None else None
+    shape = ChooseBackward(
+        score, room(experts), renormalize, blocks, of_rows, others, want_sums, want_whole,
+        None if weight_EH is None else NAMES[weight_EH.dtype], rows, aligned=experts % QUAD == 0,
+    )  # fmt: skip
+    kernel = load(shape if shape.reads_all else replace(shape, slots=slots_at_once(chosen)))
     ctas, columns = -(-tokens // BACKWARD_TOKENS), max(len(blocks), 1) * padded(experts)
     no_sums = torch.empty(1, experts, dtype=torch.float32, device=device)
     no_vector, no_scalar = no_sums[0], no_sums[0, :1]
     group_tokens = -(-tokens // groups // GROUP_UNIT) * GROUP_UNIT
 
-    def run(logits_TE: Tensor, index_TK: Tensor, grads: LogitsGrads) -> LogitsGrad:
+    def run(logits_TE: Tensor, index_TK: Tensor, grads: LogitsGrads, weight_EH: Tensor | None = None) -> LogitsGrad:
         weight, row_of_slot, logits, probs_sum, z_sum = grads
         if weight is None:
             weight = logits_TE.new_zeros(tokens, chosen)
@@ -233,14 +238,18 @@ def bind_logits_grad(
         whole = torch.empty_like(logits_TE) if want_whole else None
         sums = logits_TE.new_empty(ctas, experts) if want_sums else no_sums
         ends, index = index_TK.new_empty(groups, dtype=torch.int32), index_TK.view(-1)
+        split = None
+        if weight_EH is not None:
+            split = parts.new_empty(len(rows) * padded(experts), weight_EH.shape[1])
         kernel(
             logits_TE, index, index if row_of_slot is None else row_of_slot.view(-1),
             weight.view(-1), logits_TE if logits is None else logits,
             no_vector if probs_sum is None else probs_sum, no_scalar if z_sum is None else z_sum.view(1),
             parts, logits_TE if whole is None else whole, sums, ends,
+            no_weight if weight_EH is None else weight_EH, no_weight if split is None else split,
             chosen, choice.scale, BACKWARD_TOKENS, group_tokens,
         )  # fmt: skip
-        return LogitsGrad(parts, ends, sums.sum(0) if want_sums else None, whole)
+        return LogitsGrad(parts, ends, sums.sum(0) if want_sums else None, whole, split)
 
     return run
 
@@ -253,6 +262,11 @@ def blocks_for(weight_dtype: torch.dtype) -> tuple[int, ...]:
     return (0, 0, 1, 2) if weight_dtype is torch.float32 else (0, 1)
 
 
+def weight_rows(dtype: torch.dtype) -> tuple[int, ...]:
+    """Return the part in each block of rows of a router weight of this dtype, for the gradient of the tokens."""
+    return (1, 0, 0) if dtype is torch.float32 else (0, 0)
+
+
 def padded(experts: int) -> int:
     """Return the columns of a block."""
     return -(-experts // UNIT) * UNIT
@@ -261,17 +275,14 @@ def padded(experts: int) -> int:
 def bind_router_dgrad(
     parts: Tensor, weight_EH: Tensor, options: KernelOptions
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """``dx = dlogits @ weight``, (T, H) bf16, of ``(parts, ends, weight)``: two launches."""
-    width = padded(weight_EH.shape[0])
-    blocks = (1, 0, 0) if weight_EH.dtype is torch.float32 else (0, 0)
-    columns = len(blocks) * width
-    to_parts = _bind_parts(weight_EH, torch.bfloat16, blocks, width)
+    """``dx = dlogits @ weight``, (T, H) bf16, of ``(parts, ends, weight's parts)``: one launch."""
+    columns = len(weight_rows(weight_EH.dtype)) * padded(weight_EH.shape[0])
     like = parts.new_empty(columns, weight_EH.shape[1])
     product = bind_grouped_gemm(parts[:, :columns], like.T.unsqueeze(0), None, None, options)
 
-    def run(parts: Tensor, ends: Tensor, weight_EH: Tensor) -> Tensor:
+    def run(parts: Tensor, ends: Tensor, weight: Tensor) -> Tensor:
         # the last end is that of one group with all tokens
-        return product(parts[:, :columns], to_parts(weight_EH).T.unsqueeze(0), None, ends[-1:], None)
+        return product(parts[:, :columns], weight.T.unsqueeze(0), None, ends[-1:], None)
 
     return run
 

@@ -16,11 +16,12 @@ from fusedmoe.kernels.sm90.parts import Parts, SumParts
 from fusedmoe.kernels.sm90.promotion import PromotedRaggedK, PromotedRaggedM
 from fusedmoe.kernels.sm90.ragged_k import RaggedK
 from fusedmoe.kernels.sm90.ragged_m import RaggedM
+from fusedmoe.kernels.sm90.route import Route
 from fusedmoe.kernels.sm90.router import Choose
 from fusedmoe.kernels.sm90.router_backward import ChooseBackward
 from fusedmoe.kernels.sm90.router_functions import LOGIT_TILES, WGRAD_TILE
 from fusedmoe.kernels.sm90.rows import ColumnSums, Offsets
-from fusedmoe.kernels.sm90.slots import SLOTS, GatherRows, Route, RowDots, SlotValues, SumSlots
+from fusedmoe.kernels.sm90.slots import SLOTS, GatherRows, RowDots, SlotValues, SumSlots
 
 if TYPE_CHECKING:
     from fusedmoe.kernels.activation import Kind
@@ -86,12 +87,13 @@ def shipped() -> tuple[Kernel, ...]:
     kernels.append(PromotedRaggedK("bf16", WGRAD_TILE, out="fp32"))
     for experts, blocks in itertools.product((64, 128), ((0, 1), (0, 0, 1, 2))):
         parts = 1 if len(blocks) == 2 else 3
-        kernels.append(Choose("topk_softmax", experts, False, None, False, False, parts, parts > 1, False))
-        kernels.append(ChooseBackward("topk_softmax", experts, False, blocks, of_rows=True))
-    kernels.append(Choose("sigmoid", 256, True, None, True, True, 1, False, False))  # DeepSeek-V3
-    kernels.append(ChooseBackward("sigmoid", 256, True, (0, 1), of_rows=True))
-    kernels += [Parts("bf16", (0, 0)), Parts("fp32", (0, 1, 2)), Parts("fp32", (1, 0, 0))]
-    kernels += [SumParts("bf16", 2), SumParts("fp32", 3)]
+        kernels.append(Choose("topk_softmax", experts, False, None, False, False, parts, parts > 1, False, slots=8))
+        of_weight = ("bf16", (0, 0)) if parts == 1 else ("fp32", (1, 0, 0))
+        of_rows = ("topk_softmax", experts, False, blocks, True, "", False, False)
+        kernels.append(ChooseBackward(*of_rows, *of_weight, slots=8))
+    kernels.append(Choose("sigmoid", 256, True, None, True, True, 1, False, False, slots=8))  # DeepSeek-V3
+    kernels.append(ChooseBackward("sigmoid", 256, True, (0, 1), True, "", False, False, "bf16", (0, 0), slots=8))
+    kernels += [Parts("fp32", (0, 1, 2)), SumParts("bf16", 2), SumParts("fp32", 3)]
     kernels += [Route("int64", "fp32", experts, True, counted=True) for experts in (64, 128, 256)]
     kernels += [SumSlots("bf16", None, at_once, adds=True) for at_once in SLOTS]
     return tuple(kernels)

@@ -19,12 +19,14 @@ from fusedmoe.kernels.sm90.limits import MOST_EXPERTS
 from fusedmoe.kernels.sm90.row_functions import NAMES
 
 ROOM = (64, 128, 256, 512, MOST_EXPERTS)  # maximum numbers of experts that `Route` is compiled for
+QUAD = 4  # counts in 16 bytes
 
 
 def bind_route(
     index_TK: Tensor, weight_TK: Tensor, num_experts: int, chunk_slots: int | None = None
-) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
-    """Sort slots by expert: return ``(splits, probs, row_of_slot, slot_of_row, token_of_row)`` of ``(ids, weights)``.
+) -> Callable[..., tuple[Tensor, ...]]:
+    """Sort slots by expert: return ``(splits, probs, row_of_slot, slot_of_row, token_of_row, offsets)`` of ``(ids,
+    weights)``.
 
     With ``chunk_slots``, the arguments are ``(ids, weights, counts)``, and there is one launch instead of two.
 
@@ -38,39 +40,43 @@ def bind_route(
         E, at most `limits.MOST_EXPERTS`.
     chunk_slots
         The number of slots of a chunk, if ``counts`` (chunks, E + 1) int32 is given: the slots per chunk and expert,
-        then the sentinels.
+        then the sentinels, with the pitch `count_pitch`.
 
     Returns
     -------
     callable
         Returns ``splits`` (E,) int64, rows per expert; ``probs`` (R,), each row's weight, zero for sentinels;
         ``row_of_slot`` (T, K) int64, R for sentinels; ``slot_of_row`` (R,) int64; ``token_of_row`` (R,) int32, within
-        [0, T) also for sentinels.
+        [0, T) also for sentinels; ``offsets`` (E,) int32, the ends of the experts' rows.
     """
-    from fusedmoe.kernels.sm90.slots import CHUNK, Route  # deferred: imports the CuTe DSL
+    from fusedmoe.kernels.sm90.route import CHUNK, Route  # deferred: imports the CuTe DSL
 
     shape, slots, chosen = tuple(index_TK.shape), index_TK.numel(), index_TK.shape[1]
     of_chunk, counted = chunk_slots or CHUNK, chunk_slots is not None
     chunks = -(-slots // of_chunk)
     room = next(n for n in ROOM if num_experts <= n)
     kernel = load(Route(NAMES[index_TK.dtype], NAMES[weight_TK.dtype], room, chunks > 1, counted))
-    count_shape = (chunks, num_experts + 1) if chunks > 1 else (1, 1)
+    count_shape = (chunks, count_pitch(num_experts)) if chunks > 1 else (1, QUAD)
 
-    def run(
-        index_TK: Tensor, weight_TK: Tensor, counts: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def run(index_TK: Tensor, weight_TK: Tensor, counts: Tensor | None = None) -> tuple[Tensor, ...]:
+        int32 = index_TK if index_TK.dtype is torch.int32 else index_TK.new_empty(0, dtype=torch.int32)
         if counts is None:
-            counts = index_TK.new_empty(count_shape, dtype=torch.int32)
+            counts = int32.new_empty(count_shape)[:, : num_experts + 1]
         row_of_slot, slot_of_row = (index_TK.new_empty(slots, dtype=torch.int64) for _ in range(2))
-        token_of_row = index_TK.new_empty(slots, dtype=torch.int32)
+        token_of_row, offsets = int32.new_empty(slots), int32.new_empty(num_experts)
         probs, splits = weight_TK.new_empty(slots), index_TK.new_empty(num_experts, dtype=torch.int64)
         kernel(
             index_TK.view(-1), weight_TK.view(-1), counts, row_of_slot, slot_of_row, token_of_row, probs, splits,
-            chosen, of_chunk,
+            offsets, chosen, of_chunk,
         )  # fmt: skip
-        return splits, probs, row_of_slot.view(shape), slot_of_row, token_of_row
+        return splits, probs, row_of_slot.view(shape), slot_of_row, token_of_row, offsets
 
     return run
+
+
+def count_pitch(num_experts: int) -> int:
+    """Return the pitch of the counts of this many experts and the sentinels: whole loads of 16 bytes."""
+    return num_experts // QUAD * QUAD + QUAD
 
 
 def bind_gather_rows(source_TH: Tensor, row_of_slot_TK: Tensor, scale_R: Tensor | None) -> Callable[..., Tensor]:

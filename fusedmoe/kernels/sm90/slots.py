@@ -1,13 +1,4 @@
-"""Kernels that sort tokens by expert, and return rows to token order.
-
-A *slot* (t, k) is the k-th expert of token t, number ``t * K + k``. R = T*K slots become R rows. A slot whose id is
-outside [0, E) is a sentinel; the rows of sentinels come after those of every expert. No result is written by atomics.
-
-`Route`: a stable counting sort of the slots, in one launch for up to `CHUNK` slots, else in two. A CTA has one chunk. A
-warp takes 32 slots at a time, in order. ``match`` finds the lanes with the same expert, and the lowest of them counts
-for all. The first of two launches writes the number of slots per chunk and expert. In the second, each CTA adds up the
-counts of the chunks before its own, so it knows where its rows begin without waiting for another CTA. A router's kernel
-may have counted the slots already: then there is one launch, with the router's chunks.
+"""Kernels that copy tokens to the rows of their experts, and return rows to token order: slots and rows as in route.py.
 
 `GatherRows`: ``rows[r] = scale[r] * source[token of r]``, zeros for sentinels. A warp has one token and 1,024 columns.
 It reads them once and writes them to each of the token's rows. Other warps clear rows of sentinels: each searches 32.
@@ -22,7 +13,7 @@ loaded at once, one per lane; otherwise each row would wait for the previous one
 `RowDots`: ``dots[r] = sum over columns of rows[r] * source[token of r]`` in fp32, zeros for sentinels. A warp has
 one row.
 
-Rows of sentinels are never read. Axes: T tokens, K slots per token, R rows, E experts, H columns.
+Rows of sentinels are never read. Axes: T tokens, K slots per token, R rows, H columns.
 """
 
 from __future__ import annotations
@@ -32,19 +23,15 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
-from cutlass.memory import SmemAllocator
+from cutlass import Boolean, Float32, Int32, const_expr
 
-from fusedmoe.kernels.sm90.warps import LANES, VECTOR, WarpKernel, fake_matrix, fake_vector, inclusive_sum
+from fusedmoe.kernels.sm90.warps import LANES, VECTOR, WarpKernel, fake_matrix, fake_vector
 
 WARPS = 8  # per CTA
 VECTORS = 4  # that a lane loads at once, when rows are gathered or multiplied
 BLOCK = LANES * VECTOR  # columns that a warp reads at once
 LOADS = 4  # per lane, when rows of fewer slots are summed; with 8 loads, 4 or 2 slots take a quarter longer
 SLOTS = (2, 4, 8)  # of a token, summed at once
-STEPS = 8  # of 32 slots per warp, when slots are sorted
-CHUNK = WARPS * STEPS * LANES
-FULL = 0xFFFFFFFF  # mask of all lanes
 
 
 def _launch(units: Any, stream: Any) -> dict[str, Any]:
@@ -56,163 +43,6 @@ def _unit() -> tuple[Any, Any]:
     """Return the warp's unit of work, and the lane."""
     block, _, _ = cute.arch.block_idx()
     return block * WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
-
-
-@dataclass(frozen=True)
-class Route(WarpKernel):
-    """The row of each slot, the slot, the token and the weight of each row, and the rows per expert."""
-
-    index: str  # dtype of the expert ids: "int32" or "int64"
-    weight: str  # dtype of the weights: "fp32", "bf16" or "fp16"
-    experts: int  # maximum; a multiple of 8
-    chunked: bool  # whether there is more than one chunk
-    counted: bool = False  # whether the counts are given
-
-    @property
-    def symbol(self) -> str:
-        counted = "_counted" if self.counted else ""
-        return f"sm90_route_{self.index}_{self.weight}_{self.experts}" + ("_chunked" if self.chunked else "") + counted
-
-    def compile(self) -> Any:
-        """Compile without a GPU; a function of ids (R,), weights (R,), counts (chunks, experts + 1) int32, rows of
-        slots (R,) int64, slots of rows (R,) int64, tokens of rows (R,) int32, probs (R,), splits (E,) int64, K, and
-        the slots of a chunk, at most `CHUNK`.
-        """
-        slots, experts = cute.sym_int(), cute.sym_int()
-        counts = cute.runtime.make_fake_tensor(Int32, (cute.sym_int(), cute.sym_int()), (cute.sym_int64(), 1))
-        weight = fake_vector(self.weight, slots)
-        return self.compiled_for(
-            fake_vector(self.index, slots), weight, counts, fake_vector("int64", slots), fake_vector("int64", slots),
-            fake_vector("int32", slots), weight, fake_vector("int64", experts), Int32(1), Int32(1),
-        )  # fmt: skip
-
-    @cute.jit
-    def __call__(
-        self, index, weight, counts, row_of_slot, slot_of_row, token_of_row, probs, splits, chosen, chunk_slots, stream
-    ):
-        grid, block = (cute.ceil_div(cute.size(index), chunk_slots), 1, 1), (WARPS * LANES, 1, 1)
-        if const_expr(self.chunked and not self.counted):
-            self.count(index, counts, cute.size(splits), chunk_slots).launch(grid=grid, block=block, stream=stream)
-        self.place(
-            index, weight, counts, row_of_slot, slot_of_row, token_of_row, probs, splits, chosen, chunk_slots
-        ).launch(grid=grid, block=block, stream=stream)
-
-    @cute.jit
-    def load_keys(self, index, chunk, chunk_slots, warp, lane, experts):
-        """The experts of a warp's slots, E for a sentinel, -1 after the chunk's last slot; and the first slot."""
-        before = warp * (STEPS * LANES)  # slots of the chunk
-        first = chunk * chunk_slots + before
-        left = cutlass.min(chunk_slots - before, cute.size(index) - first)
-        keys = cute.make_rmem_tensor((STEPS,), Int32)
-        keys.fill(-1)
-        for i in cutlass.range_constexpr(STEPS):
-            if i * LANES + lane < left:
-                chosen = Int64(index[first + i * LANES + lane])
-                keys[i] = experts
-                if chosen >= 0 and chosen < Int64(experts):
-                    keys[i] = Int32(chosen)
-        return keys, first
-
-    @cute.kernel
-    def count(self, index, counts, experts, chunk_slots):
-        thread, _, _ = cute.arch.thread_idx()
-        lane = cute.arch.lane_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        chunk, _, _ = cute.arch.block_idx()
-        smem = SmemAllocator()
-        s_count = smem.allocate_tensor(Int32, cute.make_layout((self.experts + 8,)), 16)
-        for bucket in cutlass.range(thread, experts + 1, WARPS * LANES, unroll=1):
-            s_count[bucket] = 0
-        cute.arch.sync_threads()
-        keys, _ = self.load_keys(index, chunk, chunk_slots, warp, lane, experts)
-        for i in cutlass.range_constexpr(STEPS):
-            same = cute.arch.match_sync(FULL, keys[i])
-            lower = cute.arch.popc(same & ((Uint32(1) << Uint32(lane)) - Uint32(1)))
-            if keys[i] >= 0 and lower == 0:  # integers: the same sum in every order
-                cute.arch.atomic_add(s_count.iterator + keys[i], Int32(cute.arch.popc(same)), scope="cta")
-        cute.arch.sync_threads()
-        for bucket in cutlass.range(thread, experts + 1, WARPS * LANES, unroll=1):
-            counts[chunk, bucket] = s_count[bucket]
-
-    @cute.kernel
-    def place(self, index, weight, counts, row_of_slot, slot_of_row, token_of_row, probs, splits, chosen, chunk_slots):
-        thread, _, _ = cute.arch.thread_idx()
-        lane = cute.arch.lane_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        chunk, _, _ = cute.arch.block_idx()
-        experts, slots = cute.size(splits), cute.size(index)
-        smem = SmemAllocator()
-        buckets = self.experts + 8
-        s_count = smem.allocate_tensor(Int32, cute.make_layout((buckets, WARPS)), 16)
-        s_total = smem.allocate_tensor(Int32, cute.make_layout((buckets,)), 16)
-        s_start = smem.allocate_tensor(Int32, cute.make_layout((buckets,)), 16)
-        for bucket in cutlass.range(thread, experts + 1, WARPS * LANES, unroll=1):
-            for w in cutlass.range_constexpr(WARPS):
-                s_count[bucket, w] = 0
-        cute.arch.sync_threads()
-
-        # each slot's rank among those of its warp that chose the same expert
-        keys, first = self.load_keys(index, chunk, chunk_slots, warp, lane, experts)
-        ranks = cute.make_rmem_tensor((STEPS,), Int32)
-        ranks.fill(0)
-        for i in cutlass.range_constexpr(STEPS):
-            same = cute.arch.match_sync(FULL, keys[i])
-            lower = cute.arch.popc(same & ((Uint32(1) << Uint32(lane)) - Uint32(1)))
-            if keys[i] >= 0:
-                ranks[i] = s_count[keys[i], warp] + Int32(lower)
-            cute.arch.sync_warp()
-            if keys[i] >= 0 and lower == 0:
-                s_count[keys[i], warp] = ranks[i] + Int32(cute.arch.popc(same))
-            cute.arch.sync_warp()
-        cute.arch.sync_threads()
-
-        # per expert: the slots before this warp's in this chunk, those in earlier chunks, and all
-        for bucket in cutlass.range(thread, experts + 1, WARPS * LANES, unroll=1):
-            total = Int32(0)
-            for w in cutlass.range_constexpr(WARPS):
-                of_warp = s_count[bucket, w]
-                s_count[bucket, w] = total
-                total += of_warp
-            earlier = Int32(0)
-            if const_expr(self.chunked):
-                total = Int32(0)
-                for c in cutlass.range(cute.size(counts, mode=[0]), unroll=8):
-                    of_chunk = counts[c, bucket]
-                    if c < chunk:
-                        earlier += of_chunk
-                    total += of_chunk
-            s_total[bucket] = total
-            s_start[bucket] = earlier
-            if chunk == 0 and bucket < experts:
-                splits[bucket] = Int64(total)
-        cute.arch.sync_threads()
-
-        # first row of each expert, plus its slots in earlier chunks
-        if warp == 0:
-            carried = Int32(0)
-            for chunk_of_experts in cutlass.range(0, experts + 1, LANES, unroll=1):
-                bucket = chunk_of_experts + lane
-                total = Int32(0)
-                if bucket <= experts:
-                    total = s_total[bucket]
-                end = inclusive_sum(total, lane)
-                if bucket <= experts:
-                    s_start[bucket] = s_start[bucket] + carried + end - total
-                carried += cute.arch.shuffle_sync(end, LANES - 1)
-        cute.arch.sync_threads()
-
-        for i in cutlass.range_constexpr(STEPS):
-            slot = first + i * LANES + lane
-            if keys[i] >= 0:
-                row = s_start[keys[i]] + s_count[keys[i], warp] + ranks[i]
-                slot_of_row[row] = Int64(slot)
-                token_of_row[row] = slot // chosen
-                if keys[i] < experts:
-                    row_of_slot[slot] = Int64(row)
-                    probs[row] = weight[slot]
-                else:
-                    row_of_slot[slot] = Int64(slots)
-                    probs[row] = Float32(0.0).to(probs.element_type)
 
 
 @dataclass(frozen=True)
