@@ -266,6 +266,11 @@ class Choose(OfTokens):
         return self.score != "topk_softmax" and (self.corrected or summed)
 
     @property
+    def together(self) -> int:
+        """Tokens whose experts a warp chooses together, so that it need not wait for each maximum: few registers."""
+        return 2 if self.at_once > 1 and self.per_lane <= 4 and self.keys_are_logits and not self.sums else 1
+
+    @property
     def keys_are_logits(self) -> bool:
         """Whether a chosen expert's key has its logit."""
         return not (self.ranks_scores or self.corrected or self.grouped)
@@ -337,45 +342,47 @@ class Choose(OfTokens):
         of_lane, slot = lane // self.slots, lane % self.slots
         for some in cutlass.range(first, end, self.warps * self.at_once, unroll=1):
             most_of_lane, total_of_lane = Float32(0.0), Float32(1.0)  # of the softmax of this lane's token
-            for i in cutlass.range(cutlass.min(self.at_once, end - some), unroll=1):
-                token = some + i
-                values = self.logits_of(products, added, token, lane, experts)
-                if const_expr(self.writes_logits):
-                    self.store(logits, token, lane, values, experts)
+            for i in cutlass.range(0, cutlass.min(self.at_once, end - some), self.together, unroll=1):
+                of_tokens = []
+                for own in cutlass.range_constexpr(self.together):
+                    token = cutlass.min(some + i + own, end - 1)
+                    values = self.logits_of(products, added, token, lane, experts)
+                    if const_expr(self.writes_logits):
+                        self.store(logits, token, lane, values, experts)
 
-                # all scores, where they decide or are summed up
-                scores = values
-                if const_expr(self.sums or self.score == "softmax"):
-                    scores, most, total = self.softmax(values)
-                    if of_lane == i:
-                        most_of_lane, total_of_lane = most, total
+                    # all scores, where they decide or are summed up
+                    scores = values
+                    if const_expr(self.sums or self.score == "softmax"):
+                        scores, most, total = self.softmax(values)
+                        if of_lane == i + own:
+                            most_of_lane, total_of_lane = most, total
+                        if const_expr(self.sums):
+                            logarithm = most + cute.math.log(total)
+                            squares += logarithm * logarithm
+                    if const_expr(self.score == "sigmoid" and (self.sums or self.ranks_scores)):
+                        scores = self.sigmoids(values, lane, experts)
                     if const_expr(self.sums):
-                        logarithm = most + cute.math.log(total)
-                        squares += logarithm * logarithm
-                if const_expr(self.score == "sigmoid" and (self.sums or self.ranks_scores)):
-                    scores = self.sigmoids(values, lane, experts)
-                if const_expr(self.sums):
-                    factor = Float32(1.0)
-                    if const_expr(self.score == "sigmoid"):
-                        factor = Float32(1.0) / (self.total(scores) + Float32(EPS))
-                    for j in cutlass.range_constexpr(n):
-                        column_sums[j] = column_sums[j] + scores[j] * factor
+                        factor = Float32(1.0)
+                        if const_expr(self.score == "sigmoid"):
+                            factor = Float32(1.0) / (self.total(scores) + Float32(EPS))
+                        for j in cutlass.range_constexpr(n):
+                            column_sums[j] = column_sums[j] + scores[j] * factor
 
-                ranked = scores if const_expr(self.ranks_scores) else values
-                if const_expr(self.corrected):
-                    corrected = cute.make_rmem_tensor((n,), Float32)
-                    for j in cutlass.range_constexpr(n):
-                        corrected[j] = ranked[j] + corrections[j]
-                    ranked = corrected
-                keys = keys_of(ranked)
-                if const_expr(not self.keys_are_logits):  # else they are -inf, and have the highest ids
-                    for j in cutlass.range_constexpr(n):
-                        if lane * n + j // self.width * self.width >= experts:
-                            keys[j] = LEAST
-                if const_expr(self.grouped):
-                    self.leave_groups_out(keys, group_of, lane, experts // groups, groups, top_groups)
-                row = cute.local_tile(s_taken[None, warp], (self.slots,), (i,))
-                self.take(keys, row, lane, chosen)
+                    ranked = scores if const_expr(self.ranks_scores) else values
+                    if const_expr(self.corrected):
+                        corrected = cute.make_rmem_tensor((n,), Float32)
+                        for j in cutlass.range_constexpr(n):
+                            corrected[j] = ranked[j] + corrections[j]
+                        ranked = corrected
+                    keys = keys_of(ranked)
+                    if const_expr(not self.keys_are_logits):  # else they are -inf, and have the highest ids
+                        for j in cutlass.range_constexpr(n):
+                            if lane * n + j // self.width * self.width >= experts:
+                                keys[j] = LEAST
+                    if const_expr(self.grouped):
+                        self.leave_groups_out(keys, group_of, lane, experts // groups, groups, top_groups)
+                    of_tokens.append(keys)
+                self.take(of_tokens, s_taken[None, warp], i, lane, chosen)
 
             # a lane has a slot
             cute.arch.sync_warp()
@@ -444,31 +451,41 @@ class Choose(OfTokens):
                 keys[i] = LEFT_OUT
 
     @cute.jit
-    def take(self, keys, s_taken, lane, chosen):
-        """Write the experts with the largest keys to ``s_taken``, and each one's key in the higher half."""
+    def take(self, of_tokens, s_taken, first, lane, chosen):
+        """Write the experts with the largest keys of each token, and their keys in the higher halves. The rows of the
+        tokens in ``s_taken`` begin at number ``first``.
+        """
         n = self.per_lane
-        # a key and, below it, the place in the lane: of equal keys, the lowest id is the largest number
-        pairs = cute.make_rmem_tensor((n,), Int64)
-        for i in cutlass.range_constexpr(n):
-            pairs[i] = (Int64(keys[i]) << 32) | Int64(n - 1 - i)
-        for a, b in sorting_network(n):
-            swap = pairs[a] < pairs[b]
-            pairs[a], pairs[b] = cutlass.select_(swap, pairs[b], pairs[a]), cutlass.select_(swap, pairs[a], pairs[b])
         Places = Int64 if const_expr(n * PLACE_BITS > 32) else Int32
-        heads, places = cute.make_rmem_tensor((n,), Int32), Places(0)
-        for i in cutlass.range_constexpr(n):
-            heads[i] = Int32(pairs[i] >> 32)
-            places = places | (Places((Int32(pairs[i]) & (n - 1)) ^ (n - 1)) << (i * PLACE_BITS))
+        places = cute.make_rmem_tensor((self.together,), Places)
+        places.fill(0)
+        heads, rows = [], []
+        for own in cutlass.range_constexpr(self.together):
+            # a key and, below it, the place in the lane: of equal keys, the lowest id is the largest number
+            pairs = cute.make_rmem_tensor((n,), Int64)
+            for i in cutlass.range_constexpr(n):
+                pairs[i] = (Int64(of_tokens[own][i]) << 32) | Int64(n - 1 - i)
+            for a, b in sorting_network(n):
+                low, high = cutlass.min(pairs[a], pairs[b]), cutlass.max(pairs[a], pairs[b])
+                pairs[a], pairs[b] = high, low
+            keys = cute.make_rmem_tensor((n,), Int32)
+            for i in cutlass.range_constexpr(n):
+                keys[i] = Int32(pairs[i] >> 32)
+                places[own] = places[own] | (Places((Int32(pairs[i]) & (n - 1)) ^ (n - 1)) << (i * PLACE_BITS))
+            heads.append(keys)
+            rows.append(cute.local_tile(s_taken, (self.slots,), (first + own,)))
         lower_lanes = (Int32(1) << lane) - Int32(1)
         for k in cutlass.range(chosen, unroll=1):
-            key = largest(heads[0])
-            lanes = cute.arch.vote_ballot_sync(heads[0] == key)
-            if heads[0] == key and (lanes & lower_lanes) == 0:
-                s_taken[k] = (Int64(heads[0]) << 32) | Int64((lane * n) | (Int32(places) & (n - 1)))
-                places = places >> PLACE_BITS
-                for i in cutlass.range_constexpr(n - 1):
-                    heads[i] = heads[i + 1]
-                heads[n - 1] = Int32(LEAST)
+            for own in cutlass.range_constexpr(self.together):
+                keys = heads[own]
+                key = largest(keys[0])
+                lanes = cute.arch.vote_ballot_sync(keys[0] == key)
+                if keys[0] == key and (lanes & lower_lanes) == 0:
+                    rows[own][k] = (Int64(key) << 32) | Int64((lane * n) | (Int32(places[own]) & (n - 1)))
+                    places[own] = places[own] >> PLACE_BITS
+                    for i in cutlass.range_constexpr(n - 1):
+                        keys[i] = keys[i + 1]
+                    keys[n - 1] = Int32(LEAST)
 
     @cute.jit
     def logits_of(self, products, added, token, lane, experts):
