@@ -28,6 +28,7 @@ KERNELS = [
     ChooseBackward("softmax", 256, True, (0, 0, 1, 2), of_rows=True, weight="fp32", rows=(1, 0, 0), slots=32),
     Parts("fp32", (0, 1, 2)),
     SumParts("bf16", 2),
+    SumParts("fp32", 1),  # the row scale's gradient, over column tiles
 ]
 
 

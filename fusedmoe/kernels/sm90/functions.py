@@ -36,6 +36,7 @@ from fusedmoe.kernels.sm90.row_functions import (
     NAMES,
     bind_column_sums,
     bind_offsets_from_splits,
+    bind_sum_partials,
     column_sums,
     offsets_from_splits,
 )
@@ -263,6 +264,10 @@ def bind_grouped_gemm_activation_backward(
     scale = torch.float32 if unscaled else _dtype(row_scale)
     launch = _ragged_m("derivative", grad_output, weight.mT, activation, options, gather, scale=scale, keep=want_output)
     kernel, constants, partials = launch.kernel, launch.constants, launch.partials
+    total = None
+    if partials is not None:
+        partials = (partials[0], -(-rows // limits.UNIT) * limits.UNIT)
+        total = bind_sum_partials(*partials) if want_row_scale_grad else None
 
     def run(
         grad_output: Tensor,
@@ -280,12 +285,12 @@ def bind_grouped_gemm_activation_backward(
         partial = None
         if partials is not None:
             partial = torch.empty(partials, dtype=torch.float32, device=device)
-            results = (partial, *results)
+            results = (partial[:, :rows], *results)
         arguments = constants or launch.arguments(None, row_scale)
         if gather is not None:
             arguments = (*arguments, gather)
         kernel(grad_output, weight.mT, offsets, *arguments, preactivation, *results)
-        return grad, y, partial.sum(0) if want_row_scale_grad and partial is not None else None
+        return grad, y, None if total is None or partial is None else total(partial)[:rows]
 
     return run
 

@@ -2,7 +2,7 @@
 An infinite value is its own first part; the others are zero.
 
 `Parts`: a weight as parts, one below the other. `SumParts`: the sum of products of parts, over groups of tokens too, in
-a fixed order.
+a fixed order. It also adds up a row scale's gradient over column tiles: these are the groups, of one expert.
 
 Axes: E experts, P parts, H hidden, G groups of tokens.
 """

@@ -109,6 +109,24 @@ def bind_column_sums(
     return run
 
 
+def bind_sum_partials(count: int, columns: int) -> Callable[[Tensor], Tensor]:
+    """Return the sum over the first axis of an fp32 tensor (count, columns), in one launch, or none if there is nothing
+    to add. The number of columns is a multiple of 8.
+    """
+    if count == 1 or not columns:
+        return lambda partial: partial[0]
+    from fusedmoe.kernels.sm90.parts import SumParts  # deferred: imports the CuTe DSL
+
+    kernel = load(SumParts("fp32", 1))
+
+    def run(partial: Tensor) -> Tensor:
+        total = partial.new_empty(1, columns)
+        kernel(partial.unsqueeze(1), total)
+        return total[0]
+
+    return run
+
+
 def rows_per_slice(num_rows: int, columns: int) -> int:
     """Length of a slice of rows: short enough that the warps fill a GPU twice, but at least `LEAST_SLICE_ROWS`.
 

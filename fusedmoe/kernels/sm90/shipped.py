@@ -93,7 +93,7 @@ def shipped() -> tuple[Kernel, ...]:
         kernels.append(ChooseBackward(*of_rows, *of_weight, slots=8))
     kernels.append(Choose("sigmoid", 256, True, None, True, True, 1, False, False, slots=8))  # DeepSeek-V3
     kernels.append(ChooseBackward("sigmoid", 256, True, (0, 1), True, "", False, False, "bf16", (0, 0), slots=8))
-    kernels += [Parts("fp32", (0, 1, 2)), SumParts("bf16", 2), SumParts("fp32", 3)]
+    kernels += [Parts("fp32", (0, 1, 2)), SumParts("bf16", 2), SumParts("fp32", 3), SumParts("fp32", 1)]
     kernels += [Route("int64", "fp32", experts, True, counted=True) for experts in (64, 128, 256)]
     kernels += [SumSlots("bf16", None, at_once, adds=True) for at_once in SLOTS]
     return tuple(kernels)
