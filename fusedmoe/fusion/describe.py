@@ -34,7 +34,7 @@ def describe(plan: Plan, arguments: Mapping[str, SpecLike | None]) -> PlanData:
     steps = [_planned(span, specs, costs, environment.device) for span in (*weights, *plan.spans)]
     glue = [_planned(span, specs, costs, environment.device) for span in plan.glue if span not in weights]
     arch, rows = environment.arch, specs[graph.arguments[0]]
-    wanted = tuple([a in plan.wanted for a in graph.arguments])
+    backward = plan.backward(tuple([a in plan.wanted for a in graph.arguments])).program
     return PlanData(
         steps=tuple(steps),
         attempts=plan.attempts,
@@ -45,12 +45,13 @@ def describe(plan: Plan, arguments: Mapping[str, SpecLike | None]) -> PlanData:
         recipe=environment.recipe.name,
         options=environment.options,
         forward_source=plan.program.source,
-        backward_source=plan.backward(wanted).program.source,
+        backward_source=backward.source,
         weight_bytes=sum(costs.nbytes(v) for span in weights for v in span.step.gives),
         missed=plan.missed_or_unavailable,
         rows=0 if rows is None else math.prod(map(int, rows.shape[:-1])),
         glue=tuple(glue),
         gathered=tuple((rows, *gathered) for rows, gathered in plan.gathered.items()),
+        beside=tuple((light.rule, carrier.rule, sms) for light, carrier, sms in backward.pairs),
         **_asked(plan),
     )
 

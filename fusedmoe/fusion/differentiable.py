@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from fusedmoe.fusion.backward import backward_chain
+from fusedmoe.fusion.order import needed_steps
 from fusedmoe.fusion.places import drawn_again
-from fusedmoe.fusion.program import Program, needed_steps
+from fusedmoe.fusion.program import Program
 from fusedmoe.fusion.steps import Plain
 from fusedmoe.fusion.values import NONE
 from fusedmoe.ops import random_state

@@ -12,8 +12,9 @@ import torch
 
 from fusedmoe.fusion.choice import nearest_miss
 from fusedmoe.fusion.differentiable import GradientProgram, SecondOrderError, argument_names, gradient_program, why_not
+from fusedmoe.fusion.order import needed_steps
 from fusedmoe.fusion.plan import Attempt, Status, missed_text
-from fusedmoe.fusion.program import Program, Runs, Values, needed_steps
+from fusedmoe.fusion.program import Program, Runs, Values
 from fusedmoe.fusion.results import Specs, without_tensors
 from fusedmoe.fusion.rule import FusionError
 from fusedmoe.fusion.signature import DTYPE, REQUIRES_GRAD, SHAPE, TYPE, Signature, signature
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from fusedmoe.fusion.backward import Backward
     from fusedmoe.fusion.graph import Graph
+    from fusedmoe.fusion.order import Pair
     from fusedmoe.fusion.places import Place
     from fusedmoe.fusion.rule import Direction
     from fusedmoe.kernels.options import KernelOptions
@@ -79,6 +81,7 @@ class Plan:
     outputs: tuple[str, ...]
     saved: tuple[str, ...]  # the values that the forward pass keeps for the backward pass
     backward_steps: tuple[AnyStep, ...]  # in the preferred order
+    pairs: tuple[Pair, ...]  # of backward steps that run beside each other
     of_backward: Backward
     wanted: frozenset[str]  # the arguments whose gradients were planned
     spans: tuple[PlannedSpan, ...]  # the steps with the ops that they cover
@@ -123,7 +126,8 @@ class Plan:
         outputs = [(i, v) for i, v in enumerate(self.graph.outputs) if v in of_backward.incoming]
         given = (*self.saved, *(of_backward.incoming[v] for _, v in outputs))
         steps, forms = needed_steps(self.backward_steps, asked, given), {**self.graph.forms, **of_backward.forms}
-        return BackwardProgram(Program(steps, given, [asked], forms), tuple(i for i, _ in outputs))
+        program = Program(steps, given, [asked], forms, self.pairs)
+        return BackwardProgram(program, tuple(i for i, _ in outputs))
 
     @functools.cached_property
     def unsaved(self) -> frozenset[int]:

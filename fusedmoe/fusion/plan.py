@@ -197,6 +197,9 @@ class PlanData:
         The steps between ops: derived values, dequantization, sums of gradients, zeroed tails.
     gathered : tuple of (str, str, str)
         The rows that no step writes, since all steps read them from another value: the rows, that value, and the index.
+    beside : tuple of (str, str, int)
+        The steps that run beside each other: the rule of one, whose last launch needs a few SMs only, the rule of the
+        next, and the number of these SMs.
     """
 
     steps: tuple[PlannedStep, ...]
@@ -217,6 +220,7 @@ class PlanData:
     rows: int = 0
     glue: tuple[PlannedStep, ...] = ()
     gathered: tuple[tuple[str, str, str], ...] = ()
+    beside: tuple[tuple[str, str, int], ...] = ()
 
     @property
     def planned_for(self) -> str:
@@ -267,6 +271,8 @@ class PlanData:
         if self.gathered:
             read = [f"{rows} from {source} by {index}" for rows, source, index in self.gathered]
             lines += _wrapped(f"read through an index, not written: {', '.join(read)}")
+        for light, carrier, sms in self.beside:
+            lines += _wrapped(f"beside each other: the last launch of {light}, on {sms} SMs, and {carrier}")
         if self.glue:
             glue = [f"{step.ops[0]} ({step.rule})" if step.rule else step.ops[0] for step in self.glue]
             lines += _wrapped(f"glue: {', '.join(glue)}")

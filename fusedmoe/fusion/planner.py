@@ -22,9 +22,10 @@ from fusedmoe.fusion.choice import Chosen, Covering, cheapest, cheapest_glue, fi
 from fusedmoe.fusion.describe import describe
 from fusedmoe.fusion.executable import Environment, Plan, PlannedSpan
 from fusedmoe.fusion.graph import dequantize
+from fusedmoe.fusion.order import needed_steps, pairs_of
 from fusedmoe.fusion.places import training_place, with_forms
 from fusedmoe.fusion.plan import Attempt
-from fusedmoe.fusion.program import Program, needed_steps
+from fusedmoe.fusion.program import Program
 from fusedmoe.fusion.rule import RuleError
 from fusedmoe.fusion.steps import AnyStep, Fused, Plain
 from fusedmoe.fusion.values import NONE, Gathered, by_rows, dequantized
@@ -32,11 +33,12 @@ from fusedmoe.log import say_once
 from fusedmoe.ops.op import BackwardOp
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from fusedmoe.fusion.graph import Graph
+    from fusedmoe.fusion.order import Pair
     from fusedmoe.fusion.places import Place
-    from fusedmoe.fusion.rule import Direction
+    from fusedmoe.fusion.rule import Bind, Direction, FusionRule, PlanContext
     from fusedmoe.ops.op import SpecLike
 
 logger = logging.getLogger(__name__)
@@ -166,6 +168,12 @@ class _Planner:
         run = set(map(id, (*program.steps, *backward_steps)))
         written = _values(s.gives for s in (*program.steps, *backward_steps))
         needed_by = {v: s.label for s in reversed(_steps(made_backward.spans)) for v in s.all_needs}
+        gradients = [*made_backward.results.values()]
+        given = {NONE, *saved, *of_backward.incoming.values()}
+        released = lambda v: 0 if v in self._kept_anyway else self._search.costs.nbytes(v)  # noqa: E731
+        pairs: list[Pair] = []
+        if not self._environment.deterministic:  # torch then fills new tensors: launches between the steps of a pair
+            pairs = pairs_of(needed_steps(backward_steps, gradients, given), given, gradients, released)
         attempts = [
             *final_attempts(forward, chosen_forward, kept, needed_by),
             *final_attempts(backward, chosen_backward, (), {}),
@@ -176,6 +184,7 @@ class _Planner:
             outputs=outputs,
             saved=saved,
             backward_steps=tuple(backward_steps),
+            pairs=tuple(pairs),
             of_backward=of_backward._replace(gradients=made_backward.results),
             wanted=frozenset(self._wanted),
             spans=tuple(_with_nearest_miss([*made.spans, *made_backward.spans], attempts)),
@@ -238,19 +247,18 @@ class _Planner:
             return place.step if place.item.quantizes is None else with_forms(place, chosen.written, self._training)
         keep = tuple(name for name, v in zip(c.keep_names, c.step.keeps, strict=True) if v in chosen.written)
         assert c.ctx is not None
-        bind: object = c.rule.build(c.ctx, keep)
-        if not callable(bind):
-            where = search.where(c.rule, c.start, c.end)
-            raise RuleError(f"{where}: build() returned {bind!r}: expected a function of the tensors of needs")
+        where = search.where(c.rule, c.start, c.end)
         return Fused(
             label=" + ".join(p.label for p in places),
             rule=c.name,
-            bind=bind,
+            binder=_binder(c.rule, c.ctx, keep, where),
             needs=c.step.needs,
             gives=chosen.gives,
             may_give_none=any(isinstance(p.item, BackwardOp) and p.item.may_give_none for p in places),
             zeroes_tail=c.step.zeroes_tail,
             launches=chosen.launches,
+            light_us=c.step.light_us,
+            carries_us=c.step.carries_us,
             fallback=self._fallback(places, chosen.gives, {*there, *c.step.needs}, c.step.needs),
         )
 
@@ -315,6 +323,19 @@ class _Planner:
             saved |= dict.fromkeys(v for v in graph.random_states if v in materialized)
         offsets = [graph.forms[v].offsets for v in saved if v in graph.forms]
         return (*saved, *dict.fromkeys(v for v in offsets if v != NONE and v not in saved))
+
+
+def _binder(rule: FusionRule, ctx: PlanContext, keep: tuple[str, ...], where: str) -> Callable[[int], Bind]:
+    """Return the function that builds a chosen step, for its `PlanContext.beside_sms`. It is built for 0 at once."""
+
+    def build(beside_sms: int) -> Bind:
+        bind: object = rule.build(replace(ctx, beside_sms=beside_sms), keep)
+        if not callable(bind):
+            raise RuleError(f"{where}: build() returned {bind!r}: expected a function of the tensors of needs")
+        return bind
+
+    alone = build(0)
+    return lambda beside_sms: build(beside_sms) if beside_sms else alone
 
 
 def _gather(rows: str, gathered: Gathered) -> Plain:

@@ -31,6 +31,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from fusedmoe.fusion.order import Pair, in_order
 from fusedmoe.fusion.results import Specs, check_results
 from fusedmoe.fusion.rule import Declined, FusionError, NothingToDo, RuleError
 from fusedmoe.fusion.steps import AnyStep, Fused, Plain
@@ -60,6 +61,8 @@ class Program:
         after their last use. The attributes of the same names list the tensors of these values, all offsets once.
     forms
         The tensors of quantized values.
+    pairs
+        Those that hold where both steps are among ``steps``.
 
     Attributes
     ----------
@@ -76,12 +79,20 @@ class Program:
         given: Sequence[str],
         results: Sequence[Sequence[str]],
         forms: Mapping[str, Form],
+        pairs: Sequence[Pair] = (),
     ) -> None:
-        self.steps = tuple(_scheduled(steps, {*given, NONE}))
+        steps = list(steps)
+        ids = set(map(id, steps))
+        self.pairs = tuple(p for p in pairs if id(p.light) in ids and id(p.carrier) in ids)
+        units = in_order(steps, {*given, NONE}, self.pairs)
+        self.steps = tuple(step for unit in units for step in unit)
+        self._beside = {id(step): pair.sms for pair in self.pairs for step in pair[:2]}
         self.given = distinct_tensors(given, forms)
         self.results = tuple(distinct_tensors(group, forms) for group in results)
         self._forms = forms
-        self.source = _source([_Names(step, forms) for step in self.steps], self.given, self.results)
+        lights = set(map(id, (pair.light for pair in self.pairs)))
+        names = [_Names(step, forms, light=id(step) in lights) for step in self.steps]
+        self.source = _source(names, self.given, self.results)
         self._fallbacks: dict[int, Program] = {}
         self.run: Callable[..., tuple[Values, ...]] = _function(self.source)
 
@@ -105,7 +116,7 @@ class Program:
         who = f"rule {step.rule!r} on {step.label}" if isinstance(step, Fused) else step.label
         gives = tensors_of(step.gives, self._forms)
         if isinstance(step, Fused):
-            run: Callable[..., Any] = step.bind(*tensors)
+            run: Callable[..., Any] = step.binder(self._beside.get(id(step), 0))(*tensors)
             if not callable(run):
                 raise RuleError(f"{who}: bind returned {run!r}: expected a function; decline through fm.require")
             out = run(*tensors)
@@ -154,7 +165,8 @@ def distinct_tensors(values: Iterable[str], forms: Mapping[str, Form]) -> tuple[
 class _Names:
     """A step's values as the tensors that its function takes and returns."""
 
-    def __init__(self, step: AnyStep, forms: Mapping[str, Form]) -> None:
+    def __init__(self, step: AnyStep, forms: Mapping[str, Form], *, light: bool = False) -> None:
+        self.light = light  # the next step carries it
         self.declines = isinstance(step, Fused)
         self.needs = tensors_of(step.needs, forms, offsets=not self.declines)  # a plain step assembles operands
         self.gives = tensors_of(step.gives, forms)
@@ -185,7 +197,8 @@ def _source(steps: Sequence[_Names], given: Sequence[str], results: Sequence[Seq
     keep = {v for group in results for v in group}
     last_use = dict.fromkeys(given, -1)
     for i, step in enumerate(steps):
-        last_use |= dict.fromkeys((*step.needs, *step.fallback_needs, *step.gives), i)
+        # the carrier of a light step must not get the memory of a value that the light step still reads
+        last_use |= dict.fromkeys((*step.needs, *step.fallback_needs, *step.gives), i + step.light)
 
     def listed(values: Iterable[str]) -> str:
         return ", ".join(names[v] for v in values)
@@ -200,6 +213,8 @@ def _source(steps: Sequence[_Names], given: Sequence[str], results: Sequence[Seq
     for i, step in enumerate(steps):
         parameters.append(f"run{i}")
         gives = listed(step.gives)
+        if step.light:
+            lines.append("# its last launch runs beside the next step")
         call = f"{gives} = run{i}({listed(step.needs)})"
         if step.declines:
             parameters += f"report{i}", f"fallback{i}"
@@ -244,28 +259,3 @@ def _function(source: str) -> Callable[..., Any]:
     namespace: dict[str, Any] = {"Declined": Declined}
     exec(compile(source, name, "exec"), namespace)
     return namespace["program"]  # type: ignore[no-any-return]
-
-
-def _scheduled(steps: Iterable[AnyStep], there: set[str]) -> Iterable[AnyStep]:
-    waiting = list(steps)
-    while waiting:
-        step = next((s for s in waiting if there.issuperset(s.all_needs)), None)
-        if step is None:
-            missing = {s.label: sorted(set(s.all_needs) - there) for s in waiting}
-            raise RuleError(f"no step gives the values that these steps need: {missing}")
-        waiting.remove(step)
-        there.update(step.gives)
-        yield step
-
-
-def needed_steps(steps: Sequence[AnyStep], wanted: Collection[str], given: Collection[str] = ()) -> list[AnyStep]:
-    """Return the steps, in order, that compute the wanted values from the given ones."""
-    makers: Mapping[str, AnyStep] = {v: step for step in steps for v in step.gives if v not in given}
-    needed: set[int] = set()
-    todo = list(wanted)
-    while todo:
-        step = makers.get(todo.pop())
-        if step is not None and id(step) not in needed:
-            needed.add(id(step))
-            todo.extend(step.all_needs)
-    return [s for s in steps if id(s) in needed]

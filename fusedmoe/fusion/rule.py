@@ -125,6 +125,12 @@ class Step:
         rows, not as their source.
     gather_cost : float
         The cost to read a byte of rows through their index, in bytes read in order.
+    light_us : float
+        Microseconds of the step's last launch on a single SM, if the launch can leave the other SMs to the next step;
+        0 otherwise.
+    carries_us : float
+        Microseconds of the step on the whole GPU, if it can begin while the last launch of another step runs; 0
+        otherwise. `PlanContext.beside_sms` has the details.
     """
 
     needs: tuple[str, ...]
@@ -134,6 +140,8 @@ class Step:
     launches: int = 1
     extra_bytes: int = 0
     gather_cost: float = 1.0
+    light_us: float = 0.0
+    carries_us: float = 0.0
 
 
 Bind = Callable[..., Callable[..., Any]]
@@ -158,6 +166,11 @@ class PlanContext:
         The recipe in force.
     options : KernelOptions
         The options of the `Sequential`: ``sm_margin``, ``schedule``.
+    beside_sms : int
+        In `FusionRule.build`: the SMs that the last launch of a light step runs on, beside the step that carries it; 0
+        for a step alone. Both steps get the number. The light step comes first, on the same stream, and neither reads
+        what the other writes. Its last launch lets the next launch begin early. The carrier has one launch, which
+        begins early, and which ends after the launch before it has ended.
     """
 
     device: torch.device
@@ -168,6 +181,7 @@ class PlanContext:
     options: KernelOptions
     _specs: Mapping[str, SpecLike | None]
     _resolve: Callable[[str], str]
+    beside_sms: int = 0
 
     def dtype(self, value: str) -> torch.dtype:
         """Return the dtype of a value, named as in `Step`."""

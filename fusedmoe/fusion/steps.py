@@ -10,6 +10,8 @@ from fusedmoe.fusion.values import NONE
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from fusedmoe.fusion.rule import Bind
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plain:
@@ -35,12 +37,14 @@ class Fused:
 
     label: str  # the ops that it covers
     rule: str  # the name of the rule
-    bind: Callable[..., Callable[..., Any]]  # as `fusedmoe.fusion.rule.FusionRule.build` returns it
+    binder: Callable[[int], Bind]  # the result of `fusedmoe.fusion.rule.FusionRule.build` for `beside_sms`
     needs: tuple[str, ...]
     gives: tuple[str, ...]
     may_give_none: bool  # a gradient among `gives` may be None although no incoming gradient is None
     zeroes_tail: bool
     launches: int
+    light_us: float = 0.0  # as of `fusedmoe.fusion.rule.Step`
+    carries_us: float = 0.0
     # the steps that run if the rule declines the call; they also compute the values that only they need
     fallback: tuple[Plain, ...]
 

@@ -191,11 +191,13 @@ def bind_grouped_gemm_activation_backward(
     return Bound(run, grad_output, weight, preactivation, row_scale, *_some(gather))
 
 
-def bind_grouped_wgrad(grad_output, x, offsets, dtype, accumulate, options, gather=None, gathered=None):
+def bind_grouped_wgrad(grad_output, x, offsets, dtype, accumulate, options, gather=None, gathered=None, beside=False):
     assert gathered in ({None} if gather is None else {"grad_output", "x"})
 
     def run(grad_output, x, offsets, out, gather=None):
         assert out is None or out.dtype is dtype
+        if beside:
+            calls.append(("beside", {}))
         if gathered == "x":
             x = _gathered("wgrad_x", x, gather)
         else:
@@ -258,9 +260,10 @@ def bind_gather_rows(source, row_of_slot, scale):
     return Bound(run, *_some(source, scale))
 
 
-def bind_sum_slots(rows, row_of_slot, scale, addend=None):
+def bind_sum_slots(rows, row_of_slot, scale, addend=None, beside_sms=0):
     def run(rows, row_of_slot, scale=None, addend=None):
-        calls.append(("sum_slots", {"scale": scale is not None} | ({} if addend is None else {"adds": True})))
+        what = {"adds": addend is not None, "beside_sms": beside_sms}
+        calls.append(("sum_slots", {"scale": scale is not None} | {k: v for k, v in what.items() if v}))
         _matrix(rows)
         out = torch.zeros(row_of_slot.shape[0], rows.shape[1])
         if addend is not None:

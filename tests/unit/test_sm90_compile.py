@@ -145,6 +145,8 @@ def test_compiles_to_tensor_core_code_without_spills(symbol, reports):
     report = reports[symbol].result()
     assert any(opcode.startswith("HGMMA") for opcode in report.opcodes)
     assert any(opcode.startswith("UTMALDG") for opcode in report.opcodes)
+    waits = [opcode for opcode in report.opcodes if opcode.startswith("ACQBULK")]  # for the launch before
+    assert len(waits) == symbol.endswith("_beside")
     products = [i for i, opcode in enumerate(report.opcodes) if opcode.startswith("HGMMA")]
     spills = [i for i, opcode in enumerate(report.opcodes) if opcode.startswith(("STL", "LDL"))]
     assert len(spills) <= most_spills(symbol)

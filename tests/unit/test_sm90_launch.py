@@ -202,3 +202,70 @@ def test_gathered_rows_are_less_than_2_gib_apart():
     for gathered in ("grad_output", "x"):
         with pytest.raises(ValueError, match="1073741824 elements apart: expected less than 2 GiB"):
             functions.grouped_wgrad(x, x, offsets, gather=index, gathered=gathered)
+
+
+class Capturing:
+    """The state of torch.cuda, as `TileCounters` sees it."""
+
+    def __init__(self, monkeypatch):
+        self.stream, self.capturing = 1, False
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
+        monkeypatch.setattr(launch, "_tile_counters", {})
+
+    @property
+    def cuda_stream(self):
+        return self.stream
+
+    def record_event(self):
+        return self
+
+    def synchronize(self):
+        assert not self.capturing
+
+
+def test_streams_share_no_tile_counter_and_captured_launches_none_at_all(monkeypatch):
+    now = Capturing(monkeypatch)
+    monkeypatch.setattr(launch.TileCounters, "SIZE", 5)
+    now.capturing = True
+    assert launch.tile_counters(torch.device("cpu")) is None  # a graph would own the memory
+    now.capturing = False
+    counters = launch.tile_counters(torch.device("cpu"))
+    assert launch.tile_counters(torch.device("cpu")) is counters
+
+    def places(count):
+        got = [counters.get() for _ in range(count)]
+        assert all(t.tolist() == [0] for t, _ in got)
+        return [(t.storage_offset(), dynamic) for t, dynamic in got]
+
+    assert places(2) == [(0, 1)] * 2
+    now.stream = 2
+    assert places(2) == [(1, 1)] * 2
+    now.capturing = True
+    assert places(3) == [(2, 1), (3, 1), (4, 1)]
+    assert places(2) == [(0, 0)] * 2  # all taken: the schedule is static, and reads no counter
+    now.capturing = False
+    assert places(1) == [(1, 1)]
+    now.stream = 3
+    assert places(2) == [(0, 0)] * 2
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_weight_gradient_that_begins_early(launched, monkeypatch, beside):
+    Capturing(monkeypatch)
+    dy, x = torch.zeros(32, N, dtype=BF16), torch.zeros(32, K, dtype=BF16)
+    offsets = torch.zeros(E, dtype=torch.int32)
+    run = functions.bind_grouped_wgrad(dy, x, offsets, BF16, False, KernelOptions(8), None, None, beside)
+    run(dy, x, offsets, None)
+    ((compiled_for, (*_, counter, _, ctas, dynamic)),) = launched
+    assert compiled_for["beside"] is beside
+    assert (ctas <= 124, dynamic, counter.tolist()) == (True, int(beside), [0])
+
+
+def test_a_weight_gradient_bound_while_a_graph_is_captured_begins_in_turn(launched, monkeypatch):
+    Capturing(monkeypatch).capturing = True
+    dy, x = torch.zeros(32, N, dtype=BF16), torch.zeros(32, K, dtype=BF16)
+    offsets = torch.zeros(E, dtype=torch.int32)
+    functions.bind_grouped_wgrad(dy, x, offsets, BF16, False, KernelOptions(), None, None, True)(dy, x, offsets, None)
+    ((compiled_for, arguments),) = launched
+    assert (compiled_for["beside"], arguments[-1]) == (False, 0)

@@ -236,6 +236,45 @@ def test_a_weight_with_strides():
         chain(tokens())
 
 
+def wide_layer():
+    """Its products take long enough that a sum over slots can run beside them."""
+    torch.manual_seed(0)
+    return fm.Sequential(
+        router(), fm.Dispatch(), fm.GroupedLinear(E, H, 1024, dtype=BF16), fm.SwiGLU(), fm.Scale("probs"),
+        fm.GroupedLinear(E, 512, H, dtype=BF16), fm.Combine(None),
+    )  # fmt: skip
+
+
+def test_the_sum_over_slots_runs_beside_a_weight_gradient(monkeypatch):
+    chain, x = wide_layer(), torch.randn(T, H, dtype=BF16, requires_grad=True)
+    assert not only_plan(chain, x).beside  # it is short
+    alone = outcome(chain, x)
+    monkeypatch.setattr("fusedmoe.builtin_rules.sm90.dispatch.SHORTEST_US", 0.0)
+    chain = wide_layer()
+    ((light, carrier, sms),) = only_plan(chain, x).beside
+    assert (light, carrier) == ("sm90.router_backward", "sm90.gathered_wgrad_x")
+    assert 8 <= sms <= 48
+    stand_ins.calls.clear()
+    assert_close(outcome(chain, x), alone)
+    names = called()[called().index("gathered_gemm_activation_backward") :]
+    assert [n for n in names if n in ("sum_slots", "beside", "gathered_wgrad_dy", "gathered_wgrad_x")] == [
+        "sum_slots", "beside", "gathered_wgrad_x", "gathered_wgrad_dy",
+    ]  # fmt: skip
+    assert called("sum_slots")[-1] == {"scale": False, "adds": True, "beside_sms": sms}
+
+
+def test_nothing_runs_beside_a_product_of_a_copy(monkeypatch):
+    monkeypatch.setattr("fusedmoe.builtin_rules.sm90.dispatch.SHORTEST_US", 0.0)
+    chain, x = wide_layer(), torch.randn(T, H, dtype=BF16, requires_grad=True)
+    dy = torch.randn(H, dtype=BF16).expand(T, H)  # the kernels cannot read it
+    with fm.disabled("sm90.gathered_wgrad_x", "sm90.grouped_wgrad"):
+        for grad, beside in ((dy, 0), (dy.contiguous(), 1)):
+            y = chain(x)
+            stand_ins.calls.clear()
+            y.backward(grad)
+            assert len(called("beside")) == beside
+
+
 def test_stand_ins_have_the_signatures_of_the_kernels(monkeypatch):
     monkeypatch.undo()
     kernels = {n: f for n, f in vars(router_functions).items() if n.startswith("bind_") and f.__module__ ==

@@ -11,6 +11,7 @@ from test_sm90_rows_compile import disassembled, starting
 from fusedmoe.kernels.sm90 import slots
 from fusedmoe.kernels.sm90.route import THREADS, Route
 from fusedmoe.kernels.sm90.slots import GatherRows, RowDots, SlotValues, SumSlots
+from fusedmoe.kernels.sm90.sum_on_few_sms import SHARED_BYTES, WARPS, SumOnFewSms
 
 KERNELS = [
     Route("int64", "fp32", 128, False),
@@ -21,6 +22,8 @@ KERNELS = [
     SumSlots("fp16", "bf16", 4),
     RowDots("bf16", "fp32"),
     SlotValues("fp32"),
+    SumOnFewSms("bf16", 8, adds=True),
+    SumOnFewSms("fp16", 2),
 ]
 
 
@@ -50,6 +53,19 @@ def test_rows_move_16_bytes_a_lane_with_several_loads_in_flight(kernel, monkeypa
         assert set(starting(code, "STG")) == {"STG.E.128"}
     if isinstance(kernel, SumSlots):  # a lane's row and its scale: one load each, none between those of two rows
         assert len(starting(code, "LDG")) == len(wide) + 2
+
+
+@pytest.mark.parametrize(("slots", "adds"), [(8, True), (4, False), (2, True)])
+def test_a_sum_on_few_sms_copies_most_of_an_sms_shared_memory_at_once(slots, adds, monkeypatch, tmp_path):
+    kernel = SumOnFewSms("bf16", slots, adds)
+    (code,) = disassembled(kernel, monkeypatch, tmp_path).values()
+    copies = starting(code, "LDGSTS")
+    assert len(copies) == kernel.copies
+    assert all(".128" in copy for copy in copies)
+    assert starting(code, "PREEXIT")  # the next launch may begin
+    stage = WARPS * 32 * 16 * kernel.copies
+    assert SHARED_BYTES >= kernel.stages * stage > SHARED_BYTES - stage
+    assert (kernel.stages - 1) * stage > 128 << 10
 
 
 def test_symbols_tell_the_kernels_apart():

@@ -24,6 +24,12 @@ if TYPE_CHECKING:
     from fusedmoe.ops.op import Op
 
 Run = Callable[..., Any]
+FLOPS_PER_US = 620e6
+"""Of a weight gradient, on the whole GPU."""
+SM_BYTES_PER_US = 80e3
+"""Of a sum over slots, per SM."""
+SHORTEST_US = 1500.0
+"""On one SM: a shorter sum takes less than 40 us on the whole GPU, and runs alone."""
 _R = TypeVar("_R")
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -136,14 +142,17 @@ def _require_plain(name: str, t: Tensor) -> None:
     require(type(t) in _PLAIN, "%s is a %s, not a plain tensor", name, type(t).__name__)
 
 
-def on_readable(t: Tensor, run: Callable[..., _R]) -> Callable[..., _R]:
-    """Return ``run``, whose first argument is this tensor, if the kernels can read its strides. Otherwise, return a
-    function that runs it on a copy. Autograd, for example, expands and transposes gradients.
-    """
+def is_readable(t: Tensor) -> bool:
+    """Whether the kernels can read a tensor's strides. Autograd, for example, expands and transposes gradients."""
     if t.dim() == 1:
-        readable = t.is_contiguous()
-    else:
-        readable = limits.why_not_matrix("", t.shape, t.stride(), t.data_ptr()) is None
-    if readable:
+        return t.is_contiguous()
+    return limits.why_not_matrix("", t.shape, t.stride(), t.data_ptr()) is None
+
+
+def on_readable(t: Tensor, run: Callable[..., _R]) -> Callable[..., _R]:
+    """Return ``run``, whose first argument is this tensor, if the kernels can read it. Otherwise, return a function
+    that runs it on a copy.
+    """
+    if is_readable(t):
         return run
     return lambda t, *others: run(t.clone(memory_format=torch.contiguous_format), *others)

@@ -7,10 +7,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fusedmoe.builtin_rules.sm90.backend import OnSm90, Run, decline, guard_gradient, guard_matrix, on_readable
+from fusedmoe.builtin_rules.sm90.backend import (
+    SHORTEST_US,
+    SM_BYTES_PER_US,
+    OnSm90,
+    Run,
+    decline,
+    guard_gradient,
+    guard_matrix,
+    is_readable,
+    on_readable,
+)
 from fusedmoe.fusion.rule import Bind, FusionRule, NothingToDo, PlanContext, Step, require
 from fusedmoe.kernels.sm90 import functions, limits
 from fusedmoe.ops.dispatch import Combine, CombineWeightGrad, DCombine, DDispatch, Dispatch, DispatchWeightGrad
+from fusedmoe.ops.op import TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,6 +41,21 @@ def _guard(rows: Tensor, routing: Tensor) -> None:
 
 def _require_contiguous(*routing: Tensor | None) -> None:
     require(all(t is None or t.is_contiguous() for t in routing), "a routing index or weight is not contiguous")
+
+
+def sum_us(ctx: PlanContext, row_of_slot: str, *values: str) -> float:
+    """`Step.light_us` of a sum over slots that reads and writes these values."""
+    if ctx.spec(row_of_slot).shape[1] > limits.MOST_SLOTS_BESIDE:
+        return 0.0
+    specs = map(ctx.spec, values)
+    us = sum(TensorSpec(tuple(s.shape), s.dtype).nbytes for s in specs) / SM_BYTES_PER_US
+    return us if us >= SHORTEST_US else 0.0
+
+
+def bind_sum(rows: Tensor, row_of_slot: Tensor, addend: Tensor | None, beside_sms: int) -> Run:
+    """Bind a sum over slots without a scale; beside the next step, unless the rows are a copy of this call."""
+    sms = beside_sms if is_readable(rows) else 0  # the memory of a copy is free when the call returns
+    return on_readable(rows, functions.bind_sum_slots(rows, row_of_slot, None, addend, sms))
 
 
 class DispatchRule(OnSm90, FusionRule, name="sm90.dispatch", direction="forward"):
@@ -150,13 +176,16 @@ class DDispatchRule(OnSm90, FusionRule, name="sm90.ddispatch", direction="backwa
 
     def offer(self, ctx: PlanContext) -> Step:
         _check_rows(ctx, "grad_output")
-        return Step(needs=("grad_output", "ddispatch.row_of_slot"), gives=("grad_input",), zeroes_tail=True)
+        return Step(
+            needs=("grad_output", "ddispatch.row_of_slot"), gives=("grad_input",), zeroes_tail=True,
+            light_us=sum_us(ctx, "ddispatch.row_of_slot", "grad_output", "grad_input"),
+        )  # fmt: skip
 
     def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
         def bind(grad: Tensor, row_of_slot: Tensor) -> Run:
             guard_gradient(grad)
             _require_contiguous(row_of_slot)
-            return on_readable(grad, functions.bind_sum_slots(grad, row_of_slot, None))
+            return bind_sum(grad, row_of_slot, None, ctx.beside_sms)
 
         return bind
 

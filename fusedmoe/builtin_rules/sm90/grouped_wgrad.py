@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fusedmoe.builtin_rules.sm90.backend import (
+    FLOPS_PER_US,
     OnSm90,
     Run,
     ThroughIndex,
@@ -19,6 +20,7 @@ from fusedmoe.builtin_rules.sm90.backend import (
     guard_gradient,
     guard_index,
     guard_matrix,
+    is_readable,
     on_readable,
 )
 from fusedmoe.fusion.rule import Bind, FusionRule, PlanContext, Step, require
@@ -41,7 +43,11 @@ class GroupedWgrad(OnSm90, FusionRule, name="sm90.grouped_wgrad", direction="bac
         fc = self.wgrad.op
         operands = "grad_output", "wgrad.input", "wgrad.weight"
         check_common(ctx, *operands, in_features=fc.in_features, out_features=fc.out_features)
-        return Step(needs=("grad_output", "wgrad.input", "offsets"), gives=("wgrad.grad_weight",))
+        flops = 2 * ctx.spec("grad_output").shape[0] * fc.in_features * fc.out_features
+        return Step(
+            needs=("grad_output", "wgrad.input", "offsets"), gives=("wgrad.grad_weight",),
+            carries_us=flops / FLOPS_PER_US,
+        )  # fmt: skip
 
     def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
         accumulating = self.wgrad if isinstance(self.wgrad, WgradIntoMainGrad) else None
@@ -58,8 +64,10 @@ class GroupedWgrad(OnSm90, FusionRule, name="sm90.grouped_wgrad", direction="bac
             guard_index(dy if gathered == "grad_output" else x, index)
             guard_matrix("x", x)
             gather = index[0] if index else None
+            # a copy of dy would be the launch before the product, which must wait for it
+            beside = ctx.beside_sms > 0 and is_readable(dy)
             product = functions.bind_grouped_wgrad(
-                dy, x, offsets, dtype, accumulating is not None, options, gather, gathered
+                dy, x, offsets, dtype, accumulating is not None, options, gather, gathered, beside
             )
 
             def run(dy: Tensor, x: Tensor, offsets: Tensor, *index: Tensor) -> Tensor | None:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fusedmoe.builtin_rules.sm90.backend import OnSm90, Run, decline, guard_gradient, guard_matrix, on_readable
+from fusedmoe.builtin_rules.sm90.backend import OnSm90, Run, decline, guard_gradient, guard_matrix
+from fusedmoe.builtin_rules.sm90.dispatch import bind_sum, sum_us
 from fusedmoe.fusion.rule import Bind, FusionRule, NothingToDo, PlanContext, Step, require
 from fusedmoe.kernels.sm90 import functions, limits, router_functions
 from fusedmoe.kernels.sm90.router_functions import Choice, LogitsGrads, Routed
@@ -184,6 +185,8 @@ class RouterBackwardRule(OnSm90, FusionRule, name="sm90.router_backward", direct
         elif self.ddispatch is not None:
             gives.append("ddispatch.grad_input")
         optional = (self.dbias, self.dweight, self.dweight, self.dx)
+        # the sum reads the gradient of the tokens, if the router gives one, and replaces it
+        added = ["ddispatch.grad_input"] * (1 if self.dx is None else 2)
         adds = self.ddispatch is not None or (self.dx is not None and ctx.exists("dx.grad_output"))
         return Step(
             needs=self._needs(),
@@ -191,6 +194,9 @@ class RouterBackwardRule(OnSm90, FusionRule, name="sm90.router_backward", direct
             keeps=("dlogits.grad_logits",),
             zeroes_tail=True,
             launches=1 + sum(op is not None for op in optional) + adds,
+            light_us=0.0
+            if self.ddispatch is None
+            else sum_us(ctx, "ddispatch.row_of_slot", "ddispatch.grad_output", *added),
         )
 
     def _needs(self) -> tuple[str, ...]:
@@ -245,7 +251,7 @@ class RouterBackwardRule(OnSm90, FusionRule, name="sm90.router_backward", direct
                 assert row_of_slot is not None
                 guard_gradient(dy)
                 addend = None if weight is None else like.new_empty(tokens, router.hidden)
-                total = on_readable(dy, functions.bind_sum_slots(dy, row_of_slot, None, addend))
+                total = bind_sum(dy, row_of_slot, addend, ctx.beside_sms)
 
             def run(
                 dweight_TK: Tensor | None, row_of_slot: Tensor | None, dlogits_TE: Tensor | None,

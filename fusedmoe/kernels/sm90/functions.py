@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -31,7 +31,14 @@ from fusedmoe.kernels import compiler
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
 from fusedmoe.kernels.sm90 import limits
 from fusedmoe.kernels.sm90.choice import WGRADS, Family, Problem, choose
-from fusedmoe.kernels.sm90.launch import new_counter, placeholders, scheduling, shared_counter, sms_for
+from fusedmoe.kernels.sm90.launch import (
+    new_counter,
+    placeholders,
+    scheduling,
+    shared_counter,
+    sms_for,
+    tile_counters,
+)
 from fusedmoe.kernels.sm90.row_functions import (
     NAMES,
     bind_column_sums,
@@ -349,8 +356,13 @@ def bind_grouped_wgrad(
     options: KernelOptions,
     gather: Tensor | None = None,
     gathered: WgradOperand | None = None,
+    beside: bool = False,
 ) -> Callable[..., Tensor]:
-    """Return `grouped_wgrad` of ``(grad_output, x, offsets, out, gather=None)``; ``out`` has this dtype, or is None."""
+    """Return `grouped_wgrad` of ``(grad_output, x, offsets, out, gather=None)``; ``out`` has this dtype, or is None.
+
+    With ``beside``, the kernel begins while the launch before it runs, if that launch allows it, on the SMs that this
+    launch leaves free; the schedule is dynamic. No argument may be a result of that launch.
+    """
     if gathered not in KERNEL_OPERAND or (gather is None) != (gathered is None):
         given = f"{'no' if gather is None else 'an'} index"
         raise ValueError(
@@ -360,10 +372,13 @@ def bind_grouped_wgrad(
     experts, n, k = offsets.shape[0], grad_output.shape[1], x.shape[1]
     same, device = dtype is x.dtype, x.device
     kernel, static_counter, numbers = _RaggedKLaunch(None, None, ())
+    counters = tile_counters(device) if rows and beside else None
+    if counters is not None:
+        options = replace(options, schedule="dynamic")
     if rows:
         key = _RaggedKKey(
             choose=choose, device=device, dtype=x.dtype, rows=rows, experts=experts, n=n, k=k, out=dtype,
-            accumulate=accumulate, gathered=KERNEL_OPERAND[gathered], options=options,
+            accumulate=accumulate, gathered=KERNEL_OPERAND[gathered], options=options, beside=counters is not None,
         )  # fmt: skip
         kernel, static_counter, numbers = _ragged_k_launch(key)
 
@@ -373,11 +388,13 @@ def bind_grouped_wgrad(
         if out is None:
             out = x.new_empty(experts, n, k) if same else x.new_empty(experts, n, k, dtype=dtype)
         if kernel is not None:
-            counter = new_counter(device) if static_counter is None else static_counter
-            if gathered is None:
-                kernel(grad_output, x, offsets, out, counter, *numbers)
+            index = () if gathered is None else (gather,)
+            if counters is None:
+                counter = new_counter(device) if static_counter is None else static_counter
+                kernel(grad_output, x, offsets, out, counter, *numbers, *index)
             else:
-                kernel(grad_output, x, offsets, out, counter, *numbers, gather)
+                counter, dynamic = counters.get()
+                kernel(grad_output, x, offsets, out, counter, *numbers[:2], dynamic, *index)
         elif not accumulate:
             out.zero_()
         return out
@@ -525,6 +542,7 @@ class _RaggedKKey:
     accumulate: bool
     gathered: str | None  # operand of the kernel: "a" or "b"
     options: KernelOptions
+    beside: bool
 
 
 class _RaggedKLaunch(NamedTuple):
@@ -542,8 +560,9 @@ def _ragged_k_launch(key: _RaggedKKey) -> _RaggedKLaunch:
     problem = Problem(WGRADS[key.gathered], key.rows, key.experts, key.k, key.n, sms, key.dtype.itemsize)
     config = key.choose(problem)
     kernel = _ragged_k_kernel(
-        dtype=NAMES[key.dtype], config=config, out=NAMES[key.out], accumulate=key.accumulate, gathered=key.gathered
-    )
+        dtype=NAMES[key.dtype], config=config, out=NAMES[key.out], accumulate=key.accumulate, gathered=key.gathered,
+        beside=key.beside,
+    )  # fmt: skip
     return _RaggedKLaunch(
         kernel, shared_counter(key.device, key.options.schedule), scheduling(problem, config, sms, key.options)
     )
@@ -594,7 +613,9 @@ def _ragged_m_kernel(
 
 
 @functools.cache
-def _ragged_k_kernel(*, dtype: str, config: TileConfig, out: str, accumulate: bool, gathered: str | None) -> Any:
+def _ragged_k_kernel(
+    *, dtype: str, config: TileConfig, out: str, accumulate: bool, gathered: str | None, beside: bool
+) -> Any:
     from fusedmoe.kernels.sm90.ragged_k import RaggedK  # deferred: imports the CuTe DSL
 
-    return compiler.load(RaggedK(dtype, config, out=out, accumulate=accumulate, gathered=gathered))
+    return compiler.load(RaggedK(dtype, config, out=out, accumulate=accumulate, gathered=gathered, beside=beside))

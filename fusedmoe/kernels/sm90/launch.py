@@ -47,6 +47,51 @@ def shared_counter(device: torch.device, schedule: Schedule) -> Tensor | None:
     return new_counter(device) if schedule == "static" else None
 
 
+class TileCounters:
+    """Tile counters of a GPU, for kernels that leave their counter zero: such a launch needs none to zero it first.
+
+    Launches on one stream follow each other, so a stream has one counter. A CUDA graph may be replayed on any stream,
+    so each captured launch has its own.
+    """
+
+    SIZE = 1 << 16
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._table = torch.zeros(self.SIZE, dtype=torch.int32, device=device)
+        # the first call on a device waits, since later calls may be on other streams
+        torch.cuda.current_stream(device).record_event().synchronize()
+        self._of_stream: dict[int, tuple[Tensor, int]] = {}
+        self._numbers = iter(range(self.SIZE))
+
+    def get(self) -> tuple[Tensor, int]:
+        """Return a counter for a launch now, and whether its schedule can be dynamic: not if all counters are taken."""
+        if torch.cuda.is_current_stream_capturing():
+            return self._new()
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        found = self._of_stream.get(stream)
+        if found is None:
+            found = self._of_stream[stream] = self._new()
+        return found
+
+    def _new(self) -> tuple[Tensor, int]:
+        number = next(self._numbers, None)
+        return (self._table[:1], 0) if number is None else (self._table[number : number + 1], 1)
+
+
+_tile_counters: dict[torch.device, TileCounters] = {}
+
+
+def tile_counters(device: torch.device) -> TileCounters | None:
+    """Return the tile counters of a GPU. None if there are none yet and a CUDA graph is being captured: it would own
+    their memory.
+    """
+    found = _tile_counters.get(device)
+    if found is None and not torch.cuda.is_current_stream_capturing():
+        found = _tile_counters.setdefault(device, TileCounters(device))
+    return found
+
+
 @functools.cache
 def placeholders(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return tensors in place of a missing bias and row scale, which the kernel does not read."""

@@ -53,6 +53,7 @@ class RaggedK(Gemm):
     out: str = "bf16"  # or "fp16", "fp32"
     accumulate: bool = False
     gathered: str | None = None  # "a" or "b": the operand whose rows are read through an index
+    beside: bool = False  # whether it may start while the kernel before it runs, on whose results it does not depend
 
     def __post_init__(self) -> None:
         shared = {None: 1, "a": self.config.cluster_n, "b": self.config.cluster_m}[self.gathered]
@@ -66,7 +67,8 @@ class RaggedK(Gemm):
     def symbol(self) -> str:
         add = "_add" if self.accumulate else ""
         gather = f"_gather_{self.gathered}" if self.gathered else ""
-        return f"sm90_ragged_k{gather}_{self.dtype}_{self.out}{add}_{self.config.name}"
+        beside = "_beside" if self.beside else ""
+        return f"sm90_ragged_k{gather}_{self.dtype}_{self.out}{add}_{self.config.name}{beside}"
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -129,7 +131,7 @@ class RaggedK(Gemm):
         self.kernel(
             load_a, load_b, store_out, tiled_mma, layouts, offsets, counter, band, dynamic, a.shape[1], b.shape[1],
             gathered,
-        ).launch(stream=stream, **self.grid(ctas))  # fmt: skip
+        ).launch(stream=stream, use_pdl=self.beside, **self.grid(ctas))  # fmt: skip
 
     def ragged(self, t: cute.Tensor) -> cute.Tensor:
         """(R, W) as (W, rows, -, first row + rows); see the module's docstring."""
@@ -154,6 +156,8 @@ class RaggedK(Gemm):
                 tiles_m, tiles_n = (m + config.tile_m - 1) // config.tile_m, (n + config.tile_n - 1) // config.tile_n
                 share = tiles.Share(config, band, counter, dynamic, shared.drawing)
                 tiles.schedule_ragged_k(offsets, tiles_m, tiles_n, self.tile_k, share, rings.tiles, shared.slots)
+                if const_expr(self.beside):
+                    cute.arch.griddepcontrol_wait()  # kernels after this one depend on both
             elif const_expr(self.gathered is not None):
                 self.gather_rows(gathered, shared, rings, warp_idx - self.gather_warp)
         else:

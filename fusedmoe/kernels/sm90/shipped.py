@@ -22,6 +22,7 @@ from fusedmoe.kernels.sm90.router_backward import ChooseBackward
 from fusedmoe.kernels.sm90.router_functions import LOGIT_TILES, WGRAD_TILE
 from fusedmoe.kernels.sm90.rows import ColumnSums, Offsets
 from fusedmoe.kernels.sm90.slots import SLOTS, GatherRows, RowDots, SlotValues, SumSlots
+from fusedmoe.kernels.sm90.sum_on_few_sms import SumOnFewSms
 
 if TYPE_CHECKING:
     from fusedmoe.kernels.activation import Kind
@@ -52,6 +53,8 @@ def shipped() -> tuple[Kernel, ...]:
             kernels.append(RaggedK("bf16", config, out="bf16", gathered=gathered))
             kernels.append(RaggedK("bf16", config, out="fp32", accumulate=True, gathered=gathered))
     kernels.append(RaggedK("bf16", PP_192, out="fp32"))
+    # that of a layer's last weight, beside the sum over slots
+    kernels += [RaggedK("bf16", config, gathered="a", beside=True) for config in CANDIDATES["wgrad_gathered_a"]]
 
     # bf16: the other activations, with the tiles of training
     others: list[tuple[Kind, bool, bool]] = [
@@ -96,4 +99,5 @@ def shipped() -> tuple[Kernel, ...]:
     kernels += [Parts("fp32", (0, 1, 2)), SumParts("bf16", 2), SumParts("fp32", 3), SumParts("fp32", 1)]
     kernels += [Route("int64", "fp32", experts, True, counted=True) for experts in (64, 128, 256)]
     kernels += [SumSlots("bf16", None, at_once, adds=True) for at_once in SLOTS]
+    kernels += [SumOnFewSms("bf16", at_once, adds=True) for at_once in SLOTS]
     return tuple(kernels)

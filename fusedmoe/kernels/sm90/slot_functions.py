@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.kernels.compiler import load
-from fusedmoe.kernels.sm90.limits import MOST_EXPERTS
+from fusedmoe.kernels.sm90.limits import MOST_EXPERTS, MOST_SLOTS_BESIDE
 from fusedmoe.kernels.sm90.row_functions import NAMES
 
 ROOM = (64, 128, 256, 512, MOST_EXPERTS)  # maximum numbers of experts that `Route` is compiled for
@@ -100,18 +100,27 @@ def bind_gather_rows(source_TH: Tensor, row_of_slot_TK: Tensor, scale_R: Tensor 
 
 
 def bind_sum_slots(
-    rows_RH: Tensor, row_of_slot_TK: Tensor, scale_R: Tensor | None, addend_TH: Tensor | None = None
+    rows_RH: Tensor,
+    row_of_slot_TK: Tensor,
+    scale_R: Tensor | None,
+    addend_TH: Tensor | None = None,
+    beside_sms: int = 0,
 ) -> Callable[..., Tensor]:
     """``out[t] = addend[t] + sum over k of scale[row] * rows[row of slot (t, k)]``, (T, H), without sentinels.
 
     The arguments are ``(rows, row_of_slot, scale, addend)``. The sum is rounded once. It replaces the addend, if there
     is one, so that no more memory is needed.
+
+    Without a scale, and with at most `limits.MOST_SLOTS_BESIDE` slots per token, the kernel can leave all SMs except
+    ``beside_sms``, an even number, to the next launch, which may begin early.
     """
     from fusedmoe.kernels.sm90.slots import SLOTS, SumSlots  # deferred: imports the CuTe DSL
 
     (tokens, chosen), (rows, columns) = row_of_slot_TK.shape, rows_RH.shape
     at_once = next((n for n in SLOTS if chosen <= n), SLOTS[-1])
     scale_dtype = None if scale_R is None else NAMES[scale_R.dtype]
+    if beside_sms and scale_R is None and chosen <= MOST_SLOTS_BESIDE:
+        return _bind_sum_on_few_sms(rows_RH, row_of_slot_TK, at_once, addend_TH is not None, beside_sms)
     kernel = load(SumSlots(NAMES[rows_RH.dtype], scale_dtype, at_once, addend_TH is not None))
     nothing = rows_RH.new_empty(rows, dtype=torch.float32) if scale_R is None else None
 
@@ -120,6 +129,22 @@ def bind_sum_slots(
     ) -> Tensor:
         out_TH = rows_RH.new_empty(tokens, columns) if addend_TH is None else addend_TH
         kernel(rows_RH, row_of_slot_TK.view(-1), nothing if scale_R is None else scale_R, out_TH, out_TH, chosen)
+        return out_TH
+
+    return run
+
+
+def _bind_sum_on_few_sms(
+    rows_RH: Tensor, row_of_slot_TK: Tensor, at_once: int, adds: bool, sms: int
+) -> Callable[..., Tensor]:
+    from fusedmoe.kernels.sm90.sum_on_few_sms import SumOnFewSms  # deferred: imports the CuTe DSL
+
+    (tokens, chosen), columns = row_of_slot_TK.shape, rows_RH.shape[1]
+    kernel = load(SumOnFewSms(NAMES[rows_RH.dtype], at_once, adds))
+
+    def run(rows_RH: Tensor, row_of_slot_TK: Tensor, scale_R: None = None, addend_TH: Tensor | None = None) -> Tensor:
+        out_TH = rows_RH.new_empty(tokens, columns) if addend_TH is None else addend_TH
+        kernel(rows_RH, row_of_slot_TK.view(-1), out_TH, out_TH, chosen, sms)
         return out_TH
 
     return run

@@ -11,7 +11,7 @@ write zeros.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -149,8 +149,12 @@ def ranks(config: TileConfig) -> tuple[Int32, Int32]:
 
 
 @cute.jit
-def next_tile(tile: Int32, share: Share, lane: Int32, turn: Int32) -> Int32:
-    """Return the tile after ``tile``: a fixed stride further, or the next one drawn. ``turn`` counts the calls."""
+def next_tile(tile: Int32, share: Share, lane: Int32, turn: Int32, tiles: Any = None) -> Int32:
+    """Return the tile after ``tile``: a fixed stride further, or the next one drawn. ``turn`` counts the calls.
+
+    All clusters together draw as often as there are ``tiles``, if that number is known: with the last draw, the counter
+    is zero again.
+    """
     drawing = share.drawing
     if share.dynamic == 0:
         tile += share.clusters
@@ -158,10 +162,10 @@ def next_tile(tile: Int32, share: Share, lane: Int32, turn: Int32) -> Int32:
         drawn = Int32(0)
         if const_expr(drawing.ctas == 1):
             if lane == 0:
-                drawn = share.clusters + cute.arch.atomic_add(share.counter.iterator, Int32(1))
+                drawn = share.clusters + draw(share.counter, tiles)
         elif cute.arch.block_idx_in_cluster() == 0:
             if lane == 0:
-                drawn = share.clusters + cute.arch.atomic_add(share.counter.iterator, Int32(1))
+                drawn = share.clusters + draw(share.counter, tiles)
                 cute.arch.mbarrier_wait(drawing.read, (turn & 1) ^ 1)  # the first wait returns at once
                 cute.arch.store_async_dsmem(drawing.word.iterator, drawn, drawing.told, 1)
         elif lane == 0:
@@ -171,6 +175,16 @@ def next_tile(tile: Int32, share: Share, lane: Int32, turn: Int32) -> Int32:
             cute.arch.mbarrier_arrive(drawing.read, 0)
         tile = cute.arch.shuffle_sync(drawn, 0)
     return tile
+
+
+@cute.jit
+def draw(counter: cute.Tensor, tiles: Any) -> Int32:
+    """Increment a counter; return its value before. See `next_tile`."""
+    drawn = cute.arch.atomic_add(counter.iterator, Int32(1))
+    if const_expr(tiles is not None):
+        if drawn == tiles - 1:
+            counter[0] = 0
+    return drawn
 
 
 @cute.jit
@@ -295,7 +309,7 @@ def schedule_ragged_k(
         count = offsets[expert] - first
         column, row = column_tile * cluster_n + share.rank_n, row_tile * cluster_m + share.rank_m
         state = put(ring, state, slots, lane, Tile(expert, first, count, column, row, (count + tile_k - 1) // tile_k))
-        tile = next_tile(tile, share, lane, turn)
+        tile = next_tile(tile, share, lane, turn, experts * tall * wide)
         turn += 1
     finish_drawing(share, turn)
     put(ring, state, slots, lane, Tile(Int32(END), *[Int32(0)] * 5))

@@ -1,0 +1,213 @@
+"""Steps that run beside each other: which ones, in which order, and how long their values live."""
+
+import pytest
+import torch
+from toy import assert_same, bound, dgrad_dglu, experts, inputs, only_plan, outcome, wgrad
+from toy import rows as tokens
+
+import fusedmoe as fm
+from fusedmoe.fusion import order
+from fusedmoe.fusion.order import Pair, in_order, pairs_of
+from fusedmoe.fusion.rule import FusionRule, RuleError, Step
+from fusedmoe.fusion.steps import Fused
+from fusedmoe.kernels.torch.grouped_gemm import grouped_mm_dgrad
+from fusedmoe.ops import Dgrad
+from fusedmoe.partition import partition_for
+
+# ---- steps alone --------------------------------------------------------------------------------------------------
+
+
+def step(label, needs, gives, light_us=0.0, carries_us=0.0):
+    return Fused(
+        label=label, rule=label, binder=lambda sms: bound(lambda *_: None), needs=tuple(needs), gives=tuple(gives),
+        may_give_none=False, zeroes_tail=True, launches=1, fallback=(), light_us=light_us, carries_us=carries_us,
+    )  # fmt: skip
+
+
+def labels(units):
+    return [" || ".join(s.label for s in unit) for unit in units]
+
+
+FIRST = step("first", "a", "b")
+LIGHT = step("light", "b", "x", light_us=900.0)
+LONG = step("long", "a", "y", carries_us=100.0)
+LAST = step("last", "by", "z")
+
+
+def test_a_pair_comes_as_soon_as_its_values_exist():
+    steps = [LONG, LAST, FIRST, LIGHT]
+    assert labels(in_order(steps, {"a"})) == ["long", "first", "last", "light"]
+    assert labels(in_order(steps, {"a"}, [Pair(LIGHT, LONG, 8)])) == ["first", "light || long", "last"]
+
+
+def test_a_value_that_no_step_gives_is_named():
+    with pytest.raises(RuleError, match=r"these steps need: \{'last': \['b', 'y'\]\}"):
+        in_order([LAST], {"a"})
+
+
+@pytest.mark.parametrize(("bytes_of_w", "chosen"), [(1, "longer"), (1000, "long")])
+def test_the_carrier_with_which_the_fewest_bytes_live_at_once_then_the_longer_one(bytes_of_w, chosen):
+    longer = step("longer", "a", "w", carries_us=200.0)
+    nbytes = {"a": 0, "b": 500, "w": bytes_of_w}
+    (pair,) = pairs_of([FIRST, LONG, longer, LIGHT], {"a"}, ["x", "y", "w"], lambda v: nbytes.get(v, 1))
+    assert (pair.light.label, pair.carrier.label) == ("light", chosen)
+
+
+def test_no_pair_where_more_bytes_would_live_at_once():
+    # in order, b is gone before y comes
+    steps = [FIRST, LIGHT, LONG]
+    assert labels(in_order(steps, {"a"})) == ["first", "light", "long"]
+    assert not pairs_of(steps, {"a"}, ["x", "y"], {"a": 0, "b": 10, "x": 1, "y": 5}.__getitem__)
+    assert pairs_of(steps, {"a"}, ["x", "y"], {"a": 0, "b": 10, "x": 1, "y": 0}.__getitem__)
+
+
+@pytest.mark.parametrize(
+    ("light", "carrier"),
+    [
+        (LIGHT, step("long", "x", "y", carries_us=100.0)),  # it reads the light step's result
+        (step("light", "y", "x", light_us=900.0), LONG),  # the other way round
+        (step("light", "b", "x"), LONG),
+        (LIGHT, step("long", "a", "y")),
+        (step("light", "b", "x", light_us=order.MOST_SMS * 100.0), LONG),  # as long on that many SMs
+    ],
+)
+def test_steps_that_are_no_pair(light, carrier):
+    assert not pairs_of([FIRST, carrier, light], {"a"}, ["x", "y"], lambda v: 1)
+
+
+def test_the_number_of_sms():
+    def sms(light_us):
+        (pair,) = pairs_of([FIRST, LONG, step("light", "b", "x", light_us=light_us)], {"a"}, ["x", "y"], lambda v: 0)
+        return pair.sms
+
+    assert [sms(us) for us in (1.0, 720.0, 900.0, 1000.0)] == [8, 8, 10, 12]
+
+
+def test_each_step_is_in_one_pair_at_most():
+    again = step("again", "b", "v", light_us=900.0)
+    longer = step("longer", "a", "w", carries_us=200.0)
+    results = ["x", "y", "v", "w"]
+    (pair,) = pairs_of([FIRST, LIGHT, again, LONG], {"a"}, results, lambda v: 0)
+    assert pair[:2] == (LIGHT, LONG)
+    pairs = pairs_of([FIRST, LIGHT, again, LONG, longer], {"a"}, results, lambda v: 0)
+    assert [pair[:2] for pair in pairs] == [(LIGHT, longer), (again, LONG)]
+
+
+def test_two_pairs_of_which_each_would_wait_for_the_other():
+    light = step("light", "a", "b", light_us=900.0)
+    other = step("other", "a", "c", light_us=900.0)
+    after_light = step("after light", "b", "y", carries_us=100.0)
+    after_other = step("after other", "c", "z", carries_us=100.0)
+    (pair,) = pairs_of([light, other, after_light, after_other], {"a"}, ["y", "z"], lambda v: 0)
+    assert pair[:2] == (light, after_other)
+
+
+# ---- plans --------------------------------------------------------------------------------------------------------
+
+
+def light_dgrad(seen, guard=None):
+    """The gradient of the rows, as a light step."""
+
+    class LightDgrad(FusionRule, name="toy.light_dgrad", direction="backward"):
+        dgrad: Dgrad
+
+        def offer(self, ctx):
+            needs = ("grad_output", "dgrad.weight", "offsets")
+            return Step(needs=needs, gives=("grad_input",), zeroes_tail=True, light_us=900.0)
+
+        def build(self, ctx, keep):
+            seen.append(("light", ctx.beside_sms))
+            return bound(lambda dy, weight, offsets: grouped_mm_dgrad(dy.contiguous(), weight, offsets), guard)
+
+    return LightDgrad
+
+
+def carrying_wgrad(seen, guard=None):
+    """A weight gradient that carries."""
+    plain = wgrad("toy.plain_wgrad", guard=guard)
+
+    class CarryingWgrad(plain, name="toy.wgrad", direction="backward"):
+        def offer(self, ctx):
+            return Step(needs=("grad_output", "wgrad.input", "offsets"), gives=("wgrad.grad_weight",), carries_us=100.0)
+
+        def build(self, ctx, keep):
+            seen.append(("carrier", ctx.beside_sms))
+            return super().build(ctx, keep)
+
+    return CarryingWgrad
+
+
+@pytest.fixture
+def rules():
+    """The two rules, with the derivative between them, and the `beside_sms` that they are built for."""
+    seen = []
+    with fm.register(dgrad_dglu(), light_dgrad(seen), carrying_wgrad(seen)):
+        yield seen
+
+
+def test_the_text_of_a_pair(rules):
+    plan = only_plan(experts(), tokens(), **inputs())
+    assert plan.beside == (("toy.light_dgrad", "toy.wgrad", 10),)
+    assert "beside each other: the last launch of toy.light_dgrad, on 10 SMs, and toy.wgrad\n" in str(plan)
+    lines = [line.strip() for line in plan.backward_source.splitlines() if not line.startswith("        ")]
+    skipped = ("try:", "except", "report", "if run", "def", "given")
+    assert [line for line in lines if not line.startswith(skipped)] == [
+        "offsets, _2_weight, _1_input, _0_input, _0_weight, grad_2_output, = given",
+        "del _2_weight, _1_input",
+        "# its last launch runs beside the next step",
+        # what the light step reads lives until its carrier is launched
+        "del _0_weight, grad_2_output, _2_input",
+        "del offsets, _0_input, grad_1_input",
+        "return (grad_0_input, None, grad_0_weight, None, grad_2_weight, None, ),",
+    ]
+    calls = [line.strip() for line in plan.backward_source.splitlines() if "= run" in line and "None" not in line]
+    assert [call.split(" = ")[0] for call in calls] == [
+        "grad_1_input, _2_input", "grad_0_input", "grad_2_weight", "grad_0_weight",
+    ]  # fmt: skip
+
+
+def test_both_steps_of_a_pair_are_built_for_it(rules):
+    chain, x, named = experts(), tokens(), inputs()
+    got = outcome(chain, x, **named)
+    assert rules == [("carrier", 0), ("carrier", 0), ("light", 0), ("light", 10), ("carrier", 10)]
+    with fm.disabled("toy.*"):
+        assert_same(got, outcome(chain, x, **named))
+
+
+def test_a_step_without_its_partner_runs_alone(rules):
+    chain = experts()
+    chain(tokens(), **inputs())
+    (part,) = partition_for(chain).parts
+    (plan,) = part.chain.table.plans.values()
+    every = tuple(argument in plan.wanted for argument in plan.graph.arguments)
+    assert len(plan.backward(every).program.pairs) == 1
+    only_rows = plan.backward((True, *[False] * (len(every) - 1))).program
+    assert not only_rows.pairs
+    assert "beside" not in only_rows.source
+
+
+@pytest.mark.parametrize("who", ["light", "carrier"])
+def test_a_partner_that_declines_the_call(who):
+    def refuse(*_):
+        fm.require(False, "not now")
+
+    seen = []
+    guards = {name: refuse if name == who else None for name in ("light", "carrier")}
+    chain, x, named = experts(), tokens(), inputs()
+    with fm.register(dgrad_dglu(), light_dgrad(seen, guards["light"]), carrying_wgrad(seen, guards["carrier"])):
+        assert only_plan(chain, x, **named).beside
+        got = outcome(chain, x, **named)
+    assert_same(got, outcome(chain, x, **named))
+
+
+def test_no_pairs_where_torch_fills_new_tensors(rules):
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not only_plan(experts(), tokens(), **inputs()).beside
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_frozen_weights_leave_nothing_to_run_beside(rules):
+    chain = experts().requires_grad_(False)
+    assert not only_plan(chain, tokens(), **inputs()).beside
