@@ -195,10 +195,11 @@ class Sequential(Runnable, nn.Sequential):
 
 
 def explain_call(
-    root: Runnable, parameters: Mapping[str, Tensor | None] | None, x: Tensor, inputs: dict[str, Tensor], arch: Any
-) -> Explanation:
-    """Return the plans of a call of a module; see `Sequential.explain`."""
-    partition = partition_of_call(root, x, inputs)
+    root: Runnable, parameters: Mapping[str, Tensor | None] | None, x: Tensor, inputs: dict[str, Tensor], arch: Any,
+    provides: tuple[str, ...] = (),
+) -> Explanation:  # fmt: skip
+    """Return the plans of a call of a module, which also returns these provided values; see `Sequential.explain`."""
+    partition = partition_of_call(root, x, inputs, provides)
     partition.check_inputs(x, inputs)
     if parameters is not None:
         partition.check_parameters(parameters)

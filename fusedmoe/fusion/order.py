@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
 
 FILL = 0.9  # part of the carrier's time that the light launch may take
-FEWEST_SMS, MOST_SMS = 8, 48
+FEWEST_SMS, MOST_SMS = 16, 48
 MORE_LIVE = 1.08  # bytes that may live at once, as a part of those in the order without the pair
 
 
@@ -83,7 +83,8 @@ def pairs_of(
 ) -> list[Pair]:
     """Return the pairs that save time with little memory.
 
-    Of several carriers, the one with which the fewest bytes are live at once is best, then the one with more time.
+    The carrier with the most time is best: it gives up the smallest part of it. Of equal ones, that with which the
+    fewest bytes are live at once.
 
     Parameters
     ----------
@@ -108,7 +109,7 @@ def pairs_of(
                 live = _most_live(in_order(steps, given, [*pairs, pair]), given, results, nbytes)
             except RuleError:  # with the other pairs, each waits for the other
                 continue
-            rank = live, -carrier.carries_us
+            rank = -carrier.carries_us, live
             if live <= MORE_LIVE * least and (best is None or rank < best):
                 best, chosen = rank, pair
         if chosen is not None:

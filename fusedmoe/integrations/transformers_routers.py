@@ -24,7 +24,7 @@ from fusedmoe.integrations.routers import ARGUMENT, Recognised, parameters_of, r
 from fusedmoe.integrations.transformers_experts import ROUTER, experts_of, number_of_experts
 from fusedmoe.log import say_once
 from fusedmoe.ops.op import made_untraced
-from fusedmoe.sequential import Sequential
+from fusedmoe.sequential import Sequential, explain_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -136,9 +136,9 @@ def explained(module: nn.Module, experts: Experts, x: Tensor, arch: Any, **input
     together = _with_experts(module, held, x) if _is_patched(held.block) and held.block.experts is module else None
     if together is not None:
         chain, parameters = together
-        return chain.explain_with(routers | parameters, x, arch=arch)
+        return explain_call(chain, routers | parameters, x, {}, arch, _PROVIDED)
     parameters = transformers_experts.parameters_of(module, experts.layout)
-    alone = held.alone.explain_with(routers, x, arch=arch)
+    alone = explain_call(held.alone, routers, x, {}, arch, _PROVIDED)
     return Explanation(alone.parts + experts.chain.explain_with(parameters, x, arch=arch, **inputs).parts)
 
 

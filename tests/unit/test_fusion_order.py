@@ -80,7 +80,7 @@ def test_the_number_of_sms():
         (pair,) = pairs_of([FIRST, LONG, step("light", "b", "x", light_us=light_us)], {"a"}, ["x", "y"], lambda v: 0)
         return pair.sms
 
-    assert [sms(us) for us in (1.0, 720.0, 900.0, 1000.0)] == [8, 8, 10, 12]
+    assert [sms(us) for us in (1.0, 1440.0, 1620.0, 1800.0)] == [16, 16, 18, 20]
 
 
 def test_each_step_is_in_one_pair_at_most():
@@ -147,8 +147,8 @@ def rules():
 
 def test_the_text_of_a_pair(rules):
     plan = only_plan(experts(), tokens(), **inputs())
-    assert plan.beside == (("toy.light_dgrad", "toy.wgrad", 10),)
-    assert "beside each other: the last launch of toy.light_dgrad, on 10 SMs, and toy.wgrad\n" in str(plan)
+    assert plan.beside == (("toy.light_dgrad", "toy.wgrad", 16),)
+    assert "beside each other: the last launch of toy.light_dgrad, on 16 SMs, and toy.wgrad\n" in str(plan)
     lines = [line.strip() for line in plan.backward_source.splitlines() if not line.startswith("        ")]
     skipped = ("try:", "except", "report", "if run", "def", "given")
     assert [line for line in lines if not line.startswith(skipped)] == [
@@ -169,7 +169,7 @@ def test_the_text_of_a_pair(rules):
 def test_both_steps_of_a_pair_are_built_for_it(rules):
     chain, x, named = experts(), tokens(), inputs()
     got = outcome(chain, x, **named)
-    assert rules == [("carrier", 0), ("carrier", 0), ("light", 0), ("light", 10), ("carrier", 10)]
+    assert rules == [("carrier", 0), ("carrier", 0), ("light", 0), ("light", 16), ("carrier", 16)]
     with fm.disabled("toy.*"):
         assert_same(got, outcome(chain, x, **named))
 
