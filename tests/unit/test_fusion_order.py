@@ -45,11 +45,13 @@ def test_a_value_that_no_step_gives_is_named():
         in_order([LAST], {"a"})
 
 
-@pytest.mark.parametrize(("bytes_of_w", "chosen"), [(1, "longer"), (1000, "long")])
-def test_the_carrier_with_which_the_fewest_bytes_live_at_once_then_the_longer_one(bytes_of_w, chosen):
-    longer = step("longer", "a", "w", carries_us=200.0)
+@pytest.mark.parametrize(
+    ("us", "bytes_of_w", "chosen"), [(200.0, 1000, "other"), (100.0, 1000, "long"), (100.0, 0, "other")]
+)
+def test_the_longest_carrier_then_that_with_which_the_fewest_bytes_live_at_once(us, bytes_of_w, chosen):
+    other = step("other", "a", "w", carries_us=us)
     nbytes = {"a": 0, "b": 500, "w": bytes_of_w}
-    (pair,) = pairs_of([FIRST, LONG, longer, LIGHT], {"a"}, ["x", "y", "w"], lambda v: nbytes.get(v, 1))
+    (pair,) = pairs_of([FIRST, LONG, other, LIGHT], {"a"}, ["x", "y", "w"], lambda v: nbytes.get(v, 1))
     assert (pair.light.label, pair.carrier.label) == ("light", chosen)
 
 
