@@ -16,8 +16,8 @@ from fusedmoe.fusion.steps import AnyStep, Fused
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
 
-FILL = 0.9  # part of the carrier's time that the light launch may take
-FEWEST_SMS, MOST_SMS = 16, 48
+FILL = 0.8  # part of the carrier's time that the light launch may take
+FEWEST_SMS, MOST_SMS = 16, 56
 MORE_LIVE = 1.08  # bytes that may live at once, as a part of those in the order without the pair
 
 

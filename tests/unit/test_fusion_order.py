@@ -82,7 +82,7 @@ def test_the_number_of_sms():
         (pair,) = pairs_of([FIRST, LONG, step("light", "b", "x", light_us=light_us)], {"a"}, ["x", "y"], lambda v: 0)
         return pair.sms
 
-    assert [sms(us) for us in (1.0, 1440.0, 1620.0, 1800.0)] == [16, 16, 18, 20]
+    assert [sms(us) for us in (1.0, 1280.0, 1440.0, 1600.0)] == [16, 16, 18, 20]
 
 
 def test_each_step_is_in_one_pair_at_most():
