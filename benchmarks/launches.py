@@ -19,7 +19,7 @@ _OUR_ROUTER = r"(?<![A-Za-z])(Route|Choose|Promoted|Parts|SumParts)"
 GROUPS = (
     ("router", re.compile(_OUR_ROUTER + r"|sgemm|Router|[Ll]ogits|Scores|[Tt]op_?[Kk]|[Ss]oft_?[Mm]ax")),
     ("products", re.compile(r"Ragged[MK]|[Gg]emm|nvjet|cutlass::|[Xx]mma")),
-    ("sums over slots", re.compile(r"SumSlots|RowDots|SlotValues|gather_and_sum")),
+    ("sums over slots", re.compile(r"SumSlots|SumOnFewSms|RowDots|SlotValues|gather_and_sum")),
     ("gathers", re.compile(r"[Gg]ather|[Ii]ndex|[Ss]catter")),
 )
 OTHER = "other"

@@ -52,7 +52,8 @@ BREAKDOWN = """\
 Microseconds on the GPU in one call of fusedmoe's layer, by kind of kernel, from torch's profiler. *Router* includes the
 logits, the choice of experts and the places of the rows. The two products of its backward pass are in *products*,
 because their kernels are those of the experts. *Idle* is the time between the first kernel and the last in which no
-kernel runs. The L2 cache is not flushed before this call, so these times do not add up to those of the tables above.
+kernel runs. In backward, the sum over slots runs beside a weight gradient, and the times of both count fully. The L2
+cache is not flushed before this call. For both reasons, these times do not add up to those of the tables above.
 """
 ACCURACY = """\
 ### Errors of the layer

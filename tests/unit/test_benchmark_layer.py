@@ -197,6 +197,7 @@ def test_kernels_are_grouped_by_name():
     for name, group, short in (
         (ours.format("RaggedMdtypebf16_configTileConfigtile_m128"), "products", "RaggedM.kernel"),
         (ours.format("SumSlotsarchsm_90a_dtypebf16"), "sums over slots", "SumSlots.kernel"),
+        (ours.format("SumOnFewSmsarchsm_90a_dtypebf16"), "sums over slots", "SumOnFewSms.kernel"),
         (ours.format("GatherRowsarchsm_90a"), "gathers", "GatherRows.kernel"),
         (ours.format("ChooseBackwardarchsm_90a"), "router", "ChooseBackward.kernel"),
         (ours.format("PromotedRaggedMdtypebf16_configTileConfig"), "router", "PromotedRaggedM.kernel"),
