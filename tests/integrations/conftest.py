@@ -1,6 +1,7 @@
-"""What is started once for all tests here."""
+"""Process groups of the tests here."""
 
 import pytest
+from torch import distributed as dist
 
 
 @pytest.fixture(scope="session")
@@ -13,3 +14,13 @@ def ranks(tmp_path_factory):
         yield started
     finally:
         started.stop()
+
+
+@pytest.fixture
+def mesh():
+    """A mesh of this process alone, with gloo."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield dist.init_device_mesh("cpu", (1,))
+    finally:
+        dist.destroy_process_group()

@@ -12,15 +12,6 @@ if not dist.is_available():
     pytest.skip("torch is built without distributed", allow_module_level=True)
 
 
-@pytest.fixture
-def mesh():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield dist.init_device_mesh("cpu", (1,))
-    finally:
-        dist.destroy_process_group()
-
-
 def make():
     torch.manual_seed(0)
     return torch.nn.Sequential(fm.MoE(32, 16, 4, 2), fm.MoE(32, 16, 4, 2))

@@ -380,15 +380,6 @@ def test_lora_on_experts(chains):
     assert chains == [("router", 1), ("dispatch", 6)] * 2
 
 
-@pytest.fixture
-def mesh():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield dist.init_device_mesh("cpu", (1,))
-    finally:
-        dist.destroy_process_group()
-
-
 @pytest.mark.skipif(not dist.is_available(), reason="torch is built without distributed")
 @pytest.mark.parametrize("experts_too", [False, True])
 def test_under_fsdp(mesh, experts_too, chains):
