@@ -1,0 +1,132 @@
+"""Variants of kernels that are not shipped: which kernels have one, their machine code, and their measurement."""
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl, which compiles the kernels")
+
+from test_sm90_compile import compile_and_disassemble, tool
+
+from benchmarks.shapes import Shape
+from benchmarks.trials import TRIALS, run
+from benchmarks.trials.late_stores import LateStores
+from benchmarks.trials.run import Candidate, Product
+from fusedmoe.bench.timing import CpuTimer
+from fusedmoe.kernels.compiler import SYMBOL
+from fusedmoe.kernels.sm90 import choice, functions, launch
+from fusedmoe.kernels.sm90.choice import CANDIDATES, CO_256, CO_256_TALL, PP_192
+from fusedmoe.kernels.sm90.ragged_k import RaggedK
+
+CPU = torch.device("cpu")
+TINY = Shape("tiny", 64, 32, 16, 4, 2)
+
+
+@pytest.fixture
+def of_products(monkeypatch):
+    monkeypatch.setattr(launch, "sm_count", lambda device: 132)
+    return {product.title: run.candidates(product) for product in run.products(TINY, CPU)}
+
+
+def test_every_product_of_a_step_has_all_its_tiles_under_both_schedules(of_products):
+    assert len(of_products) == 8
+    for some in of_products.values():
+        shipped = [candidate for candidate, _ in some if candidate.trial is None]
+        assert {candidate.schedule for candidate in shipped} == set(run.SCHEDULES)
+        assert len(shipped) == 2 * len({candidate.config for candidate in shipped})
+        assert len({candidate.name for candidate, _ in some}) == len(some)
+        assert some[0][0] == Candidate(shipped[0].config, "static", None)
+
+
+def test_the_products_are_those_of_a_layer(of_products):
+    assert [some[0][1].symbol.replace(some[0][0].config.name, "*") for some in of_products.values()] == [
+        "sm90_ragged_m_gather_bf16_bk_swiglu_keep_*",
+        "sm90_ragged_m_bf16_bk_plain_*",
+        "sm90_ragged_m_gather_bf16_bn_dswiglu_scale_keep_*",
+        "sm90_ragged_m_bf16_bn_plain_*",
+        "sm90_ragged_k_gather_b_bf16_bf16_*",
+        "sm90_ragged_k_gather_a_bf16_bf16_*",
+        "sm90_ragged_k_gather_b_bf16_fp32_add_*",
+        "sm90_ragged_k_gather_a_bf16_fp32_add_*",
+    ]
+
+
+def test_variants_have_symbols_and_sources_of_their_own(of_products):
+    kernels = [kernel for some in of_products.values() for candidate, kernel in some if candidate.trial]
+    shipped = {kernel.symbol for some in of_products.values() for candidate, kernel in some if not candidate.trial}
+    assert kernels
+    for kernel in kernels:
+        assert SYMBOL.fullmatch(kernel.symbol)
+        assert kernel.symbol not in shipped
+        assert type(kernel).__module__ in kernel.sources
+
+
+def test_cooperative_weight_gradients_have_late_stores(of_products):
+    late = {kernel for some in of_products.values() for candidate, kernel in some if candidate.trial == "late stores"}
+    wanted = {config for family in ("wgrad_gathered_a", "wgrad_gathered_b") for config in CANDIDATES[family]}
+    assert {kernel.config for kernel in late} == {config for config in wanted if not config.pingpong}
+    # a buffer in shared memory is used again after `store_stages` boxes; parts of a tile are stored without the others
+    assert all(kernel.kept // 2 % kernel.store_stages == 0 for kernel in late)
+    assert TRIALS["late stores"](RaggedK("bf16", PP_192)) is None
+    with pytest.raises(ValueError, match="expected cooperative tiles, got 128x192pp_c21"):
+        LateStores("bf16", PP_192)
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        LateStores("bf16", CO_256_TALL, gathered="b"),
+        LateStores("fp16", CO_256),
+        LateStores("bf16", CO_256_TALL, out="fp32", accumulate=True, gathered="b"),
+    ],
+    ids=lambda kernel: kernel.symbol,
+)
+def test_late_stores_compile_to_products_that_overlap(kernel):
+    report = compile_and_disassemble(kernel, tool("nvdisasm"), tool("cuobjdump"))
+    waits = [opcode for opcode in report.opcodes if opcode.startswith("WARPGROUP.DEPBAR")]
+    products = [opcode for opcode in report.opcodes if opcode.startswith("HGMMA")]
+    assert len(waits) == 3  # before the first release, in the main loop, at its end; else ptxas serialises the products
+    assert len(products) == 2 * 4 * kernel.config.blocks
+    assert not [opcode for opcode in report.opcodes if opcode.startswith(("STL", "LDL"))]
+    stores = [opcode for opcode in report.opcodes if opcode.startswith(("UTMASTG", "UTMAREDG"))]
+    boxes = kernel.config.blocks * kernel.boxes_per_block
+    assert len(stores) == boxes + kernel.kept  # after the last tile, the boxes that are kept are stored by other code
+
+
+# -- measurement
+
+
+def bound(value, options, used):
+    used.append(options.schedule)
+    return lambda: (torch.full((3,), value),)
+
+
+def test_results_are_compared_bit_by_bit(monkeypatch):
+    monkeypatch.setattr(run, "back_to_back", lambda calls, device: dict.fromkeys(calls, 2.0))
+    values, used = iter([1.0, 1.0, 5.0, 4.0]), []
+    product = Product("some", lambda options: bound(next(values), options, used))
+    some = [Candidate(PP_192, schedule, None) for schedule in run.SCHEDULES]
+    some += [Candidate(CO_256, schedule, None) for schedule in run.SCHEDULES]
+    rows = run.measure_product(product, some, CpuTimer(1), CPU)
+    assert [row["same_bits"] for row in rows.values()] == [True, True, True, False]
+    assert list(rows) == [f"{config.name}, {s}" for config in (PP_192, CO_256) for s in ("static", "dynamic")]
+    assert used == ["static", "dynamic"] * 2
+    assert all(row["back_to_back_ms"] == 2.0 for row in rows.values())
+
+
+def test_a_result_that_is_added_to_starts_from_zero():
+    total = torch.full((4,), 7.0)
+    (result,) = run._from_zero(lambda: (total.add_(2.0),))
+    assert result.tolist() == [2.0] * 4
+    assert total is not result
+
+
+def test_shapes_with_few_rows_per_expert_are_measured_too():
+    pytest.importorskip("tomllib")
+    found = run.measured_shapes()
+    assert len({shape.name for shape in found}) == len(found) == 6
+    assert [shape.rows // shape.experts for shape in found] == [1536, 2048, 2048, 1536, 512, 512]
+
+
+def test_afterwards_the_shipped_kernels_run(of_products):
+    assert functions.choose is choice.choose
+    assert functions._ragged_k_kernel.__wrapped__
