@@ -2,6 +2,8 @@
 
 A variant is a subclass of a shipped kernel, with the same arguments and the same results, bit for bit. A variant that
 measures faster replaces the shipped kernel; one that does not is deleted, and docs/kernels.md says so.
+
+The modules of the variants import the CuTe DSL, so they are imported when they are needed.
 """
 
 from __future__ import annotations
@@ -14,16 +16,42 @@ from fusedmoe.kernels.kernel import Kernel
 
 
 def late_stores(kernel: Kernel) -> Kernel | None:
-    """The weight gradient with cooperative tiles whose result is stored during the next tile's main loop."""
-    from benchmarks.trials.late_stores import LateStores  # deferred: imports the CuTe DSL
+    """A product with cooperative tiles: a weight gradient, or one without an activation."""
+    from benchmarks.trials.late_stores import LateStoresK, LateStoresM
+    from fusedmoe.kernels.sm90.epilogues import PLAIN
+    from fusedmoe.kernels.sm90.ragged_k import RaggedK
+    from fusedmoe.kernels.sm90.ragged_m import RaggedM
+
+    if isinstance(kernel, RaggedK) and not kernel.config.pingpong:
+        return _as(LateStoresK, kernel)
+    if isinstance(kernel, RaggedM) and not kernel.config.pingpong and kernel.epilogue == PLAIN:
+        return _as(LateStoresM, kernel)
+    return None
+
+
+def explicit_fences(kernel: Kernel) -> Kernel | None:
+    """A weight gradient that is added to its output."""
+    from benchmarks.trials.explicit_fences import ExplicitFences
     from fusedmoe.kernels.sm90.ragged_k import RaggedK
 
-    return LateStores(**_fields(kernel)) if type(kernel) is RaggedK and not kernel.config.pingpong else None
+    return _as(ExplicitFences, kernel) if isinstance(kernel, RaggedK) and kernel.accumulate else None
 
 
-def _fields(kernel: Any) -> dict[str, Any]:
-    return {field.name: getattr(kernel, field.name) for field in fields(kernel)}
+def short_ring(kernel: Kernel) -> Kernel | None:
+    """Any product."""
+    from benchmarks.trials.short_ring import ShortRingK, ShortRingM
+    from fusedmoe.kernels.sm90.ragged_k import RaggedK
+
+    return _as(ShortRingK if isinstance(kernel, RaggedK) else ShortRingM, kernel)
 
 
-TRIALS: dict[str, Callable[[Kernel], Kernel | None]] = {"late stores": late_stores}
+def _as(variant: type, kernel: Any) -> Any:
+    return variant(**{field.name: getattr(kernel, field.name) for field in fields(kernel)})
+
+
+TRIALS: dict[str, Callable[[Kernel], Kernel | None]] = {
+    "late stores": late_stores,
+    "explicit fences": explicit_fences,
+    "short ring": short_ring,
+}
 """By name: the function that returns the variant of a shipped kernel, or None if the kernel has none."""

@@ -1,8 +1,8 @@
-"""A ragged K product that stores a tile's result during the main loop of the next tile.
+"""Products with cooperative tiles that store a tile's result during the next tile's main loop.
 
-Cooperative warpgroups share each tile, so the tensor cores idle while both store their result: about a tenth of the
-time of an expert of 1,024 rows. Here a math warpgroup rounds its result to the type of the output, keeps it in
-registers, and issues the first products of the next tile before it stores the result:
+Cooperative warpgroups share each tile, so the tensor cores idle while both store their result. Here a math warpgroup
+rounds its result to the type of the output, keeps it in registers, and issues the first products of the next tile
+before it stores the result:
 
     products of stages 0 and 1 of the next tile are issued, and run
     half of the result is stored
@@ -13,16 +13,16 @@ registers, and issues the first products of the next tile before it stores the r
 A 16-bit result takes half as many registers as the accumulators, which fits beside them. Of an fp32 result only the
 second half is kept; the first half is stored before the next main loop.
 
-The main loop has no branch around an accumulator. With one, as in `RaggedK.finish` of a kernel that accumulates, ptxas
-waits for every wgmma before it issues the next.
+The fences before the products of each stage are those of explicit_fences.py. They also make the compiler drop a wait
+for the products of the first stage, which it adds to `Gemm.main_loop` for cooperative tiles.
 
-Gathering warps read the indices of rows two stages ahead, where `RaggedK` reads them one stage ahead.
+In ragged K, gathering warps read the indices of rows two stages ahead, where `RaggedK` reads them one stage ahead.
+In ragged M, the epilogue is that of a product without activation, bias and row scale.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -32,17 +32,19 @@ from cutlass.cute.nvgpu import warpgroup
 
 from fusedmoe.kernels.sm90 import tiles
 from fusedmoe.kernels.sm90.config import BLOCK_ROWS, EPILOGUE_COLUMNS
+from fusedmoe.kernels.sm90.epilogues import Block, Box
 from fusedmoe.kernels.sm90.gather import COPY_ROWS, ROW_BYTES, chunk, copy_rows, own_row, spread
-from fusedmoe.kernels.sm90.gemm import PRODUCER, VALUES, WARPGROUP, Consumer
+from fusedmoe.kernels.sm90.gemm import PRODUCER, VALUES, WARPGROUP, Consumer, Gemm
 from fusedmoe.kernels.sm90.ragged_k import RaggedK
+from fusedmoe.kernels.sm90.ragged_m import RaggedM
 from fusedmoe.kernels.sm90.warps import LANES
 
 AHEAD = 2  # stages whose products are issued before the last tile's result is stored
 
 
 @dataclass(frozen=True)
-class LateStores(RaggedK):
-    """`RaggedK` with cooperative tiles, and late stores."""
+class LateStores(Gemm):
+    """A product with cooperative tiles and late stores. A subclass states where a box is stored: `put`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,10 +60,23 @@ class LateStores(RaggedK):
         return (__name__, *super().sources)
 
     @property
+    def tile_boxes(self) -> int:
+        """Boxes of a warpgroup's result."""
+        return self.config.blocks * self.boxes_per_block
+
+    @property
     def kept(self) -> int:
         """Boxes of a warpgroup's result that are stored late: all, or half of an fp32 result."""
-        boxes = self.config.blocks * self.boxes_per_block
-        return boxes // 2 if self.box_element.width == 32 else boxes
+        return self.tile_boxes // 2 if self.box_element.width == 32 else self.tile_boxes
+
+    @property
+    def adds(self) -> bool:
+        """Whether the result is added to the output."""
+        return False
+
+    def put(self, box: int, values, tile, consumer, env) -> None:
+        """Store box ``box`` of a warpgroup's result."""
+        raise NotImplementedError
 
     @cute.jit
     def math(self, tiled_mma, shared, rings, group, env):
@@ -75,7 +90,7 @@ class LateStores(RaggedK):
         late = cute.make_rmem_tensor((self.kept * VALUES,), self.box_element)
         late.fill(0.0)
         consumer = Consumer(group, thread, shared.boxes, self.box_copies(thread), rings.inputs)
-        boxes = config.blocks * self.boxes_per_block
+        boxes = self.tile_boxes
         now, half = boxes - self.kept, boxes - self.kept // 2
 
         consumed, turn = Int32(0), Int32(0)
@@ -95,13 +110,13 @@ class LateStores(RaggedK):
                 warpgroup.commit_group()
                 state.advance()
             if before.expert != tiles.END:
-                self.store(late, now, half, before, consumer, env)
+                self.store_kept(late, now, half, before, consumer, env)
             warpgroup.wait_group(AHEAD - 1)
             for _ in cutlass.range(ahead - 1, unroll=1):
                 ab.consumer_release(released)
                 released.advance()
             if before.expert != tiles.END:
-                self.store(late, half, boxes, before, consumer, env)
+                self.store_kept(late, half, boxes, before, consumer, env)
             tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
             for _ in cutlass.range(tile.depth - ahead, unroll=1):
                 self.wait_for_stage(ab, state)
@@ -125,46 +140,65 @@ class LateStores(RaggedK):
             if tile.depth == 0:
                 late.fill(0.0)
             before = tile
-            if const_expr(self.accumulate):
+            if const_expr(self.adds):
                 # nothing is added for an expert without rows
                 before = before._replace(expert=cutlass.select_(tile.depth > 0, tile.expert, Int32(tiles.END)))
             consumed += tile.depth
             turn, tile = tiles.take(rings.tiles, turn, shared.slots)
         if before.expert != tiles.END:
-            self.store(late, now, boxes, before, consumer, env)
+            self.store_kept(late, now, boxes, before, consumer, env)
         if thread < 32:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
-    def target(self, box: int, tile, consumer, store_out) -> Any:
-        """A box of a warpgroup's result in the output."""
-        i, j = divmod(box, self.boxes_per_block)
-        top = tile.place * (self.config.tile_m // BLOCK_ROWS) + self.block_row(i, consumer.group) // BLOCK_ROWS
-        out = store_out.tensor[None, None, tile.expert]
-        place = (top, tile.column * self.boxes_per_block + j)
-        return cute.local_tile(out, (BLOCK_ROWS, EPILOGUE_COLUMNS), place)
-
     @cute.jit
-    def store(self, late, first: cutlass.Constexpr[int], end: cutlass.Constexpr[int], tile, consumer, store_out):
+    def store_kept(self, late, first: cutlass.Constexpr[int], end: cutlass.Constexpr[int], tile, consumer, env):
         """Store boxes ``first`` to ``end`` of a tile from the registers that keep them."""
-        kept_from = self.config.blocks * self.boxes_per_block - self.kept
         for box in cutlass.range_constexpr(first, end):
             values = cute.make_rmem_tensor((VALUES,), self.box_element)
             for v in cutlass.range_constexpr(VALUES):
-                values[v] = late[(box - kept_from) * VALUES + v]
-            target = self.target(box, tile, consumer, store_out)
-            self.put_box(values, consumer, consumer.copies.store, box, store_out, target)
+                values[v] = late[(box - self.tile_boxes + self.kept) * VALUES + v]
+            self.put(box, values, tile, consumer, env)
 
     @cute.jit
-    def store_first(self, acc, end: cutlass.Constexpr[int], tile, consumer, store_out):
+    def store_first(self, acc, end: cutlass.Constexpr[int], tile, consumer, env):
         """Store the boxes of an fp32 result that are not kept."""
         wanted = tile.depth > 0
-        if const_expr(not self.accumulate):
+        if const_expr(not self.adds):
             wanted = tile.depth >= 0
         if wanted:
             for box in cutlass.range_constexpr(end):
                 values = [cutlass.select_(tile.depth > 0, acc[box * VALUES + v], Float32(0.0)) for v in range(VALUES)]
-                target = self.target(box, tile, consumer, store_out)
-                self.put_box(values, consumer, consumer.copies.store, box, store_out, target)
+                self.put(box, values, tile, consumer, env)
+
+
+@dataclass(frozen=True)
+class LateStoresM(LateStores, RaggedM):
+    """`RaggedM` without activation, bias and row scale."""
+
+    def put(self, box, values, tile, consumer, env) -> None:
+        i, j = divmod(box, self.boxes_per_block)
+        shift = self.block_row(i, consumer.group)
+        valid = cutlass.max(
+            cutlass.min(tile.rows - shift, BLOCK_ROWS), 0
+        )  # of a box without valid rows, TMA stores none
+        block = Block(None, 0, consumer, tile, tile.row + shift, valid, None, None, None)
+        self.store(Box(values, 0, tile.column * self.steps + j), block, box, env.outputs[0])
+
+
+@dataclass(frozen=True)
+class LateStoresK(LateStores, RaggedK):
+    """`RaggedK`."""
+
+    @property
+    def adds(self) -> bool:
+        return self.accumulate
+
+    def put(self, box, values, tile, consumer, env) -> None:
+        i, j = divmod(box, self.boxes_per_block)
+        top = tile.place * (self.config.tile_m // BLOCK_ROWS) + self.block_row(i, consumer.group) // BLOCK_ROWS
+        place = (top, tile.column * self.boxes_per_block + j)
+        target = cute.local_tile(env.tensor[None, None, tile.expert], (BLOCK_ROWS, EPILOGUE_COLUMNS), place)
+        self.put_box(values, consumer, consumer.copies.store, box, env, target)
 
     @cute.jit
     def gather_rows(self, gathered, shared, rings, share):

@@ -87,8 +87,8 @@ def products(shape: Shape, device: torch.device) -> tuple[Product, ...]:
     kept = draw(shape.rows, 2 * inner)  # the preactivation, and in its place the preactivation's gradient
 
     def fc1(options: KernelOptions) -> Call:
-        run = functions.bind_grouped_gemm_activation(x, w1, None, None, shape.glu, True, options, token)
-        return lambda: _tensors(run(x, w1, None, offsets, None, token))
+        run = functions.bind_grouped_gemm_activation(x, w1, None, row_scale, shape.glu, True, options, token)
+        return lambda: _tensors(run(x, w1, None, offsets, row_scale, token))
 
     def fc2(options: KernelOptions) -> Call:
         run = functions.bind_grouped_gemm(h, w2, None, None, options)

@@ -8,14 +8,17 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl, which compiles 
 from test_sm90_compile import compile_and_disassemble, tool
 
 from benchmarks.shapes import Shape
-from benchmarks.trials import TRIALS, run
-from benchmarks.trials.late_stores import LateStores
+from benchmarks.trials import run
+from benchmarks.trials.explicit_fences import ExplicitFences
+from benchmarks.trials.late_stores import LateStoresK, LateStoresM
 from benchmarks.trials.run import Candidate, Product
+from benchmarks.trials.short_ring import ShortRingK, ShortRingM
 from fusedmoe.bench.timing import CpuTimer
 from fusedmoe.kernels.compiler import SYMBOL
 from fusedmoe.kernels.sm90 import choice, functions, launch
 from fusedmoe.kernels.sm90.choice import CANDIDATES, CO_256, CO_256_TALL, PP_192
 from fusedmoe.kernels.sm90.ragged_k import RaggedK
+from fusedmoe.kernels.sm90.ragged_m import RaggedM
 
 CPU = torch.device("cpu")
 TINY = Shape("tiny", 64, 32, 16, 4, 2)
@@ -60,36 +63,60 @@ def test_variants_have_symbols_and_sources_of_their_own(of_products):
         assert type(kernel).__module__ in kernel.sources
 
 
-def test_cooperative_weight_gradients_have_late_stores(of_products):
-    late = {kernel for some in of_products.values() for candidate, kernel in some if candidate.trial == "late stores"}
-    wanted = {config for family in ("wgrad_gathered_a", "wgrad_gathered_b") for config in CANDIDATES[family]}
-    assert {kernel.config for kernel in late} == {config for config in wanted if not config.pingpong}
+def of(trial, of_products):
+    return {kernel for some in of_products.values() for candidate, kernel in some if candidate.trial == trial}
+
+
+def test_cooperative_products_without_an_activation_have_late_stores(of_products):
+    late = of("late stores", of_products)
+    wgrads = {config for family in ("wgrad_gathered_a", "wgrad_gathered_b") for config in CANDIDATES[family]}
+    wanted = {RaggedK: wgrads, RaggedM: set(CANDIDATES["plain"])}
+    for kind, configs in wanted.items():
+        found = {kernel.config for kernel in late if isinstance(kernel, kind)}
+        assert found == {config for config in configs if not config.pingpong}
     # a buffer in shared memory is used again after `store_stages` boxes; parts of a tile are stored without the others
     assert all(kernel.kept // 2 % kernel.store_stages == 0 for kernel in late)
-    assert TRIALS["late stores"](RaggedK("bf16", PP_192)) is None
     with pytest.raises(ValueError, match="expected cooperative tiles, got 128x192pp_c21"):
-        LateStores("bf16", PP_192)
+        LateStoresK("bf16", PP_192)
+
+
+def test_every_product_has_a_short_ring_and_every_sum_has_fences(of_products):
+    shipped = {kernel for some in of_products.values() for candidate, kernel in some if not candidate.trial}
+    assert len(of("short ring", of_products)) == len(shipped)
+    assert len(of("explicit fences", of_products)) == len([k for k in shipped if getattr(k, "accumulate", False)]) > 0
 
 
 @pytest.mark.parametrize(
     "kernel",
     [
-        LateStores("bf16", CO_256_TALL, gathered="b"),
-        LateStores("fp16", CO_256),
-        LateStores("bf16", CO_256_TALL, out="fp32", accumulate=True, gathered="b"),
+        LateStoresK("bf16", CO_256_TALL, gathered="b"),
+        LateStoresK("bf16", CO_256_TALL, out="fp32", accumulate=True, gathered="b"),
+        LateStoresM("bf16", CO_256, b_major="n"),
+        ExplicitFences("bf16", CO_256_TALL, out="fp32", accumulate=True, gathered="b"),
     ],
     ids=lambda kernel: kernel.symbol,
 )
-def test_late_stores_compile_to_products_that_overlap(kernel):
+def test_products_overlap(kernel):
+    """Three waits: after the first products, in the main loop, and at its end; else ptxas serializes the products."""
     report = compile_and_disassemble(kernel, tool("nvdisasm"), tool("cuobjdump"))
-    waits = [opcode for opcode in report.opcodes if opcode.startswith("WARPGROUP.DEPBAR")]
+    assert [opcode for opcode in report.opcodes if opcode.startswith("WARPGROUP.DEPBAR")] == ["WARPGROUP.DEPBAR.LE"] * 3
     products = [opcode for opcode in report.opcodes if opcode.startswith("HGMMA")]
-    assert len(waits) == 3  # before the first release, in the main loop, at its end; else ptxas serialises the products
     assert len(products) == 2 * 4 * kernel.config.blocks
     assert not [opcode for opcode in report.opcodes if opcode.startswith(("STL", "LDL"))]
     stores = [opcode for opcode in report.opcodes if opcode.startswith(("UTMASTG", "UTMAREDG"))]
     boxes = kernel.config.blocks * kernel.boxes_per_block
-    assert len(stores) == boxes + kernel.kept  # after the last tile, the boxes that are kept are stored by other code
+    # after the last tile, the boxes that are kept are stored by other code
+    assert len(stores) == boxes + getattr(kernel, "kept", 0)
+
+
+def test_a_short_ring_has_two_slots():
+    waits = {}
+    for kind in (RaggedM, ShortRingM):
+        report = compile_and_disassemble(kind("bf16", PP_192), tool("nvdisasm"), tool("cuobjdump"))
+        waits[kind] = len([opcode for opcode in report.opcodes if opcode.startswith("SYNCS")])
+    # the barriers of a slot are initialised, one instruction each
+    assert waits[RaggedM] - waits[ShortRingM] == 2 * (4 - 2)
+    assert ShortRingK("bf16", PP_192).sources[0] == "benchmarks.trials.short_ring"
 
 
 # -- measurement
