@@ -13,8 +13,9 @@ before it stores the result:
 A 16-bit result takes half as many registers as the accumulators, which fits beside them. Of an fp32 result only the
 second half is kept; the first half is stored before the next main loop.
 
-The fences before the products of each stage are those of explicit_fences.py. They also make the compiler drop a wait
-for the products of the first stage, which it adds to `Gemm.main_loop` for cooperative tiles.
+The fences before the products of each stage are those of explicit_fences.py. The first product clears the accumulators
+by a predicate at run time. `Gemm.main_loop` has code of its own for the first stage, and in cooperative tiles ptxas
+waits for its products before it issues the next.
 
 In ragged K, gathering warps read the indices of rows two stages ahead, where `RaggedK` reads them one stage ahead.
 In ragged M, the epilogue is that of a product without activation, bias and row scale.

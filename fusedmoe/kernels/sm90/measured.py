@@ -24,6 +24,11 @@ MEASURED: dict[Coarse, str] = {
     # hidden 2048, intermediate 768, 128 experts of 2048 rows; hidden 4096, intermediate 1024, 64 experts of 2048 rows
     ("derivative_gathered", 22, 768, 11): "128x128pp_c21",
     ("derivative_gathered", 22, 1024, 12): "128x128pp_c21",
+    # hidden 1536, intermediate 256, 128 experts of 1536 rows; hidden 1536, intermediate 1024, 32 experts of 1536 rows;
+    # hidden 4096, intermediate 1024, 64 experts of 2048 rows
+    ("activation_gathered", 21, 512, 11): "128x128pp_c21",
+    ("activation_gathered", 21, 2048, 11): "128x128pp_c21",
+    ("activation_gathered", 22, 2048, 12): "128x128pp_c21",
     # hidden 1536, intermediate 256, 128 experts of 1536 rows
     ("wgrad_gathered_b", 21, 1536, 9): "256x128co_c12",
 }
