@@ -454,29 +454,39 @@ class Gemm:
         has read the buffer that box c + 1 will overwrite. So one barrier per box is enough.
         """
         stages = self.store_stages
-        group, thread, boxes = consumer.group, consumer.thread, consumer.boxes
+        group, thread = consumer.group, consumer.thread
         where = group * stages + count % stages
-        packed = values
-        if const_expr(isinstance(values, list)):
-            packed = self.packed(values)
         if const_expr(stages == 1):
             cute.arch.barrier(barrier_id=STORE_BARRIER + group, number_of_threads=WARPGROUP)
-        if const_expr(columns is None):
-            into = copy.partition_D(boxes)[None, None, None, where]
-            cute.copy(copy, cute.make_tensor(packed.iterator, cute.make_layout(into.shape)), into)
-        else:
-            for v in cutlass.range_constexpr(VALUES):
-                boxes[self.row_of(thread, v), columns[v], where] = packed[v]
+        self.write_box(values, consumer, copy, where, columns)
         cute.arch.fence_proxy("async.shared", space="cta")
         if const_expr(stages > 1):
             if thread < 32:
                 cute.arch.cp_async_bulk_wait_group(stages - 2, read=True)
         cute.arch.barrier(barrier_id=STORE_BARRIER + group, number_of_threads=WARPGROUP)
         if thread < 32:
-            of_s, to_g = cpasync.tma_partition(
-                tma.atom, 0, cute.make_layout(1), cute.group_modes(boxes, 0, 2), cute.group_modes(target, 0, 2)
-            )
-            cute.copy(tma.atom, of_s[None, where], to_g)
+            self.send_box(consumer, where, tma, target)
             cute.arch.cp_async_bulk_commit_group()
             if const_expr(stages == 1):
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def write_box(self, values, consumer, copy, where, columns=None):
+        """Write a box of values to buffer ``where`` in shared memory."""
+        thread, boxes = consumer.thread, consumer.boxes
+        packed = values
+        if const_expr(isinstance(values, list)):
+            packed = self.packed(values)
+        if const_expr(columns is None):
+            into = copy.partition_D(boxes)[None, None, None, where]
+            cute.copy(copy, cute.make_tensor(packed.iterator, cute.make_layout(into.shape)), into)
+        else:
+            for v in cutlass.range_constexpr(VALUES):
+                boxes[self.row_of(thread, v), columns[v], where] = packed[v]
+
+    def send_box(self, consumer, where, tma, target) -> None:
+        """Start the store of buffer ``where``; the caller commits it."""
+        of_s, to_g = cpasync.tma_partition(
+            tma.atom, 0, cute.make_layout(1), cute.group_modes(consumer.boxes, 0, 2), cute.group_modes(target, 0, 2)
+        )
+        cute.copy(tma.atom, of_s[None, where], to_g)
