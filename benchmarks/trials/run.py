@@ -69,8 +69,11 @@ def measured_shapes() -> tuple[Shape, ...]:
     return (*(known[name] for name in layer.SHAPES), *FEW_ROWS)
 
 
-def products(shape: Shape, device: torch.device) -> tuple[Product, ...]:
-    """Return the products of a training step of the layer, on random tensors and with random routing."""
+def products(shape: Shape, device: torch.device, load: Tensor | None = None) -> tuple[Product, ...]:
+    """Return the products of a training step of the layer, on random tensors.
+
+    ``load`` (E,) are the rows per expert, at most R in all. Without it, routing is random.
+    """
     bf16, hidden, inner = torch.bfloat16, shape.hidden, shape.intermediate
     generator = torch.Generator(device).manual_seed(0)
 
@@ -80,7 +83,9 @@ def products(shape: Shape, device: torch.device) -> tuple[Product, ...]:
     chosen = torch.rand(shape.tokens, shape.experts, device=device, generator=generator).topk(shape.top_k).indices
     experts, order = chosen.flatten().sort(stable=True)
     token = (order // shape.top_k).to(torch.int32)
-    offsets = torch.bincount(experts, minlength=shape.experts).cumsum(0, dtype=torch.int32)
+    if load is None:
+        load = torch.bincount(experts, minlength=shape.experts)
+    offsets = load.cumsum(0, dtype=torch.int32)
     row_scale = torch.rand(shape.rows, device=device, generator=generator)
     x, dy, h = draw(shape.tokens, hidden), draw(shape.tokens, hidden), draw(shape.rows, inner)
     w1, w2 = draw(shape.experts, 2 * inner, hidden), draw(shape.experts, hidden, inner)
@@ -183,13 +188,16 @@ def _compile_nothing(kernel: Kernel) -> Callable[..., None]:
 
 
 def candidates(product: Product) -> tuple[tuple[Candidate, Kernel], ...]:
-    """Return the candidates of a product with their kernels, the shipped ones under the static schedule first."""
+    """Return the candidates of a product with their kernels, by tiles: the shipped kernel first, under the static
+    schedule; the variants under the dynamic one only.
+    """
     found = []
     for config in configurations(product):
         for trial in (None, *TRIALS):
             with running(config, trial, _compile_nothing) as bound:
                 product.bind(KernelOptions())
-            found += [(Candidate(config, schedule, trial), bound[0]) for schedule in SCHEDULES if bound]
+            schedules = SCHEDULES if trial is None else SCHEDULES[-1:]
+            found += [(Candidate(config, schedule, trial), bound[0]) for schedule in schedules if bound]
     return tuple(found)
 
 
@@ -225,23 +233,32 @@ def measure_product(
     product: Product, some: Sequence[Candidate], timer: Timer, device: torch.device
 ) -> dict[str, dict[str, Any]]:
     """Return milliseconds and equality of bits by the name of the candidate."""
-    calls: dict[str, Call] = {}
-    same: dict[str, bool] = {}
-    reference: tuple[TileConfig, tuple[Tensor, ...]] | None = None
-    for candidate in some:
-        with running(candidate.config, candidate.trial):
-            call = calls[candidate.name] = product.bind(KernelOptions(schedule=candidate.schedule))
-        result = _from_zero(call)
-        if reference is None or reference[0] != candidate.config:
-            reference = candidate.config, result
-        same[candidate.name] = all(torch.equal(a, b) for a, b in zip(result, reference[1], strict=True))
-    del reference, result
+    calls = {candidate.name: call_of(product, candidate) for candidate in some}
+    same = same_bits(calls, some)
     times = timer.measure(calls)
     in_a_row = back_to_back(calls, device)
     return {
         name: {"ms": times[name].median_ms, "back_to_back_ms": in_a_row[name], "same_bits": same[name]}
         for name in calls
     }
+
+
+def call_of(product: Product, candidate: Candidate) -> Call:
+    """Return the call that computes the product with a candidate."""
+    with running(candidate.config, candidate.trial):
+        return product.bind(KernelOptions(schedule=candidate.schedule))
+
+
+def same_bits(calls: dict[str, Call], some: Sequence[Candidate]) -> dict[str, bool]:
+    """Whether each candidate's results equal those of the first one with the same tiles, bit for bit."""
+    same: dict[str, bool] = {}
+    reference: tuple[TileConfig, tuple[Tensor, ...]] | None = None
+    for candidate in some:
+        result = _from_zero(calls[candidate.name])
+        if reference is None or reference[0] != candidate.config:
+            reference = candidate.config, result
+        same[candidate.name] = all(torch.equal(a, b) for a, b in zip(result, reference[1], strict=True))
+    return same
 
 
 def _from_zero(call: Call) -> tuple[Tensor, ...]:

@@ -16,7 +16,7 @@ from benchmarks.trials.short_ring import ShortRingK, ShortRingM
 from fusedmoe.bench.timing import CpuTimer
 from fusedmoe.kernels.compiler import SYMBOL
 from fusedmoe.kernels.sm90 import choice, functions, launch
-from fusedmoe.kernels.sm90.choice import CANDIDATES, CO_256, CO_256_TALL, PP_192
+from fusedmoe.kernels.sm90.choice import CANDIDATES, CO_256, CO_256_TALL, PP_128, PP_192
 from fusedmoe.kernels.sm90.ragged_k import RaggedK
 from fusedmoe.kernels.sm90.ragged_m import RaggedM
 
@@ -35,6 +35,7 @@ def test_every_product_of_a_step_has_all_its_tiles_under_both_schedules(of_produ
     for some in of_products.values():
         shipped = [candidate for candidate, _ in some if candidate.trial is None]
         assert {candidate.schedule for candidate in shipped} == set(run.SCHEDULES)
+        assert {candidate.schedule for candidate, _ in some if candidate.trial} == {"dynamic"}
         assert len(shipped) == 2 * len({candidate.config for candidate in shipped})
         assert len({candidate.name for candidate, _ in some}) == len(some)
         assert some[0][0] == Candidate(shipped[0].config, "static", None)
@@ -84,6 +85,20 @@ def test_every_product_has_a_short_ring_and_every_sum_has_fences(of_products):
     shipped = {kernel for some in of_products.values() for candidate, kernel in some if not candidate.trial}
     assert len(of("short ring", of_products)) == len(shipped)
     assert len(of("explicit fences", of_products)) == len([k for k in shipped if getattr(k, "accumulate", False)]) > 0
+
+
+def test_grouped_stores_are_those_that_spill_no_more(of_products):
+    names = {trial for some in of_products.values() for candidate, _ in some if (trial := candidate.trial)}
+    grouped = {name: of(name, of_products) for name in names if name.startswith("grouped")}
+    assert len(grouped) == 4
+    plain = {kernel for some in of_products.values() for candidate, kernel in some if not candidate.trial}
+    several = [kernel for kernel in plain if isinstance(kernel, RaggedM) and kernel.epilogue.boxes > 1]
+    assert len(grouped["grouped stores"]) == len(several)
+    for name, kernels in grouped.items():
+        assert all(kernel.ahead == ("ahead" in name) and kernel.in_place == ("in place" in name) for kernel in kernels)
+    assert {k.config for k in grouped["grouped stores, in place, ahead"]} == {PP_128}
+    for buffers, name in ((3, "three buffers"), (4, "four buffers")):
+        assert {(k.config, k.store_stages) for k in of(name, of_products)} == {(PP_128, buffers)}
 
 
 @pytest.mark.parametrize(
