@@ -3,8 +3,8 @@
 Sections: ``host`` (host overhead of the framework), ``layer`` (the whole layer, from tokens to tokens; its router; a
 dense MLP), ``kernels`` (each kernel), ``mlp`` (the expert MLP through the public API), ``recipes`` (the expert MLP
 under each recipe), ``deepgemm`` (DeepGEMM's products, in a separate environment), ``tiles`` (every tile configuration
-for many layers, about a minute), ``transformers`` (a stack of decoder layers), ``trials`` (variants of the kernels that
-are not shipped). The default is ``host``, and with a GPU also ``layer``, ``kernels`` and ``mlp``.
+for many layers, about a minute), ``transformers`` (a stack of decoder layers). The default is ``host``, and with a GPU
+also ``layer``, ``kernels`` and ``mlp``.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ import torch
 from benchmarks import gpu, host, layer, layer_run, shapes, stack, tiles
 from benchmarks.ceiling import ceiling
 from benchmarks.results import ROOT, machine, write
-from benchmarks.trials import run as trials
 from fusedmoe.bench.timing import GpuTimer
 
-SECTIONS = ("host", "layer", *gpu.SECTIONS, "tiles", "transformers", "trials")
+SECTIONS = ("host", "layer", *gpu.SECTIONS, "tiles", "transformers")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -48,21 +47,8 @@ def main(argv: list[str] | None = None) -> None:
             print(stack.lines(measured_now), flush=True)
             written = write(args.results, "transformers", stack.results(found, args.layers, args.reps))
         print("written to", written)
-    if "trials" in sections:
-        _trials(args.reps, args.results)
     if on_gpu or "layer" in sections:
         _with_ceiling(parser, args, on_gpu, "layer" in sections)
-
-
-def _trials(reps: int, results: Path) -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
-    timer = GpuTimer(device, reps, host_reps=1)
-    print(f"\n{machine()}; milliseconds: median of {reps} calls with a cold L2, then calls back to back")
-    found = []
-    for shape in trials.measured_shapes():
-        found.append(trials.measure(shape, device, timer))
-        written = write(results, "trials", {"reps": reps, "trials": found})
-    print("written to", written)
 
 
 def _with_ceiling(

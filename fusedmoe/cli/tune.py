@@ -31,6 +31,7 @@ class TuneOptions:
     intermediate: int | None = None
     experts: int | None = None
     rows: int | None = None
+    top_k: int = 1
     activation: str = "swiglu"
     dtype: str = "bf16"
     reps: int = 30
@@ -55,6 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--intermediate", metavar="I", type=int, help="intermediate features per expert")
     parser.add_argument("--experts", metavar="E", type=int, help="experts on this GPU")
     parser.add_argument("--rows", metavar="R", type=int, help="rows in total: tokens x chosen experts per token")
+    parser.add_argument(
+        "--top-k", metavar="K", type=int, default=1, help="chosen experts per token (default: %(default)s)"
+    )
     parser.add_argument(
         "--activation", choices=tuple(tuning.ACTIVATIONS), default="swiglu", help="(default: %(default)s)"
     )
@@ -120,7 +124,9 @@ def _mlp(options: TuneOptions) -> Mlp:
             raise InputError(reason)
     if options.reps < 1:
         raise InputError(f"--reps {options.reps}: must be 1 or more")
-    return Mlp(**sizes, activation=options.activation, dtype=options.dtype)
+    if options.top_k < 1:
+        raise InputError(f"--top-k {options.top_k}: must be 1 or more")
+    return Mlp(**sizes, activation=options.activation, dtype=options.dtype, top_k=options.top_k)
 
 
 def _clear(file: Path) -> int:
@@ -135,7 +141,8 @@ def _tune(mlp: Mlp, reps: int, measure: Measure, gpu: Gpu, file: Path) -> int:
 
     file.parent.mkdir(mode=0o755, parents=True, exist_ok=True)  # fail before measuring
     print(
-        f"{gpu.name}, {mlp.dtype}, {mlp.activation}, {mlp.rows} rows of {mlp.experts} experts, medians of {reps} calls"
+        f"{gpu.name}, {mlp.dtype}, {mlp.activation}, {mlp.rows} rows of {mlp.experts} experts, "
+        f"{mlp.top_k} per token, medians of {reps} calls"
     )
     products = tuning.products(mlp, gpu.sms)
     total = sum(len(choice.candidates(product.problem)) for product in products)

@@ -124,7 +124,7 @@ def test_the_table_that_is_printed(capsys):
 
     tune(some_times, reps=7)
     out = capsys.readouterr().out
-    assert "Some GPU, bf16, swiglu, 262144 rows of 128 experts, medians of 7 calls" in out
+    assert "Some GPU, bf16, swiglu, 262144 rows of 128 experts, 1 per token, medians of 7 calls" in out
     first = out[out.index("FC1 and the activation") :].splitlines()
     assert first[0] == "FC1 and the activation: 1536 columns, depth 2048"
     assert first[1].split() == ["config", "ms", "TFLOP/s"]
@@ -323,6 +323,38 @@ def test_calls_are_those_of_the_products_titles(monkeypatch, activation):
         "grouped_gemm_activation_backward of gathered_gemm_activation_backward",
         "grouped_wgrad of gathered_wgrad_x", "grouped_wgrad of gathered_wgrad_dy",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_gathered_rows_are_those_of_the_tokens(monkeypatch, top_k):
+    found = {}
+    for name in ("grouped_gemm_activation", "grouped_gemm_activation_backward"):
+        monkeypatch.setattr(
+            functions, name, lambda rows, *_, gather, name=name: found.setdefault(name, (rows.shape[0], gather))
+        )
+
+    def wgrad(dy, x, offsets, gather, gathered):
+        found.setdefault(gathered, ((dy if gathered == "grad_output" else x).shape[0], gather))
+
+    monkeypatch.setattr(functions, "grouped_wgrad", wgrad)
+    mlp = tuning.Mlp(64, 32, 4, 100, top_k=top_k)
+    for product in tuning.products(mlp, 132)[6:]:
+        tuning.call_of(mlp, product, "cpu")()
+    tokens = -(-100 // top_k)
+    assert set(found) == {"grouped_gemm_activation", "grouped_gemm_activation_backward", "x", "grad_output"}
+    for rows, index in found.values():
+        assert rows == tokens
+        assert index.dtype is torch.int32
+        assert torch.bincount(index).tolist() == [top_k] * (100 // top_k) + [100 % top_k] * (100 % top_k > 0)
+
+
+def test_rows_per_token_are_an_option(monkeypatch):
+    measured = []
+    monkeypatch.setattr(tune_cli, "find_gpu", lambda: GPU)
+    tune(lambda mlp, *rest: measured.append(mlp) or last_is_best(mlp, *rest), top_k=8)
+    assert {mlp.top_k for mlp in measured} == {8}
+    with pytest.raises(InputError, match="--top-k 0: must be 1 or more"):
+        tune(top_k=0)
 
 
 def test_a_forced_configuration_is_what_launches_are_chosen_by():

@@ -486,20 +486,13 @@ class RaggedM(Gemm):
         return inputs
 
     def store(self, box, block, count, to):
-        """Store the valid rows of a box from row ``block.top`` of an output."""
-        copy = self.box_copy(box, block)
-        self.put_box(box.values, block.consumer, copy, count, to, self.target(box, block, to), box.columns)
-
-    def target(self, box, block, to):
-        """Where the valid rows of a box belong in the descriptor of an output; see the module's docstring."""
+        """Store the valid rows of a box from row ``block.top`` of an output; see the module's docstring."""
         rows = to.tensor[None, None, box.part, block.top + block.valid]
         here = cute.domain_offset((BLOCK_ROWS - block.valid, 0), rows)
-        return cute.local_tile(here, (BLOCK_ROWS, EPILOGUE_COLUMNS), (0, box.column))
-
-    def box_copy(self, box, block):
-        """The copy of a box's values to shared memory."""
+        target = cute.local_tile(here, (BLOCK_ROWS, EPILOGUE_COLUMNS), (0, box.column))
         copies = block.consumer.copies
-        return copies.pairs if box.paired else copies.store
+        copy = copies.pairs if box.paired else copies.store
+        self.put_box(box.values, block.consumer, copy, count, to, target, box.columns)
 
     def box_copies(self, thread) -> Copies:
         copies = super().box_copies(thread)

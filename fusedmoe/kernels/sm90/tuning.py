@@ -39,7 +39,8 @@ ACTIVATIONS = {
 class Mlp:
     """The expert MLP to tune, with R rows distributed over the experts at random.
 
-    ``activation`` is one of `ACTIVATIONS`, ``dtype`` "bf16" or "fp16".
+    ``activation`` is one of `ACTIVATIONS`, ``dtype`` "bf16" or "fp16". ``top_k`` rows belong to each token: gathered
+    rows are those of R / top_k tokens.
     """
 
     hidden: int
@@ -48,6 +49,7 @@ class Mlp:
     rows: int
     activation: str = "swiglu"
     dtype: str = "bf16"
+    top_k: int = 1
 
 
 @dataclass(frozen=True)
@@ -163,15 +165,17 @@ def call_of(mlp: Mlp, product: Product, device: str = "cuda") -> Callable[[], ob
     # random routing: equal numbers of rows would keep the CTAs in step, which slows some tiles by half
     chosen = torch.randint(p.experts, (p.rows,), device=device, generator=generator)
     offsets = torch.bincount(chosen, minlength=p.experts).cumsum(0, dtype=torch.int32)
-    # the rows of an expert are in token order, as `Dispatch` sorts them; each token has one row
-    order = torch.argsort(chosen, stable=True).to(torch.int32)
+    # the rows of an expert are in token order, as `Dispatch` sorts them
+    token = (torch.argsort(chosen, stable=True) // mlp.top_k).to(torch.int32)
+    tokens = -(-p.rows // mlp.top_k)
     if p.family in WGRADS.values():
-        grad, x = draw(p.rows, p.depth), draw(p.rows, p.columns)
         gathered = next(o for o, of_kernel in functions.KERNEL_OPERAND.items() if WGRADS[of_kernel] == p.family)
-        gather = None if gathered is None else order
+        grad = draw(tokens if gathered == "grad_output" else p.rows, p.depth)
+        x = draw(tokens if gathered == "x" else p.rows, p.columns)
+        gather = None if gathered is None else token
         return lambda: functions.grouped_wgrad(grad, x, offsets, gather=gather, gathered=gathered)
-    gather = order if p.gathered else None
-    rows = draw(p.rows, p.depth)
+    gather = token if p.gathered else None
+    rows = draw(tokens if p.gathered else p.rows, p.depth)
     weight = draw(p.experts, p.depth, p.columns).mT if product.across else draw(p.experts, p.columns, p.depth)
     if p.family in ("activation", "transposed_activation"):
         return lambda: functions.grouped_gemm_activation(rows, weight, offsets, activation, gather=gather)
