@@ -11,7 +11,7 @@ write zeros.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -149,12 +149,8 @@ def ranks(config: TileConfig) -> tuple[Int32, Int32]:
 
 
 @cute.jit
-def next_tile(tile: Int32, share: Share, lane: Int32, turn: Int32, tiles: Any = None) -> Int32:
-    """Return the tile after ``tile``: a fixed stride further, or the next one drawn. ``turn`` counts the calls.
-
-    All clusters together draw as often as there are ``tiles``, if that number is known: with the last draw, the counter
-    is zero again.
-    """
+def next_tile(tile: Int32, share: Share, lane: Int32, turn: Int32) -> Int32:
+    """Return the tile after ``tile``: a fixed stride further, or the next one drawn. ``turn`` counts the calls."""
     drawing = share.drawing
     if share.dynamic == 0:
         tile += share.clusters
@@ -162,10 +158,10 @@ def next_tile(tile: Int32, share: Share, lane: Int32, turn: Int32, tiles: Any = 
         drawn = Int32(0)
         if const_expr(drawing.ctas == 1):
             if lane == 0:
-                drawn = share.clusters + draw(share.counter, tiles)
+                drawn = share.clusters + cute.arch.atomic_add(share.counter.iterator, Int32(1))
         elif cute.arch.block_idx_in_cluster() == 0:
             if lane == 0:
-                drawn = share.clusters + draw(share.counter, tiles)
+                drawn = share.clusters + cute.arch.atomic_add(share.counter.iterator, Int32(1))
                 cute.arch.mbarrier_wait(drawing.read, (turn & 1) ^ 1)  # the first wait returns at once
                 cute.arch.store_async_dsmem(drawing.word.iterator, drawn, drawing.told, 1)
         elif lane == 0:
@@ -178,21 +174,21 @@ def next_tile(tile: Int32, share: Share, lane: Int32, turn: Int32, tiles: Any = 
 
 
 @cute.jit
-def draw(counter: cute.Tensor, tiles: Any) -> Int32:
-    """Increment a counter; return its value before. See `next_tile`."""
-    drawn = cute.arch.atomic_add(counter.iterator, Int32(1))
-    if const_expr(tiles is not None):
-        if drawn == tiles - 1:
-            counter[0] = 0
-    return drawn
+def finish_drawing(tile: Int32, tiles: Int32, share: Share, turn: Int32) -> None:
+    """Leave the counter zero for the next launch. Wait, in CTA 0, until CTA 1 has read the last word: CTA 1 arrives at
+    a barrier in CTA 0's shared memory.
 
-
-@cute.jit
-def finish_drawing(share: Share, turn: Int32) -> None:
-    """Wait, in CTA 0, until CTA 1 has read the last word: CTA 1 arrives at a barrier in CTA 0's shared memory."""
-    if const_expr(share.drawing.ctas > 1):
-        if share.dynamic != 0 and turn > 0 and cute.arch.block_idx_in_cluster() == 0:
+    A cluster draws once after each tile that it computes, so all clusters together draw as often as there are
+    ``tiles``. The last draw returned ``tiles - 1``. The cluster whose walk ended with it, at ``tile``, resets the
+    counter: all others have drawn before.
+    """
+    counter = share.counter
+    if share.dynamic != 0 and turn > 0 and cute.arch.block_idx_in_cluster() == 0:
+        if const_expr(share.drawing.ctas > 1):
             cute.arch.mbarrier_wait(share.drawing.read, (turn & 1) ^ 1)
+        if tile == share.clusters + tiles - 1:
+            with cute.arch.elect_one():
+                counter[0] = 0
 
 
 @cute.jit
@@ -279,7 +275,7 @@ def schedule_ragged_m(
             state = put(ring, state, slots, lane, Tile(expert, first + row, own - row, column, Int32(left_over), depth))
             tile = next_tile(tile, share, lane, turn)
             turn += 1
-    finish_drawing(share, turn)
+    finish_drawing(tile, before, share, turn)
     put(ring, state, slots, lane, Tile(Int32(END), *[Int32(0)] * 5))
 
 
@@ -309,7 +305,7 @@ def schedule_ragged_k(
         count = offsets[expert] - first
         column, row = column_tile * cluster_n + share.rank_n, row_tile * cluster_m + share.rank_m
         state = put(ring, state, slots, lane, Tile(expert, first, count, column, row, (count + tile_k - 1) // tile_k))
-        tile = next_tile(tile, share, lane, turn, experts * tall * wide)
+        tile = next_tile(tile, share, lane, turn)
         turn += 1
-    finish_drawing(share, turn)
+    finish_drawing(tile, experts * tall * wide, share, turn)
     put(ring, state, slots, lane, Tile(Int32(END), *[Int32(0)] * 5))
