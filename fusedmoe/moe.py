@@ -119,7 +119,7 @@ class MoE(Checked, Runnable):
         dtype: torch.dtype | None = None,
         *,
         sm_margin: int = 0,
-        schedule: Schedule = "static",
+        schedule: Schedule = "dynamic",
         expert_parallel: object = None,
     ) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ class MoE(Checked, Runnable):
 
     @property
     def schedule(self) -> Schedule:
-        """Tile scheduling of the fused kernels: ``"static"`` or ``"dynamic"``."""
+        """Tile scheduling of the fused kernels: ``"dynamic"`` or ``"static"``."""
         return self.experts.schedule
 
     @schedule.setter

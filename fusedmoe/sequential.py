@@ -48,8 +48,8 @@ class Sequential(Runnable, nn.Sequential):
     sm_margin
         SMs that the fused kernels leave free for other kernels, such as communication.
     schedule
-        ``"static"``: each thread block of a fused kernel has its tiles from the start. ``"dynamic"``: it takes its next
-        tile from a counter, which balances the load beside other kernels.
+        ``"dynamic"``: each cluster of thread blocks of a fused kernel takes its next tile from a counter, which
+        balances the load. ``"static"``: the tiles of a cluster are fixed at the start.
 
     Notes
     -----
@@ -63,7 +63,7 @@ class Sequential(Runnable, nn.Sequential):
     >>> y = experts(x, splits=tokens_per_expert)
     """
 
-    def __init__(self, *args: Any, sm_margin: int = 0, schedule: Schedule = "static") -> None:
+    def __init__(self, *args: Any, sm_margin: int = 0, schedule: Schedule = "dynamic") -> None:
         super().__init__(*args)
         self._options = kernel_options(type(self).__name__, sm_margin, schedule)
 
@@ -78,7 +78,7 @@ class Sequential(Runnable, nn.Sequential):
 
     @property
     def schedule(self) -> Schedule:
-        """How the fused kernels assign their tiles: ``"static"`` or ``"dynamic"``."""
+        """How the fused kernels assign their tiles: ``"dynamic"`` or ``"static"``."""
         return self._options.schedule
 
     @schedule.setter

@@ -10,19 +10,19 @@ Schedule = Literal["static", "dynamic"]
 
 @dataclass(frozen=True)
 class KernelOptions:
-    """Options for kernels that share the GPU with others.
+    """Options of the launches.
 
     Neither option changes results, except the last bits of a row scale's gradient: its order of summation depends on
     the tiles.
     """
 
     sm_margin: int = 0  # SMs left free for other kernels, such as communication
-    # tile scheduler. ``"static"``: each CTA computes its tiles from its index. ``"dynamic"``: each CTA takes its next
-    # tile from an atomic counter, which balances the load if other kernels slow down some SMs
-    schedule: Schedule = "static"
+    # tile scheduler. ``"dynamic"``: each cluster draws its next tile from an atomic counter, so that concurrent tiles are
+    # neighbours and no cluster waits for a slower one. ``"static"``: each cluster computes its tiles from its index
+    schedule: Schedule = "dynamic"
 
     def changed(self) -> list[str]:
-        """Return the options that differ from their defaults: ``["sm_margin 8", "schedule dynamic"]``."""
+        """Return the options that differ from their defaults: ``["sm_margin 8", "schedule static"]``."""
         return [f"{f.name} {getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default]
 
 

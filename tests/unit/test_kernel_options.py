@@ -15,7 +15,7 @@ from fusedmoe.kernels.options import DEFAULT, KernelOptions
 from fusedmoe.ops import GroupedLinear, Wgrad
 from fusedmoe.partition import partition_for
 
-BOTH = {"sm_margin": 16, "schedule": "dynamic"}
+BOTH = {"sm_margin": 16, "schedule": "static"}
 
 
 def seeing(seen):
@@ -50,7 +50,7 @@ def chain(**options):
 
 def test_defaults():
     made = chain()
-    assert (made.sm_margin, made.schedule) == (0, "static")
+    assert (made.sm_margin, made.schedule) == (0, "dynamic")
     assert made._options == DEFAULT
 
 
@@ -59,10 +59,10 @@ def test_rules_see_them_in_both_directions(how):
     seen = []
     made = chain(**BOTH) if how == "given" else chain()
     if how == "set":
-        made.sm_margin, made.schedule = 16, "dynamic"
+        made.sm_margin, made.schedule = 16, "static"
     with fm.register(*seeing(seen)):
         outcome(made, rows(), **inputs())
-    assert seen == [KernelOptions(16, "dynamic")] * 4
+    assert seen == [KernelOptions(16, "static")] * 4
 
 
 def test_an_op_alone_has_the_defaults():
@@ -79,7 +79,7 @@ def test_a_change_is_a_new_plan_and_back_the_old_one():
         made.sm_margin = margin
         made(x, **named)
         assert len(part.chain.table.plans) == plans
-    made.schedule = "dynamic"
+    made.schedule = "static"
     made(x, **named)
     assert len(part.chain.table.plans) == 4
 
@@ -93,10 +93,10 @@ def test_they_are_shown_if_not_the_default():
         str(made.explain(x, **named)).splitlines()[1] == "planned for cpu, float64, recipe bf16, sm_margin 16, 9 rows"
     )
     assert "sm_margin=16" in repr(made)
-    made.schedule = "dynamic"
-    assert ", sm_margin 16, schedule dynamic, 9 rows\n" in str(made.explain(x, **named))
-    assert "sm_margin=16, schedule='dynamic'" in repr(made)
-    assert only_plan(made, x, **named).options == KernelOptions(16, "dynamic")
+    made.schedule = "static"
+    assert ", sm_margin 16, schedule static, 9 rows\n" in str(made.explain(x, **named))
+    assert "sm_margin=16, schedule='static'" in repr(made)
+    assert only_plan(made, x, **named).options == KernelOptions(16, "static")
 
 
 @pytest.mark.parametrize("margin", [-1, 1.0, "8", None, True])
@@ -136,7 +136,7 @@ def test_they_are_keyword_only():
 )
 def test_copies_and_slices_keep_them(copied):
     twin = copied(chain(**BOTH))
-    assert (twin.sm_margin, twin.schedule) == (16, "dynamic")
+    assert (twin.sm_margin, twin.schedule) == (16, "static")
     twin.sm_margin = 1
     assert chain(**BOTH).sm_margin == 16
 
@@ -148,7 +148,7 @@ def test_they_are_not_in_the_state_dict():
 def test_one_made_without_its_constructor_has_the_defaults():
     made = chain(**BOTH)
     del made.__dict__["_options"]  # as from a pickle of before there were options
-    assert (made.sm_margin, made.schedule) == (0, "static")
+    assert (made.sm_margin, made.schedule) == (0, "dynamic")
     made(rows(), **inputs())
 
 
@@ -188,7 +188,7 @@ def test_one_that_is_called_as_a_module_has_its_own():
 
 def test_moe_passes_them_on():
     layer = fm.MoE(H, I, E, 1, shared_intermediate=I, **BOTH)
-    for options in [(16, "dynamic"), (1, "dynamic"), (1, "static")]:
+    for options in [(16, "static"), (1, "static"), (1, "dynamic")]:
         layer.sm_margin, layer.schedule = options
         assert (layer.sm_margin, layer.schedule) == options
         assert layer.experts._options == layer.shared._options == KernelOptions(*options)
@@ -204,4 +204,4 @@ def test_compiled_calls_have_them():
     made = chain(**BOTH)
     with fm.register(*seeing(seen)):
         torch.compile(made, backend="eager")(rows(), **inputs())
-    assert set(seen) == {KernelOptions(16, "dynamic")}
+    assert set(seen) == {KernelOptions(16, "static")}

@@ -16,6 +16,31 @@ BF16 = torch.bfloat16
 ROW_SCALE, COUNTER, CONSTANTS, BIASED, CTAS, DYNAMIC, TENSORS = 4, 5, 6, 9, 12, 13, 14
 
 
+class Streams:
+    """The state of torch.cuda, as `TileCounters` sees it. There are no tile counters yet."""
+
+    def __init__(self, monkeypatch):
+        self.stream, self.capturing = 1, False
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
+        monkeypatch.setattr(launch, "_tile_counters", {})
+
+    @property
+    def cuda_stream(self):
+        return self.stream
+
+    def record_event(self):
+        return self
+
+    def synchronize(self):
+        assert not self.capturing
+
+
+@pytest.fixture(autouse=True)
+def now(monkeypatch):
+    return Streams(monkeypatch)
+
+
 @pytest.fixture(autouse=True)
 def launched(monkeypatch):
     """(the properties that are compiled in, the arguments) of each launch."""
@@ -49,7 +74,7 @@ def wgrad(rows=32, dtype=BF16, **settings):
 
 @pytest.mark.parametrize(("run", "found"), [(product, "_ragged_m_launch"), (wgrad, "_ragged_k_launch")])
 def test_what_makes_another_launch(run, found):
-    changes = {"rows": 40}, {"options": KernelOptions(8)}, {"options": KernelOptions(0, "dynamic")}
+    changes = {"rows": 40}, {"options": KernelOptions(8)}, {"options": KernelOptions(0, "static")}
     for count, change in enumerate(({}, *changes), 1):
         run(**change)
         run(**change)
@@ -60,14 +85,14 @@ def test_what_makes_another_launch(run, found):
 def test_the_numbers_are_those_of_the_call(launched):
     product(bias=torch.zeros(E, N, dtype=BF16))
     product(row_scale=torch.zeros(32, dtype=BF16))
-    product(options=KernelOptions(32, "dynamic"))
-    (_, biased), (_, scaled), (_, dynamic) = launched
+    product(options=KernelOptions(32, "static"))
+    (_, biased), (_, scaled), (_, static) = launched
     assert biased[BIASED : BIASED + 2] == (True, False)
     assert scaled[BIASED : BIASED + 2] == (False, True)
     assert scaled[ROW_SCALE].dtype is torch.float32
-    assert biased[DYNAMIC] == scaled[DYNAMIC] == 0
-    assert dynamic[CTAS] <= 100
-    assert dynamic[DYNAMIC] == 1
+    assert biased[DYNAMIC] == scaled[DYNAMIC] == 1
+    assert static[CTAS] <= 100
+    assert static[DYNAMIC] == 0
 
 
 def test_the_major_axis_is_that_of_the_weight(launched):
@@ -92,14 +117,61 @@ def test_another_choice_holds_at_once(launched, monkeypatch):
         assert launched[-1][0]["config"] is config
 
 
-def test_a_dynamic_launch_has_a_counter_of_its_own(launched):
-    for schedule in ("static", "dynamic"):
-        launched.clear()
-        for _ in range(2):
-            product(options=KernelOptions(0, schedule))
-        (_, first), (_, second) = launched
-        assert first[COUNTER].tolist() == second[COUNTER].tolist() == [0]
-        assert (first[COUNTER] is second[COUNTER]) == (schedule == "static")
+def counted(launched, run, schedule="dynamic", count=1):
+    """(place of the tile counter, whether the launch is dynamic) of each of some launches; no place under a static
+    schedule, which reads no counter.
+    """
+    launched.clear()
+    for _ in range(count):
+        run(options=KernelOptions(0, schedule))
+    given = [arguments[COUNTER : DYNAMIC + 1] if run is product else arguments[-4:] for _, arguments in launched]
+    assert all(counter.dtype is torch.int32 and counter.shape == (1,) for counter, *_ in given)
+    assert all(counter.item() == 0 for counter, *_, dynamic in given if dynamic)
+    return [(counter.storage_offset() if dynamic else None, dynamic) for counter, *_, dynamic in given]
+
+
+@pytest.mark.parametrize("run", [product, wgrad])
+def test_launches_on_a_stream_share_a_counter_and_captured_ones_have_their_own(launched, now, run):
+    assert counted(launched, run, count=2) == [(0, 1)] * 2
+    now.capturing = True
+    assert counted(launched, run, count=2) == [(1, 1), (2, 1)]
+    now.capturing = False
+    assert counted(launched, run) == [(0, 1)]
+    now.stream = 2
+    assert counted(launched, run, count=2) == [(3, 1)] * 2
+
+
+def test_products_of_all_kinds_share_the_counter_of_their_stream(launched):
+    product()
+    wgrad()
+    (_, of_product), (_, of_wgrad) = launched
+    assert of_product[COUNTER].data_ptr() == of_wgrad[-4].data_ptr()
+
+
+@pytest.mark.parametrize("run", [product, wgrad])
+def test_a_static_launch_takes_no_counter(launched, run):
+    assert counted(launched, run, "static", count=2) == [(None, 0)] * 2
+    assert not launch._tile_counters
+
+
+@pytest.mark.parametrize("run", [product, wgrad])
+def test_a_launch_without_a_counter_is_static(launched, now, monkeypatch, run):
+    monkeypatch.setattr(launch.TileCounters, "SIZE", 2)
+    now.capturing = True
+    assert counted(launched, run) == [(None, 0)]  # there are none yet
+    now.capturing = False
+    assert counted(launched, run) == [(0, 1)]  # the same launch
+    now.capturing = True
+    assert counted(launched, run, count=2) == [(1, 1), (None, 0)]  # all taken
+    now.capturing = False
+    assert counted(launched, run) == [(0, 1)]
+
+
+@pytest.mark.parametrize("run", [product, wgrad])
+def test_no_rows_take_no_counter(launched, run):
+    run(rows=0)
+    assert not launched
+    assert not launch._tile_counters
 
 
 @pytest.mark.parametrize(("gathered", "operand"), [("grad_output", "a"), ("x", "b")])
@@ -204,28 +276,7 @@ def test_gathered_rows_are_less_than_2_gib_apart():
             functions.grouped_wgrad(x, x, offsets, gather=index, gathered=gathered)
 
 
-class Capturing:
-    """The state of torch.cuda, as `TileCounters` sees it."""
-
-    def __init__(self, monkeypatch):
-        self.stream, self.capturing = 1, False
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self)
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
-        monkeypatch.setattr(launch, "_tile_counters", {})
-
-    @property
-    def cuda_stream(self):
-        return self.stream
-
-    def record_event(self):
-        return self
-
-    def synchronize(self):
-        assert not self.capturing
-
-
-def test_streams_share_no_tile_counter_and_captured_launches_none_at_all(monkeypatch):
-    now = Capturing(monkeypatch)
+def test_streams_share_no_tile_counter_and_captured_launches_none_at_all(now, monkeypatch):
     monkeypatch.setattr(launch.TileCounters, "SIZE", 5)
     now.capturing = True
     assert launch.tile_counters(torch.device("cpu")) is None  # a graph would own the memory
@@ -235,7 +286,7 @@ def test_streams_share_no_tile_counter_and_captured_launches_none_at_all(monkeyp
 
     def places(count):
         got = [counters.get() for _ in range(count)]
-        assert all(t.tolist() == [0] for t, _ in got)
+        assert all(t.tolist() == [0] for t, dynamic in got if dynamic)
         return [(t.storage_offset(), dynamic) for t, dynamic in got]
 
     assert places(2) == [(0, 1)] * 2
@@ -251,19 +302,20 @@ def test_streams_share_no_tile_counter_and_captured_launches_none_at_all(monkeyp
 
 
 @pytest.mark.parametrize("beside", [False, True])
-def test_a_weight_gradient_that_begins_early(launched, monkeypatch, beside):
-    Capturing(monkeypatch)
+@pytest.mark.parametrize("schedule", ["static", "dynamic"])
+def test_a_weight_gradient_that_begins_early(launched, beside, schedule):
     dy, x = torch.zeros(32, N, dtype=BF16), torch.zeros(32, K, dtype=BF16)
     offsets = torch.zeros(E, dtype=torch.int32)
-    run = functions.bind_grouped_wgrad(dy, x, offsets, BF16, False, KernelOptions(8), None, None, beside)
+    run = functions.bind_grouped_wgrad(dy, x, offsets, BF16, False, KernelOptions(8, schedule), None, None, beside)
     run(dy, x, offsets, None)
     ((compiled_for, (*_, counter, _, ctas, dynamic)),) = launched
     assert compiled_for["beside"] is beside
-    assert (ctas <= 124, dynamic, counter.tolist()) == (True, int(beside), [0])
+    assert (ctas <= 124, dynamic) == (True, int(beside or schedule == "dynamic"))
+    assert counter.item() == 0 or not dynamic
 
 
-def test_a_weight_gradient_bound_while_a_graph_is_captured_begins_in_turn(launched, monkeypatch):
-    Capturing(monkeypatch).capturing = True
+def test_a_weight_gradient_bound_while_a_graph_is_captured_begins_in_turn(launched, now):
+    now.capturing = True
     dy, x = torch.zeros(32, N, dtype=BF16), torch.zeros(32, K, dtype=BF16)
     offsets = torch.zeros(E, dtype=torch.int32)
     functions.bind_grouped_wgrad(dy, x, offsets, BF16, False, KernelOptions(), None, None, True)(dy, x, offsets, None)

@@ -217,15 +217,15 @@ def test_deterministic_mode():
 
 
 def test_options_reach_every_kernel():
-    chain = experts(options={"sm_margin": 8, "schedule": "dynamic"})
+    chain = experts(options={"sm_margin": 8, "schedule": "static"})
     x, named = rows(), inputs()
     outcome(chain, x, **named)
-    assert {what["options"] for _, what in stand_ins.calls if "options" in what} == {KernelOptions(8, "dynamic")}
-    assert ", sm_margin 8, schedule dynamic, 15 rows\n" in str(chain.explain(x, **named))
+    assert {what["options"] for _, what in stand_ins.calls if "options" in what} == {KernelOptions(8, "static")}
+    assert ", sm_margin 8, schedule static, 15 rows\n" in str(chain.explain(x, **named))
     stand_ins.calls.clear()
     chain.sm_margin = 0
     outcome(chain, x, **named)
-    assert {what["options"] for _, what in stand_ins.calls if "options" in what} == {KernelOptions(0, "dynamic")}
+    assert {what["options"] for _, what in stand_ins.calls if "options" in what} == {KernelOptions(0, "static")}
 
 
 def test_backward_has_the_options_of_its_forward():

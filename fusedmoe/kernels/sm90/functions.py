@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -31,14 +31,7 @@ from fusedmoe.kernels import compiler
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
 from fusedmoe.kernels.sm90 import limits
 from fusedmoe.kernels.sm90.choice import WGRADS, Family, Problem, choose
-from fusedmoe.kernels.sm90.launch import (
-    new_counter,
-    placeholders,
-    scheduling,
-    shared_counter,
-    sms_for,
-    tile_counters,
-)
+from fusedmoe.kernels.sm90.launch import placeholders, scheduling, sms_for, tile_counter, tile_counters
 from fusedmoe.kernels.sm90.row_functions import (
     NAMES,
     bind_column_sums,
@@ -57,6 +50,7 @@ from fusedmoe.kernels.sm90.slot_functions import (
 
 if TYPE_CHECKING:
     from fusedmoe.kernels.activation import Activation
+    from fusedmoe.kernels.options import Schedule
     from fusedmoe.kernels.sm90.config import TileConfig
 
 __all__ = [
@@ -114,7 +108,7 @@ def bind_grouped_gemm(
     """Return `grouped_gemm` of ``(x, weight, bias, offsets, row_scale, gather=None)``."""
     rows, columns = _rows(x, gather), weight.shape[1]
     launch = _ragged_m("plain", x, weight, None, options, gather, biased=bias is not None, scale=_dtype(row_scale))
-    kernel, constants = launch.kernel, launch.constants
+    kernel = launch.kernel
 
     def run(
         x: Tensor,
@@ -125,7 +119,7 @@ def bind_grouped_gemm(
         gather: Tensor | None = None,
     ) -> Tensor:
         out = x.new_empty(rows, columns)  # not a tuple, which takes 1.5 times as long
-        arguments = constants or launch.arguments(bias, row_scale)
+        arguments = launch.arguments(bias, row_scale)
         if gather is not None:
             arguments = (*arguments, gather)
         kernel(x, weight, offsets, *arguments, out)
@@ -186,7 +180,7 @@ def bind_grouped_gemm_activation(
         "activation", x, weight, activation, options, gather,
         biased=bias is not None, scale=_dtype(row_scale), keep=keep_preactivation,
     )  # fmt: skip
-    kernel, constants = launch.kernel, launch.constants
+    kernel = launch.kernel
 
     def run(
         x: Tensor,
@@ -197,7 +191,7 @@ def bind_grouped_gemm_activation(
         gather: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         y = x.new_empty(rows, features)
-        arguments = constants or launch.arguments(bias, row_scale)
+        arguments = launch.arguments(bias, row_scale)
         if gather is not None:
             arguments = (*arguments, gather)
         if not keep_preactivation:
@@ -270,7 +264,7 @@ def bind_grouped_gemm_activation_backward(
     device, unscaled = grad_output.device, want_row_scale_grad and row_scale is None
     scale = torch.float32 if unscaled else _dtype(row_scale)
     launch = _ragged_m("derivative", grad_output, weight.mT, activation, options, gather, scale=scale, keep=want_output)
-    kernel, constants, partials = launch.kernel, launch.constants, launch.partials
+    kernel, partials = launch.kernel, launch.partials
     total = None
     if partials is not None:
         partials = (partials[0], -(-rows // limits.UNIT) * limits.UNIT)
@@ -293,7 +287,7 @@ def bind_grouped_gemm_activation_backward(
         if partials is not None:
             partial = torch.empty(partials, dtype=torch.float32, device=device)
             results = (partial[:, :rows], *results)
-        arguments = constants or launch.arguments(None, row_scale)
+        arguments = launch.arguments(None, row_scale)
         if gather is not None:
             arguments = (*arguments, gather)
         kernel(grad_output, weight.mT, offsets, *arguments, preactivation, *results)
@@ -371,16 +365,15 @@ def bind_grouped_wgrad(
     rows = _rows(grad_output if gathered == "grad_output" else x, gather)
     experts, n, k = offsets.shape[0], grad_output.shape[1], x.shape[1]
     same, device = dtype is x.dtype, x.device
-    kernel, static_counter, numbers = _RaggedKLaunch(None, None, ())
-    counters = tile_counters(device) if rows and beside else None
-    if counters is not None:
-        options = replace(options, schedule="dynamic")
+    kernel, numbers = _RaggedKLaunch(None, ())
+    beside = beside and rows > 0 and tile_counters(device) is not None
+    schedule: Schedule = "dynamic" if beside else options.schedule
     if rows:
         key = _RaggedKKey(
             choose=choose, device=device, dtype=x.dtype, rows=rows, experts=experts, n=n, k=k, out=dtype,
-            accumulate=accumulate, gathered=KERNEL_OPERAND[gathered], options=options, beside=counters is not None,
+            accumulate=accumulate, gathered=KERNEL_OPERAND[gathered], options=options, beside=beside,
         )  # fmt: skip
-        kernel, static_counter, numbers = _ragged_k_launch(key)
+        kernel, numbers = _ragged_k_launch(key)
 
     def run(
         grad_output: Tensor, x: Tensor, offsets: Tensor, out: Tensor | None, gather: Tensor | None = None
@@ -389,12 +382,8 @@ def bind_grouped_wgrad(
             out = x.new_empty(experts, n, k) if same else x.new_empty(experts, n, k, dtype=dtype)
         if kernel is not None:
             index = () if gathered is None else (gather,)
-            if counters is None:
-                counter = new_counter(device) if static_counter is None else static_counter
-                kernel(grad_output, x, offsets, out, counter, *numbers, *index)
-            else:
-                counter, dynamic = counters.get()
-                kernel(grad_output, x, offsets, out, counter, *numbers[:2], dynamic, *index)
+            counter, dynamic = tile_counter(device, schedule)
+            kernel(grad_output, x, offsets, out, counter, *numbers, dynamic, *index)
         elif not accumulate:
             out.zero_()
         return out
@@ -419,7 +408,7 @@ def _ragged_m(
     experts, columns, b_depth = b.shape
     if not rows:
         partials = (1, 0) if family == "derivative" and scale is not None else None
-        return _RaggedMLaunch(_no_kernel, None, a.device, a, a, None, (), partials)
+        return _RaggedMLaunch(_no_kernel, a.device, "static", a, a, (), partials)
     return _ragged_m_launch(
         _RaggedMKey(
             choose=choose, family=family, device=a.device, dtype=a.dtype, rows=rows, experts=experts, columns=columns,
@@ -478,11 +467,10 @@ class _RaggedMLaunch(NamedTuple):
     """
 
     kernel: Callable[..., Any]
-    constants: tuple[Any, ...] | None  # the result of `arguments`, if always the same
     device: torch.device
+    schedule: Schedule
     no_bias: Tensor
     no_scale: Tensor
-    counter: Tensor | None
     numbers: tuple[float, ...]
     partials: tuple[int, int] | None = None  # shape of the row scale's gradient, before its sum over column tiles
     converts: bool = False  # whether the row scale is converted to fp32
@@ -494,7 +482,8 @@ class _RaggedMLaunch(NamedTuple):
         elif self.converts:
             row_scale = row_scale.float()
         bias = self.no_bias if bias is None else bias
-        return (bias, row_scale, new_counter(self.device) if self.counter is None else self.counter, *self.numbers)
+        counter, dynamic = tile_counter(self.device, self.schedule)
+        return (bias, row_scale, counter, *self.numbers, dynamic)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -516,15 +505,13 @@ def _ragged_m_launch(key: _RaggedMKey) -> _RaggedMLaunch:
     limit, alpha, offset = 0.0, 1.0, 0.0
     if activation is not None:
         limit, alpha, offset = activation.limit or 0.0, activation.alpha, activation.offset
-    numbers = (limit, alpha, offset, key.biased, scaled, *scheduling(problem, config, sms, key.options))
+    numbers = (limit, alpha, offset, key.biased, scaled, *scheduling(problem, config, sms))
     no_bias, no_scale = placeholders(key.device, key.dtype)
-    launch = _RaggedMLaunch(
-        kernel, None, key.device, no_bias, no_scale, shared_counter(key.device, key.options.schedule), numbers,
+    return _RaggedMLaunch(
+        kernel, key.device, key.options.schedule, no_bias, no_scale, numbers,
         partials=(-(-key.columns // config.tile_n), key.rows) if derivative and scaled else None,
         converts=scaled and key.scale is not torch.float32,
     )  # fmt: skip
-    varies = key.biased or scaled or launch.counter is None
-    return launch if varies else launch._replace(constants=launch.arguments(None, None))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -546,10 +533,9 @@ class _RaggedKKey:
 
 
 class _RaggedKLaunch(NamedTuple):
-    """A ragged K kernel, its tile counter under a static schedule, and its numbers."""
+    """A ragged K kernel and its numbers."""
 
     kernel: Callable[..., Any] | None
-    counter: Tensor | None
     numbers: tuple[int, ...]
 
 
@@ -563,9 +549,7 @@ def _ragged_k_launch(key: _RaggedKKey) -> _RaggedKLaunch:
         dtype=NAMES[key.dtype], config=config, out=NAMES[key.out], accumulate=key.accumulate, gathered=key.gathered,
         beside=key.beside,
     )  # fmt: skip
-    return _RaggedKLaunch(
-        kernel, shared_counter(key.device, key.options.schedule), scheduling(problem, config, sms, key.options)
-    )
+    return _RaggedKLaunch(kernel, scheduling(problem, config, sms))
 
 
 class _CompiledIn(NamedTuple):

@@ -31,24 +31,13 @@ def ctas_for(sms: int, config: TileConfig) -> int:
     return sms // config.ctas * config.ctas
 
 
-def scheduling(problem: Problem, config: TileConfig, sms: int, options: KernelOptions) -> tuple[int, int, int]:
-    """Return the scheduler's numbers: the band of row tiles, CTAs, and whether the schedule is dynamic."""
-    return band(problem, config), ctas_for(sms, config), int(options.schedule == "dynamic")
-
-
-def new_counter(device: torch.device) -> Tensor:
-    """Return a tile counter, zero, for one launch: concurrent launches need separate counters."""
-    return torch.zeros(1, dtype=torch.int32, device=device)
-
-
-@functools.cache
-def shared_counter(device: torch.device, schedule: Schedule) -> Tensor | None:
-    """Return the tile counter of a static schedule, which never reads it; None for a dynamic one: `new_counter`."""
-    return new_counter(device) if schedule == "static" else None
+def scheduling(problem: Problem, config: TileConfig, sms: int) -> tuple[int, int]:
+    """Return the scheduler's numbers: the band of row tiles, and CTAs."""
+    return band(problem, config), ctas_for(sms, config)
 
 
 class TileCounters:
-    """Tile counters of a GPU, for kernels that leave their counter zero: such a launch needs none to zero it first.
+    """The tile counters of a GPU. Each kernel leaves its counter zero, so no launch has to zero one.
 
     Launches on one stream follow each other, so a stream has one counter. A CUDA graph may be replayed on any stream,
     so each captured launch has its own.
@@ -76,7 +65,7 @@ class TileCounters:
 
     def _new(self) -> tuple[Tensor, int]:
         number = next(self._numbers, None)
-        return (self._table[:1], 0) if number is None else (self._table[number : number + 1], 1)
+        return (no_counter(self._device), 0) if number is None else (self._table[number : number + 1], 1)
 
 
 _tile_counters: dict[torch.device, TileCounters] = {}
@@ -90,6 +79,18 @@ def tile_counters(device: torch.device) -> TileCounters | None:
     if found is None and not torch.cuda.is_current_stream_capturing():
         found = _tile_counters.setdefault(device, TileCounters(device))
     return found
+
+
+def tile_counter(device: torch.device, schedule: Schedule) -> tuple[Tensor, int]:
+    """Return the tile counter of a launch now, and whether the launch is dynamic: only if there is a counter for it."""
+    counters = tile_counters(device) if schedule == "dynamic" else None
+    return (no_counter(device), 0) if counters is None else counters.get()
+
+
+@functools.cache
+def no_counter(device: torch.device) -> Tensor:
+    """Return a tensor in place of a tile counter, which a static schedule does not read."""
+    return torch.empty(1, dtype=torch.int32, device=device)
 
 
 @functools.cache

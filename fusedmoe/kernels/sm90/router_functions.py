@@ -26,7 +26,7 @@ from fusedmoe.kernels.options import KernelOptions
 from fusedmoe.kernels.sm90.choice import Problem
 from fusedmoe.kernels.sm90.config import TileConfig
 from fusedmoe.kernels.sm90.functions import bind_grouped_gemm, bind_grouped_wgrad
-from fusedmoe.kernels.sm90.launch import new_counter, placeholders, scheduling, shared_counter, sms_for
+from fusedmoe.kernels.sm90.launch import placeholders, scheduling, sms_for, tile_counter
 from fusedmoe.kernels.sm90.limits import LANES, UNIT
 from fusedmoe.kernels.sm90.one_group import bind_offsets
 from fusedmoe.kernels.sm90.row_functions import NAMES
@@ -346,15 +346,15 @@ def _bind_logits(
     config, pitch = logits_tile(columns), -(-columns // QUAD) * QUAD
     kernel = load(PromotedRaggedM(NAMES[x_TH.dtype], config, epilogue=PLAIN_FP32))
     problem = Problem("plain", tokens, 1, columns, hidden, sms_for(device, options))
-    numbers = (0.0, 1.0, 0.0, biased, False, *scheduling(problem, config, problem.sms, options))
+    numbers = (0.0, 1.0, 0.0, biased, False, *scheduling(problem, config, problem.sms))
     no_bias, no_scale = placeholders(device, x_TH.dtype)
-    static_counter, offsets = shared_counter(device, options.schedule), bind_offsets(tokens, device)
+    offsets = bind_offsets(tokens, device)
 
     def run(x_TH: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         products = x_TH.new_empty(tokens, pitch, dtype=torch.float32)[:, :columns]
         of_bias = no_bias if bias is None else bias.unsqueeze(0)
-        counter = new_counter(device) if static_counter is None else static_counter
-        kernel(x_TH, weight.unsqueeze(0), offsets(), of_bias, no_scale, counter, *numbers, products)
+        counter, dynamic = tile_counter(device, options.schedule)
+        kernel(x_TH, weight.unsqueeze(0), offsets(), of_bias, no_scale, counter, *numbers, dynamic, products)
         return products
 
     return run
@@ -374,12 +374,12 @@ def _bind_exact_wgrad(
     (tokens, rows), hidden, device = parts.shape, x_TH.shape[1], x_TH.device
     kernel = load(PromotedRaggedK(NAMES[x_TH.dtype], WGRAD_TILE, out="fp32"))
     problem = Problem("wgrad", tokens, groups, hidden, rows, sms_for(device, options))
-    numbers = scheduling(problem, WGRAD_TILE, problem.sms, options)
-    static_counter = shared_counter(device, options.schedule)
+    numbers = scheduling(problem, WGRAD_TILE, problem.sms)
 
     def run(parts: Tensor, x_TH: Tensor, ends: Tensor, _: Tensor | None) -> Tensor:
         products = x_TH.new_empty(groups, rows, hidden, dtype=torch.float32)
-        kernel(parts, x_TH, ends, products, new_counter(device) if static_counter is None else static_counter, *numbers)
+        counter, dynamic = tile_counter(device, options.schedule)
+        kernel(parts, x_TH, ends, products, counter, *numbers, dynamic)
         return products
 
     return run
