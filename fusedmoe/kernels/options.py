@@ -17,8 +17,8 @@ class KernelOptions:
     """
 
     sm_margin: int = 0  # SMs left free for other kernels, such as communication
-    # tile scheduler. ``"dynamic"``: each cluster draws its next tile from an atomic counter, so that concurrent tiles are
-    # neighbours and no cluster waits for a slower one. ``"static"``: each cluster computes its tiles from its index
+    # tile scheduler. ``"dynamic"``: each cluster draws its next tile from an atomic counter, so concurrent tiles stay
+    # neighbours, and a slow SM computes fewer. ``"static"``: each cluster computes its tiles from its index
     schedule: Schedule = "dynamic"
 
     def changed(self) -> list[str]:

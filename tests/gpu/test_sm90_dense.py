@@ -71,7 +71,7 @@ def test_strides_of_rows_and_gradients():
     assert_as_exact_as_plain_pytorch(chain, x, {}, dy)
 
 
-@pytest.mark.parametrize("options", [{"sm_margin": 20}, {"schedule": "dynamic"}], ids=str)
+@pytest.mark.parametrize("options", [{"sm_margin": 20}, {"schedule": "static"}], ids=str)
 def test_options(options):
     torch.manual_seed(6)
     chain = mlp()

@@ -239,7 +239,7 @@ RAGGED = {
 }
 
 
-@pytest.mark.parametrize("options", [DEFAULT, KernelOptions(120, "dynamic")], ids=["static", "dynamic"])
+@pytest.mark.parametrize("options", [KernelOptions(0, "static"), KernelOptions(120)], ids=["static", "dynamic"])
 @pytest.mark.parametrize("ragged", RAGGED)
 @of_families
 def test_splits(make, ragged, options, tiles):
@@ -301,7 +301,7 @@ def test_any_number_of_row_tiles_and_column_tiles(make, config, n, tiles):
     tiles(config)
     splits = [max(128 * count - count % 3 * 63, 0) for count in (3, 1, 0, 2, 5, 4, 9, 8, 7, 6, 17, 10, 1, 1, 11)]
     case = make(splits, 130, n, 128, tokens=3000)
-    for options in (DEFAULT, KernelOptions(126), KernelOptions(120, "dynamic")):
+    for options in (DEFAULT, KernelOptions(126), KernelOptions(120, "static")):
         case.check(options)
 
 
@@ -311,7 +311,7 @@ def test_many_tiles_per_cta_repeatedly(make, config, tiles):
     tiles(config)
     case = make((358, 18, 100, 361, 168, 176, 276, 320), 5, 640, 256, tokens=1000)
     expected = case.of_copies()
-    for options in (DEFAULT, KernelOptions(100), KernelOptions(100, "dynamic"), KernelOptions(120)):
+    for options in (DEFAULT, KernelOptions(100), KernelOptions(100, "static"), KernelOptions(120)):
         for _ in range(20):
             assert all(torch.equal(a, b) for a, b in zip(case.run(options), expected, strict=True))
 

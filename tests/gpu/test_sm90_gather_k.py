@@ -175,7 +175,7 @@ def test_accumulates(gathered, config, tiles):
     tiles(config)
     problem = Problem(gathered, SPLITS)
     problem.check(accumulate=True)
-    problem.check(options=KernelOptions(100, "dynamic"), accumulate=True)
+    problem.check(options=KernelOptions(100, "static"), accumulate=True)
 
 
 @of_either
@@ -204,7 +204,7 @@ def test_no_value_of_another_expert_is_read(gathered, config, tiles):
         assert torch.equal(problem.run(source=surrounded(source))[expert], want[expert])
 
 
-@pytest.mark.parametrize("options", [KernelOptions(1000), KernelOptions(0, "dynamic"), KernelOptions(120, "dynamic")])
+@pytest.mark.parametrize("options", [KernelOptions(1000), KernelOptions(0, "static"), KernelOptions(120, "static")])
 @of_configs
 def test_options_change_no_bit(gathered, config, options, tiles):
     tiles(config)
@@ -221,7 +221,7 @@ def test_many_tiles_per_cta(gathered, config, tiles):
         problem.index[:used] = torch.randint(problem.tokens, (used,), dtype=torch.int32, device="cuda")
         problem.source.copy_(problem.draw(*problem.source.shape))
         want = problem.want()
-        for options in (DEFAULT, KernelOptions(100), KernelOptions(124, "dynamic")):
+        for options in (DEFAULT, KernelOptions(124), KernelOptions(100, "static")):
             assert torch.equal(problem.run(options), want)
 
 

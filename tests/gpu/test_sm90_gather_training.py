@@ -62,7 +62,7 @@ def test_no_rows_are_written(act, sentinels):
     assert_as_exact_as_plain_pytorch(chain, x, named, dy)
 
 
-@pytest.mark.parametrize("options", [{"sm_margin": 20}, {"schedule": "dynamic"}], ids=str)
+@pytest.mark.parametrize("options", [{"sm_margin": 20}, {"schedule": "static"}], ids=str)
 def test_options(options):
     torch.manual_seed(2)
     x, dy = tokens()

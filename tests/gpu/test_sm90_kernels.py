@@ -14,12 +14,13 @@ from typing import NamedTuple
 import pytest
 import torch
 from poison import nan_in_new_tensors
+from test_async import capture
 from torch import Tensor
 
 from fusedmoe.kernels import shipped
 from fusedmoe.kernels.activation import Activation
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
-from fusedmoe.kernels.sm90 import functions
+from fusedmoe.kernels.sm90 import functions, launch
 from fusedmoe.kernels.sm90.choice import CANDIDATES, PP_128, PP_192
 
 hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -594,7 +595,7 @@ def test_many_tiles_a_cta(family, config, tiles):
     case = OF_CONFIGS[family]((358, 18, 100, 361, 168, 176, 276, 320), 5, 640, 256)
     case.check()
     expected = case.run(DEFAULT)  # one tile a CTA or two
-    for options in (KernelOptions(100), KernelOptions(100, "dynamic"), KernelOptions(120)):
+    for options in (KernelOptions(100), KernelOptions(100, "static"), KernelOptions(120)):
         for _ in range(20):
             assert all(torch.equal(a, b) for a, b in zip(case.run(options), expected, strict=True))
 
@@ -608,11 +609,11 @@ def test_any_number_of_row_tiles_and_column_tiles(family, config, n, tiles):
     tiles(config)
     splits = [max(128 * count - count % 3 * 63, 0) for count in (3, 1, 0, 2, 5, 4, 9, 8, 7, 6, 17, 10, 1, 1, 11)]
     case = OF_CONFIGS[family](splits, 130, n, 128)
-    for options in (DEFAULT, KernelOptions(126), KernelOptions(120, "dynamic")):
+    for options in (DEFAULT, KernelOptions(126), KernelOptions(120, "static")):
         case.check(options)
 
 
-@pytest.mark.parametrize("options", [DEFAULT, KernelOptions(8, "dynamic")], ids=["static", "dynamic"])
+@pytest.mark.parametrize("options", [KernelOptions(0, "static"), KernelOptions(8)], ids=["static", "dynamic"])
 @pytest.mark.parametrize("family", [*FAMILIES, "accumulating wgrad"])
 def test_repeated_runs_are_the_same_bit_for_bit(family, options):
     case = OF_CONFIGS[family](*LARGER)
@@ -626,7 +627,7 @@ def test_repeated_runs_are_the_same_bit_for_bit(family, options):
     "pair", [("plain", "plain"), ("activation", "derivative"), ("wgrad", "derivative")], ids=" ".join
 )
 def test_two_streams_at_once(pair, schedule):
-    """Launches share nothing: not the counter of a dynamic schedule, no scratch memory."""
+    """They share nothing: not the counter of a dynamic schedule, no scratch memory."""
     options = KernelOptions(60, schedule)
     shapes = LARGER, ((300, 0, 61, 1), 20, 392, 520)
     cases = [FAMILIES[family](*shape) for family, shape in zip(pair, shapes, strict=True)]
@@ -642,3 +643,40 @@ def test_two_streams_at_once(pair, schedule):
     for runs, want in zip(results, expected, strict=True):
         for run in runs:
             assert all(torch.equal(a, b) for a, b in zip(run, want, strict=True))
+
+
+DRAWN = {
+    "uneven": LARGER[:2],
+    "all tail": ((0,) * 40, 50),
+    "a tile": ((0, 0, 1, 0), 0),
+    "no rows": ((0,) * 6, 0),
+}
+
+
+@pytest.mark.parametrize("sm_margin", [0, 124])
+@pytest.mark.parametrize("ragged", DRAWN)
+@pytest.mark.parametrize(("family", "config"), CONFIGS, ids=lambda value: getattr(value, "name", value))
+def test_tile_counters_return_to_zero(family, config, ragged, sm_margin, tiles):
+    """Those of a stream, and those of captured launches. The bits are those of the static schedule."""
+    tiles(config)
+    case, other = OF_CONFIGS[family](*DRAWN[ragged], 776, 264), plain(*LARGER)
+    options, captured = KernelOptions(sm_margin, "dynamic"), []
+    expected = case.run(KernelOptions(sm_margin, "static"))
+
+    def same(results):
+        torch.cuda.synchronize()
+        counters = launch.tile_counters(torch.device("cuda", torch.cuda.current_device()))
+        assert counters.get()[1] == 1
+        assert not counters._table.any()
+        return all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+
+    for _ in range(3):
+        other.run(options)  # on the same counter
+        assert same(case.run(options))
+    graph = capture(lambda: captured.append([case.run(options) for _ in range(2)]))
+    for _ in range(3):
+        for results in captured[-1]:
+            for t in results:
+                t.fill_(torch.nan)
+        graph.replay()
+        assert all(same(results) for results in captured[-1])

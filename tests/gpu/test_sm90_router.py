@@ -6,9 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from poison import nan_in_new_tensors
+from test_async import capture
 
 import fusedmoe as fm
 from fusedmoe.kernels.options import DEFAULT
+from fusedmoe.kernels.sm90 import launch
 from fusedmoe.kernels.sm90 import router_functions as kernels
 from fusedmoe.kernels.sm90.router_functions import Choice, LogitsGrads
 from fusedmoe.kernels.sm90.slot_functions import bind_sum_slots
@@ -373,6 +375,26 @@ def test_the_same_bits_twice_and_in_a_graph_without_waiting(device, no_sync):
     expected = gradients(made, x)
     for name, value in expected.items():
         assert torch.equal(captured[name], value), name
+
+
+@pytest.mark.parametrize("of_router", [BF16, FP32], ids=str)
+def test_tile_counters_return_to_zero(device, of_router):
+    """After the router's products, those that gather rows, and one beside a sum over slots, at once and in a graph."""
+    x = torch.randn(3000, 256, device=device, dtype=BF16)
+    expected, made = gradients(layer(of_router=of_router, schedule="static"), x), layer(of_router=of_router)
+    counters = launch.tile_counters(x.device)
+    for _ in range(3):
+        results = gradients(made, x)
+        assert not counters._table.any()
+        assert all(torch.equal(results[name], value) for name, value in expected.items())
+    captured = []
+    graph = capture(lambda: captured.append(gradients(made, x)))
+    for _ in range(3):
+        for t in captured[-1].values():
+            t.fill_(torch.nan)
+        graph.replay()
+        assert not counters._table.any()
+        assert all(torch.equal(captured[-1][name], value) for name, value in expected.items())
 
 
 def test_a_layer_with_few_launches(device):

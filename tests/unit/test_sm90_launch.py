@@ -7,7 +7,7 @@ import torch
 
 from fusedmoe.kernels.activation import Activation
 from fusedmoe.kernels.options import KernelOptions
-from fusedmoe.kernels.sm90 import functions, launch
+from fusedmoe.kernels.sm90 import functions, launch, one_group, router_functions
 from fusedmoe.kernels.sm90.choice import CO_256_ALONE, PP_192
 
 E, K, N = 4, 64, 96
@@ -321,3 +321,20 @@ def test_a_weight_gradient_bound_while_a_graph_is_captured_begins_in_turn(launch
     functions.bind_grouped_wgrad(dy, x, offsets, BF16, False, KernelOptions(), None, None, True)(dy, x, offsets, None)
     ((compiled_for, arguments),) = launched
     assert (compiled_for["beside"], arguments[-1]) == (False, 0)
+
+
+@pytest.mark.parametrize("schedule", ["static", "dynamic"])
+def test_the_products_of_a_router_take_the_counter_of_the_stream(monkeypatch, schedule):
+    pytest.importorskip("cutlass")
+    calls, options = [], KernelOptions(0, schedule)
+    monkeypatch.setattr(router_functions, "load", lambda kernel: lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(one_group, "_tables", {})
+    x, weight, parts = (torch.zeros(shape, dtype=BF16) for shape in ((32, K), (8, K), (32, 24)))
+    router_functions._bind_logits(x, 8, False, options)(x, weight, None)
+    router_functions._bind_exact_wgrad(parts, x, 4, options)(parts, x, torch.zeros(4, dtype=torch.int32), None)
+    logits, of_weight = calls
+    counter, *_, dynamic = of_weight[4:]
+    assert logits[DYNAMIC] == dynamic == (schedule == "dynamic")
+    assert logits[TENSORS].shape == (32, 8)
+    assert logits[COUNTER].data_ptr() == counter.data_ptr()
+    assert bool(launch._tile_counters) == (schedule == "dynamic")

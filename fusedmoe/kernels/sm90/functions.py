@@ -2,7 +2,8 @@
 
 Axes: R rows sorted by expert, E experts, K contraction, N output features, I intermediate features (N = 2 I if gated),
 H hidden features. Operands are bf16 or fp16 tensors on one sm_90 GPU, with unit stride along their features. `limits`
-states the other constraints. No function waits for the GPU. Arguments that several functions have:
+states the other constraints. No function waits for the GPU, except the first call on a device, which makes the tile
+counters. Arguments that several functions have:
 
 - ``offsets`` (E,) int32, the ends of the experts' rows, at most R. Rows after the last end, the *tail*, are never read,
   and are zeros in the results.
@@ -355,7 +356,8 @@ def bind_grouped_wgrad(
     """Return `grouped_wgrad` of ``(grad_output, x, offsets, out, gather=None)``; ``out`` has this dtype, or is None.
 
     With ``beside``, the kernel begins while the launch before it runs, if that launch allows it, on the SMs that this
-    launch leaves free; the schedule is dynamic. No argument may be a result of that launch.
+    launch leaves free; the schedule is dynamic. No argument may be a result of that launch. That launch uses no tile
+    counter, and begins after all earlier ones have ended, so the kernel has the counter of the stream to itself.
     """
     if gathered not in KERNEL_OPERAND or (gather is None) != (gathered is None):
         given = f"{'no' if gather is None else 'an'} index"

@@ -1,4 +1,5 @@
-"""The router's kernels as functions of torch tensors. No call waits for the device.
+"""The router's kernels as functions of torch tensors. No call waits for the device, except the first one on a device,
+which makes the tile counters.
 
 Each ``bind_*`` returns the function for tensors of the same shapes, dtypes and strides as its arguments. Tokens and
 router weight have unit stride in H, a multiple of 8. All other tensors are contiguous. `limits` checks these
