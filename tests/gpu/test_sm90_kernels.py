@@ -648,7 +648,7 @@ def test_two_streams_at_once(pair, schedule):
 DRAWN = {
     "uneven": LARGER[:2],
     "all tail": ((0,) * 40, 50),
-    "a tile": ((0, 0, 1, 0), 0),
+    "fewer tiles than clusters": ((0, 0, 1, 0), 0),
     "no rows": ((0,) * 6, 0),
 }
 
@@ -659,7 +659,7 @@ DRAWN = {
 def test_tile_counters_return_to_zero(family, config, ragged, sm_margin, tiles):
     """Those of a stream, and those of captured launches. The bits are those of the static schedule."""
     tiles(config)
-    case, other = OF_CONFIGS[family](*DRAWN[ragged], 776, 264), plain(*LARGER)
+    case, other = (OF_CONFIGS[family](*of, 776, 264) for of in (DRAWN[ragged], LARGER[:2]))
     options, captured = KernelOptions(sm_margin, "dynamic"), []
     expected = case.run(KernelOptions(sm_margin, "static"))
 
@@ -673,7 +673,12 @@ def test_tile_counters_return_to_zero(family, config, ragged, sm_margin, tiles):
     for _ in range(3):
         other.run(options)  # on the same counter
         assert same(case.run(options))
-    graph = capture(lambda: captured.append([case.run(options) for _ in range(2)]))
+
+    def step():
+        other.run(options)
+        captured.append([case.run(options) for _ in range(2)])
+
+    graph = capture(step)
     for _ in range(3):
         for results in captured[-1]:
             for t in results:
