@@ -399,7 +399,9 @@ class Router(Op):
 def stats_of(load_E: Tensor, slots: int, logits_TE: Tensor, probs_sum_E: Tensor, z_sum: Tensor) -> MoEStats:
     """Return the losses and the load of tokens with ``slots`` chosen experts, from the sums that `Router` provides."""
     tokens, experts = max(logits_TE.shape[0], 1), logits_TE.shape[1]
-    balance = experts * (load_E / max(slots, 1) * probs_sum_E / tokens).sum()
+    # integers divided by a number would have torch's default dtype, which may be bf16
+    fraction_E = load_E.to(probs_sum_E.dtype) / max(slots, 1)
+    balance = experts * (fraction_E * probs_sum_E / tokens).sum()
     return MoEStats(balance, z_sum / tokens, load_E, logits_TE)
 
 

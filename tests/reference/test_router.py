@@ -251,6 +251,23 @@ def test_losses_are_those_of_the_papers(score):
     assert stats.load_balancing_loss.dim() == stats.z_loss.dim() == 0
 
 
+@pytest.mark.parametrize("default", [torch.float32, torch.bfloat16], ids=str)
+def test_torchs_default_dtype_does_not_round_the_losses(default):
+    """Models are often made under a default of bf16, in which the division of two integers keeps 8 bits."""
+    r = router(torch.float64, top_k=3)
+    routing = r(torch.randn(T, HIDDEN, dtype=torch.float64))
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        stats = r.stats(routing)
+    finally:
+        torch.set_default_dtype(before)
+    fractions = stats.load.double() / (T * 3)
+    balance = E * (fractions * routing.probs.mean(0)).sum().item()
+    assert stats.load_balancing_loss.dtype is torch.float64
+    assert stats.load_balancing_loss.item() == pytest.approx(balance, rel=1e-12)
+
+
 @pytest.mark.parametrize("loss", ["load_balancing_loss", "z_loss"])
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_gradients_of_the_losses(score, loss):
