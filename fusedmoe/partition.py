@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
+from weakref import ref
 
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
@@ -132,7 +133,7 @@ def partition_for(
     """
     state = root._of_process
     partition: Partition | None = state.partition
-    if partition is None or not partition.holds():
+    if partition is None or not partition.holds(root):
         partition = state.partition = Partition(root)
         partition.name(state.place)
         partition.warn_of_options()
@@ -142,7 +143,7 @@ def partition_for(
     if sorted_rows or divided or (returned and not isinstance(root, Op)):
         kind = sorted_rows, divided, returned
         partition = state.other_partitions.get(kind)
-        if partition is None or not partition.holds():
+        if partition is None or not partition.holds(root):
             partition = state.other_partitions[kind] = Partition(root, *kind)
             partition.name(state.place)
     return partition
@@ -191,9 +192,9 @@ class Partition:
     def __init__(
         self, root: Runnable, sorted_rows: bool = False, divided: bool = False, returned: tuple[str, ...] = ()
     ) -> None:
-        self._root = root
+        self._root_ref = ref(root)  # the module has its partition: a cycle would keep the weights of a deleted module
         self._returned = root.provides if isinstance(root, Op) else returned
-        self._children: list[tuple[Runnable, list[tuple[str, nn.Module | None]]]] = []
+        self._children: list[tuple[Runnable | None, list[tuple[str, nn.Module | None]]]] = []
         self._hooked: list[tuple[nn.Module, bool]] = []
         self._any_global_hook = _has_any_global_hook()
         self._opened: list[tuple[str, Runnable]] = []
@@ -250,7 +251,7 @@ class Partition:
 
     def _members(self, parent: Runnable, prefix: str) -> list[Member]:
         """Return every module in order, and store the state that `holds` compares."""
-        self._children.append((parent, [*parent._chained()]))
+        self._children.append((None if parent is self._root else parent, [*parent._chained()]))
         members = []
         for name, module in parent._chained():
             if module is None:
@@ -266,10 +267,16 @@ class Partition:
                 members.append(Member(prefix + name, module, joins))
         return members
 
-    def holds(self) -> bool:
-        """Whether the modules and their hooks are still those that this partition was made from."""
+    @property
+    def _root(self) -> Runnable:
+        root = self._root_ref()
+        assert root is not None, "only a module uses its partition"
+        return root
+
+    def holds(self, root: Runnable) -> bool:
+        """Whether the modules of the root, and their hooks, are still those that this partition was made from."""
         for parent, children in self._children:
-            if [*parent._chained()] != children:
+            if [*(root if parent is None else parent)._chained()] != children:
                 return False
         for module, hooked in self._hooked:
             if _hooked(module) is not hooked:

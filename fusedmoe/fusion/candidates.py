@@ -35,6 +35,54 @@ _KEPT = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Resolver:
+    """Returns the chain's name of a value that a rule names as in `Step`.
+
+    A chosen rule may keep it with its `PlanContext`. So it refers to the places that the rule covers, not to the search
+    with all candidates, which refers to it.
+    """
+
+    where: str  # the rule and the places that it covers, for messages
+    direction: Direction
+    places: Sequence[Place]
+    by_slot: Mapping[str, Place]
+    absent: Collection[str]  # the optional slots without a place
+    gathered: Mapping[str, Gathered]
+
+    def __call__(self, value: str) -> str:
+        found = self._find(value)
+        if found is None:
+            raise RuleError(f"{self.where}: {value!r} names no value of these ops")
+        return found
+
+    def _find(self, value: str) -> str | None:
+        rows, _, part = value.rpartition(":")
+        if part in ("source", "index"):
+            found = self.gathered.get(self._find(rows) or NONE)
+            return None if found is None else found.source if part == "source" else found.row_index
+        slot, dot, name = value.partition(".")
+        if dot and slot in self.absent:
+            return NONE
+        if dot and slot in self.by_slot:
+            place = self.by_slot[slot]
+            if name.partition(":")[0] in place.names:
+                return place.value(name)
+            value = name
+        first, last = self.places[0], self.places[-1]
+        ends = (
+            {"input": first, "output": last}
+            if self.direction == "forward"
+            else {"grad_output": first, "grad_input": last}
+        )
+        if (own := value.partition(":")[0]) in ends:
+            return ends[own].value(value)
+        for place in self.places:
+            if place.node is not None and value in place.op.runtime_inputs:
+                return place.names[value]
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Candidate:
     """A step that covers the places [start, end)."""
 
@@ -211,49 +259,20 @@ class DirectionSearch:
 
     def _ctx(self, rule: FusionRule, bindings: Mapping[str, object], start: int, end: int) -> PlanContext:
         bound = [slot for slot, item in bindings.items() if item is not None]
-        by_slot = dict(zip(bound, self.places[start:end], strict=True))
-        absent = bindings.keys() - bound
-
-        def resolve(value: str) -> str:
-            found = self._resolve(value, by_slot, absent, start, end)
-            if found is None:
-                raise RuleError(f"{self.where(rule, start, end)}: {value!r} names no value of these ops")
-            return found
-
+        covered = self.places[start:end]
+        resolve = _Resolver(
+            where=self.where(rule, start, end),
+            direction=self.direction,
+            places=covered,
+            by_slot=dict(zip(bound, covered, strict=True)),
+            absent=bindings.keys() - bound,
+            gathered=self.search.gathered,
+        )
         return PlanContext(**self.search.context, _specs=self.search.specs, _resolve=resolve)
 
     def where(self, rule: FusionRule, start: int, end: int) -> str:
         """Name a rule and the places that it covers, for messages."""
         return f"rule {rule.name!r} on {', '.join(p.label for p in self.places[start:end])}"
-
-    def _resolve(
-        self, value: str, by_slot: Mapping[str, Place], absent: Collection[str], start: int, end: int
-    ) -> str | None:
-        """Return the chain's name of a value that a rule names as in `Step`; None if it is unknown."""
-        rows, _, part = value.rpartition(":")
-        if part in ("source", "index"):
-            found = self.search.gathered.get(self._resolve(rows, by_slot, absent, start, end) or NONE)
-            return None if found is None else found.source if part == "source" else found.row_index
-        slot, dot, name = value.partition(".")
-        if dot and slot in absent:
-            return NONE
-        if dot and slot in by_slot:
-            place = by_slot[slot]
-            if name.partition(":")[0] in place.names:
-                return place.value(name)
-            value = name
-        first, last = self.places[start], self.places[end - 1]
-        ends = (
-            {"input": first, "output": last}
-            if self.direction == "forward"
-            else {"grad_output": first, "grad_input": last}
-        )
-        if (own := value.partition(":")[0]) in ends:
-            return ends[own].value(value)
-        for place in self.places[start:end]:
-            if place.node is not None and value in place.op.runtime_inputs:
-                return place.names[value]
-        return None
 
     def _candidate(self, rule: FusionRule, step: Step, ctx: PlanContext, start: int, end: int) -> Candidate:
         def resolved(values: tuple[str, ...]) -> tuple[str, ...]:

@@ -46,30 +46,27 @@ def match(slots: tuple[Slot, ...], items: Sequence[Item], start: int) -> list[Ma
     `Mismatch.shared` and then by `Mismatch.matched`.
     """
     found: list[Match] = []
-    farthest: Mismatch | None = None
-
-    def walk(index: int, position: int, shared: int, bindings: dict[str, Item | None]) -> None:
-        nonlocal farthest
+    failed: list[Mismatch] = []
+    # a stack, not a nested recursive function: that refers to itself, and would keep the ops of a deleted module
+    todo: list[tuple[int, int, int, dict[str, Item | None]]] = [(0, start, 0, {})]
+    while todo:
+        index, position, shared, bindings = todo.pop()
         if index == len(slots):
             found.append(Match(bindings, position))
-            return
+            continue
         slot = slots[index]
         item = items[position] if position < len(items) else None
-        if item is not None and type(item) in slot.types:
-            after = position + 1
-            walk(index + 1, after, shared if slot.optional else after - start, {**bindings, slot.name: item})
+        fits = item is not None and type(item) in slot.types
         if slot.optional:
-            walk(index + 1, position, shared, {**bindings, slot.name: None})
-        elif item is None or type(item) not in slot.types:
-            failed = _mismatch(position - start, shared, slot, item)
-            if farthest is None or (failed.shared, failed.matched) > (farthest.shared, farthest.matched):
-                farthest = failed
-
-    walk(0, start, 0, {})
+            todo.append((index + 1, position, shared, {**bindings, slot.name: None}))
+        elif not fits:
+            failed.append(_mismatch(position - start, shared, slot, item))
+        if fits:
+            after = position + 1
+            todo.append((index + 1, after, shared if slot.optional else after - start, {**bindings, slot.name: item}))
     if found:
         return sorted(found, key=lambda m: -m.end)
-    assert farthest is not None, "without a match, some slot failed"
-    return farthest
+    return max(failed, key=lambda m: (m.shared, m.matched))  # without a match, some slot failed
 
 
 def _mismatch(bound: int, shared: int, slot: Slot, item: Item | None) -> Mismatch:

@@ -272,20 +272,31 @@ class _Planner:
         gathers = {v: _gather(v, g) for v, g in self._gathered.items() if v not in own and {*g} <= {*there}}
         own |= {v: step for v, step in gathers.items() if {*step.needs} <= {*needs}}
         ordered: list[Plain] = []
-
-        def make(value: str, *, again: bool = False) -> None:
-            step = own.get(value)
-            if step is None and (again or value not in there):
-                step = gathers.get(value, self._producers.get(value))
-            if step is None or step in ordered:
-                return
-            for need in step.needs:
-                make(need)
-            ordered.append(step)
-
-        for value in gives:
-            make(value, again=True)  # a value that the fused step recomputes is not kept
+        for value in gives:  # again: a value that the fused step recomputes is not kept
+            self._add_maker(value, own, gathers, there, ordered, again=True)
         return tuple(ordered)
+
+    def _add_maker(
+        self,
+        value: str,
+        own: Mapping[str, Plain],
+        gathers: Mapping[str, Plain],
+        there: Collection[str],
+        ordered: list[Plain],
+        *,
+        again: bool = False,
+    ) -> None:
+        """Add the step that makes a value, after the steps that it needs; none for a value in ``there``, unless the
+        step is one of ``own`` or ``again``.
+        """
+        step = own.get(value)
+        if step is None and (again or value not in there):
+            step = gathers.get(value, self._producers.get(value))
+        if step is None or step in ordered:
+            return
+        for need in step.needs:
+            self._add_maker(need, own, gathers, there, ordered)
+        ordered.append(step)
 
     def _whole(self, place: Place) -> Plain:
         """Return a plain step with every form that its item can give."""

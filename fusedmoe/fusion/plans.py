@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import ref
 
 import torch
 
@@ -137,13 +138,19 @@ class PlanTable:
     """
 
     def __init__(self, chain: Chain) -> None:
-        self._chain = chain
+        self._chain_ref = ref(chain)  # the chain has the table: a cycle would keep the weights of a deleted module
         self._ops = tuple(node.op for node in chain.nodes)
         self._circumstances: dict[tuple[Any, ...], int] = {}
         self._numbers = count()  # no number is used twice
         self.plans: dict[Hashable, Plan] = {}
         self.calls: dict[Hashable, BoundPlan] = {}
         self.last: LastCall | None = None
+
+    @property
+    def _chain(self) -> Chain:
+        chain = self._chain_ref()
+        assert chain is not None, "only a chain uses its table"
+        return chain
 
     def find(self, arguments: Sequence[Tensor | None], tensors: Signature, context: CallContext) -> BoundPlan:
         """Return the plan for these arguments, bound to them."""

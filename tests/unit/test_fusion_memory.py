@@ -152,3 +152,24 @@ def test_a_plan_holds_no_tensor():
     del x, y
     gc.collect()
     assert [ref() for ref in refs] == [None, None]
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize("make", [experts, lambda: fm.MoE(toy.H, 8, 4, 2, dtype=torch.float64)], ids=["chain", "MoE"])
+def test_a_deleted_module_is_freed_at_once(make, fused):
+    """Its plans form no reference cycle with it: the weights would stay in memory until Python looks for cycles."""
+    module, x = make(), rows()
+    named = inputs() if isinstance(module, fm.Sequential) else {}
+    refs = [weakref.ref(p) for p in module.parameters()]
+    gc.collect()
+    gc.disable()
+    try:
+        with fm.register(*([gemm_glu(), dgrad_dglu()] if fused else [])):
+            module.explain(x, **named)
+            module(x, **named).sum().backward()
+            with torch.no_grad():
+                module(x, **named)
+        del module
+        assert [ref() for ref in refs] == [None] * len(refs)
+    finally:
+        gc.enable()
