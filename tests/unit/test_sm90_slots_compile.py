@@ -1,6 +1,7 @@
 """The kernels that sort and move rows compile for sm_90a without a GPU: nothing spills, rows move 16 bytes per lane."""
 
 import pytest
+import torch
 
 from fusedmoe.kernels.sm90 import limits, slot_functions
 
@@ -74,3 +75,24 @@ def test_symbols_tell_the_kernels_apart():
 
 def test_there_is_a_kernel_for_the_most_experts():
     assert max(slot_functions.ROOM) == limits.MOST_EXPERTS <= THREADS
+
+
+def test_functions_for_many_numbers_of_rows_keep_little_memory(monkeypatch):
+    """Plans keep a function for each number of rows, each with a vector in place of a missing scale."""
+    launched = []
+    monkeypatch.setattr(slot_functions, "load", lambda kernel: lambda *arguments: launched.append(arguments))
+    monkeypatch.setattr(slot_functions, "_no_scales", {}, raising=False)
+    kept, scales, most = [], [], 2 * 600
+    for tokens in range(1, 601):
+        row_of_slot, rows = torch.arange(2 * tokens).view(tokens, 2), torch.zeros(2 * tokens, 8, dtype=torch.bfloat16)
+        total = slot_functions.bind_sum_slots(rows, row_of_slot, None)
+        gather = slot_functions.bind_gather_rows(rows[:tokens], row_of_slot, None)
+        total(rows, row_of_slot)
+        gather(rows[:tokens], row_of_slot, row_of_slot.flatten())
+        (_, _, of_sum, *_), (_, _, _, of_rows, *_) = launched[-2:]
+        for scale in (of_sum, of_rows):
+            assert (scale.shape, scale.dtype, scale.stride()) == ((2 * tokens,), torch.float32, (1,))
+        kept += [total, gather]
+        scales += [of_sum.untyped_storage(), of_rows.untyped_storage()]
+    each = {storage.data_ptr(): storage.nbytes() for storage in scales}
+    assert sum(each.values()) <= 4 * 4 * most

@@ -79,6 +79,21 @@ def count_pitch(num_experts: int) -> int:
     return num_experts // QUAD * QUAD + QUAD
 
 
+_no_scales: dict[torch.device, Tensor] = {}
+
+
+def no_scale(rows: int, device: torch.device) -> Tensor:
+    """Return a vector (R,) in place of a missing scale, which the kernels do not read.
+
+    All of these share memory. A function keeps its vector, and plans keep a function for each number of rows: if each
+    had its own memory, a layer of 32,768 tokens with 8 experts each would keep 1 MiB for each number of tokens.
+    """
+    found = _no_scales.get(device)
+    if found is None or found.shape[0] < rows:
+        found = _no_scales[device] = torch.empty(1 << rows.bit_length(), dtype=torch.float32, device=device)
+    return found[:rows]
+
+
 def bind_gather_rows(source_TH: Tensor, row_of_slot_TK: Tensor, scale_R: Tensor | None) -> Callable[..., Tensor]:
     """``rows[r] = scale[r] * source[token of r]``, (R, H), zeros for sentinels.
 
@@ -88,7 +103,7 @@ def bind_gather_rows(source_TH: Tensor, row_of_slot_TK: Tensor, scale_R: Tensor 
 
     chosen, rows, columns = row_of_slot_TK.shape[1], row_of_slot_TK.numel(), source_TH.shape[1]
     kernel = load(GatherRows(NAMES[source_TH.dtype], None if scale_R is None else NAMES[scale_R.dtype]))
-    nothing = source_TH.new_empty(rows, dtype=torch.float32) if scale_R is None else None
+    nothing = no_scale(rows, source_TH.device) if scale_R is None else None
 
     def run(source_TH: Tensor, row_of_slot_TK: Tensor, slot_of_row: Tensor, scale_R: Tensor | None = None) -> Tensor:
         rows_RH = source_TH.new_empty(rows, columns)
@@ -122,7 +137,7 @@ def bind_sum_slots(
     if beside_sms and scale_R is None and chosen <= MOST_SLOTS_BESIDE:
         return _bind_sum_on_few_sms(rows_RH, row_of_slot_TK, at_once, addend_TH is not None, beside_sms)
     kernel = load(SumSlots(NAMES[rows_RH.dtype], scale_dtype, at_once, addend_TH is not None))
-    nothing = rows_RH.new_empty(rows, dtype=torch.float32) if scale_R is None else None
+    nothing = no_scale(rows, rows_RH.device) if scale_R is None else None
 
     def run(
         rows_RH: Tensor, row_of_slot_TK: Tensor, scale_R: Tensor | None = None, addend_TH: Tensor | None = None
