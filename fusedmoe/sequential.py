@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, get_args
 
 from torch import nn
@@ -12,6 +13,7 @@ from fusedmoe.fusion.plan import Explanation
 from fusedmoe.kernels.options import DEFAULT, KernelOptions, Schedule
 from fusedmoe.ops.amax_state import only_looking
 from fusedmoe.ops.op import Op, Runnable
+from fusedmoe.ops.random_state import drawing_nothing
 from fusedmoe.partition import buffers_kept, partition_for, partition_of_call
 from fusedmoe.shapes import explain_parts
 from fusedmoe.target import planned_for
@@ -145,7 +147,8 @@ class Sequential(Runnable, nn.Sequential):
         """Return the plans of this call of `forward`, with reasons; ``print`` them as a table.
 
         A backward pass is planned if autograd would run one, so not under ``torch.no_grad()``. Every part except the
-        last is run, since the next part depends on its result. Buffers and amax histories stay unchanged.
+        last is run, since the next part depends on its result. Buffers, amax histories and the states of random number
+        generators stay unchanged.
 
         Parameters
         ----------
@@ -205,4 +208,5 @@ def explain_call(
         partition.check_parameters(parameters)
     with only_looking(), buffers_kept(partition.parts), planned_for(arch) as asked:
         run = asked is None or len(partition.parts) == 1
-        return Explanation(explain_parts(partition.parts, x, inputs, root._options, parameters, run=run))
+        with drawing_nothing(x) if run and len(partition.parts) > 1 else nullcontext():
+            return Explanation(explain_parts(partition.parts, x, inputs, root._options, parameters, run=run))

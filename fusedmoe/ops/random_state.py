@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedmoe.errors import InputError
+from fusedmoe.estimating import has_values
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -78,6 +79,19 @@ def drawing_again(states: States | None, device: torch.device) -> Iterator[None]
         yield
     finally:
         _set(now, device)
+
+
+@contextmanager
+def drawing_nothing(x: Tensor) -> Iterator[None]:
+    """Restore the generators after the block, for a device like that of x; not during a CUDA graph capture."""
+    if _is_capturing(x) or not has_values(x):
+        yield
+        return
+    now = _states(x.device)
+    try:
+        yield
+    finally:
+        _set(now, x.device)
 
 
 def compute_again(op: Op, x: Tensor, *args: Any, **keywords: bool) -> Any:

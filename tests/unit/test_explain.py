@@ -218,3 +218,12 @@ def test_a_subclass_of_what_a_single_op_rule_takes_is_the_nearest_miss():
     with fm.register(glu_scale()), torch.no_grad():
         plan = only_plan(experts(act=Mine), rows(), **inputs())
     assert "got Mine, a subclass of SwiGLU" in plan.steps[1].why
+
+
+def test_random_numbers_after_an_explanation_are_those_without_it():
+    """It calls the modules between chains, such as a dropout."""
+    chain = fm.Sequential(fm.Linear(8, 8), torch.nn.Dropout(), fm.Linear(8, 8))
+    before = torch.get_rng_state()
+    chain.explain(torch.ones(4, 8))
+    fm.explain(chain, tokens=4)
+    assert torch.equal(torch.get_rng_state(), before)
