@@ -34,6 +34,11 @@ _KEPT = 2.0
 """The cost of a byte kept for the backward pass, in bytes moved: recomputation in an epilogue is cheaper."""
 
 
+_ESTIMATED = registry.Unavailable(
+    "tensors without memory (meta, FakeTensor), FLOP counters and exported programs run no kernels", "device"
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Resolver:
     """Returns the chain's name of a value that a rule names as in `Step`.
@@ -154,6 +159,7 @@ class Search:
     context: Mapping[str, Any]
     specs: Mapping[str, SpecLike | None]
     disabled: tuple[str, ...]
+    estimated: bool  # no rule applies, as in `Environment`
     assume_installed: bool
     gathered: Mapping[str, Gathered]  # the values that are rows of another value
     derived: Mapping[str, Place]  # the glue of each derived value
@@ -184,9 +190,10 @@ class DirectionSearch:
         of_glue = bool(places) and isinstance(self.places[0].item, Glue)
         for rule in registry.rules():
             if rule.direction == direction and issubclass(rule.slots[0].types[0], Glue) is of_glue:
-                unavailable = registry.why_unavailable(
-                    rule, search.context["device"], search.context["arch"], search.disabled, search.assume_installed
-                )
+                device, arch = search.context["device"], search.context["arch"]
+                unavailable: Unavailable | None = _ESTIMATED
+                if not search.estimated:
+                    unavailable = registry.why_unavailable(rule, device, arch, search.disabled, search.assume_installed)
                 for start in range(len(self.places)):
                     self._try(rule, unavailable, start)
 

@@ -129,6 +129,7 @@ class _Planner:
             },
             specs=specs,
             disabled=environment.disabled,
+            estimated=environment.estimated,
             assume_installed=environment.asked,
             gathered=self._gathered,
             derived=graph.derived,

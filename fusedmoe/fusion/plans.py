@@ -88,7 +88,7 @@ def plan_chain(
         target.arch if target is not None else None if unfused else arch_of(device),
         conditions.deterministic,
         conditions.recipe,
-        ("*",) if unfused else conditions.disabled,
+        conditions.disabled,
         conditions.options,
         asked=target is not None,
         estimated=unfused,

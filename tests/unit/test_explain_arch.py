@@ -434,3 +434,13 @@ def test_modules_between_chains_keep_their_buffers(arch):
         assert torch.equal(b, before[name][1]), name
     chain(x, **inputs)
     assert norm.num_batches_tracked == 1
+
+
+@pytest.mark.usefixtures("builtin_rules")
+def test_a_plan_for_tensors_without_memory_says_why_it_is_unfused():
+    """No rule applies to them, but the user has not switched any off."""
+    chain = fm.Sequential(fm.Linear(64, 64, device="meta", dtype=torch.bfloat16))
+    text = str(chain.explain(torch.empty(8, 64, device="meta", dtype=torch.bfloat16)))
+    assert "UNAVAILABLE: tensors without memory (meta, FakeTensor)" in text
+    assert "switched off" not in text
+    assert "explain(..., arch=90) shows what an sm_90 GPU would run" in text
