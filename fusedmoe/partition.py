@@ -18,6 +18,7 @@ from weakref import ref
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from fusedmoe import changes
 from fusedmoe.autocast import casts_rows
 from fusedmoe.chain import Chain
 from fusedmoe.errors import InputError
@@ -198,7 +199,10 @@ class Partition:
         self._hooked: list[tuple[nn.Module, bool]] = []
         self._any_global_hook = _has_any_global_hook()
         self._opened: list[tuple[str, Runnable]] = []
-        members = _placed([Member("op", root, joins=True)] if isinstance(root, Op) else self._members(root, ""))
+        # the ops that a copy replaces, each with the ops after it and the copy
+        self._copied: list[tuple[Op, list[Op], Op]] = []
+        self._changes = changes.count
+        members = self._placed([Member("op", root, joins=True)] if isinstance(root, Op) else self._members(root, ""))
         groups = _grouped(members, divided)
         self.mixed = any(len({m.module.autocasts for m in g if isinstance(m.module, Op)}) > 1 for g in groups)
         sorted_by = f"op.{type(root).__name__}" if isinstance(root, Op) else "Sequential"
@@ -281,7 +285,28 @@ class Partition:
         for module, hooked in self._hooked:
             if _hooked(module) is not hooked:
                 return False
+        if self._copied and self._changes != changes.count:
+            count = changes.count  # read before the attributes: another thread may change them meanwhile
+            if any(op.placed(after).attributes() != copied.attributes() for op, after, copied in self._copied):
+                return False
+            self._changes = count
         return _has_any_global_hook() is self._any_global_hook
+
+    def _placed(self, members: Sequence[Member]) -> list[Member]:
+        """Return the members with each op replaced by its `Op.placed`."""
+        following = [m.module for m in members if isinstance(m.module, Op)]
+        placed = []
+        for member in members:
+            module = member.module
+            if isinstance(module, Op):
+                following = following[1:]
+                module = module.placed(following)
+                if module is not member.module and isinstance(member.module, Op):
+                    self._copied.append((member.module, following, module))
+            placed.append(Member(member.label, module, member.joins))
+        if all_ops := _nodes(placed):
+            Graph(all_ops)  # raises if a weight is applied twice, also by two ops with a module in between
+        return placed
 
     def name(self, name: str) -> None:
         """Set the name of the Sequential in a model, which log lines and errors put before the labels of ops."""
@@ -384,21 +409,6 @@ def _without_parameters(module: nn.Module) -> bool:
         isinstance(m, Op) and m.parameter_names and all(getattr(m, name, None) is None for name in m.parameter_names)
         for m in module.modules()
     )
-
-
-def _placed(members: Sequence[Member]) -> list[Member]:
-    """Return the members with each op replaced by its `Op.placed`."""
-    following = [m.module for m in members if isinstance(m.module, Op)]
-    placed = []
-    for member in members:
-        module = member.module
-        if isinstance(module, Op):
-            following = following[1:]
-            module = module.placed(following)
-        placed.append(Member(member.label, module, member.joins))
-    if all_ops := _nodes(placed):
-        Graph(all_ops)  # raises if a weight is applied twice, also by two ops with a module in between
-    return placed
 
 
 def _nodes(members: Sequence[Member]) -> list[Node]:

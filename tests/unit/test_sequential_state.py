@@ -227,3 +227,16 @@ def test_train_and_eval_are_remembered(mode):
     chain = getattr(experts(), mode)()
     assert all(op.training == (mode == "train") for op in chain)
     assert chain(rows(), **inputs()).shape == (9, H)
+
+
+def test_a_dispatch_follows_a_changed_number_of_experts():
+    """Without a number of its own, it takes that of the next grouped op, also if this changes after a call."""
+    chain = fm.Sequential(fm.Dispatch(), fm.GroupedLinear(4, 8, 8), fm.Combine())
+    x, named = torch.randn(6, 8), {"expert_index": torch.randint(6, (6, 2)), "expert_weight": torch.rand(6, 2)}
+    chain(x, **named)
+    chain[1].num_groups, chain[1].weight = 6, nn.Parameter(torch.randn(6, 8, 8))
+    expected = fm.Sequential(fm.Dispatch(6), chain[1], fm.Combine())(x, **named)
+    assert torch.equal(chain(x, **named), expected)
+    chain[0].num_experts = 3
+    with pytest.raises(InputError, match=r"splits: expected shape \(6,\), one count per expert, got \(3,\)"):
+        chain(x, **named)
