@@ -6,7 +6,7 @@ Axes: T tokens, E experts, K chosen experts per token, H hidden, I intermediate.
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING, ClassVar, Literal, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -248,7 +248,7 @@ class MoE(Checked, Runnable):
         tokens = self._tokens(x)
         if self._is_one_chain():
             return explain_call(self, None, tokens, {}, arch)
-        routing = self.router(tokens)
+        routing = self._routing(tokens)
         return self.experts.explain(
             tokens, arch=arch, expert_index=routing.expert_index, expert_weight=routing.expert_weight
         )
@@ -256,7 +256,7 @@ class MoE(Checked, Runnable):
     def _routed(self, tokens: Tensor, return_stats: bool) -> tuple[Tensor, MoEStats | None]:
         """Return the result of the routed experts, and the stats of the routing if they are wanted."""
         if not self._is_one_chain():
-            routing = self.router(tokens)
+            routing = self._routing(tokens)
             y = self.experts(tokens, expert_index=routing.expert_index, expert_weight=routing.expert_weight)
             return y, self.router.stats(routing) if return_stats else None
         if not return_stats:
@@ -266,6 +266,14 @@ class MoE(Checked, Runnable):
         # a `Sequential` that is called as a module, because of its hooks, does not return them
         load = values["splits"] if "splits" in values else rows_per_expert(index, logits.shape[1])
         return y, stats_of(load, index.numel(), logits, values["probs_sum"], values["z_sum"])
+
+    def _routing(self, tokens: Tensor) -> Routing:
+        """Return the result of the router, called as a module; raise if it is no `Routing`."""
+        routing: Any = self.router(tokens)
+        if not (hasattr(routing, "expert_index") and hasattr(routing, "expert_weight")):
+            kind, got = type(self.router).__name__, type(routing).__name__
+            raise InputError(f"MoE: router: expected a module that returns a Routing, got {kind}, which returns {got}")
+        return routing  # type: ignore[no-any-return]
 
     def _chained(self) -> tuple[tuple[str, nn.Module | None], ...]:
         modules = self._modules

@@ -160,6 +160,15 @@ def test_another_router_and_other_experts():
     assert_same(layer, x)
 
 
+def test_a_router_that_returns_something_else_is_named():
+    layer, x = layer_of(), tokens()
+    layer.router = nn.Linear(HIDDEN, E, dtype=torch.float64)
+    expected = "MoE: router: expected a module that returns a Routing, got Linear, which returns Tensor"
+    for call in (layer, layer.explain):
+        with pytest.raises(fm.InputError, match=expected):
+            call(x)
+
+
 def test_lora_on_the_experts():
     layer = layer_of()
     layer.experts.down = fm.GroupedLoRA(layer.experts.down, rank=2)
