@@ -157,6 +157,21 @@ def test_no_tokens():
     assert not set(called()) & {"route", "gather_rows", "sum_slots"}
 
 
+@pytest.mark.parametrize("early", [True, False], ids=["scale", "combine"])
+def test_tokens_without_experts(early):
+    """There are tokens, but no rows, and kernels with one warp per row cannot be launched."""
+    chain, x = experts(early=early), tokens()
+    named = {"expert_index": torch.zeros(T, 0, dtype=torch.int64), "expert_weight": torch.zeros(T, 0).requires_grad_()}
+    stand_ins.calls.clear()
+    with fm.strict():
+        y = chain(x, **named)
+        y.sum().backward()
+    assert y.shape == x.grad.shape == (T, H)
+    assert y.count_nonzero() == x.grad.count_nonzero() == 0
+    assert named["expert_weight"].grad.shape == (T, 0)
+    assert not set(called()) & {"route", "gather_rows", "sum_slots", "row_dots", "slot_values"}
+
+
 def test_stand_ins_have_the_signatures_of_the_kernels(monkeypatch):
     monkeypatch.undo()
     kernels = {name: getattr(functions, name) for name in functions.__all__ if name.startswith("bind_")}

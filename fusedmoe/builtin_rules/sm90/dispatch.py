@@ -39,6 +39,12 @@ def _guard(rows: Tensor, routing: Tensor) -> None:
     guard_matrix("x", rows)
 
 
+def _guard_token_gradient(dy: Tensor, slot_of_row: Tensor) -> None:
+    if not slot_of_row.numel():  # also with tokens, if each has no expert
+        raise NothingToDo("no rows")
+    guard_gradient(dy)
+
+
 def _require_contiguous(*routing: Tensor | None) -> None:
     require(all(t is None or t.is_contiguous() for t in routing), "a routing index or weight is not contiguous")
 
@@ -138,7 +144,7 @@ class DCombineRule(OnSm90, FusionRule, name="sm90.dcombine", direction="backward
 
     def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
         def bind(dy: Tensor, row_of_slot: Tensor, slot_of_row: Tensor, weight: Tensor | None = None) -> Run:
-            guard_gradient(dy)
+            _guard_token_gradient(dy, slot_of_row)
             _require_contiguous(row_of_slot, slot_of_row, weight)
             return on_readable(dy, functions.bind_gather_rows(dy, row_of_slot, weight))
 
@@ -161,7 +167,7 @@ class CombineWeightGradRule(OnSm90, FusionRule, name="sm90.combine_weight_grad",
         dtype = ctx.dtype(f"weight_grad.{self.weight_grad.op.weights}")
 
         def bind(dy: Tensor, rows: Tensor, row_of_slot: Tensor, slot_of_row: Tensor) -> Run:
-            guard_gradient(dy)
+            _guard_token_gradient(dy, slot_of_row)
             guard_matrix("x", rows)
             _require_contiguous(row_of_slot, slot_of_row)
             return on_readable(dy, functions.bind_row_dots(dy, rows, row_of_slot, dtype))
