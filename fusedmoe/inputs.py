@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -115,12 +115,13 @@ def why_sharded(parameters: Sequence[tuple[Op, str, str]], given: Sequence[Tenso
 
     ``parameters`` has, for each given parameter, its op, its name in the op, and its name in the chain.
     """
-    distributed = sys.modules.get("torch.distributed.tensor")  # loaded if any DTensor exists
-    if distributed is None:
+    # loaded if any DTensor exists; without its classes while another thread imports it
+    dtensor: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    if dtensor is None:
         return None
     for (op, name, key), parameter in zip(parameters, given, strict=True):
         experts = getattr(op, "num_experts", getattr(op, "num_groups", None))  # of a router, or a grouped op
-        if experts is not None and isinstance(parameter, distributed.DTensor):
+        if experts is not None and isinstance(parameter, dtensor):
             placements = ", ".join(map(repr, parameter.placements))
             expected = f"a plain tensor of all {experts} experts"
             return (

@@ -1,5 +1,8 @@
 """Expert parallelism is refused by name: it used to end in torch's errors, or in one that left the reason to guess."""
 
+import sys
+import types
+
 import pytest
 import torch
 from torch import distributed as dist
@@ -32,6 +35,11 @@ def test_another_wrong_shape_says_nothing_of_ranks():
     layer = sharded(fm.MoE(8, 4, 4, 2), lambda weight: weight[:, :, :2].clone())
     with pytest.raises(fm.InputError, match=r"weight: expected shape \(4, 8, 8\), got \(4, 8, 2\)$"):
         layer(torch.randn(3, 8))
+
+
+def test_a_call_while_another_thread_imports_dtensor(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.distributed.tensor", types.ModuleType("torch.distributed.tensor"))
+    assert fm.MoE(8, 4, 4, 2)(torch.randn(3, 8)).shape == (3, 8)
 
 
 @pytest.fixture
