@@ -69,7 +69,7 @@ def experts_of(module: nn.Module) -> Experts:
         # runs while the graph is traced; the comparison below becomes guards on the settings
         _let_prepare(type(module))
         module._fusedmoe_prepare()  # type: ignore[operator]
-        experts: Experts = module.__dict__[OPS]
+        experts: Experts = getattr(module, OPS)  # not from `__dict__`, which Dynamo may have read before
         if settings_of(module, experts.names) == experts.settings:
             return experts
     found: Experts | None = module.__dict__.get(OPS)

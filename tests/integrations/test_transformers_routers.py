@@ -439,6 +439,21 @@ def test_one_graph_with_one_operator():
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("copied", [False, True])
+def test_compiled_without_an_eager_call(copied):
+    torch._dynamo.reset()
+    tiny = built("glm4_moe", num_hidden_layers=1)
+    want = results(tiny)["logits"]
+    if not copied:
+        tiny = built("glm4_moe", num_hidden_layers=1)
+    fusedmoe_transformers.patch_routers(tiny.model)
+    if copied:
+        tiny.model = copy.deepcopy(tiny.model)
+    compiled = torch.compile(tiny.model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(**tiny.inputs).logits, want, rtol=2e-4, atol=2e-6)
+    torch._dynamo.reset()
+
+
 # ---- errors, and what is not patched ------------------------------------------------------------------------------
 
 
