@@ -52,9 +52,11 @@ class _Call:
 
     def __init__(self, experts: nn.Module) -> None:
         self.experts = experts
+        self.rows: Tensor | None = None  # that the block calls its router with
         self.y: Tensor | None = None
         self.index: Tensor | None = None
         self.weight: Tensor | None = None
+        self.versions: tuple[int, ...] = ()  # of index and weight, which a hook may change in place
 
 
 class _Block:
@@ -70,12 +72,14 @@ class _Block:
     def _route(self, hidden_states: Tensor, *arguments: Tensor) -> Any:
         if ROUTER not in self._router.__dict__:  # wrapped or replaced since
             return self._router(hidden_states, *arguments)
+        self._call.rows = hidden_states
         return self._router(hidden_states, *arguments, call=self._call)
 
     def experts(self, hidden_states: Tensor, index: Tensor, weight: Tensor) -> Tensor:
         call = self._call
-        if call.y is not None and index is call.index and weight is call.weight:
-            return call.y
+        same = call.y is not None and index is call.index and weight is call.weight
+        if same and _versions(index, weight) == call.versions:
+            return call.y  # type: ignore[return-value]
         return call.experts(hidden_states, index, weight)  # type: ignore[no-any-return]
 
 
@@ -222,14 +226,33 @@ def _router_forward(router: Any, hidden_states: Tensor, *arguments: Tensor, call
     if _why_not(router, held, x):
         return type(router).forward(router, hidden_states, *arguments)
     parameters = _named(router, held, arguments)
-    routed = None if call is None else _with_experts(call.experts, held, x)
+    routed = None
+    # a hook may have replaced the rows of the router, or may change its results in place
+    if call is not None and hidden_states is call.rows and (_has_versions() or not _has_hooks_of_others(router)):
+        routed = _with_experts(call.experts, held, x)
     if call is None or routed is None:
         _, values = modes.run(held.alone, x, {}, parameters, _PROVIDED)
     else:
         chain, of_experts = routed
         call.y, values = modes.run(chain, x, {}, parameters | of_experts, _PROVIDED)
         call.weight, call.index = values["expert_weight"], values["expert_index"]
+        call.versions = _versions(call.index, call.weight)
     return tuple([values[name] for name in _PROVIDED])
+
+
+def _has_versions() -> bool:
+    """Whether tensors count their changes in place."""
+    return not (torch.compiler.is_compiling() or torch.is_inference_mode_enabled())
+
+
+def _versions(*tensors: Tensor) -> tuple[int, ...]:
+    return tuple([t._version for t in tensors]) if _has_versions() else ()
+
+
+def _has_hooks_of_others(router: Any) -> bool:
+    """Whether a router has forward hooks other than those of transformers, which record outputs."""
+    hooks = router._forward_hooks.values()
+    return any(not str(getattr(hook, "__module__", "")).startswith("transformers.") for hook in hooks)
 
 
 def _named(router: nn.Module, held: Routed, arguments: tuple[Any, ...]) -> dict[str, Tensor | None]:

@@ -269,6 +269,49 @@ def test_modules_that_change_a_call(change, chains):
     assert apart is (change is not with_another_result)
 
 
+def tokens_of_the_router_alone(tiny):
+    """Such as noise on what the router reads, which the experts must not read."""
+    first(tiny)[1].register_forward_pre_hook(lambda _, args: (1.5 * args[0], *args[1:]))
+
+
+def weights_in_place(tiny):
+    def halve(module, args, routed):
+        routed[1].mul_(0.5)
+
+    first(tiny)[1].register_forward_hook(halve)
+
+
+@pytest.mark.parametrize("how", ["training", "inference", "compiled"])
+@pytest.mark.parametrize("hook", [tokens_of_the_router_alone, weights_in_place])
+def test_hooks_of_a_router_that_change_tokens_or_results(hook, how):
+    torch._dynamo.reset()
+    tiny = built("glm4_moe")
+
+    def run():
+        if how == "training":
+            return results(tiny)
+        model = torch.compile(tiny.model, backend="aot_eager") if how == "compiled" else tiny.model
+        with torch.inference_mode(how == "inference"):
+            return {"logits": model(**tiny.inputs).logits.clone()}
+
+    before = tiny.model(**tiny.inputs).logits
+    hook(tiny)
+    want = run()
+    assert not torch.allclose(want["logits"], before)
+    fusedmoe_transformers.patch_routers(tiny.model)
+    assert_same(run(), want)
+    torch._dynamo.reset()
+
+
+def test_recorded_logits_leave_one_chain_in_inference(chains):
+    """The hooks of transformers change nothing."""
+    tiny = built("qwen3_moe")
+    fusedmoe_transformers.patch_routers(tiny.model, fp32_logits=True)
+    with torch.inference_mode():
+        assert len(tiny.model(**tiny.inputs, output_router_logits=True).router_logits) == 2
+    assert chains == [("router", 7)] * 2
+
+
 def test_a_router_that_is_wrapped_after_the_patch(chains):
     tiny = built("glm4_moe")
     want = results(tiny)
