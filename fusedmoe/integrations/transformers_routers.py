@@ -181,7 +181,7 @@ def _passes_rows_on(block: Any, name: str, hidden: int) -> bool:
     probe = _Probe(block, name)
     attributes = set(vars(probe))
     try:
-        with torch.device("cpu"):
+        with torch.device("cpu"), torch.random.fork_rng(devices=[]):  # a block may draw numbers too
             type(block).forward(probe, torch.randn(2, 3, hidden))
     except Exception:  # noqa: BLE001  (foreign code)
         return False

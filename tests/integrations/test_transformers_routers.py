@@ -303,6 +303,14 @@ def test_hooks_of_a_router_that_change_tokens_or_results(hook, how):
     torch._dynamo.reset()
 
 
+def test_the_patch_draws_no_random_numbers():
+    tiny = built("mixtral", router_jitter_noise=0.1)
+    tiny.model.train()
+    before = torch.get_rng_state()
+    assert fusedmoe_transformers.patch_routers(tiny.model, fp32_logits=True) == 2
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_recorded_logits_leave_one_chain_in_inference(chains):
     """The hooks of transformers change nothing."""
     tiny = built("qwen3_moe")
