@@ -160,7 +160,8 @@ def _router_in(block: nn.Module) -> tuple[Any, str] | None:
 def _patch(block: Any, name: str, fp32_logits: bool, runs_here: Callable[[nn.Module], bool]) -> bool:
     router = getattr(block, name)
     found = recognise(router)
-    if isinstance(found, str) or not (found.fp32 or fp32_logits):
+    # a repeated call keeps the routers that an earlier one patched with fp32_logits
+    if isinstance(found, str) or not (found.fp32 or fp32_logits or _is_patched(router)):
         reason = found if isinstance(found, str) else _not_in_fp32(router)
         say_once(logger, logging.WARNING, "patch_routers leaves %s as it is: %s", type(router).__name__, reason)
         return False

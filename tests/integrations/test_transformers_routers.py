@@ -134,6 +134,7 @@ def test_a_router_that_does_not_compute_in_fp32_is_left(family, chains, caplog):
     assert "chooses the experts and runs unchanged: it computes its logits in the dtype of the model" in text
     want = results(tiny)
     assert fusedmoe_transformers.patch_routers(tiny.model, fp32_logits=True) == len(tiny.experts)
+    assert fusedmoe_transformers.patch_routers(tiny.model) == len(tiny.experts)
     chains.clear()
     assert_same(results(tiny), want)
     assert [name for name, _ in chains] == ["router"] * len(tiny.experts)
