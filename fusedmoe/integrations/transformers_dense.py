@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
 
 from fusedmoe.checks import MODULE
 from fusedmoe.errors import InputError
@@ -99,6 +100,9 @@ def _patch(module: Any) -> bool:
     module.__dict__[_OPS] = _Mlp(Sequential(ops).without_parameters(), biased, functions_of(module))
     for name in ("weight", "bias"):
         _move_together(getattr(gate, name), getattr(up, name))
+    for layer in (gate, up):  # the hook stays after `unpatch_dense`, as the shared memory does
+        if _save_apart not in layer._state_dict_hooks.values():
+            layer.register_state_dict_post_hook(_save_apart)
     # a partial, since copies and pickles of it refer to the copied module
     module.forward = functools.partial(_forward, module)
     return True
@@ -246,6 +250,19 @@ def _move_together(first: nn.Parameter | None, second: nn.Parameter | None) -> N
     if (first.dtype, first.device) == (second.dtype, second.device):
         both = torch.cat([first.data, second.data])
         first.data, second.data = both[: len(first)], both[len(first) :]
+
+
+def _save_apart(layer: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: object) -> None:
+    """Give a state_dict the weights of a layer in storages of their own, at the same addresses.
+
+    accelerate saves only one of the tensors that share a storage, and safetensors refuses a part of a storage.
+    """
+    for name in ("weight", "bias"):
+        t = state_dict.get(prefix + name)
+        if type(t) is not Tensor or t.is_meta or t.untyped_storage().nbytes() != 2 * t.numel() * t.element_size():
+            continue
+        apart = from_dlpack(t) if t.device.type in ("cpu", "cuda") else t.clone()
+        state_dict[prefix + name] = apart
 
 
 def _owns_memory(t: Tensor) -> bool:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors import torch as safetensors
 from torch import nn
 from transformers import (
     DeepseekV3Config,
@@ -257,6 +258,38 @@ def test_a_model(tmp_path):
     again = LlamaForCausalLM.from_pretrained(tmp_path)
     for name, t in model.state_dict().items():
         assert torch.equal(again.state_dict()[name], t), name
+
+
+def pickled(mlp):
+    return pickle.loads(pickle.dumps(mlp))
+
+
+@pytest.mark.parametrize("change", [None, unpatch_dense, pickled])
+def test_a_state_dict_has_no_shared_storage(change, tmp_path):
+    """accelerate drops all tensors of a storage but one, and safetensors refuses a tensor of a larger storage."""
+    mlp = llama_mlp(bias=True)
+    want = copy.deepcopy(mlp.state_dict())
+    patch_dense(mlp)
+    patch_dense(mlp)
+    if change is unpatch_dense:
+        unpatch_dense(mlp)
+    elif change is not None:
+        mlp = change(mlp)
+    state = mlp.state_dict()
+    assert len(memories(mlp)) == (2 if change is pickled else 1)
+    assert list(state) == list(want)
+    for name, t in state.items():
+        assert torch.equal(t, want[name])
+        assert t.data_ptr() == mlp.get_parameter(name).data_ptr()
+        assert t.untyped_storage().nbytes() == t.numel() * t.element_size()
+    safetensors.save_model(mlp, tmp_path / "mlp.safetensors")
+    loaded = safetensors.load_file(tmp_path / "mlp.safetensors")
+    assert loaded.keys() == want.keys()
+    assert all(torch.equal(loaded[name], t) for name, t in want.items())
+    state["up_proj.weight"].zero_()
+    assert not mlp.up_proj.weight.any()
+    assert mlp.gate_proj.weight.any()
+    assert len(mlp.up_proj._state_dict_hooks) == 1
 
 
 def test_the_plan():
