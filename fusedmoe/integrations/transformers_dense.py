@@ -248,7 +248,8 @@ def _move_together(first: nn.Parameter | None, second: nn.Parameter | None) -> N
     if first is None or second is None or not (_owns_memory(first) and _owns_memory(second)):
         return
     if (first.dtype, first.device) == (second.dtype, second.device):
-        both = torch.cat([first.data, second.data])
+        with torch.inference_mode(first.is_inference()):  # as `first`, also in a caller's inference mode
+            both = torch.cat([first.data, second.data])
         first.data, second.data = both[: len(first)], both[len(first) :]
 
 

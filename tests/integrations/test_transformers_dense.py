@@ -260,6 +260,15 @@ def test_a_model(tmp_path):
         assert torch.equal(again.state_dict()[name], t), name
 
 
+def test_patched_in_inference_mode():
+    mlp, x = llama_mlp(), rows()
+    want = outcome(mlp, x)
+    with torch.inference_mode():
+        patch_dense(mlp)
+    assert len(memories(mlp)) == 1
+    assert_same(outcome(mlp, x), want)
+
+
 def pickled(mlp):
     return pickle.loads(pickle.dumps(mlp))
 
