@@ -3,8 +3,8 @@
 Sections: ``host`` (host overhead of the framework), ``layer`` (the whole layer, from tokens to tokens; its router; a
 dense MLP), ``kernels`` (each kernel), ``mlp`` (the expert MLP through the public API), ``recipes`` (the expert MLP
 under each recipe), ``deepgemm`` (DeepGEMM's products, in a separate environment), ``tiles`` (every tile configuration
-for many layers, about a minute), ``transformers`` (a stack of decoder layers). The default is ``host``, and with a GPU
-also ``layer``, ``kernels`` and ``mlp``.
+for many layers, about five minutes), ``transformers`` (a stack of decoder layers). The default is ``host``, and with a
+GPU also ``layer``, ``kernels`` and ``mlp``.
 """
 
 from __future__ import annotations
@@ -36,8 +36,11 @@ def main(argv: list[str] | None = None) -> None:
     if "host" in sections:
         _host(devices, args.rounds, args.results)
     if "tiles" in sections:
-        measured = tiles.measure(torch.device("cuda", torch.cuda.current_device()), args.reps)
-        print("written to", write(args.results, "tiles", {"tiles": measured}))
+        measured = []
+        for product in tiles.measure(torch.device("cuda", torch.cuda.current_device()), args.reps):
+            measured.append(product)
+            written = write(args.results, "tiles", {"tiles": measured})
+        print("written to", written)
     if "transformers" in sections:
         device = torch.device("cuda", torch.cuda.current_device())
         found = []

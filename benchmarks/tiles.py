@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -27,16 +28,14 @@ LAYERS: dict[tuple[int, int, int, int], tuple[int, ...]] = {
 }
 
 
-def measure(device: torch.device, reps: int) -> list[dict[str, Any]]:
-    """Return each product of the layers' training steps, with the milliseconds of its candidates by name."""
+def measure(device: torch.device, reps: int) -> Iterator[dict[str, Any]]:
+    """Yield each product of the layers' training steps, with the milliseconds of its candidates by name."""
     sms = torch.cuda.get_device_properties(device).multi_processor_count
-    found = []
     for (hidden, intermediate, experts, top_k), rows in LAYERS.items():
         for rows_per_expert in rows:
             mlp = Mlp(hidden, intermediate, experts, rows_per_expert * experts, top_k=top_k)
             for product in tuning.products(mlp, sms):
                 times = tuning.measure(mlp, product, reps, lambda config: None)
                 ms = {config.name: round(taken, 5) for config, taken in times.items()}
-                found.append({"problem": asdict(product.problem), "ms": ms})
+                yield {"problem": asdict(product.problem), "ms": ms}
             print(f"{hidden} x {intermediate}, {experts} experts of {rows_per_expert} rows: measured", flush=True)
-    return found

@@ -461,7 +461,7 @@ def test_every_product_of_the_layers_has_times(monkeypatch):
     monkeypatch.setattr(tuning, "measure", measure)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     monkeypatch.setattr(tiles, "LAYERS", {(64, 32, 4, 2): (8, 16)})
-    found = tiles.measure(torch.device("cuda"), 3)
+    found = list(tiles.measure(torch.device("cuda"), 3))
     assert len(found) == measure.call_count == 2 * len(tuning.products(tuning.Mlp(64, 32, 4, 32), 132))
     assert {entry["problem"]["rows"] for entry in found} == {32, 64}
     assert {call.args[0].top_k for call in measure.call_args_list} == {2}
