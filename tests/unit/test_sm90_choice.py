@@ -236,4 +236,47 @@ def test_gathered_rows_are_not_shared_by_a_row_tile_left_over():
     odd, even = (Problem("activation", 64 * rows, 64, 1536, 2048, SMS) for rows in (100, 230))  # one row tile, or two
     for config in CANDIDATES["activation"]:
         assert cycles(replace(odd, gathered=True), config) > cycles(odd, config)
-        assert cycles(replace(even, gathered=True), config) < 1.05 * cycles(even, config)
+        ratio = cycles(replace(even, gathered=True), config) / cycles(even, config)
+        assert ratio < 1.05 if config.tile_n <= 128 else 1.05 < ratio < 1.5
+
+
+@functools.cache
+def measured_on_h200():
+    """Products of six layers with drawn tiles, with the milliseconds of each candidate on an H200, as it is shipped."""
+    found = []
+    for layer in json.loads((RESULTS.parents[1] / "nvidia-h200" / "trials.json").read_text())["trials"]:
+        rows, experts = layer["tokens"] * layer["top_k"], layer["experts"]
+        hidden, inner = layer["hidden"], layer["intermediate"]
+        products = {
+            "FC1 and the activation": ("activation", 2 * inner, hidden, True),
+            "FC2": ("plain", hidden, inner, False),
+            "FC2's input gradient and the activation's": ("derivative", inner, hidden, True),
+            "FC1's input gradient": ("plain", hidden, 2 * inner, False),
+            "FC1's weight gradient": ("wgrad_gathered_b", hidden, 2 * inner, False),
+            "FC2's weight gradient": ("wgrad_gathered_a", inner, hidden, False),
+        }
+        for title, (family, columns, depth, gathered) in products.items():
+            problem, times = Problem(family, rows, experts, columns, depth, SMS, gathered=gathered), {}
+            for config in candidates(problem):
+                name = f"{config.name}, dynamic"
+                if family == "derivative" and config.tile_n == 128:
+                    name += ", three buffers"
+                if family.startswith("wgrad") and not config.pingpong:
+                    name += ", late stores"
+                times[config] = layer["products"][title][name]["ms"]
+            found.append((problem, times))
+    return found
+
+
+def test_products_of_gathered_rows_take_the_fastest_tiles_on_an_h200():
+    gathered = [(problem, times) for problem, times in measured_on_h200() if problem.gathered]
+    assert len(gathered) == 12
+    for problem, times in gathered:
+        assert times[by_model(problem)] == min(times.values())
+
+
+def test_the_choice_is_nearly_the_fastest_on_an_h200():
+    ratios = [times[choose(problem)] / min(times.values()) for problem, times in measured_on_h200()]
+    assert len(ratios) == 36
+    assert statistics.mean(ratios) < 1.005
+    assert max(ratios) < 1.02

@@ -8,7 +8,8 @@ The model, in cycles of an SM at 1.45 GHz, the clock of an H100 under full tenso
 
     row tiles = of an expert: the mean over some quantiles of its rows under random routing; exact for one group
     tiles     = experts with rows * (row tiles in pairs * column tiles + row tile left over * column tiles in pairs)
-    multiply  = tile_m * tile_n / 32 for a tile of K: 64 two-byte elements, 2048 multiply-adds per cycle
+    multiply  = tile_m * tile_n / 32 for a tile of K: 64 two-byte elements, 2048 multiply-adds per cycle;
+                times GATHERED_WIDE for ragged M with gathered rows and more than 128 columns
     load      = (tile_m / sharers of the rows + tile_n / sharers of the weights) * 128 bytes / LOAD_BYTES_PER_CYCLE;
                 gathered rows are never shared
     main      = tiles of K * max(multiply, load)
@@ -33,7 +34,9 @@ So the model has these effects:
 
 The constants are fitted to measurements of 204 products on an H100: layers of nine models, 4 to 4096 rows per expert,
 bf16 (``python -m benchmarks --only tiles``; the result files contain them). On average, the model's choice takes 0.7%
-longer than the best candidate. measured.py has the layers of known models where it takes more than 3% longer.
+longer than the best candidate. GATHERED_WIDE is fitted to 12 products of gathered rows on an H200, where the model's
+choice is the best candidate (``trials.json``). measured.py has the layers of known models where the choice takes more
+than 2% longer.
 """
 
 from __future__ import annotations
@@ -105,6 +108,7 @@ LOAD_BYTES_PER_CYCLE = 36.5  # per SM from the L2, all SMs loading
 MEMORY_BYTES_PER_CYCLE = 14.5 * 132  # per GPU: 2.8 TB/s
 READ_AGAIN = 0.25  # part of the weights that each reader after the first reads from memory
 READ_PAST = 0.5  # part of the weights that tiles past the last column would have
+GATHERED_WIDE = 1.4
 BAND_ROWS = 1024  # see `band`
 START_CYCLES = 500.0  # of the first tile of a CTA, whose loads overlap nothing
 WGRAD_CYCLES = 4100.0  # per tile of a weight gradient: its mainloop is short, and starts at an expert's first row
@@ -173,6 +177,8 @@ def cycles(problem: Problem, config: TileConfig) -> float:
         loaded = sum(n for n, _, _ in kinds) * config.tile_n / max(weights * (in_pairs + left_over) * p.columns, 1.0)
         reads += READ_PAST * (loaded - 1)
     multiply = config.tile_m * config.tile_n / 32
+    if p.gathered and config.tile_n > 128:
+        multiply *= GATHERED_WIDE
     epilogue = float(EPILOGUE_CYCLES[p.family] * config.blocks * config.tile_n // EPILOGUE_COLUMNS)
     tiles = work = 0.0
     for count, rows_shared, weights_shared in kinds:
