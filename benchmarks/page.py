@@ -67,6 +67,10 @@ layer. Each time is the median of {reps} calls.
 
 The cases with few tokens are typical of text generation.
 """
+STACK_ELSEWHERE = """\
+The MoE part again on an {machine}, with that of GLM-4.5-Air, which has a shared expert (commit {commit}, medians of
+{reps} calls). `fusedmoe + router` is the model after `patch_routers`.
+"""
 TUNED = """\
 ## QuACK tuned
 
@@ -260,6 +264,10 @@ def render(folder: Path = RESULTS, layer_folder: Path = LAYER_RESULTS) -> str:
             )
         )  # fmt: skip
         parts.append(stack_table(stack) + "\n")
+        elsewhere = load(layer_folder, "transformers")
+        if elsewhere:
+            heading = {name: elsewhere[name] for name in ("machine", "commit", "reps")}
+            parts += [STACK_ELSEWHERE.format(**heading), stack_table(elsewhere) + "\n"]
     tuned, deepgemm, host = load(folder, "kernels-tuned-peers"), load(folder, "deepgemm"), load(folder, "host")
     if tuned:
         parts.append(TUNED.format(shape=tuned["shapes"][0]["name"], commit=tuned["commit"]))
