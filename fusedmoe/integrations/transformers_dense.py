@@ -269,4 +269,6 @@ def _save_apart(layer: nn.Module, state_dict: dict[str, Any], prefix: str, local
 def _owns_memory(t: Tensor) -> bool:
     if not _is_plain_tensor(t) or t.is_meta or not t.is_contiguous():
         return False
+    if t.device.type == "cpu" and t.is_shared():  # with other processes
+        return False
     return t.untyped_storage().nbytes() == t.numel() * t.element_size()

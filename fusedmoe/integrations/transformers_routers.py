@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from fusedmoe import modes
 from fusedmoe.autocast import autocast_dtype
@@ -282,7 +283,9 @@ def _with_experts(module: Any, held: Routed, x: Tensor) -> tuple[Sequential, dic
     if module.__dict__.get(ROUTER) is not held or not held.runs_here(module):
         return None
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    if hooks or "forward" in module.__dict__ or number_of_experts(module) != held.found.op.num_experts:
+    if hooks or _has_any_global_hook() or "forward" in module.__dict__:
+        return None
+    if number_of_experts(module) != held.found.op.num_experts:
         return None
     experts = experts_of(module)
     if experts.routed is None or module.down_proj.dtype is not x.dtype:

@@ -269,6 +269,17 @@ def test_patched_in_inference_mode():
     assert_same(outcome(mlp, x), want)
 
 
+def test_memory_that_processes_share_stays_where_it_is():
+    mlp, x = llama_mlp(), rows()
+    want = outcome(mlp, x)
+    mlp.share_memory()
+    places = [p.data_ptr() for p in mlp.parameters()]
+    patch_dense(mlp)
+    assert [p.data_ptr() for p in mlp.parameters()] == places
+    assert all(p.is_shared() for p in mlp.parameters())
+    assert_same(outcome(mlp, x), want)
+
+
 def pickled(mlp):
     return pickle.loads(pickle.dumps(mlp))
 

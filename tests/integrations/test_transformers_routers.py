@@ -270,6 +270,20 @@ def test_modules_that_change_a_call(change, chains):
     assert apart is (change is not with_another_result)
 
 
+def test_global_hooks_see_the_experts(chains):
+    tiny = built("glm4_moe")
+    experts = first(tiny)[0].experts
+    hook = nn.modules.module.register_module_forward_hook(lambda module, _, y: 2 * y if module is experts else None)
+    try:
+        want = results(tiny)
+        fusedmoe_transformers.patch_routers(tiny.model)
+        chains.clear()
+        assert_same(results(tiny), want)
+        assert ("router", 1) in chains
+    finally:
+        hook.remove()
+
+
 def tokens_of_the_router_alone(tiny):
     """Such as noise on what the router reads, which the experts must not read."""
     first(tiny)[1].register_forward_pre_hook(lambda _, args: (1.5 * args[0], *args[1:]))
