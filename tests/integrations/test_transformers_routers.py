@@ -285,7 +285,7 @@ def test_global_hooks_see_the_experts(chains):
 
 
 def tokens_of_the_router_alone(tiny):
-    """Such as noise on what the router reads, which the experts must not read."""
+    """Such as noise on the tokens of the router, which the experts must not read."""
     first(tiny)[1].register_forward_pre_hook(lambda _, args: (1.5 * args[0], *args[1:]))
 
 

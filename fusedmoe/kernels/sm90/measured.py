@@ -3,8 +3,7 @@
 A key is a `choice.Problem.coarse`; a value is the name of a configuration. The table has the layers of known models
 for which the model's choice is more than 2% slower than the best.
 
-Source: NVIDIA H100 80GB HBM3, 2026-11-21, and NVIDIA H200, 2026-11-23, bf16, random routing, medians. The entries of
-the H200 are those of weight gradients with gathered rows and of input gradients and second layers (``trials.json``).
+Source: NVIDIA H100 80GB HBM3, 2026-11-21, and NVIDIA H200, 2026-11-23 (``trials.json``); bf16, random routing, medians.
 Differences below 5% may be noise.
 """
 
@@ -13,6 +12,7 @@ from __future__ import annotations
 Coarse = tuple[str, int, int, int]
 
 MEASURED: dict[Coarse, str] = {
+    # on the H100
     # hidden 2048, intermediate 1024, 64 experts of 4096 rows
     ("derivative", 24, 1024, 11): "128x192pp_c21",
     # hidden 2048, intermediate 768, 128 experts of 320 rows, and of 512
@@ -22,6 +22,7 @@ MEASURED: dict[Coarse, str] = {
     ("plain", 12, 2880, 11): "128x192pp_c21",
     # hidden 2048, intermediate 512, 512 experts of 320 rows
     ("plain", 17, 2048, 9): "128x256co_c21",
+    # on the H200
     # hidden 1536, intermediate 256, 128 experts of 1536 rows
     ("wgrad_gathered_b", 21, 1536, 9): "256x128co_c12",
     # hidden 1536, intermediate 1024, 32 experts of 1536 rows: FC2, and FC1's input gradient
