@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hopper import DEVICE, EMULATED
 
 HERE = Path(__file__).parent
 FEW_TESTS = 30  # which compile the kernels that they need, one by one
@@ -22,8 +23,16 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"))
             # of the first fp64 product in the thread of a backward pass
             item.add_marker(pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"))
-            if not capable:
+            if not (capable or EMULATED):
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU of compute capability 9.x or 10.x"))
+
+
+@pytest.fixture(scope="session", autouse=EMULATED)
+def gpu():
+    from emulator.gpu import emulated  # only for tests without a GPU
+
+    with emulated() as machine:
+        yield machine
 
 
 def pytest_runtest_logreport(report):
@@ -43,7 +52,7 @@ def pytest_sessionfinish(session):
 
 @pytest.fixture
 def device():
-    return torch.device("cuda")
+    return DEVICE
 
 
 @pytest.fixture
@@ -79,6 +88,8 @@ def build_ahead(request):
     from fusedmoe.kernels import compiler  # only for tests of these kernels
 
     def build(kernels):
+        if EMULATED:
+            return
         kernels = list(dict.fromkeys(kernels))
         if len(request.session.items) < FEW_TESTS or compiler.entry(kernels[0]) is None:  # the cache is switched off
             return

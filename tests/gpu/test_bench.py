@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from hopper import needs_gpu
 
 from benchmarks import dense, layer, layer_page, layer_run, router
 from benchmarks.ceiling import Ceiling
@@ -17,9 +18,8 @@ from fusedmoe.bench.timing import GpuTimer
 from fusedmoe.cli import bench as bench_cli
 from fusedmoe.cli.main import main
 
-hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [
-    pytest.mark.skipif(not hopper, reason="needs an sm_90 GPU"),
+    needs_gpu,
     pytest.mark.filterwarnings("ignore"),  # those of torch's compiler and of peers
 ]
 

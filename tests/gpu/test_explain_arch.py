@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from hopper import needs_gpu
 
 import fusedmoe as fm
 
-hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = pytest.mark.skipif(not hopper, reason="needs an sm_90 GPU")
+pytestmark = needs_gpu
 
 BF16 = torch.bfloat16
 

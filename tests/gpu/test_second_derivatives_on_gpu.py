@@ -6,11 +6,10 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
+from hopper import needs_gpu
 
 import fusedmoe as fm
 from fusedmoe.log import forget_said
-
-hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 E, H, I = 8, 128, 64  # noqa: E741
 SPLITS = (60, 0, 1, 128, 33, 0, 7, 100)
@@ -102,7 +101,7 @@ def test_a_routed_layer(device):
         assert ((a.double().cpu() - b).norm() / b.norm()).item() < 3e-2
 
 
-@pytest.mark.skipif(not hopper, reason="needs an sm_90 GPU")
+@needs_gpu
 def test_strict_raises_and_the_log_warns(device, caplog):
     seq, (x, probs), splits = experts(), inputs(), torch.tensor(SPLITS, device=device)
     with fm.strict():

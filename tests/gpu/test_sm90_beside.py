@@ -5,6 +5,7 @@ Axes: T tokens, K chosen experts per token, R = T K rows, E experts, H hidden, I
 
 import pytest
 import torch
+from hopper import needs_gpu, needs_hopper
 from poison import nan_in_new_tensors
 from test_async import capture
 from test_sm90_slots import between_nan, routed
@@ -15,8 +16,7 @@ from fusedmoe.kernels.options import KernelOptions
 from fusedmoe.kernels.sm90 import launch
 from fusedmoe.kernels.sm90.functions import bind_grouped_wgrad, bind_sum_slots
 
-hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = pytest.mark.skipif(not hopper, reason="needs an sm_90 GPU")
+pytestmark = needs_hopper
 
 BF16 = torch.bfloat16
 OPTIONS = KernelOptions()
@@ -89,6 +89,7 @@ class Products:
         return run
 
 
+@needs_gpu
 @pytest.mark.parametrize("gathered", [None, "grad_output", "x"])
 def test_a_weight_gradient_beside_the_sum(device, gathered, no_sync):
     # more clusters than tiles, and many tiles; the sum ends long before the product, or long after
@@ -106,6 +107,7 @@ def test_a_weight_gradient_beside_the_sum(device, gathered, no_sync):
         assert (counter.item(), dynamic) == (0, 1)
 
 
+@needs_gpu
 def test_streams_and_graphs_have_counters_of_their_own(device):
     cases = [Products(device, 3000, 4, 8, 1024, 512, "x", seed=seed) for seed in range(3)]
     want = [case.bound(0)() for case in cases]
@@ -173,6 +175,7 @@ def alone(monkeypatch):
     return run
 
 
+@needs_gpu
 def test_two_layers(device, alone, no_sync):
     def results():
         made, x = layer(device, 2)
@@ -190,6 +193,7 @@ def test_two_layers(device, alone, no_sync):
     assert want[1].any()
 
 
+@needs_gpu
 def test_a_step_in_a_cuda_graph(device, alone):
     want = alone(lambda: gradients(*layer(device), torch.ones(4096, 1536, device=device, dtype=BF16)))
     made, x = layer(device)
@@ -204,6 +208,7 @@ def test_a_step_in_a_cuda_graph(device, alone):
         assert same(got, want)
 
 
+@needs_gpu
 def test_memory_of_a_step(device, alone):
     def peak():
         made, x = layer(device)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from hopper import DEVICE, needs_gpu, needs_hopper
 from poison import nan_in_new_tensors
 from torch import Tensor
 
@@ -21,8 +22,7 @@ from fusedmoe.kernels.options import DEFAULT, KernelOptions
 from fusedmoe.kernels.sm90 import functions
 from fusedmoe.kernels.sm90.choice import CO_256, PP_128, PP_192
 
-hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = pytest.mark.skipif(not hopper, reason="needs an sm_90 GPU")
+pytestmark = needs_hopper
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SPLITS, TAIL = (130, 0, 61, 1, 0, 27), 21
@@ -105,27 +105,27 @@ class Case(NamedTuple):
 
 
 def offsets_of(splits):
-    return torch.tensor(list(itertools.accumulate(splits)), dtype=torch.int32, device="cuda")
+    return torch.tensor(list(itertools.accumulate(splits)), dtype=torch.int32, device=DEVICE)
 
 
 def gathered(splits, tail, k, tokens=TOKENS, dtype=BF16):
     """Tokens, of which every third is NaN and never chosen, and the index of each row."""
-    x, used = torch.randn(tokens, k, device="cuda").to(dtype), sum(splits)
+    x, used = torch.randn(tokens, k, device=DEVICE).to(dtype), sum(splits)
     x[1::3] = torch.nan
-    chosen = torch.randint(0, (tokens + 2) // 3, (used,), device="cuda") * 3
-    index = torch.full((used + tail,), NOT_READ, dtype=torch.int32, device="cuda")
+    chosen = torch.randint(0, (tokens + 2) // 3, (used,), device=DEVICE) * 3
+    index = torch.full((used + tail,), NOT_READ, dtype=torch.int32, device=DEVICE)
     index[:used] = chosen
     return x, index
 
 
 def weights(experts, n, k, major="k", dtype=BF16):
     shape = (experts, n, k) if major == "k" else (experts, k, n)
-    w = (torch.randn(shape, device="cuda") / math.sqrt(k)).to(dtype)
+    w = (torch.randn(shape, device=DEVICE) / math.sqrt(k)).to(dtype)
     return w if major == "k" else w.mT
 
 
 def scales(splits, tail):
-    scale = torch.rand(sum(splits) + tail, device="cuda") + 0.5
+    scale = torch.rand(sum(splits) + tail, device=DEVICE) + 0.5
     scale[sum(splits) :] = torch.nan
     return scale
 
@@ -134,7 +134,7 @@ def plain(splits=SPLITS, tail=TAIL, n=N, k=K, *, tokens=TOKENS, dtype=BF16, majo
     """``extras``: bias and row scale."""
     x, index = gathered(splits, tail, k, tokens, dtype)
     w, offsets = weights(len(splits), n, k, major, dtype), offsets_of(splits)
-    bias = torch.randn(len(splits), n, device="cuda").to(dtype) if extras else None
+    bias = torch.randn(len(splits), n, device=DEVICE).to(dtype) if extras else None
     scale = scales(splits, tail) if extras else None
 
     def product(rows, gather, options):
@@ -150,7 +150,7 @@ def activation(
     wide = 2 * n if a.gated else n
     x, index = gathered(splits, tail, k, tokens)
     w, offsets = weights(len(splits), wide, k, major), offsets_of(splits)
-    bias = torch.randn(len(splits), wide, device="cuda").to(BF16) if extras else None
+    bias = torch.randn(len(splits), wide, device=DEVICE).to(BF16) if extras else None
     scale = scales(splits, tail) if extras else None
 
     def product(rows, gather, options):
@@ -168,7 +168,7 @@ def derivative(
     """``n`` is I, ``k`` is H; ``extras``: row scale, and its gradient."""
     dy, index = gathered(splits, tail, k, tokens)
     w, offsets = weights(len(splits), n, k, "n").mT, offsets_of(splits)
-    p = torch.randn(len(index), 2 * n if a.gated else n, device="cuda").to(BF16)
+    p = torch.randn(len(index), 2 * n if a.gated else n, device=DEVICE).to(BF16)
     p[sum(splits) :] = torch.nan
     scale = scales(splits, tail) if extras else None
 
@@ -275,7 +275,7 @@ def test_operands_that_are_parts_of_others(make, tiles):
     tokens, width = case.tokens.shape
     around = case.tokens.new_full((tokens + 4, width + 24), torch.nan)
     around[2:-2, 8:-16] = case.tokens
-    index = torch.full((len(case.index) + 3,), NOT_READ, dtype=torch.int32, device="cuda")
+    index = torch.full((len(case.index) + 3,), NOT_READ, dtype=torch.int32, device=DEVICE)
     index[3:] = case.index
     got = case.product(around[2:-2, 8:-16], index[3:], DEFAULT)
     assert all(torch.equal(a, b) for a, b in zip(got, case.of_copies(), strict=True))
@@ -321,12 +321,13 @@ def test_a_layer(make, config, tiles):
     """As many rows as keep all SMs loading at once: a copy that is late would show."""
     tiles(config)
     experts, rows = 32, 24_000
-    chosen = torch.randint(experts, (rows,), device="cuda")
+    chosen = torch.randint(experts, (rows,), device=DEVICE)
     case = make(torch.bincount(chosen, minlength=experts).tolist(), 100, 512, 2048, tokens=9000)
     for _ in range(3):
         case.check()
 
 
+@needs_gpu
 def test_a_graph_follows_changed_splits_and_indices(tiles):
     tiles(PP_192)
     splits = (100, 200, 0, 60), (0, 300, 7, 3)

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from hopper import DEVICE, needs_gpu, needs_hopper
 from poison import nan_in_new_tensors
 
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
 from fusedmoe.kernels.sm90 import functions
 from fusedmoe.kernels.sm90.choice import CANDIDATES, PP_192, PP_192_TALL, WGRADS
 
-hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = pytest.mark.skipif(not hopper, reason="needs an sm_90 GPU")
+pytestmark = needs_hopper
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 OPERAND = {"grad_output": "a", "x": "b"}  # of the kernel
@@ -74,8 +74,8 @@ class Problem:
     def __post_init__(self):
         used = sum(self.splits)
         widths = {"grad_output": self.n, "x": self.k}
-        self.offsets = torch.tensor(list(itertools.accumulate(self.splits)), dtype=torch.int32, device="cuda")
-        self.index = torch.randint(self.tokens, (used + self.tail,), dtype=torch.int32, device="cuda")
+        self.offsets = torch.tensor(list(itertools.accumulate(self.splits)), dtype=torch.int32, device=DEVICE)
+        self.index = torch.randint(self.tokens, (used + self.tail,), dtype=torch.int32, device=DEVICE)
         self.index[used:] = UNREADABLE
         self.source = self.draw(self.tokens, widths[self.gathered])
         (other,) = widths.keys() - {self.gathered}
@@ -83,10 +83,10 @@ class Problem:
         rows[used:] = torch.nan
         self.rows = surrounded(rows)
         self.source = surrounded(self.source)
-        self.before = torch.randn(len(self.splits), self.n, self.k, device="cuda")
+        self.before = torch.randn(len(self.splits), self.n, self.k, device=DEVICE)
 
     def draw(self, *shape):
-        return torch.randn(shape, device="cuda").to(self.dtype)
+        return torch.randn(shape, device=DEVICE).to(self.dtype)
 
     def operands(self, gathered_rows):
         return (gathered_rows, self.rows) if self.gathered == "grad_output" else (self.rows, gathered_rows)
@@ -104,7 +104,7 @@ class Problem:
     def want(self, accumulate=False, **settings):
         """The weight gradient of rows that are gathered first, by the kernel without an index."""
         used = sum(self.splits)
-        gathered_rows = torch.full((used + self.tail, self.source.shape[1]), torch.nan, dtype=self.dtype, device="cuda")
+        gathered_rows = torch.full((used + self.tail, self.source.shape[1]), torch.nan, dtype=self.dtype, device=DEVICE)
         gathered_rows[:used] = self.source[self.index[:used].long()]
         out = self.before.clone() if accumulate else None
         with nan_in_new_tensors():
@@ -184,7 +184,7 @@ def test_accumulating_leaves_an_expert_without_rows_as_it_is(gathered, tiles):
     problem = Problem(gathered, SPLITS)
     problem.before[1] = torch.nan
     after = problem.run(accumulate=True)
-    empty = torch.tensor([count == 0 for count in SPLITS], device="cuda")
+    empty = torch.tensor([count == 0 for count in SPLITS], device=DEVICE)
     assert torch.equal(after[empty].view(torch.int32), problem.before[empty].view(torch.int32))
     assert (after[~empty] != problem.before[~empty]).any((1, 2)).all()
 
@@ -195,7 +195,7 @@ def test_no_value_of_another_expert_is_read(gathered, config, tiles):
     tiles(config)
     splits = (64, 1, 65, 0, 63, 130)
     problem = Problem(gathered, splits, tokens=sum(splits))
-    problem.index[: sum(splits)] = torch.randperm(sum(splits), dtype=torch.int32, device="cuda")
+    problem.index[: sum(splits)] = torch.randperm(sum(splits), dtype=torch.int32, device=DEVICE)
     want, ends = problem.want(), list(itertools.accumulate(splits))
     for expert, (end, count) in enumerate(zip(ends, splits, strict=True)):
         own = problem.index[end - count : end].long()
@@ -218,7 +218,7 @@ def test_many_tiles_per_cta(gathered, config, tiles):
     problem = Problem(gathered, (358, 18, 100, 361, 168, 176, 276, 320), 5, n=640, k=768, tokens=4000)
     used = sum(problem.splits)
     for _ in range(8):
-        problem.index[:used] = torch.randint(problem.tokens, (used,), dtype=torch.int32, device="cuda")
+        problem.index[:used] = torch.randint(problem.tokens, (used,), dtype=torch.int32, device=DEVICE)
         problem.source.copy_(problem.draw(*problem.source.shape))
         want = problem.want()
         for options in (DEFAULT, KernelOptions(124), KernelOptions(100, "static")):
@@ -241,18 +241,19 @@ def test_tokens_further_than_32_bits_reach(gathered, tiles):
     tokens, width = 40_000, 65_536
     problem = Problem(gathered, (70, 3), 0)
     narrow = problem.source.shape[1]
-    wide = torch.empty(tokens, width, dtype=BF16, device="cuda")[:, :narrow]
-    problem.index[:73] = torch.arange(tokens - 73, tokens, dtype=torch.int32, device="cuda")
+    wide = torch.empty(tokens, width, dtype=BF16, device=DEVICE)[:, :narrow]
+    problem.index[:73] = torch.arange(tokens - 73, tokens, dtype=torch.int32, device=DEVICE)
     wide[-73:] = problem.draw(73, narrow)
     problem.source = wide
     problem.check()
 
 
+@needs_gpu
 @of_either
 def test_in_a_cuda_graph_with_other_tokens_and_splits(gathered, tiles, no_sync):
     tiles(FIRST[gathered])
     problem = Problem(gathered, SPLITS)
-    used, out = sum(SPLITS), torch.empty(len(SPLITS), problem.n, problem.k, dtype=BF16, device="cuda")
+    used, out = sum(SPLITS), torch.empty(len(SPLITS), problem.n, problem.k, dtype=BF16, device=DEVICE)
 
     def step():
         functions.grouped_wgrad(
@@ -268,7 +269,7 @@ def test_in_a_cuda_graph_with_other_tokens_and_splits(gathered, tiles, no_sync):
     for splits in (SPLITS, (0, 100, 0, 0, 19, used - 119), (used, 0, 0, 0, 0, 0)):
         problem.splits = splits
         problem.offsets.copy_(torch.tensor(list(itertools.accumulate(splits)), dtype=torch.int32))
-        problem.index[:used] = torch.randint(problem.tokens, (used,), dtype=torch.int32, device="cuda")
+        problem.index[:used] = torch.randint(problem.tokens, (used,), dtype=torch.int32, device=DEVICE)
         graph.replay()
         assert torch.equal(out, problem.want())
 

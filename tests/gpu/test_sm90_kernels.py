@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from hopper import DEVICE, needs_gpu, needs_hopper
 from poison import nan_in_new_tensors
 from test_async import capture
 from torch import Tensor
@@ -23,8 +24,7 @@ from fusedmoe.kernels.options import DEFAULT, KernelOptions
 from fusedmoe.kernels.sm90 import functions, launch
 from fusedmoe.kernels.sm90.choice import CANDIDATES, PP_128, PP_192
 
-hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = pytest.mark.skipif(not hopper, reason="needs an sm_90 GPU")
+pytestmark = needs_hopper
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TOLERANCE = {BF16: 4e-3, FP16: 6e-4, FP32: 1e-5}  # of norms
@@ -131,19 +131,19 @@ def assert_close(got, want):
 
 
 def offsets_of(splits):
-    return torch.tensor(list(itertools.accumulate(splits)), dtype=torch.int32, device="cuda")
+    return torch.tensor(list(itertools.accumulate(splits)), dtype=torch.int32, device=DEVICE)
 
 
 def rows(splits, tail, *width, dtype=BF16):
     """Random rows, then NaN."""
-    x = torch.randn(sum(splits) + tail, *width, device="cuda").to(dtype)
+    x = torch.randn(sum(splits) + tail, *width, device=DEVICE).to(dtype)
     x[sum(splits) :] = torch.nan
     return x
 
 
 def weights(experts, n, k, major="k", dtype=BF16):
     shape = (experts, n, k) if major == "k" else (experts, k, n)
-    w = (torch.randn(shape, device="cuda") / math.sqrt(k)).to(dtype)
+    w = (torch.randn(shape, device=DEVICE) / math.sqrt(k)).to(dtype)
     return w if major == "k" else w.mT
 
 
@@ -190,7 +190,7 @@ def padded(y, tail):
 
 def plain(splits=SPLITS, tail=TAIL, n=N, k=K, *, dtype=BF16, major="k", biased=False, scale=None):
     x, w = rows(splits, tail, k, dtype=dtype), weights(len(splits), n, k, major, dtype)
-    bias = torch.randn(len(splits), n, device="cuda").to(dtype) if biased else None
+    bias = torch.randn(len(splits), n, device=DEVICE).to(dtype) if biased else None
     scale, offsets = factors(splits, tail, scale), offsets_of(splits)
 
     def run(options):
@@ -206,7 +206,7 @@ def activation(
     """``n`` is I."""
     wide = 2 * n if a.gated else n
     x, w = rows(splits, tail, k, dtype=dtype), weights(len(splits), wide, k, major, dtype)
-    bias = torch.randn(len(splits), wide, device="cuda").to(dtype) if biased else None
+    bias = torch.randn(len(splits), wide, device=DEVICE).to(dtype) if biased else None
     scale, offsets = factors(splits, tail, scale), offsets_of(splits)
 
     def run(options):
@@ -248,7 +248,7 @@ def derivative(
 
 def wgrad(splits=SPLITS, tail=TAIL, n=N, k=K, *, dtype=BF16, out=None, accumulate=False):
     dy, x = rows(splits, tail, n, dtype=dtype), rows(splits, tail, k, dtype=dtype)
-    before, offsets = torch.randn(len(splits), n, k, device="cuda"), offsets_of(splits)
+    before, offsets = torch.randn(len(splits), n, k, device=DEVICE), offsets_of(splits)
 
     def run(options):
         into = before.clone() if accumulate else None
@@ -389,10 +389,10 @@ def test_wgrad_into_a_given_tensor(device, tiles):
 def one_hot_weights(splits, n, k, major="k"):
     """Row n of an expert's weight picks a column of x: (E, N, K), and the column of each row and n."""
     experts = len(splits)
-    picked = (torch.arange(n, device="cuda") * 7 + 3 * torch.arange(experts, device="cuda")[:, None]) % k
-    w = torch.zeros(experts, n, k, dtype=BF16, device="cuda").scatter_(2, picked[..., None], 1)
+    picked = (torch.arange(n, device=DEVICE) * 7 + 3 * torch.arange(experts, device=DEVICE)[:, None]) % k
+    w = torch.zeros(experts, n, k, dtype=BF16, device=DEVICE).scatter_(2, picked[..., None], 1)
     w = w if major == "k" else w.mT.contiguous().mT
-    return w, picked.repeat_interleave(torch.tensor(splits, device="cuda"), dim=0)
+    return w, picked.repeat_interleave(torch.tensor(splits, device=DEVICE), dim=0)
 
 
 def copied(x, picked):
@@ -622,6 +622,7 @@ def test_repeated_runs_are_the_same_bit_for_bit(family, options):
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
+@needs_gpu
 @pytest.mark.parametrize("schedule", ["static", "dynamic"])
 @pytest.mark.parametrize(
     "pair", [("plain", "plain"), ("activation", "derivative"), ("wgrad", "derivative")], ids=" ".join
@@ -653,6 +654,7 @@ DRAWN = {
 }
 
 
+@needs_gpu
 @pytest.mark.parametrize("sm_margin", [0, 124])
 @pytest.mark.parametrize("ragged", DRAWN)
 @pytest.mark.parametrize(("family", "config"), CONFIGS, ids=lambda value: getattr(value, "name", value))

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from hopper import DEVICE, needs_gpu, needs_hopper
 from poison import nan_in_new_tensors
 from test_async import capture
 
@@ -16,8 +17,7 @@ from fusedmoe.kernels.sm90.router_functions import Choice, LogitsGrads
 from fusedmoe.kernels.sm90.slot_functions import bind_sum_slots
 from fusedmoe.kernels.torch.rows import sort_by_expert
 
-hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = pytest.mark.skipif(not hopper, reason="needs an sm_90 GPU")
+pytestmark = needs_hopper
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -317,7 +317,7 @@ def test_the_sum_of_a_tokens_rows_replaces_its_addend(device, tokens, chosen, co
 
 def layer(dtype=BF16, of_router=BF16, **options):
     torch.manual_seed(0)
-    made = fm.MoE(256, 128, 16, 4, router_bias=True, device="cuda", dtype=dtype, **options)
+    made = fm.MoE(256, 128, 16, 4, router_bias=True, device=DEVICE, dtype=dtype, **options)
     made.router.to(of_router)
     return made
 
@@ -353,6 +353,7 @@ def test_errors_of_a_layer_are_those_of_the_unfused_path(device, score, of_route
         assert relative(fused[name], want) <= 1.5 * relative(plain[name], want) + 1e-6, name
 
 
+@needs_gpu
 def test_the_same_bits_twice_and_in_a_graph_without_waiting(device, no_sync):
     made, x = layer(score="sigmoid"), torch.randn(3000, 256, device=device, dtype=BF16)
     first = gradients(made, x, stats=True)
@@ -377,6 +378,7 @@ def test_the_same_bits_twice_and_in_a_graph_without_waiting(device, no_sync):
         assert torch.equal(captured[name], value), name
 
 
+@needs_gpu
 @pytest.mark.parametrize("of_router", [BF16, FP32], ids=str)
 def test_tile_counters_return_to_zero(device, of_router):
     """After the router's products, those that gather rows, and one beside a sum over slots, at once and in a graph."""
@@ -397,6 +399,7 @@ def test_tile_counters_return_to_zero(device, of_router):
         assert all(torch.equal(captured[-1][name], value) for name, value in expected.items())
 
 
+@needs_gpu
 def test_a_layer_with_few_launches(device):
     """The router and the sort: three kernels forward. Backward: the logits' gradient, the weight's and its sum, and the
     tokens'.

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from hopper import needs_gpu, needs_hopper
 from poison import nan_in_new_tensors
 
 from fusedmoe.kernels.sm90.row_functions import column_sums, offsets_from_splits
 from fusedmoe.kernels.torch.rows import offsets_from_splits as plain_offsets
 
-hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = pytest.mark.skipif(not hopper, reason="needs an sm_90 GPU")
+pytestmark = needs_hopper
 
 # of norms, per expert: half a unit in the last place
 TOLERANCE = {
@@ -166,6 +166,7 @@ def test_the_same_bits_at_every_call(device):
 # ------------------------------------------------------------------------------------------------------------ async
 
 
+@needs_gpu
 def test_nothing_waits_for_the_device(device, no_sync):
     splits = torch.tensor([5, 0, 300], device=device)
     grad = rows_between_nan(400, 768, torch.bfloat16, device, 305)
@@ -175,6 +176,7 @@ def test_nothing_waits_for_the_device(device, no_sync):
     assert torch.equal(got, want)
 
 
+@needs_gpu
 def test_a_graph_follows_the_splits(device):
     all_splits = [[5, 0, 300, 7], [0, 0, 0, 0], [400, 0, 0, 0], [0, 1, 0, 390], [1000, -3, 5, 7]]
     splits = torch.tensor(all_splits[0], device=device)
@@ -192,6 +194,7 @@ def test_a_graph_follows_the_splits(device):
         assert ((sums.double() - reference(grad, offsets)).norm() <= 3e-3 * reference(grad, offsets).norm()).all()
 
 
+@needs_gpu
 def test_another_stream(device):
     """The kernels run on torch's current stream: they wait for what was queued there before."""
     grad = torch.zeros(4096, 768, dtype=torch.bfloat16, device=device)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from hopper import needs_gpu, needs_hopper
 from poison import nan_in_new_tensors
 
 import fusedmoe as fm
@@ -14,8 +15,7 @@ from fusedmoe.kernels.sm90.slot_functions import (
 )
 from fusedmoe.kernels.torch.rows import sort_by_expert
 
-hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = pytest.mark.skipif(not hopper, reason="needs an sm_90 GPU")
+pytestmark = needs_hopper
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 5e-4}  # of norms, per row
 HALF = (torch.bfloat16, torch.float16)
@@ -217,6 +217,7 @@ def test_the_whole_layer_is_as_exact_as_unfused(device, early, bias, kind):
         assert (a.double() - c).norm() <= 1.5 * (b.double() - c).norm() + 1e-6 * size
 
 
+@needs_gpu
 def test_nothing_waits_and_bits_repeat(device, no_sync):
     module = layer(device, early=True)
     index, weight = ids(3000, 4, 16, device, "sentinels"), torch.rand(3000, 4, device=device)
@@ -228,6 +229,7 @@ def test_nothing_waits_and_bits_repeat(device, no_sync):
         assert torch.equal(a, b)
 
 
+@needs_gpu
 def test_a_graph_follows_the_routing(device):
     module = layer(device, early=True).requires_grad_(False)
     index, weight = ids(600, 4, 16, device), torch.rand(600, 4, device=device)

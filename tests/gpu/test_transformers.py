@@ -4,15 +4,15 @@ import copy
 
 import pytest
 import torch
+from hopper import needs_gpu
 
 transformers = pytest.importorskip("transformers")
 
 import fusedmoe as fm  # noqa: E402
 from fusedmoe.integrations import transformers as integration  # noqa: E402
 
-hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [
-    pytest.mark.skipif(not hopper, reason="needs an sm_90 GPU"),
+    needs_gpu,
     pytest.mark.filterwarnings("ignore"),  # those of transformers and of torch's compiler
 ]
 

@@ -1,0 +1,86 @@
+"""An emulated GPU of compute capability 9.0: the functions of fusedmoe's kernels, on CPU tensors.
+
+    with emulated() as gpu:
+        functions.grouped_gemm(x, weight, offsets)  # compiles the kernel, and runs its PTX
+
+The launches of a process run with different seeds and speeds of the asynchronous units, in turn.
+"""
+
+import os
+from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
+
+import torch
+
+from emulator.host import Host
+from emulator.machine import Machine
+from fusedmoe.kernels import compiler
+from fusedmoe.kernels.sm90 import functions, launch
+
+SMS = 4
+EAGERNESS = (0.3, 0.0, 1.0)  # see machine
+COUNTERS = 4
+
+
+class Counters:
+    """`launch.TileCounters` without streams."""
+
+    def __init__(self):
+        self.table = torch.zeros(COUNTERS, dtype=torch.int32)
+
+    def get(self):
+        return self.table[:1], 1
+
+
+class EmulatedGpu:
+    """Compiles kernels at their first use, and runs their launches."""
+
+    def __init__(self, seed=0):
+        self.seed = seed
+        self.launches = 0
+        self.counters = Counters()
+        self.hosts = {}
+
+    def load(self, kernel):
+        """Return the function that launches a kernel, as `compiler.load`."""
+
+        def run(*arguments):
+            host = self.hosts.get(kernel)
+            if host is None:
+                host = self.hosts[kernel] = Host(kernel)
+            machine = Machine(self.seed + self.launches, EAGERNESS[self.launches % len(EAGERNESS)])
+            self.launches += 1
+            for argument in arguments:
+                if isinstance(argument, torch.Tensor):
+                    machine.memory.add(argument)
+            host(machine.run, *arguments)
+
+        return run
+
+
+def _forget_functions():
+    """Clear the caches of functions that launch kernels."""
+    for cache in ("_ragged_m_launch", "_ragged_k_launch", "_ragged_m_kernel", "_ragged_k_kernel"):
+        getattr(functions, cache).cache_clear()
+
+
+@contextmanager
+def emulated(seed=None):
+    """Pretend that the CPU is a GPU of compute capability 9.0 with `SMS` SMs.
+
+    The seed is that of EMULATE_GPU, or 0, if none is given.
+    """
+    gpu = EmulatedGpu(int(os.environ.get("EMULATE_GPU", "0")) if seed is None else seed)
+    with ExitStack() as stack:
+        for target, name, value in (
+            (compiler, "_state", compiler._State({}, {}, set())),
+            (compiler, "_load", gpu.load),
+            (launch, "sm_count", lambda device: SMS),
+            (launch, "_tile_counters", {torch.device("cpu"): gpu.counters}),
+            (torch.cuda, "is_current_stream_capturing", lambda: False),
+        ):
+            stack.enter_context(patch.object(target, name, value))
+        stack.enter_context(patch("fusedmoe.fusion.plans.arch_of", lambda device: 90))
+        _forget_functions()
+        stack.callback(_forget_functions)
+        yield gpu

@@ -1,0 +1,340 @@
+"""Instructions that move data, between lanes, to memory and back; and the table of all instructions.
+
+Each function returns the instruction as a `Result`. Instructions that run beside the warp are in `asynchronous`.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from emulator import asynchronous, ptx
+from emulator.arithmetic import KINDS
+from emulator.program import BITS, DTYPES, LANES, U2, U4, U8, elementwise
+
+SHARED_WINDOW, PARAMETER_WINDOW = 1 << 60, 1 << 61  # of generic addresses
+IGNORED = (
+    "setmaxnreg", "griddepcontrol", "fence.mbarrier_init", "wgmma.fence", "prefetch", "membar", "fence.acq_rel",
+    "fence.sc",
+)  # fmt: skip
+
+
+@dataclass
+class Result:
+    run: object  # a function of the warp
+    waits: bool = False  # whether `run` returns a condition to wait for
+    members: object = None  # see program.Block
+
+
+def compiled(code, instruction):
+    """Return an instruction's `Result`."""
+    opcode = instruction.opcode
+    assert instruction.guard is None, f"line {instruction.line}: only jumps are predicated"
+    run = elementwise(code, instruction)
+    if run is not None:
+        return Result(run)
+    if opcode.startswith(IGNORED):
+        members = "all" if ".aligned" in opcode else None
+        return Result(lambda w: None, members=members)
+    name = opcode.split(".")[0]
+    for prefix, function in (*TABLE.items(), *asynchronous.TABLE.items()):
+        if opcode.startswith(prefix):
+            result = function(code, opcode, instruction.operands)
+            return (
+                result
+                if isinstance(result, Result)
+                else Result(**result)
+                if isinstance(result, dict)
+                else Result(result)
+            )
+    raise NotImplementedError(f"line {instruction.line}: no instruction {opcode} ({name})")
+
+
+def type_of(opcode):
+    return opcode.split(".")[-1]
+
+
+# ---- moves
+
+
+def mov(code, opcode, operands):
+    target, source = operands
+    kind = KINDS[type_of(opcode)]
+    if isinstance(target, ptx.Vector):
+        return unpack(code.slot(source, kind), [None if t is None else t.slot for t in target.items], BITS[kind])
+    if isinstance(source, ptx.Vector):
+        part = {"r": "rs", "rd": "r"}[kind]
+        low, high = (code.slot(s, part) for s in source.items)
+        dtype, shift = DTYPES[kind], DTYPES[kind](BITS[part])
+        return lambda w: w.put(target.slot, w.registers[low].astype(dtype) | w.registers[high].astype(dtype) << shift)
+    slot = code.slot(source, kind)
+    return lambda w: w.put(target.slot, w.registers[slot])
+
+
+def unpack(source, targets, bits):
+    dtype, shift = {32: U2, 64: U4}[bits], bits // 2
+
+    def run(w):
+        value = w.registers[source]
+        for i, target in enumerate(targets):
+            if target is not None:
+                w.put(target, (value >> value.dtype.type(i * shift)).astype(dtype))
+
+    return run
+
+
+def cvta(code, opcode, operands):
+    target, source = operands
+    window = np.uint64(PARAMETER_WINDOW if "param" in opcode else SHARED_WINDOW)
+    slot = code.slot(source, "rd")
+    if ".to." in opcode:
+        return lambda w: w.put(target.slot, w.registers[slot] & ~window)
+    return lambda w: w.put(target.slot, w.registers[slot] | window)
+
+
+def mapa(code, opcode, operands):
+    target, address, rank = operands[0].slot, code.slot(operands[1], "r"), code.slot(operands[2], "r")
+    return lambda w: w.put(
+        target,
+        w.registers[address] & U4((1 << asynchronous.RANK_SHIFT) - 1)
+        | (w.registers[rank] + U4(1)) << U4(asynchronous.RANK_SHIFT),
+    )
+
+
+# ---- memory
+
+LOADS = {  # dtype in memory, and what it is extended from
+    "b8": (np.uint8, None), "u8": (np.uint8, None), "s8": (np.uint8, np.int8),
+    "b16": (U2, None), "u16": (U2, None), "s16": (U2, np.int16),
+    "b32": (U4, None), "u32": (U4, None), "s32": (U4, np.int32), "f32": (U4, None),
+    "b64": (U8, None), "u64": (U8, None), "s64": (U8, np.int64),
+}  # fmt: skip
+
+
+def address_of(code, address, kind):
+    """Return a function of the warp that returns the addresses of the active lanes."""
+    slot = code.slot(address.base, kind)
+    if not address.offset:
+        return lambda w: w.select(w.registers[slot])
+    offset = DTYPES[kind](address.offset & (1 << BITS[kind]) - 1)
+    return lambda w: w.select(w.registers[slot] + offset)
+
+
+def _items(operand):
+    return operand.items if isinstance(operand, ptx.Vector) else (operand,)
+
+
+def words(w, space, addresses, dtype, *, write):
+    if space == "shared":
+        return w.cta.shared.words(addresses, dtype, write=write, now=w.machine.now, warp=w.index)
+    return w.machine.memory.words(addresses, dtype)
+
+
+def space_of(opcode):
+    return next(s for s in opcode.split(".") if s.split("::")[0] in ("shared", "global", "param")).split("::")[0]
+
+
+def ld(code, opcode, operands):
+    space, type_ = space_of(opcode), type_of(opcode)
+    if space == "param":
+        return ld_param(code, opcode, operands)
+    dtype, signed = LOADS[type_]
+    targets = [t.slot for t in _items(operands[0])]
+    kinds = [DTYPES[t.kind] for t in _items(operands[0])]
+    address = address_of(code, operands[1], "r" if space == "shared" else "rd")
+    size = np.dtype(dtype).itemsize
+
+    def run(w):
+        at = address(w)
+        if len(targets) > 1 and (at & at.dtype.type(size * len(targets) - 1)).any():
+            raise asynchronous.AccessError("a vector is not aligned")
+        if len(targets) > 1:
+            words(w, space, at + at.dtype.type(size * (len(targets) - 1)), dtype, write=False)  # checks
+        memory, index = words(w, space, at, dtype, write=False)
+        for i, (target, kind) in enumerate(zip(targets, kinds, strict=True)):
+            value = memory[index + i]
+            if signed is not None:
+                value = value.view(signed).astype(np.dtype(f"i{np.dtype(kind).itemsize}")).view(kind)
+            scatter(w, target, value.astype(kind, copy=False))
+
+    return run
+
+
+def scatter(w, target, values):
+    """Set a register of the active lanes from an array of their values only."""
+    if w.mask is None:
+        w.registers[target] = values
+    else:
+        new = w.registers[target].copy()
+        new[w.mask] = values
+        w.registers[target] = new
+
+
+def ld_param(code, opcode, operands):
+    dtype, signed = LOADS[type_of(opcode)]
+    size = np.dtype(dtype).itemsize
+    at = code.offsets[operands[1].base.name] + operands[1].offset
+
+    def run(w):
+        for i, target in enumerate(_items(operands[0])):
+            value = w.machine.parameters[at + i * size : at + (i + 1) * size].view(dtype)
+            kind = DTYPES[target.kind]
+            if signed is not None:
+                value = value.view(signed).astype(np.dtype(f"i{np.dtype(kind).itemsize}"))
+            w.put(target.slot, np.repeat(value.astype(kind), 32))
+
+    return run
+
+
+def st(code, opcode, operands):
+    space, type_ = space_of(opcode), type_of(opcode)
+    dtype, _ = LOADS[type_]
+    kind = "rs" if np.dtype(dtype).itemsize < 4 else KINDS[type_]
+    sources = [code.slot(s, kind) for s in _items(operands[1])]
+    address = address_of(code, operands[0], "r" if space == "shared" else "rd")
+    size = np.dtype(dtype).itemsize
+
+    def run(w):
+        at = address(w)
+        if len(sources) > 1 and (at & at.dtype.type(size * len(sources) - 1)).any():
+            raise asynchronous.AccessError("a vector is not aligned")
+        if len(sources) > 1:
+            words(w, space, at + at.dtype.type(size * (len(sources) - 1)), dtype, write=True)
+        memory, index = words(w, space, at, dtype, write=True)
+        for i, source in enumerate(sources):
+            memory[index + i] = w.select(w.registers[source]).astype(dtype, copy=False)
+
+    return run
+
+
+def atom(code, opcode, operands):
+    space, type_ = space_of(opcode), type_of(opcode)
+    assert ".add." in opcode, opcode
+    dtype = LOADS[type_][0]
+    target, value = operands[0].slot, code.slot(operands[2], KINDS[type_])
+    address = address_of(code, operands[1], "r" if space == "shared" else "rd")
+
+    def run(w):
+        memory, index = words(w, space, address(w), dtype, write=True)
+        old = np.empty(len(index), dtype)
+        for i, (at, v) in enumerate(zip(index, w.select(w.registers[value]), strict=True)):
+            old[i] = memory[at]
+            memory[at] += v
+        scatter(w, target, old)
+
+    return run
+
+
+def stmatrix(code, opcode, operands):
+    assert ".trans" not in opcode
+    sources = [s.slot for s in _items(operands[1])]
+    address = address_of(code, operands[0], "r")
+
+    def run(w):
+        at = address(w)[: 8 * len(sources)]
+        memory, index = w.cta.shared.words(
+            at[:, None] + U4(4) * LANES[:4], U4, write=True, now=w.machine.now, warp=w.index
+        )
+        if (at & U4(15)).any():
+            raise asynchronous.AccessError("a row of a matrix is not aligned to 16 bytes")
+        memory[index] = np.concatenate([w.registers[s].reshape(8, 4) for s in sources])
+
+    return Result(run, members="all")
+
+
+def ldmatrix(code, opcode, operands):
+    assert ".trans" not in opcode
+    targets = [t.slot for t in _items(operands[0])]
+    address = address_of(code, operands[1], "r")
+
+    def run(w):
+        at = address(w)[: 8 * len(targets)]
+        memory, index = w.cta.shared.words(at[:, None] + U4(4) * LANES[:4], U4, write=False)
+        for i, target in enumerate(targets):
+            w.registers[target] = memory[index[8 * i : 8 * i + 8]].reshape(32)
+
+    return Result(run, members="all")
+
+
+# ---- between lanes
+
+
+def shfl(code, opcode, operands):
+    target, predicate = operands[0], None
+    if isinstance(target, ptx.Pair):
+        target, predicate = target.first, target.second.slot
+    a, b, c, members = (code.slot(o, "r") for o in operands[1:])
+    mode = opcode.split(".")[2]
+
+    def run(w):
+        r = w.registers
+        lane, clamp = LANES.astype(np.int64), r[c].astype(np.int64)
+        segment, limit, by = clamp >> 8 & 31, clamp & 31, r[b].astype(np.int64) & 31
+        last = lane & segment | limit & ~segment
+        if mode == "up":
+            source = lane - by
+            valid = source >= last
+        elif mode == "down":
+            source = lane + by
+            valid = source <= last
+        elif mode == "bfly":
+            source = lane ^ by
+            valid = source <= last
+        else:
+            source = lane & segment | by & ~segment
+            valid = source <= last
+        source = np.where(valid, source, lane)
+        if w.mask is not None and not w.mask[source[w.mask]].all():
+            raise asynchronous.AccessError("a shuffle reads an inactive lane")
+        w.put(target.slot, r[a][source])
+        if predicate is not None:
+            w.put(predicate, valid)
+
+    return Result(run, members=members)
+
+
+def vote(code, opcode, operands):
+    assert "ballot" in opcode
+    target, source, members = operands[0].slot, code.slot(operands[1], "p"), code.slot(operands[2], "r")
+
+    def run(w):
+        votes = w.registers[source] if w.mask is None else w.registers[source] & w.mask
+        w.put(target, np.repeat(np.packbits(votes, bitorder="little").view("<u4"), 32))
+
+    return Result(run, members=members)
+
+
+def redux(code, opcode, operands):
+    function = {"add": np.add, "min": np.minimum, "max": np.maximum}[opcode.split(".")[2]]
+    view = np.int32 if opcode.endswith("s32") else np.uint32
+    target, source, members = operands[0].slot, code.slot(operands[1], "r"), code.slot(operands[2], "r")
+
+    def run(w):
+        value = function.reduce(w.select(w.registers[source]).view(view), dtype=view)
+        w.put(target, np.full(32, value, view).view(U4))
+
+    return Result(run, members=members)
+
+
+def elect(code, opcode, operands):
+    target, predicate = operands[0].first, operands[0].second.slot
+    members = code.slot(operands[1], "r")
+
+    def run(w):
+        lanes = w.only(members) & w.lanes
+        leader = (lanes & -lanes).bit_length() - 1
+        if target is not None:
+            w.put(target.slot, np.full(32, leader, U4))
+        w.put(predicate, leader == LANES)
+
+    return Result(run, members=members)
+
+
+def bar_warp(code, opcode, operands):
+    return Result(lambda w: None, members=code.slot(operands[0], "r"))
+
+
+TABLE = {
+    "mov.": mov, "cvta.": cvta, "mapa.": mapa,
+    "ld.": ld, "st.shared": st, "st.global": st, "atom.": atom, "stmatrix.": stmatrix, "ldmatrix.": ldmatrix,
+    "shfl.sync": shfl, "vote.sync": vote, "redux.sync": redux, "elect.sync": elect, "bar.warp.sync": bar_warp,
+}  # fmt: skip

@@ -1,0 +1,220 @@
+"""PTX text as data: kernels with their parameters, registers, and instructions in order."""
+
+import re
+from dataclasses import dataclass, field
+
+REGISTER = re.compile(r"%(p|rs|rd|r)(\d+)")
+ENTRY = re.compile(r"\.entry (\S+?)\((.*?)\)[^{]*\{\n", re.DOTALL)
+PARAMETER = re.compile(r"\.param\s+(?:\.align \d+ )?\.(\w+) (\w+?)(?:\[(\d+)\])?\s*$", re.MULTILINE)
+LABEL = re.compile(r"([$\w]+):\s*")
+GUARD = re.compile(r"@(!?)(%?\w+)\s+")
+FLOAT = re.compile(r"0[fFdD][0-9A-Fa-f]+$")
+NUMBER = re.compile(r"-?(0x[0-9A-Fa-f]+|\d+)U?$")
+
+
+@dataclass(frozen=True)
+class Register:
+    slot: int
+    kind: str  # "p": predicate; "rs", "r", "rd": 16, 32, 64 bits
+
+
+@dataclass(frozen=True)
+class Number:
+    bits: int  # may be negative
+    is_float: bool = False
+
+
+@dataclass(frozen=True)
+class Special:
+    name: str  # such as tid.x
+
+
+@dataclass(frozen=True)
+class Symbol:
+    name: str
+
+
+@dataclass(frozen=True)
+class Vector:
+    items: tuple
+
+
+@dataclass(frozen=True)
+class Address:
+    base: object  # Register or Symbol
+    offset: int
+    coordinates: tuple | None = None
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two results, `value|predicate`."""
+
+    first: object
+    second: object
+
+
+@dataclass(frozen=True)
+class Instruction:
+    opcode: str
+    operands: tuple
+    guard: tuple[Register, bool] | None  # the predicate, and whether it is negated
+    line: int
+
+
+@dataclass(frozen=True)
+class Parameter:
+    name: str
+    size: int
+
+
+@dataclass
+class Program:
+    name: str
+    parameters: tuple[Parameter, ...]
+    kinds: list[str] = field(default_factory=list)  # of the registers, by slot
+    instructions: list[Instruction] = field(default_factory=list)
+    labels: dict[str, int] = field(default_factory=dict)  # name -> index of the next instruction
+    compiled: object = None  # a cache, see machine
+
+
+def parse(text):
+    """Return the kernels of a PTX file."""
+    return [_program(text, found) for found in ENTRY.finditer(text)]
+
+
+def _program(text, found):
+    name, parameters = found.groups()
+    begin, end, depth = found.end(), found.end(), 1
+    while depth:
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
+        end += 1
+    sizes = {"b8": 1, "u8": 1, "s8": 1, "u16": 2, "u32": 4, "s32": 4, "b32": 4, "f32": 4, "u64": 8, "s64": 8, "b64": 8}
+    parameters = (line.rstrip(",") for line in parameters.splitlines())
+    parameters = [PARAMETER.search(line) for line in parameters if line.strip()]
+    program = Program(
+        name, tuple(Parameter(p[2], int(p[3]) * sizes[p[1]] if p[3] else sizes[p[1]]) for p in parameters)
+    )
+    _Body(program).read(text[begin : end - 1], text[:begin].count("\n") + 1)
+    return program
+
+
+class _Body:
+    """Reads the statements of a kernel. Names that a block in braces declares are its own."""
+
+    def __init__(self, program):
+        self.program = program
+        self.slots = {}
+        self.scopes = [{}]
+        self.blocks = 0
+
+    def read(self, body, first):
+        line, statement, begin = first, "", first
+        lines = body.split("\n")
+        for number, full in enumerate(lines):
+            text = full.split("//", 1)[0].strip()
+            if not statement:
+                begin = line
+                if text == "{":
+                    self.blocks += 1
+                    self.scopes.append(self._declared(lines[number + 1 :]))
+                    text = ""
+                elif text == "}":
+                    self.scopes.pop()
+                    text = ""
+            statement += text + " " if text else ""
+            statement = self._statements(statement, begin)
+            line += 1
+
+    def _declared(self, lines):
+        """Return the new names of registers and labels that a block declares."""
+        names = {}
+        for full in lines:
+            text = full.strip()
+            if text == "}":
+                break
+            if found := re.match(r"\.reg\s+\.(\w+)\s+(\w+);", text):
+                names[found[2]] = self._new(found[1])
+            elif found := re.match(r"(\w+):", text):
+                names[found[1]] = f"{found[1]}@{self.blocks}"
+        return names
+
+    def _new(self, type_):
+        kind = {"pred": "p", "b16": "rs", "b32": "r", "b64": "rd", "f32": "r", "u32": "r", "u64": "rd"}[type_]
+        self.program.kinds.append(kind)
+        return Register(len(self.program.kinds) - 1, kind)
+
+    def _statements(self, text, line):
+        """Read all complete statements; return the rest."""
+        while True:
+            text = text.lstrip()
+            if found := LABEL.match(text):
+                self.program.labels[self._label(found[1])] = len(self.program.instructions)
+                text = text[found.end() :]
+            elif ";" in text:
+                statement, text = text.split(";", 1)
+                self._statement(statement.strip(), line)
+            else:
+                return text
+
+    def _label(self, name):
+        renamed = self.scopes[-1].get(name, name)
+        return renamed if isinstance(renamed, str) else name
+
+    def _statement(self, text, line):
+        if not text or text.startswith("."):
+            return
+        guard = None
+        if found := GUARD.match(text):
+            guard = (self._operand(found[2]), found[1] == "!")
+            text = text[found.end() :]
+        opcode, *rest = text.split(maxsplit=1)
+        operands = tuple(self._operand(o) for o in _split(rest[0])) if rest else ()
+        self.program.instructions.append(Instruction(opcode, operands, guard, line))
+
+    def _operand(self, text):
+        text = text.strip()
+        if text == "_":
+            return None
+        if text.startswith("{"):
+            return Vector(tuple(self._operand(o) for o in _split(text[1:-1])))
+        if text.startswith("["):
+            return self._address(text[1:-1])
+        if "|" in text:
+            return Pair(*(self._operand(o) for o in text.split("|")))
+        if FLOAT.match(text):
+            return Number(int(text[2:], 16), is_float=True)
+        if NUMBER.match(text):
+            return Number(int(text.removesuffix("U"), 0))
+        if found := REGISTER.fullmatch(text):
+            if text not in self.slots:
+                self.program.kinds.append(found[1])
+                self.slots[text] = Register(len(self.program.kinds) - 1, found[1])
+            return self.slots[text]
+        if text.startswith("%"):
+            return Special(text[1:])
+        declared = self.scopes[-1].get(text)
+        if isinstance(declared, Register):
+            return declared
+        return Symbol(declared or text)
+
+    def _address(self, text):
+        parts = _split(text)
+        base, _, offset = parts[0].partition("+")
+        if len(parts) == 1 and NUMBER.match(base.strip()):
+            raise ValueError(f"an absolute address: [{text}]")
+        coordinates = self._operand(parts[1]).items if len(parts) > 1 else None
+        return Address(self._operand(base), int(offset or 0), coordinates)
+
+
+def _split(text):
+    """Split at commas outside of braces and brackets."""
+    parts, depth, current = [], 0, ""
+    for c in text:
+        depth += (c in "{[") - (c in "}]")
+        if c == "," and not depth:
+            parts.append(current)
+            current = ""
+        else:
+            current += c
+    return [p.strip() for p in (*parts, current) if p.strip()]

@@ -1,0 +1,151 @@
+"""The Hopper kernels compute what they should: their machine code, as PTX, on the emulator.
+
+A covering few of the tests in tests/gpu. All of those that need no streams and no CUDA graphs run this way with
+EMULATE_GPU=1, for hours.
+"""
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl, which compiles the kernels")
+pytest.importorskip("tvm_ffi", reason="needs apache-tvm-ffi, as the kernels do")
+
+import test_sm90_gather as gather
+import test_sm90_gather_k as gather_k
+import test_sm90_kernels as products
+import test_sm90_router as router
+import test_sm90_rows as rows
+import test_sm90_slots as slots
+from emulator.gpu import emulated
+from poison import nan_in_new_tensors
+
+import fusedmoe as fm
+from fusedmoe.kernels.options import KernelOptions
+from fusedmoe.kernels.sm90 import functions
+from fusedmoe.kernels.sm90.choice import CO_256, CO_256_TALL, PP_128, PP_192, PP_192_TALL
+from fusedmoe.kernels.sm90.slot_functions import bind_gather_rows, bind_row_dots, bind_slot_values, bind_sum_slots
+
+BF16, FP16, FP32 = products.BF16, products.FP16, products.FP32
+CPU = torch.device("cpu")
+SMALL = {"splits": (130, 0, 61, 1), "tail": 21}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def gpu():
+    with emulated() as machine:
+        yield machine
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def tiles(monkeypatch):
+    return lambda config: monkeypatch.setattr(functions, "choose", lambda problem: config)
+
+
+@pytest.mark.parametrize(
+    ("make", "config", "settings"),
+    [
+        (products.plain, PP_192, {"biased": True, "scale": FP32}),
+        (products.plain, CO_256, {"major": "n"}),
+        (products.plain, PP_192, {"dtype": FP16, "major": "n"}),
+        (products.activation, PP_192, {}),
+        (products.activation, CO_256, {"a": products.ACTIVATIONS["gpt-oss"], "biased": True}),
+        (products.activation, PP_128, {"a": products.ACTIVATIONS["geglu_tanh"], "major": "n", "keep": False}),
+        (products.derivative, PP_192, {}),
+        (products.derivative, PP_128, {"a": products.ACTIVATIONS["gpt-oss"], "scale": BF16}),
+        (products.derivative, PP_192, {"a": products.ACTIVATIONS["squared_relu"], "scale": None, "gradient": False}),
+        (products.wgrad, PP_192, {}),
+        (products.wgrad, CO_256, {"out": FP32, "accumulate": True}),
+        (products.wgrad, CO_256_TALL, {}),
+    ],
+    ids=lambda value: getattr(value, "__name__", None) or getattr(value, "name", None),
+)  # fmt: skip
+@pytest.mark.parametrize("schedule", ["dynamic"])
+def test_products(make, config, settings, schedule, tiles, gpu):
+    tiles(config)
+    launches = gpu.launches
+    make(**SMALL, **settings).check(KernelOptions(schedule=schedule))
+    assert gpu.launches > launches
+    assert not gpu.counters.table.any(), "a kernel leaves its tile counter zero"
+
+
+@pytest.mark.parametrize(
+    ("make", "config"), [(gather.plain, CO_256), (gather.activation, PP_128), (gather.derivative, PP_192)]
+)
+def test_products_of_gathered_rows(make, config, tiles):
+    """The same bits as with rows that were copied before."""
+    tiles(config)
+    make(**SMALL).check()
+
+
+@pytest.mark.parametrize(("gathered", "config"), [("grad_output", CO_256), ("x", PP_192_TALL)])
+def test_weight_gradients_of_gathered_rows(gathered, config, tiles):
+    tiles(config)
+    gather_k.Problem(gathered, **SMALL).check()
+
+
+@pytest.mark.parametrize("schedule", ["static", "dynamic"])
+def test_schedules_change_no_bit(schedule, tiles):
+    tiles(PP_192)
+    case = products.plain((300, 0, 7, 200), 5, 400, 64)
+    (want,), (got,) = case.run(KernelOptions()), case.run(KernelOptions(sm_margin=2, schedule=schedule))
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "deepseek-v3", "qwen2, fp32 weight"])
+def test_the_router(name):
+    router.test_choices_weights_counts_and_sums(CPU, router.CASES[name], 33)
+
+
+@pytest.mark.parametrize("kind", ["random", "one has all", "negative"])
+def test_offsets(kind):
+    rows.test_offsets_are_those_of_plain_pytorch(CPU, kind, 33, torch.int64)
+
+
+@pytest.mark.parametrize("scale", [None, FP32], ids=["", "scale"])
+def test_rows_and_slots(scale):
+    """Sentinels; more slots of a token than are summed at once, and fewer."""
+    for tokens, chosen in ((70, 9), (33, 2)):
+        slot_of_row, row_of_slot, used = slots.routed(tokens, chosen, 13, CPU, "sentinels")
+        count, columns = tokens * chosen, 264
+        source = slots.between_nan(tokens, columns, BF16, CPU)
+        factors = torch.rand(count) + 0.5
+        weight = None if scale is None else factors
+        with nan_in_new_tensors():
+            rows = bind_gather_rows(source, row_of_slot, weight)(source, row_of_slot, slot_of_row, weight)
+            sums = bind_sum_slots(rows, row_of_slot, weight)(rows, row_of_slot, weight)
+            dots = bind_row_dots(source, rows, row_of_slot, FP32)(source, rows, row_of_slot, slot_of_row)
+            values = bind_slot_values(factors, row_of_slot)(factors, row_of_slot)
+        present = row_of_slot < used
+        scaled = torch.where(torch.arange(count) < used, torch.ones(count) if scale is None else factors, 0).double()
+        copied = source[slot_of_row // chosen].double()
+        slots.close(rows[:used], (copied * scaled[:, None])[:used])
+        assert not rows[used:].any()
+        at = row_of_slot.clamp(max=count - 1)
+        slots.close(sums, (rows.double()[at] * torch.where(present, scaled[at], 0)[..., None]).sum(1))
+        want = (rows.double() * copied).sum(1)
+        assert torch.allclose(dots[:used].double(), want[:used], rtol=1e-4, atol=1e-3)
+        assert torch.equal(values, torch.where(present, factors[at], 0))
+
+
+@pytest.mark.usefixtures("builtin_rules")
+def test_a_whole_layer():
+    """Router, gathered products and sums, forward and backward: the plan of a GPU, against the unfused steps."""
+    layer = fm.MoE(128, 64, 6, 2, router_bias=True, dtype=BF16)
+    x, dy = torch.randn(70, 128, dtype=BF16).requires_grad_(), torch.randn(70, 128, dtype=BF16)
+
+    def step():
+        y = layer(x)
+        return (y, *torch.autograd.grad(y, (x, *layer.parameters()), dy))
+
+    got = step()
+    with fm.disabled("sm90.*"):
+        want = step()
+    for a, b in zip(got, want, strict=True):
+        assert (a - b).norm() < 2e-2 * b.norm()
+    ran = {step.rule for plan in layer.explain(x).plans for step in plan.steps}
+    assert None not in ran, "each step has a kernel"
