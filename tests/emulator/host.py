@@ -8,7 +8,6 @@ as if they were on a GPU.
 import ctypes
 import subprocess
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,22 +15,11 @@ import tvm_ffi
 from cutlass import cute
 
 from emulator import ptx
+from emulator.machine import Launch
 
 STUB = Path(__file__).with_name("stub.c")
 LIBRARIES = Path(tvm_ffi.__file__).with_name("lib")
 CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.POINTER(ctypes.c_uint), ctypes.POINTER(ctypes.c_void_p))
-
-
-@dataclass(frozen=True)
-class Launch:
-    """A launch: the program, its dimensions, dynamic shared memory in bytes, and the arguments as bytes."""
-
-    program: ptx.Program
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
-    cluster: tuple[int, int, int]
-    shared: int
-    arguments: tuple[bytes, ...]
 
 
 class Host:

@@ -10,9 +10,11 @@ only when no warp can: so a kernel that does not wait reads what was there befor
 
 import random
 from collections import deque
+from dataclasses import dataclass
 
 import numpy as np
 
+from emulator import ptx
 from emulator.asynchronous import Queue
 from emulator.barriers import EmulationError, Meeting
 from emulator.memory import Global, Shared
@@ -33,6 +35,18 @@ def mask_of(lanes):
     if lanes not in _masks:
         _masks[lanes] = np.array([lanes >> i & 1 for i in range(WARP)], bool)
     return _masks[lanes]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launch: the program, its dimensions, dynamic shared memory in bytes, and the arguments as bytes."""
+
+    program: ptx.Program
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    cluster: tuple[int, int, int]
+    shared: int
+    arguments: tuple[bytes, ...]
 
 
 class Group:

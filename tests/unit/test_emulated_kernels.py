@@ -4,6 +4,8 @@ A covering few of the tests in tests/gpu. All of those that need no streams and 
 EMULATE_GPU=1, for hours.
 """
 
+import shutil
+
 import pytest
 import torch
 
@@ -28,6 +30,9 @@ from fusedmoe.kernels.sm90.slot_functions import bind_gather_rows, bind_row_dots
 BF16, FP16, FP32 = products.BF16, products.FP16, products.FP32
 CPU = torch.device("cpu")
 SMALL = {"splits": (130, 0, 61, 1), "tail": 21}
+
+
+pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc, which links the kernels' host code")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -6,13 +6,9 @@ import struct
 import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("tvm_ffi", reason="needs apache-tvm-ffi, as the kernels do")
-
 from emulator import arithmetic, ptx
 from emulator.barriers import EmulationError, MBarrier
-from emulator.host import Launch
-from emulator.machine import Machine
+from emulator.machine import Launch, Machine
 from emulator.memory import AccessError, Shared
 from emulator.tensor_map import TensorMap
 
