@@ -1,7 +1,7 @@
 """Barriers, and instructions that run beside the warp: copies, tensor copies (TMA) and products of the tensor cores.
 
 A product is computed when it is issued. Until the warp waits for it, nothing may write the shared memory that it reads.
-Each function returns a function of the warp, or the arguments of `instructions.Result`.
+Each function returns a function of the warp, or a `Result`.
 """
 
 import functools
@@ -13,7 +13,7 @@ from emulator import ptx
 from emulator.arithmetic import from_bf16
 from emulator.barriers import MBarrier
 from emulator.memory import AccessError
-from emulator.program import U2, U4
+from emulator.registers import U2, U4, Result
 from emulator.tensor_map import swizzled
 
 RANK_SHIFT = 24  # of a CTA's rank + 1 in an address of another CTA's shared memory
@@ -95,7 +95,7 @@ def mbarrier_try_wait(code, opcode, operands):
         waits = [(w.cta.mbarrier(a), p) for a, p in wanted]
         return lambda: all(barrier.passed(p) for barrier, p in waits)
 
-    return {"run": run, "waits": True}
+    return Result(run, waits=True)
 
 
 def bar(code, opcode, operands):
@@ -108,7 +108,7 @@ def bar(code, opcode, operands):
         passed = w.cta.meeting(w.only(number)).arrive(32, expected)
         return passed if waits else None
 
-    return {"run": run, "waits": waits, "members": "all"}
+    return Result(run, waits=waits, members="all")
 
 
 def cluster_arrive(code, opcode, operands):
@@ -121,7 +121,7 @@ def cluster_arrive(code, opcode, operands):
 
 
 def cluster_wait(code, opcode, operands):
-    return {"run": lambda w: w.cluster_passed, "waits": True}
+    return Result(lambda w: w.cluster_passed, waits=True)
 
 
 def fence_async(code, opcode, operands):
@@ -183,7 +183,7 @@ def cp_async_commit(code, opcode, operands):
 
 def cp_async_wait(code, opcode, operands):
     count = operands[0].bits
-    return {"run": lambda w: w.copies.at_most(count), "waits": True}
+    return Result(lambda w: w.copies.at_most(count), waits=True)
 
 
 # ---- tensor copies
@@ -266,7 +266,7 @@ def bulk_commit(code, opcode, operands):
 
 def bulk_wait(code, opcode, operands):
     count = operands[0].bits
-    return {"run": lambda w: w.bulk.at_most(count), "waits": True}
+    return Result(lambda w: w.bulk.at_most(count), waits=True)
 
 
 def st_async(code, opcode, operands):
@@ -353,7 +353,7 @@ def wgmma(code, opcode, operands):
             w.cta.shared.readers[granules] += 1
             w.products.append(granules)
 
-    return {"run": run, "members": "all"}
+    return Result(run, members="all")
 
 
 def wgmma_commit(code, opcode, operands):
@@ -361,7 +361,7 @@ def wgmma_commit(code, opcode, operands):
         w.product_groups.append(w.products)
         w.products = []
 
-    return {"run": run, "members": "all"}
+    return Result(run, members="all")
 
 
 def wgmma_wait(code, opcode, operands):
@@ -372,7 +372,7 @@ def wgmma_wait(code, opcode, operands):
             for granules in w.product_groups.popleft():
                 w.cta.shared.readers[granules] -= 1
 
-    return {"run": run, "members": "all"}
+    return Result(run, members="all")
 
 
 TABLE = {

@@ -1,28 +1,20 @@
 """Instructions that move data, between lanes, to memory and back; and the table of all instructions.
 
-Each function returns the instruction as a `Result`. Instructions that run beside the warp are in `asynchronous`.
+Each function returns a function of the warp, or a `Result`. Instructions that run beside the warp are in
+`asynchronous`.
 """
-
-from dataclasses import dataclass
 
 import numpy as np
 
 from emulator import asynchronous, ptx
-from emulator.arithmetic import KINDS
-from emulator.program import BITS, DTYPES, LANES, U2, U4, U8, elementwise
+from emulator.arithmetic import ELEMENTWISE, KINDS, operand_kinds
+from emulator.registers import BITS, DTYPES, LANES, U2, U4, U8, Result
 
 SHARED_WINDOW, PARAMETER_WINDOW = 1 << 60, 1 << 61  # of generic addresses
 IGNORED = (
     "setmaxnreg", "griddepcontrol", "fence.mbarrier_init", "wgmma.fence", "prefetch", "membar", "fence.acq_rel",
     "fence.sc",
 )  # fmt: skip
-
-
-@dataclass
-class Result:
-    run: object  # a function of the warp
-    waits: bool = False  # whether `run` returns a condition to wait for
-    members: object = None  # see program.Block
 
 
 def compiled(code, instruction):
@@ -35,22 +27,71 @@ def compiled(code, instruction):
     if opcode.startswith(IGNORED):
         members = "all" if ".aligned" in opcode else None
         return Result(lambda w: None, members=members)
-    name = opcode.split(".")[0]
     for prefix, function in (*TABLE.items(), *asynchronous.TABLE.items()):
         if opcode.startswith(prefix):
             result = function(code, opcode, instruction.operands)
-            return (
-                result
-                if isinstance(result, Result)
-                else Result(**result)
-                if isinstance(result, dict)
-                else Result(result)
-            )
-    raise NotImplementedError(f"line {instruction.line}: no instruction {opcode} ({name})")
+            return result if isinstance(result, Result) else Result(result)
+    raise NotImplementedError(f"line {instruction.line}: no instruction {opcode}")
 
 
 def type_of(opcode):
     return opcode.split(".")[-1]
+
+
+# ---- arithmetic
+
+
+def elementwise(code, instruction):
+    """Return the function of an arithmetic instruction, or None if it is not one."""
+    function = ELEMENTWISE.get(instruction.opcode)
+    if function is None:
+        return None
+    kinds = operand_kinds(instruction.opcode)
+    target, *sources = instruction.operands
+    slots = [code.slot(s, k) for s, k in zip(sources, kinds, strict=False)]
+    if instruction.opcode.startswith("cvt.") and isinstance(sources[0], ptx.Register) and sources[0].kind != kinds[0]:
+        wide, narrow = function, DTYPES[kinds[0]]  # it reads the low bits of a wider register
+
+        def function(a):
+            return wide(a.astype(narrow))
+
+    return _by_count[len(slots)](target.slot, slots, function)
+
+
+def _unary(target, slots, function):
+    (a,) = slots
+
+    def run(w):
+        registers = w.registers
+        value = function(registers[a])
+        registers[target] = value if w.mask is None else np.where(w.mask, value, registers[target])
+
+    return run
+
+
+def _binary(target, slots, function):
+    a, b = slots
+
+    def run(w):
+        registers = w.registers
+        value = function(registers[a], registers[b])
+        registers[target] = value if w.mask is None else np.where(w.mask, value, registers[target])
+
+    return run
+
+
+def _ternary(target, slots, function):
+    a, b, c = slots
+
+    def run(w):
+        registers = w.registers
+        value = function(registers[a], registers[b], registers[c])
+        registers[target] = value if w.mask is None else np.where(w.mask, value, registers[target])
+
+    return run
+
+
+_by_count = {1: _unary, 2: _binary, 3: _ternary}
 
 
 # ---- moves

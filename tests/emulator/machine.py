@@ -17,12 +17,11 @@ import numpy as np
 from emulator import ptx
 from emulator.asynchronous import Queue
 from emulator.barriers import EmulationError, Meeting
-from emulator.memory import Global, Shared
+from emulator.memory import RESERVED, Global, Shared
 from emulator.program import Compiled
 from emulator.tensor_map import TensorMap
 
 WARP = 32
-RESERVED = 1024  # bytes at the begin of shared memory, which a kernel does not use
 STEPS = 24  # blocks of instructions per turn, at most
 ALL = (1 << WARP) - 1
 _masks = {}

@@ -10,7 +10,8 @@ import ctypes
 
 import numpy as np
 
-GRANULE = 16  # bytes; what is known about shared memory is kept per granule
+GRANULE = 16  # bytes; the state of shared memory is kept per granule
+RESERVED = 1024  # bytes at the begin of shared memory, which a kernel does not use
 
 
 class AccessError(Exception):

@@ -9,13 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from emulator import ptx
-from emulator.arithmetic import ELEMENTWISE, operand_kinds
+from emulator.instructions import compiled
+from emulator.memory import RESERVED
+from emulator.registers import BITS, DTYPES, GARBAGE, LANES, U4
 
-U2, U4, U8 = np.uint16, np.uint32, np.uint64
-DTYPES = {"p": np.bool_, "rs": U2, "r": U4, "rd": U8}
-BITS = {"p": 1, "rs": 16, "r": 32, "rd": 64}
-GARBAGE = 0xBAD1BAD2BAD3BAD5  # in registers that nothing was written to
-LANES = np.arange(32, dtype=U4)
 JUMPS = ("bra", "bra.uni", "ret")
 PARAMETERS_ALIGNED = 128
 
@@ -32,6 +29,8 @@ class Block:
 
 
 class Compiled:
+    """A program as blocks. Numbers and special registers have slots, as registers have."""
+
     def __init__(self, program):
         self.program = program
         self.initial = [np.full(32, GARBAGE & (1 << BITS[k]) - 1, DTYPES[k]) for k in program.kinds]
@@ -55,7 +54,7 @@ class Compiled:
             return self._new(self.specials, operand.name, np.zeros(32, DTYPES[kind]))
         if isinstance(operand, ptx.Symbol):
             if operand.name.startswith("__dynamic_shmem__"):
-                return self.constant(1024, kind)
+                return self.constant(RESERVED, kind)
             return self.constant(self.offsets[operand.name], kind)
         raise TypeError(f"operand {operand}")
 
@@ -71,16 +70,14 @@ class Compiled:
 
     def registers(self, launch, cta, warp):
         """Return the registers of a warp at its begin."""
-        registers = list(self.initial)
         values = {"laneid": LANES, "tid.x": LANES + U4(32 * warp), "cluster_ctarank": cta.rank}
         for axis, name in enumerate("xyz"):
             values[f"ctaid.{name}"] = cta.index[axis]
             values[f"nctaid.{name}"] = launch.grid[axis]
             values[f"ntid.{name}"] = launch.block[axis]
+        registers = list(self.initial)
         for name, slot in self.specials.items():
-            registers[slot] = np.full(32, values[name], registers[slot].dtype) if name != "tid.x" else values[name]
-            if name == "laneid":
-                registers[slot] = LANES.astype(registers[slot].dtype)
+            registers[slot] = np.broadcast_to(values[name], 32).astype(registers[slot].dtype)
         return registers
 
     def parameters(self, launch):
@@ -99,8 +96,6 @@ class Compiled:
     # ---- blocks
 
     def _blocks(self):
-        from emulator.instructions import compiled  # it needs this module
-
         code, labels = self.program.instructions, self.program.labels
         results = [None if i.opcode in JUMPS else compiled(self, i) for i in code]
         begins = {0, *labels.values()}
@@ -133,56 +128,3 @@ class Compiled:
                     block.members = result.members
             blocks.append(block)
         return blocks
-
-
-def elementwise(code, instruction):
-    """Return the function of an arithmetic instruction, or None if it is not one."""
-    function = ELEMENTWISE.get(instruction.opcode)
-    if function is None:
-        return None
-    kinds = operand_kinds(instruction.opcode)
-    target, *sources = instruction.operands
-    slots = [code.slot(s, k) for s, k in zip(sources, kinds, strict=False)]
-    if instruction.opcode.startswith("cvt.") and isinstance(sources[0], ptx.Register) and sources[0].kind != kinds[0]:
-        wide, narrow = function, DTYPES[kinds[0]]  # it reads the low bits of a wider register
-
-        def function(a):
-            return wide(a.astype(narrow))
-
-    return _by_count[len(slots)](target.slot, slots, function)
-
-
-def _unary(target, slots, function):
-    (a,) = slots
-
-    def run(w):
-        registers = w.registers
-        value = function(registers[a])
-        registers[target] = value if w.mask is None else np.where(w.mask, value, registers[target])
-
-    return run
-
-
-def _binary(target, slots, function):
-    a, b = slots
-
-    def run(w):
-        registers = w.registers
-        value = function(registers[a], registers[b])
-        registers[target] = value if w.mask is None else np.where(w.mask, value, registers[target])
-
-    return run
-
-
-def _ternary(target, slots, function):
-    a, b, c = slots
-
-    def run(w):
-        registers = w.registers
-        value = function(registers[a], registers[b], registers[c])
-        registers[target] = value if w.mask is None else np.where(w.mask, value, registers[target])
-
-    return run
-
-
-_by_count = {1: _unary, 2: _binary, 3: _ternary}
