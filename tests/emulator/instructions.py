@@ -170,6 +170,17 @@ def words(w, space, addresses, dtype, *, write):
     return w.machine.memory.words(addresses, dtype)
 
 
+def vectors(w, space, addresses, dtype, count, *, write):
+    """Return an array of words, and the index of the first word of each vector of ``count`` words in it."""
+    if count > 1:
+        size = np.dtype(dtype).itemsize
+        if (addresses & addresses.dtype.type(size * count - 1)).any():
+            raise asynchronous.AccessError("a vector is not aligned")
+        last = addresses + addresses.dtype.type(size * (count - 1))
+        words(w, space, last, dtype, write=write)  # checks the other end
+    return words(w, space, addresses, dtype, write=write)
+
+
 def space_of(opcode):
     return next(s for s in opcode.split(".") if s.split("::")[0] in ("shared", "global", "param")).split("::")[0]
 
@@ -182,15 +193,9 @@ def ld(code, opcode, operands):
     targets = [t.slot for t in _items(operands[0])]
     kinds = [DTYPES[t.kind] for t in _items(operands[0])]
     address = address_of(code, operands[1], "r" if space == "shared" else "rd")
-    size = np.dtype(dtype).itemsize
 
     def run(w):
-        at = address(w)
-        if len(targets) > 1 and (at & at.dtype.type(size * len(targets) - 1)).any():
-            raise asynchronous.AccessError("a vector is not aligned")
-        if len(targets) > 1:
-            words(w, space, at + at.dtype.type(size * (len(targets) - 1)), dtype, write=False)  # checks
-        memory, index = words(w, space, at, dtype, write=False)
+        memory, index = vectors(w, space, address(w), dtype, len(targets), write=False)
         for i, (target, kind) in enumerate(zip(targets, kinds, strict=True)):
             value = memory[index + i]
             if signed is not None:
@@ -232,15 +237,9 @@ def st(code, opcode, operands):
     kind = "rs" if np.dtype(dtype).itemsize < 4 else KINDS[type_]
     sources = [code.slot(s, kind) for s in _items(operands[1])]
     address = address_of(code, operands[0], "r" if space == "shared" else "rd")
-    size = np.dtype(dtype).itemsize
 
     def run(w):
-        at = address(w)
-        if len(sources) > 1 and (at & at.dtype.type(size * len(sources) - 1)).any():
-            raise asynchronous.AccessError("a vector is not aligned")
-        if len(sources) > 1:
-            words(w, space, at + at.dtype.type(size * (len(sources) - 1)), dtype, write=True)
-        memory, index = words(w, space, at, dtype, write=True)
+        memory, index = vectors(w, space, address(w), dtype, len(sources), write=True)
         for i, source in enumerate(sources):
             memory[index + i] = w.select(w.registers[source]).astype(dtype, copy=False)
 

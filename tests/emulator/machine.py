@@ -121,10 +121,6 @@ class Warp:
             lanes |= group.lanes
         return lanes
 
-    def active(self):
-        """Return the numbers of the active lanes."""
-        return [i for i in range(WARP) if self.lanes >> i & 1]
-
     def select(self, values):
         """Return the values of the active lanes."""
         return values if self.mask is None else values[self.mask]
@@ -185,7 +181,6 @@ class Warp:
         except Exception as error:
             instruction = block.instructions[at]
             raise EmulationError(f"{self}, line {instruction.line}, {instruction.opcode}: {error}") from error
-        self.machine.executed += len(block.instructions)
         if block.branch is None:
             group.pc = block.next
         else:
@@ -218,13 +213,12 @@ class Warp:
 
 
 class Machine:
-    """Runs launches. `tensors` are those that kernels may access."""
+    """Runs launches. Kernels may access the tensors that were added to `memory`."""
 
     def __init__(self, seed=0, eagerness=0.3, resident=8):
         self.random = random.Random(seed)
         self.eagerness, self.resident = eagerness, resident
         self.memory = Global()
-        self.executed = 0  # instructions of warps
 
     def run(self, launch):
         """Run all CTAs of a launch to the end."""

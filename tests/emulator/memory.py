@@ -1,8 +1,8 @@
 """Global and shared memory, which check each access.
 
-Global memory is that of the tensors which a launch was given: any other address is an error. Shared memory knows which
-bytes an asynchronous copy is still writing or reading, and which of the bytes that threads wrote are not yet visible to
-the tensor copies and tensor cores (the *async proxy*), for want of a `fence.proxy.async`.
+Global memory is the storage of the tensors that a launch was given: any other address is an error. Shared memory knows
+which bytes an asynchronous copy is still writing or reading. It also knows which of the bytes that threads wrote are
+not yet visible to the tensor copies and tensor cores (the *async proxy*), for want of a `fence.proxy.async`.
 """
 
 import bisect
@@ -11,7 +11,7 @@ import ctypes
 import numpy as np
 
 GRANULE = 16  # bytes; the state of shared memory is kept per granule
-RESERVED = 1024  # bytes at the begin of shared memory, which a kernel does not use
+RESERVED = 1024  # bytes at the start of shared memory, which a kernel does not use
 
 
 class AccessError(Exception):

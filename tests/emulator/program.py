@@ -69,7 +69,7 @@ class Compiled:
         return table[key]
 
     def registers(self, launch, cta, warp):
-        """Return the registers of a warp at its begin."""
+        """Return the registers that a warp starts with."""
         values = {"laneid": LANES, "tid.x": LANES + U4(32 * warp), "cluster_ctarank": cta.rank}
         for axis, name in enumerate("xyz"):
             values[f"ctaid.{name}"] = cta.index[axis]

@@ -4,14 +4,14 @@ import copy
 
 import pytest
 import torch
-from hopper import DEVICE, needs_gpu, needs_hopper
 from test_async import capture
 from test_sm90_training import ACTIVATIONS, assert_as_exact_as_plain_pytorch, error, outcome
 
 import fusedmoe as fm
 from fusedmoe.kernels.sm90 import one_group
 
-pytestmark = needs_hopper
+hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = pytest.mark.skipif(not hopper, reason="needs an sm_90 GPU")
 
 BF16 = torch.bfloat16
 H, I = 192, 136  # noqa: E741  (hidden, intermediate)
@@ -27,7 +27,7 @@ def mlp(act="swiglu", *, bias=True, hidden=H, intermediate=I, dtype=BF16, **sett
 
 
 def rows(*shape, dtype=BF16):
-    return torch.randn(*shape, H, device=DEVICE, dtype=dtype)
+    return torch.randn(*shape, H, device="cuda", dtype=dtype)
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
@@ -67,7 +67,7 @@ def test_strides_of_rows_and_gradients():
     torch.manual_seed(5)
     chain = mlp()
     x = rows(33, 9).transpose(0, 1)
-    dy = torch.randn(9, 1, H, device=DEVICE, dtype=BF16).expand(9, 33, H)
+    dy = torch.randn(9, 1, H, device="cuda", dtype=BF16).expand(9, 33, H)
     assert_as_exact_as_plain_pytorch(chain, x, {}, dy)
 
 
@@ -82,12 +82,12 @@ def test_options(options):
 
 def test_main_grad():
     torch.manual_seed(7)
-    chain = fm.Sequential(fm.Linear(H, I, accumulate_into_main_grad=True, device=DEVICE, dtype=BF16))
+    chain = fm.Sequential(fm.Linear(H, I, accumulate_into_main_grad=True, device="cuda", dtype=BF16))
     weight = chain[0].weight
     weight.main_grad = torch.randn_like(weight, dtype=torch.float32)
     want = weight.main_grad.double()
     for count in (300, 1, 77):
-        x, dy = rows(count), torch.randn(count, I, device=DEVICE, dtype=BF16)
+        x, dy = rows(count), torch.randn(count, I, device="cuda", dtype=BF16)
         with fm.strict():
             chain(x.requires_grad_()).backward(dy)
         want += dy.double().T @ x.detach().double()
@@ -98,16 +98,16 @@ def test_main_grad():
 def test_rows_of_no_expert_count_in_no_gradient():
     torch.manual_seed(8)
     splits, tail = (61, 0, 130, 7), 29
-    chain = fm.Sequential(fm.GroupedLinear(4, H, H, device=DEVICE, dtype=BF16), *mlp())
+    chain = fm.Sequential(fm.GroupedLinear(4, H, H, device="cuda", dtype=BF16), *mlp())
     x, dy = rows(sum(splits) + tail), rows(sum(splits) + tail)
     x[sum(splits) :] = dy[sum(splits) :] = torch.nan
-    results = assert_as_exact_as_plain_pytorch(chain, x, {"splits": torch.tensor(splits, device=DEVICE)}, dy)
+    results = assert_as_exact_as_plain_pytorch(chain, x, {"splits": torch.tensor(splits, device="cuda")}, dy)
     assert not results["x"][sum(splits) :].any()
 
 
 def test_shared_expert():
     torch.manual_seed(9)
-    layer = fm.MoE(H, I, 8, 2, shared_intermediate=264, shared_gate=True, device=DEVICE, dtype=BF16)
+    layer = fm.MoE(H, I, 8, 2, shared_intermediate=264, shared_gate=True, device="cuda", dtype=BF16)
     x = rows(2, 150).requires_grad_()
     with fm.strict():
         layer(x).sum().backward()
@@ -115,7 +115,6 @@ def test_shared_expert():
     assert all(p.grad is not None and p.grad.any() for p in layer.parameters())
 
 
-@needs_gpu
 def test_no_host_synchronisation(no_sync):
     torch.manual_seed(10)
     chain, x, dy = mlp(), rows(300), rows(300)
@@ -126,7 +125,6 @@ def test_no_host_synchronisation(no_sync):
     assert all(torch.equal(second[name], first[name]) for name in first)
 
 
-@needs_gpu
 @pytest.mark.parametrize("table", [True, False], ids=["", "the graph's own offsets"])
 def test_cuda_graph(table, monkeypatch):
     """A graph, its replays, and calls of the same kind after it; also if the table of offsets does not exist before."""
@@ -157,7 +155,6 @@ def test_cuda_graph(table, monkeypatch):
             assert torch.equal(got[name], want), name
 
 
-@needs_gpu
 @torch.no_grad()
 def test_first_call_in_a_graph(monkeypatch):
     """A new kind of call is bound while a graph is captured; the same kind then runs outside of the graph."""

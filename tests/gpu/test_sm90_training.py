@@ -10,13 +10,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hopper import DEVICE, needs_gpu, needs_hopper
 from test_async import capture
 
 import fusedmoe as fm
 from benchmarks import shapes
 
-pytestmark = needs_hopper
+hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = pytest.mark.skipif(not hopper, reason="needs an sm_90 GPU")
 
 BF16 = torch.bfloat16
 E, K, H, I = 12, 3, 192, 136  # noqa: E741
@@ -33,7 +33,7 @@ ACTIVATIONS = {
 }
 
 
-def experts(act="swiglu", *, scale=True, bias=False, shape=(E, H, I), device=DEVICE, dtype=BF16, **settings):
+def experts(act="swiglu", *, scale=True, bias=False, shape=(E, H, I), device="cuda", dtype=BF16, **settings):
     activation = ACTIVATIONS[act]()
     count, hidden, intermediate = shape
     wide = 1 if isinstance(activation, fm.SquaredReLU) else 2
@@ -48,14 +48,14 @@ def experts(act="swiglu", *, scale=True, bias=False, shape=(E, H, I), device=DEV
 
 def rows(splits, tail, *width, dtype=BF16):
     """Random rows, then NaN."""
-    x = torch.randn(sum(splits) + tail, *width, device=DEVICE).to(dtype)
+    x = torch.randn(sum(splits) + tail, *width, device="cuda").to(dtype)
     x[sum(splits) :] = torch.nan
     return x
 
 
 def inputs(splits=SPLITS, tail=TAIL, hidden=H, *, scale=True):
     """Inputs of a chain, and the gradient of its output."""
-    named = {"splits": torch.tensor(splits, device=DEVICE)}
+    named = {"splits": torch.tensor(splits, device="cuda")}
     if scale:
         named["probs"] = rows(splits, tail, dtype=torch.float32).sigmoid()
     return rows(splits, tail, hidden), named, rows(splits, tail, hidden)
@@ -102,7 +102,7 @@ def assert_as_exact_as_plain_pytorch(chain, x, named, dy):
 
 
 def assert_tail_and_empty_experts_are_zero(results, splits):
-    empty = torch.tensor([count == 0 for count in splits], device=DEVICE)
+    empty = torch.tensor([count == 0 for count in splits], device="cuda")
     for name, value in results.items():
         if name.endswith(("weight", "bias")):
             assert not value[empty].any(), name
@@ -131,8 +131,8 @@ def test_plan_is_made_of_hopper_kernels_in_both_directions(act, scale, bias):
 
 
 def test_plan_of_a_moe_is_all_fused():
-    layer = fm.MoE(H, I, E, K, bias=True, device=DEVICE, dtype=BF16)
-    (plan,) = layer.explain(torch.randn(100, H, device=DEVICE, dtype=BF16, requires_grad=True)).plans
+    layer = fm.MoE(H, I, E, K, bias=True, device="cuda", dtype=BF16)
+    (plan,) = layer.explain(torch.randn(100, H, device="cuda", dtype=BF16, requires_grad=True)).plans
     assert {step.rule for step in plan.fused} == {
         "sm90.gathered_gemm_activation", "sm90.grouped_gemm", "sm90.column_sums", "sm90.grouped_wgrad",
         "sm90.gathered_wgrad_x", "sm90.grouped_dgrad_activation", "sm90.grouped_dgrad", "sm90.router_dispatch",
@@ -191,7 +191,6 @@ def test_calls_of_different_kinds_in_turns():
                 assert error(got, plain[name].double()) < 0.02, name
 
 
-@needs_gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_another_gpu_than_the_current_one():
     """As where a model's layers are spread over the GPUs of one process."""
@@ -243,9 +242,9 @@ def test_experts_of_real_models_scaled_down(name):
     layer = fm.MoE(
         shape.hidden, shape.intermediate, shape.experts, shape.top_k,
         activation=ACTIVATIONS["gpt-oss" if gpt_oss else "swiglu"](), bias=gpt_oss, router_bias=gpt_oss,
-        score="topk_softmax" if gpt_oss else "softmax", device=DEVICE, dtype=BF16,
+        score="topk_softmax" if gpt_oss else "softmax", device="cuda", dtype=BF16,
     )  # fmt: skip
-    x, dy = (torch.randn(shape.tokens, shape.hidden, device=DEVICE, dtype=BF16) for _ in range(2))
+    x, dy = (torch.randn(shape.tokens, shape.hidden, device="cuda", dtype=BF16) for _ in range(2))
     with torch.no_grad():
         layer.router.weight[: shape.experts // 2] *= 3
         routing = layer.router(x)
@@ -257,7 +256,7 @@ def test_gradients_are_added_to_main_grad_in_fp32():
     """Several micro-batches, other splits in each; the operands of one layer's gradient are exact."""
     torch.manual_seed(4)
     chain = fm.Sequential(
-        fm.GroupedLinear(E, H, I, bias=True, accumulate_into_main_grad=True, device=DEVICE, dtype=BF16)
+        fm.GroupedLinear(E, H, I, bias=True, accumulate_into_main_grad=True, device="cuda", dtype=BF16)
     )
     weight = chain[0].weight
     weight.main_grad = torch.randn_like(weight, dtype=torch.float32)
@@ -268,7 +267,7 @@ def test_gradients_are_added_to_main_grad_in_fp32():
         splits = (splits[0] + splits[1], 0, *splits[2:])
         x, dy = rows(splits, TAIL, H), rows(splits, TAIL, I)
         with fm.strict():
-            chain(x.requires_grad_(), splits=torch.tensor(splits, device=DEVICE)).backward(dy)
+            chain(x.requires_grad_(), splits=torch.tensor(splits, device="cuda")).backward(dy)
         used = sum(splits)
         parts = zip(dy[:used].double().split(splits), x.detach()[:used].double().split(splits), strict=True)
         want += torch.stack([a.T @ b for a, b in parts])
@@ -303,7 +302,6 @@ def test_main_grad_of_both_layers():
 # ------------------------------------------------------------------------------------------------ nothing waits
 
 
-@needs_gpu
 @pytest.mark.parametrize(
     ("act", "schedule"), [*((act, "dynamic") for act in ACTIVATIONS), ("swiglu", "static")], ids=str
 )
@@ -318,10 +316,9 @@ def test_no_host_synchronisation(act, schedule, no_sync):
     assert all(torch.equal(second[name], first[name]) for name in first)
 
 
-@needs_gpu
 def test_no_host_synchronisation_of_a_moe(no_sync):
-    layer = fm.MoE(H, I, E, K, bias=True, score="sigmoid", device=DEVICE, dtype=BF16)
-    x = torch.randn(300, H, device=DEVICE, dtype=BF16, requires_grad=True)
+    layer = fm.MoE(H, I, E, K, bias=True, score="sigmoid", device="cuda", dtype=BF16)
+    x = torch.randn(300, H, device="cuda", dtype=BF16, requires_grad=True)
 
     def step():
         y, stats = layer(x, return_stats=True)
@@ -363,12 +360,11 @@ class Training:
     def next_batch(self, seed):
         generator = torch.Generator("cuda").manual_seed(seed)
         used = (len(self.x), len(self.x) - 100, 1, 0)[seed % 4]
-        chosen = torch.randint(E, (used,), device=DEVICE, generator=generator) ** 2 // E  # the first ones more often
+        chosen = torch.randint(E, (used,), device="cuda", generator=generator) ** 2 // E  # the first ones more often
         self.splits.copy_(torch.bincount(chosen, minlength=E))
         self.x.normal_(generator=generator)
 
 
-@needs_gpu
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("act", ["swiglu", "gpt-oss"])
 def test_a_graph_of_a_training_step_follows_new_splits(act, optimizer):
