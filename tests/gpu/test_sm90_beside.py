@@ -131,6 +131,7 @@ def test_streams_and_graphs_have_counters_of_their_own(device):
             assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
 
 
+@needs_gpu
 def test_without_a_counter_the_schedule_is_static(device, monkeypatch):
     case = Products(device, 2000, 4, 8, 512, 512, "x")
     want = case.bound(0)()
