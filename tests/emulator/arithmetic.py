@@ -14,7 +14,7 @@ VIEWS = {
     "s32": (U4, S4), "u32": (U4, U4), "b32": (U4, U4), "f32": (U4, F4),
     "s64": (U8, S8), "u64": (U8, U8), "b64": (U8, U8),
 }  # fmt: skip
-KINDS = {"pred": "p", "b16": "rs", "s16": "rs", "u16": "rs", "f16": "rs", "bf16": "rs"}
+KINDS = {"pred": "p", "b16": "rs", "s16": "rs", "u16": "rs", "f16": "rs", "bf16": "rs", "e4m3x2": "rs", "e5m2x2": "rs"}
 KINDS |= dict.fromkeys(("b32", "s32", "u32", "f32", "f16x2", "bf16x2"), "r")
 KINDS |= dict.fromkeys(("b64", "s64", "u64"), "rd")
 
@@ -48,6 +48,58 @@ def to_bf16(f):
 def to_f16(f):
     """Return fp16 of fp32; NaN becomes 0x7FFF."""
     return np.where(np.isnan(f), U2(0x7FFF), f.astype(F2).view(U2))
+
+
+def nearest(values, mantissa, least, most):
+    """Return the bits without the sign of the nearest numbers of a format, to even; those of NaN are 0.
+
+    The format has so many bits of the mantissa; the exponents of its normal numbers begin at `least`. No magnitude is
+    larger than `most`.
+    """
+    magnitude = np.minimum(np.where(np.isnan(values), 0, np.abs(values)).astype(F8), most)
+    exponent = np.frexp(np.maximum(magnitude, 2.0**least))[1] - 1
+    return (exponent - least << mantissa) + np.rint(np.ldexp(magnitude, mantissa - exponent)).astype(S8)
+
+
+FP8 = {"e4m3": (3, -6, 448.0), "e5m2": (2, -14, 57344.0)}  # bits of the mantissa, first exponent, largest number
+
+
+def to_fp8(values, type_):
+    """Return FP8 as bytes. A magnitude that is too large becomes the largest number, and NaN becomes 0x7F."""
+    bits = nearest(values, *FP8[type_]) | np.signbit(values) << 7
+    return np.where(np.isnan(values), 0x7F, bits).astype(np.uint8)
+
+
+def _fp8_values(type_):
+    if type_ == "e5m2":
+        return (np.arange(256) << 8).astype(U2).view(F2).astype(F4)
+    code = np.arange(128)
+    magnitude = np.where(code < 8, code, 8 + code % 8) * 2.0 ** (np.maximum(code >> 3, 1) - 10)
+    magnitude[127] = np.nan
+    return np.concatenate((magnitude, -magnitude)).astype(F4)
+
+
+FP8_VALUES = {type_: _fp8_values(type_) for type_ in FP8}
+
+
+def from_fp8(codes, type_):
+    """Return fp32 of FP8 bytes."""
+    return FP8_VALUES[type_][codes]
+
+
+def _fp8_pair(type_, high, low):
+    return to_fp8(high, type_).astype(U2) << U2(8) | to_fp8(low, type_)
+
+
+def _halves(a):
+    """Return the upper and the lower 16 bits."""
+    return (a >> U4(16)).astype(U2), a.astype(U2)
+
+
+def _f16_pair(type_, a):
+    """Return two fp16 of two FP8: each FP8 number is an fp16 number."""
+    high, low = (to_f16(from_fp8(codes, type_)).astype(U4) for codes in (a >> U2(8), a & U2(0xFF)))
+    return high << U4(16) | low
 
 
 def _typed(type_, function, operands=2):
@@ -192,6 +244,10 @@ def _define():
     table["cvt.rn.f16.f32"] = lambda a: to_f16(a.view(F4))
     table["cvt.rn.bf16x2.f32"] = lambda a, b: to_bf16(a.view(F4)).astype(U4) << U4(16) | to_bf16(b.view(F4))
     table["cvt.rn.f16x2.f32"] = lambda a, b: to_f16(a.view(F4)).astype(U4) << U4(16) | to_f16(b.view(F4))
+    for type_ in FP8:
+        table[f"cvt.rn.satfinite.{type_}x2.f32"] = lambda a, b, t=type_: _fp8_pair(t, a.view(F4), b.view(F4))
+        table[f"cvt.rn.satfinite.{type_}x2.f16x2"] = lambda a, t=type_: _fp8_pair(t, *(h.view(F2) for h in _halves(a)))
+        table[f"cvt.rn.f16x2.{type_}x2"] = lambda a, t=type_: _f16_pair(t, a)
     for type_ in ("s32", "u32", "s64", "u64"):
         bits, view = VIEWS[type_]
         table[f"cvt.rn.f32.{type_}"] = lambda a, view=view: a.view(view).astype(F4).view(U4)

@@ -10,7 +10,7 @@ from collections import deque
 import numpy as np
 
 from emulator import ptx
-from emulator.arithmetic import from_bf16
+from emulator.arithmetic import from_bf16, from_fp8
 from emulator.barriers import MBarrier
 from emulator.memory import AccessError
 from emulator.registers import U2, U4, Result
@@ -288,7 +288,10 @@ def _stored(cta, offset, value, barrier_cta, barrier_at):
 
 # ---- products
 
-ELEMENTS = {"bf16": (U2, from_bf16), "f16": (U2, lambda a: a.view(np.float16).astype(F4))}
+ELEMENTS = {
+    "bf16": (U2, from_bf16), "f16": (U2, lambda a: a.view(np.float16).astype(F4)),
+    "e4m3": (np.uint8, lambda a: from_fp8(a, "e4m3")), "e5m2": (np.uint8, lambda a: from_fp8(a, "e5m2")),
+}  # fmt: skip
 
 
 @functools.cache
@@ -332,8 +335,11 @@ def wgmma(code, opcode, operands):
     assert len(registers) == n // 2
     a_slot, b_slot, scale = operands[1].slot, operands[2].slot, operands[3].slot
     assert [o.bits for o in operands[4:6]] == [1, 1]
-    transposed = [bool(o.bits) for o in operands[6:]] or [False, False]
     (a_dtype, a_value), (b_dtype, b_value) = ELEMENTS[a_type], ELEMENTS[b_type]
+    size = np.dtype(a_dtype).itemsize
+    assert k * size == k * np.dtype(b_dtype).itemsize == 32, opcode
+    assert len(operands) == (6 if size == 1 else 8), "operands of 16 bits may be transposed, those of FP8 may not"
+    transposed = [bool(o.bits) for o in operands[6:]] or [False, False]
 
     def run(w):
         a, a_granules = operand(w, w.only(a_slot), 64, w.index % 4 * 16, 16, k, a_dtype, transposed[0])

@@ -319,7 +319,7 @@ PRODUCT = """
 	mov.u32 	%r3, %tid.x;
 	shl.b32 	%r4, %r3, 4;
 	add.s32 	%r5, %r2, %r4;
-	mov.b32 	%r6, 1065369472;
+	mov.b32 	%r6, {ones};
 	st.shared.v4.b32 	[%r5], {{%r6, %r6, %r6, %r6}};
 	st.shared.v4.b32 	[%r5+2048], {{%r6, %r6, %r6, %r6}};
 	{fence}
@@ -327,7 +327,7 @@ PRODUCT = """
 	mov.b64 	%rd8, 4611686293305294912;
 	wgmma.fence.sync.aligned;
 	setp.ne.b32 	%p2, 0, 0;
-	wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {{%r10, %r11, %r12, %r13}}, %rd8, %rd8, %p2, 1, 1, 0, 0;
+	wgmma.mma_async.sync.aligned.m64n8{types} {{%r10, %r11, %r12, %r13}}, %rd8, %rd8, %p2, 1, 1{transposes};
 	wgmma.commit_group.sync.aligned;
 	{wait}
 	bar.sync 	0;
@@ -336,28 +336,87 @@ PRODUCT = """
 """
 
 
-def product(fence=FENCE, wait="wgmma.wait_group.sync.aligned \t0;"):
-    # 64 rows of 16 ones, in rows of 128 bytes: bytes that the threads did not write are NaN
-    body = PRODUCT.format(fence=fence, wait=wait)
+BF16 = {"types": "k16.f32.bf16.bf16", "ones": 0x3F803F80, "transposes": ", 0, 0"}
+FP8 = {"types": "k32.f32.e4m3.e4m3", "ones": 0x38383838, "transposes": ""}
+
+
+def product(format_, fence=FENCE, wait="wgmma.wait_group.sync.aligned \t0;"):
+    # 64 rows of 32 bytes of ones, in rows of 128 bytes: bytes that the threads did not write are NaN
+    body = PRODUCT.format(fence=fence, wait=wait, **format_)
     body = body.replace("4611686293305294912", str(1 << 62 | 64 << 32 | 1 << 16 | 1024 >> 4))
     return run(body, torch.zeros(128), threads=128)
 
 
-def test_a_product():
-    out = product()
+@pytest.mark.parametrize(("format_", "depth"), [(BF16, 16), (FP8, 32)])
+def test_a_product(format_, depth):
+    out = product(format_)
     warp = torch.arange(128) // 32
-    assert torch.equal(out[warp == 0], torch.full((32,), 16.0))  # rows 0 to 15: 2,048 bytes
+    assert torch.equal(out[warp == 0], torch.full((32,), float(depth)))  # rows 0 to 15: 2,048 bytes
     assert out[warp == 3].isnan().all()
 
 
-def test_a_product_without_a_fence():
+@pytest.mark.parametrize("format_", [BF16, FP8])
+def test_a_product_without_a_fence(format_):
     with pytest.raises(EmulationError, match="without fence"):
-        product(fence="")
+        product(format_, fence="")
 
 
-def test_a_write_that_does_not_wait_for_a_product():
+@pytest.mark.parametrize("format_", [BF16, FP8])
+def test_a_write_that_does_not_wait_for_a_product(format_):
     with pytest.raises(EmulationError, match="still reading"):
-        product(wait="")
+        product(format_, wait="")
+
+
+@pytest.mark.parametrize("format_", [FP8 | {"transposes": ", 0, 0"}, BF16 | {"transposes": ""}])
+def test_only_operands_of_16_bits_may_be_transposed(format_):
+    with pytest.raises(AssertionError, match="those of FP8 may not"):
+        product(format_)
+
+
+FP8_PRODUCT = """
+	mul.wide.u32 	%rd4, %r1, 16;
+	add.s64 	%rd5, %rd1, %rd4;
+	shl.b32 	%r3, %r1, 4;
+	add.s32 	%r4, %r2, %r3;
+	ld.global.v4.b32 	{{%r5, %r6, %r7, %r8}}, [%rd5];
+	st.shared.v4.b32 	[%r4], {{%r5, %r6, %r7, %r8}};
+	ld.global.v4.b32 	{{%r5, %r6, %r7, %r8}}, [%rd5+2048];
+	st.shared.v4.b32 	[%r4+2048], {{%r5, %r6, %r7, %r8}};
+	fence.proxy.async.shared::cta;
+	bar.sync 	0;
+	mov.b64 	%rd8, {a};
+	mov.b64 	%rd9, {b};
+	mov.b32 	%r10, 0f3F800000;
+	mov.b32 	%r11, %r10;
+	mov.b32 	%r12, %r10;
+	mov.b32 	%r13, %r10;
+	setp.eq.b32 	%p2, 0, 0;
+	wgmma.fence.sync.aligned;
+	wgmma.mma_async.sync.aligned.m64n8k32.f32.{types} {{%r10, %r11, %r12, %r13}}, %rd8, %rd9, %p2, 1, 1;
+	wgmma.commit_group.sync.aligned;
+	wgmma.wait_group.sync.aligned 	0;
+	st.global.v4.b32 	[%rd5], {{%r10, %r11, %r12, %r13}};
+"""
+
+
+@pytest.mark.parametrize("nan", [False, True])
+@pytest.mark.parametrize("types", ["e4m3.e4m3", "e4m3.e5m2", "e5m2.e4m3", "e5m2.e5m2"])
+def test_a_product_of_fp8(types, nan):
+    dtypes = [{"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[t] for t in types.split(".")]
+    torch.manual_seed(0)
+    a, b = (torch.randn(rows, 32).to(dtype) for rows, dtype in zip((64, 8), dtypes, strict=True))
+    if nan:
+        a.view(torch.uint8)[17, 3] = 0x7F
+    memory = torch.zeros(4096, dtype=torch.uint8)  # 8 rows of 16 bytes are one after the other
+    memory[:2048] = a.view(torch.uint8).view(8, 8, 2, 16).transpose(1, 2).flatten()
+    memory[2048:2304] = b.view(torch.uint8).view(8, 2, 16).transpose(0, 1).flatten()
+    descriptors = (256 >> 4 << 32 | 128 >> 4 << 16 | at >> 4 for at in (1024, 3072))
+    out = run(FP8_PRODUCT.format(types=types, **dict(zip("ab", descriptors, strict=True))), memory, threads=128)
+    # a lane has two columns of two rows: of row r, and of row r + 8
+    got = out.view(torch.float32)[:512].view(4, 8, 4, 2, 2).permute(0, 3, 1, 2, 4).reshape(64, 8)
+    want = (a.double() @ b.double().T + 1).float()
+    assert got.isnan().any() == nan
+    assert torch.equal(got.nan_to_num(7e7), want.nan_to_num(7e7))
 
 
 # ---- arithmetic
@@ -369,6 +428,73 @@ def test_rounding_to_bf16_is_that_of_torch():
     got = arithmetic.to_bf16(values.numpy())
     assert np.array_equal(got.view(np.int16), values.bfloat16().view(torch.int16).numpy())
     assert arithmetic.to_bf16(np.array([np.nan], np.float32)) == 0x7FFF
+
+
+def halves(dtype):
+    """All values of 16 bits, as a type says."""
+    return torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
+
+
+FP8_TYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+@pytest.mark.parametrize("type_", FP8_TYPES)
+@pytest.mark.parametrize("source", [torch.bfloat16, torch.float16, torch.float32])
+def test_rounding_to_fp8_is_that_of_torch(type_, source):
+    dtype = FP8_TYPES[type_]
+    if source == torch.float32:
+        numbers = torch.arange(0x7C, dtype=torch.uint8).view(dtype).float().unique()
+        middles = (numbers[1:] + numbers[:-1]) / 2
+        near = [middles, middles.nextafter(torch.tensor(0.0)), middles.nextafter(torch.tensor(1e9))]
+        values = torch.cat((*near, torch.randn(8192), torch.randn(8192) * 100, torch.randn(8192) * 1e-5))
+        values = torch.cat((values, -values))
+    else:
+        values = halves(source).float()
+    most = torch.finfo(dtype).max
+    want = torch.where(values.isnan(), 0x7F, values.clamp(-most, most).to(dtype).view(torch.uint8)).numpy()
+    cvt = arithmetic.ELEMENTWISE[f"cvt.rn.satfinite.{type_}x2.f32"]
+    bits = values.numpy().view(np.uint32)
+    assert np.array_equal(cvt(bits, bits[::-1]), want.astype(np.uint16) << 8 | want[::-1])
+    if source == torch.float16:
+        bits = halves(source).view(torch.int16).numpy().view(np.uint16).astype(np.uint32)
+        got = arithmetic.ELEMENTWISE[f"cvt.rn.satfinite.{type_}x2.f16x2"](bits << 16 | bits[::-1])
+        assert np.array_equal(got, want.astype(np.uint16) << 8 | want[::-1])
+
+
+@pytest.mark.parametrize("type_", FP8_TYPES)
+def test_fp8_is_that_of_torch(type_):
+    codes = torch.arange(256, dtype=torch.uint8)
+    want = codes.view(FP8_TYPES[type_]).float().numpy()
+    assert np.array_equal(arithmetic.FP8_VALUES[type_], want, equal_nan=True)
+    pairs = codes.numpy().astype(np.uint16) << 8 | codes.numpy()[::-1]
+    got = arithmetic.ELEMENTWISE[f"cvt.rn.f16x2.{type_}x2"](pairs)
+    assert got.dtype == np.uint32
+    high, low = ((got >> shift).astype(np.uint16).view(np.float16) for shift in (16, 0))
+    assert np.array_equal(high, want, equal_nan=True)
+    assert np.array_equal(low, want[::-1], equal_nan=True)
+
+
+@pytest.mark.parametrize(("type_", "most"), [("e4m3", 0x7E), ("e5m2", 0x7B)])
+def test_a_program_converts_to_fp8_and_back(type_, most):
+    body = f"""
+	cvt.rn.f32.u32 	%r3, %r1;
+	mov.b32 	%r4, 0fFF800000;
+	cvt.rn.satfinite.{type_}x2.f32 	%rs1, %r4, %r3;
+	cvt.rn.f16x2.{type_}x2 	%r5, %rs1;
+	mov.b32 	{{%rs2, %rs3}}, %r5;
+	cvt.f32.f16 	%r6, %rs2;
+	cvt.rn.satfinite.{type_}x2.f16x2 	%rs4, %r5;
+	mov.b32 	%r7, {{%rs1, %rs4}};
+	st.global.b32 	[%rd3], %r6;
+	st.global.b32 	[%rd3+128], %r7;
+"""
+    numbers, pairs = run(body, torch.zeros(64)).view(2, 32)
+    values = torch.arange(32.0).to(FP8_TYPES[type_])
+    assert torch.equal(numbers, values.float())
+    got = pairs.view(torch.uint8).view(32, 4)
+    assert torch.equal(got[:, 0], values.view(torch.uint8))
+    assert (got[:, 1] == most | 0x80).all()
+    assert torch.equal(got[:, :2], got[:, 2:])
 
 
 @pytest.mark.parametrize(

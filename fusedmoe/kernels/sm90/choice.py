@@ -52,7 +52,7 @@ from fusedmoe.kernels.sm90.measured import MEASURED, Coarse
 
 Family = Literal[
     "plain", "activation", "transposed_activation", "derivative", "heavy_derivative", "wgrad", "wgrad_gathered_a",
-    "wgrad_gathered_b",
+    "wgrad_gathered_b", "fp8_plain", "fp8_activation", "fp8_derivative",
 ]  # fmt: skip
 WGRADS: dict[str | None, Family] = {None: "wgrad", "a": "wgrad_gathered_a", "b": "wgrad_gathered_b"}
 """The families of a weight gradient, by the gathered operand."""
@@ -66,6 +66,8 @@ CO_256_TALL = TileConfig(256, 128, 1, 2, pingpong=False)
 CO_256_ALONE = TileConfig(128, 256, pingpong=False)
 PP_192_TALL = TileConfig(192, 128, 1, 2, pingpong=True)
 CO_256_TALL_ALONE = TileConfig(256, 128, pingpong=False)
+CO_256_ROWS = TileConfig(256, 128, 2, 1, pingpong=False)
+CO_128 = TileConfig(128, 128, 2, 1, pingpong=False)
 
 # Clusters of a ragged M product have two CTAs: two row tiles that share the weights, or two column tiles of a row tile
 # left over that share the rows (tiles.py). A CTA without a cluster loads both operands itself. The L2 is too slow for
@@ -90,6 +92,9 @@ CANDIDATES: dict[Family, tuple[TileConfig, ...]] = {
     "wgrad": (PP_192, CO_256, CO_256_TALL, CO_256_ALONE),
     "wgrad_gathered_a": (PP_192, CO_256, CO_256_ALONE),
     "wgrad_gathered_b": (PP_192_TALL, CO_256_TALL, CO_256_TALL_ALONE),
+    "fp8_plain": (CO_256, CO_256_ROWS),
+    "fp8_activation": (CO_256,),
+    "fp8_derivative": (CO_256_ROWS, CO_128),
 }
 
 # Cycles of an epilogue for 64 x 32 results of a warpgroup, if nothing overlaps them. "heavy_derivative" is an estimate,
@@ -97,12 +102,13 @@ CANDIDATES: dict[Family, tuple[TileConfig, ...]] = {
 # fitted.
 EPILOGUE_CYCLES: dict[Family, int] = {
     "plain": 400, "activation": 600, "transposed_activation": 600, "derivative": 3450, "heavy_derivative": 4700,
-    "wgrad": 680, "wgrad_gathered_a": 680, "wgrad_gathered_b": 680,
+    "wgrad": 680, "wgrad_gathered_a": 680, "wgrad_gathered_b": 680, "fp8_plain": 400, "fp8_activation": 700,
+    "fp8_derivative": 1200,
 }  # fmt: skip
 # Values that a row reads and writes in memory besides its K operands, per column of the result.
 ROW_VALUES: dict[Family, float] = {
     "plain": 1, "activation": 1.5, "transposed_activation": 1.5, "derivative": 5, "heavy_derivative": 5, "wgrad": 1,
-    "wgrad_gathered_a": 1, "wgrad_gathered_b": 1,
+    "wgrad_gathered_a": 1, "wgrad_gathered_b": 1, "fp8_plain": 2, "fp8_activation": 2.5, "fp8_derivative": 5,
 }  # fmt: skip
 LOAD_BYTES_PER_CYCLE = 36.5  # per SM from the L2, all SMs loading
 MEMORY_BYTES_PER_CYCLE = 14.5 * 132  # per GPU: 2.8 TB/s

@@ -14,6 +14,7 @@ ELEMENT_BYTES = 2  # per element of an operand: bf16 or fp16
 ALIGNMENT_BYTES = 16  # of addresses and pitches, required by TMA
 EPILOGUE_COLUMNS = 32  # columns of a box of results in shared memory
 BLOCK_ROWS = 64
+SCALE_BLOCK = 128  # elements of K that share a scale, in FP8 operands; 128 x 128 elements of a weight do
 BARRIER_BYTES = 1024  # for barriers and the scheduler's ring
 
 
@@ -51,6 +52,6 @@ class TileConfig:
         """Bytes of A and B in a stage."""
         return (self.tile_m + self.tile_n) * SWIZZLE_BYTES
 
-    def stages(self, epilogue_bytes: int) -> int:
-        """Stages of A and B that fit beside an epilogue's shared memory."""
-        return min((SMEM_BYTES - BARRIER_BYTES - epilogue_bytes) // self.stage_bytes, 8)
+    def stages(self, epilogue_bytes: int, beside: int = 0) -> int:
+        """Stages of A and B, each with some bytes ``beside`` it, that fit beside an epilogue's shared memory."""
+        return min((SMEM_BYTES - BARRIER_BYTES - epilogue_bytes) // (self.stage_bytes + beside), 8)

@@ -225,7 +225,7 @@ class Backward(Formula):
     @cute.jit
     def take_box(self, kernel, block, inputs, half: cutlass.Constexpr[int]):
         """Wait for a box of the preactivation, and read this thread's values of it."""
-        r_in = cute.make_rmem_tensor((VALUES,), kernel.element)
+        r_in = cute.make_rmem_tensor((VALUES,), kernel.value_element)
         r_in.fill(0.0)
         if block.live:
             ring, here = block.consumer.inputs, kernel.own(inputs, block.consumer.group)
@@ -239,7 +239,7 @@ class Backward(Formula):
     @cute.jit
     def take_box_pairs(self, kernel, block, inputs):
         """Wait for both boxes of an interleaved preactivation, and read this thread's values of them."""
-        r_in = cute.make_rmem_tensor((2 * VALUES,), kernel.element)
+        r_in = cute.make_rmem_tensor((2 * VALUES,), kernel.value_element)
         r_in.fill(0.0)
         if block.live:
             ring, here = block.consumer.inputs, kernel.own(inputs, block.consumer.group)
@@ -340,7 +340,7 @@ class Gradient(Output):
         formula = kernel.epilogue.formula
         for half, part in enumerate(values.parts):
             if formula.interleaved:
-                part = cute.make_rmem_tensor((VALUES,), kernel.element)
+                part = cute.make_rmem_tensor((VALUES,), kernel.value_element)
                 for v in range(VALUES):
                     for which in range(2):
                         if pair_box(v) == half:

@@ -50,6 +50,9 @@ TURN_BARRIER = 3  # 3 and 4: permission to use the tensor cores, with ping-pong 
 BOX = BLOCK_ROWS * EPILOGUE_COLUMNS
 VALUES = BOX // WARPGROUP  # values of a box per thread
 PRODUCER, CONSUMER = pipeline.PipelineUserType.Producer, pipeline.PipelineUserType.Consumer
+ELEMENTS = {
+    "bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "e4m3": cutlass.Float8E4M3FN, "e5m2": cutlass.Float8E5M2
+}  # fmt: skip
 LOAD = cpasync.CopyBulkTensorTileG2SOp()
 SHARED_LOAD = cpasync.CopyBulkTensorTileG2SMulticastOp()
 
@@ -82,6 +85,7 @@ class Shared(NamedTuple):
     boxes: cute.Tensor
     slots: cute.Tensor
     drawing: tiles.Drawing
+    scales: Any = None  # of the operands' blocks, see block_scaled.py
 
 
 class Rings(NamedTuple):
@@ -117,13 +121,24 @@ class Gemm:
     A subclass schedules its tiles, loads them (`load`) and writes their results (`finish`).
     """
 
-    dtype: str  # of A and B: "bf16" or "fp16"
+    dtype: str  # of A and B: a name in `ELEMENTS`; with "e5m2", B is E4M3
     config: TileConfig
     arch: str = "sm_90a"
 
     @property
     def element(self) -> Any:
-        return cutlass.BFloat16 if self.dtype == "bf16" else cutlass.Float16
+        """Type of A's elements."""
+        return ELEMENTS[self.dtype]
+
+    @property
+    def b_element(self) -> Any:
+        """Type of B's elements; of E4M3 and E5M2 operands, only a gradient, which is A, has more range."""
+        return cutlass.Float8E4M3FN if self.element.width == 8 else self.element
+
+    @property
+    def value_element(self) -> Any:
+        """Type of rows that are not quantized: that of the operands, or bf16 if these are quantized."""
+        return cutlass.BFloat16 if self.element.width == 8 else self.element
 
     @property
     def tile_k(self) -> int:
@@ -138,7 +153,7 @@ class Gemm:
     @property
     def box_element(self) -> Any:
         """Type of the results in shared memory."""
-        return self.element
+        return self.value_element
 
     @property
     def box_bytes(self) -> int:
@@ -161,7 +176,7 @@ class Gemm:
         """
         numbers = [n for n in (3, 4, 2, 5) if self.boxes_per_block % n == 0] or [1]
         read = self.load_stages * self.boxes_read
-        stages = [self.config.stages(MATH_WARPGROUPS * (n + read) * self.box_bytes) for n in numbers]
+        stages = [self.stages_beside(MATH_WARPGROUPS * (n + read) * self.box_bytes) for n in numbers]
         return numbers[stages.index(max(stages))]
 
     @property
@@ -202,12 +217,31 @@ class Gemm:
     @property
     def stages(self) -> int:
         """Stages of A and B."""
-        return self.config.stages(self.boxes * self.box_bytes)
+        return self.stages_beside(self.boxes * self.box_bytes)
+
+    def stages_beside(self, epilogue_bytes: int) -> int:
+        """Stages of A, B and their scales that fit beside an epilogue's shared memory."""
+        return self.config.stages(epilogue_bytes, self.scale_space)
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of a stage's scales, if the operands are scaled by blocks."""
+        return 0
+
+    @property
+    def scale_space(self) -> int:
+        """Shared memory of a stage's scales."""
+        return 0
 
     @property
     def smem_bytes(self) -> int:
         """Dynamic shared memory, without the barriers."""
-        return self.stages * self.config.stage_bytes + self.boxes * self.box_bytes
+        return self.stages * (self.config.stage_bytes + self.scale_space) + self.boxes * self.box_bytes
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether the math warpgroups have the tensor cores in turn."""
+        return self.config.pingpong
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -217,11 +251,16 @@ class Gemm:
             return (24, 232) if accumulators > 160 else (48, 208)
         return (24, 240) if self.boxes_read and self.config.tile_n > 160 else (40, 232)
 
+    @property
+    def wave_columns(self) -> int:
+        """Columns that one wgmma multiplies."""
+        return self.config.tile_n
+
     def tiled_mma(self, a_major: Any, b_major: Any) -> cute.TiledMma:
         atoms = 1 if self.config.pingpong else MATH_WARPGROUPS
-        shape = (BLOCK_ROWS, self.config.tile_n)
+        shape = (BLOCK_ROWS, self.wave_columns)
         return hopper.make_trivial_tiled_mma(
-            self.element, self.element, a_major, b_major, Float32, (atoms, 1, 1), shape
+            self.element, self.b_element, a_major, b_major, Float32, (atoms, 1, 1), shape
         )
 
     def grid(self, ctas: Int32) -> dict[str, Any]:
@@ -264,13 +303,14 @@ class Gemm:
         drawing = tiles.make_drawing(smem, config)
         slots = smem.allocate_tensor(Int32, cute.make_layout((tiles.SLOT, tiles.RING_STAGES)), 16)
         s_a = smem.allocate_tensor(self.element, layouts.a.outer, 1024, swizzle=layouts.a.inner)
-        s_b = smem.allocate_tensor(self.element, layouts.b.outer, 1024, swizzle=layouts.b.inner)
+        s_b = smem.allocate_tensor(self.b_element, layouts.b.outer, 1024, swizzle=layouts.b.inner)
         s_box = smem.allocate_tensor(self.box_element, layouts.boxes.outer, 1024, swizzle=layouts.boxes.inner)
+        scales = self.shared_scales(smem)
         ab = pipeline.PipelineTmaAsync.create(
             num_stages=self.stages,
             producer_group=threads(1 + LANES * self.gather_warps),
             consumer_group=threads((4 if config.pingpong else 8) * config.ctas),
-            tx_count=config.stage_bytes - self.gathered_bytes,
+            tx_count=config.stage_bytes - self.gathered_bytes + self.scale_bytes,
             barrier_storage=ab_barriers,
             cta_layout_vmnk=cute.make_layout((1, config.cluster_m, config.cluster_n, 1)),
             defer_sync=True,
@@ -296,7 +336,11 @@ class Gemm:
             )
         pipeline.pipeline_init_arrive(cluster_shape_mn=(config.ctas, 1), is_relaxed=True)
         pipeline.pipeline_init_wait(cluster_shape_mn=(config.ctas, 1))
-        return Shared(s_a, s_b, s_box, slots, drawing), Rings(ab, ring, reads)
+        return Shared(s_a, s_b, s_box, slots, drawing, scales), Rings(ab, ring, reads)
+
+    def shared_scales(self, smem: SmemAllocator) -> Any:
+        """Allocate the stages of the operands' scales."""
+        return None
 
     def across_atom(self, t: cute.Tensor, smem: cute.ComposedLayout, ctas: int) -> Any:
         """The TMA load of one swizzle's width of an operand that is MN-major; see `across`."""
@@ -348,7 +392,7 @@ class Gemm:
         acc = cute.make_rmem_tensor(part.partition_shape_C((config.tile_m, config.tile_n)), Float32)
         consumer = Consumer(group, thread, shared.boxes, self.box_copies(thread), rings.inputs)
 
-        if const_expr(config.pingpong):
+        if const_expr(self.takes_turns):
             if group == 1:
                 self.pass_turn(group)
 
@@ -364,7 +408,7 @@ class Gemm:
                 if const_expr(config.pingpong):
                     cute.arch.barrier(barrier_id=TURN_BARRIER + group, number_of_threads=2 * WARPGROUP)
                 if tile.depth > 0:
-                    self.main_loop(tiled_mma, acc, r_a, r_b, ab, consumed, tile.depth, group)
+                    self.main_loop(tiled_mma, acc, r_a, r_b, ab, consumed, tile.depth, group, shared.scales)
                 else:
                     acc.fill(0.0)
                     if const_expr(config.pingpong):
@@ -382,15 +426,16 @@ class Gemm:
     def box_copies(self, thread) -> Copies:
         """Copies of a warpgroup's 64 rows of accumulators to a box and from one."""
         # the layout of one atom's accumulators, which is the same for every tile
+        element = self.value_element
         one = hopper.make_trivial_tiled_mma(
-            self.element, self.element, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1),
+            element, element, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1),
             (BLOCK_ROWS, EPILOGUE_COLUMNS),
         )  # fmt: skip
         if const_expr(self.box_element.width == 16):
             store = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.box_element)
         else:
             store = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.box_element, num_bits_per_copy=64)
-        fetch = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.element)
+        fetch = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), element)
         return Copies(*(cute.make_tiled_copy_C(atom, one).get_slice(thread) for atom in (store, fetch)))
 
     def finish(self, acc, tile, consumer, inputs, env):
@@ -398,7 +443,7 @@ class Gemm:
         raise NotImplementedError
 
     @cute.jit
-    def main_loop(self, tiled_mma, acc, r_a, r_b, ab, consumed, depth, group):
+    def main_loop(self, tiled_mma, acc, r_a, r_b, ab, consumed, depth, group, scales):
         """A @ B into ``acc`` over ``depth`` tiles of K; one wgmma group stays in flight while the next is issued.
 
         Every stage has a fence. Without those, ptxas adds them, except in kernels that add to their output by TMA:

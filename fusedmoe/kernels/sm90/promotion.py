@@ -36,7 +36,7 @@ class Promoted(Gemm):
         return *super().sources, __name__  # type: ignore[misc]
 
     @cute.jit
-    def main_loop(self, tiled_mma, acc, r_a, r_b, ab, consumed, depth, group):
+    def main_loop(self, tiled_mma, acc, r_a, r_b, ab, consumed, depth, group, scales):
         """A @ B into ``acc`` over ``depth`` tiles of K, in chunks."""
         state = pipeline.PipelineState(self.stages, consumed, consumed % self.stages, consumed // self.stages % 2)
         released = state.clone()

@@ -77,6 +77,7 @@ class Loads(NamedTuple):
     shared_a: Tma | None
     shared_b: Tma
     gathered: Gathered | None
+    scales: tuple[Tma, Tma] | None = None  # of rows and of the weight, if blocks of them have scales
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,11 @@ class RaggedM(Gemm):
             )
 
     @property
+    def stored_element(self) -> Any:
+        """Type of the operands as arguments: bytes for FP8, which not every torch passes on."""
+        return cutlass.Uint8 if self.element.width == 8 else self.element
+
+    @property
     def symbol(self) -> str:
         gather = "_gather" if self.gather else ""
         return f"sm90_ragged_m{gather}_{self.dtype}_b{self.b_major}_{self.epilogue.name}_{self.config.name}"
@@ -116,7 +122,7 @@ class RaggedM(Gemm):
 
     @property
     def box_element(self) -> Any:
-        return Float32 if self.epilogue.fp32 else self.element
+        return Float32 if self.epilogue.fp32 else self.value_element
 
     @property
     def boxes_read(self) -> int:
@@ -149,18 +155,19 @@ class RaggedM(Gemm):
         rows, experts = cute.sym_int(), cute.sym_int()
         fake, pitch = cute.runtime.make_fake_tensor, self.fake_pitch
         strides = (pitch(), pitch(), 1) if self.b_major == "k" else (pitch(), 1, pitch())
-        b = fake(self.element, (experts, cute.sym_int(), cute.sym_int()), strides, assumed_align=16)
-        bias = fake(self.element, (cute.sym_int(), cute.sym_int()), (cute.sym_int64(), 1))
+        b = fake(self.stored_element, (experts, cute.sym_int(), cute.sym_int()), strides, assumed_align=16)
+        bias = fake(self.value_element, (cute.sym_int(), cute.sym_int()), (cute.sym_int64(), 1))
         offsets, row_scale, counter = (
             fake(dtype, (n,), (1,)) for dtype, n in ((Int32, experts), (Float32, cute.sym_int()), (Int32, 1))
         )
         tokens = cute.sym_int() if self.gather else rows
         index = [fake(Int32, (rows,), (1,))] if self.gather else []
-        inputs = [self.fake_matrix(rows)] if self.boxes_read else []
+        scales = self.fake_scales(tokens, experts)
+        inputs = [self.fake_matrix(rows, self.value_element)] if self.boxes_read else []
         outputs = [output.fake(self, rows) for output in self.epilogue.outputs]
         return cute.compile(
             self, self.fake_matrix(tokens), b, offsets, bias, row_scale, counter, *[Float32(0)] * 3, *[Int32(0)] * 5,
-            cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), *index, *inputs, *outputs,
+            cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), *scales, *index, *inputs, *outputs,
             options=f"--enable-tvm-ffi --gpu-arch {self.arch}",
         )  # fmt: skip
 
@@ -169,7 +176,7 @@ class RaggedM(Gemm):
 
     def fake_matrix(self, rows: Any, element: Any = None) -> Any:
         """A matrix with this number of rows, for the compiler; of the operands' type, unless ``element`` is given."""
-        element = element or self.element
+        element = element or self.stored_element
         pitch = cute.sym_int64(divisibility=ALIGNMENT_BYTES * 8 // element.width)
         return cute.runtime.make_fake_tensor(element, (rows, cute.sym_int()), (pitch, 1), assumed_align=16)
 
@@ -180,10 +187,14 @@ class RaggedM(Gemm):
         self, a, b, offsets, bias, row_scale, counter,
         limit, alpha, offset, biased, scaled, band, ctas, dynamic, stream, *tensors,
     ):  # fmt: skip
-        """Launch. ``tensors`` are the index, if rows are gathered, the input of the epilogue's formula, if it has one,
-        and then its outputs.
+        """Launch. ``tensors`` are the scales of a and b, if their blocks have scales; the index, if rows are gathered;
+        the input of the epilogue's formula, if it has one; and then its outputs.
         """
-        config, formula = self.config, self.epilogue.formula
+        config, formula, scales = self.config, self.epilogue.formula, None
+        if const_expr(self.stored_element is not self.element):
+            a, b = cute.recast_tensor(a, self.element), cute.recast_tensor(b, self.b_element)
+        if const_expr(self.scale_bytes > 0):
+            scales, tensors = self.scale_loads(tensors[:2]), tensors[2:]
         major = OperandMajorMode.K if self.b_major == "k" else OperandMajorMode.MN
         layouts = self.layouts(OperandMajorMode.K, major)
 
@@ -222,10 +233,18 @@ class RaggedM(Gemm):
             output.parameter(self, tensor) for output, tensor in zip(self.epilogue.outputs, outputs, strict=True)
         )
         self.kernel(
-            Loads(whole_a, shared_a, shared_b, gathered), inputs, parameters,
+            Loads(whole_a, shared_a, shared_b, gathered, scales), inputs, parameters,
             self.tiled_mma(OperandMajorMode.K, major), layouts, offsets, bias, row_scale, counter,
             Numbers(limit, alpha, offset, biased, scaled, band, dynamic), rows, n, k,
         ).launch(stream=stream, **self.grid(ctas))  # fmt: skip
+
+    def fake_scales(self, rows: Any, experts: Any) -> list[Any]:
+        """The scales of A and B, for the compiler."""
+        return []
+
+    def scale_loads(self, tensors: Any) -> tuple[Tma, Tma]:
+        """The loads of the scales."""
+        raise NotImplementedError
 
     def in_parts(self, t: cute.Tensor, count: int) -> cute.Tensor:
         """(R, count * W) as (R, W, count)."""
@@ -293,9 +312,11 @@ class RaggedM(Gemm):
                     half_a = self.loads_a(loads.shared_a, shared.a, tile.row, rank, 2)
                 half_b, other_b = (self.loads_b(loads.shared_b, shared.b, tile, n, r) for r in (rank, 1 - rank))
                 b_to = Int16(cutlass.select_(shares_rows, alone, both))
+                scales = self.scale_copies(loads.scales, shared.scales, tile, n)
                 for k_tile in cutlass.range(tile.depth, unroll=1):
                     ab.producer_acquire(state)
                     full = ab.producer_get_barrier(state)
+                    self.load_scales(scales, k_tile, state.index, full)
                     self.copy(loads.shared_b, half_b, k_tile, state.index, full, b_to)
                     if shares_rows:
                         self.copy(loads.shared_b, other_b, k_tile, state.index, full, alone)
@@ -305,6 +326,13 @@ class RaggedM(Gemm):
                     state.advance()
             turn, tile = tiles.take(rings.tiles, turn, shared.slots)
         ab.producer_tail(state)
+
+    def scale_copies(self, loads, scales, tile, n) -> list[Any]:
+        """The copies of a tile's scales."""
+        return []
+
+    def load_scales(self, copies, k_tile, stage, full) -> None:
+        """Start the loads of a stage's scales."""
 
     @cute.jit
     def gather_rows(self, gathered, shared, rings, k, share):
@@ -499,7 +527,7 @@ class RaggedM(Gemm):
         if not (self.epilogue.formula.interleaved and self.boxes_read):
             return copies
         # Interleaved boxes of gate and up: a thread copies its accumulators' values, four adjacent columns at a time.
-        atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.element, num_bits_per_copy=64)
+        atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.value_element, num_bits_per_copy=64)
         rows = BLOCK_ROWS
         places = cute.make_layout(((4, 8, 4), (4, 2, 2)), stride=((4 * rows, 1, 16), (rows, 8, 16 * rows)))
         pairs = cute.make_tiled_copy(atom, places, (rows, EPILOGUE_COLUMNS)).get_slice(thread)

@@ -1,0 +1,168 @@
+"""The products of FP8 codes with scales per block, as functions of flat tensors. `functions` has those of bf16 rows.
+
+Axes: R rows sorted by expert, E experts, K contraction, N output features. An operand is its codes and its scales, as
+`fusedmoe.formats` defines them for 1 x 128 blocks of rows and 128 x 128 blocks of weights:
+
+- rows (R, K): codes with unit stride along K, E4M3 or, for gradients, E5M2; scales (R, K / 128) fp32 with unit stride
+  along R;
+- weights (E, N, K): codes with unit stride along K, E4M3; scales (E, N / 128, K / 128) fp32 with unit stride along
+  N / 128.
+
+Quotients are rounded up. All other strides of codes are multiples of 16, those of scales of 4. `with_strides` makes a
+copy of scales with such strides. Results are bf16.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fusedmoe.kernels import compiler
+from fusedmoe.kernels.options import DEFAULT, KernelOptions
+from fusedmoe.kernels.sm90.choice import Family, Problem, choose
+from fusedmoe.kernels.sm90.launch import placeholders, scheduling, sms_for, tile_counter
+
+if TYPE_CHECKING:
+    from fusedmoe.kernels.activation import Activation
+    from fusedmoe.kernels.sm90.config import TileConfig
+
+SCALE_PITCH = 4  # strides of scales are multiples of 16 bytes, as TMA requires
+NAMES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+
+
+def block_scaled_gemm(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    offsets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    row_scale: Tensor | None = None,
+    options: KernelOptions = DEFAULT,
+) -> Tensor:
+    """``y[r] = (x[r] @ weight[e].T + bias[e]) * row_scale[r]`` for each row r of expert e: (R, N) bf16 of x (R, K).
+
+    ``bias`` (E, N) is bf16, ``row_scale`` (R,) fp32, bf16 or fp16. Rows after ``offsets[-1]`` are not read, and are zeros
+    in the result.
+    """
+    run = bind_block_scaled_gemm(x, weight, bias, row_scale, options)
+    return run(x, x_scale, weight, weight_scale, bias, offsets, row_scale)
+
+
+def bind_block_scaled_gemm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, row_scale: Tensor | None, options: KernelOptions
+) -> Callable[..., Tensor]:
+    """Return `block_scaled_gemm` of ``(x, x_scale, weight, weight_scale, bias, offsets, row_scale)``."""
+    rows, columns = x.shape[0], weight.shape[1]
+    launch = _ragged_m("fp8_plain", x, weight, options, scaled=row_scale is not None)
+
+    def run(
+        x: Tensor,
+        x_scale: Tensor,
+        weight: Tensor,
+        weight_scale: Tensor,
+        bias: Tensor | None,
+        offsets: Tensor,
+        row_scale: Tensor | None,
+    ) -> Tensor:
+        y = torch.empty(rows, columns, dtype=torch.bfloat16, device=launch.device)
+        if rows:
+            launch(x, x_scale, weight, weight_scale, offsets, bias, row_scale, y)
+        return y
+
+    return run
+
+
+def with_strides(scale: Tensor) -> Tensor:
+    """Return scales (..., M, L) with unit stride along M and other strides of multiples of 4: themselves, or a copy."""
+    if has_strides(scale):
+        return scale
+    *experts, m, blocks = scale.shape
+    pitch = -(-m // SCALE_PITCH) * SCALE_PITCH
+    return scale.new_empty(*experts, blocks, pitch)[..., :m].mT.copy_(scale)
+
+
+def has_strides(scale: Tensor) -> bool:
+    """Whether the kernels can read these scales."""
+    *others, across, along = scale.stride()
+    return across == 1 and not any(stride % SCALE_PITCH for stride in (*others, along)) and scale.data_ptr() % 16 == 0
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """A ragged M kernel with the numbers of its launches."""
+
+    kernel: Callable[..., Any]
+    device: torch.device
+    options: KernelOptions
+    numbers: tuple[float, ...]  # constants of the activation
+    scheduling: tuple[int, int]
+
+    def __call__(
+        self,
+        a: Tensor,
+        a_scale: Tensor,
+        b: Tensor,
+        b_scale: Tensor,
+        offsets: Tensor,
+        bias: Tensor | None,
+        row_scale: Tensor | None,
+        *tensors: Tensor,
+    ) -> None:
+        no_bias, no_scale = placeholders(self.device, torch.bfloat16)
+        counter, dynamic = tile_counter(self.device, self.options.schedule)
+        self.kernel(
+            a.view(torch.uint8), b.view(torch.uint8), offsets, no_bias if bias is None else bias,
+            no_scale if row_scale is None else row_scale.float(), counter, *self.numbers, bias is not None,
+            row_scale is not None, *self.scheduling, dynamic, a_scale, b_scale, *tensors,
+        )  # fmt: skip
+
+
+def _ragged_m(
+    family: Family, a: Tensor, b: Tensor, options: KernelOptions, activation: Activation | None = None, **outputs: bool
+) -> _Launch:
+    return _ragged_m_launch(
+        choose, family, a.device, a.dtype, a.shape[0], tuple(b.shape), options, activation, tuple(outputs.items())
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _ragged_m_launch(
+    choose: Callable[[Problem], TileConfig],  # `tuning.forced` replaces it
+    family: Family,
+    device: torch.device,
+    dtype: torch.dtype,
+    rows: int,
+    weight: tuple[int, int, int],
+    options: KernelOptions,
+    activation: Activation | None,
+    outputs: tuple[tuple[str, bool], ...],
+) -> _Launch:
+    """Make the launch of a ragged M product; cached, since that takes as long as a launch."""
+    experts, columns, depth = weight
+    sms = sms_for(device, options)
+    problem = Problem(family, rows, experts, columns, depth, sms, dtype.itemsize)
+    config = choose(problem)
+    kernel = _kernel(NAMES[dtype], config) if rows else _no_kernel
+    limit, alpha, offset = 0.0, 1.0, 0.0
+    if activation is not None:
+        limit, alpha, offset = activation.limit or 0.0, activation.alpha, activation.offset
+    return _Launch(kernel, device, options, (limit, alpha, offset), scheduling(problem, config, sms))
+
+
+def _no_kernel(*_: Any) -> None:
+    """Launch nothing: there are no rows."""
+
+
+@functools.cache
+def _kernel(dtype: str, config: TileConfig) -> Any:
+    from fusedmoe.kernels.sm90 import epilogues  # deferred: imports the CuTe DSL
+    from fusedmoe.kernels.sm90.block_scaled import BlockScaledRaggedM
+
+    return compiler.load(BlockScaledRaggedM(dtype, config, epilogue=epilogues.PLAIN))
