@@ -16,6 +16,7 @@ VIEWS = {
 }  # fmt: skip
 KINDS = {"pred": "p", "b16": "rs", "s16": "rs", "u16": "rs", "f16": "rs", "bf16": "rs", "e4m3x2": "rs", "e5m2x2": "rs"}
 KINDS |= dict.fromkeys(("b32", "s32", "u32", "f32", "f16x2", "bf16x2"), "r")
+KINDS |= dict.fromkeys(("u8", "s8"), "rs")  # in a wider register
 KINDS |= dict.fromkeys(("b64", "s64", "u64"), "rd")
 
 
@@ -29,7 +30,11 @@ def operand_kinds(opcode):
         return kind, "r"
     if "wide" in rest:
         return kind, kind, {"rs": "r", "r": "rd"}[kind]
-    return kind, kind, kind
+    if name == "bfe":
+        return kind, "r", "r"
+    if name == "bfi":
+        return kind, kind, "r", "r"
+    return kind, kind, kind, kind
 
 
 def from_bf16(a):
@@ -161,6 +166,109 @@ def _fused_down(a, b, c):
     return np.where(near.astype(F8) > exact, np.nextafter(near, F4(-np.inf)), near)
 
 
+def _fused_odd(a, b, c):
+    """a * b + c in fp64, with the last bit set if it is not exact. So a second rounding is that of the exact sum."""
+    product, c = a.astype(F8) * b.astype(F8), c.astype(F8)
+    total = product + c
+    of_c = total - product
+    error = product - (total - of_c) + (c - of_c)
+    even = total.view(U8) & U8(1) == 0
+    return np.where(even & ((error < 0) | (error > 0)), np.nextafter(total, np.copysign(np.inf, error)), total)
+
+
+def _rounded_bf16(values):
+    """Return bf16 of fp64; NaN becomes 0x7FFF."""
+    bits = nearest(values, 7, -126, 2.0**128) | np.signbit(values) << 15
+    return np.where(np.isnan(values), 0x7FFF, bits).astype(U2)
+
+
+def _of_bf16(function):
+    """Make a function of numbers one of bf16."""
+    return lambda *operands: _rounded_bf16(function(*(from_bf16(a).astype(F8) for a in operands)))
+
+
+def _of_pairs(function):
+    """Make a function of 16 bits one of pairs of them."""
+    return lambda *operands: function(*(a.view(U2) for a in operands)).view(U4)
+
+
+NAN = np.array(0x7FFFFFFF, U4).view(F4)
+
+
+def _extreme(function, largest, xorsign):
+    """Make the function of `max` and `min`, for which +0 is larger than -0, and whose NaN is 0x7FFFFFFF.
+
+    With `xorsign` it is that of the magnitudes, and its sign is the exclusive or of the signs.
+    """
+
+    def run(a, b):
+        negative = np.signbit(a) != np.signbit(b)
+        if xorsign:
+            a, b = np.abs(a), np.abs(b)
+        value = np.where(a == b, np.where(np.signbit(a) == largest, b, a), function(a, b))
+        if xorsign:
+            value = np.where(negative, -value, value)
+        return np.where(np.isnan(value), NAN.astype(value.dtype), value)
+
+    return run
+
+
+def _permuted(a, b, selectors):
+    """Bytes of two registers. The fourth bit of a selector takes the byte's sign instead, eight times."""
+    pool, out = b.astype(U8) << U8(32) | a, np.zeros_like(a)
+    for i in range(4):
+        selector = selectors >> U4(4 * i) & U4(15)
+        byte = (pool >> (selector & U4(7)).astype(U8) * U8(8)).astype(U4) & U4(0xFF)
+        out |= np.where(selector & U4(8), (byte >> U4(7)) * U4(0xFF), byte) << U4(8 * i)
+    return out
+
+
+def _logic(a, b, c, table):
+    """Bit 4 a + 2 b + c of the table, which is the same for all lanes."""
+    out = np.zeros_like(a)
+    for i in range(8):
+        if int(table[0]) >> i & 1:
+            out |= (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
+    return out
+
+
+def _funnel(left, clamp):
+    def run(a, b, c):
+        both, by = b.astype(U8) << U8(32) | a, (np.minimum(c, U4(32)) if clamp else c & U4(31)).astype(U8)
+        return (both << by >> U8(32) if left else both >> by).astype(U4)
+
+    return run
+
+
+def _low_bits(count, dtype):
+    """Return masks of the low bits; `count` may be more than the width."""
+    width = 8 * np.dtype(dtype).itemsize
+    masks = (U8(1) << np.minimum(count, U4(63)).astype(U8)) - U8(1)
+    return np.where(count >= width, ~dtype(0), masks.astype(dtype))
+
+
+def _extracted(bits, view):
+    """Bits of `bfe`: those past the end are zeros, or copies of the sign."""
+    width = 8 * np.dtype(bits).itemsize
+
+    def run(a, at, count):
+        at, count = at & U4(0xFF), count & U4(0xFF)
+        shifted = a.view(view) >> np.minimum(at, U4(width - 1)).astype(view)
+        if bits is view:
+            return np.where(at < width, shifted & _low_bits(count, bits), bits(0))
+        spare = (U4(64) - np.clip(count, U4(1), U4(width))).astype(S8)
+        return np.where(count == 0, bits(0), (shifted.astype(S8) << spare >> spare).astype(view).view(bits))
+
+    return run
+
+
+def _inserted(a, b, at, count):
+    dtype, at, count = a.dtype.type, at & U4(0xFF), count & U4(0xFF)
+    by = np.minimum(at, U4(8 * a.itemsize - 1)).astype(dtype)
+    mask = np.where(at < 8 * a.itemsize, _low_bits(count, dtype) << by, dtype(0))
+    return b & ~mask | a << by & mask
+
+
 def _flushed(a):
     return np.where(np.abs(a) < np.finfo(F4).tiny, np.copysign(F4(0), a), a)
 
@@ -230,12 +338,33 @@ def _define():
     two = {
         "add": np.add, "sub": np.subtract, "mul": np.multiply, "add.rn": np.add, "sub.rn": np.subtract,
         "mul.rn": np.multiply, "div.rn": np.divide, "copysign": lambda a, b: np.copysign(b, a),
-        "min": np.fmin, "max": np.fmax, "min.NaN": np.minimum, "max.NaN": np.maximum,
+        "div.full": np.divide,
     }  # fmt: skip
     three = {"fma.rn": lambda a, b, c: _fused(a, b, c).astype(F4), "fma.rm": _fused_down}
     for count, functions in ((1, one), (2, two), (3, three)):
         for name, function in functions.items():
             table[f"{name}.f32"] = _typed("f32", function, count)
+    for name, function in (
+        ("min", np.fmin), ("max", np.fmax), ("min.NaN", np.minimum), ("max.NaN", np.maximum),
+    ):  # fmt: skip
+        for suffix in ("", ".xorsign.abs"):
+            extreme = _extreme(function, name.startswith("max"), bool(suffix))
+            table[f"{name}{suffix}.f32"] = _typed("f32", extreme)
+            table[f"{name}{suffix}.bf16"] = _of_bf16(extreme)
+    table["abs.bf16"], table["neg.bf16"] = lambda a: a & U2(0x7FFF), lambda a: a ^ U2(0x8000)
+    for name, function in (("add", np.add), ("sub", np.subtract), ("mul", np.multiply)):
+        table[f"{name}.bf16"] = table[f"{name}.rn.bf16"] = _of_bf16(function)
+    table["fma.rn.bf16"] = _of_bf16(_fused_odd)
+    for name in [name for name in table if name.endswith(".bf16") and not name.startswith("setp")]:
+        table[name + "x2"] = _of_pairs(table[name])
+
+    table["prmt.b32"], table["lop3.b32"] = _permuted, _logic
+    for mode in ("wrap", "clamp"):
+        table[f"shf.l.{mode}.b32"], table[f"shf.r.{mode}.b32"] = (_funnel(x, mode == "clamp") for x in (True, False))
+    for type_ in ("u32", "s32", "u64", "s64"):
+        table[f"bfe.{type_}"] = _extracted(*VIEWS[type_])
+    table["bfi.b32"] = table["bfi.b64"] = _inserted
+
     table["cvt.sat.f32.f32"] = _typed("f32", lambda a: np.where(np.isnan(a), F4(0), np.clip(a, F4(0), F4(1))), 1)
 
     table["cvt.f32.bf16"] = lambda a: from_bf16(a).view(U4)
@@ -258,6 +387,9 @@ def _define():
             for t in "su":
                 table[f"cvt.{s}{wide}.{t}{narrow}"] = _widened(t + narrow, "u" + wide)
                 table[f"cvt.{s}{narrow}.{t}{wide}"] = lambda a, to=VIEWS["u" + narrow][0]: a.astype(to)
+    for to in ("u16", "s16", "u32", "s32", "u64", "s64"):
+        table[f"cvt.{to}.u8"] = lambda a, bits=VIEWS[to][0]: (a & U2(0xFF)).astype(bits)
+        table[f"cvt.{to}.s8"] = lambda a, bits=VIEWS[to][0]: a.astype(np.int8).astype(bits)
 
 
 def _to_integer(rounded, bits, view):

@@ -14,7 +14,7 @@ from emulator.arithmetic import from_bf16, from_fp8
 from emulator.barriers import MBarrier
 from emulator.memory import AccessError
 from emulator.registers import U2, U4, Result
-from emulator.tensor_map import swizzled
+from emulator.tensor_map import SIZES, swizzled
 
 RANK_SHIFT = 24  # of a CTA's rank + 1 in an address of another CTA's shared memory
 F4 = np.float32
@@ -216,6 +216,8 @@ def tensor_load(code, opcode, operands):
             ctas = w.cta.cluster.ctas
             targets = [(ctas[r], ctas[r]) for r in range(len(ctas)) if ranks >> r & 1]
         granules = descriptor.granules(offset)
+        if at[0] * SIZES[descriptor.element] % 16:
+            raise AccessError("the first element of a box is not at a multiple of 16 bytes: an illegal instruction")
         for cta, _ in targets:
             if not cta.running:
                 raise AccessError("a copy to a CTA that has ended")

@@ -91,7 +91,11 @@ def _ternary(target, slots, function):
     return run
 
 
-_by_count = {1: _unary, 2: _binary, 3: _ternary}
+def _quaternary(target, slots, function):
+    return lambda w: w.put(target, function(*(w.registers[s] for s in slots)))
+
+
+_by_count = {1: _unary, 2: _binary, 3: _ternary, 4: _quaternary}
 
 
 # ---- moves
@@ -248,49 +252,68 @@ def st(code, opcode, operands):
 
 def atom(code, opcode, operands):
     space, type_ = space_of(opcode), type_of(opcode)
-    assert ".add." in opcode, opcode
-    dtype = LOADS[type_][0]
-    target, value = operands[0].slot, code.slot(operands[2], KINDS[type_])
-    address = address_of(code, operands[1], "r" if space == "shared" else "rd")
+    name = opcode.split(".")[-2]
+    dtype, signed = LOADS[type_]
+    function = {"add": np.add, "min": np.minimum, "max": np.maximum}[name]
+    view = np.float32 if type_ == "f32" else signed or dtype
+    target = operands[0].slot if opcode.startswith("atom") else None
+    at, operand = operands[-2:]
+    value = code.slot(operand, KINDS[type_])
+    address = address_of(code, at, "r" if space == "shared" else "rd")
 
     def run(w):
         memory, index = words(w, space, address(w), dtype, write=True)
-        old = np.empty(len(index), dtype)
-        for i, (at, v) in enumerate(zip(index, w.select(w.registers[value]), strict=True)):
+        memory, old = memory.view(view), np.empty(len(index), view)
+        for i, (at, v) in enumerate(zip(index, w.select(w.registers[value]).view(view), strict=True)):
             old[i] = memory[at]
-            memory[at] += v
-        scatter(w, target, old)
+            memory[at] = function(memory[at], v)
+        if target is not None:
+            scatter(w, target, old.view(dtype))
 
     return run
 
 
-def stmatrix(code, opcode, operands):
-    assert ".trans" not in opcode
-    sources = [s.slot for s in _items(operands[1])]
-    address = address_of(code, operands[0], "r")
+def _rows_of_matrices(operand, code, count):
+    """Return a function of the warp that returns the addresses of the rows of so many matrices, 8 each."""
+    address = address_of(code, operand, "r")
 
-    def run(w):
-        at = address(w)[: 8 * len(sources)]
-        memory, index = w.cta.shared.words(
-            at[:, None] + U4(4) * LANES[:4], U4, write=True, now=w.machine.now, warp=w.index
-        )
+    def rows(w):
+        at = address(w)[: 8 * count]
         if (at & U4(15)).any():
             raise asynchronous.AccessError("a row of a matrix is not aligned to 16 bytes")
-        memory[index] = np.concatenate([w.registers[s].reshape(8, 4) for s in sources])
+        return at[:, None] + U4(4) * LANES[:4]
+
+    return rows
+
+
+def _transposed(matrix):
+    """Return 8 rows of 4 words, of a matrix of 8 x 8 elements of 16 bits in 32 words."""
+    return np.ascontiguousarray(matrix.view(U2).reshape(8, 8).T).view(U4)
+
+
+def stmatrix(code, opcode, operands):
+    assert opcode.endswith(".b16"), opcode
+    sources = [s.slot for s in _items(operands[1])]
+    rows = _rows_of_matrices(operands[0], code, len(sources))
+    arranged = _transposed if ".trans" in opcode else lambda matrix: matrix.reshape(8, 4)
+
+    def run(w):
+        memory, index = w.cta.shared.words(rows(w), U4, write=True, now=w.machine.now, warp=w.index)
+        memory[index] = np.concatenate([arranged(w.registers[s]) for s in sources])
 
     return Result(run, members="all")
 
 
 def ldmatrix(code, opcode, operands):
-    assert ".trans" not in opcode
+    assert opcode.endswith(".b16"), opcode
     targets = [t.slot for t in _items(operands[0])]
-    address = address_of(code, operands[1], "r")
+    rows = _rows_of_matrices(operands[1], code, len(targets))
+    arranged = _transposed if ".trans" in opcode else lambda matrix: matrix
 
     def run(w):
-        at = address(w)[: 8 * len(targets)]
-        memory, index = w.cta.shared.words(at[:, None] + U4(4) * LANES[:4], U4, write=False)
+        memory, index = w.cta.shared.words(rows(w), U4, write=False)
         for i, target in enumerate(targets):
-            w.registers[target] = memory[index[8 * i : 8 * i + 8]].reshape(32)
+            w.registers[target] = arranged(memory[index[8 * i : 8 * i + 8]]).reshape(32)
 
     return Result(run, members="all")
 
@@ -344,7 +367,10 @@ def vote(code, opcode, operands):
 
 
 def redux(code, opcode, operands):
-    function = {"add": np.add, "min": np.minimum, "max": np.maximum}[opcode.split(".")[2]]
+    function = {
+        "add": np.add, "min": np.minimum, "max": np.maximum,
+        "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
+    }[opcode.split(".")[2]]  # fmt: skip
     view = np.int32 if opcode.endswith("s32") else np.uint32
     target, source, members = operands[0].slot, code.slot(operands[1], "r"), code.slot(operands[2], "r")
 
@@ -375,6 +401,7 @@ def bar_warp(code, opcode, operands):
 
 TABLE = {
     "mov.": mov, "cvta.": cvta, "mapa.": mapa,
-    "ld.": ld, "st.shared": st, "st.global": st, "atom.": atom, "stmatrix.": stmatrix, "ldmatrix.": ldmatrix,
+    "ld.": ld, "st.shared": st, "st.global": st, "atom.": atom, "red.": atom,
+    "stmatrix.": stmatrix, "ldmatrix.": ldmatrix,
     "shfl.sync": shfl, "vote.sync": vote, "redux.sync": redux, "elect.sync": elect, "bar.warp.sync": bar_warp,
 }  # fmt: skip

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-ELEMENTS = {0: np.uint8, 6: np.float16, 7: np.float32, 10: "bf16"}
-SIZES = {0: 1, 6: 2, 7: 4, 10: 2}
+SIZES = {0: 1, 1: 2, 2: 4, 6: 2, 7: 4, 10: 2}  # bytes: u8 and FP8, u16, u32, fp16, fp32, bf16
+FP32 = 7
 SWIZZLES = (0, 32, 64, 128)  # bytes
 
 
@@ -14,7 +14,7 @@ class TensorMap:
     """A tensor in global memory, and the box that one copy moves. Axes are innermost first."""
 
     address: int
-    element: int  # a key of ELEMENTS
+    element: int  # a key of SIZES
     shape: tuple[int, ...]
     strides: tuple[int, ...]  # bytes
     box: tuple[int, ...]
@@ -84,7 +84,7 @@ class TensorMap:
         box = granules.reshape(*reversed(self.box), SIZES[self.element])[slices]
         window = self._window(memory, slices, address)
         if add:
-            assert ELEMENTS[self.element] is np.float32, "copies add in fp32 only"
+            assert self.element == FP32, "copies add in fp32 only"
             old, new = (np.ascontiguousarray(a).view(np.float32) for a in (window, box))
             box = (old + new).view(np.uint8)
         window[...] = box

@@ -52,12 +52,19 @@ def ints(count):
     return torch.full((count,), -1, dtype=torch.int32)
 
 
-def descriptor(tensor, box):
-    """The descriptor of copies of fp32 boxes of a matrix, without a swizzle."""
+ELEMENTS = {
+    torch.uint8: 0, torch.float8_e4m3fn: 0, torch.float8_e5m2: 0, torch.int32: 2, torch.float16: 6, torch.float32: 7,
+    torch.bfloat16: 10,
+}  # fmt: skip
+
+
+def descriptor(tensor, box, swizzle=0):
+    """The descriptor of copies of boxes of a matrix."""
     (rows, columns), (height, width) = tensor.shape, box
     words = [0] * 16
     words[0] = tensor.data_ptr()
-    words[1] = 1 << 4 | 7 << 7 | tensor.stride(0) * 4 >> 4 << 32
+    pitch = tensor.stride(0) * tensor.itemsize
+    words[1] = 1 << 4 | ELEMENTS[tensor.dtype] << 7 | {0: 0, 32: 1, 64: 2, 128: 3}[swizzle] << 13 | pitch >> 4 << 32
     words[4] = columns - 1 | rows - 1 << 32
     words[6], words[7] = width - 1 << 56, height - 1
     return struct.pack("<16Q", *words)
@@ -137,6 +144,98 @@ def test_atomics_return_what_was_there():
     assert out[0] == 64
 
 
+@pytest.mark.parametrize("space", ["shared", "global"])
+@pytest.mark.parametrize(
+    ("type_", "count", "kind"),
+    [("b16", 2, "rs"), ("b16", 4, "rs"), ("b32", 2, "r"), ("b32", 4, "r"), ("b64", 2, "rd"), ("u8", 4, "rs")],
+)
+def test_vectors_of_loads_and_stores(space, type_, count, kind):
+    size = int(type_[1:]) * count // 8
+    items = ", ".join(f"%{kind}{10 + i}" for i in range(count))
+    address = {"shared": "%r4", "global": "%rd5"}[space]
+    body = f"""
+	mul.lo.s32 	%r3, %r1, {size};
+	add.s32 	%r4, %r2, %r3;
+	cvt.u64.u32 	%rd4, %r3;
+	add.s64 	%rd5, %rd1, %rd4;
+	ld.global.v{count}.{type_} 	{{{items}}}, [%rd5];
+	st.{space}.v{count}.{type_} 	[{address}+{32 * size}], {{{items}}};
+	ld.{space}.v{count}.{type_} 	{{{items}}}, [{address}+{32 * size}];
+	st.global.v{count}.{type_} 	[%rd5+{32 * size}], {{{items}}};
+"""
+    out = torch.zeros(64 * size, dtype=torch.uint8)
+    out[: 32 * size] = torch.arange(32 * size) % 251
+    run(body, out)
+    assert torch.equal(out[: 32 * size], out[32 * size :])
+    with pytest.raises(EmulationError, match="a vector is not aligned"):
+        run(body.replace(f"[{address}+{32 * size}]", f"[{address}+{int(type_[1:]) // 8}]"), out)
+
+
+MATRICES = """
+	shl.b32 	%r3, %r1, 4;
+	add.s32 	%r4, %r2, %r3;
+	mad.lo.s32 	%r10, %r1, 131072, 65536;
+	mad.lo.s32 	%r10, %r1, 2, %r10;
+	add.s32 	%r11, %r10, 4194368;
+	add.s32 	%r12, %r11, 4194368;
+	add.s32 	%r13, %r12, 4194368;
+	stmatrix.sync.aligned.m8n8.x{count}{stored}.shared.b16 	[%r4{offset}], {{{sources}}};
+	ldmatrix.sync.aligned.m8n8.x{count}{loaded}.shared.b16 	{{{targets}}}, [%r4];
+	mul.wide.u32 	%rd4, %r1, {bytes};
+	add.s64 	%rd5, %rd1, %rd4;
+	st.global.{vector}b32 	[%rd5], {{{targets}}};
+"""
+
+
+def matrices(count, stored="", loaded="", offset=""):
+    """Store and load matrices with the elements 0 to 63, 64 to 127 and so on."""
+    sources, targets = (", ".join(f"%r{first + i}" for i in range(count)) for first in (10, 20))
+    vector = f"v{count}." if count > 1 else ""
+    body = MATRICES.format(
+        count=count, stored=stored, loaded=loaded, offset=offset, sources=sources, targets=targets, vector=vector,
+        bytes=4 * count,
+    )  # fmt: skip
+    out = run(body if count > 1 else body.replace("{%r20};", "%r20;"), ints(32 * count))
+    return out.view(torch.int16).view(32, count, 2).transpose(0, 1).reshape(count, 8, 8)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_matrices_and_their_transposes(count):
+    want = torch.arange(64 * count).short().view(count, 8, 8)
+    for transposed in ("", ".trans"):
+        assert torch.equal(matrices(count, transposed, transposed), want)
+    for transposed in ({"stored": ".trans"}, {"loaded": ".trans"}):
+        assert torch.equal(matrices(count, **transposed), want.transpose(1, 2))
+
+
+def test_a_row_of_a_matrix_that_is_not_aligned():
+    with pytest.raises(EmulationError, match="not aligned to 16 bytes"):
+        matrices(4, offset="+8")
+
+
+@pytest.mark.parametrize(
+    ("opcode", "want"),
+    [("add.u32", 496), ("max.s32", 31), ("min.u32", 0), ("or.b32", 31), ("and.b32", 0), ("xor.b32", 0)],
+)
+def test_reductions_over_the_lanes(opcode, want):
+    body = f"redux.sync.{opcode} \t%r3, %r1, -1;\n\tst.global.b32 \t[%rd3], %r3;"
+    assert run(body, ints(32)).tolist() == [want] * 32
+
+
+@pytest.mark.parametrize(
+    ("opcode", "want"),
+    [("max.s32", 30), ("max.u32", -1), ("min.s32", -1), ("min.u32", 0), ("add.u32", 5 + 496 - 32)],
+)
+def test_atomics_without_a_result(opcode, want):
+    body = f"sub.s32 \t%r3, %r1, 1;\n\tred.global.gpu.{opcode} \t[%rd1], %r3;"
+    assert run(body, torch.tensor([5], dtype=torch.int32)).item() == want
+
+
+def test_atomics_of_fp32():
+    out = run("atom.global.add.f32 \t%r3, [%rd1], 0f3F800000;\n\tst.global.b32 \t[%rd3+4], %r3;", torch.ones(33) / 2)
+    assert out.tolist() == [32.5, *(i + 0.5 for i in range(32))]
+
+
 # ---- barriers
 
 
@@ -156,6 +255,28 @@ def test_a_warp_waits_at_a_barrier():
         assert run(exchange.format(barrier="bar.sync \t1, 64;"), ints(64), threads=64, seed=seed).tolist() == want
     without = [run(exchange.format(barrier=""), ints(64), threads=64, seed=seed).tolist() for seed in range(4)]
     assert want not in without
+
+
+def test_a_warp_arrives_at_a_barrier_and_goes_on():
+    body = """
+	shl.b32 	%r3, %r1, 2;
+	add.s32 	%r4, %r2, %r3;
+	setp.lt.u32 	%p1, %r1, 32;
+	@%p1 bra 	$L_wait;
+	st.shared.b32 	[%r4], %r1;
+	bar.arrive 	2, 64;
+	bra.uni 	$L_end;
+$L_wait:
+	bar.sync 	2, 64;
+	ld.shared.b32 	%r5, [%r4+128];
+	st.global.b32 	[%rd3], %r5;
+$L_end:
+"""
+    for seed in range(4):
+        out = run(body, ints(64), threads=64, seed=seed)
+        assert out.tolist() == [*range(32, 64), *[-1] * 32]
+    with pytest.raises(EmulationError, match="no warp can go on"):
+        run(body.replace("bar.arrive \t2", "bar.arrive \t3"), ints(64), threads=64)
 
 
 def test_a_barrier_that_not_all_reach():
@@ -430,6 +551,11 @@ def test_rounding_to_bf16_is_that_of_torch():
     assert arithmetic.to_bf16(np.array([np.nan], np.float32)) == 0x7FFF
 
 
+def elementwise(opcode, *operands):
+    with np.errstate(all="ignore"):  # as a machine
+        return arithmetic.ELEMENTWISE[opcode](*operands)
+
+
 def halves(dtype):
     """All values of 16 bits, as a type says."""
     return torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
@@ -504,12 +630,121 @@ def test_a_program_converts_to_fp8_and_back(type_, most):
         ("shr.u32", (-1, 33), 0), ("mul.hi.s32", (-(1 << 31), 4), -2), ("min.u32", (-1, 5), 5),
         ("min.s32", (-1, 5), -1), ("abs.s32", (-3,), 3), ("popc.b32", (255,), 8), ("clz.b32", (1,), 31),
         ("clz.b32", (0,), 32),
+        ("prmt.b32", (0x33221100, 0x77665544, 0x7531), 0x77553311), ("prmt.b32", (0x1180, 0, 0x1098), 0x118000FF),
+        ("prmt.b32", (0, 0x7F800000, 0x56EF), 0x0080FF00), ("lop3.b32", (0xC, 0xA, 0x9, 0x80), 8),
+        ("lop3.b32", (0xF0, 0xCC, 0xAA, 0xE8), 0xE8), ("lop3.b32", (0xF0, 0xCC, 0xAA, 0x1B), ~0xFF | 0x1B),
+        ("shf.l.wrap.b32", (-(1 << 31), 1, 1), 3), ("shf.l.wrap.b32", (5, 7, 32), 7),
+        ("shf.l.clamp.b32", (5, 7, 33), 5), ("shf.r.wrap.b32", (2, 1, 1), -(1 << 31) | 1),
+        ("shf.r.clamp.b32", (5, 7, 99), 7), ("shf.r.wrap.b32", (5, 7, 64), 5),
+        ("bfe.u32", (0x12345678, 8, 8), 0x56), ("bfe.u32", (-1, 28, 8), 15), ("bfe.u32", (-1, 32, 8), 0),
+        ("bfe.u32", (-1, 0, 32), -1), ("bfe.u32", (-1, 3, 0), 0), ("bfe.s32", (0xF0, 4, 4), -1),
+        ("bfe.s32", (0x70, 4, 4), 7), ("bfe.s32", (-(1 << 31), 30, 8), -2), ("bfe.s32", (-1, 40, 3), -1),
+        ("bfe.s32", (-1, 3, 0), 0), ("bfi.b32", (0xAB, 0x11111111, 8, 8), 0x1111AB11),
+        ("bfi.b32", (-1, 0, 28, 8), -(1 << 28)), ("bfi.b32", (-1, 7, 32, 8), 7), ("bfi.b32", (5, 7, 0, 40), 5),
     ],
 )  # fmt: skip
 def test_integers(opcode, operands, want):
     got = arithmetic.ELEMENTWISE[opcode](*(np.array([o], np.int64).astype(np.uint32) for o in operands))
     assert got.dtype == np.uint32
     assert got.view(np.int32) == want
+
+
+@pytest.mark.parametrize(
+    ("opcode", "operands", "want"),
+    [
+        ("bfe.u64", (0x123456789ABCDEF0, 60, 8), 1), ("bfe.u64", (-1, 8, 40), (1 << 40) - 1),
+        ("bfe.s64", (0xF0, 4, 4), -1), ("bfe.s64", (-1, 0, 64), -1),
+        ("bfi.b64", (0xABCD, 0, 40, 16), 0xABCD << 40), ("bfi.b64", (-1, 0, 0, 64), -1),
+    ],
+)  # fmt: skip
+def test_fields_of_64_bits(opcode, operands, want):
+    first = 1 if opcode.startswith("bfe") else 2
+    dtypes = [np.uint64 if i < first else np.uint32 for i in range(len(operands))]
+    values = [np.array([o & (1 << 64) - 1], np.uint64).astype(t) for o, t in zip(operands, dtypes, strict=True)]
+    got = arithmetic.ELEMENTWISE[opcode](*values)
+    assert got.dtype == np.uint64
+    assert got.view(np.int64) == want
+
+
+def test_a_program_with_instructions_on_bits():
+    body = """
+	mov.b32 	%r3, 0x44332211;
+	prmt.b32 	%r4, %r3, %r1, 0x4012U;
+	lop3.b32 	%r5, %r4, %r1, 255, 0x78;
+	bfe.u32 	%r6, %r5, 8, 8;
+	bfi.b32 	%r7, %r6, %r1, 16, 8;
+	shf.l.wrap.b32 	%r8, %r7, %r7, 8;
+	cvt.u16.u8 	%rs1, %rs1;
+	cvt.u32.u8 	%r9, %r4;
+	cvt.s32.s8 	%r10, %r4;
+	add.s32 	%r11, %r9, %r10;
+	sub.s32 	%r12, %r11, 102;
+	add.s32 	%r13, %r8, %r12;
+	st.global.b32 	[%rd3], %r13;
+"""
+    # bytes: 0x33, 0x22, 0x11, lane; the xor with lane & 255 changes the lowest only; 0x22 is put above the lane
+    assert run(body, ints(32)).tolist() == [0x22000000 | lane << 8 for lane in range(32)]
+
+
+ONE = torch.ones((), dtype=torch.float64)
+BF16_BINARY = {
+    "add": torch.add, "sub": torch.sub, "mul.rn": torch.mul, "max": torch.fmax, "min": torch.fmin,
+    "max.NaN": torch.maximum, "min.NaN": torch.minimum,
+    "max.xorsign.abs": lambda a, b: torch.fmax(a.abs(), b.abs()) * ONE.copysign(a) * ONE.copysign(b),
+    "max.NaN.xorsign.abs": lambda a, b: torch.maximum(a.abs(), b.abs()) * ONE.copysign(a) * ONE.copysign(b),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BF16_BINARY)
+def test_arithmetic_of_bf16(name):
+    torch.manual_seed(0)
+    a = halves(torch.bfloat16)
+    for b in (a[torch.randperm(len(a))], (a.float() * (1 + torch.randn(len(a)))).bfloat16()):
+        want = BF16_BINARY[name](a.double(), b.double())
+        one, two = (t.view(torch.int16).numpy().view(np.uint32) for t in (a, b))
+        got = torch.from_numpy(elementwise(name + ".bf16x2", one, two).view(np.int16))
+        assert (got[want.isnan()] == 0x7FFF).all()
+        # torch rounds to bf16 by way of fp32
+        exact = want.float().double() == want
+        assert torch.equal(got.view(torch.bfloat16)[exact].double(), want.bfloat16()[exact].double())
+        near = (got.view(torch.bfloat16).double() - want).abs() <= (want.abs() / 256).clamp(min=2.0**-134)
+        assert (near | want.isnan() | (want.abs() > 3e38)).all()
+
+
+def test_signs_of_bf16():
+    a = halves(torch.bfloat16).view(torch.int16).numpy().view(np.uint32)
+    assert np.array_equal(arithmetic.ELEMENTWISE["abs.bf16x2"](a), a & 0x7FFF7FFF)
+    assert np.array_equal(arithmetic.ELEMENTWISE["neg.bf16x2"](a), a ^ 0x80008000)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "c", "want"),
+    [
+        (2.0, 3.0, 1.0, 7.0), (1.0, 1.00390625, 0.0, 1.0), (float("inf"), 0.0, 1.0, float("nan")),
+        # the product is in the middle of two numbers: what is added decides, however small it is
+        (1.0625, 1.0625, 0.0, 1.125), (1.0625, 1.0625, 2.0**-100, 1.1328125), (1.0625, 1.0625, -(2.0**-100), 1.125),
+        (-1.0625, 1.0625, -(2.0**-100), -1.1328125), (3e38, 3e38, 0.0, float("inf")), (2.0**-70, 2.0**-70, 0.0, 0.0),
+    ],
+)  # fmt: skip
+def test_a_fused_multiply_add_of_bf16_rounds_once(a, b, c, want):
+    operands = [torch.tensor([v, v]).bfloat16().view(torch.int16).numpy().view(np.uint32) for v in (a, b, c)]
+    got = torch.from_numpy(elementwise("fma.rn.bf16x2", *operands).view(np.int16)).view(torch.bfloat16)
+    assert torch.equal(got.float().nan_to_num(7.0), torch.tensor([want, want]).nan_to_num(7.0))
+
+
+@pytest.mark.parametrize(
+    ("opcode", "a", "b", "want"),
+    [
+        ("max", 0.0, -0.0, 0.0), ("max", -0.0, 0.0, 0.0), ("min", 0.0, -0.0, -0.0), ("min", -0.0, 0.0, -0.0),
+        ("max", np.nan, 1.0, 1.0), ("max.NaN", np.nan, 1.0, np.nan), ("max", -np.nan, -np.nan, np.nan),
+        ("min.NaN", 2.0, -np.nan, np.nan), ("max.xorsign.abs", -3.0, 2.0, -3.0), ("max.xorsign.abs", -3.0, -2.0, 3.0),
+        ("min.xorsign.abs", -3.0, 2.0, -2.0), ("max.NaN.xorsign.abs", -3.0, np.nan, np.nan),
+        ("div.rn", 1.0, 3.0, 1 / 3), ("div.rn", 1.0, 0.0, np.inf),
+    ],
+)  # fmt: skip
+def test_numbers(opcode, a, b, want):
+    got = elementwise(opcode + ".f32", *(np.array([v], np.float32).view(np.uint32) for v in (a, b)))
+    assert got == (0x7FFFFFFF if np.isnan(want) else np.array([want], np.float32).view(np.uint32))
 
 
 @pytest.mark.parametrize(("name", "want"), [("eq", False), ("ne", False), ("lt", False), ("ltu", True), ("nan", True)])
@@ -528,6 +763,39 @@ def test_a_descriptor_says_what_the_host_code_wrote():
     assert (found.strides, found.swizzle, found.size) == ((4, 96), 0, 128)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "box", "swizzle"),
+    [
+        (torch.uint8, (64, 128), 128), (torch.uint8, (64, 64), 64), (torch.float8_e4m3fn, (64, 32), 32),
+        (torch.float8_e5m2, (64, 128), 0), (torch.float32, (1, 128), 0), (torch.float32, (64, 32), 128),
+        (torch.float32, (8, 8), 32), (torch.int32, (1, 4), 0), (torch.bfloat16, (8, 64), 128),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("at", [(0, 0), (3, 5), (-1, -3), (65, 179), (0, 192), (-64, 0)])
+def test_boxes_of_each_element_and_swizzle(dtype, box, swizzle, at):
+    (height, width), (y, x) = box, at
+    source = torch.randint(1, 100, (70, 192)).to(dtype)
+    padded = torch.zeros(70 + 2 * 64, 192 + 2 * 192, dtype=dtype)
+    padded.view(torch.uint8)[64:134, 192 * dtype.itemsize :][:, : 192 * dtype.itemsize] = source.view(torch.uint8)
+    memory, shared = Machine().memory, Shared(16384)
+    memory.add(source)
+    tensor_map = TensorMap.decode(descriptor(source, box, swizzle))
+    granules = tensor_map.granules(2048)
+    shared.granules[granules] = tensor_map.load(memory, (x, y))
+    want = padded[64 + y :, 192 + x :][:height, :width].contiguous().view(torch.uint8).numpy()
+    row, byte = np.indices(want.shape)
+    place = row * want.shape[1] + byte  # with a swizzle: rows of 128, 64 or 32 bytes
+    place ^= (place // 128 % max(swizzle // 16, 1)) * 16
+    assert np.array_equal(shared.bytes[2048 + place], want)
+    target = torch.full((70, 192), 7).to(dtype)
+    copy = target.clone()
+    memory.add(target)
+    TensorMap.decode(descriptor(target, box, swizzle)).store(memory, (x, y), shared.granules[granules])
+    rows, columns = (slice(max(i, 0), max(i + n, 0)) for i, n in ((y, height), (x, width)))
+    copy[rows, columns] = source[rows, columns]
+    assert torch.equal(target.view(torch.uint8), copy.view(torch.uint8))
+
+
 def test_two_copies_to_the_same_place():
     shared = Shared(4096)
     shared.begin_write(np.arange(4))
@@ -536,5 +804,5 @@ def test_two_copies_to_the_same_place():
 
 
 def test_unknown_instructions_are_named():
-    with pytest.raises(NotImplementedError, match=re.escape("no instruction lop3.b32")):
-        run("lop3.b32 \t%r3, %r1, %r1, %r1, 128;", ints(32))
+    with pytest.raises(NotImplementedError, match=re.escape("no instruction brev.b32")):
+        run("brev.b32 \t%r3, %r1;", ints(32))

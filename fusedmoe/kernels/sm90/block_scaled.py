@@ -7,7 +7,9 @@ The math warps scale each of these sums, and add it to accumulators in fp32 regi
 
 **Scales.** The scales of A are (R, K / 128), one per row, stored with unit stride along rows. The scales of a weight are
 (E, N / 128, K / 128), one per 128 x 128 elements, stored with unit stride along N. So TMA brings those of a tile with each
-stage: a box of `tile_m` row scales, and a box of 4 scales of the weight, of which a tile needs one or two.
+stage. The first element of a box must be at a multiple of 16 bytes, or an H200 stops at an "illegal instruction". So a box
+begins up to three scales early: boxes of 132 scales for 128 rows, and a box of 32 scales of the weight, of which a tile
+needs one or two.
 
 **Turns.** A *wave* is 64 rows and 128 columns of a warpgroup: 64 registers beside the accumulators. Both warpgroups share
 a tile. If they ran freely, they would multiply at the same time and promote at the same time, and the tensor cores would
@@ -29,20 +31,22 @@ from cutlass import Float32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
-from fusedmoe.kernels.sm90.config import BLOCK_ROWS, SCALE_BLOCK
+from fusedmoe.kernels.sm90.config import BLOCK_ROWS, SCALE_BLOCK, SCALE_PITCH
 from fusedmoe.kernels.sm90.gemm import LOAD, MATH_WARPGROUPS, TURN_BARRIER, WARPGROUP, Gemm, Tma
 from fusedmoe.kernels.sm90.ragged_m import RaggedM
 
-WEIGHT_SCALES = 4  # per box: 16 bytes, the least that TMA copies
+BOX_ROWS = 128  # rows whose scales a box has
+ROW_SCALES = BOX_ROWS + SCALE_PITCH  # per box
+ROW_SPACE = 160  # fp32 values per box: TMA writes at multiples of 128 bytes
+WEIGHT_SCALES = 32  # per box
 WAVE_VALUES = BLOCK_ROWS * SCALE_BLOCK // WARPGROUP  # per thread
-BOX_SPACE = 32  # fp32 values: TMA writes at multiples of 128 bytes
 
 
 class Scales(NamedTuple):
     """Stages of the scales in shared memory."""
 
-    rows: cute.Tensor  # (tile_m, stages)
-    weight: cute.Tensor  # (BOX_SPACE, parts, stages)
+    rows: cute.Tensor  # (ROW_SPACE, boxes, stages)
+    weight: cute.Tensor  # (WEIGHT_SCALES, boxes, stages)
 
 
 class BlockScaled(Gemm):
@@ -61,22 +65,27 @@ class BlockScaled(Gemm):
         return SCALE_BLOCK
 
     @property
-    def scale_parts(self) -> int:
+    def row_boxes(self) -> int:
+        """Boxes of row scales per stage."""
+        return self.config.tile_m // BOX_ROWS
+
+    @property
+    def weight_boxes(self) -> int:
         """Boxes of the weight's scales per stage: two if a tile has columns of gate and columns of up."""
         return 2 if self.paired else 1  # type: ignore[attr-defined]
 
     @property
     def scale_bytes(self) -> int:
-        return 4 * (self.config.tile_m + WEIGHT_SCALES * self.scale_parts)
+        return 4 * (ROW_SCALES * self.row_boxes + WEIGHT_SCALES * self.weight_boxes)
 
     @property
     def scale_space(self) -> int:
-        return 4 * (self.config.tile_m + BOX_SPACE * self.scale_parts)
+        return 4 * (ROW_SPACE * self.row_boxes + WEIGHT_SCALES * self.weight_boxes)
 
     # -- host side of a launch
 
     def fake_scales(self, rows: Any, experts: Any) -> list[Any]:
-        fake, pitch = cute.runtime.make_fake_tensor, lambda: cute.sym_int64(divisibility=WEIGHT_SCALES)
+        fake, pitch = cute.runtime.make_fake_tensor, lambda: cute.sym_int64(divisibility=SCALE_PITCH)
         of_rows = fake(Float32, (rows, cute.sym_int()), (1, pitch()), assumed_align=16)
         of_weight = fake(
             Float32, (experts, cute.sym_int(), cute.sym_int()), (pitch(), 1, pitch()), assumed_align=16
@@ -84,40 +93,42 @@ class BlockScaled(Gemm):
         return [of_rows, of_weight]
 
     def scale_loads(self, tensors: Any) -> tuple[Tma, Tma]:
-        """The loads of a stage's row scales, and of a box of the weight's scales, (N / 128, K / 128, E)."""
+        """The loads of a stage's row scales, and of a box of the weight's scales, (N / 128, K / 128 * E)."""
         of_rows, of_weight = tensors
-        of_weight = cute.make_tensor(of_weight.iterator, cute.select(of_weight.layout, mode=[1, 2, 0]))
-        rows = cpasync.make_tiled_tma_atom(
-            LOAD, of_rows, cute.make_layout((self.config.tile_m, 1)), (self.config.tile_m, 1)
-        )
-        weight = cpasync.make_tiled_tma_atom(
-            LOAD, of_weight, cute.make_layout((WEIGHT_SCALES, 1)), (WEIGHT_SCALES, 1)
+        experts, wide, deep = of_weight.shape
+        layout = cute.make_layout((wide, deep * experts), stride=(1, of_weight.stride[2]))
+        of_weight = cute.make_tensor(of_weight.iterator, layout)
+        rows, weight = (
+            cpasync.make_tiled_tma_atom(LOAD, scales, cute.make_layout((size, 1)), (size, 1))
+            for scales, size in ((of_rows, ROW_SCALES), (of_weight, WEIGHT_SCALES))
         )
         return Tma(*rows), Tma(*weight)
 
     # -- device side
 
     def shared_scales(self, smem: SmemAllocator) -> Scales:
-        rows = smem.allocate_tensor(Float32, cute.make_layout((self.config.tile_m, self.stages)), 128)
-        weight = smem.allocate_tensor(Float32, cute.make_layout((BOX_SPACE, self.scale_parts, self.stages)), 128)
-        return Scales(rows, weight)
+        sizes = ((ROW_SPACE, self.row_boxes), (WEIGHT_SCALES, self.weight_boxes))
+        return Scales(*[smem.allocate_tensor(Float32, cute.make_layout((*size, self.stages)), 128) for size in sizes])
+
+    def first_weight_scale(self, tile, n, part: int):
+        """The first of a tile's scales among those along N; with ``part`` 1, the first of its columns of up."""
+        per_part = self.config.tile_n // self.weight_boxes // SCALE_BLOCK
+        return part * (n // 2 // SCALE_BLOCK) + tile.column * per_part
 
     def scale_copies(self, loads, scales, tile, n):
-        """Atom, global side by tiles of K, and shared side by stages, of each load of a tile's scales."""
+        """Atom, shared side by stages, and global side by tiles of K, of each load of a tile's scales."""
         of_rows, of_weight = loads
-        per_tile = self.config.tile_n // self.scale_parts // SCALE_BLOCK
-        rows = cute.domain_offset((tile.row, 0), of_rows.tensor)
-        pairs = [(of_rows.atom, rows, self.config.tile_m, scales.rows)]
-        for part in range(self.scale_parts):
-            first = part * (n // 2 // SCALE_BLOCK) + tile.column * per_tile
-            weight = cute.domain_offset((first, 0), of_weight.tensor[None, None, tile.expert])
-            pairs.append((of_weight.atom, weight, WEIGHT_SCALES, scales.weight[None, part, None]))
+        boxes = [(of_rows, tile.row + i * BOX_ROWS, 0, scales.rows[None, i, None]) for i in range(self.row_boxes)]
+        for part in range(self.weight_boxes):
+            first = self.first_weight_scale(tile, n, part)
+            boxes.append((of_weight, first, tile.expert * tile.depth, scales.weight[None, part, None]))
         copies = []
-        for atom, source, size, stages in pairs:
-            g = cute.local_tile(source, (size, 1), (0, None))
-            s = cute.make_tensor(
-                stages.iterator, cute.make_layout((size, 1, self.stages), stride=(1, 1, stages.stride[1]))
-            )
+        for (atom, source), first, block, stages in boxes:
+            size = ROW_SCALES if atom is of_rows.atom else WEIGHT_SCALES
+            aligned = first // SCALE_PITCH * SCALE_PITCH
+            g = cute.local_tile(cute.domain_offset((aligned, block), source), (size, 1), (0, None))
+            layout = cute.make_layout((size, 1, self.stages), stride=(1, 1, stages.stride[1]))
+            s = cute.make_tensor(stages.iterator, layout)
             to, of = cpasync.tma_partition(
                 atom, 0, cute.make_layout(1), cute.group_modes(s, 0, 2), cute.group_modes(g, 0, 2)
             )
@@ -129,20 +140,26 @@ class BlockScaled(Gemm):
             cute.copy(atom, source[None, k_tile], to[None, stage], tma_bar_ptr=full)
 
     @cute.jit
-    def main_loop(self, tiled_mma, acc, r_a, r_b, ab, consumed, depth, group, scales):
-        """The scaled products of ``depth`` tiles of K, added up in ``acc``."""
+    def main_loop(self, tiled_mma, acc, r_a, r_b, ab, consumed, tile, group, scales, env):
+        """The scaled products of the tiles of K, added up in ``acc``."""
         state = pipeline.PipelineState(self.stages, consumed, consumed % self.stages, consumed // self.stages % 2)
         tall, wide = cute.size(acc, mode=[1]), cute.size(acc, mode=[2])
         wave = cute.make_rmem_tensor(cute.make_layout((acc.shape[0], 1, 1)), Float32)
         factors = cute.make_rmem_tensor((2,), Float32)
+        tidx, _, _ = cute.arch.thread_idx()
+        row = self.block_row(0, group) + self.row_of(tidx % WARPGROUP, 0) + tile.row % SCALE_PITCH
         acc.fill(0.0)
-        for _ in cutlass.range(depth, unroll=1):
+        for _ in cutlass.range(tile.depth, unroll=1):
             ab.consumer_wait(state)
             for i in cutlass.range_constexpr(tall):
                 for j in cutlass.range_constexpr(wide):
                     cute.arch.barrier(barrier_id=TURN_BARRIER + group, number_of_threads=MATH_WARPGROUPS * WARPGROUP)
                     self.multiply_wave(tiled_mma, wave, r_a, r_b, i, j, state.index)
-                    self.read_factors(factors, scales, i, j, state.index, group)
+                    part, column = (j, 0) if const_expr(self.weight_boxes == 2) else (0, j)
+                    column += self.first_weight_scale(tile, env.n, part) % SCALE_PITCH
+                    of_weight = scales.weight[column, part, state.index]
+                    for h in cutlass.range_constexpr(2):
+                        factors[h] = scales.rows[row + 8 * h, i, state.index] * of_weight
                     warpgroup.wait_group(1)
                     self.pass_turn(group)
                     warpgroup.wait_group(0)
@@ -169,19 +186,6 @@ class BlockScaled(Gemm):
                 warpgroup.commit_group()
         warpgroup.commit_group()
 
-    @cute.jit
-    def read_factors(
-        self, factors, scales, i: cutlass.Constexpr[int], j: cutlass.Constexpr[int], stage, group
-    ):  # fmt: skip
-        """The product of both operands' scales, for each of this thread's two rows of a wave."""
-        tidx, _, _ = cute.arch.thread_idx()
-        thread = tidx % WARPGROUP
-        row = self.block_row(i, group) + self.row_of(thread, 0)
-        of_weight = scales.weight[0, j, stage] if const_expr(self.scale_parts == 2) else scales.weight[j, 0, stage]
-        for h in cutlass.range_constexpr(2):
-            factors[h] = scales.rows[row + 8 * h, stage] * of_weight
-
-
 
 @dataclass(frozen=True)
 class BlockScaledRaggedM(BlockScaled, RaggedM):
@@ -190,8 +194,8 @@ class BlockScaledRaggedM(BlockScaled, RaggedM):
     def __post_init__(self) -> None:
         super().__post_init__()
         config = self.config
-        wide = SCALE_BLOCK * self.scale_parts
-        if config.pingpong or config.tile_n % wide or config.tile_n > WEIGHT_SCALES * wide or self.b_major != "k":
+        wide = SCALE_BLOCK * self.weight_boxes
+        if config.pingpong or config.tile_n % wide or self.b_major != "k":
             raise ValueError(
                 f"FP8: expected a K-major weight and cooperative tiles of a multiple of {wide} columns, got "
                 f"b_major {self.b_major!r} and {config.name}"

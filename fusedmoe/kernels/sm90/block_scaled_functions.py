@@ -6,10 +6,10 @@ Axes: R rows sorted by expert, E experts, K contraction, N output features. An o
 - rows (R, K): codes with unit stride along K, E4M3 or, for gradients, E5M2; scales (R, K / 128) fp32 with unit stride
   along R;
 - weights (E, N, K): codes with unit stride along K, E4M3; scales (E, N / 128, K / 128) fp32 with unit stride along
-  N / 128.
+  N / 128, and no gaps between experts.
 
-Quotients are rounded up. All other strides of codes are multiples of 16, those of scales of 4. `with_strides` makes a
-copy of scales with such strides. Results are bf16.
+Quotients are rounded up. Pitches of codes are multiples of 16, those of scales of 4. `with_strides` makes a copy of
+scales with such strides. Results are bf16.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from torch import Tensor
 from fusedmoe.kernels import compiler
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
 from fusedmoe.kernels.sm90.choice import Family, Problem, choose
+from fusedmoe.kernels.sm90.config import ALIGNMENT_BYTES, SCALE_PITCH
 from fusedmoe.kernels.sm90.launch import placeholders, scheduling, sms_for, tile_counter
 
 if TYPE_CHECKING:
     from fusedmoe.kernels.activation import Activation
     from fusedmoe.kernels.sm90.config import TileConfig
 
-SCALE_PITCH = 4  # strides of scales are multiples of 16 bytes, as TMA requires
 NAMES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
 
@@ -90,8 +90,9 @@ def with_strides(scale: Tensor) -> Tensor:
 
 def has_strides(scale: Tensor) -> bool:
     """Whether the kernels can read these scales."""
-    *others, across, along = scale.stride()
-    return across == 1 and not any(stride % SCALE_PITCH for stride in (*others, along)) and scale.data_ptr() % 16 == 0
+    *experts, across, along = scale.stride()
+    dense = not experts or experts[0] == along * scale.shape[-1]
+    return across == 1 and along % SCALE_PITCH == 0 and dense and scale.data_ptr() % ALIGNMENT_BYTES == 0
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ ALIGNMENT_BYTES = 16  # of addresses and pitches, required by TMA
 EPILOGUE_COLUMNS = 32  # columns of a box of results in shared memory
 BLOCK_ROWS = 64
 SCALE_BLOCK = 128  # elements of K that share a scale, in FP8 operands; 128 x 128 elements of a weight do
+SCALE_PITCH = 4  # strides of scales are multiples of 16 bytes, as TMA requires
 BARRIER_BYTES = 1024  # for barriers and the scheduler's ring
 
 

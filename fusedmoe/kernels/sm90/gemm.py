@@ -408,7 +408,7 @@ class Gemm:
                 if const_expr(config.pingpong):
                     cute.arch.barrier(barrier_id=TURN_BARRIER + group, number_of_threads=2 * WARPGROUP)
                 if tile.depth > 0:
-                    self.main_loop(tiled_mma, acc, r_a, r_b, ab, consumed, tile.depth, group, shared.scales)
+                    self.main_loop(tiled_mma, acc, r_a, r_b, ab, consumed, tile, group, shared.scales, env)
                 else:
                     acc.fill(0.0)
                     if const_expr(config.pingpong):
@@ -443,8 +443,8 @@ class Gemm:
         raise NotImplementedError
 
     @cute.jit
-    def main_loop(self, tiled_mma, acc, r_a, r_b, ab, consumed, depth, group, scales):
-        """A @ B into ``acc`` over ``depth`` tiles of K; one wgmma group stays in flight while the next is issued.
+    def main_loop(self, tiled_mma, acc, r_a, r_b, ab, consumed, tile, group, scales, env):
+        """A @ B into ``acc`` over the tiles of K; one wgmma group stays in flight while the next is issued.
 
         Every stage has a fence. Without those, ptxas adds them, except in kernels that add to their output by TMA:
         there it waits for each wgmma instead, and a weight gradient takes up to 1.7 times as long.
@@ -460,7 +460,7 @@ class Gemm:
             tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
         state.advance()
-        released = self.multiply_stages(tiled_mma, acc, r_a, r_b, ab, state, released, depth - 1)
+        released = self.multiply_stages(tiled_mma, acc, r_a, r_b, ab, state, released, tile.depth - 1)
         if const_expr(self.config.pingpong):
             self.pass_turn(group)
         warpgroup.wait_group(0)

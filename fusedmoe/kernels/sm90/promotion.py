@@ -36,13 +36,13 @@ class Promoted(Gemm):
         return *super().sources, __name__  # type: ignore[misc]
 
     @cute.jit
-    def main_loop(self, tiled_mma, acc, r_a, r_b, ab, consumed, depth, group, scales):
-        """A @ B into ``acc`` over ``depth`` tiles of K, in chunks."""
+    def main_loop(self, tiled_mma, acc, r_a, r_b, ab, consumed, tile, group, scales, env):
+        """A @ B into ``acc`` over the tiles of K, in chunks."""
         state = pipeline.PipelineState(self.stages, consumed, consumed % self.stages, consumed // self.stages % 2)
         released = state.clone()
         chunk = cute.make_rmem_tensor(acc.layout, Float32)
         acc.fill(0.0)
-        for first in cutlass.range(0, depth, CHUNK, unroll=1):
+        for first in cutlass.range(0, tile.depth, CHUNK, unroll=1):
             warpgroup.fence()
             tiled_mma.set(warpgroup.Field.ACCUMULATE, False)
             self.wait_for_stage(ab, state)
@@ -51,7 +51,7 @@ class Promoted(Gemm):
                 tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
             warpgroup.commit_group()
             state.advance()
-            for _ in cutlass.range(cutlass.min(depth - first, CHUNK) - 1, unroll=1):
+            for _ in cutlass.range(cutlass.min(tile.depth - first, CHUNK) - 1, unroll=1):
                 self.wait_for_stage(ab, state)
                 for kb in cutlass.range_constexpr(cute.size(r_a, mode=[2])):
                     at = (None, None, kb, state.index)

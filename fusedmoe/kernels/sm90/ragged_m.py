@@ -193,7 +193,7 @@ class RaggedM(Gemm):
         config, formula, scales = self.config, self.epilogue.formula, None
         if const_expr(self.stored_element is not self.element):
             a, b = cute.recast_tensor(a, self.element), cute.recast_tensor(b, self.b_element)
-        if const_expr(self.scale_bytes > 0):
+        if const_expr(self.scale_space > 0):
             scales, tensors = self.scale_loads(tensors[:2]), tensors[2:]
         major = OperandMajorMode.K if self.b_major == "k" else OperandMajorMode.MN
         layouts = self.layouts(OperandMajorMode.K, major)
