@@ -31,9 +31,10 @@ from cutlass import Float32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
-from fusedmoe.kernels.sm90.config import BLOCK_ROWS, SCALE_BLOCK, SCALE_PITCH
-from fusedmoe.kernels.sm90.gemm import LOAD, MATH_WARPGROUPS, TURN_BARRIER, WARPGROUP, Gemm, Tma
+from fusedmoe.kernels.sm90.config import BLOCK_ROWS, EPILOGUE_COLUMNS, SCALE_BLOCK, SCALE_PITCH
+from fusedmoe.kernels.sm90.gemm import LOAD, MATH_WARPGROUPS, TURN_BARRIER, VALUES, WARPGROUP, Gemm, Tma
 from fusedmoe.kernels.sm90.ragged_m import RaggedM
+from fusedmoe.kernels.sm90.warps import LANES
 
 BOX_ROWS = 128  # rows whose scales a box has
 ROW_SCALES = BOX_ROWS + SCALE_PITCH  # per box
@@ -134,6 +135,46 @@ class BlockScaled(Gemm):
             )
             copies.append((atom, to, of))
         return copies
+
+    # -- results
+
+    def store_atom(self, t: cute.Tensor, parts: int) -> cute.Tensor:
+        """A result as (R, W, parts): rows are stored by threads, not by TMA."""
+        return self.in_parts(t, parts)  # type: ignore[attr-defined]
+
+    @cute.jit
+    def store(self, box, block, count: cutlass.Constexpr[int], to):
+        """Store the valid rows of a box. Each warp turns its 16 rows of accumulators into whole rows in shared memory.
+
+        Both warpgroups share a tile, so the tensor cores idle while results are stored. This takes about 1,000 cycles
+        per tile. Boxes that TMA stores take 3,800, since a warpgroup waits at a barrier for each.
+        """
+        consumer, element = block.consumer, self.box_element
+        boxes = consumer.boxes
+        where = consumer.group * self.store_stages + count % self.store_stages
+        packed = box.values
+        if const_expr(isinstance(packed, list)):
+            packed = self.packed(packed)
+        if const_expr(box.columns is None):
+            copy = consumer.copies.pairs if const_expr(box.paired) else consumer.copies.store
+            into = copy.partition_D(boxes)[None, None, None, where]
+            cute.copy(copy, cute.make_tensor(packed.iterator, cute.make_layout(into.shape)), into)
+        else:
+            for v in cutlass.range_constexpr(VALUES):
+                boxes[self.row_of(consumer.thread, v), box.columns[v], where] = packed[v]
+        cute.arch.sync_warp()
+        vector = 128 // element.width
+        lanes = EPILOGUE_COLUMNS // vector  # per row
+        atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), element, num_bits_per_copy=128)
+        held = cute.make_rmem_tensor((vector,), element)
+        at = box.column * (EPILOGUE_COLUMNS // vector) + block.lane % lanes
+        for i in cutlass.range_constexpr(16 * lanes // LANES):
+            row = block.warp_row + i * (LANES // lanes) + block.lane // lanes
+            source = cute.local_tile(boxes[None, None, where], (1, vector), (row, block.lane % lanes))
+            cute.copy(atom, source[0, None], held)
+            if row < block.valid and at * vector < to.shape[1]:
+                target = cute.local_tile(to[None, None, box.part], (1, vector), (block.top + row, at))
+                cute.copy(atom, held, target[0, None])
 
     def load_scales(self, copies, k_tile, stage, full) -> None:
         for atom, to, source in copies:
