@@ -23,6 +23,7 @@ from fusedmoe.checks import (
     check_fields,
     instance,
     integer,
+    one_of,
 )
 from fusedmoe.errors import InputError
 
@@ -230,6 +231,10 @@ class Delayed:
         check_fields(self, {"history": steps, "margin": binades, "most_recent": FLAG})
 
 
+WGRAD = one_of(("quantized", "bf16"))
+"""The values of `Quantizer.wgrad` and of the recipes' fields of that name."""
+
+
 @dataclass(frozen=True)
 class Quantizer:
     """A format and the options for quantizing to it.
@@ -244,23 +249,30 @@ class Quantizer:
         Rotate tiles of 16 rows before quantizing by columns, for the weight gradient; see `fusedmoe.formats.hadamard`.
     delayed : Delayed or None
         Delayed scaling, for formats with one scale per tensor.
+    wgrad : str
+        The operand of products that sum over rows, such as the weight gradient: ``"quantized"``, or ``"bf16"`` for the
+        rows, or their gradient, from before quantization, in their own dtype. Only for rows and their gradient.
     """
 
     format: Format
     stochastic_rounding: bool = False
     hadamard: bool = False
     delayed: Delayed | None = None
+    wgrad: str = "quantized"
 
     def __post_init__(self) -> None:
         delayed = instance(Delayed, "a fusedmoe.formats.Delayed").or_none()
         of_format = instance(Format, "a fusedmoe.formats.Format")
-        check_fields(self, {"format": of_format, "stochastic_rounding": FLAG, "hadamard": FLAG, "delayed": delayed})
+        flags = {"stochastic_rounding": FLAG, "hadamard": FLAG}
+        check_fields(self, {"format": of_format, **flags, "delayed": delayed, "wgrad": WGRAD})
         if self.stochastic_rounding and self.format.element is not E2M1:
             raise InputError(f"Quantizer: stochastic_rounding: expected a format of e2m1, got {self.format}")
         if self.hadamard and (self.format.block[1] or 0) % 16:
             raise InputError(f"Quantizer: hadamard: expected blocks of a multiple of 16 elements, got {self.format}")
         if self.hadamard and (self.format.block[1] is None or self.format.block[0] != 1):
             raise InputError(f"Quantizer: hadamard: expected blocks of one row, got {self.format}")
+        if self.hadamard and self.wgrad != "quantized":
+            raise InputError(f"Quantizer: hadamard: expected False for wgrad={self.wgrad!r}, which rotates nothing")
         if self.delayed is not None and self.format.block != (None, None):
             raise InputError(f"Quantizer: delayed: expected a format with one scale per tensor, got {self.format}")
 
@@ -269,5 +281,6 @@ class Quantizer:
             "delayed" if self.delayed is not None else "",
             "stochastic rounding" if self.stochastic_rounding else "",
             "Hadamard" if self.hadamard else "",
+            f"wgrad {self.wgrad}" if self.wgrad != "quantized" else "",
         ]
         return ", ".join([str(self.format), *filter(None, extras)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from fusedmoe.formats.format import (
@@ -23,12 +24,28 @@ class Roles(NamedTuple):
     """The quantizers of rows, weights and gradients; None does not quantize.
 
     ``y = input @ weight.T`` takes both operands by rows; ``dx = grad @ weight`` takes grad by rows and the weight by
-    columns; ``dw = grad.T @ input`` takes both by columns.
+    columns; ``dw = grad.T @ input`` takes both by columns, or unquantized where `Quantizer.wgrad` is ``"bf16"``.
     """
 
     input: Quantizer | None
     weight: Quantizer | None
     grad: Quantizer | None
+
+    def with_wgrad(self, wgrad: str) -> Roles:
+        """Return these quantizers with another `Quantizer.wgrad` of rows and gradients; ``"bf16"`` ends the rotation.
+
+        Raises
+        ------
+        InputError
+            ``wgrad`` is neither ``"quantized"`` nor ``"bf16"``.
+        """
+
+        def changed(quantizer: Quantizer | None) -> Quantizer | None:
+            if quantizer is None:
+                return None
+            return replace(quantizer, wgrad=wgrad, hadamard=quantizer.hadamard and wgrad == "quantized")
+
+        return Roles(changed(self.input), self.weight, changed(self.grad))
 
 
 def grad_element(hybrid: bool) -> Element:
@@ -83,3 +100,12 @@ ROLES: dict[str, Roles] = {
     "nvfp4": nvfp4_roles(),
 }
 """The quantizers of each named recipe with its default options."""
+
+WGRAD_BF16 = ":wgrad=bf16"
+"""The end of a name that means a recipe with unquantized weight gradients: ``"mxfp8:wgrad=bf16"``."""
+
+
+def roles_named(name: str) -> Roles | None:
+    """Return the quantizers of a named recipe, also with `WGRAD_BF16` after the name; None for another name."""
+    roles = ROLES.get(name.removesuffix(WGRAD_BF16))
+    return roles.with_wgrad("bf16") if roles is not None and name.endswith(WGRAD_BF16) else roles

@@ -50,7 +50,8 @@ class _Builder:
     def __init__(self, graph: Graph, wanted: Collection[str], specs: Mapping[str, SpecLike | None]) -> None:
         self._graph, self._wanted, self._specs = graph, wanted, specs
         self._contributions: dict[str, list[str]] = {}  # to each gradient
-        self._sources: dict[str, str] = {}  # of each quantized gradient: the gradient before quantization
+        # of each quantized gradient: the gradient before quantization, and whether steps read it if they sum over rows
+        self._sources: dict[str, tuple[str, bool]] = {}
 
     def backward(self) -> Backward:
         differentiable = self._differentiable()
@@ -112,7 +113,8 @@ class _Builder:
                 kept = (item if len(gives) == len(item.gives) else item.only(gives)).given(arriving)
                 steps.append(_Step(place, kept, tuple(self._contribute(place.gradient(n)) for n in kept.gives)))
                 if item.quantizes is not None:
-                    self._sources[grad(place.gradient_of["input"])] = grad(place.gradient_of["output"])
+                    source = grad(place.gradient_of["output"]), item.quantizes.wgrad != "quantized"
+                    self._sources[grad(place.gradient_of["input"])] = source
         return steps
 
     def _place(self, step: _Step, alone: Mapping[str, str]) -> Place:
@@ -139,9 +141,12 @@ class _Builder:
         g = grad(key)
         if g not in self._contributions:
             return NONE
-        if g in self._sources and name in item.unquantized:
-            return self._sources[g]
-        return self._in_form(g, item.contracts.get(name))
+        axis = item.contracts.get(name)
+        if g in self._sources:
+            source, by_columns = self._sources[g]
+            if name in item.unquantized or (axis == -2 and by_columns):
+                return self._in_form(source, None)
+        return self._in_form(g, axis)
 
     def _in_form(self, gradient: str, axis: int | None) -> str:
         if gradient not in self._sources:

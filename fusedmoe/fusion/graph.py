@@ -89,6 +89,7 @@ class Graph:
         self.parameters = tuple(f"{n.label}.{p}" for n in nodes for p in n.op.parameter_names)
         self.quantizers: dict[str, Quantizer] = {}  # of values and weights, by their names by rows
         self.forms: Forms = {}
+        self._unquantized: dict[str, str] = {}  # of each value that steps read unquantized if they sum over its rows
         self.weights = {w.names["weight"]: w for w in _weight_quantizations(nodes)}
         runs = [place.item.run for place in self.weights.values() if isinstance(place.item, QuantizeWeight)]
         self.quantized_layers = tuple(run.layer for run in runs)
@@ -206,12 +207,16 @@ class Graph:
         """Record the quantizer and the forms of the output of a place."""
         assert place.item.quantizes is not None
         self.quantizers[place.step.gives[0]] = place.item.quantizes
+        if place.item.quantizes.wgrad != "quantized":
+            self._unquantized[place.step.gives[0]] = place.values["input"]
         self.forms |= forms_of(place.step.gives[0], place.item.quantizes, offsets)
 
     def form(self, value: str, axis: int | None) -> str:
         """Return the form of a value for a step that sums over this axis of it, or over none."""
         if value not in self.quantizers or axis == -1:
             return value
+        if axis == -2 and value in self._unquantized:
+            return self.form(self._unquantized[value], None)
         return dequantized(value) if axis is None else columns(value)
 
     def formed(self, values: Mapping[str, str], contracts: Mapping[str, int]) -> dict[str, str]:

@@ -12,7 +12,7 @@ from fusedmoe.checks import Check, instance
 from fusedmoe.errors import InputError
 from fusedmoe.formats import Format, QuantizedSpec, QuantizedTensor, Quantizer, amax_by_expert, quantize
 from fusedmoe.formats.quantizers import DTYPES
-from fusedmoe.formats.roles import ROLES
+from fusedmoe.formats.roles import ROLES, WGRAD_BF16, roles_named
 from fusedmoe.ops import amax_state, weight_cache
 from fusedmoe.ops.op import BackwardOp, Op
 
@@ -31,7 +31,8 @@ class Quantize(Op):
     straight-through: rounding has the derivative 1.
 
     Each parameter is a `fusedmoe.formats.Quantizer`, a `fusedmoe.formats.Format`, or the name of a recipe, such as
-    ``"mxfp8"``, for the recipe's quantizer of this operand.
+    ``"mxfp8"`` or ``"mxfp8:wgrad=bf16"``, for the recipe's quantizer of this operand. With ``wgrad="bf16"``, the weight
+    gradient of a linear layer in the same chain reads ``x``, or ``dy``, itself.
 
     Parameters
     ----------
@@ -76,6 +77,8 @@ class Quantize(Op):
         if (quantizer := self.weight_quantizer) is not None:
             if quantizer.hadamard:  # only the operands of the weight gradient may be rotated: rows and gradients
                 raise self.reject("weight", "a quantizer without hadamard", quantizer)
+            if quantizer.wgrad != "quantized":  # the weight gradient does not read the weight
+                raise self.reject("weight", "a quantizer with wgrad='quantized'", quantizer)
             if quantizer.stochastic_rounding:  # a cached weight draws no numbers in a recomputation by checkpointing
                 raise self.reject("weight", "a quantizer that rounds to nearest", quantizer)
 
@@ -216,10 +219,10 @@ class WeightQuantization:
 
 def _resolved(role: str, quantizer: str | Quantizer | Format | None) -> Quantizer | None:
     if isinstance(quantizer, str):
-        if quantizer not in ROLES:
-            names = ", ".join(map(repr, ROLES))
-            raise InputError(f"Quantize: {role}: expected a Quantizer, a Format or one of {names}, got {quantizer!r}")
-        roles = ROLES[quantizer]
+        roles = roles_named(quantizer)
+        if roles is None:
+            names = f"one of {', '.join(map(repr, ROLES))}, which may end in {WGRAD_BF16!r}"
+            raise InputError(f"Quantize: {role}: expected a Quantizer, a Format or {names}, got {quantizer!r}")
         return {"forward": roles.input, "backward": roles.grad, "weight": roles.weight}[role]
     if isinstance(quantizer, Format):
         return Quantizer(quantizer)

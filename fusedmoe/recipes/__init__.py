@@ -1,7 +1,7 @@
 """Recipes: the numeric formats in which the linear layers of a chain multiply."""
 
 from fusedmoe.formats.roles import Roles
-from fusedmoe.recipes.lookup import BF16, RECIPES, resolve, shortest
+from fusedmoe.recipes.lookup import BF16, RECIPES, named, resolve, shortest
 from fusedmoe.recipes.recipe import MXFP8, NVFP4, Custom, FP8Block, FP8Row, FP8Tensor, Node, Recipe
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Node",
     "Recipe",
     "Roles",
+    "named",
     "resolve",
     "shortest",
 ]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from fusedmoe.checks import FLAG, NOT_NEGATIVE, TEXT, check_fields
 from fusedmoe.errors import InputError
 from fusedmoe.formats import Delayed, Quantizer, ScaleRule
+from fusedmoe.formats.format import WGRAD
 from fusedmoe.formats.roles import Roles, block_roles, mxfp8_roles, nvfp4_roles, row_roles, tensor_roles
 
 if TYPE_CHECKING:
@@ -65,20 +66,25 @@ class FP8Tensor(Recipe):
         Scales are powers of two.
     delayed : Delayed or None
         Scales follow from the amax of earlier steps instead of the current tensor.
+    wgrad : str
+        ``"bf16"``: the weight gradient multiplies the rows and the gradient from before quantization, in their dtype.
+        ``"quantized"``: it multiplies quantized operands, as the other products do.
     """
 
     name: str = "fp8_tensor"
     hybrid: bool = True
     power_of_two: bool = False
     delayed: Delayed | None = None
+    wgrad: str = "quantized"
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_fields(self, {"wgrad": WGRAD})
         if not isinstance(self.delayed, Delayed | None):
             raise InputError(f"FP8Tensor: delayed: expected a fusedmoe.formats.Delayed or None, got {self.delayed!r}")
 
     def roles(self) -> Roles:
-        return tensor_roles(self.hybrid, self.power_of_two, self.delayed)
+        return tensor_roles(self.hybrid, self.power_of_two, self.delayed).with_wgrad(self.wgrad)
 
 
 @dataclass(frozen=True)
@@ -91,14 +97,22 @@ class FP8Row(Recipe):
         Gradients are in E5M2 instead of E4M3.
     power_of_two : bool
         Scales are powers of two.
+    wgrad : str
+        ``"bf16"``: the weight gradient multiplies the rows and the gradient from before quantization, in their dtype.
+        ``"quantized"``: it multiplies quantized operands, as the other products do.
     """
 
     name: str = "fp8_row"
     hybrid: bool = False
     power_of_two: bool = False
+    wgrad: str = "quantized"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_fields(self, {"wgrad": WGRAD})
 
     def roles(self) -> Roles:
-        return row_roles(self.hybrid, self.power_of_two)
+        return row_roles(self.hybrid, self.power_of_two).with_wgrad(self.wgrad)
 
 
 @dataclass(frozen=True)
@@ -115,19 +129,23 @@ class FP8Block(Recipe):
         Scales are powers of two.
     amax_epsilon : float
         A lower bound on the amax of a block.
+    wgrad : str
+        ``"bf16"``: the weight gradient multiplies the rows and the gradient from before quantization, in their dtype.
+        ``"quantized"``: it multiplies quantized operands, as the other products do.
     """
 
     name: str = "fp8_block"
     hybrid: bool = False
     power_of_two: bool = True
     amax_epsilon: float = 0.0
+    wgrad: str = "quantized"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_fields(self, {"amax_epsilon": NOT_NEGATIVE})
+        check_fields(self, {"amax_epsilon": NOT_NEGATIVE, "wgrad": WGRAD})
 
     def roles(self) -> Roles:
-        return block_roles(self.hybrid, self.power_of_two, self.amax_epsilon)
+        return block_roles(self.hybrid, self.power_of_two, self.amax_epsilon).with_wgrad(self.wgrad)
 
 
 @dataclass(frozen=True)
@@ -144,20 +162,25 @@ class MXFP8(Recipe):
         ``"rceil"``: the smallest scale that clips nothing. ``"floor"``: the scale of the MX specification, which clips.
     weight_2d : bool
         32x32 elements of a weight share a scale, so that forward and backward use the same codes.
+    wgrad : str
+        ``"bf16"``: the weight gradient multiplies the rows and the gradient from before quantization, in their dtype.
+        ``"quantized"``: it multiplies quantized operands, as the other products do.
     """
 
     name: str = "mxfp8"
     hybrid: bool = False
     scale_rule: str = "rceil"
     weight_2d: bool = False
+    wgrad: str = "quantized"
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_fields(self, {"wgrad": WGRAD})
         if self.scale_rule not in ("rceil", "floor"):
             raise InputError(f"MXFP8: scale_rule: expected 'rceil' or 'floor', got {self.scale_rule!r}")
 
     def roles(self) -> Roles:
-        return mxfp8_roles(self.hybrid, ScaleRule(self.scale_rule), self.weight_2d)
+        return mxfp8_roles(self.hybrid, ScaleRule(self.scale_rule), self.weight_2d).with_wgrad(self.wgrad)
 
 
 @dataclass(frozen=True)
@@ -169,20 +192,28 @@ class NVFP4(Recipe):
     Attributes
     ----------
     hadamard : bool
-        A random Hadamard transform rotates rows and gradients for the weight gradient.
+        A random Hadamard transform rotates rows and gradients for the weight gradient, unless ``wgrad="bf16"``.
     stochastic_rounding : bool
         Gradients are rounded stochastically.
     weight_2d : bool
         16x16 elements of a weight share a scale, so that forward and backward use the same codes.
+    wgrad : str
+        ``"bf16"``: the weight gradient multiplies the rows and the gradient from before quantization, in their dtype.
+        ``"quantized"``: it multiplies quantized operands, as the other products do.
     """
 
     name: str = "nvfp4"
     hadamard: bool = True
     stochastic_rounding: bool = True
     weight_2d: bool = True
+    wgrad: str = "quantized"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_fields(self, {"wgrad": WGRAD})
 
     def roles(self) -> Roles:
-        return nvfp4_roles(self.hadamard, self.stochastic_rounding, self.weight_2d)
+        return nvfp4_roles(self.hadamard, self.stochastic_rounding, self.weight_2d).with_wgrad(self.wgrad)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from fusedmoe.formats import E2M1, E4M3, Delayed, Element, Format, ScaleRule, fp
 from fusedmoe.fusion.plan import Status
 from fusedmoe.integrations import transformer_engine, transformers
 from fusedmoe.ops import LoRADown, LoRAUp
-from fusedmoe.recipes import MXFP8, NVFP4, Custom, FP8Block, FP8Tensor
+from fusedmoe.recipes import MXFP8, NVFP4, Custom, FP8Block, FP8Row, FP8Tensor
 
 NAN, INF = math.nan, math.inf
 NO_INTEGERS = [0, -1, True, 1.5, 2.0, NAN, "7", None, [2], torch.tensor(2), np.float32(2), np.bool_(True)]
@@ -22,6 +22,7 @@ NO_FLAGS = ["no", "yes", 0, 1, None, 1.0, [], torch.tensor(True), np.int64(1)]
 NO_NUMBERS = [NAN, INF, -INF, "7", True, [1.0], 1j, torch.tensor(1.0)]
 NO_POSITIVE = [0, -1, -0.5, *NO_NUMBERS]
 NO_TEXTS = [None, 3, b"probs", True, ["probs"]]
+NO_WGRADS = ["fp16", "BF16", "", None, True, torch.bfloat16, ["bf16"]]
 RESERVED = [
     "output", "input", "weight", "bias", "offsets", "columns", "none", "self", "arch", "splits", "row_of_slot",
     "slot_of_row", "token_of_row", "expert_index", "checked_row_of_slot", "checked_slot_of_row", "grad_input", "grad_x",
@@ -137,13 +138,15 @@ CONSTRUCTORS = {
     mxfp8: {"element": NO_ELEMENTS, "rule": ["rceil", None, 3, ScaleRule.FP32]},
     Delayed: {"history": NO_INTEGERS, "most_recent": NO_FLAGS, "margin": [1.5, True, "1", None, NAN]},
     lambda **kwargs: fm.Quantizer(**({"format": mxfp8()} | kwargs)): {
-        "format": ["mxfp8", None, E4M3], "delayed": [True, 3], "stochastic_rounding": NO_FLAGS, "hadamard": NO_FLAGS
+        "format": ["mxfp8", None, E4M3], "delayed": [True, 3], "stochastic_rounding": NO_FLAGS, "hadamard": NO_FLAGS,
+        "wgrad": NO_WGRADS,
     },
     fm.Recipe: {"name": NO_TEXTS},
-    FP8Tensor: {"hybrid": NO_FLAGS, "power_of_two": NO_FLAGS, "delayed": [True, 3]},
-    FP8Block: {"hybrid": NO_FLAGS, "amax_epsilon": [-1.0, None, *NO_NUMBERS]},
-    MXFP8: {"scale_rule": ["ceil", None, 3, ["rceil"]], "weight_2d": NO_FLAGS},
-    NVFP4: {"hadamard": NO_FLAGS, "stochastic_rounding": NO_FLAGS, "weight_2d": NO_FLAGS},
+    FP8Tensor: {"hybrid": NO_FLAGS, "power_of_two": NO_FLAGS, "delayed": [True, 3], "wgrad": NO_WGRADS},
+    FP8Row: {"hybrid": NO_FLAGS, "wgrad": NO_WGRADS},
+    FP8Block: {"hybrid": NO_FLAGS, "wgrad": NO_WGRADS, "amax_epsilon": [-1.0, None, *NO_NUMBERS]},
+    MXFP8: {"scale_rule": ["ceil", None, 3, ["rceil"]], "weight_2d": NO_FLAGS, "wgrad": NO_WGRADS},
+    NVFP4: {"hadamard": NO_FLAGS, "stochastic_rounding": NO_FLAGS, "weight_2d": NO_FLAGS, "wgrad": NO_WGRADS},
     Custom: {"input": ["mxfp8", mxfp8(), 3], "weight": ["mxfp8", True]},
 }  # fmt: skip
 
@@ -171,6 +174,7 @@ FROZEN = (
     Delayed,
     fm.Recipe,
     FP8Tensor,
+    FP8Row,
     FP8Block,
     MXFP8,
     NVFP4,
