@@ -33,6 +33,8 @@ _IGNORED = {
     "nvfp4_4over6_err_mode", "nvfp4_4over6_e4m3_use_256",
 }  # fmt: skip
 
+_WGRADS = {(False, False, False): "quantized", (False, False, True): "bf16"}  # by override_linear_precision
+
 _NOT_IN_FOUR_BITS = ("power_2_scale", "amax_epsilon")  # quantization parameters that NVFP4 does not use here
 
 
@@ -82,7 +84,12 @@ def _delayed_scaling(recipe: Any, fields: _Fields) -> Recipe:
         say_once(logger, logging.WARNING, message, fields.kind)
     history, margin = fields.take("amax_history_len", 1024), fields.take("margin", 0)
     delayed = Delayed(int(history), algorithm == "most_recent", int(margin))
-    return FP8Tensor(hybrid=fields.hybrid("HYBRID"), delayed=delayed)
+    # of older versions; Megatron-LM sets it for fp8_wgrad=False
+    override = fields.take("override_linear_precision", (False, False, False))
+    if not isinstance(override, tuple) or override not in _WGRADS:
+        expected = "(False, False, False), or (False, False, True) for unquantized weight gradients"
+        raise InputError(f"recipe {fields.kind}: override_linear_precision: expected {expected}, got {override!r}")
+    return FP8Tensor(hybrid=fields.hybrid("HYBRID"), delayed=delayed, wgrad=_WGRADS[override])
 
 
 def _current_scaling(recipe: Any, fields: _Fields) -> Recipe:
