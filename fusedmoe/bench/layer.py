@@ -23,7 +23,7 @@ from fusedmoe.bench.peers import deinterleave, interleave, quack_expert_mlp, son
 from fusedmoe.moe import ACTIVATIONS, MoE
 from fusedmoe.ops import GLU
 from fusedmoe.ops.weight_cache import clear_weight_cache
-from fusedmoe.recipes import BF16, Recipe
+from fusedmoe.recipes import BF16, Recipe, shortest
 
 OURS = "fusedmoe"
 SAMPLED_TOKENS = 32
@@ -197,7 +197,7 @@ def ours(work: Work) -> Candidate:
             _, stats = layer(x, return_stats=True)
         return stats.logits.topk(work.sizes.top_k, dim=-1).indices
 
-    note = "" if work.recipe == BF16 else f"recipe {work.recipe.name}"
+    note = "" if work.recipe == BF16 else f"recipe {shortest(work.recipe)}"
     return Candidate(forward, Leaves(x, *layer.parameters()), chosen, note=note)
 
 

@@ -94,7 +94,7 @@ def run(options: BenchOptions, timer: Timer | None = None, peers: tuple[Peer, ..
     head = {"machine": machine(device), "fusedmoe": __version__, "versions": versions()}
     if options.json:
         asked = {name: getattr(sizes, name) for name in (*SIZES, "activation")}
-        how = {"dtype": dtype, "recipe": recipe.name, "device": device.type, "reps": reps}
+        how = {"dtype": dtype, "recipe": options.recipe, "device": device.type, "reps": reps}
         print(json.dumps({**head, **asked, **how, "rows_per_expert": spread, "plan": planned, "rows": as_data(rows)}))
     else:
         print(f"{head['machine']}, torch {torch.__version__}, fusedmoe {__version__}, {dtype}")
@@ -103,11 +103,11 @@ def run(options: BenchOptions, timer: Timer | None = None, peers: tuple[Peer, ..
             f"intermediate {sizes.intermediate}, {sizes.experts} experts, top {sizes.top_k}, {sizes.activation}"
         )
         print(f"rows per expert: {spread['least']} to {spread['most']}, median {spread['median']}")
-        print(f"{OURS}, recipe {recipe.name}: {planned}")
+        print(f"{OURS}, recipe {options.recipe}: {planned}")
         print(_method(device, reps))
         print("\n" + "\n".join(lines(rows)).rstrip())
         if recipe != BF16:
-            print(f"\nOnly {OURS} runs under {recipe.name}; each call quantizes the weights.")
+            print(f"\nOnly {OURS} runs under {options.recipe}; each call quantizes the weights.")
     return 0 if any(row.name == OURS and row.ms is not None for row in rows) else 1
 
 

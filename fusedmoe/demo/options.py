@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,26 @@ from typing import Any
 import torch
 
 from fusedmoe.demo.errors import UsageError
-from fusedmoe.recipes import BF16, RECIPES
+from fusedmoe.formats.roles import WGRAD_BF16
+from fusedmoe.recipes import BF16, RECIPES, named
 
 ACTIVATIONS = ("swiglu", "geglu", "reglu", "squared_relu", "gpt_oss")
 ROUTERS = ("softmax", "sigmoid")
 MOST_THREADS = 8  # by default: for matrix products this small, 16 are no faster
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class _RecipeNames(Collection[str]):
+    """The names of recipes: those in the dict, so that they include recipes registered later, and their variants."""
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and named(name) is not None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(RECIPES)
+
+    def __len__(self) -> int:
+        return len(RECIPES)
 
 
 def _option(text: str, **more: Any) -> Any:
@@ -52,9 +67,10 @@ class Job:
     device: str = _option("cpu or cuda (cuda if available)")
     threads: int = _option("CPU threads (half of the cores, at most 8)")
     dtype: str = _option("dtype of weights and activations; master weights are float32", choices=tuple(DTYPES))
-    recipe: str = _option(  # the choices are the dict itself, so that they include recipes registered later
-        f"numeric recipe of the experts; {BF16.name} is no quantization, in the model's --dtype (float32 on a CPU)",
-        choices=RECIPES,
+    recipe: str = _option(
+        f"numeric recipe of the experts; {BF16.name} is no quantization, in the model's --dtype (float32 on a CPU); "
+        f"{WGRAD_BF16} after another name leaves the operands of weight gradients unquantized",
+        choices=_RecipeNames(),
     )
 
     def check(self) -> None:
@@ -154,11 +170,11 @@ def check_device(name: str) -> None:
 
 def check_comparison(recipes: tuple[str, ...]) -> None:
     """Raise a :class:`UsageError` if no recipe is given, or one is unknown or repeated."""
-    possible = f"choose from {', '.join(RECIPES)}, with commas between them"
+    possible = f"choose from {', '.join(_RecipeNames())}, with commas between them"
     if not recipes:
         raise UsageError(f"--compare: got no recipe; {possible}")
     option = f"--compare {','.join(recipes)}"
-    if unknown := [name for name in recipes if name not in RECIPES]:
+    if unknown := [name for name in recipes if name not in _RecipeNames()]:
         raise UsageError(f"{option}: no recipe is called {', '.join(unknown)}; {possible}")
     if twice := sorted({name for name in recipes if recipes.count(name) > 1}):
         raise UsageError(f"{option}: {', '.join(twice)} is repeated; name each recipe once")
