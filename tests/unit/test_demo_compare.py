@@ -252,6 +252,18 @@ def test_recipes_registered_later_are_choices(capsys):
         job_of({"device": "cpu", "recipe": "fp3"})
 
 
+def test_unquantized_weight_gradients_are_part_of_a_name(tmp_path):
+    name = "mxfp8:wgrad=bf16"
+    assert f"Recipe 2 of 2: {name}" in compared(tmp_path, "mxfp8", name)
+    assert list(runs_in(tmp_path)) == ["mxfp8", name]
+    (first, *quantized), (again, *unquantized) = (curves_in(tmp_path / recipe)[0] for recipe in ("mxfp8", name))
+    assert first == again  # no weight gradient has changed a weight yet
+    assert quantized != unquantized
+    for other in ("rounded:wgrad=bf16", "bf16:wgrad=bf16", "mxfp8:wgrad=fp8"):
+        with pytest.raises(UsageError, match=f"--recipe {other}: choose from bf16, "):
+            job_of({"device": "cpu", "recipe": other})
+
+
 # Several
 
 
