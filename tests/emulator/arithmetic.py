@@ -15,7 +15,7 @@ VIEWS = {
     "s64": (U8, S8), "u64": (U8, U8), "b64": (U8, U8),
 }  # fmt: skip
 KINDS = {"pred": "p", "b16": "rs", "s16": "rs", "u16": "rs", "f16": "rs", "bf16": "rs", "e4m3x2": "rs", "e5m2x2": "rs"}
-KINDS |= dict.fromkeys(("b32", "s32", "u32", "f32", "f16x2", "bf16x2"), "r")
+KINDS |= dict.fromkeys(("b32", "s32", "u32", "f32", "f16x2", "bf16x2", "s16x2", "u16x2"), "r")
 KINDS |= dict.fromkeys(("u8", "s8"), "rs")  # in a wider register
 KINDS |= dict.fromkeys(("b64", "s64", "u64"), "rd")
 
@@ -273,6 +273,11 @@ def _flushed(a):
     return np.where(np.abs(a) < np.finfo(F4).tiny, np.copysign(F4(0), a), a)
 
 
+def _pairwise(view, function):
+    """Make a function of pairs of values of 16 bits."""
+    return lambda a, b: function(a.view(view), b.view(view)).view(U4)
+
+
 ELEMENTWISE = {}
 
 
@@ -366,6 +371,11 @@ def _define():
     table["bfi.b32"] = table["bfi.b64"] = _inserted
 
     table["cvt.sat.f32.f32"] = _typed("f32", lambda a: np.where(np.isnan(a), F4(0), np.clip(a, F4(0), F4(1))), 1)
+
+    for type_, view in (("s16x2", S2), ("u16x2", U2)):
+        table[f"min.{type_}"], table[f"max.{type_}"] = _pairwise(view, np.minimum), _pairwise(view, np.maximum)
+    for name, function in (("add", np.add), ("sub", np.subtract)):
+        table[f"{name}.f16x2"] = table[f"{name}.rn.f16x2"] = _pairwise(F2, function)
 
     table["cvt.f32.bf16"] = lambda a: from_bf16(a).view(U4)
     table["cvt.f32.f16"] = lambda a: a.view(F2).astype(F4).view(U4)

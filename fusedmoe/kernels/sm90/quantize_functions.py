@@ -1,0 +1,108 @@
+"""The kernels of `quantize.py` as functions of torch tensors. No call waits for the device or reads splits on the host.
+
+Codes and scales have the shapes that `fusedmoe.formats.quantize` gives them, and the same bits. Scales are stored so
+that a product can load those of 128 rows of a block of columns at once: see `scale_like`.
+
+Axes: R rows, T tokens, K columns, E experts, P padded rows, N rows of a weight.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedmoe.formats.format import Format, ScaleRule
+from fusedmoe.formats.groups import padded_rows
+from fusedmoe.kernels.compiler import load
+from fusedmoe.kernels.sm90.row_functions import NAMES
+
+BLOCK = 128
+Form = tuple[Tensor, Tensor]
+"""Codes and scales."""
+
+
+def bind_quantize_rows(
+    x_RK: Tensor,
+    format: Format,
+    offsets_E: Tensor | None = None,
+    *,
+    index_R: Tensor | None = None,
+    rows: bool = True,
+    columns: bool = False,
+) -> Callable[..., tuple[Form, ...]]:
+    """Return a function of ``(x, offsets, index)`` that quantizes rows with 1x128 blocks, in one launch.
+
+    It serves tensors of the same shapes, dtypes and strides as these. It returns (codes, scale) of the row codes if
+    ``rows``, and then those of the column codes if ``columns``:
+
+    - row codes (R, K), scale (R, ceil(K / 128)) with strides (1, R4): R4 is R, rounded up to a multiple of 4;
+    - column codes (K, P), scale (K, P / 128) with strides (1, K4). P is `fusedmoe.formats.groups.padded_rows` of R: each
+      expert's rows begin at a multiple of 128. Without offsets P is R, and the scale is (K, ceil(R / 128)).
+
+    Parameters
+    ----------
+    x_RK
+        bf16 or fp16, shape (R, K), unit stride in K, the pitch a multiple of 8, the address a multiple of 16 bytes. K is
+        a multiple of 16, and R if there are column codes but no offsets.
+    format
+        1x128 blocks of E4M3 or E5M2 with fp32 scales.
+    offsets_E
+        For rows sorted by expert: the end of each expert's rows, int32, shape (E,), contiguous, non-decreasing, within
+        [0, R]. Rows from ``offsets[-1]`` on are not read; their codes are zeros.
+    index_R
+        int32, shape (R,), contiguous: row r of the result is ``x[index[r]]``, and ``x`` has any number of rows. It is
+        read only for rows that belong to an expert.
+    """
+    columns_of_x = x_RK.shape[1]
+    num_rows = x_RK.shape[0] if index_R is None else index_R.shape[0]
+    padded = num_rows if offsets_E is None else padded_rows(num_rows, offsets_E.shape[0], BLOCK)
+    code = format.element.dtype
+    epsilon = format.amax_epsilon
+    tiles = -(-num_rows // BLOCK)
+    if columns and offsets_E is not None:
+        tiles = padded // BLOCK + rows  # the rows without an expert may need one more tile than fits the column codes
+    unread = _unread(x_RK.device)
+    kernel = None
+    if num_rows and columns_of_x:
+        from fusedmoe.kernels.sm90.quantize import QuantizeRows  # deferred: imports the CuTe DSL
+
+        kernel = load(QuantizeRows(*_settings(x_RK, format, rows, columns), offsets_E is not None, index_R is not None))
+
+    def run(x_RK: Tensor, offsets_E: Tensor | None = None, index_R: Tensor | None = None) -> tuple[Form, ...]:
+        bytes_ = x_RK.new_empty(0, dtype=torch.uint8)
+        forms = []
+        if rows:
+            forms.append((bytes_.new_empty(num_rows, columns_of_x), scale_like(x_RK, num_rows, columns_of_x)))
+        if columns:
+            forms.append((bytes_.new_empty(columns_of_x, padded), scale_like(x_RK, columns_of_x, padded)))
+        if kernel is not None:
+            offsets = unread if offsets_E is None else offsets_E
+            index = unread if index_R is None else index_R
+            kernel(x_RK, index, offsets, *forms[0], *forms[-1], tiles, num_rows, epsilon)
+        return tuple((codes.view(code), scale) for codes, scale in forms)
+
+    return run
+
+
+def scale_like(x: Tensor, lines: int, length: int, *stack: int) -> Tensor:
+    """Return an empty scale (..., lines, ceil(length / 128)) in fp32, with unit stride along ``lines``.
+
+    The pitch of a block, and the pitch of a matrix, are multiples of 4 elements, which is 16 bytes.
+    """
+    pitch, blocks = -(-lines // 4) * 4, -(-length // BLOCK)
+    stored = x.new_empty(*stack, blocks, pitch, dtype=torch.float32)
+    return stored.mT[..., :lines, :]
+
+
+def _settings(x: Tensor, format: Format, rows: bool, columns: bool) -> tuple[Any, ...]:
+    return NAMES[x.dtype], format.element.name, rows, columns, format.rule is ScaleRule.POWER_OF_TWO
+
+
+@functools.cache
+def _unread(device: torch.device) -> Tensor:
+    """Return a vector in place of a missing one, which the kernel does not read."""
+    return torch.empty(1, dtype=torch.int32, device=device)
