@@ -84,6 +84,17 @@ def value_of_bits(bits, element: cutlass.Constexpr[type]):
     return cute.recast_tensor(word, element)[0].to(Float32)
 
 
+@cute.jit
+def fp32_pair(word, element: cutlass.Constexpr[type]):
+    """The fp32 values of a pair of bf16 or fp16 numbers."""
+    if const_expr(element is cutlass.BFloat16):  # in one instruction each
+        return (word << 16).bitcast(Float32), (word & -0x10000).bitcast(Float32)
+    pair = cute.make_rmem_tensor((1,), Int32)
+    pair[0] = word
+    halves = cute.recast_tensor(pair, element)
+    return halves[0].to(Float32), halves[1].to(Float32)
+
+
 # ------------------------------------------------------------------------------------------------------------ tiles
 
 
@@ -178,23 +189,35 @@ class _Tiles(WarpKernel):
         return of_pairs, of_columns
 
     @cute.jit
-    def store_row(self, values, factor, to, vector):
-        """Write the row codes of 8 values."""
-        codes = self.to_codes(values.load().to(Float32), factor)
-        at = cute.local_tile(to, (VECTOR,), (vector,))
-        cute.autovec_copy(cute.recast_tensor(codes, to.element_type), at)
+    def store_rows(self, values, factors, codes, first, present, vector):
+        """Write the row codes of the tile's values. ``first`` is the tile's first row, of ``present``."""
+        thread, _, _ = cute.arch.thread_idx()
+        strip = thread // GROUPS * STRIP
+        if vector * VECTOR < codes.shape[1]:
+            at = cute.local_tile(codes[first + strip, None], (VECTOR,), (vector,)).iterator
+            for i in cutlass.range_constexpr(STRIP):
+                words, wide = cute.recast_tensor(values[i], Int32), cute.make_rmem_tensor((VECTOR,), Float32)
+                for w in cutlass.range_constexpr(WORDS):
+                    wide[2 * w], wide[2 * w + 1] = fp32_pair(words[w], values[i].element_type)
+                found = cute.recast_tensor(self.to_codes(wide.load(), factors[i]), codes.element_type)
+                if strip + i < present:
+                    cute.autovec_copy(found, cute.make_tensor(at, cute.make_layout((VECTOR,))))
+                at += codes.stride[0]
 
     @cute.jit
     def store_columns(self, values, factors, s_codes, codes, block, place):
         """Write the column codes of the tile's values. ``place`` is the tile's, in the second axis of the codes."""
         thread, _, _ = cute.arch.thread_idx()
         group, strip = thread % GROUPS, thread // GROUPS
-        for c in cutlass.range_constexpr(VECTOR):
-            column = cute.make_rmem_tensor((STRIP,), Float32)
+        for w in cutlass.range_constexpr(WORDS):
+            columns = [cute.make_rmem_tensor((STRIP,), Float32) for _ in range(2)]
             for i in cutlass.range_constexpr(STRIP):
-                column[i] = values[i][c].to(Float32)
-            found = self.to_codes(column.load(), factors[c])
-            s_codes[strip ^ group, group * VECTOR + c] = cute.recast_tensor(found, Int64)[0]
+                word = cute.recast_tensor(values[i], Int32)[w]
+                columns[0][i], columns[1][i] = fp32_pair(word, values[i].element_type)
+            for half in cutlass.range_constexpr(2):
+                column = 2 * w + half
+                found = self.to_codes(columns[half].load(), factors[column])
+                s_codes[strip ^ group, group * VECTOR + column] = cute.recast_tensor(found, Int64)[0]
         cute.arch.sync_threads()
         units = BLOCK // UNIT
         for k in cutlass.range_constexpr(BLOCK * units // THREADS):
@@ -217,10 +240,11 @@ class _Tiles(WarpKernel):
         return smem.allocate_tensor(Int64, cute.make_layout((STRIPS, BLOCK)), 16)
 
 
-def fake_codes(lines: Any, length: Any, *stack: Any) -> Any:
+def fake_codes(*stack: Any) -> Any:
     """Codes (..., lines, length) as bytes, for the compiler."""
+    shape = (*stack, cute.sym_int(), cute.sym_int())
     strides = (*(cute.sym_int64(divisibility=UNIT) for _ in stack), cute.sym_int64(divisibility=UNIT), 1)
-    return cute.runtime.make_fake_tensor(cutlass.Uint8, (*stack, lines, length), strides, assumed_align=16)
+    return cute.runtime.make_fake_tensor(cutlass.Uint8, shape, strides, assumed_align=16)
 
 
 def fake_scale(*stack: Any) -> Any:
@@ -251,8 +275,7 @@ class QuantizeRows(_Tiles):
         return self.compiled_for(
             fake_matrix(self.dtype, cute.sym_int(), columns), fake_vector("int32", cute.sym_int()),
             fake_vector("int32", cute.sym_int()),
-            fake_codes(cute.sym_int(), cute.sym_int()), fake_scale(),
-            fake_codes(cute.sym_int(), cute.sym_int()), fake_scale(), Int32(1), Int32(1), Float32(0.0),
+            fake_codes(), fake_scale(), fake_codes(), fake_scale(), Int32(1), Int32(1), Float32(0.0),
         )  # fmt: skip
 
     @cute.jit
@@ -270,7 +293,7 @@ class QuantizeRows(_Tiles):
         number, _, _ = cute.arch.block_idx()
         tile = number // blocks  # adjacent CTAs read adjacent columns
         block = number - tile * blocks
-        group, strip = thread % GROUPS, thread // GROUPS
+        group = thread % GROUPS
         vector = block * GROUPS + group
         smem = SmemAllocator()
 
@@ -280,10 +303,8 @@ class QuantizeRows(_Tiles):
 
         if const_expr(self.rows):
             encode = self.encode_rows(of_rows, scale, first, present, block, least)
-            for i in cutlass.range_constexpr(STRIP):
-                factor = cute.arch.shuffle_sync(encode, lane & GROUPS | i)
-                if strip * STRIP + i < present and vector * VECTOR < codes.shape[1]:
-                    self.store_row(values[i], factor, codes[first + strip * STRIP + i, None], vector)
+            factors = [cute.arch.shuffle_sync(encode, lane & GROUPS | i) for i in range(STRIP)]
+            self.store_rows(values, factors, codes, first, present, vector)
 
         if const_expr(self.columns):
             s_codes = self.allocate_codes(smem)
@@ -404,3 +425,75 @@ class QuantizeRows(_Tiles):
             if column < scale.shape[0] and tile < scale.shape[1]:
                 scale[column, tile] = stored
         cute.arch.sync_threads()
+
+
+@dataclass(frozen=True)
+class QuantizeWeight(_Tiles):
+    """Codes of weights (E, N, K) with 128x128 blocks."""
+
+    @property
+    def symbol(self) -> str:
+        return f"sm90_quantize_weight_{self._suffix}"
+
+    def compile(self) -> Any:
+        """Compile without a GPU; a function of weight (E, N, K); row codes (E, N, K) uint8 and their scale
+        (E, ceil(N / 128), ceil(K / 128)); column codes (E, K, N) uint8 and their scale (E, ceil(K / 128),
+        ceil(N / 128)); and amax_epsilon. Arguments that the kernel does not need are not read.
+        """
+        pitches = [cute.sym_int64(divisibility=VECTOR) for _ in range(2)]
+        weight = cute.runtime.make_fake_tensor(
+            ELEMENTS[self.dtype], (cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=VECTOR)), (*pitches, 1),
+            assumed_align=16,
+        )  # fmt: skip
+        forms = [make(cute.sym_int()) for _ in range(2) for make in (fake_codes, fake_scale)]
+        return self.compiled_for(weight, *forms, Float32(0.0))
+
+    @cute.jit
+    def __call__(self, weight, codes, scale, codes_t, scale_t, least, stream):
+        experts, lines, columns = weight.shape
+        high, wide = cute.ceil_div(lines, BLOCK), cute.ceil_div(columns, BLOCK)
+        self.kernel(weight, codes, scale, codes_t, scale_t, least, high, wide).launch(
+            grid=(experts * high * wide, 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=CTAS_PER_SM,
+            preferred_smem_carveout=SHARED_PERCENT, stream=stream,
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(self, weight, codes, scale, codes_t, scale_t, least, high, wide):
+        thread, _, _ = cute.arch.thread_idx()
+        number, _, _ = cute.arch.block_idx()
+        row = number // wide  # of blocks, over all experts; adjacent CTAs read adjacent columns
+        block = number - row * wide
+        expert = row // high
+        line = row - expert * high
+        first = line * BLOCK
+        valid = cutlass.min(weight.shape[1] - first, BLOCK)
+        vector = block * GROUPS + thread % GROUPS
+        smem = SmemAllocator()
+        s_amax = smem.allocate_tensor(Int32, cute.make_layout((WARPS,)), 16)
+
+        values = self.loaded(weight[expert, None, None], None, first, valid, vector)
+        of_rows, _ = self.largest(values)
+        encode, stored = self.encode_block(of_rows, s_amax, least)
+        if const_expr(self.rows):
+            self.store_rows(values, [encode] * STRIP, codes[expert, None, None], first, valid, vector)
+            if thread == 0:
+                scale[expert, line, block] = stored
+        if const_expr(self.columns):
+            s_codes = self.allocate_codes(smem)
+            self.store_columns(values, [encode] * VECTOR, s_codes, codes_t[expert, None, None], block, line)
+            if thread == 0:
+                scale_t[expert, block, line] = stored
+
+    @cute.jit
+    def encode_block(self, largest, s_amax, least):
+        """The factor of the tile, which is one block, and its scale."""
+        found = max_of_pairs(max_of_pairs(largest[0], largest[1]), max_of_pairs(largest[2], largest[3]))
+        for step in cutlass.range_constexpr(5):
+            found = max_of_pairs(found, cute.arch.shuffle_sync_bfly(found, 1 << step))
+        s_amax[cute.arch.make_warp_uniform(cute.arch.warp_idx())] = found
+        cute.arch.sync_threads()
+        for w in cutlass.range_constexpr(WARPS):
+            found = max_of_pairs(found, s_amax[w])
+        bits = max_of_pairs(found, found >> 16) & 0xFFFF
+        of_block = value_of_bits(bits - FINITE_BIAS[self.dtype], ELEMENTS[self.dtype])
+        return self.encode_and_scale(of_block, least)

@@ -88,6 +88,61 @@ def bind_quantize_rows(
     return run
 
 
+def bind_quantize_weight(
+    weight: Tensor, format: Format, *, rows: bool = True, columns: bool = False
+) -> Callable[[Tensor], tuple[Form, ...]]:
+    """Return a function of a weight that quantizes it with 128x128 blocks, in one launch.
+
+    It serves weights of the same shape, dtype and strides as this one. It returns (codes, scale) by rows if ``rows``,
+    and then those by columns if ``columns``, which are the same codes, transposed:
+
+    - by rows: codes (E, N, K), scale (E, N', K') with strides (K' N4, 1, N4);
+    - by columns: codes (E, K, N), scale (E, K', N') with strides (N' K4, 1, K4).
+
+    N' and K' are the numbers of blocks of 128, and N4 and K4 these numbers, rounded up to multiples of 4. Without the
+    axis E, no result has it.
+
+    Parameters
+    ----------
+    weight
+        bf16 or fp16, shape (E, N, K) or (N, K), unit stride in N or K, the other strides multiples of 8, the address a
+        multiple of 16 bytes. N and K are multiples of 16.
+    format
+        128x128 blocks of E4M3 or E5M2 with fp32 scales.
+    """
+    from fusedmoe.kernels.sm90.quantize import QuantizeWeight  # deferred: imports the CuTe DSL
+
+    stacked = weight.dim() == 3
+    transposed = weight.stride(-1) != 1  # a block is square: the rows of a transposed weight are its columns
+    along, across = (columns, rows) if transposed else (rows, columns)
+    code, epsilon = format.element.dtype, format.amax_epsilon
+    (experts, lines, length) = _stacked(weight, transposed).shape
+    kernel = None
+    if weight.numel():
+        kernel = load(QuantizeWeight(*_settings(weight, format, along, across)))
+
+    def form(lines: int, length: int) -> Form:
+        codes = weight.new_empty(experts, lines, length, dtype=torch.uint8)
+        return codes, scale_like(weight, -(-lines // BLOCK), length, experts)
+
+    def run(weight: Tensor) -> tuple[Form, ...]:
+        forms = [form(lines, length)] if along else []
+        if across:
+            forms.append(form(length, lines))
+        if kernel is not None:
+            kernel(_stacked(weight, transposed), *forms[0], *forms[-1], epsilon)
+        found = ((codes.view(code), scale) for codes, scale in (forms[::-1] if transposed else forms))
+        return tuple(found) if stacked else tuple((codes[0], scale[0]) for codes, scale in found)
+
+    return run
+
+
+def _stacked(weight: Tensor, transposed: bool) -> Tensor:
+    """Return (E, lines, length) with unit stride in the last axis."""
+    stacked = weight if weight.dim() == 3 else weight[None]
+    return stacked.mT if transposed else stacked
+
+
 def scale_like(x: Tensor, lines: int, length: int, *stack: int) -> Tensor:
     """Return an empty scale (..., lines, ceil(length / 128)) in fp32, with unit stride along ``lines``.
 
