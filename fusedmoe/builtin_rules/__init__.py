@@ -25,6 +25,13 @@ from fusedmoe.builtin_rules.sm90.linear import (
     LinearWeightGradient,
 )
 from fusedmoe.builtin_rules.sm90.offsets_from_splits import OffsetsFromSplits
+from fusedmoe.builtin_rules.sm90.quantize import (
+    GatheredQuantizeGradient,
+    GatheredQuantizeRows,
+    QuantizeGradient,
+    QuantizeRows,
+    QuantizeWeights,
+)
 from fusedmoe.builtin_rules.sm90.router import RouterBackwardRule, RouterDispatchRule, RouterRule
 from fusedmoe.fusion.rule import FusionRule
 
@@ -57,4 +64,9 @@ BUILTIN: tuple[type[FusionRule], ...] = (
     RouterRule,
     RouterDispatchRule,
     RouterBackwardRule,
+    QuantizeRows,
+    QuantizeGradient,
+    QuantizeWeights,
+    GatheredQuantizeRows,
+    GatheredQuantizeGradient,
 )

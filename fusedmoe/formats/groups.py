@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusedmoe.kernels.torch.rows import tail_mask
+from fusedmoe.kernels.torch.rows import padded_rows, tail_mask
+
+__all__ = ["PaddedRows", "group_of", "max_by_group", "of_group", "padded_rows"]
 
 
 @dataclass(frozen=True)
@@ -60,11 +62,6 @@ class PaddedRows:
         place_R = row_R - _starts(self.offsets_E)[expert_R] + _starts(self.ends_E)[expert_R]
         tail_R = tail_mask(self.offsets_E, self.num_rows)
         return x_PK[place_R.clamp(max=self.num_padded - 1)].masked_fill_(tail_R[:, None], 0)
-
-
-def padded_rows(num_rows: int, experts: int, block: int) -> int:
-    """Return an upper bound, for any splits, on the rows if each expert's are padded to a multiple of ``block``."""
-    return (num_rows // block + torch.sym_min(experts, num_rows)) * block  # type: ignore[no-any-return]
 
 
 def _starts(ends_E: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from fusedmoe.formats import QuantizedSpec
 from fusedmoe.fusion import registry
 from fusedmoe.fusion.matcher import Mismatch, match
 from fusedmoe.fusion.plan import Attempt, Exemption, Status
-from fusedmoe.fusion.rule import Declined, FusionRule, NothingToDo, PlanContext, RuleError, Step
+from fusedmoe.fusion.rule import Declined, FusionRule, NothingToDo, PlanContext, RuleError, Step, expect_none
 from fusedmoe.fusion.values import NONE, Gathered, spec_of
 from fusedmoe.ops.glue import Glue
 from fusedmoe.ops.op import SpecLike, TensorSpec
@@ -238,7 +238,8 @@ class DirectionSearch:
                 continue
             matched, shared = sum(b is not None for b in m.bindings.values()), range(start, m.end)
             attempt = partial(Attempt, rule.name, self.direction, start, m.end, matched, shared)
-            if no_kernel := None if rule.takes_quantized else self._quantized_operands(start, m.end):
+            no_kernel = None if rule.takes_quantized else self._quantized_operands(start, m.end)
+            if no_kernel := no_kernel or _unsupported(bound):
                 # reported even if the rule is unavailable: no device has the kernel
                 self.attempts.append(
                     attempt(Status.CONSTRAINT, no_kernel, on_this_device=here, exemption=Exemption.QUANTIZED)
@@ -332,3 +333,13 @@ class DirectionSearch:
     def with_sources(self, values: Iterable[str]) -> set[str]:
         """Return the values, with the source of each dequantized value in place of that value."""
         return {self.conversions.get(v, v) for v in values}
+
+
+def _unsupported(rule: FusionRule) -> str | None:
+    """Return why no device has a kernel for the formats that the rule's ops quantize to; None if one has."""
+    try:
+        answer: object = rule.supports()  # type: ignore[func-returns-value]
+    except Declined as why:
+        return str(why)
+    expect_none(rule.name, "supports", answer)
+    return None

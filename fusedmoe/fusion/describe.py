@@ -30,7 +30,6 @@ def describe(plan: Plan, arguments: Mapping[str, SpecLike | None]) -> PlanData:
     of_weights = {v for place in graph.weights.values() for v in place.step.gives}
     kept = [v for v in plan.saved if v not in (*graph.parameters, *of_weights)]
     weights = [span for span in plan.glue if isinstance(span.places[0].item, QuantizeWeight)]
-    weights = [span for span in weights if not isinstance(span.step, Fused)]
     steps = [_planned(span, specs, costs, environment.device) for span in (*weights, *plan.spans)]
     glue = [_planned(span, specs, costs, environment.device) for span in plan.glue if span not in weights]
     arch, rows = environment.arch, specs[graph.arguments[0]]

@@ -41,7 +41,7 @@ class Exemption(str, Enum):
 
     NONE = ""
     QUANTIZED = "quantized"
-    """An operand is quantized, and the rule has no kernel for quantized operands on any device."""
+    """An operand or a result is quantized, and the rule has no kernel for its format on any device."""
     KEEPS = "keeps"
     """The rule takes fewer ops here. It cannot take more, since the backward pass reads a value between them."""
     NOTHING = "nothing to do"

@@ -255,6 +255,11 @@ class FusionRule:
         plan of ``explain(..., arch=90)`` assumes that the requirement is met, and lists it.
         """
 
+    def supports(self) -> None:
+        """Decline through `require` if no device has a kernel for the formats that the bound ops quantize to
+        (CONSTRAINT). This is reported even if the rule is unavailable, and is no miss under ``fm.strict()``.
+        """
+
     def offer(self, ctx: PlanContext) -> Step:
         """Return the values that the step reads and writes, or decline the match through `require` (CONSTRAINT)."""
         raise NotImplementedError(f"rule {self.name!r} defines no offer()")

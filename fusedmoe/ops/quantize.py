@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -189,18 +189,34 @@ class WeightQuantization:
         """Return the spec of the result, by rows."""
         return _spec(self.layer, "weight", weight, self.quantizer)._replace(stacked=len(weight.shape) == 3)
 
-    def __call__(self, weight: Tensor, *, axes: Sequence[int] = (-1, -2), training: bool = False) -> Forms:
+    def __call__(
+        self,
+        weight: Tensor,
+        *,
+        axes: Sequence[int] = (-1, -2),
+        training: bool = False,
+        by: tuple[str, Callable[[Tensor], list[QuantizedTensor]]] | None = None,
+    ) -> Forms:
+        """Return the weight's forms along these axes.
+
+        ``by`` has the name of a rule, and the rule's function, which quantizes the weight along these axes in place of
+        plain PyTorch. The function does not serve a quantizer with delayed scaling.
+        """
         training = training and not amax_state.looking()
-        entry = weight_cache.find(self.layer, weight, self.quantizer, axes)
+        maker = "" if by is None else by[0]
+        entry = weight_cache.find(self.layer, weight, self.quantizer, axes, maker)
         if entry is not None:
             if training and not entry.counted:  # inference has quantized the weight
                 self._step(weight, training)
                 entry.counted = True
             return _forms([entry.forms[axis] for axis in axes])
         encode, lasts = self._step(weight, training)
-        forms = [quantize(weight, self.quantizer, axis, encode=encode) for axis in axes]
+        if by is None:
+            forms = [quantize(weight, self.quantizer, axis, encode=encode) for axis in axes]
+        else:
+            forms = by[1](weight)
         if lasts:
-            weight_cache.keep(self.layer, weight, self.quantizer, dict(zip(axes, forms, strict=True)), training)
+            weight_cache.keep(self.layer, weight, self.quantizer, dict(zip(axes, forms, strict=True)), training, maker)
         return _forms(forms)
 
     def _step(self, weight: Tensor, training: bool) -> tuple[Tensor | None, bool]:

@@ -72,6 +72,7 @@ class _Entry:
     forms: dict[int, QuantizedTensor]  # by axis
     counted: bool  # whether delayed scaling has counted the weight as a step
     checksum: Tensor | None  # of the parameter, with FUSEDMOE_DEBUG
+    maker: str  # the rule that made the forms; empty for plain PyTorch
     gradient_given: bool = False  # whether a backward pass has added a gradient since grad_version was read
 
     def holds(self, parameter: Tensor, state: tuple[Any, ...]) -> bool:
@@ -166,8 +167,12 @@ def _cacheable(layer: Op, weight: Tensor) -> Tensor | None:
     return parameter
 
 
-def find(layer: Op, weight: Tensor, quantizer: Quantizer, axes: Sequence[int]) -> _Entry | None:
-    """Return the layer's entry if it is valid and has the forms for these axes."""
+def find(layer: Op, weight: Tensor, quantizer: Quantizer, axes: Sequence[int], maker: str = "") -> _Entry | None:
+    """Return the layer's entry if it is valid and has the forms for these axes.
+
+    A rule, the ``maker``, gets its own forms only: another's may have strides that its kernels cannot read. Plain
+    PyTorch, which is the empty name, reads the forms of all.
+    """
     state = layer._of_process
     entry: _Entry | None = state.quantized_weight
     if entry is None:
@@ -177,7 +182,7 @@ def find(layer: Op, weight: Tensor, quantizer: Quantizer, axes: Sequence[int]) -
         state.quantized_weight = None
     if parameter is None or not entry.holds(parameter, _state(parameter, weight, quantizer)):
         return None
-    if not all(axis in entry.forms for axis in axes):
+    if not all(axis in entry.forms for axis in axes) or maker not in ("", entry.maker):
         return None
     checksum = _checksum(parameter)
     if checksum is not None:
@@ -193,7 +198,14 @@ def find(layer: Op, weight: Tensor, quantizer: Quantizer, axes: Sequence[int]) -
     return entry
 
 
-def keep(layer: Op, weight: Tensor, quantizer: Quantizer, forms: dict[int, QuantizedTensor], counted: bool) -> None:
+def keep(
+    layer: Op,
+    weight: Tensor,
+    quantizer: Quantizer,
+    forms: dict[int, QuantizedTensor],
+    counted: bool,
+    maker: str = "",
+) -> None:
     """Cache a weight's forms by axis, replacing the layer's entry."""
     parameter = _cacheable(layer, weight)
     if parameter is None:
@@ -204,7 +216,7 @@ def keep(layer: Op, weight: Tensor, quantizer: Quantizer, forms: dict[int, Quant
         grad, version = StorageWeakRef(parameter.grad.untyped_storage()), _version(parameter.grad)
     storage = StorageWeakRef(parameter.untyped_storage())
     state, checksum = _state(parameter, weight, quantizer), _checksum(parameter)
-    layer._of_process.quantized_weight = _Entry(storage, grad, version, state, forms, counted, checksum)
+    layer._of_process.quantized_weight = _Entry(storage, grad, version, state, forms, counted, checksum, maker)
 
 
 def note_gradient(layer: Op) -> None:

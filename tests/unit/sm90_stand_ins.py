@@ -6,9 +6,11 @@ fp32, one rounding at the end.
 
 import torch
 
+from fusedmoe.formats import E4M3, E5M2, fp8_block, quantize
 from fusedmoe.kernels.activation import Activation
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
 from fusedmoe.kernels.sm90 import limits, router_functions
+from fusedmoe.kernels.sm90.quantize_functions import scale_like
 from fusedmoe.kernels.sm90.router_functions import LogitsGrad, Routed
 from fusedmoe.kernels.torch.rows import offsets_from_splits as plain_offsets
 from fusedmoe.kernels.torch.rows import sort_by_expert
@@ -297,6 +299,41 @@ def bind_slot_values(values, row_of_slot):
         return torch.cat([values, values.new_zeros(1)])[row_of_slot]
 
     return Bound(run, values)
+
+
+def bind_quantize_rows(x, format, offsets=None, index=None, *, rows=True, columns=False):
+    def run(x, offsets=None, index=None):
+        calls.append(("quantize_rows", {"rows": rows, "columns": columns}))
+        x = _gathered("quantize_rows", x, index)
+        _matrix(x)
+        return _forms([quantize(x, _blocks_of(format, 1), axis, offsets=offsets) for axis in _axes(rows, columns)])
+
+    return Bound(run, *_some(x, offsets, index))
+
+
+def bind_quantize_weight(weight, format, *, rows=True, columns=False):
+    def run(weight):
+        calls.append(("quantize_weight", {"rows": rows, "columns": columns}))
+        _matrix(weight, transposed=True)
+        return _forms([quantize(weight, _blocks_of(format, 128), axis) for axis in _axes(rows, columns)])
+
+    return Bound(run, weight)
+
+
+def _blocks_of(format, across):
+    element = {"e4m3": E4M3, "e5m2": E5M2}[format.element]
+    return fp8_block(element, across, format.power_of_two, format.amax_epsilon)
+
+
+def _axes(rows, columns):
+    assert rows or columns
+    return [axis for axis, wanted in ((-1, rows), (-2, columns)) if wanted]
+
+
+def _forms(forms):
+    """The tensors of quantized values, with the strides that the kernels give the scales."""
+    scales = [scale_like(f.scale, f.scale.shape[-2], f.data.shape[-1], *f.scale.shape[:-2]) for f in forms]
+    return tuple((f.data, scale.copy_(f.scale)) for f, scale in zip(forms, scales, strict=True))
 
 
 def bind_router(x, weight, bias, choice, want_sums, options):

@@ -120,8 +120,19 @@ def test_under_a_recipe_without_kernels_no_gpu_has_one(recipe, arch):
     for step in products:
         assert step.nearest_miss.reason.startswith("no fused kernel for ")
         assert step.nearest_miss.reason.endswith(" operands yet")
-    assert "sm_90 GPU" not in str(explanation)
-    explanation.raise_if_missed()  # nothing is missed where there is no kernel
+    quantized = {s.ops[0]: s.nearest_miss for s in plan.unfused if "Quantize" in s.ops[0]}
+    if recipe == "fp8_block":  # which sm_90 has kernels to quantize to
+        assert all("sm_90 GPU" in miss.reason for miss in quantized.values())
+        assert len(quantized) == (6 if arch is None else 0)
+    else:
+        assert all(miss.reason.startswith("no kernel quantizes to ") for miss in quantized.values())
+        assert len(quantized) == 6
+        assert "sm_90 GPU" not in str(explanation)
+    if (recipe, arch) == ("fp8_block", None):
+        with pytest.raises(fm.FusionError, match=r"0:input\.Quantize: sm90\.quantize: UNAVAILABLE: needs"):
+            explanation.raise_if_missed()
+    else:
+        explanation.raise_if_missed()  # nothing is missed where there is no kernel
     assert {*products} <= {*plan.without_kernel}
 
 

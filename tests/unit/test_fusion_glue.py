@@ -144,7 +144,9 @@ def test_a_rule_quantizes_weights_in_the_forms_that_are_read():
         expected = outcome(chain, x, **named)
         with fm.register(QuantizeBoth):
             plan = only_plan(chain, x, **named)
-            assert glue(plan)["0:weight.Quantize"] == glue(plan)["2:weight.Quantize"] == "toy.weights"
+            steps = {step.ops[0]: step.rule for step in plan.steps}
+            assert steps["0:weight.Quantize"] == steps["2:weight.Quantize"] == "toy.weights"
+            assert plan.weight_bytes
             assert_same(outcome(chain, x, **named), expected)
             with torch.no_grad():
                 chain(x, **named)

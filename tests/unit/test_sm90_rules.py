@@ -330,9 +330,10 @@ LINEAR = {
 ROUTER = {"sm90.router", "sm90.router_dispatch", "sm90.router_backward"}
 GATHERED = {
     "sm90.gathered_gemm", "sm90.gathered_gemm_activation", "sm90.gathered_dgrad", "sm90.gathered_dgrad_activation",
-    "sm90.gathered_wgrad_x", "sm90.gathered_wgrad_dy",
+    "sm90.gathered_wgrad_x", "sm90.gathered_wgrad_dy", "sm90.gathered_quantize", "sm90.gathered_quantize_grad",
 }  # fmt: skip
-ALL = {rule.name for rule in backend.OnSm90.__subclasses__()} - DISPATCH - GLUE - LINEAR - ROUTER
+QUANTIZE = {"sm90.quantize", "sm90.quantize_grad", "sm90.quantize_weight"}
+ALL = {rule.name for rule in backend.OnSm90.__subclasses__()} - DISPATCH - GLUE - LINEAR - ROUTER - QUANTIZE
 
 
 def declined(chain, x, **named):
@@ -346,7 +347,7 @@ def declined(chain, x, **named):
 
 
 def test_all_rules_are_for_hopper():
-    assert {rule.name for rule in fm.rules()} == ALL | DISPATCH | GLUE | LINEAR | ROUTER | GATHERED
+    assert {rule.name for rule in fm.rules()} == ALL | DISPATCH | GLUE | LINEAR | ROUTER | QUANTIZE | GATHERED
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -423,13 +424,14 @@ def both_ways_lenient(chain, x, **named):
 
 
 def test_quantized_operands():
-    """All but the bias's gradient, which sums what came before it was quantized."""
+    """All but the quantization itself, and the bias's gradient, which sums what came before it was quantized."""
+    sizes = {"width": 32}
     with fm.recipe("fp8_block"):
-        plan = only_plan(experts(bias=True), rows(), **inputs())
+        plan = only_plan(experts(bias=True, **sizes), rows(), **inputs())
         with fm.strict():  # there is no kernel for them that could be missed
-            outcome(experts(bias=True), rows(), **inputs())
-    assert {step.rule for step in plan.fused} == {"sm90.column_sums"}
-    assert set(called()) - {"offsets_from_splits"} == {"column_sums"}
+            outcome(experts(bias=True, **sizes), rows(), **inputs())
+    assert {step.rule for step in plan.fused} == {"sm90.column_sums", *QUANTIZE}
+    assert set(called()) - {"offsets_from_splits"} == {"column_sums", "quantize_rows", "quantize_weight"}
     found = reasons(plan)
     assert found.keys() == ALL - {"sm90.column_sums"}
     lines, blocks = "fp8 e4m3 1x128", "fp8 e4m3 128x128"

@@ -33,6 +33,7 @@ from fusedmoe.kernels.options import DEFAULT, KernelOptions
 from fusedmoe.kernels.sm90 import limits
 from fusedmoe.kernels.sm90.choice import WGRADS, Family, Problem, choose
 from fusedmoe.kernels.sm90.launch import placeholders, scheduling, sms_for, tile_counter, tile_counters
+from fusedmoe.kernels.sm90.quantize_functions import bind_quantize_rows, bind_quantize_weight
 from fusedmoe.kernels.sm90.row_functions import (
     NAMES,
     bind_column_sums,
@@ -62,6 +63,8 @@ __all__ = [
     "bind_grouped_gemm_activation_backward",
     "bind_grouped_wgrad",
     "bind_offsets_from_splits",
+    "bind_quantize_rows",
+    "bind_quantize_weight",
     "bind_route",
     "bind_row_dots",
     "bind_slot_values",

@@ -13,6 +13,8 @@ from fusedmoe.kernels.sm90.config import ALIGNMENT_BYTES, ELEMENT_BYTES
 
 DTYPES = ("torch.bfloat16", "torch.float16")
 ROW_SCALE_DTYPES = ("torch.float32", *DTYPES)
+FP8_ELEMENTS = ("e4m3", "e5m2")
+FP32_SCALE_RULES = ("fp32", "power of two")
 MOST_EXPERTS = 1024
 """The maximum number of experts of the kernels that sort rows: they count each expert's rows in shared memory."""
 MOST_ROUTED_EXPERTS = 512
@@ -79,6 +81,22 @@ def why_not_router(
     if chosen > LANES or groups > LANES:
         return f"{chosen} chosen experts, {groups} groups: expected at most {LANES} of each"
     return None
+
+
+def why_not_fp8_blocks(
+    format: object, block: Sequence[int | None], expected: Sequence[int], element: str, rule: str
+) -> str | None:
+    """A `fusedmoe.formats.Format` has E4M3 or E5M2 codes in blocks of the ``expected`` size, with fp32 scales."""
+    if tuple(block) != tuple(expected):
+        return f"no kernel quantizes to {format} yet: expected blocks of {'x'.join(map(str, expected))} values"
+    if element not in FP8_ELEMENTS:
+        return f"no kernel quantizes to {format} yet: expected codes in {' or '.join(FP8_ELEMENTS)}"
+    return None if rule in FP32_SCALE_RULES else f"no kernel quantizes to {format} yet: expected fp32 scales"
+
+
+def why_not_width_of_codes(name: str, features: int) -> str | None:
+    """A number of features is a multiple of 16, which are 16 bytes of FP8 codes."""
+    return None if features % ALIGNMENT_BYTES == 0 else f"{name} {features} is not a multiple of {ALIGNMENT_BYTES}"
 
 
 def why_not_width(name: str, features: int) -> str | None:

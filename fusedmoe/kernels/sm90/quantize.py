@@ -140,7 +140,7 @@ class _Tiles(WarpKernel):
 
     @cute.jit
     def loaded(self, x, index, first, valid, vector):
-        """This thread's values: a vector of 8 columns of each row of its strip; zeros after ``valid`` rows of the tile.
+        """A thread's values: a vector of 8 columns of each row of its strip; zeros after ``valid`` rows of the tile.
 
         ``index`` has the row of ``x`` for each row, if rows are gathered.
         """
@@ -170,7 +170,9 @@ class _Tiles(WarpKernel):
         Infinities among the values become NaN, for the conversion to codes.
         """
         bias = FINITE_BIAS[self.dtype]
-        of_rows, of_columns, signs = [], [], Int32(0)
+        of_rows: list[Any] = []
+        of_columns: list[Any] = []
+        signs = Int32(0)
         for i in cutlass.range_constexpr(STRIP):
             words = cute.recast_tensor(values[i], Int32)
             found = [biased_magnitudes(words[w], bias) for w in range(WORDS)]
@@ -412,9 +414,7 @@ class QuantizeRows(_Tiles):
         cute.autovec_copy(amax, cute.local_tile(s_amax[None, strip], (WORDS,), (group,)))
         cute.arch.sync_threads()
         if thread < BLOCK:
-            halves = cute.make_tensor(
-                cute.recast_ptr(s_amax.iterator, dtype=Int16), cute.make_layout((BLOCK, STRIPS))
-            )
+            halves = cute.make_tensor(cute.recast_ptr(s_amax.iterator, dtype=Int16), cute.make_layout((BLOCK, STRIPS)))
             bits = Int32(halves[thread, 0])
             for s in cutlass.range_constexpr(1, STRIPS):
                 bits = cutlass.max(bits, Int32(halves[thread, s]))

@@ -10,27 +10,27 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusedmoe.formats.format import Format, ScaleRule
-from fusedmoe.formats.groups import padded_rows
 from fusedmoe.kernels.compiler import load
+from fusedmoe.kernels.fp8 import Fp8
 from fusedmoe.kernels.sm90.row_functions import NAMES
+from fusedmoe.kernels.torch.rows import padded_rows
 
 BLOCK = 128
+CODES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 Form = tuple[Tensor, Tensor]
 """Codes and scales."""
 
 
 def bind_quantize_rows(
     x_RK: Tensor,
-    format: Format,
+    format: Fp8,
     offsets_E: Tensor | None = None,
-    *,
     index_R: Tensor | None = None,
+    *,
     rows: bool = True,
     columns: bool = False,
 ) -> Callable[..., tuple[Form, ...]]:
@@ -40,16 +40,17 @@ def bind_quantize_rows(
     ``rows``, and then those of the column codes if ``columns``:
 
     - row codes (R, K), scale (R, ceil(K / 128)) with strides (1, R4): R4 is R, rounded up to a multiple of 4;
-    - column codes (K, P), scale (K, P / 128) with strides (1, K4). P is `fusedmoe.formats.groups.padded_rows` of R: each
-      expert's rows begin at a multiple of 128. Without offsets P is R, and the scale is (K, ceil(R / 128)).
+    - column codes (K, P), scale (K, P / 128) with strides (1, K4). P is `padded_rows` of R: each
+      expert's rows begin at a multiple of 128. Without offsets P is R, the pitch of the codes is R, rounded up to a
+      multiple of 16, and the scale is (K, ceil(R / 128)).
 
     Parameters
     ----------
     x_RK
-        bf16 or fp16, shape (R, K), unit stride in K, the pitch a multiple of 8, the address a multiple of 16 bytes. K is
-        a multiple of 16, and R if there are column codes but no offsets.
+        bf16 or fp16, shape (R, K), K a multiple of 16, unit stride in K, the pitch a multiple of 8, the address a
+        multiple of 16 bytes.
     format
-        1x128 blocks of E4M3 or E5M2 with fp32 scales.
+        Element and scales.
     offsets_E
         For rows sorted by expert: the end of each expert's rows, int32, shape (E,), contiguous, non-decreasing, within
         [0, R]. Rows from ``offsets[-1]`` on are not read; their codes are zeros.
@@ -60,7 +61,7 @@ def bind_quantize_rows(
     columns_of_x = x_RK.shape[1]
     num_rows = x_RK.shape[0] if index_R is None else index_R.shape[0]
     padded = num_rows if offsets_E is None else padded_rows(num_rows, offsets_E.shape[0], BLOCK)
-    code = format.element.dtype
+    code = CODES[format.element]
     epsilon = format.amax_epsilon
     tiles = -(-num_rows // BLOCK)
     if columns and offsets_E is not None:
@@ -70,7 +71,8 @@ def bind_quantize_rows(
     if num_rows and columns_of_x:
         from fusedmoe.kernels.sm90.quantize import QuantizeRows  # deferred: imports the CuTe DSL
 
-        kernel = load(QuantizeRows(*_settings(x_RK, format, rows, columns), offsets_E is not None, index_R is not None))
+        how = offsets_E is not None, index_R is not None
+        kernel = load(QuantizeRows(NAMES[x_RK.dtype], format.element, rows, columns, format.power_of_two, *how))
 
     def run(x_RK: Tensor, offsets_E: Tensor | None = None, index_R: Tensor | None = None) -> tuple[Form, ...]:
         bytes_ = x_RK.new_empty(0, dtype=torch.uint8)
@@ -78,7 +80,8 @@ def bind_quantize_rows(
         if rows:
             forms.append((bytes_.new_empty(num_rows, columns_of_x), scale_like(x_RK, num_rows, columns_of_x)))
         if columns:
-            forms.append((bytes_.new_empty(columns_of_x, padded), scale_like(x_RK, columns_of_x, padded)))
+            codes = bytes_.new_empty(columns_of_x, -(-padded // 16) * 16)[:, :padded]
+            forms.append((codes, scale_like(x_RK, columns_of_x, padded)))
         if kernel is not None:
             offsets = unread if offsets_E is None else offsets_E
             index = unread if index_R is None else index_R
@@ -89,7 +92,7 @@ def bind_quantize_rows(
 
 
 def bind_quantize_weight(
-    weight: Tensor, format: Format, *, rows: bool = True, columns: bool = False
+    weight: Tensor, format: Fp8, *, rows: bool = True, columns: bool = False
 ) -> Callable[[Tensor], tuple[Form, ...]]:
     """Return a function of a weight that quantizes it with 128x128 blocks, in one launch.
 
@@ -108,18 +111,18 @@ def bind_quantize_weight(
         bf16 or fp16, shape (E, N, K) or (N, K), unit stride in N or K, the other strides multiples of 8, the address a
         multiple of 16 bytes. N and K are multiples of 16.
     format
-        128x128 blocks of E4M3 or E5M2 with fp32 scales.
+        Element and scales.
     """
     from fusedmoe.kernels.sm90.quantize import QuantizeWeight  # deferred: imports the CuTe DSL
 
     stacked = weight.dim() == 3
     transposed = weight.stride(-1) != 1  # a block is square: the rows of a transposed weight are its columns
     along, across = (columns, rows) if transposed else (rows, columns)
-    code, epsilon = format.element.dtype, format.amax_epsilon
+    code, epsilon = CODES[format.element], format.amax_epsilon
     (experts, lines, length) = _stacked(weight, transposed).shape
     kernel = None
     if weight.numel():
-        kernel = load(QuantizeWeight(*_settings(weight, format, along, across)))
+        kernel = load(QuantizeWeight(NAMES[weight.dtype], format.element, along, across, format.power_of_two))
 
     def form(lines: int, length: int) -> Form:
         codes = weight.new_empty(experts, lines, length, dtype=torch.uint8)
@@ -151,10 +154,6 @@ def scale_like(x: Tensor, lines: int, length: int, *stack: int) -> Tensor:
     pitch, blocks = -(-lines // 4) * 4, -(-length // BLOCK)
     stored = x.new_empty(*stack, blocks, pitch, dtype=torch.float32)
     return stored.mT[..., :lines, :]
-
-
-def _settings(x: Tensor, format: Format, rows: bool, columns: bool) -> tuple[Any, ...]:
-    return NAMES[x.dtype], format.element.name, rows, columns, format.rule is ScaleRule.POWER_OF_TWO
 
 
 @functools.cache

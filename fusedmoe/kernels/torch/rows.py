@@ -31,6 +31,11 @@ def offsets_from_splits(splits_E: Tensor, num_rows: int) -> Tensor:
     return splits_E.clamp(min=0).cumsum(0, dtype=torch.int64).clamp_(max=num_rows).to(torch.int32)
 
 
+def padded_rows(num_rows: int, experts: int, block: int) -> int:
+    """Return an upper bound, for any splits, on the rows if each expert's are padded to a multiple of ``block``."""
+    return (num_rows // block + torch.sym_min(experts, num_rows)) * block  # type: ignore[no-any-return]
+
+
 def tail_mask(offsets_E: Tensor, num_rows: int) -> Tensor:
     """``mask[r] = r >= offsets[-1]``: bool, shape (R,), true for the rows that belong to no expert."""
     return torch.arange(num_rows, device=offsets_E.device, dtype=torch.int32) >= offsets_E[-1]

@@ -1,0 +1,182 @@
+"""``sm90.quantize``: rows in FP8 with 1x128 blocks, by rows, by columns, or both, in one launch.
+
+``sm90.quantize_grad``: the same for gradients. ``sm90.gathered_quantize`` and ``sm90.gathered_quantize_grad``: the same
+for rows of another value, which the kernel reads through their index. ``sm90.quantize_weight``: weights with 128x128
+blocks, in one launch, cached until the weight changes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from fusedmoe.builtin_rules.sm90.backend import (
+    OnSm90,
+    Run,
+    ThroughIndex,
+    decline,
+    guard_gradient,
+    guard_index,
+    guard_matrix,
+    on_readable,
+)
+from fusedmoe.formats import E4M3, QuantizedTensor, ScaleRule
+from fusedmoe.fusion.rule import Bind, FusionRule, NothingToDo, PlanContext, Step, require
+from fusedmoe.kernels.fp8 import Fp8
+from fusedmoe.kernels.sm90 import functions, limits
+from fusedmoe.ops.glue import QuantizeWeight
+from fusedmoe.ops.quantize import Quantize, QuantizeGrad
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fusedmoe.formats import Format, Quantizer
+
+ROWS = (1, 128)
+WEIGHTS = (128, 128)
+
+
+def _check_format(quantizer: Quantizer | None, block: tuple[int, int]) -> None:
+    """Decline a quantizer that no kernel has."""
+    assert quantizer is not None, "otherwise there is no step"
+    format = quantizer.format
+    decline(limits.why_not_fp8_blocks(format, format.block, block, format.element.name, format.rule.value))
+    require(not quantizer.hadamard, "no kernel rotates rows before it quantizes them yet: expected hadamard=False")
+
+
+def _check(ctx: PlanContext, value: str, **widths: int) -> None:
+    """Decline values that are not bf16 or fp16, and widths that the codes cannot have."""
+    decline(limits.why_not_dtypes({value.rpartition(".")[2]: ctx.dtype(value)}))
+    for name, width in widths.items():
+        decline(limits.why_not_width_of_codes(name, width))
+
+
+def fp8_of(format: Format) -> Fp8:
+    """Return the kernels' description of a format that `limits.why_not_fp8_blocks` accepts."""
+    element: Literal["e4m3", "e5m2"] = "e4m3" if format.element is E4M3 else "e5m2"
+    return Fp8(element, format.rule is ScaleRule.POWER_OF_TWO, format.amax_epsilon)
+
+
+def _flat(run: Run) -> Run:
+    """Return a function of rows with more than one leading axis."""
+    return lambda x, *others: run(x.flatten(0, -2), *others)
+
+
+def _tensors(run: Run) -> Run:
+    """Return a function that returns the tensors of all forms, one by one."""
+    return lambda *tensors: tuple(t for form in run(*tensors) for t in form)
+
+
+class QuantizeRows(OnSm90, FusionRule, name="sm90.quantize", direction="forward"):
+    """Codes and scales of rows, in the forms that are read. Rows without an expert are not read."""
+
+    quantize: Quantize
+
+    def supports(self) -> None:
+        _check_format(self.quantize.quantizer, ROWS)
+
+    def offer(self, ctx: PlanContext) -> Step:
+        _check(ctx, "input", features=ctx.spec("input").shape[-1])
+        keeps = ("output:rows", "output:columns")
+        return Step(needs=("input", "quantize.offsets"), gives=(), keeps=keeps, zeroes_tail=True)
+
+    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
+        quantizer = self.quantize.quantizer
+        assert quantizer is not None, "otherwise there is no step"
+        rows, columns = "output:rows" in keep, "output:columns" in keep
+
+        def bind(x: Tensor, offsets: Tensor | None, *index: Tensor) -> Run:
+            if not x.numel():
+                raise NothingToDo("no rows")
+            flat = x if x.dim() == 2 else x.flatten(0, -2)
+            guard_matrix("x", flat)
+            guard_index(flat, index)
+            run = functions.bind_quantize_rows(
+                flat, fp8_of(quantizer.format), offsets, *index, rows=rows, columns=columns
+            )
+            return _tensors(run if flat is x else _flat(run))
+
+        return bind
+
+
+class GatheredQuantizeRows(ThroughIndex, QuantizeRows, name="sm90.gathered_quantize", direction="forward"):
+    """`sm90.quantize` with ``x[index[r]]`` in place of ``x[r]``."""
+
+    gathers = "input"
+
+
+class QuantizeGradient(OnSm90, FusionRule, name="sm90.quantize_grad", direction="backward"):
+    """Codes and scales of a gradient, in the forms that are read. Rows without an expert are not read."""
+
+    quantize: QuantizeGrad
+
+    def supports(self) -> None:
+        _check_format(self.quantize.quantizes, ROWS)
+
+    def offer(self, ctx: PlanContext) -> Step:
+        _check(ctx, "grad_output", features=ctx.spec("grad_output").shape[-1])
+        keeps = ("grad_input:rows", "grad_input:columns")
+        return Step(needs=("grad_output", "quantize.offsets"), gives=(), keeps=keeps, zeroes_tail=True)
+
+    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
+        quantizer = self.quantize.quantizes
+        assert quantizer is not None, "otherwise there is no step"
+        rows, columns = "grad_input:rows" in keep, "grad_input:columns" in keep
+
+        def bind(dy: Tensor, offsets: Tensor | None, *index: Tensor) -> Run:
+            guard_gradient(dy)
+            guard_index(dy, index)
+            flat = dy if dy.dim() == 2 else dy.flatten(0, -2)
+            run = functions.bind_quantize_rows(
+                flat, fp8_of(quantizer.format), offsets, *index, rows=rows, columns=columns
+            )
+            run = on_readable(flat, run)
+            return _tensors(run if flat is dy else _flat(run))
+
+        return bind
+
+
+class GatheredQuantizeGradient(
+    ThroughIndex, QuantizeGradient, name="sm90.gathered_quantize_grad", direction="backward"
+):
+    """`sm90.quantize_grad` with ``dy[index[r]]`` in place of ``dy[r]``."""
+
+    gathers = "grad_output"
+
+
+class QuantizeWeights(OnSm90, FusionRule, name="sm90.quantize_weight", direction="forward"):
+    """Codes and scales of a layer's weight, in the forms that are read, cached until the weight changes."""
+
+    quantize: QuantizeWeight
+
+    def supports(self) -> None:
+        _check_format(self.quantize.run.quantizer, WEIGHTS)
+
+    def offer(self, ctx: PlanContext) -> Step:
+        out_features, in_features = ctx.spec("quantize.weight").shape[-2:]
+        _check(ctx, "quantize.weight", in_features=in_features, out_features=out_features)
+        return Step(
+            needs=("quantize.weight",), gives=(), keeps=("quantize.output:rows", "quantize.output:columns"), launches=1
+        )
+
+    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
+        cached, training = self.quantize.run, ctx.training
+        format = cached.quantizer.format
+        axes = tuple(-1 if name.endswith(":rows") else -2 for name in keep)
+
+        def bind(weight: Tensor) -> Run:
+            if not weight.numel():
+                raise NothingToDo("an empty weight")
+            guard_matrix("the weight", weight, transposed=True)
+            kernel = functions.bind_quantize_weight(weight, fp8_of(format), rows=-1 in axes, columns=-2 in axes)
+
+            def forms(weight: Tensor) -> list[QuantizedTensor]:
+                each = zip(axes, kernel(weight), strict=True)
+                return [QuantizedTensor(*form, format, axis, tuple(weight.shape), weight.dtype) for axis, form in each]
+
+            def run(weight: Tensor) -> tuple[Tensor, ...]:
+                found = cached(weight, axes=axes, training=training, by=(self.name, forms))
+                return tuple(t for form in (found if isinstance(found, tuple) else (found,)) for t in form.tensors())
+
+            return run
+
+        return bind

@@ -1,0 +1,27 @@
+"""FP8 formats, as the kernels that write codes take them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["Fp8"]
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """The codes of blocks with fp32 scales; `fusedmoe.formats.ScaleRule` has the rules for the scales.
+
+    Attributes
+    ----------
+    element : "e4m3" or "e5m2"
+        Type of the codes.
+    power_of_two : bool
+        Scales by the rule POWER_OF_TWO, not FP32.
+    amax_epsilon : float
+        Lower bound on the largest magnitude of a block.
+    """
+
+    element: Literal["e4m3", "e5m2"] = "e4m3"
+    power_of_two: bool = True
+    amax_epsilon: float = 0.0
