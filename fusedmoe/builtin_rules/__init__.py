@@ -11,6 +11,8 @@ from fusedmoe.builtin_rules.sm90.dispatch import (
     DispatchRule,
     DispatchWeightGradRule,
 )
+from fusedmoe.builtin_rules.sm90.fp8_grouped_gemm import Fp8GroupedDgrad, Fp8GroupedGemm
+from fusedmoe.builtin_rules.sm90.fp8_grouped_gemm_activation import Fp8GroupedGemmActivation
 from fusedmoe.builtin_rules.sm90.grouped_dgrad import GatheredDgrad, GroupedDgrad
 from fusedmoe.builtin_rules.sm90.grouped_dgrad_activation import GatheredDgradActivation, GroupedDgradActivation
 from fusedmoe.builtin_rules.sm90.grouped_gemm import GatheredGemm, GroupedGemm
@@ -69,4 +71,7 @@ BUILTIN: tuple[type[FusionRule], ...] = (
     QuantizeWeights,
     GatheredQuantizeRows,
     GatheredQuantizeGradient,
+    Fp8GroupedGemm,
+    Fp8GroupedGemmActivation,
+    Fp8GroupedDgrad,
 )

@@ -228,6 +228,9 @@ class DirectionSearch:
             )
             return
         for m in found:
+            formats = self._formats(start, m.end)
+            if rule.quantized_only and not formats:
+                continue
             bound = rule(m.bindings)
             ctx = self._ctx(bound, m.bindings, start, m.end)
             if rule.gathers and ctx._resolve(rule.gathers) not in self.search.gathered:
@@ -238,8 +241,7 @@ class DirectionSearch:
                 continue
             matched, shared = sum(b is not None for b in m.bindings.values()), range(start, m.end)
             attempt = partial(Attempt, rule.name, self.direction, start, m.end, matched, shared)
-            no_kernel = None if rule.takes_quantized else self._quantized_operands(start, m.end)
-            if no_kernel := no_kernel or _unsupported(bound):
+            if no_kernel := _unsupported(bound, ctx, formats):
                 # reported even if the rule is unavailable: no device has the kernel
                 self.attempts.append(
                     attempt(Status.CONSTRAINT, no_kernel, on_this_device=here, exemption=Exemption.QUANTIZED)
@@ -259,11 +261,10 @@ class DirectionSearch:
                 raise RuleError(f"{self.where(bound, start, m.end)}: offer() returned {step!r}: expected a Step")
             self.candidates.append(self._candidate(bound, step, ctx, start, m.end))
 
-    def _quantized_operands(self, start: int, end: int) -> str | None:
-        """Return why a rule for unquantized operands declines these places; None if it need not."""
+    def _formats(self, start: int, end: int) -> list[str]:
+        """Return the formats of the quantized operands of these places."""
         needed = [self.search.specs.get(value) for place in self.places[start:end] for value in place.step.needs]
-        formats = {str(spec.format) for spec in needed if isinstance(spec, QuantizedSpec)}
-        return f"no fused kernel for {' and '.join(sorted(formats))} operands yet" if formats else None
+        return sorted({str(spec.format) for spec in needed if isinstance(spec, QuantizedSpec)})
 
     def _ctx(self, rule: FusionRule, bindings: Mapping[str, object], start: int, end: int) -> PlanContext:
         bound = [slot for slot, item in bindings.items() if item is not None]
@@ -335,10 +336,14 @@ class DirectionSearch:
         return {self.conversions.get(v, v) for v in values}
 
 
-def _unsupported(rule: FusionRule) -> str | None:
-    """Return why no device has a kernel for the formats that the rule's ops quantize to; None if one has."""
+def _unsupported(rule: FusionRule, ctx: PlanContext, formats: Sequence[str]) -> str | None:
+    """Return why the rule has no kernel for these formats of operands, or for those that its ops quantize to; None if
+    it has one.
+    """
+    if formats and not (rule.takes_quantized or rule.quantized_only):
+        return f"takes no {' and '.join(formats)} operands"
     try:
-        answer: object = rule.supports()  # type: ignore[func-returns-value]
+        answer: object = rule.supports(ctx)  # type: ignore[func-returns-value]
     except Declined as why:
         return str(why)
     expect_none(rule.name, "supports", answer)

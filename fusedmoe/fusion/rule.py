@@ -216,6 +216,8 @@ class FusionRule:
         The qualified name of the class, and the number of earlier classes of that name in this process.
     takes_quantized : bool
         Whether the step takes quantized operands. A match with such operands ends in CONSTRAINT otherwise.
+    quantized_only : bool
+        Whether the step takes quantized operands only: the pattern matches nothing without such operands.
     gathers : str
         The rows that the step reads through their index, named as in `Step`: the pattern matches only where these are
         rows of another value, as `fusedmoe.ops.op.Op.gathers` says. Empty for a step that reads all rows in order.
@@ -226,6 +228,7 @@ class FusionRule:
     slots: ClassVar[tuple[Slot, ...]]
     identity: ClassVar[tuple[str, int]]
     takes_quantized: ClassVar[bool] = False
+    quantized_only: ClassVar[bool] = False
     gathers: ClassVar[str] = ""
 
     def __init_subclass__(cls, *, name: str, direction: Direction, **kwargs: Any) -> None:
@@ -255,9 +258,9 @@ class FusionRule:
         plan of ``explain(..., arch=90)`` assumes that the requirement is met, and lists it.
         """
 
-    def supports(self) -> None:
-        """Decline through `require` if no device has a kernel for the formats that the bound ops quantize to
-        (CONSTRAINT). This is reported even if the rule is unavailable, and is no miss under ``fm.strict()``.
+    def supports(self, ctx: PlanContext) -> None:
+        """Decline through `require` if the rule has no kernel, on any device, for the formats of quantized operands and
+        results (CONSTRAINT). This is reported even if the rule is unavailable, and is no miss under ``fm.strict()``.
         """
 
     def offer(self, ctx: PlanContext) -> Step:

@@ -7,7 +7,7 @@ blocks, in one launch, cached until the weight changes.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from fusedmoe.builtin_rules.sm90.backend import (
     OnSm90,
@@ -19,9 +19,9 @@ from fusedmoe.builtin_rules.sm90.backend import (
     guard_matrix,
     on_readable,
 )
-from fusedmoe.formats import E4M3, QuantizedTensor, ScaleRule
+from fusedmoe.builtin_rules.sm90.fp8 import ROWS, WEIGHTS, check_blocks, fp8_of
+from fusedmoe.formats import QuantizedTensor
 from fusedmoe.fusion.rule import Bind, FusionRule, NothingToDo, PlanContext, Step, require
-from fusedmoe.kernels.fp8 import Fp8
 from fusedmoe.kernels.sm90 import functions, limits
 from fusedmoe.ops.glue import QuantizeWeight
 from fusedmoe.ops.quantize import Quantize, QuantizeGrad
@@ -29,17 +29,13 @@ from fusedmoe.ops.quantize import Quantize, QuantizeGrad
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fusedmoe.formats import Format, Quantizer
-
-ROWS = (1, 128)
-WEIGHTS = (128, 128)
+    from fusedmoe.formats import Quantizer
 
 
 def _check_format(quantizer: Quantizer | None, block: tuple[int, int]) -> None:
     """Decline a quantizer that no kernel has."""
     assert quantizer is not None, "otherwise there is no step"
-    format = quantizer.format
-    decline(limits.why_not_fp8_blocks(format, format.block, block, format.element.name, format.rule.value))
+    check_blocks(quantizer.format, block)
     require(not quantizer.hadamard, "no kernel rotates rows before it quantizes them yet: expected hadamard=False")
 
 
@@ -48,12 +44,6 @@ def _check(ctx: PlanContext, value: str, **widths: int) -> None:
     decline(limits.why_not_dtypes({value.rpartition(".")[2]: ctx.dtype(value)}))
     for name, width in widths.items():
         decline(limits.why_not_width_of_codes(name, width))
-
-
-def fp8_of(format: Format) -> Fp8:
-    """Return the kernels' description of a format that `limits.why_not_fp8_blocks` accepts."""
-    element: Literal["e4m3", "e5m2"] = "e4m3" if format.element is E4M3 else "e5m2"
-    return Fp8(element, format.rule is ScaleRule.POWER_OF_TWO, format.amax_epsilon)
 
 
 def _flat(run: Run) -> Run:
@@ -71,7 +61,7 @@ class QuantizeRows(OnSm90, FusionRule, name="sm90.quantize", direction="forward"
 
     quantize: Quantize
 
-    def supports(self) -> None:
+    def supports(self, ctx: PlanContext) -> None:
         _check_format(self.quantize.quantizer, ROWS)
 
     def offer(self, ctx: PlanContext) -> Step:
@@ -109,7 +99,7 @@ class QuantizeGradient(OnSm90, FusionRule, name="sm90.quantize_grad", direction=
 
     quantize: QuantizeGrad
 
-    def supports(self) -> None:
+    def supports(self, ctx: PlanContext) -> None:
         _check_format(self.quantize.quantizes, ROWS)
 
     def offer(self, ctx: PlanContext) -> Step:
@@ -148,7 +138,7 @@ class QuantizeWeights(OnSm90, FusionRule, name="sm90.quantize_weight", direction
 
     quantize: QuantizeWeight
 
-    def supports(self) -> None:
+    def supports(self, ctx: PlanContext) -> None:
         _check_format(self.quantize.run.quantizer, WEIGHTS)
 
     def offer(self, ctx: PlanContext) -> Step:

@@ -1,19 +1,20 @@
-"""Products of FP8 codes whose blocks have scales: the scales' way to the math warps, and the mainloop.
+"""Products of FP8 codes whose blocks have scales: the loads of the scales, the mainloop, and the stores.
 
     acc[r, n] = sum over blocks b of K of (sum over k in b of a[r, k] * b[n, k]) * a_scale[r, b] * b_scale[n, b]
 
 A block has 128 elements of K: one stage. Tensor cores add FP8 products with about 14 bits, so they sum only one block.
 The math warps scale each of these sums, and add it to accumulators in fp32 registers (*promotion*).
 
-**Scales.** The scales of A are (R, K / 128), one per row, stored with unit stride along rows. The scales of a weight are
-(E, N / 128, K / 128), one per 128 x 128 elements, stored with unit stride along N. So TMA brings those of a tile with each
-stage. The first element of a box must be at a multiple of 16 bytes, or an H200 stops at an "illegal instruction". So a box
-begins up to three scales early: boxes of 132 scales for 128 rows, and a box of 32 scales of the weight, of which a tile
-needs one or two.
+**Scales.** The scales of A are (R, K / 128), one per row, stored with unit stride along rows. The scales of a weight
+are (E, N / 128, K / 128), one per 128 x 128 elements, stored with unit stride along N. So TMA loads those of a tile
+with each stage. The first element of a box must be at a multiple of 16 bytes: otherwise, an H200 stops at an "illegal
+instruction". So a box begins up to three scales early: boxes of 132 scales for 128 rows, and a box of 32 scales of the
+weight, of which a tile needs one or two.
 
-**Turns.** A *wave* is 64 rows and 128 columns of a warpgroup: 64 registers beside the accumulators. Both warpgroups share
-a tile. If they ran freely, they would multiply at the same time and promote at the same time, and the tensor cores would
-idle meanwhile. So they take turns: a warpgroup passes the tensor cores on when half of the products of its wave are done.
+**Turns.** A *wave* is 64 rows and 128 columns of a warpgroup: 64 registers beside the accumulators. Both warpgroups
+share a tile. If they ran freely, they would multiply at the same time and promote at the same time, and the tensor
+cores would idle meanwhile. So they take turns: a warpgroup passes the tensor cores on when half of the products of its
+wave are done.
 
 On an H200, in TFLOP/s of a product of 262,144 x 2,048 x 1,536 with 128 experts: 1,049 without turns, 1,156 with turns
 passed after half of a wave, 1,010 after a whole one; scales loaded by the math warps instead of TMA cost 9%.
@@ -59,6 +60,10 @@ class BlockScaled(Gemm):
 
     @property
     def takes_turns(self) -> bool:
+        return True
+
+    @property
+    def rounds(self) -> bool:
         return True
 
     @property
@@ -140,7 +145,10 @@ class BlockScaled(Gemm):
 
     def store_atom(self, t: cute.Tensor, parts: int) -> cute.Tensor:
         """A result as (R, W, parts): rows are stored by threads, not by TMA."""
-        return self.in_parts(t, parts)  # type: ignore[attr-defined]
+        width = cute.assume(t.shape[1] // parts, divby=128 // self.box_element.width)
+        return cute.make_tensor(
+            t.iterator, cute.make_layout((t.shape[0], width, parts), stride=(t.stride[0], 1, width))
+        )
 
     @cute.jit
     def store(self, box, block, count: cutlass.Constexpr[int], to):

@@ -16,20 +16,30 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fusedmoe.kernels import compiler
+from fusedmoe.kernels.fp8 import Fp8
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
 from fusedmoe.kernels.sm90.choice import Family, Problem, choose
 from fusedmoe.kernels.sm90.config import ALIGNMENT_BYTES, SCALE_PITCH
-from fusedmoe.kernels.sm90.launch import placeholders, scheduling, sms_for, tile_counter
+from fusedmoe.kernels.sm90.launch import (
+    CompiledIn,
+    compiled_in,
+    constants,
+    placeholders,
+    scheduling,
+    sms_for,
+    tile_counter,
+)
+from fusedmoe.kernels.sm90.quantize_functions import CODES, scale_like
 
 if TYPE_CHECKING:
     from fusedmoe.kernels.activation import Activation
+    from fusedmoe.kernels.options import Schedule
     from fusedmoe.kernels.sm90.config import TileConfig
 
 NAMES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
@@ -48,8 +58,8 @@ def block_scaled_gemm(
 ) -> Tensor:
     """``y[r] = (x[r] @ weight[e].T + bias[e]) * row_scale[r]`` for each row r of expert e: (R, N) bf16 of x (R, K).
 
-    ``bias`` (E, N) is bf16, ``row_scale`` (R,) fp32, bf16 or fp16. Rows after ``offsets[-1]`` are not read, and are zeros
-    in the result.
+    ``bias`` (E, N) is bf16, ``row_scale`` (R,) fp32, bf16 or fp16. Rows after ``offsets[-1]`` are not read, and are
+    zeros in the result.
     """
     run = bind_block_scaled_gemm(x, weight, bias, row_scale, options)
     return run(x, x_scale, weight, weight_scale, bias, offsets, row_scale)
@@ -60,7 +70,7 @@ def bind_block_scaled_gemm(
 ) -> Callable[..., Tensor]:
     """Return `block_scaled_gemm` of ``(x, x_scale, weight, weight_scale, bias, offsets, row_scale)``."""
     rows, columns = x.shape[0], weight.shape[1]
-    launch = _ragged_m("fp8_plain", x, weight, options, scaled=row_scale is not None)
+    launch = _ragged_m("fp8_plain", x, weight, options)
 
     def run(
         x: Tensor,
@@ -71,10 +81,87 @@ def bind_block_scaled_gemm(
         offsets: Tensor,
         row_scale: Tensor | None,
     ) -> Tensor:
-        y = torch.empty(rows, columns, dtype=torch.bfloat16, device=launch.device)
-        if rows:
-            launch(x, x_scale, weight, weight_scale, offsets, bias, row_scale, y)
+        y = x.new_empty(rows, columns, dtype=torch.bfloat16)
+        launch(x, x_scale, weight, weight_scale, offsets, bias, row_scale, y)
         return y
+
+    return run
+
+
+def block_scaled_gemm_activation(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    offsets: Tensor,
+    activation: Activation,
+    *,
+    bias: Tensor | None = None,
+    row_scale: Tensor | None = None,
+    keep_preactivation: bool = True,
+    quantized: Fp8 | None = None,
+    options: KernelOptions = DEFAULT,
+) -> tuple[Tensor, ...]:
+    """``p[r] = x[r] @ weight[e].T + bias[e]``, ``y[r] = activation(p[r]) * row_scale[r]``.
+
+    p is rounded to bf16 before the activation. y is rounded to bf16 and, with ``quantized``, then quantized by rows.
+
+    Parameters
+    ----------
+    weight
+        (E, N, K). For a gated activation, the rows of gate come before those of up, and half of N is a multiple of 128.
+    keep_preactivation
+        Return p too.
+    quantized
+        Element and scales of y; None for y in bf16.
+
+    Returns
+    -------
+    tuple of Tensor
+        y (R, I), or its codes (R, I) and its scale (R, I / 128) with unit stride along R; then p (R, N) if it is kept.
+    """
+    run = bind_block_scaled_gemm_activation(
+        x, weight, bias, row_scale, activation, keep_preactivation, quantized, options
+    )
+    return run(x, x_scale, weight, weight_scale, bias, offsets, row_scale)
+
+
+def bind_block_scaled_gemm_activation(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    row_scale: Tensor | None,
+    activation: Activation,
+    keep_preactivation: bool,
+    quantized: Fp8 | None,
+    options: KernelOptions,
+) -> Callable[..., tuple[Tensor, ...]]:
+    """Return `block_scaled_gemm_activation` of ``(x, x_scale, weight, weight_scale, bias, offsets, row_scale)``."""
+    rows, columns = x.shape[0], weight.shape[1]
+    features = columns // 2 if activation.gated else columns
+    launch = _ragged_m(
+        "fp8_activation", x, weight, options, compiled_in(activation), keep=keep_preactivation, quantized=quantized
+    )._replace(numbers=constants(activation))
+
+    def run(
+        x: Tensor,
+        x_scale: Tensor,
+        weight: Tensor,
+        weight_scale: Tensor,
+        bias: Tensor | None,
+        offsets: Tensor,
+        row_scale: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        p = (x.new_empty(rows, columns, dtype=torch.bfloat16),) if keep_preactivation else ()
+        if quantized is None:
+            y: tuple[Tensor, ...] = (x.new_empty(rows, features, dtype=torch.bfloat16),)
+            written = y
+        else:
+            codes = x.new_empty(rows, features, dtype=torch.uint8)
+            scale = scale_like(x, rows, features)
+            y, written = (codes.view(CODES[quantized.element]), scale), (codes.view(torch.bfloat16), scale)
+        launch(x, x_scale, weight, weight_scale, offsets, bias, row_scale, *p, *written)
+        return (*y, *p)
 
     return run
 
@@ -95,15 +182,14 @@ def has_strides(scale: Tensor) -> bool:
     return across == 1 and along % SCALE_PITCH == 0 and dense and scale.data_ptr() % ALIGNMENT_BYTES == 0
 
 
-@dataclass(frozen=True)
-class _Launch:
+class _Launch(NamedTuple):
     """A ragged M kernel with the numbers of its launches."""
 
     kernel: Callable[..., Any]
     device: torch.device
-    options: KernelOptions
-    numbers: tuple[float, ...]  # constants of the activation
+    schedule: Schedule
     scheduling: tuple[int, int]
+    numbers: tuple[float, float, float] = (0.0, 1.0, 0.0)  # constants of the activation
 
     def __call__(
         self,
@@ -117,7 +203,7 @@ class _Launch:
         *tensors: Tensor,
     ) -> None:
         no_bias, no_scale = placeholders(self.device, torch.bfloat16)
-        counter, dynamic = tile_counter(self.device, self.options.schedule)
+        counter, dynamic = tile_counter(self.device, self.schedule)
         self.kernel(
             a.view(torch.uint8), b.view(torch.uint8), offsets, no_bias if bias is None else bias,
             no_scale if row_scale is None else row_scale.float(), counter, *self.numbers, bias is not None,
@@ -126,11 +212,18 @@ class _Launch:
 
 
 def _ragged_m(
-    family: Family, a: Tensor, b: Tensor, options: KernelOptions, activation: Activation | None = None, **outputs: bool
+    family: Family,
+    a: Tensor,
+    b: Tensor,
+    options: KernelOptions,
+    activation: CompiledIn | None = None,
+    *,
+    keep: bool = False,
+    quantized: Fp8 | None = None,
 ) -> _Launch:
-    return _ragged_m_launch(
-        choose, family, a.device, a.dtype, a.shape[0], tuple(b.shape), options, activation, tuple(outputs.items())
-    )
+    """Return the launch of a ragged M product of operands like these."""
+    key = choose, family, a.device, a.dtype, a.shape[0], tuple(b.shape), options
+    return _ragged_m_launch(*key, activation, keep, quantized)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -142,19 +235,17 @@ def _ragged_m_launch(
     rows: int,
     weight: tuple[int, int, int],
     options: KernelOptions,
-    activation: Activation | None,
-    outputs: tuple[tuple[str, bool], ...],
+    activation: CompiledIn | None,
+    keep: bool,
+    quantized: Fp8 | None,
 ) -> _Launch:
     """Make the launch of a ragged M product; cached, since that takes as long as a launch."""
     experts, columns, depth = weight
     sms = sms_for(device, options)
     problem = Problem(family, rows, experts, columns, depth, sms, dtype.itemsize)
     config = choose(problem)
-    kernel = _kernel(NAMES[dtype], config) if rows else _no_kernel
-    limit, alpha, offset = 0.0, 1.0, 0.0
-    if activation is not None:
-        limit, alpha, offset = activation.limit or 0.0, activation.alpha, activation.offset
-    return _Launch(kernel, device, options, (limit, alpha, offset), scheduling(problem, config, sms))
+    kernel = _kernel(NAMES[dtype], config, activation, keep, quantized) if rows else _no_kernel
+    return _Launch(kernel, device, options.schedule, scheduling(problem, config, sms))
 
 
 def _no_kernel(*_: Any) -> None:
@@ -162,8 +253,13 @@ def _no_kernel(*_: Any) -> None:
 
 
 @functools.cache
-def _kernel(dtype: str, config: TileConfig) -> Any:
+def _kernel(dtype: str, config: TileConfig, activation: CompiledIn | None, keep: bool, quantized: Fp8 | None) -> Any:
     from fusedmoe.kernels.sm90 import epilogues  # deferred: imports the CuTe DSL
     from fusedmoe.kernels.sm90.block_scaled import BlockScaledRaggedM
+    from fusedmoe.kernels.sm90.quantized import RowCodes
 
-    return compiler.load(BlockScaledRaggedM(dtype, config, epilogue=epilogues.PLAIN))
+    epilogue = epilogues.PLAIN
+    if activation is not None:
+        codes = None if quantized is None else RowCodes(quantized.element, quantized.power_of_two)
+        epilogue = epilogues.activation(**activation._asdict(), keep=keep, result=codes)
+    return compiler.load(BlockScaledRaggedM(dtype, config, epilogue=epilogue))

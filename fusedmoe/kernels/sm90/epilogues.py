@@ -5,9 +5,11 @@ handles 64 rows and 32 columns of a result: a box, with `gemm.VALUES` values per
 
 An *output* is one result of the kernel. To add one, write a class that states:
 
-- its tensor: `Output.fake` for the compiler, and `Output.parameter` for the device code;
+- its tensors: `Output.fake` for the compiler, and `Output.parameter` for the device code;
 - its shared memory: `Output.boxes`, the boxes that it stores per step;
 - its code: `Output.stores`, and `Output.start`, `Output.add`, `Output.finish` if it collects values over the steps.
+
+quantized.py has the outputs in FP8.
 """
 
 from __future__ import annotations
@@ -175,11 +177,15 @@ class Forward(Formula):
                 at = block.base + (2 * j + half) * VALUES
             part, box_column = self.box_of(half, column)
             parts.append(self.add_bias([block.acc[at + v] for v in range(VALUES)], block, env, box_column, part))
-        gates, ups, columns = parts[0], parts[-1], None
+        if kernel.rounds:
+            parts = [kernel.packed(part) for part in parts]
+        gates, ups = ([part[v].to(Float32) for v in range(VALUES)] for part in (parts[0], parts[-1]))
+        columns = None
         if self.interleaved:
             # (half of the rows, box, group of 8 columns): gate and up are neighbours, and so are their results
             order = [(b, 4 * q + 2 * h) for b in range(2) for q in range(4) for h in range(2)]
-            gates, ups = [parts[b][v] for b, v in order], [parts[b][v + 1] for b, v in order]
+            rounded = [gates, ups]
+            gates, ups = [rounded[b][v] for b, v in order], [rounded[b][v + 1] for b, v in order]
             columns = [b * 16 + v + block.lane % 4 - v % 4 for b, v in order]
         if self.halves == 1:
             return Values([formulas.squared_relu(g) for g in gates], parts)
@@ -271,22 +277,35 @@ def pair_place(v: int) -> int:
 class Output:
     """A matrix (R, columns of the result) that is stored in boxes."""
 
-    suffix: ClassVar[str] = ""  # of the kernel's symbol
+    tensors: ClassVar[int] = 1  # arguments of the kernel
+
+    @property
+    def suffix(self) -> str:
+        """Part of the kernel's symbol."""
+        return ""
 
     def boxes(self, formula: Formula) -> int:
         """Boxes that a step stores."""
         return 1
 
-    def fake(self, kernel: Any, rows: Any) -> Any:
-        """A tensor for the compiler."""
-        return kernel.fake_matrix(rows, kernel.box_element)
+    def boxes_of(self, formula: Formula, steps: int) -> int:
+        """Boxes that all steps of a block of 64 rows store."""
+        return steps * self.boxes(formula)
 
-    def parameter(self, kernel: Any, tensor: cute.Tensor) -> Any:
-        """Turn the tensor into the parameter of the device code."""
+    def fake(self, kernel: Any, rows: Any) -> list[Any]:
+        """The tensors, for the compiler."""
+        return [kernel.fake_matrix(rows, kernel.box_element)]
+
+    def parameter(self, kernel: Any, *tensors: cute.Tensor) -> Any:
+        """Turn the tensors into the parameter of the device code."""
         formula = kernel.epilogue.formula
-        return kernel.store_atom(tensor, min(self.boxes(formula), formula.parts))
+        return kernel.store_atom(*tensors, min(self.boxes(formula), formula.parts))
 
-    def stores(self, kernel: Any, block: Block, values: Values, column: Any) -> Any:
+    def target(self, parameter: Any) -> Any:
+        """The part of the parameter that boxes are stored to."""
+        return parameter
+
+    def stores(self, kernel: Any, block: Block, values: Values, column: Any, parameter: Any, state: Any) -> Any:
         """Yield the boxes of a step, in the order in which they are stored."""
         raise NotImplementedError
 
@@ -306,7 +325,7 @@ class Output:
 class Result(Output):
     """``result * row_scale``, of a formula with or without an activation."""
 
-    def stores(self, kernel, block, values, column):
+    def stores(self, kernel, block, values, column, parameter, state):
         if values.columns is None:
             scaled = [value * block.scales[v // 2 % 2] for v, value in enumerate(values.result)]
             yield Box(scaled, 0, column)
@@ -319,12 +338,14 @@ class Result(Output):
 class Preactivation(Output):
     """The preactivation ``acc + bias``, kept for backward."""
 
-    suffix = "_keep"
+    @property
+    def suffix(self) -> str:
+        return "_keep"
 
     def boxes(self, formula: Formula) -> int:
         return formula.halves
 
-    def stores(self, kernel, block, values, column):
+    def stores(self, kernel, block, values, column, parameter, state):
         for half, part in enumerate(values.parts):
             yield Box(part, *kernel.epilogue.formula.box_of(half, column))
 
@@ -336,7 +357,7 @@ class Gradient(Output):
     def boxes(self, formula: Formula) -> int:
         return formula.halves
 
-    def stores(self, kernel, block, values, column):
+    def stores(self, kernel, block, values, column, parameter, state):
         formula = kernel.epilogue.formula
         for half, part in enumerate(values.parts):
             if formula.interleaved:
@@ -353,9 +374,11 @@ class Gradient(Output):
 class Recomputed(Output):
     """``act(p) * row_scale``, recomputed for the next layer's weight gradient."""
 
-    suffix = "_keep"
+    @property
+    def suffix(self) -> str:
+        return "_keep"
 
-    def stores(self, kernel, block, values, column):
+    def stores(self, kernel, block, values, column, parameter, state):
         yield Box(values.result, 0, column)
 
 
@@ -367,10 +390,10 @@ class RowScaleGradient(Output):
         return 0
 
     def fake(self, kernel, rows):
-        return cute.runtime.make_fake_tensor(Float32, (cute.sym_int(), rows), (cute.sym_int(), 1))
+        return [cute.runtime.make_fake_tensor(Float32, (cute.sym_int(), rows), (cute.sym_int(), 1))]
 
-    def parameter(self, kernel, tensor):
-        return tensor
+    def parameter(self, kernel, *tensors):
+        return tensors[0]
 
     def start(self):
         return [Float32(0.0), Float32(0.0)]
@@ -380,7 +403,7 @@ class RowScaleGradient(Output):
             state[v // 2 % 2] = state[v // 2 % 2] + term
         return state
 
-    def stores(self, kernel, block, values, column):
+    def stores(self, kernel, block, values, column, parameter, state):
         return ()
 
     @cute.jit
@@ -417,10 +440,9 @@ class Epilogue:
         suffixes = "".join(output.suffix for output in self.outputs)
         return self.formula.name + suffixes + ("_fp32" if self.fp32 else "")
 
-    @property
-    def boxes(self) -> int:
-        """Boxes that a step stores."""
-        return sum(output.boxes(self.formula) for output in self.outputs)
+    def boxes_of(self, steps: int) -> int:
+        """Boxes that all steps of a block of 64 rows store."""
+        return sum(output.boxes_of(self.formula, steps) for output in self.outputs)
 
 
 PLAIN = Epilogue(Formula(), (Result(),))
@@ -429,10 +451,14 @@ PLAIN_FP32 = Epilogue(Formula(), (Result(),), fp32=True)
 """The same, unrounded."""
 
 
-def activation(kind: str, *, clamped: bool = False, interleaved: bool = False, keep: bool = False) -> Epilogue:
-    """``act(acc + bias) * row_scale``; with ``keep`` also the preactivation ``acc + bias``."""
+def activation(
+    kind: str, *, clamped: bool = False, interleaved: bool = False, keep: bool = False, result: Output | None = None
+) -> Epilogue:
+    """``act(acc + bias) * row_scale``, as a `Result` or another output; with ``keep`` also the preactivation
+    ``acc + bias``.
+    """
     kept = (Preactivation(),) if keep else ()
-    return Epilogue(Forward(kind, clamped, interleaved), (*kept, Result()))
+    return Epilogue(Forward(kind, clamped, interleaved), (*kept, result or Result()))
 
 
 def derivative(

@@ -20,7 +20,6 @@ does no look-ups.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -32,7 +31,16 @@ from fusedmoe.kernels import compiler
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
 from fusedmoe.kernels.sm90 import limits
 from fusedmoe.kernels.sm90.choice import WGRADS, Family, Problem, choose
-from fusedmoe.kernels.sm90.launch import placeholders, scheduling, sms_for, tile_counter, tile_counters
+from fusedmoe.kernels.sm90.launch import (
+    CompiledIn,
+    compiled_in,
+    constants,
+    placeholders,
+    scheduling,
+    sms_for,
+    tile_counter,
+    tile_counters,
+)
 from fusedmoe.kernels.sm90.quantize_functions import bind_quantize_rows, bind_quantize_weight
 from fusedmoe.kernels.sm90.row_functions import (
     NAMES,
@@ -504,13 +512,10 @@ def _ragged_m_launch(key: _RaggedMKey) -> _RaggedMLaunch:
     config = key.choose(problem)
     scaled, derivative = key.scale is not None, key.family == "derivative"
     kernel = _ragged_m_kernel(
-        dtype=NAMES[key.dtype], b_major=key.b_major, derivative=derivative, activation=_compiled_in(activation),
+        dtype=NAMES[key.dtype], b_major=key.b_major, derivative=derivative, activation=compiled_in(activation),
         keep=key.keep, scaled=derivative and scaled, config=config, gather=key.gathered,
     )  # fmt: skip
-    limit, alpha, offset = 0.0, 1.0, 0.0
-    if activation is not None:
-        limit, alpha, offset = activation.limit or 0.0, activation.alpha, activation.offset
-    numbers = (limit, alpha, offset, key.biased, scaled, *scheduling(problem, config, sms))
+    numbers = (*constants(activation), key.biased, scaled, *scheduling(problem, config, sms))
     no_bias, no_scale = placeholders(key.device, key.dtype)
     return _RaggedMLaunch(
         kernel, key.device, key.options.schedule, no_bias, no_scale, numbers,
@@ -557,21 +562,6 @@ def _ragged_k_launch(key: _RaggedKKey) -> _RaggedKLaunch:
     return _RaggedKLaunch(kernel, scheduling(problem, config, sms))
 
 
-class _CompiledIn(NamedTuple):
-    """The parts of an activation that are compiled in."""
-
-    kind: str
-    clamped: bool
-    interleaved: bool
-
-
-def _compiled_in(activation: Activation | None) -> _CompiledIn | None:
-    if activation is None:
-        return None
-    clamped = activation.limit is not None and math.isfinite(activation.limit)
-    return _CompiledIn(activation.kind, activation.gated and clamped, activation.gated and activation.interleaved)
-
-
 def heavy(activation: Activation) -> bool:
     """Whether the derivative's code at the widest tile exceeds an SM's instruction cache, which makes it slow."""
     return activation.kind.startswith("geglu")
@@ -583,7 +573,7 @@ def _ragged_m_kernel(
     dtype: str,
     b_major: str,
     derivative: bool,
-    activation: _CompiledIn | None,
+    activation: CompiledIn | None,
     keep: bool,
     scaled: bool,
     config: TileConfig,

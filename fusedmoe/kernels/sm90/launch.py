@@ -1,9 +1,10 @@
-"""Common arguments of the launches of grouped products: the schedule, its tile counter, and placeholders."""
+"""Common arguments of the launches of grouped products: activation, schedule, tile counter, and placeholders."""
 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,8 +12,32 @@ from torch import Tensor
 from fusedmoe.kernels.sm90.choice import Problem, band
 
 if TYPE_CHECKING:
+    from fusedmoe.kernels.activation import Activation
     from fusedmoe.kernels.options import KernelOptions, Schedule
     from fusedmoe.kernels.sm90.config import TileConfig
+
+
+class CompiledIn(NamedTuple):
+    """The parts of an activation that are compiled in."""
+
+    kind: str
+    clamped: bool
+    interleaved: bool
+
+
+def compiled_in(activation: Activation | None) -> CompiledIn | None:
+    """Return the parts of an activation that are compiled in."""
+    if activation is None:
+        return None
+    clamped = activation.limit is not None and math.isfinite(activation.limit)
+    return CompiledIn(activation.kind, activation.gated and clamped, activation.gated and activation.interleaved)
+
+
+def constants(activation: Activation | None) -> tuple[float, float, float]:
+    """Return the constants of an activation, which are run-time numbers: limit, alpha and offset."""
+    if activation is None:
+        return 0.0, 1.0, 0.0
+    return activation.limit or 0.0, activation.alpha, activation.offset
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fusedmoe.kernels.sm90.config import ALIGNMENT_BYTES, ELEMENT_BYTES
+from fusedmoe.kernels.sm90.config import ALIGNMENT_BYTES, ELEMENT_BYTES, SCALE_BLOCK
 
 DTYPES = ("torch.bfloat16", "torch.float16")
 ROW_SCALE_DTYPES = ("torch.float32", *DTYPES)
@@ -97,6 +97,11 @@ def why_not_fp8_blocks(
 def why_not_width_of_codes(name: str, features: int) -> str | None:
     """A number of features is a multiple of 16, which are 16 bytes of FP8 codes."""
     return None if features % ALIGNMENT_BYTES == 0 else f"{name} {features} is not a multiple of {ALIGNMENT_BYTES}"
+
+
+def why_not_blocks(name: str, features: int) -> str | None:
+    """A number of features is a multiple of 128, so that blocks of gate and of up do not overlap."""
+    return None if features % SCALE_BLOCK == 0 else f"{name} {features} is not a multiple of {SCALE_BLOCK}"
 
 
 def why_not_width(name: str, features: int) -> str | None:

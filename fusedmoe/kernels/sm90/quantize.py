@@ -29,11 +29,19 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int16, Int32, Int64, const_expr
-from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import CacheEvictionPriority
-from cutlass.cutlass_dsl import T, dsl_user_op
 from cutlass.memory import SmemAllocator
 
+from fusedmoe.kernels.sm90.codes import (
+    CODES,
+    FINITE_BIAS,
+    NEGATIVES,
+    biased_magnitudes,
+    encode_and_scale,
+    fp32_pair,
+    max_of_pairs,
+    value_of_bits,
+)
 from fusedmoe.kernels.sm90.warps import ELEMENTS, LANES, VECTOR, WarpKernel, fake_matrix, fake_vector, inclusive_sum
 
 BLOCK = 128  # values per block, rows per tile and columns per tile
@@ -48,52 +56,6 @@ WORDS = VECTOR // 2  # pairs of values per load
 CHUNK = 8  # codes: those of a strip and a column
 UNIT = 16  # codes that a thread stores at once
 EXPERTS_PER_LANE = 4
-
-CODES = {"e4m3": cutlass.Float8E4M3FN, "e5m2": cutlass.Float8E5M2}
-MOST = {"e4m3": 448.0, "e5m2": 57344.0}  # both are 1.75 * 2**exponent
-MOST_EXPONENT = {"e4m3": 8, "e5m2": 15}
-MANTISSA = 0x7FFFFF
-MANTISSA_OF_MOST = 0x600000
-FLT_MAX = 3.4028234663852886e38
-FINITE_BIAS = {"bf16": 0x80, "fp16": 0x400}  # 2**15 less the bits of infinity
-MAGNITUDES = 0x7FFF7FFF  # of a pair
-NEGATIVES = -0x7FFF8000  # the signs of a pair
-
-
-# ------------------------------------------------------------------------------------------------------- arithmetic
-
-
-@dsl_user_op
-def max_of_pairs(a: Int32, b: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
-    """The larger of each of two signed 16-bit integers."""
-    operands = [v.ir_value(loc=loc, ip=ip) for v in (Int32(a), Int32(b))]
-    return Int32(llvm.inline_asm(T.i32(), operands, "max.s16x2 $0, $1, $2;", "=r,r,r", loc=loc, ip=ip))
-
-
-@cute.jit
-def biased_magnitudes(word, bias: cutlass.Constexpr[int]):
-    """The magnitudes of a pair of values as integers that order them, ``bias`` for zero, negative if not finite."""
-    return (word & MAGNITUDES) + (bias << 16 | bias)
-
-
-@cute.jit
-def value_of_bits(bits, element: cutlass.Constexpr[type]):
-    """The fp32 value of a bf16 or fp16 number, which is given by its bits."""
-    word = cute.make_rmem_tensor((1,), Int32)
-    word[0] = bits
-    return cute.recast_tensor(word, element)[0].to(Float32)
-
-
-@cute.jit
-def fp32_pair(word, element: cutlass.Constexpr[type]):
-    """The fp32 values of a pair of bf16 or fp16 numbers."""
-    if const_expr(element is cutlass.BFloat16):  # in one instruction each
-        return (word << 16).bitcast(Float32), (word & -0x10000).bitcast(Float32)
-    pair = cute.make_rmem_tensor((1,), Int32)
-    pair[0] = word
-    halves = cute.recast_tensor(pair, element)
-    return halves[0].to(Float32), halves[1].to(Float32)
-
 
 # ------------------------------------------------------------------------------------------------------------ tiles
 
@@ -113,23 +75,8 @@ class _Tiles(WarpKernel):
         forms = ("_rows" if self.rows else "") + ("_columns" if self.columns else "")
         return f"{self.dtype}_{self.element}{forms}" + ("" if self.power_of_two else "_fp32_scales")
 
-    @cute.jit
     def encode_and_scale(self, amax, least):
-        """The factor of a block's values, and its scale: see `fusedmoe.formats.scales`."""
-        amax = cute.arch.fmax(amax, least)
-        encode, scale = Float32(1.0), Float32(1.0)
-        if const_expr(self.power_of_two):
-            bits = amax.bitcast(Int32)
-            exponent = MOST_EXPONENT[self.element] + 127 - (bits >> 23)
-            exponent = cutlass.min(exponent - Int32((bits & MANTISSA) > MANTISSA_OF_MOST), 127)
-            if amax > 0.0:
-                encode = ((exponent + 127) << 23).bitcast(Float32)
-                scale = cutlass.max((127 - exponent) << 23, 1 << 22).bitcast(Float32)  # 2**-127 is subnormal
-        else:
-            if amax > 0.0:
-                encode = cutlass.min(Float32(MOST[self.element]) / amax, Float32(FLT_MAX))
-                scale = Float32(1.0) / encode
-        return encode, scale
+        return encode_and_scale(cute.arch.fmax(amax, least), self.element, self.power_of_two)
 
     @cute.jit
     def to_codes(self, values, factors):

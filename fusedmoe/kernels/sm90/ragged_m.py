@@ -146,7 +146,12 @@ class RaggedM(Gemm):
 
     @property
     def boxes_per_block(self) -> int:
-        return self.steps * self.epilogue.boxes
+        return self.epilogue.boxes_of(self.steps)
+
+    @property
+    def rounds(self) -> bool:
+        """Whether an activation is that of the rounded preactivation, so that backward can recompute it."""
+        return False
 
     # -- compile
 
@@ -164,7 +169,7 @@ class RaggedM(Gemm):
         index = [fake(Int32, (rows,), (1,))] if self.gather else []
         scales = self.fake_scales(tokens, experts)
         inputs = [self.fake_matrix(rows, self.value_element)] if self.boxes_read else []
-        outputs = [output.fake(self, rows) for output in self.epilogue.outputs]
+        outputs = [tensor for output in self.epilogue.outputs for tensor in output.fake(self, rows)]
         return cute.compile(
             self, self.fake_matrix(tokens), b, offsets, bias, row_scale, counter, *[Float32(0)] * 3, *[Int32(0)] * 5,
             cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), *scales, *index, *inputs, *outputs,
@@ -228,9 +233,9 @@ class RaggedM(Gemm):
         if const_expr(self.boxes_read > 0):
             view, box = self.in_parts(tensors[0], formula.parts), cute.slice_(layouts.boxes, (None, None, 0))
             inputs = Tma(*cpasync.make_tiled_tma_atom(LOAD, view, box, (BLOCK_ROWS, EPILOGUE_COLUMNS)))
-        outputs = tensors[1 if self.boxes_read else 0 :]
+        results = iter(tensors[1 if self.boxes_read else 0 :])
         parameters = tuple(
-            output.parameter(self, tensor) for output, tensor in zip(self.epilogue.outputs, outputs, strict=True)
+            output.parameter(self, *[next(results) for _ in range(output.tensors)]) for output in self.epilogue.outputs
         )
         self.kernel(
             Loads(whole_a, shared_a, shared_b, gathered, scales), inputs, parameters,
@@ -489,10 +494,11 @@ class RaggedM(Gemm):
             column = block.tile.column * self.steps + j
             values = formula.values(self, block, env, j, column, inputs)
             states = [output.add(state, values) for output, state in zip(outputs, states, strict=True)]
-            for output, parameter in zip(outputs, env.outputs, strict=True):
-                for box in output.stores(self, block, values, column):
-                    self.store(box, block, count, parameter)
-                    if self.boxes_read and count % self.epilogue.boxes == 0:
+            before = count
+            for output, parameter, state in zip(outputs, env.outputs, states, strict=True):
+                for box in output.stores(self, block, values, column, parameter, state):
+                    self.store(box, block, count, output.target(parameter))
+                    if self.boxes_read and count == before:
                         inputs = self.release(block, inputs)
                     count += 1
         for output, parameter, state in zip(outputs, env.outputs, states, strict=True):

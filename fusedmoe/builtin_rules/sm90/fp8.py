@@ -1,0 +1,76 @@
+"""Common parts of the rules for products of FP8 operands with 1x128 blocks of rows and 128x128 blocks of weights."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from fusedmoe.builtin_rules.sm90.backend import OnSm90, Run, decline
+from fusedmoe.formats import E4M3, Format, QuantizedSpec, ScaleRule
+from fusedmoe.fusion.rule import NothingToDo, PlanContext, require
+from fusedmoe.kernels.fp8 import Fp8
+from fusedmoe.kernels.sm90 import limits
+from fusedmoe.kernels.sm90.block_scaled_functions import has_strides, with_strides
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ROWS = (1, 128)
+WEIGHTS = (128, 128)
+
+
+class OnFp8(OnSm90):
+    """Base of a rule whose product multiplies FP8 codes. It precedes `FusionRule` in the bases."""
+
+    quantized_only: ClassVar[bool] = True
+
+
+def check_blocks(format: Format, block: tuple[int, int]) -> None:
+    """Decline a format that no kernel writes or reads."""
+    decline(limits.why_not_fp8_blocks(format, format.block, block, format.element.name, format.rule.value))
+
+
+def check_operands(ctx: PlanContext, rows: str, weight: str, *, gradient: bool = False) -> None:
+    """Decline a product whose operands are not both in FP8: rows in 1x128 blocks, in E4M3 or, for a gradient, E5M2;
+    and a weight in 128x128 blocks, in E4M3. Their values are bf16.
+    """
+    for name, block in ((rows, ROWS), (weight, WEIGHTS)):
+        spec = ctx.spec(name)
+        require(isinstance(spec, QuantizedSpec), "%s is not quantized: expected FP8 operands", name)
+        assert isinstance(spec, QuantizedSpec)
+        check_blocks(spec.format, block)
+        allowed = gradient and name == rows
+        require(spec.format.element is E4M3 or allowed, "%s is %s: expected e4m3", name, spec.format.element)
+
+
+def check_values(ctx: PlanContext, *values: str, **widths: int) -> None:
+    """Decline products of quantized values that are not bf16, and widths that codes cannot have."""
+    for name in values:
+        dtype = ctx.dtype(name)
+        require(str(dtype) == "torch.bfloat16", "%s is %s: products of FP8 operands are bfloat16", name, dtype)
+    for name, width in widths.items():
+        decline(limits.why_not_width_of_codes(name, width))
+
+
+def fp8_of(format: Format) -> Fp8:
+    """Return the kernels' description of a format that `check_blocks` accepts."""
+    element: Literal["e4m3", "e5m2"] = "e4m3" if format.element is E4M3 else "e5m2"
+    return Fp8(element, format.rule is ScaleRule.POWER_OF_TWO, format.amax_epsilon)
+
+
+def guard_codes(*codes: Tensor) -> None:
+    """Decline codes that TMA cannot read. Leave a call without rows to plain PyTorch."""
+    if not codes[0].shape[0]:
+        raise NothingToDo("no rows")
+    for t in codes:
+        pitch = t.stride(-2)
+        readable = t.stride(-1) == 1 and pitch % 16 == 0 and pitch >= t.shape[-1] and t.data_ptr() % 16 == 0
+        require(readable, "codes have strides %s: expected rows of a multiple of 16 bytes", tuple(t.stride()))
+
+
+def on_readable_scales(run: Run, rows: Tensor, weight: Tensor) -> Run:
+    """Return ``run``, whose arguments begin with codes and scales of rows and of a weight. If the kernels cannot read
+    scales like these, as plain PyTorch makes them, return a function that runs it on copies.
+    """
+    if has_strides(rows) and has_strides(weight):
+        return run
+    return lambda a, a_scale, b, b_scale, *others: run(a, with_strides(a_scale), b, with_strides(b_scale), *others)
