@@ -11,6 +11,7 @@ from fusedmoe.builtin_rules.sm90.dispatch import (
     DispatchRule,
     DispatchWeightGradRule,
 )
+from fusedmoe.builtin_rules.sm90.fp8_grouped_dgrad_activation import Fp8GroupedDgradActivation
 from fusedmoe.builtin_rules.sm90.fp8_grouped_gemm import Fp8GroupedDgrad, Fp8GroupedGemm
 from fusedmoe.builtin_rules.sm90.fp8_grouped_gemm_activation import Fp8GroupedGemmActivation
 from fusedmoe.builtin_rules.sm90.grouped_dgrad import GatheredDgrad, GroupedDgrad
@@ -74,4 +75,5 @@ BUILTIN: tuple[type[FusionRule], ...] = (
     Fp8GroupedGemm,
     Fp8GroupedGemmActivation,
     Fp8GroupedDgrad,
+    Fp8GroupedDgradActivation,
 )

@@ -1,5 +1,5 @@
-"""``sm90.fp8_grouped_gemm_activation``: a grouped linear layer with FP8 operands, with the activation, the row scale, and
-the quantization of the result in its epilogue.
+"""``sm90.fp8_grouped_gemm_activation``: a grouped linear layer with FP8 operands, with the activation, the row scale,
+and the quantization of the result in its epilogue.
 """
 
 from __future__ import annotations

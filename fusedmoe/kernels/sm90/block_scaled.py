@@ -170,6 +170,8 @@ class BlockScaled(Gemm):
         else:
             for v in cutlass.range_constexpr(VALUES):
                 boxes[self.row_of(consumer.thread, v), box.columns[v], where] = packed[v]
+        if const_expr(self.boxes_read > 0):  # see `RaggedM.release`
+            cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         vector = 128 // element.width
         lanes = EPILOGUE_COLUMNS // vector  # per row

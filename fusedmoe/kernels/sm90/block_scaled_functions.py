@@ -24,6 +24,7 @@ from torch import Tensor
 from fusedmoe.kernels import compiler
 from fusedmoe.kernels.fp8 import Fp8
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
+from fusedmoe.kernels.sm90 import limits
 from fusedmoe.kernels.sm90.choice import Family, Problem, choose
 from fusedmoe.kernels.sm90.config import ALIGNMENT_BYTES, SCALE_PITCH
 from fusedmoe.kernels.sm90.launch import (
@@ -36,6 +37,7 @@ from fusedmoe.kernels.sm90.launch import (
     tile_counter,
 )
 from fusedmoe.kernels.sm90.quantize_functions import CODES, scale_like
+from fusedmoe.kernels.sm90.row_functions import bind_sum_partials
 
 if TYPE_CHECKING:
     from fusedmoe.kernels.activation import Activation
@@ -166,6 +168,56 @@ def bind_block_scaled_gemm_activation(
     return run
 
 
+def bind_block_scaled_gemm_activation_backward(
+    grad_output: Tensor,
+    weight: Tensor,
+    preactivation: Tensor,
+    row_scale: Tensor | None,
+    activation: Activation,
+    want_output: bool,
+    want_row_scale_grad: bool,
+    options: KernelOptions,
+) -> Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]:
+    """Return the function of ``(grad_output, its scale, weight, its scale, offsets, preactivation, row_scale)`` that
+    `functions.grouped_gemm_activation_backward` is for FP8 operands: ``grad_output`` (R, H), and ``weight`` (E, I, H)
+    by columns. The results are bf16, and the row scale's gradient is fp32.
+    """
+    (rows, features), outputs, device = preactivation.shape, weight.shape[1], preactivation.device
+    unscaled = want_row_scale_grad and row_scale is None
+    scaled = unscaled or row_scale is not None
+    launch = _ragged_m(
+        "fp8_derivative", grad_output, weight, options, compiled_in(activation),
+        derivative=True, scaled=scaled, keep=want_output,
+    )._replace(numbers=constants(activation))  # fmt: skip
+    partials, total = None, None
+    if scaled:
+        partials = (-(-outputs // launch.tile_n), -(-rows // limits.UNIT) * limits.UNIT)
+        total = bind_sum_partials(*partials) if want_row_scale_grad else None
+
+    def run(
+        grad_output: Tensor,
+        grad_scale: Tensor,
+        weight: Tensor,
+        weight_scale: Tensor,
+        offsets: Tensor,
+        preactivation: Tensor,
+        row_scale: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        grad = preactivation.new_empty(rows, features)
+        y = preactivation.new_empty(rows, outputs) if want_output else None
+        results: tuple[Tensor, ...] = (grad,) if y is None else (grad, y)
+        partial = None
+        if partials is not None:
+            partial = torch.empty(partials, dtype=torch.float32, device=device)
+            results = (partial[:, :rows], *results)
+        if unscaled:
+            row_scale = torch.ones(rows, dtype=torch.float32, device=device)
+        launch(grad_output, grad_scale, weight, weight_scale, offsets, None, row_scale, preactivation, *results)
+        return grad, y, None if total is None or partial is None else total(partial)[:rows]
+
+    return run
+
+
 def with_strides(scale: Tensor) -> Tensor:
     """Return scales (..., M, L) with unit stride along M and other strides of multiples of 4: themselves, or a copy."""
     if has_strides(scale):
@@ -189,6 +241,7 @@ class _Launch(NamedTuple):
     device: torch.device
     schedule: Schedule
     scheduling: tuple[int, int]
+    tile_n: int  # columns of a tile
     numbers: tuple[float, float, float] = (0.0, 1.0, 0.0)  # constants of the activation
 
     def __call__(
@@ -218,12 +271,24 @@ def _ragged_m(
     options: KernelOptions,
     activation: CompiledIn | None = None,
     *,
+    derivative: bool = False,
+    scaled: bool = False,
     keep: bool = False,
     quantized: Fp8 | None = None,
 ) -> _Launch:
     """Return the launch of a ragged M product of operands like these."""
-    key = choose, family, a.device, a.dtype, a.shape[0], tuple(b.shape), options
-    return _ragged_m_launch(*key, activation, keep, quantized)
+    epilogue = _Epilogue(activation, derivative, scaled, keep, quantized)
+    return _ragged_m_launch(choose, family, a.device, a.dtype, a.shape[0], tuple(b.shape), options, epilogue)
+
+
+class _Epilogue(NamedTuple):
+    """The parts of an epilogue that are compiled in."""
+
+    activation: CompiledIn | None
+    derivative: bool
+    scaled: bool  # derivatives only: whether there is a row scale
+    keep: bool  # of the preactivation, or of the recomputed activation
+    quantized: Fp8 | None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -235,17 +300,15 @@ def _ragged_m_launch(
     rows: int,
     weight: tuple[int, int, int],
     options: KernelOptions,
-    activation: CompiledIn | None,
-    keep: bool,
-    quantized: Fp8 | None,
+    epilogue: _Epilogue,
 ) -> _Launch:
     """Make the launch of a ragged M product; cached, since that takes as long as a launch."""
     experts, columns, depth = weight
     sms = sms_for(device, options)
     problem = Problem(family, rows, experts, columns, depth, sms, dtype.itemsize)
     config = choose(problem)
-    kernel = _kernel(NAMES[dtype], config, activation, keep, quantized) if rows else _no_kernel
-    return _Launch(kernel, device, options.schedule, scheduling(problem, config, sms))
+    kernel = _kernel(NAMES[dtype], config, epilogue) if rows else _no_kernel
+    return _Launch(kernel, device, options.schedule, scheduling(problem, config, sms), config.tile_n)
 
 
 def _no_kernel(*_: Any) -> None:
@@ -253,13 +316,17 @@ def _no_kernel(*_: Any) -> None:
 
 
 @functools.cache
-def _kernel(dtype: str, config: TileConfig, activation: CompiledIn | None, keep: bool, quantized: Fp8 | None) -> Any:
+def _kernel(dtype: str, config: TileConfig, epilogue: _Epilogue) -> Any:
     from fusedmoe.kernels.sm90 import epilogues  # deferred: imports the CuTe DSL
     from fusedmoe.kernels.sm90.block_scaled import BlockScaledRaggedM
     from fusedmoe.kernels.sm90.quantized import RowCodes
 
-    epilogue = epilogues.PLAIN
-    if activation is not None:
+    activation, derivative, scaled, keep, quantized = epilogue
+    if activation is None:
+        compiled = epilogues.PLAIN
+    elif derivative:
+        compiled = epilogues.derivative(**activation._asdict(), keep=keep, row_scale=scaled)
+    else:
         codes = None if quantized is None else RowCodes(quantized.element, quantized.power_of_two)
-        epilogue = epilogues.activation(**activation._asdict(), keep=keep, result=codes)
-    return compiler.load(BlockScaledRaggedM(dtype, config, epilogue=epilogue))
+        compiled = epilogues.activation(**activation._asdict(), keep=keep, result=codes)
+    return compiler.load(BlockScaledRaggedM(dtype, config, epilogue=compiled))

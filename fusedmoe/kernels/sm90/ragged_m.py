@@ -507,7 +507,8 @@ class RaggedM(Gemm):
 
     @cute.jit
     def release(self, block, inputs):
-        """Release a step's boxes to their loader, after the proxy fence and the barrier of the first box stored.
+        """Release a step's boxes to their loader, after the proxy fence of the first box stored, and the barrier or the
+        synchronisation of the warp that follows it.
 
         The loader writes them by TMA, through another proxy than the reads. Without a fence in between, pending reads
         may return the next box. This happened with interleaved boxes that were released as soon as they were read, in
