@@ -274,8 +274,13 @@ def _flushed(a):
 
 
 def _pairwise(view, function):
-    """Make a function of pairs of values of 16 bits."""
-    return lambda a, b: function(a.view(view), b.view(view)).view(U4)
+    """Make a function of pairs of 16-bit integers, or of fp16, whose NaN is 0x7FFF."""
+
+    def of_pairs(a, b):
+        found = function(a.view(view), b.view(view))
+        return np.where(found == found, found.view(U2), U2(0x7FFF)).view(U4)
+
+    return of_pairs
 
 
 ELEMENTWISE = {}

@@ -15,6 +15,7 @@ pytest.importorskip("tvm_ffi", reason="needs apache-tvm-ffi, as the kernels do")
 import test_sm90_gather as gather
 import test_sm90_gather_k as gather_k
 import test_sm90_kernels as products
+import test_sm90_quantize as quantized
 import test_sm90_router as router
 import test_sm90_rows as rows
 import test_sm90_slots as slots
@@ -108,6 +109,16 @@ def test_the_router(name):
 @pytest.mark.parametrize("kind", ["random", "one has all", "negative"])
 def test_offsets(kind):
     rows.test_offsets_are_those_of_plain_pytorch(CPU, kind, 33, torch.int64)
+
+
+def test_quantized_rows():
+    """Both forms of rows sorted by expert, with a tail of NaN; then of tokens, through an index."""
+    quantized.test_rows_sorted_by_expert(CPU, "around a tile", "both")
+    quantized.test_rows_through_an_index(CPU, "both")
+
+
+def test_quantized_weights():
+    quantized.test_weights(CPU, (2, 272, 144), "both", transposed=True)
 
 
 @pytest.mark.parametrize("scale", [None, FP32], ids=["", "scale"])

@@ -711,6 +711,27 @@ def test_arithmetic_of_bf16(name):
         assert (near | want.isnan() | (want.abs() > 3e38)).all()
 
 
+@pytest.mark.parametrize("name", ["min", "max"])
+@pytest.mark.parametrize("dtype", [np.int16, np.uint16])
+def test_extremes_of_pairs_of_integers(name, dtype):
+    random = np.random.default_rng(0)
+    a, b = (random.integers(0, 1 << 32, 1000, dtype=np.uint32) for _ in range(2))
+    got = elementwise(f"{name}.{'s' if dtype is np.int16 else 'u'}16x2", a, b)
+    wanted = np.where((a.view(dtype) < b.view(dtype)) == (name == "min"), a.view(dtype), b.view(dtype))
+    assert np.array_equal(got.view(dtype), wanted)
+
+
+@pytest.mark.parametrize(("name", "function"), [("add", torch.add), ("sub", torch.sub)])
+def test_arithmetic_of_fp16(name, function):
+    a = halves(torch.float16)
+    b = a[torch.randperm(len(a), generator=torch.Generator().manual_seed(0))]
+    one, two = (t.view(torch.int16).numpy().view(np.uint32) for t in (a, b))
+    got = torch.from_numpy(elementwise(f"{name}.f16x2", one, two).view(np.int16))
+    want = function(a.double(), b.double()).half()  # the sum of two fp16 numbers is exact in fp64
+    assert (got[want.isnan()] == 0x7FFF).all()
+    assert torch.equal(got[~want.isnan()], want.view(torch.int16)[~want.isnan()])
+
+
 def test_signs_of_bf16():
     a = halves(torch.bfloat16).view(torch.int16).numpy().view(np.uint32)
     assert np.array_equal(arithmetic.ELEMENTWISE["abs.bf16x2"](a), a & 0x7FFF7FFF)

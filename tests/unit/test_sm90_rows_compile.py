@@ -21,7 +21,7 @@ KERNELS = [
 ]  # fmt: skip
 CLASSES = (
     "Offsets", "ColumnSums", "Route", "GatherRows", "SumSlots", "RowDots", "SlotValues", "Choose", "ChooseBackward",
-    "Parts", "SumParts", "SumOnFewSms",
+    "Parts", "SumParts", "SumOnFewSms", "QuantizeRows", "QuantizeWeight",
 )  # fmt: skip
 LAUNCH = re.compile(rf"(\w+?)_(?:{'|'.join(CLASSES)})")
 INSTRUCTION = re.compile(r"\*/ +(?:@!?U?P\d+ +)?([A-Z][\w.]*)")

@@ -14,6 +14,7 @@ from fusedmoe.kernels.sm90.epilogues import PLAIN_FP32, activation, derivative
 from fusedmoe.kernels.sm90.functions import heavy
 from fusedmoe.kernels.sm90.parts import Parts, SumParts
 from fusedmoe.kernels.sm90.promotion import PromotedRaggedK, PromotedRaggedM
+from fusedmoe.kernels.sm90.quantize import QuantizeRows, QuantizeWeight
 from fusedmoe.kernels.sm90.ragged_k import RaggedK
 from fusedmoe.kernels.sm90.ragged_m import RaggedM
 from fusedmoe.kernels.sm90.route import Route
@@ -84,6 +85,13 @@ def shipped() -> tuple[Kernel, ...]:
         kernels += [GatherRows("bf16", scale), *(SumSlots("bf16", scale, at_once) for at_once in SLOTS)]
     kernels += [RowDots("bf16", "fp32"), RowDots("bf16", "bf16"), SlotValues("fp32"), SlotValues("bf16")]
     kernels += [ColumnSums("bf16", "bf16"), ColumnSums("bf16", "fp32"), ColumnSums("fp16", "fp16")]
+
+    # the recipe fp8_block, with gradients in E4M3 or E5M2
+    for element, columns, gathered in itertools.product(("e4m3", "e5m2"), (True, False), (False, True)):
+        kernels.append(QuantizeRows("bf16", element, True, columns, True, True, gathered))
+    for columns in (True, False):
+        kernels.append(QuantizeRows("bf16", "e4m3", True, columns, True, False))  # of dense layers
+        kernels.append(QuantizeWeight("bf16", "e4m3", True, columns, True))
 
     # the router of bf16 tokens, with a bf16 or fp32 weight, without a bias
     kernels += [PromotedRaggedM("bf16", tile, epilogue=PLAIN_FP32) for tile in LOGIT_TILES]

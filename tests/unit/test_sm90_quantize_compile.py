@@ -1,0 +1,90 @@
+"""The quantize kernels compile for sm_90a without a GPU: nothing spills, and memory is accessed in wide vectors."""
+
+import itertools
+import re
+
+import pytest
+import torch
+from test_sm90_rows_compile import instructions, starting  # noqa: F401  (a fixture)
+
+from fusedmoe.kernels.fp8 import Fp8
+from fusedmoe.kernels.sm90.quantize_functions import bind_quantize_rows, bind_quantize_weight
+
+pytest.importorskip("cutlass")
+
+from fusedmoe.kernels.sm90.quantize import CTAS_PER_SM, STRIP, THREADS, VECTOR, QuantizeRows, QuantizeWeight
+
+FORMS = [(True, False), (False, True), (True, True)]
+ROWS = [
+    QuantizeRows("bf16", "e4m3", *form, True, *how)
+    for form, how in itertools.product(FORMS, [(False, False), (True, False), (True, True)])
+]
+WEIGHTS = [QuantizeWeight("bf16", "e4m3", *form, True) for form in FORMS]
+OTHERS = [
+    QuantizeRows("fp16", "e5m2", True, True, True, True),
+    QuantizeRows("bf16", "e4m3", True, True, False, True),
+    QuantizeWeight("fp16", "e5m2", True, True, False),
+]
+KERNELS = [*ROWS, *WEIGHTS, *OTHERS]
+REGISTERS_PER_SM = 1 << 16
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.symbol)
+def test_compiles_for_hopper(kernel, instructions):  # noqa: F811
+    (code,) = instructions(kernel).values()
+    assert starting(code, "EXIT")
+    assert not starting(code, ("STL", "LDL", "ATOM", "RED"))
+    assert bool(starting(code, "CALL")) is not kernel.power_of_two  # the slow path of a division
+
+    loads = [i for i in starting(code, "LDG") if ".NA" in i]
+    assert loads == ["LDG.E.NA.128"] * STRIP
+    # all rows are on their way before the first is used
+    order = [i for i in code if i in loads or i.startswith("VIMNMX.S16x2")]
+    assert order[:STRIP] == loads
+
+    stores = starting(code, "STG")
+    assert stores.count("STG.E.64") == (STRIP if kernel.rows else 0)  # adjacent lanes write adjacent codes
+    assert stores.count("STG.E.128") == (4 if kernel.columns else 0)
+    conversions = starting(code, "F2FP.SATFINITE")
+    assert len(conversions) == (kernel.rows + kernel.columns) * STRIP * VECTOR // 2
+
+
+def test_symbols_tell_the_kernels_apart():
+    assert len({kernel.symbol for kernel in KERNELS}) == len(KERNELS)
+
+
+def test_three_ctas_fit_an_sm(monkeypatch):
+    """By registers: ptxas has to keep to the bound, or the loads in flight would be a third less."""
+    kernel = ROWS[-1]
+    found = re.findall(r"\.minnctapersm (\d+)", _ptx(kernel, monkeypatch))
+    assert found == [str(CTAS_PER_SM)]
+    assert REGISTERS_PER_SM // (CTAS_PER_SM * THREADS) >= 80
+
+
+def _ptx(kernel, monkeypatch):
+    import cutlass.cute as cute
+
+    plain = cute.compile
+    monkeypatch.setattr(cute, "compile", lambda *a, options, **k: plain(*a, options=f"{options} --keep-ptx", **k))
+    return kernel.compile().__ptx__
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(0, 128), (64, 0)])
+@pytest.mark.parametrize("experts", [None, 3])
+def test_nothing_is_launched_without_rows_or_columns(rows, columns, experts):
+    """On the CPU, where a launch would raise."""
+    x = torch.empty(rows, columns, dtype=torch.bfloat16)
+    offsets = None if experts is None else torch.zeros(experts, dtype=torch.int32)
+    (codes, scale), (codes_t, scale_t) = bind_quantize_rows(x, Fp8(), offsets, columns=True)(x, offsets)
+    assert codes.shape == (rows, columns)
+    assert scale.shape == (rows, -(-columns // 128))
+    assert codes_t.shape[0] == columns
+    assert scale_t.shape == (columns, -(-codes_t.shape[1] // 128))
+
+
+def test_an_empty_weight():
+    weight = torch.empty(0, 128, 256, dtype=torch.bfloat16)
+    (codes, scale), (codes_t, scale_t) = bind_quantize_weight(weight, Fp8("e5m2"), columns=True)(weight)
+    assert (codes.shape, scale.shape) == ((0, 128, 256), (0, 1, 2))
+    assert (codes_t.shape, scale_t.shape) == ((0, 256, 128), (0, 2, 1))
+    assert codes.dtype is codes_t.dtype is torch.float8_e5m2
