@@ -1,11 +1,13 @@
 """Rules for kernels that take and give quantized values, as flat tensors, in the forms that are read."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
-from toy import bound, only_plan, outcome, rules_used, statuses
+from toy import bound, only_plan, outcome, rules_used, status, statuses
 
 import fusedmoe as fm
-from fusedmoe import Status
+from fusedmoe import FusionError, Status
 from fusedmoe.formats import QuantizedSpec, QuantizedTensor, products
 from fusedmoe.fusion.rule import FusionRule, RuleError, Step
 from fusedmoe.ops import BiasGrad, Dgrad, DSwiGLU, GroupedLinear, Quantize, SwiGLU, Wgrad
@@ -204,6 +206,39 @@ def both_ways(rules, recipe, chain, x, **named):
             plan = only_plan(chain, x, **named)
             assert_bitwise(outcome(chain, x, **named), expected)
     return plan, plain
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["", "on another device"])
+def test_a_format_without_a_kernel_is_no_miss_on_any_device(elsewhere):
+    """The rule is not asked for a step, and its device is not the reason."""
+
+    class Other(FusionRule, name="toy.other", direction="forward"):
+        quantize: Quantize
+
+        @classmethod
+        def available(cls, device, arch):
+            fm.require(not elsewhere, "needs another device")
+
+        def supports(self):
+            fm.require(self.quantize.quantizer.format.block == (1, 128), "no kernel for %s", self.quantize.quantizer)
+
+        def offer(self, ctx):
+            fm.require(False, "declines all")
+
+    x = torch.randn(20, 32, requires_grad=True)
+    with fm.register(Other):
+        for format, got, reason in (
+            ("mxfp8", Status.CONSTRAINT, "no kernel for mxfp8 e4m3 1x32"),
+            ("fp8_block", *((Status.UNAVAILABLE, "needs another device") if elsewhere else MISSED)),
+        ):
+            chain = fm.Sequential(fm.Quantize(format), fm.Linear(32, 32))
+            assert status(only_plan(chain, x), "toy.other") == (got, reason)
+            missed = (got, reason) == MISSED
+            with fm.strict(unavailable=format == "mxfp8"), pytest.raises(FusionError) if missed else nullcontext():
+                chain(x)
+
+
+MISSED = Status.CONSTRAINT, "declines all"
 
 
 def kept_at_last(chain, x, **named):

@@ -238,7 +238,7 @@ def test_a_backward_op_that_gives_another_shape():
 
 
 @pytest.mark.parametrize("answer", [False, True, "no", 0])
-@pytest.mark.parametrize("method", ["available", "installed"])
+@pytest.mark.parametrize("method", ["available", "installed", "supports"])
 def test_an_answer_in_place_of_require(method, answer):
     """Formerly ``return False`` counted as yes."""
 

@@ -87,8 +87,8 @@ def shipped() -> tuple[Kernel, ...]:
     kernels += [ColumnSums("bf16", "bf16"), ColumnSums("bf16", "fp32"), ColumnSums("fp16", "fp16")]
 
     # the recipe fp8_block, with gradients in E4M3 or E5M2
-    for element, columns, gathered in itertools.product(("e4m3", "e5m2"), (True, False), (False, True)):
-        kernels.append(QuantizeRows("bf16", element, True, columns, True, True, gathered))
+    for element, columns, of_tokens in itertools.product(("e4m3", "e5m2"), (True, False), (False, True)):
+        kernels.append(QuantizeRows("bf16", element, True, columns, True, True, of_tokens))
     for columns in (True, False):
         kernels.append(QuantizeRows("bf16", "e4m3", True, columns, True, False))  # of dense layers
         kernels.append(QuantizeWeight("bf16", "e4m3", True, columns, True))
