@@ -47,9 +47,9 @@ def fp32_pair(word, element: cutlass.Constexpr[type]):
     """The fp32 values of a pair of bf16 or fp16 numbers."""
     if const_expr(element is cutlass.BFloat16):  # in one instruction each
         return (word << 16).bitcast(Float32), (word & -0x10000).bitcast(Float32)
-    pair = cute.make_rmem_tensor((1,), Int32)
-    pair[0] = word
-    halves = cute.recast_tensor(pair, element)
+    words = cute.make_rmem_tensor((2,), Int32)  # a single word would have stride 0, and so would its halves
+    words[0] = word
+    halves = cute.recast_tensor(words, element)
     return halves[0].to(Float32), halves[1].to(Float32)
 
 

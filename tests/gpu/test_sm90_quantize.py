@@ -1,0 +1,250 @@
+"""The quantize kernels for Hopper: codes and scales have the bits of `fusedmoe.quantize`, for any splits and values."""
+
+import pytest
+import torch
+from hopper import needs_gpu, needs_hopper
+from poison import nan_in_new_tensors
+
+from fusedmoe.formats import E4M3, E5M2, fp8_block, quantize
+from fusedmoe.formats.groups import padded_rows
+from fusedmoe.kernels.fp8 import Fp8
+from fusedmoe.kernels.sm90.quantize_functions import bind_quantize_rows, bind_quantize_weight
+
+pytestmark = needs_hopper
+
+BF16, FP16 = torch.bfloat16, torch.float16
+FORMATS = {
+    "e4m3": Fp8(),
+    "e5m2": Fp8("e5m2"),
+    "fp32 scales": Fp8(power_of_two=False),
+    "epsilon": Fp8(amax_epsilon=0.3),
+    "fp32 scales, epsilon": Fp8("e5m2", False, 1e-12),
+}
+FORMS = {"rows": (True, False), "columns": (False, True), "both": (True, True)}
+SPLITS = {
+    "around a tile": [0, 1, 127, 128, 129, 0],
+    "all in one": [0, 0, 300, 0],
+    "all in the only one": [256],
+    "nothing": [0, 0, 0],
+    "one row per expert": [1] * 140,  # more experts than one look at the offsets covers
+    "many empty": [0] * 130 + [3, 0, 0, 5] + [0] * 130 + [200],
+}
+
+
+def format_of(fp8, across=1):
+    return fp8_block({"e4m3": E4M3, "e5m2": E5M2}[fp8.element], across, fp8.power_of_two, fp8.amax_epsilon)
+
+
+def values(rows, columns, dtype, device, seed=0, pitch=0):
+    """Blocks of all magnitudes: of ordinary values, zeros of both signs, subnormals, NaN and infinities."""
+    generator = torch.Generator(device).manual_seed(seed)
+    shape = -(-rows // 16), -(-columns // 16)
+
+    def spread(t):
+        return t.repeat_interleave(16, 0).repeat_interleave(16, 1)[:rows, :columns]
+
+    def draw(*size):
+        return torch.rand(*size, device=device, generator=generator)
+
+    least, most = (-140, 127) if dtype is BF16 else (-24, 15)
+    x = torch.randn(rows, columns, device=device, generator=generator)
+    x *= torch.exp2(spread((draw(*shape) * (most - least - 4) + least).floor()))
+    x = x.to(dtype)
+    kind, special = draw(rows, columns), spread(draw(*shape) < 0.3)
+    for i, value in enumerate((torch.nan, torch.inf, -torch.inf, -0.0, 0.0)):
+        x[(kind < 0.05 * (i + 1)) & (kind >= 0.05 * i) & special] = value
+    x[spread(draw(*shape) < 0.05)] = 0.0
+    x[spread(draw(*shape) < 0.05)] = torch.inf
+    x[spread(draw(*shape) < 0.05)] = -torch.nan
+    around = torch.full((rows + 8, columns + 8 + pitch), torch.nan, dtype=dtype, device=device)
+    around[4 : 4 + rows, 8 : 8 + columns] = x
+    return around[4 : 4 + rows, 8 : 8 + columns]
+
+
+def offsets_of(splits, device):
+    return torch.tensor(splits, device=device).cumsum(0).to(torch.int32)
+
+
+def bits(t):
+    return t.contiguous().view(torch.uint8 if t.element_size() == 1 else torch.int32)
+
+
+def check(found, wanted):
+    """Compare codes and scales; the scales have unit stride along the lines, and whole vectors between the blocks."""
+    for (codes, scale), want in zip(found, wanted, strict=True):
+        assert codes.dtype is want.data.dtype
+        assert codes.shape == want.data.shape
+        assert scale.shape == want.scale.shape
+        assert torch.equal(bits(codes), bits(want.data))
+        assert torch.equal(bits(scale), bits(want.scale))
+        lines = scale.shape[-2]
+        assert scale.stride()[-2:] == (1, -(-lines // 4) * 4)
+        assert scale.data_ptr() % 16 == codes.data_ptr() % 16 == codes.stride(-2) % 16 == 0
+
+
+def check_rows(x, fp8, offsets, form, index=None):
+    rows, columns = FORMS[form]
+    with nan_in_new_tensors():
+        found = bind_quantize_rows(x, fp8, offsets, index, rows=rows, columns=columns)(x, offsets, index)
+    source = x if index is None else x[index]
+    wanted = [quantize(source, format_of(fp8), axis, offsets=offsets) for axis in (-1, -2)[1 - rows : 1 + columns]]
+    check(found, wanted)
+    return found
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", SPLITS)
+def test_rows_sorted_by_expert(device, kind, form):
+    """A tail without an expert, of NaN, of several lengths."""
+    used = sum(SPLITS[kind])
+    offsets = offsets_of(SPLITS[kind], device)
+    tails, columns = ((0, 1, 140), 272) if len(SPLITS[kind]) < 100 else ((140,), 16)
+    for tail in tails:
+        x = values(used + tail, columns, BF16, device, seed=tail)
+        x[used:] = torch.nan
+        if x.shape[0]:
+            found = check_rows(x, FORMATS["e4m3"], offsets, form)
+            assert used == 0 or all(bits(codes).any() for codes, _ in found)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_formats(device, format, dtype, form):
+    splits = [130, 0, 61]
+    x = values(200, 144, dtype, device, seed=3, pitch=24)
+    check_rows(x, FORMATS[format], offsets_of(splits, device), form)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("rows", "columns"), [(1, 16), (127, 128), (129, 48), (300, 400)])
+def test_rows_without_experts(device, rows, columns, form):
+    check_rows(values(rows, columns, BF16, device), FORMATS["e4m3"], None, form)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_through_an_index(device, form):
+    """The index of a row without an expert is not read."""
+    tokens = values(70, 160, BF16, device)
+    generator = torch.Generator(device).manual_seed(1)
+    index = torch.randint(0, 70, (210,), device=device, dtype=torch.int32, generator=generator)
+    check_rows(tokens, FORMATS["e4m3"], None, form, index)
+    check_rows(tokens, FORMATS["e4m3"], offsets_of([0, 140, 5, 0, 50], device), form, index)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_splits(device, seed):
+    generator = torch.Generator().manual_seed(seed)
+    experts = int(torch.randint(1, 40, (), generator=generator))
+    splits = torch.randint(0, 90, (experts,), generator=generator) * (torch.rand(experts, generator=generator) < 0.6)
+    tail = int(torch.randint(0, 300, (), generator=generator))
+    x = values(int(splits.sum()) + tail + 1, 128, BF16, device, seed=seed)
+    check_rows(x, FORMATS["e4m3"], offsets_of(splits.tolist(), device), "both")
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("element", ["e4m3", "e5m2"])
+def test_every_exponent_of_the_largest_magnitude(device, element, dtype):
+    """A block for each exponent, with mantissas around that of the largest code; a wrong rounding changes the scale."""
+    x = torch.zeros(256, 128, dtype=dtype, device=device)
+    exponents, mantissas = (256, 128) if dtype is BF16 else (32, 1024)
+    near = mantissas * 3 // 4
+    for i in range(256):
+        exponent, step = i % exponents, (i // exponents) % 5 - 2
+        x.view(torch.int16)[i, 5] = min(exponent, exponents - 2) * mantissas + near + step
+    assert x.isfinite().all()
+    check_rows(x, Fp8(element), None, "both")
+    check_rows(x, Fp8(element, power_of_two=False), None, "both")
+
+
+# ---------------------------------------------------------------------------------------------------------- weights
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shape", [(2, 272, 144), (3, 128, 256), (144, 400)], ids=str)
+def test_weights(device, shape, form, transposed):
+    check_weight(weight_like(shape, BF16, device, transposed), FORMATS["e4m3"], form)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_formats_of_weights(device, format, dtype):
+    check_weight(weight_like((2, 160, 144), dtype, device), FORMATS[format], "both")
+
+
+def weight_like(shape, dtype, device, transposed=False):
+    """Matrices in a larger tensor of NaN."""
+    *stack, rows, columns = shape
+    rows, columns = (columns, rows) if transposed else (rows, columns)
+    each = [values(rows, columns, dtype, device, seed=i) for i in range(stack[0] if stack else 1)]
+    around = torch.full((len(each), rows + 1, columns + 8), torch.nan, dtype=dtype, device=device)
+    weight = around[:, :rows, :columns]
+    weight.copy_(torch.stack(each))
+    weight = weight.mT if transposed else weight
+    return weight if stack else weight[0]
+
+
+def check_weight(weight, fp8, form):
+    rows, columns = FORMS[form]
+    with nan_in_new_tensors():
+        found = bind_quantize_weight(weight, fp8, rows=rows, columns=columns)(weight)
+    check(found, [quantize(weight, format_of(fp8, 128), axis) for axis in (-1, -2)[1 - rows : 1 + columns]])
+    for codes, scale in found:
+        assert bits(codes).any()
+        assert scale.dim() < 3 or scale.stride(0) == scale.shape[2] * scale.stride(2)
+
+
+# ------------------------------------------------------------------------------------------------------------ async
+
+
+@needs_gpu
+def test_full_size(device):
+    rows, columns, experts = 65_536, 2048, 128
+    x = torch.randn(rows, columns, device=device).to(BF16)
+    for splits in ([rows // experts] * experts, [0] * 5 + [rows - 77] + [0] * 122):
+        check_rows(x, FORMATS["e4m3"], offsets_of(splits, device), "both")
+
+
+@needs_gpu
+def test_more_than_two_to_the_31_elements(device):
+    rows, columns = 2**18 + 5, 8208
+    x = torch.ones(rows, columns, dtype=BF16, device=device)
+    x[-1] = 3
+    offsets = offsets_of([3, rows - 3], device)
+    (codes, scale), (codes_t, scale_t) = bind_quantize_rows(x, Fp8(), offsets, columns=True)(x, offsets)
+    assert (scale[:-1] == 2.0**-8).all()
+    assert (scale[-1] == 2.0**-7).all()
+    assert (codes.view(torch.uint8)[:-1] == 0x78).all()  # 256
+    assert (codes.view(torch.uint8)[-1] == 0x7C).all()  # 384
+    assert codes_t.shape == (columns, padded_rows(rows, 2, 128))
+    assert int((codes_t.view(torch.uint8) != 0).sum()) == rows * columns
+    last = 128 + (rows - 3 - 1) // 128
+    assert (scale_t[:, last] == 2.0**-7).all()
+    assert (codes_t.view(torch.uint8)[:, 128 + rows - 4] == 0x7C).all()
+
+
+@needs_gpu
+def test_a_graph_follows_the_splits(device):
+    x = torch.randn(400, 256, device=device).to(BF16)
+    offsets = offsets_of([5, 0, 300, 7], device)
+    run = bind_quantize_rows(x, Fp8(), offsets, columns=True)
+    run(x, offsets)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run(x, offsets)
+    for splits in ([5, 0, 300, 7], [0, 0, 0, 0], [400, 0, 0, 0], [0, 1, 0, 390]):
+        offsets.copy_(offsets_of(splits, device))
+        graph.replay()
+        check(found, [quantize(x, format_of(Fp8()), axis, offsets=offsets) for axis in (-1, -2)])
+
+
+@needs_gpu
+def test_nothing_waits_for_the_device(device, no_sync):
+    x, offsets = torch.randn(400, 256, device=device).to(BF16), offsets_of([5, 0, 300, 7], device)
+    weight = torch.randn(2, 256, 128, device=device).to(BF16)
+    rows, both = bind_quantize_rows(x, Fp8(), offsets, columns=True), bind_quantize_weight(weight, Fp8(), columns=True)
+    with no_sync():
+        found, of_weight = rows(x, offsets), both(weight)
+    check(found, [quantize(x, format_of(Fp8()), axis, offsets=offsets) for axis in (-1, -2)])
+    check(of_weight, [quantize(weight, format_of(Fp8(), 128), axis) for axis in (-1, -2)])
