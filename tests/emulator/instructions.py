@@ -252,21 +252,23 @@ def st(code, opcode, operands):
 
 def atom(code, opcode, operands):
     space, type_ = space_of(opcode), type_of(opcode)
-    name = opcode.split(".")[-2]
+    name = opcode.replace(".v2", "").replace(".v4", "").split(".")[-2]
     dtype, signed = LOADS[type_]
     function = {"add": np.add, "min": np.minimum, "max": np.maximum}[name]
     view = np.float32 if type_ == "f32" else signed or dtype
     target = operands[0].slot if opcode.startswith("atom") else None
     at, operand = operands[-2:]
-    value = code.slot(operand, KINDS[type_])
+    sources = [code.slot(s, KINDS[type_]) for s in _items(operand)]
+    assert target is None or len(sources) == 1, "only red takes vectors"
     address = address_of(code, at, "r" if space == "shared" else "rd")
 
     def run(w):
-        memory, index = words(w, space, address(w), dtype, write=True)
+        memory, index = vectors(w, space, address(w), dtype, len(sources), write=True)
         memory, old = memory.view(view), np.empty(len(index), view)
-        for i, (at, v) in enumerate(zip(index, w.select(w.registers[value]).view(view), strict=True)):
-            old[i] = memory[at]
-            memory[at] = function(memory[at], v)
+        for word, source in enumerate(sources):
+            for i, (at, v) in enumerate(zip(index + word, w.select(w.registers[source]).view(view), strict=True)):
+                old[i] = memory[at]
+                memory[at] = function(memory[at], v)
         if target is not None:
             scatter(w, target, old.view(dtype))
 

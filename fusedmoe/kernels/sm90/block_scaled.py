@@ -5,11 +5,11 @@
 A block has 128 elements of K: one stage. Tensor cores add FP8 products with about 14 bits, so they sum only one block.
 The math warps scale each of these sums, and add it to accumulators in fp32 registers (*promotion*).
 
-**Scales.** The scales of A are (R, K / 128), one per row, stored with unit stride along rows. The scales of a weight
-are (E, N / 128, K / 128), one per 128 x 128 elements, stored with unit stride along N. So TMA loads those of a tile
-with each stage. The first element of a box must be at a multiple of 16 bytes: otherwise, an H200 stops at an "illegal
-instruction". So a box begins up to three scales early: boxes of 132 scales for 128 rows, and a box of 32 scales of the
-weight, of which a tile needs one or two.
+**Scales.** Those of a ragged M product's A are (R, K / 128), one per row, stored with unit stride along rows. Those of
+its weight are (E, N / 128, K / 128), one per 128 x 128 elements, stored with unit stride along N. So TMA loads those of
+a tile with each stage. The first element of a box must be at a multiple of 16 bytes: otherwise, an H200 stops at an
+"illegal instruction". So a box begins up to three scales early: boxes of 132 scales for 128 rows, and a box of 32
+scales of the weight, of which a tile needs one or two. block_scaled_k.py has the scales of a ragged K product.
 
 **Turns.** A *wave* is 64 rows and 128 columns of a warpgroup: 64 registers beside the accumulators. Both warpgroups
 share a tile. If they ran freely, they would multiply at the same time and promote at the same time, and the tensor
@@ -44,15 +44,8 @@ WEIGHT_SCALES = 32  # per box
 WAVE_VALUES = BLOCK_ROWS * SCALE_BLOCK // WARPGROUP  # per thread
 
 
-class Scales(NamedTuple):
-    """Stages of the scales in shared memory."""
-
-    rows: cute.Tensor  # (ROW_SPACE, boxes, stages)
-    weight: cute.Tensor  # (WEIGHT_SCALES, boxes, stages)
-
-
 class BlockScaled(Gemm):
-    """A ragged M product of FP8 codes. It precedes the kind of product in the bases."""
+    """A product of FP8 codes whose blocks have scales. It precedes the kind of product in the bases."""
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -63,12 +56,139 @@ class BlockScaled(Gemm):
         return True
 
     @property
-    def rounds(self) -> bool:
-        return True
-
-    @property
     def wave_columns(self) -> int:
         return SCALE_BLOCK
+
+    # -- mainloop
+
+    @cute.jit
+    def main_loop(self, tiled_mma, acc, r_a, r_b, ab, consumed, tile, group, scales, env):
+        """The scaled products of the tiles of K, added up in ``acc``."""
+        state = pipeline.PipelineState(self.stages, consumed, consumed % self.stages, consumed // self.stages % 2)
+        tall, wide = cute.size(acc, mode=[1]), cute.size(acc, mode=[2])
+        wave = cute.make_rmem_tensor(cute.make_layout((acc.shape[0], 1, 1)), Float32)
+        tidx, _, _ = cute.arch.thread_idx()
+        source = self.factor_source(scales, tile, group, tidx % WARPGROUP, env)
+        acc.fill(0.0)
+        for _ in cutlass.range(tile.depth, unroll=1):
+            ab.consumer_wait(state)
+            for i in cutlass.range_constexpr(tall):
+                for j in cutlass.range_constexpr(wide):
+                    last = i == tall - 1 and j == wide - 1
+                    cute.arch.barrier(barrier_id=TURN_BARRIER + group, number_of_threads=MATH_WARPGROUPS * WARPGROUP)
+                    self.multiply_wave(tiled_mma, wave, r_a, r_b, i, j, state.index)
+                    factors = self.factors(source, i, j, state.index)
+                    warpgroup.wait_group(1)
+                    self.pass_turn(group)
+                    warpgroup.wait_group(0)
+                    if const_expr(last and self.factors_are_read_first):
+                        ab.consumer_release(state)
+                    self.promote(acc, WAVE_VALUES * (i + tall * j), wave, factors)
+                    if const_expr(last and not self.factors_are_read_first):
+                        ab.consumer_release(state)
+            state.advance()
+
+    @property
+    def factors_are_read_first(self) -> bool:
+        """Whether `factors` reads all scales of a wave, so that `promote` reads none."""
+        return True
+
+    def factor_source(self, scales, tile, group, thread, env):
+        """What `factors` needs to find the scales of a thread's values of a tile."""
+        raise NotImplementedError
+
+    def factors(self, source, i: int, j: int, stage):
+        """Read scales of the wave at block ``i`` of 64 rows and block ``j`` of 128 columns, while it is multiplied."""
+        raise NotImplementedError
+
+    def promote(self, acc, first: int, wave, factors):
+        """Add the scaled values of a wave to those of the accumulators from ``first`` on."""
+        raise NotImplementedError
+
+    @cute.jit
+    def multiply_wave(self, tiled_mma, wave, r_a, r_b, i: cutlass.Constexpr[int], j: cutlass.Constexpr[int], stage):
+        """Issue the products of one wave, in two groups."""
+        depth = cute.size(r_a, mode=[2])
+        warpgroup.fence()
+        tiled_mma.set(warpgroup.Field.ACCUMULATE, False)
+        for kb in cutlass.range_constexpr(depth):
+            a = cute.append_ones(r_a[None, i, kb, stage], up_to_rank=2)
+            b = cute.append_ones(r_b[None, j, kb, stage], up_to_rank=2)
+            cute.gemm(tiled_mma, wave, a, b, wave)
+            tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
+            if const_expr(kb + 1 == depth // 2):
+                warpgroup.commit_group()
+        warpgroup.commit_group()
+
+    # -- results
+
+    @cute.jit
+    def store(self, box, block, count: cutlass.Constexpr[int], to):
+        """Store the valid rows of a box. Each warp turns its 16 rows of accumulators into whole rows in shared memory.
+
+        Both warpgroups share a tile, so the tensor cores idle while results are stored. This takes about 1,000 cycles
+        per tile. Boxes that TMA stores take 3,800, since a warpgroup waits at a barrier for each.
+        """
+        consumer, element = block.consumer, self.box_element
+        boxes = consumer.boxes
+        if const_expr(self.store_stages == 1):
+            cute.arch.sync_warp()  # all lanes have read the box before
+        where = consumer.group * self.store_stages + count % self.store_stages
+        packed = box.values
+        if const_expr(isinstance(packed, list)):
+            packed = self.packed(packed)
+        if const_expr(box.columns is None):
+            copy = consumer.copies.pairs if const_expr(box.paired) else consumer.copies.store
+            into = copy.partition_D(boxes)[None, None, None, where]
+            cute.copy(copy, cute.make_tensor(packed.iterator, cute.make_layout(into.shape)), into)
+        else:
+            for v in cutlass.range_constexpr(VALUES):
+                boxes[self.row_of(consumer.thread, v), box.columns[v], where] = packed[v]
+        if const_expr(self.boxes_read > 0):  # see `RaggedM.release`
+            cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        vector = 128 // element.width
+        lanes = EPILOGUE_COLUMNS // vector  # per row
+        atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), element, num_bits_per_copy=128)
+        held = cute.make_rmem_tensor((vector,), element)
+        at = box.column * (EPILOGUE_COLUMNS // vector) + block.lane % lanes
+        for i in cutlass.range_constexpr(16 * lanes // LANES):
+            row = block.warp_row + i * (LANES // lanes) + block.lane // lanes
+            source = cute.local_tile(boxes[None, None, where], (1, vector), (row, block.lane % lanes))
+            cute.copy(atom, source[0, None], held)
+            if row < block.valid and at * vector < to.shape[1]:
+                target = cute.local_tile(to[None, None, box.part], (1, vector), (block.top + row, at))
+                self.put_vector(atom, held, target[0, None])
+
+    def put_vector(self, atom, values, to) -> None:
+        """Write 16 bytes of a result."""
+        cute.copy(atom, values, to)
+
+
+class Scales(NamedTuple):
+    """Stages of the scales in shared memory."""
+
+    rows: cute.Tensor  # (ROW_SPACE, boxes, stages)
+    weight: cute.Tensor  # (WEIGHT_SCALES, boxes, stages)
+
+
+@dataclass(frozen=True)
+class BlockScaledRaggedM(BlockScaled, RaggedM):
+    """A ragged M kernel of FP8 codes: ``dtype`` "e4m3", or "e5m2" with a weight in E4M3."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        config = self.config
+        wide = SCALE_BLOCK * self.weight_boxes
+        if config.pingpong or config.tile_n % wide or self.b_major != "k":
+            raise ValueError(
+                f"FP8: expected a K-major weight and cooperative tiles of a multiple of {wide} columns, got "
+                f"b_major {self.b_major!r} and {config.name}"
+            )
+
+    @property
+    def rounds(self) -> bool:
+        return True
 
     @property
     def row_boxes(self) -> int:
@@ -78,7 +198,7 @@ class BlockScaled(Gemm):
     @property
     def weight_boxes(self) -> int:
         """Boxes of the weight's scales per stage: two if a tile has columns of gate and columns of up."""
-        return 2 if self.paired else 1  # type: ignore[attr-defined]
+        return 2 if self.paired else 1
 
     @property
     def scale_bytes(self) -> int:
@@ -141,6 +261,29 @@ class BlockScaled(Gemm):
             copies.append((atom, to, of))
         return copies
 
+    def load_scales(self, copies, k_tile, stage, full) -> None:
+        for atom, to, source in copies:
+            cute.copy(atom, source[None, k_tile], to[None, stage], tma_bar_ptr=full)
+
+    def factor_source(self, scales, tile, group, thread, env):
+        return scales, tile, env.n, self.block_row(0, group) + self.row_of(thread, 0) + tile.row % SCALE_PITCH
+
+    def factors(self, source, i, j, stage):
+        """A factor for each of the two rows of a thread."""
+        scales, tile, n, row = source
+        factors = cute.make_rmem_tensor((2,), Float32)
+        part, column = (j, 0) if self.weight_boxes == 2 else (0, j)
+        column += self.first_weight_scale(tile, n, part) % SCALE_PITCH
+        of_weight = scales.weight[column, part, stage]
+        for h in range(2):
+            factors[h] = scales.rows[row + 8 * h, i, stage] * of_weight
+        return factors
+
+    def promote(self, acc, first, wave, factors):
+        for pair in range(WAVE_VALUES // 2):  # two of one row, two of the other
+            for v in (2 * pair, 2 * pair + 1):
+                acc[first + v] = acc[first + v] + wave[v] * factors[pair % 2]
+
     # -- results
 
     def store_atom(self, t: cute.Tensor, parts: int) -> cute.Tensor:
@@ -149,105 +292,3 @@ class BlockScaled(Gemm):
         return cute.make_tensor(
             t.iterator, cute.make_layout((t.shape[0], width, parts), stride=(t.stride[0], 1, width))
         )
-
-    @cute.jit
-    def store(self, box, block, count: cutlass.Constexpr[int], to):
-        """Store the valid rows of a box. Each warp turns its 16 rows of accumulators into whole rows in shared memory.
-
-        Both warpgroups share a tile, so the tensor cores idle while results are stored. This takes about 1,000 cycles
-        per tile. Boxes that TMA stores take 3,800, since a warpgroup waits at a barrier for each.
-        """
-        consumer, element = block.consumer, self.box_element
-        boxes = consumer.boxes
-        where = consumer.group * self.store_stages + count % self.store_stages
-        packed = box.values
-        if const_expr(isinstance(packed, list)):
-            packed = self.packed(packed)
-        if const_expr(box.columns is None):
-            copy = consumer.copies.pairs if const_expr(box.paired) else consumer.copies.store
-            into = copy.partition_D(boxes)[None, None, None, where]
-            cute.copy(copy, cute.make_tensor(packed.iterator, cute.make_layout(into.shape)), into)
-        else:
-            for v in cutlass.range_constexpr(VALUES):
-                boxes[self.row_of(consumer.thread, v), box.columns[v], where] = packed[v]
-        if const_expr(self.boxes_read > 0):  # see `RaggedM.release`
-            cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.sync_warp()
-        vector = 128 // element.width
-        lanes = EPILOGUE_COLUMNS // vector  # per row
-        atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), element, num_bits_per_copy=128)
-        held = cute.make_rmem_tensor((vector,), element)
-        at = box.column * (EPILOGUE_COLUMNS // vector) + block.lane % lanes
-        for i in cutlass.range_constexpr(16 * lanes // LANES):
-            row = block.warp_row + i * (LANES // lanes) + block.lane // lanes
-            source = cute.local_tile(boxes[None, None, where], (1, vector), (row, block.lane % lanes))
-            cute.copy(atom, source[0, None], held)
-            if row < block.valid and at * vector < to.shape[1]:
-                target = cute.local_tile(to[None, None, box.part], (1, vector), (block.top + row, at))
-                cute.copy(atom, held, target[0, None])
-
-    def load_scales(self, copies, k_tile, stage, full) -> None:
-        for atom, to, source in copies:
-            cute.copy(atom, source[None, k_tile], to[None, stage], tma_bar_ptr=full)
-
-    @cute.jit
-    def main_loop(self, tiled_mma, acc, r_a, r_b, ab, consumed, tile, group, scales, env):
-        """The scaled products of the tiles of K, added up in ``acc``."""
-        state = pipeline.PipelineState(self.stages, consumed, consumed % self.stages, consumed // self.stages % 2)
-        tall, wide = cute.size(acc, mode=[1]), cute.size(acc, mode=[2])
-        wave = cute.make_rmem_tensor(cute.make_layout((acc.shape[0], 1, 1)), Float32)
-        factors = cute.make_rmem_tensor((2,), Float32)
-        tidx, _, _ = cute.arch.thread_idx()
-        row = self.block_row(0, group) + self.row_of(tidx % WARPGROUP, 0) + tile.row % SCALE_PITCH
-        acc.fill(0.0)
-        for _ in cutlass.range(tile.depth, unroll=1):
-            ab.consumer_wait(state)
-            for i in cutlass.range_constexpr(tall):
-                for j in cutlass.range_constexpr(wide):
-                    cute.arch.barrier(barrier_id=TURN_BARRIER + group, number_of_threads=MATH_WARPGROUPS * WARPGROUP)
-                    self.multiply_wave(tiled_mma, wave, r_a, r_b, i, j, state.index)
-                    part, column = (j, 0) if const_expr(self.weight_boxes == 2) else (0, j)
-                    column += self.first_weight_scale(tile, env.n, part) % SCALE_PITCH
-                    of_weight = scales.weight[column, part, state.index]
-                    for h in cutlass.range_constexpr(2):
-                        factors[h] = scales.rows[row + 8 * h, i, state.index] * of_weight
-                    warpgroup.wait_group(1)
-                    self.pass_turn(group)
-                    warpgroup.wait_group(0)
-                    if const_expr(i == tall - 1 and j == wide - 1):
-                        ab.consumer_release(state)
-                    first = WAVE_VALUES * (i + tall * j)
-                    for pair in cutlass.range_constexpr(WAVE_VALUES // 2):  # two of one row, two of the other
-                        for v in cutlass.range_constexpr(2 * pair, 2 * pair + 2):
-                            acc[first + v] = acc[first + v] + wave[v] * factors[pair % 2]
-            state.advance()
-
-    @cute.jit
-    def multiply_wave(self, tiled_mma, wave, r_a, r_b, i: cutlass.Constexpr[int], j: cutlass.Constexpr[int], stage):
-        """Issue the products of one wave, in two groups."""
-        depth = cute.size(r_a, mode=[2])
-        warpgroup.fence()
-        tiled_mma.set(warpgroup.Field.ACCUMULATE, False)
-        for kb in cutlass.range_constexpr(depth):
-            a = cute.append_ones(r_a[None, i, kb, stage], up_to_rank=2)
-            b = cute.append_ones(r_b[None, j, kb, stage], up_to_rank=2)
-            cute.gemm(tiled_mma, wave, a, b, wave)
-            tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
-            if const_expr(kb + 1 == depth // 2):
-                warpgroup.commit_group()
-        warpgroup.commit_group()
-
-
-@dataclass(frozen=True)
-class BlockScaledRaggedM(BlockScaled, RaggedM):
-    """A ragged M kernel of FP8 codes: ``dtype`` "e4m3", or "e5m2" with a weight in E4M3."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        config = self.config
-        wide = SCALE_BLOCK * self.weight_boxes
-        if config.pingpong or config.tile_n % wide or self.b_major != "k":
-            raise ValueError(
-                f"FP8: expected a K-major weight and cooperative tiles of a multiple of {wide} columns, got "
-                f"b_major {self.b_major!r} and {config.name}"
-            )

@@ -52,10 +52,12 @@ from fusedmoe.kernels.sm90.measured import MEASURED, Coarse
 
 Family = Literal[
     "plain", "activation", "transposed_activation", "derivative", "heavy_derivative", "wgrad", "wgrad_gathered_a",
-    "wgrad_gathered_b", "fp8_plain", "fp8_activation", "fp8_derivative",
+    "wgrad_gathered_b", "fp8_plain", "fp8_activation", "fp8_derivative", "fp8_wgrad",
 ]  # fmt: skip
 WGRADS: dict[str | None, Family] = {None: "wgrad", "a": "wgrad_gathered_a", "b": "wgrad_gathered_b"}
 """The families of a weight gradient, by the gathered operand."""
+RAGGED_K: frozenset[Family] = frozenset((*WGRADS.values(), "fp8_wgrad"))
+"""The families of all weight gradients."""
 GATHERED = "_gathered"
 """Suffix of a family in `Problem.coarse`: a ragged M product of gathered rows."""
 
@@ -95,6 +97,7 @@ CANDIDATES: dict[Family, tuple[TileConfig, ...]] = {
     "fp8_plain": (CO_256, CO_256_ROWS),
     "fp8_activation": (CO_256,),
     "fp8_derivative": (CO_256_ROWS, CO_128),
+    "fp8_wgrad": (CO_256, CO_256_TALL, CO_256_ALONE),
 }
 
 # Cycles of an epilogue for 64 x 32 results of a warpgroup, if nothing overlaps them. "heavy_derivative" is an estimate,
@@ -103,12 +106,13 @@ CANDIDATES: dict[Family, tuple[TileConfig, ...]] = {
 EPILOGUE_CYCLES: dict[Family, int] = {
     "plain": 400, "activation": 600, "transposed_activation": 600, "derivative": 3450, "heavy_derivative": 4700,
     "wgrad": 680, "wgrad_gathered_a": 680, "wgrad_gathered_b": 680, "fp8_plain": 400, "fp8_activation": 700,
-    "fp8_derivative": 1200,
+    "fp8_derivative": 1200, "fp8_wgrad": 150,
 }  # fmt: skip
 # Values that a row reads and writes in memory besides its K operands, per column of the result.
 ROW_VALUES: dict[Family, float] = {
     "plain": 1, "activation": 1.5, "transposed_activation": 1.5, "derivative": 5, "heavy_derivative": 5, "wgrad": 1,
     "wgrad_gathered_a": 1, "wgrad_gathered_b": 1, "fp8_plain": 2, "fp8_activation": 2.5, "fp8_derivative": 5,
+    "fp8_wgrad": 1,
 }  # fmt: skip
 LOAD_BYTES_PER_CYCLE = 36.5  # per SM from the L2, all SMs loading
 MEMORY_BYTES_PER_CYCLE = 14.5 * 132  # per GPU: 2.8 TB/s
@@ -160,8 +164,8 @@ def _log2(extent: float) -> float:
 def cycles(problem: Problem, config: TileConfig) -> float:
     """Estimate the cycles of a product, see the module's docstring."""
     p = problem
-    if p.family in WGRADS.values():
-        weights, reads = float(p.experts), 1.0
+    if p.family in RAGGED_K:
+        weights, reads = float(p.experts), ELEMENT_BYTES / p.element_bytes  # an element of the result has two bytes
         k_tiles = max(p.rows / max(p.experts, 1) / p.tile_k + 0.5, 1.0)  # rows end anywhere in the last tile
         tall = _tiles(p.depth, config.tile_m, config.cluster_m)
         wide = _tiles(p.columns, config.tile_n, config.cluster_n)
@@ -191,7 +195,7 @@ def cycles(problem: Problem, config: TileConfig) -> float:
         load = (config.tile_m / rows_shared + config.tile_n / weights_shared) * SWIZZLE_BYTES / LOAD_BYTES_PER_CYCLE
         main = k_tiles * max(multiply, load)
         tile = max(main, (main + epilogue) / 2) if config.pingpong else main + epilogue
-        if p.family in WGRADS.values():
+        if p.family in RAGGED_K:
             tile += WGRAD_CYCLES
         tiles, work = tiles + count, work + count * tile
     tile = work / max(tiles, 1.0)

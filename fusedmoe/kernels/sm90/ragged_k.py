@@ -115,6 +115,11 @@ class RaggedK(Gemm):
         """Whether a tile is stored during the next tile's main loop."""
         return not self.config.pingpong and self.box_element.width == 16
 
+    @property
+    def padded(self) -> bool:
+        """Whether each expert's rows are padded to whole stages."""
+        return False
+
     # -- compile
 
     def compile(self) -> Any:
@@ -182,7 +187,9 @@ class RaggedK(Gemm):
             elif warp_idx == SCHEDULER_WARP:
                 tiles_m, tiles_n = (m + config.tile_m - 1) // config.tile_m, (n + config.tile_n - 1) // config.tile_n
                 share = tiles.Share(config, band, counter, dynamic, shared.drawing)
-                tiles.schedule_ragged_k(offsets, tiles_m, tiles_n, self.tile_k, share, rings.tiles, shared.slots)
+                tiles.schedule_ragged_k(
+                    offsets, tiles_m, tiles_n, self.tile_k, self.padded, share, rings.tiles, shared.slots
+                )
                 if const_expr(self.beside):
                     cute.arch.griddepcontrol_wait()  # kernels after this one depend on both
             elif const_expr(self.gathered is not None):

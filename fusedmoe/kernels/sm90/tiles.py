@@ -20,7 +20,7 @@ from cutlass import Boolean, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
 from fusedmoe.kernels.sm90.config import TileConfig
-from fusedmoe.kernels.sm90.warps import inclusive_sum
+from fusedmoe.kernels.sm90.warps import LANES, inclusive_sum
 
 RING_STAGES = 4
 SLOT = 8  # Int32s per slot of the ring: a `Tile`, rounded up
@@ -280,22 +280,38 @@ def schedule_ragged_m(
 
 
 @cute.jit
+def padded_rows(offsets: cute.Tensor, first: Int32, end: Int32, size: cutlass.Constexpr[int], lane: Int32) -> Int32:
+    """Rows of the experts from ``first`` to before ``end``, at most 32 of them, each rounded up to a multiple of
+    ``size``.
+    """
+    _, count = expert_rows(offsets, Int32(0), first + lane, False)
+    if first + lane >= end:
+        count = Int32(0)
+    return cute.arch.shuffle_sync(inclusive_sum((count + size - 1) // size * size, lane), LANES - 1)
+
+
+@cute.jit
 def schedule_ragged_k(
     offsets: cute.Tensor,
     tiles_m: Int32,
     tiles_n: Int32,
     tile_k: cutlass.Constexpr[int],
+    padded: cutlass.Constexpr[bool],
     share: Share,
     ring,
     slots: cute.Tensor,
 ) -> None:
-    """Schedule the tiles of a ragged K product: each expert has the same number."""
+    """Schedule the tiles of a ragged K product: each expert has the same number.
+
+    With ``padded``, the rows of each expert begin at a multiple of ``tile_k``, after the padding of the expert before.
+    """
     cluster_m, cluster_n = share.config.cluster_m, share.config.cluster_n
     state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, RING_STAGES)
     lane = cute.arch.lane_idx()
     experts = cute.size(offsets)
     tall, wide = (tiles_m + cluster_m - 1) // cluster_m, (tiles_n + cluster_n - 1) // cluster_n
     tile, turn = share.cluster, Int32(0)
+    added, start = Int32(0), Int32(0)  # experts, and their padded rows
     while tile < experts * tall * wide:
         expert = tile // (tall * wide)
         row_tile, column_tile = place(tile - expert * (tall * wide), tall, wide, share.band)
@@ -303,6 +319,11 @@ def schedule_ragged_k(
         if expert > 0:
             first = offsets[expert - 1]
         count = offsets[expert] - first
+        if const_expr(padded):
+            while added < expert:
+                start += padded_rows(offsets, added, expert, tile_k, lane)
+                added = cutlass.min(added + LANES, expert)
+            first = start
         column, row = column_tile * cluster_n + share.rank_n, row_tile * cluster_m + share.rank_m
         state = put(ring, state, slots, lane, Tile(expert, first, count, column, row, (count + tile_k - 1) // tile_k))
         tile = next_tile(tile, share, lane, turn)

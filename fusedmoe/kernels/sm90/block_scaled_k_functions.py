@@ -1,0 +1,120 @@
+"""The weight gradient of FP8 codes with block scales, as a function of flat tensors.
+
+Both operands are in columns form, as `fusedmoe.formats` defines it for 1 x 128 blocks: 128 rows of one column share a
+scale. Axes: R rows sorted by expert, P padded rows, E experts, N features of the gradient, K features of the input.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fusedmoe.kernels import compiler
+from fusedmoe.kernels.options import DEFAULT, KernelOptions
+from fusedmoe.kernels.sm90.block_scaled_functions import NAMES
+from fusedmoe.kernels.sm90.choice import Problem, choose
+from fusedmoe.kernels.sm90.launch import scheduling, sms_for, tile_counter
+
+if TYPE_CHECKING:
+    from fusedmoe.kernels.sm90.config import TileConfig
+
+RESULTS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+def block_scaled_wgrad(
+    dy: Tensor,
+    dy_scale: Tensor,
+    x: Tensor,
+    x_scale: Tensor,
+    offsets: Tensor,
+    rows: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    out: Tensor | None = None,
+    options: KernelOptions = DEFAULT,
+) -> Tensor:
+    """``dw[e] = dy[rows of e].T @ x[rows of e]``: (E, N, K), zeros for an expert without rows.
+
+    Parameters
+    ----------
+    dy, x
+        Codes (N, P) and (K, P), unit stride along P, a pitch of a multiple of 16 bytes, N and K multiples of 16. ``dy``
+        is E4M3 or E5M2, ``x`` is E4M3. Each expert's rows begin at a multiple of 128; the codes of padding are zeros.
+        Codes after the last expert's padding are not read.
+    dy_scale, x_scale
+        fp32, (N, P / 128) and (K, P / 128), with the strides of `block_scaled_functions.with_strides`.
+    offsets
+        The end of each expert's rows among the R rows without padding: (E,) int32, contiguous.
+    rows
+        R.
+    dtype
+        Dtype of the result: bf16, fp16 or fp32.
+    out
+        Contiguous fp32 tensor (E, N, K) to which the gradient is added, unrounded; it is returned. Each element is
+        added to once, so the result does not depend on the order.
+    """
+    accumulate = out is not None
+    run = bind_block_scaled_wgrad(dy, x, offsets, rows, torch.float32 if accumulate else dtype, accumulate, options)
+    return run(dy, dy_scale, x, x_scale, offsets, out)
+
+
+def bind_block_scaled_wgrad(
+    dy: Tensor,
+    x: Tensor,
+    offsets: Tensor,
+    rows: int,
+    dtype: torch.dtype,
+    accumulate: bool,
+    options: KernelOptions,
+) -> Callable[..., Tensor]:
+    """Return `block_scaled_wgrad` of ``(dy, dy_scale, x, x_scale, offsets, out)``; ``out`` is None for a new tensor."""
+    experts, n, k = offsets.shape[0], dy.shape[0], x.shape[0]
+    device = x.device
+    if rows:
+        kernel, numbers = _launch(choose, device, dy.dtype, rows, experts, n, k, dtype, accumulate, options)
+
+    def run(
+        dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, offsets: Tensor, out: Tensor | None = None
+    ) -> Tensor:
+        if out is None:
+            out = torch.empty(experts, n, k, dtype=dtype, device=device)
+        if rows:
+            counter, dynamic = tile_counter(device, options.schedule)
+            a, b = dy.view(torch.uint8), x.view(torch.uint8)
+            kernel(a, dy_scale, b, x_scale, offsets, out, counter, *numbers, dynamic)
+        elif not accumulate:
+            out.zero_()
+        return out
+
+    return run
+
+
+@functools.lru_cache(maxsize=4096)
+def _launch(
+    choose: Callable[[Problem], TileConfig],  # `tuning.forced` replaces it
+    device: torch.device,
+    dtype: torch.dtype,
+    rows: int,
+    experts: int,
+    n: int,
+    k: int,
+    out: torch.dtype,
+    accumulate: bool,
+    options: KernelOptions,
+) -> tuple[Callable[..., Any], tuple[int, int]]:
+    """Return the kernel and its numbers; cached, since that takes as long as a launch."""
+    sms = sms_for(device, options)
+    problem = Problem("fp8_wgrad", rows, experts, k, n, sms, dtype.itemsize)
+    config = choose(problem)
+    return _kernel(NAMES[dtype], config, RESULTS[out], accumulate), scheduling(problem, config, sms)
+
+
+@functools.cache
+def _kernel(dtype: str, config: TileConfig, out: str, accumulate: bool) -> Any:
+    from fusedmoe.kernels.sm90.block_scaled_k import BlockScaledRaggedK  # deferred: imports the CuTe DSL
+
+    return compiler.load(BlockScaledRaggedK(dtype, config, out=out, accumulate=accumulate))
