@@ -36,13 +36,16 @@ from cutlass.memory import SmemAllocator
 
 from fusedmoe.kernels.sm90 import tiles
 from fusedmoe.kernels.sm90.block_scaled import WAVE_VALUES, BlockScaled
-from fusedmoe.kernels.sm90.config import SCALE_BLOCK, SCALE_PITCH
+from fusedmoe.kernels.sm90.config import BLOCK_ROWS, EPILOGUE_COLUMNS, SCALE_BLOCK, SCALE_PITCH
 from fusedmoe.kernels.sm90.epilogues import Block, Box
 from fusedmoe.kernels.sm90.gemm import LOAD, PRODUCER, SHARED_LOAD, VALUES, Tma
 from fusedmoe.kernels.sm90.ragged_k import RaggedK
 from fusedmoe.kernels.sm90.warps import LANES
 
 PAIRS = SCALE_BLOCK // 8  # of adjacent columns of a wave, per thread
+# fp32 values between the rows of a box: four rows of eight columns are in different banks, and their addresses differ by
+# constants, which swizzled ones do not: those would take registers that ptxas does not have.
+FP32_PITCH = EPILOGUE_COLUMNS + 8
 
 
 class Operand(NamedTuple):
@@ -103,6 +106,18 @@ class BlockScaledRaggedK(BlockScaled, RaggedK):
     def store_stages(self) -> int:
         """Two boxes of fp32 would cost a stage of A and B."""
         return 1 if self.box_element.width == 32 else super().store_stages
+
+    @property
+    def box_bytes(self) -> int:
+        return BLOCK_ROWS * FP32_PITCH * 4 if self.box_element.width == 32 else super().box_bytes
+
+    def box_layout(self, boxes: int) -> Any:
+        if self.box_element.width != 32:
+            return super().box_layout(boxes)
+        layout = cute.make_layout(
+            (BLOCK_ROWS, EPILOGUE_COLUMNS, boxes), stride=(FP32_PITCH, 1, BLOCK_ROWS * FP32_PITCH)
+        )
+        return cute.make_composed_layout(cute.make_swizzle(0, 4, 3), 0, layout)
 
     # -- compile
 
