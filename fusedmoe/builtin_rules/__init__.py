@@ -14,6 +14,7 @@ from fusedmoe.builtin_rules.sm90.dispatch import (
 from fusedmoe.builtin_rules.sm90.fp8_grouped_dgrad_activation import Fp8GroupedDgradActivation
 from fusedmoe.builtin_rules.sm90.fp8_grouped_gemm import Fp8GroupedDgrad, Fp8GroupedGemm
 from fusedmoe.builtin_rules.sm90.fp8_grouped_gemm_activation import Fp8GroupedGemmActivation
+from fusedmoe.builtin_rules.sm90.fp8_grouped_wgrad import Fp8GroupedWgrad
 from fusedmoe.builtin_rules.sm90.grouped_dgrad import GatheredDgrad, GroupedDgrad
 from fusedmoe.builtin_rules.sm90.grouped_dgrad_activation import GatheredDgradActivation, GroupedDgradActivation
 from fusedmoe.builtin_rules.sm90.grouped_gemm import GatheredGemm, GroupedGemm
@@ -76,4 +77,5 @@ BUILTIN: tuple[type[FusionRule], ...] = (
     Fp8GroupedGemmActivation,
     Fp8GroupedDgrad,
     Fp8GroupedDgradActivation,
+    Fp8GroupedWgrad,
 )

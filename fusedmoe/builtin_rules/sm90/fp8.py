@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+import torch
+
 from fusedmoe.builtin_rules.sm90.backend import OnSm90, Run, decline
 from fusedmoe.formats import E4M3, Format, QuantizedSpec, ScaleRule
 from fusedmoe.fusion.rule import NothingToDo, PlanContext, require
@@ -62,9 +64,25 @@ def guard_codes(*codes: Tensor) -> None:
     if not codes[0].shape[0]:
         raise NothingToDo("no rows")
     for t in codes:
-        pitch = t.stride(-2)
-        readable = t.stride(-1) == 1 and pitch % 16 == 0 and pitch >= t.shape[-1] and t.data_ptr() % 16 == 0
-        require(readable, "codes have strides %s: expected rows of a multiple of 16 bytes", tuple(t.stride()))
+        require(_readable(t), "codes have strides %s: expected rows of a multiple of 16 bytes", tuple(t.stride()))
+
+
+def _readable(codes: Tensor) -> bool:
+    pitch = codes.stride(-2)
+    return codes.stride(-1) == 1 and pitch % 16 == 0 and pitch >= codes.shape[-1] and codes.data_ptr() % 16 == 0
+
+
+def on_readable_codes(run: Run, a: Tensor, b: Tensor) -> Run:
+    """Return ``run``, whose arguments begin with codes and scales of two operands by columns. If TMA cannot read codes
+    like these, as plain PyTorch makes them, return a function that runs it on copies.
+    """
+    if _readable(a) and _readable(b):
+        return run
+    return lambda a, a_scale, b, *others: run(_copied(a), a_scale, _copied(b), *others)
+
+
+def _copied(codes: Tensor) -> Tensor:
+    return codes if _readable(codes) else codes.clone(memory_format=torch.contiguous_format)
 
 
 def on_readable_scales(run: Run, rows: Tensor, weight: Tensor) -> Run:

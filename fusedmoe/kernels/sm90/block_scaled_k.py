@@ -43,8 +43,8 @@ from fusedmoe.kernels.sm90.ragged_k import RaggedK
 from fusedmoe.kernels.sm90.warps import LANES
 
 PAIRS = SCALE_BLOCK // 8  # of adjacent columns of a wave, per thread
-# fp32 values between the rows of a box: four rows of eight columns are in different banks, and their addresses differ by
-# constants, which swizzled ones do not: those would take registers that ptxas does not have.
+# fp32 values between the rows of a box: four rows of eight columns are in different banks. The addresses of a thread
+# differ by constants. Those of a swizzled box do not, and ptxas spills other registers to keep them.
 FP32_PITCH = EPILOGUE_COLUMNS + 8
 
 

@@ -1,0 +1,74 @@
+"""``sm90.fp8_grouped_wgrad``: the gradient of a grouped linear layer's weight with FP8 operands, in one launch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from fusedmoe.builtin_rules.sm90.backend import Run, decline
+from fusedmoe.builtin_rules.sm90.fp8 import ROWS, OnFp8, check_blocks, on_readable_codes, on_readable_scales
+from fusedmoe.formats import E4M3, QuantizedSpec
+from fusedmoe.fusion.rule import Bind, FusionRule, NothingToDo, PlanContext, Step, require
+from fusedmoe.kernels.sm90 import block_scaled_k_functions, limits
+from fusedmoe.ops.grouped_linear import Wgrad, WgradIntoMainGrad
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+OPERANDS = ("grad_output", "wgrad.input")
+
+
+class Fp8GroupedWgrad(OnFp8, FusionRule, name="sm90.fp8_grouped_wgrad", direction="backward"):
+    """``dW[e] = dy[rows of e].T @ x[rows of e]`` of codes and scales by columns. dW has the dtype that dy had before
+    quantization.
+
+    For `WgradIntoMainGrad`, the kernel adds it, unrounded, to the weight's fp32 ``main_grad``.
+    """
+
+    wgrad: Wgrad | WgradIntoMainGrad
+
+    def supports(self, ctx: PlanContext) -> None:
+        for name in OPERANDS:
+            spec = ctx.spec(name)
+            require(isinstance(spec, QuantizedSpec), "%s is not quantized: expected FP8 operands", name)
+            assert isinstance(spec, QuantizedSpec)
+            check_blocks(spec.format, ROWS)
+            require(not spec.rotated, "%s is rotated: expected hadamard=False", name)
+            require(spec.experts is not None, "%s was quantized without splits", name)
+            allowed = spec.format.element is E4M3 or name == "grad_output"
+            require(allowed, "%s is %s: expected e4m3", name, spec.format.element)
+
+    def offer(self, ctx: PlanContext) -> Step:
+        fc = self.wgrad.op
+        dtype = ctx.dtype("grad_output")
+        known = dtype in block_scaled_k_functions.RESULTS
+        require(known, "grad_output is %s: expected bfloat16, float16 or float32 values", dtype)
+        for name, width in (("in_features", fc.in_features), ("out_features", fc.out_features)):
+            decline(limits.why_not_width_of_codes(name, width))
+        return Step(needs=(*OPERANDS, "offsets"), gives=("wgrad.grad_weight",))
+
+    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
+        accumulating = self.wgrad if isinstance(self.wgrad, WgradIntoMainGrad) else None
+        rows, options = ctx.spec("grad_output").shape[0], ctx.options
+        dtype = torch.float32 if accumulating else ctx.dtype("grad_output")
+
+        def bind(dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, offsets: Tensor) -> Run:
+            if not rows:
+                raise NothingToDo("no rows")
+            product = block_scaled_k_functions.bind_block_scaled_wgrad(
+                dy, x, offsets, rows, dtype, accumulating is not None, options
+            )
+
+            def run(dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, offsets: Tensor) -> Tensor | None:
+                if accumulating is None:
+                    return product(dy, dy_scale, x, x_scale, offsets, None)
+                main_grad = accumulating.main_grad()  # may be a different tensor in each call
+                require(main_grad.is_contiguous(), "main_grad is not contiguous")
+                decline(limits.why_not_address("main_grad", main_grad.data_ptr()))
+                product(dy, dy_scale, x, x_scale, offsets, main_grad)
+                return accumulating.added()
+
+            return on_readable_codes(on_readable_scales(run, dy_scale, x_scale), dy, x)
+
+        return bind
