@@ -84,10 +84,11 @@ class Chain:
         self.parameters = [
             (node.op, name, f"{node.label}.{name}") for node in self.nodes for name in node.op.parameter_names
         ]
+        self._stored = [name in op.stored_weight for op, name, _ in self.parameters]
         self.casts = (
             any(node.op.autocasts for node in self.nodes),
             *[False] * len(self.inputs),
-            *[op.autocasts for op, _, _ in self.parameters],
+            *[op.autocasts and not stored for (op, _, _), stored in zip(self.parameters, self._stored, strict=True)],
         )
         self.name = ""
         self.table = PlanTable(self)
@@ -154,8 +155,7 @@ class Chain:
         dtype = asked.dtype or autocast_dtype(x.device)
         specs = [argument_spec(a) for a in arguments]
         if dtype is not None:
-            of_input = range(1, 1 + len(self.inputs))
-            all_others = tuple(i not in of_input for i in range(len(specs)))
+            all_others = True, *[False] * len(self.inputs), *[not stored for stored in self._stored]
             specs = cast_specs(specs, dtype, self.casts if asked.dtype is None else all_others)
         deterministic = torch.are_deterministic_algorithms_enabled()
         conditions = Conditions(now.recipe, now.all_disabled(), options, deterministic, target=asked)

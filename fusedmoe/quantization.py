@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fusedmoe.errors import InputError
+from fusedmoe.formats import ScaleRule
 from fusedmoe.ops.op import Op
 from fusedmoe.ops.quantize import Quantize
-from fusedmoe.recipes import Node, Recipe, Roles
+from fusedmoe.recipes import FP8Block, Node, Recipe, Roles
 
 
 def rewritten(recipe: Recipe, nodes: tuple[Node, ...]) -> tuple[Node, ...]:
@@ -22,6 +23,10 @@ def by_roles(recipe: Recipe, nodes: tuple[Node, ...]) -> tuple[Node, ...]:
     One op quantizes the weight (``<label>:weight``) and one the rows (``<label>:input``); both come before the layer.
     One op quantizes the gradient (``<label>:grad``) and comes after it. A layer's own recipe takes precedence. An
     operand that a `Quantize` of the chain already quantizes gets no second op.
+
+    Without a recipe, a layer that stores its weight quantized has the recipe of its ``weight_format``: rows and
+    gradients in blocks of 1x128, with the same rule for scales. A recipe gives it the quantizers of rows and gradients
+    alone.
     """
     result: list[Node] = []
     for i, (label, op) in enumerate(nodes):
@@ -45,7 +50,11 @@ def _roles_of(recipe: Recipe, op: Op) -> Roles:
     roles = recipe.roles()
     if not isinstance(roles, Roles):
         raise InputError(f"recipe {recipe.name!r}: roles() must return fusedmoe.recipes.Roles, got {roles!r}")
-    return roles
+    if op.weight_format is None:
+        return roles
+    if own is None and roles == Recipe().roles():
+        roles = FP8Block(power_of_two=op.weight_format.rule is ScaleRule.POWER_OF_TWO).roles()
+    return roles._replace(weight=None)
 
 
 def _adjacent(nodes: Iterable[Node]) -> list[Quantize]:

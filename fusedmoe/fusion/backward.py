@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from fusedmoe.errors import InputError
 from fusedmoe.fusion.places import Place, glue_place
 from fusedmoe.fusion.steps import Plain
 from fusedmoe.fusion.values import NONE, Form, columns, dequantized, form_specs, forms_of, grad
@@ -34,7 +35,18 @@ NO_BACKWARD = Backward()
 
 
 def backward_chain(graph: Graph, wanted: Collection[str], specs: Mapping[str, SpecLike | None]) -> Backward:
-    """Return the backward chain for the gradients of the wanted arguments, given the specs of the forward pass."""
+    """Return the backward chain for the gradients of the wanted arguments, given the specs of the forward pass.
+
+    Raises
+    ------
+    InputError
+        A weight that is stored quantized is wanted: it has no gradient.
+    """
+    for label, op in graph.nodes:
+        for name in op.stored_weight:
+            if f"{label}.{name}" in wanted:
+                what = "requires_grad=False, since a weight that is stored quantized has no gradient"
+                raise InputError(f"{label}.{op.reject(name, what, True)}")
     return _Builder(graph, wanted, specs).backward() if wanted else NO_BACKWARD
 
 

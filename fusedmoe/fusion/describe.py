@@ -10,7 +10,7 @@ from fusedmoe.fusion.candidates import Costs
 from fusedmoe.fusion.plan import PlanData, PlannedStep
 from fusedmoe.fusion.steps import Fused
 from fusedmoe.fusion.values import NONE, spec_of
-from fusedmoe.ops.glue import QuantizeWeight
+from fusedmoe.ops.glue import QuantizeWeight, StoredWeight
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,7 +31,8 @@ def describe(plan: Plan, arguments: Mapping[str, SpecLike | None]) -> PlanData:
     kept = [v for v in plan.saved if v not in (*graph.parameters, *of_weights)]
     weights = [span for span in plan.glue if isinstance(span.places[0].item, QuantizeWeight)]
     steps = [_planned(span, specs, costs, environment.device) for span in (*weights, *plan.spans)]
-    glue = [_planned(span, specs, costs, environment.device) for span in plan.glue if span not in weights]
+    others = [span for span in plan.glue if span not in weights and not _is_parameters(span)]
+    glue = [_planned(span, specs, costs, environment.device) for span in others]
     arch, rows = environment.arch, specs[graph.arguments[0]]
     backward = plan.backward(tuple([a in plan.wanted for a in graph.arguments])).program
     return PlanData(
@@ -53,6 +54,11 @@ def describe(plan: Plan, arguments: Mapping[str, SpecLike | None]) -> PlanData:
         beside=tuple((light.rule, carrier.rule, sms) for light, carrier, sms in backward.pairs),
         **_asked(plan),
     )
+
+
+def _is_parameters(span: PlannedSpan) -> bool:
+    """Whether a step only gives the parameters of a stored weight another name."""
+    return span.direction == "forward" and isinstance(span.places[0].item, StoredWeight)
 
 
 def _asked(plan: Plan) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from fusedmoe.fusion.values import (
 )
 from fusedmoe.ops import random_state
 from fusedmoe.ops.derived import DERIVED
-from fusedmoe.ops.glue import Dequantize, Derive, QuantizeWeight, ZeroTail
+from fusedmoe.ops.glue import Dequantize, Derive, QuantizeWeight, StoredWeight, ZeroTail
 from fusedmoe.ops.op import TensorSpec
 
 if TYPE_CHECKING:
@@ -67,7 +67,8 @@ class Graph:
     places, forward : tuple of Place
         The places of all ops, and of those that have a step in the forward pass.
     derived, weights : dict of str to Place
-        The glue that computes each derived value, and the glue that quantizes each weight.
+        The glue that computes each derived value, and the glue of each quantized weight: it quantizes the weight, or
+        gives the forms of one that is stored quantized.
     arguments, outputs : tuple of str
         The rows, the runtime inputs and the parameters; the resulting rows and the exports.
     quantizers, forms : dict
@@ -190,7 +191,8 @@ class Graph:
             values |= {p: f"{label}.{p}" for p in random_state.NAMES}
         values |= {alias: values[name] for alias, name in op.aliases.items()}
         names = self.formed(values, op.contracts)
-        needs = ("input", *op.parameter_names, *op.runtime_inputs, *op.optional_inputs)
+        operands = (p for p in op.parameter_names if p not in op.stored_weight[1:])
+        needs = ("input", *operands, *op.runtime_inputs, *op.optional_inputs)
         rows = () if op.passes_forward else (output,) if op.quantizes is None else (output, columns(output))
         compute: Callable[..., Any] = op.compute
         step = Plain(
@@ -247,7 +249,8 @@ class Graph:
         """
         specs: dict[str, Any] = {**arguments, NONE: None}
         for weight, place in self.weights.items():
-            assert isinstance(place.item, QuantizeWeight)
+            if not isinstance(place.item, QuantizeWeight):
+                continue  # one that is stored: its spec depends on the rows
             try:
                 found = place.item.run.infer(specs[weight])
             except InputError as error:
@@ -258,6 +261,7 @@ class Graph:
                 for value in place.step.needs:
                     if value in self.derived:
                         self._infer_derived(value, specs)
+                self._infer_stored_weight(place, specs)
                 out: Any = place.op.infer(*[specs[v] for v in place.step.needs], **place.keywords)
             except InputError as error:
                 raise InputError(f"{place.label}: {error}") from None
@@ -272,6 +276,13 @@ class Graph:
         for value in self.derived:  # offsets that only tail masks read
             self._infer_derived(value, specs)
         return specs | tensor_specs(specs, self.forms)
+
+    def _infer_stored_weight(self, place: Place, specs: dict[str, Any]) -> None:
+        found = self.weights.get(f"{place.node.label}.weight" if place.node is not None else NONE)
+        if found is not None and isinstance(found.item, StoredWeight):
+            weight, scale = (specs[v] for v in found.step.needs)
+            spec = found.item.infer(weight, scale, specs[place.names["input"]].dtype)
+            specs |= form_specs(found.step.gives[0], spec, found.item.quantizes)
 
     def _infer_derived(self, value: str, specs: dict[str, Any]) -> None:
         place = self.derived[value]
@@ -299,7 +310,9 @@ def _values_along(nodes: Sequence[Node], passes: str) -> list[str]:
 
 
 def _weight_quantizations(nodes: Sequence[Node]) -> list[Place]:
-    """Return the glue that quantizes weights, for each op that requests it for the linear layer after it."""
+    """Return the glue of quantized weights: of each op that requests it for the linear layer after it, and of each
+    layer that stores its weight quantized.
+    """
     found: dict[str, Place] = {}
     for i, (label, op) in enumerate(nodes):
         if op.quantizes_weight is None:
@@ -314,6 +327,14 @@ def _weight_quantizations(nodes: Sequence[Node]) -> list[Place]:
         names = {"weight": weight, "output": quantized(weight)}
         glue = QuantizeWeight(op.weight_quantization(layer.op), op.launches)
         found[weight] = glue_place(glue, f"{label}.{type(op).__name__}", names)
+    for label, op in nodes:
+        if op.weight_format is None:
+            continue
+        weight, scale = (f"{label}.{name}" for name in op.stored_weight)
+        if weight in found:
+            raise InputError(f"{found[weight].label}: weight: expected a layer with an unquantized weight, got {op!r}")
+        names = {"weight": weight, "scale": scale, "output": quantized(weight)}
+        found[weight] = glue_place(StoredWeight(op), f"{label}:weight.StoredWeight", names)
     return [*found.values()]
 
 

@@ -30,6 +30,7 @@ from fusedmoe.fusion.rule import RuleError
 from fusedmoe.fusion.steps import AnyStep, Fused, Plain
 from fusedmoe.fusion.values import NONE, Gathered, by_rows, dequantized
 from fusedmoe.log import say_once
+from fusedmoe.ops.glue import StoredWeight
 from fusedmoe.ops.op import BackwardOp
 
 if TYPE_CHECKING:
@@ -144,14 +145,19 @@ class _Planner:
         derived = [place for value, place in graph.derived.items() if value not in given]
         glue = self._glue("forward", [*derived, *_dequantizations(forward, chosen_forward)])
         glue_backward = self._glue("backward", [*of_backward.sums, *_dequantizations(backward, chosen_backward)])
-        read = _values(chosen.candidate.step.needs for chosen in (*chosen_forward.steps, *chosen_backward.steps))
-        read |= _values(s.needs for s in _steps(glue, glue_backward))
-        weights = self._glue("forward", [*graph.weights.values()], read)
+        read = _read(chosen_forward, glue)
+        read_backward = _read(chosen_backward, glue_backward)
+        stored = [place for place in graph.weights.values() if isinstance(place.item, StoredWeight)]
+        weights = self._glue("forward", [p for p in graph.weights.values() if p not in stored], read | read_backward)
+        weights += self._glue("forward", _reading(stored, read), read)
+        # these take as much memory as the parameters: a backward pass makes each right before the step that reads it
+        weights_backward = self._glue("backward", _reading(reversed(stored), read_backward), read_backward)
 
         results = {v: v for v in graph.outputs}
         made = self._made(forward, chosen_forward, [*glue, *weights], [], results, graph.arguments)
         exist = {*graph.arguments, *_values(s.gives for s in made.steps)}
         there = exist.union(of_backward.incoming.values())
+        glue_backward += weights_backward
         made_backward = self._made(backward, chosen_backward, [], glue_backward, of_backward.gradients, there)
         backward_steps = made_backward.steps
         if not self._keep_weights:
@@ -361,6 +367,16 @@ def _values(groups: Iterable[Iterable[str]]) -> set[str]:
 
 def _steps(*groups: Iterable[PlannedSpan]) -> list[AnyStep]:
     return [span.step for group in groups for span in group]
+
+
+def _read(covering: Covering, glue: Iterable[PlannedSpan]) -> set[str]:
+    """Return the values that a covering and its glue read."""
+    return _values(s.needs for s in (*(chosen.candidate.step for chosen in covering.steps), *_steps(glue)))
+
+
+def _reading(places: Iterable[Place], read: Collection[str]) -> list[Place]:
+    """Return the places that give a value that is read."""
+    return [place for place in places if any(v in read for v in place.step.gives)]
 
 
 def _dequantizations(search: DirectionSearch, covering: Covering) -> list[Place]:

@@ -8,16 +8,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fusedmoe.errors import InputError
+from fusedmoe.formats import QuantizedSpec, Quantizer
+from fusedmoe.formats.quantizers import DTYPES
 from fusedmoe.kernels.torch.rows import zero_tail_
 from fusedmoe.ops.derived import OFFSETS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    import torch
     from torch import Tensor
 
-    from fusedmoe.formats import QuantizedTensor, Quantizer
+    from fusedmoe.formats import QuantizedTensor
     from fusedmoe.ops.derived import Derived
+    from fusedmoe.ops.op import Op, SpecLike
     from fusedmoe.ops.quantize import WeightQuantization
 
 
@@ -106,6 +110,54 @@ class QuantizeWeight(Glue):
 
     def compute(self, weight: Tensor, *, axes: Sequence[int] = (-1, -2), training: bool = False) -> Any:
         return self.run(weight, axes=axes, training=training)
+
+
+class StoredWeight(Glue):
+    """The forms of a weight that a layer stores quantized, as flat tensors.
+
+    By rows, these are its parameters, without a copy. By columns, they are transposed: square blocks are the same along
+    both axes. The transposed codes are a copy, since kernels read codes along the axis that they sum over.
+
+    A backward pass makes the form by columns for the step that reads it, and no call keeps it, since it takes as much
+    memory as the parameters.
+
+    Parameters
+    ----------
+    layer
+        The layer.
+    """
+
+    needs = ("weight", "scale")
+    launches = 2
+
+    def __init__(self, layer: Op) -> None:
+        assert layer.weight_format is not None
+        self.layer, self.format = layer, layer.weight_format
+        self.quantizes: Quantizer = Quantizer(self.format)
+
+    def infer(self, weight: SpecLike | None, scale: SpecLike | None, dtype: torch.dtype) -> QuantizedSpec:
+        """Return the spec by rows, for rows of this dtype.
+
+        Raises
+        ------
+        InputError
+            Codes or scales have the wrong shape or dtype, or the rows the wrong dtype.
+        """
+        if dtype not in DTYPES:
+            raise self.layer.reject("x", "float32, bfloat16 or float16, for a quantized weight", dtype)
+        shape = self.layer.weight_shape
+        spec = QuantizedSpec(shape, dtype, self.format, -1, stacked=len(shape) == 3)
+        for name, given, expected in zip(self.layer.stored_weight, (weight, scale), spec.tensors(), strict=True):
+            if given is None or (tuple(given.shape), given.dtype) != expected:
+                got = None if given is None else f"shape {tuple(given.shape)} in {given.dtype}"
+                raise self.layer.reject(name, f"shape {expected[0]} in {expected[1]}", got)
+        return spec
+
+    def compute(
+        self, weight: Tensor, scale: Tensor, *, axes: Sequence[int] = (-1, -2), training: bool = False
+    ) -> tuple[Tensor, ...]:
+        forms = [(weight, scale) if axis == -1 else (weight.mT.contiguous(), scale.mT) for axis in axes]
+        return tuple([t for form in forms for t in form])
 
 
 class Dequantize(Glue):

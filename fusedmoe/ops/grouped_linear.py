@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fusedmoe.checks import FLAG, POSITIVE_INTEGER, check_factory
-from fusedmoe.errors import NO_EXPERT_PARALLELISM
-from fusedmoe.formats import QuantizedTensor, products
+from fusedmoe.checks import FLAG, POSITIVE_INTEGER, TENSOR, WRONG, Check, check_factory
+from fusedmoe.errors import NO_EXPERT_PARALLELISM, InputError
+from fusedmoe.formats import E4M3, Format, QuantizedSpec, QuantizedTensor, fp8_block, products, quantize
 from fusedmoe.kernels.torch import grouped_gemm
 from fusedmoe.kernels.torch.rows import tail_mask
 from fusedmoe.ops.main_grad import grad_instead, main_grad_of
@@ -21,9 +21,8 @@ from fusedmoe.ops.op import BackwardOp, Op, TensorSpec
 from fusedmoe.recipes import resolve, shortest
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from fusedmoe.checks import Check
     from fusedmoe.formats.products import Operand
     from fusedmoe.ops.op import SpecLike
 
@@ -193,7 +192,13 @@ class _LinearOp(Op):
     ) -> None:
         FLAG(f"{type(self).__name__}: bias", bias)
         check_factory(type(self).__name__, device, dtype)
-        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        if self.weight_format is None:
+            self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        else:
+            spec = QuantizedSpec(shape, torch.float32, self.weight_format, -1, stacked=True)
+            for name, (sizes, kind) in zip(self.stored_weight, spec.tensors(), strict=True):
+                held = torch.empty(sizes, device=device, dtype=kind)
+                self.register_parameter(name, nn.Parameter(held, requires_grad=False))
         empty_bias = torch.empty(shape[:-1], device=device, dtype=dtype) if bias else None
         self.register_parameter("bias", None if empty_bias is None else nn.Parameter(empty_bias))
         self.reset_parameters()
@@ -201,16 +206,29 @@ class _LinearOp(Op):
     def reset_parameters(self) -> None:
         """Draw new parameters, uniform within ``1 / sqrt(in_features)``."""
         bound = 1 / math.sqrt(self.in_features)
-        for parameter in self.parameters(recurse=False):
-            nn.init.uniform_(parameter, -bound, bound)
+        for name, parameter in self.named_parameters(recurse=False):
+            if name not in self.stored_weight:
+                nn.init.uniform_(parameter, -bound, bound)
 
     def _extra_repr(self, sizes: tuple[str, ...], bias_default: bool) -> str:
         parts = [f"{name}={getattr(self, name)}" for name in sizes]
         if (bias := self.bias is not None) is not bias_default:
             parts.append(f"bias={bias}")
+        if self.weight_format is not None:
+            parts.append(f"weight_format={str(self.weight_format)!r}")
         if self.accumulate_into_main_grad:
             parts.append("accumulate_into_main_grad=True")
         return ", ".join(parts if self.recipe is None else [*parts, f"recipe={shortest(self.recipe)!r}"])
+
+
+FP8_CHECKPOINT = fp8_block(across=128, power_of_two=False)
+"""The format of the weights of FP8 checkpoints: E4M3, one fp32 scale for each 128x128 values."""
+
+
+def _weight_format(value: object) -> object:
+    """Return a format of weights that kernels and products take by rows and by columns; else `WRONG`."""
+    square = isinstance(value, Format) and value.element is E4M3 and value.block == (128, 128)
+    return value if square and value.rule.dtype is torch.float32 else WRONG  # type: ignore[attr-defined]
 
 
 class GroupedLinear(_LinearOp):
@@ -236,11 +254,18 @@ class GroupedLinear(_LinearOp):
     recipe
         The recipe of this layer, with the same values as ``fm.recipe``, over which it takes precedence. ``"bf16"``
         disables quantization; None uses ``fm.recipe``. The attribute can be set at any time.
+    weight_format
+        The format in which the weight is stored, ``fusedmoe.formats.fp8_block(across=128, power_of_two=...)``; None
+        stores it in ``dtype``. See `from_quantized`, and the notes.
 
     Attributes
     ----------
     weight : Parameter
-        (E, N, K), each expert initialised as in `torch.nn.Linear`: uniform within ``1 / sqrt(K)``.
+        (E, N, K), each expert initialised as in `torch.nn.Linear`: uniform within ``1 / sqrt(K)``. With
+        ``weight_format``, its codes, in float8_e4m3fn.
+    weight_scale_inv : Parameter
+        With ``weight_format`` only: the scales (E, ceil(N / 128), ceil(K / 128)), fp32. A code times its scale is the
+        value: ``weight[e, n, k] * weight_scale_inv[e, n // 128, k // 128]``.
     bias : Parameter or None
         (E, N).
 
@@ -248,11 +273,27 @@ class GroupedLinear(_LinearOp):
     -----
     Called with rows ``x`` (R, K), sorted by expert, in the weight's dtype, and ``splits`` (E,), rows per expert:
     integers on x's device. Returns (R, N). Rows after ``splits.sum()`` are not read; their results are zeros.
+
+    With ``weight_format``:
+
+    - The weight is frozen. A call with ``weight.requires_grad`` raises `InputError`, unless gradients are disabled.
+    - Rows are in fp32, bf16 or fp16. They, and the gradient of the output, are quantized by the recipe of the layer,
+      else by that of the call. Without one, they are quantized in E4M3 with blocks of 1x128 and with the rule of
+      ``weight_format`` for scales. The recipe ``"bf16"`` of the layer leaves them unquantized.
+    - Fused kernels multiply the codes. The input gradient needs them transposed: a copy of E * K * N bytes, for the
+      time of that product.
+    - ``dtype`` is the dtype of the bias, and ``module.to(dtype)`` casts the bias alone.
     """
 
     runtime_inputs = ("offsets",)
     zeroes_tail = True
     launches = 4
+    weight_scale_inv: nn.Parameter
+    _checks: ClassVar[Mapping[str, Check]] = {
+        **_LinearOp._checks,
+        "weight_format": Check("fusedmoe.formats.fp8_block(across=128) or None", _weight_format).or_none(),
+    }
+    _fixed = ("weight_format",)
 
     def __init__(
         self,
@@ -265,17 +306,114 @@ class GroupedLinear(_LinearOp):
         *,
         accumulate_into_main_grad: bool = False,
         recipe: object = None,
+        weight_format: Format | None = None,
     ) -> None:
         super().__init__()
+        self.weight_format = weight_format
+        if accumulate_into_main_grad and weight_format is not None:
+            expected = "False, since a weight that is stored quantized has no gradient"
+            raise InputError(f"{type(self).__name__}: accumulate_into_main_grad: expected {expected}, got True")
         self.accumulate_into_main_grad, self.recipe = accumulate_into_main_grad, recipe
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
-        self._make_parameters((self.num_groups, self.out_features, self.in_features), bias, device, dtype)
+        self._make_parameters(self.weight_shape, bias, device, dtype)
+
+    @classmethod
+    def from_quantized(
+        cls,
+        weight: Tensor,
+        weight_scale_inv: Tensor,
+        bias: Tensor | None = None,
+        *,
+        recipe: object = None,
+        weight_format: Format = FP8_CHECKPOINT,
+    ) -> GroupedLinear:
+        """Return a layer with a weight that is already quantized, such as that of an FP8 checkpoint, without a copy.
+
+        Parameters
+        ----------
+        weight
+            The codes (E, N, K), float8_e4m3fn.
+        weight_scale_inv
+            (E, ceil(N / 128), ceil(K / 128)), fp32. A code times its scale is the value.
+        bias
+            (E, N), in the dtype of the rows.
+        recipe, weight_format
+            As for the constructor. The default is the format of FP8 checkpoints, with any scales. With
+            ``fp8_block(across=128)``, the scales of rows and gradients are powers of two.
+
+        Raises
+        ------
+        InputError
+            A tensor has the wrong shape or dtype.
+        """
+        TENSOR(f"{cls.__name__}.from_quantized: weight", weight)
+        TENSOR(f"{cls.__name__}.from_quantized: weight_scale_inv", weight_scale_inv)
+        if weight.dim() != 3:
+            raise InputError(
+                f"{cls.__name__}.from_quantized: weight: expected codes (E, N, K), got shape {tuple(weight.shape)}"
+            )
+        experts, out_features, in_features = weight.shape
+        layer = cls(experts, in_features, out_features, device="meta", recipe=recipe, weight_format=weight_format)
+        given = {"weight": weight, "weight_scale_inv": weight_scale_inv}
+        for name, t in given.items():
+            expected: Tensor = getattr(layer, name)
+            if (t.shape, t.dtype) != (expected.shape, expected.dtype):
+                what = f"shape {tuple(expected.shape)} in {expected.dtype}"
+                raise layer.reject(name, what, f"shape {tuple(t.shape)} in {t.dtype}")
+            setattr(layer, name, nn.Parameter(t.detach(), requires_grad=False))
+        if bias is not None:
+            if tuple(TENSOR(f"{cls.__name__}.from_quantized: bias", bias).shape) != (experts, out_features):
+                raise layer.reject("bias", f"shape {(experts, out_features)}", bias.shape)
+            layer.bias = bias if isinstance(bias, nn.Parameter) else nn.Parameter(bias)
+        return layer
+
+    @property
+    def parameter_names(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The names of the parameters."""
+        return ("weight", "bias", *self.stored_weight[1:])
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        """(E, N, K)."""
+        return self.num_groups, self.out_features, self.in_features
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw new parameters, uniform within ``1 / sqrt(in_features)``; those of a ``weight_format`` are quantized."""
+        super().reset_parameters()
+        if self.weight_format is None or self.weight.is_meta:
+            return
+        bound = 1 / math.sqrt(self.in_features)
+        for codes, scale in zip(self.weight, self.weight_scale_inv, strict=True):  # one expert at a time in fp32
+            drawn = torch.empty(codes.shape, dtype=torch.float32, device=codes.device).uniform_(-bound, bound)
+            q = quantize(drawn, self.weight_format)
+            codes.copy_(q.data)
+            scale.copy_(q.scale)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Apply a function to the parameters, as `torch.nn.Module` does. It may move a stored weight, not cast it."""
+        stored = [getattr(self, name) for name in self.stored_weight]
+
+        def applied(t: Tensor) -> Tensor:
+            result = fn(t)
+            cast = result.dtype is not t.dtype and any(t is own for own in stored)
+            return t.to(result.device) if cast else result
+
+        return super()._apply(applied if stored else fn, recurse)  # type: ignore[no-untyped-call]
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        codes = state_dict.get(f"{prefix}weight")
+        expected = "codes in float8_e4m3fn" if self.weight_format else "values, not codes (weight_format is None)"
+        if codes is not None and (codes.dtype is E4M3.dtype) is not (self.weight_format is not None):
+            # a copy would cast the one to the other without an error
+            args[-1].append(f"{self!r}: {prefix}weight: expected {expected}, got {codes.dtype}")
+            return
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def infer(self, x: SpecLike, weight: SpecLike, bias: SpecLike | None, offsets: SpecLike) -> TensorSpec:
         if len(x.shape) != 2 or x.shape[1] != self.in_features:
             raise self.reject("x", f"shape (rows, {self.in_features})", x.shape)
-        shape = (self.num_groups, self.out_features, self.in_features)
-        _check_parameters(self, x, weight, bias, shape)
+        _check_parameters(self, x, weight, bias, self.weight_shape)
         if offsets.shape[0] != self.num_groups:
             raise self.reject("splits", f"shape ({self.num_groups},), one count per expert", offsets.shape)
         return TensorSpec((x.shape[0], self.out_features), x.dtype)

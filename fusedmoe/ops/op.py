@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
     from typing import TypeGuard
 
-    from fusedmoe.formats import QuantizedSpec, Quantizer
+    from fusedmoe.formats import Format, QuantizedSpec, Quantizer
     from fusedmoe.ops.quantize import WeightQuantization
 
 
@@ -177,6 +177,12 @@ class Op(Checked, Runnable):
         `QuantizedTensor` per axis.
     quantizes_weight : Quantizer or None
         The quantizer of the weight of the linear layer that follows.
+    weight_format : Format or None
+        The format of a weight that the op stores quantized: the parameter ``weight`` has the codes, with the quantized
+        axis last, and ``weight_scale_inv`` the scales. `compute` takes the `QuantizedTensor` in place of both. The
+        weight is frozen. Recipes quantize the op's rows and gradients, see `fusedmoe.quantization.by_roles`.
+    weight_shape : tuple of int
+        The shape of that weight before quantization.
     only_quantizes : bool
         Whether the op only changes the format of values. The linear layer whose weight it quantizes may then follow
         after other ops of this kind.
@@ -209,6 +215,8 @@ class Op(Checked, Runnable):
     draws_random: bool = False
     quantizes: Quantizer | None = None
     quantizes_weight: Quantizer | None = None
+    weight_format: Format | None = None
+    weight_shape: tuple[int, ...] = ()
     only_quantizes: ClassVar[bool] = False
     zeroes_tail: ClassVar[bool] = False
     changes_rows: ClassVar[bool] = False
@@ -235,6 +243,11 @@ class Op(Checked, Runnable):
             An argument is invalid; see `reject`.
         """
         return TensorSpec(tuple(x.shape), x.dtype)
+
+    @property
+    def stored_weight(self) -> tuple[str, ...]:
+        """The parameters of a weight that is stored quantized, codes and scales; none without ``weight_format``."""
+        return () if self.weight_format is None else ("weight", "weight_scale_inv")
 
     def backward_ops(self) -> tuple[BackwardOp, ...]:
         """Return the steps of this op's backward pass, in order.
