@@ -146,6 +146,9 @@ def _two_layers(chain: object) -> tuple[GroupedLinear | Linear, GroupedLinear | 
     if len(found) != 2 or type(found[0]) is not type(found[1]):
         got = ", ".join(type(op).__name__ for op in found) or type(chain).__name__
         raise _wrong("layer", "an MoE, or a Sequential with two GroupedLinear or two Linear", got)
+    for op in found:
+        if op.weight_format is not None:
+            raise _wrong("layer", "layers with unquantized weights; see GroupedLinear.from_quantized", repr(op))
     return found[0], found[1]
 
 

@@ -36,8 +36,9 @@ class GroupedLoRA(Sequential):
     alpha
         The update is scaled by ``alpha / rank``; by 1 if None.
     dtype
-        Dtype of A and B, by default that of the layer's weight. Products cast A and B to the dtype of the rows, as
-        autocast does. So fp32 with bf16 rows keeps full precision for the optimizer and changes no product.
+        Dtype of A and B, by default that of the layer's weight, or torch's default dtype if the layer has a
+        ``weight_format``. Products cast A and B to the dtype of the rows, as autocast does. So fp32 with bf16 rows
+        keeps full precision for the optimizer and changes no product.
 
     Attributes
     ----------
@@ -78,8 +79,8 @@ class GroupedLoRA(Sequential):
         PARAMETER_DTYPE("GroupedLoRA: dtype", dtype)
         rank = POSITIVE_INTEGER("GroupedLoRA: rank", rank)
         scale = 1.0 if alpha is None else FINITE("GroupedLoRA: alpha", alpha) / rank
-        weight = layer.weight
-        kind: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype if dtype is None else dtype}
+        own = layer.weight.dtype if layer.weight_format is None else None
+        kind: dict[str, Any] = {"device": layer.weight.device, "dtype": own if dtype is None else dtype}
         super().__init__(
             OrderedDict(
                 lora_A=LoRADown(layer.num_groups, layer.in_features, rank, **kind),
@@ -95,9 +96,12 @@ class GroupedLoRA(Sequential):
 
     @torch.no_grad()
     def merged(self) -> GroupedLinear:
-        """Return a new layer with the weight ``weight[e] + alpha / rank * B[e] @ A[e]``, rounded once."""
+        """Return a new layer with the weight ``weight[e] + alpha / rank * B[e] @ A[e]``, rounded once.
+
+        A weight with a ``weight_format`` is dequantized for it: the new layer's weight has the dtype of A.
+        """
         base, scale = self.base_layer, self.lora_B.scale
-        weight = base.weight.clone()
+        weight = base.weight.clone() if base.weight_format is None else base.dequantized(self.lora_A.weight.dtype)
         # one expert at a time, to hold only one in fp32
         for e, (a, b) in enumerate(zip(self.lora_A.weight, self.lora_B.weight, strict=True)):
             into = exact(weight[e])

@@ -43,8 +43,17 @@ class Gate(NamedTuple):
     activation: str = ""  # the key of phi in `ACTIVATIONS`; "" for the module's act_fn
 
 
+def _gate_of_fp8_experts(module: nn.Module) -> Gate | None:
+    """Return the gate of ``FP8Experts``, which depends on the configuration; None for one with soft caps."""
+    if getattr(module, "gate_softcap", None) is not None:
+        return None
+    if getattr(module, "swiglu_alpha", None) is not None:
+        return Gate("swiglu_limit", "swiglu_alpha", 1.0, "SiLU")
+    return Gate() if getattr(module, "limit", None) is None else Gate("limit")
+
+
 # by qualified name, in modules of transformers
-GATES = {
+GATES: dict[str, Gate] = {
     "_default_apply_gate": Gate(),
     "BeamExperts._apply_gate": Gate(),
     "DeepseekV4Experts._apply_gate": Gate("limit"),
@@ -63,7 +72,8 @@ ACTIVATIONS: dict[str, Callable[..., Op]] = {
     "ReLU": ReGLU,
     "ReLUSquaredActivation": SquaredReLU,
 }
-SETTINGS = tuple(dict.fromkeys(name for gate in GATES.values() for name in (gate.limit, gate.alpha) if name))
+_NAMES = [name for gate in GATES.values() for name in (gate.limit, gate.alpha) if name]
+SETTINGS = *dict.fromkeys(_NAMES), "gate_softcap", "up_softcap"
 
 
 class _RefusedError(Exception):
@@ -117,7 +127,10 @@ def _op_of(module: nn.Module, layout: RowLayout) -> Op:
     of_class, own, act_fn, own_forward, _, hooked = functions_of(module)
     if own is not None or own_forward is not None or hooked:
         raise _RefusedError("a function was set on its gate, or its act_fn has a hook")
-    known = GATES.get(_name(of_class, "transformers")) if layout.gated and of_class is not None else Gate()
+    name = "" if of_class is None else _name(of_class, "transformers")
+    known = GATES.get(name) if layout.gated and of_class is not None else Gate()
+    if layout.gated and name == "FP8Experts._apply_gate":
+        known = _gate_of_fp8_experts(module)
     if known is None:
         raise _RefusedError(f"{of_class} is not a known gate")
     function = act_fn if hasattr(act_fn, "__qualname__") else type(act_fn)

@@ -11,10 +11,11 @@ Parameters, ``state_dict``, router and auxiliary losses do not change.
 - The function between the two products of the experts is fused if `gates` recognises it; otherwise it runs unfused.
 - Llama-4's experts are not in transformers' experts interface; use `patch_llama4`.
 - `patch_dense` runs dense MLPs and shared experts with the kernels too.
-- transformers runs experts with quantized weights (``FP8Experts``, tensor subclasses such as torchao's) without
-  fusedmoe.
+- Experts of FP8 checkpoints (``FP8Experts`` with blocks of 128x128) run on the weights as they are stored. The weights
+  are frozen.
+- transformers runs experts with other quantized weights, such as tensor subclasses of torchao, without fusedmoe.
 
-One WARNING reports each unfused function and each class of quantized experts.
+One WARNING reports each unfused function and each class of experts that transformers runs.
 
 Source of the interface: ``transformers.integrations.moe``, transformers 5.7 and later.
 """
@@ -107,7 +108,7 @@ def experts_forward(
         return experts.stock(self, hidden_states, top_k_index, top_k_weights)
     parameters = parameters_of(self, experts.layout)
     x = hidden_states
-    if not torch.is_autocast_enabled(x.device.type):
+    if not (experts.layout.fp8 or torch.is_autocast_enabled(x.device.type)):
         x = x.to(parameters["down.weight"].dtype)  # type: ignore[union-attr]
     y = experts.chain.forward_with(parameters, x, expert_index=top_k_index, expert_weight=top_k_weights)
     return y.to(hidden_states.dtype)
@@ -156,12 +157,21 @@ def explain(
     kind = weight.device.type
     autocast = kind != "meta" and torch.is_autocast_enabled(kind)
     how: dict[str, Any] = {"device": weight.device, "requires_grad": torch.is_grad_enabled()}
-    x = torch.zeros(tokens, weight.shape[1], dtype=torch.get_autocast_dtype(kind) if autocast else weight.dtype, **how)
+    dtype = torch.get_autocast_dtype(kind) if autocast else _dtype_of_rows(module, weight)
+    x = torch.zeros(tokens, weight.shape[1], dtype=dtype, **how)
     slots = torch.arange(tokens * chosen, device=weight.device).view(tokens, chosen)
     weights = torch.ones(tokens, chosen, **how)
     routed: dict[str, Any] = {"arch": arch, "expert_index": slots % number, "expert_weight": weights}
     with_router = transformers_routers.explained(module, experts, x, **routed)
     return with_router or experts.chain.explain_with(parameters, x, **routed)
+
+
+def _dtype_of_rows(module: nn.Module, weight: Tensor) -> torch.dtype:
+    """Return the dtype of a call's rows: the weight's, or for weights in FP8 that of the model's configuration."""
+    if weight.dtype.itemsize > 1:
+        return weight.dtype
+    found = getattr(getattr(module, "config", None), "dtype", None)
+    return found if isinstance(found, torch.dtype) else torch.bfloat16
 
 
 def top_k_of(module: nn.Module) -> int | None:

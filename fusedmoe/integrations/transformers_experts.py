@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fusedmoe.errors import InputError
+from fusedmoe.formats import fp8_block
 from fusedmoe.integrations.gates import GATE, SETTINGS, RowLayout, functions_of, recognise, settings_of
 from fusedmoe.log import say_once
 from fusedmoe.ops import Combine, Dispatch, GroupedLinear, Op, Scale
@@ -29,6 +30,7 @@ ROUTER = "_fusedmoe_router"  # of a router that `patch_routers` has patched, and
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # of weights that are not quantized
 _LAYOUT_SETTINGS = (
     "num_experts", "has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated",
+    "activation_scheme", "block_size",
 )  # fmt: skip
 
 
@@ -41,6 +43,7 @@ class Layout(NamedTuple):
     biased: bool
     normed: bool  # a norm follows the second product
     scales_input: bool  # the routing weight multiplies the input of an expert, not its output
+    fp8: bool = False  # the weights are in FP8, and are multiplied as they are stored
 
 
 class Experts(NamedTuple):
@@ -53,7 +56,7 @@ class Experts(NamedTuple):
     functions: tuple[object, ...]
     weight_type: type
     weight_dtype: torch.dtype
-    stock: Callable[..., Tensor] | None = None  # transformers' forward, for quantized weights
+    stock: Callable[..., Tensor] | None = None  # transformers' forward, for quantized weights without a product here
     routed: Sequential | None = None  # the ops of `chain` after those of a patched router
 
     def __reduce__(self) -> Any:
@@ -82,8 +85,8 @@ def experts_of(module: nn.Module) -> Experts:
 def _is_current(module: nn.Module, experts: Experts) -> bool:
     weight = module._parameters.get("down_proj")
     if type(weight) is not experts.weight_type or (weight is not None and weight.dtype is not experts.weight_dtype):
-        is_quantized = bool(_quantized_to(module, experts.layout))
-        if is_quantized is not (experts.stock is not None):
+        layout = layout_of(module)
+        if layout.fp8 is not experts.layout.fp8 or _runs_as_stock(module, layout) is not (experts.stock is not None):
             return False
     return settings_of(module, experts.names) == experts.settings and functions_of(module) == experts.functions
 
@@ -107,7 +110,7 @@ def _new_experts(module: nn.Module) -> Experts:
     weight_type = type(module._parameters.get("down_proj"))
     weight_dtype: torch.dtype = module.down_proj.dtype  # type: ignore[assignment]
     depends_on = names, settings_of(module, names), functions_of(module), weight_type, weight_dtype
-    if _quantized_to(module, layout):
+    if _runs_as_stock(module, layout):
         say_once(logger, logging.WARNING, "%s", runs_as_stock(module, layout))
         return Experts(Sequential(), layout, *depends_on, _stock(module))
     chain, router = _chain(module, layout), module.__dict__.get(ROUTER)
@@ -131,13 +134,17 @@ def _chain(module: nn.Module, layout: Layout) -> Sequential:
         say_once(logger, logging.WARNING, message, type(module).__name__, _name_of_activation(module, layout))
     # scale after the activation, where it fuses, if all later ops are linear; otherwise in the combine
     early = activation is not None and not layout.biased and not layout.normed
+    how: dict[str, Any] = {"bias": layout.biased, "device": "meta"}
+    if layout.fp8:
+        # checkpoints with scales that are powers of two, in E8M0, are for such scales of activations too
+        how["weight_format"] = fp8_block(across=128, power_of_two=module.down_proj_scale_inv.dtype is not torch.float32)
     ops: dict[str, Any] = {
         "dispatch": Dispatch(number_of_experts(module)),
         "input": Scale("probs") if layout.scales_input else None,
-        "gate_up": made_untraced(GroupedLinear, experts, hidden, wide, bias=layout.biased, device="meta"),
+        "gate_up": made_untraced(GroupedLinear, experts, hidden, wide, **how),
         "activation": activation or ModelFunction(module, activation_of),
         "weight": Scale("probs") if early and not layout.scales_input else None,
-        "down": made_untraced(GroupedLinear, experts, intermediate, hidden, bias=layout.biased, device="meta"),
+        "down": made_untraced(GroupedLinear, experts, intermediate, hidden, **how),
         "norm": ModelFunction(module, _norm) if layout.normed else None,
         "combine": Combine(None if early or layout.scales_input else "probs"),
     }
@@ -163,6 +170,32 @@ def is_quantized(module: nn.Module) -> bool:
     return bool(_quantized_to(module, layout_of(module)))
 
 
+def _runs_as_stock(module: nn.Module, layout: Layout) -> bool:
+    """Whether transformers runs a module, because of its quantized weights."""
+    return not layout.fp8 and bool(_quantized_to(module, layout))
+
+
+def _why_not_fp8(module: Any, layout: Layout) -> str:
+    """Return why the weights of a module cannot be multiplied in FP8 as they are stored; "" if they can."""
+    if not _is_a(module, "FP8Experts"):
+        return "fusedmoe has no kernels for it"
+    if module.activation_scheme != "dynamic":
+        return f"expected dynamic scales of activations, got {module.activation_scheme!r}"
+    if module.block_size is None or tuple(module.block_size) != (128, 128):
+        return f"expected blocks of 128 x 128, got {module.block_size}"
+    weights: tuple[Any, Any] = _weights(module, layout)
+    for name, weight in zip((_up(layout), "down_proj"), weights, strict=True):
+        if is_traceable_wrapper_subclass(weight) or weight.dtype is not torch.float8_e4m3fn:
+            return f"{name}: expected codes in torch.float8_e4m3fn, got {weight.dtype}"
+        scale: Tensor = _local(getattr(module, f"{name}_scale_inv"))
+        experts, rows, columns = weight.shape
+        expected = experts, -(-rows // 128), -(-columns // 128)
+        if tuple(scale.shape) != expected or scale.dtype not in (torch.float32, torch.float8_e8m0fnu):
+            got = f"{tuple(scale.shape)} in {scale.dtype}"
+            return f"{name}_scale_inv: expected {expected} in torch.float32 or torch.float8_e8m0fnu, got {got}"
+    return ""
+
+
 def _stock(module: nn.Module) -> Callable[..., Tensor]:
     """Return transformers' forward of a module with quantized weights."""
     if _is_a(module, "FP8Experts") and getattr(module, "activation_scheme", "") != "static":
@@ -179,8 +212,8 @@ def _stock(module: nn.Module) -> Callable[..., Tensor]:
 def runs_as_stock(module: nn.Module, layout: Layout) -> str:
     """Return the message for a module with quantized weights."""
     return (
-        f"{type(module).__name__}: its weights are quantized to {_quantized_to(module, layout)}, which fusedmoe "
-        f"has no kernels for; transformers runs it without fusedmoe. To use fusedmoe, load the model dequantized"
+        f"{type(module).__name__}: its weights are quantized to {_quantized_to(module, layout)}, and transformers runs "
+        f"it without fusedmoe: {_why_not_fp8(module, layout)}. To use fusedmoe, load the model dequantized"
     )
 
 
@@ -237,7 +270,7 @@ def layout_of(module: nn.Module) -> Layout:
     if is_llama4(module):
         return Layout(True, interleaved=False, transposed=True, biased=False, normed=False, scales_input=True)
     gated = _setting(module, "has_gate", True)
-    return Layout(
+    layout = Layout(
         gated,
         interleaved=gated and not _setting(module, "is_concatenated", True),
         transposed=_setting(module, "is_transposed", False),
@@ -245,17 +278,29 @@ def layout_of(module: nn.Module) -> Layout:
         normed=_setting(module, "has_post_expert_norm", False),
         scales_input=False,
     )
+    return layout._replace(fp8=not _why_not_fp8(module, layout))
 
 
 def parameters_of(module: nn.Module, layout: Layout) -> dict[str, Tensor | None]:
     """Return this rank's parameters in the ops' layout, (E, out, in)."""
     up, down = _weights(module, layout)
+    if layout.fp8:
+        stored = {"gate_up.weight": up, "gate_up.weight_scale_inv": getattr(module, f"{_up(layout)}_scale_inv")}
+        stored |= {"down.weight": down, "down.weight_scale_inv": module.down_proj_scale_inv}
+        return {name: _frozen(parameter) for name, parameter in stored.items()}
     if layout.transposed:
         up, down = up.mT, down.mT
     up_bias = down_bias = None
     if layout.biased:
         up_bias, down_bias = _local(getattr(module, f"{_up(layout)}_bias")), _local(module.down_proj_bias)
     return {"gate_up.weight": up, "down.weight": down, "gate_up.bias": up_bias, "down.bias": down_bias}
+
+
+def _frozen(parameter: Any) -> Tensor:
+    """Return codes or scales of weights in FP8: without a gradient, as in transformers; scales in fp32."""
+    t = _local(parameter)
+    t = t.detach() if t.requires_grad else t
+    return t.float() if t.dtype is torch.float8_e8m0fnu else t
 
 
 def number_of_experts(module: nn.Module) -> int:

@@ -288,7 +288,7 @@ def _with_experts(module: Any, held: Routed, x: Tensor) -> tuple[Sequential, dic
     if number_of_experts(module) != held.found.op.num_experts:
         return None
     experts = experts_of(module)
-    if experts.routed is None or module.down_proj.dtype is not x.dtype:
+    if experts.routed is None or (module.down_proj.dtype is not x.dtype and not experts.layout.fp8):
         return None
     return experts.routed, transformers_experts.parameters_of(module, experts.layout)
 

@@ -367,6 +367,21 @@ class GroupedLinear(_LinearOp):
             layer.bias = bias if isinstance(bias, nn.Parameter) else nn.Parameter(bias)
         return layer
 
+    def dequantized(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a copy of the weight in high precision, (E, N, K), without a gradient.
+
+        Parameters
+        ----------
+        dtype
+            Dtype of the result; by default that of the weight, or torch's default dtype with a ``weight_format``.
+        """
+        weight = self.weight.detach()
+        if self.weight_format is None:
+            return weight.to(weight.dtype if dtype is None else dtype, copy=True)
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        held = QuantizedTensor(weight, self.weight_scale_inv.detach(), self.weight_format, -1, self.weight_shape, dtype)
+        return held.dequantize()
+
     @property
     def parameter_names(self) -> tuple[str, ...]:  # type: ignore[override]
         """The names of the parameters."""
