@@ -92,18 +92,31 @@ def test_a_dense_model_has_nothing_to_fuse(tmp_path, no_memory, capsys):
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 
-def test_a_checkpoint_in_fp8_is_told_as_the_loaded_model_is(config, no_memory, capsys):
+def test_a_checkpoint_in_fp8_is_planned_on_its_codes(config, no_memory, capsys):
     path = config(num_hidden_layers=2, quantization_config=FP8)
     assert main(["explain", path]) == 0
     out = capsys.readouterr().out
     assert out.splitlines()[0].endswith(" bfloat16, quantized by fp8")
+    assert "FP8Experts" in out
+    assert "fp8 e4m3 1x128: gate_up:input, down:input, down:grad, gate_up:grad" in out
+    assert main(["explain", path, "--json"]) == 0
+    (group,) = json.loads(capsys.readouterr().out)["groups"]
+    assert group["class"] == "FP8Experts"
+    assert group["names"] == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
+    (plan,) = group["plans"]
+    assert not any(step["ops"][0].endswith("Wgrad") for step in plan["steps"])
+
+
+def test_a_checkpoint_in_fp8_with_other_blocks_is_told_as_the_loaded_model_is(config, no_memory, capsys):
+    path = config(num_hidden_layers=2, quantization_config=FP8 | {"weight_block_size": [64, 64]})
+    assert main(["explain", path]) == 0
+    out = capsys.readouterr().out
     assert "FP8Experts: its weights are quantized to torch.float8_e4m3fn" in out
     assert main(["explain", path, "--strict", "--json"]) == 1
     out, err = capsys.readouterr()
     assert "not planned: FP8Experts: its weights are quantized to torch.float8_e4m3fn" in err
     (group,) = json.loads(out)["groups"]
     assert (group["class"], group["plans"]) == ("FP8Experts", [])
-    assert group["names"] == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
 
 
 @pytest.mark.parametrize("more", [{"modules_to_not_convert": ["experts"]}, {"dequantize": True}])

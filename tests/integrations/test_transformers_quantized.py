@@ -93,7 +93,12 @@ def test_a_checkpoint_in_fp8_runs_as_without_fusedmoe(scheme, as_in, product, pl
     assert set(plain_products) >= {product}
     assert {"grouped": "linear", "linear": "grouped"}[product] not in plain_products
     (said,) = warnings_of(caplog)  # once for all layers and calls
-    assert said.startswith("FP8Experts: its weights are quantized to torch.float8_e4m3fn")
+    assert said.startswith("FP8Experts: its weights are quantized to torch.float8_e4m3fn, and transformers runs it")
+    reason = {
+        "dynamic": "expected blocks of 128 x 128, got (16, 16)",
+        "static": "expected dynamic scales of activations, got 'static'",
+    }
+    assert f": {reason[scheme]}. To use" in said
     model.set_experts_implementation(as_in)
     want = logits(model, ids)
     assert want.std() > 0.01

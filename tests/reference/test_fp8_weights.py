@@ -414,7 +414,7 @@ def test_settings_that_do_not_fit_are_refused():
     with pytest.raises(fm.InputError, match="accumulate_into_main_grad: expected False"):
         GroupedLinear(E, 128, 128, weight_format=FP32_SCALES, accumulate_into_main_grad=True)
     layer = stored(128, 128)
-    with pytest.raises(fm.InputError, match="weight_format: expected .*, which cannot be changed"):
+    with pytest.raises(fm.InputError, match=r"weight_format: expected .*, which cannot be changed"):
         layer.weight_format = fp8_block(across=128)
     with pytest.raises(fm.InputError, match="expected a layer with an unquantized weight"):
         fm.Sequential(fm.Quantize(weight="fp8_block"), layer)(rows(128), splits=torch.tensor(SPLITS))
@@ -454,7 +454,7 @@ def test_tensors_that_do_not_fit_are_refused(given, message):
 def test_values_are_not_loaded_as_codes_nor_codes_as_values():
     plain, layer = GroupedLinear(E, 128, 256), stored(256, 128)
     before = layer.weight.clone()
-    with pytest.raises(RuntimeError, match="weight: expected codes in float8_e4m3fn, got torch.float32"):
+    with pytest.raises(RuntimeError, match=r"weight: expected codes in float8_e4m3fn, got torch.float32"):
         layer.load_state_dict(plain.state_dict(), strict=False)
     assert torch.equal(layer.weight.float(), before.float())
     with pytest.raises(RuntimeError, match="weight: expected values, not codes"):
