@@ -11,6 +11,7 @@ import fusedmoe as fm
 from fusedmoe.formats import Quantizer, fp8_block, mxfp8
 from fusedmoe.fusion.rule import FusionRule, Step
 from fusedmoe.ops import GroupedLinear
+from fusedmoe.ops.glue import StoredWeight
 from fusedmoe.recipes import Custom, FP8Block
 
 E = 3
@@ -366,6 +367,31 @@ def test_a_rule_gets_the_parameters_themselves():
     assert seen["format"] == FP32_SCALES
     assert seen["codes"].data_ptr() == layer.weight.data_ptr()
     assert seen["scale"].data_ptr() == layer.weight_scale_inv.data_ptr()
+
+
+def test_a_rule_transposes_the_codes():
+    calls = []
+
+    class Transpose(FusionRule, name="toy.transpose", direction="backward"):
+        glue: StoredWeight
+
+        def offer(self, ctx):
+            return Step(needs=("glue.weight", "glue.scale"), gives=(), keeps=("glue.output:columns",))
+
+        def build(self, ctx, keep):
+            def run(weight, scale):
+                calls.append(tuple(weight.shape))
+                return weight.mT.contiguous(), scale.mT
+
+            return lambda weight, scale: run
+
+    chain = fm.Sequential(stored(2 * 128, 64), fm.SwiGLU(), stored(64, 128, seed=5))
+    x = rows(64)
+    want = called(chain, x)
+    with fm.register(Transpose):
+        got = called(chain, x)
+    assert calls == [(E, 64, 128), (E, 256, 64)]  # each right before its product
+    assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
 
 
 def test_a_compiled_module_computes_the_same():
