@@ -306,7 +306,8 @@ def even_splits(rows: int, experts: int, device: torch.device) -> Tensor:
 
 def _rows(tokens: int, features: int, weight: Tensor) -> Tensor:
     kind = weight.device.type
-    dtype = torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else weight.dtype
+    own = weight.dtype if weight.dtype.itemsize > 1 else torch.bfloat16  # of codes in FP8, any rows can be planned
+    dtype = torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else own
     return torch.zeros(tokens, features, dtype=dtype, device=weight.device, requires_grad=torch.is_grad_enabled())
 
 

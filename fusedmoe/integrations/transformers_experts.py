@@ -179,10 +179,11 @@ def _why_not_fp8(module: Any, layout: Layout) -> str:
     """Return why the weights of a module cannot be multiplied in FP8 as they are stored; "" if they can."""
     if not _is_a(module, "FP8Experts"):
         return "fusedmoe has no kernels for it"
-    if module.activation_scheme != "dynamic":
-        return f"expected dynamic scales of activations, got {module.activation_scheme!r}"
-    if module.block_size is None or tuple(module.block_size) != (128, 128):
-        return f"expected blocks of 128 x 128, got {module.block_size}"
+    scheme, block = (getattr(module, name, None) for name in ("activation_scheme", "block_size"))
+    if scheme != "dynamic":
+        return f"expected dynamic scales of activations, got {scheme!r}"
+    if block is None or tuple(block) != (128, 128):
+        return f"expected blocks of 128 x 128, got {block}"
     weights: tuple[Any, Any] = _weights(module, layout)
     for name, weight in zip((_up(layout), "down_proj"), weights, strict=True):
         if is_traceable_wrapper_subclass(weight) or weight.dtype is not torch.float8_e4m3fn:

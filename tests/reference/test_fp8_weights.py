@@ -339,6 +339,21 @@ def test_the_backward_pass_transposes_the_codes_and_keeps_no_copy():
     assert fm.weight_cache_bytes(chain) == 0
 
 
+def test_the_plan_of_a_model_is_for_rows_in_bf16():
+    chain = fm.Sequential(stored(2 * 128, 64), fm.SwiGLU(), stored(64, 128, seed=5))
+    for model in (nn.Sequential(chain), nn.Sequential(chain).to("meta")):
+        (plan,) = fm.explain(model, tokens=64, arch=90).plans
+        assert plan.dtype == "bfloat16"
+        assert [step.rule for step in plan.steps if "Linear" in str(step.ops)]
+        assert not plan.missed
+    with torch.device("meta"):
+        moe = fm.MoE(64, 128, num_experts=E, top_k=2)
+        moe.experts.gate_up = GroupedLinear(E, 64, 256, weight_format=FP32_SCALES)
+        moe.experts.down = GroupedLinear(E, 128, 64, weight_format=FP32_SCALES)
+    (plan,) = fm.explain(moe, tokens=64, arch=90).plans
+    assert ("experts.gate_up:input", "fp8 e4m3 1x128") in {q for step in plan.steps for q in step.quantizes}
+
+
 def test_a_rule_gets_the_parameters_themselves():
     seen = {}
 
