@@ -29,7 +29,7 @@ def to_codes(x: Tensor, element: Element, random_bits: Tensor | None = None) -> 
     random_bits
         uint8 in the shape of ``x``, for stochastic rounding; None rounds to nearest even. E2M1 only.
     """
-    if element is E2M1:
+    if element == E2M1:
         return _to_e2m1(x) if random_bits is None else _to_e2m1_stochastic(x, random_bits)
     codes = x.clamp(-element.max, element.max).to(element.dtype)
     codes.view(torch.uint8).masked_fill_((x - x).isnan(), _NAN_CODE)  # infinity minus infinity is NaN
@@ -38,7 +38,7 @@ def to_codes(x: Tensor, element: Element, random_bits: Tensor | None = None) -> 
 
 def from_codes(codes: Tensor, element: Element, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the values of unpacked codes, in fp32 or bf16; both are exact."""
-    return codes.to(dtype) if element is not E2M1 else _from_e2m1(codes).to(dtype)
+    return codes.to(dtype) if element != E2M1 else _from_e2m1(codes).to(dtype)
 
 
 def _from_e2m1(codes: Tensor) -> Tensor:

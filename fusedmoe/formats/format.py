@@ -157,7 +157,7 @@ class Format:
             raise reject("block", "1 or None across, which None along requires")
         if self.tensor_scale is not (self.rule is ScaleRule.TWO_LEVEL):
             raise reject("tensor_scale", f"{self.rule is ScaleRule.TWO_LEVEL} for the rule {self.rule.value!r}")
-        if (self.element is E2M1) is not (self.rule is ScaleRule.TWO_LEVEL):
+        if (self.element == E2M1) is not (self.rule is ScaleRule.TWO_LEVEL):
             raise reject("element", f"e2m1 for the rule 'two level', and only for it; the rule is {self.rule.value!r}")
         if self.amax_epsilon < 0 or (self.amax_epsilon and self.rule.dtype is not torch.float32):
             raise reject("amax_epsilon", "0 or more, and 0 for scales that are not fp32")
@@ -265,7 +265,7 @@ class Quantizer:
         of_format = instance(Format, "a fusedmoe.formats.Format")
         flags = {"stochastic_rounding": FLAG, "hadamard": FLAG}
         check_fields(self, {"format": of_format, **flags, "delayed": delayed, "wgrad": WGRAD})
-        if self.stochastic_rounding and self.format.element is not E2M1:
+        if self.stochastic_rounding and self.format.element != E2M1:
             raise InputError(f"Quantizer: stochastic_rounding: expected a format of e2m1, got {self.format}")
         if self.hadamard and (self.format.block[1] or 0) % 16:
             raise InputError(f"Quantizer: hadamard: expected blocks of a multiple of 16 elements, got {self.format}")

@@ -114,7 +114,7 @@ def path_dense(a: Any, b: Any) -> str:
 
 
 def _is_native(format: Format) -> bool:
-    return format.element is E4M3 and format.block[1] is None
+    return format.element == E4M3 and format.block[1] is None
 
 
 def _will_multiply_codes(device: torch.device) -> bool:

@@ -83,7 +83,7 @@ def quantize(
     else:
         values, scale, tensor_scale = _scaled_by_block(values, format, experts)
     codes = to_codes(values, format.element, _random_bits(quantizer, values, random_bits, generator))
-    data = pack(codes) if format.element is E2M1 else codes
+    data = pack(codes) if format.element == E2M1 else codes
     return QuantizedTensor(data, scale, format, axis, tuple(x.shape), x.dtype, tensor_scale, offsets, rotated)
 
 

@@ -95,11 +95,11 @@ class QuantizedTensor:
     @property
     def length(self) -> int:
         """Number of elements along the last axis of the codes."""
-        return self.data.shape[-1] * (2 if self.format.element is E2M1 else 1)
+        return self.data.shape[-1] * (2 if self.format.element == E2M1 else 1)
 
     def codes(self) -> Tensor:
         """Return the codes, one per entry; 4-bit codes as uint8."""
-        return unpack(self.data, self.length) if self.format.element is E2M1 else self.data
+        return unpack(self.data, self.length) if self.format.element == E2M1 else self.data
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return codes times scales, in the source's shape and layout.

@@ -227,7 +227,7 @@ FP8_CHECKPOINT = fp8_block(across=128, power_of_two=False)
 
 def _weight_format(value: object) -> object:
     """Return a format of weights that kernels and products take by rows and by columns; else `WRONG`."""
-    square = isinstance(value, Format) and value.element is E4M3 and value.block == (128, 128)
+    square = isinstance(value, Format) and value.element == E4M3 and value.block == (128, 128)
     return value if square and value.rule.dtype is torch.float32 else WRONG  # type: ignore[attr-defined]
 
 

@@ -41,7 +41,7 @@ def check_operands(ctx: PlanContext, rows: str, weight: str, *, gradient: bool =
         assert isinstance(spec, QuantizedSpec)
         check_blocks(spec.format, block)
         allowed = gradient and name == rows
-        require(spec.format.element is E4M3 or allowed, "%s is %s: expected e4m3", name, spec.format.element)
+        require(spec.format.element == E4M3 or allowed, "%s is %s: expected e4m3", name, spec.format.element)
 
 
 def check_values(ctx: PlanContext, *values: str, **widths: int) -> None:
@@ -55,7 +55,7 @@ def check_values(ctx: PlanContext, *values: str, **widths: int) -> None:
 
 def fp8_of(format: Format) -> Fp8:
     """Return the kernels' description of a format that `check_blocks` accepts."""
-    element: Literal["e4m3", "e5m2"] = "e4m3" if format.element is E4M3 else "e5m2"
+    element: Literal["e4m3", "e5m2"] = "e4m3" if format.element == E4M3 else "e5m2"
     return Fp8(element, format.rule is ScaleRule.POWER_OF_TWO, format.amax_epsilon)
 
 

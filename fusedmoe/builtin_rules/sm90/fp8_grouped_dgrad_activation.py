@@ -31,6 +31,12 @@ if TYPE_CHECKING:
 COLUMNS = "dgrad.input:columns"
 
 
+def _columns(ctx: PlanContext) -> QuantizedSpec | None:
+    """Return the spec of the layer's input by columns; None if the input is not quantized."""
+    spec = ctx.spec(COLUMNS) if ctx.exists(COLUMNS) else None
+    return spec if isinstance(spec, QuantizedSpec) else None
+
+
 class Fp8GroupedDgradActivation(OnFp8, FusionRule, name="sm90.fp8_grouped_dgrad_activation", direction="backward"):
     """``d = dy @ weight[e]``, ``dp = act'(p) * d * scale``, ``dscale[r] = sum over features of d * act(p)``, of codes
     and scales, in bf16.
@@ -46,8 +52,8 @@ class Fp8GroupedDgradActivation(OnFp8, FusionRule, name="sm90.fp8_grouped_dgrad_
 
     def supports(self, ctx: PlanContext) -> None:
         check_operands(ctx, "grad_output", "dgrad.weight", gradient=True)
-        columns = ctx.spec(COLUMNS)
-        if isinstance(columns, QuantizedSpec):
+        columns = _columns(ctx)
+        if columns is not None:
             check_blocks(columns.format, ROWS)
 
     def offer(self, ctx: PlanContext) -> Step:
@@ -62,7 +68,7 @@ class Fp8GroupedDgradActivation(OnFp8, FusionRule, name="sm90.fp8_grouped_dgrad_
             if self.scale_grad is not None:
                 gives.append(f"scale_grad.{self.scale_grad.gives[0]}")
                 launches += 1 + converts(factor)
-        columns = (COLUMNS,) if isinstance(ctx.spec(COLUMNS), QuantizedSpec) else ()
+        columns = () if _columns(ctx) is None else (COLUMNS,)
         return Step(
             needs=(*operands, "offsets", "dact.input", "dscale.factor"),
             gives=tuple(gives),
@@ -73,8 +79,8 @@ class Fp8GroupedDgradActivation(OnFp8, FusionRule, name="sm90.fp8_grouped_dgrad_
 
     def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
         activation, options, scale_grad = activation_of(self.dact.op), ctx.options, self.scale_grad is not None
-        columns = ctx.spec(COLUMNS) if COLUMNS in keep else None
-        format = fp8_of(columns.format) if isinstance(columns, QuantizedSpec) else None
+        columns = _columns(ctx) if COLUMNS in keep else None
+        format = None if columns is None else fp8_of(columns.format)
         keeps_output = any(name != COLUMNS for name in keep)
 
         def bind(

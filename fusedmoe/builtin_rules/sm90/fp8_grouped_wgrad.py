@@ -36,7 +36,7 @@ class Fp8GroupedWgrad(OnFp8, FusionRule, name="sm90.fp8_grouped_wgrad", directio
             check_blocks(spec.format, ROWS)
             require(not spec.rotated, "%s is rotated: expected hadamard=False", name)
             require(spec.experts is not None, "%s was quantized without splits", name)
-            allowed = spec.format.element is E4M3 or name == "grad_output"
+            allowed = spec.format.element == E4M3 or name == "grad_output"
             require(allowed, "%s is %s: expected e4m3", name, spec.format.element)
 
     def offer(self, ctx: PlanContext) -> Step:
