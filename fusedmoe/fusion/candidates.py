@@ -243,9 +243,8 @@ class DirectionSearch:
             attempt = partial(Attempt, rule.name, self.direction, start, m.end, matched, shared)
             if no_kernel := _unsupported(bound, ctx, formats):
                 # reported even if the rule is unavailable: no device has the kernel
-                self.attempts.append(
-                    attempt(Status.CONSTRAINT, no_kernel, on_this_device=here, exemption=Exemption.QUANTIZED)
-                )
+                reason, exemption = no_kernel
+                self.attempts.append(attempt(Status.CONSTRAINT, reason, on_this_device=here, exemption=exemption))
                 continue
             if unavailable is not None:
                 reason, cause = unavailable
@@ -336,15 +335,15 @@ class DirectionSearch:
         return {self.conversions.get(v, v) for v in values}
 
 
-def _unsupported(rule: FusionRule, ctx: PlanContext, formats: Sequence[str]) -> str | None:
+def _unsupported(rule: FusionRule, ctx: PlanContext, formats: Sequence[str]) -> tuple[str, Exemption] | None:
     """Return why the rule has no kernel for these formats of operands, or for those that its ops quantize to; None if
     it has one.
     """
     if formats and not (rule.takes_quantized or rule.quantized_only):
-        return f"takes no {' and '.join(formats)} operands"
+        return f"takes no {' and '.join(formats)} operands", Exemption.UNQUANTIZED
     try:
         answer: object = rule.supports(ctx)  # type: ignore[func-returns-value]
     except Declined as why:
-        return str(why)
+        return str(why), Exemption.QUANTIZED
     expect_none(rule.name, "supports", answer)
     return None

@@ -42,10 +42,17 @@ class Exemption(str, Enum):
     NONE = ""
     QUANTIZED = "quantized"
     """An operand or a result is quantized, and the rule has no kernel for its format on any device."""
+    UNQUANTIZED = "unquantized"
+    """An operand is quantized, and the rule takes unquantized operands only."""
     KEEPS = "keeps"
     """The rule takes fewer ops here. It cannot take more, since the backward pass reads a value between them."""
     NOTHING = "nothing to do"
     """The rule declined ops that it would not speed up."""
+
+    @property
+    def is_of_formats(self) -> bool:
+        """Whether the formats of operands or results are the reason."""
+        return self in (Exemption.QUANTIZED, Exemption.UNQUANTIZED)
 
 
 @dataclass(frozen=True)
@@ -292,7 +299,7 @@ class PlanData:
         rules: dict[str, set[str]] = {}  # several rules may decline for the same reason
         for step in self.unfused:
             miss, why = step.nearest_miss, step.why
-            if miss is not None and (miss.status is Status.UNAVAILABLE or miss.exemption is Exemption.QUANTIZED):
+            if miss is not None and (miss.status is Status.UNAVAILABLE or miss.exemption.is_of_formats):
                 why = f"{miss.status.value}: {miss.reason}"
                 rules.setdefault(why, set()).add(miss.rule)
             reasons.setdefault(why, []).extend(step.ops)
@@ -409,7 +416,7 @@ def _no_kernels(plan: PlanData) -> str:
 
 
 def _no_kernel(nearest: Attempt | None) -> bool:
-    if nearest is None or nearest.exemption is Exemption.QUANTIZED:
+    if nearest is None or nearest.exemption.is_of_formats:
         return True
     return nearest.status in (Status.UNAVAILABLE, Status.NO_MATCH)
 

@@ -15,7 +15,7 @@ import torch
 from emulator.host import Host
 from emulator.machine import Machine
 from fusedmoe.kernels import compiler
-from fusedmoe.kernels.sm90 import block_scaled_functions, functions, launch
+from fusedmoe.kernels.sm90 import block_scaled_functions, block_scaled_k_functions, functions, launch
 
 SMS = 4
 EAGERNESS = (0.3, 0.0, 1.0)  # see machine
@@ -63,6 +63,8 @@ def _forget_functions():
         getattr(functions, cache).cache_clear()
     for cache in ("_ragged_m_launch", "_kernel"):
         getattr(block_scaled_functions, cache).cache_clear()
+    for cache in ("_launch", "_kernel"):
+        getattr(block_scaled_k_functions, cache).cache_clear()
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import importlib.util
 import logging
+import re
 
 import pytest
 import torch
@@ -107,7 +108,7 @@ def test_native_products_are_those_of_the_architecture():
     assert paths == [{"emulated"}, {"native"}, {"emulated"}]
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_block", "nvfp4", "fp8_row"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "fp8_row"])
 @pytest.mark.parametrize("arch", [None, 90])
 def test_under_a_recipe_without_kernels_no_gpu_has_one(recipe, arch):
     """Formerly: "needs an sm_90 GPU, this device is cpu"."""
@@ -118,22 +119,38 @@ def test_under_a_recipe_without_kernels_no_gpu_has_one(recipe, arch):
     products = [s for s in plan.steps if s.ops[0] in ("0.GroupedLinear", "2.GroupedLinear", "2.Dgrad", "0.Wgrad")]
     assert len(products) == 4
     for step in products:
-        assert step.nearest_miss.reason.startswith("no fused kernel for ")
-        assert step.nearest_miss.reason.endswith(" operands yet")
-    quantized = {s.ops[0]: s.nearest_miss for s in plan.unfused if "Quantize" in s.ops[0]}
-    if recipe == "fp8_block":  # which sm_90 has kernels to quantize to
-        assert all("sm_90 GPU" in miss.reason for miss in quantized.values())
-        assert len(quantized) == (6 if arch is None else 0)
-    else:
-        assert all(miss.reason.startswith("no kernel quantizes to ") for miss in quantized.values())
-        assert len(quantized) == 6
-        assert "sm_90 GPU" not in str(explanation)
-    if (recipe, arch) == ("fp8_block", None):
-        with pytest.raises(fm.FusionError, match=r"0:input\.Quantize: sm90\.quantize: UNAVAILABLE: needs"):
-            explanation.raise_if_missed()
-    else:
-        explanation.raise_if_missed()  # nothing is missed where there is no kernel
+        assert step.nearest_miss.rule.startswith("sm90.fp8_")
+        assert re.fullmatch(r"no kernel multiplies rows in .* yet: expected .*", step.nearest_miss.reason)
+    quantized = [s.nearest_miss.reason for s in plan.unfused if "Quantize" in s.ops[0]]
+    assert all(re.match("no kernel (quantizes to|multiplies rows in) ", reason) for reason in quantized)
+    assert len(quantized) == 6
+    assert "sm_90 GPU" not in str(explanation)
+    explanation.raise_if_missed()  # nothing is missed where there is no kernel
     assert {*products} <= {*plan.without_kernel}
+
+
+def test_a_recipe_with_kernels_is_fused_on_a_gpu():
+    x, named = call()
+    with fm.recipe("fp8_block"):
+        here, there = (experts().explain(x, arch=arch, **named) for arch in (None, 90))
+    (plan,) = here.plans
+    assert not plan.fused
+    assert {step.nearest_miss.reason for step in plan.unfused} == {"needs an sm_90 GPU, this device is cpu"}
+    with pytest.raises(fm.FusionError, match=r"0:input\.Quantize: sm90\.quantize: UNAVAILABLE: needs"):
+        here.raise_if_missed()
+    (plan,) = there.plans
+    assert {s.ops[0]: s.rule for s in plan.steps if "Quantize" not in s.ops[0]} == {
+        "0.GroupedLinear": "sm90.fp8_grouped_gemm",
+        "1.SwiGLU": None,
+        "2.GroupedLinear": "sm90.fp8_grouped_gemm",
+        "2.Wgrad": "sm90.fp8_grouped_wgrad",
+        "2.Dgrad": "sm90.fp8_grouped_dgrad_activation",
+        "0.Wgrad": "sm90.fp8_grouped_wgrad",
+        "0.Dgrad": "sm90.fp8_grouped_dgrad",
+    }
+    reason = "half of out_features 32 is not a multiple of 128"
+    with pytest.raises(fm.FusionError, match=f"1.SwiGLU: sm90.fp8_grouped_gemm_activation: CONSTRAINT: {reason}"):
+        there.raise_if_missed()
 
 
 def test_an_unavailable_rule_that_takes_quantized_operands_is_the_nearest_miss_all_the_same():

@@ -23,6 +23,11 @@ RULES = {"sm90.quantize", "sm90.quantize_grad", "sm90.quantize_weight"}
 BLOCK = ROLES["fp8_block"]
 
 
+@pytest.fixture(autouse=True)
+def products_in_plain_pytorch(monkeypatch):
+    monkeypatch.setenv("FUSEDMOE_DISABLE", "sm90.fp8_*")
+
+
 def experts(hidden=H, width=I, dtype=BF16):
     return fm.Sequential(
         fm.GroupedLinear(E, hidden, 2 * width, dtype=dtype),

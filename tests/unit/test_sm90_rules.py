@@ -333,7 +333,12 @@ GATHERED = {
     "sm90.gathered_wgrad_x", "sm90.gathered_wgrad_dy", "sm90.gathered_quantize", "sm90.gathered_quantize_grad",
 }  # fmt: skip
 QUANTIZE = {"sm90.quantize", "sm90.quantize_grad", "sm90.quantize_weight"}
-ALL = {rule.name for rule in backend.OnSm90.__subclasses__()} - DISPATCH - GLUE - LINEAR - ROUTER - QUANTIZE
+FP8 = {
+    "sm90.fp8_grouped_gemm", "sm90.fp8_grouped_gemm_activation", "sm90.fp8_grouped_dgrad",
+    "sm90.fp8_grouped_dgrad_activation", "sm90.fp8_grouped_wgrad",
+}  # fmt: skip
+BASES = [rule for rule in backend.OnSm90.__subclasses__() if issubclass(rule, fm.FusionRule)]  # of others, too
+ALL = {rule.name for rule in BASES} - DISPATCH - GLUE - LINEAR - ROUTER - QUANTIZE
 
 
 def declined(chain, x, **named):
@@ -347,7 +352,7 @@ def declined(chain, x, **named):
 
 
 def test_all_rules_are_for_hopper():
-    assert {rule.name for rule in fm.rules()} == ALL | DISPATCH | GLUE | LINEAR | ROUTER | QUANTIZE | GATHERED
+    assert {rule.name for rule in fm.rules()} == ALL | DISPATCH | GLUE | LINEAR | ROUTER | QUANTIZE | GATHERED | FP8
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -424,20 +429,20 @@ def both_ways_lenient(chain, x, **named):
 
 
 def test_quantized_operands():
-    """All but the quantization itself, and the bias's gradient, which sums what came before it was quantized."""
+    """The rules for bf16 and fp16 take none. The bias's gradient sums what came before it was quantized."""
     sizes = {"width": 32}
-    with fm.recipe("fp8_block"):
+    with fm.recipe("fp8_block"), fm.disabled("sm90.fp8_*"):
         plan = only_plan(experts(bias=True, **sizes), rows(), **inputs())
         with fm.strict():  # there is no kernel for them that could be missed
             outcome(experts(bias=True, **sizes), rows(), **inputs())
     assert {step.rule for step in plan.fused} == {"sm90.column_sums", *QUANTIZE}
     assert set(called()) - {"offsets_from_splits"} == {"column_sums", "quantize_rows", "quantize_weight"}
-    found = reasons(plan)
+    found = {rule: reason for rule, reason in reasons(plan).items() if rule not in FP8}
     assert found.keys() == ALL - {"sm90.column_sums"}
     lines, blocks = "fp8 e4m3 1x128", "fp8 e4m3 128x128"
     for rule, reason in found.items():
         operands = lines if rule == "sm90.grouped_wgrad" else f"{blocks} and {lines}"
-        assert reason == f"no fused kernel for {operands} operands yet"
+        assert reason == f"takes no {operands} operands"
 
 
 def test_layers_that_keep_bf16_are_fused_under_any_recipe():

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 ROWS = (1, 128)
 WEIGHTS = (128, 128)
+MULTIPLIES_ROWS = "multiplies rows in"
 
 
 class OnFp8(OnSm90):
@@ -26,20 +27,20 @@ class OnFp8(OnSm90):
     quantized_only: ClassVar[bool] = True
 
 
-def check_blocks(format: Format, block: tuple[int, int]) -> None:
-    """Decline a format that no kernel writes or reads."""
-    decline(limits.why_not_fp8_blocks(format, format.block, block, format.element.name, format.rule.value))
+def check_blocks(format: Format, block: tuple[int, int], what: str = "quantizes to") -> None:
+    """Decline a format that no kernel writes or, if ``what`` says so, reads."""
+    decline(limits.why_not_fp8_blocks(format, format.block, block, format.element.name, format.rule.value, what))
 
 
 def check_operands(ctx: PlanContext, rows: str, weight: str, *, gradient: bool = False) -> None:
     """Decline a product whose operands are not both in FP8: rows in 1x128 blocks, in E4M3 or, for a gradient, E5M2;
     and a weight in 128x128 blocks, in E4M3. Their values are bf16.
     """
-    for name, block in ((rows, ROWS), (weight, WEIGHTS)):
+    for name, block, what in ((rows, ROWS, MULTIPLIES_ROWS), (weight, WEIGHTS, "multiplies a weight in")):
         spec = ctx.spec(name)
         require(isinstance(spec, QuantizedSpec), "%s is not quantized: expected FP8 operands", name)
         assert isinstance(spec, QuantizedSpec)
-        check_blocks(spec.format, block)
+        check_blocks(spec.format, block, what)
         allowed = gradient and name == rows
         require(spec.format.element == E4M3 or allowed, "%s is %s: expected e4m3", name, spec.format.element)
 

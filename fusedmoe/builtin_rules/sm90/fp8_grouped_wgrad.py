@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from fusedmoe.builtin_rules.sm90.backend import Run, decline
-from fusedmoe.builtin_rules.sm90.fp8 import ROWS, OnFp8, check_blocks, on_readable_codes, on_readable_scales
+from fusedmoe.builtin_rules.sm90.fp8 import (
+    MULTIPLIES_ROWS,
+    ROWS,
+    OnFp8,
+    check_blocks,
+    on_readable_codes,
+    on_readable_scales,
+)
 from fusedmoe.formats import E4M3, QuantizedSpec
 from fusedmoe.fusion.rule import Bind, FusionRule, NothingToDo, PlanContext, Step, require
 from fusedmoe.kernels.sm90 import block_scaled_k_functions, limits
@@ -33,7 +40,7 @@ class Fp8GroupedWgrad(OnFp8, FusionRule, name="sm90.fp8_grouped_wgrad", directio
             spec = ctx.spec(name)
             require(isinstance(spec, QuantizedSpec), "%s is not quantized: expected FP8 operands", name)
             assert isinstance(spec, QuantizedSpec)
-            check_blocks(spec.format, ROWS)
+            check_blocks(spec.format, ROWS, MULTIPLIES_ROWS)
             require(not spec.rotated, "%s is rotated: expected hadamard=False", name)
             require(spec.experts is not None, "%s was quantized without splits", name)
             allowed = spec.format.element == E4M3 or name == "grad_output"

@@ -84,14 +84,26 @@ def why_not_router(
 
 
 def why_not_fp8_blocks(
-    format: object, block: Sequence[int | None], expected: Sequence[int], element: str, rule: str
+    format: object,
+    block: Sequence[int | None],
+    expected: Sequence[int],
+    element: str,
+    rule: str,
+    what: str = "quantizes to",
 ) -> str | None:
-    """A `fusedmoe.formats.Format` has E4M3 or E5M2 codes in blocks of the ``expected`` size, with fp32 scales."""
+    """A `fusedmoe.formats.Format` has E4M3 or E5M2 codes in blocks of the ``expected`` size, with fp32 scales.
+
+    ``what`` is the kernels' use of the format, in the reason.
+    """
     if tuple(block) != tuple(expected):
-        return f"no kernel quantizes to {format} yet: expected blocks of {'x'.join(map(str, expected))} values"
-    if element not in FP8_ELEMENTS:
-        return f"no kernel quantizes to {format} yet: expected codes in {' or '.join(FP8_ELEMENTS)}"
-    return None if rule in FP32_SCALE_RULES else f"no kernel quantizes to {format} yet: expected fp32 scales"
+        wanted = f"blocks of {'x'.join(map(str, expected))} values"
+    elif element not in FP8_ELEMENTS:
+        wanted = f"codes in {' or '.join(FP8_ELEMENTS)}"
+    elif rule not in FP32_SCALE_RULES:
+        wanted = "fp32 scales"
+    else:
+        return None
+    return f"no kernel {what} {format} yet: expected {wanted}"
 
 
 def why_not_width_of_codes(name: str, features: int) -> str | None:
