@@ -57,10 +57,11 @@ class Fp8GroupedWgrad(OnFp8, FusionRule, name="sm90.fp8_grouped_wgrad", directio
 
     def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
         accumulating = self.wgrad if isinstance(self.wgrad, WgradIntoMainGrad) else None
-        rows, options = ctx.spec("grad_output").shape[0], ctx.options
+        options = ctx.options
         dtype = torch.float32 if accumulating else ctx.dtype("grad_output")
 
         def bind(dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, offsets: Tensor) -> Run:
+            rows = dy.shape[1]  # with padding
             if not rows:
                 raise NothingToDo("no rows")
             product = block_scaled_k_functions.bind_block_scaled_wgrad(
