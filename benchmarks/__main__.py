@@ -3,7 +3,8 @@
 Sections: ``host`` (host overhead of the framework), ``layer`` (the whole layer, from tokens to tokens; its router; a
 dense MLP), ``kernels`` (each kernel), ``mlp`` (the expert MLP through the public API), ``recipes`` (the expert MLP
 under each recipe), ``deepgemm`` (DeepGEMM's products, in a separate environment), ``tiles`` (every tile configuration
-for many layers, about five minutes), ``transformers`` (a stack of decoder layers). The default is ``host``, and with a
+for many layers, about five minutes), ``transformers`` (a stack of decoder layers), ``fp8`` (training under the recipe
+``fp8_block``: kernels, whole layers, unfused FP8). The default is ``host``, and with a
 GPU also ``layer``, ``kernels`` and ``mlp``.
 """
 
@@ -17,10 +18,11 @@ import torch
 
 from benchmarks import gpu, host, layer, layer_run, shapes, stack, tiles
 from benchmarks.ceiling import ceiling
+from benchmarks.fp8 import run as fp8
 from benchmarks.results import ROOT, machine, write
 from fusedmoe.bench.timing import GpuTimer
 
-SECTIONS = ("host", "layer", *gpu.SECTIONS, "tiles", "transformers")
+SECTIONS = ("host", "layer", *gpu.SECTIONS, "tiles", "transformers", "fp8")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -50,6 +52,12 @@ def main(argv: list[str] | None = None) -> None:
             print(stack.lines(measured_now), flush=True)
             written = write(args.results, "transformers", stack.results(found, args.layers, args.reps))
         print("written to", written)
+    if "fp8" in sections:
+        device = torch.device("cuda", torch.cuda.current_device())
+        timers = fp8.Timers.on(device, args.reps)
+        top = ceiling(timers.kernels, device)
+        chosen = fp8.Chosen.of(_chosen(parser, tuple(args.shape)) if args.shape else None)
+        print("written to", fp8.run(chosen, timers, top, device, args.results, args.reps))
     if on_gpu or "layer" in sections:
         _with_ceiling(parser, args, on_gpu, "layer" in sections)
 

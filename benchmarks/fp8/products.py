@@ -1,0 +1,263 @@
+"""Each product of an expert MLP on dispatched rows, in FP8 with scales of blocks and in bf16, alternating in one timer.
+
+The operands in FP8 are quantized beforehand, except where the title of a product says ``quantize``: there, what the
+next products read is quantized in the timed call, by the epilogue or by launches of its own. The errors are relative
+to fp64 of the unquantized operands, so those of FP8 include the rounding of the operands. The results in FP8 are
+checked before the launches that quantize them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.cases import Candidate, Case, worst_error
+from benchmarks.fp8.quantize import E4M3, Form, dequantized
+from benchmarks.kernels import ALIGNED_CASES, CASES
+from benchmarks.peers.ours import Ours
+from benchmarks.problem import Problem
+from fusedmoe.bench.peers import why_not
+from fusedmoe.bench.timing import Timer, times_of
+from fusedmoe.kernels.options import DEFAULT
+from fusedmoe.kernels.sm90 import block_scaled_functions, block_scaled_k_functions, quantize_functions
+
+FP8, BF16 = "fp8", "bf16"
+WRONG = {FP8: 0.08, BF16: 0.008}  # limits of the relative error, in norm; two operands in E4M3 give about 0.037
+
+
+class Operands:
+    """The operands of a problem in FP8; each is quantized on first access."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+
+    @cached_property
+    def x(self) -> tuple[Form, ...]:
+        return self.rows(self.problem.x)
+
+    @cached_property
+    def activated(self) -> tuple[Form, ...]:
+        return self.rows(self.problem.activated)
+
+    @cached_property
+    def grad_y(self) -> tuple[Form, ...]:
+        return self.rows(self.problem.grad_y)
+
+    @cached_property
+    def grad_preactivation(self) -> tuple[Form, ...]:
+        return self.rows(self.problem.grad_preactivation)
+
+    @cached_property
+    def weight1(self) -> tuple[Form, ...]:
+        return self._weight(self.problem.weight1)
+
+    @cached_property
+    def weight2(self) -> tuple[Form, ...]:
+        return self._weight(self.problem.weight2)
+
+    def rows(self, t: Tensor) -> tuple[Form, ...]:
+        """Return rows quantized by rows and by columns."""
+        offsets = self.problem.offsets
+        return quantize_functions.bind_quantize_rows(t, E4M3, offsets, rows=True, columns=True)(t, offsets)
+
+    @staticmethod
+    def _weight(t: Tensor) -> tuple[Form, ...]:
+        return quantize_functions.bind_quantize_weight(t, E4M3, rows=True, columns=True)(t)
+
+
+@dataclass(frozen=True)
+class InFp8:
+    """A product in FP8: the timed ``call``, and ``checked``, which returns the outputs that the reference has."""
+
+    call: Callable[[], Any]
+    checked: Candidate
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product, by the key of its `Case` in `benchmarks.kernels`."""
+
+    key: str
+    title: str
+    in_fp8: Callable[[Operands], InFp8]
+
+    @property
+    def case(self) -> Case:
+        return next(case for case in (*CASES, *ALIGNED_CASES) if case.key == self.key)
+
+
+@dataclass(frozen=True)
+class ProductRow:
+    """A product's figures in one format; ``note`` is the reason for missing ones."""
+
+    product: str
+    format: str
+    note: str = ""
+    error: float | None = None
+    ms: float | None = None
+    least_ms: float | None = None
+    tflops: float | None = None
+    speedup: float | None = None  # time in bf16 divided by this one
+    host_idle_us: float | None = None
+
+
+def measure(problem: Problem, timer: Timer) -> list[dict[str, Any]]:
+    """Measure and print every product; return the entries of the result file."""
+    operands, found = Operands(problem), []
+    print(f"  {'product':44}{'bf16, ms':>10}{'TFLOP/s':>9}{'fp8, ms':>10}{'TFLOP/s':>9}{'speedup':>9}{'errors':>20}")
+    for product in PRODUCTS:
+        rows = _measured(product, problem, operands, timer)
+        print("  " + _line(rows), flush=True)
+        found += [asdict(row) for row in rows]
+    return found
+
+
+@torch.no_grad()
+def _measured(product: Product, problem: Problem, operands: Operands, timer: Timer) -> list[ProductRow]:
+    case = product.case
+    notes: dict[str, str | None] = {}
+    errors: dict[str, float] = {}
+    calls: dict[str, Callable[[], Any]] = {}
+    for name in (BF16, FP8):
+        try:
+            if name == FP8:
+                in_fp8 = product.in_fp8(operands)
+                call, checked = in_fp8.call, in_fp8.checked
+            else:
+                checked = getattr(Ours(), product.key)(problem)
+                call = checked.call
+            errors[name] = worst_error(case, problem, checked)
+        except Exception as raised:  # noqa: BLE001 reported in the product's row
+            notes[name] = why_not(raised, ())
+            continue
+        wrong = not errors[name] < WRONG[name]
+        notes[name] = f"wrong: relative error {errors[name]:.2g}" if wrong else None
+        if not wrong:
+            calls[name] = call
+    times = times_of(timer, calls, notes)
+    rows = []
+    for name, note in notes.items():
+        figures: dict[str, Any] = {"error": errors.get(name)}
+        if time := times.get(name):
+            figures |= {
+                "ms": time.median_ms,
+                "least_ms": time.least_ms,
+                "tflops": case.flops(problem) / time.median_ms / 1e9,
+                "speedup": times[BF16].median_ms / time.median_ms if BF16 in times else None,
+                "host_idle_us": time.host_idle_us,
+            }
+        rows.append(ProductRow(product.title, name, note or "", **figures))
+    return rows
+
+
+def _line(rows: list[ProductRow]) -> str:
+    cells = [f"{rows[0].product:44}"]
+    for row in rows:
+        cells.append("" if row.ms is None else f"{row.ms:10.3f}{row.tflops:9.0f}")
+    speedup = rows[-1].speedup
+    cells.append("" if speedup is None else f"{speedup:9.2f}")
+    cells.append("  " + ", ".join("-" if row.error is None else f"{row.error:.1e}" for row in rows))
+    return "".join([*cells, *(f"  {row.format}: {row.note}" for row in rows if row.note)])
+
+
+# ---- the products --------------------------------------------------------------------------------------------------
+
+
+def _fc1(o: Operands) -> InFp8:
+    return _gemm(o, o.x[0], o.weight1[0])
+
+
+def _fc2(o: Operands) -> InFp8:
+    return _gemm(o, o.activated[0], o.weight2[0])
+
+
+def _fc1_dgrad(o: Operands) -> InFp8:
+    return _gemm(o, o.grad_preactivation[0], o.weight1[1])
+
+
+def _gemm(o: Operands, rows: Form, weight: Form) -> InFp8:
+    (codes, scale), (of_weight, weight_scale), offsets = rows, weight, o.problem.offsets
+    run = block_scaled_functions.bind_block_scaled_gemm(codes, of_weight, None, None, DEFAULT)
+
+    def call() -> Tensor:
+        return run(codes, scale, of_weight, weight_scale, None, offsets, None)
+
+    return InFp8(call, Candidate(call))
+
+
+def _fc1_activation(o: Operands, quantized: bool) -> InFp8:
+    (x, x_scale), (w, w_scale), offsets, activation = o.x[0], o.weight1[0], o.problem.offsets, o.problem.activation
+    bind = block_scaled_functions.bind_block_scaled_gemm_activation
+    run = bind(x, w, None, None, activation, True, E4M3 if quantized else None, DEFAULT)
+
+    def call() -> tuple[Tensor, ...]:
+        return run(x, x_scale, w, w_scale, None, offsets, None)
+
+    def values() -> tuple[Tensor, Tensor]:
+        *activated, p = call()
+        return dequantized((activated[0], activated[1])) if quantized else activated[0], p
+
+    return InFp8(call, Candidate(values, ("output", "preactivation")))
+
+
+def _fc2_dgrad_activation(o: Operands, quantized: bool) -> InFp8:
+    problem = o.problem
+    (dy, dy_scale), (w, w_scale), p, scale = o.grad_y[0], o.weight2[1], problem.preactivation, problem.row_scale
+    offsets = problem.offsets
+    run = block_scaled_functions.bind_block_scaled_gemm_activation_backward(
+        dy, w, p, scale, problem.activation, True, True, DEFAULT
+    )
+    bind = quantize_functions.bind_quantize_rows
+    of_grad = bind(p, E4M3, offsets, rows=True, columns=True)
+    like = p.new_empty(problem.rows, problem.intermediate)
+    of_activated = bind(like, E4M3, offsets, rows=False, columns=True)
+
+    def product() -> tuple[Tensor, ...]:
+        return run(dy, dy_scale, w, w_scale, offsets, p, scale)
+
+    def and_quantize() -> tuple[Any, ...]:
+        grad, activated, grad_scale = product()
+        return of_grad(grad, offsets), of_activated(activated, offsets), grad_scale
+
+    checked = Candidate(product, ("grad_preactivation", "output", "grad_row_scale"))
+    return InFp8(and_quantize if quantized else product, checked)
+
+
+def _wgrad1(o: Operands) -> InFp8:
+    return _wgrad(o, o.grad_preactivation[1], o.x[1], "grad_weight1")
+
+
+def _wgrad2(o: Operands) -> InFp8:
+    return _wgrad(o, o.grad_y[1], o.activated[1], "grad_weight2")
+
+
+def _wgrad(o: Operands, grad: Form, rows: Form, name: str) -> InFp8:
+    (dy, dy_scale), (x, x_scale), offsets = grad, rows, o.problem.offsets
+    run = block_scaled_k_functions.bind_block_scaled_wgrad(
+        dy, x, offsets, o.problem.rows, o.problem.dtype, False, DEFAULT
+    )
+
+    def call() -> Tensor:
+        return run(dy, dy_scale, x, x_scale, offsets, None)
+
+    return InFp8(call, Candidate(call, (name,)))
+
+
+PRODUCTS = (
+    Product("fc1", "FC1", _fc1),
+    Product("fc2_plain", "FC2", _fc2),
+    Product("fc1_activation", "FC1 + SwiGLU", lambda o: _fc1_activation(o, False)),
+    Product("fc1_activation", "FC1 + SwiGLU + quantize", lambda o: _fc1_activation(o, True)),
+    Product("fc2_dgrad_activation_scaled", "FC2 dgrad + dSwiGLU", lambda o: _fc2_dgrad_activation(o, False)),
+    Product(
+        "fc2_dgrad_activation_scaled", "FC2 dgrad + dSwiGLU, then quantize", lambda o: _fc2_dgrad_activation(o, True)
+    ),
+    Product("fc1_dgrad", "FC1 dgrad", _fc1_dgrad),
+    Product("wgrad1", "FC1 wgrad", _wgrad1),
+    Product("wgrad2", "FC2 wgrad", _wgrad2),
+)

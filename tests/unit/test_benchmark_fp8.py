@@ -1,0 +1,418 @@
+"""The benchmark of FP8 training: its code runs on a CPU, its figures add up, and no part can end a run."""
+
+import functools
+import itertools
+import json
+from types import SimpleNamespace
+
+import pytest
+import sm90_stand_ins
+import torch
+import torch.nn.functional as F
+
+import fusedmoe as fm
+from benchmarks import mlp, reference, shapes
+from benchmarks.cases import worst_error
+from benchmarks.ceiling import Ceiling
+from benchmarks.fp8 import kernels, layers, products, quantize, run, unfused
+from benchmarks.kernels import ALIGNED_CASES, CASES
+from benchmarks.peers import unfused_fp8
+from benchmarks.peers.ours import Ours
+from benchmarks.peers.plain import TorchEager
+from benchmarks.problem import Problem
+from benchmarks.shapes import Shape
+from fusedmoe.bench.timing import CallTime
+from fusedmoe.kernels.sm90 import block_scaled_functions, block_scaled_k_functions, quantize_functions
+from fusedmoe.ops import weight_cache
+
+CPU = torch.device("cpu")
+TOP = Ceiling(tflops=800.0, copy_tb_s=4.0)
+LAYER, ROWS = Shape("a layer", 96, 128, 128, 4, 2), Shape("experts alone", 160, 128, 128, 3, 1)
+
+
+class CountingTimer:
+    """The n-th variant takes n ms; each is called once."""
+
+    def measure(self, variants):
+        for call in variants.values():
+            call()
+        return {name: CallTime(n, n, 10.0, 20.0, (n - 0.5, n + 0.5)) for n, name in enumerate(variants, start=1)}
+
+
+TIMERS = run.Timers(CountingTimer(), CountingTimer(), CountingTimer())
+
+
+def problem(shape=ROWS, routing="empty"):
+    return Problem(shape, shapes.splits(shape.rows, shape.experts, routing), CPU)
+
+
+def multiplied(x, x_scale, weight, weight_scale, offsets):
+    rows, of_weight = quantize.dequantized((x, x_scale)), quantize.dequantized((weight, weight_scale), 128)
+    y, first = torch.zeros(x.shape[0], weight.shape[1]), 0
+    for e, end in enumerate(offsets.tolist()):
+        y[first:end] = rows[first:end] @ of_weight[e].T
+        first = end
+    return y
+
+
+def bind_gemm(x, weight, bias, row_scale, options):
+    def call(x, x_scale, weight, weight_scale, bias, offsets, row_scale):
+        return multiplied(x, x_scale, weight, weight_scale, offsets).bfloat16()
+
+    return call
+
+
+def bind_activation(x, weight, bias, row_scale, activation, keep, quantized, options):
+    def call(x, x_scale, weight, weight_scale, bias, offsets, row_scale):
+        p = multiplied(x, x_scale, weight, weight_scale, offsets).bfloat16()
+        y = reference.glu(p.float(), activation).bfloat16()
+        if quantized is None:
+            return y, p
+        return *sm90_stand_ins.bind_quantize_rows(y, quantized, offsets)(y, offsets)[0], p
+
+    return call
+
+
+def bind_backward(dy, weight, p, row_scale, activation, want_output, want_scale, options):
+    def call(dy, dy_scale, weight, weight_scale, offsets, p, scale):
+        d, leaf = multiplied(dy, dy_scale, weight, weight_scale, offsets), p.float().requires_grad_()
+        with torch.enable_grad():
+            y = reference.glu(leaf, activation)
+        (grad,) = torch.autograd.grad(y, leaf, d * scale[:, None])
+        y = y.detach()
+        return grad.bfloat16(), (y * scale[:, None]).bfloat16(), (d * y).sum(-1)
+
+    return call
+
+
+def bind_wgrad(dy, x, offsets, rows, dtype, accumulate, options):
+    def call(dy, dy_scale, x, x_scale, offsets, out):
+        (a, b), dw, first, at = (quantize.dequantized(f) for f in ((dy, dy_scale), (x, x_scale))), [], 0, 0
+        for end in offsets.tolist():
+            dw.append(a[:, at : at + end - first] @ b[:, at : at + end - first].T)
+            at += -(-(end - first) // 128) * 128
+            first = end
+        return torch.stack(dw).to(dtype)
+
+    return call
+
+
+@pytest.fixture
+def stand_ins(monkeypatch):
+    """The kernels in plain PyTorch; nothing is compiled."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    for module, name, stand_in in (
+        (quantize_functions, "bind_quantize_rows", sm90_stand_ins.bind_quantize_rows),
+        (quantize_functions, "bind_quantize_weight", sm90_stand_ins.bind_quantize_weight),
+        (block_scaled_functions, "bind_block_scaled_gemm", bind_gemm),
+        (block_scaled_functions, "bind_block_scaled_gemm_activation", bind_activation),
+        (block_scaled_functions, "bind_block_scaled_gemm_activation_backward", bind_backward),
+        (block_scaled_k_functions, "bind_block_scaled_wgrad", bind_wgrad),
+        (unfused_fp8, "_scaled_grouped_mm", scaled_grouped_mm),
+    ):
+        monkeypatch.setattr(module, name, stand_in)
+    in_torch = {case.key: getattr(TorchEager(), case.key) for case in (*CASES, *ALIGNED_CASES)}
+    monkeypatch.setattr(products, "Ours", lambda: SimpleNamespace(**in_torch))
+
+
+def scaled_grouped_mm(a, b, scale_a, scale_b, ends):
+    """As ``F.scaled_grouped_mm`` with scales by row, for rows times weights and for weight gradients."""
+    starts = F.pad(ends, (1, 0)).tolist()
+    spans = [slice(first, end) for first, end in itertools.pairwise(starts)]
+    assert all(not (s.stop % 16) for s in spans) or b.dim() == 3
+    assert a.stride(-1) == b.stride(-2) == 1
+    if b.dim() == 3:
+        y, values = torch.zeros(a.shape[0], b.shape[2]), a.float() * scale_a[:, None]
+        for e, s in enumerate(spans):
+            y[s] = values[s] @ (b[e].float() * scale_b[e])
+        return y.bfloat16()
+    scale_a, scale_b = scale_a.view(len(ends), -1), scale_b.view(len(ends), -1)
+    each = [(a[:, s].float() * scale_a[e][:, None]) @ (b[s].float() * scale_b[e]) for e, s in enumerate(spans)]
+    return torch.stack(each).bfloat16()
+
+
+# -- quantize kernels
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_quantize_kernels_have_times_and_bytes():
+    rows = {(row["kernel"], row["shape"]): row for row in quantize.measure(problem(LAYER), CountingTimer(), TOP)}
+    assert len(rows) == 3 * 2 + 2 + 2
+    assert all(0 < row["error"] < 0.04 and not row["note"] for row in rows.values())
+    both = rows["rows and columns", (192, 128)]
+    padded = (192 // 128 + 4) * 128
+    assert both["read_bytes"] == 192 * 128 * 2
+    assert both["written_bytes"] == 192 * 128 + 192 * 4 + 128 * padded + 128 * padded // 128 * 4
+    moved = both["read_bytes"] + both["written_bytes"]
+    assert both["tb_s"] == pytest.approx(moved / (both["ms"] * 1e-3) / 1e12)
+    assert both["of_copy"] == pytest.approx(both["tb_s"] / 4)
+    assert rows["gathered rows and columns", (192, 128)]["read_bytes"] == 192 * 128 * 2 + 192 * 4
+    assert len(quantize.lines(list(rows.values()))) == 1 + len(rows)
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_a_quantize_kernel_that_raises_or_is_wrong_is_a_note(monkeypatch):
+    def bind(x, format, offsets=None, index=None, *, rows=True, columns=False):
+        if index is not None:
+            raise RuntimeError("no such kernel\nand more")
+        right = sm90_stand_ins.bind_quantize_rows(x, format, offsets, rows=rows, columns=columns)
+        if columns:
+            return lambda *tensors: right(*tensors[:2])
+        return lambda x, offsets, index: tuple((codes, scale * 2) for codes, scale in right(x, offsets))
+
+    monkeypatch.setattr(quantize_functions, "bind_quantize_rows", bind)
+    rows = {row["kernel"]: row for row in quantize.measure(problem(LAYER), CountingTimer(), TOP)}
+    assert rows["gathered rows"]["note"] == "RuntimeError: no such kernel"
+    assert rows["rows"]["note"].startswith("wrong: relative error")
+    assert rows["rows"]["ms"] is None
+    assert rows["columns"]["ms"] is not None
+
+
+# -- products
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("routing", ["uniform", "empty"])
+def test_products_alternate_and_are_checked(routing):
+    rows = products.measure(problem(routing=routing), CountingTimer())
+    assert [row["product"] for row in rows[::2]] == [product.title for product in products.PRODUCTS]
+    for bf16, fp8 in zip(rows[::2], rows[1::2], strict=True):
+        assert (bf16["format"], fp8["format"]) == ("bf16", "fp8")
+        assert not bf16["note"] + fp8["note"]
+        assert bf16["error"] < 0.006 < fp8["error"] < 0.06
+        assert (bf16["ms"], fp8["ms"], fp8["speedup"]) == (1, 2, 0.5)
+    flops = 2 * 160 * 128 * 256
+    assert rows[0]["tflops"] == pytest.approx(flops / 1e-3 / 1e12)
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_a_product_that_raises_leaves_the_other_format(monkeypatch):
+    monkeypatch.setattr(block_scaled_k_functions, "bind_block_scaled_wgrad", None)
+    rows = products.measure(problem(), CountingTimer())
+    by_format = {row["format"]: row for row in rows if row["product"] == "FC1 wgrad"}
+    assert by_format["fp8"]["note"].startswith("TypeError")
+    assert by_format["bf16"]["ms"] == 1
+
+
+# -- whole layers
+
+
+def test_shapes_that_are_measured():
+    pytest.importorskip("tomllib")
+    chosen = run.Chosen.of()
+    names = [shape.name for shape in (*chosen.layers, *chosen.more)]
+    assert sorted(names) == sorted(shapes.load())
+    assert [name for name in names if layers.why_left_out(shapes.load()[name])] == ["gpt-oss-20b"]
+    assert [shape.rows for shape in chosen.products] == [262144, 32768]
+
+
+@pytest.mark.usefixtures("builtin_rules")
+@pytest.mark.parametrize("shape", [LAYER, ROWS], ids=lambda shape: shape.name)
+def test_a_layer_has_rows_errors_and_a_plan(shape):
+    entry = layers.measure(shape, CountingTimer(), CountingTimer(), CPU)
+    assert entry["layer"] == ("MoE" if shape is LAYER else "experts")
+    assert [(row["case"], row["recipe"]) for row in entry["rows"]] == [
+        (case, recipe) for case in layers.CASES for recipe in layers.RECIPES
+    ]
+    assert not any(row["note"] for row in entry["rows"])
+    shares = {case: 8 if case == layers.ACCUMULATED else 1 for case in layers.CASES}
+    for n, row in enumerate(entry["rows"]):
+        assert row["ms"] == (n % 3 + 1) / shares[row["case"]]
+        assert row["speedup"] == pytest.approx(1 / (n % 3 + 1))
+    flops = 6 * shape.rows * 128 * 128
+    assert entry["rows"][0]["tflops"] == pytest.approx(flops / 1e-3 / 1e12)
+    names = {"y", "x", "weight1", "weight2", "router" if shape is LAYER else "probs"}
+    for recipe, found in entry["recipes"].items():
+        assert set(found["errors"]) == set(found["to_bf16"]) == names
+        assert found["unfused"] == []
+        if recipe == "bf16":
+            assert set(found["to_bf16"].values()) == {0.0}
+            assert max(found["errors"].values()) < 0.01
+        else:
+            assert all(0.01 < error < 0.2 for error in found["errors"].values())
+            assert found["weight_bytes"] > 0
+    assert layers.speedups([entry])[layers.STEP] == {"fp8_block": 0.5, "fp8_block:wgrad=bf16": pytest.approx(1 / 3)}
+
+
+@pytest.mark.parametrize("shape", [LAYER, ROWS], ids=lambda shape: shape.name)
+def test_weights_are_quantized_in_every_step_or_once_per_micro_batches(shape, monkeypatch):
+    counted, keep = [], weight_cache.keep
+    monkeypatch.setattr(weight_cache, "keep", lambda *of, **how: counted.append(of[0]) or keep(*of, **how))
+    operands = (layers.of_layer if shape is LAYER else layers.of_rows)(shape, CPU)
+    for recipe in layers.RECIPES[1:]:
+        subject, accumulating = operands.subject(), operands.subject(accumulates=True)
+        for case, of_case, quantized in (
+            (layers.FORWARD, subject, 2),
+            (layers.STEP, subject, 2),
+            (layers.ACCUMULATED, accumulating, 2),
+            (layers.CACHED_FORWARD, accumulating, 0),
+        ):
+            call = layers.call_of(case, of_case, recipe)
+            for _ in range(2):
+                counted.clear()
+                call()
+                assert len(counted) == quantized, case
+
+
+def test_micro_batches_add_up_in_main_grad():
+    operands = layers.of_rows(ROWS, CPU)
+    subject, accumulating = operands.subject(), operands.subject(accumulates=True)
+    *_, dw1, dw2 = layers.call_of(layers.STEP, subject, "bf16")()
+    with_main_grad = layers.call_of(layers.ACCUMULATED, accumulating, "bf16")()
+    assert len(with_main_grad) == 2, "the gradients of the rows and of their scale"
+    for name, dw in (("weight1", dw1), ("weight2", dw2)):
+        torch.testing.assert_close(operands.main_grads[name], 8 * dw.float(), rtol=0.01, atol=1e-5)
+
+
+def test_relative_differences_are_summed_over_parts(monkeypatch):
+    a, b = torch.randn(10, 7), torch.randn(10, 7)
+    expected = ((a - b).norm() / b.norm()).item()
+    assert layers.relative_difference(a, b) == pytest.approx(expected, rel=1e-5)
+    monkeypatch.setattr(layers, "_PART", 16)
+    assert layers.relative_difference(a, b) == pytest.approx(expected, rel=1e-5)
+    assert layers.relative_difference(b, b) == 0
+
+
+def test_a_recipe_that_raises_is_a_note(monkeypatch):
+    real = layers.of_rows
+
+    def of_rows(shape, device):
+        operands = real(shape, device)
+        errors = operands.exact_errors
+
+        def exact_errors(subject, recipe):
+            if recipe.endswith("wgrad=bf16"):
+                raise RuntimeError("out of memory")
+            return errors(subject, recipe)
+
+        operands.exact_errors = exact_errors
+        return operands
+
+    monkeypatch.setattr(layers, "of_rows", of_rows)
+    entry = layers.measure(ROWS, CountingTimer(), CountingTimer(), CPU)
+    notes = {row["recipe"]: (row["note"], row["ms"]) for row in entry["rows"]}
+    assert notes["fp8_block:wgrad=bf16"] == ("RuntimeError: out of memory", None)
+    assert notes["fp8_block"][0] == ""
+
+
+# -- unfused FP8
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("routing", ["uniform", "empty"])
+@pytest.mark.parametrize("once", [False, True])
+def test_the_unfused_peer_is_right(once, routing):
+    of, peer = problem(routing=routing), unfused_fp8.UnfusedFp8(once)
+    for case in mlp.CASES:
+        with torch.set_grad_enabled(case.grad):
+            error = worst_error(case, of, getattr(peer, case.key)(of))
+        assert 0.01 < error < 0.08
+
+
+def test_rows_are_padded_for_any_splits():
+    for splits in ([3, 0, 130, 128], [0, 0, 0, 0], [261, 0, 0, 0]):
+        offsets = torch.tensor(splits).cumsum(0).to(torch.int32)
+        places = unfused_fp8.padded(offsets, 261)
+        ends = [-(-count // 128) * 128 for count in splits]
+        assert places.ends.tolist() == torch.tensor(ends).cumsum(0).tolist()
+        assert places.row[places.used].tolist() == list(range(sum(splits)))
+        assert len(places.row) == (261 // 128 + 4) * 128 == 128 * len(places.expert_of_tile)
+        x = torch.randn(261, 16)
+        codes = unfused_fp8.quantize_columns(x, places)
+        values = codes.codes.float() * codes.scale[places.expert_of_tile].repeat_interleave(128, 0).T
+        wanted = torch.where(places.used[:, None], x[places.row], 0).T
+        assert codes.codes.is_contiguous()
+        torch.testing.assert_close(values, wanted, rtol=0.07, atol=0.02)
+
+
+def test_the_product_accepts_the_operands(monkeypatch):
+    """Their layouts, by the checks that torch makes on tensors without memory; only the older function has these."""
+    monkeypatch.delattr(F, "scaled_grouped_mm", raising=False)
+    rows, experts, k, n = 300, 4, 64, 48
+    meta = functools.partial(torch.empty, device="meta", dtype=torch.bfloat16)
+    offsets = torch.empty(experts, device="meta", dtype=torch.int32)
+    x, dy = unfused_fp8.quantize_rows(meta(rows, k)), unfused_fp8.quantize_rows(meta(rows, n))
+    weight = unfused_fp8.quantize_weight(meta(experts, n, k))
+    assert unfused_fp8.multiply(x, weight.rows, offsets).shape == (rows, n)
+    assert unfused_fp8.multiply(dy, weight.columns, offsets).shape == (rows, k)
+    places = unfused_fp8.padded(offsets, rows)
+    grad, of_x = (unfused_fp8.quantize_columns(meta(rows, width), places) for width in (n, k))
+    assert unfused_fp8.weight_gradient(grad, of_x, places.ends).shape == (experts, n, k)
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_a_peer_that_raises_is_reported(monkeypatch):
+    def raises(*_):
+        raise RuntimeError("scaled_grouped_mm: expected compute capability 9.0")
+
+    monkeypatch.setattr(unfused_fp8, "_scaled_grouped_mm", raises)
+    rows = unfused.measure(problem(), CountingTimer())
+    assert {(row["case"], row["peer"]) for row in rows} == {
+        (case, peer.name) for case in (mlp.FORWARD, mlp.STEP) for peer in unfused.peers()
+    }
+    for row in rows:
+        assert (row["ms"] is None) == ("FP8 by rows" in row["peer"])
+        assert ("compute capability" in row["note"]) == (row["ms"] is None)
+        if row["ms"] is not None:
+            assert row["fp8_block_is"] == row["ms"] / 2
+
+
+# -- the run
+
+
+def test_the_kernels_that_are_compiled_ahead():
+    pytest.importorskip("cutlass")
+    symbols = [kernel.symbol for kernel in kernels.needed()]
+    assert len(symbols) == len(set(symbols))
+    assert "sm90_ragged_m_e4m3_bk_swiglu_keep_e4m3_128x256co_c21" in symbols
+    assert "sm90_quantize_weight_bf16_e4m3_rows_columns" in symbols
+    assert not any("geglu" in symbol or "fp16" in symbol for symbol in symbols)
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_a_whole_run_writes_its_file(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FUSEDMOE_COMMIT", "abc123")
+    monkeypatch.setattr(unfused, "peers", lambda: (unfused.UnderRecipe("fp8_block"), unfused_fp8.UnfusedFp8()))
+    clamped = Shape("clamped", 64, 32, 16, 8, 2, "clamped_swiglu")
+    chosen = run.Chosen([LAYER], [ROWS], [ROWS], [ROWS, clamped], [LAYER])
+    file = run.run(chosen, TIMERS, TOP, CPU, tmp_path, reps=3)
+    found = json.loads(file.read_text())
+    assert file.name == "fp8.json"
+    assert (found["commit"], found["ceiling"]["copy_tb_s"], found["micro_batches"]) == ("abc123", 4.0, 8)
+    assert found["failed"] == {}
+    assert found["left_out"] == {"clamped": "clamped_swiglu with biases is not measured"}
+    assert [entry["name"] for entry in found["layers"]] == ["experts alone", "a layer"]
+    assert len(found["quantize"][0]["rows"]) == 10
+    assert len(found["products"][0]["rows"]) == 2 * len(products.PRODUCTS)
+    assert {row["peer"] for row in found["unfused"][0]["rows"]} == {
+        "fusedmoe, fp8_block",
+        "torch FP8 by rows, compiled",
+    }
+    assert found["speedups"][layers.STEP]["fp8_block"] == 0.5
+    assert found["seconds"]["all"] > 0
+    assert "bf16 / recipe, forward + backward: fp8_block 0.50x" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_a_part_that_raises_is_recorded_and_the_run_goes_on(tmp_path, monkeypatch):
+    def raises(*_):
+        raise ValueError("broken")
+
+    monkeypatch.setattr(products, "measure", raises)
+    monkeypatch.setattr(layers, "of_layer", raises)
+    chosen = run.Chosen([], [ROWS], [], [LAYER, ROWS], [LAYER])
+    found = json.loads(run.run(chosen, TIMERS, TOP, CPU, tmp_path, reps=3, seconds=0.0).read_text())
+    assert {name: failed["why"] for name, failed in found["failed"].items()} == {
+        "products, experts alone": "ValueError: broken",
+        "layers, a layer": "ValueError: broken",
+    }
+    assert "rows" not in found["products"][0]
+    assert [entry["name"] for entry in found["layers"]] == ["experts alone"]
+    assert found["left_out"] == {"a layer": "no time left of 0 s"}
+
+
+def test_the_recipes_are_those_of_the_package():
+    for name in layers.RECIPES:
+        with fm.recipe(name):
+            pass
+    assert Ours.name in unfused.OURS_IN_FP8
