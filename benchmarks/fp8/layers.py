@@ -141,8 +141,10 @@ def measure(
     for recipe in RECIPES:
         try:
             subject = operands.subject()
+            found: dict[str, Any] = {}
             with fm.recipe(recipe):
-                report[recipe] = found = {"errors": operands.exact_errors(subject, recipe)}
+                report[recipe] = found
+                found["errors"] = operands.exact_errors(subject, recipe)
                 found["unfused"] = _unfused(subject)
                 results = _results(subject)
             exact = results if exact is None else exact

@@ -217,7 +217,7 @@ def _fc2_dgrad_activation(o: Operands, quantized: bool) -> InFp8:
     like = p.new_empty(problem.rows, problem.intermediate)
     of_activated = bind(like, E4M3, offsets, rows=False, columns=True)
 
-    def product() -> tuple[Tensor, ...]:
+    def product() -> tuple[Tensor | None, ...]:
         return run(dy, dy_scale, w, w_scale, offsets, p, scale)
 
     def and_quantize() -> tuple[Any, ...]:

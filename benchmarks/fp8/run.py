@@ -47,8 +47,8 @@ class Timers(NamedTuple):
     @classmethod
     def on(cls, device: torch.device, reps: int) -> Timers:
         """Return timers with at most ``reps`` timed calls; layers get fewer, and micro-batches fewest."""
-        each = (min(reps, most) for most in (20, 12, 5))
-        return cls(*(GpuTimer(device, count, host_reps=2) for count in each))
+        each = ((20, 2), (12, 2), (5, 1))
+        return cls(*(GpuTimer(device, min(reps, most), host_reps) for most, host_reps in each))
 
 
 @dataclass(frozen=True)

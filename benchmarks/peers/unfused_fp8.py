@@ -51,10 +51,13 @@ class UnfusedFp8:
             raise NotImplementedError(f"{problem.shape.activation} with biases is not compared with unfused FP8")
         leaves, run, offsets = leaves_of(problem), _compiled(), problem.offsets
         x, w1, w2 = (leaves[name] for name in ("grad_x", "grad_weight1", "grad_weight2"))
-        before = (run.weight(problem.weight1), run.weight(problem.weight2)) if self.once else None
+        before = None
+        if self.once:
+            with torch.no_grad():  # as in the calls, so that it is compiled once
+                before = run.weight(w1), run.weight(w2)
 
         def call() -> Tensor:
-            return _Mlp.apply(x, w1, w2, offsets, run, before)  # type: ignore[no-any-return]
+            return _Mlp.apply(x, w1, w2, offsets, run, before)  # type: ignore[no-any-return, no-untyped-call]
 
         return call, leaves
 
@@ -169,7 +172,7 @@ def quantize_columns(x: Tensor, places: Padded) -> Codes:
 
 
 def swiglu(p: Tensor) -> Codes:
-    """Return ``silu(gate) * up`` of ``[gate | up]``, rounded to the dtype of p and then quantized by rows."""
+    """Return ``silu(gate) * up`` of ``[gate | up]``, quantized by rows."""
     return quantize_rows(_swiglu(p))
 
 
