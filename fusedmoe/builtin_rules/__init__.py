@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fusedmoe.builtin_rules.sm90.column_sums import ColumnSums
+from fusedmoe.builtin_rules.sm90.dequantized import DequantizedDgrad, DequantizedGemm, DequantizedWgrad
 from fusedmoe.builtin_rules.sm90.dispatch import (
     CombineRule,
     CombineWeightGradRule,
@@ -77,5 +78,8 @@ BUILTIN: tuple[type[FusionRule], ...] = (
     Fp8GroupedGemmActivation,
     Fp8GroupedDgrad,
     Fp8GroupedDgradActivation,
+    DequantizedGemm,
+    DequantizedDgrad,
+    DequantizedWgrad,
     Fp8GroupedWgrad,
 )

@@ -16,8 +16,8 @@ from fusedmoe.fusion import registry
 from fusedmoe.fusion.matcher import Mismatch, match
 from fusedmoe.fusion.plan import Attempt, Exemption, Status
 from fusedmoe.fusion.rule import Declined, FusionRule, NothingToDo, PlanContext, RuleError, Step, expect_none
-from fusedmoe.fusion.values import NONE, Gathered, spec_of
-from fusedmoe.ops.glue import Glue
+from fusedmoe.fusion.values import NONE, Gathered, by_rows, dequantized, spec_of
+from fusedmoe.ops.glue import Dequantize, Glue
 from fusedmoe.ops.op import SpecLike, TensorSpec
 
 if TYPE_CHECKING:
@@ -205,10 +205,20 @@ class DirectionSearch:
             start=i,
             end=i + 1,
             step=Step(needs=s.needs, gives=gives, keeps=optional, zeroes_tail=s.zeroes_tail, launches=s.launches),
-            cost_us=costs.step_us((*s.needs, *gives), s.launches),
+            cost_us=costs.step_us((*s.needs, *gives), s.launches) + self._emulation_us(place),
             keep_us={v: costs.step_us((v,), 0) for v in optional},
             reads=s.needs,
         )
+
+    def _emulation_us(self, place: Place) -> float:
+        """Return the time in which a product in plain PyTorch dequantizes its operands: each is written and read."""
+        specs, needs = self.search.specs, place.step.needs
+        values = [dequantized(by_rows(v)) for v in needs if isinstance(specs.get(v), QuantizedSpec)]
+        if not values or isinstance(place.item, Glue):
+            return 0.0
+        if place.item.path([spec_of(specs, v) for v in needs], self.search.context["device"]) != "emulated":
+            return 0.0
+        return self.search.costs.step_us(values * 2, Dequantize.launches * len(values))
 
     def _skip(self, i: int, place: Place) -> Candidate:
         """Return the candidate that leaves out a place, all of whose values are rows of other values."""

@@ -6,7 +6,23 @@ fp32, one rounding at the end.
 
 import torch
 
-from fusedmoe.formats import E4M3, E5M2, fp8_block, quantize
+from fusedmoe.formats import (
+    E2M1,
+    E4M3,
+    E5M2,
+    QuantizedTensor,
+    Quantizer,
+    ScaleRule,
+    fp8_block,
+    fp8_tensor,
+    mxfp8,
+    nvfp4,
+    quantize,
+    quantizers,
+)
+from fusedmoe.formats.casts import to_codes
+from fusedmoe.formats.groups import of_group
+from fusedmoe.formats.hadamard import rotate
 from fusedmoe.kernels.activation import Activation
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
 from fusedmoe.kernels.sm90 import limits, router_functions
@@ -334,6 +350,81 @@ def _forms(forms):
     """The tensors of quantized values, with the strides that the kernels give the scales."""
     scales = [scale_like(f.scale, f.scale.shape[-2], f.data.shape[-1], *f.scale.shape[:-2]) for f in forms]
     return tuple((f.data, scale.copy_(f.scale)) for f, scale in zip(forms, scales, strict=True))
+
+
+def bind_magnitudes(
+    x, offsets=None, index=None, *, of_rows=False, of_columns=False, of_experts=False, of_experts_rotated=False
+):
+    def run(x, offsets=None, index=None):
+        x = _gathered("magnitudes", x, index)
+        found = []
+        if of_rows:
+            values, _ = quantizers._laid_out(x, -1, offsets, 1)
+            found.append(quantizers._finite_magnitude(values).amax(-1).flatten())
+        if of_columns:
+            values, experts = quantizers._laid_out(x, -2, offsets, 16)
+            amax = experts.amax_of_rows(quantizers._finite_magnitude(values))
+            found.append(amax[..., 0] if x.dim() == 3 else amax.mT)
+        if of_experts:
+            found.append(quantizers.amax_by_expert(x, offsets))
+        if of_experts_rotated:
+            values, experts = quantizers._laid_out(x, -2, offsets, 16)
+            turned = rotate(torch.nn.functional.pad(values, (0, -values.shape[-1] % 16))).float()
+            found.append(experts.amax(quantizers._finite_magnitude(turned)))
+        return tuple(found)
+
+    return Bound(run, *_some(x, offsets, index))
+
+
+def bind_quantize_format(
+    x, format, offsets=None, index=None, *, rows=True, columns=False, rotated=False, stochastic=False
+):
+    def run(x, offsets=None, index=None, factors=(), random=()):
+        calls.append(("quantize_format", {"rows": rows, "columns": columns}))
+        x = _gathered("quantize_format", x, index)
+        _matrix(x, transposed=False)
+        forms = []
+        for i, axis in enumerate(_axes(rows, columns)):
+            if format.rule == "given":
+                forms.append((_scaled_by(x, axis, offsets, factors[i], format), None))
+                continue
+            quantizer = Quantizer(_format_of(format), stochastic, rotated)
+            form = quantize(x, quantizer, axis, offsets=offsets, random_bits=random[i] if random else None)
+            if factors:
+                assert torch.equal(1 / factors[i], form.tensor_scale)
+            forms.append((form.data.view(torch.uint8), form.scale.view(torch.uint8)))
+        return tuple(forms)
+
+    return Bound(run, *_some(x, offsets, index))
+
+
+def _scaled_by(x, axis, offsets, factor, format):
+    """The codes of values times the factor of each row, or of each column of an expert."""
+    values, experts = quantizers._laid_out(x, axis, offsets, 16)
+    if axis == -1:
+        factor = factor.view(*x.shape[:-1], 1)
+    elif experts.padded is not None:
+        factor = of_group(factor.mT, experts.padded.expert_of_padded())
+    else:
+        factor = factor.view(*values.shape[:-1], 1)
+    return to_codes(values * factor, _format_of(format).element).view(torch.uint8)
+
+
+def _format_of(narrow):
+    element = {"e4m3": E4M3, "e5m2": E5M2, "e2m1": E2M1}[narrow.element]
+    if narrow.rule == "given":
+        return fp8_tensor(element)
+    across = narrow.block if narrow.square else 1
+    return nvfp4(across) if element is E2M1 else mxfp8(element, across, ScaleRule(narrow.rule))
+
+
+def bind_dequantize(codes, scale, format, *, transposed=False):
+    def run(codes, scale):
+        calls.append(("dequantize", {"transposed": transposed}))
+        values, _ = QuantizedTensor(codes, scale, _format_of(format), -1, codes.shape, BF16, scale).split(BF16)
+        return values.mT.contiguous() if transposed else values
+
+    return Bound(run, codes)
 
 
 def bind_router(x, weight, bias, choice, want_sums, options):

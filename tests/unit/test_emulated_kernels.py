@@ -16,6 +16,7 @@ import test_sm90_gather as gather
 import test_sm90_gather_k as gather_k
 import test_sm90_kernels as products
 import test_sm90_quantize as quantized
+import test_sm90_quantize_formats as quantized_formats
 import test_sm90_router as router
 import test_sm90_rows as rows
 import test_sm90_slots as slots
@@ -115,6 +116,18 @@ def test_quantized_rows():
     """Both forms of rows sorted by expert, with a tail of NaN; then of tokens, through an index."""
     quantized.test_rows_sorted_by_expert(CPU, "around a tile", "both")
     quantized.test_rows_through_an_index(CPU, "both")
+
+
+@pytest.mark.parametrize("which", ["mxfp8", "nvfp4 gradient", "row"])
+def test_quantized_rows_of_other_formats(which):
+    quantized_formats.test_formats(CPU, which, (-1, -2))
+
+
+@pytest.mark.parametrize("which", ["mxfp8 32x32", "nvfp4 16x16"])
+def test_square_blocks_and_dequantized_values(which):
+    quantized_formats.test_weights(CPU, which, (-1, -2), transposed=True)
+    quantized_formats.test_dequantized_weights(CPU, which)
+    quantized_formats.test_dequantized_rows(CPU, {"mxfp8 32x32": "mxfp8", "nvfp4 16x16": "nvfp4 rotated"}[which])
 
 
 def test_quantized_weights():

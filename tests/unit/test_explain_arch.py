@@ -11,8 +11,10 @@ from toy import only_plan
 
 import fusedmoe as fm
 from fusedmoe import Status
+from fusedmoe.formats import E4M3, Format, Quantizer, ScaleRule
 from fusedmoe.fusion.rule import FusionRule
 from fusedmoe.kernels import toolkit
+from fusedmoe.recipes import Custom
 
 pytestmark = pytest.mark.usefixtures("builtin_rules")
 
@@ -108,25 +110,43 @@ def test_native_products_are_those_of_the_architecture():
     assert paths == [{"emulated"}, {"native"}, {"emulated"}]
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "fp8_row"])
+ODD = Quantizer(Format("odd", E4M3, (1, 64), ScaleRule.RCEIL))
+WITHOUT_KERNELS = Custom("odd", input=ODD, weight=ODD, grad=ODD)
+
+
 @pytest.mark.parametrize("arch", [None, 90])
-def test_under_a_recipe_without_kernels_no_gpu_has_one(recipe, arch):
+def test_under_a_recipe_without_kernels_no_gpu_has_one(arch):
     """Formerly: "needs an sm_90 GPU, this device is cpu"."""
     x, named = call()
-    with fm.recipe(recipe):
+    with fm.recipe(WITHOUT_KERNELS):
         explanation = experts().explain(x, arch=arch, **named)
     (plan,) = explanation.plans
     products = [s for s in plan.steps if s.ops[0] in ("0.GroupedLinear", "2.GroupedLinear", "2.Dgrad", "0.Wgrad")]
     assert len(products) == 4
     for step in products:
-        assert step.nearest_miss.rule.startswith("sm90.fp8_")
-        assert re.fullmatch(r"no kernel multiplies rows in .* yet: expected .*", step.nearest_miss.reason)
+        assert re.fullmatch(r"no kernel (dequantizes|multiplies) .* yet: expected .*", step.nearest_miss.reason)
     quantized = [s.nearest_miss.reason for s in plan.unfused if "Quantize" in s.ops[0]]
     assert all(re.match("no kernel (quantizes to|multiplies rows in) ", reason) for reason in quantized)
     assert len(quantized) == 6
     assert "sm_90 GPU" not in str(explanation)
     explanation.raise_if_missed()  # nothing is missed where there is no kernel
     assert {*products} <= {*plan.without_kernel}
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "fp8_tensor", "fp8_row"])
+def test_dequantized_products_of_hopper(recipe):
+    x, named = call()
+    with fm.recipe(recipe):
+        (plan,) = experts().explain(x, arch=90, **named).plans
+    rules = {s.ops[0]: (s.rule, s.path) for s in plan.steps}
+    native = (None, "native")  # E4M3 by E4M3 with scales of tensors or rows: torch multiplies the codes
+    forward = native if recipe.startswith("fp8") else ("sm90.dequantized_gemm", "")
+    assert rules["0.GroupedLinear"] == rules["2.GroupedLinear"] == forward
+    # the gradients of fp8_tensor are in E5M2
+    assert rules["2.Dgrad"] == (native if recipe == "fp8_row" else ("sm90.dequantized_dgrad", ""))
+    assert rules["0.Wgrad"] == (native if recipe == "fp8_row" else ("sm90.dequantized_wgrad", ""))
+    assert rules["2:input.Quantize"] == ("sm90.quantize", "")
+    assert rules["2:grad.QuantizeGrad"] == ("sm90.quantize_grad", "")
 
 
 def test_a_recipe_with_kernels_is_fused_on_a_gpu():
@@ -429,7 +449,7 @@ def test_strict_with_unavailable_raises_where_the_device_or_a_switch_is_in_the_w
         chain(x, **named)
     with fm.strict(False, unavailable=True):
         chain(x, **named)
-    with fm.strict(unavailable=True), fm.recipe("mxfp8"):  # no device has a kernel
+    with fm.strict(unavailable=True), fm.recipe(WITHOUT_KERNELS):
         chain(x, **named)
     with fm.strict(unavailable=True):
         assert chain.explain(x, **named).missed  # says so, and raises nothing

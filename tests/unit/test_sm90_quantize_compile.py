@@ -8,6 +8,7 @@ import torch
 from test_sm90_rows_compile import instructions, starting  # noqa: F401  (a fixture)
 
 from fusedmoe.kernels.fp8 import Fp8
+from fusedmoe.kernels.narrow import Narrow
 from fusedmoe.kernels.sm90.quantize_functions import (
     bind_quantize_rows,
     bind_quantize_weight,
@@ -17,7 +18,9 @@ from fusedmoe.kernels.sm90.quantize_functions import (
 
 pytest.importorskip("cutlass")
 
+from fusedmoe.kernels.sm90.dequantize import Dequantize, DequantizeTransposed
 from fusedmoe.kernels.sm90.quantize import CTAS_PER_SM, STRIP, THREADS, VECTOR, QuantizeRows, QuantizeWeight
+from fusedmoe.kernels.sm90.quantize_formats import Magnitudes, QuantizeFormat
 
 FORMS = [(True, False), (False, True), (True, True)]
 ROWS = [
@@ -55,7 +58,49 @@ def test_compiles_for_hopper(kernel, instructions):  # noqa: F811
 
 
 def test_symbols_tell_the_kernels_apart():
-    assert len({kernel.symbol for kernel in KERNELS}) == len(KERNELS)
+    every = [*KERNELS, *OF_FORMATS, *OTHERS_OF_FORMATS]
+    assert len({kernel.symbol for kernel in every}) == len(every)
+
+
+MX, ROW = Narrow("e4m3", "rceil", 32), Narrow("e4m3", "given", 16)
+NV, NV_SQUARE = Narrow("e2m1", "two level", 16), Narrow("e2m1", "two level", 16, square=True)
+OF_FORMATS = [
+    QuantizeFormat("bf16", True, False, False, MX, True, True),
+    QuantizeFormat("bf16", True, True, False, MX, True, True),
+    QuantizeFormat("bf16", True, False, False, ROW, True, True),
+    QuantizeFormat("bf16", True, False, True, NV, True, True),
+    QuantizeFormat("bf16", True, False, True, NV, True, True, stochastic=True),
+    QuantizeFormat("bf16", False, False, False, NV_SQUARE, True, True),
+]
+OTHERS_OF_FORMATS = [
+    Magnitudes("bf16", True, False, False, True, True, False, False),
+    Magnitudes("bf16", True, False, True, False, False, True, True),
+    *[kind("e4m3", "e8m0", 32, 1) for kind in (Dequantize, DequantizeTransposed)],
+    *[kind("e2m1", "e4m3", 16, 1) for kind in (Dequantize, DequantizeTransposed)],
+]
+
+
+@pytest.mark.parametrize("kernel", OF_FORMATS, ids=lambda k: k.symbol)
+def test_formats_compile_for_hopper(kernel, instructions):  # noqa: F811
+    (code,) = instructions(kernel).values()
+    assert starting(code, "EXIT")
+    assert not starting(code, ("STL", "LDL", "ATOM", "RED"))
+    assert [i for i in starting(code, "LDG") if ".NA" in i] == ["LDG.E.NA.128"] * STRIP
+    packed = kernel.bits == 4
+    stores = starting(code, "STG")
+    assert stores.count("STG.E" if packed else "STG.E.64") == STRIP
+    assert stores.count("STG.E.128") == (2 if packed else 4)
+
+
+@pytest.mark.parametrize("kernel", OTHERS_OF_FORMATS, ids=lambda k: k.symbol)
+def test_magnitudes_and_dequantized_values_compile_for_hopper(kernel, instructions):  # noqa: F811
+    (code,) = instructions(kernel).values()
+    assert starting(code, "EXIT")
+    assert not starting(code, ("STL", "LDL", "ATOM", "CALL"))
+    if isinstance(kernel, Magnitudes):
+        assert starting(code, "LDG.E.NA.128") == ["LDG.E.NA.128"] * STRIP
+    else:
+        assert {*starting(code, "STG")} == {"STG.E.128"}
 
 
 def test_three_ctas_fit_an_sm(monkeypatch):

@@ -13,9 +13,9 @@ from toy import only_plan, outcome, rules_used, status
 
 import fusedmoe as fm
 from fusedmoe import FusionError, Status
-from fusedmoe.formats import E2M1, E4M3, Delayed, Format, Quantizer, ScaleRule, fp8_block, fp8_tensor, mxfp8, nvfp4
+from fusedmoe.formats import E2M1, E4M3, Delayed, Format, Quantizer, ScaleRule, fp8_block, fp8_tensor
 from fusedmoe.formats.roles import ROLES
-from fusedmoe.recipes import FP8Block
+from fusedmoe.recipes import MXFP8, NVFP4, FP8Block
 
 pytestmark = pytest.mark.usefixtures("builtin_rules")
 H, I = 32, 48  # noqa: E741
@@ -77,6 +77,67 @@ def test_every_operand_is_quantized_in_one_launch(power_of_two, hybrid):
     assert called("quantize_rows") == [{"rows": True, "columns": True}] * 4
     assert {s.launches for s in plan.steps if s.rule in RULES} == {1}
     assert "quantized weights: " in str(plan)
+
+
+NARROW = ("mxfp8", "nvfp4", "fp8_row", "fp8_tensor", "mxfp8 2d", "nvfp4 1d")
+
+
+@pytest.mark.parametrize("layers", ["grouped", "dense", "routed"])
+@pytest.mark.parametrize("which", NARROW)
+def test_other_recipes_are_quantized_to_the_same_bits(which, layers):
+    """The products run in plain PyTorch here."""
+    recipe = {"mxfp8 2d": MXFP8(weight_2d=True), "nvfp4 1d": NVFP4(weight_2d=False)}.get(which, which)
+    chain, x, named = experts(), rows(), inputs(scale=False)
+    if layers == "dense":
+        chain = fm.Sequential(fm.Linear(H, 64, dtype=BF16), fm.GeGLU(), fm.Linear(32, H, dtype=BF16))
+        x, named = torch.randn(3, 5, H, dtype=BF16, requires_grad=True), {}
+    if layers == "routed":
+        chain, x, named = routed_experts(), tokens(), routing()
+
+    def run():
+        torch.manual_seed(3)  # of stochastic rounding
+        return outcome(chain, x, **named)
+
+    with fm.recipe(recipe):
+        with fm.disabled("sm90.*quantize*"):
+            expected = run()
+        stand_ins.calls.clear()
+        fm.clear_weight_cache(chain)
+        with fm.disabled("sm90.dequantized_*"):
+            got = run()
+            plan = only_plan(chain, x, **named)
+    gathered = {"sm90.gathered_quantize", "sm90.gathered_quantize_grad"} if layers == "routed" else set()
+    assert {*quantizing(plan).values()} == RULES | gathered
+    assert called("quantize_format")
+    for name, want in expected.items():
+        assert want.any(), f"{name}: zeros would pass"
+        assert torch.equal(got[name], want), name
+
+
+@pytest.mark.parametrize("which", ["mxfp8", "nvfp4", "fp8_tensor"])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_dequantized_products(which, bias):
+    """Up to the rounding of products before a bias or a scale per expert, after which codes differ."""
+    chain = fm.Sequential(
+        fm.GroupedLinear(E, H, 2 * I, bias=bias, dtype=BF16),
+        fm.SwiGLU(),
+        fm.GroupedLinear(E, I, H, bias=bias, dtype=BF16),
+    )
+    x, named = rows(), inputs(scale=False)
+    with fm.recipe(which):
+        with fm.disabled("*"):
+            torch.manual_seed(3)
+            expected = outcome(chain, x, **named)
+        stand_ins.calls.clear()
+        fm.clear_weight_cache(chain)
+        torch.manual_seed(3)
+        got = outcome(chain, x, **named)
+        plan = only_plan(chain, x, **named)
+    assert {"sm90.dequantized_gemm", "sm90.dequantized_dgrad", "sm90.dequantized_wgrad"} <= {*rules_used(plan)}
+    assert len(called("dequantize")) == 12
+    for name, want in expected.items():
+        error = (got[name].double() - want.double()).norm() / want.double().norm()
+        assert error < 0.05, f"{name}: relative error {error}"
 
 
 def test_only_the_forms_that_are_read_are_written():
@@ -168,15 +229,9 @@ def test_a_rule_does_not_read_the_weights_that_plain_pytorch_cached():
 
 NONE = "no kernel quantizes to"
 OTHER_FORMATS = {
-    "mxfp8": (mxfp8(), f"{NONE} mxfp8 e4m3 1x32 yet: expected blocks of 1x128 values"),
-    "a scale per expert": (fp8_tensor(), f"{NONE} fp8 e4m3 per-tensor yet: expected blocks of 1x128"),
-    "nvfp4": (nvfp4(), f"{NONE} nvfp4 e2m1 1x16 yet: expected blocks of 1x128 values"),
-    "delayed": (
-        Quantizer(fp8_tensor(), delayed=Delayed()), f"{NONE} fp8 e4m3 per-tensor yet: expected blocks of"
-    ),
-    "stochastic rounding": (
-        Quantizer(nvfp4(), stochastic_rounding=True), f"{NONE} nvfp4 e2m1 1x16 yet: expected blocks of"
-    ),
+    "1x64": (Format("odd", E4M3, (1, 64), ScaleRule.RCEIL), f"{NONE} odd e4m3 1x64 yet: expected blocks of 1x128"),
+    "fp32 scales": (Format("odd", E4M3, (1, 32), ScaleRule.FP32), f"{NONE} odd e4m3 1x32 yet: expected"),
+    "delayed": (Quantizer(fp8_tensor(), delayed=Delayed()), "no kernel quantizes with delayed scaling yet"),
     "128x128": (fp8_block(across=128), f"{NONE} fp8 e4m3 128x128 yet: expected blocks of 1x128 values"),
     "e2m1": (
         Format("odd", E2M1, (1, 128), ScaleRule.TWO_LEVEL, tensor_scale=True),
@@ -216,7 +271,7 @@ def test_other_formats_run_in_plain_pytorch(which):
     [
         (fp8_block(), f"{NONE} fp8 e4m3 1x128 yet: expected blocks of 128x128 values"),
         (Format("odd", E4M3, (128, 128), ScaleRule.FLOOR), f"{NONE} odd e4m3 128x128 yet: expected fp32 scales"),
-        (Quantizer(fp8_tensor(), delayed=Delayed()), f"{NONE} fp8 e4m3 per-tensor yet: expected blocks of 128x128"),
+        (Quantizer(fp8_tensor(), delayed=Delayed()), "no kernel quantizes with delayed scaling yet"),
     ],
     ids=["1x128", "e8m0", "delayed"],
 )

@@ -21,7 +21,8 @@ KERNELS = [
 ]  # fmt: skip
 CLASSES = (
     "Offsets", "ColumnSums", "Route", "GatherRows", "SumSlots", "RowDots", "SlotValues", "Choose", "ChooseBackward",
-    "Parts", "SumParts", "SumOnFewSms", "QuantizeRows", "QuantizeWeight",
+    "Parts", "SumParts", "SumOnFewSms", "QuantizeRows", "QuantizeWeight", "QuantizeFormat", "Magnitudes",
+    "DequantizeTransposed", "Dequantize",
 )  # fmt: skip
 LAUNCH = re.compile(rf"(\w+?)_(?:{'|'.join(CLASSES)})")
 INSTRUCTION = re.compile(r"\*/ +(?:@!?U?P\d+ +)?([A-Z][\w.]*)")

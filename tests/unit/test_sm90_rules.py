@@ -335,7 +335,8 @@ GATHERED = {
 QUANTIZE = {"sm90.quantize", "sm90.quantize_grad", "sm90.quantize_weight"}
 FP8 = {
     "sm90.fp8_grouped_gemm", "sm90.fp8_grouped_gemm_activation", "sm90.fp8_grouped_dgrad",
-    "sm90.fp8_grouped_dgrad_activation", "sm90.fp8_grouped_wgrad",
+    "sm90.fp8_grouped_dgrad_activation", "sm90.fp8_grouped_wgrad", "sm90.dequantized_gemm", "sm90.dequantized_dgrad",
+    "sm90.dequantized_wgrad",
 }  # fmt: skip
 BASES = [rule for rule in backend.OnSm90.__subclasses__() if issubclass(rule, fm.FusionRule)]  # of others, too
 ALL = {rule.name for rule in BASES} - DISPATCH - GLUE - LINEAR - ROUTER - QUANTIZE

@@ -1,8 +1,11 @@
-"""``sm90.quantize``: rows in FP8 with 1x128 blocks, by rows, by columns, or both, in one launch.
+"""``sm90.quantize``: codes and scales of rows, by rows, by columns, or both.
 
 ``sm90.quantize_grad``: the same for gradients. ``sm90.gathered_quantize`` and ``sm90.gathered_quantize_grad``: the same
-for rows of another value, which the kernel reads through their index. ``sm90.quantize_weight``: weights with 128x128
-blocks, in one launch, cached until the weight changes.
+for rows of another value, which the kernel reads through their index. ``sm90.quantize_weight``: the same for weights,
+cached until the weight changes.
+
+FP8 with blocks takes one launch: 1x128 blocks of rows and 128x128 blocks of weights with fp32 scales, and MXFP8. NVFP4,
+and FP8 with one scale per row or tensor, take more: see `narrow_forms`.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from fusedmoe.builtin_rules.sm90.backend import (
     on_readable,
 )
 from fusedmoe.builtin_rules.sm90.fp8 import ROWS, WEIGHTS, check_blocks, fp8_of
+from fusedmoe.builtin_rules.sm90.narrow_forms import bind_forms, bind_weight_forms, is_narrow
 from fusedmoe.formats import QuantizedTensor
 from fusedmoe.fusion.rule import Bind, FusionRule, NothingToDo, PlanContext, Step, require
 from fusedmoe.kernels.sm90 import functions, limits
@@ -33,8 +37,11 @@ if TYPE_CHECKING:
 
 
 def _check_format(quantizer: Quantizer | None, block: tuple[int, int]) -> None:
-    """Decline a quantizer that no kernel has."""
+    """Decline a quantizer that no kernel has; ``block`` is that of FP8 with fp32 scales."""
     assert quantizer is not None, "otherwise there is no step"
+    if is_narrow(quantizer.format, of_weights=block == WEIGHTS):
+        require(quantizer.delayed is None, "no kernel quantizes with delayed scaling yet: expected delayed=None")
+        return
     check_blocks(quantizer.format, block)
     require(not quantizer.hadamard, "no kernel rotates rows before it quantizes them yet: expected hadamard=False")
 
@@ -44,6 +51,24 @@ def _check(ctx: PlanContext, value: str, **widths: int) -> None:
     decline(limits.why_not_dtypes({value.rpartition(".")[2]: ctx.dtype(value)}))
     for name, width in widths.items():
         decline(limits.why_not_width_of_codes(name, width))
+
+
+def _launches(quantizer: Quantizer | None) -> int:
+    """Return the number of kernels that one quantization takes, approximately."""
+    assert quantizer is not None, "otherwise there is no step"
+    if quantizer.format.block[1] is not None and not quantizer.format.tensor_scale:
+        return 1
+    return 8 + 2 * quantizer.stochastic_rounding
+
+
+def _bind_rows(
+    quantizer: Quantizer, x: Tensor, offsets: Tensor | None, index: tuple[Tensor, ...], rows: bool, columns: bool
+) -> Run:
+    """Return a function of ``(x, offsets, *index)`` that returns the tensors of each form."""
+    if is_narrow(quantizer.format):
+        axes = [axis for axis, wanted in ((-1, rows), (-2, columns)) if wanted]
+        return bind_forms(x, quantizer, axes, offsets, *index)
+    return functions.bind_quantize_rows(x, fp8_of(quantizer.format), offsets, *index, rows=rows, columns=columns)
 
 
 def _flat(run: Run) -> Run:
@@ -67,7 +92,8 @@ class QuantizeRows(OnSm90, FusionRule, name="sm90.quantize", direction="forward"
     def offer(self, ctx: PlanContext) -> Step:
         _check(ctx, "input", features=ctx.spec("input").shape[-1])
         keeps = ("output:rows", "output:columns")
-        return Step(needs=("input", "quantize.offsets"), gives=(), keeps=keeps, zeroes_tail=True)
+        launches = _launches(self.quantize.quantizer)
+        return Step(needs=("input", "quantize.offsets"), gives=(), keeps=keeps, zeroes_tail=True, launches=launches)
 
     def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
         quantizer = self.quantize.quantizer
@@ -80,9 +106,7 @@ class QuantizeRows(OnSm90, FusionRule, name="sm90.quantize", direction="forward"
             flat = x if x.dim() == 2 else x.flatten(0, -2)
             guard_matrix("x", flat)
             guard_index(flat, index)
-            run = functions.bind_quantize_rows(
-                flat, fp8_of(quantizer.format), offsets, *index, rows=rows, columns=columns
-            )
+            run = _bind_rows(quantizer, flat, offsets, index, rows, columns)
             return _tensors(run if flat is x else _flat(run))
 
         return bind
@@ -105,7 +129,8 @@ class QuantizeGradient(OnSm90, FusionRule, name="sm90.quantize_grad", direction=
     def offer(self, ctx: PlanContext) -> Step:
         _check(ctx, "grad_output", features=ctx.spec("grad_output").shape[-1])
         keeps = ("grad_input:rows", "grad_input:columns")
-        return Step(needs=("grad_output", "quantize.offsets"), gives=(), keeps=keeps, zeroes_tail=True)
+        needs, launches = ("grad_output", "quantize.offsets"), _launches(self.quantize.quantizes)
+        return Step(needs=needs, gives=(), keeps=keeps, zeroes_tail=True, launches=launches)
 
     def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
         quantizer = self.quantize.quantizes
@@ -116,9 +141,7 @@ class QuantizeGradient(OnSm90, FusionRule, name="sm90.quantize_grad", direction=
             guard_gradient(dy)
             guard_index(dy, index)
             flat = dy if dy.dim() == 2 else dy.flatten(0, -2)
-            run = functions.bind_quantize_rows(
-                flat, fp8_of(quantizer.format), offsets, *index, rows=rows, columns=columns
-            )
+            run = _bind_rows(quantizer, flat, offsets, index, rows, columns)
             run = on_readable(flat, run)
             return _tensors(run if flat is dy else _flat(run))
 
@@ -144,24 +167,31 @@ class QuantizeWeights(OnSm90, FusionRule, name="sm90.quantize_weight", direction
     def offer(self, ctx: PlanContext) -> Step:
         out_features, in_features = ctx.spec("quantize.weight").shape[-2:]
         _check(ctx, "quantize.weight", in_features=in_features, out_features=out_features)
-        return Step(
-            needs=("quantize.weight",), gives=(), keeps=("quantize.output:rows", "quantize.output:columns"), launches=1
-        )
+        keeps, launches = ("quantize.output:rows", "quantize.output:columns"), _launches(self.quantize.run.quantizer)
+        return Step(needs=("quantize.weight",), gives=(), keeps=keeps, launches=launches)
 
     def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
         cached, training = self.quantize.run, ctx.training
-        format = cached.quantizer.format
+        quantizer = cached.quantizer
+        format = quantizer.format
         axes = tuple(-1 if name.endswith(":rows") else -2 for name in keep)
 
         def bind(weight: Tensor) -> Run:
             if not weight.numel():
                 raise NothingToDo("an empty weight")
             guard_matrix("the weight", weight, transposed=True)
-            kernel = functions.bind_quantize_weight(weight, fp8_of(format), rows=-1 in axes, columns=-2 in axes)
+            if is_narrow(format, of_weights=True):
+                kernel: Run = bind_weight_forms(weight, quantizer, axes)
+            else:
+                kernel = functions.bind_quantize_weight(weight, fp8_of(format), rows=-1 in axes, columns=-2 in axes)
 
             def forms(weight: Tensor) -> list[QuantizedTensor]:
                 each = zip(axes, kernel(weight), strict=True)
-                return [QuantizedTensor(*form, format, axis, tuple(weight.shape), weight.dtype) for axis, form in each]
+                shape, dtype = tuple(weight.shape), weight.dtype
+                return [
+                    QuantizedTensor(data, scale, format, axis, shape, dtype, *tensor_scale)
+                    for axis, (data, scale, *tensor_scale) in each
+                ]
 
             def run(weight: Tensor) -> tuple[Tensor, ...]:
                 found = cached(weight, axes=axes, training=training, by=(self.name, forms))

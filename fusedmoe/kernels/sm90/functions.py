@@ -41,6 +41,11 @@ from fusedmoe.kernels.sm90.launch import (
     tile_counter,
     tile_counters,
 )
+from fusedmoe.kernels.sm90.quantize_format_functions import (
+    bind_dequantize,
+    bind_magnitudes,
+    bind_quantize_format,
+)
 from fusedmoe.kernels.sm90.quantize_functions import bind_quantize_rows, bind_quantize_weight
 from fusedmoe.kernels.sm90.row_functions import (
     NAMES,
@@ -65,12 +70,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "bind_column_sums",
+    "bind_dequantize",
     "bind_gather_rows",
     "bind_grouped_gemm",
     "bind_grouped_gemm_activation",
     "bind_grouped_gemm_activation_backward",
     "bind_grouped_wgrad",
+    "bind_magnitudes",
     "bind_offsets_from_splits",
+    "bind_quantize_format",
     "bind_quantize_rows",
     "bind_quantize_weight",
     "bind_route",

@@ -57,6 +57,80 @@ CHUNK = 8  # codes: those of a strip and a column
 UNIT = 16  # codes that a thread stores at once
 EXPERTS_PER_LANE = 4
 
+# ------------------------------------------------------------------------------------------------- rows and values
+
+
+@cute.jit
+def largest_magnitudes(values, bias: cutlass.Constexpr[int]):
+    """The largest magnitudes of a thread's values, biased: of pairs of rows, and of pairs of columns. Third, the bits
+    that any of them has.
+    """
+    of_rows: list[Any] = []
+    of_columns: list[Any] = []
+    signs = Int32(0)
+    for i in cutlass.range_constexpr(STRIP):
+        words = cute.recast_tensor(values[i], Int32)
+        found = [biased_magnitudes(words[w], bias) for w in range(WORDS)]
+        of_rows.append(max_of_pairs(max_of_pairs(found[0], found[1]), max_of_pairs(found[2], found[3])))
+        of_columns = found if i == 0 else [max_of_pairs(of_columns[w], found[w]) for w in range(WORDS)]
+        for w in cutlass.range_constexpr(WORDS):
+            signs = signs | found[w]
+    of_pairs = []
+    for i in cutlass.range_constexpr(0, STRIP, 2):
+        low = cute.arch.prmt(of_rows[i], of_rows[i + 1], 0x5410)
+        of_pairs.append(max_of_pairs(low, cute.arch.prmt(of_rows[i], of_rows[i + 1], 0x7632)))
+    return of_pairs, of_columns, signs
+
+
+@cute.jit
+def rows_of_tile(offsets, tile, rows, lane, size: cutlass.Constexpr[int]):
+    """Where a tile of ``size`` rows is, if each expert's rows begin a tile: its first row, its rows that have values,
+    its rows that have row codes, and its expert. The rows without an expert follow, without values; theirs is the last
+    expert. A warp has one tile.
+    """
+    experts = cute.size(offsets)
+    first, valid, expert = Int32(0), Int32(0), experts - 1
+    # tiles of the experts before a chunk of experts, and the end of their rows
+    before, end = Int32(0), Int32(0)
+    chunk, found = Int32(0), Int32(0)
+    while chunk < experts and found == 0:
+        ends = cute.make_rmem_tensor((EXPERTS_PER_LANE,), Int32)
+        for i in cutlass.range_constexpr(EXPERTS_PER_LANE):
+            ends[i] = offsets[cutlass.min(chunk + lane * EXPERTS_PER_LANE + i, experts - 1)]
+        start = cute.arch.shuffle_sync_up(ends[EXPERTS_PER_LANE - 1], 1)
+        if lane == 0:
+            start = end
+        tiles, begin = Int32(0), start
+        for i in cutlass.range_constexpr(EXPERTS_PER_LANE):
+            tiles += cute.ceil_div(ends[i] - begin, size)
+            begin = ends[i]
+        after = before + inclusive_sum(tiles, lane)
+        # of the lane that has the tile: the tile's number among each of its experts' tiles
+        left, begin = tile - (after - tiles), start
+        for i in cutlass.range_constexpr(EXPERTS_PER_LANE):
+            of_expert = cute.ceil_div(ends[i] - begin, size)
+            if left >= 0 and left < of_expert:
+                first = begin + left * size
+                valid = cutlass.min(ends[i] - first, size)
+                expert = chunk + lane * EXPERTS_PER_LANE + i
+            left -= of_expert
+            begin = ends[i]
+        owner = Int32(cute.arch.popc(cute.arch.vote_ballot_sync(after <= tile)))
+        before = cute.arch.shuffle_sync(after, LANES - 1)
+        end = cute.arch.shuffle_sync(ends[EXPERTS_PER_LANE - 1], LANES - 1)
+        if owner < LANES:
+            first = cute.arch.shuffle_sync(first, owner)
+            valid = cute.arch.shuffle_sync(valid, owner)
+            expert = cute.arch.shuffle_sync(expert, owner)
+            found = Int32(1)
+        chunk += LANES * EXPERTS_PER_LANE
+    present = valid
+    if found == 0:
+        first, valid = end + (tile - before) * size, Int32(0)
+        present = cutlass.min(rows - first, size)
+    return first, valid, present, expert
+
+
 # ------------------------------------------------------------------------------------------------------------ tiles
 
 
@@ -116,26 +190,12 @@ class _Tiles(WarpKernel):
 
         Infinities among the values become NaN, for the conversion to codes.
         """
-        bias = FINITE_BIAS[self.dtype]
-        of_rows: list[Any] = []
-        of_columns: list[Any] = []
-        signs = Int32(0)
-        for i in cutlass.range_constexpr(STRIP):
-            words = cute.recast_tensor(values[i], Int32)
-            found = [biased_magnitudes(words[w], bias) for w in range(WORDS)]
-            of_rows.append(max_of_pairs(max_of_pairs(found[0], found[1]), max_of_pairs(found[2], found[3])))
-            of_columns = found if i == 0 else [max_of_pairs(of_columns[w], found[w]) for w in range(WORDS)]
-            for w in cutlass.range_constexpr(WORDS):
-                signs = signs | found[w]
+        of_rows, of_columns, signs = largest_magnitudes(values, FINITE_BIAS[self.dtype])
         if signs & NEGATIVES != 0:
             for i in cutlass.range_constexpr(STRIP):
                 loaded = values[i].load()
                 values[i].store(loaded - (loaded - loaded))
-        of_pairs = []
-        for i in cutlass.range_constexpr(0, STRIP, 2):
-            low = cute.arch.prmt(of_rows[i], of_rows[i + 1], 0x5410)
-            of_pairs.append(max_of_pairs(low, cute.arch.prmt(of_rows[i], of_rows[i + 1], 0x7632)))
-        return of_pairs, of_columns
+        return of_rows, of_columns
 
     @cute.jit
     def store_rows(self, values, factors, codes, first, present, vector):
@@ -246,7 +306,7 @@ class QuantizeRows(_Tiles):
         vector = block * GROUPS + group
         smem = SmemAllocator()
 
-        first, valid, present = self.rows_of_tile(offsets, tile, rows, lane)
+        first, valid, present = self.where(offsets, tile, rows, lane)
         values = self.loaded(x, index if const_expr(self.gathered) else None, first, valid, vector)
         of_rows, of_columns = self.largest(values)
 
@@ -267,59 +327,16 @@ class QuantizeRows(_Tiles):
     # -- where a tile's rows are
 
     @cute.jit
-    def rows_of_tile(self, offsets, tile, rows, lane):
+    def where(self, offsets, tile, rows, lane):
         """First row of a tile, its rows that have values, and its rows that have row codes."""
         first = tile * BLOCK
         present = cutlass.min(rows - first, BLOCK)
         valid = present
         if const_expr(self.sorted):
             if const_expr(self.columns):
-                first, valid, present = self.rows_of_expert(offsets, tile, rows, lane)
+                first, valid, present, _ = rows_of_tile(offsets, tile, rows, lane, BLOCK)
             else:
                 valid = cutlass.max(cutlass.min(offsets[cute.size(offsets) - 1] - first, BLOCK), 0)
-        return first, valid, present
-
-    @cute.jit
-    def rows_of_expert(self, offsets, tile, rows, lane):
-        """`rows_of_tile`, if each expert's rows begin a tile; the rows without an expert follow, without values."""
-        experts = cute.size(offsets)
-        first, valid = Int32(0), Int32(0)
-        # tiles of the experts before a chunk of experts, and the end of their rows
-        before, end = Int32(0), Int32(0)
-        chunk, found = Int32(0), Int32(0)
-        while chunk < experts and found == 0:
-            ends = cute.make_rmem_tensor((EXPERTS_PER_LANE,), Int32)
-            for i in cutlass.range_constexpr(EXPERTS_PER_LANE):
-                ends[i] = offsets[cutlass.min(chunk + lane * EXPERTS_PER_LANE + i, experts - 1)]
-            start = cute.arch.shuffle_sync_up(ends[EXPERTS_PER_LANE - 1], 1)
-            if lane == 0:
-                start = end
-            tiles, begin = Int32(0), start
-            for i in cutlass.range_constexpr(EXPERTS_PER_LANE):
-                tiles += cute.ceil_div(ends[i] - begin, BLOCK)
-                begin = ends[i]
-            after = before + inclusive_sum(tiles, lane)
-            # of the lane that has the tile: the tile's number among each of its experts' tiles
-            left, begin = tile - (after - tiles), start
-            for i in cutlass.range_constexpr(EXPERTS_PER_LANE):
-                of_expert = cute.ceil_div(ends[i] - begin, BLOCK)
-                if left >= 0 and left < of_expert:
-                    first = begin + left * BLOCK
-                    valid = cutlass.min(ends[i] - first, BLOCK)
-                left -= of_expert
-                begin = ends[i]
-            owner = Int32(cute.arch.popc(cute.arch.vote_ballot_sync(after <= tile)))
-            before = cute.arch.shuffle_sync(after, LANES - 1)
-            end = cute.arch.shuffle_sync(ends[EXPERTS_PER_LANE - 1], LANES - 1)
-            if owner < LANES:
-                first = cute.arch.shuffle_sync(first, owner)
-                valid = cute.arch.shuffle_sync(valid, owner)
-                found = Int32(1)
-            chunk += LANES * EXPERTS_PER_LANE
-        present = valid
-        if found == 0:
-            first, valid = end + (tile - before) * BLOCK, Int32(0)
-            present = cutlass.min(rows - first, BLOCK)
         return first, valid, present
 
     # -- factors

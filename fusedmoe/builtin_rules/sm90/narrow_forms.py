@@ -1,0 +1,157 @@
+"""The quantized forms of rows and weights from the kernels of `fusedmoe.kernels.sm90.quantize_formats`.
+
+A format with blocks of FP8 takes one launch. The others take more: first the largest magnitudes per row, per column of
+an expert, or per expert, then factors from them in plain PyTorch, on small tensors, and then the codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, cast
+
+import torch
+from torch import Tensor
+
+from fusedmoe.formats import E2M1, E4M3, Format, Quantizer, ScaleRule
+from fusedmoe.formats.groups import group_of, of_group, padded_rows
+from fusedmoe.formats.scales import encode_and_scale, tensor_encode
+from fusedmoe.fusion.rule import require
+from fusedmoe.kernels.narrow import Narrow
+from fusedmoe.kernels.sm90 import functions
+
+Forms = list[tuple[Tensor, ...]]
+"""Codes, scale and, if the format has one, tensor scale of each form."""
+COLUMN_PADDING: Literal[16] = 16  # of formats without blocks
+
+
+def is_narrow(format: Format, of_weights: bool = False) -> bool:
+    """Whether these kernels have the format: blocks of 16 or 32 values, in one row or, of weights, square, with scales
+    that are not fp32; or one scale per row or tensor.
+    """
+    across, along = format.block
+    if along is None:
+        return True
+    shaped = along in (16, 32) and (across == 1 or (of_weights and across == along))
+    return shaped and format.rule.dtype is not torch.float32
+
+
+def narrow_of(format: Format) -> Narrow:
+    """Return the kernels' description of a format that `is_narrow` accepts."""
+    element: Literal["e4m3", "e5m2", "e2m1"] = "e4m3" if format.element == E4M3 else "e5m2"
+    if format.element == E2M1:
+        element = "e2m1"
+    across, along = format.block
+    if along is None:
+        return Narrow(element, "given", COLUMN_PADDING)
+    rule = cast(Literal["rceil", "floor", "two level"], format.rule.value)
+    return Narrow(element, rule, cast(Literal[16, 32], along), across != 1)
+
+
+def bind_forms(
+    x: Tensor,
+    quantizer: Quantizer,
+    axes: Sequence[int],
+    offsets_E: Tensor | None = None,
+    index_R: Tensor | None = None,
+) -> Callable[..., Forms]:
+    """Return a function of ``(x, offsets, index)`` that returns the tensors of the forms along these axes.
+
+    They have the bits of `fusedmoe.quantize`. ``x`` is (R, K), or (T, K) with an index, or (B, R, K).
+    """
+    rows, columns = -1 in axes, -2 in axes
+    rotated = quantizer.hadamard and columns
+    format = quantizer.format
+    if quantizer.stochastic_rounding and columns and offsets_E is None and not rotated:
+        require(x.shape[-2] % 8 == 0, "%d rows with stochastic rounding: expected a multiple of 8", x.shape[-2])
+    kernel = functions.bind_quantize_format(
+        x, narrow_of(format), offsets_E, index_R, rows=rows, columns=columns, rotated=rotated,
+        stochastic=quantizer.stochastic_rounding,
+    )  # fmt: skip
+    factors_of = _bind_factors(x, format, rows, columns, rotated, offsets_E, index_R)
+    dtypes = format.element.dtype, format.rule.dtype
+
+    def run(x: Tensor, offsets_E: Tensor | None = None, index_R: Tensor | None = None) -> Forms:
+        factors, scales, tensor_scales = factors_of(x, offsets_E, index_R)
+        random: tuple[Tensor, ...] = ()
+        if quantizer.stochastic_rounding:
+            random = tuple(torch.randint(0, 256, s, dtype=torch.uint8, device=x.device) for s in shapes_of(x, index_R))
+        found: Forms = []
+        for i, (codes, scale) in enumerate(kernel(x, offsets_E, index_R, factors, random)):
+            of_form = scales[i] if scale is None else scale.view(dtypes[1])
+            found.append((codes.view(dtypes[0]), of_form, *tensor_scales[i : i + 1]))
+        return found
+
+    def shapes_of(x: Tensor, index_R: Tensor | None) -> list[tuple[int, int]]:
+        """The shapes of the codes, in the order in which `fusedmoe.quantize` draws for them."""
+        num_rows, length = x.shape[0] if index_R is None else index_R.shape[0], x.shape[1]
+        padded = num_rows + (-num_rows % COLUMN_PADDING if rotated else 0)
+        if offsets_E is not None:
+            padded = padded_rows(num_rows, offsets_E.shape[0], narrow_of(format).block)
+        return [(num_rows, length)] * rows + [(length, padded)] * columns
+
+    return run
+
+
+def bind_weight_forms(weight: Tensor, quantizer: Quantizer, axes: Sequence[int]) -> Callable[[Tensor], Forms]:
+    """As `bind_forms`, for weights (E, N, K) or (N, K) with unit stride in K or in N."""
+    if weight.stride(-1) == 1:
+        return bind_forms(weight, quantizer, axes)
+    # the rows of a transposed weight are its columns
+    run = bind_forms(weight.mT, quantizer, [-3 - axis for axis in sorted(axes)])
+    backwards = len(axes) > 1
+    return lambda weight: run(weight.mT)[:: -1 if backwards else 1]
+
+
+Factors = tuple[tuple[Tensor, ...], list[Tensor], list[Tensor]]
+"""Factors of the values of each form; then the scales, or the tensor scales, of each form."""
+
+
+def _bind_factors(
+    x: Tensor,
+    format: Format,
+    rows: bool,
+    columns: bool,
+    rotated: bool,
+    offsets_E: Tensor | None,
+    index_R: Tensor | None,
+) -> Callable[..., Factors]:
+    """Return the function that computes what a kernel is given for each form."""
+    if format.rule in (ScaleRule.RCEIL, ScaleRule.FLOOR):
+        return lambda *_: ((), [], [])
+    by_row = format.block == (1, None)
+    unrotated = rows or (columns and not rotated)
+    largest = functions.bind_magnitudes(
+        x, offsets_E, index_R, of_rows=by_row and rows, of_columns=by_row and columns,
+        of_experts=not by_row and unrotated, of_experts_rotated=rotated,
+    )  # fmt: skip
+    stacked = x.dim() == 3
+
+    def of_blocks(x: Tensor, offsets_E: Tensor | None, index_R: Tensor | None) -> Factors:
+        each = [tensor_encode(amax) for amax in largest(x, offsets_E, index_R)]
+        encodes = tuple([each[0]] * rows + [each[-1]] * columns)
+        return encodes, [], [1 / encode for encode in encodes]
+
+    def of_rows(x: Tensor, offsets_E: Tensor | None, index_R: Tensor | None) -> Factors:
+        encodes, scales = [], []
+        for i, amax in enumerate(largest(x, offsets_E, index_R)):
+            encode, scale = encode_and_scale(amax, format)
+            if i == 0 and rows:
+                scale = scale.view(x.shape[0], -1, 1) if stacked else scale[:, None]
+            else:
+                scale = scale[..., None] if stacked else scale.mT.contiguous()
+            encodes.append(encode)
+            scales.append(scale)
+        return tuple(encodes), scales, []
+
+    def of_experts(x: Tensor, offsets_E: Tensor | None, index_R: Tensor | None) -> Factors:
+        encode_E, scale_E = encode_and_scale(largest(x, offsets_E, index_R)[0], format)
+        encodes = []
+        if rows and offsets_E is not None:
+            encodes.append(of_group(encode_E, group_of(offsets_E, x.shape[0] if index_R is None else index_R.shape[0])))
+        elif rows:
+            encodes.append(encode_E.repeat_interleave(x.shape[-2] if index_R is None else index_R.shape[0]))
+        if columns:
+            encodes.append(encode_E[:, None].expand(-1, x.shape[-1]).contiguous())
+        return tuple(encodes), [scale_E] * len(encodes), []
+
+    return of_blocks if format.tensor_scale else of_rows if by_row else of_experts

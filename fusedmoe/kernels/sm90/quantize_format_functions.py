@@ -1,0 +1,226 @@
+"""The kernels of `quantize_formats.py` and `dequantize.py` as functions of torch tensors. No call waits for the device
+or reads splits on the host.
+
+Codes and scales have the shapes that `fusedmoe.formats.quantize` gives them, and the same bits.
+
+Axes: B matrices, R rows, T tokens, K columns, E experts, P padded rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fusedmoe.kernels.compiler import load
+from fusedmoe.kernels.narrow import Narrow
+from fusedmoe.kernels.sm90.row_functions import NAMES
+from fusedmoe.kernels.torch.rows import padded_rows
+
+TILE = 128
+PADDING = 16  # rows to a multiple of which `Magnitudes` pads those of an expert
+Form = tuple[Tensor, Tensor | None]
+"""Codes as bytes; and scales as bytes, None for given factors."""
+
+
+def bind_magnitudes(
+    x: Tensor,
+    offsets_E: Tensor | None = None,
+    index_R: Tensor | None = None,
+    *,
+    of_rows: bool = False,
+    of_columns: bool = False,
+    of_experts: bool = False,
+    of_experts_rotated: bool = False,
+) -> Callable[..., tuple[Tensor, ...]]:
+    """Return a function of ``(x, offsets, index)``: the largest finite magnitudes in fp32, in two launches.
+
+    It serves tensors of the same shapes, dtypes and strides as these, which `bind_quantize_format` describes. Its
+    results are those that are asked for, in this order: (R,) or (B R,) per row; (E, K) or (B, K) per column of an
+    expert; (E,) or (B,) per expert; and the same of values that are rotated in tiles of 16 rows. Values without an
+    expert do not count. Without offsets, rows have one expert.
+    """
+    matrices, (lines, columns) = x.shape[0] if x.dim() == 3 else 1, x.shape[-2:]
+    rows = lines if index_R is None else index_R.shape[0]
+    experts = matrices if offsets_E is None else offsets_E.shape[0]
+    tiles = _tiles(rows, offsets_E, PADDING)
+    wanted = (of_rows, of_columns, of_experts, of_experts_rotated)
+    all_sizes = (matrices * rows, experts * columns, experts, experts)
+    sizes = tuple(size if want else 0 for size, want in zip(all_sizes, wanted, strict=True))
+    unread = _unread(x.device)
+    kernel = None
+    if x.numel() and rows:
+        from fusedmoe.kernels.sm90.quantize_formats import Magnitudes  # deferred: imports the CuTe DSL
+
+        how = offsets_E is not None, index_R is not None, of_experts_rotated
+        kernel = load(Magnitudes(NAMES[x.dtype], *how, *wanted))
+
+    def run(x: Tensor, offsets_E: Tensor | None = None, index_R: Tensor | None = None) -> tuple[Tensor, ...]:
+        maxima = x.new_zeros(sum(sizes), dtype=torch.int32).split(sizes)
+        maxima = (maxima[0], maxima[1].view(-1, columns) if columns else maxima[1], *maxima[2:])
+        if kernel is not None:
+            index = unread if index_R is None else index_R
+            offsets = unread if offsets_E is None else offsets_E
+            others = unread, unread[None], unread, unread  # an empty tensor has no address
+            results = (m if want else n for m, n, want in zip(maxima, others, wanted, strict=True))
+            kernel(x if x.dim() == 3 else x[None], index, offsets, *results, tiles, rows)
+        return tuple(m.view(torch.float32) for m, want in zip(maxima, wanted, strict=True) if want)
+
+    return run
+
+
+def bind_quantize_format(
+    x: Tensor,
+    format: Narrow,
+    offsets_E: Tensor | None = None,
+    index_R: Tensor | None = None,
+    *,
+    rows: bool = True,
+    columns: bool = False,
+    rotated: bool = False,
+    stochastic: bool = False,
+) -> Callable[..., tuple[Form, ...]]:
+    """Return a function of ``(x, offsets, index, factors, random)`` that quantizes rows or weights, in one launch.
+
+    It serves tensors of the same shapes, dtypes and strides as these. It returns codes and scales, both as bytes: those
+    by rows if ``rows``, and then those by columns if ``columns``:
+
+    - by rows: codes (R, K), scale (R, ceil(K / block)), or with the axis B before;
+    - by columns: codes (K, P), scale (K, ceil(P / block)), or with the axis B before. With offsets, each expert's rows
+      begin at a multiple of the block, and P is `padded_rows` of R. Without, P is R, rounded up to a multiple of 16 if
+      ``rotated``. The pitch of the codes is rounded up to 16 bytes.
+
+    Parameters
+    ----------
+    x
+        bf16 or fp16, shape (R, K), or (B, R, K) for weights, K a multiple of 16, unit stride in K, the other strides
+        multiples of 8, the address a multiple of 16 bytes.
+    format
+        Element and blocks. Square blocks are for weights.
+    offsets_E
+        For rows sorted by expert: the end of each expert's rows, int32, shape (E,), contiguous, non-decreasing, within
+        [0, R]. Rows from ``offsets[-1]`` on are not read; their codes are zeros.
+    index_R
+        int32, shape (R,), contiguous: row r of the result is ``x[index[r]]``, and ``x`` has any number of rows. It is
+        read only for rows that belong to an expert.
+    rotated
+        Rotate tiles of 16 rows before quantizing by columns, as `fusedmoe.formats.hadamard` does.
+    stochastic
+        Round E2M1 by random bits.
+
+    Notes
+    -----
+    ``factors`` of a call has one tensor for each form, in fp32, contiguous: for the rule "two level" the factor of each
+    expert's scales, (E,) or (B,); for "given" the factor of each row, (R,) or (B R,), and of each column of an expert,
+    (E, K) or (B, K). ``random`` has the random bytes of each form if ``stochastic``: (R, K) and (K, P).
+    """
+    matrices, (lines, length) = x.shape[0] if x.dim() == 3 else 1, x.shape[-2:]
+    num_rows = lines if index_R is None else index_R.shape[0]
+    packed = 2 if format.element == "e2m1" else 1
+    padded = num_rows + (-num_rows % PADDING if rotated else 0)
+    if offsets_E is not None:
+        padded = padded_rows(num_rows, offsets_E.shape[0], format.block)
+    tiles = _tiles(num_rows, offsets_E, format.block)
+    unread = _unread(x.device)
+    some_bytes = unread.view(torch.uint8)
+    kernel = None
+    if x.numel() and num_rows:
+        from fusedmoe.kernels.sm90.quantize_formats import QuantizeFormat  # deferred: imports the CuTe DSL
+
+        how = offsets_E is not None, index_R is not None, rotated and columns
+        kernel = load(QuantizeFormat(NAMES[x.dtype], *how, format, rows, columns, stochastic))
+
+    def run(
+        x: Tensor,
+        offsets_E: Tensor | None = None,
+        index_R: Tensor | None = None,
+        factors: tuple[Tensor, ...] = (),
+        random: tuple[Tensor, ...] = (),
+    ) -> tuple[Form, ...]:
+        forms, passed = [], []
+        own = x.new_empty(0, dtype=torch.uint8)
+        for i, (lines, length_) in enumerate(((num_rows, length),) * rows + ((length, padded),) * columns):
+            by_columns = columns and i == rows
+            width = -(-length_ // packed)
+            codes = own.new_empty(matrices, lines, -(-width // 16) * 16 if by_columns else width)
+            scale = None
+            if format.rule != "given":
+                across = format.block if format.square else 1
+                scale = own.new_empty(matrices, -(-lines // across), -(-length_ // format.block))
+            factor = factors[i] if factors else unread.view(torch.float32)
+            if by_columns and factor.dim() == 1:
+                factor = factor[:, None]
+            drawn = random[i] if random else some_bytes[None]
+            passed.append((codes, some_bytes[None, None] if scale is None else scale, factor, drawn))
+            forms.append((codes[..., :width], scale))
+        if kernel is not None:
+            none = (some_bytes[None, None], some_bytes[None, None], unread.view(torch.float32), some_bytes[None])
+            first = passed[0] if rows else none
+            last = passed[-1] if columns else (*none[:2], none[2][None], none[3])
+            if not rows and format.square and factors:
+                first = (*none[:2], factors[0], none[3])
+            index = unread if index_R is None else index_R
+            offsets = unread if offsets_E is None else offsets_E
+            kernel(x if x.dim() == 3 else x[None], index, offsets, *first, *last, tiles, num_rows)
+        if x.dim() == 3:
+            return tuple(forms)
+        return tuple((codes[0], None if scale is None else scale[0]) for codes, scale in forms)
+
+    return run
+
+
+def _tiles(rows: int, offsets_E: Tensor | None, block: int) -> int:
+    """Return the number of tiles of 128 rows, or padded rows and those without an expert."""
+    padded = rows if offsets_E is None else padded_rows(rows, offsets_E.shape[0], block) + block
+    return -(-padded // TILE)
+
+
+@functools.cache
+def _unread(device: torch.device) -> Tensor:
+    """Return a vector in place of a missing one, which the kernel does not read."""
+    return torch.empty(4, dtype=torch.int32, device=device)
+
+
+def bind_dequantize(
+    codes: Tensor, scale: Tensor | None, format: Narrow, *, transposed: bool = False
+) -> Callable[[Tensor, Tensor | None], Tensor]:
+    """Return a function of ``(codes, scale)``: codes times scales in bf16, in one launch.
+
+    It serves tensors of the same shapes, dtypes and strides as these. The result has the layout of the codes, or their
+    last two axes exchanged if ``transposed``. The bits are those of `fusedmoe.formats.QuantizedTensor.split`, which
+    leaves out the factors of rows, columns and experts.
+
+    Parameters
+    ----------
+    codes
+        (M, L), or (B, M, L) without gaps between the matrices, and not ``transposed``. M and L are multiples of 16. The
+        lines begin at multiples of 16 codes.
+    scale
+        As of the `QuantizedTensor`; None for "given" factors. With square blocks, M is a multiple of the block.
+    """
+    packed = 2 if format.element == "e2m1" else 1
+    lines, length = codes.shape[-2], codes.shape[-1] * packed
+    stack = codes.shape[:-2]
+    matrices = stack.numel()
+    of_scale = {"rceil": "e8m0", "floor": "e8m0", "two level": "e4m3", "given": ""}[format.rule]
+    shape = (length, lines) if transposed else (matrices * lines, length)
+    unread = _unread(codes.device).view(torch.uint8)[None]
+    kernel = None
+    if codes.numel():
+        from fusedmoe.kernels.sm90.dequantize import Dequantize, DequantizeTransposed  # deferred: imports the CuTe DSL
+
+        kind = DequantizeTransposed if transposed else Dequantize
+        across = format.block if format.square else 1
+        kernel = load(kind(format.element, of_scale, format.block if of_scale else 16, across))
+
+    def run(codes: Tensor, scale: Tensor | None) -> Tensor:
+        out = codes.new_empty(shape, dtype=torch.bfloat16)
+        if kernel is not None:
+            held = codes.view(torch.uint8)
+            scales = unread if scale is None or not of_scale else scale.view(torch.uint8)
+            kernel(held.flatten(0, -2) if stack else held, scales.flatten(0, -2) if stack else scales, out)
+        return out.view(*stack, lines, length) if stack else out
+
+    return run
