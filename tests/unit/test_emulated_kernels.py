@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl, which compiles the kernels")
 pytest.importorskip("tvm_ffi", reason="needs apache-tvm-ffi, as the kernels do")
 
+import test_sm90_fp8_wgrad as fp8_wgrad
 import test_sm90_gather as gather
 import test_sm90_gather_k as gather_k
 import test_sm90_kernels as products
@@ -25,7 +26,7 @@ from poison import nan_in_new_tensors
 
 import fusedmoe as fm
 from fusedmoe.kernels.options import KernelOptions
-from fusedmoe.kernels.sm90 import functions
+from fusedmoe.kernels.sm90 import block_scaled_k_functions, functions
 from fusedmoe.kernels.sm90.choice import CO_256, CO_256_TALL, PP_128, PP_192, PP_192_TALL
 from fusedmoe.kernels.sm90.slot_functions import bind_gather_rows, bind_row_dots, bind_slot_values, bind_sum_slots
 
@@ -110,6 +111,14 @@ def test_the_router(name):
 @pytest.mark.parametrize("kind", ["random", "one has all", "negative"])
 def test_offsets(kind):
     rows.test_offsets_are_those_of_plain_pytorch(CPU, kind, 33, torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("config", "settings"), [(CO_256, {}), (CO_256_TALL, {"dtype": "e5m2", "accumulate": True})], ids=["", "add"]
+)
+def test_weight_gradients_of_fp8_codes(config, settings, monkeypatch):
+    monkeypatch.setattr(block_scaled_k_functions, "choose", lambda problem: config)
+    fp8_wgrad.Problem(**settings).check()
 
 
 def test_quantized_rows():

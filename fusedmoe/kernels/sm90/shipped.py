@@ -9,6 +9,7 @@ import itertools
 from typing import TYPE_CHECKING
 
 from fusedmoe.kernels.activation import Activation
+from fusedmoe.kernels.sm90.block_scaled_k import BlockScaledRaggedK
 from fusedmoe.kernels.sm90.choice import CANDIDATES, PP_192, WGRADS
 from fusedmoe.kernels.sm90.epilogues import PLAIN_FP32, activation, derivative
 from fusedmoe.kernels.sm90.functions import heavy
@@ -92,6 +93,9 @@ def shipped() -> tuple[Kernel, ...]:
     for columns in (True, False):
         kernels.append(QuantizeRows("bf16", "e4m3", True, columns, True, False))  # of dense layers
         kernels.append(QuantizeWeight("bf16", "e4m3", True, columns, True))
+    for config in CANDIDATES["fp8_wgrad"]:
+        kernels.append(BlockScaledRaggedK("e4m3", config))
+        kernels.append(BlockScaledRaggedK("e4m3", config, out="fp32", accumulate=True))
 
     # the router of bf16 tokens, with a bf16 or fp32 weight, without a bias
     kernels += [PromotedRaggedM("bf16", tile, epilogue=PLAIN_FP32) for tile in LOGIT_TILES]

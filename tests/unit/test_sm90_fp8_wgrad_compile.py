@@ -1,0 +1,87 @@
+"""The weight gradients of FP8 codes compile for sm_90a without a GPU: promotion takes two instructions per value."""
+
+import itertools
+
+import pytest
+
+pytest.importorskip("cutlass")
+
+from test_sm90_compile import REGISTERS, compile_and_disassemble, tool
+
+from fusedmoe.kernels.shipped import shipped
+from fusedmoe.kernels.sm90.block_scaled_k import BlockScaledRaggedK
+from fusedmoe.kernels.sm90.choice import CANDIDATES, CO_128, CO_256, CO_256_ALONE, CO_256_TALL, PP_128
+from fusedmoe.kernels.sm90.config import BARRIER_BYTES, SMEM_BYTES, TileConfig
+
+OUTPUTS = ({"out": "bf16"}, {"out": "fp32"}, {"out": "fp32", "accumulate": True})
+KERNELS = [
+    BlockScaledRaggedK(dtype, config, **output)
+    for dtype, config, output in itertools.product(("e4m3", "e5m2"), CANDIDATES["fp8_wgrad"], OUTPUTS)
+]
+COVERING = [
+    BlockScaledRaggedK("e4m3", CO_256),
+    BlockScaledRaggedK("e5m2", CO_256_TALL, out="fp32", accumulate=True),
+    BlockScaledRaggedK("e4m3", CO_256_ALONE, out="fp32"),
+]
+WAVES, VALUES = 2, 64  # of a stage; of a wave, per thread
+MOST_INSTRUCTIONS = 2300
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [*COVERING, *(pytest.param(k, marks=pytest.mark.slow) for k in KERNELS if k not in COVERING)],
+    ids=lambda k: k.symbol,
+)
+def test_compiles_for_hopper(kernel):
+    report = compile_and_disassemble(kernel, tool("nvdisasm"), tool("cuobjdump"))
+    code = report.opcodes
+
+    def starting(prefix):
+        return [opcode for opcode in code if opcode.startswith(prefix)]
+
+    assert not starting(("STL", "LDL"))
+    assert not report.stack_bytes
+    assert report.registers <= REGISTERS
+    assert len(code) <= MOST_INSTRUCTIONS
+    types = f"{kernel.dtype.upper()}.E4M3"
+    assert starting("QGMMA") == [f"QGMMA.64x128x32.F32.{types}"] * (4 * WAVES)
+    assert len(starting("UTMALDG")) == 4  # codes and scales of both operands
+
+    products = [i for i, opcode in enumerate(code) if opcode.startswith("QGMMA")]
+    loop = code[products[0] - 50 : products[-1] + 250]  # and what is around it
+    for opcode in ("FMUL", "FFMA"):
+        assert len([i for i in loop if i.split(".")[0] == opcode]) == WAVES * VALUES
+    assert loop.count("LDS.64") == WAVES * VALUES // 4  # a pair of columns, for both rows of a thread
+    assert len(starting("WARPGROUP.DEPBAR")) == 2 * WAVES  # ptxas adds more if it serializes the products
+
+    element_bytes = 4 if kernel.out == "fp32" else 2
+    vectors = WAVES * VALUES * element_bytes // 16
+    assert starting("REDG") == (["REDG.E.ADD.F32x4.FTZ.RN.STRONG.GPU"] * vectors if kernel.accumulate else [])
+    assert code.count("STG.E.128") == (0 if kernel.accumulate else vectors)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.symbol)
+def test_fits_an_sm_with_a_deep_enough_ring(kernel):
+    assert kernel.smem_bytes + BARRIER_BYTES <= SMEM_BYTES
+    assert kernel.stages == 4
+
+
+def test_symbols_tell_the_kernels_apart():
+    assert len({kernel.symbol for kernel in KERNELS}) == len(KERNELS)
+
+
+def test_every_candidate_is_shipped():
+    wanted = {k for k in KERNELS if k.dtype == "e4m3" and (k.out == "bf16" or k.accumulate)}
+    assert len(wanted) == 2 * len(CANDIDATES["fp8_wgrad"])
+    assert wanted <= {*shipped("sm_90a")}
+
+
+@pytest.mark.parametrize("config", [PP_128, TileConfig(128, 192, pingpong=False)], ids=lambda c: c.name)
+def test_tiles_are_cooperative_and_have_whole_blocks(config):
+    with pytest.raises(ValueError, match=rf"a multiple of 128 columns, got None and {config.name}"):
+        BlockScaledRaggedK("e4m3", config)
+
+
+def test_no_operand_is_gathered():
+    with pytest.raises(ValueError, match=r"no gathered operand .* got 'a'"):
+        BlockScaledRaggedK("e4m3", CO_128, gathered="a")
