@@ -13,11 +13,11 @@ A cluster shares the scales of the operand that it shares.
 
 **Factors.** Each value of a wave has a factor of its own: that of its row times that of its column. The two row scales
 of a thread are in registers. It reads its 32 column scales from shared memory in pairs, half of them while the wave is
-multiplied. So a value takes two instructions, where that of ragged M takes one: 350 issue cycles of the 512 that two
-waves have on the tensor cores.
+multiplied: ptxas has registers for no more. So promotion takes two instructions per value and 16 reads, about 160 issue
+cycles of the 256 that the tensor cores have for the other warpgroup's wave.
 
-**Results** are stored by threads, as those of ragged M. An fp32 gradient that exists already is added to by TMA, box by
-box: once per element and launch, so the result does not depend on the order.
+**Results** are stored by threads, as those of ragged M. To an fp32 gradient that exists already, threads add 16 bytes
+at a time: once per element and launch, so the result does not depend on the order. Neither has a barrier.
 
 Axes: R rows, P padded rows, M and N features (M those of ``a``), E experts.
 """
