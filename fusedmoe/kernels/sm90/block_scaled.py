@@ -83,6 +83,7 @@ class BlockScaled(Gemm):
                         ab.consumer_release(state)
                     self.promote(acc, WAVE_VALUES * (i + tall * j), wave, factors)
                     if const_expr(last and not self.factors_are_read_first):
+                        cute.arch.sync_warp()  # all lanes have read their scales
                         ab.consumer_release(state)
             state.advance()
 
