@@ -144,6 +144,23 @@ def test_atomics_return_what_was_there():
     assert out[0] == 64
 
 
+RED = """
+	cvt.rn.f32.u32 	%r10, %r1;
+	mov.b32 	%r11, 1065353216;
+	mul.wide.u32 	%rd4, %r1, {bytes};
+	add.s64 	%rd5, %rd1, %rd4;
+	red.relaxed.gpu.global.add.v4.f32 	[%rd5], {{%r10, %r11, %r11, %r10}};
+"""
+
+
+def test_a_vector_is_added_to_memory():
+    lanes = torch.arange(32.0)
+    out = run(RED.format(bytes=16), torch.full((128,), 10.0)).view(32, 4)
+    assert torch.equal(out, 10 + torch.stack([lanes, torch.ones(32), torch.ones(32), lanes], 1))
+    with pytest.raises(EmulationError, match="a vector is not aligned"):
+        run(RED.format(bytes=12), torch.zeros(128))
+
+
 @pytest.mark.parametrize("space", ["shared", "global"])
 @pytest.mark.parametrize(
     ("type_", "count", "kind"),
