@@ -158,14 +158,14 @@ def test_no_rows():
 
 BLOCK = fp8_block()
 DECLINED = {
-    "mxfp8": (mxfp8(), mxfp8(), "no kernel quantizes to mxfp8 e4m3 1x32 yet: expected blocks of 1x128 values"),
-    "per row": (fp8_row(), fp8_row(), "no kernel quantizes to fp8 e4m3 per-row yet"),
+    "mxfp8": (mxfp8(), mxfp8(), "no kernel multiplies rows in mxfp8 e4m3 1x32 yet: expected blocks of 1x128 values"),
+    "per row": (fp8_row(), fp8_row(), "no kernel multiplies rows in fp8 e4m3 per-row yet"),
     "e5m2 rows": (fp8_block(E5M2), BLOCK, "wgrad.input is e5m2: expected e4m3"),
     "rotated": (Quantizer(BLOCK, hadamard=True), Quantizer(BLOCK, hadamard=True), "grad_output is rotated"),
     "rotated rows": (Quantizer(BLOCK, hadamard=True), BLOCK, "wgrad.input is rotated: expected hadamard=False"),
     "e8m0": (
         fm.formats.Format("odd", fm.formats.E4M3, (1, 128), ScaleRule.RCEIL), BLOCK,
-        "no kernel quantizes to odd e4m3 1x128 yet: expected fp32 scales",
+        "no kernel multiplies rows in odd e4m3 1x128 yet: expected fp32 scales",
     ),
     "gradient only": (None, BLOCK, "wgrad.input is not quantized: expected FP8 operands"),
     "rows only": (BLOCK, None, "grad_output is not quantized: expected FP8 operands"),

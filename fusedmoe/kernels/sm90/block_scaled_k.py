@@ -12,9 +12,9 @@ The scales are (N, P / 128) and (K, P / 128) with unit stride along N and K. TMA
 A cluster shares the scales of the operand that it shares.
 
 **Factors.** Each value of a wave has a factor of its own: that of its row times that of its column. The two row scales
-of a thread are in registers. It reads its 32 column scales from shared memory in pairs, half of them while the wave is
-multiplied: ptxas has registers for no more. So promotion takes two instructions per value and 16 reads, about 160 issue
-cycles of the 256 that the tensor cores have for the other warpgroup's wave.
+of a thread are in registers. It reads its 32 column scales from shared memory in pairs, `PAIRS_AHEAD` of them before
+the wave is multiplied: with more, ptxas spills registers of fp32 results. So promotion takes two instructions per value
+and 10 reads, about 150 issue cycles of the 256 that the tensor cores have for the other warpgroup's wave.
 
 **Results** are stored by threads, as those of ragged M. To an fp32 gradient that exists already, threads add 16 bytes
 at a time: once per element and launch, so the result does not depend on the order. Neither has a barrier.
@@ -43,6 +43,7 @@ from fusedmoe.kernels.sm90.ragged_k import RaggedK
 from fusedmoe.kernels.sm90.warps import LANES
 
 PAIRS = SCALE_BLOCK // 8  # of adjacent columns of a wave, per thread
+PAIRS_AHEAD = 6  # whose scales are read before the wave is multiplied
 # fp32 values between the rows of a box: four rows of eight columns are in different banks. The addresses of a thread
 # differ by constants. Those of a swizzled box do not, and ptxas spills other registers to keep them.
 FP32_PITCH = EPILOGUE_COLUMNS + 8
@@ -66,7 +67,7 @@ class Factors(NamedTuple):
     """The scales of a thread's values of a wave."""
 
     rows: cute.Tensor  # those of its two rows
-    columns: cute.Tensor  # those of its columns, in pairs; `promote` reads the second half
+    columns: cute.Tensor  # those of its columns, in pairs; `promote` reads those after `PAIRS_AHEAD`
     pairs: cute.Tensor  # shared memory of all pairs of columns: (2, pairs)
     first: Int32  # the thread's first pair
 
@@ -225,7 +226,7 @@ class BlockScaledRaggedK(BlockScaled, RaggedK):
             rows[h] = scales.a[self.block_row(i, group) + row + 8 * h, stage]
         columns = cute.make_rmem_tensor((2, PAIRS), Float32)
         factors = Factors(rows, columns, cute.local_tile(scales.b, (SCALE_BLOCK, 1), (j, stage))[None, 0], first)
-        for pair in range(PAIRS // 2):
+        for pair in range(PAIRS_AHEAD):
             self.read_pair(factors, pair)
         return factors
 
@@ -236,7 +237,7 @@ class BlockScaledRaggedK(BlockScaled, RaggedK):
         cute.copy(atom, source, factors.columns[None, pair])
 
     def promote(self, acc, first, wave, factors):
-        for pair in range(PAIRS // 2, PAIRS):
+        for pair in range(PAIRS_AHEAD, PAIRS):
             self.read_pair(factors, pair)
         for v in range(WAVE_VALUES):  # two of one row, two of the other
             factor = factors.rows[v // 2 % 2] * factors.columns[v % 2, v // 4]
