@@ -1,4 +1,4 @@
-"""``python -m benchmarks.page``: write docs/benchmarks.md from the result files."""
+"""``python -m benchmarks.page``: write docs/benchmarks.md, and the figures of docs/fp8.md, from the result files."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import layer_page, mlp
+from benchmarks.fp8 import page as fp8_page
 from benchmarks.results import ROOT
 
 PAGE = ROOT.parent / "docs" / "benchmarks.md"
+FP8_PAGE = PAGE.with_name("fp8.md")
 PICTURES, PICTURE = PAGE.parent / "_static", "nvidia-h100-80gb-hbm3-mlp-forward-backward.png"
 RESULTS = ROOT / "results" / "nvidia-h100-80gb-hbm3"
 LAYER_RESULTS = ROOT / "results" / "nvidia-h200"
+COMPARED = ROOT / "results" / "demo"  # comparisons of recipes; that of FP8 recipes on a GPU is fp8-nvidia-h200.json
 
 INTRODUCTION = """\
 # Benchmarks
@@ -80,7 +83,7 @@ RECIPES = """\
 ## Recipes
 
 Forward + backward of the expert MLP under each [recipe](recipes.md), against fused bf16 in the same run (commit
-{commit}). The quantized recipes have no fused kernels yet. Each time is the median of {reps} calls. *kept* is the
+{commit}). The quantized recipes had no fused kernels then. Each time is the median of {reps} calls. *kept* is the
 memory that the plan keeps for backward. The other columns are the signal-to-quantization-noise ratio, in dB, of the
 output and the gradients against `bf16`, on random normal operands.
 """
@@ -90,6 +93,11 @@ DEEPGEMM = """\
 DeepGEMM's bf16 grouped products, with groups of multiples of 128 rows (DeepGEMM {version}, commit {commit}). Its
 packages need an environment of their own, so it was measured in another process. torch was measured in both processes.
 *x DeepGEMM* is the speed of fusedmoe relative to torch, divided by the speed of DeepGEMM relative to torch.
+"""
+FP8 = """\
+## FP8
+
+[Training in FP8 on Hopper](fp8.md#speed) has the times of the recipe `fp8_block` on an {machine}.
 """
 HOST = """\
 ## Host time
@@ -275,14 +283,23 @@ def render(folder: Path = RESULTS, layer_folder: Path = LAYER_RESULTS) -> str:
     if kernels and deepgemm:
         parts.append(DEEPGEMM.format(version=deepgemm["versions"]["sgl-deep-gemm"], commit=deepgemm["commit"]))
         parts.append(deepgemm_table(kernels, deepgemm) + "\n")
+    if fp8 := load(layer_folder, "fp8"):
+        parts.append(FP8.format(machine=fp8["machine"]))
     if host:
         parts += [HOST, host_table(host) + "\n"]
     return "\n".join(parts)
 
 
+def render_fp8(folder: Path = LAYER_RESULTS, compared: Path = COMPARED) -> str:
+    """Return docs/fp8.md with the figures of the result files."""
+    text = FP8_PAGE.read_text(encoding="utf-8")
+    return fp8_page.filled(text, load(folder, "fp8"), load(compared, "fp8-nvidia-h200"))
+
+
 def main() -> None:
-    PAGE.write_text(render(), encoding="utf-8")
-    print(PAGE)
+    for page, text in ((PAGE, render()), (FP8_PAGE, render_fp8())):
+        page.write_text(text, encoding="utf-8")
+        print(page)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import fusedmoe as fm
 from benchmarks import mlp, reference, shapes
 from benchmarks.cases import worst_error
 from benchmarks.ceiling import Ceiling
-from benchmarks.fp8 import kernels, layers, products, quantize, run, unfused
+from benchmarks.fp8 import kernels, layers, page, products, quantize, run, unfused
 from benchmarks.kernels import ALIGNED_CASES, CASES
 from benchmarks.peers import unfused_fp8
 from benchmarks.peers.ours import Ours
@@ -39,6 +39,7 @@ class CountingTimer:
         return {name: CallTime(n, n, 10.0, 20.0, (n - 0.5, n + 0.5)) for n, name in enumerate(variants, start=1)}
 
 
+EMPTY = "".join(f"<!-- {name}: from a file -->\n<!-- end of {name} -->\n" for name in ("accuracy", "speed", "memory"))
 TIMERS = run.Timers(CountingTimer(), CountingTimer(), CountingTimer())
 
 
@@ -392,6 +393,19 @@ def test_a_whole_run_writes_its_file(tmp_path, monkeypatch, capsys):
     assert found["seconds"]["all"] > 0
     assert "bf16 / recipe, forward + backward: fp8_block 0.50x" in capsys.readouterr().out
 
+    text = page.filled(EMPTY, found)
+    assert "commit abc123" in text
+    assert "| experts alone | 1.000 | 2.000 | 0.50 | 3.000 | 0.33 |" in text
+    assert "| experts alone | 0.125 | 0.250 | 0.50 | 0.375 | 0.33 |" in text
+    assert "| *geometric mean* |  |  | 0.50 |  | 0.33 |" in text
+    assert "| experts alone | FC2 wgrad | 1.000 |" in text
+    assert "| through an index: rows | 192 x 128 |" in text
+    assert "| forward + backward | torch FP8 by rows, compiled | 2.000 | 2.00 |" in text
+    assert "Not measured: `clamped` (clamped_swiglu with biases is not measured)." in text
+    assert text.count("| experts alone | `fp8_block` |") == 1, "the errors; on a CPU no memory is measured"
+    assert page.filled(text, found) == text
+    assert page.filled(text, None) == EMPTY
+
 
 @pytest.mark.usefixtures("stand_ins")
 def test_a_part_that_raises_is_recorded_and_the_run_goes_on(tmp_path, monkeypatch):
@@ -409,6 +423,31 @@ def test_a_part_that_raises_is_recorded_and_the_run_goes_on(tmp_path, monkeypatc
     assert "rows" not in found["products"][0]
     assert [entry["name"] for entry in found["layers"]] == ["experts alone"]
     assert found["left_out"] == {"a layer": "no time left of 0 s"}
+
+
+def test_the_page_has_the_parts_that_were_measured():
+    rows = [
+        {"case": layers.FORWARD, "recipe": "fp8_block", "ms": None, "speedup": None, "kept_bytes": 1 << 30},
+        {"case": layers.STEP, "recipe": "fp8_block", "ms": None, "speedup": None, "peak_bytes": 3 << 30},
+    ]
+    recipes = {"fp8_block": {"errors": dict.fromkeys(("y", "x", "router", "weight1", "weight2"), 0.07)}}
+    found = {
+        "machine": "a GPU", "commit": "abc", "versions": {"torch": "2"}, "ceiling": {"tflops": 800, "copy_tb_s": 3},
+        "micro_batches": 8, "left_out": {}, "products": [{"name": "failed"}], "quantize": [], "unfused": [],
+        "layers": [{"name": "one", "rows": rows, "recipes": recipes}],
+    }  # fmt: skip
+    text = page.filled(EMPTY, found)
+    assert "### Products" not in text
+    assert "| one | `fp8_block` | 1.00 | 3.00 |  |" in text
+    assert "| one | `fp8_block` | 7.0e-02 | 7.0e-02 | 7.0e-02 | 7.0e-02 | 7.0e-02 |" in text
+    runs = [{"recipe": "fp8_block", "held_out_bits_per_byte": 1.5, "gap_percent": 0.25}]
+    compared = {"machine": "a GPU", "baseline": "bf16", "job": {"steps": 1000}, "runs": runs}
+    text = page.filled(EMPTY, None, compared)
+    assert "## Accuracy" in text
+    assert "| `fp8_block` | 1.500 | +0.25 % |" in text
+    assert "## Speed" not in text
+    with pytest.raises(ValueError, match="no part speed"):
+        page.filled("", None)
 
 
 def test_the_recipes_are_those_of_the_package():

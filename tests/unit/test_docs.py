@@ -46,35 +46,54 @@ def test_code_blocks_run(document, tmp_path, monkeypatch, capsys):
         assert match["table"] in printed, f"{document.name}: the table is not the one that the page's code prints"
 
 
-@pytest.fixture
-def figure():
-    """docs/figures/plan.py, which is in no package."""
-    spec = importlib.util.spec_from_file_location("plan_figure", ROOT / "docs" / "figures" / "plan.py")
+def drawing(name):
+    """A script of docs/figures, which is in no package."""
+    spec = importlib.util.spec_from_file_location(f"{name}_figure", ROOT / "docs" / "figures" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def test_the_picture_of_a_plan_is_what_its_script_draws(figure):
+@pytest.mark.parametrize(("name", "document"), [("plan", "index.md"), ("fp8", "fp8.md")])
+def test_a_picture_is_what_its_script_draws(name, document):
+    figure = drawing(name)
     assert figure.PICTURE.read_text(encoding="utf-8") == figure.draw()
-    assert f"_static/{figure.PICTURE.name}" in (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    assert f"_static/{figure.PICTURE.name}" in (ROOT / "docs" / document).read_text(encoding="utf-8")
+
+
+def explained(recipe):
+    """The steps of an expert MLP for Hopper, and its ops."""
+    layers = [fm.GroupedLinear(2, 128, 2 * 128, device="meta"), fm.GroupedLinear(2, 128, 128, device="meta")]
+    experts = fm.Sequential(layers[0], fm.SwiGLU(), fm.Scale("probs"), layers[1]).bfloat16()
+    x = torch.empty(16, 128, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    probs = torch.empty(16, device="meta", requires_grad=True)
+    splits = torch.empty(2, dtype=torch.int64, device="meta")
+    with fm.recipe(recipe):
+        return experts.explain(x, splits=splits, probs=probs, arch=90).steps, experts
 
 
 @pytest.mark.usefixtures("builtin_rules")
-def test_the_picture_shows_the_plan_for_hopper(figure):
-    layers = [fm.GroupedLinear(2, 64, 2 * 32, device="meta"), fm.GroupedLinear(2, 32, 64, device="meta")]
-    experts = fm.Sequential(layers[0], fm.SwiGLU(), fm.Scale("probs"), layers[1]).bfloat16()
-    x = torch.empty(16, 64, device="meta", dtype=torch.bfloat16, requires_grad=True)
-    probs = torch.empty(16, device="meta", requires_grad=True)
-    splits = torch.empty(2, dtype=torch.int64, device="meta")
-    explanation = experts.explain(x, splits=splits, probs=probs, arch=90)
-    assert [(s.direction, s.ops, s.rule) for s in explanation.steps] == [s[:3] for s in figure.STEPS]
+def test_the_picture_shows_the_plan_for_hopper():
+    figure = drawing("plan")
+    steps, experts = explained("bf16")
+    assert [(s.direction, s.ops, s.rule) for s in steps] == [s[:3] for s in figure.STEPS]
     named = [type(op).__name__ + ('("probs")' if isinstance(op, fm.Scale) else "") for op in experts]
     assert named == list(figure.OPS)
 
 
+@pytest.mark.usefixtures("builtin_rules")
+def test_the_picture_of_fp8_shows_the_kernels_of_the_plan():
+    steps, _ = explained("fp8_block")
+    of_plan = sorted(step.rule for step in steps if step.rule != "sm90.quantize_weight")
+    assert sorted(kernel.rule for kernel in drawing("fp8").KERNELS.values()) == of_plan
+
+
 def test_the_benchmark_page_is_written_from_the_result_files():
-    assert (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8") == page.render()
+    assert page.PAGE.read_text(encoding="utf-8") == page.render()
+
+
+def test_the_figures_of_fp8_are_those_of_the_result_files():
+    assert page.FP8_PAGE.read_text(encoding="utf-8") == page.render_fp8()
 
 
 def test_the_figures_of_the_tour_are_those_of_the_result_files():
