@@ -116,6 +116,36 @@ def test_formats(device, format, dtype, form):
     check_rows(x, FORMATS[format], offsets_of(splits, device), form)
 
 
+def without_finite_values(x):
+    """Rows and columns of infinities, of NaN, of both, and of zeros beside them; whole blocks of 128 x 128."""
+    for i, value in enumerate((torch.inf, -torch.inf, torch.nan, 0.0)):
+        x[i], x[:, 8 + i] = value, value
+    x[4, ::2], x[4, 1::2], x[5], x[5, 3] = torch.inf, torch.nan, 0.0, -torch.inf
+    x[::2, 12], x[1::2, 12] = -torch.inf, torch.nan
+    x[128:] = torch.inf
+    return x
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_blocks_without_a_finite_value(device, format, dtype, form):
+    x = without_finite_values(torch.randn(256, 160, device=device).to(dtype))
+    for codes, scale in check_rows(x, FORMATS[format], None, form):
+        assert (bits(codes) & 0x7F == 0x7F).any()
+        assert scale.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_blocks_of_weights_without_a_finite_value(device, format, dtype):
+    weight = torch.randn(2, 256, 272, device=device).to(dtype)
+    weight[0, :128, :128], weight[0, 128:, 128:256], weight[1, :, :128] = torch.inf, -torch.inf, torch.nan
+    found = bind_quantize_weight(weight, FORMATS[format], columns=True)(weight)
+    check(found, [quantize(weight, format_of(FORMATS[format], 128), axis) for axis in (-1, -2)])
+    assert all(scale.isfinite().all() for _, scale in found)
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("rows", "columns"), [(1, 16), (127, 128), (129, 48), (300, 400)])
 def test_rows_without_experts(device, rows, columns, form):

@@ -43,6 +43,13 @@ def value_of_bits(bits, element: cutlass.Constexpr[type]):
 
 
 @cute.jit
+def finite_amax(bits, bias: cutlass.Constexpr[int], element: cutlass.Constexpr[type]):
+    """The fp32 value of the largest of biased magnitudes, in the low half of ``bits``: zero if none is finite."""
+    magnitude = (bits & 0xFFFF) - bias
+    return value_of_bits(cutlass.select_(bits & 0x8000 != 0, Int32(0), magnitude), element)
+
+
+@cute.jit
 def fp32_pair(word, element: cutlass.Constexpr[type]):
     """The fp32 values of a pair of bf16 or fp16 numbers."""
     if const_expr(element is cutlass.BFloat16):  # in one instruction each

@@ -38,9 +38,9 @@ from fusedmoe.kernels.sm90.codes import (
     NEGATIVES,
     biased_magnitudes,
     encode_and_scale,
+    finite_amax,
     fp32_pair,
     max_of_pairs,
-    value_of_bits,
 )
 from fusedmoe.kernels.sm90.warps import ELEMENTS, LANES, VECTOR, WarpKernel, fake_matrix, fake_vector, inclusive_sum
 
@@ -361,7 +361,7 @@ class QuantizeRows(_Tiles):
             bits = high
         if row & 1 != 0:
             bits = bits >> 16
-        of_block = value_of_bits((bits & 0xFFFF) - FINITE_BIAS[self.dtype], ELEMENTS[self.dtype])
+        of_block = finite_amax(bits, FINITE_BIAS[self.dtype], ELEMENTS[self.dtype])
         encode, stored = self.encode_and_scale(of_block, least)
         if group < STRIP and strip * STRIP + row < present:
             scale[first + strip * STRIP + row, block] = stored
@@ -382,7 +382,7 @@ class QuantizeRows(_Tiles):
             bits = Int32(halves[thread, 0])
             for s in cutlass.range_constexpr(1, STRIPS):
                 bits = cutlass.max(bits, Int32(halves[thread, s]))
-            of_block = value_of_bits(bits - FINITE_BIAS[self.dtype], ELEMENTS[self.dtype])
+            of_block = finite_amax(bits, FINITE_BIAS[self.dtype], ELEMENTS[self.dtype])
             encode, stored = self.encode_and_scale(of_block, least)
             s_encode[thread] = encode
             column = block * BLOCK + thread
@@ -458,6 +458,6 @@ class QuantizeWeight(_Tiles):
         cute.arch.sync_threads()
         for w in cutlass.range_constexpr(WARPS):
             found = max_of_pairs(found, s_amax[w])
-        bits = max_of_pairs(found, found >> 16) & 0xFFFF
-        of_block = value_of_bits(bits - FINITE_BIAS[self.dtype], ELEMENTS[self.dtype])
+        bits = max_of_pairs(found, found >> 16)
+        of_block = finite_amax(bits, FINITE_BIAS[self.dtype], ELEMENTS[self.dtype])
         return self.encode_and_scale(of_block, least)
