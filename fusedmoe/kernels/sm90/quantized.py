@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 
 from fusedmoe.kernels.sm90.codes import (
     CODES,
@@ -33,6 +33,8 @@ from fusedmoe.kernels.sm90.gemm import VALUES
 STEPS = SCALE_BLOCK // EPILOGUE_COLUMNS  # per block of a scale
 WORDS = VALUES // 2  # of a step: pairs of values, of this thread's two rows in turn
 BOX_CODES = 2 * EPILOGUE_COLUMNS  # columns of a box: a pair of codes is as wide as a bf16 value
+GROUP = 8  # adjacent columns of which four lanes have a pair each
+GROUPS = SCALE_BLOCK // GROUP  # of a block
 BIAS = FINITE_BIAS["bf16"]
 
 
@@ -73,17 +75,26 @@ class RowCodes(Output):
         state.append(cute.recast_tensor(packed, Int32))
         if len(state) == STEPS:
             at = column // STEPS
-            rows = [self.row_codes(in_row(state, h), block, h, parameter[1], at) for h in range(2)]
+            groups = None  # of gate and up, all blocks are whole
+            if not kernel.paired:
+                groups = parameter[0].shape[1] // (GROUP // 2) - at * GROUPS
+            rows = [self.row_codes(in_row(state, h), block, h, parameter[1], at, groups) for h in range(2)]
             state.clear()
             for box in range(SCALE_BLOCK // BOX_CODES):
                 yield in_box(rows, box, at * (SCALE_BLOCK // BOX_CODES) + box, block.lane)
 
     @cute.jit
-    def row_codes(self, words, block, h: cutlass.Constexpr[int], scale, at):
-        """Write the scale of this thread's row ``h``; return the codes of its values, in pairs."""
+    def row_codes(self, words, block, h: cutlass.Constexpr[int], scale, at, groups):
+        """Write the scale of this thread's row ``h``; return the codes of its values, in pairs.
+
+        The last block of a row may have only some ``groups`` of columns. Columns after these are not zeros, but the
+        activation of a bias.
+        """
         largest, signs = Int32(BIAS << 16 | BIAS), Int32(0)
         for w in cutlass.range_constexpr(cute.size(words)):
             found = biased_magnitudes(words[w], BIAS)
+            if const_expr(groups is not None):
+                found = cutlass.select_(w < groups, found, Int32(BIAS << 16 | BIAS))
             largest, signs = max_of_pairs(largest, found), signs | found
         if signs & NEGATIVES != 0:  # infinities become NaN, for the conversion to codes
             halves = cute.recast_tensor(words, cutlass.BFloat16)
@@ -119,5 +130,5 @@ def in_box(rows: list[Any], box: int, column: Any, lane: Any) -> Box:
     groups = [2 * (v // 4) + v % 2 for v in range(VALUES)]  # of a box's values, in the order of `Gemm.row_of`
     values = cute.make_rmem_tensor((VALUES,), cutlass.BFloat16)
     for v, group in enumerate(groups):
-        values[v] = rows[v // 2 % 2][box * (BOX_CODES // 8) + group]
+        values[v] = rows[v // 2 % 2][box * (BOX_CODES // GROUP) + group]
     return Box(values, 0, column, [group * 4 + lane % 4 for group in groups])
