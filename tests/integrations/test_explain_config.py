@@ -55,7 +55,11 @@ def test_a_directory_and_a_recipe(config, no_memory, tmp_path, capsys):
     assert main(["explain", str(tmp_path), "--recipe", "fp8_block", "--strict"]) == 0
     out, err = capsys.readouterr()
     assert "recipe fp8_block" in out
-    assert "no fused kernel for fp8 e4m3" in out
+    assert "sm90.fp8_grouped_gemm_activation" in out
+    assert err == "strict: everything is fused\n"
+    assert main(["explain", str(tmp_path), "--recipe", "mxfp8", "--strict"]) == 0
+    out, err = capsys.readouterr()
+    assert "no kernel multiplies rows in mxfp8 e4m3 1x32" in out
     assert "strict: fusion not required for gate_up.GroupedLinear" in err
 
 
