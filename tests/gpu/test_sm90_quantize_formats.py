@@ -208,8 +208,9 @@ def check_values(t, transposed=False):
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "fp8_tensor"])
 @pytest.mark.parametrize("settings", [{}, {"bias": True}, {"accumulate_into_main_grad": True}], ids=str)
 def test_a_training_step(device, recipe, settings):
-    """The same results as with plain PyTorch, which rounds a product before it adds a bias, and before scales per
-    expert: such results, after another quantization, differ by some codes.
+    """The results of plain PyTorch, which rounds a product before it adds a bias, and before scales per expert: such
+    results, after another quantization, differ by some codes. On a GPU, plain PyTorch multiplies in another order too.
+    The differences are small beside the error of the recipe itself, which is that of plain PyTorch.
     """
     splits, tail, experts, hidden, width = (33, 0, 20), 5, 3, 64, 48
     torch.manual_seed(0)
@@ -235,6 +236,7 @@ def test_a_training_step(device, recipe, settings):
         weights = {i: chain[i].weight.main_grad if main else chain[i].weight.grad for i in (0, 2)}
         return {"y": y.detach(), "dx": rows.grad, **weights}
 
+    exact = step()
     with fm.recipe(recipe):
         with fm.disabled("*"):
             wanted = step()
@@ -244,8 +246,10 @@ def test_a_training_step(device, recipe, settings):
     assert {"sm90.quantize", "sm90.quantize_grad", "sm90.quantize_weight", "sm90.dequantized_wgrad"} <= rules
     for name, want in wanted.items():
         assert want.abs().sum() > 0, f"{name}: zeros would pass"
-        error = (got[name].double() - want.double()).norm() / want.double().norm()
-        assert error < (0.04 if "bias" in settings else 0.01), f"{name}: relative error {error}"
+        of_plain, of_kernels = ((t.double() - exact[name].double()).norm() for t in (want, got[name]))
+        difference = (got[name].double() - want.double()).norm()
+        assert difference < 0.6 * of_plain, f"{name}: the difference is {difference / of_plain} of the recipe's error"
+        assert of_kernels < 1.1 * of_plain, f"{name}: error {of_kernels / of_plain} times that of plain PyTorch"
 
 
 # -------------------------------------------------------------------------------------------------------- on a GPU

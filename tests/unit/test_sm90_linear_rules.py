@@ -295,7 +295,7 @@ def test_quantized_layers_miss_nothing():
     chain, x = mlp(bias=False), rows(2, 16)
     with fm.recipe("mxfp8"), fm.strict():
         chain(x).sum().backward()
-    assert called() == []
+    assert {*called()} == {"quantize_format"}  # no kernel multiplies
 
 
 # ---- offsets of one group
