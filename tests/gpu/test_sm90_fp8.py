@@ -404,7 +404,7 @@ def test_squared_relu(keep, tiles):
     activation(n=N, a=ACTIVATIONS["squared_relu"], keep=keep, biased=True, scale=True).check()
 
 
-# ------------------------------------------------------------------------------------------------------ codes of results
+# ----------------------------------------------------------------------------------------------------- codes of results
 
 
 def format_of(fp8):
@@ -447,7 +447,7 @@ def test_codes(format, scale, tiles):
 
 
 @pytest.mark.parametrize("keep", [True, False], ids=["keep", ""])
-@pytest.mark.parametrize("kind", (*GATED, "squared_relu"))
+@pytest.mark.parametrize("kind", [*GATED, "squared_relu"])
 def test_codes_of_every_activation(kind, keep, tiles):
     tiles(CO_256)
     splits, wide = (130, 61), 272 if kind == "squared_relu" else 256
@@ -627,9 +627,10 @@ def test_full_size(config, tiles):
         y = functions.block_scaled_gemm(x[0], x[1], w[0], w[1], offsets_of(splits))
     assert not y[sum(splits) :].any()
     for e in sampled(splits):
-        want = dequantized(of_expert(x[0], splits, e), of_expert(x[1], splits, e), 1) @ dequantized(
-            w[0][e], w[1][e], BLOCK
-        ).mT
+        want = (
+            dequantized(of_expert(x[0], splits, e), of_expert(x[1], splits, e), 1)
+            @ dequantized(w[0][e], w[1][e], BLOCK).mT
+        )
         assert (of_expert(y, splits, e).double() - want).norm() <= TOLERANCE[BF16] * want.norm()
 
 
@@ -651,9 +652,10 @@ def test_full_size_activation_and_derivative(tiles):
     assert torch.equal(bits(codes), bits(want.data))
     assert torch.equal(of_codes, want.scale)
     for e in sampled(splits):
-        q = dequantized(of_expert(x[0], splits, e), of_expert(x[1], splits, e), 1) @ dequantized(
-            w[0][e], w[1][e], BLOCK
-        ).mT
+        q = (
+            dequantized(of_expert(x[0], splits, e), of_expert(x[1], splits, e), 1)
+            @ dequantized(w[0][e], w[1][e], BLOCK).mT
+        )
         assert (of_expert(p, splits, e).double() - q).norm() <= TOLERANCE[BF16] * q.norm()
     dy, v = large_rows(splits, tail, hidden), large_weights(splits, inner, hidden)
     for config in CANDIDATES["fp8_derivative"]:
@@ -663,9 +665,10 @@ def test_full_size_activation_and_derivative(tiles):
             grad, h, grad_scale = run(*dy, *v, offsets, p, scale)
         for e in sampled(splits):
             exact = of_expert(p, splits, e).double().requires_grad_()
-            d = dequantized(of_expert(dy[0], splits, e), of_expert(dy[1], splits, e), 1) @ dequantized(
-                v[0][e], v[1][e], BLOCK
-            ).mT
+            d = (
+                dequantized(of_expert(dy[0], splits, e), of_expert(dy[1], splits, e), 1)
+                @ dequantized(v[0][e], v[1][e], BLOCK).mT
+            )
             of_rows = of_expert(scale, splits, e)
             out = act(a, exact)
             (dp,) = torch.autograd.grad(out, exact, scaled(d, of_rows))
