@@ -9,12 +9,8 @@ from test_sm90_rows_compile import instructions, starting  # noqa: F401  (a fixt
 
 from fusedmoe.kernels.fp8 import Fp8
 from fusedmoe.kernels.narrow import Narrow
-from fusedmoe.kernels.sm90.quantize_functions import (
-    bind_quantize_rows,
-    bind_quantize_weight,
-    has_kernel_strides,
-    in_kernel_strides,
-)
+from fusedmoe.kernels.sm90.block_scaled_functions import has_strides, with_strides
+from fusedmoe.kernels.sm90.quantize_functions import bind_quantize_rows, bind_quantize_weight
 
 pytest.importorskip("cutlass")
 
@@ -135,15 +131,15 @@ def test_nothing_is_launched_without_rows_or_columns(rows, columns, experts):
 @pytest.mark.parametrize("shape", [(5, 1), (7, 3), (8, 2), (2, 5, 3), (2, 4, 4), (1, 1, 1)], ids=str)
 def test_scales_with_other_strides_are_copied(shape):
     scale = torch.rand(shape)
-    copied = in_kernel_strides(scale)
+    copied = with_strides(scale)
     assert torch.equal(copied, scale)
     assert copied.stride()[-2:] == (1, -(-shape[-2] // 4) * 4)
-    assert not has_kernel_strides(scale)
-    assert has_kernel_strides(copied)
-    assert in_kernel_strides(copied) is copied
+    assert not has_strides(scale)
+    assert has_strides(copied)
+    assert with_strides(copied) is copied
     room = torch.rand(2, 8)
-    assert has_kernel_strides(room.mT[:5])
-    assert not has_kernel_strides(room.mT[1:])  # its address
+    assert has_strides(room.mT[:5])
+    assert not has_strides(room.mT[1:])  # its address
 
 
 def test_an_empty_weight():

@@ -26,7 +26,7 @@ from fusedmoe.kernels.fp8 import Fp8
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
 from fusedmoe.kernels.sm90 import limits
 from fusedmoe.kernels.sm90.choice import Family, Problem, choose
-from fusedmoe.kernels.sm90.config import ALIGNMENT_BYTES, SCALE_PITCH
+from fusedmoe.kernels.sm90.config import ALIGNMENT_BYTES, SCALE_BLOCK, SCALE_PITCH
 from fusedmoe.kernels.sm90.launch import (
     CompiledIn,
     compiled_in,
@@ -219,19 +219,21 @@ def bind_block_scaled_gemm_activation_backward(
 
 
 def with_strides(scale: Tensor) -> Tensor:
-    """Return scales (..., M, L) with unit stride along M and other strides of multiples of 4: themselves, or a copy."""
+    """Return scales (..., M, blocks) as `scale_like` makes them. Scales with other strides are copied: those of plain
+    PyTorch, of checkpoints, and those that the forward operator of a compiled graph has kept.
+    """
     if has_strides(scale):
         return scale
     *experts, m, blocks = scale.shape
-    pitch = -(-m // SCALE_PITCH) * SCALE_PITCH
-    return scale.new_empty(*experts, blocks, pitch)[..., :m].mT.copy_(scale)
+    return scale_like(scale, m, blocks * SCALE_BLOCK, *experts).copy_(scale)
 
 
 def has_strides(scale: Tensor) -> bool:
-    """Whether the kernels can read these scales."""
-    *experts, across, along = scale.stride()
-    dense = not experts or experts[0] == along * scale.shape[-1]
-    return across == 1 and along % SCALE_PITCH == 0 and dense and scale.data_ptr() % ALIGNMENT_BYTES == 0
+    """Whether the kernels can read scales: unit stride along M, pitches of whole vectors, no gap between experts."""
+    *experts, line, pitch = scale.stride()
+    dense = not experts or experts[0] == pitch * scale.shape[-1]
+    whole = pitch % SCALE_PITCH == 0 and pitch >= scale.shape[-2]
+    return line == 1 and whole and dense and scale.data_ptr() % ALIGNMENT_BYTES == 0
 
 
 class _Launch(NamedTuple):

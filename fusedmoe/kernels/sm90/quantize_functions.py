@@ -156,23 +156,6 @@ def scale_like(x: Tensor, lines: int, length: int, *stack: int) -> Tensor:
     return stored.mT[..., :lines, :]
 
 
-def has_kernel_strides(scale: Tensor) -> bool:
-    """Whether a scale has unit stride along its lines, and its other strides and its address are whole vectors."""
-    *others, line, block = scale.stride()
-    whole = all(stride % 4 == 0 for stride in (*others, block))
-    return line == 1 and block >= scale.shape[-2] and whole and scale.data_ptr() % 16 == 0
-
-
-def in_kernel_strides(scale: Tensor) -> Tensor:
-    """Return a scale (..., lines, blocks) as `scale_like` makes it. Scales with other strides are copied: those of
-    plain PyTorch, and those that the forward operator of a compiled graph has kept.
-    """
-    if has_kernel_strides(scale):
-        return scale
-    *stack, lines, blocks = scale.shape
-    return scale_like(scale, lines, blocks * BLOCK, *stack).copy_(scale)
-
-
 @functools.cache
 def _unread(device: torch.device) -> Tensor:
     """Return a vector in place of a missing one, which the kernel does not read."""
