@@ -25,7 +25,7 @@ from fusedmoe.formats.groups import of_group
 from fusedmoe.formats.hadamard import rotate
 from fusedmoe.kernels.activation import Activation
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
-from fusedmoe.kernels.sm90 import limits, router_functions
+from fusedmoe.kernels.sm90 import block_scaled_functions, limits, router_functions
 from fusedmoe.kernels.sm90.quantize_functions import scale_like
 from fusedmoe.kernels.sm90.router_functions import LogitsGrad, Routed
 from fusedmoe.kernels.torch.rows import offsets_from_splits as plain_offsets
@@ -63,6 +63,10 @@ def _product(x, weight, offsets, bias):
     assert offsets.dtype is torch.int32
     assert len({x.dtype, weight.dtype, *([] if bias is None else [bias.dtype])}) == 1
     assert x.dtype in (torch.bfloat16, torch.float16)
+    return _product_of(x, weight, offsets, bias)
+
+
+def _product_of(x, weight, offsets, bias):
     y = torch.zeros(x.shape[0], weight.shape[1])
     first = 0
     for e, end in enumerate(offsets.tolist()):
@@ -427,6 +431,85 @@ def bind_dequantize(codes, scale, format, *, transposed=False):
     return Bound(run, codes)
 
 
+def _dequantized(codes, scale):
+    """fp32 values of codes and scales that a kernel can read: one scale per row, or per 128 rows of a weight."""
+    assert codes.stride(-1) == 1
+    assert codes.stride(-2) % 16 == codes.data_ptr() % 16 == 0
+    assert block_scaled_functions.has_strides(scale)
+    wide = scale.repeat_interleave(128, -1)[..., : codes.shape[-1]]
+    if codes.dim() == 3:
+        wide = wide.repeat_interleave(128, -2)[:, : codes.shape[1]]
+    assert wide.shape == codes.shape
+    return codes.float() * wide
+
+
+def _fp8_product(x, x_scale, weight, weight_scale, offsets, bias):
+    assert offsets.dtype is torch.int32
+    assert weight.dtype is torch.float8_e4m3fn
+    assert bias is None or (bias.dtype is BF16 and bias.is_contiguous())
+    rows, weights = _dequantized(x, x_scale), _dequantized(weight, weight_scale)
+    return _product_of(rows, weights, offsets, bias)
+
+
+def bind_block_scaled_gemm(x, weight, bias, row_scale, options):
+    def run(x, x_scale, weight, weight_scale, bias, offsets, row_scale):
+        _note("block_scaled_gemm", options, codes=x.dtype, row_scale=row_scale is not None)
+        return _scaled(_fp8_product(x, x_scale, weight, weight_scale, offsets, bias), row_scale, offsets).to(BF16)
+
+    return Bound(run, x, weight, bias, row_scale)
+
+
+def bind_block_scaled_gemm_activation(x, weight, bias, row_scale, activation, keep_preactivation, quantized, options):
+    assert not activation.interleaved
+    assert not activation.gated or weight.shape[1] % 256 == 0
+
+    def run(x, x_scale, weight, weight_scale, bias, offsets, row_scale):
+        _note("block_scaled_gemm_activation", options, keep=keep_preactivation, quantized=quantized)
+        p = _fp8_product(x, x_scale, weight, weight_scale, offsets, bias).to(BF16)
+        y = _scaled(_op(activation).compute(p.float()), row_scale, offsets).to(BF16)
+        written = (y,)
+        if quantized is not None:
+            (written,) = _forms([quantize(y, _blocks_of(quantized, 1), -1, offsets=offsets)])
+        return (*written, p) if keep_preactivation else written
+
+    return Bound(run, x, weight, bias, row_scale)
+
+
+def bind_block_scaled_gemm_activation_backward(
+    grad_output, weight, preactivation, row_scale, activation, want_output, want_row_scale_grad, options
+):
+    def run(grad_output, grad_scale, weight, weight_scale, offsets, preactivation, row_scale):
+        _note(
+            "block_scaled_gemm_activation_backward", options, codes=grad_output.dtype, want_output=want_output,
+            want_row_scale_grad=want_row_scale_grad,
+        )  # fmt: skip
+        _matrix(preactivation)
+        op, p = _op(activation), preactivation.float()
+        d = _fp8_product(grad_output, grad_scale, weight, weight_scale, offsets, None)
+        y = op.compute(p)
+        dp = _scaled(op.backward_ops()[0].compute(_scaled(d.clone(), row_scale, offsets), p), None, offsets)
+        ds = (d * y).sum(1)
+        ds[offsets[-1] :] = 0
+        output = _scaled(y, row_scale, offsets).to(BF16) if want_output else None
+        return dp.to(BF16), output, ds if want_row_scale_grad else None
+
+    return Bound(run, grad_output, weight, preactivation, row_scale)
+
+
+def bind_block_scaled_wgrad(dy, x, offsets, rows, dtype, accumulate, options):
+    def run(dy, dy_scale, x, x_scale, offsets, out):
+        _note("block_scaled_wgrad", options, dtype=dtype, accumulate=accumulate)
+        a, b = _dequantized(dy, dy_scale), _dequantized(x, x_scale)
+        dw, first, begin = torch.zeros(len(offsets), len(dy), len(x)), 0, 0
+        for e, end in enumerate(offsets.tolist()):
+            last = first + end - begin
+            dw[e] = a[:, first:last] @ b[:, first:last].T
+            first, begin = first + -(-(end - begin) // 128) * 128, end
+        return out.add_(dw) if accumulate else dw.to(dtype)
+
+    return run
+
+
 def bind_router(x, weight, bias, choice, want_sums, options):
     def run(x, weight, bias, correction):
         _note("router", options, sums=want_sums)
@@ -519,4 +602,6 @@ def bind_router_wgrad(parts, x, experts, groups, dtype, options):
 ROUTER = {name: function for name, function in globals().items() if name.startswith("bind_") and "rout" in name}
 ROUTER |= {"bind_logits_grad": bind_logits_grad}
 del ROUTER["bind_route"]
-BIND = {name: f for name, f in globals().items() if name.startswith("bind_") and name not in ROUTER}
+FP8 = {name: function for name, function in globals().items() if name.startswith("bind_block_scaled_gemm")}
+BIND = {name: f for name, f in globals().items() if name.startswith("bind_") and name not in {*ROUTER, *FP8}}
+del BIND["bind_block_scaled_wgrad"]

@@ -5,6 +5,7 @@ emulator too.
 """
 
 import shutil
+from copy import deepcopy
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl, which compiles the kernels")
 pytest.importorskip("tvm_ffi", reason="needs apache-tvm-ffi, as the kernels do")
 
+import test_sm90_fp8 as fp8
 import test_sm90_fp8_wgrad as fp8_wgrad
 import test_sm90_gather as gather
 import test_sm90_gather_k as gather_k
@@ -26,8 +28,8 @@ from poison import nan_in_new_tensors
 
 import fusedmoe as fm
 from fusedmoe.kernels.options import KernelOptions
-from fusedmoe.kernels.sm90 import block_scaled_k_functions, functions
-from fusedmoe.kernels.sm90.choice import CO_256, CO_256_TALL, PP_128, PP_192, PP_192_TALL
+from fusedmoe.kernels.sm90 import block_scaled_functions, block_scaled_k_functions, functions
+from fusedmoe.kernels.sm90.choice import CO_256, CO_256_ROWS, CO_256_TALL, PP_128, PP_192, PP_192_TALL
 from fusedmoe.kernels.sm90.slot_functions import bind_gather_rows, bind_row_dots, bind_slot_values, bind_sum_slots
 
 BF16, FP16, FP32 = products.BF16, products.FP16, products.FP32
@@ -121,6 +123,18 @@ def test_weight_gradients_of_fp8_codes(config, settings, monkeypatch):
     fp8_wgrad.Problem(**settings).check()
 
 
+def test_products_of_fp8_codes(monkeypatch):
+    """Of rows in E4M3, of gradients in E5M2, with gate and up, and with the codes of the result."""
+    monkeypatch.setattr(block_scaled_functions, "choose", lambda problem: CO_256)
+    fp8.plain(**SMALL, n=272, k=144, biased=True, scale=True, exact=True).check()
+    x, w = fp8.rows(**SMALL, k=144), fp8.weights(SMALL["splits"], 512, 144)
+    y = fp8.check_codes(x, w, SMALL["splits"], products.ACTIVATIONS["swiglu"])
+    assert y.any()
+    monkeypatch.setattr(block_scaled_functions, "choose", lambda problem: CO_256_ROWS)
+    fp8.plain(**SMALL, n=144, k=272, dtype="e5m2").check()
+    fp8.derivative(**SMALL, n=144, k=272).check()
+
+
 def test_quantized_rows():
     """Both forms of rows sorted by expert, with a tail of NaN; then of tokens, through an index."""
     quantized.test_rows_sorted_by_expert(CPU, "around a tile", "both")
@@ -186,3 +200,32 @@ def test_a_whole_layer():
         assert (a - b).norm() < 2e-2 * b.norm()
     ran = {step.rule for plan in layer.explain(x).plans for step in plan.steps}
     assert None not in ran, "each step has a kernel"
+
+
+@pytest.mark.usefixtures("builtin_rules")
+@pytest.mark.parametrize("recipe", ["fp8_block", pytest.param("fp8_block:wgrad=bf16", marks=pytest.mark.slow)])
+def test_a_whole_layer_in_fp8(recipe):
+    """The plan of a GPU against the emulated recipe. Both have the same error, that of the format."""
+    layer = fm.MoE(128, 128, 4, 2, dtype=BF16)
+    x, dy = torch.randn(70, 128, dtype=BF16).requires_grad_(), torch.randn(70, 128, dtype=BF16)
+
+    def step(layer, x, dy, recipe):
+        with fm.recipe(recipe):
+            y = layer(x)
+        return (y, *torch.autograd.grad(y, (x, *layer.parameters()), dy))
+
+    got = step(layer, x, dy, recipe)
+    with fm.recipe(recipe):
+        ran = {step.rule for plan in layer.explain(x).plans for step in plan.steps}
+    with fm.disabled("sm90.*"):
+        fm.clear_weight_cache(layer)
+        emulated_recipe = step(layer, x, dy, recipe)
+        exact = step(deepcopy(layer).float(), x.detach().float().requires_grad_(), dy.float(), "bf16")
+    for a, b, c in zip(got, emulated_recipe, exact, strict=True):
+        error, of_recipe = (a.double() - c).norm(), (b.double() - c).norm()
+        assert (a - b).norm() < 10 ** (-30 / 20) * b.norm(), "30 dB"
+        assert error < 1.5 * of_recipe
+        assert of_recipe < 0.1 * c.norm()
+    assert None not in ran, "each step has a kernel"
+    products = {f"sm90.fp8_grouped_{name}" for name in ("gemm_activation", "gemm", "dgrad_activation", "dgrad")}
+    assert products <= ran

@@ -48,8 +48,8 @@ def check_operands(ctx: PlanContext, rows: str, weight: str, *, gradient: bool =
 def check_values(ctx: PlanContext, *values: str, **widths: int) -> None:
     """Decline products of quantized values that are not bf16, and widths that codes cannot have."""
     for name in values:
-        dtype = ctx.dtype(name)
-        require(str(dtype) == "torch.bfloat16", "%s is %s: products of FP8 operands are bfloat16", name, dtype)
+        dtype = str(ctx.dtype(name)).removeprefix("torch.")
+        require(dtype == "bfloat16", "%s is %s: products of FP8 operands are bfloat16", name, dtype)
     for name, width in widths.items():
         decline(limits.why_not_width_of_codes(name, width))
 

@@ -18,7 +18,7 @@ from fusedmoe.builtin_rules.sm90.fp8 import (
     on_readable_scales,
 )
 from fusedmoe.formats import QuantizedSpec
-from fusedmoe.fusion.rule import Bind, FusionRule, PlanContext, Step
+from fusedmoe.fusion.rule import Bind, FusionRule, PlanContext, Step, require
 from fusedmoe.kernels.sm90 import block_scaled_functions, functions, limits
 from fusedmoe.ops.glu import DGeGLU, DReGLU, DSwiGLU
 from fusedmoe.ops.grouped_linear import Dgrad
@@ -55,6 +55,7 @@ class Fp8GroupedDgradActivation(OnFp8, FusionRule, name="sm90.fp8_grouped_dgrad_
         columns = _columns(ctx)
         if columns is not None:
             check_blocks(columns.format, ROWS)
+            require(not columns.rotated, "%s is rotated: expected hadamard=False", COLUMNS)
 
     def offer(self, ctx: PlanContext) -> Step:
         fc = self.dgrad.op

@@ -31,7 +31,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from fusedmoe.kernels.sm90.config import BLOCK_ROWS, EPILOGUE_COLUMNS, SCALE_BLOCK, SCALE_PITCH
-from fusedmoe.kernels.sm90.gemm import LOAD, MATH_WARPGROUPS, TURN_BARRIER, VALUES, WARPGROUP, Gemm, Tma
+from fusedmoe.kernels.sm90.gemm import LOAD, MATH_WARPGROUPS, TURN_BARRIER, WARPGROUP, Gemm, Tma
 from fusedmoe.kernels.sm90.ragged_m import RaggedM
 from fusedmoe.kernels.sm90.warps import LANES
 
@@ -136,13 +136,13 @@ class BlockScaled(Gemm):
         packed = box.values
         if const_expr(isinstance(packed, list)):
             packed = self.packed(packed)
-        if const_expr(box.columns is None):
+        if const_expr(box.put is not None):
+            box.put(packed, boxes, where, consumer.thread)
+        else:
+            assert box.columns is None, "interleaved gate and up"
             copy = consumer.copies.pairs if const_expr(box.paired) else consumer.copies.store
             into = copy.partition_D(boxes)[None, None, None, where]
             cute.copy(copy, cute.make_tensor(packed.iterator, cute.make_layout(into.shape)), into)
-        else:
-            for v in cutlass.range_constexpr(VALUES):
-                boxes[self.row_of(consumer.thread, v), box.columns[v], where] = packed[v]
         if const_expr(self.boxes_read > 0):  # see `RaggedM.release`
             cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()

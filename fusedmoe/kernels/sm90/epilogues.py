@@ -82,6 +82,7 @@ class Box(NamedTuple):
     column: Any
     columns: Any = None
     paired: bool = False  # stored by `Copies.pairs`
+    put: Any = None  # or stored by this function of the values, all boxes in shared memory, the box and the thread
 
 
 # ------------------------------------------------------------------------------------------------ formulas

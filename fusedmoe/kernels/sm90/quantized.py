@@ -26,15 +26,19 @@ from fusedmoe.kernels.sm90.codes import (
     max_of_pairs,
     value_of_bits,
 )
-from fusedmoe.kernels.sm90.config import EPILOGUE_COLUMNS, SCALE_BLOCK
+from fusedmoe.kernels.sm90.config import BLOCK_ROWS, EPILOGUE_COLUMNS, SCALE_BLOCK
 from fusedmoe.kernels.sm90.epilogues import Box, Output
 from fusedmoe.kernels.sm90.gemm import VALUES
+from fusedmoe.kernels.sm90.warps import LANES
 
 STEPS = SCALE_BLOCK // EPILOGUE_COLUMNS  # per block of a scale
 WORDS = VALUES // 2  # of a step: pairs of values, of this thread's two rows in turn
 BOX_CODES = 2 * EPILOGUE_COLUMNS  # columns of a box: a pair of codes is as wide as a bf16 value
 GROUP = 8  # adjacent columns of which four lanes have a pair each
 GROUPS = SCALE_BLOCK // GROUP  # of a block
+BOX_GROUPS = BOX_CODES // GROUP
+PAIRS = GROUP // 2  # of codes
+SWIZZLED = 8  # pairs of codes in 16 bytes
 BIAS = FINITE_BIAS["bf16"]
 
 
@@ -77,11 +81,11 @@ class RowCodes(Output):
             at = column // STEPS
             groups = None  # of gate and up, all blocks are whole
             if not kernel.paired:
-                groups = parameter[0].shape[1] // (GROUP // 2) - at * GROUPS
+                groups = parameter[0].shape[1] // PAIRS - at * GROUPS
             rows = [self.row_codes(in_row(state, h), block, h, parameter[1], at, groups) for h in range(2)]
             state.clear()
             for box in range(SCALE_BLOCK // BOX_CODES):
-                yield in_box(rows, box, at * (SCALE_BLOCK // BOX_CODES) + box, block.lane)
+                yield in_box(rows, box, at * (SCALE_BLOCK // BOX_CODES) + box)
 
     @cute.jit
     def row_codes(self, words, block, h: cutlass.Constexpr[int], scale, at, groups):
@@ -125,10 +129,28 @@ def in_row(steps: list[Any], h: int) -> Any:
     return words
 
 
-def in_box(rows: list[Any], box: int, column: Any, lane: Any) -> Box:
+def in_box(rows: list[Any], box: int, column: Any) -> Box:
     """A box of pairs of codes, of both rows; ``column`` is its number. A lane has a pair of each group of 8 columns."""
-    groups = [2 * (v // 4) + v % 2 for v in range(VALUES)]  # of a box's values, in the order of `Gemm.row_of`
     values = cute.make_rmem_tensor((VALUES,), cutlass.BFloat16)
-    for v, group in enumerate(groups):
-        values[v] = rows[v // 2 % 2][box * (BOX_CODES // GROUP) + group]
-    return Box(values, 0, column, [group * 4 + lane % 4 for group in groups])
+    for group in range(BOX_GROUPS):
+        for h in range(2):
+            values[2 * group + h] = rows[h][box * BOX_GROUPS + group]
+    return Box(values, 0, column, put=put_groups)
+
+
+@cute.jit
+def put_groups(values, boxes, box, thread):
+    """Write a thread's pairs of codes to a box in shared memory.
+
+    Its rows of 64 bytes are swizzled: the bits of a row's number from the second one on are added, as by XOR, to the
+    number of each 16 bytes. With the places computed here, 4 registers have all of them. With those of a tensor with
+    this layout, 32 do, and 16 of them spill.
+    """
+    lane = thread % LANES
+    row = thread // LANES * 16 + lane // 4
+    first = row * EPILOGUE_COLUMNS + row // 2 % 4 * SWIZZLED + lane % 4
+    unswizzled = cute.recast_ptr(boxes.iterator) + box * (BLOCK_ROWS * EPILOGUE_COLUMNS)
+    for group in cutlass.range_constexpr(BOX_GROUPS):
+        for h in cutlass.range_constexpr(2):
+            at = (first ^ (group // 2 * SWIZZLED)) + group % 2 * PAIRS + 8 * h * EPILOGUE_COLUMNS
+            cute.make_tensor(unswizzled + at, cute.make_layout((1,)))[0] = values[2 * group + h]

@@ -1,0 +1,540 @@
+"""The rules for products of FP8 operands on sm_90, on the CPU: plans, and results with stand-ins for the kernels.
+
+test_sm90_fp8_wgrad_rule.py has the constraints of the weight gradient.
+"""
+
+import pytest
+import sm90_stand_ins as stand_ins
+import torch
+from test_sm90_rules import BF16, SPLITS, E, called, hopper_machine, inputs, rows  # noqa: F401  (a fixture)
+from toy import only_plan, outcome, rules_used, status
+
+import fusedmoe as fm
+from fusedmoe import FusionError, Status
+from fusedmoe.builtin_rules.sm90.fp8 import guard_codes, on_readable_scales
+from fusedmoe.formats import E4M3, E5M2, Format, Quantizer, ScaleRule, fp8_block, fp8_row, mxfp8
+from fusedmoe.fusion.rule import Declined, NothingToDo
+from fusedmoe.kernels.fp8 import Fp8
+from fusedmoe.kernels.sm90 import block_scaled_functions, block_scaled_k_functions
+from fusedmoe.recipes import FP8Block
+
+pytestmark = pytest.mark.usefixtures("builtin_rules")
+H, I = 64, 128  # noqa: E741
+GEMM, GEMM_ACTIVATION = "sm90.fp8_grouped_gemm", "sm90.fp8_grouped_gemm_activation"
+DGRAD, DGRAD_ACTIVATION = "sm90.fp8_grouped_dgrad", "sm90.fp8_grouped_dgrad_activation"
+WGRAD = "sm90.fp8_grouped_wgrad"
+BACKWARD = ["sm90.quantize_grad", WGRAD, DGRAD_ACTIVATION, "sm90.quantize_grad", WGRAD, DGRAD]
+ROWS, WEIGHT = fp8_block(), fp8_block(across=128)
+
+
+@pytest.fixture(autouse=True)
+def stand_ins_for_fp8(hopper_machine, monkeypatch):  # noqa: F811
+    for name, function in stand_ins.FP8.items():
+        monkeypatch.setattr(block_scaled_functions, name, function)
+    monkeypatch.setattr(block_scaled_k_functions, "bind_block_scaled_wgrad", stand_ins.bind_block_scaled_wgrad)
+
+
+def experts(act=fm.SwiGLU, *, scale=False, bias=False, hidden=H, width=I, dtype=BF16, options=None, **settings):
+    activation = act(**settings)
+    wide = 1 if isinstance(activation, fm.SquaredReLU) else 2
+    return fm.Sequential(
+        fm.GroupedLinear(E, hidden, wide * width, bias=bias, dtype=dtype),
+        activation,
+        *([fm.Scale("probs")] if scale else []),
+        fm.GroupedLinear(E, width, hidden, bias=bias, dtype=dtype),
+        **(options or {}),
+    )
+
+
+def plan_of(chain, x, recipe="fp8_block", **named):
+    with fm.recipe(recipe):
+        return only_plan(chain, x, **named)
+
+
+def rules(plan):
+    """The rules of all steps, except for those of weights."""
+    return [step.rule for step in plan.steps if not step.ops[0].endswith("weight.Quantize")]
+
+
+def both_ways(chain, x, recipe="fp8_block", strict=True, **named):
+    """Check a fused call against the unfused one; return its plan.
+
+    Both quantize the same values, except where the unfused chain rounds values between two ops.
+    """
+    with fm.recipe(recipe):
+        with fm.disabled("*"):
+            expected = outcome(chain, x, **named)
+            assert not only_plan(chain, x, **named).fused
+        fm.clear_weight_cache(chain)
+        stand_ins.calls.clear()
+        if strict:
+            with fm.strict():
+                got = outcome(chain, x, **named)
+        else:
+            got = outcome(chain, x, **named)
+    assert got.keys() == expected.keys()
+    for name, want in expected.items():
+        assert want.any(), f"{name}: zeros would pass"
+        assert got[name].dtype is want.dtype
+        error = (got[name].double() - want.double()).norm() / want.double().norm()
+        assert error < 0.06, f"{name}: {error}"
+    for name in {"y", "x", "probs"} & got.keys():
+        assert not got[name][sum(SPLITS) :].any(), "rows of the tail"
+    return plan_of(chain, x, recipe, **named)
+
+
+# ------------------------------------------------------------------------------------------------------ what fuses
+
+
+ACTIVATIONS = {
+    "swiglu": (fm.SwiGLU, {}),
+    "clamped": (fm.SwiGLU, {"limit": 0.4, "alpha": 1.702, "offset": 1.0}),
+    "geglu": (fm.GeGLU, {}),
+    "geglu erf": (fm.GeGLU, {"approximate": "none"}),
+    "reglu": (fm.ReGLU, {}),
+    "squared_relu": (fm.SquaredReLU, {}),
+}
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("scale", [False, True], ids=["", "scale"])
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_the_whole_plan_computes_the_same(act, scale, bias):
+    kind, settings = ACTIVATIONS[act]
+    chain = experts(kind, scale=scale, bias=bias, **settings)
+    plan = both_ways(chain, rows(hidden=H), **inputs(scale=scale))
+    assert not plan.unfused
+    sums = ["sm90.column_sums"] if bias else []
+    quantize, wgrad, derivative, quantize_again, *others = BACKWARD
+    assert rules(plan) == [
+        "sm90.quantize", GEMM_ACTIVATION, GEMM,
+        quantize, *sums, wgrad, derivative, quantize_again, *sums, *others,
+    ]  # fmt: skip
+    assert {"grouped_gemm", "grouped_wgrad", "quantize_format"}.isdisjoint(called())
+
+
+def test_the_forms_that_are_written_and_kept():
+    """The layer's input by columns is recomputed: neither it nor its codes by rows are kept."""
+    plan = both_ways(experts(scale=True), rows(hidden=H), **inputs())
+    (activation,) = called("block_scaled_gemm_activation")
+    assert (activation["keep"], activation["quantized"]) == (True, Fp8())
+    assert called("quantize_rows") == [
+        {"rows": True, "columns": True},  # the rows
+        {"rows": True, "columns": True},  # the gradient of the output
+        {"rows": False, "columns": True},  # the input of the second layer, recomputed
+        {"rows": True, "columns": True},  # the gradient of the preactivation
+    ]
+    (derivative,) = called("block_scaled_gemm_activation_backward")
+    assert (derivative["want_output"], derivative["want_row_scale_grad"]) == (True, True)
+    assert {*plan.kept} == {"offsets", "1.input", "probs", "0.input:columns"}
+
+
+def test_inference_keeps_nothing():
+    x = rows(hidden=H, requires_grad=False)
+    with torch.no_grad():
+        plan = both_ways(experts(), x, **inputs(scale=False))
+    assert plan.kept == ()
+    (activation,) = called("block_scaled_gemm_activation")
+    assert (activation["keep"], activation["quantized"]) == (False, Fp8())
+    assert called("quantize_rows") == [{"rows": True, "columns": False}]
+    assert called("quantize_weight") == [{"rows": True, "columns": False}] * 2
+
+
+def test_unquantized_weight_gradients():
+    """They read the rows, and the input of the second layer, recomputed in bf16."""
+    plan = both_ways(experts(scale=True), rows(hidden=H), "fp8_block:wgrad=bf16", **inputs())
+    assert rules_used(plan, "backward") == [
+        "sm90.quantize_grad", "sm90.grouped_wgrad", DGRAD_ACTIVATION, "sm90.quantize_grad", "sm90.grouped_wgrad", DGRAD,
+    ]  # fmt: skip
+    assert all(forms == {"rows": True, "columns": False} for forms in called("quantize_rows"))
+    assert len(called("quantize_rows")) == 3
+    assert not any(value.endswith(":columns") for value in plan.kept)
+    assert "block_scaled_wgrad" not in called()
+
+
+def test_frozen_weights_have_no_gradients():
+    chain = experts()
+    for layer in (chain[0], chain[2]):
+        layer.weight.requires_grad_(False)
+    plan = both_ways(chain, rows(hidden=H), **inputs(scale=False))
+    assert rules_used(plan, "backward") == ["sm90.quantize_grad", DGRAD_ACTIVATION, "sm90.quantize_grad", DGRAD]
+    assert called("block_scaled_gemm_activation_backward")[0]["want_output"] is False
+
+
+@pytest.mark.parametrize("hybrid", [False, True], ids=["e4m3", "hybrid"])
+@pytest.mark.parametrize("power_of_two", [False, True], ids=["fp32", ""])
+def test_formats_of_the_recipe(power_of_two, hybrid):
+    recipe = FP8Block(hybrid=hybrid, power_of_two=power_of_two)
+    both_ways(experts(), rows(hidden=H), recipe, **inputs(scale=False))
+    gradient = torch.float8_e5m2 if hybrid else torch.float8_e4m3fn
+    assert [call["codes"] for call in called("block_scaled_gemm")] == [torch.float8_e4m3fn, gradient]
+    assert called("block_scaled_gemm_activation_backward")[0]["codes"] is gradient
+    assert called("block_scaled_gemm_activation")[0]["quantized"] == Fp8(power_of_two=power_of_two)
+
+
+@pytest.mark.parametrize("scale", [False, True], ids=["", "scale"])
+def test_one_layer(scale):
+    """A scale after it is fused if it is not trained."""
+    layer = fm.Sequential(fm.GroupedLinear(E, H, 48, bias=True, dtype=BF16), *([fm.Scale("probs")] if scale else []))
+    named = inputs(scale=scale, requires_grad=False)
+    plan = both_ways(layer, rows(hidden=H), strict=not scale, **named)
+    assert rules_used(plan, "forward")[-1] == GEMM
+    assert called("block_scaled_gemm")[0]["row_scale"] is scale
+    assert {WGRAD, DGRAD} <= {*rules_used(plan, "backward")}
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
+def test_row_scales_of_other_dtypes(dtype):
+    plan = both_ways(experts(scale=True), rows(hidden=H), **inputs(dtype=dtype))
+    launches = {step.rule: step.launches for step in plan.steps}
+    assert launches[GEMM_ACTIVATION] == 2
+    assert launches[DGRAD_ACTIVATION] == 4  # the product, the scale, and its gradient in two; not that of columns
+
+
+def test_kernel_options():
+    chain = experts(options={"sm_margin": 7, "schedule": "static"})
+    both_ways(chain, rows(hidden=H), **inputs(scale=False))
+    products = [what for name, what in stand_ins.calls if name.startswith("block_scaled")]
+    assert len(products) == 6
+    assert {(what["options"].sm_margin, what["options"].schedule) for what in products} == {(7, "static")}
+
+
+@pytest.mark.parametrize("recipe", ["fp8_block", "fp8_block:wgrad=bf16"])
+def test_a_layer_of_a_model(recipe):
+    """Tokens are quantized through the index of their rows. Nothing runs in plain PyTorch."""
+    layer = fm.MoE(H, I, 4, 2, dtype=BF16)
+    x = torch.randn(9, H, dtype=BF16, requires_grad=True)
+    with fm.recipe(recipe):
+        (plan,) = fm.explain(layer, tokens=9, arch=90).plans
+        with fm.strict():
+            layer(x).sum().backward()
+    assert not plan.unfused
+    wgrads = ["sm90.gathered_wgrad_dy", "sm90.gathered_wgrad_x"] if recipe != "fp8_block" else [WGRAD, WGRAD]
+    assert rules(plan) == [
+        "sm90.router_dispatch", "sm90.gathered_quantize", GEMM_ACTIVATION, GEMM, "sm90.combine",
+        "sm90.gathered_quantize_grad", wgrads[0], DGRAD_ACTIVATION, "sm90.quantize_grad", wgrads[1], DGRAD,
+        "sm90.router_backward",
+    ]  # fmt: skip
+
+
+def test_a_dense_layer_is_unfused_and_says_why():
+    chain = fm.Sequential(fm.Linear(H, 2 * I, dtype=BF16), fm.SwiGLU(), fm.Linear(I, H, dtype=BF16))
+    x = torch.randn(9, H, dtype=BF16, requires_grad=True)
+    with fm.recipe("fp8_block"), fm.strict():  # there is no kernel
+        chain(x).sum().backward()
+    plan = plan_of(chain, x)
+    products = {"0.Linear", "2.Linear", "2.LinearWgrad", "2.LinearDgrad", "0.LinearWgrad", "0.LinearDgrad"}
+    unfused = {step.ops[0]: step.nearest_miss for step in plan.unfused}
+    assert products <= unfused.keys()
+    for op in products:
+        assert unfused[op].rule.startswith("sm90.linear")
+        assert unfused[op].reason.startswith("takes no fp8 e4m3 1")
+        assert unfused[op].reason.endswith(" operands")
+
+
+# ------------------------------------------------------------------------------------------------ other steps unfused
+
+
+@pytest.mark.parametrize("which", ["sm90.quantize", "sm90.quantize_grad", "sm90.quantize_weight", "sm90.*quantize*"])
+def test_scales_of_plain_pytorch_are_copied(which):
+    """Their strides are others than those that the kernels read."""
+    with fm.disabled(which):
+        plan = both_ways(experts(scale=True), rows(hidden=H), **inputs())
+    assert {GEMM_ACTIVATION, GEMM, DGRAD_ACTIVATION, WGRAD, DGRAD} <= {*rules_used(plan)}
+
+
+@pytest.mark.parametrize("which", [GEMM, GEMM_ACTIVATION, DGRAD, DGRAD_ACTIVATION, WGRAD])
+def test_each_rule_may_be_switched_off(which):
+    with fm.disabled(which):
+        plan = both_ways(experts(scale=True), rows(hidden=H), strict=False, **inputs())
+    assert which not in rules_used(plan)
+    assert len({GEMM, GEMM_ACTIVATION, DGRAD, DGRAD_ACTIVATION, WGRAD} & {*rules_used(plan)}) >= 3
+
+
+def test_scales_of_both_operands():
+    found = []
+    good, odd = torch.rand(4, 8).mT[:7], torch.rand(7, 3)
+    assert block_scaled_functions.has_strides(good)
+    run = on_readable_scales(lambda *tensors: found.append(tensors), good, odd)
+    run("a", good, "b", odd, "others")
+    ((a, of_a, b, of_b, others),) = found
+    assert (a, b, others) == ("a", "b", "others")
+    assert of_a is good
+    assert block_scaled_functions.has_strides(of_b)
+    assert torch.equal(of_b, odd)
+
+    def unchanged(*tensors):
+        return tensors
+
+    assert on_readable_scales(unchanged, good, good) is unchanged
+
+
+# ------------------------------------------------------------------------------------------------------ weight cache
+
+
+def train(chain, x, named, passes=1):
+    with fm.recipe("fp8_block"):
+        for _ in range(passes):
+            chain(x, **named).sum().backward()
+
+
+@pytest.mark.parametrize("main_grad", [False, True], ids=["", "main_grad"])
+def test_weights_are_quantized_once_per_optimizer_step(main_grad):
+    chain, x, named = experts(), rows(hidden=H), inputs(scale=False)
+    layers = [chain[0], chain[2]]
+    for layer in layers:
+        layer.accumulate_into_main_grad = main_grad
+        if main_grad:
+            layer.weight.main_grad = torch.zeros(layer.weight.shape)
+    train(chain, x, named, passes=3)  # micro-batches
+    assert called("quantize_weight") == [{"rows": True, "columns": True}] * 2
+    if main_grad:
+        assert [what["accumulate"] for what in called("block_scaled_wgrad")] == [True] * 6
+        assert all(layer.weight.main_grad.any() for layer in layers)
+        with torch.no_grad():
+            for layer in layers:
+                layer.weight.sub_(0.1 * layer.weight.main_grad)
+    else:
+        torch.optim.SGD(chain.parameters(), lr=0.1).step()
+    stand_ins.calls.clear()
+    train(chain, x, named, passes=2)
+    assert called("quantize_weight") == [{"rows": True, "columns": True}] * 2
+
+
+def test_the_gradients_of_micro_batches_add_up_in_main_grad():
+    chain, x, named = experts(), rows(hidden=H), inputs(scale=False)
+    layers = [chain[0], chain[2]]
+    train(chain, x, named)
+    once = [layer.weight.grad.float() for layer in layers]
+    for layer in layers:
+        layer.accumulate_into_main_grad = True
+        layer.weight.main_grad = torch.zeros(layer.weight.shape)
+    train(chain, x, named, passes=2)
+    for layer, want in zip(layers, once, strict=True):
+        assert want.any()
+        assert (layer.weight.main_grad - 2 * want).norm() < 0.01 * want.norm()
+
+
+# ------------------------------------------------------------------------------------------------ must not fuse
+
+
+def odd(across=1, rule=ScaleRule.RCEIL):
+    return Format("odd", E4M3, (across, 128), rule)
+
+
+OPERANDS = {
+    "mxfp8 rows": (
+        mxfp8(), WEIGHT, "no kernel multiplies rows in mxfp8 e4m3 1x32 yet: expected blocks of 1x128 values"
+    ),
+    "rows per row": (
+        fp8_row(), WEIGHT, "no kernel multiplies rows in fp8 e4m3 per-row yet: expected blocks of 1x128 values"
+    ),
+    "e8m0 rows": (odd(), WEIGHT, "no kernel multiplies rows in odd e4m3 1x128 yet: expected fp32 scales"),
+    "e5m2 rows": (fp8_block(E5M2), WEIGHT, "{rows} is e5m2: expected e4m3"),
+    "1x128 weight": (
+        ROWS, ROWS, "no kernel multiplies a weight in fp8 e4m3 1x128 yet: expected blocks of 128x128 values"
+    ),
+    "e8m0 weight": (
+        ROWS, odd(128), "no kernel multiplies a weight in odd e4m3 128x128 yet: expected fp32 scales"
+    ),
+    "e5m2 weight": (ROWS, fp8_block(E5M2, 128), "{weight} is e5m2: expected e4m3"),
+    "rows alone": (ROWS, None, "{weight} is not quantized: expected FP8 operands"),
+    "weight alone": (None, WEIGHT, "{rows} is not quantized: expected FP8 operands"),
+}  # fmt: skip
+NAMES = {
+    GEMM: {"rows": "input", "weight": "fc.weight"},
+    GEMM_ACTIVATION: {"rows": "input", "weight": "fc.weight"},
+    DGRAD: {"rows": "grad_output", "weight": "dgrad.weight"},
+    DGRAD_ACTIVATION: {"rows": "grad_output", "weight": "dgrad.weight"},
+}
+
+
+@pytest.mark.parametrize("which", OPERANDS)
+@pytest.mark.parametrize("rule", NAMES)
+def test_other_operands(rule, which):
+    """They are no miss, since no device has a kernel."""
+    of_rows, of_weight, reason = OPERANDS[which]
+    backward = rule in (DGRAD, DGRAD_ACTIVATION)
+    layer = fm.GroupedLinear(E, I if rule == DGRAD_ACTIVATION else H, 2 * I, dtype=BF16)
+    quantized = (
+        [fm.Quantize(None, weight=of_weight), layer, fm.Quantize(None, backward=of_rows)]
+        if backward
+        else [fm.Quantize(of_rows, weight=of_weight), layer]
+    )
+    if rule == DGRAD_ACTIVATION:
+        chain, x = fm.Sequential(fm.SwiGLU(), *quantized), rows(hidden=2 * I)
+    else:
+        chain, x = fm.Sequential(*quantized, *([fm.SwiGLU()] if rule == GEMM_ACTIVATION else [])), rows(hidden=H)
+    named = inputs(scale=False)
+    if backward and which == "e5m2 rows":  # gradients may be
+        assert rule in rules_used(only_plan(chain, x, **named))
+        return
+    with fm.strict():
+        outcome(chain, x, **named)
+    found, why = status(only_plan(chain, x, **named), rule)
+    assert found is Status.CONSTRAINT
+    assert why == reason.format(**NAMES[rule])
+    assert not [name for name in called() if name.startswith("block_scaled_gemm")]
+
+
+@pytest.mark.parametrize(("hidden", "width"), [(40, 128), (64, 24)])
+def test_widths_that_are_not_a_multiple_of_16(hidden, width):
+    plan = plan_of(experts(fm.SquaredReLU, hidden=hidden, width=width), rows(hidden=hidden), **inputs(scale=False))
+    assert not {GEMM, GEMM_ACTIVATION, DGRAD, DGRAD_ACTIVATION, WGRAD} & {*rules_used(plan)}
+    first, last = ("in_features", "out_features") if hidden == 40 else ("out_features", "in_features")
+    number = 40 if hidden == 40 else 24
+    assert status(plan, GEMM_ACTIVATION) == (Status.CONSTRAINT, f"{first} {number} is not a multiple of 16")
+    assert status(plan, DGRAD_ACTIVATION) == (Status.CONSTRAINT, f"{last} {number} is not a multiple of 16")
+    assert status(plan, GEMM, start=4)[1] == f"{last} {number} is not a multiple of 16"
+    with fm.recipe("fp8_block"), fm.strict(), pytest.raises(FusionError, match="is not a multiple of 16"):
+        experts(hidden=hidden, width=width)(rows(hidden=hidden), **inputs(scale=False))
+
+
+def test_half_of_the_features_has_whole_blocks():
+    chain, x, named = experts(width=48), rows(hidden=H), inputs(scale=False)
+    plan = plan_of(chain, x, **named)
+    reason = "half of out_features 48 is not a multiple of 128"
+    assert status(plan, GEMM_ACTIVATION) == (Status.CONSTRAINT, reason)
+    assert rules(plan) == ["sm90.quantize", GEMM, None, "sm90.quantize", GEMM, *BACKWARD]
+    with fm.recipe("fp8_block"), fm.strict(), pytest.raises(FusionError, match=f"1.SwiGLU: {GEMM_ACTIVATION}: .*48"):
+        chain(x, **named)
+    both_ways(chain, x, strict=False, **named)
+    both_ways(experts(fm.SquaredReLU, width=48), x, **named)  # not gated
+
+
+def test_interleaved_gate_and_up():
+    """Only the derivative takes them."""
+    chain, x, named = experts(interleaved=True), rows(hidden=H), inputs(scale=False)
+    plan = both_ways(chain, x, strict=False, **named)
+    reason = "interleaved gate and up: expected a weight with the rows [gate | up]"
+    assert status(plan, GEMM_ACTIVATION) == (Status.CONSTRAINT, reason)
+    assert rules(plan) == ["sm90.quantize", GEMM, None, "sm90.quantize", GEMM, *BACKWARD]
+    with fm.recipe("fp8_block"), fm.strict(), pytest.raises(FusionError, match=f"1.SwiGLU: {GEMM_ACTIVATION}: .*inter"):
+        chain(x, **named)
+
+
+def test_a_lower_bound_on_amax():
+    """The result is then quantized by a step of its own."""
+    recipe = FP8Block(amax_epsilon=1e-3)
+    chain, x, named = experts(), rows(hidden=H), inputs(scale=False)
+    plan = both_ways(chain, x, recipe, strict=False, **named)
+    assert rules(plan)[:4] == ["sm90.quantize", GEMM_ACTIVATION, "sm90.quantize", GEMM]
+    (reason,) = {a.reason for a in plan.attempts if a.rule == GEMM_ACTIVATION and a.status is Status.CONSTRAINT}
+    assert reason == "amax_epsilon 0.001: the epilogue has no lower bound on amax"
+    assert called("block_scaled_gemm_activation")[0]["quantized"] is None
+
+
+@pytest.mark.parametrize(("format", "reason"), [
+    (mxfp8(), "no kernel quantizes to mxfp8 e4m3 1x32 yet: expected blocks of 1x128 values"),
+    (odd(), "no kernel quantizes to odd e4m3 1x128 yet: expected fp32 scales"),
+])  # fmt: skip
+def test_other_formats_of_the_result(format, reason):
+    """The product and the activation are fused all the same; the result is quantized by another step."""
+    chain = fm.Sequential(
+        fm.Quantize(ROWS, weight=WEIGHT), fm.GroupedLinear(E, H, 2 * I, dtype=BF16), fm.SwiGLU(), fm.Quantize(format)
+    )
+    x, named = rows(hidden=H), inputs(scale=False)
+    plan = only_plan(chain, x, **named)
+    assert GEMM_ACTIVATION in rules_used(plan)
+    assert reason in {a.reason for a in plan.attempts if a.rule == GEMM_ACTIVATION}
+    outcome(chain, x, **named)
+    assert called("block_scaled_gemm_activation")[0]["quantized"] is None
+
+
+def test_other_formats_of_the_recomputed_input():
+    """The input of the last layer, by columns."""
+    chain = fm.Sequential(
+        fm.SwiGLU(), fm.Quantize(mxfp8(), weight=WEIGHT), fm.GroupedLinear(E, I, H, dtype=BF16),
+        fm.Quantize(None, backward=ROWS),
+    )  # fmt: skip
+    plan = only_plan(chain, rows(hidden=2 * I), **inputs(scale=False))
+    reason = "no kernel quantizes to mxfp8 e4m3 1x32 yet: expected blocks of 1x128 values"
+    assert status(plan, DGRAD_ACTIVATION) == (Status.CONSTRAINT, reason)
+    assert DGRAD in rules_used(plan)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_other_dtypes(dtype):
+    chain, x, named = experts(bias=True, dtype=dtype), rows(dtype=dtype, hidden=H), inputs(scale=False)
+    plan = plan_of(chain, x, **named)
+    for rule, operand in ((GEMM, "input"), (GEMM_ACTIVATION, "input"), (DGRAD, "grad_output")):
+        reason = f"{operand} is {dtype}: products of FP8 operands are bfloat16".replace("torch.", "")
+        assert status(plan, rule) == (Status.CONSTRAINT, reason)
+    assert status(plan, DGRAD_ACTIVATION)[1].startswith("grad_output is float")
+    assert {GEMM, GEMM_ACTIVATION, DGRAD, DGRAD_ACTIVATION}.isdisjoint(rules_used(plan))
+    outcome(chain, x, **named)
+
+
+def test_a_row_scale_of_fp64():
+    chain, x, named = experts(scale=True), rows(hidden=H), inputs(dtype=torch.float64)
+    plan = both_ways(chain, x, strict=False, **named)
+    reason = "the row scale is float64, not float32, bfloat16 or float16: convert it"
+    assert reason in {a.reason for a in plan.attempts if a.rule == GEMM_ACTIVATION}
+    assert status(plan, DGRAD_ACTIVATION) == (Status.CONSTRAINT, reason)
+    after = fm.Sequential(fm.GroupedLinear(E, H, I, dtype=BF16), fm.Scale("probs"))
+    frozen = inputs(dtype=torch.float64, requires_grad=False)
+    plan = plan_of(after, x, **frozen)
+    assert reason in {a.reason for a in plan.attempts if a.rule == GEMM}
+    assert GEMM in rules_used(plan)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["before an activation", "last"])
+def test_a_bias_that_is_not_contiguous(first):
+    chain, x, named = experts(bias=True), rows(hidden=H), inputs(scale=False)
+    layer = chain[0] if first else chain[2]
+    layer.bias = torch.nn.Parameter(layer.bias.detach().mT.contiguous().mT)
+    both_ways(chain, x, strict=False, **named)
+    with fm.recipe("fp8_block"), fm.strict(), pytest.raises(FusionError, match="the bias is not contiguous"):
+        chain(x, **named)
+
+
+def test_codes_that_tma_cannot_read():
+    good = torch.zeros(8, 64, dtype=torch.uint8)
+    guard_codes(good, good[None])
+    around = torch.zeros(8, 72, dtype=torch.uint8)
+    for codes in (around[:, :64], around.flatten()[8 : 8 + 512].view(8, 64), good.mT, good[:1].expand(8, 64)):
+        with pytest.raises(Declined, match=r"codes have strides \(.*\): expected rows of a multiple of 16 bytes"):
+            guard_codes(good, codes)
+    with pytest.raises(NothingToDo, match="no rows"):
+        guard_codes(good[:0], good)
+
+
+def test_no_rows():
+    chain, x = experts(), torch.empty(0, H, dtype=BF16, requires_grad=True)
+    with fm.recipe("fp8_block"), fm.strict():
+        chain(x, splits=torch.zeros(E, dtype=torch.int64)).sum().backward()
+    assert not [name for name in called() if name.startswith("block_scaled")]
+
+
+def test_a_hadamard_rotation_of_columns():
+    """Products by rows do not rotate. No kernel recomputes rotated columns."""
+    rotated = Quantizer(ROWS, hadamard=True)
+    chain = fm.Sequential(
+        fm.SwiGLU(), fm.Quantize(rotated, weight=WEIGHT), fm.GroupedLinear(E, I, H, dtype=BF16),
+        fm.Quantize(None, backward=rotated),
+    )  # fmt: skip
+    x, named = rows(hidden=2 * I), inputs(scale=False)
+    with fm.disabled("*"):
+        expected = outcome(chain, x, **named)
+    fm.clear_weight_cache(chain)
+    with fm.strict():
+        got = outcome(chain, x, **named)
+    for name, want in expected.items():
+        assert want.any()
+        assert (got[name].double() - want.double()).norm() < 0.06 * want.double().norm(), name
+    plan = only_plan(chain, x, **named)
+    assert status(plan, DGRAD_ACTIVATION) == (
+        Status.CONSTRAINT, "dgrad.input:columns is rotated: expected hadamard=False",
+    )  # fmt: skip
+    assert GEMM in rules_used(plan)
+
+
+def test_other_architectures():
+    x, named = rows(hidden=H), inputs(scale=False)
+    with fm.recipe("fp8_block"):
+        (plan,) = experts().explain(x, arch=100, **named).plans
+    assert not plan.fused
+    for rule in (GEMM, GEMM_ACTIVATION, DGRAD, DGRAD_ACTIVATION, WGRAD):
+        assert status(plan, rule) == (
+            Status.UNAVAILABLE, "needs an sm_90 GPU; there are no kernels for sm_100 yet",
+        )  # fmt: skip
