@@ -161,6 +161,8 @@ class Case(NamedTuple):
     run: Callable[[KernelOptions], tuple[Tensor, ...]]
     want: tuple[Tensor, ...]
     exact: bool
+    offsets: Tensor
+    weight: Operand
 
     def check(self, options=DEFAULT):
         with nan_in_new_tensors():
@@ -191,7 +193,7 @@ def plain(splits=SPLITS, tail=TAIL, n=N, k=K, *, dtype="e4m3", biased=False, sca
 
     y = padded(scaled(product(x.values, w.values, splits, bias), row_scale), tail)
     assert not sum(splits) or y.count_nonzero() > 0.5 * sum(splits) * n, "zeros would pass"
-    return Case(run, (y,), exact)
+    return Case(run, (y,), exact, offsets, w)
 
 
 def activation(
@@ -214,7 +216,7 @@ def activation(
     y = scaled(act(a, p.to(BF16).double()), row_scale)
     assert not sum(splits) or y.count_nonzero() > 0.2 * y.numel(), "zeros would pass"
     want = padded(y, tail), padded(p, tail)
-    return Case(run, want[1:] if exact else want[: 1 + keep], exact)
+    return Case(run, want[1:] if exact else want[: 1 + keep], exact, offsets, w)
 
 
 def derivative(
@@ -241,7 +243,7 @@ def derivative(
     y = y.detach()
     want = [grad, *([scaled(y, row_scale)] if keep else []), *([(d * y).sum(1)] if gradient else [])]
     assert not sum(splits) or all(t.count_nonzero() > 0.2 * t.numel() for t in want), "zeros would pass"
-    return Case(run, tuple(padded(t, tail) for t in want), exact=False)
+    return Case(run, tuple(padded(t, tail) for t in want), False, offsets, w)
 
 
 FAMILIES = {"plain": plain, "activation": activation, "derivative": derivative}
@@ -706,15 +708,13 @@ def test_a_graph_follows_the_splits(family, schedule):
     make, options = FAMILIES[family], KernelOptions(schedule=schedule)
     splits, others = (5, 0, 300, 7), [(0, 0, 0, 312), (312, 0, 0, 0), (100, 101, 102, 9), (0, 1, 2, 3), (0, 0, 0, 0)]
     case = make(splits, 0, 128, 272)
-    offsets = case.run.__closure__[case.run.__code__.co_freevars.index("offsets")].cell_contents
-    weight = case.run.__closure__[case.run.__code__.co_freevars.index("w")].cell_contents
-    weight.codes[1].copy_(weight.codes[0])
-    weight.scale[1].copy_(weight.scale[0])
+    case.weight.codes[1].copy_(case.weight.codes[0])
+    case.weight.scale[1].copy_(case.weight.scale[0])
     case.run(options)
     results = []
     graph = capture(lambda: results.append(case.run(options)))
     for now in (splits, *others):
-        offsets.copy_(offsets_of(now))
+        case.offsets.copy_(offsets_of(now))
         for t in results[-1]:
             t.view(torch.uint8).fill_(0xFF)
         graph.replay()

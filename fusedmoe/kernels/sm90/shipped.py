@@ -9,13 +9,15 @@ import itertools
 from typing import TYPE_CHECKING
 
 from fusedmoe.kernels.activation import Activation
+from fusedmoe.kernels.sm90.block_scaled import BlockScaledRaggedM
 from fusedmoe.kernels.sm90.block_scaled_k import BlockScaledRaggedK
 from fusedmoe.kernels.sm90.choice import CANDIDATES, PP_192, WGRADS
-from fusedmoe.kernels.sm90.epilogues import PLAIN_FP32, activation, derivative
+from fusedmoe.kernels.sm90.epilogues import PLAIN, PLAIN_FP32, activation, derivative
 from fusedmoe.kernels.sm90.functions import heavy
 from fusedmoe.kernels.sm90.parts import Parts, SumParts
 from fusedmoe.kernels.sm90.promotion import PromotedRaggedK, PromotedRaggedM
 from fusedmoe.kernels.sm90.quantize import QuantizeRows, QuantizeWeight
+from fusedmoe.kernels.sm90.quantized import RowCodes
 from fusedmoe.kernels.sm90.ragged_k import RaggedK
 from fusedmoe.kernels.sm90.ragged_m import RaggedM
 from fusedmoe.kernels.sm90.route import Route
@@ -93,6 +95,14 @@ def shipped() -> tuple[Kernel, ...]:
     for columns in (True, False):
         kernels.append(QuantizeRows("bf16", "e4m3", True, columns, True, False))  # of dense layers
         kernels.append(QuantizeWeight("bf16", "e4m3", True, columns, True))
+    for config in CANDIDATES["fp8_plain"]:
+        kernels += [BlockScaledRaggedM(element, config, epilogue=PLAIN) for element in ("e4m3", "e5m2")]
+    for config, keep, codes in itertools.product(CANDIDATES["fp8_activation"], (True, False), (RowCodes(), None)):
+        epilogue = activation("swiglu", keep=keep, result=codes)
+        kernels.append(BlockScaledRaggedM("e4m3", config, epilogue=epilogue))
+    for config, keep, scaled in itertools.product(CANDIDATES["fp8_derivative"], (True, False), (True, False)):
+        epilogue = derivative("swiglu", keep=keep, row_scale=scaled)
+        kernels.append(BlockScaledRaggedM("e4m3", config, epilogue=epilogue))
     for config in CANDIDATES["fp8_wgrad"]:
         kernels.append(BlockScaledRaggedK("e4m3", config))
         kernels.append(BlockScaledRaggedK("e4m3", config, out="fp32", accumulate=True))

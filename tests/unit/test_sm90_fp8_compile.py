@@ -1,0 +1,119 @@
+"""The ragged M products of FP8 codes compile for sm_90a without a GPU: tensor cores at work, no spills."""
+
+import itertools
+
+import pytest
+
+pytest.importorskip("cutlass")
+
+from test_sm90_compile import REGISTERS, compile_and_disassemble, tool
+
+from fusedmoe.kernels.shipped import shipped
+from fusedmoe.kernels.sm90.block_scaled import BlockScaledRaggedM
+from fusedmoe.kernels.sm90.choice import CANDIDATES, CO_128, CO_256, CO_256_ROWS, PP_128
+from fusedmoe.kernels.sm90.config import BARRIER_BYTES, SMEM_BYTES, TileConfig
+from fusedmoe.kernels.sm90.epilogues import PLAIN, activation, derivative
+from fusedmoe.kernels.sm90.quantized import RowCodes
+
+CODES = RowCodes()
+KINDS = ("swiglu", "geglu_tanh", "geglu_erf", "reglu", "squared_relu")
+
+
+def products():
+    """All kernels that `choose` may pick, except for formats of results and clamped kinds other than SwiGLU."""
+    for dtype, config in itertools.product(("e4m3", "e5m2"), CANDIDATES["fp8_plain"]):
+        yield BlockScaledRaggedM(dtype, config, epilogue=PLAIN)
+    for config, keep, codes in itertools.product(CANDIDATES["fp8_activation"], (True, False), (None, CODES)):
+        for kind, clamped in (*((kind, False) for kind in KINDS), ("swiglu", True)):
+            yield BlockScaledRaggedM(
+                "e4m3", config, epilogue=activation(kind, clamped=clamped, keep=keep, result=codes)
+            )
+    for codes in (RowCodes("e5m2"), RowCodes(power_of_two=False)):
+        yield BlockScaledRaggedM("e4m3", CO_256, epilogue=activation("swiglu", keep=True, result=codes))
+    for config, keep, scaled in itertools.product(CANDIDATES["fp8_derivative"], (True, False), (True, False)):
+        for kind, shape in (*((kind, {}) for kind in KINDS), ("swiglu", {"clamped": True, "interleaved": True})):
+            yield BlockScaledRaggedM("e4m3", config, epilogue=derivative(kind, keep=keep, row_scale=scaled, **shape))
+    yield BlockScaledRaggedM("e5m2", CO_256_ROWS, epilogue=derivative("swiglu", keep=True, row_scale=True))
+
+
+KERNELS = list(products())
+COVERING = [
+    BlockScaledRaggedM("e5m2", CO_256, epilogue=PLAIN),
+    BlockScaledRaggedM("e4m3", CO_256, epilogue=activation("swiglu", keep=True, result=CODES)),
+    BlockScaledRaggedM("e4m3", CO_256_ROWS, epilogue=derivative("swiglu", keep=True, row_scale=True)),
+    BlockScaledRaggedM("e4m3", CO_128, epilogue=derivative("swiglu", keep=True, row_scale=True)),
+]
+# The derivative of 256 x 128 elements is unrolled: twice as long as that of 128 x 128. See `choice.CANDIDATES` for the
+# number of instructions from which on a kernel is slower.
+MOST_INSTRUCTIONS = 6700
+OF_HEAVY = {"geglu_tanh": 7400, "geglu_erf": 8700}
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [*COVERING, *(pytest.param(k, marks=pytest.mark.slow) for k in KERNELS if k not in COVERING)],
+    ids=lambda k: k.symbol,
+)
+def test_compiles_for_hopper(kernel):
+    report = compile_and_disassemble(kernel, tool("nvdisasm"), tool("cuobjdump"))
+    code = report.opcodes
+
+    def starting(prefix):
+        return [opcode for opcode in code if opcode.startswith(prefix)]
+
+    assert not starting(("STL", "LDL"))
+    assert not report.stack_bytes
+    assert report.registers <= REGISTERS
+    assert len(code) <= OF_HEAVY.get(kernel.epilogue.formula.kind, MOST_INSTRUCTIONS)
+
+    config = kernel.config
+    waves = config.tile_m * config.tile_n // (2 * 64 * 128)  # of a warpgroup, for each stage
+    assert starting("QGMMA")
+    types = f"{kernel.dtype.upper()}.E4M3"
+    assert starting("QGMMA") == [f"QGMMA.64x128x32.F32.{types}"] * (4 * waves)
+    assert not starting("HGMMA")
+    assert len(starting("WARPGROUP.DEPBAR")) == 2 * waves  # ptxas adds more if it serializes the products
+    rounded = [opcode for opcode in code if ".SATFINITE.E" in opcode]  # two values to codes at once
+    per_thread = 64 * 128 // 128
+    with_codes = any(isinstance(output, RowCodes) for output in kernel.epilogue.outputs)
+    blocks = config.tile_m * config.tile_n // (2 * kernel.epilogue.formula.accumulators * 64 * 128)
+    assert len(rounded) == (blocks * per_thread // 2 if with_codes else 0)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.symbol)
+def test_fits_an_sm_with_a_deep_enough_ring(kernel):
+    assert kernel.smem_bytes + BARRIER_BYTES <= SMEM_BYTES
+    assert kernel.stages >= (3 if kernel.epilogue.formula.derivative else 4)
+
+
+def test_symbols_tell_the_kernels_apart():
+    assert len({kernel.symbol for kernel in KERNELS}) == len({*KERNELS}) == len(KERNELS)
+
+
+def test_every_candidate_is_shipped():
+    wanted = {BlockScaledRaggedM("e4m3", config, epilogue=PLAIN) for config in CANDIDATES["fp8_plain"]}
+    for config, keep, codes in itertools.product(CANDIDATES["fp8_activation"], (True, False), (None, CODES)):
+        wanted.add(BlockScaledRaggedM("e4m3", config, epilogue=activation("swiglu", keep=keep, result=codes)))
+    for config, keep, scaled in itertools.product(CANDIDATES["fp8_derivative"], (True, False), (True, False)):
+        wanted.add(BlockScaledRaggedM("e4m3", config, epilogue=derivative("swiglu", keep=keep, row_scale=scaled)))
+    assert len(wanted) == 2 + 4 + 8
+    assert wanted <= {*shipped("sm_90a")}
+
+
+@pytest.mark.parametrize(
+    ("config", "epilogue", "most"),
+    [
+        (PP_128, PLAIN, 128),
+        (TileConfig(128, 192, 2, 1, pingpong=False), PLAIN, 128),
+        (CO_128, activation("swiglu"), 256),
+    ],
+    ids=["pingpong", "128x192", "half a block of gate"],
+)
+def test_tiles_are_cooperative_and_have_whole_blocks(config, epilogue, most):
+    with pytest.raises(ValueError, match=rf"tiles of a multiple of {most} columns, got .* and {config.name}"):
+        BlockScaledRaggedM("e4m3", config, epilogue=epilogue)
+
+
+def test_weights_have_unit_stride_along_k():
+    with pytest.raises(ValueError, match=r"expected a K-major weight .* got b_major 'n'"):
+        BlockScaledRaggedM("e4m3", CO_256, b_major="n", epilogue=PLAIN)
