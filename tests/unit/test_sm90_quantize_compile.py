@@ -99,19 +99,19 @@ def test_magnitudes_and_dequantized_values_compile_for_hopper(kernel, instructio
         assert {*starting(code, "STG")} == {"STG.E.128"}
 
 
-def test_three_ctas_fit_an_sm(monkeypatch):
+def test_three_ctas_fit_an_sm(monkeypatch, tmp_path):
     """By registers: ptxas has to keep to the bound, or the loads in flight would be a third less."""
     kernel = ROWS[-1]
-    found = re.findall(r"\.minnctapersm (\d+)", _ptx(kernel, monkeypatch))
+    found = re.findall(r"\.minnctapersm (\d+)", _ptx(kernel, monkeypatch, tmp_path))
     assert found == [str(CTAS_PER_SM)]
     assert REGISTERS_PER_SM // (CTAS_PER_SM * THREADS) >= 80
 
 
-def _ptx(kernel, monkeypatch):
+def _ptx(kernel, monkeypatch, folder):
     import cutlass.cute as cute
 
-    plain = cute.compile
-    monkeypatch.setattr(cute, "compile", lambda *a, options, **k: plain(*a, options=f"{options} --keep-ptx", **k))
+    plain, keep = cute.compile, f"--keep-ptx --dump-dir {folder}"
+    monkeypatch.setattr(cute, "compile", lambda *a, options, **k: plain(*a, options=f"{options} {keep}", **k))
     return kernel.compile().__ptx__
 
 
