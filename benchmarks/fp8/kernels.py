@@ -45,7 +45,8 @@ def needed() -> list[Kernel]:
         kernels.append(BlockScaledRaggedK("e4m3", config, out="bf16"))
         kernels.append(BlockScaledRaggedK("e4m3", config, out="fp32", accumulate=True))
     kernels.append(QuantizeRows("bf16", "e4m3", False, True, True, True, False))
-    return kernels + [kernel for kernel in shipped() if not _OTHERS.search(kernel.symbol)]
+    kernels += [kernel for kernel in shipped() if not _OTHERS.search(kernel.symbol)]
+    return list({kernel.symbol: kernel for kernel in kernels}.values())  # most of the former are shipped too
 
 
 def compile_ahead() -> dict[str, Any]:
