@@ -134,6 +134,32 @@ def rows_of_tile(offsets, tile, rows, lane, size: cutlass.Constexpr[int]):
 # ------------------------------------------------------------------------------------------------------------ tiles
 
 
+@cute.jit
+def load_tile(x, index, first, valid, vector):
+    """A thread's values: a vector of 8 columns of each row of its strip; zeros after ``valid`` rows of the tile.
+
+    ``index`` has the row of ``x`` for each row, if rows are gathered.
+    """
+    thread, _, _ = cute.arch.thread_idx()
+    strip = thread // GROUPS * STRIP
+    vectors = x.shape[1] // VECTOR
+    values = [cute.make_rmem_tensor((VECTOR,), x.element_type) for _ in range(STRIP)]
+    if valid > 0:
+        # rows and columns outside of the matrix load others: in a branch, the warp would wait for each load
+        inside = cutlass.min(vector, vectors - 1)
+        numbers = [first + cutlass.min(strip + i, valid - 1) for i in range(STRIP)]
+        if const_expr(index is not None):
+            numbers = [index[number] for number in numbers]
+        for i in cutlass.range_constexpr(STRIP):
+            at = cute.local_tile(x[numbers[i], None], (VECTOR,), (inside,))
+            cute.autovec_copy(at, values[i], l1c_evict_priority=CacheEvictionPriority.NO_ALLOCATE)
+    if strip + STRIP > valid or vector >= vectors:
+        for i in cutlass.range_constexpr(STRIP):
+            if strip + i >= valid or vector >= vectors:
+                values[i].fill(0.0)
+    return values
+
+
 @dataclass(frozen=True)
 class _Tiles(WarpKernel):
     """What tiles of rows and tiles of weights have in common."""
@@ -158,31 +184,6 @@ class _Tiles(WarpKernel):
         codes = cute.make_rmem_tensor((VECTOR,), CODES[self.element])
         codes.store((values * factors).to(CODES[self.element]))
         return codes
-
-    @cute.jit
-    def loaded(self, x, index, first, valid, vector):
-        """A thread's values: a vector of 8 columns of each row of its strip; zeros after ``valid`` rows of the tile.
-
-        ``index`` has the row of ``x`` for each row, if rows are gathered.
-        """
-        thread, _, _ = cute.arch.thread_idx()
-        strip = thread // GROUPS * STRIP
-        vectors = x.shape[1] // VECTOR
-        values = [cute.make_rmem_tensor((VECTOR,), x.element_type) for _ in range(STRIP)]
-        if valid > 0:
-            # rows and columns outside of the matrix load others: in a branch, the warp would wait for each load
-            inside = cutlass.min(vector, vectors - 1)
-            numbers = [first + cutlass.min(strip + i, valid - 1) for i in range(STRIP)]
-            if const_expr(index is not None):
-                numbers = [index[number] for number in numbers]
-            for i in cutlass.range_constexpr(STRIP):
-                at = cute.local_tile(x[numbers[i], None], (VECTOR,), (inside,))
-                cute.autovec_copy(at, values[i], l1c_evict_priority=CacheEvictionPriority.NO_ALLOCATE)
-        if strip + STRIP > valid or vector >= vectors:
-            for i in cutlass.range_constexpr(STRIP):
-                if strip + i >= valid or vector >= vectors:
-                    values[i].fill(0.0)
-        return values
 
     @cute.jit
     def largest(self, values):
@@ -307,7 +308,7 @@ class QuantizeRows(_Tiles):
         smem = SmemAllocator()
 
         first, valid, present = self.where(offsets, tile, rows, lane)
-        values = self.loaded(x, index if const_expr(self.gathered) else None, first, valid, vector)
+        values = load_tile(x, index if const_expr(self.gathered) else None, first, valid, vector)
         of_rows, of_columns = self.largest(values)
 
         if const_expr(self.rows):
@@ -435,7 +436,7 @@ class QuantizeWeight(_Tiles):
         smem = SmemAllocator()
         s_amax = smem.allocate_tensor(Int32, cute.make_layout((WARPS,)), 16)
 
-        values = self.loaded(weight[expert, None, None], None, first, valid, vector)
+        values = load_tile(weight[expert, None, None], None, first, valid, vector)
         of_rows, _ = self.largest(values)
         encode, stored = self.encode_block(of_rows, s_amax, least)
         if const_expr(self.rows):

@@ -22,7 +22,6 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import CacheEvictionPriority
 from cutlass.memory import SmemAllocator
 
 from fusedmoe.kernels.narrow import Narrow
@@ -47,6 +46,7 @@ from fusedmoe.kernels.sm90.quantize import (
     UNIT,
     WORDS,
     largest_magnitudes,
+    load_tile,
     rows_of_tile,
 )
 from fusedmoe.kernels.sm90.warps import ELEMENTS, VECTOR, WarpKernel, fake_vector
@@ -188,31 +188,6 @@ class _Tiles(WarpKernel):
         return first, valid, present, expert
 
     @cute.jit
-    def loaded(self, x, index, first, valid, vector):
-        """A thread's values: a vector of 8 columns of each row of its strip; zeros after ``valid`` rows of the tile.
-
-        ``index`` has the row of ``x`` for each row, if rows are gathered.
-        """
-        thread, _, _ = cute.arch.thread_idx()
-        strip = thread // GROUPS * STRIP
-        vectors = x.shape[1] // VECTOR
-        values = [cute.make_rmem_tensor((VECTOR,), x.element_type) for _ in range(STRIP)]
-        if valid > 0:
-            # rows and columns outside of the matrix load others: in a branch, the warp would wait for each load
-            inside = cutlass.min(vector, vectors - 1)
-            numbers = [first + cutlass.min(strip + i, valid - 1) for i in range(STRIP)]
-            if const_expr(index is not None):
-                numbers = [index[number] for number in numbers]
-            for i in cutlass.range_constexpr(STRIP):
-                at = cute.local_tile(x[numbers[i], None], (VECTOR,), (inside,))
-                cute.autovec_copy(at, values[i], l1c_evict_priority=CacheEvictionPriority.NO_ALLOCATE)
-        if strip + STRIP > valid or vector >= vectors:
-            for i in cutlass.range_constexpr(STRIP):
-                if strip + i >= valid or vector >= vectors:
-                    values[i].fill(0.0)
-        return values
-
-    @cute.jit
     def turned(self, values):
         """The values as bf16, rotated in tiles of 16 rows: those of this strip and of the warp's other one."""
         lane = cute.arch.lane_idx()
@@ -325,7 +300,7 @@ class QuantizeFormat(_Tiles):
         if const_expr(not self.sorted):
             expert = matrix
         source = x[matrix, None, None]
-        values = self.loaded(source, index if const_expr(self.gathered) else None, first, valid, vector)
+        values = load_tile(source, index if const_expr(self.gathered) else None, first, valid, vector)
         of_rows, of_columns, signs = largest_magnitudes(values, self.bias)
         self.end_infinities(values, signs)
         if const_expr(self.format.square):
@@ -623,7 +598,7 @@ class Magnitudes(_Tiles):
         if const_expr(not self.sorted):
             expert = matrix
         source = x[matrix, None, None]
-        values = self.loaded(source, index if const_expr(self.gathered) else None, first, valid, vector)
+        values = load_tile(source, index if const_expr(self.gathered) else None, first, valid, vector)
         of_pairs, of_words, _ = largest_magnitudes(values, FINITE_BIAS[self.dtype])
         if const_expr(self.of_rows):
             for pair in cutlass.range_constexpr(STRIP // 2):
