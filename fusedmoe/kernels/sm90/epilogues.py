@@ -22,6 +22,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from fusedmoe.kernels.sm90 import formulas
+from fusedmoe.kernels.sm90.codes import fp32_pair
 from fusedmoe.kernels.sm90.config import EPILOGUE_COLUMNS
 from fusedmoe.kernels.sm90.gemm import VALUES, Consumer
 from fusedmoe.kernels.sm90.tiles import Tile
@@ -180,7 +181,9 @@ class Forward(Formula):
             parts.append(self.add_bias([block.acc[at + v] for v in range(VALUES)], block, env, box_column, part))
         if kernel.rounds:
             parts = [kernel.packed(part) for part in parts]
-        gates, ups = ([part[v].to(Float32) for v in range(VALUES)] for part in (parts[0], parts[-1]))
+            gates, ups = (unpacked(part) for part in (parts[0], parts[-1]))
+        else:
+            gates, ups = parts[0], parts[-1]
         columns = None
         if self.interleaved:
             # (half of the rows, box, group of 8 columns): gate and up are neighbours, and so are their results
@@ -256,6 +259,12 @@ class Backward(Formula):
                 source = pairs.partition_S(block.consumer.boxes)[None, None, None, kernel.read_box(here.index, box)]
                 cute.copy(pairs, source, cute.make_tensor(r_in.iterator + box * VALUES, cute.make_layout(source.shape)))
         return r_in
+
+
+def unpacked(values):
+    """The fp32 values of a register tensor of bf16, by pairs: ptxas rounds single values at a fraction of that rate."""
+    words = cute.recast_tensor(values, Int32)
+    return [value for w in range(cute.size(words)) for value in fp32_pair(words[w], cutlass.BFloat16)]
 
 
 def pair_box(v: int) -> int:
