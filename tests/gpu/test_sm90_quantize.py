@@ -8,7 +8,7 @@ from poison import nan_in_new_tensors
 from fusedmoe.formats import E4M3, E5M2, fp8_block, quantize
 from fusedmoe.formats.groups import padded_rows
 from fusedmoe.kernels.fp8 import Fp8
-from fusedmoe.kernels.sm90.quantize_functions import bind_quantize_rows, bind_quantize_weight
+from fusedmoe.kernels.sm90.quantize_functions import TOKEN_READERS, bind_quantize_rows, bind_quantize_weight
 
 pytestmark = needs_hopper
 
@@ -160,6 +160,23 @@ def test_rows_through_an_index(device, form):
     index = torch.randint(0, 70, (210,), device=device, dtype=torch.int32, generator=generator)
     check_rows(tokens, FORMATS["e4m3"], None, form, index)
     check_rows(tokens, FORMATS["e4m3"], offsets_of([0, 140, 5, 0, 50], device), form, index)
+
+
+@pytest.mark.parametrize("columns", [16, 1056])
+@pytest.mark.parametrize("kind", SPLITS)
+def test_codes_of_tokens_are_copied(device, kind, columns):
+    """Row codes of rows that share tokens. An index past the tokens is not read in the tail, whose codes are zeros."""
+    used, offsets = sum(SPLITS[kind]), offsets_of(SPLITS[kind], device)
+    index = torch.full((used + 13,), 1 << 30, dtype=torch.int32, device=device)
+    tokens = values(index.shape[0] // TOKEN_READERS, columns, BF16, device)
+    index[:used] = torch.randint(0, tokens.shape[0], (used,), device=device, dtype=torch.int32)
+    rows = torch.zeros(index.shape[0], columns, dtype=BF16, device=device)
+    rows[:used] = tokens[index[:used]]
+    with nan_in_new_tensors():
+        run = bind_quantize_rows(tokens, FORMATS["e4m3"], offsets, index)
+        found = run(tokens, offsets, index)
+    check(found, [quantize(rows, format_of(FORMATS["e4m3"]), -1, offsets=offsets)])
+    assert used == 0 or bits(found[0][0]).any()
 
 
 @pytest.mark.parametrize("seed", range(4))

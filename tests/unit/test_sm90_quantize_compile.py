@@ -15,6 +15,8 @@ from fusedmoe.kernels.sm90.quantize_functions import bind_quantize_rows, bind_qu
 pytest.importorskip("cutlass")
 
 from fusedmoe.kernels.sm90.dequantize import Dequantize, DequantizeTransposed
+from fusedmoe.kernels.sm90.gather_codes import ROWS as ROWS_PER_WARP
+from fusedmoe.kernels.sm90.gather_codes import GatherCodes
 from fusedmoe.kernels.sm90.quantize import CTAS_PER_SM, STRIP, THREADS, VECTOR, QuantizeRows, QuantizeWeight
 from fusedmoe.kernels.sm90.quantize_formats import Magnitudes, QuantizeFormat
 
@@ -97,6 +99,13 @@ def test_magnitudes_and_dequantized_values_compile_for_hopper(kernel, instructio
         assert starting(code, "LDG.E.NA.128") == ["LDG.E.NA.128"] * STRIP
     else:
         assert {*starting(code, "STG")} == {"STG.E.128"}
+
+
+def test_copies_of_codes_compile_for_hopper(instructions):  # noqa: F811
+    (code,) = instructions(GatherCodes()).values()
+    assert not starting(code, ("STL", "LDL"))
+    moved = [i for i in code if i.startswith(("LDG.E.NA.128", "STG.E.128"))]
+    assert moved == ["LDG.E.NA.128"] * ROWS_PER_WARP + ["STG.E.128"] * ROWS_PER_WARP
 
 
 def test_three_ctas_fit_an_sm(monkeypatch, tmp_path):

@@ -21,7 +21,7 @@ KERNELS = [
 ]  # fmt: skip
 CLASSES = (
     "Offsets", "ColumnSums", "Route", "GatherRows", "SumSlots", "RowDots", "SlotValues", "Choose", "ChooseBackward",
-    "Parts", "SumParts", "SumOnFewSms", "QuantizeRows", "QuantizeWeight", "QuantizeFormat", "Magnitudes",
+    "Parts", "SumParts", "SumOnFewSms", "QuantizeRows", "QuantizeWeight", "GatherCodes", "QuantizeFormat", "Magnitudes",
     "DequantizeTransposed", "Dequantize",
 )  # fmt: skip
 LAUNCH = re.compile(rf"(\w+?)_(?:{'|'.join(CLASSES)})")

@@ -21,6 +21,7 @@ from fusedmoe.kernels.torch.rows import padded_rows
 
 BLOCK = 128
 CODES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+TOKEN_READERS = 2  # rows per token from which on tokens are quantized once, and their codes are copied
 Form = tuple[Tensor, Tensor]
 """Codes and scales."""
 
@@ -35,6 +36,8 @@ def bind_quantize_rows(
     columns: bool = False,
 ) -> Callable[..., tuple[Form, ...]]:
     """Return a function of ``(x, offsets, index)`` that quantizes rows with 1x128 blocks, in one launch.
+
+    Row codes of gathered rows take two launches if several rows read each token: see gather_codes.py.
 
     It serves tensors of the same shapes, dtypes and strides as these. It returns (codes, scale) of the row codes if
     ``rows``, and then those of the column codes if ``columns``:
@@ -58,6 +61,9 @@ def bind_quantize_rows(
         int32, shape (R,), contiguous: row r of the result is ``x[index[r]]``, and ``x`` has any number of rows. It is
         read only for rows that belong to an expert.
     """
+    if index_R is not None and not columns and index_R.shape[0] >= TOKEN_READERS * x_RK.shape[0] > 0:
+        if offsets_E is not None and not format.amax_epsilon:
+            return _bind_quantize_tokens(x_RK, format, index_R)
     columns_of_x = x_RK.shape[1]
     num_rows = x_RK.shape[0] if index_R is None else index_R.shape[0]
     padded = num_rows if offsets_E is None else padded_rows(num_rows, offsets_E.shape[0], BLOCK)
@@ -87,6 +93,23 @@ def bind_quantize_rows(
             index = unread if index_R is None else index_R
             kernel(x_RK, index, offsets, *forms[0], *forms[-1], tiles, num_rows, epsilon)
         return tuple((codes.view(code), scale) for codes, scale in forms)
+
+    return run
+
+
+def _bind_quantize_tokens(x_TK: Tensor, format: Fp8, index_R: Tensor) -> Callable[..., tuple[Form, ...]]:
+    """Return `bind_quantize_rows` for row codes of gathered rows, in two launches: each token is quantized once."""
+    from fusedmoe.kernels.sm90.gather_codes import GatherCodes  # deferred: imports the CuTe DSL
+
+    quantize = bind_quantize_rows(x_TK, format)
+    num_rows, columns = index_R.shape[0], x_TK.shape[1]
+    kernel = load(GatherCodes())
+
+    def run(x_TK: Tensor, offsets_E: Tensor, index_R: Tensor) -> tuple[Form, ...]:
+        ((codes, scale),) = quantize(x_TK)
+        gathered = codes.new_empty(num_rows, columns), scale_like(x_TK, num_rows, columns)
+        kernel(codes.view(torch.uint8), scale, index_R, offsets_E, gathered[0].view(torch.uint8), gathered[1])
+        return (gathered,)
 
     return run
 

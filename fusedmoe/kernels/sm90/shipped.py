@@ -14,6 +14,7 @@ from fusedmoe.kernels.sm90.block_scaled_k import BlockScaledRaggedK
 from fusedmoe.kernels.sm90.choice import CANDIDATES, PP_192, WGRADS
 from fusedmoe.kernels.sm90.epilogues import PLAIN, PLAIN_FP32, activation, derivative
 from fusedmoe.kernels.sm90.functions import heavy
+from fusedmoe.kernels.sm90.gather_codes import GatherCodes
 from fusedmoe.kernels.sm90.parts import Parts, SumParts
 from fusedmoe.kernels.sm90.promotion import PromotedRaggedK, PromotedRaggedM
 from fusedmoe.kernels.sm90.quantize import QuantizeRows, QuantizeWeight
@@ -92,6 +93,7 @@ def shipped() -> tuple[Kernel, ...]:
     # the recipe fp8_block, with gradients in E4M3 or E5M2
     for element, columns, of_tokens in itertools.product(("e4m3", "e5m2"), (True, False), (False, True)):
         kernels.append(QuantizeRows("bf16", element, True, columns, True, True, of_tokens))
+    kernels += [GatherCodes(), *(QuantizeRows("bf16", e, False, True, True, True, True) for e in ("e4m3", "e5m2"))]
     for columns in (True, False):
         kernels.append(QuantizeRows("bf16", "e4m3", True, columns, True, False))  # of dense layers
         kernels.append(QuantizeWeight("bf16", "e4m3", True, columns, True))
