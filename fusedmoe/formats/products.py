@@ -8,7 +8,7 @@ A product multiplies the dequantized operands and accumulates in fp32. It runs i
   10.0: `F.scaled_grouped_mm` multiplies the codes.
 - *emulated in bf16*, for bf16 results on GPUs where `F.grouped_mm` has a bf16 kernel (9.x and 10.x): the operands are
   the codes times their block scales in bf16. This is exact except for fp32 block scales that are not powers of two. The
-  product is rounded to bf16, then multiplied by the scales of rows and tensors.
+  product is rounded to bf16, then multiplied by the scales of rows and tensors. Dense products run in the same way.
 - *emulated in fp32*, in all other cases: the result is rounded once.
 
 If both operands of a weight gradient are rotated, the product is taken in the rotated space, padding included. The
@@ -77,11 +77,16 @@ def grouped_mm_wgrad(dy: Operand, x: Operand, offsets_E: Tensor) -> Tensor:
 
 
 def mm(x: Operand, weight: Operand, weight_axis: int) -> Tensor:
-    """``x @ weight.T`` (weight_axis -1) or ``x @ weight`` (-2): x (..., K); in fp32 if either is quantized."""
+    """``x @ weight.T`` (weight_axis -1) or ``x @ weight`` (-2): x (..., K)."""
     if isinstance(x, Tensor) and isinstance(weight, Tensor):
         return x @ (weight.mT if weight_axis == -1 else weight)
-    a, b = _values(_along(x, -1)), _values(_along(weight, weight_axis))
-    return (a @ (b.mT if weight_axis == -1 else b)).to(x.dtype)
+    x, weight = _along(x, -1), _along(weight, weight_axis)
+    if not _in_bf16(x.dtype, x.device):
+        a, b = _values(x), _values(weight)
+        return (a @ (b.mT if weight_axis == -1 else b)).to(x.dtype)
+    (a, a_factor), (b, b_factor) = _bf16_and_factor(x), _bf16_and_factor(weight)
+    y = _times_dense(a.flatten(0, -2) @ (b.mT if weight_axis == -1 else b), a_factor, b_factor)
+    return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
 def mm_wgrad(dy: Operand, x: Operand) -> Tensor:
@@ -89,9 +94,14 @@ def mm_wgrad(dy: Operand, x: Operand) -> Tensor:
     if isinstance(dy, Tensor) and isinstance(x, Tensor):
         return dy.flatten(0, -2).mT @ x.flatten(0, -2)
     dy, x = _along(dy, -2), _along(x, -2)
-    if isinstance(dy, QuantizedTensor) and isinstance(x, QuantizedTensor) and dy.rotated and _same_layout(dy, x):
-        return (_in_code_layout(dy) @ _in_code_layout(x).mT).to(dy.dtype)
-    return (_values(dy).flatten(0, -2).mT @ _values(x).flatten(0, -2)).to(dy.dtype)
+    dtype = torch.bfloat16 if _in_bf16(dy.dtype, dy.device) else torch.float32
+    if isinstance(dy, QuantizedTensor) and isinstance(x, QuantizedTensor) and _same_layout(dy, x):
+        if dtype is torch.bfloat16 and dy.offsets is None:
+            (dy_NP, dy_factor), (x_KP, x_factor) = dy.split(dtype), x.split(dtype)
+            return _times_dense(dy_NP @ x_KP.mT, dy_factor, x_factor)
+        if dy.rotated:
+            return (_in_code_layout(dy) @ _in_code_layout(x).mT).to(dy.dtype)
+    return (_values(dy, dtype).flatten(0, -2).mT @ _values(x, dtype).flatten(0, -2)).to(dy.dtype)
 
 
 def path(a: Any, b: Any, device: torch.device) -> str:
@@ -204,6 +214,12 @@ def _times(product: Tensor, rows: Tensor | None, columns: Tensor | None, new_axi
     if columns is not None:
         y = y * (columns[:, None] if new_axis else columns)
     return y.to(product.dtype)
+
+
+def _times_dense(product: Tensor, rows: Tensor | None, columns: Tensor | None) -> Tensor:
+    """`_times` for a product without experts, whose factors may have one value."""
+    of_rows = None if rows is None else rows.reshape(-1, 1)
+    return _times(product, of_rows, None if columns is None else columns.reshape(-1), 0)
 
 
 def _native_rows_times(x: QuantizedTensor, weight: QuantizedTensor, offsets_E: Tensor) -> Tensor:
