@@ -31,6 +31,7 @@ from fusedmoe.builtin_rules.sm90.linear import (
 )
 from fusedmoe.builtin_rules.sm90.offsets_from_splits import OffsetsFromSplits
 from fusedmoe.builtin_rules.sm90.quantize import (
+    GatheredQuantizeColumns,
     GatheredQuantizeGradient,
     GatheredQuantizeRows,
     QuantizeGradient,
@@ -73,6 +74,7 @@ BUILTIN: tuple[type[FusionRule], ...] = (
     QuantizeGradient,
     QuantizeWeights,
     GatheredQuantizeRows,
+    GatheredQuantizeColumns,
     GatheredQuantizeGradient,
     Fp8GroupedGemm,
     Fp8GroupedGemmActivation,

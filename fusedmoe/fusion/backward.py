@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from fusedmoe.errors import InputError
+from fusedmoe.formats import QuantizedSpec
 from fusedmoe.fusion.places import Place, glue_place
 from fusedmoe.fusion.steps import Plain
 from fusedmoe.fusion.values import NONE, Form, columns, dequantized, form_specs, forms_of, grad
 from fusedmoe.ops.glue import SumGradients
-from fusedmoe.ops.op import BackwardOp
+from fusedmoe.ops.op import BackwardOp, TensorSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Mapping, Sequence
 
-    from fusedmoe.formats import QuantizedSpec
     from fusedmoe.fusion.graph import Graph
     from fusedmoe.ops.op import SpecLike
 
@@ -80,7 +81,7 @@ class _Builder:
         )
         keys = {a: grad(key) for a, key in self._graph.gradient_of_arguments.items() if a in self._wanted}
         gradients = {a: self._in_form(g, None) for a, g in keys.items() if g in self._contributions}
-        places = [self._place(step, alone) for step in steps]
+        places = self._with_columns_again([self._place(step, alone) for step in steps])
         read = {*gradients.values(), *(v for place in (*places, *sums) for v in place.step.needs)}
         places = [p for p in places if p.item.quantizes is None or self._is_read(p.step.gives[0], read)]
         forms: dict[str, Form] = {}
@@ -147,6 +148,28 @@ class _Builder:
         return Place(
             item=item, names=names, step=plain, node=place.node, values=place.values, gradient_of=place.gradient_of
         )
+
+    def _with_columns_again(self, places: Sequence[Place]) -> list[Place]:
+        """Return the places, each after the step that quantizes the columns that it reads again, from rows of another
+        value that takes fewer bytes than the columns.
+        """
+        gathered = {v: g for place in self._graph.forward for v, g in place.gathers.items()}
+        makers: dict[str, Place] = {}
+        for place in self._graph.forward:
+            rows, made = place.values["input"], columns(place.values["output"])
+            item = place.op.columns_again()
+            if item is not None and rows in gathered and self._nbytes(gathered[rows].source) < self._nbytes(made):
+                makers[made] = replace(self._place(_Step(place, item, (made,)), {}), again=True)
+        found = []
+        for place in places:
+            found += [makers.pop(v) for v in place.step.needs if v in makers]
+            found.append(place)
+        return found
+
+    def _nbytes(self, value: str) -> int:
+        spec = self._specs[value]
+        assert spec is not None
+        return spec.nbytes if isinstance(spec, QuantizedSpec) else TensorSpec(tuple(spec.shape), spec.dtype).nbytes
 
     def _gradient(self, name: str, item: BackwardOp, key: str) -> str:
         """Return the gradient of a value, in the form that the item reads under this name."""

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 # Values of an H100, rounded. Only their ratio matters, since they only rank coverings of the same chain.
 _BYTES_PER_US = 3.0e6
 _US_PER_LAUNCH = 3.0
-_KEPT = 2.0
+_KEPT = 3.0
 """The cost of a byte kept for the backward pass, in bytes moved: recomputation in an epilogue is cheaper."""
 
 
@@ -104,7 +104,8 @@ class Candidate:
     # those of `Step.keeps` that are rows of another value, each with that value. A launch reads it to write the rows
     keep_reads: Mapping[str, str] = field(default_factory=dict)
     inside: frozenset[str] = frozenset()  # values of the covered places that the step does not give
-    skips: bool = False  # nothing runs: other steps read the values of the place through their index
+    # nothing runs: other steps read the values of the place through their index, or the forward pass keeps them
+    skips: bool = False
 
     @property
     def name(self) -> str:
@@ -185,7 +186,7 @@ class DirectionSearch:
         self.attempts: list[Attempt] = []
         self.candidates = [self._plain(i, p) for i, p in enumerate(self.places)]
         self.candidates += [
-            self._skip(i, p) for i, p in enumerate(self.places) if search.gathered.keys() >= {*p.step.gives}
+            self._skip(i, p) for i, p in enumerate(self.places) if p.again or search.gathered.keys() >= {*p.step.gives}
         ]
         of_glue = bool(places) and isinstance(self.places[0].item, Glue)
         for rule in registry.rules():
@@ -221,7 +222,9 @@ class DirectionSearch:
         return self.search.costs.step_us(values * 2, Dequantize.launches * len(values))
 
     def _skip(self, i: int, place: Place) -> Candidate:
-        """Return the candidate that leaves out a place, all of whose values are rows of other values."""
+        """Return the candidate that leaves out a place, all of whose values are rows of other values, or forward values
+        that may be kept.
+        """
         inside = frozenset(place.step.gives)
         return Candidate(
             start=i, end=i + 1, step=Step(needs=(), gives=()), cost_us=0.0, reads=(), inside=inside, skips=True

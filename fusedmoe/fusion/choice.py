@@ -284,6 +284,8 @@ def _best_and_longer(ways: list[Attempt], search: DirectionSearch, kept: Collect
 
 def _name(c: Candidate, search: DirectionSearch) -> str:
     """Name a chosen step, in the reason why a rule is SHADOWED."""
+    if c.skips and search.places[c.start].again:
+        return "the forward pass, which keeps the result"
     if c.skips:
         return "the steps that read its rows through their index"
     return c.name or f"{search.places[c.start].label} in plain PyTorch"

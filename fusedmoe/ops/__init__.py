@@ -16,7 +16,7 @@ from fusedmoe.ops.grouped_linear import (
 )
 from fusedmoe.ops.grouped_lora import LoRADown, LoRADownDgrad, LoRADownWgrad, LoRAUp, LoRAUpDgrad, LoRAUpWgrad
 from fusedmoe.ops.op import AutogradBackward, BackwardOp, Op, SpecLike, TensorSpec
-from fusedmoe.ops.quantize import Quantize, QuantizeGrad
+from fusedmoe.ops.quantize import Quantize, QuantizeColumns, QuantizeGrad
 from fusedmoe.ops.router import DRouter, Router, RouterBiasGrad, RouterLogitsGrad, RouterWeightGrad
 from fusedmoe.ops.scale import DScale, Scale, ScaleGrad
 from fusedmoe.ops.squared_relu import DSquaredReLU, SquaredReLU
@@ -56,6 +56,7 @@ __all__ = [
     "LoRAUpWgrad",
     "Op",
     "Quantize",
+    "QuantizeColumns",
     "QuantizeGrad",
     "ReGLU",
     "Router",

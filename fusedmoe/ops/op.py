@@ -257,6 +257,12 @@ class Op(Checked, Runnable):
         """
         return (AutogradBackward(self),)
 
+    def columns_again(self) -> BackwardOp | None:
+        """Return the step that quantizes the rows of an op with ``quantizes`` again, by columns: it gives ``columns``, in
+        the backward pass. None if its result would differ from that of the forward pass.
+        """
+        return None
+
     def placed(self, following: Sequence[Op]) -> Op:
         """Return the op to run before the ops in ``following``: itself, or a copy with a setting taken from them."""
         return self

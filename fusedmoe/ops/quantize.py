@@ -142,6 +142,12 @@ class Quantize(Op):
     def backward_ops(self) -> tuple[BackwardOp, ...]:
         return () if self.grad_quantizer is None else (QuantizeGrad(self),)
 
+    def columns_again(self) -> BackwardOp | None:
+        quantizer = self.quantizer
+        if quantizer is None or quantizer.delayed is not None or quantizer.stochastic_rounding:
+            return None  # the second result would differ
+        return QuantizeColumns(self)
+
     def extra_repr(self) -> str:
         given = {"forward": self.quantizer, "backward": self.grad_quantizer, "weight": self.weight_quantizer}
         return ", ".join(f"{name}={str(q)!r}" for name, q in given.items() if q is not None)
@@ -169,6 +175,19 @@ class QuantizeGrad(BackwardOp):
     ) -> Forms:
         assert self.op.grad_quantizer is not None
         return _quantized(self.op._owner, "grad", grad_output, self.op.grad_quantizer, offsets, axes, training)
+
+
+class QuantizeColumns(BackwardOp):
+    """``columns = quantize(x)``, by columns: in the backward pass, so that the forward pass need not keep them."""
+
+    needs = ("input", "offsets")
+    gives = ("columns",)
+    zeroes_tail = True
+    launches = 12
+    op: Quantize
+
+    def compute(self, x: Tensor, offsets: Tensor | None) -> Forms:  # type: ignore[override]
+        return self.op.compute(x, offsets, axes=(-2,))
 
 
 class WeightQuantization:
