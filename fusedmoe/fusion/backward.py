@@ -150,16 +150,17 @@ class _Builder:
         )
 
     def _with_columns_again(self, places: Sequence[Place]) -> list[Place]:
-        """Return the places, each after the step that quantizes the columns that it reads again, from rows of another
-        value that takes fewer bytes than the columns.
+        """Return the places, each after the step that quantizes the columns that it reads again. There is such a step for
+        rows of another value that takes fewer bytes than the columns, without their padding.
         """
         gathered = {v: g for place in self._graph.forward for v, g in place.gathers.items()}
         makers: dict[str, Place] = {}
         for place in self._graph.forward:
-            rows, made = place.values["input"], columns(place.values["output"])
+            rows, made = (place.values[name] for name in ("input", "output"))
             item = place.op.columns_again()
             if item is not None and rows in gathered and self._nbytes(gathered[rows].source) < self._nbytes(made):
-                makers[made] = replace(self._place(_Step(place, item, (made,)), {}), again=True)
+                again = self._place(_Step(place, item, (columns(made),)), {})
+                makers[columns(made)] = replace(again, again=True)
         found = []
         for place in places:
             found += [makers.pop(v) for v in place.step.needs if v in makers]

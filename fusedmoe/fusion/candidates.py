@@ -184,7 +184,7 @@ class DirectionSearch:
         self.direction, self.places, self.search = direction, tuple(places), search
         self.results, self.conversions = tuple(results), conversions
         self.attempts: list[Attempt] = []
-        self.candidates = [self._plain(i, p) for i, p in enumerate(self.places)]
+        self.candidates = [self._plain(i, p) for i, p in enumerate(self.places) if not p.again]
         self.candidates += [
             self._skip(i, p) for i, p in enumerate(self.places) if p.again or search.gathered.keys() >= {*p.step.gives}
         ]

@@ -31,7 +31,8 @@ class Place:
     gradient_of: Mapping[str, str] = field(default_factory=dict)
     provides: Mapping[str, str] = field(default_factory=dict)  # the values among `values` that the op provides
     all_values: bool = False  # whether these include those of `Op.provides_if_read`
-    again: bool = False  # whether the step makes forward values again: it is left out if the forward pass keeps them
+    # whether the step makes forward values again. Only a rule's step does: without one, the forward pass keeps the values
+    again: bool = False
 
     @property
     def label(self) -> str:

@@ -27,6 +27,7 @@ from emulator.gpu import emulated
 from poison import nan_in_new_tensors
 
 import fusedmoe as fm
+from fusedmoe.fusion import candidates
 from fusedmoe.kernels.options import KernelOptions
 from fusedmoe.kernels.sm90 import block_scaled_functions, block_scaled_k_functions, functions
 from fusedmoe.kernels.sm90.choice import CO_256, CO_256_ROWS, CO_256_TALL, PP_128, PP_192, PP_192_TALL
@@ -136,9 +137,10 @@ def test_products_of_fp8_codes(monkeypatch):
 
 
 def test_quantized_rows():
-    """Both forms of rows sorted by expert, with a tail of NaN; then of tokens, through an index."""
+    """Both forms of rows sorted by expert, with a tail of NaN; then of tokens, through an index, and columns alone."""
     quantized.test_rows_sorted_by_expert(CPU, "around a tile", "both")
-    quantized.test_rows_through_an_index(CPU, "both")
+    for form in ("both", "columns"):
+        quantized.test_rows_through_an_index(CPU, form)
 
 
 @pytest.mark.parametrize("which", ["mxfp8", "nvfp4 gradient", "row"])
@@ -229,3 +231,26 @@ def test_a_whole_layer_in_fp8(recipe):
     assert None not in ran, "each step has a kernel"
     products = {f"sm90.fp8_grouped_{name}" for name in ("gemm_activation", "gemm", "dgrad_activation", "dgrad")}
     assert products <= ran
+
+
+@pytest.mark.usefixtures("builtin_rules")
+def test_columns_that_backward_quantizes_again_change_no_bit(monkeypatch):
+    monkeypatch.setattr(candidates, "_US_PER_LAUNCH", 0.0)  # as with more rows
+    layer = fm.MoE(128, 128, 4, 2, dtype=BF16)
+    x, dy = torch.randn(70, 128, dtype=BF16).requires_grad_(), torch.randn(70, 128, dtype=BF16)
+
+    def step():
+        with fm.recipe("fp8_block"):
+            ran = {step.rule for plan in layer.explain(x).plans for step in plan.steps}
+            y = layer(x)
+        return ran, (y, *torch.autograd.grad(y, (x, *layer.parameters()), dy))
+
+    ran, got = step()
+    assert "sm90.gathered_quantize_columns" in ran
+    assert None not in ran, "each step has a kernel"
+    with fm.disabled("sm90.gathered_quantize_columns"):
+        ran, want = step()
+    assert None not in ran
+    for a, b in zip(got, want, strict=True):
+        assert b.any(), "zeros would pass"
+        assert torch.equal(a, b)

@@ -331,6 +331,7 @@ ROUTER = {"sm90.router", "sm90.router_dispatch", "sm90.router_backward"}
 GATHERED = {
     "sm90.gathered_gemm", "sm90.gathered_gemm_activation", "sm90.gathered_dgrad", "sm90.gathered_dgrad_activation",
     "sm90.gathered_wgrad_x", "sm90.gathered_wgrad_dy", "sm90.gathered_quantize", "sm90.gathered_quantize_grad",
+    "sm90.gathered_quantize_columns",
 }  # fmt: skip
 QUANTIZE = {"sm90.quantize", "sm90.quantize_grad", "sm90.quantize_weight"}
 FP8 = {
@@ -339,7 +340,7 @@ FP8 = {
     "sm90.dequantized_wgrad",
 }  # fmt: skip
 BASES = [rule for rule in backend.OnSm90.__subclasses__() if issubclass(rule, fm.FusionRule)]  # of others, too
-ALL = {rule.name for rule in BASES} - DISPATCH - GLUE - LINEAR - ROUTER - QUANTIZE
+ALL = {rule.name for rule in BASES} - DISPATCH - GLUE - LINEAR - ROUTER - QUANTIZE - GATHERED
 
 
 def declined(chain, x, **named):

@@ -167,6 +167,7 @@ class GatheredQuantizeColumns(OnSm90, FusionRule, name="sm90.gathered_quantize_c
 
     quantize: QuantizeColumns
     gathers = "quantize.input"
+    gather_cost = GATHER_COST
 
     def supports(self, ctx: PlanContext) -> None:
         quantizer = self.quantize.op.quantizer
@@ -177,7 +178,7 @@ class GatheredQuantizeColumns(OnSm90, FusionRule, name="sm90.gathered_quantize_c
         _check(ctx, "quantize.input", features=ctx.spec("quantize.input").shape[-1])
         decline(limits.why_not_row_index(ctx.dtype("quantize.input:index")))
         needs = ("quantize.input:source", "quantize.offsets", "quantize.input:index")
-        return Step(needs=needs, gives=("quantize.columns",), zeroes_tail=True, gather_cost=GATHER_COST)
+        return Step(needs=needs, gives=("quantize.columns",), zeroes_tail=True, gather_cost=self.gather_cost)
 
     def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
         quantizer = self.quantize.op.quantizer

@@ -93,7 +93,8 @@ def shipped() -> tuple[Kernel, ...]:
     # the recipe fp8_block, with gradients in E4M3 or E5M2
     for element, columns, of_tokens in itertools.product(("e4m3", "e5m2"), (True, False), (False, True)):
         kernels.append(QuantizeRows("bf16", element, True, columns, True, True, of_tokens))
-    kernels += [GatherCodes(), *(QuantizeRows("bf16", e, False, True, True, True, True) for e in ("e4m3", "e5m2"))]
+    kernels.append(GatherCodes())
+    kernels.append(QuantizeRows("bf16", "e4m3", False, True, True, True, True))  # of tokens, in backward
     for columns in (True, False):
         kernels.append(QuantizeRows("bf16", "e4m3", True, columns, True, False))  # of dense layers
         kernels.append(QuantizeWeight("bf16", "e4m3", True, columns, True))
