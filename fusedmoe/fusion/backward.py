@@ -150,8 +150,8 @@ class _Builder:
         )
 
     def _with_columns_again(self, places: Sequence[Place]) -> list[Place]:
-        """Return the places, each after the step that quantizes the columns that it reads again. There is such a step for
-        rows of another value that takes fewer bytes than the columns, without their padding.
+        """Return the places, each after the step that quantizes the columns that it reads again. Only rows of another
+        value have such a step, if that value takes fewer bytes than their codes.
         """
         gathered = {v: g for place in self._graph.forward for v, g in place.gathers.items()}
         makers: dict[str, Place] = {}

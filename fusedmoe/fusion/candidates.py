@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 _BYTES_PER_US = 3.0e6
 _US_PER_LAUNCH = 3.0
 _KEPT = 3.0
-"""The cost of a byte kept for the backward pass, in bytes moved: recomputation in an epilogue is cheaper."""
+"""The cost of a byte kept for the backward pass, in bytes moved. Recomputation in an epilogue is cheaper, and so is a
+launch that reads two bytes of each value to make one."""
 
 
 _ESTIMATED = registry.Unavailable(

@@ -31,7 +31,7 @@ class Place:
     gradient_of: Mapping[str, str] = field(default_factory=dict)
     provides: Mapping[str, str] = field(default_factory=dict)  # the values among `values` that the op provides
     all_values: bool = False  # whether these include those of `Op.provides_if_read`
-    # whether the step makes forward values again. Only a rule's step does: without one, the forward pass keeps the values
+    # whether a rule's step may make forward values again here. Without such a step, the forward pass keeps them
     again: bool = False
 
     @property

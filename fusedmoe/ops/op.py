@@ -258,8 +258,8 @@ class Op(Checked, Runnable):
         return (AutogradBackward(self),)
 
     def columns_again(self) -> BackwardOp | None:
-        """Return the step that quantizes the rows of an op with ``quantizes`` again, by columns: it gives ``columns``, in
-        the backward pass. None if its result would differ from that of the forward pass.
+        """Return the backward op that quantizes the rows of an op with ``quantizes`` again: it gives ``columns``, the
+        output by columns. None if its result would differ from that of the forward pass.
         """
         return None
 

@@ -178,7 +178,7 @@ class QuantizeGrad(BackwardOp):
 
 
 class QuantizeColumns(BackwardOp):
-    """``columns = quantize(x)``, by columns: in the backward pass, so that the forward pass need not keep them."""
+    """``columns = quantize(x)`` by columns, so that the forward pass need not keep them."""
 
     needs = ("input", "offsets")
     gives = ("columns",)
@@ -186,7 +186,7 @@ class QuantizeColumns(BackwardOp):
     launches = 12
     op: Quantize
 
-    def compute(self, x: Tensor, offsets: Tensor | None) -> Forms:  # type: ignore[override]
+    def compute(self, x: Tensor, offsets: Tensor | None) -> Forms:
         return self.op.compute(x, offsets, axes=(-2,))
 
 

@@ -1,4 +1,4 @@
-"""Rows by columns that the backward pass quantizes again from the tokens, on the CPU: plans, and results with stand-ins.
+"""Rows by columns that backward quantizes again from the tokens, on the CPU: plans, and results with stand-ins.
 
 The shapes here are small. A launch would cost more than the kept bytes, so most tests let launches cost nothing.
 """
@@ -8,8 +8,8 @@ import sm90_stand_ins as stand_ins
 import torch
 from test_sm90_fp8_rules import stand_ins_for_fp8  # noqa: F401  (a fixture)
 from test_sm90_rules import BF16, called, hopper_machine  # noqa: F401  (a fixture)
-from toy import only_plan, outcome, rules_used, status
 from torch.utils.checkpoint import checkpoint
+from toy import only_plan, outcome, rules_used, status
 
 import fusedmoe as fm
 from fusedmoe import Status
@@ -202,7 +202,7 @@ def once(chain, x, named):
     return (y, *torch.autograd.grad(y, (x, *chain.parameters()), torch.ones_like(y)))
 
 
-# --------------------------------------------------------------------------------------------------------- must not fuse
+# ------------------------------------------------------------------------------------------------ must not fuse
 
 
 def declined(chain, x, recipe="fp8_block", **named):
