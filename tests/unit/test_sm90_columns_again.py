@@ -170,6 +170,16 @@ def test_checkpointing_and_a_graph_that_is_kept():
         assert torch.equal(a, c)
 
 
+def test_a_compiled_chain():
+    chain, x, named = experts(), tokens(), routing()
+    with fm.recipe("fp8_block"):
+        want = outcome(chain, x, **named)
+        stand_ins.calls.clear()
+        got = outcome(torch.compile(chain, backend="aot_eager", fullgraph=True), x, **named)
+    assert called("gathered_quantize_rows") == [{"source": T, "rows": T * K}] * 3
+    assert_same_bits({name.removeprefix("_orig_mod."): t for name, t in got.items()}, want)
+
+
 def test_tokens_that_change_before_backward():
     """The tokens are kept, not a copy of their codes: autograd checks that they are the same."""
     chain, x, named = experts(), tokens(), routing()
