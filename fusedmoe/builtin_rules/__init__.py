@@ -39,6 +39,7 @@ from fusedmoe.builtin_rules.sm90.quantize import (
     QuantizeWeights,
 )
 from fusedmoe.builtin_rules.sm90.router import RouterBackwardRule, RouterDispatchRule, RouterRule
+from fusedmoe.builtin_rules.sm90.transposed_weight import TransposedWeight
 from fusedmoe.fusion.rule import FusionRule
 
 BUILTIN: tuple[type[FusionRule], ...] = (
@@ -76,6 +77,7 @@ BUILTIN: tuple[type[FusionRule], ...] = (
     GatheredQuantizeRows,
     GatheredQuantizeColumns,
     GatheredQuantizeGradient,
+    TransposedWeight,
     Fp8GroupedGemm,
     Fp8GroupedGemmActivation,
     Fp8GroupedDgrad,

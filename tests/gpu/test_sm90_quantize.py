@@ -1,5 +1,7 @@
 """The quantize kernels for Hopper: codes and scales have the bits of `fusedmoe.quantize`, for any splits and values."""
 
+import math
+
 import pytest
 import torch
 from hopper import needs_gpu, needs_hopper
@@ -8,7 +10,13 @@ from poison import nan_in_new_tensors
 from fusedmoe.formats import E4M3, E5M2, fp8_block, quantize
 from fusedmoe.formats.groups import padded_rows
 from fusedmoe.kernels.fp8 import Fp8
-from fusedmoe.kernels.sm90.quantize_functions import TOKEN_READERS, bind_quantize_rows, bind_quantize_weight
+from fusedmoe.kernels.sm90.block_scaled_functions import has_strides
+from fusedmoe.kernels.sm90.quantize_functions import (
+    TOKEN_READERS,
+    bind_quantize_rows,
+    bind_quantize_weight,
+    bind_transpose_codes,
+)
 
 pytestmark = needs_hopper
 
@@ -240,6 +248,21 @@ def check_weight(weight, fp8, form):
     for codes, scale in found:
         assert bits(codes).any()
         assert scale.dim() < 3 or scale.stride(0) == scale.shape[2] * scale.stride(2)
+
+
+@pytest.mark.parametrize("shape", [(2, 272, 144), (3, 128, 256), (1, 16, 400)], ids=str)
+def test_transposed_codes(device, shape):
+    """Every code, NaN too, and scales of any strides. Whole tensors are written, and no more."""
+    codes = torch.arange(math.prod(shape), device=device).mul(37).remainder(251).add(5).to(torch.uint8).view(shape)
+    codes = codes.view(torch.float8_e4m3fn)
+    scale = torch.rand(shape[0], -(-shape[1] // 128), -(-shape[2] // 128), device=device)
+    for given in (scale, scale.mT.contiguous().mT):
+        with nan_in_new_tensors():
+            codes_t, scale_t = bind_transpose_codes(codes, given)(codes, given)
+        assert codes_t.is_contiguous()
+        assert torch.equal(bits(codes_t), bits(codes.mT))
+        assert torch.equal(scale_t, scale.mT)
+        assert has_strides(scale_t)
 
 
 # ------------------------------------------------------------------------------------------------------------ async

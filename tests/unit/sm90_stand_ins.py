@@ -340,6 +340,16 @@ def bind_quantize_weight(weight, format, *, rows=True, columns=False):
     return Bound(run, weight)
 
 
+def bind_transpose_codes(codes, scale):
+    def run(codes, scale):
+        calls.append(("transpose_codes", {"shape": tuple(codes.shape)}))
+        assert codes.is_contiguous()
+        stored = scale_like(scale, scale.shape[-1], codes.shape[-2], codes.shape[0])
+        return codes.mT.contiguous(), stored.copy_(scale.mT)
+
+    return Bound(run, codes, scale)
+
+
 def _blocks_of(format, across):
     element = {"e4m3": E4M3, "e5m2": E5M2}[format.element]
     return fp8_block(element, across, format.power_of_two, format.amax_epsilon)

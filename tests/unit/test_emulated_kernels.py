@@ -157,6 +157,7 @@ def test_square_blocks_and_dequantized_values(which):
 
 def test_quantized_weights():
     quantized.test_weights(CPU, (2, 272, 144), "both", transposed=True)
+    quantized.test_transposed_codes(CPU, (2, 272, 144))
 
 
 @pytest.mark.parametrize("scale", [None, FP32], ids=["", "scale"])

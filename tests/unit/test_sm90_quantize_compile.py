@@ -19,6 +19,7 @@ from fusedmoe.kernels.sm90.gather_codes import ROWS as ROWS_PER_WARP
 from fusedmoe.kernels.sm90.gather_codes import GatherCodes
 from fusedmoe.kernels.sm90.quantize import CTAS_PER_SM, STRIP, THREADS, VECTOR, QuantizeRows, QuantizeWeight
 from fusedmoe.kernels.sm90.quantize_formats import Magnitudes, QuantizeFormat
+from fusedmoe.kernels.sm90.transpose_codes import TransposeCodes
 
 FORMS = [(True, False), (False, True), (True, True)]
 ROWS = [
@@ -106,6 +107,15 @@ def test_copies_of_codes_compile_for_hopper(instructions):  # noqa: F811
     assert not starting(code, ("STL", "LDL"))
     moved = [i for i in code if i.startswith(("LDG.E.NA.128", "STG.E.128"))]
     assert moved == ["LDG.E.NA.128"] * ROWS_PER_WARP + ["STG.E.128"] * ROWS_PER_WARP
+
+
+def test_transposed_codes_compile_for_hopper(instructions):  # noqa: F811
+    (code,) = instructions(TransposeCodes()).values()
+    assert starting(code, "EXIT")
+    assert not starting(code, ("STL", "LDL", "ATOM", "CALL"))
+    assert starting(code, "LDG.E.NA") == ["LDG.E.NA.64"] * STRIP
+    assert starting(code, "STG.E.128") == ["STG.E.128"] * 4
+    assert len(starting(code, "PRMT")) >= STRIP * VECTOR // 2
 
 
 def test_three_ctas_fit_an_sm(monkeypatch, tmp_path):

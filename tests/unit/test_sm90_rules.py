@@ -322,7 +322,7 @@ DISPATCH = {
     "sm90.ddispatch",
     "sm90.dispatch_weight_grad",
 }
-GLUE = {"sm90.offsets_from_splits"}
+GLUE = {"sm90.offsets_from_splits", "sm90.transposed_weight"}
 LINEAR = {
     "sm90.linear", "sm90.linear_activation", "sm90.linear_dgrad", "sm90.linear_dgrad_activation", "sm90.linear_wgrad",
     "sm90.linear_column_sums",

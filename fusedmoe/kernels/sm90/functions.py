@@ -46,7 +46,7 @@ from fusedmoe.kernels.sm90.quantize_format_functions import (
     bind_magnitudes,
     bind_quantize_format,
 )
-from fusedmoe.kernels.sm90.quantize_functions import bind_quantize_rows, bind_quantize_weight
+from fusedmoe.kernels.sm90.quantize_functions import bind_quantize_rows, bind_quantize_weight, bind_transpose_codes
 from fusedmoe.kernels.sm90.row_functions import (
     NAMES,
     bind_column_sums,
@@ -85,6 +85,7 @@ __all__ = [
     "bind_row_dots",
     "bind_slot_values",
     "bind_sum_slots",
+    "bind_transpose_codes",
     "column_sums",
     "grouped_gemm",
     "grouped_gemm_activation",

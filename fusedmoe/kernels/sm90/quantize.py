@@ -160,6 +160,29 @@ def load_tile(x, index, first, valid, vector):
     return values
 
 
+@cute.jit
+def write_columns(s_codes, codes, block, place):
+    """Write the column codes of a tile from shared memory, where chunk ``strip ^ group`` of a column has the codes of a
+    strip. ``place`` is the tile's, in the second axis of the codes.
+    """
+    thread, _, _ = cute.arch.thread_idx()
+    units = BLOCK // UNIT
+    for k in cutlass.range_constexpr(BLOCK * units // THREADS):
+        column, unit = k * (THREADS // units) + thread // units, thread % units
+        swaps = column // VECTOR
+        pair = cute.make_rmem_tensor((2,), Int64)
+        cute.autovec_copy(cute.local_tile(s_codes[None, column], (2,), (unit ^ (swaps >> 1),)), pair)
+        low, high = pair[0], pair[1]
+        if swaps % 2 == 1:
+            low, high = pair[1], pair[0]
+        pair[0], pair[1] = low, high
+        row, at = block * BLOCK + column, place * (BLOCK // UNIT) + unit
+        if row < codes.shape[0] and at * UNIT < codes.shape[1]:
+            cute.autovec_copy(
+                cute.recast_tensor(pair, codes.element_type), cute.local_tile(codes[row, None], (UNIT,), (at,))
+            )
+
+
 @dataclass(frozen=True)
 class _Tiles(WarpKernel):
     """What tiles of rows and tiles of weights have in common."""
@@ -229,21 +252,7 @@ class _Tiles(WarpKernel):
                 found = self.to_codes(columns[half].load(), factors[column])
                 s_codes[strip ^ group, group * VECTOR + column] = cute.recast_tensor(found, Int64)[0]
         cute.arch.sync_threads()
-        units = BLOCK // UNIT
-        for k in cutlass.range_constexpr(BLOCK * units // THREADS):
-            column, unit = k * (THREADS // units) + thread // units, thread % units
-            swaps = column // VECTOR
-            pair = cute.make_rmem_tensor((2,), Int64)
-            cute.autovec_copy(cute.local_tile(s_codes[None, column], (2,), (unit ^ (swaps >> 1),)), pair)
-            low, high = pair[0], pair[1]
-            if swaps % 2 == 1:
-                low, high = pair[1], pair[0]
-            pair[0], pair[1] = low, high
-            row, at = block * BLOCK + column, place * (BLOCK // UNIT) + unit
-            if row < codes.shape[0] and at * UNIT < codes.shape[1]:
-                cute.autovec_copy(
-                    cute.recast_tensor(pair, codes.element_type), cute.local_tile(codes[row, None], (UNIT,), (at,))
-                )
+        write_columns(s_codes, codes, block, place)
 
     def allocate_codes(self, smem: SmemAllocator) -> Any:
         """Shared memory for the column codes of a tile: 8-byte chunks of each column."""

@@ -163,6 +163,36 @@ def bind_quantize_weight(
     return run
 
 
+def bind_transpose_codes(codes: Tensor, scale: Tensor) -> Callable[[Tensor, Tensor], Form]:
+    """Return a function of codes (E, N, K) with 128x128 blocks, and of their scale, that transposes both in one launch.
+
+    It serves tensors of the same shapes and strides as these. It returns codes (E, K, N), contiguous, and scale
+    (E, K', N') with strides (N' K4, 1, K4), as `bind_quantize_weight` does.
+
+    Parameters
+    ----------
+    codes
+        One byte each, contiguous, the address a multiple of 16 bytes. N and K are multiples of 16.
+    scale
+        fp32, shape (E, N', K').
+    """
+    experts, lines, length = codes.shape
+    kernel = None
+    if codes.numel():
+        from fusedmoe.kernels.sm90.transpose_codes import TransposeCodes  # deferred: imports the CuTe DSL
+
+        kernel = load(TransposeCodes())
+
+    def run(codes: Tensor, scale: Tensor) -> Form:
+        transposed = codes.new_empty(experts, length, lines, dtype=torch.uint8)
+        scale_t = scale_like(scale, -(-length // BLOCK), lines, experts)
+        if kernel is not None:
+            kernel(codes.view(torch.uint8), scale, transposed, scale_t)
+        return transposed.view(codes.dtype), scale_t
+
+    return run
+
+
 def _stacked(weight: Tensor, transposed: bool) -> Tensor:
     """Return (E, lines, length) with unit stride in the last axis."""
     stacked = weight if weight.dim() == 3 else weight[None]

@@ -28,6 +28,7 @@ from fusedmoe.kernels.sm90.router_functions import LOGIT_TILES, WGRAD_TILE
 from fusedmoe.kernels.sm90.rows import ColumnSums, Offsets
 from fusedmoe.kernels.sm90.slots import SLOTS, GatherRows, RowDots, SlotValues, SumSlots
 from fusedmoe.kernels.sm90.sum_on_few_sms import SumOnFewSms
+from fusedmoe.kernels.sm90.transpose_codes import TransposeCodes
 
 if TYPE_CHECKING:
     from fusedmoe.kernels.activation import Kind
@@ -98,6 +99,7 @@ def shipped() -> tuple[Kernel, ...]:
     for columns in (True, False):
         kernels.append(QuantizeRows("bf16", "e4m3", True, columns, True, False))  # of dense layers
         kernels.append(QuantizeWeight("bf16", "e4m3", True, columns, True))
+    kernels.append(TransposeCodes())
     for config in CANDIDATES["fp8_plain"]:
         kernels += [BlockScaledRaggedM(element, config, epilogue=PLAIN) for element in ("e4m3", "e5m2")]
     for config, keep, codes in itertools.product(CANDIDATES["fp8_activation"], (True, False), (RowCodes(), None)):
