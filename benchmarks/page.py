@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks import layer_page, mlp
 from benchmarks.fp8 import page as fp8_page
+from benchmarks.fp8 import training
 from benchmarks.results import ROOT
 
 PAGE = ROOT.parent / "docs" / "benchmarks.md"
@@ -15,7 +16,8 @@ FP8_PAGE = PAGE.with_name("fp8.md")
 PICTURES, PICTURE = PAGE.parent / "_static", "nvidia-h100-80gb-hbm3-mlp-forward-backward.png"
 RESULTS = ROOT / "results" / "nvidia-h100-80gb-hbm3"
 LAYER_RESULTS = ROOT / "results" / "nvidia-h200"
-COMPARED = ROOT / "results" / "demo"  # comparisons of recipes; that of FP8 recipes on a GPU is fp8-nvidia-h200.json
+COMPARED = ROOT / "results" / "demo"  # comparisons of recipes
+COMPARED_FP8 = "fp8-nvidia-h200*.json"  # those of FP8 recipes on a GPU: compare.json of each seed
 
 INTRODUCTION = """\
 # Benchmarks
@@ -293,10 +295,18 @@ def render(folder: Path = RESULTS, layer_folder: Path = LAYER_RESULTS) -> str:
 def render_fp8(folder: Path = LAYER_RESULTS, compared: Path = COMPARED) -> str:
     """Return docs/fp8.md with the figures of the result files."""
     text = FP8_PAGE.read_text(encoding="utf-8")
-    return fp8_page.filled(text, load(folder, "fp8"), load(compared, "fp8-nvidia-h200"))
+    return fp8_page.filled(text, load(folder, "fp8"), load_seeds(compared))
+
+
+def load_seeds(folder: Path) -> list[dict[str, Any]]:
+    """Read the comparisons of FP8 recipes, by seed."""
+    found = [json.loads(file.read_text(encoding="utf-8")) for file in folder.glob(COMPARED_FP8)]
+    return sorted(found, key=lambda compared: int(compared["job"]["seed"]))
 
 
 def main() -> None:
+    if compared := load_seeds(COMPARED):
+        print(training.draw(compared, PICTURES))
     for page, text in ((PAGE, render()), (FP8_PAGE, render_fp8())):
         page.write_text(text, encoding="utf-8")
         print(page)

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from benchmarks.fp8 import training
 from benchmarks.fp8.layers import ACCUMULATED, CASES, FORWARD, MICRO_BATCHES, RECIPES, RESULTS, STEP, speedups
 from benchmarks.fp8.quantize import GATHERED
 from benchmarks.fp8.unfused import OURS_IN_FP8
@@ -70,16 +71,10 @@ ACCURACY = """\
 Errors of whole layers, relative to fp64 in norm, on a sample of tokens or rows and experts. Operands are normal random
 numbers, in which no error averages out. {machine}, commit {commit}.
 """
-TRAINING = """\
-### In training
-
-Held-out bits per byte of the demo's language model after {steps} steps, with everything else equal (`fusedmoe demo
---compare`). {machine}.
-"""
 
 
-def filled(text: str, found: Mapping[str, Any] | None, compared: Mapping[str, Any] | None = None) -> str:
-    """Return the page with its parts replaced: ``found`` is fp8.json, ``compared`` a comparison of recipes."""
+def filled(text: str, found: Mapping[str, Any] | None, compared: Sequence[Mapping[str, Any]] = ()) -> str:
+    """Return the page with its parts replaced: ``found`` is fp8.json, ``compared`` a comparison of recipes by seed."""
     for name, part in (("speed", speed(found)), ("memory", memory(found)), ("accuracy", accuracy(found, compared))):
         pattern = re.compile(rf"(<!-- {name}: [^\n]*-->\n).*?(<!-- end of {name} -->)", re.DOTALL)
         if not pattern.search(text):
@@ -134,7 +129,7 @@ def memory(found: Mapping[str, Any] | None) -> str:
     return MEMORY + "\n" + _table(["shape", "recipe", "kept", "peak", "quantized weights"], rows) + "\n"
 
 
-def accuracy(found: Mapping[str, Any] | None, compared: Mapping[str, Any] | None) -> str:
+def accuracy(found: Mapping[str, Any] | None, compared: Sequence[Mapping[str, Any]]) -> str:
     """Return the tables of errors, and of losses in training."""
     text = []
     if found is not None:
@@ -149,14 +144,8 @@ def accuracy(found: Mapping[str, Any] | None, compared: Mapping[str, Any] | None
         head = ["shape", "recipe", "y", "dx", "drouter or dprobs", "dw1", "dw2"]
         if rows:
             text += [ACCURACY.format(machine=found["machine"], commit=found["commit"]), _table(head, rows) + "\n"]
-    if compared is not None:
-        runs = [
-            [f"`{run['recipe']}`", f"{run['held_out_bits_per_byte']:.3f}", f"{run['gap_percent']:+.2f} %"]
-            for run in compared["runs"]
-        ]
-        title = [] if text else ["## Accuracy\n"]
-        training = TRAINING.format(steps=compared["job"]["steps"], machine=compared["machine"])
-        text += [*title, training, _table(["recipe", "bits per byte", f"gap to `{compared['baseline']}`"], runs) + "\n"]
+    if compared:
+        text += [*([] if text else ["## Accuracy\n"]), training.section(compared)]
     return "\n".join(text)
 
 

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich import box
 from rich.table import Table
 
+from fusedmoe.bench.machine import machine, versions
 from fusedmoe.demo import checkpoint, report
 from fusedmoe.demo.history import History
 from fusedmoe.demo.options import Job
@@ -119,6 +121,8 @@ def write_results(folder: Path, outcomes: list[Outcome], job: Job) -> Path:
         for outcome in outcomes
     ]
     results = {
+        "machine": machine(torch.device(job.device)),
+        "versions": versions(),
         "baseline": baseline.recipe,
         "bigram_bits_per_byte": baseline.bigram_bits,
         "runs": runs,

@@ -3,6 +3,8 @@
 import functools
 import itertools
 import json
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,16 +14,20 @@ import torch.nn.functional as F
 
 import fusedmoe as fm
 from benchmarks import mlp, reference, shapes
+from benchmarks import page as benchmark_page
 from benchmarks.cases import worst_error
 from benchmarks.ceiling import Ceiling
-from benchmarks.fp8 import kernels, layers, page, products, quantize, run, unfused
+from benchmarks.fp8 import kernels, layers, page, products, quantize, run, training, unfused
 from benchmarks.kernels import ALIGNED_CASES, CASES
 from benchmarks.peers import unfused_fp8
 from benchmarks.peers.ours import Ours
 from benchmarks.peers.plain import TorchEager
 from benchmarks.problem import Problem
 from benchmarks.shapes import Shape
+from fusedmoe.bench.machine import machine
 from fusedmoe.bench.timing import CallTime
+from fusedmoe.demo import comparison
+from fusedmoe.demo.options import job_of
 from fusedmoe.kernels.sm90 import block_scaled_functions, block_scaled_k_functions, quantize_functions
 from fusedmoe.ops import weight_cache
 
@@ -440,14 +446,41 @@ def test_the_page_has_the_parts_that_were_measured():
     assert "### Products" not in text
     assert "| one | `fp8_block` | 1.00 | 3.00 |  |" in text
     assert "| one | `fp8_block` | 7.0e-02 | 7.0e-02 | 7.0e-02 | 7.0e-02 | 7.0e-02 |" in text
-    runs = [{"recipe": "fp8_block", "held_out_bits_per_byte": 1.5, "gap_percent": 0.25}]
-    compared = {"machine": "a GPU", "baseline": "bf16", "job": {"steps": 1000}, "runs": runs}
-    text = page.filled(EMPTY, None, compared)
+    text = page.filled(EMPTY, None, [of_seed(0, 1.5), of_seed(1, 1.25)])
     assert "## Accuracy" in text
-    assert "| `fp8_block` | 1.500 | +0.25 % |" in text
+    assert "| `fp8_block` | 1.515 | 1.250 | +1.00, +0.00 % | +0.50 % |" in text
     assert "## Speed" not in text
     with pytest.raises(ValueError, match="no part speed"):
         page.filled("", None)
+
+
+def of_seed(seed, bits, steps=4):
+    """A comparison as ``fusedmoe demo --compare`` writes it: FP8 is worse by 1 % with seed 0, and as good with 1."""
+    outcomes = [
+        comparison.Outcome(recipe, [2.0] * steps, [(2, 2.0), (steps, bits * factor)], 1.0, 3.0)
+        for recipe, factor in (("bf16", 1.0), ("fp8_block", 1.01 - 0.01 * seed))
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        job = job_of({"device": "cpu", "steps": steps, "seed": seed})
+        return json.loads(comparison.write_results(Path(folder), outcomes, job).read_text())
+
+
+def test_losses_in_training_are_shown_by_seed(tmp_path):
+    for name, compared in (("-seed-1", of_seed(1, 1.25)), ("", of_seed(0, 1.5))):
+        (tmp_path / f"fp8-nvidia-h200{name}.json").write_text(json.dumps(compared))
+    compared = benchmark_page.load_seeds(tmp_path)
+    text = training.section(compared)
+    assert "| recipe | seed 0 | seed 1 | gaps to `bf16` | their mean |" in text
+    assert "| `bf16` | 1.500 | 1.250 |  |  |" in text
+    assert "| `fp8_block` | 1.515 | 1.250 | +1.00, +0.00 % | +0.50 % |" in text
+    assert "The largest gap of a seed is +1.00 %. Between seeds, `bf16` itself differs by up to 20.00 %." in text
+    assert "after 4 steps" in text
+    assert machine(torch.device("cpu")) in text
+    picture = training.draw(compared, tmp_path)
+    assert f"_static/{picture.name}" in text
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="different jobs"):
+        training.section([compared[0], of_seed(1, 1.25, steps=5)])
 
 
 def test_the_recipes_are_those_of_the_package():

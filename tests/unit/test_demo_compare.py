@@ -14,6 +14,7 @@ from rich.console import Console
 
 import fusedmoe as fm
 from fusedmoe import recipes, settings
+from fusedmoe.bench.machine import machine
 from fusedmoe.cli.main import main
 from fusedmoe.demo import checkpoint, comparison, report, train
 from fusedmoe.demo import run as demo_run
@@ -274,6 +275,8 @@ def test_same_numerics_are_the_same_curves_and_other_numerics_are_not(tmp_path):
     assert curves_in(same) == curves_in(bf16)
     assert all(a != b for a, b in zip(curves_in(bf16)[0], curves_in(rounded)[0], strict=True))
     written = json.loads((tmp_path / "compare.json").read_text())
+    assert written["machine"] == machine(torch.device("cpu"))
+    assert written["versions"]["torch"] == torch.__version__
     assert written["baseline"] == "bf16"
     assert written["job"]["seed"] == 0
     assert "recipe" not in written["job"]

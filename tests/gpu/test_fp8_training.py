@@ -1,0 +1,383 @@
+"""Layers in training under ``fp8_block``: which kernels run, how exact they are, and when weights are quantized.
+
+Under micro-batches, activation checkpointing, CUDA graphs, torch.compile and LoRA.
+"""
+
+import copy
+import random
+
+import pytest
+import torch
+from fp8_layers import (
+    BF16,
+    DEVICE,
+    EMULATED,
+    RECIPES,
+    E,
+    H,
+    I,
+    K,
+    T,
+    assert_as_exact_as_the_recipe,
+    assert_equal,
+    assert_products_are_fp8,
+    count_quantized_weights,
+    experts,
+    kernels,
+    moe,
+    normal,
+    of,
+    outcome,
+    rows,
+    tokens,
+)
+from hopper import needs_gpu, needs_hopper
+from poison import nan_in_new_tensors
+from test_async import capture
+from torch.utils.checkpoint import checkpoint
+
+import fusedmoe as fm
+
+pytestmark = needs_hopper
+
+SPLITS = (70, 0, 21, 9) if EMULATED else (130, 0, 61, 1, 27, 128, 0, 53)
+EACH = pytest.mark.parametrize("recipe", RECIPES)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built(build_ahead):
+    build_ahead(kernels())
+
+
+# ---------------------------------------------------------------------------------------------------------- which run
+
+
+@EACH
+def test_every_step_of_a_moe_has_a_kernel(recipe):
+    layer, (x, dy) = moe(), tokens()
+    with fm.recipe(recipe):
+        with fm.strict(unavailable=True):
+            assert of(layer, x, dy)["x"].isfinite().all()
+        (plan,) = layer.explain(x.requires_grad_()).plans
+        assert_products_are_fp8(plan, recipe)
+        with torch.no_grad():
+            (plan,) = layer.explain(x).plans
+        assert_products_are_fp8(plan, recipe, forward_only=True)
+    assert not any(step.host_sync for step in plan.steps)
+
+
+@EACH
+def test_every_step_of_experts_has_a_kernel(recipe):
+    layer, (x, named, dy) = experts(), rows(SPLITS, tail=5)
+    with fm.recipe(recipe):
+        with fm.strict(unavailable=True):
+            assert of(layer, x, dy, **named)["x"].isfinite().all()
+        (plan,) = layer.explain(x.requires_grad_(), **named).plans
+    assert_products_are_fp8(plan, recipe)
+
+
+@needs_gpu
+@EACH
+def test_nothing_waits_for_the_device(recipe, no_sync):
+    layer, (x, dy) = moe(), tokens()
+    with fm.recipe(recipe), fm.strict():
+        first = of(layer, x, dy)
+        fm.clear_weight_cache(layer)
+        with no_sync():
+            second = of(layer, x, dy)
+    assert_equal(second, first)
+
+
+# ---------------------------------------------------------------------------------------------------------- how exact
+
+COUNTS = (0, 1, 127, 128, 129)
+
+
+def any_splits(seed):
+    """Rows per expert on both sides of a block of 128; in one of five cases, one expert has all rows."""
+    generator = random.Random(seed)
+    most = 3 if EMULATED else E
+    splits = [generator.choice(COUNTS) for _ in range(most)] + [0] * (E - most)
+    if seed % 5 == 4:
+        splits = [0] * E
+        splits[generator.randrange(E)] = 129 if EMULATED else 400
+    if max(splits) < 127:
+        splits[0] = 128
+    generator.shuffle(splits)
+    return tuple(splits)
+
+
+@EACH
+@pytest.mark.parametrize("seed", range(2 if EMULATED else 10))
+def test_any_splits(seed, recipe):
+    splits = any_splits(seed)
+    layer, (x, named, dy) = experts(), rows(splits, tail=seed % 3 * 70, seed=seed, beyond=torch.nan)
+    used = sum(splits)
+
+    def exact():
+        zeroed = {"splits": named["splits"], "probs": named["probs"].nan_to_num()}
+        return of(copy.deepcopy(layer).float(), x.float().nan_to_num(), dy.float().nan_to_num(), **zeroed)
+
+    results = assert_as_exact_as_the_recipe(recipe, lambda: of(layer, x, dy, **named), exact)
+    empty = torch.tensor([count == 0 for count in splits], device=DEVICE)
+    for name in ("y", "x", "probs"):
+        assert not results[name][used:].any(), name
+    for name in ("0.weight", "3.weight"):
+        assert not results[name][empty].any(), name
+
+
+@EACH
+@pytest.mark.parametrize("seed", range(1 if EMULATED else 4))
+def test_any_routing(seed, recipe):
+    """Tokens that are read through their index, of which most choose the same experts, and all of them in one case."""
+    layer = moe().experts
+    x, dy = tokens(seed)
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.rand(T, E, generator=generator) + torch.arange(E) * (0, 0.1, 0.3, 10)[seed]
+    named = {
+        "expert_index": scores.topk(K).indices.to(DEVICE),
+        "expert_weight": torch.rand(T, K, generator=generator).to(DEVICE) + 0.1,
+    }
+
+    def exact():
+        return of(copy.deepcopy(layer).float(), x.float(), dy.float(), **named)
+
+    assert_as_exact_as_the_recipe(recipe, lambda: of(layer, x, dy, **named), exact)
+
+
+@EACH
+def test_rows_without_an_expert_are_not_read(recipe):
+    """Whatever they hold, the results have the same bits. New memory is NaN."""
+    layer, found = experts(), []
+    for beyond in (0.0, torch.nan):
+        x, named, dy = rows(SPLITS, tail=150, beyond=beyond)
+        with fm.recipe(recipe), fm.strict(), nan_in_new_tensors():
+            found.append(of(layer, x, dy, **named))
+    assert all(t.isfinite().all() for t in found[1].values())
+    assert_equal(found[1], found[0])
+
+
+@EACH
+def test_new_memory_of_a_moe_is_not_read(recipe):
+    layer, (x, dy), found = moe(), tokens(), []
+    for poisoned in (False, True):
+        with fm.recipe(recipe), fm.strict():
+            if poisoned:
+                with nan_in_new_tensors():
+                    found.append(of(layer, x, dy))
+            else:
+                found.append(of(layer, x, dy))
+    assert all(t.isfinite().all() for t in found[1].values())
+    assert_equal(found[1], found[0])
+
+
+# ---------------------------------------------------------------------------------------- when weights are quantized
+
+OPTIMIZERS = {
+    "SGD": {"maker": torch.optim.SGD, "lr": 1e-2, "momentum": 0.9},
+    "AdamW, foreach": {"maker": torch.optim.AdamW, "lr": 1e-3, "foreach": True},
+    "AdamW, fused": {"maker": torch.optim.AdamW, "lr": 1e-3, "fused": True},
+}
+ONCE = [(E, 2 * I, H), (E, H, I)]  # each weight in one launch, for both forms
+
+
+@pytest.mark.parametrize("into_main_grad", [False, True], ids=["grad", "main_grad"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_weights_are_quantized_once_per_optimizer_step(optimizer, into_main_grad, monkeypatch):
+    counted = count_quantized_weights(monkeypatch)
+    layer = experts(accumulate_into_main_grad=into_main_grad)
+    maker, settings = OPTIMIZERS[optimizer]["maker"], {k: v for k, v in OPTIMIZERS[optimizer].items() if k != "maker"}
+    step = maker(layer.parameters(), **settings)
+    weights = [layer[0].weight, layer[3].weight]
+    for weight in weights:
+        weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+    batches = [rows(SPLITS, seed=seed) for seed in range(2 if EMULATED else 3)]
+    before = []
+    for turn in range(2):
+        counted.clear()
+        for x, named, dy in batches:
+            with fm.recipe("fp8_block"), fm.strict():
+                layer(x.detach().requires_grad_(), **named).backward(dy)
+        assert counted == ONCE, f"step {turn}"
+        assert fm.weight_cache_bytes(layer) > 0
+        for weight in weights:
+            if into_main_grad:
+                assert weight.grad is None
+                weight.grad = weight.main_grad.to(BF16)
+                weight.main_grad.zero_()
+            assert weight.grad.any()
+        before.append([weight.detach().clone() for weight in weights])
+        step.step()
+        step.zero_grad()
+    assert not torch.equal(before[0][0], before[1][0])
+    counted.clear()
+    x, named, _ = batches[0]
+    with fm.recipe("fp8_block"), torch.no_grad():
+        got, want = layer(x, **named), copy.deepcopy(layer)(x, **named)
+    assert sorted(counted) == sorted(2 * ONCE)
+    assert torch.equal(got, want)
+
+
+@EACH
+def test_checkpointed_layers_have_the_same_gradients(recipe, monkeypatch):
+    """The repeated forward pass reads the codes of the first one."""
+    counted = count_quantized_weights(monkeypatch)
+    layer, (x, dy) = moe(), tokens()
+    with fm.recipe(recipe), fm.strict():
+        want = of(layer, x, dy)
+        assert counted == ONCE
+        fm.clear_weight_cache(layer)
+        counted.clear()
+        got = outcome(lambda x: checkpoint(layer, x, use_reentrant=False), layer.named_parameters(), x, dy)
+    assert counted == ONCE
+    assert_equal(got, want)
+
+
+@EACH
+def test_a_compiled_module_computes_what_an_eager_one_does(recipe):
+    torch._dynamo.reset()
+
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = torch.nn.RMSNorm(H, eps=1e-6, device=DEVICE, dtype=BF16)
+            self.moe = moe()
+
+        def forward(self, x):
+            return x + self.moe(self.norm(x))
+
+    block, (x, dy) = Block(), tokens()
+    # the norm too has the same bits: eager operators in the graph
+    compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
+    with fm.recipe(recipe), fm.strict():
+        want = of(block, x, dy)
+        got = outcome(compiled, block.named_parameters(), x, dy)
+    assert_equal(got, want)
+
+
+@needs_gpu
+@pytest.mark.filterwarnings("ignore")  # those of torch's compiler
+def test_compiled_by_inductor():
+    torch._dynamo.reset()
+    layer, (x, dy) = moe(), tokens()
+    compiled = torch.compile(layer, fullgraph=True)
+    with fm.recipe("fp8_block"), fm.strict():
+        want = of(layer, x, dy)
+        got = outcome(compiled, layer.named_parameters(), x, dy)
+    assert_equal(got, want)
+
+
+# ------------------------------------------------------------------------------------------------------- CUDA graphs
+
+
+@needs_gpu
+@EACH
+def test_a_graph_follows_its_tokens_and_weights(recipe):
+    """Replays with other tokens, so other splits, and with weights that were changed before."""
+    layer, twin = moe(), moe()
+    x, dy = tokens()
+    x, found = x.requires_grad_(), {}
+
+    def step():
+        for p in (x, *layer.parameters()):
+            p.grad = None
+        y = layer(x)
+        y.backward(dy)
+        found["y"] = y.detach()
+
+    with fm.recipe(recipe), fm.strict():
+        graph = capture(step)
+        loads = []
+        for seed in range(5):
+            with torch.no_grad():
+                x.copy_(normal(seed + 10, T, H) + 0.3 * seed)  # a common part of all tokens: a few experts get most
+                dy.copy_(normal(seed + 20, T, H))
+                for p, q in zip(layer.parameters(), twin.parameters(), strict=True):
+                    p.mul_(1.1)
+                    q.copy_(p)
+            graph.replay()
+            want = of(twin, x, dy)
+            got = {"y": found["y"], "x": x.grad, **{name: p.grad for name, p in layer.named_parameters()}}
+            assert_equal(got, want)
+            with torch.no_grad():
+                loads.append(twin(x, return_stats=True)[1].load.tolist())
+    assert len({tuple(load) for load in loads}) == len(loads)
+    assert fm.weight_cache_bytes(layer) == 0  # a replay may change a weight, and nobody would know
+    assert fm.weight_cache_bytes(twin) > 0
+
+
+@needs_gpu
+@EACH
+def test_a_graph_of_a_training_step(recipe):
+    """Each replay quantizes the weights that the one before has trained."""
+
+    def make():
+        layer, (x, target) = moe(), tokens()
+        optimizer, losses = torch.optim.AdamW(layer.parameters(), lr=1e-3, capturable=True), []
+
+        def step():
+            optimizer.zero_grad(set_to_none=True)
+            loss = (layer(x) - target).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            losses[:] = [loss.detach()]
+
+        return layer, step, losses
+
+    (captured, step, losses), (eager, eager_step, eager_losses) = make(), make()
+    with fm.recipe(recipe), fm.strict():
+        graph = capture(step, warm_ups=3)
+        for _ in range(3):
+            eager_step()  # the warm-ups; a capture itself runs nothing
+        seen = []
+        for _ in range(6):
+            graph.replay()
+            eager_step()
+            assert torch.equal(losses[0], eager_losses[0])
+            seen.append(losses[0].item())
+    for p, q in zip(captured.parameters(), eager.parameters(), strict=True):
+        assert torch.equal(p, q)
+    assert seen == sorted(seen, reverse=True)
+    assert seen[-1] < 0.99 * seen[0]
+
+
+# -------------------------------------------------------------------------------------------------------------- LoRA
+
+
+def adapted(layer):
+    """The experts with a trained update of both layers, which is not zero."""
+    chain = fm.Sequential(fm.GroupedLoRA(layer[0], 8, 16), *layer[1:3], fm.GroupedLoRA(layer[3], 8, 16))
+    for i in (0, 3):
+        torch.nn.init.normal_(chain[i].lora_B.weight, std=0.02)
+    return chain
+
+
+def frozen_in_fp8():
+    """Experts with the codes and scales of an FP8 checkpoint."""
+    chain = experts()
+    for i in (0, 3):
+        format = fm.formats.fp8_block(across=128, power_of_two=False)
+        q = fm.quantize(chain[i].weight.detach(), format)
+        chain[i] = fm.GroupedLinear.from_quantized(q.data, q.scale.contiguous(), weight_format=format)
+    return chain
+
+
+@pytest.mark.parametrize("weights", ["bf16", "fp8"])
+def test_lora_trains_beside_products_in_fp8(weights):
+    chain = adapted(frozen_in_fp8() if weights == "fp8" else experts())
+    x, named, dy = rows(SPLITS, tail=5, beyond=torch.nan)
+    with fm.recipe("fp8_block"):
+        got = of(chain, x, dy, **named)
+        (plan,) = chain.explain(x.detach().requires_grad_(), **named).plans
+        of_layers = {s.rule for s in plan.steps if any("base_layer" in op for op in s.ops)}
+        with fm.disabled("sm90.*"):
+            fm.clear_weight_cache(chain)
+            want = of(chain, x, dy, **named)
+    assert None not in of_layers, str(plan)
+    assert {"sm90.fp8_grouped_gemm", "sm90.fp8_grouped_dgrad"} <= of_layers
+    assert not any("wgrad" in rule for rule in of_layers), "the weights are frozen"
+    assert {name for name in got if "weight" in name} == {f"{i}.lora_{n}.weight" for i in (0, 3) for n in "AB"}
+    for name, t in want.items():
+        assert t.any(), name
+        assert got[name].isfinite().all(), name
+        assert (got[name] - t).float().norm() < 10 ** (-30 / 20) * t.float().norm(), name
