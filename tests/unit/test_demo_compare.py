@@ -5,7 +5,7 @@ import json
 import re
 import signal
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import pytest
 import torch
@@ -22,8 +22,8 @@ from fusedmoe.demo.compare import compare
 from fusedmoe.demo.comparison import Outcome, gap_curve, gap_percent
 from fusedmoe.demo.data import Split, load_split
 from fusedmoe.demo.errors import DemoError, InterruptedRunError, UsageError
-from fusedmoe.demo.model import ByteTransformer
-from fusedmoe.demo.options import Call, job_of
+from fusedmoe.demo.model import ByteTransformer, ModelConfig
+from fusedmoe.demo.options import GPU_DEFAULTS, Call, job_of
 from fusedmoe.ops.op import Node
 
 TINY = {
@@ -263,6 +263,19 @@ def test_unquantized_weight_gradients_are_part_of_a_name(tmp_path):
     for other in ("rounded:wgrad=bf16", "bf16:wgrad=bf16", "mxfp8:wgrad=fp8"):
         with pytest.raises(UsageError, match=f"--recipe {other}: choose from bf16, "):
             job_of({"device": "cpu", "recipe": other})
+
+
+@pytest.mark.usefixtures("builtin_rules")
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_block", "fp8_block:wgrad=bf16"])
+def test_every_step_of_the_default_model_has_a_kernel_on_hopper(recipe):
+    sizes = {item.name: GPU_DEFAULTS[item.name] for item in fields(ModelConfig)}
+    model = ByteTransformer(ModelConfig(**sizes), torch.device("meta"), torch.bfloat16)
+    with fm.recipe(recipe), demo_run.deterministic_kernels():
+        (group,) = fm.explain(model, tokens=GPU_DEFAULTS["batch"] * GPU_DEFAULTS["context"], arch=90).groups
+    (plan,) = group.explanation.plans
+    assert len(group.names) == GPU_DEFAULTS["layers"]
+    assert not plan.unfused
+    assert any("fp8" in step.rule for step in plan.steps) is (recipe != "bf16")
 
 
 # Several
