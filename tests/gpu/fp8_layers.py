@@ -140,7 +140,8 @@ def count_quantized_weights(monkeypatch):
 
 
 def kernels():
-    """The shipped kernels of FP8, to compile ahead."""
+    """The shipped kernels of FP8, and of weight gradients in bf16, to compile ahead."""
     from fusedmoe.kernels import shipped
 
-    return [k for k in shipped.shipped("sm_90a") if "e4m3" in k.symbol or "quantize" in k.symbol]
+    wanted = ("e4m3", "quantize", "ragged_k_bf16", "ragged_k_gather")
+    return [kernel for kernel in shipped.shipped("sm_90a") if any(part in kernel.symbol for part in wanted)]

@@ -233,6 +233,7 @@ def test_checkpointed_layers_have_the_same_gradients(recipe, monkeypatch):
     assert_equal(got, want)
 
 
+@pytest.mark.filterwarnings("ignore")  # those of torch's compiler
 @EACH
 def test_a_compiled_module_computes_what_an_eager_one_does(recipe):
     torch._dynamo.reset()
