@@ -11,6 +11,7 @@ and FP8 with one scale per row or tensor, take more: see `narrow_forms`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fusedmoe.builtin_rules.sm90.backend import (
@@ -121,6 +122,11 @@ class GatheredQuantizeRows(ThroughIndex, QuantizeRows, name="sm90.gathered_quant
 
     gathers = "input"
     gather_cost = GATHER_COST
+
+    def offer(self, ctx: PlanContext) -> Step:
+        step, rows, tokens = super().offer(ctx), ctx.spec("input").shape[0], ctx.spec("input:source").shape[0]
+        shared = rows >= functions.TOKEN_READERS * tokens  # of row codes alone: those of tokens, and their copies
+        return replace(step, launches=step.launches + shared)
 
 
 class QuantizeGradient(OnSm90, FusionRule, name="sm90.quantize_grad", direction="backward"):

@@ -46,7 +46,12 @@ from fusedmoe.kernels.sm90.quantize_format_functions import (
     bind_magnitudes,
     bind_quantize_format,
 )
-from fusedmoe.kernels.sm90.quantize_functions import bind_quantize_rows, bind_quantize_weight, bind_transpose_codes
+from fusedmoe.kernels.sm90.quantize_functions import (
+    TOKEN_READERS,
+    bind_quantize_rows,
+    bind_quantize_weight,
+    bind_transpose_codes,
+)
 from fusedmoe.kernels.sm90.row_functions import (
     NAMES,
     bind_column_sums,
@@ -69,6 +74,7 @@ if TYPE_CHECKING:
     from fusedmoe.kernels.sm90.config import TileConfig
 
 __all__ = [
+    "TOKEN_READERS",
     "bind_column_sums",
     "bind_dequantize",
     "bind_gather_rows",
