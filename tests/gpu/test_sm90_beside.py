@@ -11,9 +11,12 @@ from test_async import capture
 from test_sm90_slots import between_nan, routed
 
 import fusedmoe as fm
+from fusedmoe.formats import fp8_block, quantize
 from fusedmoe.fusion import planner
 from fusedmoe.kernels.options import KernelOptions
 from fusedmoe.kernels.sm90 import launch
+from fusedmoe.kernels.sm90.block_scaled_functions import with_strides
+from fusedmoe.kernels.sm90.block_scaled_k_functions import bind_block_scaled_wgrad
 from fusedmoe.kernels.sm90.functions import bind_grouped_wgrad, bind_sum_slots
 
 pytestmark = needs_hopper
@@ -78,24 +81,38 @@ class Products:
 
     def bound(self, sms):
         total = bind_sum_slots(self.rows, self.row_of_slot, None, self.addend, sms)
-        of_weight = bind_grouped_wgrad(
-            self.dy, self.x, self.offsets, BF16, False, OPTIONS, self.index, self.gathered, sms > 0
-        )
+        of_weight = self.bound_wgrad(sms > 0)
 
         def run():
             sums = total(self.rows, self.row_of_slot, None, self.addend.clone())
-            return sums, of_weight(self.dy, self.x, self.offsets, None, self.index)
+            return sums, of_weight()
 
         return run
 
+    def bound_wgrad(self, beside):
+        run = bind_grouped_wgrad(self.dy, self.x, self.offsets, BF16, False, OPTIONS, self.index, self.gathered, beside)
+        return lambda: run(self.dy, self.x, self.offsets, None, self.index)
+
+
+class ProductsOfCodes(Products):
+    """The same with the operands in FP8, by columns."""
+
+    def bound_wgrad(self, beside):
+        count = len(self.dy)
+        dy, x = (quantize(rows, fp8_block(), -2, offsets=self.offsets) for rows in (self.dy, self.x))
+        operands = (dy.data, with_strides(dy.scale), x.data, with_strides(x.scale), self.offsets)
+        run = bind_block_scaled_wgrad(dy.data, x.data, self.offsets, count, BF16, False, OPTIONS, beside)
+        return lambda: run(*operands, None)
+
 
 @needs_gpu
-@pytest.mark.parametrize("gathered", [None, "grad_output", "x"])
-def test_a_weight_gradient_beside_the_sum(device, gathered, no_sync):
+@pytest.mark.parametrize("which", ["rows", "grad_output", "x", "codes"])
+def test_a_weight_gradient_beside_the_sum(device, which, no_sync):
     # more clusters than tiles, and many tiles; the sum ends long before the product, or long after
     sizes = ((64, 2, 3, 64, 64, 2), (2000, 8, 16, 768, 512, 8), (9000, 4, 8, 2048, 256, 2))
+    make, gathered = ProductsOfCodes if which == "codes" else Products, which if which in ("grad_output", "x") else None
     for tokens, chosen, experts, n, k, sms in sizes:
-        case = Products(device, tokens, chosen, experts, n, k, gathered, seed=tokens)
+        case = make(device, tokens, chosen, experts, n, k, gathered, seed=tokens)
         want, beside = case.bound(0)(), case.bound(sms)
         beside()
         with no_sync():
@@ -152,10 +169,14 @@ def layer(device, count=1):
     return made, torch.randn(4096, 1536, device=device, dtype=BF16)
 
 
-def gradients(made, x, dy):
+RECIPES = pytest.mark.parametrize("recipe", ["bf16", "fp8_block"])
+
+
+def gradients(made, x, dy, recipe="bf16"):
     x = x.clone().requires_grad_()
     made.zero_grad(set_to_none=True)
-    y = made(x)
+    with fm.recipe(recipe):
+        y = made(x)
     y.backward(dy)
     return [y.detach(), x.grad, *[p.grad.clone() for p in made.parameters()]]
 
@@ -177,30 +198,34 @@ def alone(monkeypatch):
 
 
 @needs_gpu
-def test_two_layers(device, alone, no_sync):
+@RECIPES
+def test_two_layers(device, alone, no_sync, recipe):
     def results():
         made, x = layer(device, 2)
-        return gradients(made, x, torch.ones_like(x))
+        return gradients(made, x, torch.ones_like(x), recipe)
 
     want = alone(results)
     made, x = layer(device, 2)
-    (plan,) = made[0].explain(x.clone().requires_grad_()).plans
-    assert [rules[:2] for rules in plan.beside] == [("sm90.router_backward", "sm90.gathered_wgrad_dy")]
+    with fm.recipe(recipe):
+        (plan,) = made[0].explain(x.clone().requires_grad_()).plans
+    carrier = {"bf16": "sm90.gathered_wgrad_dy", "fp8_block": "sm90.fp8_grouped_wgrad"}[recipe]
+    assert [rules[:2] for rules in plan.beside] == [("sm90.router_backward", carrier)]
     dy = torch.ones_like(x)
-    assert same(gradients(made, x, dy), want)
+    assert same(gradients(made, x, dy, recipe), want)
     with no_sync():
-        again = [gradients(made, x, dy) for _ in range(3)]
+        again = [gradients(made, x, dy, recipe) for _ in range(3)]
     assert all(same(got, want) for got in again)
     assert want[1].any()
 
 
 @needs_gpu
-def test_a_step_in_a_cuda_graph(device, alone):
-    want = alone(lambda: gradients(*layer(device), torch.ones(4096, 1536, device=device, dtype=BF16)))
+@RECIPES
+def test_a_step_in_a_cuda_graph(device, alone, recipe):
+    want = alone(lambda: gradients(*layer(device), torch.ones(4096, 1536, device=device, dtype=BF16), recipe))
     made, x = layer(device)
     dy = torch.ones_like(x)
-    gradients(made, x, dy)
-    graph, got = captured(lambda: gradients(made, x, dy))
+    gradients(made, x, dy, recipe)
+    graph, got = captured(lambda: gradients(made, x, dy, recipe))
     for _ in range(3):
         for t in got:
             t.fill_(torch.nan)
@@ -210,14 +235,15 @@ def test_a_step_in_a_cuda_graph(device, alone):
 
 
 @needs_gpu
-def test_memory_of_a_step(device, alone):
+@RECIPES
+def test_memory_of_a_step(device, alone, recipe):
     def peak():
         made, x = layer(device)
         dy = torch.ones_like(x)
         for _ in range(2):
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-            gradients(made, x, dy)
+            gradients(made, x, dy, recipe)
         return torch.cuda.max_memory_allocated() - before
 
     assert peak() <= 1.08 * alone(peak)

@@ -506,8 +506,10 @@ def bind_block_scaled_gemm_activation_backward(
     return Bound(run, grad_output, weight, preactivation, row_scale)
 
 
-def bind_block_scaled_wgrad(dy, x, offsets, rows, dtype, accumulate, options):
+def bind_block_scaled_wgrad(dy, x, offsets, rows, dtype, accumulate, options, beside=False):
     def run(dy, dy_scale, x, x_scale, offsets, out):
+        if beside:
+            calls.append(("beside", {}))
         _note("block_scaled_wgrad", options, dtype=dtype, accumulate=accumulate)
         a, b = _dequantized(dy, dy_scale), _dequantized(x, x_scale)
         dw, first, begin = torch.zeros(len(offsets), len(dy), len(x)), 0, 0

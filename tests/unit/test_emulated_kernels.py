@@ -124,6 +124,21 @@ def test_weight_gradients_of_fp8_codes(config, settings, monkeypatch):
     fp8_wgrad.Problem(**settings).check()
 
 
+def test_weight_gradients_of_fp8_codes_beside_a_sum(monkeypatch, gpu):
+    """Few CTAs, which draw their tiles under either schedule, and leave the counter zero."""
+    monkeypatch.setattr(block_scaled_k_functions, "choose", lambda problem: CO_256)
+    case = fp8_wgrad.Problem()
+    launches = gpu.launches
+    run = block_scaled_k_functions.bind_block_scaled_wgrad(
+        case.dy, case.x, case.offsets, case.rows, BF16, False, KernelOptions(schedule="static"), beside=True
+    )
+    dw = run(case.dy, case.dy_scale, case.x, case.x_scale, case.offsets)
+    assert torch.equal(dw, case.want.to(BF16))
+    assert gpu.launches == launches + 1
+    assert [kernel.symbol for kernel in gpu.hosts if kernel.symbol.endswith("_beside")]
+    assert not gpu.counters.counter.any()
+
+
 def test_products_of_fp8_codes(monkeypatch):
     """Of rows in E4M3, of gradients in E5M2, with gate and up, and with the codes of the result."""
     monkeypatch.setattr(block_scaled_functions, "choose", lambda problem: CO_256)

@@ -217,6 +217,64 @@ def test_a_layer_of_a_model(recipe):
     ]  # fmt: skip
 
 
+def layer_with_a_router(main_grad=False):
+    """Its products take long enough that a sum over slots can run beside them."""
+    torch.manual_seed(0)
+    layer = fm.Sequential(
+        fm.Router(H, 4, 2, dtype=BF16), fm.Dispatch(),
+        fm.GroupedLinear(4, H, 1024, dtype=BF16, accumulate_into_main_grad=main_grad), fm.SwiGLU(), fm.Scale("probs"),
+        fm.GroupedLinear(4, 512, H, dtype=BF16, accumulate_into_main_grad=main_grad), fm.Combine(None),
+    )  # fmt: skip
+    if main_grad:
+        for weight in (layer[2].weight, layer[5].weight):
+            weight.main_grad = torch.zeros(weight.shape)
+    return layer, torch.randn(9, H, dtype=BF16, requires_grad=True)
+
+
+def gradients(layer, x):
+    """Those of the input and the weights; only the calls of backward are recorded."""
+    with fm.recipe("fp8_block"):
+        y = layer(x)
+    stand_ins.calls.clear()
+    y.sum().backward()
+    return [x.grad, *(getattr(p, "main_grad", p.grad) for p in layer.parameters())]
+
+
+@pytest.mark.parametrize("main_grad", [False, True], ids=["", "main_grad"])
+def test_the_sum_over_slots_runs_beside_a_weight_gradient(main_grad, monkeypatch):
+    """The results are those of one step after the other."""
+    alone, x = layer_with_a_router(main_grad)
+    assert not plan_of(alone, x).beside  # it is short
+    want = gradients(alone, x)
+    assert not called("beside")
+    monkeypatch.setattr("fusedmoe.builtin_rules.sm90.dispatch.SHORTEST_US", 0.0)
+    layer, x = layer_with_a_router(main_grad)
+    ((light, carrier, sms),) = plan_of(layer, x).beside
+    assert (light, carrier) == ("sm90.router_backward", WGRAD)
+    assert 16 <= sms <= 56
+    got = gradients(layer, x)
+    assert all(map(torch.equal, got, want))
+    assert all(t.any() for t in want)
+    names = called()
+    at = names.index("beside")
+    assert names[at - 1 : at + 2] == ["sum_slots", "beside", "block_scaled_wgrad"]
+    assert names.count("beside") == 1
+    assert called("sum_slots") == [{"scale": False, "adds": True, "beside_sms": sms}]
+    assert {what["accumulate"] for what in called("block_scaled_wgrad")} == {main_grad}
+
+
+def test_nothing_runs_beside_a_product_of_copies(monkeypatch):
+    """Scales of plain PyTorch are copied, in a launch before the product, which must wait for it."""
+    monkeypatch.setattr("fusedmoe.builtin_rules.sm90.dispatch.SHORTEST_US", 0.0)
+    for disabled, beside in (((), 1), (("sm90.*quantize*",), 0)):
+        with fm.disabled(*disabled):
+            layer, x = layer_with_a_router()
+            assert len(plan_of(layer, x).beside) == 1
+            gradients(layer, x)
+        assert len(called("beside")) == beside
+        assert len(called("block_scaled_wgrad")) == 2
+
+
 def test_a_dense_layer_is_unfused_and_says_why():
     chain = fm.Sequential(fm.Linear(H, 2 * I, dtype=BF16), fm.SwiGLU(), fm.Linear(I, H, dtype=BF16))
     x = torch.randn(9, H, dtype=BF16, requires_grad=True)

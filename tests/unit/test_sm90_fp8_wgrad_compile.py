@@ -18,8 +18,10 @@ KERNELS = [
     BlockScaledRaggedK(dtype, config, **output)
     for dtype, config, output in itertools.product(("e4m3", "e5m2"), CANDIDATES["fp8_wgrad"], OUTPUTS)
 ]
+KERNELS += [BlockScaledRaggedK("e4m3", config, beside=True) for config in CANDIDATES["fp8_wgrad"]]
 COVERING = [
     BlockScaledRaggedK("e4m3", CO_256),
+    BlockScaledRaggedK("e4m3", CO_256, beside=True),
     BlockScaledRaggedK("e5m2", CO_256_TALL, out="fp32", accumulate=True),
     BlockScaledRaggedK("e4m3", CO_256_ALONE, out="fp32"),
 ]
@@ -46,6 +48,7 @@ def test_compiles_for_hopper(kernel):
     types = f"{kernel.dtype.upper()}.E4M3"
     assert starting("QGMMA") == [f"QGMMA.64x128x32.F32.{types}"] * (4 * WAVES)
     assert len(starting("UTMALDG")) == 4  # codes and scales of both operands
+    assert len(starting("ACQBULK")) == kernel.beside  # the wait for the launch before
 
     products = [i for i, opcode in enumerate(code) if opcode.startswith("QGMMA")]
     loop = code[products[0] - 50 : products[-1] + 250]  # and what is around it
@@ -72,7 +75,7 @@ def test_symbols_tell_the_kernels_apart():
 
 def test_every_candidate_is_shipped():
     wanted = {k for k in KERNELS if k.dtype == "e4m3" and (k.out == "bf16" or k.accumulate)}
-    assert len(wanted) == 2 * len(CANDIDATES["fp8_wgrad"])
+    assert len(wanted) == 3 * len(CANDIDATES["fp8_wgrad"])
     assert wanted <= {*shipped("sm_90a")}
 
 

@@ -25,8 +25,10 @@ SPLITS, TAIL = (130, 0, 5, 1), 3
 calls = []
 
 
-def bind_block_scaled_wgrad(dy, x, offsets, num_rows, dtype, accumulate, options):
+def bind_block_scaled_wgrad(dy, x, offsets, num_rows, dtype, accumulate, options, beside):
     """The function that the kernel has, of operands that it can read."""
+
+    assert not beside
 
     def run(dy, dy_scale, x, x_scale, offsets, out):
         calls.append({"dtype": dtype, "accumulate": accumulate, "codes": dy.dtype, "scale": dy_scale.stride()})

@@ -7,7 +7,7 @@ import torch
 
 from fusedmoe.kernels.activation import Activation
 from fusedmoe.kernels.options import KernelOptions
-from fusedmoe.kernels.sm90 import functions, launch, one_group, router_functions
+from fusedmoe.kernels.sm90 import block_scaled_k_functions, functions, launch, one_group, router_functions
 from fusedmoe.kernels.sm90.choice import CO_256_ALONE, PP_192
 
 E, K, N = 4, 64, 96
@@ -52,7 +52,8 @@ def launched(monkeypatch):
     monkeypatch.setattr(launch, "sm_count", lambda device: 132)
     monkeypatch.setattr(functions, "_ragged_m_kernel", kernel)
     monkeypatch.setattr(functions, "_ragged_k_kernel", kernel)
-    caches = functions._ragged_m_launch, functions._ragged_k_launch
+    monkeypatch.setattr(block_scaled_k_functions, "_kernel", kernel)
+    caches = functions._ragged_m_launch, functions._ragged_k_launch, block_scaled_k_functions._launch
     for cache in caches:
         cache.cache_clear()
     yield calls
@@ -301,24 +302,39 @@ def test_streams_share_no_tile_counter_and_captured_launches_none_at_all(now, mo
     assert places(2) == [(0, 0)] * 2
 
 
-@pytest.mark.parametrize("beside", [False, True])
-@pytest.mark.parametrize("schedule", ["static", "dynamic"])
-def test_a_weight_gradient_that_begins_early(launched, beside, schedule):
+def bind_wgrad(options, beside):
     dy, x = torch.zeros(32, N, dtype=BF16), torch.zeros(32, K, dtype=BF16)
     offsets = torch.zeros(E, dtype=torch.int32)
-    run = functions.bind_grouped_wgrad(dy, x, offsets, BF16, False, KernelOptions(8, schedule), None, None, beside)
+    run = functions.bind_grouped_wgrad(dy, x, offsets, BF16, False, options, None, None, beside)
     run(dy, x, offsets, None)
+
+
+def bind_fp8_wgrad(options, beside):
+    dy, x = (torch.zeros(width, 256, dtype=torch.float8_e4m3fn) for width in (N, K))
+    scales = (torch.zeros(2, width).mT for width in (N, K))
+    offsets = torch.zeros(E, dtype=torch.int32)
+    run = block_scaled_k_functions.bind_block_scaled_wgrad(dy, x, offsets, 32, BF16, False, options, beside)
+    run(dy, next(scales), x, next(scales), offsets)
+
+
+BIND_WGRAD = pytest.mark.parametrize("bind", [bind_wgrad, bind_fp8_wgrad], ids=["bf16", "fp8"])
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("schedule", ["static", "dynamic"])
+@BIND_WGRAD
+def test_a_weight_gradient_that_begins_early(launched, bind, beside, schedule):
+    bind(KernelOptions(8, schedule), beside)
     ((compiled_for, (*_, counter, _, ctas, dynamic)),) = launched
     assert compiled_for["beside"] is beside
     assert (ctas <= 124, dynamic) == (True, int(beside or schedule == "dynamic"))
     assert counter.item() == 0 or not dynamic
 
 
-def test_a_weight_gradient_bound_while_a_graph_is_captured_begins_in_turn(launched, now):
+@BIND_WGRAD
+def test_a_weight_gradient_bound_while_a_graph_is_captured_begins_in_turn(launched, bind, now):
     now.capturing = True
-    dy, x = torch.zeros(32, N, dtype=BF16), torch.zeros(32, K, dtype=BF16)
-    offsets = torch.zeros(E, dtype=torch.int32)
-    functions.bind_grouped_wgrad(dy, x, offsets, BF16, False, KernelOptions(), None, None, True)(dy, x, offsets, None)
+    bind(KernelOptions(), True)
     ((compiled_for, arguments),) = launched
     assert (compiled_for["beside"], arguments[-1]) == (False, 0)
 

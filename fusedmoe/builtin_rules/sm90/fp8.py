@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 ROWS = (1, 128)
 WEIGHTS = (128, 128)
 MULTIPLIES_ROWS = "multiplies rows in"
+FP8_FLOPS_PER_US = 800e6
+"""Of a weight gradient, on the whole GPU."""
 
 
 class OnFp8(OnSm90):
@@ -65,25 +67,28 @@ def guard_codes(*codes: Tensor) -> None:
     if not codes[0].shape[0]:
         raise NothingToDo("no rows")
     for t in codes:
-        require(_readable(t), "codes have strides %s: expected rows of a multiple of 16 bytes", tuple(t.stride()))
+        require(are_readable(t), "codes have strides %s: expected rows of a multiple of 16 bytes", tuple(t.stride()))
 
 
-def _readable(codes: Tensor) -> bool:
-    pitch = codes.stride(-2)
-    return codes.stride(-1) == 1 and pitch % 16 == 0 and pitch >= codes.shape[-1] and codes.data_ptr() % 16 == 0
+def are_readable(*codes: Tensor) -> bool:
+    """Whether TMA can read each of these codes."""
+    return all(
+        t.stride(-1) == 1 and t.stride(-2) % 16 == 0 and t.stride(-2) >= t.shape[-1] and t.data_ptr() % 16 == 0
+        for t in codes
+    )
 
 
 def on_readable_codes(run: Run, a: Tensor, b: Tensor) -> Run:
     """Return ``run``, whose arguments begin with codes and scales of two operands by columns. If TMA cannot read codes
     like these, as plain PyTorch makes them, return a function that runs it on copies.
     """
-    if _readable(a) and _readable(b):
+    if are_readable(a, b):
         return run
     return lambda a, a_scale, b, *others: run(_copied(a), a_scale, _copied(b), *others)
 
 
 def _copied(codes: Tensor) -> Tensor:
-    return codes if _readable(codes) else codes.clone(memory_format=torch.contiguous_format)
+    return codes if are_readable(codes) else codes.clone(memory_format=torch.contiguous_format)
 
 
 def on_readable_scales(run: Run, rows: Tensor, weight: Tensor) -> Run:

@@ -8,9 +8,11 @@ import torch
 
 from fusedmoe.builtin_rules.sm90.backend import Run, decline
 from fusedmoe.builtin_rules.sm90.fp8 import (
+    FP8_FLOPS_PER_US,
     MULTIPLIES_ROWS,
     ROWS,
     OnFp8,
+    are_readable,
     check_blocks,
     on_readable_codes,
     on_readable_scales,
@@ -18,6 +20,7 @@ from fusedmoe.builtin_rules.sm90.fp8 import (
 from fusedmoe.formats import E4M3, QuantizedSpec
 from fusedmoe.fusion.rule import Bind, FusionRule, NothingToDo, PlanContext, Step, require
 from fusedmoe.kernels.sm90 import block_scaled_k_functions, limits
+from fusedmoe.kernels.sm90.block_scaled_functions import has_strides
 from fusedmoe.ops.grouped_linear import Wgrad, WgradIntoMainGrad
 
 if TYPE_CHECKING:
@@ -50,7 +53,10 @@ class Fp8GroupedWgrad(OnFp8, FusionRule, name="sm90.fp8_grouped_wgrad", directio
         fc = self.wgrad.op
         for name, width in (("in_features", fc.in_features), ("out_features", fc.out_features)):
             decline(limits.why_not_width_of_codes(name, width))
-        return Step(needs=(*OPERANDS, "offsets"), gives=("wgrad.grad_weight",))
+        flops = 2 * ctx.spec("grad_output").shape[0] * fc.in_features * fc.out_features
+        return Step(
+            needs=(*OPERANDS, "offsets"), gives=("wgrad.grad_weight",), carries_us=flops / FP8_FLOPS_PER_US
+        )  # fmt: skip
 
     def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
         accumulating = self.wgrad if isinstance(self.wgrad, WgradIntoMainGrad) else None
@@ -61,8 +67,10 @@ class Fp8GroupedWgrad(OnFp8, FusionRule, name="sm90.fp8_grouped_wgrad", directio
             rows = dy.shape[1]  # with padding
             if not rows:
                 raise NothingToDo("no rows")
+            # copies would be the launches before the product, which must wait for them
+            beside = ctx.beside_sms > 0 and are_readable(dy, x) and has_strides(dy_scale) and has_strides(x_scale)
             product = block_scaled_k_functions.bind_block_scaled_wgrad(
-                dy, x, offsets, rows, dtype, accumulating is not None, options
+                dy, x, offsets, rows, dtype, accumulating is not None, options, beside
             )
 
             def run(dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, offsets: Tensor) -> Tensor | None:

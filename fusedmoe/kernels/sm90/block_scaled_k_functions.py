@@ -17,7 +17,7 @@ from fusedmoe.kernels import compiler
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
 from fusedmoe.kernels.sm90.block_scaled_functions import NAMES
 from fusedmoe.kernels.sm90.choice import Problem, choose
-from fusedmoe.kernels.sm90.launch import scheduling, sms_for, tile_counter
+from fusedmoe.kernels.sm90.launch import schedule_of, scheduling, sms_for, tile_counter
 
 if TYPE_CHECKING:
     from fusedmoe.kernels.sm90.config import TileConfig
@@ -70,12 +70,17 @@ def bind_block_scaled_wgrad(
     dtype: torch.dtype,
     accumulate: bool,
     options: KernelOptions,
+    beside: bool = False,
 ) -> Callable[..., Tensor]:
-    """Return `block_scaled_wgrad` of ``(dy, dy_scale, x, x_scale, offsets, out)``; ``out`` is None for a new tensor."""
+    """Return `block_scaled_wgrad` of ``(dy, dy_scale, x, x_scale, offsets, out)``; ``out`` is None for a new tensor.
+
+    ``beside`` is that of `functions.bind_grouped_wgrad`: the kernel may begin while the launch before it runs.
+    """
     experts, n, k = offsets.shape[0], dy.shape[0], x.shape[0]
     device = x.device
     if rows:
-        kernel, numbers = _launch(choose, device, dy.dtype, rows, experts, n, k, dtype, accumulate, options)
+        beside, schedule = schedule_of(device, beside, options.schedule)
+        kernel, numbers = _launch(choose, device, dy.dtype, rows, experts, n, k, dtype, accumulate, options, beside)
 
     def run(
         dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, offsets: Tensor, out: Tensor | None = None
@@ -83,7 +88,7 @@ def bind_block_scaled_wgrad(
         if out is None:
             out = torch.empty(experts, n, k, dtype=dtype, device=device)
         if rows:
-            counter, dynamic = tile_counter(device, options.schedule)
+            counter, dynamic = tile_counter(device, schedule)
             a, b = dy.view(torch.uint8), x.view(torch.uint8)
             kernel(a, dy_scale, b, x_scale, offsets, out, counter, *numbers, dynamic)
         elif not accumulate:
@@ -105,16 +110,18 @@ def _launch(
     out: torch.dtype,
     accumulate: bool,
     options: KernelOptions,
+    beside: bool,
 ) -> tuple[Callable[..., Any], tuple[int, int]]:
     """Return the kernel and its numbers; cached, since that takes as long as a launch."""
     sms = sms_for(device, options)
     problem = Problem("fp8_wgrad", rows, experts, k, n, sms, dtype.itemsize)
     config = choose(problem)
-    return _kernel(NAMES[dtype], config, RESULTS[out], accumulate), scheduling(problem, config, sms)
+    kernel = _kernel(dtype=NAMES[dtype], config=config, out=RESULTS[out], accumulate=accumulate, beside=beside)
+    return kernel, scheduling(problem, config, sms)
 
 
 @functools.cache
-def _kernel(dtype: str, config: TileConfig, out: str, accumulate: bool) -> Any:
+def _kernel(*, dtype: str, config: TileConfig, out: str, accumulate: bool, beside: bool) -> Any:
     from fusedmoe.kernels.sm90.block_scaled_k import BlockScaledRaggedK  # deferred: imports the CuTe DSL
 
-    return compiler.load(BlockScaledRaggedK(dtype, config, out=out, accumulate=accumulate))
+    return compiler.load(BlockScaledRaggedK(dtype, config, out=out, accumulate=accumulate, beside=beside))

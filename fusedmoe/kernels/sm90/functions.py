@@ -36,10 +36,10 @@ from fusedmoe.kernels.sm90.launch import (
     compiled_in,
     constants,
     placeholders,
+    schedule_of,
     scheduling,
     sms_for,
     tile_counter,
-    tile_counters,
 )
 from fusedmoe.kernels.sm90.quantize_format_functions import (
     bind_dequantize,
@@ -382,8 +382,7 @@ def bind_grouped_wgrad(
     """Return `grouped_wgrad` of ``(grad_output, x, offsets, out, gather=None)``; ``out`` has this dtype, or is None.
 
     With ``beside``, the kernel begins while the launch before it runs, if that launch allows it, on the SMs that this
-    launch leaves free; the schedule is dynamic. No argument may be a result of that launch. That launch uses no tile
-    counter, and begins after all earlier ones have ended, so the kernel has the counter of the stream to itself.
+    launch leaves free; the schedule is dynamic, see `launch.schedule_of`. No argument may be a result of that launch.
     """
     if gathered not in KERNEL_OPERAND or (gather is None) != (gathered is None):
         given = f"{'no' if gather is None else 'an'} index"
@@ -394,9 +393,8 @@ def bind_grouped_wgrad(
     experts, n, k = offsets.shape[0], grad_output.shape[1], x.shape[1]
     same, device = dtype is x.dtype, x.device
     kernel, numbers = _RaggedKLaunch(None, ())
-    beside = beside and rows > 0 and tile_counters(device) is not None
-    schedule: Schedule = "dynamic" if beside else options.schedule
     if rows:
+        beside, schedule = schedule_of(device, beside, options.schedule)
         key = _RaggedKKey(
             choose=choose, device=device, dtype=x.dtype, rows=rows, experts=experts, n=n, k=k, out=dtype,
             accumulate=accumulate, gathered=KERNEL_OPERAND[gathered], options=options, beside=beside,

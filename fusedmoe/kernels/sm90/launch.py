@@ -112,6 +112,18 @@ def tile_counter(device: torch.device, schedule: Schedule) -> tuple[Tensor, int]
     return (no_counter(device), 0) if counters is None else counters.get()
 
 
+def schedule_of(device: torch.device, beside: bool, schedule: Schedule) -> tuple[bool, Schedule]:
+    """Return whether a product may begin ``beside`` the launch before it, and its schedule.
+
+    Such a product has only some of the SMs at first, so it draws its tiles. Without tile counters, it begins in its
+    turn. The launch before it uses no counter, and begins after all earlier ones have ended. So the product has the
+    counter of the stream to itself.
+    """
+    if beside and tile_counters(device) is not None:
+        return True, "dynamic"
+    return False, schedule
+
+
 @functools.cache
 def no_counter(device: torch.device) -> Tensor:
     """Return a tensor in place of a tile counter, which a static schedule does not read."""

@@ -111,6 +111,7 @@ def shipped() -> tuple[Kernel, ...]:
     for config in CANDIDATES["fp8_wgrad"]:
         kernels.append(BlockScaledRaggedK("e4m3", config))
         kernels.append(BlockScaledRaggedK("e4m3", config, out="fp32", accumulate=True))
+        kernels.append(BlockScaledRaggedK("e4m3", config, beside=True))  # beside the sum over slots
 
     # the router of bf16 tokens, with a bf16 or fp32 weight, without a bias
     kernels += [PromotedRaggedM("bf16", tile, epilogue=PLAIN_FP32) for tile in LOGIT_TILES]
