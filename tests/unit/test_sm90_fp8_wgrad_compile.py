@@ -51,10 +51,13 @@ def test_compiles_for_hopper(kernel):
     assert len(starting("ACQBULK")) == kernel.beside  # the wait for the launch before
 
     products = [i for i, opcode in enumerate(code) if opcode.startswith("QGMMA")]
-    loop = code[products[0] - 50 : products[-1] + 250]  # and what is around it
+    loop = code[products[0] - 70 : products[-1] + 250]  # and the instructions around it
     for opcode in ("FMUL", "FFMA"):
         assert len([i for i in loop if i.split(".")[0] == opcode]) == WAVES * VALUES
-    assert loop.count("LDS.64") == WAVES * VALUES // 4  # a pair of columns, for both rows of a thread
+    blocks_of_columns = kernel.config.tile_n // 128
+    assert loop.count("LDS.64") == VALUES // 4 * blocks_of_columns  # a pair of columns, for all rows of a thread
+    promotion = code[products[-1] : products[-1] + 2 * VALUES]
+    assert not [opcode for opcode in promotion if opcode.startswith("LDS")]
     assert len(starting("WARPGROUP.DEPBAR")) == 2 * WAVES  # ptxas adds more if it serializes the products
 
     element_bytes = 4 if kernel.out == "fp32" else 2

@@ -11,10 +11,11 @@ padding is not read.
 The scales are (N, P / 128) and (K, P / 128) with unit stride along N and K. TMA brings those of a tile with each stage.
 A cluster shares the scales of the operand that it shares.
 
-**Factors.** Each value of a wave has a factor of its own: that of its row times that of its column. The two row scales
-of a thread are in registers. It reads its 32 column scales from shared memory in pairs, `PAIRS_AHEAD` of them before
-the wave is multiplied: with more, ptxas spills registers of fp32 results. So promotion takes two instructions per value
-and 10 reads, about 150 issue cycles of the 256 that the tensor cores have for the other warpgroup's wave.
+**Factors.** Each value of a wave has a factor of its own: that of its row times that of its column. A thread has two
+rows and 32 columns. It reads these scales before the wave is multiplied, and keeps them in registers; the waves of
+several blocks of rows share those of the columns. So promotion takes two instructions per value and no reads: about
+130 issue cycles of the 256 that the tensor cores have for the other warpgroup's wave. A value is first multiplied by
+the scale of its column, in its own register. The product of both scales would take another register, and read one more.
 
 **Results** are stored by threads, as those of ragged M. To an fp32 gradient that exists already, threads add 16 bytes
 at a time: once per element and launch, so the result does not depend on the order. Neither has a barrier.
@@ -43,7 +44,6 @@ from fusedmoe.kernels.sm90.ragged_k import RaggedK
 from fusedmoe.kernels.sm90.warps import LANES
 
 PAIRS = SCALE_BLOCK // 8  # of adjacent columns of a wave, per thread
-PAIRS_AHEAD = 6  # whose scales are read before the wave is multiplied
 # fp32 values between the rows of a box: four rows of eight columns are in different banks. The addresses of a thread
 # differ by constants. Those of a swizzled box do not, and ptxas spills other registers to keep them.
 FP32_PITCH = EPILOGUE_COLUMNS + 8
@@ -67,9 +67,7 @@ class Factors(NamedTuple):
     """The scales of a thread's values of a wave."""
 
     rows: cute.Tensor  # those of its two rows
-    columns: cute.Tensor  # those of its columns, in pairs; `promote` reads those after `PAIRS_AHEAD`
-    pairs: cute.Tensor  # shared memory of all pairs of columns: (2, pairs)
-    first: Int32  # the thread's first pair
+    columns: cute.Tensor  # those of its columns, in pairs
 
 
 @dataclass(frozen=True)
@@ -94,6 +92,10 @@ class BlockScaledRaggedK(BlockScaled, RaggedK):
     @property
     def padded(self) -> bool:
         return True
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        return 24, 240
 
     @property
     def scale_bytes(self) -> int:
@@ -212,36 +214,26 @@ class BlockScaledRaggedK(BlockScaled, RaggedK):
 
     # -- mainloop
 
-    @property
-    def factors_are_read_first(self) -> bool:
-        return False
-
     def factor_source(self, scales, tile, group, thread, env):
-        return scales, group, self.row_of(thread, 0), thread % 4
+        columns = cute.make_rmem_tensor((2, PAIRS), Float32)
+        return scales, group, self.row_of(thread, 0), thread % 4, columns
 
     def factors(self, source, i, j, stage):
-        scales, group, row, first = source
+        scales, group, row, first, columns = source
         rows = cute.make_rmem_tensor((2,), Float32)
         for h in range(2):
             rows[h] = scales.a[self.block_row(i, group) + row + 8 * h, stage]
-        columns = cute.make_rmem_tensor((2, PAIRS), Float32)
-        factors = Factors(rows, columns, cute.local_tile(scales.b, (SCALE_BLOCK, 1), (j, stage))[None, 0], first)
-        for pair in range(PAIRS_AHEAD):
-            self.read_pair(factors, pair)
-        return factors
-
-    def read_pair(self, factors, pair: int) -> None:
-        """Read the scales of one pair of columns."""
-        atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), Float32, num_bits_per_copy=64)
-        source = cute.local_tile(factors.pairs, (2,), (4 * pair + factors.first,))
-        cute.copy(atom, source, factors.columns[None, pair])
+        if i == 0:  # the blocks of rows share the columns
+            atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), Float32, num_bits_per_copy=64)
+            of_block = cute.local_tile(scales.b, (SCALE_BLOCK, 1), (j, stage))[None, 0]
+            for pair in range(PAIRS):
+                cute.copy(atom, cute.local_tile(of_block, (2,), (4 * pair + first,)), columns[None, pair])
+        return Factors(rows, columns)
 
     def promote(self, acc, first, wave, factors):
-        for pair in range(PAIRS_AHEAD, PAIRS):
-            self.read_pair(factors, pair)
         for v in range(WAVE_VALUES):  # two of one row, two of the other
-            factor = factors.rows[v // 2 % 2] * factors.columns[v % 2, v // 4]
-            acc[first + v] = acc[first + v] + wave[v] * factor
+            by_column = wave[v] * factors.columns[v % 2, v // 4]
+            acc[first + v] = acc[first + v] + by_column * factors.rows[v // 2 % 2]
 
     # -- results
 
