@@ -229,8 +229,13 @@ class QuantizedSpec(NamedTuple):
 
 
 def column_block(format: Format) -> int:
-    """Return the multiple to which each expert's rows are padded by columns: a block, or 16 for native products."""
-    return format.block[1] or 16
+    """Return the multiple to which each expert's rows are padded by columns: a block, or what products of codes need
+    where there are no blocks: 128 for one scale per expert, and 16 for one per row.
+    """
+    across, along = format.block
+    if along is not None:
+        return along
+    return 128 if across is None else 16
 
 
 def _ceil_div(a: int, b: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Fp8"]
+__all__ = ["Fp8", "Fp8ByExpert"]
 
 
 @dataclass(frozen=True)
@@ -25,3 +25,16 @@ class Fp8:
     element: Literal["e4m3", "e5m2"] = "e4m3"
     power_of_two: bool = True
     amax_epsilon: float = 0.0
+
+
+@dataclass(frozen=True)
+class Fp8ByExpert:
+    """The codes of values times one factor per expert, which is known before: those of delayed scaling.
+
+    Attributes
+    ----------
+    element : "e4m3" or "e5m2"
+        Type of the codes.
+    """
+
+    element: Literal["e4m3", "e5m2"] = "e4m3"

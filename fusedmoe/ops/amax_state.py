@@ -14,7 +14,7 @@ from fusedmoe.formats.delayed import AmaxHistory
 from fusedmoe.recompute import backward_pass, had_gradients
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     import torch
     from torch import Tensor, nn
@@ -57,17 +57,33 @@ def history(op: nn.Module, role: str, quantizer: Quantizer, experts: int, device
     return new
 
 
-def step(history: AmaxHistory, role: str, training: bool, amax: Callable[[], Tensor]) -> tuple[Tensor, bool]:
-    """Return the factor to multiply a tensor by, and whether activation checkpointing recomputes this call.
+class Step:
+    """A call that quantizes a tensor with delayed scaling.
 
-    A recomputed call uses the factor of the original call. Any other training call is a step, and adds its amax to the
-    history.
+    A call that activation checkpointing recomputes uses the factor of the original call. Any other training call adds
+    its amax to the history.
+
+    Attributes
+    ----------
+    encode : Tensor
+        (E,) fp32: the factor to multiply the tensor by.
+    again : bool
+        Whether activation checkpointing recomputes this call.
+    counts : bool
+        Whether `end` adds an amax to the history.
     """
-    again = training and role != "grad" and backward_pass() != -1 and had_gradients()
-    encode = (history.previous if again else history.encode).clone()  # an update must not change a saved factor
-    if training and not again and not looking():
-        history.update(amax())
-    return encode, again
+
+    def __init__(self, history: AmaxHistory, role: str, training: bool) -> None:
+        self.again = training and role != "grad" and backward_pass() != -1 and had_gradients()
+        # an update must not change a saved factor
+        self.encode = (history.previous if self.again else history.encode).clone()
+        self.counts = training and not self.again and not looking()
+        self._history = history
+
+    def end(self, amax_E: Tensor) -> None:
+        """Add the amax of the tensor, (E,) fp32, to the history, if the call counts."""
+        if self.counts:
+            self._history.update(amax_E)
 
 
 def by_role(op: nn.Module) -> SimpleNamespace:

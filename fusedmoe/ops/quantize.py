@@ -137,7 +137,12 @@ class Quantize(Op):
         self, x: Tensor, offsets: Tensor | None = None, *, axes: Sequence[int] = (-1, -2), training: bool = False
     ) -> Forms:
         assert self.quantizer is not None, "otherwise there is no step"
-        return _quantized(self._owner, "input", x, self.quantizer, offsets, axes, training)
+        return _quantized(x, self.quantizer, offsets, axes, self.delayed_step(x, offsets, training))
+
+    def delayed_step(self, x: Tensor, offsets: Tensor | None, training: bool) -> amax_state.Step | None:
+        """Return the step of delayed scaling that a call with these tensors is; None without delayed scaling."""
+        assert self.quantizer is not None, "otherwise there is no step"
+        return _delayed_step(self._owner, "input", self.quantizer, x, offsets, training)
 
     def backward_ops(self) -> tuple[BackwardOp, ...]:
         return () if self.grad_quantizer is None else (QuantizeGrad(self),)
@@ -174,7 +179,13 @@ class QuantizeGrad(BackwardOp):
         self, grad_output: Tensor, offsets: Tensor | None, *, axes: Sequence[int] = (-1, -2), training: bool = True
     ) -> Forms:
         assert self.op.grad_quantizer is not None
-        return _quantized(self.op._owner, "grad", grad_output, self.op.grad_quantizer, offsets, axes, training)
+        step = self.delayed_step(grad_output, offsets, training)
+        return _quantized(grad_output, self.op.grad_quantizer, offsets, axes, step)
+
+    def delayed_step(self, grad: Tensor, offsets: Tensor | None, training: bool) -> amax_state.Step | None:
+        """As `Quantize.delayed_step`."""
+        assert self.op.grad_quantizer is not None
+        return _delayed_step(self.op._owner, "grad", self.op.grad_quantizer, grad, offsets, training)
 
 
 class QuantizeColumns(BackwardOp):
@@ -214,32 +225,37 @@ class WeightQuantization:
         *,
         axes: Sequence[int] = (-1, -2),
         training: bool = False,
-        by: tuple[str, Callable[[Tensor], list[QuantizedTensor]]] | None = None,
+        by: tuple[str, Callable[[Tensor, amax_state.Step | None], list[QuantizedTensor]]] | None = None,
     ) -> Forms:
         """Return the weight's forms along these axes.
 
-        ``by`` has the name of a rule, and the rule's function, which quantizes the weight along these axes in place of
-        plain PyTorch. The function does not serve a quantizer with delayed scaling.
+        ``by`` has the name of a rule, and the rule's function of a weight and a step of delayed scaling. The function
+        quantizes the weight along these axes in place of plain PyTorch, and ends the step.
         """
         training = training and not amax_state.looking()
         maker = "" if by is None else by[0]
         entry = weight_cache.find(self.layer, weight, self.quantizer, axes, maker)
         if entry is not None:
             if training and not entry.counted:  # inference has quantized the weight
-                self._step(weight, training)
+                step, _ = self._step(weight, training)
+                if step is not None and step.counts:
+                    step.end(amax_by_expert(weight))
                 entry.counted = True
             return _forms([entry.forms[axis] for axis in axes])
-        encode, lasts = self._step(weight, training)
+        step, lasts = self._step(weight, training)
         if by is None:
+            encode = None if step is None else step.encode
+            if step is not None and step.counts:
+                step.end(amax_by_expert(weight))
             forms = [quantize(weight, self.quantizer, axis, encode=encode) for axis in axes]
         else:
-            forms = by[1](weight)
+            forms = by[1](weight, step)
         if lasts:
             weight_cache.keep(self.layer, weight, self.quantizer, dict(zip(axes, forms, strict=True)), training, maker)
         return _forms(forms)
 
-    def _step(self, weight: Tensor, training: bool) -> tuple[Tensor | None, bool]:
-        """Return the factor of delayed scaling, and whether the result may be cached.
+    def _step(self, weight: Tensor, training: bool) -> tuple[amax_state.Step | None, bool]:
+        """Return the step of delayed scaling, and whether the result may be cached.
 
         A result from before the first step may not be cached, since its scale does not come from the weight.
         """
@@ -247,9 +263,8 @@ class WeightQuantization:
             return None, True
         experts = weight.shape[0] if weight.dim() == 3 else 1
         history = amax_state.history(self.layer, "weight", self.quantizer, experts, weight.device)
-        begun = history.begun
-        encode, again = amax_state.step(history, "weight", training, lambda: amax_by_expert(weight, None))
-        return encode, begun and not again
+        step = amax_state.Step(history, "weight", training)
+        return step, history.begun and not step.again
 
 
 def _resolved(role: str, quantizer: str | Quantizer | Format | None) -> Quantizer | None:
@@ -273,22 +288,24 @@ def _spec(op: Op, what: str, x: SpecLike, quantizer: Quantizer, offsets: SpecLik
     return QuantizedSpec(tuple(x.shape), x.dtype, quantizer.format, -1, experts)
 
 
+def _delayed_step(
+    owner: Op, role: str, quantizer: Quantizer, x: Tensor, offsets: Tensor | None, training: bool
+) -> amax_state.Step | None:
+    if quantizer.delayed is None:
+        return None
+    experts = 1 if offsets is None else offsets.shape[0]
+    return amax_state.Step(amax_state.history(owner, role, quantizer, experts, x.device), role, training)
+
+
 def _quantized(
-    owner: Op,
-    role: str,
-    x: Tensor,
-    quantizer: Quantizer,
-    offsets: Tensor | None,
-    axes: Sequence[int],
-    training: bool,
+    x: Tensor, quantizer: Quantizer, offsets: Tensor | None, axes: Sequence[int], step: amax_state.Step | None
 ) -> Forms:
     """Return rows, or their gradient, quantized along each of these axes; see `_forms`."""
     shape = tuple(x.shape)
     rows = x.flatten(0, -2) if x.dim() > 2 else x
-    encode = None
-    if quantizer.delayed is not None:
-        history = amax_state.history(owner, role, quantizer, 1 if offsets is None else offsets.shape[0], rows.device)
-        encode, _ = amax_state.step(history, role, training, lambda: amax_by_expert(rows, offsets))
+    encode = None if step is None else step.encode
+    if step is not None and step.counts:
+        step.end(amax_by_expert(rows, offsets))
     forms = [quantize(rows, quantizer, axis, offsets=offsets, encode=encode) for axis in axes]
     return _forms(forms if rows is x else [replace(form, shape=shape) for form in forms])
 

@@ -108,9 +108,24 @@ def blocks(extent):
     return -(-extent // BLOCK)
 
 
-def rows(splits, tail, k, dtype="e4m3", exact=False):
-    """Rows in 1 x 128 blocks."""
+def of_experts(splits, exact):
+    """A scale per expert, at an address that is no multiple of 16 bytes; NaN for those without rows."""
+    scale = factors((len(splits),), exact)
+    scale[torch.tensor(splits) == 0] = torch.nan
+    return inside_nan(scale, 1)
+
+
+def rows(splits, tail, k, dtype="e4m3", exact=False, by_expert=False):
+    """Rows in 1 x 128 blocks, or with one scale per expert."""
     count, used = sum(splits) + tail, sum(splits)
+    if by_expert:
+        codes, scale = drawn((count, k), CODES[dtype], exact), of_experts(splits, exact)
+        codes[used:] = torch.nan
+        of_row = torch.cat(
+            [scale.double().repeat_interleave(torch.tensor(splits, device=DEVICE)), scale.new_ones(tail)]
+        )
+        codes = codes.to(CODES[dtype])
+        return Operand(inside_nan(codes, 16), scale, codes.double() * of_row[:, None])
     codes, scale = drawn((count, k), CODES[dtype], exact), factors((blocks(k), count), exact)
     codes[used:], scale[:, used:] = torch.nan, torch.nan
     return operand_of_rows(codes.to(CODES[dtype]), scale)
@@ -124,9 +139,14 @@ def operand_of_rows(codes, scale):
     return Operand(inside_nan(codes, 16), inside_nan(room, 4)[:, : scale.shape[1]].mT, values)
 
 
-def weights(splits, n, k, exact=False):
-    """Weights (E, N, K) in 128 x 128 blocks; those of experts without rows are NaN."""
+def weights(splits, n, k, exact=False, by_expert=False):
+    """Weights (E, N, K) in 128 x 128 blocks, or with one scale per expert; those of experts without rows are NaN."""
     codes = drawn((len(splits), n, k), CODES["e4m3"], exact) * (1.0 if exact else 0.1)
+    if by_expert:
+        scale = of_experts(splits, exact)
+        codes[scale.isnan()] = torch.nan
+        codes = codes.to(CODES["e4m3"])
+        return Operand(inside_nan(codes, 16), scale, codes.double() * scale.double()[:, None, None])
     scale = factors((len(splits), blocks(k), blocks(n)), exact)
     for e, count in enumerate(splits):
         if not count:
@@ -178,8 +198,10 @@ class Case(NamedTuple):
                 assert (got.double() - want).norm() < TOLERANCE[got.dtype] * want.norm()
 
 
-def plain(splits=SPLITS, tail=TAIL, n=N, k=K, *, dtype="e4m3", biased=False, scale=False, exact=False):
-    x, w = rows(splits, tail, k, dtype, exact), weights(splits, n, k, exact)
+def plain(
+    splits=SPLITS, tail=TAIL, n=N, k=K, *, dtype="e4m3", biased=False, scale=False, exact=False, by_expert=False
+):  # fmt: skip
+    x, w = rows(splits, tail, k, dtype, exact, by_expert), weights(splits, n, k, exact, by_expert)
     bias = biases(splits, n, exact) if biased else None
     row_scale = row_scales(splits, tail, exact) if scale else None
     offsets = offsets_of(splits)
@@ -197,11 +219,12 @@ def plain(splits=SPLITS, tail=TAIL, n=N, k=K, *, dtype="e4m3", biased=False, sca
 
 
 def activation(
-    splits=SPLITS, tail=TAIL, n=128, k=K, *, a=ACTIVATIONS["swiglu"], biased=False, scale=False, keep=True, exact=False
+    splits=SPLITS, tail=TAIL, n=128, k=K, *, a=ACTIVATIONS["swiglu"], biased=False, scale=False, keep=True, exact=False,
+    by_expert=False,
 ):  # fmt: skip
     """``n`` is I. With ``exact``, only the preactivation is."""
     wide = 2 * n if a.gated else n
-    x, w = rows(splits, tail, k, exact=exact), weights(splits, wide, k, exact)
+    x, w = rows(splits, tail, k, "e4m3", exact, by_expert), weights(splits, wide, k, exact, by_expert)
     bias = biases(splits, wide, exact) if biased else None
     row_scale, offsets = row_scales(splits, tail) if scale else None, offsets_of(splits)
 
@@ -220,17 +243,18 @@ def activation(
 
 
 def derivative(
-    splits=SPLITS, tail=TAIL, n=N, k=K, *, a=ACTIVATIONS["swiglu"], dtype="e4m3", scale=True, gradient=True, keep=True
+    splits=SPLITS, tail=TAIL, n=N, k=K, *, a=ACTIVATIONS["swiglu"], dtype="e4m3", scale=True, gradient=True, keep=True,
+    by_expert=False,
 ):  # fmt: skip
     """``n`` is I, ``k`` is H."""
-    dy, w = rows(splits, tail, k, dtype), weights(splits, n, k)
+    dy, w = rows(splits, tail, k, dtype, by_expert=by_expert), weights(splits, n, k, by_expert=by_expert)
     p = torch.randn(sum(splits) + tail, 2 * n if a.gated else n, device=DEVICE).to(BF16)
     p[sum(splits) :] = torch.nan
     row_scale, offsets = row_scales(splits, tail) if scale else None, offsets_of(splits)
 
     def run(options):
         bound = functions.bind_block_scaled_gemm_activation_backward(
-            dy.codes, w.codes, p, row_scale, a, keep, gradient, options
+            dy.codes, w.codes, p, row_scale, a, keep, gradient, options, by_expert=by_expert
         )
         grad, y, grad_scale = bound(dy.codes, dy.scale, w.codes, w.scale, offsets, p, row_scale)
         assert (y is not None) is keep

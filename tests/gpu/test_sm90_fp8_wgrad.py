@@ -59,7 +59,11 @@ def inside_nan(t, unit):
 class Problem:
     """Operands, and the gradient in fp64."""
 
-    def __init__(self, splits=SPLITS, tail=TAIL, n=N, k=K, *, dtype="e4m3", exact=True, dw=BF16, accumulate=False):
+    def __init__(
+        self, splits=SPLITS, tail=TAIL, n=N, k=K, *, dtype="e4m3", exact=True, dw=BF16, accumulate=False,
+        by_expert=False,
+    ):  # fmt: skip
+        self.by_expert = by_expert
         self.rows, self.dtype = sum(splits) + tail, dw
         self.offsets = torch.tensor(list(itertools.accumulate(splits)), dtype=torch.int32, device=DEVICE)
         self.padded = padded_rows(self.rows, len(splits), BLOCK)
@@ -75,10 +79,10 @@ class Problem:
             assert self.want.count_nonzero() > 0.5 * self.want[torch.tensor(splits) > 0].numel()
 
     def columns(self, splits, width, dtype, exact):
-        """Codes (width, P), scales (width, P / 128), and each expert's values in fp64."""
+        """Codes (width, P), scales (width, P / 128) or, by expert, (E,), and each expert's values in fp64."""
         codes = torch.full((width, self.padded), torch.nan, device=DEVICE)
         scale = torch.full((self.padded // BLOCK, width), torch.nan, device=DEVICE)
-        values, at = [], 0
+        values, of_expert, at = [], [], 0
         for count in splits:
             end = at + -(-count // BLOCK) * BLOCK
             codes[:, at:end] = 0
@@ -87,11 +91,16 @@ class Problem:
             codes[:, at : at + count] = drawn.to(dtype).float()
             exponents = torch.randint(-1, 2, (blocks, width), device=DEVICE).float()
             factors = torch.exp2(exponents) if exact else torch.rand(blocks, width, device=DEVICE) * 4 + 0.1
+            if self.by_expert and count:
+                factors[:] = factors[0, 0].clone()
+            of_expert.append(factors[0, 0].item() if count else torch.nan)
             scale[at // BLOCK : end // BLOCK] = factors
             values.append(
                 codes[:, at : at + count].double() * factors.T.double().repeat_interleave(BLOCK, 1)[:, :count]
             )
             at = end
+        if self.by_expert:
+            return inside_nan(codes.to(dtype), 16), inside_nan(torch.tensor(of_expert, device=DEVICE), 1), values
         return inside_nan(codes.to(dtype), 16), inside_nan(scale, 4).mT, values
 
     def run(self, options=DEFAULT):

@@ -10,9 +10,22 @@ from test_sm90_quantize import BF16, FP16, bits, offsets_of, values, weight_like
 
 import fusedmoe as fm
 from fusedmoe.builtin_rules.sm90.narrow_forms import bind_forms, bind_weight_forms, narrow_of
-from fusedmoe.formats import E5M2, Quantizer, ScaleRule, fp8_row, fp8_tensor, mxfp8, nvfp4, quantize
+from fusedmoe.formats import (
+    E5M2,
+    Delayed,
+    Quantizer,
+    ScaleRule,
+    amax_by_expert,
+    fp8_row,
+    fp8_tensor,
+    mxfp8,
+    nvfp4,
+    quantize,
+)
+from fusedmoe.formats.delayed import AmaxHistory
 from fusedmoe.formats.hadamard import rotate
 from fusedmoe.kernels.sm90.quantize_format_functions import bind_dequantize, bind_magnitudes
+from fusedmoe.ops.amax_state import Step
 
 pytestmark = needs_hopper
 
@@ -88,12 +101,13 @@ def test_formats(device, which, axes):
     x[85:] = torch.nan
     for form in check_rows(x, QUANTIZERS[which], axes, offsets):
         codes = form.codes().view(torch.uint8) & (7 if which.startswith("nvfp4") else 0x7F)
-        assert (codes != 0).float().mean() > (0.4 if form.axis == -1 else 0.25)
+        by_columns = 0.1 if which.startswith("tensor") else 0.25  # padding has more rows than the experts
+        assert (codes != 0).float().mean() > (0.4 if form.axis == -1 else by_columns)
     for dtype in (BF16, FP16):
         check_rows(values(97, 144, dtype, device, seed=3, pitch=24), QUANTIZERS[which], axes, offsets)
 
 
-@pytest.mark.parametrize("which", ["mxfp8", "nvfp4 gradient", "row"])
+@pytest.mark.parametrize("which", ["mxfp8", "nvfp4 gradient", "row", "tensor"])
 @pytest.mark.parametrize("kind", SPLITS)
 def test_rows_sorted_by_expert(device, kind, which):
     used = sum(SPLITS[kind])
@@ -104,6 +118,39 @@ def test_rows_sorted_by_expert(device, kind, which):
         if x.shape[0]:
             wanted = check_rows(x, QUANTIZERS[which], (-1, -2), offsets)
             assert used == 0 or all(bits(form.data).any() for form in wanted)
+
+
+@pytest.mark.parametrize("axes", AXES.values(), ids=AXES)
+@pytest.mark.parametrize("through_index", [False, True], ids=["", "index"])
+def test_delayed_scaling(device, through_index, axes):
+    """Codes by the factors of the step before, and the amax of this one, in one launch."""
+    quantizer = Quantizer(fp8_tensor(), delayed=Delayed(3))
+    history = AmaxHistory(quantizer, 3, torch.device(device))
+    offsets = offsets_of([130, 0, 31], device)
+    x = values(170, 144, BF16, device, seed=3, pitch=24)
+    index = torch.arange(169, -1, -1, dtype=torch.int32, device=device) if through_index else None
+    source = x if index is None else x[index]
+    run = bind_forms(x, quantizer, axes, offsets, index, training=True)
+    for _ in range(2):
+        step = Step(history, "input", True)
+        with nan_in_new_tensors():
+            found = run(x, offsets, index, step)
+        check(found, [quantize(source, quantizer, axis, offsets=offsets, encode=step.encode) for axis in axes])
+        assert torch.equal(history.amax[0], amax_by_expert(source, offsets))
+    assert history.amax[1].any()
+    assert (history.encode[::2] != 1).all()
+    infer = bind_forms(x, quantizer, axes, offsets, index)
+    step = Step(history, "input", False)
+    check(
+        infer(x, offsets, index, step),
+        [quantize(source, quantizer, axis, offsets=offsets, encode=history.encode) for axis in axes],
+    )
+    weight = ordinary(3 * 48, 64, device).view(3, 48, 64)
+    for w in (weight, weight.mT.contiguous().mT):
+        step = Step(history, "weight", True)
+        found = bind_weight_forms(w, quantizer, axes, True)(w, step)
+        check(found, [quantize(w, quantizer, axis, encode=step.encode) for axis in axes])
+        assert torch.equal(history.amax[0], amax_by_expert(w))
 
 
 @pytest.mark.parametrize("which", ["mxfp8", "nvfp4 rotated", "tensor"])
@@ -243,7 +290,8 @@ def test_a_training_step(device, recipe, settings):
         got = step()
         (plan,) = chain.explain(x.requires_grad_(), **named).plans
     rules = {s.rule for s in plan.steps}
-    assert {"sm90.quantize", "sm90.quantize_grad", "sm90.quantize_weight", "sm90.dequantized_wgrad"} <= rules
+    wgrad = "sm90.fp8_grouped_wgrad" if recipe == "fp8_tensor" else "sm90.dequantized_wgrad"
+    assert {"sm90.quantize", "sm90.quantize_grad", "sm90.quantize_weight", wgrad} <= rules
     for name, want in wanted.items():
         assert want.abs().sum() > 0, f"{name}: zeros would pass"
         of_plain, of_kernels = ((t.double() - exact[name].double()).norm() for t in (want, got[name]))

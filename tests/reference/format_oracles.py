@@ -226,7 +226,7 @@ def by_columns(shape, parts, format, hadamard):
     """The experts' columns one after the other, each padded to whole blocks, then columns of zeros: as many as there
     would have to be for any splits.
     """
-    block = format.block[1] or 16
+    block = format.block[1] or (16 if format.block[0] else 128)
     matrices = [quantize_matrix(along_last(zero_rows(part, block), -2, hadamard), format) for part in parts]
     width = (shape[0] // block + min(len(parts), shape[0])) * block
     used = sum(m.codes.shape[1] for m in matrices)

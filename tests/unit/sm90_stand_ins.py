@@ -21,9 +21,10 @@ from fusedmoe.formats import (
     quantizers,
 )
 from fusedmoe.formats.casts import to_codes
-from fusedmoe.formats.groups import of_group
+from fusedmoe.formats.groups import PaddedRows, group_of, of_group
 from fusedmoe.formats.hadamard import rotate
 from fusedmoe.kernels.activation import Activation
+from fusedmoe.kernels.fp8 import Fp8ByExpert
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
 from fusedmoe.kernels.sm90 import block_scaled_functions, limits, router_functions
 from fusedmoe.kernels.sm90.quantize_functions import scale_like
@@ -391,16 +392,24 @@ def bind_magnitudes(
 
 
 def bind_quantize_format(
-    x, format, offsets=None, index=None, *, rows=True, columns=False, rotated=False, stochastic=False
+    x, format, offsets=None, index=None, *, rows=True, columns=False, rotated=False, stochastic=False, amax=False
 ):
-    def run(x, offsets=None, index=None, factors=(), random=()):
+    def run(x, offsets=None, index=None, factors=(), random=(), largest=None):
         calls.append(("quantize_format", {"rows": rows, "columns": columns}))
         x = _gathered("quantize_format", x, index)
         _matrix(x, transposed=False)
+        assert amax is (largest is not None)
+        if amax:
+            assert not largest.any()
+            largest.copy_(quantizers.amax_by_expert(x, offsets))
         forms = []
         for i, axis in enumerate(_axes(rows, columns)):
             if format.rule == "given":
                 forms.append((_scaled_by(x, axis, offsets, factors[i], format), None))
+                continue
+            if format.rule == "given by expert":
+                form = quantize(x, _format_of(format), axis, offsets=offsets, encode=factors[i])
+                forms.append((form.data.view(torch.uint8), None))
                 continue
             quantizer = Quantizer(_format_of(format), stochastic, rotated)
             form = quantize(x, quantizer, axis, offsets=offsets, random_bits=random[i] if random else None)
@@ -426,10 +435,21 @@ def _scaled_by(x, axis, offsets, factor, format):
 
 def _format_of(narrow):
     element = {"e4m3": E4M3, "e5m2": E5M2, "e2m1": E2M1}[narrow.element]
-    if narrow.rule == "given":
+    if narrow.given:
         return fp8_tensor(element)
     across = narrow.block if narrow.square else 1
     return nvfp4(across) if element is E2M1 else mxfp8(element, across, ScaleRule(narrow.rule))
+
+
+def bind_transpose_rows(codes, offsets):
+    def run(codes, offsets):
+        calls.append(("transpose_rows", {}))
+        assert codes.is_contiguous()
+        assert codes.shape[1] % 16 == 0
+        padded = PaddedRows.of(offsets, len(codes), 128)
+        return padded.spread(codes.view(torch.uint8)).mT.contiguous().view(codes.dtype)
+
+    return Bound(run, codes, offsets)
 
 
 def bind_dequantize(codes, scale, format, *, transposed=False):
@@ -441,11 +461,16 @@ def bind_dequantize(codes, scale, format, *, transposed=False):
     return Bound(run, codes)
 
 
-def _dequantized(codes, scale):
-    """fp32 values of codes and scales that a kernel can read: one scale per row, or per 128 rows of a weight."""
+def _dequantized(codes, scale, offsets=None):
+    """fp32 values of codes and scales that a kernel can read: one scale per row, per 128 rows of a weight, or per
+    expert; the latter for weights, or rows with offsets.
+    """
     assert codes.stride(-1) == 1
     assert codes.stride(-2) % 16 == codes.data_ptr() % 16 == 0
     assert block_scaled_functions.has_strides(scale)
+    if scale.dim() == 1:
+        of_line = scale[:, None, None] if codes.dim() == 3 else of_group(scale, group_of(offsets, len(codes)))[:, None]
+        return codes.float() * of_line
     wide = scale.repeat_interleave(128, -1)[..., : codes.shape[-1]]
     if codes.dim() == 3:
         wide = wide.repeat_interleave(128, -2)[:, : codes.shape[1]]
@@ -457,28 +482,37 @@ def _fp8_product(x, x_scale, weight, weight_scale, offsets, bias):
     assert offsets.dtype is torch.int32
     assert weight.dtype is torch.float8_e4m3fn
     assert bias is None or (bias.dtype is BF16 and bias.is_contiguous())
-    rows, weights = _dequantized(x, x_scale), _dequantized(weight, weight_scale)
+    rows, weights = _dequantized(x, x_scale, offsets), _dequantized(weight, weight_scale)
     return _product_of(rows, weights, offsets, bias)
 
 
-def bind_block_scaled_gemm(x, weight, bias, row_scale, options):
+def bind_block_scaled_gemm(x, weight, bias, row_scale, options, *, by_expert=False):
     def run(x, x_scale, weight, weight_scale, bias, offsets, row_scale):
+        assert by_expert is (x_scale.dim() == 1) is (weight_scale.dim() == 1)
         _note("block_scaled_gemm", options, codes=x.dtype, row_scale=row_scale is not None)
         return _scaled(_fp8_product(x, x_scale, weight, weight_scale, offsets, bias), row_scale, offsets).to(BF16)
 
     return Bound(run, x, weight, bias, row_scale)
 
 
-def bind_block_scaled_gemm_activation(x, weight, bias, row_scale, activation, keep_preactivation, quantized, options):
+def bind_block_scaled_gemm_activation(
+    x, weight, bias, row_scale, activation, keep_preactivation, quantized, options, *, by_expert=False
+):
     assert not activation.interleaved
-    assert not activation.gated or weight.shape[1] % 256 == 0
+    assert not activation.gated or weight.shape[1] % (32 if by_expert else 256) == 0
 
-    def run(x, x_scale, weight, weight_scale, bias, offsets, row_scale):
+    def run(x, x_scale, weight, weight_scale, bias, offsets, row_scale, encode=None, amax=None):
+        assert by_expert is (x_scale.dim() == 1) is (weight_scale.dim() == 1)
         _note("block_scaled_gemm_activation", options, keep=keep_preactivation, quantized=quantized)
         p = _fp8_product(x, x_scale, weight, weight_scale, offsets, bias).to(BF16)
         y = _scaled(_op(activation).compute(p.float()), row_scale, offsets).to(BF16)
         written = (y,)
-        if quantized is not None:
+        if isinstance(quantized, Fp8ByExpert):
+            format = fp8_tensor({"e4m3": E4M3, "e5m2": E5M2}[quantized.element])
+            form = quantize(y, format, -1, offsets=offsets, encode=encode)
+            amax.copy_(quantizers.amax_by_expert(y, offsets))
+            written = (form.data,)
+        elif quantized is not None:
             (written,) = _forms([quantize(y, _blocks_of(quantized, 1), -1, offsets=offsets)])
         return (*written, p) if keep_preactivation else written
 
@@ -486,13 +520,15 @@ def bind_block_scaled_gemm_activation(x, weight, bias, row_scale, activation, ke
 
 
 def bind_block_scaled_gemm_activation_backward(
-    grad_output, weight, preactivation, row_scale, activation, want_output, want_row_scale_grad, options
-):
+    grad_output, weight, preactivation, row_scale, activation, want_output, want_row_scale_grad, options, *,
+    by_expert=False,
+):  # fmt: skip
     def run(grad_output, grad_scale, weight, weight_scale, offsets, preactivation, row_scale):
         _note(
             "block_scaled_gemm_activation_backward", options, codes=grad_output.dtype, want_output=want_output,
             want_row_scale_grad=want_row_scale_grad,
         )  # fmt: skip
+        assert by_expert is (grad_scale.dim() == 1) is (weight_scale.dim() == 1)
         _matrix(preactivation)
         op, p = _op(activation), preactivation.float()
         d = _fp8_product(grad_output, grad_scale, weight, weight_scale, offsets, None)
@@ -506,12 +542,18 @@ def bind_block_scaled_gemm_activation_backward(
     return Bound(run, grad_output, weight, preactivation, row_scale)
 
 
-def bind_block_scaled_wgrad(dy, x, offsets, rows, dtype, accumulate, options, beside=False):
+def bind_block_scaled_wgrad(dy, x, offsets, rows, dtype, accumulate, options, beside=False, *, by_expert=False):
     def run(dy, dy_scale, x, x_scale, offsets, out):
         if beside:
             calls.append(("beside", {}))
         _note("block_scaled_wgrad", options, dtype=dtype, accumulate=accumulate)
-        a, b = _dequantized(dy, dy_scale), _dequantized(x, x_scale)
+        assert by_expert is (dy_scale.dim() == 1) is (x_scale.dim() == 1)
+        if by_expert:
+            ends = PaddedRows.of(offsets, rows, 128).ends_E
+            expert = group_of(ends, dy.shape[1])
+            a, b = (codes.float() * of_group(scale, expert) for codes, scale in ((dy, dy_scale), (x, x_scale)))
+        else:
+            a, b = _dequantized(dy, dy_scale), _dequantized(x, x_scale)
         dw, first, begin = torch.zeros(len(offsets), len(dy), len(x)), 0, 0
         for e, end in enumerate(offsets.tolist()):
             last = first + end - begin

@@ -4,6 +4,7 @@ Each kind of kernel, with functions and problems of tests/gpu. docs/emulator.md 
 emulator too.
 """
 
+import contextlib
 import shutil
 from copy import deepcopy
 
@@ -35,6 +36,7 @@ from fusedmoe.kernels.sm90.slot_functions import bind_gather_rows, bind_row_dots
 
 BF16, FP16, FP32 = products.BF16, products.FP16, products.FP32
 CPU = torch.device("cpu")
+FP8 = ("fp8_block", "fp8_tensor")
 SMALL = {"splits": (130, 0, 61, 1), "tail": 21}
 
 
@@ -221,7 +223,10 @@ def test_a_whole_layer():
 
 
 @pytest.mark.usefixtures("builtin_rules")
-@pytest.mark.parametrize("recipe", ["fp8_block", pytest.param("fp8_block:wgrad=bf16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "recipe",
+    ["fp8_block", "fp8_tensor", *(pytest.param(f"{n}:wgrad=bf16", marks=pytest.mark.slow) for n in FP8)],
+)
 def test_a_whole_layer_in_fp8(recipe):
     """The plan of a GPU against the emulated recipe. Both have the same error, that of the format."""
     layer = fm.MoE(128, 128, 4, 2, dtype=BF16)
@@ -270,3 +275,37 @@ def test_columns_that_backward_quantizes_again_change_no_bit(monkeypatch):
     for a, b in zip(got, want, strict=True):
         assert b.any(), "zeros would pass"
         assert torch.equal(a, b)
+
+
+def test_delayed_scaling():
+    """Three training steps of small integers, which are exact: results and histories have the bits of plain PyTorch."""
+    recipe = fm.recipes.FP8Tensor(power_of_two=True, delayed=fm.formats.Delayed(2))
+    splits = torch.tensor(SMALL["splits"])
+    fused = fm.Sequential(
+        fm.GroupedLinear(4, 32, 2 * 48, dtype=BF16),
+        fm.ReGLU(),
+        fm.Scale("probs"),
+        fm.GroupedLinear(4, 48, 32, dtype=BF16),
+    )
+    with torch.no_grad():
+        for weight in fused.parameters():
+            weight.copy_(torch.randint(-1, 2, weight.shape))
+    plain = deepcopy(fused)
+    for step in range(3):
+        x = (torch.randint(-1, 2, (213, 32)).to(BF16) * 2**step).requires_grad_()
+        dy, probs = torch.randint(-1, 2, (213, 32)).to(BF16), torch.full((213,), 0.5)
+        found = []
+        for chain in (fused, plain):
+            with fm.recipe(recipe), contextlib.nullcontext() if chain is fused else fm.disabled("sm90.*"):
+                y = chain(x, splits=splits, probs=probs)
+                found.append((y, *torch.autograd.grad(y, (x, *chain.parameters()), dy)))
+        for got, want in zip(*found, strict=True):
+            assert want.any()
+            assert torch.equal(got, want)
+        got, want = (chain.state_dict() for chain in (fused, plain))
+        assert all(torch.equal(t, want[name]) for name, t in got.items())
+    assert len(got) == 2 + 2 * 3 * 2, "input, weight and gradient of two layers"
+    with fm.recipe(recipe):
+        (plan,) = fused.explain(x, splits=splits, probs=probs).plans
+    assert not plan.unfused
+    assert "sm90.fp8_grouped_gemm_activation" in {step.rule for step in plan.fused if "3:input.Quantize" in step.ops}

@@ -133,16 +133,15 @@ def test_under_a_recipe_without_kernels_no_gpu_has_one(arch):
     assert {*products} <= {*plan.without_kernel}
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "fp8_tensor", "fp8_row"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "fp8_row"])
 def test_dequantized_products_of_hopper(recipe):
     x, named = call()
     with fm.recipe(recipe):
         (plan,) = experts().explain(x, arch=90, **named).plans
     rules = {s.ops[0]: (s.rule, s.path) for s in plan.steps}
-    native = (None, "native")  # E4M3 by E4M3 with scales of tensors or rows: torch multiplies the codes
+    native = (None, "native")  # E4M3 by E4M3 with scales of rows: torch multiplies the codes
     forward = native if recipe.startswith("fp8") else ("sm90.dequantized_gemm", "")
     assert rules["0.GroupedLinear"] == rules["2.GroupedLinear"] == forward
-    # the gradients of fp8_tensor are in E5M2
     assert rules["2.Dgrad"] == (native if recipe == "fp8_row" else ("sm90.dequantized_dgrad", ""))
     assert rules["0.Wgrad"] == (native if recipe == "fp8_row" else ("sm90.dequantized_wgrad", ""))
     assert rules["2:input.Quantize"] == ("sm90.quantize", "")

@@ -162,7 +162,8 @@ def test_the_rules_for_unquantized_weight_gradients_match(name, chain):
     # the kernel that quantizes the gradient's rows reads them through their index, so nothing else reads the rows
     through_index = any(isinstance(op, fm.Scale) for op in chain)
     assert last == ("sm90.gathered_wgrad_dy" if through_index else "sm90.grouped_wgrad")
-    others = {"fp8_block": "sm90.fp8_grouped_wgrad", "fp8_row": None}  # torch multiplies the codes of fp8_row
+    fp8 = "sm90.fp8_grouped_wgrad"
+    others = {"fp8_block": fp8, "fp8_tensor": fp8, "fp8_row": None}  # torch multiplies the codes of fp8_row
     quantized = others.get(name, "sm90.dequantized_wgrad")
     assert [s.rule for s in explain(name).steps if "Wgrad" in s.ops[0]] == [quantized, quantized]
 

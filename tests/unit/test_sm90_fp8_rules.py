@@ -3,6 +3,8 @@
 test_sm90_fp8_wgrad_rule.py has the constraints of the weight gradient.
 """
 
+from copy import deepcopy
+
 import pytest
 import sm90_stand_ins as stand_ins
 import torch
@@ -12,11 +14,11 @@ from toy import only_plan, outcome, rules_used, status
 import fusedmoe as fm
 from fusedmoe import FusionError, Status
 from fusedmoe.builtin_rules.sm90.fp8 import guard_codes, on_readable_scales
-from fusedmoe.formats import E4M3, E5M2, Format, Quantizer, ScaleRule, fp8_block, fp8_row, mxfp8
+from fusedmoe.formats import E4M3, E5M2, Delayed, Format, Quantizer, ScaleRule, fp8_block, fp8_row, fp8_tensor, mxfp8
 from fusedmoe.fusion.rule import Declined, NothingToDo
-from fusedmoe.kernels.fp8 import Fp8
+from fusedmoe.kernels.fp8 import Fp8, Fp8ByExpert
 from fusedmoe.kernels.sm90 import block_scaled_functions, block_scaled_k_functions
-from fusedmoe.recipes import FP8Block
+from fusedmoe.recipes import FP8Block, FP8Tensor
 
 pytestmark = pytest.mark.usefixtures("builtin_rules")
 H, I = 64, 128  # noqa: E741
@@ -199,6 +201,23 @@ def test_kernel_options():
     assert {(what["options"].sm_margin, what["options"].schedule) for what in products} == {(7, "static")}
 
 
+@pytest.mark.parametrize("recipe", [FP8Tensor(), FP8Tensor(delayed=Delayed(2))], ids=["current", "delayed"])
+def test_a_layer_of_a_model_with_one_scale_per_expert(recipe):
+    layer = fm.MoE(H, I, 4, 2, dtype=BF16)
+    x = torch.randn(9, H, dtype=BF16, requires_grad=True)
+    with fm.recipe(recipe):
+        (plan,) = fm.explain(layer, tokens=9, arch=90).plans
+        with fm.strict():
+            layer(x).sum().backward()
+    assert not plan.unfused
+    quantize = [] if recipe.delayed else ["sm90.quantize"]
+    assert rules(plan) == [
+        "sm90.router_dispatch", "sm90.gathered_quantize", GEMM_ACTIVATION, *quantize, GEMM, "sm90.combine",
+        "sm90.gathered_quantize_grad", WGRAD, DGRAD_ACTIVATION, "sm90.quantize_grad", WGRAD, DGRAD,
+        "sm90.router_backward",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("recipe", ["fp8_block", "fp8_block:wgrad=bf16"])
 def test_a_layer_of_a_model(recipe):
     """Tokens are quantized through the index of their rows. Nothing runs in plain PyTorch."""
@@ -373,6 +392,122 @@ def test_the_gradients_of_micro_batches_add_up_in_main_grad():
         assert (layer.weight.main_grad - 2 * want).norm() < 0.01 * want.norm()
 
 
+# ----------------------------------------------------------------------------------------- one scale per expert
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_current_scaling(act, bias):
+    """A step of its own quantizes the input of the second layer, in both forms, since its scales follow from it."""
+    kind, settings = ACTIVATIONS[act]
+    chain = experts(kind, scale=True, bias=bias, **settings)
+    plan = both_ways(chain, rows(hidden=H), "fp8_tensor", **inputs())
+    assert not plan.unfused
+    assert rules(plan)[:4] == ["sm90.quantize", GEMM_ACTIVATION, "sm90.quantize", GEMM]
+    assert rules_used(plan, "backward") == (BACKWARD if not bias else rules_used(plan, "backward"))
+    assert called("quantize_format")[-2:] == [{"rows": True, "columns": True}] * 2
+    assert called("block_scaled_gemm_activation_backward")[0]["want_output"] is False
+    assert called("block_scaled_gemm_activation_backward")[0]["codes"] is torch.float8_e5m2
+    assert {"dequantize", "quantize_rows"}.isdisjoint(called())
+
+
+@pytest.mark.parametrize("recipe", [FP8Tensor(hybrid=False), FP8Tensor(power_of_two=True), FP8Tensor(wgrad="bf16")])
+def test_formats_with_one_scale_per_expert(recipe):
+    plan = both_ways(experts(), rows(hidden=H), recipe, **inputs(scale=False))
+    assert not plan.unfused
+    gradient = torch.float8_e5m2 if recipe.hybrid else torch.float8_e4m3fn
+    assert [call["codes"] for call in called("block_scaled_gemm")] == [torch.float8_e4m3fn, gradient]
+    assert (WGRAD in rules(plan)) is (recipe.wgrad == "quantized")
+
+
+@pytest.mark.parametrize("wgrad", ["quantized", "bf16"])
+@pytest.mark.parametrize("scale", [False, True], ids=["", "scale"])
+def test_delayed_scaling(scale, wgrad):
+    """FC1 writes codes. Histories are those of the unfused chain, up to the rounding of products."""
+    recipe = FP8Tensor(delayed=Delayed(2), wgrad=wgrad)
+    fused, named = experts(scale=scale), inputs(scale=scale)
+    unfused = deepcopy(fused)
+    for step in range(3):
+        x = (rows(hidden=H).detach() * 2**step).requires_grad_()
+        with fm.recipe(recipe):
+            with fm.disabled("*"):
+                expected = outcome(unfused, x, **named)
+            stand_ins.calls.clear()
+            with fm.strict():
+                got = outcome(fused, x, **named)
+        for name, want in expected.items():
+            assert want.any(), f"{name}: zeros would pass"
+            assert (got[name] - want).norm() < 0.06 * want.norm(), name
+        state, wanted = fused.state_dict(), unfused.state_dict()
+        assert state.keys() == wanted.keys()
+        for name, want in wanted.items():
+            assert torch.allclose(state[name], want, rtol=0.02), name
+            exact = "amax" not in name or name.startswith("0.amax_history.input") or ".weight." in name
+            assert torch.equal(state[name], want) or not exact, name
+    assert len(state) == 2 + 2 * 3 * 2
+    plan = plan_of(fused, x, recipe, **named)
+    assert not plan.unfused
+    assert rules(plan)[:3] == ["sm90.quantize", GEMM_ACTIVATION, GEMM]
+    assert called("block_scaled_gemm_activation")[0]["quantized"] == Fp8ByExpert()
+    assert called().count("transpose_rows") == (wgrad == "quantized")
+    last = "3" if scale else "2"
+    assert (f"{last}.input:columns" in plan.kept) is (wgrad == "quantized")
+
+
+def test_inference_with_delayed_scaling_leaves_the_histories():
+    recipe = FP8Tensor(delayed=Delayed(2))
+    chain, named = experts(), inputs(scale=False)
+    with fm.recipe(recipe):
+        outcome(chain, rows(hidden=H), **named)
+        before = {name: t.clone() for name, t in chain.state_dict().items()}
+        x = rows(hidden=H, requires_grad=False)
+        with torch.no_grad():
+            with fm.disabled("*"):
+                want = chain(x, **named)
+            fm.clear_weight_cache(chain)
+            stand_ins.calls.clear()
+            got = chain(x, **named)
+    assert called("block_scaled_gemm_activation")[0]["quantized"] == Fp8ByExpert()
+    assert "transpose_rows" not in called()
+    assert (got - want).norm() < 0.06 * want.norm()
+    assert all(torch.equal(t, before[name]) for name, t in chain.state_dict().items())
+
+
+def test_one_scale_per_expert_has_no_blocks_of_gate_and_up():
+    both_ways(experts(width=48), rows(hidden=H), "fp8_tensor", **inputs(scale=False))
+    chain = fm.Sequential(fm.GroupedLinear(E, H, 2 * 24, dtype=BF16), fm.SwiGLU())
+    plan = plan_of(chain, rows(hidden=H), "fp8_tensor", **inputs(scale=False))
+    assert status(plan, GEMM_ACTIVATION) == (Status.CONSTRAINT, "half of out_features 24 is not a multiple of 16")
+
+
+def test_the_scale_of_an_expert_is_not_known_in_its_epilogue():
+    chain, x = experts(), rows(hidden=H)
+    plan = plan_of(chain, x, "fp8_tensor", **inputs(scale=False))
+    miss = next(s for s in plan.steps if s.ops == ("2:input.Quantize",))
+    assert miss.rule == "sm90.quantize"
+    with fm.disabled("sm90.quantize"):
+        plan = plan_of(chain, x, "fp8_tensor", **inputs(scale=False))
+    reason = "the scale of an expert depends on all its rows: expected delayed scaling"
+    assert status(plan, GEMM_ACTIVATION, start=0)[1] != reason
+    (step,) = [s for s in plan.steps if s.ops == ("2:input.Quantize",)]
+    assert step.nearest_miss.reason == reason
+
+
+def test_delayed_scaling_of_a_result_in_blocks():
+    """Of operands with scales per block; only the result has one scale per expert."""
+    delayed = Quantizer(fp8_tensor(), delayed=Delayed(2))
+    chain = fm.Sequential(
+        fm.Quantize(ROWS, weight=WEIGHT), fm.GroupedLinear(E, H, 2 * I, dtype=BF16), fm.SwiGLU(),
+        fm.Quantize(delayed, weight=delayed), fm.GroupedLinear(E, I, H, dtype=BF16),
+    )  # fmt: skip
+    x, named = rows(hidden=H, requires_grad=False), inputs(scale=False)
+    with torch.no_grad(), fm.strict():
+        chain(x, **named)
+        (plan,) = chain.explain(x, **named).plans
+    assert rules_used(plan)[-2:] == [GEMM_ACTIVATION, GEMM]
+    assert called("block_scaled_gemm_activation")[0]["quantized"] == Fp8ByExpert()
+
+
 # ------------------------------------------------------------------------------------------------ must not fuse
 
 
@@ -396,6 +531,15 @@ OPERANDS = {
         ROWS, odd(128), "no kernel multiplies a weight in odd e4m3 128x128 yet: expected fp32 scales"
     ),
     "e5m2 weight": (ROWS, fp8_block(E5M2, 128), "{weight} is e5m2: expected e4m3"),
+    "rows with a scale per expert": (
+        fp8_tensor(), WEIGHT,
+        "no kernel multiplies a weight in fp8 e4m3 128x128 yet: expected one scale per expert",
+    ),
+    "weight with a scale per expert": (
+        ROWS, fp8_tensor(),
+        "no kernel multiplies a weight in fp8 e4m3 per-tensor yet: expected blocks of 128x128 values",
+    ),
+    "e5m2 weight with a scale per expert": (fp8_tensor(), fp8_tensor(E5M2), "{weight} is e5m2: expected e4m3"),
     "rows alone": (ROWS, None, "{weight} is not quantized: expected FP8 operands"),
     "weight alone": (None, WEIGHT, "{rows} is not quantized: expected FP8 operands"),
 }  # fmt: skip

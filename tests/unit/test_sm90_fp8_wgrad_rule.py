@@ -11,7 +11,7 @@ import fusedmoe as fm
 from fusedmoe import FusionError, Status
 from fusedmoe.builtin_rules.sm90.fp8 import on_readable_codes
 from fusedmoe.builtin_rules.sm90.fp8_grouped_wgrad import Fp8GroupedWgrad
-from fusedmoe.formats import E5M2, QuantizedTensor, Quantizer, ScaleRule, fp8_block, fp8_row, mxfp8
+from fusedmoe.formats import E5M2, QuantizedTensor, Quantizer, ScaleRule, fp8_block, fp8_row, fp8_tensor, mxfp8
 from fusedmoe.formats.products import grouped_mm_wgrad
 from fusedmoe.kernels import toolkit
 from fusedmoe.kernels.sm90 import block_scaled_k_functions
@@ -25,7 +25,7 @@ SPLITS, TAIL = (130, 0, 5, 1), 3
 calls = []
 
 
-def bind_block_scaled_wgrad(dy, x, offsets, num_rows, dtype, accumulate, options, beside):
+def bind_block_scaled_wgrad(dy, x, offsets, num_rows, dtype, accumulate, options, beside, *, by_expert=False):
     """The function that the kernel has, of operands that it can read."""
 
     assert not beside
@@ -35,9 +35,10 @@ def bind_block_scaled_wgrad(dy, x, offsets, num_rows, dtype, accumulate, options
         for codes, scale in ((dy, dy_scale), (x, x_scale)):
             assert codes.stride(1) == 1
             assert codes.stride(0) % 16 == 0
-            assert codes.shape[1] == scale.shape[1] * 128
+            assert scale.shape == ((E,) if by_expert else (len(codes), codes.shape[1] // 128))
             assert has_strides(scale)
-        of_element = {torch.float8_e4m3fn: fp8_block(), torch.float8_e5m2: fp8_block(E5M2)}
+        format = fp8_tensor if by_expert else fp8_block
+        of_element = {torch.float8_e4m3fn: format(), torch.float8_e5m2: format(E5M2)}
         a, b = (
             QuantizedTensor(codes, scale, of_element[codes.dtype], -2, (num_rows, len(codes)), result, offsets=offsets)
             for codes, scale in ((dy, dy_scale), (x, x_scale))
@@ -169,6 +170,11 @@ DECLINED = {
         fm.formats.Format("odd", fm.formats.E4M3, (1, 128), ScaleRule.RCEIL), BLOCK,
         "no kernel multiplies rows in odd e4m3 1x128 yet: expected fp32 scales",
     ),
+    "a gradient with a scale per expert": (
+        BLOCK, fp8_tensor(E5M2), "no kernel multiplies rows in fp8 e4m3 1x128 yet: expected one scale per expert",
+    ),
+    "rows with a scale per expert": (fp8_tensor(), BLOCK, "no kernel multiplies rows in fp8 e4m3 per-tensor yet"),
+    "e5m2 rows with a scale per expert": (fp8_tensor(E5M2), fp8_tensor(), "wgrad.input is e5m2: expected e4m3"),
     "gradient only": (None, BLOCK, "wgrad.input is not quantized: expected FP8 operands"),
     "rows only": (BLOCK, None, "grad_output is not quantized: expected FP8 operands"),
 }  # fmt: skip

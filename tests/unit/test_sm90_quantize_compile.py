@@ -61,12 +61,14 @@ def test_symbols_tell_the_kernels_apart():
     assert len({kernel.symbol for kernel in every}) == len(every)
 
 
-MX, ROW = Narrow("e4m3", "rceil", 32), Narrow("e4m3", "given", 16)
+MX, ROW, TENSOR = Narrow("e4m3", "rceil", 32), Narrow("e4m3", "given", 16), Narrow("e4m3", "given by expert", 128)
 NV, NV_SQUARE = Narrow("e2m1", "two level", 16), Narrow("e2m1", "two level", 16, square=True)
 OF_FORMATS = [
     QuantizeFormat("bf16", True, False, False, MX, True, True),
     QuantizeFormat("bf16", True, True, False, MX, True, True),
     QuantizeFormat("bf16", True, False, False, ROW, True, True),
+    QuantizeFormat("bf16", True, False, False, TENSOR, True, True),
+    QuantizeFormat("bf16", True, False, False, TENSOR, True, True, amax=True),
     QuantizeFormat("bf16", True, False, True, NV, True, True),
     QuantizeFormat("bf16", True, False, True, NV, True, True, stochastic=True),
     QuantizeFormat("bf16", False, False, False, NV_SQUARE, True, True),
@@ -83,7 +85,8 @@ OTHERS_OF_FORMATS = [
 def test_formats_compile_for_hopper(kernel, instructions):  # noqa: F811
     (code,) = instructions(kernel).values()
     assert starting(code, "EXIT")
-    assert not starting(code, ("STL", "LDL", "ATOM", "RED"))
+    assert not starting(code, ("STL", "LDL", "ATOM"))
+    assert len([i for i in starting(code, "RED") if ".MAX" in i]) == len(starting(code, "REDG")) == kernel.amax
     assert [i for i in starting(code, "LDG") if ".NA" in i] == ["LDG.E.NA.128"] * STRIP
     packed = kernel.bits == 4
     stores = starting(code, "STG")

@@ -13,7 +13,7 @@ from toy import only_plan, outcome, rules_used, status
 
 import fusedmoe as fm
 from fusedmoe import FusionError, Status
-from fusedmoe.formats import E2M1, E4M3, Delayed, Format, Quantizer, ScaleRule, fp8_block, fp8_tensor
+from fusedmoe.formats import E2M1, E4M3, Format, Quantizer, ScaleRule, fp8_block
 from fusedmoe.formats.roles import ROLES
 from fusedmoe.recipes import MXFP8, NVFP4, FP8Block
 
@@ -231,7 +231,6 @@ NONE = "no kernel quantizes to"
 OTHER_FORMATS = {
     "1x64": (Format("odd", E4M3, (1, 64), ScaleRule.RCEIL), f"{NONE} odd e4m3 1x64 yet: expected blocks of 1x128"),
     "fp32 scales": (Format("odd", E4M3, (1, 32), ScaleRule.FP32), f"{NONE} odd e4m3 1x32 yet: expected"),
-    "delayed": (Quantizer(fp8_tensor(), delayed=Delayed()), "no kernel quantizes with delayed scaling yet"),
     "128x128": (fp8_block(across=128), f"{NONE} fp8 e4m3 128x128 yet: expected blocks of 1x128 values"),
     "e2m1": (
         Format("odd", E2M1, (1, 128), ScaleRule.TWO_LEVEL, tensor_scale=True),
@@ -271,9 +270,8 @@ def test_other_formats_run_in_plain_pytorch(which):
     [
         (fp8_block(), f"{NONE} fp8 e4m3 1x128 yet: expected blocks of 128x128 values"),
         (Format("odd", E4M3, (128, 128), ScaleRule.FLOOR), f"{NONE} odd e4m3 128x128 yet: expected fp32 scales"),
-        (Quantizer(fp8_tensor(), delayed=Delayed()), "no kernel quantizes with delayed scaling yet"),
     ],
-    ids=["1x128", "e8m0", "delayed"],
+    ids=["1x128", "e8m0"],
 )
 def test_other_formats_of_weights_run_in_plain_pytorch(quantizer, reason):
     chain = fm.Sequential(fm.Quantize(weight=quantizer), fm.Linear(H, H, dtype=BF16))

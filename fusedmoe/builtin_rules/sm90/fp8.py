@@ -1,4 +1,6 @@
-"""Common parts of the rules for products of FP8 operands with 1x128 blocks of rows and 128x128 blocks of weights."""
+"""Common parts of the rules for products of FP8 operands: with 1x128 blocks of rows and 128x128 blocks of weights, or
+with one scale per expert.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,10 @@ from fusedmoe.kernels.sm90.block_scaled_functions import has_strides, with_strid
 if TYPE_CHECKING:
     from torch import Tensor
 
-ROWS = (1, 128)
-WEIGHTS = (128, 128)
+Block = tuple[int | None, int | None]
+ROWS: Block = (1, 128)
+WEIGHTS: Block = (128, 128)
+BY_EXPERT: Block = (None, None)
 MULTIPLIES_ROWS = "multiplies rows in"
 FP8_FLOPS_PER_US = 800e6
 """Of a weight gradient, on the whole GPU."""
@@ -29,22 +33,37 @@ class OnFp8(OnSm90):
     quantized_only: ClassVar[bool] = True
 
 
-def check_blocks(format: Format, block: tuple[int, int], what: str = "quantizes to") -> None:
+def check_blocks(format: Format, block: Block, what: str = "quantizes to") -> None:
     """Decline a format that no kernel writes or, if ``what`` says so, reads."""
     decline(limits.why_not_fp8_blocks(format, format.block, block, format.element.name, format.rule.value, what))
 
 
 def check_operands(ctx: PlanContext, rows: str, weight: str, *, gradient: bool = False) -> None:
     """Decline a product whose operands are not both in FP8: rows in 1x128 blocks, in E4M3 or, for a gradient, E5M2;
-    and a weight in 128x128 blocks, in E4M3. Their values are bf16.
+    and a weight in 128x128 blocks, in E4M3; or both with one scale per expert.
     """
-    for name, block, what in ((rows, ROWS, MULTIPLIES_ROWS), (weight, WEIGHTS, "multiplies a weight in")):
-        spec = ctx.spec(name)
-        require(isinstance(spec, QuantizedSpec), "%s is not quantized: expected FP8 operands", name)
-        assert isinstance(spec, QuantizedSpec)
-        check_blocks(spec.format, block, what)
-        allowed = gradient and name == rows
-        require(spec.format.element == E4M3 or allowed, "%s is %s: expected e4m3", name, spec.format.element)
+    blocks = (BY_EXPERT, BY_EXPERT) if by_expert(ctx, rows) else (ROWS, WEIGHTS)
+    for name, block, what in ((rows, blocks[0], MULTIPLIES_ROWS), (weight, blocks[1], "multiplies a weight in")):
+        check_operand(ctx, name, block, what, gradient=gradient and name == rows)
+
+
+def check_operand(ctx: PlanContext, name: str, block: Block, what: str, *, gradient: bool = False) -> QuantizedSpec:
+    """Decline an operand that is not in E4M3 or, if it is a gradient, E5M2, with scales for blocks of this size. Return
+    its spec.
+    """
+    spec = ctx.spec(name)
+    require(isinstance(spec, QuantizedSpec), "%s is not quantized: expected FP8 operands", name)
+    assert isinstance(spec, QuantizedSpec)
+    check_blocks(spec.format, block, what)
+    require(spec.format.element == E4M3 or gradient, "%s is %s: expected e4m3", name, spec.format.element)
+    require(spec.stacked or spec.experts is not None, "%s was quantized without experts", name)
+    return spec
+
+
+def by_expert(ctx: PlanContext, operand: str) -> bool:
+    """Whether an operand has one scale per expert, instead of one per block."""
+    spec = ctx.spec(operand)
+    return isinstance(spec, QuantizedSpec) and spec.format.block == BY_EXPERT
 
 
 def check_values(ctx: PlanContext, *values: str, **widths: int) -> None:

@@ -10,6 +10,7 @@ from fusedmoe.builtin_rules.sm90.backend import Run, activation_of, converts, de
 from fusedmoe.builtin_rules.sm90.fp8 import (
     ROWS,
     OnFp8,
+    by_expert,
     check_blocks,
     check_operands,
     check_values,
@@ -32,8 +33,10 @@ COLUMNS = "dgrad.input:columns"
 
 
 def _columns(ctx: PlanContext) -> QuantizedSpec | None:
-    """Return the spec of the layer's input by columns; None if the input is not quantized."""
-    spec = ctx.spec(COLUMNS) if ctx.exists(COLUMNS) else None
+    """Return the spec of the layer's input by columns; None if the input is not quantized, or has one scale per expert:
+    then the forward pass makes both forms, since delayed scaling knows their scales only there.
+    """
+    spec = ctx.spec(COLUMNS) if ctx.exists(COLUMNS) and not by_expert(ctx, COLUMNS) else None
     return spec if isinstance(spec, QuantizedSpec) else None
 
 
@@ -80,7 +83,7 @@ class Fp8GroupedDgradActivation(OnFp8, FusionRule, name="sm90.fp8_grouped_dgrad_
 
     def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
         activation, options, scale_grad = activation_of(self.dact.op), ctx.options, self.scale_grad is not None
-        columns = _columns(ctx) if COLUMNS in keep else None
+        columns, tensor_scales = _columns(ctx) if COLUMNS in keep else None, by_expert(ctx, "grad_output")
         format = None if columns is None else fp8_of(columns.format)
         keeps_output = any(name != COLUMNS for name in keep)
 
@@ -96,8 +99,9 @@ class Fp8GroupedDgradActivation(OnFp8, FusionRule, name="sm90.fp8_grouped_dgrad_
             guard_codes(dy, weight)
             guard_matrix("the preactivation", preactivation)
             product = block_scaled_functions.bind_block_scaled_gemm_activation_backward(
-                dy, weight, preactivation, factor, activation, bool(keep), scale_grad, options
-            )
+                dy, weight, preactivation, factor, activation, bool(keep), scale_grad, options,
+                by_expert=tensor_scales,
+            )  # fmt: skip
             quantize = None
             if format is not None:
                 like = preactivation.new_empty(preactivation.shape[0], weight.shape[1])

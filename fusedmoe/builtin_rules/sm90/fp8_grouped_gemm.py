@@ -8,7 +8,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fusedmoe.builtin_rules.sm90.backend import Run, converts, decline
-from fusedmoe.builtin_rules.sm90.fp8 import OnFp8, check_operands, check_values, guard_codes, on_readable_scales
+from fusedmoe.builtin_rules.sm90.fp8 import (
+    OnFp8,
+    by_expert,
+    check_operands,
+    check_values,
+    guard_codes,
+    on_readable_scales,
+)
 from fusedmoe.fusion.rule import Bind, FusionRule, PlanContext, Step, require
 from fusedmoe.kernels.sm90 import block_scaled_functions, limits
 from fusedmoe.ops.grouped_linear import Dgrad, GroupedLinear
@@ -37,7 +44,7 @@ class Fp8GroupedGemm(OnFp8, FusionRule, name="sm90.fp8_grouped_gemm", direction=
         return Step(needs=needs, gives=("output",), zeroes_tail=True, launches=launches)
 
     def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
-        options = ctx.options
+        options, tensor_scales = ctx.options, by_expert(ctx, "input")
 
         def bind(
             x: Tensor,
@@ -50,7 +57,9 @@ class Fp8GroupedGemm(OnFp8, FusionRule, name="sm90.fp8_grouped_gemm", direction=
         ) -> Run:
             guard_codes(x, weight)
             require(bias is None or bias.is_contiguous(), "the bias is not contiguous")
-            run = block_scaled_functions.bind_block_scaled_gemm(x, weight, bias, factor, options)
+            run = block_scaled_functions.bind_block_scaled_gemm(
+                x, weight, bias, factor, options, by_expert=tensor_scales
+            )
             return on_readable_scales(run, x_scale, weight_scale)
 
         return bind
@@ -71,11 +80,13 @@ class Fp8GroupedDgrad(OnFp8, FusionRule, name="sm90.fp8_grouped_dgrad", directio
         return Step(needs=(*operands, "offsets"), gives=("grad_input",), zeroes_tail=True)
 
     def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
-        options = ctx.options
+        options, tensor_scales = ctx.options, by_expert(ctx, "grad_output")
 
         def bind(dy: Tensor, dy_scale: Tensor, weight: Tensor, weight_scale: Tensor, offsets: Tensor) -> Run:
             guard_codes(dy, weight)
-            product = block_scaled_functions.bind_block_scaled_gemm(dy, weight, None, None, options)
+            product = block_scaled_functions.bind_block_scaled_gemm(
+                dy, weight, None, None, options, by_expert=tensor_scales
+            )
 
             def run(dy: Tensor, dy_scale: Tensor, weight: Tensor, weight_scale: Tensor, offsets: Tensor) -> Tensor:
                 return product(dy, dy_scale, weight, weight_scale, None, offsets, None)

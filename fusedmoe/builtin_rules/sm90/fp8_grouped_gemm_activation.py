@@ -6,10 +6,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from fusedmoe.builtin_rules.sm90.backend import Run, activation_of, converts, decline
 from fusedmoe.builtin_rules.sm90.fp8 import (
+    BY_EXPERT,
     ROWS,
     OnFp8,
+    by_expert,
     check_blocks,
     check_operands,
     check_values,
@@ -17,8 +21,10 @@ from fusedmoe.builtin_rules.sm90.fp8 import (
     guard_codes,
     on_readable_scales,
 )
+from fusedmoe.builtin_rules.sm90.narrow_forms import LAUNCHES_ON_SCALES
 from fusedmoe.fusion.rule import Bind, FusionRule, PlanContext, Step, require
-from fusedmoe.kernels.sm90 import block_scaled_functions, limits
+from fusedmoe.kernels.fp8 import Fp8, Fp8ByExpert
+from fusedmoe.kernels.sm90 import block_scaled_functions, functions, limits
 from fusedmoe.ops.glu import GeGLU, ReGLU, SwiGLU
 from fusedmoe.ops.grouped_linear import GroupedLinear
 from fusedmoe.ops.quantize import Quantize
@@ -28,13 +34,16 @@ from fusedmoe.ops.squared_relu import SquaredReLU
 if TYPE_CHECKING:
     from torch import Tensor
 
+COLUMNS = "output:columns"
+
 
 class Fp8GroupedGemmActivation(OnFp8, FusionRule, name="sm90.fp8_grouped_gemm_activation", direction="forward"):
     """``y[r] = act(p[r]) * scale[r]``, ``p[r] = x[r] @ weight[e].T + bias[e]`` rounded to bf16. The preactivation p is
     written only if backward needs it.
 
     With a `Quantize`, y is rounded to bf16 and written as codes and scales by rows. Its form by columns is that of
-    another step: `sm90.fp8_grouped_dgrad_activation` recomputes it.
+    another step: `sm90.fp8_grouped_dgrad_activation` recomputes it. With delayed scaling, its form by columns has the
+    same codes, and one more launch transposes them.
     """
 
     fc: GroupedLinear
@@ -45,8 +54,11 @@ class Fp8GroupedGemmActivation(OnFp8, FusionRule, name="sm90.fp8_grouped_gemm_ac
     def supports(self, ctx: PlanContext) -> None:
         check_operands(ctx, "input", "fc.weight")
         if self.quantize is not None:
-            assert self.quantize.quantizer is not None, "otherwise there is no step"
-            check_blocks(self.quantize.quantizer.format, ROWS)
+            quantizer = self.quantize.quantizer
+            assert quantizer is not None, "otherwise there is no step"
+            current = quantizer.format.block == BY_EXPERT and quantizer.delayed is None
+            require(not current, "the scale of an expert depends on all its rows: expected delayed scaling")
+            check_blocks(quantizer.format, ROWS if quantizer.delayed is None else BY_EXPERT)
 
     def offer(self, ctx: PlanContext) -> Step:
         fc, launches = self.fc, 1
@@ -54,22 +66,33 @@ class Fp8GroupedGemmActivation(OnFp8, FusionRule, name="sm90.fp8_grouped_gemm_ac
         activation = activation_of(self.act)
         require(not activation.interleaved, "interleaved gate and up: expected a weight with the rows [gate | up]")
         if activation.gated:
-            decline(limits.why_not_blocks("half of out_features", fc.out_features // 2))
+            half = "half of out_features", fc.out_features // 2
+            decline(limits.why_not_width_of_codes(*half) if by_expert(ctx, "input") else limits.why_not_blocks(*half))
         if self.scale is not None:
             decline(limits.why_not_row_scale(ctx.dtype("scale.factor")))
             launches += converts(ctx.dtype("scale.factor"))
+        keeps: tuple[str, ...] = ("act.input",)
         if self.quantize is not None:
-            assert self.quantize.quantizer is not None, "otherwise there is no step"
-            epsilon = self.quantize.quantizer.format.amax_epsilon
-            require(not epsilon, "amax_epsilon %s: the epilogue has no lower bound on amax", epsilon)
+            quantizer = self.quantize.quantizer
+            assert quantizer is not None, "otherwise there is no step"
+            if quantizer.delayed is not None:
+                keeps = (*keeps, COLUMNS)
+                launches += LAUNCHES_ON_SCALES + 1
+            else:
+                epsilon = quantizer.format.amax_epsilon
+                require(not epsilon, "amax_epsilon %s: the epilogue has no lower bound on amax", epsilon)
         needs = ("input", "fc.weight", "fc.bias", "offsets", "scale.factor")
         output = "output" if self.quantize is None else "output:rows"
-        return Step(needs=needs, gives=(output,), keeps=("act.input",), zeroes_tail=True, launches=launches)
+        return Step(needs=needs, gives=(output,), keeps=keeps, zeroes_tail=True, launches=launches)
 
     def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
-        activation, options = activation_of(self.act), ctx.options
+        activation, options, tensor_scales = activation_of(self.act), ctx.options, by_expert(ctx, "input")
         quantizer = None if self.quantize is None else self.quantize.quantizer
-        quantized = None if quantizer is None else fp8_of(quantizer.format)
+        delayed = quantizer is not None and quantizer.delayed is not None
+        quantized: Fp8 | Fp8ByExpert | None = None
+        if quantizer is not None:
+            quantized = Fp8ByExpert(fp8_of(quantizer.format).element) if delayed else fp8_of(quantizer.format)
+        keeps_input, columns = "act.input" in keep, COLUMNS in keep
 
         def bind(
             x: Tensor,
@@ -83,8 +106,41 @@ class Fp8GroupedGemmActivation(OnFp8, FusionRule, name="sm90.fp8_grouped_gemm_ac
             guard_codes(x, weight)
             require(bias is None or bias.is_contiguous(), "the bias is not contiguous")
             run = block_scaled_functions.bind_block_scaled_gemm_activation(
-                x, weight, bias, factor, activation, bool(keep), quantized, options
+                x, weight, bias, factor, activation, keeps_input, quantized, options, by_expert=tensor_scales
             )
+            if delayed:
+                run = self.with_step(run, x, offsets, columns, ctx.training)
             return on_readable_scales(run, x_scale, weight_scale)
 
         return bind
+
+    def with_step(self, product: Run, x: Tensor, offsets: Tensor, columns: bool, training: bool) -> Run:
+        """Return the step's function of delayed scaling, from the function of the product."""
+        quantize = self.quantize
+        assert quantize is not None
+        assert quantize.quantizer is not None
+        transpose = None
+        if columns:
+            width = self.fc.out_features // (2 if activation_of(self.act).gated else 1)
+            codes = x.new_empty(x.shape[0], width, dtype=quantize.quantizer.format.element.dtype)
+            transpose = functions.bind_transpose_rows(codes, offsets)
+
+        def run(
+            x: Tensor,
+            x_scale: Tensor,
+            weight: Tensor,
+            weight_scale: Tensor,
+            bias: Tensor | None,
+            offsets: Tensor,
+            factor: Tensor | None,
+        ) -> tuple[Tensor, ...]:
+            step = quantize.delayed_step(x, offsets, training)
+            assert step is not None, "delayed scaling"
+            amax = torch.zeros_like(step.encode)
+            codes, *p = product(x, x_scale, weight, weight_scale, bias, offsets, factor, step.encode, amax)
+            step.end(amax)
+            scale = 1 / step.encode
+            by_columns = () if transpose is None else (transpose(codes, offsets), scale)
+            return (codes, scale, *p, *by_columns)
+
+        return run

@@ -8,16 +8,17 @@ import torch
 
 from fusedmoe.builtin_rules.sm90.backend import Run, decline
 from fusedmoe.builtin_rules.sm90.fp8 import (
+    BY_EXPERT,
     FP8_FLOPS_PER_US,
     MULTIPLIES_ROWS,
     ROWS,
     OnFp8,
     are_readable,
-    check_blocks,
+    by_expert,
+    check_operand,
     on_readable_codes,
     on_readable_scales,
 )
-from fusedmoe.formats import E4M3, QuantizedSpec
 from fusedmoe.fusion.rule import Bind, FusionRule, NothingToDo, PlanContext, Step, require
 from fusedmoe.kernels.sm90 import block_scaled_k_functions, limits
 from fusedmoe.kernels.sm90.block_scaled_functions import has_strides
@@ -39,15 +40,10 @@ class Fp8GroupedWgrad(OnFp8, FusionRule, name="sm90.fp8_grouped_wgrad", directio
     wgrad: Wgrad | WgradIntoMainGrad
 
     def supports(self, ctx: PlanContext) -> None:
+        block = BY_EXPERT if by_expert(ctx, OPERANDS[0]) else ROWS
         for name in OPERANDS:
-            spec = ctx.spec(name)
-            require(isinstance(spec, QuantizedSpec), "%s is not quantized: expected FP8 operands", name)
-            assert isinstance(spec, QuantizedSpec)
-            check_blocks(spec.format, ROWS, MULTIPLIES_ROWS)
+            spec = check_operand(ctx, name, block, MULTIPLIES_ROWS, gradient=name == OPERANDS[0])
             require(not spec.rotated, "%s is rotated: expected hadamard=False", name)
-            assert spec.experts is not None, "a grouped product has splits"
-            allowed = spec.format.element == E4M3 or name == "grad_output"
-            require(allowed, "%s is %s: expected e4m3", name, spec.format.element)
 
     def offer(self, ctx: PlanContext) -> Step:
         fc = self.wgrad.op
@@ -60,7 +56,7 @@ class Fp8GroupedWgrad(OnFp8, FusionRule, name="sm90.fp8_grouped_wgrad", directio
 
     def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
         accumulating = self.wgrad if isinstance(self.wgrad, WgradIntoMainGrad) else None
-        options = ctx.options
+        options, tensor_scales = ctx.options, by_expert(ctx, OPERANDS[0])
         dtype = torch.float32 if accumulating else ctx.dtype("grad_output")
 
         def bind(dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, offsets: Tensor) -> Run:
@@ -70,7 +66,7 @@ class Fp8GroupedWgrad(OnFp8, FusionRule, name="sm90.fp8_grouped_wgrad", directio
             # copies would be the launches before the product, which must wait for them
             beside = ctx.beside_sms > 0 and are_readable(dy, x) and has_strides(dy_scale) and has_strides(x_scale)
             product = block_scaled_k_functions.bind_block_scaled_wgrad(
-                dy, x, offsets, rows, dtype, accumulating is not None, options, beside
+                dy, x, offsets, rows, dtype, accumulating is not None, options, beside, by_expert=tensor_scales
             )
 
             def run(dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, offsets: Tensor) -> Tensor | None:

@@ -7,21 +7,27 @@ an expert, or per expert, then factors from them in plain PyTorch, on small tens
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 from torch import Tensor
 
 from fusedmoe.formats import E2M1, E4M3, Format, Quantizer, ScaleRule
-from fusedmoe.formats.groups import group_of, of_group, padded_rows
+from fusedmoe.formats.groups import padded_rows
+from fusedmoe.formats.hadamard import TILE
 from fusedmoe.formats.scales import encode_and_scale, tensor_encode
+from fusedmoe.formats.tensor import column_block
 from fusedmoe.fusion.rule import require
 from fusedmoe.kernels.narrow import Narrow
 from fusedmoe.kernels.sm90 import functions
 
+if TYPE_CHECKING:
+    from fusedmoe.ops.amax_state import Step as DelayedStep
+
+LAUNCHES_ON_SCALES = 8
+"""The launches, approximately, on values per row or expert: of factors and scales, or of a step of delayed scaling."""
 Forms = list[tuple[Tensor, ...]]
 """Codes, scale and, if the format has one, tensor scale of each form."""
-COLUMN_PADDING: Literal[16] = 16  # of formats without blocks
 
 
 def is_narrow(format: Format, of_weights: bool = False) -> bool:
@@ -42,9 +48,10 @@ def narrow_of(format: Format) -> Narrow:
         element = "e2m1"
     across, along = format.block
     if along is None:
-        return Narrow(element, "given", COLUMN_PADDING)
-    rule = cast(Literal["rceil", "floor", "two level"], format.rule.value)
-    return Narrow(element, rule, cast(Literal[16, 32], along), across != 1)
+        rule: Literal["given", "given by expert"] = "given" if across else "given by expert"
+        return Narrow(element, rule, cast(Literal[16, 128], column_block(format)))
+    of_block = cast(Literal["rceil", "floor", "two level"], format.rule.value)
+    return Narrow(element, of_block, cast(Literal[16, 32], along), across != 1)
 
 
 def bind_forms(
@@ -53,10 +60,13 @@ def bind_forms(
     axes: Sequence[int],
     offsets_E: Tensor | None = None,
     index_R: Tensor | None = None,
+    *,
+    training: bool = False,
 ) -> Callable[..., Forms]:
     """Return a function of ``(x, offsets, index)`` that returns the tensors of the forms along these axes.
 
-    They have the bits of `fusedmoe.quantize`. ``x`` is (R, K), or (T, K) with an index, or (B, R, K).
+    They have the bits of `fusedmoe.quantize`. ``x`` is (R, K), or (T, K) with an index, or (B, R, K). For delayed
+    scaling, the function also takes ``step=``, which it ends; only if ``training`` may that step count.
     """
     rows, columns = -1 in axes, -2 in axes
     rotated = quantizer.hadamard and columns
@@ -65,26 +75,40 @@ def bind_forms(
         require(x.shape[-2] % 8 == 0, "%d rows with stochastic rounding: expected a multiple of 8", x.shape[-2])
     kernel = functions.bind_quantize_format(
         x, narrow_of(format), offsets_E, index_R, rows=rows, columns=columns, rotated=rotated,
-        stochastic=quantizer.stochastic_rounding,
+        stochastic=quantizer.stochastic_rounding, amax=quantizer.delayed is not None and training,
     )  # fmt: skip
-    factors_of = _bind_factors(x, format, rows, columns, rotated, offsets_E, index_R)
+    factors_of = None
+    if quantizer.delayed is None:
+        factors_of = _bind_factors(x, format, rows, columns, rotated, offsets_E, index_R)
     dtypes = format.element.dtype, format.rule.dtype
 
-    def run(x: Tensor, offsets_E: Tensor | None = None, index_R: Tensor | None = None) -> Forms:
-        factors, scales, tensor_scales = factors_of(x, offsets_E, index_R)
+    def run(
+        x: Tensor, offsets_E: Tensor | None = None, index_R: Tensor | None = None, step: DelayedStep | None = None
+    ) -> Forms:
+        amax_E = None
+        if factors_of is not None:
+            factors, scales, tensor_scales = factors_of(x, offsets_E, index_R)
+        else:
+            assert step is not None, "delayed scaling"
+            forms = rows + columns
+            factors, scales, tensor_scales = (step.encode,) * forms, [1 / step.encode] * forms, []
+            if training:
+                amax_E = torch.zeros_like(step.encode)
         random: tuple[Tensor, ...] = ()
         if quantizer.stochastic_rounding:
             random = tuple(torch.randint(0, 256, s, dtype=torch.uint8, device=x.device) for s in shapes_of(x, index_R))
         found: Forms = []
-        for i, (codes, scale) in enumerate(kernel(x, offsets_E, index_R, factors, random)):
+        for i, (codes, scale) in enumerate(kernel(x, offsets_E, index_R, factors, random, amax_E)):
             of_form = scales[i] if scale is None else scale.view(dtypes[1])
             found.append((codes.view(dtypes[0]), of_form, *tensor_scales[i : i + 1]))
+        if step is not None and amax_E is not None:
+            step.end(amax_E)
         return found
 
     def shapes_of(x: Tensor, index_R: Tensor | None) -> list[tuple[int, int]]:
         """The shapes of the codes, in the order in which `fusedmoe.quantize` draws for them."""
         num_rows, length = x.shape[0] if index_R is None else index_R.shape[0], x.shape[1]
-        padded = num_rows + (-num_rows % COLUMN_PADDING if rotated else 0)
+        padded = num_rows + (-num_rows % TILE if rotated else 0)
         if offsets_E is not None:
             padded = padded_rows(num_rows, offsets_E.shape[0], narrow_of(format).block)
         return [(num_rows, length)] * rows + [(length, padded)] * columns
@@ -92,14 +116,19 @@ def bind_forms(
     return run
 
 
-def bind_weight_forms(weight: Tensor, quantizer: Quantizer, axes: Sequence[int]) -> Callable[[Tensor], Forms]:
-    """As `bind_forms`, for weights (E, N, K) or (N, K) with unit stride in K or in N."""
+def bind_weight_forms(
+    weight: Tensor, quantizer: Quantizer, axes: Sequence[int], training: bool = False
+) -> Callable[..., Forms]:
+    """As `bind_forms`, for weights (E, N, K) or (N, K) with unit stride in K or in N: a function of the weight and, for
+    delayed scaling, a step.
+    """
     if weight.stride(-1) == 1:
-        return bind_forms(weight, quantizer, axes)
+        run = bind_forms(weight, quantizer, axes, training=training)
+        return lambda weight, step=None: run(weight, step=step)
     # the rows of a transposed weight are its columns
-    run = bind_forms(weight.mT, quantizer, [-3 - axis for axis in sorted(axes)])
+    turned = bind_forms(weight.mT, quantizer, [-3 - axis for axis in sorted(axes)], training=training)
     backwards = len(axes) > 1
-    return lambda weight: run(weight.mT)[:: -1 if backwards else 1]
+    return lambda weight, step=None: turned(weight.mT, step=step)[:: -1 if backwards else 1]
 
 
 Factors = tuple[tuple[Tensor, ...], list[Tensor], list[Tensor]]
@@ -145,13 +174,7 @@ def _bind_factors(
 
     def of_experts(x: Tensor, offsets_E: Tensor | None, index_R: Tensor | None) -> Factors:
         encode_E, scale_E = encode_and_scale(largest(x, offsets_E, index_R)[0], format)
-        encodes = []
-        if rows and offsets_E is not None:
-            encodes.append(of_group(encode_E, group_of(offsets_E, x.shape[0] if index_R is None else index_R.shape[0])))
-        elif rows:
-            encodes.append(encode_E.repeat_interleave(x.shape[-2] if index_R is None else index_R.shape[0]))
-        if columns:
-            encodes.append(encode_E[:, None].expand(-1, x.shape[-1]).contiguous())
-        return tuple(encodes), [scale_E] * len(encodes), []
+        forms = rows + columns
+        return (encode_E,) * forms, [scale_E] * forms, []
 
     return of_blocks if format.tensor_scale else of_rows if by_row else of_experts

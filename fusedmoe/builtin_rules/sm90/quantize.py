@@ -24,8 +24,8 @@ from fusedmoe.builtin_rules.sm90.backend import (
     guard_matrix,
     on_readable,
 )
-from fusedmoe.builtin_rules.sm90.fp8 import ROWS, WEIGHTS, check_blocks, fp8_of
-from fusedmoe.builtin_rules.sm90.narrow_forms import bind_forms, bind_weight_forms, is_narrow
+from fusedmoe.builtin_rules.sm90.fp8 import ROWS, WEIGHTS, Block, check_blocks, fp8_of
+from fusedmoe.builtin_rules.sm90.narrow_forms import LAUNCHES_ON_SCALES, bind_forms, bind_weight_forms, is_narrow
 from fusedmoe.formats import QuantizedTensor
 from fusedmoe.fusion.rule import Bind, FusionRule, NothingToDo, PlanContext, Step, require
 from fusedmoe.kernels.sm90 import functions, limits
@@ -36,16 +36,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fusedmoe.formats import Quantizer
+    from fusedmoe.ops.amax_state import Step as DelayedStep
 
 
 GATHER_COST = 1.0  # as in order: 262144 x 2048 values take 0.40 ms through an index, and 0.41 ms without (H200)
 
 
-def _check_format(quantizer: Quantizer | None, block: tuple[int, int]) -> None:
+def _check_format(quantizer: Quantizer | None, block: Block) -> None:
     """Decline a quantizer that no kernel has; ``block`` is that of FP8 with fp32 scales."""
     assert quantizer is not None, "otherwise there is no step"
     if is_narrow(quantizer.format, of_weights=block == WEIGHTS):
-        require(quantizer.delayed is None, "no kernel quantizes with delayed scaling yet: expected delayed=None")
         return
     check_blocks(quantizer.format, block)
     require(not quantizer.hadamard, "no kernel rotates rows before it quantizes them yet: expected hadamard=False")
@@ -63,16 +63,27 @@ def _launches(quantizer: Quantizer | None) -> int:
     assert quantizer is not None, "otherwise there is no step"
     if quantizer.format.block[1] is not None and not quantizer.format.tensor_scale:
         return 1
-    return 8 + 2 * quantizer.stochastic_rounding
+    return LAUNCHES_ON_SCALES + (quantizer.delayed is not None) + 2 * quantizer.stochastic_rounding
 
 
 def _bind_rows(
-    quantizer: Quantizer, x: Tensor, offsets: Tensor | None, index: tuple[Tensor, ...], rows: bool, columns: bool
+    op: Quantize | QuantizeGrad,
+    x: Tensor,
+    offsets: Tensor | None,
+    index: tuple[Tensor, ...],
+    rows: bool,
+    columns: bool,
+    training: bool,
 ) -> Run:
     """Return a function of ``(x, offsets, *index)`` that returns the tensors of each form."""
+    quantizer = op.quantizes
+    assert quantizer is not None, "otherwise there is no step"
     if is_narrow(quantizer.format):
         axes = [axis for axis, wanted in ((-1, rows), (-2, columns)) if wanted]
-        return bind_forms(x, quantizer, axes, offsets, *index)
+        run = bind_forms(x, quantizer, axes, offsets, *index, training=training)
+        if quantizer.delayed is None:
+            return run
+        return lambda x, offsets, *index: run(x, offsets, *index, step=op.delayed_step(x, offsets, training))
     return functions.bind_quantize_rows(x, fp8_of(quantizer.format), offsets, *index, rows=rows, columns=columns)
 
 
@@ -101,8 +112,7 @@ class QuantizeRows(OnSm90, FusionRule, name="sm90.quantize", direction="forward"
         return Step(needs=("input", "quantize.offsets"), gives=(), keeps=keeps, zeroes_tail=True, launches=launches)
 
     def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
-        quantizer = self.quantize.quantizer
-        assert quantizer is not None, "otherwise there is no step"
+        op, training = self.quantize, ctx.training
         rows, columns = "output:rows" in keep, "output:columns" in keep
 
         def bind(x: Tensor, offsets: Tensor | None, *index: Tensor) -> Run:
@@ -111,7 +121,7 @@ class QuantizeRows(OnSm90, FusionRule, name="sm90.quantize", direction="forward"
             flat = x if x.dim() == 2 else x.flatten(0, -2)
             guard_matrix("x", flat)
             guard_index(flat, index)
-            run = _bind_rows(quantizer, flat, offsets, index, rows, columns)
+            run = _bind_rows(op, flat, offsets, index, rows, columns, training)
             return _tensors(run if flat is x else _flat(run))
 
         return bind
@@ -144,15 +154,14 @@ class QuantizeGradient(OnSm90, FusionRule, name="sm90.quantize_grad", direction=
         return Step(needs=needs, gives=(), keeps=keeps, zeroes_tail=True, launches=launches)
 
     def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
-        quantizer = self.quantize.quantizes
-        assert quantizer is not None, "otherwise there is no step"
+        op = self.quantize
         rows, columns = "grad_input:rows" in keep, "grad_input:columns" in keep
 
         def bind(dy: Tensor, offsets: Tensor | None, *index: Tensor) -> Run:
             guard_gradient(dy)
             guard_index(dy, index)
             flat = dy if dy.dim() == 2 else dy.flatten(0, -2)
-            run = _bind_rows(quantizer, flat, offsets, index, rows, columns)
+            run = _bind_rows(op, flat, offsets, index, rows, columns, True)
             run = on_readable(flat, run)
             return _tensors(run if flat is dy else _flat(run))
 
@@ -187,13 +196,12 @@ class GatheredQuantizeColumns(OnSm90, FusionRule, name="sm90.gathered_quantize_c
         return Step(needs=needs, gives=("quantize.columns",), zeroes_tail=True, gather_cost=self.gather_cost)
 
     def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
-        quantizer = self.quantize.op.quantizer
-        assert quantizer is not None, "otherwise there is no step"
+        op, training = self.quantize.op, ctx.training
 
         def bind(source: Tensor, offsets: Tensor | None, index: Tensor) -> Run:
             guard_index(source, (index,))
             guard_matrix("x", source)
-            return _tensors(_bind_rows(quantizer, source, offsets, (index,), rows=False, columns=True))
+            return _tensors(_bind_rows(op, source, offsets, (index,), rows=False, columns=True, training=training))
 
         return bind
 
@@ -223,12 +231,13 @@ class QuantizeWeights(OnSm90, FusionRule, name="sm90.quantize_weight", direction
                 raise NothingToDo("an empty weight")
             guard_matrix("the weight", weight, transposed=True)
             if is_narrow(format, of_weights=True):
-                kernel: Run = bind_weight_forms(weight, quantizer, axes)
+                kernel: Run = bind_weight_forms(weight, quantizer, axes, training)
             else:
-                kernel = functions.bind_quantize_weight(weight, fp8_of(format), rows=-1 in axes, columns=-2 in axes)
+                quantize = functions.bind_quantize_weight(weight, fp8_of(format), rows=-1 in axes, columns=-2 in axes)
+                kernel = lambda weight, step: quantize(weight)  # noqa: E731
 
-            def forms(weight: Tensor) -> list[QuantizedTensor]:
-                each = zip(axes, kernel(weight), strict=True)
+            def forms(weight: Tensor, step: DelayedStep | None) -> list[QuantizedTensor]:
+                each = zip(axes, kernel(weight, step), strict=True)
                 shape, dtype = tuple(weight.shape), weight.dtype
                 return [
                     QuantizedTensor(data, scale, format, axis, shape, dtype, *tensor_scale)

@@ -1,4 +1,5 @@
-"""The products of FP8 codes with scales per block, as functions of flat tensors. `functions` has those of bf16 rows.
+"""The products of FP8 codes with scales per block or per expert, as functions of flat tensors. `functions` has those of
+bf16 rows.
 
 Axes: R rows sorted by expert, E experts, K contraction, N output features. An operand is its codes and its scales, as
 `fusedmoe.formats` defines them for 1 x 128 blocks of rows and 128 x 128 blocks of weights:
@@ -7,6 +8,8 @@ Axes: R rows sorted by expert, E experts, K contraction, N output features. An o
   along R;
 - weights (E, N, K): codes with unit stride along K, E4M3; scales (E, N / 128, K / 128) fp32 with unit stride along
   N / 128, and no gaps between experts.
+
+Scales per expert, (E,) fp32 and contiguous, may take the place of both operands' scales per block.
 
 Quotients are rounded up. Pitches of codes are multiples of 16, those of scales of 4. `with_strides` makes a copy of
 scales with such strides. Results are bf16.
@@ -22,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.kernels import compiler
-from fusedmoe.kernels.fp8 import Fp8
+from fusedmoe.kernels.fp8 import Fp8, Fp8ByExpert
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
 from fusedmoe.kernels.sm90 import limits
 from fusedmoe.kernels.sm90.choice import Family, Problem, choose
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
     from fusedmoe.kernels.activation import Activation
     from fusedmoe.kernels.options import Schedule
     from fusedmoe.kernels.sm90.config import TileConfig
+    from fusedmoe.kernels.sm90.epilogues import Output
 
 NAMES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
@@ -63,16 +67,24 @@ def block_scaled_gemm(
     ``bias`` (E, N) is bf16, ``row_scale`` (R,) fp32, bf16 or fp16. Rows after ``offsets[-1]`` are not read, and are
     zeros in the result.
     """
-    run = bind_block_scaled_gemm(x, weight, bias, row_scale, options)
+    run = bind_block_scaled_gemm(x, weight, bias, row_scale, options, by_expert=x_scale.dim() == 1)
     return run(x, x_scale, weight, weight_scale, bias, offsets, row_scale)
 
 
 def bind_block_scaled_gemm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, row_scale: Tensor | None, options: KernelOptions
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    row_scale: Tensor | None,
+    options: KernelOptions,
+    *,
+    by_expert: bool = False,
 ) -> Callable[..., Tensor]:
-    """Return `block_scaled_gemm` of ``(x, x_scale, weight, weight_scale, bias, offsets, row_scale)``."""
+    """Return `block_scaled_gemm` of ``(x, x_scale, weight, weight_scale, bias, offsets, row_scale)``; ``by_expert``: of
+    scales per expert.
+    """
     rows, columns = x.shape[0], weight.shape[1]
-    launch = _ragged_m("fp8_plain", x, weight, options)
+    launch = _ragged_m("fp8_plain", x, weight, options, by_expert=by_expert)
 
     def run(
         x: Tensor,
@@ -111,7 +123,8 @@ def block_scaled_gemm_activation(
     Parameters
     ----------
     weight
-        (E, N, K). For a gated activation, the rows of gate come before those of up, and half of N is a multiple of 128.
+        (E, N, K). For a gated activation, the rows of gate come before those of up, and half of N is a multiple of 128,
+        or of 16 with scales per expert.
     keep_preactivation
         Return p too.
     quantized
@@ -123,7 +136,7 @@ def block_scaled_gemm_activation(
         y (R, I), or its codes (R, I) and its scale (R, I / 128) with unit stride along R; then p (R, N) if it is kept.
     """
     run = bind_block_scaled_gemm_activation(
-        x, weight, bias, row_scale, activation, keep_preactivation, quantized, options
+        x, weight, bias, row_scale, activation, keep_preactivation, quantized, options, by_expert=x_scale.dim() == 1
     )
     return run(x, x_scale, weight, weight_scale, bias, offsets, row_scale)
 
@@ -135,15 +148,23 @@ def bind_block_scaled_gemm_activation(
     row_scale: Tensor | None,
     activation: Activation,
     keep_preactivation: bool,
-    quantized: Fp8 | None,
+    quantized: Fp8 | Fp8ByExpert | None,
     options: KernelOptions,
+    *,
+    by_expert: bool = False,
 ) -> Callable[..., tuple[Tensor, ...]]:
-    """Return `block_scaled_gemm_activation` of ``(x, x_scale, weight, weight_scale, bias, offsets, row_scale)``."""
+    """Return `block_scaled_gemm_activation` of ``(x, x_scale, weight, weight_scale, bias, offsets, row_scale)``;
+    ``by_expert``: of scales per expert.
+
+    For `Fp8ByExpert`, the function takes two more tensors, (E,) fp32: the factor of each expert, and zeros, to which it
+    writes the largest finite magnitude of each expert's y. It returns the codes of y, and then p if it is kept.
+    """
     rows, columns = x.shape[0], weight.shape[1]
     features = columns // 2 if activation.gated else columns
     launch = _ragged_m(
-        "fp8_activation", x, weight, options, compiled_in(activation), keep=keep_preactivation, quantized=quantized
-    )._replace(numbers=constants(activation))
+        "fp8_activation", x, weight, options, compiled_in(activation), keep=keep_preactivation, quantized=quantized,
+        by_expert=by_expert,
+    )._replace(numbers=constants(activation))  # fmt: skip
 
     def run(
         x: Tensor,
@@ -153,10 +174,15 @@ def bind_block_scaled_gemm_activation(
         bias: Tensor | None,
         offsets: Tensor,
         row_scale: Tensor | None,
+        *factor_and_amax: Tensor,
     ) -> tuple[Tensor, ...]:
         p = (x.new_empty(rows, columns, dtype=torch.bfloat16),) if keep_preactivation else ()
-        if quantized is None:
-            y: tuple[Tensor, ...] = (x.new_empty(rows, features, dtype=torch.bfloat16),)
+        if isinstance(quantized, Fp8ByExpert):
+            codes, (factor, amax) = x.new_empty(rows, features, dtype=torch.uint8), factor_and_amax
+            y: tuple[Tensor, ...] = (codes.view(CODES[quantized.element]),)
+            written: tuple[Tensor, ...] = (codes.view(torch.bfloat16), factor, amax.view(torch.int32))
+        elif quantized is None:
+            y = (x.new_empty(rows, features, dtype=torch.bfloat16),)
             written = y
         else:
             codes = x.new_empty(rows, features, dtype=torch.uint8)
@@ -177,17 +203,19 @@ def bind_block_scaled_gemm_activation_backward(
     want_output: bool,
     want_row_scale_grad: bool,
     options: KernelOptions,
+    *,
+    by_expert: bool = False,
 ) -> Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]:
     """Return the function of ``(grad_output, its scale, weight, its scale, offsets, preactivation, row_scale)`` that
     `functions.grouped_gemm_activation_backward` is for FP8 operands: ``grad_output`` (R, H), and ``weight`` (E, I, H)
-    by columns. The results are bf16, and the row scale's gradient is fp32.
+    by columns; ``by_expert``: with scales per expert. The results are bf16, and the row scale's gradient is fp32.
     """
     (rows, features), outputs, device = preactivation.shape, weight.shape[1], preactivation.device
     unscaled = want_row_scale_grad and row_scale is None
     scaled = unscaled or row_scale is not None
     launch = _ragged_m(
         "fp8_derivative", grad_output, weight, options, compiled_in(activation),
-        derivative=True, scaled=scaled, keep=want_output,
+        derivative=True, scaled=scaled, keep=want_output, by_expert=by_expert,
     )._replace(numbers=constants(activation))  # fmt: skip
     partials, total = None, None
     if scaled:
@@ -220,16 +248,23 @@ def bind_block_scaled_gemm_activation_backward(
 
 def with_strides(scale: Tensor) -> Tensor:
     """Return scales (..., M, blocks) as `scale_like` makes them. Scales with other strides are copied: those of plain
-    PyTorch, of checkpoints, and those that the forward operator of a compiled graph has kept.
+    PyTorch, of checkpoints, and those that the forward operator of a compiled graph has kept. Scales per expert, (E,),
+    are contiguous in the result.
     """
     if has_strides(scale):
         return scale
+    if scale.dim() == 1:
+        return scale.contiguous()
     *experts, m, blocks = scale.shape
     return scale_like(scale, m, blocks * SCALE_BLOCK, *experts).copy_(scale)
 
 
 def has_strides(scale: Tensor) -> bool:
-    """Whether the kernels can read scales: unit stride along M, pitches of whole vectors, no gap between experts."""
+    """Whether the kernels can read scales: unit stride along M, pitches of whole vectors, no gap between experts.
+    Scales per expert are contiguous.
+    """
+    if scale.dim() == 1:
+        return scale.is_contiguous()
     *experts, line, pitch = scale.stride()
     dense = not experts or experts[0] == pitch * scale.shape[-1]
     whole = pitch % SCALE_PITCH == 0 and pitch >= scale.shape[-2]
@@ -276,11 +311,12 @@ def _ragged_m(
     derivative: bool = False,
     scaled: bool = False,
     keep: bool = False,
-    quantized: Fp8 | None = None,
+    quantized: Fp8 | Fp8ByExpert | None = None,
+    by_expert: bool = False,
 ) -> _Launch:
-    """Return the launch of a ragged M product of operands like these."""
+    """Return the launch of a ragged M product of operands like these, with scales per block or ``by_expert``."""
     epilogue = _Epilogue(activation, derivative, scaled, keep, quantized)
-    return _ragged_m_launch(choose, family, a.device, a.dtype, a.shape[0], tuple(b.shape), options, epilogue)
+    return _ragged_m_launch(choose, family, a.device, a.dtype, a.shape[0], tuple(b.shape), options, epilogue, by_expert)
 
 
 class _Epilogue(NamedTuple):
@@ -290,7 +326,7 @@ class _Epilogue(NamedTuple):
     derivative: bool
     scaled: bool  # derivatives only: whether there is a row scale
     keep: bool  # of the preactivation, or of the recomputed activation
-    quantized: Fp8 | None
+    quantized: Fp8 | Fp8ByExpert | None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -303,13 +339,14 @@ def _ragged_m_launch(
     weight: tuple[int, int, int],
     options: KernelOptions,
     epilogue: _Epilogue,
+    by_expert: bool,
 ) -> _Launch:
     """Make the launch of a ragged M product; cached, since that takes as long as a launch."""
     experts, columns, depth = weight
     sms = sms_for(device, options)
     problem = Problem(family, rows, experts, columns, depth, sms, dtype.itemsize)
     config = choose(problem)
-    kernel = _kernel(NAMES[dtype], config, epilogue) if rows else _no_kernel
+    kernel = _kernel(NAMES[dtype], config, epilogue, by_expert) if rows else _no_kernel
     return _Launch(kernel, device, options.schedule, scheduling(problem, config, sms), config.tile_n)
 
 
@@ -318,10 +355,12 @@ def _no_kernel(*_: Any) -> None:
 
 
 @functools.cache
-def _kernel(dtype: str, config: TileConfig, epilogue: _Epilogue) -> Any:
+def _kernel(dtype: str, config: TileConfig, epilogue: _Epilogue, by_expert: bool) -> Any:
     from fusedmoe.kernels.sm90 import epilogues  # deferred: imports the CuTe DSL
     from fusedmoe.kernels.sm90.block_scaled import BlockScaledRaggedM
+    from fusedmoe.kernels.sm90.codes_by_expert import CodesByExpert
     from fusedmoe.kernels.sm90.quantized import RowCodes
+    from fusedmoe.kernels.sm90.tensor_scaled import TensorScaledRaggedM
 
     activation, derivative, scaled, keep, quantized = epilogue
     if activation is None:
@@ -329,6 +368,11 @@ def _kernel(dtype: str, config: TileConfig, epilogue: _Epilogue) -> Any:
     elif derivative:
         compiled = epilogues.derivative(**activation._asdict(), keep=keep, row_scale=scaled)
     else:
-        codes = None if quantized is None else RowCodes(quantized.element, quantized.power_of_two)
+        codes: Output | None = None
+        if isinstance(quantized, Fp8ByExpert):
+            codes = CodesByExpert(quantized.element)
+        elif quantized is not None:
+            codes = RowCodes(quantized.element, quantized.power_of_two)
         compiled = epilogues.activation(**activation._asdict(), keep=keep, result=codes)
-    return compiler.load(BlockScaledRaggedM(dtype, config, epilogue=compiled))
+    kind = TensorScaledRaggedM if by_expert else BlockScaledRaggedM
+    return compiler.load(kind(dtype, config, epilogue=compiled))

@@ -53,14 +53,14 @@ class Operand(NamedTuple):
     """The loads of an operand."""
 
     codes: Tma  # (N, P)
-    scales: Tma  # (N, P / 128)
+    scales: Tma | None  # (N, P / 128), if blocks have scales
 
 
 class Scales(NamedTuple):
-    """Stages of the scales in shared memory."""
+    """Stages of the scales in shared memory, if blocks have scales."""
 
-    a: cute.Tensor  # (tile_m, stages)
-    b: cute.Tensor  # (tile_n, stages)
+    a: cute.Tensor | None  # (tile_m, stages)
+    b: cute.Tensor | None  # (tile_n, stages)
 
 
 class Factors(NamedTuple):
@@ -132,7 +132,7 @@ class BlockScaledRaggedK(BlockScaled, RaggedK):
         operands = []
         for extent in (m, n):
             operands.append(fake(cutlass.Uint8, (extent, padded), (pitch(self.alignment), 1), assumed_align=16))
-            operands.append(fake(Float32, (extent, blocks), (1, pitch(SCALE_PITCH)), assumed_align=16))
+            operands.append(self.fake_scales(extent, blocks, experts))
         out_pitch = lambda: pitch(self.alignment)  # noqa: E731
         out = fake(self.box_element, (experts, m, n), (out_pitch(), out_pitch(), 1), assumed_align=16)
         return cute.compile(
@@ -140,6 +140,11 @@ class BlockScaledRaggedK(BlockScaled, RaggedK):
             cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
             options=f"--enable-tvm-ffi --gpu-arch {self.arch}",
         )  # fmt: skip
+
+    def fake_scales(self, extent: Any, blocks: Any, experts: Any) -> Any:
+        """The scales of an operand, for the compiler."""
+        pitch = cute.sym_int64(divisibility=SCALE_PITCH)
+        return cute.runtime.make_fake_tensor(Float32, (extent, blocks), (1, pitch), assumed_align=16)
 
     # -- host side of a launch
 
@@ -154,17 +159,25 @@ class BlockScaledRaggedK(BlockScaled, RaggedK):
         load_b = self.operand(b, b_scale, layouts.b, config.tile_n, config.cluster_m)
         by_expert = cute.make_tensor(out.iterator, cute.select(out.layout, mode=[1, 2, 0]))
         self.kernel(
-            load_a, load_b, by_expert, self.tiled_mma(major, major), layouts, offsets, counter, band, dynamic,
-            a.shape[0], b.shape[0], None,
+            load_a, load_b, self.results(by_expert, a_scale, b_scale), self.tiled_mma(major, major), layouts, offsets,
+            counter, band, dynamic, a.shape[0], b.shape[0], None,
         ).launch(stream=stream, use_pdl=self.beside, **self.grid(ctas))  # fmt: skip
+
+    def results(self, out, a_scale, b_scale) -> Any:
+        """What `finish` and the main loop get of the arguments."""
+        return out
 
     def operand(self, codes, scales, smem, tile: int, ctas: int) -> Operand:
         """The loads of one stage of a tile's codes and scales, shared by this number of CTAs."""
         op = SHARED_LOAD if ctas > 1 else LOAD
         box = cute.slice_(smem, (None, None, 0))
         of_codes = cpasync.make_tiled_tma_atom(op, codes, box, (tile, self.tile_k), num_multicast=ctas)
-        of_scales = cpasync.make_tiled_tma_atom(op, scales, cute.make_layout((tile, 1)), (tile, 1), num_multicast=ctas)
-        return Operand(Tma(*of_codes), Tma(*of_scales))
+        return Operand(Tma(*of_codes), self.load_of_scales(scales, tile, op, ctas))
+
+    def load_of_scales(self, scales, tile: int, op: Any, ctas: int) -> Tma | None:
+        """The load of a stage of a tile's scales, shared by this number of CTAs."""
+        layout = cute.make_layout((tile, 1))
+        return Tma(*cpasync.make_tiled_tma_atom(op, scales, layout, (tile, 1), num_multicast=ctas))
 
     # -- device side
 
@@ -202,9 +215,12 @@ class BlockScaledRaggedK(BlockScaled, RaggedK):
         """Atom, shared side by stages, and global side by tiles of P, of each load of an operand's tile."""
         # a tile past the last row loads the last one instead, see `Gemm.across`; its results are not stored
         place = cutlass.min(place, (width + tile - 1) // tile - 1)
-        boxes = cute.make_tensor(scales.iterator, cute.make_layout((tile, 1, self.stages), stride=(1, 1, tile)))
+        loads = [(load.codes, codes, self.tile_k)]
+        if load.scales is not None:
+            boxes = cute.make_tensor(scales.iterator, cute.make_layout((tile, 1, self.stages), stride=(1, 1, tile)))
+            loads.append((load.scales, boxes, 1))
         copies = []
-        for (atom, source), shared, deep in ((load.codes, codes, self.tile_k), (load.scales, boxes, 1)):
+        for (atom, source), shared, deep in loads:
             g = cute.local_tile(source, (tile, deep), (place, None))
             to, of = cpasync.tma_partition(
                 atom, rank, cute.make_layout(ctas), cute.group_modes(shared, 0, 2), cute.group_modes(g, 0, 2)

@@ -1,7 +1,9 @@
-"""The weight gradient of FP8 codes with block scales, as a function of flat tensors.
+"""The weight gradient of FP8 codes with scales per block or per expert, as a function of flat tensors.
 
-Both operands are in columns form, as `fusedmoe.formats` defines it for 1 x 128 blocks: 128 rows of one column share a
-scale. Axes: R rows sorted by expert, P padded rows, E experts, N features of the gradient, K features of the input.
+Both operands are in columns form, as `fusedmoe.formats` defines it for 1 x 128 blocks, of which 128 rows of one column
+share a scale, or for one scale per expert.
+
+Axes: R rows sorted by expert, P padded rows, E experts, N features of the gradient, K features of the input.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ def block_scaled_wgrad(
         is E4M3 or E5M2, ``x`` is E4M3. Each expert's rows begin at a multiple of 128; the codes of padding are zeros.
         Codes after the last expert's padding are not read.
     dy_scale, x_scale
-        fp32, (N, P / 128) and (K, P / 128), with the strides of `block_scaled_functions.with_strides`.
+        fp32, (N, P / 128) and (K, P / 128), with the strides of `block_scaled_functions.with_strides`; or both (E,).
     offsets
         The end of each expert's rows among the R rows without padding: (E,) int32, contiguous.
     rows
@@ -58,7 +60,8 @@ def block_scaled_wgrad(
         added to once, so the result does not depend on the order.
     """
     accumulate = out is not None
-    run = bind_block_scaled_wgrad(dy, x, offsets, rows, torch.float32 if accumulate else dtype, accumulate, options)
+    dtype = torch.float32 if accumulate else dtype
+    run = bind_block_scaled_wgrad(dy, x, offsets, rows, dtype, accumulate, options, by_expert=dy_scale.dim() == 1)
     return run(dy, dy_scale, x, x_scale, offsets, out)
 
 
@@ -71,8 +74,11 @@ def bind_block_scaled_wgrad(
     accumulate: bool,
     options: KernelOptions,
     beside: bool = False,
+    *,
+    by_expert: bool = False,
 ) -> Callable[..., Tensor]:
     """Return `block_scaled_wgrad` of ``(dy, dy_scale, x, x_scale, offsets, out)``; ``out`` is None for a new tensor.
+    ``by_expert``: of scales per expert.
 
     ``beside`` is that of `functions.bind_grouped_wgrad`: the kernel may begin while the launch before it runs.
     """
@@ -80,7 +86,9 @@ def bind_block_scaled_wgrad(
     device = x.device
     if rows:
         beside, schedule = schedule_of(device, beside, options.schedule)
-        kernel, numbers = _launch(choose, device, dy.dtype, rows, experts, n, k, dtype, accumulate, options, beside)
+        kernel, numbers = _launch(
+            choose, device, dy.dtype, rows, experts, n, k, dtype, accumulate, options, beside, by_expert
+        )
 
     def run(
         dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, offsets: Tensor, out: Tensor | None = None
@@ -111,17 +119,22 @@ def _launch(
     accumulate: bool,
     options: KernelOptions,
     beside: bool,
+    by_expert: bool,
 ) -> tuple[Callable[..., Any], tuple[int, int]]:
     """Return the kernel and its numbers; cached, since that takes as long as a launch."""
     sms = sms_for(device, options)
     problem = Problem("fp8_wgrad", rows, experts, k, n, sms, dtype.itemsize)
     config = choose(problem)
-    kernel = _kernel(dtype=NAMES[dtype], config=config, out=RESULTS[out], accumulate=accumulate, beside=beside)
+    kernel = _kernel(
+        dtype=NAMES[dtype], config=config, out=RESULTS[out], accumulate=accumulate, beside=beside, by_expert=by_expert
+    )
     return kernel, scheduling(problem, config, sms)
 
 
 @functools.cache
-def _kernel(*, dtype: str, config: TileConfig, out: str, accumulate: bool, beside: bool) -> Any:
+def _kernel(*, dtype: str, config: TileConfig, out: str, accumulate: bool, beside: bool, by_expert: bool) -> Any:
     from fusedmoe.kernels.sm90.block_scaled_k import BlockScaledRaggedK  # deferred: imports the CuTe DSL
+    from fusedmoe.kernels.sm90.tensor_scaled import TensorScaledRaggedK
 
-    return compiler.load(BlockScaledRaggedK(dtype, config, out=out, accumulate=accumulate, beside=beside))
+    kind = TensorScaledRaggedK if by_expert else BlockScaledRaggedK
+    return compiler.load(kind(dtype, config, out=out, accumulate=accumulate, beside=beside))

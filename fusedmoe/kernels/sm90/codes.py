@@ -10,6 +10,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
+ELEMENTS = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 CODES = {"e4m3": cutlass.Float8E4M3FN, "e5m2": cutlass.Float8E5M2}
 MOST = {"e4m3": 448.0, "e5m2": 57344.0}  # both are 1.75 * 2**exponent
 MOST_EXPONENT = {"e4m3": 8, "e5m2": 15}
@@ -76,3 +77,16 @@ def encode_and_scale(amax, element: cutlass.Constexpr[str], power_of_two: cutlas
             encode = cutlass.min(Float32(MOST[element]) / amax, Float32(FLT_MAX))
             scale = Float32(1.0) / encode
     return encode, scale
+
+
+def half_of(word: Any, half: int) -> Any:
+    """The lower or the upper signed 16-bit integer of a pair."""
+    return word >> 16 if half else word << 16 >> 16
+
+
+@cute.jit
+def raise_to(at, biased, dtype: cutlass.Constexpr[str]):
+    """Raise the magnitude at a place in global memory; both are bits, and those of zero need no store."""
+    bias = FINITE_BIAS[dtype]
+    if biased > bias:
+        cute.arch.atomic_max(at, value_of_bits(biased - bias, ELEMENTS[dtype]).bitcast(Int32))

@@ -49,6 +49,7 @@ class Arguments(NamedTuple):
     numbers: Numbers
     rows: Int32
     n: Int32
+    scales: Any = None  # of A and of B, if there is one per expert
 
 
 class Block(NamedTuple):

@@ -45,6 +45,7 @@ from fusedmoe.kernels.sm90.quantize_format_functions import (
     bind_dequantize,
     bind_magnitudes,
     bind_quantize_format,
+    bind_transpose_rows,
 )
 from fusedmoe.kernels.sm90.quantize_functions import (
     TOKEN_READERS,
@@ -92,6 +93,7 @@ __all__ = [
     "bind_slot_values",
     "bind_sum_slots",
     "bind_transpose_codes",
+    "bind_transpose_rows",
     "column_sums",
     "grouped_gemm",
     "grouped_gemm_activation",

@@ -86,17 +86,18 @@ def why_not_router(
 def why_not_fp8_blocks(
     format: object,
     block: Sequence[int | None],
-    expected: Sequence[int],
+    expected: Sequence[int | None],
     element: str,
     rule: str,
     what: str = "quantizes to",
 ) -> str | None:
     """A `fusedmoe.formats.Format` has E4M3 or E5M2 codes in blocks of the ``expected`` size, with fp32 scales.
 
+    A size of (None, None) means one scale per expert.
     ``what`` is the kernels' use of the format, in the reason.
     """
     if tuple(block) != tuple(expected):
-        wanted = f"blocks of {'x'.join(map(str, expected))} values"
+        wanted = f"blocks of {'x'.join(map(str, expected))} values" if expected[0] else "one scale per expert"
     elif element not in FP8_ELEMENTS:
         wanted = f"codes in {' or '.join(FP8_ELEMENTS)}"
     elif rule not in FP32_SCALE_RULES:

@@ -81,8 +81,9 @@ def bind_quantize_format(
     columns: bool = False,
     rotated: bool = False,
     stochastic: bool = False,
+    amax: bool = False,
 ) -> Callable[..., tuple[Form, ...]]:
-    """Return a function of ``(x, offsets, index, factors, random)`` that quantizes rows or weights, in one launch.
+    """Return a function of ``(x, offsets, index, factors, random, amax)``: quantized rows or weights, in one launch.
 
     It serves tensors of the same shapes, dtypes and strides as these. It returns codes and scales, both as bytes: those
     by rows if ``rows``, and then those by columns if ``columns``:
@@ -109,12 +110,16 @@ def bind_quantize_format(
         Rotate tiles of 16 rows before quantizing by columns, as `fusedmoe.formats.hadamard` does.
     stochastic
         Round E2M1 by random bits.
+    amax
+        Find the largest magnitude of each expert too.
 
     Notes
     -----
     ``factors`` of a call has one tensor for each form, in fp32, contiguous: for the rule "two level" the factor of each
-    expert's scales, (E,) or (B,); for "given" the factor of each row, (R,) or (B R,), and of each column of an expert,
-    (E, K) or (B, K). ``random`` has the random bytes of each form if ``stochastic``: (R, K) and (K, P).
+    expert's scales, (E,) or (B,); for "given by expert" the factor of each expert; for "given" the factor of each row,
+    (R,) or (B R,), and of each column of an expert, (E, K) or (B, K). ``random`` has the random bytes of each form if
+    ``stochastic``: (R, K) and (K, P). ``amax`` is (E,) or (B,) fp32, zeros before: the largest finite magnitudes are
+    written to it.
     """
     matrices, (lines, length) = x.shape[0] if x.dim() == 3 else 1, x.shape[-2:]
     num_rows = lines if index_R is None else index_R.shape[0]
@@ -130,7 +135,7 @@ def bind_quantize_format(
         from fusedmoe.kernels.sm90.quantize_formats import QuantizeFormat  # deferred: imports the CuTe DSL
 
         how = offsets_E is not None, index_R is not None, rotated and columns
-        kernel = load(QuantizeFormat(NAMES[x.dtype], *how, format, rows, columns, stochastic))
+        kernel = load(QuantizeFormat(NAMES[x.dtype], *how, format, rows, columns, stochastic, amax))
 
     def run(
         x: Tensor,
@@ -138,6 +143,7 @@ def bind_quantize_format(
         index_R: Tensor | None = None,
         factors: tuple[Tensor, ...] = (),
         random: tuple[Tensor, ...] = (),
+        amax: Tensor | None = None,
     ) -> tuple[Form, ...]:
         forms, passed = [], []
         own = x.new_empty(0, dtype=torch.uint8)
@@ -146,7 +152,7 @@ def bind_quantize_format(
             width = -(-length_ // packed)
             codes = own.new_empty(matrices, lines, -(-width // 16) * 16 if by_columns else width)
             scale = None
-            if format.rule != "given":
+            if not format.given:
                 across = format.block if format.square else 1
                 scale = own.new_empty(matrices, -(-lines // across), -(-length_ // format.block))
             factor = factors[i] if factors else unread.view(torch.float32)
@@ -163,7 +169,8 @@ def bind_quantize_format(
                 first = (*none[:2], factors[0], none[3])
             index = unread if index_R is None else index_R
             offsets = unread if offsets_E is None else offsets_E
-            kernel(x if x.dim() == 3 else x[None], index, offsets, *first, *last, tiles, num_rows)
+            maxima = unread if amax is None else amax.view(torch.int32)
+            kernel(x if x.dim() == 3 else x[None], index, offsets, *first, *last, maxima, tiles, num_rows)
         if x.dim() == 3:
             return tuple(forms)
         return tuple((codes[0], None if scale is None else scale[0]) for codes, scale in forms)
@@ -198,13 +205,13 @@ def bind_dequantize(
         (M, L), or (B, M, L) without gaps between the matrices, and not ``transposed``. M and L are multiples of 16. The
         lines begin at multiples of 16 codes.
     scale
-        As of the `QuantizedTensor`; None for "given" factors. With square blocks, M is a multiple of the block.
+        As of the `QuantizedTensor`; None for given factors. With square blocks, M is a multiple of the block.
     """
     packed = 2 if format.element == "e2m1" else 1
     lines, length = codes.shape[-2], codes.shape[-1] * packed
     stack = codes.shape[:-2]
     matrices = stack.numel()
-    of_scale = {"rceil": "e8m0", "floor": "e8m0", "two level": "e4m3", "given": ""}[format.rule]
+    of_scale = "" if format.given else "e4m3" if format.rule == "two level" else "e8m0"
     shape = (length, lines) if transposed else (matrices * lines, length)
     unread = _unread(codes.device).view(torch.uint8)[None]
     kernel = None
@@ -222,5 +229,29 @@ def bind_dequantize(
             scales = unread if scale is None or not of_scale else scale.view(torch.uint8)
             kernel(held.flatten(0, -2) if stack else held, scales.flatten(0, -2) if stack else scales, out)
         return out.view(*stack, lines, length) if stack else out
+
+    return run
+
+
+def bind_transpose_rows(codes: Tensor, offsets_E: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a function of ``(codes, offsets)``: FP8 codes by columns of those by rows, in one launch.
+
+    It serves tensors of the same shapes, dtypes and strides as these. The result is (K, P): the transpose of the codes
+    (R, K), with each expert's rows followed by zeros up to a multiple of 128. Codes without an expert are not read. K
+    and the pitch of the codes are multiples of 16.
+    """
+    (rows, columns), dtype = codes.shape, codes.dtype
+    padded, tiles = padded_rows(rows, offsets_E.shape[0], TILE), _tiles(rows, offsets_E, TILE)
+    kernel = None
+    if codes.numel():
+        from fusedmoe.kernels.sm90.transpose_rows import TransposeRows  # deferred: imports the CuTe DSL
+
+        kernel = load(TransposeRows())
+
+    def run(codes: Tensor, offsets_E: Tensor) -> Tensor:
+        out = codes.new_empty(columns, padded, dtype=torch.uint8)
+        if kernel is not None:
+            kernel(codes.view(torch.uint8), out, offsets_E, tiles, rows)
+        return out.view(dtype)
 
     return run

@@ -1,7 +1,8 @@
 """Kernels that quantize to narrow formats with blocks of 16 or 32 values, or with given factors.
 
-`QuantizeFormat`: row codes, column codes, or both, of rows and of weights. `Magnitudes`: the largest magnitudes per
-row, per column of an expert, and per expert, for formats whose factors depend on more values than a tile has.
+`QuantizeFormat`: row codes, column codes, or both, of rows and of weights; with delayed scaling, also the largest
+magnitudes per expert. `Magnitudes`: those per row, per column of an expert, and per expert, for formats whose factors
+depend on more values than a tile has.
 
 A CTA has a tile of 128 x 128 values, which its threads load as in `quantize.py`: a thread has a strip of 8 rows, and 8
 columns. If rows are sorted by expert, the tiles are of *padded* rows: each expert's rows begin at a multiple of the
@@ -34,7 +35,9 @@ from fusedmoe.kernels.sm90.codes import (
     MOST_EXPONENT,
     NEGATIVES,
     fp32_pair,
+    half_of,
     max_of_pairs,
+    raise_to,
     value_of_bits,
 )
 from fusedmoe.kernels.sm90.quantize import BLOCK as TILE
@@ -163,6 +166,10 @@ class _Tiles(WarpKernel):
     rotated: bool  # whether columns are rotated first, in tiles of 16 rows
 
     @property
+    def sources(self) -> tuple[str, ...]:
+        return *super().sources, "fusedmoe.kernels.sm90.codes", "fusedmoe.kernels.sm90.quantize"
+
+    @property
     def rotated_dtype(self) -> str:
         """The dtype of the values that column codes are made of."""
         return "bf16" if self.rotated else self.dtype
@@ -186,6 +193,15 @@ class _Tiles(WarpKernel):
                 valid += base
             present += base
         return first, valid, present, expert
+
+    @cute.jit
+    def raise_expert(self, maxima, of_words, expert, lane, dtype: cutlass.Constexpr[str]):
+        """Raise an expert's maximum to the largest of the warp's values."""
+        bits = max_of_pairs(max_of_pairs(of_words[0], of_words[1]), max_of_pairs(of_words[2], of_words[3]))
+        for step in cutlass.range_constexpr(5):
+            bits = max_of_pairs(bits, cute.arch.shuffle_sync_bfly(bits, 1 << step))
+        if lane == 0:
+            raise_to(maxima.iterator + expert, cutlass.max(half_of(bits, 0), half_of(bits, 1)), dtype)
 
     @cute.jit
     def turned(self, values):
@@ -224,6 +240,7 @@ class QuantizeFormat(_Tiles):
     rows: bool  # whether there are row codes
     columns: bool  # whether there are column codes
     stochastic: bool = False  # whether random bits round the codes
+    amax: bool = False  # whether the largest magnitude of each expert is found too
 
     @property
     def symbol(self) -> str:
@@ -231,7 +248,7 @@ class QuantizeFormat(_Tiles):
         parts = [self.dtype, format.element, format.rule.replace(" ", "_"), str(format.block)]
         flags = {
             "square": format.square, "rows": self.rows, "columns": self.columns, "sorted": self.sorted,
-            "gathered": self.gathered, "rotated": self.rotated, "stochastic": self.stochastic,
+            "gathered": self.gathered, "rotated": self.rotated, "stochastic": self.stochastic, "amax": self.amax,
         }  # fmt: skip
         return "_".join(["sm90_quantize_format", *parts, *(name for name, on in flags.items() if on)])
 
@@ -258,24 +275,38 @@ class QuantizeFormat(_Tiles):
         """Compile without a GPU; a function of values (B, R, K) or (1, T, K), index (R,) int32, offsets (E,) int32;
         row codes (B, R, C) uint8, their scale (B, R', K / block) uint8, their factors (R,) or (E,) fp32, and their
         random bits (R, K) uint8; column codes (B, K, C), their scale (B, K', P / block), their factors (E, K) or (E, 1)
-        and their random bits (K, P); the number of tiles of rows, and R. Arguments that the kernel does not need are
-        not read.
+        and their random bits (K, P); the largest magnitudes (E,) as those of `Magnitudes`; the number of tiles of rows,
+        and R. Arguments that the kernel does not need are not read or written.
         """
         return self.compiled_for(
             fake_matrices(self.dtype), fake_vector("int32", cute.sym_int()), fake_vector("int32", cute.sym_int()),
             _bytes(3, VECTOR * self.bits // 8), _bytes(3, 1), fake_vector("fp32", cute.sym_int()), _bytes(2, VECTOR),
-            _bytes(3, UNIT), _bytes(3, 1), _factors(), _bytes(2, VECTOR), Int32(1), Int32(1),
+            _bytes(3, UNIT), _bytes(3, 1), _factors(), _bytes(2, VECTOR), fake_vector("int32", cute.sym_int()),
+            Int32(1), Int32(1),
         )  # fmt: skip
 
     @cute.jit
     def __call__(
-        self, x, index, offsets, codes, scale, factors, random, codes_t, scale_t, factors_t, random_t, tiles, rows,
-        stream,
+        self, x, index, offsets, codes, scale, factors, random, codes_t, scale_t, factors_t, random_t, experts_max,
+        tiles, rows, stream,
     ):  # fmt: skip
         blocks = cute.ceil_div(x.shape[2], TILE)
         matrices = 1 if const_expr(self.sorted or self.gathered) else x.shape[0]
         self.kernel(
-            x, index, offsets, codes, scale, factors, random, codes_t, scale_t, factors_t, random_t, rows, blocks
+            x,
+            index,
+            offsets,
+            codes,
+            scale,
+            factors,
+            random,
+            codes_t,
+            scale_t,
+            factors_t,
+            random_t,
+            experts_max,
+            rows,
+            blocks,
         ).launch(
             grid=(tiles * blocks, matrices, 1),
             block=(THREADS, 1, 1),
@@ -286,8 +317,9 @@ class QuantizeFormat(_Tiles):
 
     @cute.kernel
     def kernel(
-        self, x, index, offsets, codes, scale, factors, random, codes_t, scale_t, factors_t, random_t, rows, blocks
-    ):
+        self, x, index, offsets, codes, scale, factors, random, codes_t, scale_t, factors_t, random_t, experts_max,
+        rows, blocks,
+    ):  # fmt: skip
         thread, _, _ = cute.arch.thread_idx()
         lane = cute.arch.lane_idx()
         number, matrix, _ = cute.arch.block_idx()
@@ -302,6 +334,8 @@ class QuantizeFormat(_Tiles):
         source = x[matrix, None, None]
         values = load_tile(source, index if const_expr(self.gathered) else None, first, valid, vector)
         of_rows, of_columns, signs = largest_magnitudes(values, self.bias)
+        if const_expr(self.amax):
+            self.raise_expert(experts_max, of_columns, expert, lane, self.dtype)
         self.end_infinities(values, signs)
         if const_expr(self.format.square):
             self.square(
@@ -368,6 +402,8 @@ class QuantizeFormat(_Tiles):
         if const_expr(self.format.rule == "given"):
             last = cutlass.max(rows - 1, 0)
             return [factors[matrix * rows + cutlass.min(first + strip + i, last)] for i in range(STRIP)]
+        if const_expr(self.format.rule == "given by expert"):
+            return [factors[expert]] * STRIP
         lanes = self.format.block // VECTOR  # of a block
         found = []
         for pair in cutlass.range_constexpr(STRIP // 2):
@@ -415,6 +451,8 @@ class QuantizeFormat(_Tiles):
         if const_expr(self.format.rule == "given"):
             columns = factors.shape[1]
             return [factors[expert, cutlass.min(vector * VECTOR + i, columns - 1)] for i in range(VECTOR)]
+        if const_expr(self.format.rule == "given by expert"):
+            return [factors[expert, 0]] * VECTOR
         found = self.of_columns(largest, smem)
         tensor_encode = factors[expert, 0] if const_expr(self.format.rule == "two level") else None
         encode, stored = self.encode(found, self.rotated_dtype, tensor_encode)
@@ -529,19 +567,7 @@ class QuantizeFormat(_Tiles):
             s_codes[strip ^ (group // per_unit * per_unit), group * VECTOR + column] = cute.recast_tensor(
                 found, self.chunk
             )[0]
-        cute.arch.sync_threads()
-        units = STRIPS // per_unit  # of a column
-        for k in cutlass.range_constexpr(TILE * units // THREADS):
-            column, unit = k * (THREADS // units) + thread // units, thread % units
-            stored = cute.make_rmem_tensor((per_unit,), self.chunk)
-            swapped = unit ^ (column // VECTOR // per_unit)
-            cute.autovec_copy(cute.local_tile(s_codes[None, column], (per_unit,), (swapped,)), stored)
-            line, place = at * TILE + column, tile * units + unit
-            if line < codes.shape[1] and place * UNIT < codes.shape[2]:
-                cute.autovec_copy(
-                    cute.recast_tensor(stored, codes.element_type),
-                    cute.local_tile(codes[matrix, line, None], (UNIT,), (place,)),
-                )
+        store_chunks(s_codes, codes[matrix, None, None], tile, at, per_unit)
 
 
 @dataclass(frozen=True)
@@ -625,27 +651,23 @@ class Magnitudes(_Tiles):
             _, of_words, _ = largest_magnitudes(self.turned(values), FINITE_BIAS["bf16"])
             self.raise_expert(rotated_max, of_words, expert, lane, "bf16")
 
-    @cute.jit
-    def raise_expert(self, maxima, of_words, expert, lane, dtype: cutlass.Constexpr[str]):
-        """Raise an expert's maximum to the largest of the warp's values."""
-        bits = max_of_pairs(max_of_pairs(of_words[0], of_words[1]), max_of_pairs(of_words[2], of_words[3]))
-        for step in cutlass.range_constexpr(5):
-            bits = max_of_pairs(bits, cute.arch.shuffle_sync_bfly(bits, 1 << step))
-        if lane == 0:
-            raise_to(maxima.iterator + expert, cutlass.max(half_of(bits, 0), half_of(bits, 1)), dtype)
-
-
-def half_of(word: Any, half: int) -> Any:
-    """The lower or the upper signed 16-bit integer of a pair."""
-    return word >> 16 if half else word << 16 >> 16
-
 
 @cute.jit
-def raise_to(at, biased, dtype: cutlass.Constexpr[str]):
-    """Raise the magnitude at a place in global memory; both are bits, and those of zero need no store."""
-    bias = FINITE_BIAS[dtype]
-    if biased > bias:
-        cute.arch.atomic_max(at, value_of_bits(biased - bias, ELEMENTS[dtype]).bitcast(Int32))
+def store_chunks(s_codes, codes, tile, at, per_unit: cutlass.Constexpr[int]):
+    """Write a tile's column codes (K, P) from chunks in shared memory, with the places of `store_columns`."""
+    thread, _, _ = cute.arch.thread_idx()
+    cute.arch.sync_threads()
+    units = STRIPS // per_unit  # of a column
+    for k in cutlass.range_constexpr(TILE * units // THREADS):
+        column, unit = k * (THREADS // units) + thread // units, thread % units
+        stored = cute.make_rmem_tensor((per_unit,), s_codes.element_type)
+        swapped = unit ^ (column // VECTOR // per_unit)
+        cute.autovec_copy(cute.local_tile(s_codes[None, column], (per_unit,), (swapped,)), stored)
+        line, place = at * TILE + column, tile * units + unit
+        if line < codes.shape[0] and place * UNIT < codes.shape[1]:
+            cute.autovec_copy(
+                cute.recast_tensor(stored, codes.element_type), cute.local_tile(codes[line, None], (UNIT,), (place,))
+            )
 
 
 def fake_matrices(dtype: str) -> Any:

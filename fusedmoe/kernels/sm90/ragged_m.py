@@ -77,7 +77,7 @@ class Loads(NamedTuple):
     shared_a: Tma | None
     shared_b: Tma
     gathered: Gathered | None
-    scales: tuple[Tma, Tma] | None = None  # of rows and of the weight, if blocks of them have scales
+    scales: Any = None  # of rows and of the weight, if they have scales: loads of those of blocks, or one per expert
 
 
 @dataclass(frozen=True)
@@ -149,6 +149,11 @@ class RaggedM(Gemm):
         return self.epilogue.boxes_of(self.steps)
 
     @property
+    def has_scales(self) -> bool:
+        """Whether the operands have scales."""
+        return self.scale_space > 0
+
+    @property
     def rounds(self) -> bool:
         """Whether an activation is that of the rounded preactivation, so that backward can recompute it."""
         return False
@@ -198,7 +203,7 @@ class RaggedM(Gemm):
         config, formula, scales = self.config, self.epilogue.formula, None
         if const_expr(self.stored_element is not self.element):
             a, b = cute.recast_tensor(a, self.element), cute.recast_tensor(b, self.b_element)
-        if const_expr(self.scale_space > 0):
+        if const_expr(self.has_scales):
             scales, tensors = self.scale_loads(tensors[:2]), tensors[2:]
         major = OperandMajorMode.K if self.b_major == "k" else OperandMajorMode.MN
         layouts = self.layouts(OperandMajorMode.K, major)
@@ -251,6 +256,10 @@ class RaggedM(Gemm):
         """The loads of the scales."""
         raise NotImplementedError
 
+    def scales_of_experts(self, scales: Any) -> Any:
+        """The scales of A and B among `Loads.scales`, if the math warpgroups read them from memory."""
+        return None
+
     def in_parts(self, t: cute.Tensor, count: int) -> cute.Tensor:
         """(R, count * W) as (R, W, count)."""
         width = t.shape[1] // count
@@ -296,7 +305,7 @@ class RaggedM(Gemm):
                 self.load_inputs(inputs, shared, rings, warp_idx - EPILOGUE_LOAD_WARP)
         else:
             cute.arch.setmaxregister_increase(self.registers[1])
-            env = Arguments(outputs, bias, row_scale, numbers, rows, n)
+            env = Arguments(outputs, bias, row_scale, numbers, rows, n, self.scales_of_experts(loads.scales))
             self.math(tiled_mma, shared, rings, warp_idx // 4, env)
 
     @cute.jit

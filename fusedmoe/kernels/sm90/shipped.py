@@ -9,15 +9,18 @@ import itertools
 from typing import TYPE_CHECKING
 
 from fusedmoe.kernels.activation import Activation
+from fusedmoe.kernels.narrow import Narrow
 from fusedmoe.kernels.sm90.block_scaled import BlockScaledRaggedM
 from fusedmoe.kernels.sm90.block_scaled_k import BlockScaledRaggedK
 from fusedmoe.kernels.sm90.choice import CANDIDATES, PP_192, WGRADS
+from fusedmoe.kernels.sm90.codes_by_expert import CodesByExpert
 from fusedmoe.kernels.sm90.epilogues import PLAIN, PLAIN_FP32, activation, derivative
 from fusedmoe.kernels.sm90.functions import heavy
 from fusedmoe.kernels.sm90.gather_codes import GatherCodes
 from fusedmoe.kernels.sm90.parts import Parts, SumParts
 from fusedmoe.kernels.sm90.promotion import PromotedRaggedK, PromotedRaggedM
 from fusedmoe.kernels.sm90.quantize import QuantizeRows, QuantizeWeight
+from fusedmoe.kernels.sm90.quantize_formats import Magnitudes, QuantizeFormat
 from fusedmoe.kernels.sm90.quantized import RowCodes
 from fusedmoe.kernels.sm90.ragged_k import RaggedK
 from fusedmoe.kernels.sm90.ragged_m import RaggedM
@@ -28,7 +31,9 @@ from fusedmoe.kernels.sm90.router_functions import LOGIT_TILES, WGRAD_TILE
 from fusedmoe.kernels.sm90.rows import ColumnSums, Offsets
 from fusedmoe.kernels.sm90.slots import SLOTS, GatherRows, RowDots, SlotValues, SumSlots
 from fusedmoe.kernels.sm90.sum_on_few_sms import SumOnFewSms
+from fusedmoe.kernels.sm90.tensor_scaled import TensorScaledRaggedK, TensorScaledRaggedM
 from fusedmoe.kernels.sm90.transpose_codes import TransposeCodes
+from fusedmoe.kernels.sm90.transpose_rows import TransposeRows
 
 if TYPE_CHECKING:
     from fusedmoe.kernels.activation import Kind
@@ -112,6 +117,27 @@ def shipped() -> tuple[Kernel, ...]:
         kernels.append(BlockScaledRaggedK("e4m3", config))
         kernels.append(BlockScaledRaggedK("e4m3", config, out="fp32", accumulate=True))
         kernels.append(BlockScaledRaggedK("e4m3", config, beside=True))  # beside the sum over slots
+
+    # the recipe fp8_tensor, whose gradients are in E5M2, with current and with delayed scaling
+    for element, of_tokens, amax in itertools.product(("e4m3", "e5m2"), (False, True), (False, True)):
+        given = Narrow("e4m3" if element == "e4m3" else "e5m2", "given by expert", 128)
+        kernels.append(QuantizeFormat("bf16", True, of_tokens, False, given, True, True, amax=amax))
+    given = Narrow("e4m3", "given by expert", 128)  # of weights
+    kernels += [QuantizeFormat("bf16", False, False, False, given, True, True, amax=amax) for amax in (False, True)]
+    for by_expert, of_tokens in ((True, False), (True, True), (False, False)):
+        kernels.append(Magnitudes("bf16", by_expert, of_tokens, False, False, False, True, False))
+    for config in CANDIDATES["fp8_plain"]:
+        kernels += [TensorScaledRaggedM(element, config, epilogue=PLAIN) for element in ("e4m3", "e5m2")]
+    for config, keep, delayed in itertools.product(CANDIDATES["fp8_activation"], (True, False), (True, False)):
+        epilogue = activation("swiglu", keep=keep, result=CodesByExpert() if delayed else None)
+        kernels.append(TensorScaledRaggedM("e4m3", config, epilogue=epilogue))
+    kernels.append(TransposeRows())
+    for config, keep, scaled in itertools.product(CANDIDATES["fp8_derivative"], (True, False), (True, False)):
+        epilogue = derivative("swiglu", keep=keep, row_scale=scaled)
+        kernels.append(TensorScaledRaggedM("e5m2", config, epilogue=epilogue))
+    for config in CANDIDATES["fp8_wgrad"]:
+        kernels.append(TensorScaledRaggedK("e5m2", config))
+        kernels.append(TensorScaledRaggedK("e5m2", config, out="fp32", accumulate=True))
 
     # the router of bf16 tokens, with a bf16 or fp32 weight, without a bias
     kernels += [PromotedRaggedM("bf16", tile, epilogue=PLAIN_FP32) for tile in LOGIT_TILES]

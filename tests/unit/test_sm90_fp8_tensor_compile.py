@@ -1,0 +1,116 @@
+"""The products of FP8 codes with one scale per expert compile for sm_90a without a GPU, and spill no registers."""
+
+import itertools
+
+import pytest
+
+pytest.importorskip("cutlass")
+
+from test_sm90_compile import REGISTERS, compile_and_disassemble, tool
+
+from fusedmoe.kernels.shipped import shipped
+from fusedmoe.kernels.sm90.choice import CANDIDATES, CO_128, CO_256, CO_256_ROWS, CO_256_TALL
+from fusedmoe.kernels.sm90.codes_by_expert import CodesByExpert
+from fusedmoe.kernels.sm90.config import BARRIER_BYTES, SMEM_BYTES
+from fusedmoe.kernels.sm90.epilogues import PLAIN, activation, derivative
+from fusedmoe.kernels.sm90.tensor_scaled import TensorScaledRaggedK, TensorScaledRaggedM
+from fusedmoe.kernels.sm90.transpose_rows import TransposeRows
+
+KINDS = ("swiglu", "geglu_tanh", "geglu_erf", "reglu", "squared_relu")
+CODES = CodesByExpert()
+
+
+def products():
+    """All kernels that `choose` may pick, except for clamped kinds other than SwiGLU."""
+    for dtype, config in itertools.product(("e4m3", "e5m2"), CANDIDATES["fp8_plain"]):
+        yield TensorScaledRaggedM(dtype, config, epilogue=PLAIN)
+    for config, keep, codes in itertools.product(CANDIDATES["fp8_activation"], (True, False), (None, CODES)):
+        for kind, clamped in (*((kind, False) for kind in KINDS), ("swiglu", True)):
+            epilogue = activation(kind, clamped=clamped, keep=keep, result=codes)
+            yield TensorScaledRaggedM("e4m3", config, epilogue=epilogue)
+    yield TensorScaledRaggedM("e4m3", CO_256, epilogue=activation("swiglu", keep=True, result=CodesByExpert("e5m2")))
+    for config, keep, scaled in itertools.product(CANDIDATES["fp8_derivative"], (True, False), (True, False)):
+        for kind, shape in (*((kind, {}) for kind in KINDS), ("swiglu", {"clamped": True, "interleaved": True})):
+            yield TensorScaledRaggedM("e5m2", config, epilogue=derivative(kind, keep=keep, row_scale=scaled, **shape))
+    outputs = ({"out": "bf16"}, {"out": "fp32"}, {"out": "fp32", "accumulate": True})
+    for dtype, config, output in itertools.product(("e4m3", "e5m2"), CANDIDATES["fp8_wgrad"], outputs):
+        yield TensorScaledRaggedK(dtype, config, **output)
+
+
+KERNELS = list(products())
+COVERING = [
+    TensorScaledRaggedM("e4m3", CO_256, epilogue=PLAIN),
+    TensorScaledRaggedM("e4m3", CO_256, epilogue=activation("swiglu", keep=True)),
+    TensorScaledRaggedM("e4m3", CO_256, epilogue=activation("swiglu", keep=True, result=CODES)),
+    TensorScaledRaggedM("e5m2", CO_256_ROWS, epilogue=derivative("swiglu", keep=True, row_scale=True)),
+    TensorScaledRaggedM("e5m2", CO_128, epilogue=derivative("swiglu", keep=False, row_scale=True)),
+    TensorScaledRaggedK("e5m2", CO_256),
+    TensorScaledRaggedK("e5m2", CO_256_TALL, out="fp32", accumulate=True),
+]
+MOST_INSTRUCTIONS, OF_HEAVY = 6700, {"geglu_tanh": 7400, "geglu_erf": 8700}  # as of those with block scales
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [*COVERING, *(pytest.param(k, marks=pytest.mark.slow) for k in KERNELS if k not in COVERING)],
+    ids=lambda k: k.symbol,
+)
+def test_compiles_for_hopper(kernel):
+    report = compile_and_disassemble(kernel, tool("nvdisasm"), tool("cuobjdump"))
+    code = report.opcodes
+
+    def starting(prefix):
+        return [opcode for opcode in code if opcode.startswith(prefix)]
+
+    assert not starting(("STL", "LDL"))
+    assert not report.stack_bytes
+    assert report.registers <= REGISTERS
+    of_rows = isinstance(kernel, TensorScaledRaggedM)
+    kind = kernel.epilogue.formula.kind if of_rows else ""
+    assert len(code) <= OF_HEAVY.get(kind, MOST_INSTRUCTIONS)
+    waves = kernel.config.tile_m * kernel.config.tile_n // (2 * 64 * 128)  # of a warpgroup, for each stage
+    assert starting("QGMMA") == [f"QGMMA.64x128x32.F32.{kernel.dtype.upper()}.E4M3"] * (4 * waves)
+    assert len(starting("WARPGROUP.DEPBAR")) == 2 * waves  # ptxas adds more if it serializes the products
+    with_codes = of_rows and any(isinstance(output, CodesByExpert) for output in kernel.epilogue.outputs)
+    blocks = kernel.config.blocks
+    assert len(starting("REDG.E.MAX")) == (blocks if with_codes else 0)
+    if not of_rows:
+        assert len(starting("UTMALDG")) == 2, "codes alone"
+        products = [i for i, opcode in enumerate(code) if opcode.startswith("QGMMA")]
+        loop = code[products[0] : products[-1] + 150]
+        assert len([opcode for opcode in loop if opcode.startswith("FFMA")]) == 64 * waves, "one per value"
+        assert not [opcode for opcode in loop if opcode.startswith("FMUL")]
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.symbol)
+def test_fits_an_sm_with_a_deep_enough_ring(kernel):
+    assert kernel.smem_bytes + BARRIER_BYTES <= SMEM_BYTES
+    derived = isinstance(kernel, TensorScaledRaggedM) and kernel.epilogue.formula.derivative
+    assert kernel.stages >= (3 if derived else 4)
+
+
+def test_symbols_tell_the_kernels_apart():
+    assert len({kernel.symbol for kernel in KERNELS}) == len({*KERNELS}) == len(KERNELS)
+
+
+def test_every_candidate_is_shipped():
+    """Those of the recipe fp8_tensor, whose gradients are in E5M2."""
+    wanted = {TensorScaledRaggedM(dtype, config, epilogue=PLAIN) for dtype in ("e4m3", "e5m2") for config in PLAINS}
+    for config, keep, codes in itertools.product(CANDIDATES["fp8_activation"], (True, False), (None, CODES)):
+        wanted.add(TensorScaledRaggedM("e4m3", config, epilogue=activation("swiglu", keep=keep, result=codes)))
+    for config, keep, scaled in itertools.product(CANDIDATES["fp8_derivative"], (True, False), (True, False)):
+        wanted.add(TensorScaledRaggedM("e5m2", config, epilogue=derivative("swiglu", keep=keep, row_scale=scaled)))
+    for config, output in itertools.product(CANDIDATES["fp8_wgrad"], ({}, {"out": "fp32", "accumulate": True})):
+        wanted.add(TensorScaledRaggedK("e5m2", config, **output))
+    assert len(wanted) == 4 + 4 + 8 + 6
+    assert {*wanted, TransposeRows()} <= {*shipped("sm_90a")}
+
+
+PLAINS = CANDIDATES["fp8_plain"]
+
+
+def test_codes_are_transposed_in_registers():
+    code = compile_and_disassemble(TransposeRows(), tool("nvdisasm"), tool("cuobjdump")).opcodes
+    assert len([opcode for opcode in code if opcode.startswith("PRMT")]) >= 32
+    assert len([opcode for opcode in code if opcode.startswith("STG.E.128")]) == 4
+    assert not [opcode for opcode in code if opcode.startswith(("STL", "LDL"))]
