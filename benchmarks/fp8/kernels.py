@@ -26,6 +26,7 @@ def needed() -> list[Kernel]:
     from fusedmoe.kernels.sm90.block_scaled import BlockScaledRaggedM  # deferred: imports the CuTe DSL
     from fusedmoe.kernels.sm90.block_scaled_k import BlockScaledRaggedK
     from fusedmoe.kernels.sm90.choice import CANDIDATES
+    from fusedmoe.kernels.sm90.derivative_codes import DerivativeCodes, DerivativeCodesRaggedM, derivative_codes
     from fusedmoe.kernels.sm90.epilogues import PLAIN, activation, derivative
     from fusedmoe.kernels.sm90.quantize import QuantizeRows
     from fusedmoe.kernels.sm90.quantized import RowCodes
@@ -41,6 +42,10 @@ def needed() -> list[Kernel]:
         for scaled in (True, False):
             epilogue = derivative("swiglu", keep=True, row_scale=scaled)
             kernels.append(BlockScaledRaggedM("e4m3", config, epilogue=epilogue))
+    for config in CANDIDATES["fp8_derivative_codes"]:
+        for scaled in (True, False):
+            epilogue = derivative_codes("swiglu", DerivativeCodes(), row_scale=scaled)
+            kernels.append(DerivativeCodesRaggedM("e4m3", config, epilogue=epilogue))
     for config in CANDIDATES["fp8_wgrad"]:
         kernels.append(BlockScaledRaggedK("e4m3", config, out="bf16"))
         kernels.append(BlockScaledRaggedK("e4m3", config, out="fp32", accumulate=True))

@@ -57,7 +57,6 @@ VALUES = {
     "dyc": Value(776, COLUMNS, "dy", "columns", 60),
     "dx": Value(20, BACKWARD, "dx", "bf16", 48),
     "dp8": Value(216, BACKWARD, "dp", "rows", 60),
-    "dp": Value(388, BACKWARD, "dp", "bf16", 48),
     "dy8": Value(672, BACKWARD, "dy", "rows", 60),
     "dy": Value(892, BACKWARD, "dy", "bf16", 48),
 }
@@ -68,17 +67,16 @@ KERNELS = {
     "w1": Kernel(112, WGRADS, 104, "FC1 wgrad", "sm90.fp8_grouped_wgrad"),
     "w2": Kernel(672, WGRADS, 104, "FC2 wgrad", "sm90.fp8_grouped_wgrad"),
     "d1": Kernel(100, BACKWARD, 84, "FC1 dgrad", "sm90.fp8_grouped_dgrad"),
-    "qdp": Kernel(300, BACKWARD, 72, "quantize", "sm90.quantize_grad"),
-    "d2": Kernel(468, BACKWARD, 172, "FC2 dgrad, dSwiGLU", "sm90.fp8_grouped_dgrad_activation"),
+    "d2": Kernel(336, BACKWARD, 276, "FC2 dgrad, dscale, dSwiGLU, quantize", "sm90.fp8_grouped_dgrad_activation"),
     "qdy": Kernel(764, BACKWARD, 84, "quantize", "sm90.quantize_grad"),
 }
 # (from, to), with the side of each box: right, left, top or bottom
 ARROWS = (
     ("x", "qx", "rl"), ("qx", "x8", "rl"), ("x8", "fc1", "rl"), ("fc1", "h8", "rl"), ("h8", "fc2", "rl"),
     ("fc2", "y", "rl"), ("qx", "xc", "bt"), ("fc1", "p", "bt"),
-    ("dy", "qdy", "lr"), ("qdy", "dy8", "lr"), ("dy8", "d2", "lr"), ("d2", "dp", "lr"), ("dp", "qdp", "lr"),
-    ("qdp", "dp8", "lr"), ("dp8", "d1", "lr"), ("d1", "dx", "lr"),
-    ("qdy", "dyc", "tb"), ("d2", "hc", "tb"), ("qdp", "dpc", "tr"), ("p", "d2", "bt"),
+    ("dy", "qdy", "lr"), ("qdy", "dy8", "lr"), ("dy8", "d2", "lr"), ("d2", "dp8", "lr"), ("dp8", "d1", "lr"),
+    ("d1", "dx", "lr"),
+    ("qdy", "dyc", "tb"), ("d2", "hc", "tb"), ("d2", "dpc", "tr"), ("p", "d2", "bt"),
     ("xc", "w1", "bt"), ("dpc", "w1", "tb"), ("hc", "w2", "tb"), ("dyc", "w2", "tb"), ("w1", "dw1", "lr"),
     ("w2", "dw2", "rl"),
 )  # fmt: skip
@@ -86,7 +84,7 @@ NOTES = (
     "forward, from left to right",
     "backward, from right to left",
     "FC1, FC2 and their dgrads also read the weights: FP8 codes in blocks of 128x128, cached until the weights change.",
-    "FC2 dgrad recomputes h from p; one more launch quantizes it by columns.",
+    "FC2 dgrad recomputes h from p, and writes it by columns.",
 )
 
 

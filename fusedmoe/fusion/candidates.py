@@ -290,7 +290,9 @@ class DirectionSearch:
             absent=bindings.keys() - bound,
             gathered=self.search.gathered,
         )
-        return PlanContext(**self.search.context, _specs=self.search.specs, _resolve=resolve)
+        made = {v for p in covered for v in p.step.gives}
+        read = frozenset(made & self._read_outside(start, end))
+        return PlanContext(**self.search.context, _specs=self.search.specs, _resolve=resolve, _read_outside=read)
 
     def where(self, rule: FusionRule, start: int, end: int) -> str:
         """Name a rule and the places that it covers, for messages."""

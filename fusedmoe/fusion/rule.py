@@ -181,6 +181,7 @@ class PlanContext:
     options: KernelOptions
     _specs: Mapping[str, SpecLike | None]
     _resolve: Callable[[str], str]
+    _read_outside: frozenset[str]
     beside_sms: int = 0
 
     def dtype(self, value: str) -> torch.dtype:
@@ -194,6 +195,10 @@ class PlanContext:
     def same(self, value: str, other: str) -> bool:
         """Whether two names, as in `Step`, mean one value."""
         return self._resolve(value) == self._resolve(other)
+
+    def is_read_outside(self, value: str) -> bool:
+        """Whether an op outside of the span reads a value that is made inside, named as in `Step`."""
+        return self._resolve(value) in self._read_outside
 
     def spec(self, value: str) -> SpecLike:
         """Return the shape and the dtype of a value, named as in `Step`; for a quantized value, a `QuantizedSpec`."""

@@ -47,6 +47,7 @@ FORMATS = {
 @pytest.fixture(scope="module", autouse=True)
 def built(build_ahead):
     from fusedmoe.kernels.sm90.block_scaled import BlockScaledRaggedM
+    from fusedmoe.kernels.sm90.derivative_codes import DerivativeCodes, DerivativeCodesRaggedM, derivative_codes
     from fusedmoe.kernels.sm90.epilogues import PLAIN, activation, derivative
     from fusedmoe.kernels.sm90.quantized import RowCodes
 
@@ -63,6 +64,10 @@ def built(build_ahead):
         shape = {"clamped": a.limit is not None, "interleaved": a.interleaved}
         epilogue = derivative(a.kind, **shape, keep=True, row_scale=gradient)
         kernels += [BlockScaledRaggedM("e4m3", c, epilogue=epilogue) for c in CANDIDATES["fp8_derivative"]]
+    for name, gradient in itertools.product((*GATED, "squared_relu"), (True, False)):
+        a = ACTIVATIONS[name]
+        epilogue = derivative_codes(a.kind, DerivativeCodes(), clamped=a.limit is not None, row_scale=gradient)
+        kernels += [DerivativeCodesRaggedM("e4m3", c, epilogue=epilogue) for c in CANDIDATES["fp8_derivative_codes"]]
     build_ahead(kernels)
 
 
@@ -616,6 +621,127 @@ def test_results_end_where_their_tensor_ends(tiles, monkeypatch):
     assert len(made) == 8  # the last one has the scales
     for around in made:
         for edge in (around[:4], around[-4:]):
+            assert (edge.contiguous().view(torch.uint8) == 7).all()
+
+
+# ------------------------------------------------------------------------------------------- codes of the derivatives
+
+ALL_FORMS = (True, True, True)
+
+
+def check_derivative_codes(
+    splits, tail, n=128, k=144, *, kind="swiglu", scale=True, gradient=True, forms=ALL_FORMS, element="e4m3", p=None,
+    options=DEFAULT,
+):  # fmt: skip
+    """Codes and scales are those of the results in bf16, which are returned. ``n`` is I, ``k`` is H."""
+    a, offsets = ACTIVATIONS[kind], offsets_of(splits)
+    dy, w = rows(splits, tail, k), weights(splits, n, k)
+    if p is None:
+        p = torch.randn(sum(splits) + tail, 2 * n if a.gated else n, device=DEVICE).to(BF16)
+    p[sum(splits) :] = torch.nan
+    row_scale = row_scales(splits, tail) if scale else None
+    operands = dy.codes, dy.scale, w.codes, w.scale, offsets, p, row_scale
+    bound = functions.bind_block_scaled_gemm_activation_backward(
+        dy.codes, w.codes, p, row_scale, a, True, gradient, options
+    )
+    in_codes = functions.bind_block_scaled_gemm_activation_backward_codes(
+        dy.codes, w.codes, p, row_scale, a, Fp8(element), forms, gradient, options
+    )
+    with nan_in_new_tensors():
+        grad, y, grad_scale = bound(*operands)
+        written, grad_scale_again = in_codes(*operands)
+    of_grad, of_output = format_of(Fp8(element)), format_of(Fp8())
+    each = zip(forms, ((grad, of_grad, -1), (grad, of_grad, -2), (y, of_output, -2)), strict=True)
+    for (codes, stored), (t, format, axis) in zip(written, [what for wanted, what in each if wanted], strict=True):
+        want = quantize(t, format, axis, offsets=offsets)
+        assert codes.dtype is want.data.dtype
+        assert torch.equal(bits(codes), bits(want.data))
+        assert stored.shape == want.scale.shape
+        assert torch.equal(bits(stored), bits(want.scale))
+        assert functions.has_strides(stored)
+    assert (grad_scale is None) is (grad_scale_again is None) is not gradient
+    if gradient:
+        assert torch.allclose(grad_scale, grad_scale_again, rtol=1e-4, atol=1e-3, equal_nan=True)
+    return grad, y
+
+
+@pytest.mark.parametrize("gradient", [False, True], ids=["", "scale and its gradient"])
+@pytest.mark.parametrize("kind", [*GATED, "squared_relu"])
+def test_codes_of_a_derivative(kind, gradient, tiles):
+    tiles(CO_256_ROWS)
+    for t in check_derivative_codes((130, 0, 61, 1), 21, kind=kind, scale=gradient, gradient=gradient):
+        assert t.count_nonzero() > 0.2 * t.numel()
+
+
+@pytest.mark.parametrize("ragged", RAGGED)
+def test_codes_of_a_derivative_for_any_splits(ragged, tiles):
+    tiles(CO_256_ROWS)
+    if ragged != "no rows":
+        check_derivative_codes(*RAGGED[ragged])
+
+
+@pytest.mark.parametrize("element", CODES)
+@pytest.mark.parametrize("forms", [f for f in itertools.product((True, False), repeat=3) if any(f)], ids=str)
+def test_forms_of_a_derivative(forms, element, tiles):
+    tiles(CO_256_ROWS)
+    check_derivative_codes((130, 61), 300, 256, forms=forms, element=element, gradient=False)
+
+
+def test_codes_of_a_derivative_on_few_sms(tiles):
+    """Each CTA has several tiles, and column tiles past the last one."""
+    tiles(CO_256_ROWS)
+    for options in (KernelOptions(2), KernelOptions(2, "static")):
+        check_derivative_codes((300, 0, 61, 1, 127, 258), 20, 384, 272, options=options)
+
+
+@pytest.mark.parametrize("element", CODES)
+@pytest.mark.parametrize("kind", ["swiglu", "squared_relu"])
+def test_codes_of_special_derivatives(kind, element, tiles):
+    """Infinities, NaN, zeros and values of any magnitude: some of a block's values, or all of them."""
+    tiles(CO_256_ROWS)
+    splits, n = (176, 90), 128
+    wide = 2 * n if ACTIVATIONS[kind].gated else n
+    p = torch.randn(sum(splits), wide, device=DEVICE)
+    of_row, of_column = torch.arange(len(p), device=DEVICE), torch.arange(wide, device=DEVICE)
+    p *= torch.exp2((of_row % 61 - 30).float())[:, None]
+    p[of_row % 40 == 3] = torch.nan
+    p[of_row % 40 == 4, 5] = torch.inf
+    p[of_row % 40 == 5] = 0
+    p[:, of_column % 50 == 7] = torch.inf
+    p[:, of_column % 50 == 8] = torch.nan
+    p[:, of_column % 50 == 9] = 0
+    grad, y = check_derivative_codes(splits, 7, n, 48, kind=kind, element=element, p=torch.cat([p, p[:7]]).to(BF16))
+    for t in (grad, y):
+        for found in (t.isnan(), t == 0, t.isfinite()):
+            assert found.any()
+    assert y.isposinf().any()
+
+
+def test_codes_of_a_derivative_end_where_their_tensors_end(tiles, monkeypatch):
+    made = []
+
+    def within(t, shape, **how):
+        dtype = how.get("dtype", t.dtype)
+        around = torch.zeros((shape[0] + 16, *shape[1:]), dtype=dtype, device=t.device)
+        around.view(torch.uint8).fill_(7)
+        made.append(around)
+        return around[8:-8]
+
+    tiles(CO_256_ROWS)
+    splits, n = (130, 61), 384
+    dy, w, p = rows(splits, 5, 48), weights(splits, n, 48), torch.randn(196, 2 * n, device=DEVICE).to(BF16)
+    run = functions.bind_block_scaled_gemm_activation_backward_codes(
+        dy.codes, w.codes, p, None, ACTIVATIONS["swiglu"], Fp8(), ALL_FORMS, False, DEFAULT
+    )
+    new_empty = Tensor.new_empty
+    monkeypatch.setattr(
+        Tensor, "new_empty",
+        lambda t, *shape, **how: within(t, shape, **how) if len(shape) == 2 else new_empty(t, *shape, **how),
+    )  # fmt: skip
+    run(dy.codes, dy.scale, w.codes, w.scale, offsets_of(splits), p, None)
+    assert len(made) == 6
+    for around in made:
+        for edge in (around[:8], around[-8:]):
             assert (edge.contiguous().view(torch.uint8) == 7).all()
 
 

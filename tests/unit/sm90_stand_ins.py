@@ -24,7 +24,7 @@ from fusedmoe.formats.casts import to_codes
 from fusedmoe.formats.groups import PaddedRows, group_of, of_group
 from fusedmoe.formats.hadamard import rotate
 from fusedmoe.kernels.activation import Activation
-from fusedmoe.kernels.fp8 import Fp8ByExpert
+from fusedmoe.kernels.fp8 import Fp8, Fp8ByExpert
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
 from fusedmoe.kernels.sm90 import block_scaled_functions, limits, router_functions
 from fusedmoe.kernels.sm90.quantize_functions import scale_like
@@ -538,6 +538,31 @@ def bind_block_scaled_gemm_activation_backward(
         ds[offsets[-1] :] = 0
         output = _scaled(y, row_scale, offsets).to(BF16) if want_output else None
         return dp.to(BF16), output, ds if want_row_scale_grad else None
+
+    return Bound(run, grad_output, weight, preactivation, row_scale)
+
+
+def bind_block_scaled_gemm_activation_backward_codes(
+    grad_output, weight, preactivation, row_scale, activation, quantized, forms, want_row_scale_grad, options
+):
+    assert weight.shape[1] % 128 == 0
+    assert not activation.interleaved
+    assert quantized.power_of_two
+    assert not quantized.amax_epsilon
+    in_bf16 = bind_block_scaled_gemm_activation_backward(
+        grad_output, weight, preactivation, row_scale, activation, True, want_row_scale_grad, options
+    ).run
+
+    def run(grad_output, grad_scale, weight, weight_scale, offsets, preactivation, row_scale):
+        dp, y, ds = in_bf16(grad_output, grad_scale, weight, weight_scale, offsets, preactivation, row_scale)
+        calls.pop()
+        _note(
+            "block_scaled_gemm_activation_backward_codes", options, codes=grad_output.dtype, quantized=quantized,
+            forms=forms, want_row_scale_grad=want_row_scale_grad,
+        )  # fmt: skip
+        each = zip(forms, (dp, dp, y), (-1, -2, -2), (quantized, quantized, Fp8()), strict=True)
+        written = [quantize(t, _blocks_of(fp8, 1), axis, offsets=offsets) for wanted, t, axis, fp8 in each if wanted]
+        return _forms(written), ds
 
     return Bound(run, grad_output, weight, preactivation, row_scale)
 

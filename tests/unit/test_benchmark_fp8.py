@@ -28,6 +28,7 @@ from fusedmoe.bench.machine import machine
 from fusedmoe.bench.timing import CallTime
 from fusedmoe.demo import comparison
 from fusedmoe.demo.options import job_of
+from fusedmoe.kernels.fp8 import Fp8
 from fusedmoe.kernels.sm90 import block_scaled_functions, block_scaled_k_functions, quantize_functions
 from fusedmoe.ops import weight_cache
 
@@ -92,6 +93,19 @@ def bind_backward(dy, weight, p, row_scale, activation, want_output, want_scale,
     return call
 
 
+def bind_backward_codes(dy, weight, p, row_scale, activation, quantized, forms, want_scale, options):
+    values = bind_backward(dy, weight, p, row_scale, activation, forms[2], want_scale, options)
+
+    def call(dy, dy_scale, weight, weight_scale, offsets, p, scale):
+        grad, y, grad_scale = values(dy, dy_scale, weight, weight_scale, offsets, p, scale)
+        assert forms == (True, True, True)
+        of_grad = sm90_stand_ins.bind_quantize_rows(grad, quantized, offsets, columns=True)(grad, offsets)
+        again = sm90_stand_ins.bind_quantize_rows(y, Fp8(), offsets, rows=False, columns=True)(y, offsets)
+        return (*of_grad, *again), grad_scale
+
+    return call
+
+
 def bind_wgrad(dy, x, offsets, rows, dtype, accumulate, options):
     def call(dy, dy_scale, x, x_scale, offsets, out):
         (a, b), dw, first, at = (quantize.dequantized(f) for f in ((dy, dy_scale), (x, x_scale))), [], 0, 0
@@ -114,6 +128,7 @@ def stand_ins(monkeypatch):
         (block_scaled_functions, "bind_block_scaled_gemm", bind_gemm),
         (block_scaled_functions, "bind_block_scaled_gemm_activation", bind_activation),
         (block_scaled_functions, "bind_block_scaled_gemm_activation_backward", bind_backward),
+        (block_scaled_functions, "bind_block_scaled_gemm_activation_backward_codes", bind_backward_codes),
         (block_scaled_k_functions, "bind_block_scaled_wgrad", bind_wgrad),
         (unfused_fp8, "_scaled_grouped_mm", scaled_grouped_mm),
     ):

@@ -153,6 +153,13 @@ def test_products_of_fp8_codes(monkeypatch):
     fp8.derivative(**SMALL, n=144, k=272).check()
 
 
+def test_a_derivative_in_fp8_codes(monkeypatch):
+    """By rows and by columns, with blocks of 128 rows that end at, before and after the last one of an expert."""
+    monkeypatch.setattr(block_scaled_functions, "choose", lambda problem: CO_256_ROWS)
+    for t in fp8.check_derivative_codes((0, 127, 128, 129, 1, 0), 21, 128, 144):
+        assert t.any()
+
+
 def test_quantized_rows():
     """Both forms of rows sorted by expert, with a tail of NaN; then of tokens, through an index, and columns alone."""
     quantized.test_rows_sorted_by_expert(CPU, "around a tile", "both")

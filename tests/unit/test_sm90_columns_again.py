@@ -79,8 +79,6 @@ def test_tokens_are_kept_in_place_of_columns():
     assert called("quantize_rows") == [
         {"rows": True, "columns": False},  # the rows, forward
         {"rows": True, "columns": True},  # the gradient of the output
-        {"rows": False, "columns": True},  # the input of the second layer, recomputed
-        {"rows": True, "columns": True},  # the gradient of the preactivation
         {"rows": False, "columns": True},  # the rows, again
     ]
     assert called("gathered_quantize_rows") == [{"source": T, "rows": T * K}] * 3

@@ -12,7 +12,8 @@ from fusedmoe.kernels.shipped import shipped
 from fusedmoe.kernels.sm90.block_scaled import BlockScaledRaggedM
 from fusedmoe.kernels.sm90.choice import CANDIDATES, CO_128, CO_256, CO_256_ROWS, PP_128
 from fusedmoe.kernels.sm90.config import BARRIER_BYTES, SMEM_BYTES, TileConfig
-from fusedmoe.kernels.sm90.epilogues import PLAIN, activation, derivative
+from fusedmoe.kernels.sm90.derivative_codes import DerivativeCodes, DerivativeCodesRaggedM, derivative_codes
+from fusedmoe.kernels.sm90.epilogues import PLAIN, Backward, Epilogue, activation, derivative
 from fusedmoe.kernels.sm90.quantized import RowCodes
 
 CODES = RowCodes()
@@ -35,6 +36,18 @@ def products():
             yield BlockScaledRaggedM("e4m3", config, epilogue=derivative(kind, keep=keep, row_scale=scaled, **shape))
     yield BlockScaledRaggedM("e5m2", CO_256_ROWS, epilogue=derivative("swiglu", keep=True, row_scale=True))
 
+    for config, kind, row_scale in itertools.product(CANDIDATES["fp8_derivative_codes"], KINDS, (True, False)):
+        yield with_codes(config, kind, DerivativeCodes(), row_scale=row_scale)
+    for forms in itertools.product((True, False), repeat=3):
+        if any(forms) and not all(forms):
+            yield with_codes(CO_256_ROWS, "swiglu", DerivativeCodes(*forms), row_scale=True)
+    yield with_codes(CO_256_ROWS, "swiglu", DerivativeCodes(), clamped=True, row_scale=True)
+    yield with_codes(CO_256_ROWS, "swiglu", DerivativeCodes(element="e5m2"), row_scale=True, dtype="e5m2")
+
+
+def with_codes(config, kind, codes, *, dtype="e4m3", **shape):
+    return DerivativeCodesRaggedM(dtype, config, epilogue=derivative_codes(kind, codes, **shape))
+
 
 KERNELS = list(products())
 COVERING = [
@@ -42,6 +55,8 @@ COVERING = [
     BlockScaledRaggedM("e4m3", CO_256, epilogue=activation("swiglu", keep=True, result=CODES)),
     BlockScaledRaggedM("e4m3", CO_256_ROWS, epilogue=derivative("swiglu", keep=True, row_scale=True)),
     BlockScaledRaggedM("e4m3", CO_128, epilogue=derivative("swiglu", keep=True, row_scale=True)),
+    with_codes(CO_256_ROWS, "swiglu", DerivativeCodes(), row_scale=True),
+    with_codes(CO_256_ROWS, "geglu_erf", DerivativeCodes(), row_scale=True),
 ]
 # The derivative of 256 x 128 elements is unrolled: twice as long as that of 128 x 128. See `choice.CANDIDATES` for the
 # number of instructions from which on a kernel is slower.
@@ -75,6 +90,11 @@ def test_compiles_for_hopper(kernel):
     assert not starting("F2F")  # conversions of single values are slow
     assert len(starting("WARPGROUP.DEPBAR")) == 2 * waves  # ptxas adds more if it serializes the products
     rounded = [opcode for opcode in code if ".SATFINITE.E" in opcode]  # two values to codes at once
+    if isinstance(kernel, DerivativeCodesRaggedM):
+        # 128 x 128 values of a warpgroup: by columns in a loop of four steps, by rows after it
+        of_value, halves = 128 * 128 // 128 // 2, kernel.epilogue.formula.halves
+        assert len(rounded) == of_value * (kernel.forms / 4 + kernel.codes.rows * halves)
+        return
     per_thread = 64 * 128 // 128
     with_codes = any(isinstance(output, RowCodes) for output in kernel.epilogue.outputs)
     blocks = config.tile_m * config.tile_n // (2 * kernel.epilogue.formula.accumulators * 64 * 128)
@@ -97,7 +117,9 @@ def test_every_candidate_is_shipped():
         wanted.add(BlockScaledRaggedM("e4m3", config, epilogue=activation("swiglu", keep=keep, result=codes)))
     for config, keep, scaled in itertools.product(CANDIDATES["fp8_derivative"], (True, False), (True, False)):
         wanted.add(BlockScaledRaggedM("e4m3", config, epilogue=derivative("swiglu", keep=keep, row_scale=scaled)))
-    assert len(wanted) == 2 + 4 + 8
+    for config, scaled in itertools.product(CANDIDATES["fp8_derivative_codes"], (True, False)):
+        wanted.add(with_codes(config, "swiglu", DerivativeCodes(), row_scale=scaled))
+    assert len(wanted) == 2 + 4 + 8 + 2
     assert wanted <= {*shipped("sm_90a")}
 
 
@@ -113,6 +135,15 @@ def test_every_candidate_is_shipped():
 def test_tiles_are_cooperative_and_have_whole_blocks(config, epilogue, most):
     with pytest.raises(ValueError, match=rf"tiles of a multiple of {most} columns, got .* and {config.name}"):
         BlockScaledRaggedM("e4m3", config, epilogue=epilogue)
+
+
+@pytest.mark.parametrize(
+    ("config", "interleaved"), [(CO_128, False), (CO_256, False), (CO_256_ROWS, True)], ids=["128", "wide", "alternate"]
+)
+def test_a_warpgroup_has_whole_blocks_of_columns(config, interleaved):
+    epilogue = Epilogue(Backward("swiglu", False, interleaved), (DerivativeCodes(),))
+    with pytest.raises(ValueError, match=rf"expected \[gate \| up\] and tiles of 256 x 128, got .* and {config.name}"):
+        DerivativeCodesRaggedM("e4m3", config, epilogue=epilogue)
 
 
 def test_weights_have_unit_stride_along_k():

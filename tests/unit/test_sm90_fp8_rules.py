@@ -25,7 +25,9 @@ H, I = 64, 128  # noqa: E741
 GEMM, GEMM_ACTIVATION = "sm90.fp8_grouped_gemm", "sm90.fp8_grouped_gemm_activation"
 DGRAD, DGRAD_ACTIVATION = "sm90.fp8_grouped_dgrad", "sm90.fp8_grouped_dgrad_activation"
 WGRAD = "sm90.fp8_grouped_wgrad"
-BACKWARD = ["sm90.quantize_grad", WGRAD, DGRAD_ACTIVATION, "sm90.quantize_grad", WGRAD, DGRAD]
+BACKWARD = ["sm90.quantize_grad", WGRAD, DGRAD_ACTIVATION, WGRAD, DGRAD]
+QUANTIZED_AFTER = ["sm90.quantize_grad", WGRAD, DGRAD_ACTIVATION, "sm90.quantize_grad", WGRAD, DGRAD]
+IN_CODES = "block_scaled_gemm_activation_backward_codes"
 ROWS, WEIGHT = fp8_block(), fp8_block(across=128)
 
 
@@ -106,12 +108,12 @@ def test_the_whole_plan_computes_the_same(act, scale, bias):
     chain = experts(kind, scale=scale, bias=bias, **settings)
     plan = both_ways(chain, rows(hidden=H), **inputs(scale=scale))
     assert not plan.unfused
-    sums = ["sm90.column_sums"] if bias else []
-    quantize, wgrad, derivative, quantize_again, *others = BACKWARD
-    assert rules(plan) == [
-        "sm90.quantize", GEMM_ACTIVATION, GEMM,
-        quantize, *sums, wgrad, derivative, quantize_again, *sums, *others,
-    ]  # fmt: skip
+    backward = BACKWARD
+    if bias:  # its gradient sums the unquantized gradient of the preactivation
+        quantize, wgrad, derivative, quantize_again, *others = QUANTIZED_AFTER
+        sums = "sm90.column_sums"
+        backward = [quantize, sums, wgrad, derivative, quantize_again, sums, *others]
+    assert rules(plan) == ["sm90.quantize", GEMM_ACTIVATION, GEMM, *backward]
     assert {"grouped_gemm", "grouped_wgrad", "quantize_format"}.isdisjoint(called())
 
 
@@ -123,12 +125,34 @@ def test_the_forms_that_are_written_and_kept():
     assert called("quantize_rows") == [
         {"rows": True, "columns": True},  # the rows
         {"rows": True, "columns": True},  # the gradient of the output
-        {"rows": False, "columns": True},  # the input of the second layer, recomputed
-        {"rows": True, "columns": True},  # the gradient of the preactivation
     ]
-    (derivative,) = called("block_scaled_gemm_activation_backward")
-    assert (derivative["want_output"], derivative["want_row_scale_grad"]) == (True, True)
+    (derivative,) = called(IN_CODES)
+    assert (derivative["forms"], derivative["want_row_scale_grad"]) == ((True, True, True), True)
     assert {*plan.kept} == {"offsets", "1.input", "probs", "0.input:columns"}
+    (step,) = [step for step in plan.steps if step.rule == DGRAD_ACTIVATION]
+    assert step.ops == ("3.Dgrad", "2.ScaleGrad", "2.DScale", "1.DSwiGLU", "0:grad.QuantizeGrad")
+    assert step.launches == 2  # one sums the gradient of the scale
+
+
+@pytest.mark.parametrize("frozen", ["first", "last", "rows"])
+def test_the_forms_that_are_read(frozen):
+    """No form is written for a gradient that is not required."""
+    chain, x = experts(), rows(hidden=H, requires_grad=frozen != "rows")
+    if frozen != "rows":
+        chain[0 if frozen == "first" else 2].weight.requires_grad_(False)
+    plan = both_ways(chain, x, **inputs(scale=False))
+    (derivative,) = called(IN_CODES)
+    assert derivative["forms"] == (frozen != "rows", frozen != "first", frozen != "last")
+    assert "sm90.quantize_grad" in rules_used(plan, "backward")
+    assert len(called("quantize_rows")) == 2
+
+
+def test_the_gradient_of_a_bias_reads_the_unquantized_gradient():
+    plan = both_ways(experts(bias=True), rows(hidden=H), **inputs(scale=False))
+    reason = "the gradient of the preactivation is read unquantized too: the epilogue writes codes"
+    assert reason in {a.reason for a in plan.attempts if a.rule == DGRAD_ACTIVATION}
+    assert called("quantize_rows")[-2:] == [{"rows": False, "columns": True}, {"rows": True, "columns": True}]
+    assert not called(IN_CODES)
 
 
 def test_inference_keeps_nothing():
@@ -159,18 +183,26 @@ def test_frozen_weights_have_no_gradients():
     for layer in (chain[0], chain[2]):
         layer.weight.requires_grad_(False)
     plan = both_ways(chain, rows(hidden=H), **inputs(scale=False))
-    assert rules_used(plan, "backward") == ["sm90.quantize_grad", DGRAD_ACTIVATION, "sm90.quantize_grad", DGRAD]
-    assert called("block_scaled_gemm_activation_backward")[0]["want_output"] is False
+    assert rules_used(plan, "backward") == ["sm90.quantize_grad", DGRAD_ACTIVATION, DGRAD]
+    assert called(IN_CODES)[0]["forms"] == (True, False, False)
 
 
 @pytest.mark.parametrize("hybrid", [False, True], ids=["e4m3", "hybrid"])
 @pytest.mark.parametrize("power_of_two", [False, True], ids=["fp32", ""])
 def test_formats_of_the_recipe(power_of_two, hybrid):
     recipe = FP8Block(hybrid=hybrid, power_of_two=power_of_two)
-    both_ways(experts(), rows(hidden=H), recipe, **inputs(scale=False))
+    plan = both_ways(experts(), rows(hidden=H), recipe, **inputs(scale=False))
     gradient = torch.float8_e5m2 if hybrid else torch.float8_e4m3fn
     assert [call["codes"] for call in called("block_scaled_gemm")] == [torch.float8_e4m3fn, gradient]
-    assert called("block_scaled_gemm_activation_backward")[0]["codes"] is gradient
+    if power_of_two:
+        (derivative,) = called(IN_CODES)
+        assert derivative["quantized"] == Fp8("e5m2" if hybrid else "e4m3")
+    else:
+        (derivative,) = called("block_scaled_gemm_activation_backward")
+        reason = "the gradient of the preactivation has scales of any size: the epilogue has powers of two"
+        assert reason in {a.reason for a in plan.attempts if a.rule == DGRAD_ACTIVATION}
+        assert rules_used(plan, "backward") == QUANTIZED_AFTER
+    assert derivative["codes"] is gradient
     assert called("block_scaled_gemm_activation")[0]["quantized"] == Fp8(power_of_two=power_of_two)
 
 
@@ -190,7 +222,7 @@ def test_row_scales_of_other_dtypes(dtype):
     plan = both_ways(experts(scale=True), rows(hidden=H), **inputs(dtype=dtype))
     launches = {step.rule: step.launches for step in plan.steps}
     assert launches[GEMM_ACTIVATION] == 2
-    assert launches[DGRAD_ACTIVATION] == 4  # the product, the scale, and its gradient in two; not that of columns
+    assert launches[DGRAD_ACTIVATION] == 4  # the product, the scale, and its gradient in two
 
 
 def test_kernel_options():
@@ -231,8 +263,8 @@ def test_a_layer_of_a_model(recipe):
     wgrads = ["sm90.gathered_wgrad_dy", "sm90.gathered_wgrad_x"] if recipe != "fp8_block" else [WGRAD, WGRAD]
     assert rules(plan) == [
         "sm90.router_dispatch", "sm90.gathered_quantize", GEMM_ACTIVATION, GEMM, "sm90.combine",
-        "sm90.gathered_quantize_grad", wgrads[0], DGRAD_ACTIVATION, "sm90.quantize_grad", wgrads[1], DGRAD,
-        "sm90.router_backward",
+        "sm90.gathered_quantize_grad", wgrads[0], DGRAD_ACTIVATION,
+        *([] if recipe == "fp8_block" else ["sm90.quantize_grad"]), wgrads[1], DGRAD, "sm90.router_backward",
     ]  # fmt: skip
 
 
@@ -404,7 +436,7 @@ def test_current_scaling(act, bias):
     plan = both_ways(chain, rows(hidden=H), "fp8_tensor", **inputs())
     assert not plan.unfused
     assert rules(plan)[:4] == ["sm90.quantize", GEMM_ACTIVATION, "sm90.quantize", GEMM]
-    assert rules_used(plan, "backward") == (BACKWARD if not bias else rules_used(plan, "backward"))
+    assert rules_used(plan, "backward") == (QUANTIZED_AFTER if not bias else rules_used(plan, "backward"))
     assert called("quantize_format")[-2:] == [{"rows": True, "columns": True}] * 2
     assert called("block_scaled_gemm_activation_backward")[0]["want_output"] is False
     assert called("block_scaled_gemm_activation_backward")[0]["codes"] is torch.float8_e5m2
@@ -597,7 +629,9 @@ def test_half_of_the_features_has_whole_blocks():
     plan = plan_of(chain, x, **named)
     reason = "half of out_features 48 is not a multiple of 128"
     assert status(plan, GEMM_ACTIVATION) == (Status.CONSTRAINT, reason)
-    assert rules(plan) == ["sm90.quantize", GEMM, None, "sm90.quantize", GEMM, *BACKWARD]
+    assert rules(plan) == ["sm90.quantize", GEMM, None, "sm90.quantize", GEMM, *QUANTIZED_AFTER]
+    why = {a.reason for a in plan.attempts if a.rule == DGRAD_ACTIVATION}
+    assert "in_features 48 is not a multiple of 128" in why
     with fm.recipe("fp8_block"), fm.strict(), pytest.raises(FusionError, match=f"1.SwiGLU: {GEMM_ACTIVATION}: .*48"):
         chain(x, **named)
     both_ways(chain, x, strict=False, **named)
@@ -605,12 +639,13 @@ def test_half_of_the_features_has_whole_blocks():
 
 
 def test_interleaved_gate_and_up():
-    """Only the derivative takes them."""
+    """Only the derivative in bf16 takes them."""
     chain, x, named = experts(interleaved=True), rows(hidden=H), inputs(scale=False)
     plan = both_ways(chain, x, strict=False, **named)
     reason = "interleaved gate and up: expected a weight with the rows [gate | up]"
     assert status(plan, GEMM_ACTIVATION) == (Status.CONSTRAINT, reason)
-    assert rules(plan) == ["sm90.quantize", GEMM, None, "sm90.quantize", GEMM, *BACKWARD]
+    assert reason in {a.reason for a in plan.attempts if a.rule == DGRAD_ACTIVATION}
+    assert rules(plan) == ["sm90.quantize", GEMM, None, "sm90.quantize", GEMM, *QUANTIZED_AFTER]
     with fm.recipe("fp8_block"), fm.strict(), pytest.raises(FusionError, match=f"1.SwiGLU: {GEMM_ACTIVATION}: .*inter"):
         chain(x, **named)
 
@@ -624,6 +659,44 @@ def test_a_lower_bound_on_amax():
     (reason,) = {a.reason for a in plan.attempts if a.rule == GEMM_ACTIVATION and a.status is Status.CONSTRAINT}
     assert reason == "amax_epsilon 0.001: the epilogue has no lower bound on amax"
     assert called("block_scaled_gemm_activation")[0]["quantized"] is None
+    assert reason in {a.reason for a in plan.attempts if a.rule == DGRAD_ACTIVATION}
+    assert rules_used(plan, "backward") == QUANTIZED_AFTER
+
+
+@pytest.mark.parametrize(("gradient", "reason"), [
+    (mxfp8(), "no kernel quantizes to mxfp8 e4m3 1x32 yet: expected blocks of 1x128 values"),
+    (odd(), "no kernel quantizes to odd e4m3 1x128 yet: expected fp32 scales"),
+    (Quantizer(ROWS, hadamard=True), "the gradient of the preactivation is rotated: expected hadamard=False"),
+])  # fmt: skip
+def test_other_formats_of_the_gradient(gradient, reason):
+    """The derivative is fused all the same; the gradient is quantized by another step."""
+    chain = fm.Sequential(
+        fm.Quantize(None, backward=gradient), fm.SwiGLU(), fm.Quantize(ROWS, weight=WEIGHT),
+        fm.GroupedLinear(E, I, H, dtype=BF16), fm.Quantize(None, backward=ROWS),
+    )  # fmt: skip
+    x, named = rows(hidden=2 * I), inputs(scale=False)
+    plan = only_plan(chain, x, **named)
+    assert DGRAD_ACTIVATION in rules_used(plan)
+    assert reason in {a.reason for a in plan.attempts if a.rule == DGRAD_ACTIVATION}
+    outcome(chain, x, **named)
+    assert called("block_scaled_gemm_activation_backward")
+    assert not called(IN_CODES)
+
+
+@pytest.mark.parametrize(("recomputed", "reason"), [
+    (fp8_block(E5M2), "dgrad.input:columns is e5m2: expected e4m3"),
+    (fp8_block(power_of_two=False), "dgrad.input:columns has scales of any size: the epilogue has powers of two"),
+])  # fmt: skip
+def test_other_formats_of_the_recomputed_input_in_codes(recomputed, reason):
+    """Another launch quantizes the input of the last layer by columns."""
+    chain = fm.Sequential(
+        fm.Quantize(None, backward=ROWS), fm.SwiGLU(), fm.Quantize(recomputed, weight=WEIGHT),
+        fm.GroupedLinear(E, I, H, dtype=BF16), fm.Quantize(None, backward=ROWS),
+    )  # fmt: skip
+    plan = only_plan(chain, rows(hidden=2 * I), **inputs(scale=False))
+    assert reason in {a.reason for a in plan.attempts if a.rule == DGRAD_ACTIVATION}
+    assert QUANTIZED_AFTER[2] in rules_used(plan)
+    assert rules_used(plan, "backward").count("sm90.quantize_grad") == 2
 
 
 @pytest.mark.parametrize(("format", "reason"), [

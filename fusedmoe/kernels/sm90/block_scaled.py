@@ -47,7 +47,8 @@ class BlockScaled(Gemm):
 
     @property
     def sources(self) -> tuple[str, ...]:
-        return *super().sources, __name__  # type: ignore[misc]
+        names = ("codes", "quantized")
+        return *super().sources, *(f"fusedmoe.kernels.sm90.{name}" for name in names), __name__  # type: ignore[misc]
 
     @property
     def takes_turns(self) -> bool:

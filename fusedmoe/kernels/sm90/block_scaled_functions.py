@@ -39,8 +39,9 @@ from fusedmoe.kernels.sm90.launch import (
     sms_for,
     tile_counter,
 )
-from fusedmoe.kernels.sm90.quantize_functions import CODES, scale_like
+from fusedmoe.kernels.sm90.quantize_functions import CODES, Form, scale_like
 from fusedmoe.kernels.sm90.row_functions import bind_sum_partials
+from fusedmoe.kernels.torch.rows import padded_rows
 
 if TYPE_CHECKING:
     from fusedmoe.kernels.activation import Activation
@@ -246,6 +247,67 @@ def bind_block_scaled_gemm_activation_backward(
     return run
 
 
+def bind_block_scaled_gemm_activation_backward_codes(
+    grad_output: Tensor,
+    weight: Tensor,
+    preactivation: Tensor,
+    row_scale: Tensor | None,
+    activation: Activation,
+    quantized: Fp8,
+    forms: tuple[bool, bool, bool],
+    want_row_scale_grad: bool,
+    options: KernelOptions,
+) -> Callable[..., tuple[tuple[Form, ...], Tensor | None]]:
+    """Return `bind_block_scaled_gemm_activation_backward` with results in FP8: the ``forms`` that are true of the
+    gradient by rows, the gradient by columns and the output by columns; and the row scale's gradient.
+
+    A form is codes and scales, with shapes and strides as by `quantize_functions.bind_quantize_rows`. ``quantized`` is
+    the element of the gradient, with scales that are powers of two. The output is E4M3. I is a multiple of 128.
+    """
+    (rows, features), (experts, outputs, _), device = preactivation.shape, weight.shape, preactivation.device
+    unscaled = want_row_scale_grad and row_scale is None
+    scaled = unscaled or row_scale is not None
+    launch = _ragged_m(
+        "fp8_derivative_codes", grad_output, weight, options, compiled_in(activation),
+        derivative=True, scaled=scaled, quantized=quantized, forms=forms,
+    )._replace(numbers=constants(activation))  # fmt: skip
+    partials, total = None, None
+    if scaled:
+        partials = (-(-outputs // launch.tile_n), -(-rows // limits.UNIT) * limits.UNIT)
+        total = bind_sum_partials(*partials) if want_row_scale_grad else None
+    padded = padded_rows(rows, experts, SCALE_BLOCK)
+    by_rows, by_columns, again = forms
+    shapes = [(rows, features, quantized.element)] * by_rows + [(features, padded, quantized.element)] * by_columns
+    shapes += [(outputs, padded, "e4m3")] * again
+
+    def run(
+        grad_output: Tensor,
+        grad_scale: Tensor,
+        weight: Tensor,
+        weight_scale: Tensor,
+        offsets: Tensor,
+        preactivation: Tensor,
+        row_scale: Tensor | None,
+    ) -> tuple[tuple[Form, ...], Tensor | None]:
+        results: list[Form] = []
+        written: list[Tensor] = []
+        for lines, length, element in shapes:
+            codes = preactivation.new_empty(lines, length, dtype=torch.uint8)
+            scale = scale_like(preactivation, lines, length)
+            results.append((codes.view(CODES[element]), scale))
+            written += [codes.view(torch.bfloat16) if by_rows and not written else codes, scale]
+        partial = None
+        if partials is not None:
+            partial = torch.empty(partials, dtype=torch.float32, device=device)
+            written.insert(0, partial[:, :rows])
+        if unscaled:
+            row_scale = torch.ones(rows, dtype=torch.float32, device=device)
+        launch(grad_output, grad_scale, weight, weight_scale, offsets, None, row_scale, preactivation, *written)
+        return tuple(results), None if total is None or partial is None else total(partial)[:rows]
+
+    return run
+
+
 def with_strides(scale: Tensor) -> Tensor:
     """Return scales (..., M, blocks) as `scale_like` makes them. Scales with other strides are copied: those of plain
     PyTorch, of checkpoints, and those that the forward operator of a compiled graph has kept. Scales per expert, (E,),
@@ -313,9 +375,10 @@ def _ragged_m(
     keep: bool = False,
     quantized: Fp8 | Fp8ByExpert | None = None,
     by_expert: bool = False,
+    forms: tuple[bool, bool, bool] | None = None,
 ) -> _Launch:
     """Return the launch of a ragged M product of operands like these, with scales per block or ``by_expert``."""
-    epilogue = _Epilogue(activation, derivative, scaled, keep, quantized)
+    epilogue = _Epilogue(activation, derivative, scaled, keep, quantized, forms)
     return _ragged_m_launch(choose, family, a.device, a.dtype, a.shape[0], tuple(b.shape), options, epilogue, by_expert)
 
 
@@ -327,6 +390,7 @@ class _Epilogue(NamedTuple):
     scaled: bool  # derivatives only: whether there is a row scale
     keep: bool  # of the preactivation, or of the recomputed activation
     quantized: Fp8 | Fp8ByExpert | None
+    forms: tuple[bool, bool, bool] | None  # of a derivative in FP8
 
 
 @functools.lru_cache(maxsize=4096)
@@ -359,10 +423,19 @@ def _kernel(dtype: str, config: TileConfig, epilogue: _Epilogue, by_expert: bool
     from fusedmoe.kernels.sm90 import epilogues  # deferred: imports the CuTe DSL
     from fusedmoe.kernels.sm90.block_scaled import BlockScaledRaggedM
     from fusedmoe.kernels.sm90.codes_by_expert import CodesByExpert
+    from fusedmoe.kernels.sm90.derivative_codes import DerivativeCodes, DerivativeCodesRaggedM, derivative_codes
     from fusedmoe.kernels.sm90.quantized import RowCodes
     from fusedmoe.kernels.sm90.tensor_scaled import TensorScaledRaggedM
 
-    activation, derivative, scaled, keep, quantized = epilogue
+    activation, derivative, scaled, keep, quantized, forms = epilogue
+    if forms is not None:
+        assert activation is not None
+        assert not activation.interleaved
+        assert isinstance(quantized, Fp8)
+        assert quantized.power_of_two
+        results = DerivativeCodes(*forms, quantized.element)
+        compiled = derivative_codes(activation.kind, results, clamped=activation.clamped, row_scale=scaled)
+        return compiler.load(DerivativeCodesRaggedM(dtype, config, epilogue=compiled))
     if activation is None:
         compiled = epilogues.PLAIN
     elif derivative:

@@ -52,7 +52,8 @@ from fusedmoe.kernels.sm90.measured import MEASURED, Coarse
 
 Family = Literal[
     "plain", "activation", "transposed_activation", "derivative", "heavy_derivative", "wgrad", "wgrad_gathered_a",
-    "wgrad_gathered_b", "fp8_plain", "fp8_activation", "fp8_derivative", "fp8_wgrad",
+    "wgrad_gathered_b", "fp8_plain", "fp8_activation", "fp8_derivative", "fp8_derivative_codes",
+    "fp8_wgrad",
 ]  # fmt: skip
 WGRADS: dict[str | None, Family] = {None: "wgrad", "a": "wgrad_gathered_a", "b": "wgrad_gathered_b"}
 """The families of a weight gradient, by the gathered operand."""
@@ -98,6 +99,7 @@ CANDIDATES: dict[Family, tuple[TileConfig, ...]] = {
     "fp8_plain": (CO_256, CO_256_ROWS),
     "fp8_activation": (CO_256,),
     "fp8_derivative": (CO_256_ROWS, CO_128),
+    "fp8_derivative_codes": (CO_256_ROWS,),
     "fp8_wgrad": (CO_256_TALL, CO_256, CO_256_ALONE),
 }
 
@@ -107,13 +109,13 @@ CANDIDATES: dict[Family, tuple[TileConfig, ...]] = {
 EPILOGUE_CYCLES: dict[Family, int] = {
     "plain": 400, "activation": 600, "transposed_activation": 600, "derivative": 3450, "heavy_derivative": 4700,
     "wgrad": 680, "wgrad_gathered_a": 680, "wgrad_gathered_b": 680, "fp8_plain": 400, "fp8_activation": 700,
-    "fp8_derivative": 1200, "fp8_wgrad": 150,
+    "fp8_derivative": 1200, "fp8_derivative_codes": 2000, "fp8_wgrad": 150,
 }  # fmt: skip
 # Values that a row reads and writes in memory besides its K operands, per column of the result.
 ROW_VALUES: dict[Family, float] = {
     "plain": 1, "activation": 1.5, "transposed_activation": 1.5, "derivative": 5, "heavy_derivative": 5, "wgrad": 1,
     "wgrad_gathered_a": 1, "wgrad_gathered_b": 1, "fp8_plain": 2, "fp8_activation": 2.5, "fp8_derivative": 5,
-    "fp8_wgrad": 1,
+    "fp8_derivative_codes": 5, "fp8_wgrad": 1,
 }  # fmt: skip
 LOAD_BYTES_PER_CYCLE = 36.5  # per SM from the L2, all SMs loading
 MEMORY_BYTES_PER_CYCLE = 14.5 * 132  # per GPU: 2.8 TB/s

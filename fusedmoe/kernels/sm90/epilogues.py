@@ -288,7 +288,10 @@ def pair_place(v: int) -> int:
 class Output:
     """A matrix (R, columns of the result) that is stored in boxes."""
 
-    tensors: ClassVar[int] = 1  # arguments of the kernel
+    @property
+    def tensors(self) -> int:
+        """Arguments of the kernel."""
+        return 1
 
     @property
     def suffix(self) -> str:

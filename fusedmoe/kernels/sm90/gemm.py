@@ -239,6 +239,11 @@ class Gemm:
         return self.stages * (self.config.stage_bytes + self.scale_space) + self.boxes * self.box_bytes
 
     @property
+    def tile_kind(self) -> type:
+        """What the math warps know of a tile."""
+        return tiles.Tile
+
+    @property
     def takes_turns(self) -> bool:
         """Whether the math warpgroups have the tensor cores in turn."""
         return self.config.pingpong
@@ -399,7 +404,7 @@ class Gemm:
         consumed = Int32(0)  # stages of A and B
         inputs = pipeline.make_pipeline_state(CONSUMER, max(self.load_stages, 1))
         turn = Int32(0)
-        turn, tile = tiles.take(rings.tiles, turn, shared.slots)
+        turn, tile = tiles.take(rings.tiles, turn, shared.slots, self.tile_kind)
         while tile.expert != tiles.END:
             mine = Boolean(True)
             if const_expr(config.pingpong):
@@ -415,7 +420,7 @@ class Gemm:
                         self.pass_turn(group)
                 inputs = self.finish(acc, tile, consumer, inputs, env)
             consumed += tile.depth
-            turn, tile = tiles.take(rings.tiles, turn, shared.slots)
+            turn, tile = tiles.take(rings.tiles, turn, shared.slots, self.tile_kind)
         if thread < 32:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 

@@ -10,7 +10,7 @@ word. Four lanes have a row's values, and share the largest magnitude by two shu
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -49,7 +49,9 @@ class RowCodes(Output):
     element: str = "e4m3"  # of the codes, or "e5m2"
     power_of_two: bool = True  # whether scales are powers of two
 
-    tensors: ClassVar[int] = 2
+    @property
+    def tensors(self) -> int:
+        return 2
 
     @property
     def suffix(self) -> str:

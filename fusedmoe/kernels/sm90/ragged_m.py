@@ -282,6 +282,10 @@ class RaggedM(Gemm):
 
     # -- device side
 
+    def scheduled_rows(self, rows, outputs):
+        """Rows of the tiles of all experts and of the tail."""
+        return rows
+
     @cute.kernel
     def kernel(
         self, loads, inputs, outputs, tiled_mma, layouts, offsets, bias, row_scale, counter, numbers, rows, n, k
@@ -295,7 +299,10 @@ class RaggedM(Gemm):
             elif warp_idx == SCHEDULER_WARP:
                 k_tiles = (k + self.tile_k - 1) // self.tile_k
                 share = tiles.Share(self.config, numbers.band, counter, numbers.dynamic, shared.drawing)
-                tiles.schedule_ragged_m(offsets, rows, self.tiles_n(n), k_tiles, share, rings.tiles, shared.slots)
+                tiles.schedule_ragged_m(
+                    offsets, self.scheduled_rows(rows, outputs), self.tiles_n(n), k_tiles, share, rings.tiles,
+                    shared.slots, self.tile_kind,
+                )  # fmt: skip
             elif const_expr(self.gather):
                 if warp_idx >= self.gather_warp:
                     self.gather_rows(loads.gathered, shared, rings, k, warp_idx - self.gather_warp)
@@ -442,7 +449,7 @@ class RaggedM(Gemm):
     @cute.jit
     def load_inputs(self, load, shared, rings, group):
         """A warp that loads the formula's input for one math warpgroup, box by box in the order of its epilogue."""
-        config, formula, ring = self.config, self.epilogue.formula, rings.inputs
+        config = self.config
         state = pipeline.make_pipeline_state(PRODUCER, self.load_stages)
         turn = Int32(0)
         turn, tile = tiles.take(rings.tiles, turn, shared.slots)
@@ -456,21 +463,25 @@ class RaggedM(Gemm):
                     if shift < tile.rows:
                         view = cute.domain_offset((tile.row + shift, 0, 0), load.tensor)
                         for j in cutlass.range(self.steps, unroll=1):
-                            here = self.own(state, group)
-                            ring.producer_acquire(here)
-                            for half in cutlass.range_constexpr(self.boxes_read):
-                                part, at = formula.box_of(half, tile.column * self.steps + j)
-                                g_p = cute.local_tile(view[None, None, part], (BLOCK_ROWS, EPILOGUE_COLUMNS), (0, at))
-                                to_s, from_g = cpasync.tma_partition(
-                                    load.atom, 0, cute.make_layout(1), cute.group_modes(shared.boxes, 0, 2),
-                                    cute.group_modes(g_p, 0, 2),
-                                )  # fmt: skip
-                                cute.copy(
-                                    load.atom, from_g, to_s[None, self.read_box(here.index, half)],
-                                    tma_bar_ptr=ring.producer_get_barrier(here),
-                                )  # fmt: skip
+                            column = tile.column * self.steps + j
+                            self.load_step(Tma(load.atom, view), shared.boxes, rings.inputs, state, column, group)
                             state.advance()
             turn, tile = tiles.take(rings.tiles, turn, shared.slots)
+
+    def load_step(self, rows, boxes, ring, state, column, group):
+        """Load the boxes of one step of the first 64 of some ``rows``. ``column`` counts steps over all columns."""
+        here = self.own(state, group)
+        ring.producer_acquire(here)
+        for half in range(self.boxes_read):
+            part, at = self.epilogue.formula.box_of(half, column)
+            g_p = cute.local_tile(rows.tensor[None, None, part], (BLOCK_ROWS, EPILOGUE_COLUMNS), (0, at))
+            to_s, from_g = cpasync.tma_partition(
+                rows.atom, 0, cute.make_layout(1), cute.group_modes(boxes, 0, 2), cute.group_modes(g_p, 0, 2)
+            )
+            cute.copy(
+                rows.atom, from_g, to_s[None, self.read_box(here.index, half)],
+                tma_bar_ptr=ring.producer_get_barrier(here),
+            )  # fmt: skip
 
     @cute.jit
     def finish(self, acc, tile, consumer, inputs, env):

@@ -14,6 +14,7 @@ from fusedmoe.kernels.sm90.block_scaled import BlockScaledRaggedM
 from fusedmoe.kernels.sm90.block_scaled_k import BlockScaledRaggedK
 from fusedmoe.kernels.sm90.choice import CANDIDATES, PP_192, WGRADS
 from fusedmoe.kernels.sm90.codes_by_expert import CodesByExpert
+from fusedmoe.kernels.sm90.derivative_codes import DerivativeCodes, DerivativeCodesRaggedM, derivative_codes
 from fusedmoe.kernels.sm90.epilogues import PLAIN, PLAIN_FP32, activation, derivative
 from fusedmoe.kernels.sm90.functions import heavy
 from fusedmoe.kernels.sm90.gather_codes import GatherCodes
@@ -113,6 +114,9 @@ def shipped() -> tuple[Kernel, ...]:
     for config, keep, scaled in itertools.product(CANDIDATES["fp8_derivative"], (True, False), (True, False)):
         epilogue = derivative("swiglu", keep=keep, row_scale=scaled)
         kernels.append(BlockScaledRaggedM("e4m3", config, epilogue=epilogue))
+    for config, scaled in itertools.product(CANDIDATES["fp8_derivative_codes"], (True, False)):
+        epilogue = derivative_codes("swiglu", DerivativeCodes(), row_scale=scaled)
+        kernels.append(DerivativeCodesRaggedM("e4m3", config, epilogue=epilogue))
     for config in CANDIDATES["fp8_wgrad"]:
         kernels.append(BlockScaledRaggedK("e4m3", config))
         kernels.append(BlockScaledRaggedK("e4m3", config, out="fp32", accumulate=True))

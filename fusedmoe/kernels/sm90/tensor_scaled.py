@@ -31,7 +31,7 @@ class TensorScaled(BlockScaled):
 
     @property
     def sources(self) -> tuple[str, ...]:
-        names = ("block_scaled_k", "codes", "codes_by_expert", "quantized", "tensor_scaled")
+        names = ("block_scaled_k", "codes_by_expert", "tensor_scaled")
         return *super().sources, *(f"fusedmoe.kernels.sm90.{name}" for name in names)
 
     @property

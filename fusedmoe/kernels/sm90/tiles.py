@@ -19,7 +19,7 @@ import cutlass.pipeline as pipeline
 from cutlass import Boolean, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
-from fusedmoe.kernels.sm90.config import TileConfig
+from fusedmoe.kernels.sm90.config import SCALE_BLOCK, TileConfig
 from fusedmoe.kernels.sm90.warps import LANES, inclusive_sum
 
 RING_STAGES = 4
@@ -36,6 +36,18 @@ class Tile(NamedTuple):
     column: Int32  # column tile
     place: Int32  # ragged M: 1 if the cluster shares the rows, else 0; ragged K: row tile
     depth: Int32  # tiles of K
+
+
+class TileWithBlock(NamedTuple):
+    """A `Tile` of a ragged M product whose results have a form by columns."""
+
+    expert: Int32
+    row: Int32
+    rows: Int32
+    column: Int32
+    place: Int32
+    depth: Int32
+    block: Int32  # of 128 rows, if each expert's rows begin one: that of the first row
 
 
 @cute.jit
@@ -65,19 +77,19 @@ def put(ring, state, slots: cute.Tensor, lane: Int32, tile):
 
 
 @cute.jit
-def take(ring, turn: Int32, slots: cute.Tensor):
+def take(ring, turn: Int32, slots: cute.Tensor, kind: cutlass.Constexpr[type] = Tile):
     """Read slot number ``turn``; all lanes of a warp call this together. Return the next number and the `Tile`."""
     # A new state: carrying it would take two more registers in the math warps, which have none left.
     state = pipeline.PipelineState(RING_STAGES, turn, turn % RING_STAGES, turn // RING_STAGES % 2)
     ring.consumer_wait(state)
     # One lane reads for all: race checkers require that the lane that releases the slot also reads it.
-    values = cute.make_rmem_tensor((len(Tile._fields),), Int32)
+    values = cute.make_rmem_tensor((len(kind._fields),), Int32)
     values.fill(0)
     if cute.arch.lane_idx() == 0:
-        for i in cutlass.range_constexpr(len(Tile._fields)):
+        for i in cutlass.range_constexpr(len(kind._fields)):
             values[i] = slots[i, state.index]
         ring.consumer_release(state)
-    return turn + 1, Tile(*[cute.arch.shuffle_sync(values[i], 0) for i in range(len(Tile._fields))])
+    return turn + 1, kind(*[cute.arch.shuffle_sync(values[i], 0) for i in range(len(kind._fields))])
 
 
 @cute.jit
@@ -239,7 +251,14 @@ def cluster_tiles(rows: Int32, tiles_n: Int32, tile_m: cutlass.Constexpr[int]) -
 
 @cute.jit
 def schedule_ragged_m(
-    offsets: cute.Tensor, rows: Int32, tiles_n: Int32, k_tiles: Int32, share: Share, ring, slots: cute.Tensor
+    offsets: cute.Tensor,
+    rows: Int32,
+    tiles_n: Int32,
+    k_tiles: Int32,
+    share: Share,
+    ring,
+    slots: cute.Tensor,
+    kind: cutlass.Constexpr[type] = Tile,
 ) -> None:
     """Schedule the tiles of a ragged M product, for clusters of two CTAs.
 
@@ -254,6 +273,9 @@ def schedule_ragged_m(
     chunk, before = Int32(0), Int32(0)  # the chunk's first expert; tiles of all earlier chunks
     _, count = expert_rows(offsets, rows, lane, True)
     ends = inclusive_sum(cluster_tiles(count, tiles_n, tile_m), lane)
+    blocks = Int32(0)  # of 128 rows, of this lane's expert and all earlier ones
+    if const_expr(kind is TileWithBlock):
+        blocks = inclusive_sum(cute.ceil_div(count, SCALE_BLOCK), lane)
     while chunk <= experts:
         total = cute.arch.shuffle_sync(ends, 31)
         if tile >= before + total:
@@ -261,6 +283,9 @@ def schedule_ragged_m(
             before += total
             _, count = expert_rows(offsets, rows, chunk + lane, True)
             ends = inclusive_sum(cluster_tiles(count, tiles_n, tile_m), lane)
+            if const_expr(kind is TileWithBlock):
+                earlier = cute.arch.shuffle_sync(blocks, LANES - 1)
+                blocks = earlier + inclusive_sum(cute.ceil_div(count, SCALE_BLOCK), lane)
         else:
             within = tile - before
             owner = cute.arch.popc(cute.arch.vote_ballot_sync(Boolean(ends <= within)))
@@ -272,7 +297,11 @@ def schedule_ragged_m(
             row = row_tile * tile_m
             first, _ = expert_rows(offsets, rows, expert, True)  # again: registers are scarce here
             depth = Int32(0) if expert == experts else k_tiles
-            state = put(ring, state, slots, lane, Tile(expert, first + row, own - row, column, Int32(left_over), depth))
+            found = Tile(expert, first + row, own - row, column, Int32(left_over), depth)
+            if const_expr(kind is TileWithBlock):
+                start = cute.arch.shuffle_sync(blocks, owner) - cute.ceil_div(own, SCALE_BLOCK)
+                found = TileWithBlock(*found, start + row // SCALE_BLOCK)  # type: ignore[assignment]
+            state = put(ring, state, slots, lane, found)
             tile = next_tile(tile, share, lane, turn)
             turn += 1
     finish_drawing(tile, before, share, turn)
