@@ -123,7 +123,7 @@ def test_the_same_training_as_on_a_cpu(device, recipe):
     with fm.recipe("bf16"):
         unquantized = outcome(chain, x, probs, splits, dy)
     # an activation that rounds to another bf16 may get another code, which may be as far away as the format is coarse
-    closest = 0.15 if isinstance(recipe, NVFP4) else 0.03
+    closest = 0.15 if isinstance(recipe, NVFP4) else 0.05 if recipe == "fp8_tensor" else 0.03  # E5M2 is coarser
     for i, (a, b, exact) in enumerate(zip(ours, theirs, unquantized, strict=True)):
         a, b, exact = (t.cpu().double() for t in (a, b, exact))
         assert torch.isfinite(a).all()

@@ -140,6 +140,21 @@ def test_dequantized_products(which, bias):
         assert error < 0.05, f"{name}: relative error {error}"
 
 
+@pytest.mark.parametrize("which", ["mxfp8", "nvfp4"])
+def test_a_first_gradient_leaves_the_quantized_weight_valid(which):
+    """The scales of experts are applied to a gradient of NVFP4 before autograd gets it."""
+    layer, x, named = fm.GroupedLinear(E, H, I, dtype=BF16), rows(), inputs(scale=False)
+    counts = []
+    with fm.recipe(which):
+        for _ in range(3):
+            stand_ins.calls.clear()
+            layer(x, **named).sum().backward()
+            counts.append(len(called()))
+        assert "sm90.dequantized_wgrad" in rules_used(only_plan(fm.Sequential(layer), x, **named))
+    assert layer.weight.grad.any()
+    assert counts[0] > counts[1] == counts[2], "the weight is quantized once"
+
+
 def test_only_the_forms_that_are_read_are_written():
     chain, named = experts(), inputs(scale=False)
     with torch.no_grad():

@@ -240,7 +240,11 @@ class DequantizedWgrad(_Dequantized, FusionRule, name="sm90.dequantized_wgrad", 
                 factor_E = pair.factor(dy, x)
                 if accumulating is None:
                     grad = product(of_dy(dy), of_x(x), ends_E, None)
-                    return grad if factor_E is None else grad.mul_(factor_E[:, None, None])
+                    if factor_E is not None:
+                        # .data does not count the change: a gradient that changes after the backward pass makes the
+                        # layer's quantized weight invalid
+                        torch.mul(grad, factor_E[:, None, None], out=grad.data)
+                    return grad
                 main_grad = accumulating.main_grad()  # may be a different tensor in each call
                 if factor_E is not None:
                     main_grad.addcmul_(product(of_dy(dy), of_x(x), ends_E, None), factor_E[:, None, None])
