@@ -284,6 +284,7 @@ def test_columns_that_backward_quantizes_again_change_no_bit(monkeypatch):
         assert torch.equal(a, b)
 
 
+@pytest.mark.usefixtures("builtin_rules")
 def test_delayed_scaling():
     """Three training steps of small integers, which are exact: results and histories have the bits of plain PyTorch."""
     recipe = fm.recipes.FP8Tensor(power_of_two=True, delayed=fm.formats.Delayed(2))
