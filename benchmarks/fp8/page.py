@@ -25,9 +25,8 @@ SPEED = """\
 ## Speed
 
 Each time is a median of CUDA events around one call, with a flushed L2 cache and without launch gaps of the host. The
-variants take turns. {machine}, torch {torch}, CUDA {cuda}, nvidia-cutlass-dsl {dsl}, commit {commit}. Measured ceilings
-of this GPU: {tflops:.0f} TFLOP/s (a bf16 product of 8192³), {copy:.1f} TB/s (copy, read and written). All figures are
-those of `fp8.json` from `python -m benchmarks --only fp8`.
+variants take turns. {machine}, torch {torch}, CUDA {cuda}, nvidia-cutlass-dsl {dsl}, commit {commit}. {ceiling}All
+figures are those of `fp8.json` from `python -m benchmarks --only fp8`{printed}.
 
 ### Whole layers
 
@@ -45,11 +44,15 @@ PRODUCTS = """\
 The products on dispatched rows of {names}, in bf16 and in FP8. *x bf16* is the time in bf16 divided by that in FP8.
 *Quantize* in the name of a product says that FP8 also quantizes the results for the next products in that time.
 """
+CEILING = """\
+Measured ceilings of this GPU: {tflops:.0f} TFLOP/s (a bf16 product of 8192³), {copy_tb_s:.1f} TB/s (copy, read and
+written). """
 QUANTIZE = """\
 ### Quantization
 
 Kernels that quantize, with the bytes that they read and write. *of copy* is their speed divided by that of a copy.
-Rows that are read through an index count as often as they are read.
+Rows through an index count as if each of them were quantized. By rows alone, each token is quantized once, and its
+codes are copied. So that may be faster than a copy.
 """
 UNFUSED = """\
 ### Against FP8 without fused kernels
@@ -92,8 +95,9 @@ def speed(found: Mapping[str, Any] | None) -> str:
     text = [
         SPEED.format(
             machine=found["machine"], torch=versions["torch"], cuda=versions.get("cuda"),
-            dsl=versions.get("nvidia-cutlass-dsl"), commit=found["commit"], tflops=found["ceiling"]["tflops"],
-            copy=found["ceiling"]["copy_tb_s"],
+            dsl=versions.get("nvidia-cutlass-dsl"), commit=found["commit"],
+            ceiling=CEILING.format(**found["ceiling"]) if found["ceiling"] else "",
+            printed=", as printed in `fp8.txt`" if found.get("printed") else "",
         )
     ]  # fmt: skip
     for case, title in TITLES.items():
