@@ -80,25 +80,19 @@ class BlockScaled(Gemm):
                     warpgroup.wait_group(1)
                     self.pass_turn(group)
                     warpgroup.wait_group(0)
-                    if const_expr(last and self.factors_are_read_first):
+                    if const_expr(last):
                         ab.consumer_release(state)
                     self.promote(acc, WAVE_VALUES * (i + tall * j), wave, factors)
-                    if const_expr(last and not self.factors_are_read_first):
-                        cute.arch.sync_warp()  # all lanes have read their scales
-                        ab.consumer_release(state)
             state.advance()
-
-    @property
-    def factors_are_read_first(self) -> bool:
-        """Whether `factors` reads all scales of a wave, so that `promote` reads none."""
-        return True
 
     def factor_source(self, scales, tile, group, thread, env):
         """What `factors` needs to find the scales of a thread's values of a tile."""
         raise NotImplementedError
 
     def factors(self, source, i: int, j: int, stage):
-        """Read scales of the wave at block ``i`` of 64 rows and block ``j`` of 128 columns, while it is multiplied."""
+        """Read the scales of the wave at block ``i`` of 64 rows and block ``j`` of 128 columns: all that `promote` uses,
+        since the stage is released before.
+        """
         raise NotImplementedError
 
     def promote(self, acc, first: int, wave, factors):

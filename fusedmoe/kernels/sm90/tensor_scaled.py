@@ -42,10 +42,6 @@ class TensorScaled(BlockScaled):
     def scale_space(self) -> int:
         return 0
 
-    @property
-    def factors_are_read_first(self) -> bool:
-        return True
-
     def factor_source(self, scales, tile, group, thread, env):
         """``env.scales`` has the scales of A and of B: (E,) fp32 each."""
         return [scale[tile.expert] for scale in env.scales]
