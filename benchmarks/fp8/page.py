@@ -51,8 +51,8 @@ QUANTIZE = """\
 ### Quantization
 
 Kernels that quantize, with the bytes that they read and write. *of copy* is their speed divided by that of a copy.
-Rows through an index count as if each of them were quantized. By rows alone, each token is quantized once, and its
-codes are copied. So that may be faster than a copy.
+Rows that are read through an index count as if each of them were quantized. By rows alone, each token is quantized
+once, and its codes are copied. So this kernel may be faster than a copy.
 """
 UNFUSED = """\
 ### Against FP8 without fused kernels
@@ -66,7 +66,8 @@ MEMORY = """\
 ### Memory of the layers
 
 GiB that forward keeps for backward, the peak of forward and backward beyond weights and inputs, and the quantized
-weights. Sources: the allocations of the calls above.
+weights, if they were measured. These are the allocations of the calls above. x in bf16 is an input of
+`deepseek-v3-ep32`, and is not counted.
 """
 ACCURACY = """\
 ## Accuracy
@@ -130,7 +131,10 @@ def memory(found: Mapping[str, Any] | None) -> str:
                 rows.append([entry["name"], f"`{recipe}`", *(_gib(value) for value in (kept, peak, weights))])
     if not rows:
         return ""
-    return MEMORY + "\n" + _table(["shape", "recipe", "kept", "peak", "quantized weights"], rows) + "\n"
+    head = ["shape", "recipe", "kept", "peak", "quantized weights"]
+    if not any(row[-1] for row in rows):
+        head, rows = head[:-1], [row[:-1] for row in rows]
+    return MEMORY + "\n" + _table(head, rows) + "\n"
 
 
 def accuracy(found: Mapping[str, Any] | None, compared: Sequence[Mapping[str, Any]]) -> str:

@@ -231,7 +231,7 @@ def _native_rows_times(x: QuantizedTensor, weight: QuantizedTensor, offsets_E: T
 
 
 def _native_wgrad(dy: QuantizedTensor, x: QuantizedTensor) -> Tensor:
-    """`grouped_mm_wgrad` for codes, (N, P) and (K, P), with each expert's rows padded to a multiple of 16."""
+    """`grouped_mm_wgrad` for codes, (N, P) and (K, P), with each expert's rows padded to a multiple of 16 or 128."""
     padded = dy.padded
     assert padded is not None
     experts = padded.offsets_E.shape[0]

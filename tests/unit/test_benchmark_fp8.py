@@ -460,7 +460,7 @@ def test_the_page_has_the_parts_that_were_measured():
     text = page.filled(EMPTY, found)
     assert "### Products" not in text
     assert "800 TFLOP/s" in text
-    assert "| one | `fp8_block` | 1.00 | 3.00 |  |" in text
+    assert "| one | `fp8_block` | 1.00 | 3.00 |\n" in text
     printed = page.speed(found | {"ceiling": None, "printed": "of its printed tables"})
     assert "as printed in `fp8.txt`" in printed
     assert "ceilings" not in printed

@@ -115,7 +115,9 @@ class Fp8GroupedGemmActivation(OnFp8, FusionRule, name="sm90.fp8_grouped_gemm_ac
         return bind
 
     def with_step(self, product: Run, x: Tensor, offsets: Tensor, columns: bool, training: bool) -> Run:
-        """Return the step's function of delayed scaling, from the function of the product."""
+        """Return a function of the same tensors as ``product`` that also updates the history of delayed scaling and, if
+        ``columns``, transposes the codes.
+        """
         quantize = self.quantize
         assert quantize is not None
         assert quantize.quantizer is not None

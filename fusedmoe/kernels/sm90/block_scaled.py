@@ -90,8 +90,8 @@ class BlockScaled(Gemm):
         raise NotImplementedError
 
     def factors(self, source, i: int, j: int, stage):
-        """Read the scales of the wave at block ``i`` of 64 rows and block ``j`` of 128 columns: all that `promote` uses,
-        since the stage is released before.
+        """Read the scales of the wave at block ``i`` of 64 rows and block ``j`` of 128 columns: all that `promote`
+        uses, since the stage is released before.
         """
         raise NotImplementedError
 

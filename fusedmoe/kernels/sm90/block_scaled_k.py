@@ -164,7 +164,7 @@ class BlockScaledRaggedK(BlockScaled, RaggedK):
         ).launch(stream=stream, use_pdl=self.beside, **self.grid(ctas))  # fmt: skip
 
     def results(self, out, a_scale, b_scale) -> Any:
-        """What `finish` and the main loop get of the arguments."""
+        """The results, and the scales if there is one per expert, for the epilogue and the main loop."""
         return out
 
     def operand(self, codes, scales, smem, tile: int, ctas: int) -> Operand:

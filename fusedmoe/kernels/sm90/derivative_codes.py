@@ -10,7 +10,7 @@ and a block of each of its rows. So the two warpgroups exchange nothing.
 
 **Steps.** A step has 128 rows and 32 columns. Its values replace its accumulators: dp stays in registers until the last
 step, because the scale of a row needs all four. The steps are a loop, whose code is half as long as that of four steps
-in line. Registers have no numbers at run time: those of the accumulators and of dp shift after each step.
+in line. Registers cannot be indexed at run time, so those of the accumulators and of dp shift after each step.
 
 1. Largest magnitudes of the columns: of a thread's four rows, of the eight lanes of a warp that have other rows, and,
    in shared memory, of the four warps.
@@ -244,7 +244,7 @@ class DerivativeCodesRaggedM(BlockScaledRaggedM):
         return pool
 
     def put_last(self, pool, words) -> None:
-        """Remove the first step of the pool, and append words of a step: registers have no numbers at run time."""
+        """Remove the first step of the pool, and append words of a step: registers cannot be indexed at run time."""
         kept = (STEPS - 1) * STEP_WORDS
         for k in range(kept):
             pool[k] = pool[k + STEP_WORDS]

@@ -263,7 +263,9 @@ class Backward(Formula):
 
 
 def unpacked(values):
-    """The fp32 values of a register tensor of bf16, by pairs: ptxas rounds single values at a fraction of that rate."""
+    """The fp32 values of a register tensor of bf16. They are read in pairs, so that ptxas also rounds them to bf16 in
+    pairs: conversions of single values have a fraction of the rate.
+    """
     words = cute.recast_tensor(values, Int32)
     return [value for w in range(cute.size(words)) for value in fp32_pair(words[w], cutlass.BFloat16)]
 

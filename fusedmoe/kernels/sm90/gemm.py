@@ -240,7 +240,7 @@ class Gemm:
 
     @property
     def tile_kind(self) -> type:
-        """What the math warps know of a tile."""
+        """The type of the tiles that the math warps take."""
         return tiles.Tile
 
     @property

@@ -83,7 +83,7 @@ def bind_quantize_format(
     stochastic: bool = False,
     amax: bool = False,
 ) -> Callable[..., tuple[Form, ...]]:
-    """Return a function of ``(x, offsets, index, factors, random, amax)``: quantized rows or weights, in one launch.
+    """Return a function of ``(x, offsets, index, factors, random, amax)`` that quantizes rows or weights in one launch.
 
     It serves tensors of the same shapes, dtypes and strides as these. It returns codes and scales, both as bytes: those
     by rows if ``rows``, and then those by columns if ``columns``:

@@ -86,7 +86,7 @@ class TensorScaledRaggedM(TensorScaled, BlockScaledRaggedM):
 
 
 class Results(NamedTuple):
-    """What the epilogue of a weight gradient needs."""
+    """The result of a weight gradient, and the scales of its operands."""
 
     out: cute.Tensor  # (N, K, E)
     scales: tuple[cute.Tensor, cute.Tensor]  # of A and of B
