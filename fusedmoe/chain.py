@@ -17,6 +17,7 @@ from fusedmoe.environment import environment_state
 from fusedmoe.errors import InputError, inside_jit_trace
 from fusedmoe.estimating import counts_flops
 from fusedmoe.fusion.describe import describe
+from fusedmoe.fusion.estimate import estimated
 from fusedmoe.fusion.graph import Graph
 from fusedmoe.fusion.plans import CallContext, Conditions, LastCall, PlanTable, plan_chain, wanted_gradients
 from fusedmoe.fusion.signature import Signature, argument_spec, signature
@@ -25,6 +26,7 @@ from fusedmoe.kernels.options import DEFAULT, KernelOptions
 from fusedmoe.ops.amax_state import looking
 from fusedmoe.ops.op import Node
 from fusedmoe.quantization import rewritten
+from fusedmoe.recipes import BF16
 from fusedmoe.recompute import backward_pass, had_gradients
 
 if TYPE_CHECKING:
@@ -137,7 +139,19 @@ class Chain:
         options: KernelOptions = DEFAULT,
         parameters: Parameters | None = None,
     ) -> PlanData:
-        """Return the plan for this call as data, for the target if it is set, else for the device of the rows."""
+        """Return the plan for this call as data, for the target if it is set, else for the device of the rows. A plan
+        that quantizes has an estimate, which compares it with the plan under ``"bf16"``.
+        """
+        data = self._explain(x, named, options, parameters)
+        if not data.formats or data.unfused:
+            return data
+        with settings.recipe(BF16):
+            in_bf16 = self._explain(x, named, options, parameters)
+        return replace(data, estimate=estimated(data, in_bf16))
+
+    def _explain(
+        self, x: Tensor, named: Mapping[str, Tensor], options: KernelOptions, parameters: Parameters | None
+    ) -> PlanData:
         arguments = self.arguments_of(x, named, parameters)
         if target.current() is not None:
             return self._explain_for_target(x, arguments, options)

@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from fusedmoe.fusion import registry
 from fusedmoe.fusion.candidates import Costs
 from fusedmoe.fusion.plan import PlanData, PlannedStep
 from fusedmoe.fusion.steps import Fused
 from fusedmoe.fusion.values import NONE, spec_of
-from fusedmoe.ops.glue import QuantizeWeight, StoredWeight
+from fusedmoe.ops.glue import Derive, QuantizeWeight, StoredWeight
+from fusedmoe.ops.op import BackwardOp
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    import torch
 
     from fusedmoe.fusion.executable import Plan, PlannedSpan
     from fusedmoe.fusion.places import Place
@@ -52,6 +53,7 @@ def describe(plan: Plan, arguments: Mapping[str, SpecLike | None]) -> PlanData:
         glue=tuple(glue),
         gathered=tuple((rows, *gathered) for rows, gathered in plan.gathered.items()),
         beside=tuple((light.rule, carrier.rule, sms) for light, carrier, sms in backward.pairs),
+        arch=arch,
         **_asked(plan),
     )
 
@@ -84,13 +86,31 @@ def _planned(
         rule=step.rule if isinstance(step, Fused) else None,
         needs=tuple(v for v in step.needs if v != NONE),
         gives=step.gives,
-        bytes_moved=int(costs.moved(span.moves)) + span.extra_bytes,
+        bytes_moved=int(costs.moved(_read_and_written(span))) + span.extra_bytes + sum(map(_added_bytes, span.places)),
         launches=step.launches,
         host_sync=of_op and rows is not None and place.item.host_sync(rows, device),  # type: ignore[union-attr]
         nearest_miss=span.nearest_miss,
         path=place.item.path([spec_of(specs, v) for v in step.needs], device) if of_op else "",  # type: ignore[union-attr]
         quantizes=tuple(q for q in map(_quantizes, span.places) if q is not None),
+        flops=sum(_flops(place, specs) for place in span.places),
+        of_codes=isinstance(step, Fused) and step.multiplies_codes,
     )
+
+
+def _read_and_written(span: PlannedSpan) -> list[str]:
+    """Return the values whose bytes a step moves. Glue that derives a value reads the number of rows alone."""
+    rows = {place.names["rows"] for place in span.places if isinstance(place.item, Derive)}
+    return [v for v in span.moves if v not in rows]
+
+
+def _added_bytes(place: Place) -> int:
+    return place.item.added_bytes if isinstance(place.item, BackwardOp) else 0
+
+
+def _flops(place: Place, specs: Mapping[str, SpecLike | None]) -> float:
+    """Return the FLOPs of an op or a backward op."""
+    rows = spec_of(specs, place.step.needs[0]) if place.node is not None and place.step.needs else None
+    return 0.0 if rows is None else place.item.flops(rows)  # type: ignore[union-attr]
 
 
 def _quantizes(place: Place) -> tuple[str, str] | None:

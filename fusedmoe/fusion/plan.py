@@ -14,6 +14,7 @@ from fusedmoe.target import ARCHITECTURES
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from fusedmoe.fusion.estimate import Estimate
     from fusedmoe.fusion.rule import Direction
 
 
@@ -140,6 +141,10 @@ class PlannedStep:
         multiplies dequantized values.
     quantizes : tuple of (str, str)
         ``label:role`` (``input``, ``weight`` or ``grad``) of each op that quantizes, and the quantizer in words.
+    flops : float
+        FLOPs of the products, for the shapes explained: ``2 R K N`` for R rows and a weight of N x K per expert.
+    of_codes : bool
+        Whether the products multiply codes.
     """
 
     direction: Direction
@@ -153,6 +158,13 @@ class PlannedStep:
     nearest_miss: Attempt | None = None
     path: str = ""
     quantizes: tuple[tuple[str, str], ...] = ()
+    flops: float = 0.0
+    of_codes: bool = False
+
+    @property
+    def is_of_weight(self) -> bool:
+        """Whether the step quantizes a weight, and is repeated only after the weight has changed."""
+        return any(what.endswith(":weight") for what, _ in self.quantizes)
 
     @property
     def status(self) -> str:
@@ -207,6 +219,10 @@ class PlanData:
     beside : tuple of (str, str, int)
         The steps that run beside each other: the rule of one, whose last launch needs a few SMs only, the rule of the
         next, and the number of these SMs.
+    arch : int or None
+        The architecture of the GPU that the plan is for; None for other devices.
+    estimate : Estimate or None
+        Of a recipe that quantizes: the estimated times under it and under ``"bf16"``, if all steps are fused.
     """
 
     steps: tuple[PlannedStep, ...]
@@ -228,6 +244,8 @@ class PlanData:
     glue: tuple[PlannedStep, ...] = ()
     gathered: tuple[tuple[str, str, str], ...] = ()
     beside: tuple[tuple[str, str, int], ...] = ()
+    arch: int | None = None
+    estimate: Estimate | None = None
 
     @property
     def planned_for(self) -> str:
@@ -289,6 +307,8 @@ class PlanData:
             lines.append("quantized to:")
         for quantizer, what in self.formats.items():
             lines += _wrapped(f"  {quantizer}: {', '.join(what)}")
+        if self.estimate is not None:
+            lines.append(str(self.estimate))
         for missing in self.assumed:
             lines += _wrapped(f"not available on this machine, but assumed: {missing}")
         return "\n".join([*lines, *self._reasons()])
@@ -390,9 +410,11 @@ class Explanation:
 
 
 def hints(plans: Iterable[PlanData]) -> list[str]:
-    """Return hints: the architecture of a plan has no kernels, or ``explain`` can plan for another one."""
+    """Return hints: a recipe is slower than bf16, an architecture has no kernels, ``explain`` can plan for another."""
     found: dict[str, None] = {}
     for plan in plans:
+        if plan.estimate is not None and plan.estimate.micro_batches != 1:
+            found[_slower(plan.recipe, plan.estimate.micro_batches)] = None
         if plan.nothing_to_fuse:
             found[_no_kernels(plan)] = None
         misses = [step.nearest_miss for step in plan.unfused if step.nearest_miss is not None]
@@ -409,6 +431,14 @@ def raise_if_missed(plans: Iterable[PlanData], missed: Sequence[tuple[str, objec
             raise FusionError(f"strict: {_no_kernels(plan)}")
     if missed:
         raise FusionError(missed_text(missed, "there is a kernel"))
+
+
+def _slower(recipe: str, micro_batches: int | None) -> str:
+    unless = "" if micro_batches is None else f" with fewer than {micro_batches} micro-batches per optimizer step"
+    return (
+        f"recipe {recipe} is estimated to be slower than bf16 for these shapes{unless}: the line 'estimated' has the "
+        'times, and recipe="bf16" of an op leaves it unquantized'
+    )
 
 
 def _no_kernels(plan: PlanData) -> str:

@@ -266,6 +266,7 @@ class _Planner:
             launches=chosen.launches,
             light_us=c.step.light_us,
             carries_us=c.step.carries_us,
+            multiplies_codes=c.rule.multiplies_codes,
             fallback=self._fallback(places, chosen.gives, {*there, *c.step.needs}, c.step.needs),
         )
 

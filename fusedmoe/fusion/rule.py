@@ -223,6 +223,8 @@ class FusionRule:
         Whether the step takes quantized operands. A match with such operands ends in CONSTRAINT otherwise.
     quantized_only : bool
         Whether the step takes quantized operands only: the pattern matches nothing without such operands.
+    multiplies_codes : bool
+        Whether the step multiplies codes, without dequantizing them first. The estimate of ``explain()`` depends on it.
     gathers : str
         The rows that the step reads through their index, named as in `Step`: the pattern matches only where these are
         rows of another value, as `fusedmoe.ops.op.Op.gathers` says. Empty for a step that reads all rows in order.
@@ -234,6 +236,7 @@ class FusionRule:
     identity: ClassVar[tuple[str, int]]
     takes_quantized: ClassVar[bool] = False
     quantized_only: ClassVar[bool] = False
+    multiplies_codes: ClassVar[bool] = False
     gathers: ClassVar[str] = ""
 
     def __init_subclass__(cls, *, name: str, direction: Direction, **kwargs: Any) -> None:

@@ -45,6 +45,7 @@ class Fused:
     launches: int
     light_us: float = 0.0  # as of `fusedmoe.fusion.rule.Step`
     carries_us: float = 0.0
+    multiplies_codes: bool = False  # as of `fusedmoe.fusion.rule.FusionRule`
     # the steps that run if the rule declines the call; they also compute the values that only they need
     fallback: tuple[Plain, ...]
 

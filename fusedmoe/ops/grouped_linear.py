@@ -16,7 +16,7 @@ from fusedmoe.errors import NO_EXPERT_PARALLELISM, InputError
 from fusedmoe.formats import E4M3, Format, QuantizedSpec, QuantizedTensor, fp8_block, products, quantize
 from fusedmoe.kernels.torch import grouped_gemm
 from fusedmoe.kernels.torch.rows import tail_mask
-from fusedmoe.ops.main_grad import grad_instead, main_grad_of
+from fusedmoe.ops.main_grad import grad_instead, main_grad_bytes, main_grad_of
 from fusedmoe.ops.op import BackwardOp, Op, TensorSpec
 from fusedmoe.recipes import resolve, shortest
 
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
     from fusedmoe.formats.products import Operand
     from fusedmoe.ops.op import SpecLike
+
+
+_PADDING = 64.0  # rows, on average: of quantized rows by columns, each expert has a multiple of 128
 
 
 def _contiguous(grad: Operand) -> Operand:
@@ -47,6 +50,9 @@ class Dgrad(BackwardOp):
     def path(self, operands: Sequence[SpecLike | None], device: torch.device) -> str:
         return products.path(operands[0], operands[1], device)
 
+    def flops(self, rows: SpecLike) -> float:
+        return self.op.flops(rows)
+
 
 class Wgrad(BackwardOp):
     """``dW[e] = dy[rows of e].T @ x[rows of e]``; exact zeros for an expert without rows."""
@@ -62,6 +68,9 @@ class Wgrad(BackwardOp):
     def path(self, operands: Sequence[SpecLike | None], device: torch.device) -> str:
         return products.path(operands[0], operands[1], device)
 
+    def flops(self, rows: SpecLike) -> float:
+        return self.op.flops(rows, padding=_PADDING)
+
 
 class WgradIntoMainGrad(Wgrad):
     """``main_grad[e] += dW[e]``: `Wgrad`, accumulated in the weight's ``main_grad`` instead of ``weight.grad``."""
@@ -72,6 +81,10 @@ class WgradIntoMainGrad(Wgrad):
     def compute(self, grad_output: Operand, x: Operand, offsets: Tensor) -> Tensor | None:  # type: ignore[override]
         self.main_grad().add_(super().compute(grad_output, x, offsets))
         return self.added()
+
+    @property
+    def added_bytes(self) -> int:
+        return main_grad_bytes(self.op)
 
     def main_grad(self) -> Tensor:
         """Return the weight's ``main_grad``; raise `InputError` if it is missing or does not fit."""
@@ -122,6 +135,9 @@ class LinearDgrad(BackwardOp):
     def path(self, operands: Sequence[SpecLike | None], device: torch.device) -> str:
         return products.path_dense(*operands)
 
+    def flops(self, rows: SpecLike) -> float:
+        return self.op.flops(rows)
+
 
 class LinearWgrad(BackwardOp):
     """``dW = dy.T @ x``; with offsets, over the rows that belong to an expert."""
@@ -137,6 +153,9 @@ class LinearWgrad(BackwardOp):
     def path(self, operands: Sequence[SpecLike | None], device: torch.device) -> str:
         return products.path_dense(*operands[:2])
 
+    def flops(self, rows: SpecLike) -> float:
+        return self.op.flops(rows, padding=_PADDING)
+
 
 class LinearWgradIntoMainGrad(LinearWgrad):
     """``main_grad += dW``: `LinearWgrad`, accumulated in the weight's ``main_grad`` instead of ``weight.grad``."""
@@ -149,6 +168,10 @@ class LinearWgradIntoMainGrad(LinearWgrad):
     ) -> Tensor | None:
         main_grad_of(self.op).add_(super().compute(grad_output, x, offsets))
         return grad_instead(self.op)
+
+    @property
+    def added_bytes(self) -> int:
+        return main_grad_bytes(self.op)
 
 
 class LinearBiasGrad(BackwardOp):
@@ -202,6 +225,13 @@ class _LinearOp(Op):
         empty_bias = torch.empty(shape[:-1], device=device, dtype=dtype) if bias else None
         self.register_parameter("bias", None if empty_bias is None else nn.Parameter(empty_bias))
         self.reset_parameters()
+
+    def flops(self, rows: SpecLike, padding: float = 0.0) -> float:
+        """Return the FLOPs of a product of the layer, with ``padding`` more rows per expert if they are quantized."""
+        count = float(math.prod(map(int, rows.shape[:-1])))
+        if isinstance(rows, QuantizedSpec) and rows.experts is not None:
+            count += padding * rows.experts
+        return 2.0 * count * self.in_features * self.out_features
 
     def reset_parameters(self) -> None:
         """Draw new parameters, uniform within ``1 / sqrt(in_features)``."""

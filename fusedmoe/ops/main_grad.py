@@ -44,6 +44,13 @@ def main_grad_of(op: _HasWeight) -> Tensor:
     return main_grad
 
 
+def main_grad_bytes(op: _HasWeight) -> int:
+    """Return the bytes that an addition to ``main_grad`` reads and writes, less those of the gradient itself."""
+    weight = op.weight
+    element = torch.promote_types(weight.dtype, torch.float32).itemsize
+    return (2 * element - weight.element_size()) * weight.numel()
+
+
 def grad_instead(op: _HasWeight) -> Tensor | None:
     """Set ``grad_added_to_main_grad`` and return the placeholder for autograd; None if the weight lacks it."""
     weight = op.weight

@@ -282,6 +282,10 @@ class Op(Checked, Runnable):
         """
         return ""
 
+    def flops(self, rows: SpecLike) -> float:
+        """Return the FLOPs of the op's products for input rows like these, for the estimate of ``explain()``."""
+        return 0.0
+
     def attributes(self) -> tuple[Hashable, ...]:
         """Return the public attributes of the instance, which are part of a plan's key.
 
@@ -450,6 +454,15 @@ class BackwardOp:
     def path(self, operands: Sequence[SpecLike | None], device: torch.device) -> str:
         """As `Op.path`, for the operands in `needs`."""
         return ""
+
+    def flops(self, rows: SpecLike) -> float:
+        """As `Op.flops`, for the first of `needs`."""
+        return 0.0
+
+    @property
+    def added_bytes(self) -> int:
+        """The bytes that the step moves besides `needs` and `gives`, for ``explain()``."""
+        return 0
 
     def only(self, gives: tuple[str, ...]) -> BackwardOp:
         """Return a step that computes at least these of its `gives`; the default computes all."""

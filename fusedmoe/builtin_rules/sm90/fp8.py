@@ -31,6 +31,7 @@ class OnFp8(OnSm90):
     """Base of a rule whose product multiplies FP8 codes. It precedes `FusionRule` in the bases."""
 
     quantized_only: ClassVar[bool] = True
+    multiplies_codes: ClassVar[bool] = True
 
 
 def check_blocks(format: Format, block: Block, what: str = "quantizes to") -> None:
