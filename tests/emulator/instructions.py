@@ -4,6 +4,8 @@ Each function returns a function of the warp, or a `Result`. Instructions that r
 `asynchronous`.
 """
 
+from dataclasses import replace
+
 import numpy as np
 
 from emulator import asynchronous, ptx
@@ -20,7 +22,8 @@ IGNORED = (
 def compiled(code, instruction):
     """Return an instruction's `Result`."""
     opcode = instruction.opcode
-    assert instruction.guard is None, f"line {instruction.line}: only jumps are predicated"
+    if instruction.guard is not None:
+        return predicated(compiled(code, replace(instruction, guard=None)), *instruction.guard)
     run = elementwise(code, instruction)
     if run is not None:
         return Result(run)
@@ -32,6 +35,22 @@ def compiled(code, instruction):
             result = function(code, opcode, instruction.operands)
             return result if isinstance(result, Result) else Result(result)
     raise NotImplementedError(f"line {instruction.line}: no instruction {opcode}")
+
+
+def predicated(result, predicate, negated):
+    """Return an instruction that runs in the lanes with a predicate alone."""
+    assert result.members is None, "an instruction of several lanes has a predicate"
+    assert not result.waits, "an instruction that waits has a predicate"
+
+    def run(w):
+        outside = w.mask
+        lanes = w.registers[predicate.slot] != negated
+        w.mask = lanes if outside is None else lanes & outside
+        if w.mask.any():
+            result.run(w)
+        w.mask = outside
+
+    return Result(run)
 
 
 def type_of(opcode):

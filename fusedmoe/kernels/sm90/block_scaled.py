@@ -26,12 +26,13 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-from cutlass import Float32, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from fusedmoe.kernels.sm90.config import BLOCK_ROWS, EPILOGUE_COLUMNS, SCALE_BLOCK, SCALE_PITCH
 from fusedmoe.kernels.sm90.gemm import LOAD, MATH_WARPGROUPS, TURN_BARRIER, WARPGROUP, Gemm, Tma
+from fusedmoe.kernels.sm90.predicated import WORDS, store_if
 from fusedmoe.kernels.sm90.ragged_m import RaggedM
 from fusedmoe.kernels.sm90.warps import LANES
 
@@ -47,7 +48,7 @@ class BlockScaled(Gemm):
 
     @property
     def sources(self) -> tuple[str, ...]:
-        names = ("codes", "quantized")
+        names = ("codes", "predicated", "quantized")
         return *super().sources, *(f"fusedmoe.kernels.sm90.{name}" for name in names), __name__  # type: ignore[misc]
 
     @property
@@ -143,20 +144,24 @@ class BlockScaled(Gemm):
         cute.arch.sync_warp()
         vector = 128 // element.width
         lanes = EPILOGUE_COLUMNS // vector  # per row
+        row, column = block.warp_row + block.lane // lanes, box.column * EPILOGUE_COLUMNS + block.lane % lanes * vector
+        inside = column < to.shape[1]
         atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), element, num_bits_per_copy=128)
-        held = cute.make_rmem_tensor((vector,), element)
-        at = box.column * (EPILOGUE_COLUMNS // vector) + block.lane % lanes
+        pitch = to.stride[0] * (element.width // 8)
+        first = to.iterator.toint() + Int64(block.top + row) * pitch
+        across = Int64(box.part * to.stride[2] + column) * (element.width // 8)
         for i in cutlass.range_constexpr(16 * lanes // LANES):
-            row = block.warp_row + i * (LANES // lanes) + block.lane // lanes
-            source = cute.local_tile(boxes[None, None, where], (1, vector), (row, block.lane % lanes))
+            below = i * (LANES // lanes)
+            held = cute.make_rmem_tensor((vector,), element)
+            source = cute.local_tile(boxes[None, None, where], (1, vector), (row + below, block.lane % lanes))
             cute.copy(atom, source[0, None], held)
-            if row < block.valid and at * vector < to.shape[1]:
-                target = cute.local_tile(to[None, None, box.part], (1, vector), (block.top + row, at))
-                self.put_vector(atom, held, target[0, None])
+            words = cute.recast_tensor(held, Int32)
+            at = first + below * pitch + across
+            self.put(inside & (row + below < block.valid), at, [words[w] for w in range(WORDS)])
 
-    def put_vector(self, atom, values, to) -> None:
+    def put(self, wanted, address, words) -> None:
         """Write 16 bytes of a result."""
-        cute.copy(atom, values, to)
+        store_if(wanted, address, words)
 
 
 class Scales(NamedTuple):

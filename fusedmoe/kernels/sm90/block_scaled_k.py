@@ -40,6 +40,7 @@ from fusedmoe.kernels.sm90.block_scaled import WAVE_VALUES, BlockScaled
 from fusedmoe.kernels.sm90.config import BLOCK_ROWS, EPILOGUE_COLUMNS, SCALE_BLOCK, SCALE_PITCH
 from fusedmoe.kernels.sm90.epilogues import Block, Box
 from fusedmoe.kernels.sm90.gemm import LOAD, PRODUCER, SHARED_LOAD, VALUES, Tma
+from fusedmoe.kernels.sm90.predicated import add_if
 from fusedmoe.kernels.sm90.ragged_k import RaggedK
 from fusedmoe.kernels.sm90.warps import LANES
 
@@ -272,9 +273,9 @@ class BlockScaledRaggedK(BlockScaled, RaggedK):
                         self.store(Box(values, tile.expert, tile.column * count + j), block, i * count + j, env)
         return inputs
 
-    def put_vector(self, atom, values, to) -> None:
+    def put(self, wanted, address, words) -> None:
         """Add 16 bytes of a result to those in memory: once per launch, so the result does not depend on the order."""
         if const_expr(self.accumulate):
-            cute.arch.red(to.iterator, values.load(), op="add", dtype="f32", sem="relaxed", scope="gpu")
+            add_if(wanted, address, words)
         else:
-            super().put_vector(atom, values, to)
+            super().put(wanted, address, words)
