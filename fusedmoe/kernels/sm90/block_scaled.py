@@ -132,13 +132,10 @@ class BlockScaled(Gemm):
         packed = box.values
         if const_expr(isinstance(packed, list)):
             packed = self.packed(packed)
-        if const_expr(box.put is not None):
-            box.put(packed, boxes, where, consumer.thread)
-        else:
-            assert box.columns is None, "interleaved gate and up"
-            copy = consumer.copies.pairs if const_expr(box.paired) else consumer.copies.store
-            into = copy.partition_D(boxes)[None, None, None, where]
-            cute.copy(copy, cute.make_tensor(packed.iterator, cute.make_layout(into.shape)), into)
+        assert box.columns is None, "interleaved gate and up"
+        copy = consumer.copies.pairs if const_expr(box.paired) else consumer.copies.store
+        into = copy.partition_D(boxes)[None, None, None, where]
+        cute.copy(copy, cute.make_tensor(packed.iterator, cute.make_layout(into.shape)), into)
         if const_expr(self.boxes_read > 0):  # see `RaggedM.release`
             cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
@@ -155,9 +152,10 @@ class BlockScaled(Gemm):
             held = cute.make_rmem_tensor((vector,), element)
             source = cute.local_tile(boxes[None, None, where], (1, vector), (row + below, block.lane % lanes))
             cute.copy(atom, source[0, None], held)
-            words = cute.recast_tensor(held, Int32)
-            at = first + below * pitch + across
-            self.put(inside & (row + below < block.valid), at, [words[w] for w in range(WORDS)])
+            words = [cute.recast_tensor(held, Int32)[w] for w in range(WORDS)]
+            if const_expr(box.arranged is not None):
+                words = box.arranged(words)
+            self.put(inside & (row + below < block.valid), first + below * pitch + across, words)
 
     def put(self, wanted, address, words) -> None:
         """Write 16 bytes of a result."""

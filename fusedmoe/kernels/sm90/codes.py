@@ -69,14 +69,53 @@ def encode_and_scale(amax, element: cutlass.Constexpr[str], power_of_two: cutlas
         bits = amax.bitcast(Int32)
         exponent = MOST_EXPONENT[element] + 127 - (bits >> 23)
         exponent = cutlass.min(exponent - Int32((bits & MANTISSA) > MANTISSA_OF_MOST), 127)
-        if amax > 0.0:
-            encode = ((exponent + 127) << 23).bitcast(Float32)
-            scale = cutlass.max((127 - exponent) << 23, 1 << 22).bitcast(Float32)  # 2**-127 is subnormal
+        exponent = Int32(cutlass.select_(amax > 0.0, exponent, Int32(0)))
+        encode = ((exponent + 127) << 23).bitcast(Float32)
+        scale = cutlass.max((127 - exponent) << 23, 1 << 22).bitcast(Float32)  # 2**-127 is subnormal
     else:
         if amax > 0.0:
             encode = cutlass.min(Float32(MOST[element]) / amax, Float32(FLT_MAX))
             scale = Float32(1.0) / encode
     return encode, scale
+
+
+@dsl_user_op
+def nan_of_infinities(word: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """A pair of bf16 values with NaN in place of infinities: ``0 * x + x``."""
+    operands = [v.ir_value(loc=loc, ip=ip) for v in (Int32(word), Int32(0))]
+    return Int32(llvm.inline_asm(T.i32(), operands, "fma.rn.bf16x2 $0, $1, $2, $1;", "=r,r,r", loc=loc, ip=ip))
+
+
+@dsl_user_op
+def larger(a: Int32, b: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """The larger of each of two bf16 values, or the one that is not NaN."""
+    operands = [v.ir_value(loc=loc, ip=ip) for v in (Int32(a), Int32(b))]
+    return Int32(llvm.inline_asm(T.i32(), operands, "max.bf16x2 $0, $1, $2;", "=r,r,r", loc=loc, ip=ip))
+
+
+def pair_of(factor):
+    """A power of two as a pair of bf16 values."""
+    bits = factor.bitcast(Int32)
+    return bits | (bits >> 16)
+
+
+@cute.jit
+def encoded(words, factors, element: cutlass.Constexpr[str]):
+    """The codes of pairs of bf16 values times pairs of factors, two pairs per word. The factors are powers of two, so
+    products in bf16 are exact, or too small for a code other than zero.
+    """
+    count: cutlass.Constexpr[int] = len(words)
+    values, scaled = (cute.make_rmem_tensor((count,), Int32) for _ in range(2))
+    for w in cutlass.range_constexpr(count):
+        values[w], scaled[w] = words[w], factors[w]
+    products = cute.recast_tensor(values, cutlass.BFloat16)
+    products.store(products.load() * cute.recast_tensor(scaled, cutlass.BFloat16).load())
+    wide = cute.make_rmem_tensor((2 * count,), Float32)
+    for w in cutlass.range_constexpr(count):
+        wide[2 * w], wide[2 * w + 1] = fp32_pair(values[w], cutlass.BFloat16)
+    codes = cute.make_rmem_tensor((2 * count,), CODES[element])
+    codes.store(wide.load().to(CODES[element]))
+    return cute.recast_tensor(codes, Int32)
 
 
 def half_of(word: Any, half: int) -> Any:

@@ -18,6 +18,7 @@ from cutlass import Float32, Int32
 
 from fusedmoe.kernels.sm90.codes import (
     CODES,
+    FINITE_BIAS,
     NEGATIVES,
     biased_magnitudes,
     fp32_pair,
@@ -27,8 +28,9 @@ from fusedmoe.kernels.sm90.codes import (
 )
 from fusedmoe.kernels.sm90.config import EPILOGUE_COLUMNS
 from fusedmoe.kernels.sm90.epilogues import Output
-from fusedmoe.kernels.sm90.quantized import BIAS, BOX_CODES, BOX_GROUPS, PAIRS, in_box, in_row
+from fusedmoe.kernels.sm90.quantized import BOX_CODES, BOX_GROUPS, PAIRS, in_box, in_row
 
+BIAS = FINITE_BIAS["bf16"]
 STEPS = BOX_CODES // EPILOGUE_COLUMNS  # per box
 NONE = BIAS << 16 | BIAS  # no magnitudes
 

@@ -84,7 +84,7 @@ class Box(NamedTuple):
     column: Any
     columns: Any = None
     paired: bool = False  # stored by `Copies.pairs`
-    put: Any = None  # or stored by this function of the values, all boxes in shared memory, the box and the thread
+    arranged: Any = None  # a function of 4 words in shared memory, which returns the 16 bytes of the result
 
 
 # ------------------------------------------------------------------------------------------------ formulas
@@ -158,14 +158,30 @@ class Formula:
         """The values plus the bias of their columns; unchanged in the tail."""
         if const_expr(self.biased is False):
             return values
-        width = env.n // 2 if self.paired else env.n
         terms = cute.make_rmem_tensor((VALUES // 2,), Float32)
         terms.fill(0.0)
         if block.live and env.numbers.biased != 0:
             for v in cutlass.range_constexpr(VALUES // 2):
-                at = column * EPILOGUE_COLUMNS + v // 2 * 8 + block.lane % 4 * 2 + v % 2
-                terms[v] = env.bias[block.tile.expert, part * width + cutlass.min(at, width - 1)].to(Float32)
+                terms[v] = self.bias(block, env, column, part, v)
         return [value + terms[v // 4 * 2 + v % 2] for v, value in enumerate(values)]
+
+    @cute.jit
+    def add_bias_if_any(self, values, block, env, column, part):
+        """As `add_bias`, with no addition if there is no bias."""
+        sums = cute.make_rmem_tensor((VALUES,), Float32)
+        for v in cutlass.range_constexpr(VALUES):
+            sums[v] = values[v]
+        if block.live and env.numbers.biased != 0:
+            terms = [self.bias(block, env, column, part, v) for v in range(VALUES // 2)]
+            for v in cutlass.range_constexpr(VALUES):
+                sums[v] = sums[v] + terms[v // 4 * 2 + v % 2]
+        return [sums[v] for v in range(VALUES)]
+
+    def bias(self, block, env, column, part, v: int):
+        """The bias of the ``v``-th of this thread's 8 columns of a box."""
+        width = env.n // 2 if self.paired else env.n
+        at = column * EPILOGUE_COLUMNS + v // 2 * 8 + block.lane % 4 * 2 + v % 2
+        return env.bias[block.tile.expert, part * width + cutlass.min(at, width - 1)].to(Float32)
 
 
 @dataclass(frozen=True)
@@ -179,7 +195,9 @@ class Forward(Formula):
             if self.interleaved:
                 at = block.base + (2 * j + half) * VALUES
             part, box_column = self.box_of(half, column)
-            parts.append(self.add_bias([block.acc[at + v] for v in range(VALUES)], block, env, box_column, part))
+            values = [block.acc[at + v] for v in range(VALUES)]
+            add_bias = self.add_bias_if_any if kernel.rounds else self.add_bias
+            parts.append(add_bias(values, block, env, box_column, part))
         if kernel.rounds:
             parts = [kernel.packed(part) for part in parts]
             gates, ups = (unpacked(part) for part in (parts[0], parts[-1]))

@@ -1,4 +1,4 @@
-"""Stores of 16 bytes to global memory under a predicate, without a branch.
+"""Stores to global memory under a predicate, without a branch.
 
 From ``if wanted: store``, compilers may make a branch around the store, and move the computation of the address and the
 load of the value behind the branch. Then each store waits for its own load, and all stores come one after the other. In
@@ -14,31 +14,31 @@ from cutlass import Int32, Int64
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import dsl_user_op
 
-WORDS = 4
-_STORE = "st.global.v4.b32"
-_ADD = "red.relaxed.gpu.global.add.v4.f32"
+WORDS = 4  # of 16 bytes
 
 
 @dsl_user_op
 def store_if(wanted: Any, address: Int64, words: list[Int32], *, loc: Any = None, ip: Any = None) -> None:
-    """Store four words at an address that is a multiple of 16."""
-    _under(_STORE, wanted, address, words, "r", loc, ip)
+    """Store one word, or four at an address that is a multiple of 16."""
+    _under(f"st.global{'.v4' if len(words) == WORDS else ''}.b32", wanted, address, words, loc, ip)
 
 
 @dsl_user_op
 def add_if(wanted: Any, address: Int64, words: list[Int32], *, loc: Any = None, ip: Any = None) -> None:
     """Add four fp32 values, given by their bits, to those at an address that is a multiple of 16."""
-    _under(_ADD, wanted, address, words, "r", loc, ip)
+    _under("red.relaxed.gpu.global.add.v4.f32", wanted, address, words, loc, ip)
 
 
-def _under(instruction: str, wanted: Any, address: Int64, words: list[Int32], kind: str, loc: Any, ip: Any) -> None:
-    text = f"{{\n.reg .pred p;\nsetp.ne.s32 p, $0, 0;\n@p {instruction} [$1], {{$2, $3, $4, $5}};\n}}"
+def _under(instruction: str, wanted: Any, address: Int64, words: list[Int32], loc: Any, ip: Any) -> None:
+    names = ", ".join(f"${2 + w}" for w in range(len(words)))
+    values = f"{{{names}}}" if len(words) > 1 else names
+    text = f"{{\n.reg .pred p;\nsetp.ne.s32 p, $0, 0;\n@p {instruction} [$1], {values};\n}}"
     operands = [Int32(wanted), Int64(address), *(Int32(word) for word in words)]
     llvm.inline_asm(
         None,
         [operand.ir_value(loc=loc, ip=ip) for operand in operands],
         text,
-        ",".join(["r", "l", *[kind] * WORDS, "~{memory}"]),
+        ",".join(["r", "l", *["r"] * len(words), "~{memory}"]),
         has_side_effects=True,
         loc=loc,
         ip=ip,

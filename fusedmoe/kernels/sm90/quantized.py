@@ -14,22 +14,23 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 
 from fusedmoe.kernels.sm90.codes import (
     CODES,
-    FINITE_BIAS,
-    NEGATIVES,
-    biased_magnitudes,
+    MAGNITUDES,
     encode_and_scale,
+    encoded,
     fp32_pair,
-    max_of_pairs,
+    larger,
+    nan_of_infinities,
+    pair_of,
     value_of_bits,
 )
-from fusedmoe.kernels.sm90.config import BLOCK_ROWS, EPILOGUE_COLUMNS, SCALE_BLOCK
+from fusedmoe.kernels.sm90.config import EPILOGUE_COLUMNS, SCALE_BLOCK
 from fusedmoe.kernels.sm90.epilogues import Box, Output
 from fusedmoe.kernels.sm90.gemm import VALUES
-from fusedmoe.kernels.sm90.warps import LANES
+from fusedmoe.kernels.sm90.predicated import store_if
 
 STEPS = SCALE_BLOCK // EPILOGUE_COLUMNS  # per block of a scale
 WORDS = VALUES // 2  # of a step: pairs of values, of this thread's two rows in turn
@@ -38,8 +39,6 @@ GROUP = 8  # adjacent columns of which four lanes have a pair each
 GROUPS = SCALE_BLOCK // GROUP  # of a block
 BOX_GROUPS = BOX_CODES // GROUP
 PAIRS = GROUP // 2  # of codes
-SWIZZLED = 8  # pairs of codes in 16 bytes
-BIAS = FINITE_BIAS["bf16"]
 
 
 @dataclass(frozen=True)
@@ -96,29 +95,30 @@ class RowCodes(Output):
         The last block of a row may have only some ``groups`` of columns. Columns after these are not zeros, but the
         activation of a bias.
         """
-        largest, signs = Int32(BIAS << 16 | BIAS), Int32(0)
-        for w in cutlass.range_constexpr(cute.size(words)):
-            found = biased_magnitudes(words[w], BIAS)
+        words = [nan_of_infinities(words[w]) for w in range(cute.size(words))]  # for the conversion to codes
+        largest = Int32(0)
+        for w in cutlass.range_constexpr(len(words)):
+            found = words[w] & MAGNITUDES
             if const_expr(groups is not None):
-                found = cutlass.select_(w < groups, found, Int32(BIAS << 16 | BIAS))
-            largest, signs = max_of_pairs(largest, found), signs | found
-        if signs & NEGATIVES != 0:  # infinities become NaN, for the conversion to codes
-            halves = cute.recast_tensor(words, cutlass.BFloat16)
-            loaded = halves.load()
-            halves.store(loaded - (loaded - loaded))
+                found = cutlass.select_(w < groups, found, Int32(0))
+            largest = larger(largest, found)
         for step in cutlass.range_constexpr(2):
-            largest = max_of_pairs(largest, cute.arch.shuffle_sync_bfly(largest, 1 << step))
-        bits = max_of_pairs(largest, largest >> 16) & 0xFFFF
-        amax = value_of_bits(bits - BIAS, cutlass.BFloat16)
+            largest = larger(largest, cute.arch.shuffle_sync_bfly(largest, 1 << step))
+        amax = value_of_bits(larger(largest, largest >> 16) & 0xFFFF, cutlass.BFloat16)
         encode, stored = encode_and_scale(amax, self.element, self.power_of_two)
         row = block.warp_row + block.lane // 4 + 8 * h
-        if block.lane % 4 == 0 and row < block.valid and at < scale.shape[1]:
-            scale[block.top + row, at] = stored
-        wide = cute.make_rmem_tensor((2 * cute.size(words),), Float32)
-        for w in cutlass.range_constexpr(cute.size(words)):
-            wide[2 * w], wide[2 * w + 1] = fp32_pair(words[w], cutlass.BFloat16)
-        codes = cute.make_rmem_tensor((2 * cute.size(words),), CODES[self.element])
-        codes.store((wide.load() * encode).to(CODES[self.element]))
+        place = scale.iterator.toint() + 4 * (Int64(block.top + row) + at * scale.stride[1])
+        wanted = (block.lane % 4 == 0) & (row < block.valid) & (at < scale.shape[1])
+        store_if(wanted, place, [stored.bitcast(Int32)])
+        if const_expr(self.power_of_two):
+            codes = encoded(words, [pair_of(encode)] * len(words), self.element)
+        else:
+            wide = cute.make_rmem_tensor((2 * len(words),), Float32)
+            for w in cutlass.range_constexpr(len(words)):
+                wide[2 * w], wide[2 * w + 1] = fp32_pair(words[w], cutlass.BFloat16)
+            in_fp8 = cute.make_rmem_tensor((2 * len(words),), CODES[self.element])
+            in_fp8.store((wide.load() * encode).to(CODES[self.element]))
+            codes = cute.recast_tensor(in_fp8, Int32)
         return cute.recast_tensor(codes, cutlass.BFloat16)
 
 
@@ -132,27 +132,22 @@ def in_row(steps: list[Any], h: int) -> Any:
 
 
 def in_box(rows: list[Any], box: int, column: Any) -> Box:
-    """A box of pairs of codes, of both rows; ``column`` is its number. A lane has a pair of each group of 8 columns."""
+    """A box of pairs of codes, of both rows; ``column`` is its number. A lane has a pair of each group of 8 columns.
+
+    ``stmatrix`` takes two adjacent values of each lane. These are pairs of codes of two groups, so in shared memory 16
+    bytes have the pairs of two groups in turn.
+    """
     values = cute.make_rmem_tensor((VALUES,), cutlass.BFloat16)
     for group in range(BOX_GROUPS):
         for h in range(2):
-            values[2 * group + h] = rows[h][box * BOX_GROUPS + group]
-    return Box(values, 0, column, put=put_groups)
+            values[group // 2 * 4 + 2 * h + group % 2] = rows[h][box * BOX_GROUPS + group]
+    return Box(values, 0, column, arranged=one_group_after_the_other)
 
 
-@cute.jit
-def put_groups(values, boxes, box, thread):
-    """Write a thread's pairs of codes to a box in shared memory.
-
-    Its rows of 64 bytes are swizzled: the bits of a row's number from the second one on are added, as by XOR, to the
-    number of each 16 bytes. With the places computed here, 4 registers have all of them. With those of a tensor with
-    this layout, 32 do, and 16 of them spill.
-    """
-    lane = thread % LANES
-    row = thread // LANES * 16 + lane // 4
-    first = row * EPILOGUE_COLUMNS + row // 2 % 4 * SWIZZLED + lane % 4
-    unswizzled = cute.recast_ptr(boxes.iterator) + box * (BLOCK_ROWS * EPILOGUE_COLUMNS)
-    for group in cutlass.range_constexpr(BOX_GROUPS):
-        for h in cutlass.range_constexpr(2):
-            at = (first ^ (group // 2 * SWIZZLED)) + group % 2 * PAIRS + 8 * h * EPILOGUE_COLUMNS
-            cute.make_tensor(unswizzled + at, cute.make_layout((1,)))[0] = values[2 * group + h]
+def one_group_after_the_other(words: list[Any]) -> list[Any]:
+    """The pairs of two groups, which alternate in ``words``."""
+    return [
+        cute.arch.prmt(words[2 * half], words[2 * half + 1], selected)
+        for selected in (0x5410, 0x7632)
+        for half in range(2)
+    ]
