@@ -106,6 +106,10 @@ class Report(NamedTuple):
     registers: int
     stack_bytes: int
 
+    def starting(self, prefix):
+        """The opcodes that start with a prefix, or with one of several."""
+        return [opcode for opcode in self.opcodes if opcode.startswith(prefix)]
+
 
 def compile_and_disassemble(kernel, nvdisasm, cuobjdump):
     """Runs in a process of its own."""
@@ -128,6 +132,22 @@ def compile_and_disassemble(kernel, nvdisasm, cuobjdump):
         usage = subprocess.run([cuobjdump, "-res-usage", file], capture_output=True, text=True, check=True)
     ((registers, stack_bytes),) = USAGE.findall(usage.stdout + usage.stderr)  # of one kernel
     return Report(tuple(INSTRUCTION.findall(sass)), int(registers), int(stack_bytes))
+
+
+def check_fp8_product(kernel, most_instructions):
+    """Compile a product of FP8 codes: tensor cores at work, their products in flight together, no spills. Return its
+    report.
+    """
+    report = compile_and_disassemble(kernel, tool("nvdisasm"), tool("cuobjdump"))
+    assert not report.starting(("STL", "LDL"))
+    assert not report.stack_bytes
+    assert report.registers <= REGISTERS
+    assert len(report.opcodes) <= most_instructions
+    waves = kernel.config.tile_m * kernel.config.tile_n // (2 * 64 * 128)  # of a warpgroup, for each stage
+    assert waves
+    assert report.starting("QGMMA") == [f"QGMMA.64x128x32.F32.{kernel.dtype.upper()}.E4M3"] * (4 * waves)
+    assert len(report.starting("WARPGROUP.DEPBAR")) == 2 * waves  # ptxas adds more if it serializes the products
+    return report
 
 
 @pytest.fixture(scope="module")

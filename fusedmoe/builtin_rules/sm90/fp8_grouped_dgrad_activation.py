@@ -4,7 +4,10 @@ activation before the layer, with FP8 operands; with the quantization of the res
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from fusedmoe.builtin_rules.sm90.backend import Run, activation_of, converts, decline, guard_matrix
 from fusedmoe.builtin_rules.sm90.fp8 import (
@@ -28,12 +31,16 @@ from fusedmoe.ops.scale import DScale, ScaleGrad
 from fusedmoe.ops.squared_relu import DSquaredReLU
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from fusedmoe.formats import Format
 
 COLUMNS = "dgrad.input:columns"
 FORMS = ("grad_input:rows", "grad_input:columns", COLUMNS)
+
+_Results = tuple[tuple[Tensor | None, ...], Tensor | None, tuple[Tensor | None, ...]]
+"""What the step gives, except for the row scale's gradient; this gradient; and what the step keeps."""
+_Product = Callable[..., _Results]
+_Derivative = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], _Product]
+"""Binds to ``(dy, weight, offsets, preactivation, factor)`` a function of all tensors of the step."""
 
 
 def _columns(ctx: PlanContext) -> QuantizedSpec | None:
@@ -123,67 +130,62 @@ class Fp8GroupedDgradActivation(OnFp8, FusionRule, name="sm90.fp8_grouped_dgrad_
             require(columns.format.element == E4M3, "%s is %s: expected e4m3", COLUMNS, columns.format.element)
 
     def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
-        return self._build_values(ctx, keep) if self.quantize is None else self._build_codes(ctx, keep)
+        derivative = self._values(ctx, keep) if self.quantize is None else self._codes(ctx, keep)
 
-    def _build_codes(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
+        def bind(
+            dy: Tensor,
+            dy_scale: Tensor,
+            weight: Tensor,
+            weight_scale: Tensor,
+            offsets: Tensor,
+            preactivation: Tensor,
+            factor: Tensor | None,
+        ) -> Run:
+            guard_codes(dy, weight)
+            guard_matrix("the preactivation", preactivation)
+            product = derivative(dy, weight, offsets, preactivation, factor)
+            dtype = None if factor is None else factor.dtype
+
+            def run(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+                given, grad_factor, kept = product(*tensors)
+                if grad_factor is not None and dtype is not None:
+                    given = *given, grad_factor.to(dtype)
+                return *given, *kept
+
+            return on_readable_scales(run, dy_scale, weight_scale)
+
+        return bind
+
+    def _codes(self, ctx: PlanContext, keep: tuple[str, ...]) -> _Derivative:
+        """Return the derivative that writes codes: it gives nothing else, and keeps the forms."""
         assert self.quantize is not None
         assert self.quantize.quantizes is not None, "otherwise there is no step"
         activation, options, scale_grad = activation_of(self.dact.op), ctx.options, self.scale_grad is not None
         quantized = fp8_of(self.quantize.quantizes.format)
         by_rows, by_columns, again = (name in keep for name in FORMS)
 
-        def bind(
-            dy: Tensor,
-            dy_scale: Tensor,
-            weight: Tensor,
-            weight_scale: Tensor,
-            offsets: Tensor,
-            preactivation: Tensor,
-            factor: Tensor | None,
-        ) -> Run:
-            guard_codes(dy, weight)
-            guard_matrix("the preactivation", preactivation)
+        def bind(dy: Tensor, weight: Tensor, offsets: Tensor, preactivation: Tensor, factor: Tensor | None) -> _Product:
             product = block_scaled_functions.bind_block_scaled_gemm_activation_backward_codes(
                 dy, weight, preactivation, factor, activation, quantized, (by_rows, by_columns, again), scale_grad,
                 options,
             )  # fmt: skip
 
-            def run(
-                dy: Tensor,
-                dy_scale: Tensor,
-                weight: Tensor,
-                weight_scale: Tensor,
-                offsets: Tensor,
-                preactivation: Tensor,
-                factor: Tensor | None,
-            ) -> tuple[Tensor, ...]:
-                forms, grad_factor = product(dy, dy_scale, weight, weight_scale, offsets, preactivation, factor)
-                results = [t for form in forms for t in form]
-                if grad_factor is not None and factor is not None:
-                    results.insert(0, grad_factor.to(factor.dtype))
-                return tuple(results)
+            def run(*tensors: Tensor | None) -> _Results:
+                forms, grad_factor = product(*tensors)
+                return (), grad_factor, tuple(t for form in forms for t in form)
 
-            return on_readable_scales(run, dy_scale, weight_scale)
+            return run
 
         return bind
 
-    def _build_values(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
+    def _values(self, ctx: PlanContext, keep: tuple[str, ...]) -> _Derivative:
+        """Return the derivative that gives bf16, and keeps the layer's input by columns or unquantized."""
         activation, options, scale_grad = activation_of(self.dact.op), ctx.options, self.scale_grad is not None
         columns, tensor_scales = _columns(ctx) if COLUMNS in keep else None, by_expert(ctx, "grad_output")
         format = None if columns is None else fp8_of(columns.format)
         keeps_output = any(name != COLUMNS for name in keep)
 
-        def bind(
-            dy: Tensor,
-            dy_scale: Tensor,
-            weight: Tensor,
-            weight_scale: Tensor,
-            offsets: Tensor,
-            preactivation: Tensor,
-            factor: Tensor | None,
-        ) -> Run:
-            guard_codes(dy, weight)
-            guard_matrix("the preactivation", preactivation)
+        def bind(dy: Tensor, weight: Tensor, offsets: Tensor, preactivation: Tensor, factor: Tensor | None) -> _Product:
             product = block_scaled_functions.bind_block_scaled_gemm_activation_backward(
                 dy, weight, preactivation, factor, activation, bool(keep), scale_grad, options,
                 by_expert=tensor_scales,
@@ -194,26 +196,12 @@ class Fp8GroupedDgradActivation(OnFp8, FusionRule, name="sm90.fp8_grouped_dgrad_
                 quantize = functions.bind_quantize_rows(like, format, offsets, rows=False, columns=True)
 
             def run(
-                dy: Tensor,
-                dy_scale: Tensor,
-                weight: Tensor,
-                weight_scale: Tensor,
-                offsets: Tensor,
-                preactivation: Tensor,
-                factor: Tensor | None,
-            ) -> tuple[Tensor | None, ...]:
-                grad_preactivation, x, grad_factor = product(
-                    dy, dy_scale, weight, weight_scale, offsets, preactivation, factor
-                )
-                results: list[Tensor | None] = [grad_preactivation]
-                if grad_factor is not None and factor is not None:
-                    results.append(grad_factor.to(factor.dtype))
-                if quantize is not None:
-                    results += quantize(x, offsets)[0]
-                if keeps_output:
-                    results.append(x)
-                return tuple(results)
+                dy: Tensor, dy_scale: Tensor, weight: Tensor, weight_scale: Tensor, offsets: Tensor, *others: Tensor
+            ) -> _Results:
+                grad_preactivation, x, grad_factor = product(dy, dy_scale, weight, weight_scale, offsets, *others)
+                kept = () if quantize is None else quantize(x, offsets)[0]
+                return (grad_preactivation,), grad_factor, (*kept, x) if keeps_output else kept
 
-            return on_readable_scales(run, dy_scale, weight_scale)
+            return run
 
         return bind

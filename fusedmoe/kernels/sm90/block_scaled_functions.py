@@ -211,17 +211,13 @@ def bind_block_scaled_gemm_activation_backward(
     `functions.grouped_gemm_activation_backward` is for FP8 operands: ``grad_output`` (R, H), and ``weight`` (E, I, H)
     by columns; ``by_expert``: with scales per expert. The results are bf16, and the row scale's gradient is fp32.
     """
-    (rows, features), outputs, device = preactivation.shape, weight.shape[1], preactivation.device
-    unscaled = want_row_scale_grad and row_scale is None
-    scaled = unscaled or row_scale is not None
+    (rows, features), outputs = preactivation.shape, weight.shape[1]
+    scaled = want_row_scale_grad or row_scale is not None
     launch = _ragged_m(
         "fp8_derivative", grad_output, weight, options, compiled_in(activation),
         derivative=True, scaled=scaled, keep=want_output, by_expert=by_expert,
     )._replace(numbers=constants(activation))  # fmt: skip
-    partials, total = None, None
-    if scaled:
-        partials = (-(-outputs // launch.tile_n), -(-rows // limits.UNIT) * limits.UNIT)
-        total = bind_sum_partials(*partials) if want_row_scale_grad else None
+    derivative = _with_row_scale(launch, preactivation, outputs, row_scale, want_row_scale_grad)
 
     def run(
         grad_output: Tensor,
@@ -234,15 +230,9 @@ def bind_block_scaled_gemm_activation_backward(
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         grad = preactivation.new_empty(rows, features)
         y = preactivation.new_empty(rows, outputs) if want_output else None
-        results: tuple[Tensor, ...] = (grad,) if y is None else (grad, y)
-        partial = None
-        if partials is not None:
-            partial = torch.empty(partials, dtype=torch.float32, device=device)
-            results = (partial[:, :rows], *results)
-        if unscaled:
-            row_scale = torch.ones(rows, dtype=torch.float32, device=device)
-        launch(grad_output, grad_scale, weight, weight_scale, offsets, None, row_scale, preactivation, *results)
-        return grad, y, None if total is None or partial is None else total(partial)[:rows]
+        results = (grad,) if y is None else (grad, y)
+        operands = grad_output, grad_scale, weight, weight_scale
+        return grad, y, derivative(*operands, offsets, row_scale, preactivation, *results)
 
     return run
 
@@ -264,17 +254,13 @@ def bind_block_scaled_gemm_activation_backward_codes(
     A form is codes and scales, with shapes and strides as by `quantize_functions.bind_quantize_rows`. ``quantized`` is
     the element of the gradient, with scales that are powers of two. The output is E4M3. I is a multiple of 128.
     """
-    (rows, features), (experts, outputs, _), device = preactivation.shape, weight.shape, preactivation.device
-    unscaled = want_row_scale_grad and row_scale is None
-    scaled = unscaled or row_scale is not None
+    (rows, features), (experts, outputs, _) = preactivation.shape, weight.shape
+    scaled = want_row_scale_grad or row_scale is not None
     launch = _ragged_m(
         "fp8_derivative_codes", grad_output, weight, options, compiled_in(activation),
         derivative=True, scaled=scaled, quantized=quantized, forms=forms,
     )._replace(numbers=constants(activation))  # fmt: skip
-    partials, total = None, None
-    if scaled:
-        partials = (-(-outputs // launch.tile_n), -(-rows // limits.UNIT) * limits.UNIT)
-        total = bind_sum_partials(*partials) if want_row_scale_grad else None
+    derivative = _with_row_scale(launch, preactivation, outputs, row_scale, want_row_scale_grad)
     padded = padded_rows(rows, experts, SCALE_BLOCK)
     by_rows, by_columns, again = forms
     shapes = [(rows, features, quantized.element)] * by_rows + [(features, padded, quantized.element)] * by_columns
@@ -296,14 +282,44 @@ def bind_block_scaled_gemm_activation_backward_codes(
             scale = scale_like(preactivation, lines, length)
             results.append((codes.view(CODES[element]), scale))
             written += [codes.view(torch.bfloat16) if by_rows and not written else codes, scale]
-        partial = None
-        if partials is not None:
-            partial = torch.empty(partials, dtype=torch.float32, device=device)
-            written.insert(0, partial[:, :rows])
-        if unscaled:
+        operands = grad_output, grad_scale, weight, weight_scale
+        return tuple(results), derivative(*operands, offsets, row_scale, preactivation, *written)
+
+    return run
+
+
+def _with_row_scale(
+    launch: _Launch, preactivation: Tensor, outputs: int, row_scale: Tensor | None, want_grad: bool
+) -> Callable[..., Tensor | None]:
+    """Return the launch of a derivative as a function of ``(grad_output, its scale, weight, its scale, offsets,
+    row_scale, preactivation, *results)``, which returns the row scale's gradient, (R,) fp32, if it is wanted.
+
+    With a row scale, the derivative also writes a sum per row and column tile, and a second launch adds up those of a
+    row. A gradient that is wanted without a row scale is that of a row scale of ones.
+    """
+    rows, device = preactivation.shape[0], preactivation.device
+    scaled = row_scale is not None or want_grad
+    partials = (-(-outputs // launch.tile_n), -(-rows // limits.UNIT) * limits.UNIT)
+    total = bind_sum_partials(*partials) if want_grad else None
+
+    def run(
+        a: Tensor,
+        a_scale: Tensor,
+        b: Tensor,
+        b_scale: Tensor,
+        offsets: Tensor,
+        row_scale: Tensor | None,
+        preactivation: Tensor,
+        *results: Tensor,
+    ) -> Tensor | None:
+        if not scaled:
+            launch(a, a_scale, b, b_scale, offsets, None, None, preactivation, *results)
+            return None
+        partial = torch.empty(partials, dtype=torch.float32, device=device)
+        if row_scale is None:
             row_scale = torch.ones(rows, dtype=torch.float32, device=device)
-        launch(grad_output, grad_scale, weight, weight_scale, offsets, None, row_scale, preactivation, *written)
-        return tuple(results), None if total is None or partial is None else total(partial)[:rows]
+        launch(a, a_scale, b, b_scale, offsets, None, row_scale, preactivation, partial[:, :rows], *results)
+        return None if total is None else total(partial)[:rows]
 
     return run
 
