@@ -65,8 +65,10 @@ class Step:
 
     Attributes
     ----------
+    history : AmaxHistory
+        The amax of earlier steps.
     encode : Tensor
-        (E,) fp32: the factor to multiply the tensor by.
+        (E,) fp32: the factor to multiply the tensor by. The end of the step changes it in place.
     again : bool
         Whether activation checkpointing recomputes this call.
     counts : bool
@@ -75,15 +77,14 @@ class Step:
 
     def __init__(self, history: AmaxHistory, role: str, training: bool) -> None:
         self.again = training and role != "grad" and backward_pass() != -1 and had_gradients()
-        # an update must not change a saved factor
-        self.encode = (history.previous if self.again else history.encode).clone()
+        self.encode = history.previous if self.again else history.encode
         self.counts = training and not self.again and not looking()
-        self._history = history
+        self.history = history
 
     def end(self, amax_E: Tensor) -> None:
         """Add the amax of the tensor, (E,) fp32, to the history, if the call counts."""
         if self.counts:
-            self._history.update(amax_E)
+            self.history.update(amax_E)
 
 
 def by_role(op: nn.Module) -> SimpleNamespace:

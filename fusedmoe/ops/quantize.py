@@ -245,9 +245,9 @@ class WeightQuantization:
         step, lasts = self._step(weight, training)
         if by is None:
             encode = None if step is None else step.encode
+            forms = [quantize(weight, self.quantizer, axis, encode=encode) for axis in axes]
             if step is not None and step.counts:
                 step.end(amax_by_expert(weight))
-            forms = [quantize(weight, self.quantizer, axis, encode=encode) for axis in axes]
         else:
             forms = by[1](weight, step)
         if lasts:
@@ -304,9 +304,9 @@ def _quantized(
     shape = tuple(x.shape)
     rows = x.flatten(0, -2) if x.dim() > 2 else x
     encode = None if step is None else step.encode
+    forms = [quantize(rows, quantizer, axis, offsets=offsets, encode=encode) for axis in axes]
     if step is not None and step.counts:
         step.end(amax_by_expert(rows, offsets))
-    forms = [quantize(rows, quantizer, axis, offsets=offsets, encode=encode) for axis in axes]
     return _forms(forms if rows is x else [replace(form, shape=shape) for form in forms])
 
 

@@ -123,7 +123,7 @@ def test_rows_sorted_by_expert(device, kind, which):
 @pytest.mark.parametrize("axes", AXES.values(), ids=AXES)
 @pytest.mark.parametrize("through_index", [False, True], ids=["", "index"])
 def test_delayed_scaling(device, through_index, axes):
-    """Codes by the factors of the step before, and the amax of this one, in one launch."""
+    """Codes by the factors of the step before, and the history with the amax of this one."""
     quantizer = Quantizer(fp8_tensor(), delayed=Delayed(3))
     history = AmaxHistory(quantizer, 3, torch.device(device))
     offsets = offsets_of([130, 0, 31], device)
@@ -132,10 +132,10 @@ def test_delayed_scaling(device, through_index, axes):
     source = x if index is None else x[index]
     run = bind_forms(x, quantizer, axes, offsets, index, training=True)
     for _ in range(2):
-        step = Step(history, "input", True)
+        step, encode = Step(history, "input", True), history.encode.clone()
         with nan_in_new_tensors():
             found = run(x, offsets, index, step)
-        check(found, [quantize(source, quantizer, axis, offsets=offsets, encode=step.encode) for axis in axes])
+        check(found, [quantize(source, quantizer, axis, offsets=offsets, encode=encode) for axis in axes])
         assert torch.equal(history.amax[0], amax_by_expert(source, offsets))
     assert history.amax[1].any()
     assert (history.encode[::2] != 1).all()
@@ -147,9 +147,9 @@ def test_delayed_scaling(device, through_index, axes):
     )
     weight = ordinary(3 * 48, 64, device).view(3, 48, 64)
     for w in (weight, weight.mT.contiguous().mT):
-        step = Step(history, "weight", True)
+        step, encode = Step(history, "weight", True), history.encode.clone()
         found = bind_weight_forms(w, quantizer, axes, True)(w, step)
-        check(found, [quantize(w, quantizer, axis, encode=step.encode) for axis in axes])
+        check(found, [quantize(w, quantizer, axis, encode=encode) for axis in axes])
         assert torch.equal(history.amax[0], amax_by_expert(w))
 
 

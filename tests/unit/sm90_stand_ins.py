@@ -4,12 +4,15 @@ They are as strict as the kernels about what they are given, and round as the ke
 fp32, one rounding at the end.
 """
 
+import math
+
 import torch
 
 from fusedmoe.formats import (
     E2M1,
     E4M3,
     E5M2,
+    Delayed,
     QuantizedTensor,
     Quantizer,
     ScaleRule,
@@ -21,6 +24,7 @@ from fusedmoe.formats import (
     quantizers,
 )
 from fusedmoe.formats.casts import to_codes
+from fusedmoe.formats.delayed import AmaxHistory
 from fusedmoe.formats.groups import PaddedRows, group_of, of_group
 from fusedmoe.formats.hadamard import rotate
 from fusedmoe.kernels.activation import Activation
@@ -35,7 +39,7 @@ from fusedmoe.ops.glu import GeGLU, ReGLU, SwiGLU
 from fusedmoe.ops.router import Router
 from fusedmoe.ops.squared_relu import SquaredReLU
 
-BF16 = torch.bfloat16
+BF16, CPU = torch.bfloat16, torch.device("cpu")
 calls = []  # (name, what distinguishes the call)
 
 
@@ -450,6 +454,21 @@ def bind_transpose_rows(codes, offsets):
         return padded.spread(codes.view(torch.uint8)).mT.contiguous().view(codes.dtype)
 
     return Bound(run, codes, offsets)
+
+
+def bind_update_amax_history(most, least, *, power_of_two, most_recent):
+    margin = round(math.log2(E5M2.max / most))  # as many binades from E5M2 have the same quotients
+    assert E5M2.max / 2**margin == most
+    format = fp8_tensor(E5M2, power_of_two, least)
+
+    def run(history, amax, reference, encode, previous):
+        calls.append(("update_amax_history", {}))
+        plain = AmaxHistory(Quantizer(format, delayed=Delayed(len(history), most_recent, margin)), len(amax), CPU)
+        plain.amax, plain.reference, plain.encode, plain.previous = history, reference, encode, previous
+        plain.update(amax)
+        return 1 / previous
+
+    return run
 
 
 def bind_dequantize(codes, scale, format, *, transposed=False):

@@ -9,6 +9,7 @@ pytest.importorskip("cutlass")
 from test_sm90_compile import check_fp8_product, compile_and_disassemble, tool
 
 from fusedmoe.kernels.shipped import shipped
+from fusedmoe.kernels.sm90.amax_history import IN_FLIGHT, WARPS, UpdateAmaxHistory
 from fusedmoe.kernels.sm90.choice import CANDIDATES, CO_128, CO_256, CO_256_ROWS, CO_256_TALL
 from fusedmoe.kernels.sm90.codes_by_expert import CodesByExpert
 from fusedmoe.kernels.sm90.config import BARRIER_BYTES, SMEM_BYTES
@@ -93,7 +94,7 @@ def test_every_candidate_is_shipped():
     for config, output in itertools.product(CANDIDATES["fp8_wgrad"], ({}, {"out": "fp32", "accumulate": True})):
         wanted.add(TensorScaledRaggedK("e5m2", config, **output))
     assert len(wanted) == 4 + 4 + 8 + 6
-    assert {*wanted, TransposeRows()} <= {*shipped("sm_90a")}
+    assert {*wanted, TransposeRows(), UpdateAmaxHistory()} <= {*shipped("sm_90a")}
 
 
 PLAINS = CANDIDATES["fp8_plain"]
@@ -104,3 +105,14 @@ def test_codes_are_transposed_in_registers():
     assert len([opcode for opcode in code if opcode.startswith("PRMT")]) >= 32
     assert len([opcode for opcode in code if opcode.startswith("STG.E.128")]) == 4
     assert not [opcode for opcode in code if opcode.startswith(("STL", "LDL"))]
+
+
+def test_a_history_is_read_in_chunks():
+    """All loads of a chunk come before its stores; the registers allow a CTA of 1024 threads."""
+    report = compile_and_disassemble(UpdateAmaxHistory(), tool("nvdisasm"), tool("cuobjdump"))
+    assert not report.starting(("STL", "LDL"))
+    assert report.registers <= 65536 // (WARPS * 32)
+    moved = [opcode[:3] for opcode in report.starting(("LDG", "STG"))]
+    first = moved.index("STG")
+    assert moved[:first].count("LDG") >= IN_FLIGHT
+    assert moved[first:].count("STG") == IN_FLIGHT + 5, "the newest step, the reference, two factors and the scale"

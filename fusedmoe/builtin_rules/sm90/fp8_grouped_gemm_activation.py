@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fusedmoe.builtin_rules.sm90.backend import Run, activation_of, converts, decline
+from fusedmoe.builtin_rules.sm90.delayed import LAUNCHES_PER_STEP, bind_end
 from fusedmoe.builtin_rules.sm90.fp8 import (
     BY_EXPERT,
     ROWS,
@@ -21,7 +22,6 @@ from fusedmoe.builtin_rules.sm90.fp8 import (
     guard_codes,
     on_readable_scales,
 )
-from fusedmoe.builtin_rules.sm90.narrow_forms import LAUNCHES_ON_SCALES
 from fusedmoe.fusion.rule import Bind, FusionRule, PlanContext, Step, require
 from fusedmoe.kernels.fp8 import Fp8, Fp8ByExpert
 from fusedmoe.kernels.sm90 import block_scaled_functions, functions, limits
@@ -77,7 +77,7 @@ class Fp8GroupedGemmActivation(OnFp8, FusionRule, name="sm90.fp8_grouped_gemm_ac
             assert quantizer is not None, "otherwise there is no step"
             if quantizer.delayed is not None:
                 keeps = (*keeps, COLUMNS)
-                launches += LAUNCHES_ON_SCALES + 1
+                launches += LAUNCHES_PER_STEP + 1  # and the codes by columns
             else:
                 epsilon = quantizer.format.amax_epsilon
                 require(not epsilon, "amax_epsilon %s: the epilogue has no lower bound on amax", epsilon)
@@ -126,6 +126,7 @@ class Fp8GroupedGemmActivation(OnFp8, FusionRule, name="sm90.fp8_grouped_gemm_ac
             width = self.fc.out_features // (2 if activation_of(self.act).gated else 1)
             codes = x.new_empty(x.shape[0], width, dtype=quantize.quantizer.format.element.dtype)
             transpose = functions.bind_transpose_rows(codes, offsets)
+        end = bind_end(quantize.quantizer)
 
         def run(
             x: Tensor,
@@ -140,8 +141,7 @@ class Fp8GroupedGemmActivation(OnFp8, FusionRule, name="sm90.fp8_grouped_gemm_ac
             assert step is not None, "delayed scaling"
             amax = torch.zeros_like(step.encode)
             codes, *p = product(x, x_scale, weight, weight_scale, bias, offsets, factor, step.encode, amax)
-            step.end(amax)
-            scale = 1 / step.encode
+            scale = end(step, amax)
             by_columns = () if transpose is None else (transpose(codes, offsets), scale)
             return (codes, scale, *p, *by_columns)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal, cast
 import torch
 from torch import Tensor
 
+from fusedmoe.builtin_rules.sm90.delayed import bind_end
 from fusedmoe.formats import E2M1, E4M3, Format, Quantizer, ScaleRule
 from fusedmoe.formats.groups import padded_rows
 from fusedmoe.formats.hadamard import TILE
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from fusedmoe.ops.amax_state import Step as DelayedStep
 
 LAUNCHES_ON_SCALES = 8
-"""The launches, approximately, on values per row or expert: of factors and scales, or of a step of delayed scaling."""
+"""The launches, approximately, on values per row or expert, of factors and scales from the values themselves."""
 Forms = list[tuple[Tensor, ...]]
 """Codes, scale and, if the format has one, tensor scale of each form."""
 
@@ -77,32 +78,36 @@ def bind_forms(
         x, narrow_of(format), offsets_E, index_R, rows=rows, columns=columns, rotated=rotated,
         stochastic=quantizer.stochastic_rounding, amax=quantizer.delayed is not None and training,
     )  # fmt: skip
-    factors_of = None
+    factors_of, end = None, None
     if quantizer.delayed is None:
         factors_of = _bind_factors(x, format, rows, columns, rotated, offsets_E, index_R)
+    else:
+        end = bind_end(quantizer)
     dtypes = format.element.dtype, format.rule.dtype
 
     def run(
         x: Tensor, offsets_E: Tensor | None = None, index_R: Tensor | None = None, step: DelayedStep | None = None
     ) -> Forms:
         amax_E = None
+        scales: list[Tensor] = []
+        tensor_scales: list[Tensor] = []
         if factors_of is not None:
             factors, scales, tensor_scales = factors_of(x, offsets_E, index_R)
         else:
             assert step is not None, "delayed scaling"
-            forms = rows + columns
-            factors, scales, tensor_scales = (step.encode,) * forms, [1 / step.encode] * forms, []
+            factors = (step.encode,) * (rows + columns)
             if training:
                 amax_E = torch.zeros_like(step.encode)
         random: tuple[Tensor, ...] = ()
         if quantizer.stochastic_rounding:
             random = tuple(torch.randint(0, 256, s, dtype=torch.uint8, device=x.device) for s in shapes_of(x, index_R))
+        forms = kernel(x, offsets_E, index_R, factors, random, amax_E)
+        if step is not None and end is not None:
+            scales = [end(step, amax_E)] * len(forms)
         found: Forms = []
-        for i, (codes, scale) in enumerate(kernel(x, offsets_E, index_R, factors, random, amax_E)):
+        for i, (codes, scale) in enumerate(forms):
             of_form = scales[i] if scale is None else scale.view(dtypes[1])
             found.append((codes.view(dtypes[0]), of_form, *tensor_scales[i : i + 1]))
-        if step is not None and amax_E is not None:
-            step.end(amax_E)
         return found
 
     def shapes_of(x: Tensor, index_R: Tensor | None) -> list[tuple[int, int]]:

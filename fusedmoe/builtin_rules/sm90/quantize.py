@@ -24,6 +24,7 @@ from fusedmoe.builtin_rules.sm90.backend import (
     guard_matrix,
     on_readable,
 )
+from fusedmoe.builtin_rules.sm90.delayed import LAUNCHES_PER_STEP
 from fusedmoe.builtin_rules.sm90.fp8 import ROWS, WEIGHTS, Block, check_blocks, fp8_of
 from fusedmoe.builtin_rules.sm90.narrow_forms import LAUNCHES_ON_SCALES, bind_forms, bind_weight_forms, is_narrow
 from fusedmoe.formats import QuantizedTensor
@@ -61,11 +62,12 @@ def _check(ctx: PlanContext, value: str, **widths: int) -> None:
 
 
 def _launches(quantizer: Quantizer | None) -> int:
-    """Return the number of kernels that one quantization takes, approximately."""
+    """Return the number of kernels that one quantization takes in training; without delayed scaling, approximately."""
     assert quantizer is not None, "otherwise there is no step"
     if quantizer.format.block[1] is not None and not quantizer.format.tensor_scale:
         return 1
-    return LAUNCHES_ON_SCALES + (quantizer.delayed is not None) + 2 * quantizer.stochastic_rounding
+    on_scales = LAUNCHES_ON_SCALES if quantizer.delayed is None else LAUNCHES_PER_STEP + 1
+    return on_scales + 2 * quantizer.stochastic_rounding
 
 
 def _bind_rows(

@@ -46,6 +46,7 @@ from fusedmoe.kernels.sm90.quantize_format_functions import (
     bind_magnitudes,
     bind_quantize_format,
     bind_transpose_rows,
+    bind_update_amax_history,
 )
 from fusedmoe.kernels.sm90.quantize_functions import (
     TOKEN_READERS,
@@ -94,6 +95,7 @@ __all__ = [
     "bind_sum_slots",
     "bind_transpose_codes",
     "bind_transpose_rows",
+    "bind_update_amax_history",
     "column_sums",
     "grouped_gemm",
     "grouped_gemm_activation",

@@ -20,6 +20,7 @@ from fusedmoe.kernels.sm90.row_functions import NAMES
 from fusedmoe.kernels.torch.rows import padded_rows
 
 TILE = 128
+_EXPONENT = ~0x7FFFFF  # the bits of fp32 without those of the mantissa
 PADDING = 16  # rows to a multiple of which `Magnitudes` pads those of an expert
 Form = tuple[Tensor, Tensor | None]
 """Codes as bytes; and scales as bytes, None for given factors."""
@@ -253,5 +254,42 @@ def bind_transpose_rows(codes: Tensor, offsets_E: Tensor) -> Callable[[Tensor, T
         if kernel is not None:
             kernel(codes.view(torch.uint8), out, offsets_E, tiles, rows)
         return out.view(dtype)
+
+    return run
+
+
+def bind_update_amax_history(
+    most: float, least: float, *, power_of_two: bool, most_recent: bool
+) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Return a function of ``(history, amax, reference, encode, previous)`` that ends a step of delayed scaling.
+
+    It is one launch. It changes all but ``amax`` in place, to the bits of
+    `fusedmoe.formats.delayed.AmaxHistory.update`, and returns the scale of the step's codes: ``1 / encode`` before the
+    change, (E,).
+
+    Parameters
+    ----------
+    most
+        The factor of a reference of 1, before it is rounded: the largest code divided by ``2**margin``.
+    least
+        Lower bound on the reference.
+    power_of_two
+        Round factors down to powers of two.
+    most_recent
+        The reference is the amax of this step. Otherwise it is the largest of the history.
+
+    Notes
+    -----
+    ``history`` of a call is (S, E), the others (E,); all are fp32 and contiguous.
+    """
+    from fusedmoe.kernels.sm90.amax_history import UpdateAmaxHistory  # deferred: imports the CuTe DSL
+
+    kernel = load(UpdateAmaxHistory())
+    numbers = most, least, _EXPONENT if power_of_two else -1, int(most_recent)
+
+    def run(history: Tensor, amax: Tensor, reference: Tensor, encode: Tensor, previous: Tensor) -> Tensor:
+        scale = torch.empty_like(encode)
+        kernel(history, amax, reference, encode, previous, scale, *numbers)
+        return scale
 
     return run

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from fusedmoe.kernels.activation import Activation
 from fusedmoe.kernels.narrow import Narrow
+from fusedmoe.kernels.sm90.amax_history import UpdateAmaxHistory
 from fusedmoe.kernels.sm90.block_scaled import BlockScaledRaggedM
 from fusedmoe.kernels.sm90.block_scaled_k import BlockScaledRaggedK
 from fusedmoe.kernels.sm90.choice import CANDIDATES, PP_192, WGRADS
@@ -135,7 +136,7 @@ def shipped() -> tuple[Kernel, ...]:
     for config, keep, delayed in itertools.product(CANDIDATES["fp8_activation"], (True, False), (True, False)):
         epilogue = activation("swiglu", keep=keep, result=CodesByExpert() if delayed else None)
         kernels.append(TensorScaledRaggedM("e4m3", config, epilogue=epilogue))
-    kernels.append(TransposeRows())
+    kernels += [TransposeRows(), UpdateAmaxHistory()]
     for config, keep, scaled in itertools.product(CANDIDATES["fp8_derivative"], (True, False), (True, False)):
         epilogue = derivative("swiglu", keep=keep, row_scale=scaled)
         kernels.append(TensorScaledRaggedM("e5m2", config, epilogue=epilogue))

@@ -1,0 +1,157 @@
+"""The end of a step of delayed scaling: histories, references and factors have the bits of plain PyTorch."""
+
+import math
+
+import pytest
+import torch
+from hopper import DEVICE, needs_gpu, needs_hopper
+from poison import nan_in_new_tensors
+
+import fusedmoe as fm
+from benchmarks.launches import launches
+from fusedmoe.builtin_rules.sm90.delayed import bind_end
+from fusedmoe.formats import E5M2, Delayed, Quantizer, fp8_tensor
+from fusedmoe.formats.delayed import AmaxHistory
+from fusedmoe.ops.amax_state import Step, only_looking
+from fusedmoe.recipes import FP8Tensor
+
+pytestmark = needs_hopper
+
+PARTS = ("amax", "reference", "encode", "previous")
+FORMATS = {
+    "": fp8_tensor(),
+    "power of two": fp8_tensor(power_of_two=True),
+    "e5m2": fp8_tensor(E5M2),
+    "least": fp8_tensor(amax_epsilon=0.3),
+}
+SPECIAL = (0.0, math.inf, math.nan, 1e-45, 1e-38, 1e-30, 3.4e38, 448.0, 0.3, 1.0)
+
+
+def pair(quantizer, experts):
+    return [AmaxHistory(quantizer, experts, DEVICE) for _ in range(2)]
+
+
+def check(found, wanted):
+    for part in PARTS:
+        got, want = (getattr(history, part).view(torch.int32) for history in (found, wanted))
+        assert torch.equal(got, want), part
+
+
+def amax_of(experts, seed):
+    generator = torch.Generator().manual_seed(seed)
+    found = torch.rand(experts, generator=generator).mul(40).sub(20).exp2()
+    found[seed % experts :: 7] = SPECIAL[seed % len(SPECIAL)]
+    return found.to(DEVICE)
+
+
+@pytest.mark.parametrize("recent", [False, True], ids=["", "most recent"])
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+def test_steps(format, recent):
+    """More steps than the history has, and more experts than a warp."""
+    quantizer = Quantizer(format, delayed=Delayed(5, recent, margin=1))
+    got, want = pair(quantizer, 70)
+    end = bind_end(quantizer)
+    for seed in range(12):
+        step, amax = Step(got, "input", True), amax_of(70, seed)
+        scale = 1 / want.encode
+        with nan_in_new_tensors():
+            found = end(step, amax)
+        want.update(amax)
+        check(got, want)
+        assert torch.equal(found, scale)
+    assert len({*want.encode.tolist()}) > 10
+    assert got.begun
+
+
+@pytest.mark.parametrize("experts", [1, 32, 33])
+@pytest.mark.parametrize("steps", [1, 2, 3, 16, 33, 512, 513, 514, 1024, 1100])
+def test_histories_of_any_length(steps, experts):
+    """Each step moves by one place, those at the borders of a warp's share and of a chunk too."""
+    quantizer = Quantizer(fp8_tensor(), delayed=Delayed(steps))
+    got, want = pair(quantizer, experts)
+    history = torch.rand(steps, experts, device=DEVICE) + 1
+    history[steps // 2, experts // 2] = 300
+    for one in (got, want):
+        one.restore(history, torch.full((experts,), 2.0, device=DEVICE))
+    end = bind_end(quantizer)
+    for seed in range(2):
+        amax = torch.full((experts,), 1.5 + seed, device=DEVICE)
+        end(Step(got, "input", True), amax)
+        want.update(amax)
+        check(got, want)
+    assert torch.equal(got.amax[1:2], torch.full((1, experts), 1.5, device=DEVICE)[: steps - 1])
+
+
+def test_the_largest_of_a_history_may_be_anywhere():
+    quantizer, steps = Quantizer(fp8_tensor(), delayed=Delayed(600)), 600
+    end, experts = bind_end(quantizer), 40
+    for first in range(0, steps, experts):
+        got, want = pair(quantizer, experts)
+        history = torch.rand(steps, experts, device=DEVICE)
+        history[first + torch.arange(experts), torch.arange(experts)] = 7.0
+        for one in (got, want):
+            one.restore(history, torch.ones(experts, device=DEVICE))
+        end(Step(got, "input", True), torch.full((experts,), 0.5, device=DEVICE))
+        want.update(torch.full((experts,), 0.5, device=DEVICE))
+        check(got, want)
+        dropped = first + experts == steps  # the oldest, of the last expert
+        assert got.reference.eq(7).sum() == experts - dropped
+
+
+def test_values_that_are_not_finite_in_a_restored_history():
+    quantizer = Quantizer(fp8_tensor(), delayed=Delayed(4))
+    got, want = pair(quantizer, 4)
+    history = torch.ones(4, 4, device=DEVICE)
+    history[1] = torch.tensor([math.nan, math.inf, 0.0, 5.0], device=DEVICE)
+    for one in (got, want):
+        one.restore(history, torch.tensor([3.0, 3.0, math.inf, math.nan], device=DEVICE))
+        one.reference.copy_(torch.tensor([3.0, 0.0, math.inf, math.nan], device=DEVICE))
+    end = bind_end(quantizer)
+    for _ in range(2):
+        amax = torch.tensor([2.0, 2.0, 0.0, 2.0], device=DEVICE)
+        end(Step(got, "input", True), amax)
+        want.update(amax)
+        check(got, want)
+    assert got.reference[:2].tolist() == [3.0, 0.0]
+    assert got.encode[1] == 1
+
+
+def test_steps_that_do_not_count():
+    """Those of inference and of `explain` return the scale, and change nothing."""
+    quantizer = Quantizer(fp8_tensor(), delayed=Delayed(3))
+    history, before = pair(quantizer, 5)
+    end = bind_end(quantizer)
+    for one in (history, before):
+        one.update(torch.arange(1.0, 6, device=DEVICE))
+    amax = torch.full((5,), 9.0, device=DEVICE)
+    found = [end(Step(history, "input", False), None), end(Step(history, "input", False), amax)]
+    with only_looking():
+        found.append(end(Step(history, "input", True), amax))
+    check(history, before)
+    assert all(torch.equal(scale, 1 / before.encode) for scale in found)
+
+
+@needs_gpu
+def test_launches_of_a_training_step():
+    """As many as the plan states, of which two per quantized tensor are on values per expert."""
+    experts, features = 8, 256
+    chain = fm.Sequential(
+        fm.GroupedLinear(experts, features, 2 * features, device=DEVICE, dtype=torch.bfloat16),
+        fm.SwiGLU(),
+        fm.Scale("probs"),
+        fm.GroupedLinear(experts, features, features, device=DEVICE, dtype=torch.bfloat16),
+    )
+    x = torch.randn(2048, features, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    splits, dy = torch.full((experts,), 256, device=DEVICE), torch.randn_like(x)
+    probs = torch.rand(2048, device=DEVICE, requires_grad=True)
+    wanted = (x, probs, *chain.parameters())
+
+    def step():
+        fm.clear_weight_cache(chain)
+        torch.autograd.grad(chain(x, splits=splits, probs=probs), wanted, dy)
+
+    with fm.recipe(FP8Tensor(delayed=Delayed())), fm.strict():
+        names = [launch.name for launch in launches(step, DEVICE)]
+        (plan,) = chain.explain(x, splits=splits, probs=probs).plans
+    assert len([name for name in names if "UpdateAmaxHistory" in name]) == 6
+    assert len(names) == sum(step.launches for step in (*plan.steps, *plan.glue)), names
