@@ -1,1 +1,1 @@
-"""The section ``fp8``: training under the recipe ``fp8_block`` on Hopper, against fused bf16 and unfused FP8."""
+"""The section ``fp8``: training under ``fp8_block`` and ``fp8_tensor`` on Hopper, against bf16 and unfused FP8."""

@@ -19,10 +19,14 @@ if TYPE_CHECKING:
 _OTHERS = re.compile(
     r"geglu|reglu|squared_relu|clamp|fp16|e5m2|column_sums|swiglu_(?!keep|scale)|bn_swiglu|route_int64_bf16|scaled_bf16"
 )
+_BY_EXPERT = re.compile(r"e5m2_.*(tensor_scales|by_expert)")
 
 
 def needed() -> list[Kernel]:
-    """Return the kernels of training in bf16 and in FP8 with SwiGLU, with every candidate of their tiles."""
+    """Return the kernels of training in bf16 and in FP8 with SwiGLU, with every candidate of their tiles.
+
+    Those with one scale per expert are the shipped ones, with gradients in E5M2.
+    """
     from fusedmoe.kernels.sm90.block_scaled import BlockScaledRaggedM  # deferred: imports the CuTe DSL
     from fusedmoe.kernels.sm90.block_scaled_k import BlockScaledRaggedK
     from fusedmoe.kernels.sm90.choice import CANDIDATES
@@ -50,7 +54,7 @@ def needed() -> list[Kernel]:
         kernels.append(BlockScaledRaggedK("e4m3", config, out="bf16"))
         kernels.append(BlockScaledRaggedK("e4m3", config, out="fp32", accumulate=True))
     kernels.append(QuantizeRows("bf16", "e4m3", False, True, True, True, False))
-    kernels += [kernel for kernel in shipped() if not _OTHERS.search(kernel.symbol)]
+    kernels += [k for k in shipped() if _BY_EXPERT.search(k.symbol) or not _OTHERS.search(k.symbol)]
     return list({kernel.symbol: kernel for kernel in kernels}.values())  # most of the former are shipped too
 
 

@@ -10,11 +10,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.fp8 import training
-from benchmarks.fp8.layers import ACCUMULATED, CASES, FORWARD, MICRO_BATCHES, RECIPES, RESULTS, STEP, speedups
+from benchmarks.fp8.layers import (
+    ACCUMULATED,
+    BY_EXPERT,
+    CASES,
+    FORWARD,
+    MICRO_BATCHES,
+    RECIPES,
+    RESULTS,
+    STEP,
+    speedups,
+)
+from benchmarks.fp8.products import BY_EXPERT as PRODUCT_BY_EXPERT
 from benchmarks.fp8.quantize import GATHERED
 from benchmarks.fp8.unfused import OURS_IN_FP8
 
 FP8, WGRAD_BF16 = RECIPES[1:]
+EVERY_RECIPE = (*RECIPES, *BY_EXPERT)
 ERRORS = {"y": "y", "x": "dx", "router": "drouter", "probs": "dprobs", "weight1": "dw1", "weight2": "dw2"}
 TITLES = {
     STEP: "Forward and backward, weights quantized in every step",
@@ -62,6 +74,15 @@ The expert MLP on dispatched rows of {names}. *torch FP8 by rows* is what plain 
 derivative. The weights are quantized in every call, except where the name says otherwise. *x fp8_block* is the time
 divided by that of `fp8_block`: above 1, `fp8_block` is faster.
 """
+TENSOR = """\
+The tables compare `fp8_tensor` with `fp8_block` of the same run. The columns are those of [Speed](#speed). *Delayed* is
+delayed scaling with the defaults of Transformer Engine.
+"""
+NO_TENSOR = "No layer and no product with one scale per expert has been measured yet.\n"
+TENSOR_PRODUCTS = """\
+Products on dispatched rows. The gradients of *one scale per expert* are in E5M2, and *quantize* is that of delayed
+scaling, which also finds the largest magnitude of each expert.
+"""
 MEMORY = """\
 ### Memory of the layers
 
@@ -79,7 +100,10 @@ numbers, in which no error averages out. {machine}, commit {commit}.
 
 def filled(text: str, found: Mapping[str, Any] | None, compared: Sequence[Mapping[str, Any]] = ()) -> str:
     """Return the page with its parts replaced: ``found`` is fp8.json, ``compared`` a comparison of recipes by seed."""
-    for name, part in (("speed", speed(found)), ("memory", memory(found)), ("accuracy", accuracy(found, compared))):
+    parts = {
+        "speed": speed(found), "memory": memory(found), "accuracy": accuracy(found, compared), "tensor": tensor(found)
+    }  # fmt: skip
+    for name, part in parts.items():
         pattern = re.compile(rf"(<!-- {name}: [^\n]*-->\n).*?(<!-- end of {name} -->)", re.DOTALL)
         if not pattern.search(text):
             raise ValueError(f"docs/fp8.md: no part {name}")
@@ -117,18 +141,56 @@ def speed(found: Mapping[str, Any] | None) -> str:
     return "\n".join(text)
 
 
+def tensor(found: Mapping[str, Any] | None) -> str:
+    """Return the tables of one scale per expert; a sentence if nothing was measured."""
+    if found is None:
+        return NO_TENSOR
+    recipes = [FP8, *BY_EXPERT]
+    head = ["shape", "pass", "`bf16`, ms"]
+    for recipe in recipes:
+        head += [f"{_shown(recipe)}, ms", "x bf16"]
+    of_layers = []
+    for entry in found["layers"]:
+        for case, title in TITLES.items():
+            rows = [_row(entry, case, recipe) for recipe in recipes]
+            if any(_ms(row) for row in rows[1:]):
+                cells = [cell for row in rows for cell in (_ms(row), _ratio(row.get("speedup")))]
+                of_layers.append([entry["name"], title, _ms(_row(entry, case, "bf16")), *cells])
+    of_products = []
+    for entry in found["products"]:
+        by_format = {(row["product"], row["format"]): row for row in entry.get("rows", ())}
+        for product, format in by_format:
+            if format == PRODUCT_BY_EXPERT:
+                bf16, *rows = (by_format[product, name] for name in ("bf16", "fp8", format))
+                cells = [cell for row in rows for cell in (_ms(row), _ratio(row.get("speedup")))]
+                of_products.append([entry["name"], product, _ms(bf16), *cells])
+    text = []
+    if of_layers:
+        text += [TENSOR, _table(head, of_layers) + "\n"]
+    if of_products:
+        head = ["shape", "product", "bf16, ms", f"`{FP8}`, ms", "x bf16", "one scale per expert, ms", "x bf16"]
+        text += [TENSOR_PRODUCTS, _table(head, of_products) + "\n"]
+    return "\n".join(text) or NO_TENSOR
+
+
+def _shown(recipe: str) -> str:
+    """Return a recipe's name and its remark, as text of the page."""
+    name, comma, remark = recipe.partition(",")
+    return f"`{name}`{comma}{remark}"
+
+
 def memory(found: Mapping[str, Any] | None) -> str:
     """Return the table of memory."""
     if found is None:
         return ""
     rows = []
     for entry in found["layers"]:
-        for recipe in RECIPES:
+        for recipe in EVERY_RECIPE:
             kept = _row(entry, FORWARD, recipe).get("kept_bytes")
             peak = _row(entry, STEP, recipe).get("peak_bytes")
             weights = entry.get("recipes", {}).get(recipe, {}).get("weight_bytes")
             if kept is not None or peak is not None:
-                rows.append([entry["name"], f"`{recipe}`", *(_gib(value) for value in (kept, peak, weights))])
+                rows.append([entry["name"], _shown(recipe), *(_gib(value) for value in (kept, peak, weights))])
     if not rows:
         return ""
     head = ["shape", "recipe", "kept", "peak", "quantized weights"]
@@ -143,12 +205,12 @@ def accuracy(found: Mapping[str, Any] | None, compared: Sequence[Mapping[str, An
     if found is not None:
         rows = []
         for entry in found["layers"]:
-            for recipe in RECIPES:
+            for recipe in EVERY_RECIPE:
                 if errors := entry.get("recipes", {}).get(recipe, {}).get("errors"):
                     shown = {ERRORS[name]: f"{error:.1e}" for name, error in errors.items()}
                     third = next((shown[name] for name in ("drouter", "dprobs") if name in shown), "")
                     cells = [shown[ERRORS[name]] for name in RESULTS]
-                    rows.append([entry["name"], f"`{recipe}`", *cells[:2], third, *cells[2:]])
+                    rows.append([entry["name"], _shown(recipe), *cells[:2], third, *cells[2:]])
         head = ["shape", "recipe", "y", "dx", "drouter or dprobs", "dw1", "dw2"]
         if rows:
             text += [ACCURACY.format(machine=found["machine"], commit=found["commit"]), _table(head, rows) + "\n"]

@@ -3,6 +3,9 @@
 The operands in FP8 are quantized beforehand, except where the title of a product says ``quantize``: there, the epilogue
 quantizes what the next products read. The errors are relative to fp64 of the unquantized operands, so those of FP8
 include the rounding of the operands.
+
+Some products are also measured in FP8 with one scale per expert, as delayed scaling has them. There the gradient is in
+E5M2, and ``quantize`` writes codes and finds the largest magnitude of each expert.
 """
 
 from __future__ import annotations
@@ -22,11 +25,15 @@ from benchmarks.peers.ours import Ours
 from benchmarks.problem import Problem
 from fusedmoe.bench.peers import why_not
 from fusedmoe.bench.timing import Timer, times_of
+from fusedmoe.formats import E5M2, Format, amax_by_expert, fp8_tensor, quantize
+from fusedmoe.kernels.fp8 import Fp8ByExpert
 from fusedmoe.kernels.options import DEFAULT
 from fusedmoe.kernels.sm90 import block_scaled_functions, block_scaled_k_functions, quantize_functions
 
-FP8, BF16 = "fp8", "bf16"
-WRONG = {FP8: 0.08, BF16: 0.008}  # limits of the relative error, in norm; two operands in E4M3 give about 0.037
+FP8, BF16, BY_EXPERT = "fp8", "bf16", "fp8 by expert"
+# limits of the relative error, in norm; two operands in E4M3 give about 0.037, and one of them in E5M2 0.058
+WRONG = {FP8: 0.08, BF16: 0.008, BY_EXPERT: 0.08}
+IN_E4M3, IN_E5M2 = fp8_tensor(), fp8_tensor(E5M2)  # of rows and weights, and of gradients
 
 
 class Operands:
@@ -64,6 +71,17 @@ class Operands:
         offsets = self.problem.offsets
         return quantize_functions.bind_quantize_rows(t, E4M3, offsets, rows=True, columns=True)(t, offsets)
 
+    def rows_by_expert(self, t: Tensor, format: Format = IN_E4M3) -> Form:
+        """Return rows quantized by rows, with one scale per expert."""
+        form = quantize(t, format, offsets=self.problem.offsets)
+        return form.data, form.scale
+
+    @staticmethod
+    def weight_by_expert(t: Tensor, axis: int) -> Form:
+        """Return a weight quantized along an axis, with one scale per expert."""
+        form = quantize(t, IN_E4M3, axis)
+        return form.data, form.scale
+
     @staticmethod
     def _weight(t: Tensor) -> tuple[Form, ...]:
         return quantize_functions.bind_quantize_weight(t, E4M3, rows=True, columns=True)(t)
@@ -84,6 +102,7 @@ class Product:
     key: str
     title: str
     in_fp8: Callable[[Operands], InFp8]
+    by_expert: Callable[[Operands], InFp8] | None = None
 
     @property
     def case(self) -> Case:
@@ -105,27 +124,34 @@ class ProductRow:
     host_idle_us: float | None = None
 
 
-def measure(problem: Problem, timer: Timer) -> list[dict[str, Any]]:
-    """Measure and print every product; return the entries of the result file."""
+def measure(problem: Problem, timer: Timer, by_expert: bool = False) -> list[dict[str, Any]]:
+    """Measure and print every product; return the entries of the result file. ``by_expert`` adds those with one scale
+    per expert.
+    """
     operands, found = Operands(problem), []
     print(f"  {'product':44}{'bf16, ms':>10}{'TFLOP/s':>9}{'fp8, ms':>10}{'TFLOP/s':>9}{'speedup':>9}{'errors':>20}")
     for product in PRODUCTS:
-        rows = _measured(product, problem, operands, timer)
+        rows = _measured(product, problem, operands, timer, by_expert)
         print("  " + _line(rows), flush=True)
         found += [asdict(row) for row in rows]
     return found
 
 
 @torch.no_grad()
-def _measured(product: Product, problem: Problem, operands: Operands, timer: Timer) -> list[ProductRow]:
+def _measured(
+    product: Product, problem: Problem, operands: Operands, timer: Timer, by_expert: bool
+) -> list[ProductRow]:
     case = product.case
     notes: dict[str, str | None] = {}
     errors: dict[str, float] = {}
     calls: dict[str, Callable[[], Any]] = {}
-    for name in (BF16, FP8):
+    ways = {BF16: None, FP8: product.in_fp8}
+    if by_expert and product.by_expert is not None:
+        ways[BY_EXPERT] = product.by_expert
+    for name, make in ways.items():
         try:
-            if name == FP8:
-                in_fp8 = product.in_fp8(operands)
+            if make is not None:
+                in_fp8 = make(operands)
                 call, checked = in_fp8.call, in_fp8.checked
             else:
                 checked = getattr(Ours(), product.key)(problem)
@@ -156,11 +182,12 @@ def _measured(product: Product, problem: Problem, operands: Operands, timer: Tim
 
 def _line(rows: list[ProductRow]) -> str:
     cells = [f"{rows[0].product:44}"]
-    for row in rows:
+    for row in rows[:2]:
         cells.append("" if row.ms is None else f"{row.ms:10.3f}{row.tflops:9.0f}")
-    speedup = rows[-1].speedup
+    speedup = rows[1].speedup
     cells.append("" if speedup is None else f"{speedup:9.2f}")
     cells.append("  " + ", ".join("-" if row.error is None else f"{row.error:.1e}" for row in rows))
+    cells += [f"  {row.format}: {row.ms:.3f} ms, speedup {row.speedup or 0:.2f}" for row in rows[2:] if row.ms]
     return "".join([*cells, *(f"  {row.format}: {row.note}" for row in rows if row.note)])
 
 
@@ -181,7 +208,8 @@ def _fc1_dgrad(o: Operands) -> InFp8:
 
 def _gemm(o: Operands, rows: Form, weight: Form) -> InFp8:
     (codes, scale), (of_weight, weight_scale), offsets = rows, weight, o.problem.offsets
-    run = block_scaled_functions.bind_block_scaled_gemm(codes, of_weight, None, None, DEFAULT)
+    bind, by_expert = block_scaled_functions.bind_block_scaled_gemm, scale.dim() == 1
+    run = bind(codes, of_weight, None, None, DEFAULT, by_expert=by_expert)
 
     def call() -> Tensor:
         return run(codes, scale, of_weight, weight_scale, None, offsets, None)
@@ -265,12 +293,56 @@ def _wgrad(o: Operands, grad: Form, rows: Form, name: str) -> InFp8:
     return InFp8(call, Candidate(call, (name,)))
 
 
+# ---- with one scale per expert -------------------------------------------------------------------------------------
+
+
+def _fc1_by_expert(o: Operands) -> InFp8:
+    return _gemm(o, o.rows_by_expert(o.problem.x), o.weight_by_expert(o.problem.weight1, -1))
+
+
+def _fc1_activation_by_expert(o: Operands) -> InFp8:
+    problem, offsets = o.problem, o.problem.offsets
+    operands = *o.rows_by_expert(problem.x), *o.weight_by_expert(problem.weight1, -1)
+    bind, kind = block_scaled_functions.bind_block_scaled_gemm_activation, Fp8ByExpert("e4m3")
+    x, _, w, _ = operands
+    in_bf16 = bind(x, w, None, None, problem.activation, False, None, DEFAULT, by_expert=True)
+    amax = amax_by_expert(in_bf16(*operands, None, offsets, None)[0], offsets)
+    encode = IN_E4M3.element.max / amax  # as if the step before had the same rows
+    run = bind(x, w, None, None, problem.activation, True, kind, DEFAULT, by_expert=True)
+
+    def call() -> tuple[Tensor, ...]:
+        return run(*operands, None, offsets, None, encode, amax)
+
+    def values() -> tuple[Tensor, Tensor]:
+        codes, p = call()
+        of_row = (1 / encode)[problem.expert_of_row]
+        return codes.float() * of_row[:, None], p
+
+    return InFp8(call, Candidate(values, ("output", "preactivation")))
+
+
+def _fc2_dgrad_activation_by_expert(o: Operands) -> InFp8:
+    problem, p, scale = o.problem, o.problem.preactivation, o.problem.row_scale
+    dy, dy_scale = o.rows_by_expert(problem.grad_y, IN_E5M2)
+    w, w_scale = o.weight_by_expert(problem.weight2, -2)
+    run = block_scaled_functions.bind_block_scaled_gemm_activation_backward(
+        dy, w, p, scale, problem.activation, True, True, DEFAULT, by_expert=True
+    )
+
+    def call() -> tuple[Tensor | None, ...]:
+        return run(dy, dy_scale, w, w_scale, problem.offsets, p, scale)
+
+    return InFp8(call, Candidate(call, ("grad_preactivation", "output", "grad_row_scale")))
+
+
 PRODUCTS = (
-    Product("fc1", "FC1", _fc1),
+    Product("fc1", "FC1", _fc1, _fc1_by_expert),
     Product("fc2_plain", "FC2", _fc2),
     Product("fc1_activation", "FC1 + SwiGLU", lambda o: _fc1_activation(o, False)),
-    Product("fc1_activation", "FC1 + SwiGLU + quantize", lambda o: _fc1_activation(o, True)),
-    Product("fc2_dgrad_activation_scaled", "FC2 dgrad + dSwiGLU", _fc2_dgrad_activation),
+    Product("fc1_activation", "FC1 + SwiGLU + quantize", lambda o: _fc1_activation(o, True), _fc1_activation_by_expert),
+    Product(
+        "fc2_dgrad_activation_scaled", "FC2 dgrad + dSwiGLU", _fc2_dgrad_activation, _fc2_dgrad_activation_by_expert
+    ),
     Product("fc2_dgrad_activation_scaled", "FC2 dgrad + dSwiGLU + quantize", _fc2_dgrad_activation_quantized),
     Product("fc1_dgrad", "FC1 dgrad", _fc1_dgrad),
     Product("wgrad1", "FC1 wgrad", _wgrad1),

@@ -34,7 +34,8 @@ MORE_LAYERS = (
     "sonic-7b-n1024",
     "gpt-oss-20b",
 )
-SECONDS = 140.0  # after which no further shape of `MORE_LAYERS` begins
+TENSOR = ("qwen3-30b-a3b", "deepseek-v3-ep32")  # layers and products with one scale per expert too
+SECONDS = 165.0  # after which no further shape of `MORE_LAYERS` begins
 
 
 class Timers(NamedTuple):
@@ -53,19 +54,23 @@ class Timers(NamedTuple):
 
 @dataclass(frozen=True)
 class Chosen:
-    """The shapes of each part, in order. A later shape of ``more`` is left out if there is no time for it."""
+    """The shapes of each part, in order. A later shape of ``more`` is left out if there is no time for it.
+
+    ``tensor`` has the names of shapes whose layers and products are also measured with one scale per expert.
+    """
 
     quantize: Sequence[Shape]
     products: Sequence[Shape]
     unfused: Sequence[Shape]
     layers: Sequence[Shape]
     more: Sequence[Shape] = ()
+    tensor: Sequence[str] = TENSOR
 
     @classmethod
     def of(cls, given: Sequence[Shape] | None = None) -> Chosen:
         """Return the usual shapes, or the given ones for every part."""
         if given is not None:
-            return cls(given, given, given, given)
+            return cls(given, given, given, given, tensor=[shape.name for shape in given])
         known = shapes.load()
         by_part = ([QUANTIZE], PRODUCTS, [UNFUSED], LAYERS, MORE_LAYERS)
         return cls(*([known[name] for name in names] for names in by_part))
@@ -115,7 +120,9 @@ def run(
             return
         with part(f"layers, {shape.name}"):
             print(f"\nlayer {shape.name}: {asdict(shape)}", flush=True)
-            found["layers"].append(layers.measure(shape, timers.layers, timers.micro_batches, device, with_kernels))
+            recipes = (*layers.RECIPES, *(layers.BY_EXPERT if shape.name in chosen.tensor else ()))
+            entry = layers.measure(shape, timers.layers, timers.micro_batches, device, with_kernels, recipes)
+            found["layers"].append(entry)
 
     written: list[Path] = []
     if device.type == "cuda":
@@ -129,7 +136,11 @@ def run(
         return rows
 
     on_rows("quantize", chosen.quantize, quantized)
-    on_rows("products", chosen.products, lambda problem: products.measure(problem, timers.kernels))
+
+    def multiplied(problem: Problem) -> list[dict[str, Any]]:
+        return products.measure(problem, timers.kernels, by_expert=problem.shape.name in chosen.tensor)
+
+    on_rows("products", chosen.products, multiplied)
     for shape in chosen.layers:
         of_layer(shape, with_kernels=True)
     on_rows("unfused", chosen.unfused, lambda problem: unfused.measure(problem, timers.layers))

@@ -12,7 +12,6 @@ import sm90_stand_ins
 import torch
 import torch.nn.functional as F
 
-import fusedmoe as fm
 from benchmarks import mlp, reference, shapes
 from benchmarks import page as benchmark_page
 from benchmarks.cases import worst_error
@@ -24,11 +23,12 @@ from benchmarks.peers.ours import Ours
 from benchmarks.peers.plain import TorchEager
 from benchmarks.problem import Problem
 from benchmarks.shapes import Shape
+from fusedmoe import formats
 from fusedmoe.bench.machine import machine
 from fusedmoe.bench.timing import CallTime
 from fusedmoe.demo import comparison
 from fusedmoe.demo.options import job_of
-from fusedmoe.kernels.fp8 import Fp8
+from fusedmoe.kernels.fp8 import Fp8, Fp8ByExpert
 from fusedmoe.kernels.sm90 import block_scaled_functions, block_scaled_k_functions, quantize_functions
 from fusedmoe.ops import weight_cache
 
@@ -46,7 +46,8 @@ class CountingTimer:
         return {name: CallTime(n, n, 10.0, 20.0, (n - 0.5, n + 0.5)) for n, name in enumerate(variants, start=1)}
 
 
-EMPTY = "".join(f"<!-- {name}: from a file -->\n<!-- end of {name} -->\n" for name in ("accuracy", "speed", "memory"))
+PARTS = ("accuracy", "speed", "memory", "tensor")
+EMPTY = "".join(f"<!-- {name}: from a file -->\n<!-- end of {name} -->\n" for name in PARTS)
 TIMERS = run.Timers(CountingTimer(), CountingTimer(), CountingTimer())
 
 
@@ -55,7 +56,10 @@ def problem(shape=ROWS, routing="empty"):
 
 
 def multiplied(x, x_scale, weight, weight_scale, offsets):
-    rows, of_weight = quantize.dequantized((x, x_scale)), quantize.dequantized((weight, weight_scale), 128)
+    if x_scale.dim() == 1:
+        rows, of_weight = x.float() * of_rows(x_scale, offsets, len(x)), weight.float() * weight_scale[:, None, None]
+    else:
+        rows, of_weight = quantize.dequantized((x, x_scale)), quantize.dequantized((weight, weight_scale), 128)
     y, first = torch.zeros(x.shape[0], weight.shape[1]), 0
     for e, end in enumerate(offsets.tolist()):
         y[first:end] = rows[first:end] @ of_weight[e].T
@@ -63,26 +67,36 @@ def multiplied(x, x_scale, weight, weight_scale, offsets):
     return y
 
 
-def bind_gemm(x, weight, bias, row_scale, options):
+def of_rows(of_expert, offsets, rows):
+    return of_expert[torch.bucketize(torch.arange(rows), offsets, right=True)][:, None]
+
+
+def bind_gemm(x, weight, bias, row_scale, options, *, by_expert):
     def call(x, x_scale, weight, weight_scale, bias, offsets, row_scale):
         return multiplied(x, x_scale, weight, weight_scale, offsets).bfloat16()
 
     return call
 
 
-def bind_activation(x, weight, bias, row_scale, activation, keep, quantized, options):
-    def call(x, x_scale, weight, weight_scale, bias, offsets, row_scale):
+def bind_activation(x, weight, bias, row_scale, activation, keep, quantized, options, *, by_expert=False):
+    def call(x, x_scale, weight, weight_scale, bias, offsets, row_scale, *encode_and_amax):
+        assert by_expert is (x_scale.dim() == 1)
         p = multiplied(x, x_scale, weight, weight_scale, offsets).bfloat16()
         y = reference.glu(p.float(), activation).bfloat16()
         if quantized is None:
-            return y, p
+            return (y, p) if keep else (y,)
+        if isinstance(quantized, Fp8ByExpert):
+            encode, amax = encode_and_amax
+            assert torch.equal(amax, formats.amax_by_expert(y, offsets))
+            return formats.quantize(y, formats.fp8_tensor(), offsets=offsets, encode=encode).data, p
         return *sm90_stand_ins.bind_quantize_rows(y, quantized, offsets)(y, offsets)[0], p
 
     return call
 
 
-def bind_backward(dy, weight, p, row_scale, activation, want_output, want_scale, options):
+def bind_backward(dy, weight, p, row_scale, activation, want_output, want_scale, options, *, by_expert=False):
     def call(dy, dy_scale, weight, weight_scale, offsets, p, scale):
+        assert dy.dtype is (torch.float8_e5m2 if by_expert else torch.float8_e4m3fn)
         d, leaf = multiplied(dy, dy_scale, weight, weight_scale, offsets), p.float().requires_grad_()
         with torch.enable_grad():
             y = reference.glu(leaf, activation)
@@ -216,6 +230,19 @@ def test_a_product_that_raises_leaves_the_other_format(monkeypatch):
     assert by_format["bf16"]["ms"] == 1
 
 
+@pytest.mark.usefixtures("stand_ins")
+def test_products_with_one_scale_per_expert(capsys):
+    rows = products.measure(problem(), CountingTimer(), by_expert=True)
+    found = {row["product"]: row for row in rows if row["format"] == products.BY_EXPERT}
+    assert list(found) == ["FC1", "FC1 + SwiGLU + quantize", "FC2 dgrad + dSwiGLU"]
+    for row in found.values():
+        assert not row["note"]
+        assert 0.01 < row["error"] < 0.07
+        assert (row["ms"], row["speedup"]) == (3, pytest.approx(1 / 3))
+    assert len(rows) == 2 * len(products.PRODUCTS) + 3
+    assert capsys.readouterr().out.count("fp8 by expert: 3.000 ms, speedup 0.33") == 3
+
+
 # -- whole layers
 
 
@@ -226,6 +253,8 @@ def test_shapes_that_are_measured():
     assert sorted(names) == sorted(shapes.load())
     assert [name for name in names if layers.why_left_out(shapes.load()[name])] == ["gpt-oss-20b"]
     assert [shape.rows for shape in chosen.products] == [262144, 32768]
+    for measured in (chosen.products, chosen.layers):
+        assert {*chosen.tensor} <= {shape.name for shape in measured}
 
 
 @pytest.mark.usefixtures("builtin_rules")
@@ -256,12 +285,31 @@ def test_a_layer_has_rows_errors_and_a_plan(shape):
     assert layers.speedups([entry])[layers.STEP] == {"fp8_block": 0.5, "fp8_block:wgrad=bf16": pytest.approx(1 / 3)}
 
 
+@pytest.mark.usefixtures("builtin_rules")
+@pytest.mark.parametrize("shape", [LAYER, ROWS], ids=lambda shape: shape.name)
+def test_a_layer_with_one_scale_per_expert(shape):
+    entry = layers.measure(shape, CountingTimer(), CountingTimer(), CPU, recipes=("bf16", *layers.BY_EXPERT))
+    assert not any(row["note"] for row in entry["rows"])
+    assert {row["recipe"] for row in entry["rows"]} == {"bf16", "fp8_tensor", "fp8_tensor, delayed"}
+    current, delayed = (entry["recipes"][recipe] for recipe in layers.BY_EXPERT)
+    assert current["unfused"] == delayed["unfused"] == []
+    for name, error in current["errors"].items():
+        assert 0.01 < error < 0.25
+        assert delayed["errors"][name] == pytest.approx(error, rel=0.1), "scales of the same rows, one step before"
+
+
+def test_delayed_scaling_has_the_defaults_of_transformer_engine():
+    delayed = layers.BY_EXPERT[layers.DELAYED]
+    assert delayed.delayed == formats.Delayed(history=1024, most_recent=False, margin=0)
+    assert delayed.hybrid
+
+
 @pytest.mark.parametrize("shape", [LAYER, ROWS], ids=lambda shape: shape.name)
 def test_weights_are_quantized_in_every_step_or_once_per_micro_batches(shape, monkeypatch):
     counted, keep = [], weight_cache.keep
     monkeypatch.setattr(weight_cache, "keep", lambda *of, **how: counted.append(of[0]) or keep(*of, **how))
     operands = (layers.of_layer if shape is LAYER else layers.of_rows)(shape, CPU)
-    for recipe in layers.RECIPES[1:]:
+    for recipe in (*layers.RECIPES[1:], layers.CURRENT):
         subject, accumulating = operands.subject(), operands.subject(accumulates=True)
         for case, of_case, quantized in (
             (layers.FORWARD, subject, 2),
@@ -389,6 +437,11 @@ def test_the_kernels_that_are_compiled_ahead():
     assert "sm90_ragged_m_e4m3_bk_swiglu_keep_e4m3_128x256co_c21" in symbols
     assert "sm90_quantize_weight_bf16_e4m3_rows_columns" in symbols
     assert not any("geglu" in symbol or "fp16" in symbol for symbol in symbols)
+    assert "sm90_ragged_k_e5m2_bf16_128x256co_c21_tensor_scales" in symbols
+    assert "sm90_quantize_format_bf16_e5m2_given_by_expert_128_rows_columns_sorted_amax" in symbols
+    assert "sm90_ragged_m_e4m3_bk_swiglu_keep_e4m3_by_expert_128x256co_c21_tensor_scales" in symbols
+    assert "sm90_update_amax_history" in symbols
+    assert not any("e5m2" in s and not ("tensor_scales" in s or "by_expert" in s) for s in symbols)
 
 
 @pytest.mark.usefixtures("stand_ins")
@@ -396,7 +449,7 @@ def test_a_whole_run_writes_its_file(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("FUSEDMOE_COMMIT", "abc123")
     monkeypatch.setattr(unfused, "peers", lambda: (unfused.UnderRecipe("fp8_block"), unfused_fp8.UnfusedFp8()))
     clamped = Shape("clamped", 64, 32, 16, 8, 2, "clamped_swiglu")
-    chosen = run.Chosen([LAYER], [ROWS], [ROWS], [ROWS, clamped], [LAYER])
+    chosen = run.Chosen([LAYER], [ROWS], [ROWS], [ROWS, clamped], [LAYER], tensor=["experts alone"])
     file = run.run(chosen, TIMERS, TOP, CPU, tmp_path, reps=3)
     found = json.loads(file.read_text())
     assert file.name == "fp8.json"
@@ -405,7 +458,9 @@ def test_a_whole_run_writes_its_file(tmp_path, monkeypatch, capsys):
     assert found["left_out"] == {"clamped": "clamped_swiglu with biases is not measured"}
     assert [entry["name"] for entry in found["layers"]] == ["experts alone", "a layer"]
     assert len(found["quantize"][0]["rows"]) == 10
-    assert len(found["products"][0]["rows"]) == 2 * len(products.PRODUCTS)
+    assert len(found["products"][0]["rows"]) == 2 * len(products.PRODUCTS) + 3
+    recipes = [{row["recipe"] for row in entry["rows"]} for entry in found["layers"]]
+    assert recipes == [{*layers.RECIPES, *layers.BY_EXPERT}, {*layers.RECIPES}]
     assert {row["peer"] for row in found["unfused"][0]["rows"]} == {
         "fusedmoe, fp8_block",
         "torch FP8 by rows, compiled",
@@ -424,13 +479,21 @@ def test_a_whole_run_writes_its_file(tmp_path, monkeypatch, capsys):
     assert "| forward + backward | torch FP8 by rows, compiled | 2.000 | 2.00 |" in text
     assert "Not measured: `clamped` (clamped_swiglu with biases is not measured)." in text
     assert text.count("| experts alone | `fp8_block` |") == 1, "the errors; on a CPU no memory is measured"
+    assert text.count("| experts alone | `fp8_tensor`, delayed |") == 1
+    step = page.TITLES[layers.STEP]
+    assert f"| experts alone | {step} | 1.000 | 2.000 | 0.50 | 4.000 | 0.25 | 5.000 | 0.20 |" in text
+    assert text.count("| a layer |") == 3 + 3, "times in three tables, errors of three recipes"
+    assert "| experts alone | FC1 + SwiGLU + quantize | 1.000 | 2.000 | 0.50 | 3.000 | 0.33 |" in text
+    assert "yet" not in text
     assert page.filled(text, found) == text
-    assert page.filled(text, None) == EMPTY
+    nothing = page.filled(text, None)
+    assert nothing.replace(f"\n{page.NO_TENSOR}\n", "") == EMPTY
+    assert nothing.count(page.NO_TENSOR) == 1
 
 
 @pytest.mark.usefixtures("stand_ins")
 def test_a_part_that_raises_is_recorded_and_the_run_goes_on(tmp_path, monkeypatch):
-    def raises(*_):
+    def raises(*_, **__):
         raise ValueError("broken")
 
     monkeypatch.setattr(products, "measure", raises)
@@ -459,6 +522,7 @@ def test_the_page_has_the_parts_that_were_measured():
     }  # fmt: skip
     text = page.filled(EMPTY, found)
     assert "### Products" not in text
+    assert page.NO_TENSOR in text, "of an older result file"
     assert "800 TFLOP/s" in text
     assert "| one | `fp8_block` | 1.00 | 3.00 |\n" in text
     printed = page.speed(found | {"ceiling": None, "printed": "of its printed tables"})
@@ -503,7 +567,7 @@ def test_losses_in_training_are_shown_by_seed(tmp_path):
 
 
 def test_the_recipes_are_those_of_the_package():
-    for name in layers.RECIPES:
-        with fm.recipe(name):
+    for name in (*layers.RECIPES, *layers.BY_EXPERT):
+        with layers.under(name):
             pass
     assert Ours.name in unfused.OURS_IN_FP8
