@@ -3,9 +3,9 @@
 Sections: ``host`` (host overhead of the framework), ``layer`` (the whole layer, from tokens to tokens; its router; a
 dense MLP), ``kernels`` (each kernel), ``mlp`` (the expert MLP through the public API), ``recipes`` (the expert MLP
 under each recipe), ``deepgemm`` (DeepGEMM's products, in a separate environment), ``tiles`` (every tile configuration
-for many layers, about five minutes), ``transformers`` (a stack of decoder layers), ``fp8`` (training under the recipe
-``fp8_block``: kernels, whole layers, unfused FP8). The default is ``host``, and with a
-GPU also ``layer``, ``kernels`` and ``mlp``.
+for many layers, about five minutes), ``transformers`` (a stack of decoder layers), ``fp8`` (training under
+``fp8_block`` and ``fp8_tensor``: kernels, whole layers, unfused FP8). The default is ``host``, and with a GPU also
+``layer``, ``kernels`` and ``mlp``.
 """
 
 from __future__ import annotations

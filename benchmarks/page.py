@@ -1,4 +1,7 @@
-"""``python -m benchmarks.page``: write docs/benchmarks.md, and the figures of docs/fp8.md, from the result files."""
+"""``python -m benchmarks.page``: write docs/benchmarks.md, and the figures of docs/fp8.md and docs/which_recipe.md.
+
+They come from the result files.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks import layer_page, mlp
+from benchmarks import layer_page, mlp, recipes_page
 from benchmarks.fp8 import page as fp8_page
 from benchmarks.fp8 import training
 from benchmarks.results import ROOT
 
 PAGE = ROOT.parent / "docs" / "benchmarks.md"
-FP8_PAGE = PAGE.with_name("fp8.md")
+FP8_PAGE, WHICH_RECIPE = PAGE.with_name("fp8.md"), PAGE.with_name("which_recipe.md")
 PICTURES, PICTURE = PAGE.parent / "_static", "nvidia-h100-80gb-hbm3-mlp-forward-backward.png"
 RESULTS = ROOT / "results" / "nvidia-h100-80gb-hbm3"
 LAYER_RESULTS = ROOT / "results" / "nvidia-h200"
@@ -81,14 +84,6 @@ TUNED = """\
 
 The same kernels against QuACK with the configurations from QuACK's own tuning, on {shape} (commit {commit}).
 """
-RECIPES = """\
-## Recipes
-
-Forward + backward of the expert MLP under each [recipe](recipes.md), against fused bf16 in the same run (commit
-{commit}). The quantized recipes had no fused kernels then. Each time is the median of {reps} calls. *kept* is the
-memory that the plan keeps for backward. The other columns are the signal-to-quantization-noise ratio, in dB, of the
-output and the gradients against `bf16`, on random normal operands.
-"""
 DEEPGEMM = """\
 ## DeepGEMM
 
@@ -99,7 +94,7 @@ packages need an environment of their own, so it was measured in another process
 FP8 = """\
 ## FP8
 
-[Training in FP8 on Hopper](fp8.md#speed) has the times of the recipe `fp8_block` on an {machine}.
+[Training in FP8 on Hopper](fp8.md#speed) has the times of {recipes} on an {machine}.
 """
 HOST = """\
 ## Host time
@@ -171,21 +166,6 @@ def tuned_table(results: dict[str, Any]) -> str:
     for case in dict.fromkeys(r["case"] for r in shape["rows"]):
         ms = _ms(shape, case)
         lines.append(f"| {case} | {ms['fusedmoe']:.3f} | {ms['QuACK']:.3f} | {ms['QuACK'] / ms['fusedmoe']:.2f} |")
-    return "\n".join(lines)
-
-
-def recipe_table(results: dict[str, Any]) -> str:
-    """Return the training step under each recipe, by shape."""
-    lines = [
-        "| shape | recipe | products | ms | kept, GiB | output | dx | dw1 | dw2 |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for shape in results["shapes"]:
-        for name, report in shape["recipes"].items():
-            noise = [f"{db:.1f}" if (db := report["sqnr_db"][n]) else "" for n in ("output", "dx", "dw1", "dw2")]
-            paths = ", ".join(dict.fromkeys(report["products"].values()))
-            cells = [shape["name"], name, paths, f"{report['ms']:.2f}", f"{report['kept_bytes'] / 2**30:.2f}", *noise]
-            lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -262,9 +242,8 @@ def render(folder: Path = RESULTS, layer_folder: Path = LAYER_RESULTS) -> str:
                 parts.append(f"![forward and backward by shape](_static/{PICTURE})\n")
             cases = dict.fromkeys(r["case"] for s in results["shapes"] for r in s["rows"])
             parts += [case_table(results, case) + "\n" for case in cases]
-    recipes = load(folder, "recipes")
-    if recipes:
-        parts += [RECIPES.format(commit=recipes["commit"], reps=recipes["reps"]), recipe_table(recipes) + "\n"]
+    if recipes := load_recipes(folder, layer_folder):
+        parts += recipes_page.benchmarks(recipes)
     stack = load(folder, "transformers")
     if stack:
         parts.append(
@@ -286,7 +265,7 @@ def render(folder: Path = RESULTS, layer_folder: Path = LAYER_RESULTS) -> str:
         parts.append(DEEPGEMM.format(version=deepgemm["versions"]["sgl-deep-gemm"], commit=deepgemm["commit"]))
         parts.append(deepgemm_table(kernels, deepgemm) + "\n")
     if fp8 := load(layer_folder, "fp8"):
-        parts.append(FP8.format(machine=fp8["machine"]))
+        parts.append(FP8.format(machine=fp8["machine"], recipes=fp8_page.measured(fp8)))
     if host:
         parts += [HOST, host_table(host) + "\n"]
     return "\n".join(parts)
@@ -298,6 +277,17 @@ def render_fp8(folder: Path = LAYER_RESULTS, compared: Path = COMPARED) -> str:
     return fp8_page.filled(text, load(folder, "fp8"), load_seeds(compared))
 
 
+def render_which_recipe(folder: Path = RESULTS, layer_folder: Path = LAYER_RESULTS) -> str:
+    """Return docs/which_recipe.md with the figures of the result file of the recipes."""
+    text, found = WHICH_RECIPE.read_text(encoding="utf-8"), load_recipes(folder, layer_folder)
+    return recipes_page.filled(text, found) if found else text
+
+
+def load_recipes(folder: Path, layer_folder: Path) -> dict[str, Any] | None:
+    """Read the results of the recipes: those of the machine of the whole layer, or else of the other machine."""
+    return load(layer_folder, "recipes") or load(folder, "recipes")
+
+
 def load_seeds(folder: Path) -> list[dict[str, Any]]:
     """Read the comparisons of FP8 recipes, by seed."""
     found = [json.loads(file.read_text(encoding="utf-8")) for file in folder.glob(COMPARED_FP8)]
@@ -307,7 +297,7 @@ def load_seeds(folder: Path) -> list[dict[str, Any]]:
 def main() -> None:
     if compared := load_seeds(COMPARED):
         print(training.draw(compared, PICTURES))
-    for page, text in ((PAGE, render()), (FP8_PAGE, render_fp8())):
+    for page, text in ((PAGE, render()), (FP8_PAGE, render_fp8()), (WHICH_RECIPE, render_which_recipe())):
         page.write_text(text, encoding="utf-8")
         print(page)
 

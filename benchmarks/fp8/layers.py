@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -30,22 +29,19 @@ import fusedmoe as fm
 from benchmarks.cases import geometric_mean, release
 from benchmarks.launches import launches, summary
 from benchmarks.problem import Problem
+from benchmarks.recipes import DELAYED, under
 from benchmarks.reference import glu
 from benchmarks.shapes import Shape, splits
 from fusedmoe.bench.layer import OURS, Candidate, Leaves, Reference, Sizes, Work, our_layer, relative_error
 from fusedmoe.bench.measure import check
 from fusedmoe.bench.peers import why_not
 from fusedmoe.bench.timing import Timer, memory_of, times_of
-from fusedmoe.formats import Delayed
-from fusedmoe.recipes import FP8Tensor, Recipe
 
 if TYPE_CHECKING:
     from fusedmoe.fusion.plan import Explanation
 
 RECIPES = ("bf16", "fp8_block", "fp8_block:wgrad=bf16")
-CURRENT, DELAYED = "fp8_tensor", "fp8_tensor, delayed"
-BY_EXPERT: dict[str, Recipe] = {CURRENT: FP8Tensor(), DELAYED: FP8Tensor(delayed=Delayed())}
-"""The recipes with one scale per expert, for a few shapes."""
+BY_EXPERT = ("fp8_tensor", DELAYED)  # with one scale per expert, for a few shapes
 MICRO_BATCHES = 8
 FORWARD, CACHED_FORWARD = "forward", "forward, weights quantized before"
 STEP, ACCUMULATED = "forward + backward", f"forward + backward, weights quantized once per {MICRO_BATCHES}"
@@ -211,11 +207,6 @@ def measure(
         entry["kernels"] = _kernels(subjects, device)
     print("\n".join(lines(entry)), flush=True)
     return entry
-
-
-def under(recipe: str) -> AbstractContextManager[None]:
-    """Return the block of a recipe by its name here."""
-    return fm.recipe(BY_EXPERT.get(recipe, recipe))
 
 
 def call_of(case: str, subject: Subject, recipe: str) -> Callable[[], Any]:

@@ -5,10 +5,10 @@ Each part is between two comments that name it. Without its result file, a part 
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks import marked
 from benchmarks.fp8 import training
 from benchmarks.fp8.layers import (
     ACCUMULATED,
@@ -24,6 +24,7 @@ from benchmarks.fp8.layers import (
 from benchmarks.fp8.products import BY_EXPERT as PRODUCT_BY_EXPERT
 from benchmarks.fp8.quantize import GATHERED
 from benchmarks.fp8.unfused import OURS_IN_FP8
+from benchmarks.marked import table
 
 FP8, WGRAD_BF16 = RECIPES[1:]
 EVERY_RECIPE = (*RECIPES, *BY_EXPERT)
@@ -103,13 +104,7 @@ def filled(text: str, found: Mapping[str, Any] | None, compared: Sequence[Mappin
     parts = {
         "speed": speed(found), "memory": memory(found), "accuracy": accuracy(found, compared), "tensor": tensor(found)
     }  # fmt: skip
-    for name, part in parts.items():
-        pattern = re.compile(rf"(<!-- {name}: [^\n]*-->\n).*?(<!-- end of {name} -->)", re.DOTALL)
-        if not pattern.search(text):
-            raise ValueError(f"docs/fp8.md: no part {name}")
-        body = "\n" + part.rstrip("\n") + "\n\n" if part else ""
-        text = pattern.sub(lambda match, body=body: match[1] + body + match[2], text)  # type: ignore[misc]
-    return text
+    return marked.filled(text, parts, "docs/fp8.md")
 
 
 def speed(found: Mapping[str, Any] | None) -> str:
@@ -132,12 +127,12 @@ def speed(found: Mapping[str, Any] | None) -> str:
     if found["left_out"]:
         each = ", ".join(f"`{name}` ({why})" for name, why in found["left_out"].items())
         text.append(f"Not measured: {each}.\n")
-    for part, intro, table in (
+    for part, intro, tables in (
         ("products", PRODUCTS, _products), ("quantize", QUANTIZE, _quantize), ("unfused", UNFUSED, _unfused),
     ):  # fmt: skip
         if entries := [entry for entry in found[part] if entry.get("rows")]:
             names = " and ".join(f"`{entry['name']}`" for entry in entries)
-            text += [intro.format(names=names), "\n\n".join(table(entry) for entry in entries) + "\n"]
+            text += [intro.format(names=names), "\n\n".join(tables(entry) for entry in entries) + "\n"]
     return "\n".join(text)
 
 
@@ -166,11 +161,18 @@ def tensor(found: Mapping[str, Any] | None) -> str:
                 of_products.append([entry["name"], product, _ms(bf16), *cells])
     text = []
     if of_layers:
-        text += [TENSOR, _table(head, of_layers) + "\n"]
+        text += [TENSOR, table(head, of_layers) + "\n"]
     if of_products:
         head = ["shape", "product", "bf16, ms", f"`{FP8}`, ms", "x bf16", "one scale per expert, ms", "x bf16"]
-        text += [TENSOR_PRODUCTS, _table(head, of_products) + "\n"]
+        text += [TENSOR_PRODUCTS, table(head, of_products) + "\n"]
     return "\n".join(text) or NO_TENSOR
+
+
+def measured(found: Mapping[str, Any]) -> str:
+    """Return the recipes of the layers, as text."""
+    names = dict.fromkeys(f"`{row['recipe'].partition(',')[0]}`" for entry in found["layers"] for row in entry["rows"])
+    quantized = [name for name in names if name in ("`fp8_block`", "`fp8_tensor`")]
+    return f"the recipe{'s' * (len(quantized) > 1)} {' and '.join(quantized)}"
 
 
 def _shown(recipe: str) -> str:
@@ -196,7 +198,7 @@ def memory(found: Mapping[str, Any] | None) -> str:
     head = ["shape", "recipe", "kept", "peak", "quantized weights"]
     if not any(row[-1] for row in rows):
         head, rows = head[:-1], [row[:-1] for row in rows]
-    return MEMORY + "\n" + _table(head, rows) + "\n"
+    return MEMORY + "\n" + table(head, rows) + "\n"
 
 
 def accuracy(found: Mapping[str, Any] | None, compared: Sequence[Mapping[str, Any]]) -> str:
@@ -213,7 +215,7 @@ def accuracy(found: Mapping[str, Any] | None, compared: Sequence[Mapping[str, An
                     rows.append([entry["name"], _shown(recipe), *cells[:2], third, *cells[2:]])
         head = ["shape", "recipe", "y", "dx", "drouter or dprobs", "dw1", "dw2"]
         if rows:
-            text += [ACCURACY.format(machine=found["machine"], commit=found["commit"]), _table(head, rows) + "\n"]
+            text += [ACCURACY.format(machine=found["machine"], commit=found["commit"]), table(head, rows) + "\n"]
     if compared:
         text += [*([] if text else ["## Accuracy\n"]), training.section(compared)]
     return "\n".join(text)
@@ -231,7 +233,7 @@ def _layers(entries: Sequence[Mapping[str, Any]], case: str) -> str:
     means = speedups(entries).get(case, {})
     if len(rows) > 1 and means:
         rows.append(["*geometric mean*", "", "", _ratio(means.get(FP8)), "", _ratio(means.get(WGRAD_BF16))])
-    return _table(" | ".join(head).split(" | "), rows)
+    return table(" | ".join(head).split(" | "), rows)
 
 
 def _products(entry: Mapping[str, Any]) -> str:
@@ -241,7 +243,7 @@ def _products(entry: Mapping[str, Any]) -> str:
         bf16, fp8 = (found.get((product, format), {}) for format in ("bf16", "fp8"))
         figures = [_ms(bf16), _number(bf16.get("tflops"), ".0f"), _ms(fp8), _number(fp8.get("tflops"), ".0f")]
         rows.append([entry["name"], product, *figures, _ratio(fp8.get("speedup"))])
-    return _table(["shape", "product", "bf16, ms", "TFLOP/s", "FP8, ms", "TFLOP/s", "x bf16"], rows)
+    return table(["shape", "product", "bf16, ms", "TFLOP/s", "FP8, ms", "TFLOP/s", "x bf16"], rows)
 
 
 def _quantize(entry: Mapping[str, Any]) -> str:
@@ -253,7 +255,7 @@ def _quantize(entry: Mapping[str, Any]) -> str:
         moved = (row["read_bytes"] + row["written_bytes"]) / 1e9
         shape = " x ".join(map(str, row["shape"]))
         rows.append([kernel, shape, _ms(row), f"{moved:.2f}", f"{row['tb_s']:.2f}", f"{row['of_copy']:.2f}"])
-    return _table(["kernel", "of", "ms", "GB", "TB/s", "of copy"], rows)
+    return table(["kernel", "of", "ms", "GB", "TB/s", "of copy"], rows)
 
 
 def _unfused(entry: Mapping[str, Any]) -> str:
@@ -262,7 +264,7 @@ def _unfused(entry: Mapping[str, Any]) -> str:
         shown = [_ms(row), _ratio(row["fp8_block_is"] if row["peer"] != OURS_IN_FP8 else None)]
         error = "" if row["error"] is None else f"{row['error']:.1e}"
         rows.append([row["case"], row["peer"], *(shown if row["ms"] else [row["note"], ""]), error])
-    return _table(["pass", "", "ms", "x fp8_block", "error"], rows)
+    return table(["pass", "", "ms", "x fp8_block", "error"], rows)
 
 
 def _row(entry: Mapping[str, Any], case: str, recipe: str) -> Mapping[str, Any]:
@@ -285,8 +287,3 @@ def _gib(amount: int | None) -> str:
 
 def _number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])

@@ -12,7 +12,7 @@ import sm90_stand_ins
 import torch
 import torch.nn.functional as F
 
-from benchmarks import mlp, reference, shapes
+from benchmarks import mlp, recipes, reference, shapes
 from benchmarks import page as benchmark_page
 from benchmarks.cases import worst_error
 from benchmarks.ceiling import Ceiling
@@ -31,6 +31,7 @@ from fusedmoe.demo.options import job_of
 from fusedmoe.kernels.fp8 import Fp8, Fp8ByExpert
 from fusedmoe.kernels.sm90 import block_scaled_functions, block_scaled_k_functions, quantize_functions
 from fusedmoe.ops import weight_cache
+from fusedmoe.recipes import FP8Tensor
 
 CPU = torch.device("cpu")
 TOP = Ceiling(tflops=800.0, copy_tb_s=4.0)
@@ -299,9 +300,8 @@ def test_a_layer_with_one_scale_per_expert(shape):
 
 
 def test_delayed_scaling_has_the_defaults_of_transformer_engine():
-    delayed = layers.BY_EXPERT[layers.DELAYED]
-    assert delayed.delayed == formats.Delayed(history=1024, most_recent=False, margin=0)
-    assert delayed.hybrid
+    wanted = formats.Delayed(history=1024, most_recent=False, margin=0)
+    assert recipes.DELAYED_SCALING == FP8Tensor(hybrid=True, delayed=wanted)
 
 
 @pytest.mark.parametrize("shape", [LAYER, ROWS], ids=lambda shape: shape.name)
@@ -309,7 +309,7 @@ def test_weights_are_quantized_in_every_step_or_once_per_micro_batches(shape, mo
     counted, keep = [], weight_cache.keep
     monkeypatch.setattr(weight_cache, "keep", lambda *of, **how: counted.append(of[0]) or keep(*of, **how))
     operands = (layers.of_layer if shape is LAYER else layers.of_rows)(shape, CPU)
-    for recipe in (*layers.RECIPES[1:], layers.CURRENT):
+    for recipe in (*layers.RECIPES[1:], layers.BY_EXPERT[0]):
         subject, accumulating = operands.subject(), operands.subject(accumulates=True)
         for case, of_case, quantized in (
             (layers.FORWARD, subject, 2),
@@ -459,8 +459,8 @@ def test_a_whole_run_writes_its_file(tmp_path, monkeypatch, capsys):
     assert [entry["name"] for entry in found["layers"]] == ["experts alone", "a layer"]
     assert len(found["quantize"][0]["rows"]) == 10
     assert len(found["products"][0]["rows"]) == 2 * len(products.PRODUCTS) + 3
-    recipes = [{row["recipe"] for row in entry["rows"]} for entry in found["layers"]]
-    assert recipes == [{*layers.RECIPES, *layers.BY_EXPERT}, {*layers.RECIPES}]
+    measured = [{row["recipe"] for row in entry["rows"]} for entry in found["layers"]]
+    assert measured == [{*layers.RECIPES, *layers.BY_EXPERT}, {*layers.RECIPES}]
     assert {row["peer"] for row in found["unfused"][0]["rows"]} == {
         "fusedmoe, fp8_block",
         "torch FP8 by rows, compiled",
@@ -514,11 +514,11 @@ def test_the_page_has_the_parts_that_were_measured():
         {"case": layers.FORWARD, "recipe": "fp8_block", "ms": None, "speedup": None, "kept_bytes": 1 << 30},
         {"case": layers.STEP, "recipe": "fp8_block", "ms": None, "speedup": None, "peak_bytes": 3 << 30},
     ]
-    recipes = {"fp8_block": {"errors": dict.fromkeys(("y", "x", "router", "weight1", "weight2"), 0.07)}}
+    of_recipe = {"fp8_block": {"errors": dict.fromkeys(("y", "x", "router", "weight1", "weight2"), 0.07)}}
     found = {
         "machine": "a GPU", "commit": "abc", "versions": {"torch": "2"}, "ceiling": {"tflops": 800, "copy_tb_s": 3},
         "micro_batches": 8, "left_out": {}, "products": [{"name": "failed"}], "quantize": [], "unfused": [],
-        "layers": [{"name": "one", "rows": rows, "recipes": recipes}],
+        "layers": [{"name": "one", "rows": rows, "recipes": of_recipe}],
     }  # fmt: skip
     text = page.filled(EMPTY, found)
     assert "### Products" not in text

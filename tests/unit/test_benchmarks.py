@@ -14,7 +14,22 @@ import torch
 from peers_in_torch import quack_in_torch
 
 from benchmarks import __main__ as command
-from benchmarks import cases, gpu, host, kernels, mlp, page, plot, reference, results, shapes, table, tiles
+from benchmarks import (
+    cases,
+    gpu,
+    host,
+    kernels,
+    mlp,
+    page,
+    plot,
+    recipes,
+    recipes_page,
+    reference,
+    results,
+    shapes,
+    table,
+    tiles,
+)
 from benchmarks.cases import Candidate, Case, Row
 from benchmarks.ceiling import Ceiling
 from benchmarks.peers.deepgemm import DeepGemm
@@ -417,12 +432,59 @@ def test_a_whole_run_writes_its_files(tmp_path, capsys, monkeypatch):
     assert found["geometric_mean_speedups"]["forward"]["torch eager"]["shapes"] == 2
     assert set(plot.figures(found)) == {mlp.FORWARD, mlp.STEP, mlp.BACKWARD}
     (of_recipes,) = (json.loads(file.read_text()) for file in files if file.name == "recipes-zipf.json")
-    assert of_recipes["shapes"][0]["recipes"].keys() == RECIPES.keys()
+    assert {*RECIPES} < {*recipes.MEASURED} == {*of_recipes["shapes"][0]["recipes"]}
     for name, report in of_recipes["shapes"][0]["recipes"].items():
         noise = set(report["sqnr_db"].values())
         assert noise == {None} if name == "bf16" else all(5 < db < 40 for db in noise)
-        assert set(report["products"].values()) == ({"plain"} if name == "bf16" else {"emulated"})
-    assert page.recipe_table(of_recipes).count("| mxfp8 | emulated |") == 2
+        wgrad = {"plain"} if name == "bf16" or name.endswith("wgrad=bf16") else set()
+        assert set(report["products"].values()) == wgrad | ({"emulated"} if name != "bf16" else set())
+    current, delayed = (of_recipes["shapes"][0]["recipes"][name]["sqnr_db"] for name in ("fp8_tensor", recipes.DELAYED))
+    assert delayed == pytest.approx(current, abs=1), "the scales of the same operands"
+    assert recipes_page.benchmarks(of_recipes)[1].count("| mxfp8 | emulated |") == 2
+
+
+def of_recipe(ms, products="fused", kept=1 << 30, **more):
+    noise = dict.fromkeys(recipes.NAMES, 20.0)
+    return {"ms": ms, "products": {"GroupedLinear": products}, "kept_bytes": kept, "sqnr_db": noise, **more}
+
+
+def recipes_found(**reports):
+    shape = {"name": "one", "experts": 4, "hidden": 128, "intermediate": 64, "rows_in_all": 256, "recipes": reports}
+    return {"machine": "a GPU", "commit": "abcdef0123456789", "reps": 3, "shapes": [shape]}
+
+
+def test_the_tables_of_recipes(tmp_path):
+    found = recipes_found(
+        bf16=of_recipe(10.0, weight_bytes=0),
+        **{recipes.DELAYED: of_recipe(9.5, weight_bytes=1 << 29)},
+        fp8_row=of_recipe(123.0, "native", 3 << 29, weight_bytes=3 << 29),
+    )
+    text = "".join(f"<!-- {name}: from a file -->\n<!-- end of {name} -->\n" for name in ("time", "memory"))
+    text = recipes_page.filled(text, found)
+    assert "on an a GPU (commit abcdef012345)" in text
+    assert "| shape | `bf16` | `fp8_tensor`, delayed | `fp8_row` |" in text
+    assert "| one | 10.0 ms | 0.95x | 12x* |" in text
+    assert "| one | 1.00 | 1.00 + 0.50 | 1.50 + 1.50 |" in text
+    assert recipes_page.NO_KERNELS not in text
+    assert recipes_page.filled(text, found) == text
+    intro, rows = recipes_page.benchmarks(found)
+    assert "median of 3 calls" in intro
+    assert f"| one | {recipes.DELAYED} | fused | 9.50 | 1.00 | 0.50 | 20.0 | 20.0 | 20.0 | 20.0 |" in rows
+    for folder, reports in (("first", found["shapes"][0]["recipes"]), ("second", {"bf16": of_recipe(5.0)})):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "recipes.json").write_text(json.dumps(recipes_found(**reports)))
+    first = tmp_path / "first"
+    names = [[*page.load_recipes(first, tmp_path / other)["shapes"][0]["recipes"]] for other in ("second", "no")]
+    assert names == [["bf16"], ["bf16", recipes.DELAYED, "fp8_row"]]
+
+
+def test_the_weights_of_older_results_are_those_of_the_plan():
+    found = recipes_found(bf16=of_recipe(1.0), fp8_block=of_recipe(30.0, "emulated"))
+    values = 4 * 3 * 64 * 128
+    assert recipes_page.weight_bytes(found["shapes"][0], "bf16") == 0
+    scales = 2 * 4 * (2 * 64 // 128 + 1) * 4
+    assert recipes_page.weight_bytes(found["shapes"][0], "fp8_block") == 2 * values + scales
+    assert recipes_page.NO_KERNELS in recipes_page.time(found)
 
 
 def test_pictures_of_a_result_file(tmp_path):

@@ -1,0 +1,116 @@
+"""The parts of docs/which_recipe.md that have the figures of ``recipes.json``, and the table of docs/benchmarks.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+import fusedmoe as fm
+from benchmarks import marked
+from benchmarks.marked import table
+from benchmarks.recipes import NAMES, under
+
+UNFUSED = "*"
+TIME = """\
+The time under each recipe, as a multiple of that of `bf16`, on an {machine} (commit {commit}). A star marks a recipe
+that has no fused kernel for at least one of its products.{note}
+"""
+NO_KERNELS = " No quantized recipe had fused kernels for its products then."
+MEMORY = """\
+GiB per layer, as activations kept for backward + quantized weights, of the same run:
+"""
+RECIPES = """\
+## Recipes
+
+Forward + backward of the expert MLP under each [recipe](recipes.md), against fused bf16 in the same run, on an
+{machine} (commit {commit}).{note} Each time is the median of {reps} calls.
+*kept* is the memory that the plan keeps for backward, and *weights* that of the quantized weights. The other columns
+are the signal-to-quantization-noise ratio, in dB, of the output and the gradients against `bf16`, on random normal
+operands.
+"""
+
+
+def filled(text: str, found: Mapping[str, Any]) -> str:
+    """Return docs/which_recipe.md with the figures of a result file."""
+    return marked.filled(text, {"time": time(found), "memory": memory(found)}, "docs/which_recipe.md")
+
+
+def time(found: Mapping[str, Any]) -> str:
+    """Return the table of times."""
+    rows = []
+    for shape in found["shapes"]:
+        recipes = dict(shape["recipes"])
+        bf16 = recipes.pop("bf16")
+        cells = [_multiple(report["ms"] / bf16["ms"]) + _star(report) for report in recipes.values()]
+        rows.append([shape["name"], f"{bf16['ms']:.1f} ms{_star(bf16)}", *cells])
+    intro = TIME.format(machine=found["machine"], commit=found["commit"][:12], note=_note(found))
+    return intro + "\n" + table(_head(found), rows) + "\n"
+
+
+def memory(found: Mapping[str, Any]) -> str:
+    """Return the table of memory."""
+    rows = []
+    for shape in found["shapes"]:
+        cells = []
+        for name, report in shape["recipes"].items():
+            weights = weight_bytes(shape, name)
+            cells.append(_gib(report["kept_bytes"]) + (f" + {_gib(weights)}" if weights else ""))
+        rows.append([shape["name"], *cells])
+    return MEMORY + "\n" + table(_head(found), rows) + "\n"
+
+
+def benchmarks(found: Mapping[str, Any]) -> list[str]:
+    """Return the section of docs/benchmarks.md: text and table."""
+    rows = []
+    for shape in found["shapes"]:
+        for name, report in shape["recipes"].items():
+            noise = [f"{db:.1f}" if (db := report["sqnr_db"][n]) else "" for n in NAMES]
+            paths = ", ".join(dict.fromkeys(report["products"].values()))
+            weights = weight_bytes(shape, name)
+            figures = [f"{report['ms']:.2f}", _gib(report["kept_bytes"]), _gib(weights) if weights else ""]
+            rows.append([shape["name"], name, paths, *figures, *noise])
+    heading = {"machine": found["machine"], "commit": found["commit"][:12], "reps": found["reps"]}
+    head = ["shape", "recipe", "products", "ms", "kept, GiB", "weights, GiB", *NAMES]
+    return [RECIPES.format(**heading, note=_note(found)), table(head, rows) + "\n"]
+
+
+def weight_bytes(shape: Mapping[str, Any], recipe: str) -> int:
+    """Return the bytes of a shape's quantized weights, as ``explain()`` states them; older files do not have them."""
+    stated = shape["recipes"][recipe].get("weight_bytes")
+    if stated is not None:
+        return int(stated)
+    experts, hidden, intermediate = shape["experts"], shape["hidden"], shape["intermediate"]
+    fc1 = fm.GroupedLinear(experts, hidden, 2 * intermediate, device="meta", dtype=torch.bfloat16)
+    fc2 = fm.GroupedLinear(experts, intermediate, hidden, device="meta", dtype=torch.bfloat16)
+    rows = torch.empty(shape["rows_in_all"], hidden, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    with under(recipe):
+        chain = fm.Sequential(fc1, fm.SwiGLU(), fc2)
+        (plan,) = chain.explain(rows, splits=torch.empty(experts, device="meta", dtype=torch.int64)).plans
+    return plan.weight_bytes
+
+
+def _head(found: Mapping[str, Any]) -> list[str]:
+    return ["shape", *(f"`{name}`{comma}{remark}" for name, comma, remark in (r.partition(",") for r in _names(found)))]
+
+
+def _names(found: Mapping[str, Any]) -> list[str]:
+    return list(found["shapes"][0]["recipes"])
+
+
+def _star(report: Mapping[str, Any]) -> str:
+    return "" if set(report["products"].values()) == {"fused"} else UNFUSED
+
+
+def _note(found: Mapping[str, Any]) -> str:
+    quantized = [r for shape in found["shapes"] for name, r in shape["recipes"].items() if name != "bf16"]
+    return "" if any("fused" in report["products"].values() for report in quantized) else NO_KERNELS
+
+
+def _multiple(ratio: float) -> str:
+    return f"{ratio:.2f}x" if ratio < 9.5 else f"{ratio:.0f}x"
+
+
+def _gib(amount: int) -> str:
+    return f"{amount / 2**30:.2f}"
