@@ -301,7 +301,7 @@ def test_a_layer_with_one_scale_per_expert(shape):
 
 def test_delayed_scaling_has_the_defaults_of_transformer_engine():
     wanted = formats.Delayed(history=1024, most_recent=False, margin=0)
-    assert recipes.DELAYED_SCALING == FP8Tensor(hybrid=True, delayed=wanted)
+    assert FP8Tensor(hybrid=True, delayed=wanted) == recipes.DELAYED_SCALING
 
 
 @pytest.mark.parametrize("shape", [LAYER, ROWS], ids=lambda shape: shape.name)
