@@ -45,7 +45,7 @@ def time(found: Mapping[str, Any]) -> str:
         bf16 = recipes.pop("bf16")
         cells = [_multiple(report["ms"] / bf16["ms"]) + _star(report) for report in recipes.values()]
         rows.append([shape["name"], f"{bf16['ms']:.1f} ms{_star(bf16)}", *cells])
-    intro = TIME.format(machine=found["machine"], commit=found["commit"][:12], note=_note(found))
+    intro = TIME.format(machine=found["machine"], commit=found["commit"], note=_note(found))
     return intro + "\n" + table(_head(found), rows) + "\n"
 
 
@@ -71,7 +71,7 @@ def benchmarks(found: Mapping[str, Any]) -> list[str]:
             weights = weight_bytes(shape, name)
             figures = [f"{report['ms']:.2f}", _gib(report["kept_bytes"]), _gib(weights) if weights else ""]
             rows.append([shape["name"], name, paths, *figures, *noise])
-    heading = {"machine": found["machine"], "commit": found["commit"][:12], "reps": found["reps"]}
+    heading = {"machine": found["machine"], "commit": found["commit"], "reps": found["reps"]}
     head = ["shape", "recipe", "products", "ms", "kept, GiB", "weights, GiB", *NAMES]
     return [RECIPES.format(**heading, note=_note(found)), table(head, rows) + "\n"]
 
