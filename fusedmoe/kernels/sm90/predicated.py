@@ -1,9 +1,9 @@
 """Stores to global memory under a predicate, without a branch.
 
-From ``if wanted: store``, compilers may make a branch around the store, and move the computation of the address and the
-load of the value behind the branch. Then each store waits for its own load, and all stores come one after the other. In
-an epilogue of an FP8 product that took about 2,000 cycles per tile, with the tensor cores idle. With a predicate, ptxas
-starts the loads of one box before the stores of the box before.
+From ``if wanted: store``, compilers may make a branch around the store, and move the address and the load of the value
+behind that branch. Then each store waits for its own load, and the stores come one after the other. Under a predicate,
+they overlap: ptxas moves the loads of a box before the stores of the box before it. On an H200, FP8 products are up to
+7% faster.
 """
 
 from __future__ import annotations
