@@ -22,7 +22,7 @@ from fusedmoe.autocast import without_autocast
 from fusedmoe.errors import InputError
 from fusedmoe.fusion.differentiable import SecondOrderError
 from fusedmoe.fusion.signature import DTYPE, signature
-from fusedmoe.ops.weight_cache import note_gradient
+from fusedmoe.ops import weight_cache
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,6 +48,8 @@ class _RunPlan(torch.autograd.Function):
             ctx.held = _held(call, arguments)
         if call.trained:
             ctx.versions = _versions(call, arguments)
+        if call.quantized_weights:
+            ctx.passed = weight_cache.trained_of_call()
         if len(outputs) > 1:
             ctx.mark_non_differentiable(*[t for t in outputs if not t.is_floating_point()])
         return outputs
@@ -63,8 +65,8 @@ class _RunPlan(torch.autograd.Function):
                 # otherwise, autograd would hold all of them until the last step, unlike those of separate nodes
                 ctx.maybe_clear_saved_tensors()  # not under retain_graph=True
                 gradients = call.backward(saved, grads, ctx.needs_input_grad[1:])
-            for layer in call.plan.graph.quantized_layers:
-                note_gradient(layer)
+            for layer, i in call.quantized_weights:
+                weight_cache.note_gradient(layer, gradients[i], ctx.passed.get(layer))
             return (None, *gradients)
         except Exception as error:
             _raise_if_batched(call, grads, error)
@@ -220,6 +222,17 @@ def run_call(
 
     ``uncast`` are the arguments before autocast.
     """
+    if call.quantized_weights:
+        passed = weight_cache.passed_weights(call.quantized_weights, arguments if uncast is None else uncast)
+        if passed:
+            with weight_cache.passing(passed):
+                return _run(call, arguments, uncast)
+    return _run(call, arguments, uncast)
+
+
+def _run(
+    call: BoundPlan, arguments: Sequence[Tensor | None], uncast: Sequence[Tensor | None] | None
+) -> tuple[Tensor, ...]:
     if not call.plan.wanted:
         return call.run([*arguments], *call.runs)[0]  # type: ignore[return-value]
     if torch._C._are_functorch_transforms_active():

@@ -194,6 +194,8 @@ class BoundPlan:
         The arguments in `unsaved` that the call holds, each with whether the call keeps it alive.
     trained
         The other arguments in `unsaved`: parameters that require a gradient, which autograd holds.
+    quantized_weights
+        Each layer whose weight a call quantizes, and the weight's position among the arguments.
     run, runs
         ``run([*arguments], *runs)`` returns the outputs and the saved tensors. A method around it would cost the host a
         microsecond.
@@ -207,6 +209,8 @@ class BoundPlan:
         self.plan, self.tensors = plan, tensors
         self._strict = strict
         self._specs = specs
+        layers = plan.graph.quantized_layers.items()
+        self.quantized_weights = tuple((layer, plan.graph.arguments.index(name)) for name, layer in layers)
         self.unsaved = frozenset(i for i in plan.unsaved if i < len(tensors) and tensors[i] is not None)
         self.trained = tuple(i for i in sorted(self.unsaved) if self._is_trained(i))
         self.held = tuple(self._held(i) for i in sorted(self.unsaved.difference(self.trained)))

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from fusedmoe.formats import Quantizer
-    from fusedmoe.ops.op import Node, SpecLike
+    from fusedmoe.ops.op import Node, Op, SpecLike
 
 
 class Graph:
@@ -69,6 +69,8 @@ class Graph:
     derived, weights : dict of str to Place
         The glue that computes each derived value, and the glue of each quantized weight: it quantizes the weight, or
         gives the forms of one that is stored quantized.
+    quantized_layers : dict of str to Op
+        The layer of each weight that a call quantizes.
     arguments, outputs : tuple of str
         The rows, the runtime inputs and the parameters; the resulting rows and the exports.
     quantizers, forms : dict
@@ -92,8 +94,8 @@ class Graph:
         self.forms: Forms = {}
         self._unquantized: dict[str, str] = {}  # of each value that steps read unquantized if they sum over its rows
         self.weights = {w.names["weight"]: w for w in _weight_quantizations(nodes)}
-        runs = [place.item.run for place in self.weights.values() if isinstance(place.item, QuantizeWeight)]
-        self.quantized_layers = tuple(run.layer for run in runs)
+        items = ((name, place.item) for name, place in self.weights.items())
+        self.quantized_layers = {name: item.run.layer for name, item in items if isinstance(item, QuantizeWeight)}
         for place in self.weights.values():
             self._quantize(place, NONE)
         self._sorted_rows = sorted_rows

@@ -12,6 +12,11 @@ The cache is an attribute of the layer, and holds the results of one quantizer. 
   collective may write to the weight, and torch does not count this write.
 - The CUDA stream is the same.
 
+A weight that the caller passes in each call, as integrations do with the parameters of a framework's module, is cached
+under the same conditions if it is an ``nn.Parameter``, or a view of all of one such as ``parameter.mT``. Any other tensor
+was computed for the call. Such a weight is cached only if no collective has run since the layer quantized it last. FSDP
+gathers weights before each call, by a collective: the result would never be used, but would hold memory.
+
 During CUDA graph capture the cache is neither read nor written, so that a graph quantizes in every replay. A layer that
 was captured is not cached afterwards: a replay may change its weight without notice.
 
@@ -25,8 +30,11 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -47,6 +55,9 @@ if TYPE_CHECKING:
 
 _DISTRIBUTED = dist.is_available()
 _optimizer_steps = 0
+
+# the weights that the current call passes, before autocast, by layer
+_passed: ContextVar[Mapping[Op, Tensor]] = ContextVar("fusedmoe.weight_cache.passed", default=MappingProxyType({}))
 
 
 def _count_step(*_: object) -> None:
@@ -69,11 +80,13 @@ class _Entry:
     grad: StorageWeakRef | None  # of its gradient
     grad_version: float  # version counter of the gradient
     state: tuple[Any, ...]
+    strides: list[int]  # of the weight, see `_strides`
     forms: dict[int, QuantizedTensor]  # by axis
     counted: bool  # whether delayed scaling has counted the weight as a step
     checksum: Tensor | None  # of the parameter, with FUSEDMOE_DEBUG
     maker: str  # the rule that made the forms; empty for plain PyTorch
     gradient_given: bool = False  # whether a backward pass has added a gradient since grad_version was read
+    first_version: float = 0.0  # version counter of a first gradient
 
     def holds(self, parameter: Tensor, state: tuple[Any, ...]) -> bool:
         same = self.state == state and self.storage.cdata == parameter.untyped_storage()._cdata
@@ -87,7 +100,7 @@ class _Entry:
         """
         if grad is None:
             return self.grad is None and not self.gradient_given
-        expected = 0.0
+        expected = self.first_version
         if self.grad is None:  # the first gradient since the weight was quantized
             self.grad = StorageWeakRef(grad.untyped_storage())
         elif self.grad.cdata == grad.untyped_storage()._cdata:
@@ -97,12 +110,17 @@ class _Entry:
         self.grad_version, self.gradient_given = _version(grad), False
         return self.grad_version == expected
 
-    def is_given(self, grad: Tensor | None) -> bool:
-        """Record that a backward pass is about to add to the gradient; return whether the entry is still valid."""
+    def is_given(self, grad: Tensor | None, copied: bool) -> bool:
+        """Record that a backward pass is about to add to the gradient; return whether the entry is still valid.
+
+        ``copied``: autograd copies a first gradient into a new tensor, since its strides are not those of the weight.
+        """
         if grad is not None:
             seen = self.grad is not None and self.grad_version == _version(grad)
             if not seen and not self.still_accumulates(grad):
                 return False
+        else:
+            self.first_version = float(copied)
         self.gradient_given = True
         return True
 
@@ -115,10 +133,16 @@ def _version(grad: Tensor) -> float:
         return math.nan
 
 
-def _state(parameter: Tensor, weight: Tensor, quantizer: Quantizer) -> tuple[Any, ...]:
+def _state(source: Tensor, weight: Tensor, quantizer: Quantizer) -> tuple[Any, ...]:
     stream = torch.cuda.current_stream(weight.device).cuda_stream if weight.is_cuda else None
-    counts = parameter._version, _optimizer_steps, _collectives(parameter.device)
-    return *counts, parameter.data_ptr(), parameter.dtype, weight.dtype, quantizer, stream
+    counts = source._version, _optimizer_steps, _collectives(source.device)
+    layout = source.data_ptr(), source.dtype, source.shape, source.stride()
+    return *counts, *layout, weight.dtype, quantizer, stream
+
+
+def _strides(t: Tensor) -> list[int]:
+    """Return the strides of the axes that autograd compares between a weight and its gradient."""
+    return [stride for size, stride in zip(t.shape, t.stride(), strict=True) if size != 1]
 
 
 def _collectives(device: torch.device) -> object:
@@ -138,23 +162,73 @@ def _collectives(device: torch.device) -> object:
         return object()
 
 
-def _checksum(parameter: Tensor) -> Tensor | None:
+def _checksum(source: Tensor) -> Tensor | None:
     """Return the sums of a weight's bits along rows and along columns; None without FUSEDMOE_DEBUG."""
     if not debugging():
         return None
-    bits = parameter.detach().view(_BITS[parameter.element_size()])
+    bits = source.detach().view(_BITS[source.element_size()])
     return torch.cat([bits.sum(axis, dtype=torch.int64).flatten() for axis in (-1, -2)])
 
 
 _BITS = {2: torch.int16, 4: torch.int32}
 
 
-def _cacheable(layer: Op, weight: Tensor) -> Tensor | None:
-    """Return the parameter of a weight, which autocast may have cast; None if it must not be cached."""
-    parameter = layer._parameters.get("weight")
-    if parameter is None or type(weight) not in (Tensor, nn.Parameter) or parameter.is_inference():
-        return None  # a parametrized weight (LoRA) is a new tensor in every call
-    if not parameter.is_leaf:  # functional_call may pass a tensor that was computed for this call
+# ---- weights that a call passes --------------------------------------------------------------------------------------
+
+
+def passed_weights(layers: Sequence[tuple[Op, int]], arguments: Sequence[Tensor | None]) -> dict[Op, Tensor]:
+    """Return the weights among a call's arguments that their layers do not own, by layer.
+
+    ``layers`` has each layer, and the position of its weight. The arguments are those before autocast.
+    """
+    found = ((layer, arguments[i]) for layer, i in layers if not _owns(layer))
+    return {layer: t for layer, t in found if t is not None}
+
+
+@contextmanager
+def passing(weights: Mapping[Op, Tensor]) -> Iterator[None]:
+    """Cache these weights, by layer, in the call inside the block, if they are parameters or views of parameters."""
+    token = _passed.set(weights)
+    try:
+        yield
+    finally:
+        _passed.reset(token)
+
+
+def trained_of_call() -> dict[Op, Tensor]:
+    """Return the parameters of the weights that the current call passes and that require a gradient, by layer."""
+    passed = _passed.get().items()
+    return {layer: _parameter(t) for layer, t in passed if t.requires_grad and _is_whole_parameter(t)}
+
+
+def _owns(layer: Op) -> bool:
+    return layer._parameters.get("weight", layer) is not None  # a parametrized weight is no parameter of the layer
+
+
+def _parameter(source: Tensor) -> Tensor:
+    """Return the tensor whose memory and gradient are watched: of a view its base."""
+    return source if source._base is None else source._base
+
+
+def _is_whole_parameter(source: Tensor) -> bool:
+    parameter = _parameter(source)
+    return type(parameter) is nn.Parameter and parameter.numel() == source.numel()
+
+
+# ---- the entries -----------------------------------------------------------------------------------------------------
+
+
+def _source(layer: Op, weight: Tensor) -> Tensor | None:
+    """Return the tensor that a weight is, or that autocast has cast to it; None if the weight must not be cached."""
+    source = layer._parameters.get("weight")
+    if source is not None:
+        if not source.is_leaf:  # functional_call may pass a tensor that was computed for this call
+            return None
+    else:
+        source = _passed.get().get(layer)
+        if source is None or not _is_whole_parameter(source):
+            return None  # a parametrized weight (LoRA) is a new tensor in every call
+    if type(weight) not in (Tensor, nn.Parameter) or source.is_inference():
         return None
     if weight.is_cuda and torch.cuda.is_current_stream_capturing():
         layer._of_process.captured = True
@@ -164,7 +238,7 @@ def _cacheable(layer: Op, weight: Tensor) -> Tensor | None:
         return None
     if torch._C._len_torch_dispatch_stack():  # selective checkpointing needs the same operators in a recomputation
         return None
-    return parameter
+    return source
 
 
 def find(layer: Op, weight: Tensor, quantizer: Quantizer, axes: Sequence[int], maker: str = "") -> _Entry | None:
@@ -177,14 +251,14 @@ def find(layer: Op, weight: Tensor, quantizer: Quantizer, axes: Sequence[int], m
     entry: _Entry | None = state.quantized_weight
     if entry is None:
         return None
-    parameter = _cacheable(layer, weight)
-    if layer._parameters.get("weight") is None or state.captured:
+    source = _source(layer, weight)
+    if state.captured or (source is None and layer._parameters.get("weight") is None):
         state.quantized_weight = None
-    if parameter is None or not entry.holds(parameter, _state(parameter, weight, quantizer)):
+    if source is None or not entry.holds(_parameter(source), _state(source, weight, quantizer)):
         return None
     if not all(axis in entry.forms for axis in axes) or maker not in ("", entry.maker):
         return None
-    checksum = _checksum(parameter)
+    checksum = _checksum(source)
     if checksum is not None:
         if entry.checksum is None:  # cached before FUSEDMOE_DEBUG was set
             return None
@@ -207,28 +281,45 @@ def keep(
     maker: str = "",
 ) -> None:
     """Cache a weight's forms by axis, replacing the layer's entry."""
-    parameter = _cacheable(layer, weight)
-    if parameter is None:
+    source, of_process = _source(layer, weight), layer._of_process
+    if source is None:
+        return
+    if layer._parameters.get("weight") is None and _are_gathered(of_process, source.device):
+        of_process.quantized_weight = None
         return
     _watch_optimizers()
-    grad, version = None, 0.0
+    parameter, grad, version = _parameter(source), None, 0.0
     if parameter.grad is not None:
         grad, version = StorageWeakRef(parameter.grad.untyped_storage()), _version(parameter.grad)
     storage = StorageWeakRef(parameter.untyped_storage())
-    state, checksum = _state(parameter, weight, quantizer), _checksum(parameter)
-    layer._of_process.quantized_weight = _Entry(storage, grad, version, state, forms, counted, checksum, maker)
+    state, checksum = _state(source, weight, quantizer), _checksum(source)
+    of_process.quantized_weight = _Entry(storage, grad, version, state, _strides(source), forms, counted, checksum, maker)
 
 
-def note_gradient(layer: Op) -> None:
-    """Record that a backward pass is about to give a layer's weight a gradient."""
+def _are_gathered(of_process: ProcessState, device: torch.device) -> bool:
+    """Whether a collective, such as FSDP's of weights, has run on the device since a layer quantized its weight."""
+    if not (_DISTRIBUTED and dist.is_initialized()):
+        return False
+    before, of_process.collectives = of_process.collectives, _collectives(device)
+    return bool(before != of_process.collectives)
+
+
+def note_gradient(layer: Op, gradient: Tensor | None, passed: Tensor | None) -> None:
+    """Record that a backward pass is about to give a layer's weight this gradient.
+
+    ``passed`` is the parameter of a weight that the call passed; None if its gradient is not required.
+    """
     entry: _Entry | None = layer._of_process.quantized_weight
     parameter = layer._parameters.get("weight")
+    if parameter is None:
+        parameter = passed
     if entry is None or parameter is None or not parameter.requires_grad:
         return
     grad = parameter.grad
     if grad is None and getattr(layer, "accumulate_into_main_grad", False):
         return  # with main_grad, .grad is a placeholder
-    if not entry.is_given(grad):
+    copied = gradient is not None and _strides(gradient) != entry.strides
+    if not entry.is_given(grad, copied):
         layer._of_process.quantized_weight = None
 
 
@@ -251,4 +342,12 @@ def clear_weight_cache(module: nn.Module) -> None:
 
 
 def _states(module: nn.Module) -> list[ProcessState]:
-    return [m._of_process for m in module.modules() if isinstance(m, HasProcessState)]
+    """Return the states of a module's ops, and of the ops that an integration keeps in the ``__dict__`` of a module."""
+    found: dict[int, ProcessState] = {}  # by id: an op may be in several chains
+    for m in module.modules():
+        values = [v for value in vars(m).values() for v in (value if isinstance(value, tuple) else (value,))]
+        chains = [v for v in values if isinstance(v, HasProcessState) and isinstance(v, nn.Module)]
+        for op in (m, *(op for chain in chains for op in chain.modules())):
+            if isinstance(op, HasProcessState):
+                found[id(op._of_process)] = op._of_process
+    return list(found.values())
