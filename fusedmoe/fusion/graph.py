@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from fusedmoe.formats import Quantizer
-    from fusedmoe.ops.op import Node, Op, SpecLike
+    from fusedmoe.ops.op import Node, SpecLike
 
 
 class Graph:

@@ -12,10 +12,15 @@ The cache is an attribute of the layer, and holds the results of one quantizer. 
   collective may write to the weight, and torch does not count this write.
 - The CUDA stream is the same.
 
-A weight that the caller passes in each call, as integrations do with the parameters of a framework's module, is cached
-under the same conditions if it is an ``nn.Parameter``, or a view of all of one such as ``parameter.mT``. Any other tensor
-was computed for the call. Such a weight is cached only if no collective has run since the layer quantized it last. FSDP
-gathers weights before each call, by a collective: the result would never be used, but would hold memory.
+A weight that the caller passes in each call, as integrations pass the parameters of a framework's module, is cached
+under the same conditions if it is an ``nn.Parameter``, or a view of all of one, such as ``parameter.mT``. Any other
+tensor was computed for the call. Two more conditions apply:
+
+- No module of the process is under FSDP2. It unshards a parameter for each call in the same tensor and the same memory.
+  Torch does not count this write, nor is it a collective in a group of one process.
+- The codes are likely to be used: a later call has found the weight unchanged since the quantization before. No call
+  does if weights are gathered for each call, as by DeepSpeed's ZeRO-3, or if each call is a step. The codes would only
+  take memory.
 
 During CUDA graph capture the cache is neither read nor written, so that a graph quantizes in every replay. A layer that
 was captured is not cached afterwards: a replay may change its weight without notice.
@@ -81,12 +86,13 @@ class _Entry:
     grad_version: float  # version counter of the gradient
     state: tuple[Any, ...]
     strides: list[int]  # of the weight, see `_strides`
-    forms: dict[int, QuantizedTensor]  # by axis
+    forms: dict[int, QuantizedTensor]  # by axis; empty if they were not worth their memory
     counted: bool  # whether delayed scaling has counted the weight as a step
     checksum: Tensor | None  # of the parameter, with FUSEDMOE_DEBUG
     maker: str  # the rule that made the forms; empty for plain PyTorch
     gradient_given: bool = False  # whether a backward pass has added a gradient since grad_version was read
     first_version: float = 0.0  # version counter of a first gradient
+    used: bool = False  # whether a later call has found the weight unchanged
 
     def holds(self, parameter: Tensor, state: tuple[Any, ...]) -> bool:
         same = self.state == state and self.storage.cdata == parameter.untyped_storage()._cdata
@@ -215,6 +221,11 @@ def _is_whole_parameter(source: Tensor) -> bool:
     return type(parameter) is nn.Parameter and parameter.numel() == source.numel()
 
 
+def _uses_fsdp2() -> bool:
+    """Whether a module of this process is under FSDP2."""
+    return bool(getattr(sys.modules.get("torch.distributed._composable_state"), "_module_state_mapping", ()))
+
+
 # ---- the entries -----------------------------------------------------------------------------------------------------
 
 
@@ -226,7 +237,7 @@ def _source(layer: Op, weight: Tensor) -> Tensor | None:
             return None
     else:
         source = _passed.get().get(layer)
-        if source is None or not _is_whole_parameter(source):
+        if source is None or not _is_whole_parameter(source) or _uses_fsdp2():
             return None  # a parametrized weight (LoRA) is a new tensor in every call
     if type(weight) not in (Tensor, nn.Parameter) or source.is_inference():
         return None
@@ -256,6 +267,7 @@ def find(layer: Op, weight: Tensor, quantizer: Quantizer, axes: Sequence[int], m
         state.quantized_weight = None
     if source is None or not entry.holds(_parameter(source), _state(source, weight, quantizer)):
         return None
+    entry.used = True
     if not all(axis in entry.forms for axis in axes) or maker not in ("", entry.maker):
         return None
     checksum = _checksum(source)
@@ -281,11 +293,8 @@ def keep(
     maker: str = "",
 ) -> None:
     """Cache a weight's forms by axis, replacing the layer's entry."""
-    source, of_process = _source(layer, weight), layer._of_process
+    source = _source(layer, weight)
     if source is None:
-        return
-    if layer._parameters.get("weight") is None and _are_gathered(of_process, source.device):
-        of_process.quantized_weight = None
         return
     _watch_optimizers()
     parameter, grad, version = _parameter(source), None, 0.0
@@ -293,15 +302,17 @@ def keep(
         grad, version = StorageWeakRef(parameter.grad.untyped_storage()), _version(parameter.grad)
     storage = StorageWeakRef(parameter.untyped_storage())
     state, checksum = _state(source, weight, quantizer), _checksum(source)
-    of_process.quantized_weight = _Entry(storage, grad, version, state, _strides(source), forms, counted, checksum, maker)
+    forms = forms if _is_worthwhile(layer) else {}
+    entry = _Entry(storage, grad, version, state, _strides(source), forms, counted, checksum, maker)
+    layer._of_process.quantized_weight = entry
 
 
-def _are_gathered(of_process: ProcessState, device: torch.device) -> bool:
-    """Whether a collective, such as FSDP's of weights, has run on the device since a layer quantized its weight."""
-    if not (_DISTRIBUTED and dist.is_initialized()):
-        return False
-    before, of_process.collectives = of_process.collectives, _collectives(device)
-    return bool(before != of_process.collectives)
+def _is_worthwhile(layer: Op) -> bool:
+    """Whether a later call is likely to use a weight's forms."""
+    if layer._parameters.get("weight") is not None:
+        return True
+    before: _Entry | None = layer._of_process.quantized_weight
+    return not (_DISTRIBUTED and dist.is_initialized()) if before is None else before.used
 
 
 def note_gradient(layer: Op, gradient: Tensor | None, passed: Tensor | None) -> None:
