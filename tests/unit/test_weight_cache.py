@@ -14,8 +14,10 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import fusedmoe as fm
+from fusedmoe.formats import Delayed
 from fusedmoe.ops import quantize as quantize_op
 from fusedmoe.ops import weight_cache
+from fusedmoe.recipes import FP8Tensor
 
 E, H, I = 3, 64, 32  # noqa: E741
 SPLITS = torch.tensor([12, 0, 16])
@@ -720,3 +722,141 @@ def test_results_are_right_through_a_life_of_changes():
             fc.weight.grad = None
             fm.clear_weight_cache(fc)
         assert_as_fresh(fc, x)
+
+
+# ---- weights that a call passes -----------------------------------------------------------------------------------
+
+
+class Scaled(nn.Parameter):
+    """As frameworks mark parameters."""
+
+
+OTHERS = {
+    "computed": lambda p: p * 1.0,
+    "detached": lambda p: p.detach(),
+    "buffer": lambda p: p.detach().clone(),
+    "subclass": lambda p: Scaled(p.detach()),
+    "view of a computed tensor": lambda p: (p.mT * 1.0).mT,
+    "part of a parameter": lambda p: nn.Parameter(torch.cat([p.detach(), p.detach()]))[E:],
+}
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["no gradient", "gradient"])
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("kind", ["passed"], indirect=True)
+def test_no_other_tensor_is_kept(other, grad):
+    fc, x = layer(), rows()
+    chain = fc._ops[1]
+    with torch.set_grad_enabled(grad):
+        want = fc(x, splits=SPLITS)
+        assert fm.weight_cache_bytes(fc) > 0
+        for factor in (1, 2):
+            weight = OTHERS[other](fc.weight)
+            weight.data.mul_(factor)
+            y = chain.forward_with({"0.weight": weight}, x, splits=SPLITS)
+            assert torch.equal(y, factor * want)
+            assert fm.weight_cache_bytes(fc) == 0
+            fc.weight.data.div_(factor if weight.data_ptr() == fc.weight.data_ptr() else 1)
+
+
+@ONLY_PASSED
+def test_codes_that_no_call_uses_are_not_kept_the_next_time(count):
+    fc, x = layer(), rows()
+    optimizer = torch.optim.SGD(fc.parameters(), lr=0.1)
+
+    def step(micro_batches):
+        train(fc, x, micro_batches)
+        found = count(), fm.weight_cache_bytes(fc) > 0
+        optimizer.step()
+        optimizer.zero_grad()
+        return found
+
+    assert step(1) == (BOTH, True)  # the first of all: they might be
+    assert step(1) == (BOTH, False)
+    assert step(1) == (BOTH, False)
+    assert step(3) == (2 * BOTH, True)  # kept as of the second micro-batch
+    assert step(3) == (BOTH, True)
+    assert step(1) == (BOTH, True)
+    assert step(1) == (BOTH, False)
+    assert_as_fresh(fc, x)
+
+
+@ONLY_OWN
+def test_codes_of_a_layers_own_weight_are_always_kept():
+    fc, x = layer(), rows()
+    for _ in range(3):
+        train(fc, x)
+        in_place(fc)
+        assert fm.weight_cache_bytes(fc) > 0
+
+
+def test_twice_in_a_forward_pass_and_in_validation_between_steps(count):
+    fc, x = layer(), rows()
+    optimizer = torch.optim.SGD(fc.parameters(), lr=0.1)
+    for _ in range(3):
+        for _ in range(2):
+            (fc(x, splits=SPLITS) * fc(x.detach(), splits=SPLITS)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for _ in range(2):
+                fc(x, splits=SPLITS)
+        assert_as_fresh(fc, x)
+        count()
+    train(fc, x)
+    assert count() == BOTH
+    assert_as_fresh(fc, x)
+
+
+def test_again_after_gradients_were_clipped(count):
+    fc, x = layer(), rows()
+    train(fc, x)
+    torch.nn.utils.clip_grad_norm_(fc.parameters(), 1e-3)
+    fc.weight.data.sub_(fc.weight.grad)
+    count()
+    with torch.no_grad():
+        assert torch.equal(fc(x, splits=SPLITS), copy.deepcopy(fc)(x, splits=SPLITS))
+    assert count() == 2
+
+
+def test_again_with_other_strides_in_the_same_memory():
+    """Neither address nor version shows it."""
+    chain = fm.Sequential(fm.GroupedLinear(E, H, H))
+    weight = nn.Parameter(chain[0].weight.detach())
+    if _kind == ["own"]:
+        chain[0].weight = weight
+        call = chain
+    else:
+        chain.without_parameters()
+        view = (lambda: weight) if _kind == ["passed"] else (lambda: weight.mT)
+        call = lambda x, splits: chain.forward_with({"0.weight": view()}, x, splits=splits)  # noqa: E731
+    x = rows(requires_grad=False)
+    before = call(x, splits=SPLITS)
+    weight.data = weight.data.mT
+    assert not torch.allclose(call(x, splits=SPLITS), before, atol=0.1)
+
+
+def test_bytes_of_ops_in_several_chains_count_once():
+    """As the experts of transformers behind a patched router."""
+    fc, x = layer(), rows()
+    fc(x, splits=SPLITS)
+    one = fm.weight_cache_bytes(fc)
+    assert one == 2 * E * (H * I + H * I // 32)
+    model = nn.Sequential(fc, nn.Identity())
+    if isinstance(fc, Passed):
+        model[1].__dict__["again"] = fm.Sequential(fc._ops[1][0])
+    assert fm.weight_cache_bytes(model) == one
+    fm.clear_weight_cache(model)
+    assert fm.weight_cache_bytes(fc) == 0
+
+
+def test_delayed_scaling_counts_a_weight_once_per_quantization(count):
+    fc, x = layer(), rows()
+    op = fc._ops[1][0] if isinstance(fc, Passed) else fc
+    with fm.recipe(FP8Tensor(delayed=Delayed(history=8))):
+        for step in range(4):
+            train(fc, x, micro_batches=3)
+            # also the very first, whose scale does not come from the weight, and which is not kept
+            assert (op.amax_history.weight.amax != 0).any(1).sum() == 2 + step
+            assert count() == (2 * BOTH if step == 0 else BOTH)
+            in_place(fc)
