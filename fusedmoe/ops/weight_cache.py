@@ -231,7 +231,7 @@ def _uses_fsdp2() -> bool:
 
 def _source(layer: Op, weight: Tensor) -> Tensor | None:
     """Return the tensor that a weight is, or that autocast has cast to it; None if the weight must not be cached."""
-    source = layer._parameters.get("weight")
+    source: Tensor | None = layer._parameters.get("weight")
     if source is not None:
         if not source.is_leaf:  # functional_call may pass a tensor that was computed for this call
             return None
@@ -321,7 +321,7 @@ def note_gradient(layer: Op, gradient: Tensor | None, passed: Tensor | None) -> 
     ``passed`` is the parameter of a weight that the call passed; None if its gradient is not required.
     """
     entry: _Entry | None = layer._of_process.quantized_weight
-    parameter = layer._parameters.get("weight")
+    parameter: Tensor | None = layer._parameters.get("weight")
     if parameter is None:
         parameter = passed
     if entry is None or parameter is None or not parameter.requires_grad:

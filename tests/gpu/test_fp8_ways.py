@@ -132,6 +132,44 @@ def test_a_model_of_transformers(recipe, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore")  # those of transformers
+def test_micro_batches_of_a_model_of_transformers_quantize_weights_once(monkeypatch):
+    """The weights are arguments of each call. Losses and gradients are those of weights that are quantized each time."""
+    counted = count_quantized_weights(monkeypatch)
+    model = qwen3()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    weights, micro_batches = 2 * model.config.num_hidden_layers, 3
+    each = 2 * E * (3 * H * I) * model.config.num_hidden_layers  # bytes: codes by rows and by columns
+    ids = torch.randint(1, 256, (micro_batches, 1, 24), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    with fm.recipe("fp8_block"), fm.strict():
+        for step in range(2):
+            found = {}
+            for cached in (False, True):
+                fm.clear_weight_cache(model)
+                optimizer.zero_grad()
+                counted.clear()
+                losses = []
+                for x in ids:
+                    if not cached:
+                        fm.clear_weight_cache(model)
+                    losses.append(model(input_ids=x, labels=x, use_cache=False).loss)
+                    losses[-1].backward()
+                assert len(counted) == weights * (1 if cached else micro_batches), step
+                grads = {name: p.grad.clone() for name, p in model.named_parameters() if "experts" in name}
+                found[cached] = {"loss": torch.stack(losses).detach(), **grads}
+            assert_equal(found[True], found[False])
+            assert each < fm.weight_cache_bytes(model) < 1.01 * each
+            counted.clear()
+            with torch.no_grad():
+                before = model(input_ids=ids[0], use_cache=False).logits
+                assert counted == [], "validation uses the same codes"
+                optimizer.step()
+                assert not torch.equal(model(input_ids=ids[0], use_cache=False).logits, before)
+                assert len(counted) == weights, step
+    fm.clear_weight_cache(model)
+    assert fm.weight_cache_bytes(model) == 0
+
+
+@pytest.mark.filterwarnings("ignore")  # those of transformers
 def test_an_fp8_checkpoint_of_transformers(monkeypatch):
     """The weights are multiplied as they are stored; none is quantized."""
     pytest.importorskip("transformers")

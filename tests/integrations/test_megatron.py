@@ -222,6 +222,10 @@ def test_a_recipe(megatron):
     got, _ = quantized(x, COUNTS, probs)
     assert torch.equal(got, want)
     assert not torch.equal(plain(x, COUNTS, probs)[0], want)
+    weights = sum(p.numel() for p in quantized.parameters())
+    assert fm.weight_cache_bytes(quantized) >= 2 * weights * 33 // 32
+    fm.clear_weight_cache(quantized)
+    assert fm.weight_cache_bytes(quantized) == 0
 
 
 # ---- gradients in main_grad ---------------------------------------------------------------------------------------

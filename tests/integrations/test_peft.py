@@ -120,3 +120,29 @@ def test_merged_and_unloaded_it_computes_the_same(peft, calls, family):
         got, _ = moe_families.logits_and_loss(tiny)
     assert len(calls) == 2 * len(tiny.experts)
     torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-12)
+
+
+def test_quantized_weights_are_kept_only_while_no_adapter_is_active(peft):
+    """With an adapter, a weight is computed in each call. peft merges through ``.data``, which torch does not count."""
+    tiny, trained = adapted(peft, "qwen3_moe", torch.float32)
+    use(tiny, "fusedmoe")
+
+    def logits():
+        with torch.no_grad(), fm.recipe("mxfp8"):
+            return moe_families.logits_and_loss(tiny)[0]
+
+    adapted_logits = logits()
+    assert fm.weight_cache_bytes(tiny.model) == 0
+    with tiny.model.disable_adapter():
+        base = logits()
+        assert fm.weight_cache_bytes(tiny.model) > 0
+        assert torch.equal(logits(), base)
+    assert torch.equal(logits(), adapted_logits)
+    assert fm.weight_cache_bytes(tiny.model) == 0
+    with fm.recipe("mxfp8"):
+        results(tiny, trained)
+    with tiny.model.disable_adapter():
+        assert torch.equal(logits(), base)
+    tiny.model.merge_adapter()
+    fm.clear_weight_cache(tiny.model)  # docs/recipes.md says so
+    torch.testing.assert_close(logits(), adapted_logits, rtol=1e-3, atol=1e-3)

@@ -13,6 +13,7 @@ from framework_oracle import exact, import_anew, install, loop, relative_error, 
 from torch import distributed as dist
 
 import fusedmoe as fm
+from fusedmoe.ops import quantize as quantize_op
 
 OURS = "fusedmoe.integrations.torchtitan"
 DIM, HIDDEN_DIM = 32, 16
@@ -179,6 +180,37 @@ def test_a_recipe_of_the_override(titan, kind):
         assert torch.equal(quantized(x, counts), want)
     with pytest.raises(fm.InputError, match="got 'mxfp9'"):
         titan.ours.experts(stock_config(titan, kind), recipe="mxfp9").build()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@KINDS
+def test_weights_that_are_passed_on_as_they_are_stay_quantized(titan, kind, dtype, monkeypatch):
+    """Those of a cast, and gate and up as one, are copies of each call."""
+    module = make(titan, kind, dtype, recipe="mxfp8")
+    counted = []
+
+    def counting(x, *args, **kwargs):
+        counted.append(x.dim() == 3)
+        return fm.quantize(x, *args, **kwargs)
+
+    monkeypatch.setattr(quantize_op, "quantize", counting)
+    kept = {"GroupedExperts": ["w2_EDF"], "GptOssGroupedExperts": ["mlp1_weight_EGD", "mlp2_weight_EDF"]}[kind]
+    kept = kept if dtype is torch.bfloat16 else []
+    for i in range(3):
+        x, dy = rows()
+        y = module(x, torch.tensor(COUNTS))
+        y.backward(dy)
+        assert sum(counted) == 2 * (2 if i == 0 else 2 - len(kept))
+        counted.clear()
+        elements = sum(getattr(module, name).numel() for name in kept)
+        assert fm.weight_cache_bytes(module) >= 2 * elements * 33 // 32  # more if a scale's block is not full
+        assert (fm.weight_cache_bytes(module) > 0) is bool(kept)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(2)
+        again = copy.deepcopy(module)(x, torch.tensor(COUNTS))
+        assert torch.equal(module(x, torch.tensor(COUNTS)), again)
+        assert not torch.equal(again, y)
 
 
 @KINDS

@@ -164,8 +164,8 @@ def test_once_for_a_parameter_of_two_layers_each(kind, count):
     second.weight = first.weight
     for _ in range(4):
         (first(x, splits=SPLITS) + second(x, splits=SPLITS)).sum().backward()
-    # and once more after the first pass, where autograd has added the second gradient to the first in place, but for a
-    # transposed weight has copied the sum; codes of a passed weight that no call used are not replaced by others at once
+    # and once more after the first pass, where autograd has added the second gradient to the first in place; the sum of
+    # a transposed weight is copied. After codes that no call used, the next codes of a passed weight are not kept
     assert count() == {"own": 2, "passed": 3, "transposed": 1}[kind] * 2 * BOTH
     first.weight.data.mul_(2)
     first.weight.grad = None
