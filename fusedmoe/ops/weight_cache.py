@@ -187,7 +187,7 @@ def passed_weights(layers: Sequence[tuple[Op, int]], arguments: Sequence[Tensor 
 
     ``layers`` has each layer, and the position of its weight. The arguments are those before autocast.
     """
-    found = ((layer, arguments[i]) for layer, i in layers if not _owns(layer))
+    found = ((layer, arguments[i]) for layer, i in layers if layer._parameters.get("weight") is None)
     return {layer: t for layer, t in found if t is not None}
 
 
@@ -205,10 +205,6 @@ def trained_of_call() -> dict[Op, Tensor]:
     """Return the parameters of the weights that the current call passes and that require a gradient, by layer."""
     passed = _passed.get().items()
     return {layer: _parameter(t) for layer, t in passed if t.requires_grad and _is_whole_parameter(t)}
-
-
-def _owns(layer: Op) -> bool:
-    return layer._parameters.get("weight", layer) is not None  # a parametrized weight is no parameter of the layer
 
 
 def _parameter(source: Tensor) -> Tensor:
@@ -238,7 +234,7 @@ def _source(layer: Op, weight: Tensor) -> Tensor | None:
     else:
         source = _passed.get().get(layer)
         if source is None or not _is_whole_parameter(source) or _uses_fsdp2():
-            return None  # a parametrized weight (LoRA) is a new tensor in every call
+            return None  # a computed or parametrized weight (LoRA) is a new tensor in every call
     if type(weight) not in (Tensor, nn.Parameter) or source.is_inference():
         return None
     if weight.is_cuda and torch.cuda.is_current_stream_capturing():

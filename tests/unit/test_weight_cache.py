@@ -688,6 +688,18 @@ def test_what_is_kept_holds_neither_the_parameter_nor_its_gradient():
     assert weight() is None
 
 
+@ONLY_PASSED
+def test_autograd_does_not_hold_a_frozen_weight_for_the_cache():
+    fc, x = layer().requires_grad_(False), rows()
+    y = fc(x, splits=SPLITS)
+    weight = weakref.ref(fc.weight)
+    set_attribute(fc)
+    gc.collect()
+    assert weight() is None
+    y.sum().backward()
+    assert x.grad.any()
+
+
 def test_layers_that_come_and_go_leave_nothing_behind():
     x = rows()
     refs = []
@@ -749,14 +761,16 @@ def test_no_other_tensor_is_kept(other, grad):
     chain = fc._ops[1]
     with torch.set_grad_enabled(grad):
         want = fc(x, splits=SPLITS)
-        assert fm.weight_cache_bytes(fc) > 0
-        for factor in (1, 2):
-            weight = OTHERS[other](fc.weight)
-            weight.data.mul_(factor)
-            y = chain.forward_with({"0.weight": weight}, x, splits=SPLITS)
-            assert torch.equal(y, factor * want)
-            assert fm.weight_cache_bytes(fc) == 0
-            fc.weight.data.div_(factor if weight.data_ptr() == fc.weight.data_ptr() else 1)
+        for kept_before in (True, False):
+            assert (fm.weight_cache_bytes(fc) > 0) is kept_before
+            for factor in (1, 2):
+                weight = OTHERS[other](fc.weight)
+                weight.data.mul_(factor)
+                y = chain.forward_with({"0.weight": weight}, x, splits=SPLITS)
+                assert torch.equal(y, factor * want)
+                assert fm.weight_cache_bytes(fc) == 0
+                fc.weight.data.div_(factor if weight.data_ptr() == fc.weight.data_ptr() else 1)
+            fm.clear_weight_cache(fc)  # otherwise, nothing would be kept after codes that no call used
 
 
 @ONLY_PASSED
