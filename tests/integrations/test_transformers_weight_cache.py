@@ -29,8 +29,6 @@ EACH = LAYERS * WEIGHTS * FORMS
 @pytest.fixture(autouse=True)
 def mxfp8():
     fusedmoe_transformers.register()
-    if weight_cache._uses_fsdp2():
-        gc.collect()  # modules of other tests
     with fm.recipe("mxfp8"):
         yield
 

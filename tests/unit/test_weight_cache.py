@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 import fusedmoe as fm
 from fusedmoe.formats import Delayed
 from fusedmoe.ops import quantize as quantize_op
-from fusedmoe.ops import weight_cache
 from fusedmoe.recipes import FP8Tensor
 
 E, H, I = 3, 64, 32  # noqa: E741
@@ -33,8 +32,6 @@ def mxfp8():
 def kind(request):
     """How a layer gets its weight: its own, or from the caller, as it is stored or as a view."""
     _kind[:] = [request.param]
-    if weight_cache._uses_fsdp2():
-        gc.collect()  # modules of other tests
     return request.param
 
 
