@@ -331,7 +331,10 @@ def note_gradient(layer: Op, gradient: Tensor | None, passed: Tensor | None) -> 
 
 
 def weight_cache_bytes(module: nn.Module) -> int:
-    """Return the bytes of all cached quantized weights in a module and its submodules."""
+    """Return the bytes of all cached quantized weights in a module and its submodules.
+
+    The ops that `fusedmoe.integrations` attaches to modules of other frameworks count too.
+    """
     states = _states(MODULE("weight_cache_bytes: module", module))
     entries: list[_Entry] = [s.quantized_weight for s in states if s.quantized_weight is not None]
     return sum(form.nbytes for entry in entries for form in entry.forms.values())
