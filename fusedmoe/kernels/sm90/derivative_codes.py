@@ -12,14 +12,19 @@ and a block of each of its rows. So the two warpgroups exchange nothing.
 step, because the scale of a row needs all four. The steps are a loop, whose code is half as long as that of four steps
 in line. Registers cannot be indexed at run time, so those of the accumulators and of dp shift after each step.
 
-1. Largest magnitudes of the columns: of a thread's four rows, of the eight lanes of a warp that have other rows, and,
+1. A step takes both stages of its ring of inputs: the preactivation of 64 rows each.
+2. Largest magnitudes of the columns: of a thread's four rows, of the eight lanes of a warp that have other rows, and,
    in shared memory, of the four warps.
-2. After a barrier of the warpgroup, one thread per column computes the scale.
-3. After another one, all threads compute codes. They are transposed in shared memory: `stmatrix` stores pairs of codes
-   of adjacent columns, so that a load returns 8 rows of a pair of columns. After a third barrier, a thread loads 16
-   rows, and separates the two columns. So 8 lanes write 128 bytes of a column.
+3. After a barrier of the warpgroup, each warp computes the factors of all columns for itself.
+4. All threads compute codes. They are transposed in shared memory: `stmatrix` stores pairs of codes of adjacent
+   columns, so that a load returns 8 rows of a pair of columns. After a second barrier, a thread loads 16 rows, and
+   separates the two columns. So 8 lanes write 128 bytes of a column.
 
 **Codes by rows** follow the last step. Each warp arranges whole rows in shared memory.
+
+**Instructions** are what an epilogue costs: no product overlaps it, and each scheduler has only two math warps. So the
+rare cases, infinities and rows after the expert's last one, have code of their own, which replaces values before they
+are used. Addresses are sums of 32-bit numbers, up to the last product.
 
 Rows after the expert's last one are zeros in the form by columns. The tail has tiles of its own, also for the blocks of
 the form by columns that no expert has: see `DerivativeCodesRaggedM.scheduled_rows`.
@@ -35,20 +40,14 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-from cutlass import BFloat16, Float32, Int16, Int32, const_expr
+from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import warp
 from cutlass.cutlass_dsl import T, dsl_user_op
 
 from fusedmoe.kernels.sm90 import tiles
 from fusedmoe.kernels.sm90.block_scaled import BlockScaledRaggedM
-from fusedmoe.kernels.sm90.codes import (
-    CODES,
-    MAGNITUDES,
-    encode_and_scale,
-    fp32_pair,
-    value_of_bits,
-)
+from fusedmoe.kernels.sm90.codes import CODES, MAGNITUDES, MOST_EXPONENT, NEGATIVES, fp32_pair, max_of_pairs
 from fusedmoe.kernels.sm90.config import BLOCK_ROWS, EPILOGUE_COLUMNS, SCALE_BLOCK, SCALE_PITCH
 from fusedmoe.kernels.sm90.epilogues import Backward, Block, Epilogue, Output, RowScaleGradient
 from fusedmoe.kernels.sm90.gemm import BOX, MATH_WARPGROUPS, PRODUCER, STORE_BARRIER, VALUES, WARPGROUP, Tma
@@ -61,9 +60,20 @@ GROUP = 8  # adjacent columns of which four lanes have a pair each
 GROUPS = EPILOGUE_COLUMNS // GROUP  # of a step
 PAIRS = EPILOGUE_COLUMNS // 2  # of columns of a step
 VECTOR = 16  # codes of 16 bytes
-CHUNK = 8  # pairs of codes in 16 bytes
+CHUNK_BYTES = 16  # of shared memory, swizzled as a whole
+CHUNK = 8  # pairs of codes, or bf16 values, in 16 bytes
+BOX_BYTES = 2 * BOX
+WORDS = VALUES // 2  # pairs of a thread's values of a box
+VALUE_WORDS = BLOCKS * WORDS  # of a step: those of the first 64 rows, then those of the others
 STEP_WORDS = BLOCKS * VALUES  # of a thread: accumulators, or pairs of results
 MOST_FORMS = 3  # by columns: gate, up and the activation
+FOUND_BYTES = WARPS * PAIRS * 4 + 64  # of the magnitudes of a value's columns; those of the next one are in other banks
+# pairs of bf16 values: see `factor_and_scales`
+ONES_BELOW_INFINITY = 0x00800080  # added to an infinity, a negative integer
+ROUND_UP = 0x001F001F  # a significand above 1.75 to the next power of two
+EXPONENTS = 0x7F807F80
+LARGEST_POWER = 0x7F007F00  # 2**127
+LEAST = {element: exponent << 7 | exponent << 23 for element, exponent in MOST_EXPONENT.items()}
 
 
 class Codes(NamedTuple):
@@ -149,6 +159,11 @@ class DerivativeCodesRaggedM(BlockScaledRaggedM):
         return self.codes.columns * self.epilogue.formula.halves + self.codes.again
 
     @property
+    def values(self) -> int:
+        """Values of which there is any form: gate, up and the activation."""
+        return (self.codes.rows or self.codes.columns) * self.epilogue.formula.halves + self.codes.again
+
+    @property
     def tile_kind(self) -> type:
         return tiles.TileWithBlock if self.forms else tiles.Tile
 
@@ -222,16 +237,16 @@ class DerivativeCodesRaggedM(BlockScaledRaggedM):
     @cute.jit
     def finish_block_of_rows(self, acc, tile, shift, consumer, inputs, env):
         """The results of a warpgroup's 128 rows, in a loop over the steps."""
-        blocks = self.blocks_of_rows(acc, tile, shift, consumer, env)
+        block = self.block_of_rows(tile, shift, consumer, env)
         sums = cute.make_rmem_tensor((BLOCKS * 2,), Float32)
         largest = cute.make_rmem_tensor((2 * BLOCKS * 2,), Int32)
         sums.fill(0.0)
         largest.fill(0)
         pool = self.pool_of(acc)
         for j in cutlass.range(STEPS, unroll=1):
-            words, inputs = self.step(pool, j, blocks, sums, largest, inputs, env)
+            words, inputs = self.step(pool, j, block, sums, largest, inputs, env)
             self.put_last(pool, words)
-        self.finish_rows(pool, blocks, sums, largest, env)
+        self.finish_rows(pool, block, sums, largest, env)
         return inputs
 
     def pool_of(self, acc):
@@ -251,164 +266,191 @@ class DerivativeCodesRaggedM(BlockScaledRaggedM):
         for k, word in enumerate(words):
             pool[kept + k] = word
 
-    def blocks_of_rows(self, acc, tile, shift, consumer, env):
-        """A warpgroup's blocks of 64 rows."""
+    def block_of_rows(self, tile, shift, consumer, env):
+        """A warpgroup's 128 rows, as two blocks of 64."""
         lane, warp_row = consumer.thread % LANES, consumer.thread // LANES * 16
         top = tile.row + shift
         # the tail may have tiles for blocks of columns alone
         valid = cutlass.min(tile.rows - shift, env.rows - top)
-        blocks = []
-        for i in range(BLOCKS):
-            left = cutlass.min(valid - i * BLOCK_ROWS, BLOCK_ROWS)
-            live = tile.depth > 0
-            block = Block(acc, 0, consumer, tile, top + i * BLOCK_ROWS, left, lane, warp_row, live)
-            blocks.append(block._replace(scales=self.epilogue.formula.row_scales(block, env)))
-        return blocks
+        block = Block(None, 0, consumer, tile, top, valid, lane, warp_row, tile.depth > 0)
+        formula = self.epilogue.formula
+        scales = [formula.row_scales(block._replace(top=top + i * BLOCK_ROWS), env) for i in range(BLOCKS)]
+        return block._replace(scales=scales)
 
-    def step(self, pool, j, blocks, sums, largest, inputs, env):
+    def step(self, pool, j, block, sums, largest, inputs, env):
         """The results of step ``j``, whose accumulators are the first ones in the pool. Return the words of the
         gradient, and the state of the ring of inputs.
         """
         formula, codes = self.epilogue.formula, self.codes
-        # words, by block of 64 rows
-        values: list[list[list[Int32]]] = [[] for _ in range(formula.halves + codes.again)]
-        for i, block in enumerate(blocks):
+        assert isinstance(formula, Backward)
+        preactivation = self.take(block, inputs)
+        values = cute.make_rmem_tensor((self.values * VALUE_WORDS,), Int32)
+        for i in range(BLOCKS):
             acc = [pool[i * VALUES + v].bitcast(Float32) for v in range(VALUES)]
-            found = formula.values(self, block._replace(acc=acc), env, 0, block.tile.column * self.steps + j, inputs)
+            x = [self.unpacked(preactivation, half, i) for half in range(formula.halves)]
+            found = formula.values_of(self, block._replace(acc=acc, scales=block.scales[i]), env, 0, x)
             for output in self.epilogue.outputs[:-1]:
                 sums[2 * i], sums[2 * i + 1] = output.add([sums[2 * i], sums[2 * i + 1]], found)
-            inputs = self.release_step(block, inputs)
-            for value, packed in zip(values, (*found.parts, found.result), strict=False):
-                words = cute.recast_tensor(packed, Int32)
-                value.append([nan_of_infinities(words[w]) for w in range(VALUES // 2)])
-        masks = [self.masks(block) for block in blocks]
-        columns = self.largest(values, largest, masks)
+            if i == 0:
+                inputs = self.release_step(block, inputs)
+            packed = (*found.parts,) if codes.rows or codes.columns else ()
+            for m, value in enumerate((*packed, found.result) if codes.again else packed):
+                words = cute.recast_tensor(value, Int32)
+                for w in range(WORDS):
+                    values[m * VALUE_WORDS + i * WORDS + w] = words[w]
+        columns = self.largest(values, largest, block)
         if self.forms:
-            skipped = 0 if codes.columns else formula.halves
-            self.store_columns(values[skipped:], columns[skipped:], masks, blocks[0], j, env)
-        kept = [values[half][i][w] for half in range(formula.halves) for i in range(BLOCKS) for w in range(VALUES // 2)]
-        if not codes.rows:
-            kept = []
-        return kept + [Int32(0)] * (STEP_WORDS - len(kept)), inputs
+            self.store_columns(values, columns, block, j, env)
+        kept = formula.halves * VALUE_WORDS if codes.rows else 0
+        return [values[k] if k < kept else Int32(0) for k in range(STEP_WORDS)], inputs
 
-    def finish_rows(self, pool, blocks, sums, largest, env):
-        """The gradient by rows, and the row scale's gradient."""
-        formula, consumer = self.epilogue.formula, blocks[0].consumer
-        if self.codes.rows:
-            if self.forms:
-                self.wait_for_warpgroup(consumer)  # the buffers have been read
-            codes, scale = env.outputs[-1].rows
-            for half in range(formula.halves):
-                for i, block in enumerate(blocks):
-                    first = (half * BLOCKS + i) * (VALUES // 2)
-                    steps = [[pool[j * STEP_WORDS + first + w] for w in range(VALUES // 2)] for j in range(STEPS)]
-                    of_rows = [largest[(half * BLOCKS + i) * 2 + h] for h in range(2)]
-                    rows = [self.row_codes(steps, of_rows[h], block, half, h, scale, env) for h in range(2)]
-                    self.store_rows(rows, block, half, codes, env)
-        for output in self.epilogue.outputs[:-1]:
-            for i, block in enumerate(blocks):
-                output.finish(self, block, env, env.outputs[0], [sums[2 * i], sums[2 * i + 1]])
+    @cute.jit
+    def take(self, block, inputs):
+        """Wait for a step's boxes of the preactivation, and read this thread's words of them; zeros in the tail."""
+        halves: cutlass.Constexpr[int] = self.epilogue.formula.halves
+        values = cute.make_rmem_tensor((BLOCKS * halves * VALUES,), BFloat16)
+        if block.live:
+            consumer = block.consumer
+            row = consumer.thread // LANES * 16 + block.lane % 16  # of 64 bytes, whose chunks of 16 are swizzled
+            first = row * 64 + (block.lane // 16 ^ row // 2 % 4) * CHUNK_BYTES
+            first += self.address(consumer.boxes) + self.read_box(consumer.group * self.load_stages, 0) * BOX_BYTES
+            atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), BFloat16)
+            for i in cutlass.range_constexpr(BLOCKS):
+                consumer.inputs.consumer_wait(self.stage(inputs, consumer.group, i))
+                for half in cutlass.range_constexpr(halves):
+                    for c in cutlass.range_constexpr(2):
+                        box = i * halves + half
+                        source = pointer(BFloat16, (first ^ (c * 2 * CHUNK_BYTES)) + box * BOX_BYTES)
+                        to = values.iterator + (box * 2 + c) * CHUNK
+                        layout = cute.make_layout((CHUNK,))
+                        cute.copy(atom, cute.make_tensor(source, layout), cute.make_tensor(to, layout))
+        else:
+            values.fill(0.0)
+        return cute.recast_tensor(values, Int32)
 
+    def unpacked(self, words, half: int, i: int):
+        """The fp32 values of a box of the preactivation."""
+        first = (i * self.epilogue.formula.halves + half) * WORDS
+        return [t for w in range(WORDS) for t in fp32_pair(words[first + w], BFloat16)]
+
+    def stage(self, inputs, group, i: int):
+        """The ``i``-th stage of a step. A step has all stages of the ring, so the first one is that of block 0."""
+        assert self.load_stages == BLOCKS
+        return pipeline.PipelineState(inputs.stages, inputs.count, Int32(i) + group * self.load_stages, inputs.phase)
+
+    @cute.jit
     def release_step(self, block, inputs):
-        """Release the inputs of a step: see `RaggedM.release`."""
+        """Release the inputs of a step: see `RaggedM.release`. Return the state of those of the next one."""
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
-        return self.release(block, inputs)
+        phase = inputs.phase
+        if block.live:
+            for i in cutlass.range_constexpr(BLOCKS):
+                block.consumer.inputs.consumer_release(self.stage(inputs, block.consumer.group, i))
+            phase = phase ^ 1
+        return pipeline.PipelineState(inputs.stages, inputs.count, inputs.index, phase)
 
     def wait_for_warpgroup(self, consumer) -> None:
         cute.arch.barrier(barrier_id=STORE_BARRIER + consumer.group, number_of_threads=WARPGROUP)
 
-    def masks(self, block):
-        """For each of a thread's two rows: the bits of a pair of magnitudes, or none if the expert has no such row."""
-        rows = [block.warp_row + block.lane // 4 + 8 * h for h in range(2)]
-        return [cutlass.select_(row < block.valid, Int32(MAGNITUDES), Int32(0)) for row in rows]
+    # -- largest magnitudes
 
-    def largest(self, values, rows, masks):
-        """The largest magnitudes of a step. Of the columns of each value: by group of 8 columns, in pairs. Of the rows
-        of the gradient: those before this step are in ``rows``, and are replaced. ``masks`` are those of the rows.
+    @cute.jit
+    def largest(self, values, rows, block):
+        """The largest magnitudes of a step. Of the columns: of a thread's rows, by value and group of 8 columns, in
+        pairs. Of the rows of the gradient: those before this step are in ``rows``, and are replaced.
+
+        Infinities become NaN, and rows after the expert's last one zeros. Both are rare.
         """
-        columns = []
-        for m, value in enumerate(values):
-            found = [[value[i][w] & masks[i][w % 2] for w in range(VALUES // 2)] for i in range(BLOCKS)]
-            of_value = []
-            for q in range(GROUPS):
-                pairs = [found[i][2 * q + h] for i in range(BLOCKS) for h in range(2)]
-                of_value.append(larger(larger(pairs[0], pairs[1]), larger(pairs[2], pairs[3])))
-                if self.codes.rows and m < self.epilogue.formula.halves:
-                    for i in range(BLOCKS):
-                        for h in range(2):
-                            at = (m * BLOCKS + i) * 2 + h
-                            rows[at] = larger(rows[at], found[i][2 * q + h])
-            columns.append(of_value)
+        before = cute.make_rmem_tensor_like(rows)
+        for k in cutlass.range_constexpr(cute.size(rows)):
+            before[k] = rows[k]
+        columns = cute.make_rmem_tensor((self.values * GROUPS,), Int32)
+        self.find_largest(values, columns, rows)
+        whole = columns[0]
+        for k in cutlass.range_constexpr(1, self.values * GROUPS):
+            whole = larger(whole, columns[k])
+        infinite = (whole + ONES_BELOW_INFINITY) & NEGATIVES != 0
+        if infinite or (block.live and block.valid < SCALE_BLOCK):
+            for i in cutlass.range_constexpr(BLOCKS):
+                for h in cutlass.range_constexpr(2):
+                    row = i * BLOCK_ROWS + block.warp_row + block.lane // 4 + 8 * h
+                    mask = cutlass.select_(row < block.valid, Int32(-1), Int32(0))
+                    for m in cutlass.range_constexpr(self.values):
+                        for q in cutlass.range_constexpr(GROUPS):
+                            at = m * VALUE_WORDS + i * WORDS + 2 * q + h
+                            values[at] = nan_of_infinities(values[at]) & mask
+            for k in cutlass.range_constexpr(cute.size(rows)):
+                rows[k] = before[k]
+            self.find_largest(values, columns, rows)
         return columns
+
+    def find_largest(self, values, columns, rows) -> None:
+        for m in range(self.values):
+            for q in range(GROUPS):
+                found = [values[m * VALUE_WORDS + i * WORDS + 2 * q + h] for i in range(BLOCKS) for h in range(2)]
+                pairs = [word & MAGNITUDES for word in found]
+                columns[m * GROUPS + q] = larger(larger(pairs[0], pairs[1]), larger(pairs[2], pairs[3]))
+                if self.codes.rows and m < self.epilogue.formula.halves:
+                    for k, pair in enumerate(pairs):
+                        rows[m * BLOCKS * 2 + k] = larger(rows[m * BLOCKS * 2 + k], pair)
 
     # -- by columns
 
-    def scratch(self, consumer) -> cute.Pointer:
-        """The warpgroup's buffers in shared memory, without their swizzle."""
-        return cute.recast_ptr(consumer.boxes.iterator) + consumer.group * (self.store_stages * BOX)
+    def address(self, boxes):
+        """The address of boxes in shared memory, without their swizzle."""
+        return cute.recast_ptr(boxes.iterator).toint()
+
+    def scratch(self, consumer):
+        """The address of the warpgroup's buffers in shared memory."""
+        return self.address(consumer.boxes) + consumer.group * (self.store_stages * BOX_BYTES)
 
     @cute.jit
-    def store_columns(self, values, largest, masks, block, j, env):
+    def store_columns(self, values, largest, block, j, env):
         """Write a step's codes and scales by columns."""
-        consumer, tile, lane, forms = block.consumer, block.tile, block.lane, env.outputs[-1]
-        count: cutlass.Constexpr[int] = len(values)
+        consumer, lane, forms = block.consumer, block.lane, env.outputs[-1]
+        skipped: cutlass.Constexpr[int] = self.values - self.forms
         warp_idx = consumer.thread // LANES
         scratch = self.scratch(consumer)
-        found = cute.recast_ptr(scratch + MOST_FORMS * BOX, dtype=Int32)
-        factors = cute.recast_ptr(found + count * WARPS * PAIRS, dtype=BFloat16)
-        inside = tile.column < self.tiles_n(env.n)
-        column_block = tile.block + consumer.group
+        found = scratch + MOST_FORMS * BOX_BYTES
 
         # each lane gets the pair of columns of its number; lanes that differ in bit 2 have the same
         pair = lane // 16 % 2 * 8 + lane // 8 % 2 * 4 + lane % 4
-        for m in cutlass.range_constexpr(count):
-            whole = self.over_rows(largest[m], lane)
-            cute.make_tensor(found + (m * WARPS + warp_idx) * PAIRS + pair, cute.make_layout((1,)))[0] = whole
+        for m in cutlass.range_constexpr(self.forms):
+            whole = self.over_rows([largest[(skipped + m) * GROUPS + q] for q in range(GROUPS)], lane)
+            put_word(found + warp_idx * (PAIRS * 4) + pair * 4 + m * FOUND_BYTES, whole)
         self.wait_for_warpgroup(consumer)
 
-        if warp_idx < count:  # a warp has the columns of a value, a lane has one
-            halves = cute.make_tensor(
-                cute.recast_ptr(found + warp_idx * (WARPS * PAIRS), dtype=Int16),
-                cute.make_layout((EPILOGUE_COLUMNS, WARPS)),
+        factors = found + MOST_FORMS * FOUND_BYTES + warp_idx * (MOST_FORMS * PAIRS * 4)
+        inside = self.inside(block, forms, env)
+        self.put_factors(found, factors, block, inside, j, forms, env)
+        cute.arch.sync_warp()
+        for m in cutlass.range_constexpr(self.forms):
+            words = [values[(skipped + m) * VALUE_WORDS + k] for k in range(VALUE_WORDS)]
+            self.put_columns(
+                words, factors + m * (PAIRS * 4), scratch + m * BOX_BYTES, warp_idx, lane, self.element_of(m)
             )
-            bits = Int32(halves[lane, 0])
-            for w in cutlass.range_constexpr(1, WARPS):
-                bits = cutlass.max(bits, Int32(halves[lane, w]))
-            amax = value_of_bits(bits, BFloat16)
-            column = (tile.column * self.steps + j) * EPILOGUE_COLUMNS + lane
-            encode = Float32(0.0)
-            if const_expr(self.codes.columns):
-                if warp_idx < self.epilogue.formula.halves:
-                    encode, stored = encode_and_scale(amax, self.codes.element, True)
-                    if inside and column_block < forms.columns.scale.shape[1]:
-                        forms.columns.scale[warp_idx * env.n + column, column_block] = stored
-            if const_expr(self.codes.again):
-                if warp_idx == count - 1:
-                    encode, stored = encode_and_scale(amax, "e4m3", True)
-                    if inside and column_block < forms.again.scale.shape[1]:
-                        forms.again.scale[column, column_block] = stored
-            # a power of two; those of the four pairs of a thread are adjacent
-            at = warp_idx * EPILOGUE_COLUMNS + lane % GROUP // 2 * GROUP + lane // GROUP * 2 + lane % 2
-            cute.make_tensor(factors + at, cute.make_layout((1,)))[0] = encode.to(BFloat16)
         self.wait_for_warpgroup(consumer)
+        if inside:
+            self.take_columns(scratch, block, j, forms, env)
 
-        for m in cutlass.range_constexpr(count):
-            _, element, _ = self.form(m, count, forms, env)
-            buffer, of_value = scratch + m * BOX, factors + m * EPILOGUE_COLUMNS
-            self.put_columns(values[m], of_value, buffer, masks, warp_idx, lane, element)
-        self.wait_for_warpgroup(consumer)
-        for m in cutlass.range_constexpr(count):
-            to, _, first = self.form(m, count, forms, env)
-            if inside and column_block < to.scale.shape[1]:
-                column = first + (tile.column * self.steps + j) * EPILOGUE_COLUMNS
-                self.take_columns(to.codes, scratch + m * BOX, consumer.thread, column, column_block)
+    @property
+    def gradients(self) -> int:
+        """Values with a form by columns before the activation: those of the gradient, or none."""
+        return self.forms - self.codes.again
 
-    def form(self, m: int, count: int, forms, env):
-        """Tensors, element and first column of the ``m``-th value of ``count`` that have a form by columns."""
-        if self.codes.again and m == count - 1:
-            return forms.again, "e4m3", 0
-        return forms.columns, self.codes.element, m * env.n
+    def element_of(self, m: int) -> str:
+        """The element of the ``m``-th value with a form by columns."""
+        return self.codes.element if m < self.gradients else "e4m3"
+
+    @cute.jit
+    def inside(self, block, forms, env):
+        """Whether there are this tile's columns, and the warpgroup's block of the form by columns."""
+        scale = (forms.columns if self.codes.columns else forms.again).scale  # those of all forms have equal shapes
+        return block.tile.column < self.tiles_n(env.n) and self.column_block(block) < scale.shape[1]
+
+    def column_block(self, block):
+        return block.tile.block + block.consumer.group
 
     @cute.jit
     def over_rows(self, largest, lane):
@@ -426,96 +468,221 @@ class DerivativeCodesRaggedM(BlockScaledRaggedM):
         return larger(larger(largest[0], cute.arch.shuffle_sync_bfly(largest[0], 4)), Int32(0))
 
     @cute.jit
-    def put_columns(self, words, factors, buffer, masks, warp_idx, lane, element: cutlass.Constexpr[str]):
+    def put_factors(self, found, factors, block, inside, j, forms, env):
+        """Compute the factors of all columns of a step: a lane has those of a pair of columns. Each warp does so for
+        itself, which is cheaper than another barrier. One of the warps writes the scales.
+        """
+        warp_idx = block.consumer.thread // LANES
+        pair, upper = block.lane % PAIRS, block.lane // PAIRS
+        wanted = (forms.columns, self.codes.element, self.gradients), (forms.again, "e4m3", int(self.codes.again))
+        for k in cutlass.range_constexpr(2):
+            to, element, count = wanted[k]
+            if const_expr(count > 0):
+                m = k * self.gradients + (upper if count == 2 else 0)  # the lanes of the upper half, if there is one
+                at = found + m * FOUND_BYTES + pair * 4
+                bits = word_at(at)
+                for w in cutlass.range_constexpr(1, WARPS):
+                    bits = max_of_pairs(bits, word_at(at + w * (PAIRS * 4)))
+                factor, scales = factor_and_scales(bits, LEAST[element])
+                # those of the four pairs of a thread are adjacent
+                put_word(factors + m * (PAIRS * 4) + (pair % 4 * 4 + pair // 4) * 4, factor)
+                if warp_idx == k and inside and upper < count:
+                    column = block.tile.column * SCALE_BLOCK + j * EPILOGUE_COLUMNS + 2 * pair + upper * env.n
+                    line = at_multiple(
+                        to.scale.iterator.toint(), self.column_block(block), Int32(to.scale.stride[1] * 4)
+                    )
+                    put_fp32(at_multiple(line, column, 4), scales)
+
+    @cute.jit
+    def put_columns(self, words, factors, buffer, warp_idx, lane, element: cutlass.Constexpr[str]):
         """Write a step's codes to shared memory.
 
         A row of ``stmatrix`` is a pair of columns and 8 rows: 16 bytes, the chunk ``8 i + 2 warp + h`` of that pair's
         16 chunks. Chunks are swizzled so that neither stores nor loads have bank conflicts.
         """
-        of_pairs = cute.make_rmem_tensor((GROUPS,), Int32)
-        at = cute.recast_ptr((factors + lane % 4 * GROUP).align(16), dtype=Int32)
-        cute.autovec_copy(cute.make_tensor(at, cute.make_layout((GROUPS,))), of_pairs)
-        codes = cute.make_rmem_tensor((BLOCKS * GROUPS,), Int32)
-        for i in cutlass.range_constexpr(BLOCKS):
-            of_words = [of_pairs[w // 2] for w in range(VALUES // 2)]
-            of_block = encoded([words[i][w] for w in range(VALUES // 2)], of_words, element)
-            mask = cute.arch.prmt(masks[i][0], masks[i][1], 0x4400)  # bytes of all bits
-            for q in cutlass.range_constexpr(GROUPS):
-                codes[i * GROUPS + q] = of_block[q] & mask
-        pairs = cute.recast_tensor(codes, BFloat16)
+        of_pairs = vector_at(factors + lane % 4 * CHUNK_BYTES)
+        of_words = [of_pairs[w % WORDS // 2] for w in range(VALUE_WORDS)]
+        codes = encoded(words, of_words, element)
         pair, h = lane // 8 * 4 + lane % 8 // 2, lane % 2
-        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), BFloat16)
+        first = buffer + (pair * 16 + ((2 * warp_idx + h) ^ (2 * (pair % 4)))) * CHUNK_BYTES
         for i in cutlass.range_constexpr(BLOCKS):
-            chunk = 8 * i + ((2 * warp_idx + h) ^ (2 * (pair % 4)) ^ i)
-            self.put_matrices(atom, pairs, i, buffer + (pair * 16 + chunk) * CHUNK)
-
-    def put_matrices(self, atom, pairs, i: int, at) -> None:
-        """Store the ``i``-th four registers of pairs of codes as four matrices; ``at`` is this lane's row."""
-        source = cute.make_tensor(pairs.iterator + i * CHUNK, cute.make_layout((CHUNK,)))
-        cute.copy(atom, source, cute.make_tensor(at.align(16), cute.make_layout((CHUNK,))))
+            put_matrices(codes, i * GROUPS, (first ^ (i * CHUNK_BYTES)) + i * 8 * CHUNK_BYTES, True)
 
     @cute.jit
-    def take_columns(self, codes, buffer, thread, first, block):
-        """Write 16 rows of a pair of columns: each thread has its own."""
+    def take_columns(self, scratch, block, j, forms, env):
+        """Write the codes of a step: each thread has 16 rows of a pair of columns of each value."""
+        thread = block.consumer.thread
         pair, part = thread // 8, thread % 8
-        chunk = 8 * (part // 4) + ((2 * (part % 4)) ^ (2 * (pair % 4)) ^ (part // 4))
-        words = cute.make_rmem_tensor((8,), Int32)
-        for h in cutlass.range_constexpr(2):
-            at = (buffer + (pair * 16 + (chunk ^ h)) * CHUNK).align(16)
-            source = cute.make_tensor(cute.recast_ptr(at, dtype=Int32), cute.make_layout((4,)))
-            cute.autovec_copy(source, cute.make_tensor(words.iterator + 4 * h, cute.make_layout((4,))))
-        for e in cutlass.range_constexpr(2):
-            column = cute.make_rmem_tensor((4,), Int32)
-            for w in cutlass.range_constexpr(4):
-                column[w] = cute.arch.prmt(words[2 * w], words[2 * w + 1], (0x6420, 0x7531)[e])
-            at = block * (SCALE_BLOCK // VECTOR) + part
-            to = cute.local_tile(codes[first + 2 * pair + e, None], (VECTOR,), (at,))
-            cute.autovec_copy(cute.recast_tensor(column, cutlass.Uint8), to)
+        chunk = part // 4 * 8 + ((2 * (part % 4)) ^ (2 * (pair % 4)) ^ (part // 4))
+        source = scratch + (pair * 16 + chunk) * CHUNK_BYTES
+        column = block.tile.column * SCALE_BLOCK + j * EPILOGUE_COLUMNS + 2 * pair
+        row = self.column_block(block) * (SCALE_BLOCK // VECTOR) + part
+        for m in cutlass.range_constexpr(self.forms):
+            of_gradient: cutlass.Constexpr[bool] = m < self.gradients
+            codes, first = (forms.columns.codes, m * env.n) if const_expr(of_gradient) else (forms.again.codes, 0)
+            words = [vector_at((source ^ (h * CHUNK_BYTES)) + m * BOX_BYTES) for h in range(2)]
+            pitch = Int32(codes.stride[0])
+            target = at_multiple(at_multiple(codes.iterator.toint(), row, VECTOR), first + column, pitch)
+            for e in cutlass.range_constexpr(2):
+                four = [cute.arch.prmt(ws[2 * w], ws[2 * w + 1], (0x6420, 0x7531)[e]) for ws in words for w in range(2)]
+                put_vector(at_multiple(target, e, pitch), four)
 
     # -- by rows
 
-    @cute.jit
-    def row_codes(self, steps, largest, block, half: cutlass.Constexpr[int], h: cutlass.Constexpr[int], scale, env):
-        """Write the scale of this thread's row ``h``; return the codes of its values: a pair of each 8 columns."""
-        for step in cutlass.range_constexpr(2):
-            largest = larger(largest, cute.arch.shuffle_sync_bfly(largest, 1 << step))
-        amax = value_of_bits(larger(largest, largest >> 16) & 0xFFFF, BFloat16)
-        encode, stored = encode_and_scale(amax, self.codes.element, True)
-        row = block.warp_row + block.lane // 4 + 8 * h
-        if block.lane % 4 == 0 and row < block.valid and block.tile.column < self.tiles_n(env.n):
-            scale[block.top + row, half * (env.n // SCALE_BLOCK) + block.tile.column] = stored
-        words = [steps[j][2 * q + h] for j in range(STEPS) for q in range(GROUPS)]
-        return cute.recast_tensor(encoded(words, [pair_of(encode)] * len(words), self.codes.element), BFloat16)
+    def finish_rows(self, pool, block, sums, largest, env):
+        """The gradient by rows, and the row scale's gradient."""
+        formula, consumer = self.epilogue.formula, block.consumer
+        if self.codes.rows:
+            if self.forms:
+                self.wait_for_warpgroup(consumer)  # the buffers have been read
+            codes, scale = env.outputs[-1].rows
+            factors = self.row_factors(largest, block, scale, env)
+            for line in range(formula.halves * BLOCKS):
+                steps = [[pool[j * STEP_WORDS + line * WORDS + w] for w in range(WORDS)] for j in range(STEPS)]
+                rows = []
+                for h in range(2):
+                    words = [step[2 * q + h] for step in steps for q in range(GROUPS)]
+                    factor = cute.arch.prmt(factors[line], factors[line], (0x1010, 0x3232)[h])
+                    rows.append(encoded(words, [factor] * len(words), self.codes.element))
+                self.store_rows(rows, block, line, codes, env)
+        for output in self.epilogue.outputs[:-1]:
+            for i in range(BLOCKS):
+                of_block = block._replace(top=block.top + i * BLOCK_ROWS, valid=block.valid - i * BLOCK_ROWS)
+                output.finish(self, of_block, env, env.outputs[0], [sums[2 * i], sums[2 * i + 1]])
 
     @cute.jit
-    def store_rows(self, rows, block, half: cutlass.Constexpr[int], codes, env):
+    def row_factors(self, largest, block, scale, env):
+        """Write the scales of this thread's rows, and return their factors: those of both rows, by value and block."""
+        lines: cutlass.Constexpr[int] = self.epilogue.formula.halves * BLOCKS
+        least: cutlass.Constexpr[int] = LEAST[self.codes.element]
+        whole = [Int32(0)] * lines
+        for line in cutlass.range_constexpr(lines):
+            rows = largest[2 * line], largest[2 * line + 1]
+            whole[line] = larger(cute.arch.prmt(*rows, 0x5410), cute.arch.prmt(*rows, 0x7632))
+        for step in cutlass.range_constexpr(2):
+            for line in cutlass.range_constexpr(lines):
+                whole[line] = larger(whole[line], cute.arch.shuffle_sync_bfly(whole[line], 1 << step))
+        whole = [larger(bits, Int32(0)) for bits in whole]  # zero if all are NaN
+        factors = [factor_and_scales(bits, least)[0] for bits in whole]
+
+        # of the four lanes of a row, each writes the scales of one value and block
+        line = block.lane % 4
+        bits = whole[0]
+        for k in cutlass.range_constexpr(1, lines):
+            bits = cutlass.select_(line == k, whole[k], bits)
+        _, stored = factor_and_scales(bits, least)
+        row = line % BLOCKS * BLOCK_ROWS + block.warp_row + block.lane // 4
+        column = line // BLOCKS * (env.n // SCALE_BLOCK) + block.tile.column
+        to = at_multiple(scale.iterator.toint(), column, Int32(scale.stride[1] * 4))
+        to = at_multiple(to, block.top + row, 4)
+        inside = line < lines and block.tile.column < self.tiles_n(env.n)
+        for h in cutlass.range_constexpr(2):
+            if inside and row + 8 * h < block.valid:
+                put_fp32(to + 32 * h, [stored[h]])
+        return factors
+
+    @cute.jit
+    def store_rows(self, rows, block, line: cutlass.Constexpr[int], codes, env):
         """Write the codes of a warp's 16 rows.
 
         A row of ``stmatrix`` has 16 columns of one row: pairs of codes of two groups of 8 columns in turn.
         """
         consumer, lane = block.consumer, block.lane
-        buffer = self.scratch(consumer) + consumer.thread // LANES * (16 * SCALE_BLOCK // 2)
-        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), BFloat16)
+        i: cutlass.Constexpr[int] = line % BLOCKS
+        buffer = self.scratch(consumer) + consumer.thread // LANES * (16 * SCALE_BLOCK)
         cute.arch.sync_warp()  # all lanes have read the rows before
+        to = buffer + (lane % 8 * 8 + (lane // 8 ^ lane % 8)) * CHUNK_BYTES
         for h in cutlass.range_constexpr(2):
             for b in cutlass.range_constexpr(2):
-                at = (8 * h + lane % 8) * 8 + ((4 * b + lane // 8) ^ (lane % 8))
-                self.put_matrices(atom, rows[h], b, buffer + at * CHUNK)
+                put_matrices(rows[h], 4 * b, (to ^ (4 * b * CHUNK_BYTES)) + h * 64 * CHUNK_BYTES, False)
         cute.arch.sync_warp()
-        chunk = lane % 8
+        source = buffer + (lane // 8 * 8 + (lane % 8 ^ lane // 8)) * CHUNK_BYTES
+        pitch = Int32(codes.stride[0] * 2)
+        row = block.warp_row + lane // 8
+        first = (line // BLOCKS * env.n + block.tile.column * SCALE_BLOCK) // VECTOR
+        target = at_multiple(codes.iterator.toint(), first + lane % 8, VECTOR)
+        target = at_multiple(target, block.top + i * BLOCK_ROWS + row, pitch)
         inside = block.tile.column < self.tiles_n(env.n)
-        first = (half * env.n + block.tile.column * SCALE_BLOCK) // VECTOR
         for k in cutlass.range_constexpr(16 * 8 // LANES):
-            row = k * 4 + lane // 8
-            words, arranged = cute.make_rmem_tensor((4,), Int32), cute.make_rmem_tensor((4,), Int32)
-            at = (buffer + (row * 8 + (chunk ^ (row % 8))) * CHUNK).align(16)
-            cute.autovec_copy(cute.make_tensor(cute.recast_ptr(at, dtype=Int32), cute.make_layout((4,))), words)
-            for e in cutlass.range_constexpr(2):
-                for w in cutlass.range_constexpr(2):
-                    arranged[2 * e + w] = cute.arch.prmt(words[2 * w], words[2 * w + 1], (0x5410, 0x7632)[e])
-            if block.warp_row + row < block.valid and inside:
-                to = cute.local_tile(codes[block.top + block.warp_row + row, None], (CHUNK,), (first + chunk,))
-                cute.autovec_copy(cute.recast_tensor(arranged, BFloat16), to)
+            words = vector_at((source ^ (k % 2 * 4 * CHUNK_BYTES)) + k * 32 * CHUNK_BYTES)
+            arranged = [cute.arch.prmt(words[2 * w], words[2 * w + 1], s) for s in (0x5410, 0x7632) for w in range(2)]
+            if i * BLOCK_ROWS + row + k * 4 < block.valid and inside:
+                put_vector(at_multiple(target, k * 4, pitch), arranged)
+
+
+def pointer(element, address):
+    """A pointer to 16 bytes of shared memory."""
+    return cute.make_ptr(element, address, cute.AddressSpace.smem, assumed_align=CHUNK_BYTES)
+
+
+def word_at(address):
+    """A word of shared memory."""
+    return cute.make_tensor(cute.make_ptr(Int32, address, cute.AddressSpace.smem), cute.make_layout((1,)))[0]
+
+
+def put_word(address, word) -> None:
+    """Write a word to shared memory."""
+    cute.make_tensor(cute.make_ptr(Int32, address, cute.AddressSpace.smem), cute.make_layout((1,)))[0] = word
+
+
+def vector_at(address):
+    """16 bytes of shared memory, as four words."""
+    words = cute.make_rmem_tensor((4,), Int32)
+    cute.autovec_copy(cute.make_tensor(pointer(Int32, address), cute.make_layout((4,))), words)
+    return words
+
+
+def put_vector(address, values) -> None:
+    """Write four words to memory."""
+    words = cute.make_rmem_tensor((4,), Int32)
+    for k, value in enumerate(values):
+        words[k] = value
+    to = cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=VECTOR)
+    cute.autovec_copy(words, cute.make_tensor(to, cute.make_layout((4,))))
+
+
+def put_fp32(address, values) -> None:
+    """Write one or two adjacent fp32 values to memory."""
+    held = cute.make_rmem_tensor((len(values),), Float32)
+    for k, value in enumerate(values):
+        held[k] = value
+    to = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4 * len(values))
+    cute.autovec_copy(held, cute.make_tensor(to, cute.make_layout((len(values),))))
+
+
+def put_matrices(words, first: int, address, transposed: bool) -> None:
+    """Store four words of pairs of codes as four matrices; ``address`` is that of this lane's row."""
+    atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transposed, 4), BFloat16)
+    pairs, layout = cute.recast_tensor(words, BFloat16), cute.make_layout((CHUNK,))
+    source = cute.make_tensor(pairs.iterator + 2 * first, layout)
+    cute.copy(atom, source, cute.make_tensor(pointer(BFloat16, address), layout))
+
+
+def factor_and_scales(magnitudes, least):
+    """The factors of two blocks, as a pair of bf16 values, and their scales in fp32: as `encode_and_scale` of powers of
+    two, but for a block of zeros, whose factor does not matter. ``magnitudes`` is a pair of bf16 values that are
+    finite, and ``least`` is `LEAST` of the element.
+    """
+    # the exponent of a power of two that is not smaller than a magnitude divided by 1.75
+    exponents = max_of_pairs(magnitudes + ROUND_UP, Int32(least)) & EXPONENTS
+    factors = least - exponents + LARGEST_POWER
+    scales = []
+    for bits, own in zip(fp32_bits(exponents - least), fp32_bits(magnitudes), strict=True):
+        scale = cutlass.max(bits, 1 << 22)  # 2**-127 is subnormal
+        scales.append(Int32(cutlass.select_(own != 0, scale, Int32(0x3F800000))).bitcast(Float32))
+    return factors, scales
+
+
+def fp32_bits(word):
+    """The bits of a pair of bf16 values as fp32 values."""
+    return word << 16, word & -0x10000
+
+
+@dsl_user_op
+def at_multiple(address: Int64, count: Int32, pitch: Int32, *, loc: Any = None, ip: Any = None) -> Int64:
+    """``address + count * pitch``, of 32-bit factors in one instruction."""
+    operands = [v.ir_value(loc=loc, ip=ip) for v in (Int32(count), Int32(pitch), Int64(address))]
+    return Int64(llvm.inline_asm(T.i64(), operands, "mad.wide.s32 $0, $1, $2, $3;", "=l,r,r,l", loc=loc, ip=ip))
 
 
 @dsl_user_op
@@ -530,12 +697,6 @@ def larger(a: Int32, b: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
     """The larger of each of two bf16 values, or the one that is not NaN."""
     operands = [v.ir_value(loc=loc, ip=ip) for v in (Int32(a), Int32(b))]
     return Int32(llvm.inline_asm(T.i32(), operands, "max.bf16x2 $0, $1, $2;", "=r,r,r", loc=loc, ip=ip))
-
-
-def pair_of(factor):
-    """A power of two as a pair of bf16 values."""
-    bits = factor.bitcast(Int32)
-    return bits | (bits >> 16)
 
 
 @cute.jit

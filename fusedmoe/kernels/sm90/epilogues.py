@@ -230,9 +230,13 @@ class Backward(Formula):
 
     def values(self, kernel, block, env, j, column, inputs) -> Values:
         x = [[t.to(Float32) for t in box] for box in self.take(kernel, block, inputs)]
+        return self.values_of(kernel, block, env, block.base + j * VALUES, x)
+
+    def values_of(self, kernel, block, env, first: int, x) -> Values:
+        """Values of the accumulators from ``first`` on, and of their preactivation: gates and ups in fp32."""
         results = []
         for v in range(VALUES):
-            d, scale = block.acc[block.base + j * VALUES + v], block.scales[v // 2 % 2] if self.scaled else None
+            d, scale = block.acc[first + v], block.scales[v // 2 % 2] if self.scaled else None
             if self.halves == 2:
                 g, u = x[0][v], x[1][v]
                 result = formulas.glu_backward(self.kind, self.clamped, d, g, u, env.numbers[:3], scale)
