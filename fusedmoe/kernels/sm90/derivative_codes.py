@@ -12,7 +12,7 @@ and a block of each of its rows. So the two warpgroups exchange nothing.
 step, because the scale of a row needs all four. The steps are a loop, whose code is half as long as that of four steps
 in line. Registers cannot be indexed at run time, so those of the accumulators and of dp shift after each step.
 
-1. A step takes both stages of its ring of inputs: the preactivation of 64 rows each.
+1. A step takes both stages of its ring of inputs, one after the other: the preactivation of 64 rows each.
 2. Largest magnitudes of the columns: of a thread's four rows, of the eight lanes of a warp that have other rows, and,
    in shared memory, of the four warps.
 3. After a barrier of the warpgroup, each warp computes the factors of all columns for itself.
@@ -283,16 +283,16 @@ class DerivativeCodesRaggedM(BlockScaledRaggedM):
         """
         formula, codes = self.epilogue.formula, self.codes
         assert isinstance(formula, Backward)
-        preactivation = self.take(block, inputs)
         values = cute.make_rmem_tensor((self.values * VALUE_WORDS,), Int32)
         for i in range(BLOCKS):
             acc = [pool[i * VALUES + v].bitcast(Float32) for v in range(VALUES)]
-            x = [self.unpacked(preactivation, half, i) for half in range(formula.halves)]
+            words = self.take(block, inputs, i)
+            if i == BLOCKS - 1:
+                inputs = self.release_step(block, inputs)
+            x = [self.unpacked(words, half) for half in range(formula.halves)]
             found = formula.values_of(self, block._replace(acc=acc, scales=block.scales[i]), env, 0, x)
             for output in self.epilogue.outputs[:-1]:
                 sums[2 * i], sums[2 * i + 1] = output.add([sums[2 * i], sums[2 * i + 1]], found)
-            if i == 0:
-                inputs = self.release_step(block, inputs)
             packed = (*found.parts,) if codes.rows or codes.columns else ()
             for m, value in enumerate((*packed, found.result) if codes.again else packed):
                 words = cute.recast_tensor(value, Int32)
@@ -305,33 +305,31 @@ class DerivativeCodesRaggedM(BlockScaledRaggedM):
         return [values[k] if k < kept else Int32(0) for k in range(STEP_WORDS)], inputs
 
     @cute.jit
-    def take(self, block, inputs):
-        """Wait for a step's boxes of the preactivation, and read this thread's words of them; zeros in the tail."""
+    def take(self, block, inputs, i: cutlass.Constexpr[int]):
+        """Wait for the preactivation of the ``i``-th 64 rows, and read this thread's words of it; zeros in the tail."""
         halves: cutlass.Constexpr[int] = self.epilogue.formula.halves
-        values = cute.make_rmem_tensor((BLOCKS * halves * VALUES,), BFloat16)
+        values = cute.make_rmem_tensor((halves * VALUES,), BFloat16)
         if block.live:
             consumer = block.consumer
             row = consumer.thread // LANES * 16 + block.lane % 16  # of 64 bytes, whose chunks of 16 are swizzled
             first = row * 64 + (block.lane // 16 ^ row // 2 % 4) * CHUNK_BYTES
             first += self.address(consumer.boxes) + self.read_box(consumer.group * self.load_stages, 0) * BOX_BYTES
             atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), BFloat16)
-            for i in cutlass.range_constexpr(BLOCKS):
-                consumer.inputs.consumer_wait(self.stage(inputs, consumer.group, i))
-                for half in cutlass.range_constexpr(halves):
-                    for c in cutlass.range_constexpr(2):
-                        box = i * halves + half
-                        source = pointer(BFloat16, (first ^ (c * 2 * CHUNK_BYTES)) + box * BOX_BYTES)
-                        to = values.iterator + (box * 2 + c) * CHUNK
-                        layout = cute.make_layout((CHUNK,))
-                        cute.copy(atom, cute.make_tensor(source, layout), cute.make_tensor(to, layout))
+            consumer.inputs.consumer_wait(self.stage(inputs, consumer.group, i))
+            for half in cutlass.range_constexpr(halves):
+                for c in cutlass.range_constexpr(2):
+                    box = i * halves + half
+                    source = pointer(BFloat16, (first ^ (c * 2 * CHUNK_BYTES)) + box * BOX_BYTES)
+                    to = values.iterator + (half * 2 + c) * CHUNK
+                    layout = cute.make_layout((CHUNK,))
+                    cute.copy(atom, cute.make_tensor(source, layout), cute.make_tensor(to, layout))
         else:
             values.fill(0.0)
         return cute.recast_tensor(values, Int32)
 
-    def unpacked(self, words, half: int, i: int):
+    def unpacked(self, words, half: int):
         """The fp32 values of a box of the preactivation."""
-        first = (i * self.epilogue.formula.halves + half) * WORDS
-        return [t for w in range(WORDS) for t in fp32_pair(words[first + w], BFloat16)]
+        return [t for w in range(WORDS) for t in fp32_pair(words[half * WORDS + w], BFloat16)]
 
     def stage(self, inputs, group, i: int):
         """The ``i``-th stage of a step. A step has all stages of the ring, so the first one is that of block 0."""
