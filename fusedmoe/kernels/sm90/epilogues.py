@@ -257,7 +257,7 @@ class Backward(Formula):
 
     @cute.jit
     def take_box(self, kernel, block, inputs, half: cutlass.Constexpr[int]):
-        """Wait for a box of the preactivation, and read this thread's values of it."""
+        """Wait for a box of the preactivation, and read this thread's values of it: in fp32, if operands are in FP8."""
         r_in = cute.make_rmem_tensor((VALUES,), kernel.value_element)
         r_in.fill(0.0)
         if block.live:
@@ -267,6 +267,8 @@ class Backward(Formula):
             fetch = block.consumer.copies.fetch
             source = fetch.partition_S(block.consumer.boxes)[None, None, None, kernel.read_box(here.index, half)]
             cute.copy(fetch, source, cute.make_tensor(r_in.iterator, cute.make_layout(source.shape)))
+        if const_expr(kernel.element.width == 8):  # in other products, the fp32 values would spill
+            return unpacked(r_in)
         return [r_in[v] for v in range(VALUES)]
 
     @cute.jit
