@@ -47,7 +47,16 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 
 from fusedmoe.kernels.sm90 import tiles
 from fusedmoe.kernels.sm90.block_scaled import BlockScaledRaggedM
-from fusedmoe.kernels.sm90.codes import CODES, MAGNITUDES, MOST_EXPONENT, NEGATIVES, fp32_pair, max_of_pairs
+from fusedmoe.kernels.sm90.codes import (
+    MAGNITUDES,
+    MOST_EXPONENT,
+    NEGATIVES,
+    encoded,
+    fp32_pair,
+    larger,
+    max_of_pairs,
+    nan_of_infinities,
+)
 from fusedmoe.kernels.sm90.config import BLOCK_ROWS, EPILOGUE_COLUMNS, SCALE_BLOCK, SCALE_PITCH
 from fusedmoe.kernels.sm90.epilogues import Backward, Block, Epilogue, Output, RowScaleGradient
 from fusedmoe.kernels.sm90.gemm import BOX, MATH_WARPGROUPS, PRODUCER, STORE_BARRIER, VALUES, WARPGROUP, Tma
@@ -711,39 +720,6 @@ def at_multiple(address: Int64, count: Int32, pitch: Int32, *, loc: Any = None, 
     """``address + count * pitch``, of 32-bit factors in one instruction."""
     operands = [v.ir_value(loc=loc, ip=ip) for v in (Int32(count), Int32(pitch), Int64(address))]
     return Int64(llvm.inline_asm(T.i64(), operands, "mad.wide.s32 $0, $1, $2, $3;", "=l,r,r,l", loc=loc, ip=ip))
-
-
-@dsl_user_op
-def nan_of_infinities(word: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
-    """A pair of bf16 values with NaN in place of infinities: ``0 * x + x``."""
-    operands = [v.ir_value(loc=loc, ip=ip) for v in (Int32(word), Int32(0))]
-    return Int32(llvm.inline_asm(T.i32(), operands, "fma.rn.bf16x2 $0, $1, $2, $1;", "=r,r,r", loc=loc, ip=ip))
-
-
-@dsl_user_op
-def larger(a: Int32, b: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
-    """The larger of each of two bf16 values, or the one that is not NaN."""
-    operands = [v.ir_value(loc=loc, ip=ip) for v in (Int32(a), Int32(b))]
-    return Int32(llvm.inline_asm(T.i32(), operands, "max.bf16x2 $0, $1, $2;", "=r,r,r", loc=loc, ip=ip))
-
-
-@cute.jit
-def encoded(words, factors, element: cutlass.Constexpr[str]):
-    """The codes of pairs of bf16 values times pairs of factors, two pairs per word. The factors are powers of two, so
-    products in bf16 are exact, or too small for a code other than zero.
-    """
-    count: cutlass.Constexpr[int] = len(words)
-    values, scaled = (cute.make_rmem_tensor((count,), Int32) for _ in range(2))
-    for w in cutlass.range_constexpr(count):
-        values[w], scaled[w] = words[w], factors[w]
-    products = cute.recast_tensor(values, BFloat16)
-    products.store(products.load() * cute.recast_tensor(scaled, BFloat16).load())
-    wide = cute.make_rmem_tensor((2 * count,), Float32)
-    for w in cutlass.range_constexpr(count):
-        wide[2 * w], wide[2 * w + 1] = fp32_pair(values[w], BFloat16)
-    codes = cute.make_rmem_tensor((2 * count,), CODES[element])
-    codes.store(wide.load().to(CODES[element]))
-    return cute.recast_tensor(codes, Int32)
 
 
 def derivative_codes(kind: str, codes: DerivativeCodes, *, clamped: bool = False, row_scale: bool = False) -> Epilogue:
