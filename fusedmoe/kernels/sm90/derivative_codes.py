@@ -12,7 +12,7 @@ and a block of each of its rows. So the two warpgroups exchange nothing.
 step, because the scale of a row needs all four. The steps are a loop, whose code is half as long as that of four steps
 in line. Registers cannot be indexed at run time, so those of the accumulators and of dp shift after each step.
 
-1. A step takes both stages of its ring of inputs, one after the other: the preactivation of 64 rows each.
+1. A step takes both stages of its ring of inputs: the preactivation of 64 rows each.
 2. Largest magnitudes of the columns: of a thread's four rows, of the eight lanes of a warp that have other rows, and,
    in shared memory, of the four warps.
 3. After a barrier of the warpgroup, each warp computes the factors of all columns for itself.
@@ -83,18 +83,6 @@ ROUND_UP = 0x001F001F  # a significand above 1.75 to the next power of two
 EXPONENTS = 0x7F807F80
 LARGEST_POWER = 0x7F007F00  # 2**127
 LEAST = {element: exponent << 7 | exponent << 23 for element, exponent in MOST_EXPONENT.items()}
-
-
-class Places(NamedTuple):
-    """Addresses in shared memory of a thread, for all steps."""
-
-    read: Int32  # its row of the first box of the preactivation
-    put: Int32  # magnitudes of its pair of columns, of its warp
-    found: Int32  # those of the pair whose factors it computes
-    factor: Int32  # these factors
-    factors: Int32  # those of its values
-    matrix: Int32  # its row of matrices of codes
-    taken: Int32  # codes of its pair of columns
 
 
 class Codes(NamedTuple):
@@ -264,9 +252,8 @@ class DerivativeCodesRaggedM(BlockScaledRaggedM):
         sums.fill(0.0)
         largest.fill(0)
         pool = self.pool_of(acc)
-        places = self.places(block)
         for j in cutlass.range(STEPS, unroll=1):
-            words, inputs = self.step(pool, j, places, block, sums, largest, inputs, env)
+            words, inputs = self.step(pool, j, block, sums, largest, inputs, env)
             self.put_last(pool, words)
         self.finish_rows(pool, block, sums, largest, env)
         return inputs
@@ -299,51 +286,22 @@ class DerivativeCodesRaggedM(BlockScaledRaggedM):
         scales = [formula.row_scales(block._replace(top=top + i * BLOCK_ROWS), env) for i in range(BLOCKS)]
         return block._replace(scales=scales)
 
-    def places(self, block) -> Places:
-        """The places of this thread. Without the shuffles, which return what they are given, ptxas computes them again
-        in each step. The derivative of GeGLU has no registers for them.
-        """
-        consumer, lane = block.consumer, block.lane
-        warp_idx, scratch = consumer.thread // LANES, self.scratch(consumer)
-        found = scratch + MOST_FORMS * BOX_BYTES
-        row = consumer.thread // LANES * 16 + lane % 16  # of 64 bytes, whose chunks of 16 are swizzled
-        boxes = self.address(consumer.boxes) + self.read_box(consumer.group * self.load_stages, 0) * BOX_BYTES
-        read = boxes + row * 64 + (lane // 16 ^ row // 2 % 4) * CHUNK_BYTES
-        # each lane gets the pair of columns of its number; lanes that differ in bit 2 have the same
-        pair = lane // 16 % 2 * 8 + lane // 8 % 2 * 4 + lane % 4
-        put = found + warp_idx * (PAIRS * 4) + pair * 4
-        pair, upper = lane % PAIRS, lane // PAIRS if self.forms > 1 else 0
-        own = found + upper * FOUND_BYTES + pair * 4
-        # factors of the four pairs of a thread are adjacent
-        factors = found + MOST_FORMS * FOUND_BYTES + warp_idx * (MOST_FORMS * PAIRS * 4)
-        factor = factors + upper * (PAIRS * 4) + (pair % 4 * 4 + pair // 4) * 4
-        factors += lane % 4 * CHUNK_BYTES
-        pair, h = lane // 8 * 4 + lane % 8 // 2, lane % 2
-        matrix = scratch + (pair * 16 + ((2 * warp_idx + h) ^ (2 * (pair % 4)))) * CHUNK_BYTES
-        pair, part = consumer.thread // 8, consumer.thread % 8
-        chunk = part // 4 * 8 + ((2 * (part % 4)) ^ (2 * (pair % 4)) ^ (part // 4))
-        taken = scratch + (pair * 16 + chunk) * CHUNK_BYTES
-        places = Places(read, put, own, factor, factors, matrix, taken)
-        if self.epilogue.formula.kind.startswith("geglu"):
-            return places
-        return Places(*[Int32(cute.arch.shuffle_sync_bfly(place, 0)) for place in places])
-
-    def step(self, pool, j, places, block, sums, largest, inputs, env):
+    def step(self, pool, j, block, sums, largest, inputs, env):
         """The results of step ``j``, whose accumulators are the first ones in the pool. Return the words of the
         gradient, and the state of the ring of inputs.
         """
         formula, codes = self.epilogue.formula, self.codes
         assert isinstance(formula, Backward)
+        preactivation = self.take(block, inputs)
         values = cute.make_rmem_tensor((self.values * VALUE_WORDS,), Int32)
         for i in range(BLOCKS):
             acc = [pool[i * VALUES + v].bitcast(Float32) for v in range(VALUES)]
-            words = self.take(places, block, inputs, i)
-            if i == BLOCKS - 1:
-                inputs = self.release_step(block, inputs)
-            x = [self.unpacked(words, half) for half in range(formula.halves)]
+            x = [self.unpacked(preactivation, half, i) for half in range(formula.halves)]
             found = formula.values_of(self, block._replace(acc=acc, scales=block.scales[i]), env, 0, x)
             for output in self.epilogue.outputs[:-1]:
                 sums[2 * i], sums[2 * i + 1] = output.add([sums[2 * i], sums[2 * i + 1]], found)
+            if i == 0:
+                inputs = self.release_step(block, inputs)
             packed = (*found.parts,) if codes.rows or codes.columns else ()
             for m, value in enumerate((*packed, found.result) if codes.again else packed):
                 words = cute.recast_tensor(value, Int32)
@@ -351,33 +309,38 @@ class DerivativeCodesRaggedM(BlockScaledRaggedM):
                     values[m * VALUE_WORDS + i * WORDS + w] = words[w]
         columns = self.largest(values, largest, block)
         if self.forms:
-            self.store_columns(values, columns, places, block, j, env)
+            self.store_columns(values, columns, block, j, env)
         kept = formula.halves * VALUE_WORDS if codes.rows else 0
         return [values[k] if k < kept else Int32(0) for k in range(STEP_WORDS)], inputs
 
     @cute.jit
-    def take(self, places, block, inputs, i: cutlass.Constexpr[int]):
-        """Wait for the preactivation of the ``i``-th 64 rows, and read this thread's words of it; zeros in the tail."""
+    def take(self, block, inputs):
+        """Wait for a step's boxes of the preactivation, and read this thread's words of them; zeros in the tail."""
         halves: cutlass.Constexpr[int] = self.epilogue.formula.halves
-        values = cute.make_rmem_tensor((halves * VALUES,), BFloat16)
+        values = cute.make_rmem_tensor((BLOCKS * halves * VALUES,), BFloat16)
         if block.live:
             consumer = block.consumer
+            row = consumer.thread // LANES * 16 + block.lane % 16  # of 64 bytes, whose chunks of 16 are swizzled
+            first = row * 64 + (block.lane // 16 ^ row // 2 % 4) * CHUNK_BYTES
+            first += self.address(consumer.boxes) + self.read_box(consumer.group * self.load_stages, 0) * BOX_BYTES
             atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), BFloat16)
-            consumer.inputs.consumer_wait(self.stage(inputs, consumer.group, i))
-            for half in cutlass.range_constexpr(halves):
-                for c in cutlass.range_constexpr(2):
-                    box = i * halves + half
-                    source = pointer(BFloat16, (places.read ^ (c * 2 * CHUNK_BYTES)) + box * BOX_BYTES)
-                    to = values.iterator + (half * 2 + c) * CHUNK
-                    layout = cute.make_layout((CHUNK,))
-                    cute.copy(atom, cute.make_tensor(source, layout), cute.make_tensor(to, layout))
+            for i in cutlass.range_constexpr(BLOCKS):
+                consumer.inputs.consumer_wait(self.stage(inputs, consumer.group, i))
+                for half in cutlass.range_constexpr(halves):
+                    for c in cutlass.range_constexpr(2):
+                        box = i * halves + half
+                        source = pointer(BFloat16, (first ^ (c * 2 * CHUNK_BYTES)) + box * BOX_BYTES)
+                        to = values.iterator + (box * 2 + c) * CHUNK
+                        layout = cute.make_layout((CHUNK,))
+                        cute.copy(atom, cute.make_tensor(source, layout), cute.make_tensor(to, layout))
         else:
             values.fill(0.0)
         return cute.recast_tensor(values, Int32)
 
-    def unpacked(self, words, half: int):
+    def unpacked(self, words, half: int, i: int):
         """The fp32 values of a box of the preactivation."""
-        return [t for w in range(WORDS) for t in fp32_pair(words[half * WORDS + w], BFloat16)]
+        first = (i * self.epilogue.formula.halves + half) * WORDS
+        return [t for w in range(WORDS) for t in fp32_pair(words[first + w], BFloat16)]
 
     def stage(self, inputs, group, i: int):
         """The ``i``-th stage of a step. A step has all stages of the ring, so the first one is that of block 0."""
@@ -452,24 +415,33 @@ class DerivativeCodesRaggedM(BlockScaledRaggedM):
         return self.address(consumer.boxes) + consumer.group * (self.store_stages * BOX_BYTES)
 
     @cute.jit
-    def store_columns(self, values, largest, places, block, j, env):
+    def store_columns(self, values, largest, block, j, env):
         """Write a step's codes and scales by columns."""
         consumer, lane, forms = block.consumer, block.lane, env.outputs[-1]
         skipped: cutlass.Constexpr[int] = self.values - self.forms
+        warp_idx = consumer.thread // LANES
+        scratch = self.scratch(consumer)
+        found = scratch + MOST_FORMS * BOX_BYTES
+
+        # each lane gets the pair of columns of its number; lanes that differ in bit 2 have the same
+        pair = lane // 16 % 2 * 8 + lane // 8 % 2 * 4 + lane % 4
         for m in cutlass.range_constexpr(self.forms):
             whole = self.over_rows([largest[(skipped + m) * GROUPS + q] for q in range(GROUPS)], lane)
-            put_word(places.put + m * FOUND_BYTES, whole)
+            put_word(found + warp_idx * (PAIRS * 4) + pair * 4 + m * FOUND_BYTES, whole)
         self.wait_for_warpgroup(consumer)
 
+        factors = found + MOST_FORMS * FOUND_BYTES + warp_idx * (MOST_FORMS * PAIRS * 4)
         inside = self.inside(block, forms, env)
-        self.put_factors(places, block, inside, j, forms, env)
+        self.put_factors(found, factors, block, inside, j, forms, env)
         cute.arch.sync_warp()
         for m in cutlass.range_constexpr(self.forms):
             words = [values[(skipped + m) * VALUE_WORDS + k] for k in range(VALUE_WORDS)]
-            self.put_columns(words, places, m)
+            self.put_columns(
+                words, factors + m * (PAIRS * 4), scratch + m * BOX_BYTES, warp_idx, lane, self.element_of(m)
+            )
         self.wait_for_warpgroup(consumer)
         if inside:
-            self.take_columns(places, block, j, forms, env)
+            self.take_columns(scratch, block, j, forms, env)
 
     @property
     def gradients(self) -> int:
@@ -505,7 +477,7 @@ class DerivativeCodesRaggedM(BlockScaledRaggedM):
         return larger(larger(largest[0], cute.arch.shuffle_sync_bfly(largest[0], 4)), Int32(0))
 
     @cute.jit
-    def put_factors(self, places, block, inside, j, forms, env):
+    def put_factors(self, found, factors, block, inside, j, forms, env):
         """Compute the factors of all columns of a step: a lane has those of a pair of columns. Each warp does so for
         itself, which is cheaper than another barrier. One of the warps writes the scales.
         """
@@ -515,49 +487,49 @@ class DerivativeCodesRaggedM(BlockScaledRaggedM):
         for k in cutlass.range_constexpr(2):
             to, element, count = wanted[k]
             if const_expr(count > 0):
-                # the values of both halves of the lanes, of which this form may have one
-                first = max(min(k * self.gradients, self.forms - 2), 0)
-                mine = count == 2 or upper == k * self.gradients - first
-                at = places.found + first * FOUND_BYTES
+                m = k * self.gradients + (upper if count == 2 else 0)  # the lanes of the upper half, if there is one
+                at = found + m * FOUND_BYTES + pair * 4
                 bits = word_at(at)
                 for w in cutlass.range_constexpr(1, WARPS):
                     bits = max_of_pairs(bits, word_at(at + w * (PAIRS * 4)))
                 factor, scales = factor_and_scales(bits, LEAST[element])
-                if mine:
-                    put_word(places.factor + first * (PAIRS * 4), factor)
-                if mine and warp_idx == k and inside:
-                    column = block.tile.column * SCALE_BLOCK + j * EPILOGUE_COLUMNS + 2 * pair
-                    if const_expr(count == 2):
-                        column += upper * env.n
+                # those of the four pairs of a thread are adjacent
+                put_word(factors + m * (PAIRS * 4) + (pair % 4 * 4 + pair // 4) * 4, factor)
+                if warp_idx == k and inside and upper < count:
+                    column = block.tile.column * SCALE_BLOCK + j * EPILOGUE_COLUMNS + 2 * pair + upper * env.n
                     line = at_multiple(
                         to.scale.iterator.toint(), self.column_block(block), Int32(to.scale.stride[1] * 4)
                     )
                     put_fp32(at_multiple(line, column, 4), scales)
 
     @cute.jit
-    def put_columns(self, words, places, m: cutlass.Constexpr[int]):
-        """Write a step's codes of the ``m``-th value to shared memory.
+    def put_columns(self, words, factors, buffer, warp_idx, lane, element: cutlass.Constexpr[str]):
+        """Write a step's codes to shared memory.
 
         A row of ``stmatrix`` is a pair of columns and 8 rows: 16 bytes, the chunk ``8 i + 2 warp + h`` of that pair's
         16 chunks. Chunks are swizzled so that neither stores nor loads have bank conflicts.
         """
-        of_pairs = vector_at(places.factors + m * (PAIRS * 4))
-        codes = encoded(words, [of_pairs[w % WORDS // 2] for w in range(VALUE_WORDS)], self.element_of(m))
+        of_pairs = vector_at(factors + lane % 4 * CHUNK_BYTES)
+        of_words = [of_pairs[w % WORDS // 2] for w in range(VALUE_WORDS)]
+        codes = encoded(words, of_words, element)
+        pair, h = lane // 8 * 4 + lane % 8 // 2, lane % 2
+        first = buffer + (pair * 16 + ((2 * warp_idx + h) ^ (2 * (pair % 4)))) * CHUNK_BYTES
         for i in cutlass.range_constexpr(BLOCKS):
-            at = (places.matrix ^ (i * CHUNK_BYTES)) + i * 8 * CHUNK_BYTES + m * BOX_BYTES
-            put_matrices(codes, i * GROUPS, at, True)
+            put_matrices(codes, i * GROUPS, (first ^ (i * CHUNK_BYTES)) + i * 8 * CHUNK_BYTES, True)
 
     @cute.jit
-    def take_columns(self, places, block, j, forms, env):
+    def take_columns(self, scratch, block, j, forms, env):
         """Write the codes of a step: each thread has 16 rows of a pair of columns of each value."""
         thread = block.consumer.thread
         pair, part = thread // 8, thread % 8
+        chunk = part // 4 * 8 + ((2 * (part % 4)) ^ (2 * (pair % 4)) ^ (part // 4))
+        source = scratch + (pair * 16 + chunk) * CHUNK_BYTES
         column = block.tile.column * SCALE_BLOCK + j * EPILOGUE_COLUMNS + 2 * pair
         row = self.column_block(block) * (SCALE_BLOCK // VECTOR) + part
         for m in cutlass.range_constexpr(self.forms):
             of_gradient: cutlass.Constexpr[bool] = m < self.gradients
             codes, first = (forms.columns.codes, m * env.n) if const_expr(of_gradient) else (forms.again.codes, 0)
-            words = [vector_at((places.taken ^ (h * CHUNK_BYTES)) + m * BOX_BYTES) for h in range(2)]
+            words = [vector_at((source ^ (h * CHUNK_BYTES)) + m * BOX_BYTES) for h in range(2)]
             pitch = Int32(codes.stride[0])
             target = at_multiple(at_multiple(codes.iterator.toint(), row, VECTOR), first + column, pitch)
             for e in cutlass.range_constexpr(2):
