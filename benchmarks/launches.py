@@ -40,7 +40,7 @@ def launches(call: Callable[[], Any], device: torch.device) -> list[Launch]:
     """Profile one call, which has run before."""
     call()
     torch.cuda.synchronize(device)
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         torch.cuda._sleep(AHEAD_CYCLES)
         call()
         torch.cuda.synchronize(device)

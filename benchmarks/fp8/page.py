@@ -39,7 +39,7 @@ SPEED = """\
 
 Each time is a median of CUDA events around one call, with a flushed L2 cache and without launch gaps of the host. The
 variants take turns. {machine}, torch {torch}, CUDA {cuda}, nvidia-cutlass-dsl {dsl}, commit {commit}. {ceiling}All
-figures are those of `fp8.json` from `python -m benchmarks --only fp8`{printed}.
+figures are those of `fp8.json` from `python -m benchmarks --only fp8`.{note}
 
 ### Whole layers
 
@@ -117,7 +117,7 @@ def speed(found: Mapping[str, Any] | None) -> str:
             machine=found["machine"], torch=versions["torch"], cuda=versions.get("cuda"),
             dsl=versions.get("nvidia-cutlass-dsl"), commit=found["commit"],
             ceiling=CEILING.format(**found["ceiling"]) if found["ceiling"] else "",
-            printed=", as printed in `fp8.txt`" if found.get("printed") else "",
+            note=f" {found['note']}" if "note" in found else "",
         )
     ]  # fmt: skip
     for case, title in TITLES.items():
