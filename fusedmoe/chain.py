@@ -142,17 +142,16 @@ class Chain:
         """Return the plan for this call as data, for the target if it is set, else for the device of the rows. A plan
         that quantizes has an estimate, which compares it with the plan under ``"bf16"``.
         """
-        data = self._explain(x, named, options, parameters)
-        if not data.formats or data.unfused:
+        arguments = self.arguments_of(x, named, parameters)
+        data = self._explain(x, arguments, options)
+        if not data.formats or data.unfused or data.arch is None:
             return data
-        with settings.recipe(BF16):
-            in_bf16 = self._explain(x, named, options, parameters)
+        # a plan for a target is neither kept nor logged
+        with settings.recipe(BF16), target.planned_for(None if target.current() else data.arch):
+            in_bf16 = self._explain_for_target(x, arguments, options)
         return replace(data, estimate=estimated(data, in_bf16))
 
-    def _explain(
-        self, x: Tensor, named: Mapping[str, Tensor], options: KernelOptions, parameters: Parameters | None
-    ) -> PlanData:
-        arguments = self.arguments_of(x, named, parameters)
+    def _explain(self, x: Tensor, arguments: list[Tensor | None], options: KernelOptions) -> PlanData:
         if target.current() is not None:
             return self._explain_for_target(x, arguments, options)
         if (dtype := autocast_dtype(x.device)) is not None:

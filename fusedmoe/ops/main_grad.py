@@ -45,8 +45,12 @@ def main_grad_of(op: _HasWeight) -> Tensor:
 
 
 def main_grad_bytes(op: _HasWeight) -> int:
-    """Return the bytes that an addition to ``main_grad`` reads and writes, less those of the gradient itself."""
-    weight = op.weight
+    """Return the bytes that an addition to ``main_grad`` reads and writes, less those of the gradient itself; 0 if the
+    op has no weight of its own.
+    """
+    weight: nn.Parameter | None = op.weight
+    if weight is None:
+        return 0
     element = torch.promote_types(weight.dtype, torch.float32).itemsize
     return (2 * element - weight.element_size()) * weight.numel()
 

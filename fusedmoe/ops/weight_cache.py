@@ -85,7 +85,7 @@ class _Entry:
     grad: StorageWeakRef | None  # of its gradient
     grad_version: float  # version counter of the gradient
     state: tuple[Any, ...]
-    strides: list[int]  # of the weight, see `_strides`
+    strides: list[int] | None  # of the weight, see `_strides`; None if autograd never compares them
     forms: dict[int, QuantizedTensor]  # by axis; empty if they were not worth their memory
     counted: bool  # whether delayed scaling has counted the weight as a step
     checksum: Tensor | None  # of the parameter, with FUSEDMOE_DEBUG
@@ -119,7 +119,8 @@ class _Entry:
     def is_given(self, grad: Tensor | None, copied: bool) -> bool:
         """Record that a backward pass is about to add to the gradient; return whether the entry is still valid.
 
-        ``copied``: autograd copies a first gradient into a new tensor, since its strides are not those of the weight.
+        ``copied``: autograd copies a first gradient in place into a new tensor, since its strides are not those of the
+        weight.
         """
         if grad is not None:
             seen = self.grad is not None and self.grad_version == _version(grad)
@@ -143,12 +144,23 @@ def _state(source: Tensor, weight: Tensor, quantizer: Quantizer) -> tuple[Any, .
     stream = torch.cuda.current_stream(weight.device).cuda_stream if weight.is_cuda else None
     counts = source._version, _optimizer_steps, _collectives(source.device)
     layout = source.data_ptr(), source.dtype, source.shape, source.stride()
-    return *counts, *layout, weight.dtype, quantizer, stream
+    # a new parameter over the same memory counts its versions from zero
+    return _parameter(source)._cdata, *counts, *layout, weight.dtype, quantizer, stream
 
 
 def _strides(t: Tensor) -> list[int]:
     """Return the strides of the axes that autograd compares between a weight and its gradient."""
     return [stride for size, stride in zip(t.shape, t.stride(), strict=True) if size != 1]
+
+
+def _is_dense(t: Tensor) -> bool:
+    """Whether the elements fill their memory without gaps and without overlaps."""
+    expected = 1
+    for stride, size in sorted(zip(t.stride(), t.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def _collectives(device: torch.device) -> object:
@@ -183,12 +195,17 @@ _BITS = {2: torch.int16, 4: torch.int32}
 
 
 def passed_weights(layers: Sequence[tuple[Op, int]], arguments: Sequence[Tensor | None]) -> dict[Op, Tensor]:
-    """Return the weights among a call's arguments that their layers do not own, by layer.
+    """Return the weights among a call's arguments that their layers do not own, by layer. A layer that the chain has
+    twice, with different weights, has none.
 
     ``layers`` has each layer, and the position of its weight. The arguments are those before autocast.
     """
-    found = ((layer, arguments[i]) for layer, i in layers if layer._parameters.get("weight") is None)
-    return {layer: t for layer, t in found if t is not None}
+    found: dict[Op, Tensor | None] = {}
+    for layer, i in layers:
+        weight = arguments[i]
+        if layer._parameters.get("weight") is None:
+            found[layer] = weight if found.get(layer, weight) is weight else None
+    return {layer: t for layer, t in found.items() if t is not None}
 
 
 @contextmanager
@@ -299,7 +316,8 @@ def keep(
     storage = StorageWeakRef(parameter.untyped_storage())
     state, checksum = _state(source, weight, quantizer), _checksum(source)
     forms = forms if _is_worthwhile(layer) else {}
-    entry = _Entry(storage, grad, version, state, _strides(source), forms, counted, checksum, maker)
+    strides = _strides(source) if _is_dense(source) else None
+    entry = _Entry(storage, grad, version, state, strides, forms, counted, checksum, maker)
     layer._of_process.quantized_weight = entry
 
 
@@ -322,10 +340,12 @@ def note_gradient(layer: Op, gradient: Tensor | None, passed: Tensor | None) -> 
         parameter = passed
     if entry is None or parameter is None or not parameter.requires_grad:
         return
+    if entry.storage.cdata != parameter.untyped_storage()._cdata:
+        return  # the weight of another model, which shares the layer
     grad = parameter.grad
     if grad is None and getattr(layer, "accumulate_into_main_grad", False):
         return  # with main_grad, .grad is a placeholder
-    copied = gradient is not None and _strides(gradient) != entry.strides
+    copied = gradient is not None and entry.strides is not None and _strides(gradient) != entry.strides
     if not entry.is_given(grad, copied):
         layer._of_process.quantized_weight = None
 

@@ -871,3 +871,74 @@ def test_delayed_scaling_counts_a_weight_once_per_quantization(count):
             assert (op.amax_history.weight.amax != 0).any(1).sum() == 2 + step
             assert count() == (2 * BOTH if step == 0 else BOTH)
             in_place(fc)
+
+
+@ONLY_PASSED
+def test_again_for_a_new_parameter_over_the_same_memory(kind):
+    """It counts its versions from zero, and may reach the count of the parameter before."""
+    x = torch.randn(28, H)
+    module = Passed(kind == "transposed")
+    module.weight = nn.Parameter(torch.empty_like(module.weight))
+    nn.init.normal_(module.weight)
+    before = module(x, SPLITS)
+    module(x, SPLITS)  # the codes are kept
+    module.weight = nn.Parameter(module.weight.data, requires_grad=False)
+    module.weight += 0.5
+    after = module(x, SPLITS)
+    fm.clear_weight_cache(module)
+    assert torch.equal(after, module(x, SPLITS))
+    assert not torch.equal(after, before)
+
+
+@ONLY_OWN
+def test_weights_of_an_op_that_a_chain_has_twice_are_not_mixed_up():
+    op = fm.GroupedLinear(E, H, H)
+    chain = fm.Sequential(op, op).without_parameters()
+    x, first, second = torch.randn(28, H), *(nn.Parameter(torch.randn(E, H, H)) for _ in range(2))
+
+    def run(one, other):
+        return chain.forward_with({"0.weight": one, "1.weight": other}, x, splits=SPLITS)
+
+    expected = fm.Sequential(fm.GroupedLinear(E, H, H), fm.GroupedLinear(E, H, H)).without_parameters()
+    for one, other in ((first, second), (first, second), (second, first), (first, first), (first, second)):
+        assert torch.equal(
+            run(one, other), expected.forward_with({"0.weight": one, "1.weight": other}, x, splits=SPLITS)
+        )
+
+
+@ONLY_OWN
+@pytest.mark.parametrize("width", [H, H + 32])
+def test_again_where_a_weight_with_gaps_is_updated_by_hand(width):
+    """Autograd takes a first gradient of such a weight as it is, and copies that of another with other strides."""
+    layer = fm.GroupedLinear(E, H, I)
+    layer.weight = nn.Parameter(torch.randn(E, I, width)[..., :H])
+    chain, x = fm.Sequential(layer), torch.randn(28, H)
+    chain(x, splits=SPLITS).square().sum().backward()
+    layer.weight.data.sub_(layer.weight.grad)  # torch does not count this write
+    layer.weight.grad.zero_()
+    after = chain(x, splits=SPLITS)
+    fm.clear_weight_cache(chain)
+    assert torch.equal(after, chain(x, splits=SPLITS))
+
+
+@ONLY_PASSED
+def test_a_gradient_of_another_model_that_shares_the_ops(kind, count):
+    """It is not that of the weight whose codes are kept."""
+    one, other = Passed(kind == "transposed"), Passed(kind == "transposed")
+    other.__dict__["_ops"] = one.__dict__["_ops"]
+    x = torch.randn(28, H)
+    y = one(x, SPLITS)
+    for _ in range(2):
+        other(x, SPLITS)
+    count()
+    y.sum().backward()
+    other(x, SPLITS)
+    assert count() == 0
+
+
+@ONLY_OWN
+def test_explain_of_added_gradients_without_a_weight():
+    chain = fm.Sequential(fm.GroupedLinear(E, H, I, accumulate_into_main_grad=True)).without_parameters()
+    weight = nn.Parameter(torch.randn(E, I, H))
+    (plan,) = chain.explain_with({"0.weight": weight}, torch.randn(28, H), splits=SPLITS).plans
+    assert any("WgradIntoMainGrad" in op for step in plan.steps for op in step.ops)
