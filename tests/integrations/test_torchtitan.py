@@ -185,7 +185,7 @@ def test_a_recipe_of_the_override(titan, kind):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @KINDS
 def test_weights_that_are_passed_on_as_they_are_stay_quantized(titan, kind, dtype, monkeypatch):
-    """Those of a cast, and gate and up as one, are copies of each call."""
+    """A cast weight, and the concatenation of gate and up, are new tensors in each call."""
     module = make(titan, kind, dtype, recipe="mxfp8")
     counted = []
 

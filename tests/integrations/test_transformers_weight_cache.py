@@ -35,7 +35,7 @@ def mxfp8():
 
 @pytest.fixture
 def count(monkeypatch):
-    """How many forms of weights were quantized since the last question."""
+    """How many forms of weights were quantized since the last call of this function."""
     counted = []
 
     def counting(x, *args, **kwargs):
@@ -67,7 +67,7 @@ def train(tiny, micro_batches=1):
 
 
 def logits(tiny):
-    """Of the model in validation."""
+    """The logits of the model in eval mode."""
     training = tiny.model.training
     tiny.model.eval()
     with torch.no_grad():
@@ -372,7 +372,7 @@ def test_weights_that_are_gathered_for_each_call_are_not_kept(mesh, count):
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_compiled_experts_keep_nothing_and_follow_the_weights(family, count):
-    """Neither does their backward pass let eager calls take a stale weight."""
+    """After their backward pass, eager calls do not use a stale weight either."""
     tiny, plain = built(family), built(family)
     (_, experts), (_, eager) = tiny.experts[0], plain.experts[0]
     compiled = torch.compile(experts, backend="aot_eager", fullgraph=True)
@@ -401,7 +401,7 @@ def test_compiled_experts_keep_nothing_and_follow_the_weights(family, count):
 
 
 def test_where_the_ops_are():
-    """The test of bytes is one of something: the ops of a module are none of its submodules."""
+    """The ops of a module are not its submodules, so `weight_cache_bytes` looks for them in its `__dict__`."""
     tiny = built()
     train(tiny)
     assert transformers_experts.OPS in tiny.experts[0][1].__dict__

@@ -42,7 +42,7 @@ ONLY_PASSED = pytest.mark.parametrize("kind", ["passed", "transposed"], indirect
 
 @pytest.fixture
 def count(monkeypatch):
-    """How often a weight was quantized since the last question, one for each form."""
+    """How often a weight was quantized since the last call of this function, one for each form."""
     counted = []
 
     def counting(x, *args, **kwargs):
@@ -782,7 +782,7 @@ def test_codes_that_no_call_uses_are_not_kept_the_next_time(count):
         optimizer.zero_grad()
         return found
 
-    assert step(1) == (BOTH, True)  # the first of all: they might be
+    assert step(1) == (BOTH, True)  # the first codes are kept: a later call may use them
     assert step(1) == (BOTH, False)
     assert step(1) == (BOTH, False)
     assert step(3) == (2 * BOTH, True)  # kept as of the second micro-batch
@@ -848,7 +848,7 @@ def test_again_with_other_strides_in_the_same_memory():
 
 
 def test_bytes_of_ops_in_several_chains_count_once():
-    """As the experts of transformers behind a patched router."""
+    """The experts of transformers are in several chains after `patch_routers`."""
     fc, x = layer(), rows()
     fc(x, splits=SPLITS)
     one = fm.weight_cache_bytes(fc)

@@ -37,7 +37,7 @@ COLUMNS = "dgrad.input:columns"
 FORMS = ("grad_input:rows", "grad_input:columns", COLUMNS)
 
 _Results = tuple[tuple[Tensor | None, ...], Tensor | None, tuple[Tensor | None, ...]]
-"""What the step gives, except for the row scale's gradient; this gradient; and what the step keeps."""
+"""The values that the step gives, except the row scale's gradient; that gradient; and the values that it keeps."""
 _Product = Callable[..., _Results]
 _Derivative = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], _Product]
 """Binds to ``(dy, weight, offsets, preactivation, factor)`` a function of all tensors of the step."""

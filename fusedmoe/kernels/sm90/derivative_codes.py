@@ -22,9 +22,9 @@ in line. Registers cannot be indexed at run time, so those of the accumulators a
 
 **Codes by rows** follow the last step. Each warp arranges whole rows in shared memory.
 
-**Instructions** are what an epilogue costs: no product overlaps it, and each scheduler has only two math warps. So the
-rare cases, infinities and rows after the expert's last one, have code of their own, which replaces values before they
-are used. Addresses are sums of 32-bit numbers, up to the last product.
+**Instructions.** No product overlaps this epilogue, and each scheduler has only two math warps. So the rare cases,
+infinities and rows after the expert's last one, have code of their own, which replaces values before they are used.
+Addresses are sums of 32-bit numbers, up to the last product.
 
 Rows after the expert's last one are zeros in the form by columns. The tail has tiles of its own, also for the blocks of
 the form by columns that no expert has: see `DerivativeCodesRaggedM.scheduled_rows`.
@@ -669,7 +669,7 @@ def put_matrices(words, first: int, address, transposed: bool) -> None:
 
 def factor_and_scales(magnitudes, least):
     """The factors of two blocks, as a pair of bf16 values, and their scales in fp32: as `encode_and_scale` of powers of
-    two, but for a block of zeros, whose factor does not matter. ``magnitudes`` is a pair of bf16 values that are
+    two, except for a block of zeros, whose factor does not matter. ``magnitudes`` is a pair of bf16 values that are
     finite, and ``least`` is `LEAST` of the element.
     """
     # the exponent of a power of two that is not smaller than a magnitude divided by 1.75

@@ -1,7 +1,7 @@
 """Stores to global memory under a predicate, without a branch.
 
-From ``if wanted: store``, compilers may make a branch around the store, and move the address and the load of the value
-behind that branch. Then each store waits for its own load, and the stores come one after the other. Under a predicate,
+From ``if wanted: store``, compilers may make a branch around the store, and compute the address and load the value
+after that branch. Then each store waits for its own load, and the stores come one after the other. Under a predicate,
 they overlap: ptxas moves the loads of a box before the stores of the box before it. On an H200, FP8 products are up to
 7% faster.
 """
