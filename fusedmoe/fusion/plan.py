@@ -414,7 +414,7 @@ def hints(plans: Iterable[PlanData]) -> list[str]:
     found: dict[str, None] = {}
     for plan in plans:
         if plan.estimate is not None and plan.estimate.micro_batches != 1:
-            found[_slower(plan.recipe, plan.estimate.micro_batches)] = None
+            found[_slower(plan.recipe, plan.estimate)] = None
         if plan.nothing_to_fuse:
             found[_no_kernels(plan)] = None
         misses = [step.nearest_miss for step in plan.unfused if step.nearest_miss is not None]
@@ -433,11 +433,12 @@ def raise_if_missed(plans: Iterable[PlanData], missed: Sequence[tuple[str, objec
         raise FusionError(missed_text(missed, "there is a kernel"))
 
 
-def _slower(recipe: str, micro_batches: int | None) -> str:
-    unless = "" if micro_batches is None else f" with fewer than {micro_batches} micro-batches per optimizer step"
+def _slower(recipe: str, estimate: Estimate) -> str:
+    count = estimate.micro_batches
+    unless = "" if count is None else f" with fewer than {count} micro-batches per optimizer step"
     return (
-        f"recipe {recipe} is estimated to be slower than bf16 for these shapes{unless}: the line 'estimated' has the "
-        'times, and recipe="bf16" of an op leaves it unquantized'
+        f"recipe {recipe} is slower than bf16 for these shapes{unless}, as {estimate}. "
+        'recipe="bf16" of an op leaves it unquantized'
     )
 
 
