@@ -1,4 +1,4 @@
-"""What all tests share."""
+"""Options and fixtures of all tests."""
 
 import gc
 import os
@@ -20,3 +20,25 @@ def no_module_under_fsdp2_outlives_its_test():
     yield
     if getattr(sys.modules.get("torch.distributed._composable_state"), "_module_state_mapping", None):
         gc.collect()
+
+
+@pytest.fixture
+def count(monkeypatch):
+    """Returns how often a weight was quantized since its last call, once for each form."""
+    import fusedmoe as fm
+    from fusedmoe.ops import quantize as quantize_op
+
+    counted = []
+
+    def counting(x, *args, **kwargs):
+        counted.append(x.dim() == 3)
+        return fm.quantize(x, *args, **kwargs)
+
+    monkeypatch.setattr(quantize_op, "quantize", counting)
+
+    def since():
+        found = sum(counted)
+        counted.clear()
+        return found
+
+    return since

@@ -18,7 +18,6 @@ from torch import nn
 import fusedmoe as fm
 import fusedmoe.integrations.transformers as fusedmoe_transformers
 from fusedmoe.integrations import transformers_experts
-from fusedmoe.ops import quantize as quantize_op
 from fusedmoe.ops import weight_cache
 
 FAMILIES = ["qwen3_moe", "mixtral", "gpt_oss"]  # the last with weights that are stored (E, in, out)
@@ -31,25 +30,6 @@ def mxfp8():
     fusedmoe_transformers.register()
     with fm.recipe("mxfp8"):
         yield
-
-
-@pytest.fixture
-def count(monkeypatch):
-    """How many forms of weights were quantized since the last call of this function."""
-    counted = []
-
-    def counting(x, *args, **kwargs):
-        counted.append(x.dim() == 3)
-        return fm.quantize(x, *args, **kwargs)
-
-    monkeypatch.setattr(quantize_op, "quantize", counting)
-
-    def since():
-        found = sum(counted)
-        counted.clear()
-        return found
-
-    return since
 
 
 def built(family="qwen3_moe", dtype=torch.float32):

@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedmoe as fm
 from fusedmoe.formats import Delayed
-from fusedmoe.ops import quantize as quantize_op
 from fusedmoe.recipes import FP8Tensor
 
 E, H, I = 3, 64, 32  # noqa: E741
@@ -38,26 +37,6 @@ def kind(request):
 _kind = ["own"]
 ONLY_OWN = pytest.mark.parametrize("kind", ["own"], indirect=True)
 ONLY_PASSED = pytest.mark.parametrize("kind", ["passed", "transposed"], indirect=True)
-
-
-@pytest.fixture
-def count(monkeypatch):
-    """How often a weight was quantized since the last call of this function, one for each form."""
-    counted = []
-
-    def counting(x, *args, **kwargs):
-        if x.dim() == 3:
-            counted.append(args[1] if len(args) > 1 else kwargs.get("axis", -1))
-        return fm.quantize(x, *args, **kwargs)
-
-    monkeypatch.setattr(quantize_op, "quantize", counting)
-
-    def since():
-        found = len(counted)
-        counted.clear()
-        return found
-
-    return since
 
 
 class Passed(nn.Module):
