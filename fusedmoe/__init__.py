@@ -11,6 +11,7 @@ from fusedmoe.builtin_rules import BUILTIN as _BUILTIN_RULES
 from fusedmoe.environment import check as _check_environment
 from fusedmoe.environment import configure_logging as _configure_logging
 from fusedmoe.errors import InputError
+from fusedmoe.expert_parallel import ExpertParallel
 from fusedmoe.explain_model import ModelExplanation, explain
 from fusedmoe.formats import QuantizedTensor, Quantizer, quantize
 from fusedmoe.fusion.plan import Attempt, Explanation, PlanData, PlannedStep, Status
@@ -50,6 +51,7 @@ __all__ = [
     "BackwardOp",
     "Combine",
     "Dispatch",
+    "ExpertParallel",
     "Explanation",
     "FusionError",
     "FusionRule",

@@ -14,7 +14,8 @@ from torch._C import _get_tracing_state
 
 from fusedmoe import modes
 from fusedmoe.checks import FLAG, MODULE, POSITIVE_INTEGER, Checked, check_all, said
-from fusedmoe.errors import NO_EXPERT_PARALLELISM, InputError, inside_jit_trace
+from fusedmoe.errors import InputError, inside_jit_trace
+from fusedmoe.expert_parallel import ExpertParallel
 from fusedmoe.kernels.torch.rows import rows_per_expert
 from fusedmoe.ops.dispatch import Combine, Dispatch
 from fusedmoe.ops.glu import GLU, GeGLU, ReGLU, SwiGLU
@@ -75,7 +76,9 @@ class MoE(Checked, Runnable):
         As for `Sequential`; they apply to the router, the experts and the shared expert. They can also be set as
         attributes.
     expert_parallel
-        Not supported yet: any value except None raises. All weights of the layer are on one rank.
+        The ranks that share the experts, an `ExpertParallel`; None for all experts on this rank. ``num_experts`` counts
+        the experts of all ranks. The experts' weights are those of this rank, (E / P, out, in). The router and the
+        shared expert are the same on every rank. x and y are the tokens of this rank, any number of them.
 
     Attributes
     ----------
@@ -120,11 +123,17 @@ class MoE(Checked, Runnable):
         *,
         sm_margin: int = 0,
         schedule: Schedule = "dynamic",
-        expert_parallel: object = None,
+        expert_parallel: ExpertParallel | None = None,
     ) -> None:
         super().__init__()
+        here = num_experts
         if expert_parallel is not None:
-            raise InputError(f"MoE: expert_parallel: expected None, got {expert_parallel!r}; {NO_EXPERT_PARALLELISM}")
+            if not isinstance(expert_parallel, ExpertParallel):
+                raise InputError(
+                    f"MoE: expert_parallel: expected an ExpertParallel or None, got {said(expert_parallel)}"
+                )
+            here = expert_parallel.local_experts(POSITIVE_INTEGER("MoE: num_experts", num_experts), "MoE")
+        self.expert_parallel = expert_parallel
         self.hidden = hidden
         check_all("MoE", _MOE, intermediate=intermediate, bias=bias, router_bias=router_bias, shared_gate=shared_gate)
         check_all("MoE", _MOE, balance_bias=balance_bias, shared_intermediate=shared_intermediate)
@@ -146,12 +155,12 @@ class MoE(Checked, Runnable):
         # `scale` applies the routing weight in the epilogue of the activation, so that its gradient needs no saved
         # output of the experts. A bias of `down` would be added after that, so `combine` must apply the weight instead.
         ops: dict[str, Op | None] = {
-            "dispatch": Dispatch(num_experts),
-            "gate_up": GroupedLinear(num_experts, hidden, wide * intermediate, bias=bias, device=device, dtype=dtype),
+            "dispatch": Dispatch(num_experts, expert_parallel=expert_parallel),
+            "gate_up": GroupedLinear(here, hidden, wide * intermediate, bias=bias, device=device, dtype=dtype),
             "activation": _activation(activation),
             "scale": None if bias else Scale("probs"),
-            "down": GroupedLinear(num_experts, intermediate, hidden, bias=bias, device=device, dtype=dtype),
-            "combine": Combine("probs" if bias else None),
+            "down": GroupedLinear(here, intermediate, hidden, bias=bias, device=device, dtype=dtype),
+            "combine": Combine("probs" if bias else None, expert_parallel=expert_parallel),
         }
         self.experts = Sequential(OrderedDict((name, op) for name, op in ops.items() if op is not None))
         self.shared: Sequential | None = None
@@ -264,7 +273,9 @@ class MoE(Checked, Runnable):
         y, values = modes.run(self, tokens, {}, None, _READ_BY_STATS)
         index, logits = values["expert_index"], values["router_logits"]
         # a `Sequential` that is called as a module, because of its hooks, does not return them
-        load = values["splits"] if "splits" in values else rows_per_expert(index, logits.shape[1])
+        load = values.get("splits") if self.expert_parallel is None else None  # splits of the tokens of all ranks
+        if load is None:
+            load = rows_per_expert(index, logits.shape[1])
         return y, stats_of(load, index.numel(), logits, values["probs_sum"], values["z_sum"])
 
     def _routing(self, tokens: Tensor) -> Routing:

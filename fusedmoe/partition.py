@@ -26,11 +26,21 @@ from fusedmoe.fusion.graph import Graph, first_takers_of_offsets
 from fusedmoe.inputs import check_inputs, check_names, check_parameters, not_a_tensor
 from fusedmoe.kernels.options import DEFAULT
 from fusedmoe.log import say_once
+from fusedmoe.ops.exchange import AgreeOnTokens
 from fusedmoe.ops.op import Node, Op, Runnable
-from fusedmoe.sorted_rows import Boundary, ModuleCall, accepts_splits, boundaries, call_module, module_call, why_no_rows
+from fusedmoe.sorted_rows import (
+    Boundary,
+    ModuleCall,
+    accepts_splits,
+    boundaries,
+    call_module,
+    changes_rows,
+    module_call,
+    why_no_rows,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 
     from fusedmoe.inputs import Parameters
     from fusedmoe.kernels.options import KernelOptions
@@ -199,8 +209,8 @@ class Partition:
         self._hooked: list[tuple[nn.Module, bool]] = []
         self._any_global_hook = _has_any_global_hook()
         self._opened: list[tuple[str, Runnable]] = []
-        # the ops that a copy replaces, each with the ops after it and the copy
-        self._copied: list[tuple[Op, list[Op], Op]] = []
+        # the ops that other modules replace, each with the ops after it, and the attributes of its `Op.placed`
+        self._replaced: list[tuple[Op, list[Op], tuple[Hashable, ...]]] = []
         self._changes = changes.count
         members = self._placed([Member("op", root, joins=True)] if isinstance(root, Op) else self._members(root, ""))
         groups = _grouped(members, divided)
@@ -236,9 +246,9 @@ class Partition:
                 later.add("splits")
             before = tuple(self.provided)
             provides = {
-                name: f"{n.label}.{type(n.op).__name__}"
-                for n in _nodes(group)
-                for name in (*n.op.provides, *n.op.provides_if_read)
+                name: f"{m.label}.{type(m.module).__name__}"
+                for m in group
+                for name in (*getattr(m.module, "provides", ()), *getattr(m.module, "provides_if_read", ()))
             }
             self.provided |= provides
             if group[0].joins:
@@ -285,28 +295,33 @@ class Partition:
         for module, hooked in self._hooked:
             if _hooked(module) is not hooked:
                 return False
-        if self._copied and self._changes != changes.count:
+        if self._replaced and self._changes != changes.count:
             count = changes.count  # read before the attributes: another thread may change them meanwhile
-            if any(op.placed(after).attributes() != copied.attributes() for op, after, copied in self._copied):
+            if any(op.placed(after).attributes() != attributes for op, after, attributes in self._replaced):
                 return False
             self._changes = count
         return _has_any_global_hook() is self._any_global_hook
 
     def _placed(self, members: Sequence[Member]) -> list[Member]:
-        """Return the members with each op replaced by its `Op.placed`."""
+        """Return the members with each op replaced by its `Op.placed`, and that by its `Op.expanded`."""
         following = [m.module for m in members if isinstance(m.module, Op)]
-        placed = []
+        placed: list[Member] = []
         for member in members:
             module = member.module
-            if isinstance(module, Op):
-                following = following[1:]
-                module = module.placed(following)
-                if module is not member.module and isinstance(member.module, Op):
-                    self._copied.append((member.module, following, module))
-            placed.append(Member(member.label, module, member.joins))
+            if not isinstance(module, Op):
+                placed.append(member)
+                continue
+            following = following[1:]
+            found = module.placed(following)
+            runs = found.expanded() if member.joins else (("", found),)
+            if found is not module or len(runs) > 1:
+                self._replaced.append((module, following, found.attributes()))
+            for suffix, other in runs:
+                label = f"{member.label}.{suffix}" if suffix else member.label
+                placed.append(Member(label, other, member.joins and isinstance(other, Op)))
         if all_ops := _nodes(placed):
             Graph(all_ops)  # raises if a weight is applied twice, also by two ops with a module in between
-        return placed
+        return _agreement_first(placed)
 
     def name(self, name: str) -> None:
         """Set the name of the Sequential in a model, which log lines and errors put before the labels of ops."""
@@ -342,6 +357,17 @@ class Partition:
     def check_parameters(self, given: Parameters) -> None:
         """Check that each parameter given with a call is taken by an op that has none of its own."""
         check_parameters(self._parameters, given)
+
+
+def _agreement_first(members: list[Member]) -> list[Member]:
+    """Move each `AgreeOnTokens` before the ops that leave the number of rows unchanged, so that it splits no chain."""
+    for i, member in enumerate(members):
+        if isinstance(member.module, AgreeOnTokens):
+            first = i
+            while first and members[first - 1].joins and not changes_rows(members[first - 1].module):
+                first -= 1
+            members.insert(first, members.pop(i))
+    return members
 
 
 def _run_parts(

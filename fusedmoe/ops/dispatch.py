@@ -18,14 +18,16 @@ import torch
 from fusedmoe.checks import INPUT_NAME, POSITIVE_INTEGER
 from fusedmoe.errors import InputError
 from fusedmoe.kernels.torch.rows import gather_rows, sort_by_expert, tail_mask
+from fusedmoe.ops.exchange import AgreeOnTokens, GatherTokens, ReturnTokens
 from fusedmoe.ops.op import BackwardOp, Op, TensorSpec, exact_together
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from fusedmoe.checks import Check
+    from fusedmoe.expert_parallel import ExpertParallel
     from fusedmoe.ops.op import SpecLike
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -42,6 +44,9 @@ class Dispatch(Op):
     ----------
     num_experts
         E. None takes the ``num_groups`` of the next grouped op in the `Sequential`.
+    expert_parallel
+        The ranks that share the experts, an `ExpertParallel`. ``num_experts`` then counts the experts of all ranks, and
+        the rows are those of this rank's experts, from the tokens of all ranks. `Combine` must get the same object.
 
     Notes
     -----
@@ -64,9 +69,33 @@ class Dispatch(Op):
     launches = 15
     _checks: ClassVar[Mapping[str, Check]] = {"num_experts": POSITIVE_INTEGER.or_none()}
 
-    def __init__(self, num_experts: int | None = None) -> None:
+    def __init__(self, num_experts: int | None = None, *, expert_parallel: ExpertParallel | None = None) -> None:
         super().__init__()
         self.num_experts = num_experts
+        self.expert_parallel = expert_parallel
+        if expert_parallel is not None:
+            if num_experts is None:
+                raise InputError(
+                    "Dispatch: num_experts: expected the experts of all ranks of expert_parallel, got None"
+                )
+            expert_parallel.local_experts(num_experts, "Dispatch")
+
+    @property
+    def aliases(self) -> dict[str, str]:  # type: ignore[override]
+        """The fixed names, for rules and backward ops, of index and weight: those of all ranks have other names."""
+        return dict(zip(("expert_index", "expert_weight"), self.runtime_inputs, strict=True))
+
+    def expanded(self) -> tuple[tuple[str, nn.Module], ...]:
+        ep = self.expert_parallel
+        if ep is None:
+            return super().expanded()
+        assert self.num_experts is not None
+        local = Dispatch(ep.local_experts(self.num_experts, "Dispatch"))
+        local.runtime_inputs = ("gathered_index", "gathered_weight")
+        gather = ("gather", GatherTokens(self.num_experts, ep))
+        return (
+            (gather, ("", local)) if ep.max_tokens is not None else (("agree", AgreeOnTokens(ep)), gather, ("", local))
+        )
 
     def placed(self, following: Sequence[Op]) -> Op:
         if self.num_experts is not None:
@@ -118,7 +147,8 @@ class Dispatch(Op):
         return DispatchWeightGrad(self), DDispatch(self)
 
     def extra_repr(self) -> str:
-        return "" if self.num_experts is None else f"num_experts={self.num_experts}"
+        parts = [] if self.num_experts is None else [f"num_experts={self.num_experts}"]
+        return ", ".join(parts if self.expert_parallel is None else [*parts, str(self.expert_parallel)])
 
 
 class DDispatch(BackwardOp):
@@ -152,6 +182,8 @@ class Combine(Op):
     weights
         Name of the runtime input w (R,), the weights of the rows; None for w = 1, if an earlier `Scale` applies the
         weights. The name cannot be changed later.
+    expert_parallel
+        That of the `Dispatch`. The rows of a token on other ranks are added too: in fp32, in the order of the ranks.
 
     Notes
     -----
@@ -167,11 +199,17 @@ class Combine(Op):
     _checks: ClassVar[Mapping[str, Check]] = {"weights": INPUT_NAME.or_none()}
     _fixed = ("weights",)
 
-    def __init__(self, weights: str | None = "probs") -> None:
+    def __init__(self, weights: str | None = "probs", *, expert_parallel: ExpertParallel | None = None) -> None:
         super().__init__()
         self.weights = weights
+        self.expert_parallel = expert_parallel
         self.rowwise_inputs = self.applies = () if self.weights is None else (self.weights,)
         self.runtime_inputs = ("row_of_slot", "slot_of_row", *self.applies)
+
+    def expanded(self) -> tuple[tuple[str, nn.Module], ...]:
+        if self.expert_parallel is None:
+            return super().expanded()
+        return ("", Combine(self.weights)), ("return", ReturnTokens(self.expert_parallel))
 
     def infer(
         self, x: SpecLike, row_of_slot: SpecLike, slot_of_row: SpecLike, probs: SpecLike | None = None
@@ -203,7 +241,8 @@ class Combine(Op):
         return (DCombine(self),) if self.weights is None else (CombineWeightGrad(self), DCombine(self))
 
     def extra_repr(self) -> str:
-        return "" if self.weights == "probs" else f"weights={self.weights!r}"
+        parts = [] if self.weights == "probs" else [f"weights={self.weights!r}"]
+        return ", ".join(parts if self.expert_parallel is None else [*parts, str(self.expert_parallel)])
 
 
 def _token_rows(grad_output: Tensor, row_of_slot: Tensor, slot_of_row: Tensor) -> tuple[Tensor, Tensor]:

@@ -267,6 +267,13 @@ class Op(Checked, Runnable):
         """Return the op to run before the ops in ``following``: itself, or a copy with a setting taken from them."""
         return self
 
+    def expanded(self) -> tuple[tuple[str, nn.Module], ...]:
+        """Return the modules that run in the place of the op, each with a suffix of its label; by default the op alone.
+
+        They follow from the class and the public attributes.
+        """
+        return (("", self),)
+
     def weight_quantization(self, layer: Op) -> WeightQuantization:
         """Return the function that quantizes the weight of the linear layer that follows; see ``quantizes_weight``."""
         raise NotImplementedError(f"{type(self).__name__} defines no weight_quantization()")

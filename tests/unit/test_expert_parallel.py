@@ -21,7 +21,7 @@ def sharded(layer, change):
 
 
 def test_the_argument_is_refused():
-    with pytest.raises(fm.InputError, match=f"MoE: expert_parallel: expected None, got 2; {NOT_YET}"):
+    with pytest.raises(fm.InputError, match="MoE: expert_parallel: expected an ExpertParallel or None, got 2"):
         fm.MoE(8, 4, 4, 2, expert_parallel=2)
 
 

@@ -1,0 +1,143 @@
+"""`ExpertParallel`: the ranks that share the experts of a layer, and the settings of their exchange."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from fusedmoe.checks import POSITIVE_INTEGER, one_of, said
+from fusedmoe.errors import InputError
+from fusedmoe.expert_parallel.allgather import AllGather
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from fusedmoe.expert_parallel.engine import Engine
+
+EngineName = Literal["auto", "allgather", "alltoall", "symmetric"]
+
+_ENGINE = one_of(get_args(EngineName))
+_WHO = "ExpertParallel"
+
+
+class ExpertParallel:
+    """The ranks of a process group that share the experts of a layer, and the exchange of tokens between them.
+
+    With P ranks and E experts, rank r has the experts ``r * E / P`` to ``(r + 1) * E / P - 1``. Each rank calls the
+    layer with its own tokens, and gets the results of these tokens. All layers of a model can share one object.
+
+    Parameters
+    ----------
+    group
+        A ``torch.distributed.ProcessGroup`` that this process is in, or a `DeviceMesh` of one dimension; None for the
+        default group.
+    engine
+        ``"allgather"``: every rank gets all tokens, by collectives of the group's backend. ``"auto"`` chooses it.
+    max_tokens
+        The largest number of tokens of a rank in a call. Each call then exchanges this many rows per rank, and no
+        rank needs to know how many the others have. None: the ranks tell each other the largest number in each call,
+        on their hosts. No host waits for its device.
+
+    Notes
+    -----
+    An exchange is a collective: every rank must call the layer, forward and backward, in the same order, also a rank
+    without tokens.
+
+    If the backend of the group has no collectives of CPU tensors (NCCL alone) and ``max_tokens`` is None, the
+    constructor makes a gloo group of the same ranks: every rank of the group must call it.
+    """
+
+    def __init__(
+        self,
+        group: Any = None,
+        engine: EngineName = "auto",
+        *,
+        max_tokens: int | None = None,
+    ) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise InputError(f"{_WHO}: group: expected torch.distributed to be initialised: call init_process_group")
+        self.group: ProcessGroup = _process_group(group)
+        self.ranks: int = self.group.size()
+        self.rank: int = self.group.rank()
+        self.engine_name: EngineName = _ENGINE(f"{_WHO}: engine", engine)
+        self.max_tokens: int | None = POSITIVE_INTEGER.or_none()(f"{_WHO}: max_tokens", max_tokens)
+        self._of_hosts = self.group if self.max_tokens is not None else _group_of_hosts(self.group)
+        self.engine: Engine = AllGather(self.group)
+
+    def local_experts(self, num_experts: int, who: str = _WHO) -> int:
+        """Return the number of experts on each rank: E / P.
+
+        Raises
+        ------
+        InputError
+            E is not divisible by P.
+        """
+        if num_experts % self.ranks:
+            raise InputError(
+                f"{who}: num_experts: expected a multiple of {self.ranks}, the number of ranks, got {num_experts}"
+            )
+        return num_experts // self.ranks
+
+    def most_tokens(self, tokens: int) -> int:
+        """Return the largest number of tokens of a rank in this call, which this rank has ``tokens`` of.
+
+        The hosts exchange their numbers: a collective.
+        """
+        if self.max_tokens is not None:
+            return self.max_tokens
+        largest = torch.tensor([tokens])
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._of_hosts)
+        return int(largest)
+
+    def sum_over_ranks(self, t: Tensor) -> Tensor:
+        """Return the sum of a tensor over the ranks, such as of `MoEStats.load` for `Router.update_bias`.
+
+        A collective.
+        """
+        total = t.clone()
+        dist.all_reduce(total, group=self.group)
+        return total
+
+    def __deepcopy__(self, memo: object) -> ExpertParallel:
+        return self  # the group is one of the process
+
+    def __reduce__(self) -> NoReturn:
+        raise InputError(
+            f"{_WHO}: a process group cannot be pickled: save the state_dict of the model, and construct the model in "
+            "each process"
+        )
+
+    def __repr__(self) -> str:
+        most = "" if self.max_tokens is None else f", max_tokens={self.max_tokens}"
+        return f"ExpertParallel(rank {self.rank} of {self.ranks}, engine={self.engine.name!r}{most})"
+
+
+def _process_group(group: Any) -> ProcessGroup:
+    """Return the process group of the argument ``group``."""
+    found = group
+    if group is None:
+        found = dist.group.WORLD
+    elif hasattr(group, "get_group") and hasattr(group, "ndim"):  # a DeviceMesh
+        if group.ndim != 1:
+            raise InputError(f"{_WHO}: group: expected a mesh of one dimension, got {group}: pass mesh['ep']")
+        found = group.get_group()
+    if found is dist.GroupMember.NON_GROUP_MEMBER:
+        raise InputError(f"{_WHO}: group: expected a group that this rank is in, rank {dist.get_rank()} is not")
+    if not isinstance(found, dist.ProcessGroup):
+        raise InputError(f"{_WHO}: group: expected a ProcessGroup, a DeviceMesh or None, got {said(group)}")
+    if dist.get_rank(found) < 0:
+        raise InputError(f"{_WHO}: group: expected a group that this rank is in, rank {dist.get_rank()} is not")
+    return found
+
+
+def _group_of_hosts(group: ProcessGroup) -> ProcessGroup:
+    """Return a group of the same ranks whose backend has collectives of CPU tensors."""
+    try:
+        group._get_backend(torch.device("cpu"))
+    except RuntimeError:
+        ranks = dist.get_process_group_ranks(group)
+        return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)  # type: ignore[no-any-return]
+    return group

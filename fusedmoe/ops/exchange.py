@@ -1,0 +1,197 @@
+"""The ops of expert parallelism: `GatherTokens` before a local `Dispatch`, `ReturnTokens` after its `Combine`.
+
+`Dispatch` and `Combine` with ``expert_parallel=`` are replaced by them and by their own local forms. Each rank has some
+of the experts. It gets the tokens of all ranks, computes for each token the part of its own experts, and returns the
+parts to the tokens' ranks, which add them.
+
+Axes: P ranks, T tokens of this rank, N rows per rank in the exchange (at least the T of every rank), K chosen experts
+per token, E experts of all ranks, H features.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from fusedmoe.ops.amax_state import looking
+from fusedmoe.ops.op import BackwardOp, Op, TensorSpec, exact
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from fusedmoe.expert_parallel import ExpertParallel
+    from fusedmoe.ops.op import SpecLike
+
+
+def _sum_over_ranks(parts: Tensor, ranks: int, tokens: int) -> Tensor:
+    """Return the sum of the parts (P*N, ...) of the first ``tokens`` rows, in fp32, in rank order."""
+    first, *others = parts.view(ranks, -1, *parts.shape[1:])[:, :tokens]
+    total = exact(first)
+    for part in others:
+        total = total + part
+    return total.to(parts.dtype)
+
+
+class AgreeOnTokens(nn.Module):
+    """Tells a chain N, the largest number of tokens of a rank, as the size of an empty tensor ``rank_rows`` (N, 0).
+
+    It is no op: N depends on the other ranks, and not on the shapes of this one. The hosts exchange their T.
+    """
+
+    provides = ("rank_rows",)
+
+    def __init__(self, expert_parallel: ExpertParallel) -> None:
+        super().__init__()
+        self.expert_parallel = expert_parallel
+
+    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the rows and ``rank_rows``; while `explain` looks, as if every rank had the T of this one."""
+        tokens = x.shape[0]
+        most = tokens if looking() else self.expert_parallel.most_tokens(tokens)
+        return x, {"rank_rows": x.new_empty(most, 0)}
+
+    def values_from(
+        self, x: Tensor, result: tuple[Tensor, dict[str, Tensor]], names: Sequence[str]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the rows and the provided values; see `Op.values_from`."""
+        return result
+
+
+class GatherTokens(Op):
+    """``rows[r * N + t] = x[t]`` of rank r: the tokens of all ranks, with their experts and weights.
+
+    Parameters
+    ----------
+    num_experts
+        E, of all ranks.
+    expert_parallel
+        The ranks.
+
+    Notes
+    -----
+    Called with ``x`` (T, H), ``expert_index`` (T, K), ``expert_weight`` (T, K) and, unless ``max_tokens`` is set,
+    ``rank_rows`` (N, 0). Returns (P*N, H), and provides ``gathered_index`` (P*N, K) int32, numbered within the experts
+    of this rank with -1 for all others, and ``gathered_weight`` (P*N, K).
+
+    Each gradient is the sum over the ranks of their parts, in fp32, in rank order.
+    """
+
+    provides = ("gathered_index", "gathered_weight")
+    changes_rows = True
+    launches = 10
+
+    def __init__(self, num_experts: int, expert_parallel: ExpertParallel) -> None:
+        super().__init__()
+        self.num_experts, self.expert_parallel = num_experts, expert_parallel
+        agreed = () if expert_parallel.max_tokens is not None else ("rank_rows",)
+        self.runtime_inputs = ("expert_index", "expert_weight", *agreed)
+
+    def infer(
+        self, x: SpecLike, expert_index: SpecLike, expert_weight: SpecLike, rank_rows: SpecLike | None = None
+    ) -> tuple[TensorSpec, ...]:
+        tokens, rows = x.shape[0], self._rows(rank_rows)
+        if tokens > rows:
+            raise self.reject("x", f"at most max_tokens={rows} tokens", tokens)
+        total, chosen = self.expert_parallel.ranks * rows, expert_index.shape[1]
+        return (
+            TensorSpec((total, x.shape[1]), x.dtype),
+            TensorSpec((total, chosen), torch.int32),
+            TensorSpec((total, chosen), expert_weight.dtype),
+        )
+
+    def _rows(self, rank_rows: SpecLike | None) -> int:
+        """Return N."""
+        if rank_rows is not None:
+            return rank_rows.shape[0]
+        assert self.expert_parallel.max_tokens is not None
+        return self.expert_parallel.max_tokens
+
+    def compute(
+        self, x: Tensor, expert_index: Tensor, expert_weight: Tensor, rank_rows: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        ep, rows = self.expert_parallel, self._rows(rank_rows)
+        # -1 for sentinels, also in the rows of a rank after its own tokens
+        chosen = (expert_index >= 0) & (expert_index < self.num_experts)
+        index = expert_index.new_full((rows, expert_index.shape[1]), -1, dtype=torch.int32)
+        index[: x.shape[0]] = torch.where(chosen, expert_index, -1)
+        tokens, index, weight = ep.engine.gather([x.contiguous(), index, expert_weight.contiguous()], rows)
+        here = ep.local_experts(self.num_experts)
+        index = index - ep.rank * here
+        return tokens, torch.where((index >= 0) & (index < here), index, -1), weight
+
+    def backward_ops(self) -> tuple[BackwardOp, ...]:
+        return (DGatherTokens(self),)
+
+    def extra_repr(self) -> str:
+        return f"num_experts={self.num_experts}, {self.expert_parallel}"
+
+
+class DGatherTokens(BackwardOp):
+    """``dx[t] = sum over ranks of drows[t]``, ``dexpert_weight[t] = sum over ranks of dgathered_weight[t]``.
+
+    One step, so that every rank exchanges both in the same order.
+    """
+
+    needs = ("grad_output", "grad_gathered_weight", "expert_index")
+    gives = ("grad_input", "grad_expert_weight")
+    zeroes_tail = True
+    launches = 6
+    op: GatherTokens
+
+    def compute(
+        self, grad_output: Tensor | None, grad_weight: Tensor | None, expert_index: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        ep, tokens = self.op.expert_parallel, expert_index.shape[0]
+        arrived = [None if g is None else g.contiguous() for g in (grad_output, grad_weight)]
+        received = iter(ep.engine.exchange([g for g in arrived if g is not None]))
+        return tuple(None if g is None else _sum_over_ranks(next(received), ep.ranks, tokens) for g in arrived)
+
+
+class ReturnTokens(Op):
+    """``y[t] = sum over ranks of rows[t]``, in fp32, in rank order: each rank's part of the results of this one.
+
+    Called with rows (P*N, H), the part of this rank for the tokens of all ranks, and ``expert_index`` (T, K), of which
+    only T is read. Returns (T, H).
+    """
+
+    runtime_inputs = ("expert_index", "gathered_index")
+    changes_rows = True
+    zeroes_tail = True  # the output has a row per token, and so no tail
+    launches = 4
+
+    def __init__(self, expert_parallel: ExpertParallel) -> None:
+        super().__init__()
+        self.expert_parallel = expert_parallel
+
+    def infer(self, x: SpecLike, expert_index: SpecLike, gathered_index: SpecLike) -> TensorSpec:
+        if x.shape[0] != gathered_index.shape[0]:
+            raise self.reject("x", f"{gathered_index.shape[0]} rows, one per token of all ranks", x.shape[0])
+        return TensorSpec((expert_index.shape[0], *x.shape[1:]), x.dtype)
+
+    def compute(self, x: Tensor, expert_index: Tensor, gathered_index: Tensor) -> Tensor:
+        (parts,) = self.expert_parallel.engine.exchange([x.contiguous()])
+        return _sum_over_ranks(parts, self.expert_parallel.ranks, expert_index.shape[0])
+
+    def backward_ops(self) -> tuple[BackwardOp, ...]:
+        return (DReturnTokens(self),)
+
+    def extra_repr(self) -> str:
+        return str(self.expert_parallel)
+
+
+class DReturnTokens(BackwardOp):
+    """``drows[r * N + t] = dy[t]`` of rank r."""
+
+    needs = ("grad_output", "gathered_index")
+    zeroes_tail = True
+    launches = 2
+    op: ReturnTokens
+
+    def compute(self, grad_output: Tensor, gathered_index: Tensor) -> Tensor:
+        ep = self.op.expert_parallel
+        (gathered,) = ep.engine.gather([grad_output.contiguous()], gathered_index.shape[0] // ep.ranks)
+        return gathered
