@@ -32,13 +32,13 @@ class AllGather(Engine):
             gathered.append(out)
         return gathered
 
-    def exchange(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def exchange(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
         received = []
         for t in tensors:
             out = torch.empty_like(t)
             if out.numel():
                 dist.all_to_all_single(as_bytes(out), as_bytes(t), group=self.group)
-            received.append(out)
+            received.append([*out.view(self.ranks, -1, *t.shape[1:])])
         return received
 
     def _all_gather(self, out: Tensor, t: Tensor) -> None:

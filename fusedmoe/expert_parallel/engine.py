@@ -43,8 +43,11 @@ class Engine:
         """
         raise NotImplementedError
 
-    def exchange(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return, from (P*N, ...) with N rows for each rank, the rows that each rank has for this one: (P*N, ...)."""
+    def exchange(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Return the rows that each rank has for this one, P times (N, ...), from (P*N, ...) with N rows for each rank.
+
+        The results may be views of the arguments.
+        """
         raise NotImplementedError
 
     def buffer_bytes(self) -> int:

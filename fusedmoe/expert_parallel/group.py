@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from fusedmoe.checks import POSITIVE_INTEGER, one_of, said
+from fusedmoe.checks import POSITIVE, POSITIVE_INTEGER, one_of, said
 from fusedmoe.errors import InputError
 from fusedmoe.expert_parallel.allgather import AllGather
+from fusedmoe.expert_parallel.symmetric import Symmetric
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -36,10 +37,14 @@ class ExpertParallel:
         default group.
     engine
         ``"allgather"``: every rank gets all tokens, by collectives of the group's backend. ``"auto"`` chooses it.
+        ``"symmetric"``: the same by reads of the memory of other GPUs, for ranks inside one NVLink domain.
     max_tokens
         The largest number of tokens of a rank in a call. Each call then exchanges this many rows per rank, and no
         rank needs to know how many the others have. None: the ranks tell each other the largest number in each call,
         on their hosts. No host waits for its device.
+    timeout_s
+        Seconds that a rank waits for the others in an exchange of ``"symmetric"``. Other engines have the time-out of
+        the group.
 
     Notes
     -----
@@ -56,6 +61,7 @@ class ExpertParallel:
         engine: EngineName = "auto",
         *,
         max_tokens: int | None = None,
+        timeout_s: float = 600.0,
     ) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise InputError(f"{_WHO}: group: expected torch.distributed to be initialised: call init_process_group")
@@ -65,7 +71,13 @@ class ExpertParallel:
         self.engine_name: EngineName = _ENGINE(f"{_WHO}: engine", engine)
         self.max_tokens: int | None = POSITIVE_INTEGER.or_none()(f"{_WHO}: max_tokens", max_tokens)
         self._of_hosts = self.group if self.max_tokens is not None else _group_of_hosts(self.group)
-        self.engine: Engine = AllGather(self.group)
+        self.timeout_s: float = POSITIVE(f"{_WHO}: timeout_s", timeout_s)
+        self.engine: Engine = self._make_engine()
+
+    def _make_engine(self) -> Engine:
+        if self.engine_name == "symmetric":
+            return Symmetric(self.group, self.timeout_s)
+        return AllGather(self.group)
 
     def local_experts(self, num_experts: int, who: str = _WHO) -> int:
         """Return the number of experts on each rank: E / P.

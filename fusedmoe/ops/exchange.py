@@ -27,13 +27,15 @@ if TYPE_CHECKING:
     from fusedmoe.ops.op import SpecLike
 
 
-def _sum_over_ranks(parts: Tensor, ranks: int, tokens: int) -> Tensor:
-    """Return the sum of the parts (P*N, ...) of the first ``tokens`` rows, in fp32, in rank order."""
-    first, *others = parts.view(ranks, -1, *parts.shape[1:])[:, :tokens]
+def _sum_over_ranks(parts: Sequence[Tensor], tokens: int) -> Tensor:
+    """Return the sum of the first ``tokens`` rows of the ranks' parts (N, ...), in fp32, in rank order."""
+    first, *others = [part[:tokens] for part in parts]
+    if len(others) == 1:  # torch adds two values of 16 bits in fp32, and rounds the sum: one pass over memory
+        return first + others[0]
     total = exact(first)
     for part in others:
         total = total + part
-    return total.to(parts.dtype)
+    return total.to(first.dtype)
 
 
 class AgreeOnTokens(nn.Module):
@@ -148,7 +150,7 @@ class DGatherTokens(BackwardOp):
         ep, tokens = self.op.expert_parallel, expert_index.shape[0]
         arrived = [None if g is None else g.contiguous() for g in (grad_output, grad_weight)]
         received = iter(ep.engine.exchange([g for g in arrived if g is not None]))
-        return tuple(None if g is None else _sum_over_ranks(next(received), ep.ranks, tokens) for g in arrived)
+        return tuple(None if g is None else _sum_over_ranks(next(received), tokens) for g in arrived)
 
 
 class ReturnTokens(Op):
@@ -174,7 +176,7 @@ class ReturnTokens(Op):
 
     def compute(self, x: Tensor, expert_index: Tensor, gathered_index: Tensor) -> Tensor:
         (parts,) = self.expert_parallel.engine.exchange([x.contiguous()])
-        return _sum_over_ranks(parts, self.expert_parallel.ranks, expert_index.shape[0])
+        return _sum_over_ranks(parts, expert_index.shape[0])
 
     def backward_ops(self) -> tuple[BackwardOp, ...]:
         return (DReturnTokens(self),)

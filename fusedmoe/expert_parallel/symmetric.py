@@ -1,0 +1,135 @@
+"""The engine ``"symmetric"``: ranks read each other's memory, inside one NVLink domain, by torch's symmetric memory.
+
+A rank writes its rows into a buffer that all ranks can address. After a barrier on the device, each rank copies the
+rows of the others by its copy engines, which take no SM. No host takes part. A CUDA graph can capture an exchange.
+
+Two buffers take turns. A rank writes the buffer of exchange i again in exchange i + 2. Before that, it passes the
+barrier of exchange i + 1, where every rank arrives after it has read the rows of exchange i.
+
+Axes as in engine.py.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from fusedmoe.errors import InputError
+from fusedmoe.expert_parallel.engine import Engine
+from fusedmoe.expert_parallel.torch_symmetric import SymmetricBuffer, why_not
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+ALIGNMENT = 256  # bytes: tensors of one exchange begin at multiples
+
+
+class Symmetric(Engine):
+    """`gather` and `exchange` by reads of the memory of other ranks.
+
+    Parameters
+    ----------
+    group
+        The ranks, all in one NVLink domain, each with its own GPU.
+    timeout_s
+        Seconds that a rank waits for the others in one exchange.
+    """
+
+    name: ClassVar[str] = "symmetric"
+
+    def __init__(self, group: ProcessGroup, timeout_s: float) -> None:
+        super().__init__(group)
+        if reason := why_not(group):
+            raise InputError(
+                f"ExpertParallel: engine: expected one that this machine can run, got 'symmetric': {reason}"
+            )
+        self.rank = group.rank()
+        self.timeout_s = timeout_s
+        self._buffers: list[SymmetricBuffer] = []
+        self._turn = 0
+        self._last: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
+
+    def gather(self, tensors: Sequence[Tensor], rows: int) -> list[Tensor]:
+        gathered = [t.new_empty(self.ranks * rows, *t.shape[1:]) for t in tensors]
+        offsets, nbytes = _layout([t.nbytes // self.ranks for t in gathered])
+        if not nbytes:
+            return gathered
+        with self._in_order():
+            buffer = self._next_buffer(nbytes, tensors[0].device)
+            for t, offset in zip(tensors, offsets, strict=True):
+                buffer.of_rank(self.rank, offset, t.shape, t.dtype).copy_(t)
+            buffer.barrier(self.timeout_s)
+            for out, t, offset in zip(gathered, tensors, offsets, strict=True):
+                parts = out.view(self.ranks, rows, *out.shape[1:])
+                parts[self.rank, : t.shape[0]].copy_(t)
+                for rank in self._others():
+                    parts[rank].copy_(buffer.of_rank(rank, offset, parts.shape[1:], t.dtype))
+        return gathered
+
+    def exchange(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+        """As `Engine.exchange`; the part of this rank is a view of the argument."""
+        received = [[*t.view(self.ranks, -1, *t.shape[1:])] for t in tensors]
+        offsets, nbytes = _layout([t.nbytes for t in tensors])
+        if not nbytes:
+            return received
+        with self._in_order():
+            buffer = self._next_buffer(nbytes, tensors[0].device)
+            memory = [(offset, (self.ranks, *parts[0].shape)) for offset, parts in zip(offsets, received, strict=True)]
+            for parts, (offset, shape) in zip(received, memory, strict=True):
+                mine = buffer.of_rank(self.rank, offset, shape, parts[0].dtype)
+                for rank in self._others():
+                    mine[rank].copy_(parts[rank])
+            buffer.barrier(self.timeout_s)
+            for parts, (offset, shape) in zip(received, memory, strict=True):
+                for rank in self._others():
+                    parts[rank] = buffer.of_rank(rank, offset, shape, parts[rank].dtype)[self.rank].clone()
+        return received
+
+    def buffer_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._buffers)
+
+    def _others(self) -> list[int]:
+        """Return the other ranks, beginning with the next one: at a time, every rank reads another one's memory."""
+        return [(self.rank + i) % self.ranks for i in range(1, self.ranks)]
+
+    def _next_buffer(self, nbytes: int, device: torch.device) -> SymmetricBuffer:
+        """Return the buffer whose turn it is, with at least these bytes: the same number on every rank."""
+        if not self._buffers or self._buffers[0].nbytes < nbytes:
+            if torch.cuda.is_current_stream_capturing():
+                raise InputError(
+                    "ExpertParallel: engine 'symmetric': expected a call of this size before the capture of a CUDA "
+                    f"graph, in which buffers of {nbytes} bytes cannot be allocated, got {self.buffer_bytes() // 2} bytes"
+                )
+            # every rank comes here in the same exchange; no rank may still read the old buffers when they are freed
+            for buffer in self._buffers:
+                buffer.barrier(self.timeout_s)
+            torch.cuda.synchronize(device)
+            self._buffers = [SymmetricBuffer(nbytes, self.group, device) for _ in range(2)]
+        self._turn ^= 1
+        return self._buffers[self._turn]
+
+    @contextmanager
+    def _in_order(self) -> Iterator[None]:
+        """Let an exchange on one stream wait for the last one on another."""
+        stream = torch.cuda.current_stream()
+        if torch.cuda.is_current_stream_capturing():  # everything before the capture has ended
+            yield
+            return
+        if self._last is not None and self._last[0] != stream:
+            stream.wait_event(self._last[1])
+        yield
+        self._last = stream, stream.record_event()
+
+
+def _layout(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Return the first byte of each tensor of these sizes in a buffer, and the bytes of all."""
+    offsets, end = [], 0
+    for size in sizes:
+        offsets.append(end)
+        end += -(-size // ALIGNMENT) * ALIGNMENT
+    return offsets, end
