@@ -5,46 +5,43 @@ No rank waits for its device, since all shapes are static. NCCL and gloo.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from itertools import repeat
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import distributed as dist
 
-from fusedmoe.expert_parallel.engine import Engine, as_bytes
+from fusedmoe.expert_parallel.engine import Engine, Pending, as_bytes, nothing
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
 
 class AllGather(Engine):
-    """`gather` is an all-gather, `exchange` an all-to-all of equal parts."""
+    """An all-gather, and an all-to-all of equal parts."""
 
     name: ClassVar[str] = "allgather"
 
-    def gather(self, tensors: Sequence[Tensor], rows: int) -> list[Tensor]:
-        gathered = []
-        for t in tensors:
-            out = t.new_empty(self.ranks * rows, *t.shape[1:])
-            if out.numel():
-                self._all_gather(as_bytes(out), as_bytes(padded(t, rows)))
-            gathered.append(out)
-        return gathered
-
-    def exchange(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-        received = []
-        for t in tensors:
-            out = torch.empty_like(t)
-            if out.numel():
-                dist.all_to_all_single(as_bytes(out), as_bytes(t), group=self.group)
-            received.append([*out.view(self.ranks, -1, *t.shape[1:])])
-        return received
-
-    def _all_gather(self, out: Tensor, t: Tensor) -> None:
+    def start_gather(self, tensors: Sequence[Tensor], rows: int) -> Pending:
+        gathered = [t.new_empty(self.ranks * rows, *t.shape[1:]) for t in tensors]
+        given = [padded(t, rows) for t in tensors]
         # torch 2.13 renames the function, and warns of the old name
         collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        collective(out, t, group=self.group)
+        return Pending(gathered, [*map(self._started, repeat(collective), gathered, given)], given)
+
+    def start_exchange(self, tensors: Sequence[Tensor]) -> Pending:
+        received = [torch.empty_like(t) for t in tensors]
+        parts = [[*t.view(self.ranks, -1, *t.shape[1:])] for t in received]
+        return Pending(parts, [*map(self._started, repeat(dist.all_to_all_single), received, tensors)], tensors)
+
+    def _started(self, collective: Callable[..., Any], out: Tensor, t: Tensor) -> Callable[[], object]:
+        """Start a collective; return the function that waits for it."""
+        if not out.numel():
+            return nothing
+        work = collective(as_bytes(out), as_bytes(t), group=self.group, async_op=True)
+        return work.wait  # type: ignore[no-any-return]
 
 
 def padded(t: Tensor, rows: int) -> Tensor:

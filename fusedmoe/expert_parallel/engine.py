@@ -5,15 +5,46 @@ Axes: P ranks, N rows per rank (the same number on every rank), T rows of this r
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
     from torch.distributed import ProcessGroup
+
+
+class Pending:
+    """Tensors that an engine is still writing.
+
+    Parameters
+    ----------
+    results
+        The results of the exchange, one for each tensor that was given.
+    waits
+        For each, a function that lets the current stream wait until it is complete.
+    given
+        The tensors that the exchange reads: they live until it is complete.
+    """
+
+    def __init__(self, results: list[Any], waits: Sequence[Callable[[], object]], given: Sequence[Tensor]) -> None:
+        self._results, self._waits, self._given = results, [*waits], given
+
+    def wait(self, number: int) -> Any:
+        """Return a result; work that the current stream gets from now on finds it complete."""
+        self._waits[number]()
+        self._waits[number] = nothing
+        return self._results[number]
+
+    def wait_all(self) -> list[Any]:
+        """Return all results."""
+        return [self.wait(i) for i in range(len(self._results))]
+
+
+def nothing() -> None:
+    """Wait for a result that is complete."""
 
 
 class Engine:
@@ -31,8 +62,10 @@ class Engine:
         self.group = group
         self.ranks = group.size()
 
-    def gather(self, tensors: Sequence[Tensor], rows: int) -> list[Tensor]:
-        """Return the rows of all ranks, in rank order: (P*N, ...) for each tensor (T, ...).
+    def start_gather(self, tensors: Sequence[Tensor], rows: int) -> Pending:
+        """Begin to gather the rows of all ranks, in rank order: (P*N, ...) for each tensor (T, ...).
+
+        They arrive in the order of the tensors.
 
         Parameters
         ----------
@@ -43,12 +76,19 @@ class Engine:
         """
         raise NotImplementedError
 
-    def exchange(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Return the rows that each rank has for this one, P times (N, ...), from (P*N, ...) with N rows for each rank.
-
-        The results may be views of the arguments.
+    def start_exchange(self, tensors: Sequence[Tensor]) -> Pending:
+        """Begin to exchange rows: from (P*N, ...) with N rows for each rank, P times (N, ...), the rows that each rank
+        has for this one. The results may be views of the arguments.
         """
         raise NotImplementedError
+
+    def gather(self, tensors: Sequence[Tensor], rows: int) -> list[Tensor]:
+        """Return the results of `start_gather`."""
+        return self.start_gather(tensors, rows).wait_all()
+
+    def exchange(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Return the results of `start_exchange`."""
+        return self.start_exchange(tensors).wait_all()
 
     def buffer_bytes(self) -> int:
         """Return the bytes of the buffers that outlive a call."""

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from fusedmoe.errors import InputError
-from fusedmoe.expert_parallel.engine import Engine
+from fusedmoe.expert_parallel.engine import Engine, Pending, nothing
 from fusedmoe.expert_parallel.torch_symmetric import SymmetricBuffer, why_not
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
     from torch.distributed import ProcessGroup
@@ -30,7 +30,7 @@ ALIGNMENT = 256  # bytes: tensors of one exchange begin at multiples
 
 
 class Symmetric(Engine):
-    """`gather` and `exchange` by reads of the memory of other ranks.
+    """`start_gather` and `start_exchange` by reads of the memory of other ranks.
 
     Parameters
     ----------
@@ -52,43 +52,46 @@ class Symmetric(Engine):
         self.timeout_s = timeout_s
         self._buffers: list[SymmetricBuffer] = []
         self._turn = 0
-        self._last: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
+        self._stream: torch.cuda.Stream | None = None
 
-    def gather(self, tensors: Sequence[Tensor], rows: int) -> list[Tensor]:
+    def start_gather(self, tensors: Sequence[Tensor], rows: int) -> Pending:
         gathered = [t.new_empty(self.ranks * rows, *t.shape[1:]) for t in tensors]
         offsets, nbytes = _layout([t.nbytes // self.ranks for t in gathered])
+        waits = [nothing] * len(tensors)
         if not nbytes:
-            return gathered
-        with self._in_order():
-            buffer = self._next_buffer(nbytes, tensors[0].device)
+            return Pending(gathered, waits, tensors)
+        with self._exchange(nbytes, tensors[0].device) as buffer:
             for t, offset in zip(tensors, offsets, strict=True):
                 buffer.of_rank(self.rank, offset, t.shape, t.dtype).copy_(t)
             buffer.barrier(self.timeout_s)
-            for out, t, offset in zip(gathered, tensors, offsets, strict=True):
+            for i, (out, t, offset) in enumerate(zip(gathered, tensors, offsets, strict=True)):
                 parts = out.view(self.ranks, rows, *out.shape[1:])
                 parts[self.rank, : t.shape[0]].copy_(t)
                 for rank in self._others():
                     parts[rank].copy_(buffer.of_rank(rank, offset, parts.shape[1:], t.dtype))
-        return gathered
+                waits[i] = _wait_for(torch.cuda.current_stream().record_event())
+        return Pending(gathered, waits, tensors)
 
-    def exchange(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-        """As `Engine.exchange`; the part of this rank is a view of the argument."""
+    def start_exchange(self, tensors: Sequence[Tensor]) -> Pending:
+        """As `Engine.start_exchange`; the part of this rank is a view of the argument."""
         received = [[*t.view(self.ranks, -1, *t.shape[1:])] for t in tensors]
         offsets, nbytes = _layout([t.nbytes for t in tensors])
+        waits = [nothing] * len(tensors)
         if not nbytes:
-            return received
-        with self._in_order():
-            buffer = self._next_buffer(nbytes, tensors[0].device)
-            memory = [(offset, (self.ranks, *parts[0].shape)) for offset, parts in zip(offsets, received, strict=True)]
-            for parts, (offset, shape) in zip(received, memory, strict=True):
+            return Pending(received, waits, tensors)
+        places = [(offset, (self.ranks, *parts[0].shape)) for offset, parts in zip(offsets, received, strict=True)]
+        arrived = [[part if r == self.rank else torch.empty_like(part) for r, part in enumerate(p)] for p in received]
+        with self._exchange(nbytes, tensors[0].device) as buffer:
+            for parts, (offset, shape) in zip(received, places, strict=True):
                 mine = buffer.of_rank(self.rank, offset, shape, parts[0].dtype)
                 for rank in self._others():
                     mine[rank].copy_(parts[rank])
             buffer.barrier(self.timeout_s)
-            for parts, (offset, shape) in zip(received, memory, strict=True):
+            for i, (parts, (offset, shape)) in enumerate(zip(arrived, places, strict=True)):
                 for rank in self._others():
-                    parts[rank] = buffer.of_rank(rank, offset, shape, parts[rank].dtype)[self.rank].clone()
-        return received
+                    parts[rank].copy_(buffer.of_rank(rank, offset, shape, parts[rank].dtype)[self.rank])
+                waits[i] = _wait_for(torch.cuda.current_stream().record_event())
+        return Pending(arrived, waits, tensors)
 
     def buffer_bytes(self) -> int:
         return sum(buffer.nbytes for buffer in self._buffers)
@@ -103,9 +106,10 @@ class Symmetric(Engine):
             if torch.cuda.is_current_stream_capturing():
                 raise InputError(
                     "ExpertParallel: engine 'symmetric': expected a call of this size before the capture of a CUDA "
-                    f"graph, in which buffers of {nbytes} bytes cannot be allocated, got {self.buffer_bytes() // 2} bytes"
+                    f"graph, where no memory of {nbytes} bytes can be shared, got {self.buffer_bytes() // 2} bytes"
                 )
             # every rank comes here in the same exchange; no rank may still read the old buffers when they are freed
+            torch.cuda.synchronize(device)
             for buffer in self._buffers:
                 buffer.barrier(self.timeout_s)
             torch.cuda.synchronize(device)
@@ -114,16 +118,22 @@ class Symmetric(Engine):
         return self._buffers[self._turn]
 
     @contextmanager
-    def _in_order(self) -> Iterator[None]:
-        """Let an exchange on one stream wait for the last one on another."""
-        stream = torch.cuda.current_stream()
-        if torch.cuda.is_current_stream_capturing():  # everything before the capture has ended
-            yield
-            return
-        if self._last is not None and self._last[0] != stream:
-            stream.wait_event(self._last[1])
-        yield
-        self._last = stream, stream.record_event()
+    def _exchange(self, nbytes: int, device: torch.device) -> Iterator[SymmetricBuffer]:
+        """Run a block on the engine's own stream, after the work of the current one, with the buffer whose turn it is.
+
+        All exchanges are on this stream, so that they follow each other whatever stream a layer runs on.
+        """
+        buffer = self._next_buffer(nbytes, device)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device, priority=-1)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            yield buffer
+
+
+def _wait_for(event: torch.cuda.Event) -> Callable[[], None]:
+    """Return the function that lets the current stream wait for an event."""
+    return lambda: torch.cuda.current_stream().wait_event(event)
 
 
 def _layout(sizes: Sequence[int]) -> tuple[list[int], int]:

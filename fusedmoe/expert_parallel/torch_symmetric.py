@@ -1,4 +1,4 @@
-"""The part of torch's symmetric memory that the engine ``"symmetric"`` uses: an alpha interface, tested with torch 2.11.
+"""The part of torch's symmetric memory that the engine ``"symmetric"`` uses: an alpha interface, tested on 2.11.
 
 A symmetric buffer has the same size on every rank of a group. A kernel or a copy of one rank can address the buffers of
 all ranks. Allocation and `rendezvous` are collectives, and impossible while a CUDA graph is captured.

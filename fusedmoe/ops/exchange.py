@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fusedmoe.ops.op import SpecLike
 
 
-def _sum_over_ranks(parts: Sequence[Tensor], tokens: int) -> Tensor:
+def sum_over_ranks(parts: Sequence[Tensor], tokens: int) -> Tensor:
     """Return the sum of the first ``tokens`` rows of the ranks' parts (N, ...), in fp32, in rank order."""
     first, *others = [part[:tokens] for part in parts]
     if len(others) == 1:  # torch adds two values of 16 bits in fp32, and rounds the sum: one pass over memory
@@ -120,10 +120,15 @@ class GatherTokens(Op):
         chosen = (expert_index >= 0) & (expert_index < self.num_experts)
         index = expert_index.new_full((rows, expert_index.shape[1]), -1, dtype=torch.int32)
         index[: x.shape[0]] = torch.where(chosen, expert_index, -1)
-        tokens, index, weight = ep.engine.gather([x.contiguous(), index, expert_weight.contiguous()], rows)
-        here = ep.local_experts(self.num_experts)
-        index = index - ep.rank * here
-        return tokens, torch.where((index >= 0) & (index < here), index, -1), weight
+        # the small ones first, so that a fused step can sort the rows while the tokens travel
+        index, weight, tokens = ep.engine.gather([index, expert_weight.contiguous(), x.contiguous()], rows)
+        return tokens, self.local_index(index), weight
+
+    def local_index(self, index: Tensor) -> Tensor:
+        """Return expert ids of all ranks as ids of this rank's experts, -1 for those of other ranks."""
+        here = self.expert_parallel.local_experts(self.num_experts)
+        index = index - self.expert_parallel.rank * here
+        return torch.where((index >= 0) & (index < here), index, -1)
 
     def backward_ops(self) -> tuple[BackwardOp, ...]:
         return (DGatherTokens(self),)
@@ -150,7 +155,7 @@ class DGatherTokens(BackwardOp):
         ep, tokens = self.op.expert_parallel, expert_index.shape[0]
         arrived = [None if g is None else g.contiguous() for g in (grad_output, grad_weight)]
         received = iter(ep.engine.exchange([g for g in arrived if g is not None]))
-        return tuple(None if g is None else _sum_over_ranks(next(received), tokens) for g in arrived)
+        return tuple(None if g is None else sum_over_ranks(next(received), tokens) for g in arrived)
 
 
 class ReturnTokens(Op):
@@ -176,7 +181,7 @@ class ReturnTokens(Op):
 
     def compute(self, x: Tensor, expert_index: Tensor, gathered_index: Tensor) -> Tensor:
         (parts,) = self.expert_parallel.engine.exchange([x.contiguous()])
-        return _sum_over_ranks(parts, expert_index.shape[0])
+        return sum_over_ranks(parts, expert_index.shape[0])
 
     def backward_ops(self) -> tuple[BackwardOp, ...]:
         return (DReturnTokens(self),)
