@@ -12,6 +12,12 @@ from fusedmoe.builtin_rules.sm90.dispatch import (
     DispatchRule,
     DispatchWeightGradRule,
 )
+from fusedmoe.builtin_rules.sm90.expert_parallel import (
+    DgradActivationOfArrivingGradients,
+    GemmActivationOfArrivingTokens,
+    GemmOfLeavingRows,
+    WgradBesideExchange,
+)
 from fusedmoe.builtin_rules.sm90.fp8_grouped_dgrad_activation import Fp8GroupedDgradActivation
 from fusedmoe.builtin_rules.sm90.fp8_grouped_gemm import Fp8GroupedDgrad, Fp8GroupedGemm
 from fusedmoe.builtin_rules.sm90.fp8_grouped_gemm_activation import Fp8GroupedGemmActivation
@@ -86,4 +92,8 @@ BUILTIN: tuple[type[FusionRule], ...] = (
     DequantizedDgrad,
     DequantizedWgrad,
     Fp8GroupedWgrad,
+    GemmActivationOfArrivingTokens,
+    GemmOfLeavingRows,
+    DgradActivationOfArrivingGradients,
+    WgradBesideExchange,
 )

@@ -26,14 +26,19 @@ class AllGather(Engine):
 
     def start_gather(self, tensors: Sequence[Tensor], rows: int) -> Pending:
         gathered = [t.new_empty(self.ranks * rows, *t.shape[1:]) for t in tensors]
-        given = [padded(t, rows) for t in tensors]
+        own = [out[self.rank * rows :][:rows] for out in gathered]
+        for here, t in zip(own, tensors, strict=True):
+            here[: t.shape[0]] = t
+            here[t.shape[0] :] = 0
         # torch 2.13 renames the function, and warns of the old name
         collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        return Pending(gathered, [*map(self._started, repeat(collective), gathered, given)], given)
+        return Pending(gathered, [*map(self._started, repeat(collective), gathered, own)], own)
 
     def start_exchange(self, tensors: Sequence[Tensor]) -> Pending:
         received = [torch.empty_like(t) for t in tensors]
-        parts = [[*t.view(self.ranks, -1, *t.shape[1:])] for t in received]
+        parts = [[*out.view(self.ranks, -1, *out.shape[1:])] for out in received]
+        for t, part in zip(tensors, parts, strict=True):
+            part[self.rank] = t.view(self.ranks, -1, *t.shape[1:])[self.rank]
         return Pending(parts, [*map(self._started, repeat(dist.all_to_all_single), received, tensors)], tensors)
 
     def _started(self, collective: Callable[..., Any], out: Tensor, t: Tensor) -> Callable[[], object]:
@@ -42,12 +47,3 @@ class AllGather(Engine):
             return nothing
         work = collective(as_bytes(out), as_bytes(t), group=self.group, async_op=True)
         return work.wait  # type: ignore[no-any-return]
-
-
-def padded(t: Tensor, rows: int) -> Tensor:
-    """Return a tensor (T, ...) with zero rows after its own: (rows, ...); the tensor itself if it has them all."""
-    if t.shape[0] == rows:
-        return t
-    out = t.new_zeros(rows, *t.shape[1:])
-    out[: t.shape[0]] = t
-    return out

@@ -32,6 +32,10 @@ class Pending:
     def __init__(self, results: list[Any], waits: Sequence[Callable[[], object]], given: Sequence[Tensor]) -> None:
         self._results, self._waits, self._given = results, [*waits], given
 
+    def unfinished(self, number: int) -> Any:
+        """Return a result that may still be written."""
+        return self._results[number]
+
     def wait(self, number: int) -> Any:
         """Return a result; work that the current stream gets from now on finds it complete."""
         self._waits[number]()
@@ -60,12 +64,12 @@ class Engine:
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
-        self.ranks = group.size()
+        self.ranks, self.rank = group.size(), group.rank()
 
     def start_gather(self, tensors: Sequence[Tensor], rows: int) -> Pending:
         """Begin to gather the rows of all ranks, in rank order: (P*N, ...) for each tensor (T, ...).
 
-        They arrive in the order of the tensors.
+        Those of this rank are complete at once for the current stream. The others arrive in the order of the tensors.
 
         Parameters
         ----------
@@ -78,7 +82,7 @@ class Engine:
 
     def start_exchange(self, tensors: Sequence[Tensor]) -> Pending:
         """Begin to exchange rows: from (P*N, ...) with N rows for each rank, P times (N, ...), the rows that each rank
-        has for this one. The results may be views of the arguments.
+        has for this one. The rows of this rank for itself are a view of the argument, which the caller may still write.
         """
         raise NotImplementedError
 

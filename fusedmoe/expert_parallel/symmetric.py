@@ -48,7 +48,6 @@ class Symmetric(Engine):
             raise InputError(
                 f"ExpertParallel: engine: expected one that this machine can run, got 'symmetric': {reason}"
             )
-        self.rank = group.rank()
         self.timeout_s = timeout_s
         self._buffers: list[SymmetricBuffer] = []
         self._turn = 0
@@ -60,20 +59,20 @@ class Symmetric(Engine):
         waits = [nothing] * len(tensors)
         if not nbytes:
             return Pending(gathered, waits, tensors)
+        parts = [out.view(self.ranks, rows, *out.shape[1:]) for out in gathered]
+        for part, t in zip(parts, tensors, strict=True):
+            part[self.rank, : t.shape[0]].copy_(t)
         with self._exchange(nbytes, tensors[0].device) as buffer:
             for t, offset in zip(tensors, offsets, strict=True):
                 buffer.of_rank(self.rank, offset, t.shape, t.dtype).copy_(t)
             buffer.barrier(self.timeout_s)
-            for i, (out, t, offset) in enumerate(zip(gathered, tensors, offsets, strict=True)):
-                parts = out.view(self.ranks, rows, *out.shape[1:])
-                parts[self.rank, : t.shape[0]].copy_(t)
+            for i, (part, offset) in enumerate(zip(parts, offsets, strict=True)):
                 for rank in self._others():
-                    parts[rank].copy_(buffer.of_rank(rank, offset, parts.shape[1:], t.dtype))
+                    part[rank].copy_(buffer.of_rank(rank, offset, part.shape[1:], part.dtype))
                 waits[i] = _wait_for(torch.cuda.current_stream().record_event())
         return Pending(gathered, waits, tensors)
 
     def start_exchange(self, tensors: Sequence[Tensor]) -> Pending:
-        """As `Engine.start_exchange`; the part of this rank is a view of the argument."""
         received = [[*t.view(self.ranks, -1, *t.shape[1:])] for t in tensors]
         offsets, nbytes = _layout([t.nbytes for t in tensors])
         waits = [nothing] * len(tensors)

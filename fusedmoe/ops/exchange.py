@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fusedmoe.expert_parallel import ExpertParallel
+    from fusedmoe.expert_parallel.engine import Pending
     from fusedmoe.ops.op import SpecLike
 
 
@@ -115,14 +116,19 @@ class GatherTokens(Op):
     def compute(
         self, x: Tensor, expert_index: Tensor, expert_weight: Tensor, rank_rows: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        ep, rows = self.expert_parallel, self._rows(rank_rows)
+        index, weight, tokens = self.start(x, expert_index, expert_weight, rank_rows).wait_all()
+        return tokens, self.local_index(index), weight
+
+    def start(self, x: Tensor, expert_index: Tensor, expert_weight: Tensor, rank_rows: Tensor | None = None) -> Pending:
+        """Begin to gather expert ids, as `local_index` takes them, weights and tokens: the small ones first, so that a
+        fused step can sort the rows while the tokens travel.
+        """
+        rows = self._rows(rank_rows)
         # -1 for sentinels, also in the rows of a rank after its own tokens
         chosen = (expert_index >= 0) & (expert_index < self.num_experts)
         index = expert_index.new_full((rows, expert_index.shape[1]), -1, dtype=torch.int32)
         index[: x.shape[0]] = torch.where(chosen, expert_index, -1)
-        # the small ones first, so that a fused step can sort the rows while the tokens travel
-        index, weight, tokens = ep.engine.gather([index, expert_weight.contiguous(), x.contiguous()], rows)
-        return tokens, self.local_index(index), weight
+        return self.expert_parallel.engine.start_gather([index, expert_weight.contiguous(), x.contiguous()], rows)
 
     def local_index(self, index: Tensor) -> Tensor:
         """Return expert ids of all ranks as ids of this rank's experts, -1 for those of other ranks."""

@@ -20,7 +20,7 @@ does no look-ups.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -58,6 +58,7 @@ from fusedmoe.kernels.sm90.row_functions import (
     NAMES,
     bind_column_sums,
     bind_offsets_from_splits,
+    bind_row_ranges,
     bind_sum_partials,
     column_sums,
     offsets_from_splits,
@@ -91,6 +92,7 @@ __all__ = [
     "bind_quantize_weight",
     "bind_route",
     "bind_row_dots",
+    "bind_row_ranges",
     "bind_slot_values",
     "bind_sum_slots",
     "bind_transpose_codes",
@@ -135,11 +137,18 @@ def bind_grouped_gemm(
     row_scale: Tensor | None,
     options: KernelOptions,
     gather: Tensor | None = None,
+    *,
+    ranges: bool = False,
 ) -> Callable[..., Tensor]:
-    """Return `grouped_gemm` of ``(x, weight, bias, offsets, row_scale, gather=None)``."""
+    """Return `grouped_gemm` of ``(x, weight, bias, offsets, row_scale, gather=None, out=None)``.
+
+    With ``ranges``, some of `bind_row_ranges` in place of the offsets: one launch for each of them.
+    """
     rows, columns = _rows(x, gather), weight.shape[1]
-    launch = _ragged_m("plain", x, weight, None, options, gather, biased=bias is not None, scale=_dtype(row_scale))
-    kernel = launch.kernel
+    launch = _ragged_m(
+        "plain", x, weight, None, options, gather, biased=bias is not None, scale=_dtype(row_scale), ranges=ranges
+    )
+    kernel = _of_ranges(launch.kernel) if ranges else launch.kernel
 
     def run(
         x: Tensor,
@@ -148,8 +157,10 @@ def bind_grouped_gemm(
         offsets: Tensor,
         row_scale: Tensor | None,
         gather: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
-        out = x.new_empty(rows, columns)  # not a tuple, which takes 1.5 times as long
+        if out is None:
+            out = x.new_empty(rows, columns)  # not a tuple, which takes 1.5 times as long
         arguments = launch.arguments(bias, row_scale)
         if gather is not None:
             arguments = (*arguments, gather)
@@ -201,17 +212,19 @@ def bind_grouped_gemm_activation(
     keep_preactivation: bool,
     options: KernelOptions,
     gather: Tensor | None = None,
+    *,
+    ranges: bool = False,
 ) -> Callable[..., Tensor | tuple[Tensor, Tensor]]:
     """Return `grouped_gemm_activation` of ``(x, weight, bias, offsets, row_scale, gather=None)``; without p, its result
-    is y.
+    is y. ``ranges``: as for `bind_grouped_gemm`.
     """
     rows, columns = _rows(x, gather), weight.shape[1]
     features = columns // 2 if activation.gated else columns
     launch = _ragged_m(
         "activation", x, weight, activation, options, gather,
-        biased=bias is not None, scale=_dtype(row_scale), keep=keep_preactivation,
+        biased=bias is not None, scale=_dtype(row_scale), keep=keep_preactivation, ranges=ranges,
     )  # fmt: skip
-    kernel = launch.kernel
+    kernel = _of_ranges(launch.kernel) if ranges else launch.kernel
 
     def run(
         x: Tensor,
@@ -287,15 +300,20 @@ def bind_grouped_gemm_activation_backward(
     want_row_scale_grad: bool,
     options: KernelOptions,
     gather: Tensor | None = None,
+    *,
+    ranges: bool = False,
 ) -> Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]:
     """Return `grouped_gemm_activation_backward` of ``(grad_output, weight, offsets, preactivation, row_scale,
-    gather=None)``.
+    gather=None)``. ``ranges``: as for `bind_grouped_gemm`.
     """
     (rows, features), outputs = preactivation.shape, weight.shape[2]
     device, unscaled = grad_output.device, want_row_scale_grad and row_scale is None
     scale = torch.float32 if unscaled else _dtype(row_scale)
-    launch = _ragged_m("derivative", grad_output, weight.mT, activation, options, gather, scale=scale, keep=want_output)
-    kernel, partials = launch.kernel, launch.partials
+    launch = _ragged_m(
+        "derivative", grad_output, weight.mT, activation, options, gather,
+        scale=scale, keep=want_output, ranges=ranges,
+    )  # fmt: skip
+    kernel, partials = _of_ranges(launch.kernel) if ranges else launch.kernel, launch.partials
     total = None
     if partials is not None:
         partials = (partials[0], -(-rows // limits.UNIT) * limits.UNIT)
@@ -432,6 +450,7 @@ def _ragged_m(
     biased: bool = False,
     scale: torch.dtype | None = None,
     keep: bool = False,
+    ranges: bool = False,
 ) -> _RaggedMLaunch:
     """Return the launch of a ragged M product of tensors like these."""
     rows, depth = _rows(a, gather), a.shape[1]
@@ -443,9 +462,22 @@ def _ragged_m(
         _RaggedMKey(
             choose=choose, family=family, device=a.device, dtype=a.dtype, rows=rows, experts=experts, columns=columns,
             depth=depth, b_major="k" if b.stride()[2] == 1 and b_depth > 1 else "n", activation=activation, keep=keep,
-            biased=biased, scale=scale, options=options, gathered=gather is not None,
+            biased=biased, scale=scale, options=options, gathered=gather is not None, ranges=ranges,
         )
     )  # fmt: skip
+
+
+def _of_ranges(kernel: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that launches a kernel once for each of some ranges of rows, which it takes as ``offsets``.
+
+    The ranges may be a generator, which waits for rows before it yields their ranges.
+    """
+
+    def launch(a: Tensor, b: Tensor, ranges: Iterable[Tensor], *others: Any) -> None:
+        for part in ranges:
+            kernel(a, b, part, *others)
+
+    return launch
 
 
 def _rows(operand: Tensor, gather: Tensor | None) -> int:
@@ -488,6 +520,7 @@ class _RaggedMKey:
     scale: torch.dtype | None  # dtype of the row scale
     options: KernelOptions
     gathered: bool
+    ranges: bool
 
 
 class _RaggedMLaunch(NamedTuple):
@@ -531,6 +564,7 @@ def _ragged_m_launch(key: _RaggedMKey) -> _RaggedMLaunch:
     kernel = _ragged_m_kernel(
         dtype=NAMES[key.dtype], b_major=key.b_major, derivative=derivative, activation=compiled_in(activation),
         keep=key.keep, scaled=derivative and scaled, config=config, gather=key.gathered,
+        ranges=key.ranges,
     )  # fmt: skip
     numbers = (*constants(activation), key.biased, scaled, *scheduling(problem, config, sms))
     no_bias, no_scale = placeholders(key.device, key.dtype)
@@ -595,6 +629,7 @@ def _ragged_m_kernel(
     scaled: bool,
     config: TileConfig,
     gather: bool,
+    ranges: bool,
 ) -> Any:
     from fusedmoe.kernels.sm90 import epilogues  # deferred: imports the CuTe DSL
     from fusedmoe.kernels.sm90.ragged_m import RaggedM
@@ -605,7 +640,7 @@ def _ragged_m_kernel(
         epilogue = epilogues.derivative(**activation._asdict(), keep=keep, row_scale=scaled)
     else:
         epilogue = epilogues.activation(**activation._asdict(), keep=keep)
-    return compiler.load(RaggedM(dtype, config, b_major=b_major, epilogue=epilogue, gather=gather))
+    return compiler.load(RaggedM(dtype, config, b_major=b_major, epilogue=epilogue, gather=gather, ranges=ranges))
 
 
 @functools.cache

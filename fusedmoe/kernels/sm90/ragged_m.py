@@ -87,6 +87,7 @@ class RaggedM(Gemm):
     b_major: str = "k"  # or "n": the axis of the weight that has unit stride
     epilogue: Epilogue = PLAIN
     gather: bool = False  # whether the rows of A are read through an index
+    ranges: bool = False  # whether ``offsets`` has ranges of rows, see `tiles.expert_rows`
 
     def __post_init__(self) -> None:
         if (self.config.cluster_m, self.config.cluster_n) != (2, 1):
@@ -108,7 +109,8 @@ class RaggedM(Gemm):
     @property
     def symbol(self) -> str:
         gather = "_gather" if self.gather else ""
-        return f"sm90_ragged_m{gather}_{self.dtype}_b{self.b_major}_{self.epilogue.name}_{self.config.name}"
+        ranges = "_ranges" if self.ranges else ""
+        return f"sm90_ragged_m{gather}{ranges}_{self.dtype}_b{self.b_major}_{self.epilogue.name}_{self.config.name}"
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -168,7 +170,8 @@ class RaggedM(Gemm):
         b = fake(self.stored_element, (experts, cute.sym_int(), cute.sym_int()), strides, assumed_align=16)
         bias = fake(self.value_element, (cute.sym_int(), cute.sym_int()), (cute.sym_int64(), 1))
         offsets, row_scale, counter = (
-            fake(dtype, (n,), (1,)) for dtype, n in ((Int32, experts), (Float32, cute.sym_int()), (Int32, 1))
+            fake(dtype, (n,), (1,))
+            for dtype, n in ((Int32, cute.sym_int() if self.ranges else experts), (Float32, cute.sym_int()), (Int32, 1))
         )
         tokens = cute.sym_int() if self.gather else rows
         index = [fake(Int32, (rows,), (1,))] if self.gather else []
@@ -301,7 +304,7 @@ class RaggedM(Gemm):
                 share = tiles.Share(self.config, numbers.band, counter, numbers.dynamic, shared.drawing)
                 tiles.schedule_ragged_m(
                     offsets, self.scheduled_rows(rows, outputs), self.tiles_n(n), k_tiles, share, rings.tiles,
-                    shared.slots, self.tile_kind,
+                    shared.slots, self.tile_kind, self.ranges,
                 )  # fmt: skip
             elif const_expr(self.gather):
                 if warp_idx >= self.gather_warp:

@@ -140,9 +140,14 @@ def bind_sum_slots(
     nothing = no_scale(rows, rows_RH.device) if scale_R is None else None
 
     def run(
-        rows_RH: Tensor, row_of_slot_TK: Tensor, scale_R: Tensor | None = None, addend_TH: Tensor | None = None
+        rows_RH: Tensor,
+        row_of_slot_TK: Tensor,
+        scale_R: Tensor | None = None,
+        addend_TH: Tensor | None = None,
+        out_TH: Tensor | None = None,
     ) -> Tensor:
-        out_TH = rows_RH.new_empty(tokens, columns) if addend_TH is None else addend_TH
+        if out_TH is None:
+            out_TH = rows_RH.new_empty(tokens, columns) if addend_TH is None else addend_TH
         kernel(rows_RH, row_of_slot_TK.view(-1), nothing if scale_R is None else scale_R, out_TH, out_TH, chosen)
         return out_TH
 

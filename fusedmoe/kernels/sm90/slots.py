@@ -148,13 +148,15 @@ class SumSlots(WarpKernel):
         return max(LOADS // self.slots, 1)
 
     def compile(self) -> Any:
-        """Compile without a GPU; a function of rows (R, H), rows of slots (R,) int64, scale (R,), addend (T, H), out
+        """Compile without a GPU; a function of rows (R, H), rows of slots (T*K,) int64, scale (R,), addend (T, H), out
         (T, H), which may be the addend, and K.
         """
-        rows, tokens, columns = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=VECTOR)
+        rows, slots, tokens = (cute.sym_int() for _ in range(3))
+        columns = cute.sym_int(divisibility=VECTOR)
         return self.compiled_for(
-            fake_matrix(self.dtype, rows, columns), fake_vector("int64", rows), fake_vector(self.scale or "fp32", rows),
-            fake_matrix(self.dtype, tokens, columns), fake_matrix(self.dtype, tokens, columns), Int32(1),
+            fake_matrix(self.dtype, rows, columns), fake_vector("int64", slots),
+            fake_vector(self.scale or "fp32", rows), fake_matrix(self.dtype, tokens, columns),
+            fake_matrix(self.dtype, tokens, columns), Int32(1),
         )  # fmt: skip
 
     @cute.jit

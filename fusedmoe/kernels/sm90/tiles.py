@@ -51,16 +51,31 @@ class TileWithBlock(NamedTuple):
 
 
 @cute.jit
-def expert_rows(offsets: cute.Tensor, rows: Int32, expert: Int32, tail: cutlass.Constexpr[bool]) -> tuple[Int32, Int32]:
-    """First row and row count of an expert; with ``tail``, expert E has the rows after the last expert's."""
-    experts = cute.size(offsets)
+def expert_rows(
+    offsets: cute.Tensor,
+    rows: Int32,
+    expert: Int32,
+    tail: cutlass.Constexpr[bool],
+    ranges: cutlass.Constexpr[bool] = False,
+) -> tuple[Int32, Int32]:
+    """First row and row count of an expert; with ``tail``, expert E has the rows after the last expert's.
+
+    With ``ranges``, the rows of experts 0 to E need not follow each other: ``offsets`` has E + 1 first rows, then E + 1
+    ends.
+    """
     first, end = Int32(0), Int32(0)
-    if expert < experts + (1 if tail else 0):
-        if expert > 0:
-            first = offsets[expert - 1]
-        end = rows
-        if expert < experts:
-            end = offsets[expert]
+    if const_expr(ranges):
+        count = cute.size(offsets) // 2
+        if expert < count:
+            first, end = offsets[expert], offsets[count + expert]
+    else:
+        experts = cute.size(offsets)
+        if expert < experts + (1 if tail else 0):
+            if expert > 0:
+                first = offsets[expert - 1]
+            end = rows
+            if expert < experts:
+                end = offsets[expert]
     return first, end - first
 
 
@@ -259,8 +274,9 @@ def schedule_ragged_m(
     ring,
     slots: cute.Tensor,
     kind: cutlass.Constexpr[type] = Tile,
+    ranges: cutlass.Constexpr[bool] = False,
 ) -> None:
-    """Schedule the tiles of a ragged M product, for clusters of two CTAs.
+    """Schedule the tiles of a ragged M product, for clusters of two CTAs. ``ranges``: see `expert_rows`.
 
     A cluster takes two row tiles of an expert, and shares the weights. If the number of row tiles is odd, one is left
     over. A cluster takes two column tiles of it, and shares the rows.
@@ -268,10 +284,10 @@ def schedule_ragged_m(
     tile_m = share.config.tile_m
     state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, RING_STAGES)
     lane = cute.arch.lane_idx()
-    experts = cute.size(offsets)
+    experts = cute.size(offsets) // 2 - 1 if const_expr(ranges) else cute.size(offsets)
     tile, turn = share.cluster, Int32(0)
     chunk, before = Int32(0), Int32(0)  # the chunk's first expert; tiles of all earlier chunks
-    _, count = expert_rows(offsets, rows, lane, True)
+    _, count = expert_rows(offsets, rows, lane, True, ranges)
     ends = inclusive_sum(cluster_tiles(count, tiles_n, tile_m), lane)
     blocks = Int32(0)  # of 128 rows, of this lane's expert and all earlier ones
     if const_expr(kind is TileWithBlock):
@@ -281,7 +297,7 @@ def schedule_ragged_m(
         if tile >= before + total:
             chunk += 32
             before += total
-            _, count = expert_rows(offsets, rows, chunk + lane, True)
+            _, count = expert_rows(offsets, rows, chunk + lane, True, ranges)
             ends = inclusive_sum(cluster_tiles(count, tiles_n, tile_m), lane)
             if const_expr(kind is TileWithBlock):
                 earlier = cute.arch.shuffle_sync(blocks, LANES - 1)
@@ -295,7 +311,7 @@ def schedule_ragged_m(
             row_tiles = (own + tile_m - 1) // tile_m
             row_tile, column, left_over = place_pairs(local, row_tiles, tiles_n, share.band, share.rank_m, expert)
             row = row_tile * tile_m
-            first, _ = expert_rows(offsets, rows, expert, True)  # again: registers are scarce here
+            first, _ = expert_rows(offsets, rows, expert, True, ranges)  # again: registers are scarce here
             depth = Int32(0) if expert == experts else k_tiles
             found = Tile(expert, first + row, own - row, column, Int32(left_over), depth)
             if const_expr(kind is TileWithBlock):

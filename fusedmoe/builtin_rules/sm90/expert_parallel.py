@@ -1,0 +1,462 @@
+"""Rules that compute while rows travel between the ranks of `ExpertParallel`.
+
+- `sm90.gemm_activation_of_arriving_tokens`: the first layer begins with the row tiles of this rank's own tokens.
+- `sm90.gemm_of_leaving_rows`: the second layer begins with the tiles of other ranks' tokens, whose sums then leave.
+- `sm90.dgrad_activation_of_arriving_gradients`: as the first, for the gradient of the second layer's rows.
+- `sm90.wgrad_beside_exchange`: the gradient of the tokens leaves beside the weight gradient of the first layer.
+
+A product is then launched for two or three ranges of rows, in whole tiles: it has the same tiles as in one launch, so
+that the results have the same bits (kernels/sm90/row_ranges.py). A step makes the same exchanges as the plain steps, in
+the same order. So it does not matter if the ranks choose different steps.
+
+The copies of an exchange take no SM, but a barrier between the ranks is a kernel. A product that is launched after the
+start of an exchange leaves two SMs for this kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fusedmoe.builtin_rules.sm90.backend import (
+    OnSm90,
+    Run,
+    activation_of,
+    check_common,
+    converts,
+    decline,
+    guard_gradient,
+    guard_index,
+    guard_matrix,
+    guard_operands,
+    on_readable,
+)
+from fusedmoe.fusion.rule import Bind, FusionRule, NothingToDo, PlanContext, Step, require
+from fusedmoe.kernels.sm90 import functions, limits
+from fusedmoe.ops.dispatch import Combine, DCombine, DDispatch, Dispatch, DispatchWeightGrad
+from fusedmoe.ops.exchange import DGatherTokens, DReturnTokens, GatherTokens, ReturnTokens, sum_over_ranks
+from fusedmoe.ops.glu import DGeGLU, DReGLU, DSwiGLU, GeGLU, ReGLU, SwiGLU
+from fusedmoe.ops.grouped_linear import Dgrad, GroupedLinear, Wgrad, WgradIntoMainGrad
+from fusedmoe.ops.op import TensorSpec
+from fusedmoe.ops.scale import DScale, Scale, ScaleGrad
+from fusedmoe.ops.squared_relu import DSquaredReLU, SquaredReLU
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor
+
+    from fusedmoe.expert_parallel import ExpertParallel
+    from fusedmoe.kernels.options import KernelOptions
+    from fusedmoe.ops.op import SpecLike
+
+SMS_FOR_EXCHANGE = 2
+
+
+def beside_exchange(options: KernelOptions) -> KernelOptions:
+    """Return the options of a product that runs beside an exchange."""
+    return replace(options, sm_margin=max(options.sm_margin, SMS_FOR_EXCHANGE))
+
+
+def _nbytes(*specs: SpecLike) -> int:
+    return sum(TensorSpec(tuple(map(int, s.shape)), s.dtype).nbytes for s in specs)
+
+
+def _require_ranks(op: GatherTokens | ReturnTokens) -> None:
+    if op.expert_parallel.ranks == 1:
+        raise NothingToDo("one rank exchanges nothing")
+
+
+class _Ranges:
+    """Ranges of the rows of a call: those of this rank's tokens, and the others.
+
+    Parameters
+    ----------
+    expert_parallel
+        The ranks.
+    offsets, token_of_row
+        Tensors like those of the call.
+    tokens
+        The tokens of all ranks.
+    """
+
+    def __init__(self, expert_parallel: ExpertParallel, offsets: Tensor, token_of_row: Tensor, tokens: int) -> None:
+        each, rank = tokens // expert_parallel.ranks, expert_parallel.rank
+        self.own = slice(rank * each, (rank + 1) * each)  # the tokens of this rank
+        # those of other ranks, and the numbers of the ranges of their rows, see `functions.bind_row_ranges`
+        others = {1: slice(0, self.own.start), 2: slice(self.own.stop, tokens)}
+        self.others = {i: there for i, there in others.items() if there.start < there.stop}
+        self.run = functions.bind_row_ranges(offsets, token_of_row, self.own.start, self.own.stop, tokens)
+
+    def own_first(self, offsets: Tensor, token_of_row: Tensor, arrived: Callable[[], object]) -> Iterator[Tensor]:
+        """Yield the ranges of this rank's rows, then, after a call of ``arrived``, those of the others."""
+        ranges = self.run(offsets, token_of_row)
+        yield ranges[0]
+        arrived()
+        for i in self.others:
+            yield ranges[i]
+
+    def own_last(self, offsets: Tensor, token_of_row: Tensor, leave: Callable[[], object]) -> Iterator[Tensor]:
+        """Yield the ranges of other ranks' rows, then, after a call of ``leave``, those of this one."""
+        ranges = self.run(offsets, token_of_row)
+        for i in self.others:
+            yield ranges[i]
+        leave()
+        yield ranges[0]
+
+
+class GemmActivationOfArrivingTokens(
+    OnSm90, FusionRule, name="sm90.gemm_activation_of_arriving_tokens", direction="forward"
+):
+    """The first layer with its activation, for the tokens of all ranks: this rank's own while the others arrive."""
+
+    gather: GatherTokens
+    dispatch: Dispatch
+    fc: GroupedLinear
+    act: SwiGLU | GeGLU | ReGLU | SquaredReLU
+    scale: Scale | None
+
+    def offer(self, ctx: PlanContext) -> Step:
+        _require_ranks(self.gather)
+        fc, launches = self.fc, 16
+        check_common(ctx, "input", "fc.weight", in_features=fc.in_features)
+        gated = activation_of(self.act).gated
+        decline(limits.why_not_width("the activation's features", fc.out_features // (2 if gated else 1)))
+        decline(limits.why_not_routing(ctx.dtype("dispatch.expert_index"), fc.num_groups))
+        decline(limits.why_not_row_scale(ctx.dtype("dispatch.expert_weight")))
+        if self.scale is not None:
+            require(ctx.same("scale.factor", "dispatch.probs"), "the row scale is not that of dispatch")
+            launches += converts(ctx.dtype("scale.factor"))
+        tokens, rows = ctx.spec("gather.output"), ctx.spec("dispatch.output")
+        return Step(
+            needs=("input", *(f"gather.{name}" for name in self.gather.runtime_inputs), "fc.weight", "fc.bias"),
+            gives=(
+                "gather.gathered_index", "gather.gathered_weight",
+                *(f"dispatch.{name}" for name in (*self.dispatch.provides, "offsets")), "output",
+            ),
+            keeps=("gather.output", "act.input"),
+            zeroes_tail=True,
+            launches=launches,
+            extra_bytes=_nbytes(tokens) + int(1.2 * _nbytes(rows)),
+        )  # fmt: skip
+
+    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
+        gather, activation, options = self.gather, activation_of(self.act), ctx.options
+        count, scaled, experts = len(gather.runtime_inputs), self.scale is not None, self.fc.num_groups
+        keeps_p = "act.input" in keep
+
+        def bind(x: Tensor, *given: Any) -> Run:
+            weight, bias = given[count:]
+            guard_matrix("the weight", weight, transposed=True)
+            require(bias is None or bias.is_contiguous(), "the bias is not contiguous")
+            tokens, index, factor = (x.new_empty(s.shape, dtype=s.dtype) for s in gather.infer(x, *given[:count]))
+            if not index.numel():
+                raise NothingToDo("no rows")
+            rows, total = index.view(-1), index.shape[0]  # like the tokens of rows
+            route = functions.bind_route(index, factor, experts)
+            ranges = _Ranges(gather.expert_parallel, rows[:experts], rows, total)
+            product = functions.bind_grouped_gemm_activation(
+                tokens, weight, bias, factor if scaled else None, activation, keeps_p, options, rows, ranges=True
+            )
+
+            def run(x: Tensor, *given: Any) -> tuple[Tensor, ...]:
+                weight, bias = given[count:]
+                arriving = gather.start(x, *given[:count])
+                index, expert_weight = gather.local_index(arriving.wait(0)), arriving.wait(1)
+                provided = route(index, expert_weight)
+                _, probs, _, _, token_of_row, offsets = provided
+                tokens = arriving.unfinished(2)
+                parts = ranges.own_first(offsets, token_of_row, lambda: arriving.wait(2))
+                result = product(tokens, weight, bias, parts, probs if scaled else None, token_of_row)
+                y, *p = result if keeps_p else (result,)
+                kept = {"gather.output": tokens, "act.input": p[0] if p else None}
+                return index, expert_weight, *provided, y, *(kept[name] for name in keep)
+
+            return run
+
+        return bind
+
+
+class GemmOfLeavingRows(OnSm90, FusionRule, name="sm90.gemm_of_leaving_rows", direction="forward"):
+    """The second layer, the sum per token, and the sum over ranks: first for the tokens of other ranks."""
+
+    fc: GroupedLinear
+    combine: Combine
+    back: ReturnTokens
+
+    def offer(self, ctx: PlanContext) -> Step:
+        _require_ranks(self.back)
+        fc, weights = self.fc, self.combine.applies
+        check_common(ctx, "input", "fc.weight", in_features=fc.in_features, out_features=fc.out_features)
+        for name in weights:
+            decline(limits.why_not_row_scale(ctx.dtype(f"combine.{name}")))
+        rows, parts = ctx.spec("combine.input"), ctx.spec("combine.output")
+        names = ("row_of_slot", "token_of_row", *weights)
+        require(all(ctx.exists(f"combine.{name}") for name in names), "the rows are not those of a dispatch")
+        return Step(
+            needs=(
+                "input", "fc.weight", "fc.bias", "offsets", "back.expert_index",
+                *(f"combine.{name}" for name in names),
+            ),
+            gives=("output",),
+            keeps=("combine.input",),
+            zeroes_tail=True,
+            launches=8,
+            extra_bytes=2 * _nbytes(rows) + 2 * _nbytes(parts),
+        )  # fmt: skip
+
+    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
+        options, expert_parallel = beside_exchange(ctx.options), self.back.expert_parallel
+        engine = expert_parallel.engine
+
+        def bind(
+            x: Tensor,
+            weight: Tensor,
+            bias: Tensor | None,
+            offsets: Tensor,
+            expert_index: Tensor,
+            row_of_slot: Tensor,
+            token_of_row: Tensor,
+            probs: Tensor | None = None,
+        ) -> Run:
+            guard_operands(x, weight, bias)
+            require(row_of_slot.is_contiguous() and token_of_row.is_contiguous(), "a routing index is not contiguous")
+            tokens, features, here = row_of_slot.shape[0], weight.shape[1], expert_index.shape[0]
+            ranges = _Ranges(expert_parallel, offsets, token_of_row, tokens)
+            product = functions.bind_grouped_gemm(x, weight, bias, None, options, ranges=True)
+            like = x.new_empty(x.shape[0], features)
+            places = (ranges.own, *ranges.others.values())
+            sums = [(place, functions.bind_sum_slots(like, row_of_slot[place], probs)) for place in places]
+
+            def run(
+                x: Tensor,
+                weight: Tensor,
+                bias: Tensor | None,
+                offsets: Tensor,
+                expert_index: Tensor,
+                row_of_slot: Tensor,
+                token_of_row: Tensor,
+                probs: Tensor | None = None,
+            ) -> Any:
+                rows, parts = x.new_empty(x.shape[0], features), x.new_empty(tokens, features)
+                (own, sum_own), *others = sums
+                leaving = []
+
+                def leave() -> None:
+                    for place, total in others:
+                        total(rows, row_of_slot[place], probs, None, parts[place])
+                    leaving.append(engine.start_exchange([parts]))
+
+                product(x, weight, bias, ranges.own_last(offsets, token_of_row, leave), None, None, rows)
+                sum_own(rows, row_of_slot[own], probs, None, parts[own])
+                (received,) = leaving[0].wait_all()
+                y = sum_over_ranks(received, here)
+                return (y, rows) if keep else y
+
+            return run
+
+        return bind
+
+
+class DgradActivationOfArrivingGradients(
+    OnSm90, FusionRule, name="sm90.dgrad_activation_of_arriving_gradients", direction="backward"
+):
+    """The gradients of the second layer and of the activation, for the tokens of all ranks: this rank's own while those
+    of the others arrive.
+    """
+
+    dback: DReturnTokens
+    dcombine: DCombine
+    wgrad: Wgrad | WgradIntoMainGrad
+    dgrad: Dgrad
+    scale_grad: ScaleGrad | None
+    dscale: DScale | None
+    dact: DSwiGLU | DGeGLU | DReGLU | DSquaredReLU
+
+    def offer(self, ctx: PlanContext) -> Step:
+        _require_ranks(self.dback.op)
+        fc = self.dgrad.op
+        operands = "grad_output", "dgrad.weight", "dact.input"
+        check_common(ctx, *operands, in_features=fc.in_features, out_features=fc.out_features)
+        require(self.dcombine.op.weights is None, "combine applies the routing weights")
+        require(ctx.exists("dcombine.token_of_row"), "the rows are not those of a dispatch")
+        gives, launches = ["grad_input", "wgrad.grad_weight"], 6
+        if self.dscale is not None:
+            factor = ctx.dtype("dscale.factor")
+            decline(limits.why_not_row_scale(factor))
+            launches += converts(factor)
+            if self.scale_grad is not None:
+                gives.append(f"scale_grad.{self.scale_grad.gives[0]}")
+                launches += 1 + converts(factor)
+        tokens, rows, y = ctx.spec("dcombine.grad_output"), ctx.spec("dgrad.grad_output"), ctx.spec("dgrad.input")
+        return Step(
+            needs=(
+                "grad_output", "dback.gathered_index", "dcombine.token_of_row", "dgrad.weight", "offsets", "dact.input",
+                "dscale.factor",
+            ),
+            # the recomputed input of the layer too, though no other step reads it: the forward pass then need not keep
+            # it for the plain steps
+            gives=(*gives, "dgrad.input"),
+            zeroes_tail=True,
+            launches=launches,
+            # the gathered gradients, read twice through an index, and the recomputed input of the layer
+            extra_bytes=_nbytes(tokens) + int(2.4 * _nbytes(rows)) + _nbytes(y),
+        )  # fmt: skip
+
+    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
+        activation, options = activation_of(self.dact.op), ctx.options
+        accumulating = self.wgrad if isinstance(self.wgrad, WgradIntoMainGrad) else None
+        dtype, scale_grad = torch.float32 if accumulating else ctx.dtype("dgrad.weight"), self.scale_grad is not None
+        expert_parallel = self.dback.op.expert_parallel
+        engine = expert_parallel.engine
+
+        def bind(
+            dy: Tensor,
+            gathered_index: Tensor,
+            token_of_row: Tensor,
+            weight: Tensor,
+            offsets: Tensor,
+            preactivation: Tensor,
+            factor: Tensor | None,
+        ) -> Run:
+            tokens, each = gathered_index.shape[0], gathered_index.shape[0] // expert_parallel.ranks
+            if not token_of_row.shape[0]:
+                raise NothingToDo("no rows")
+            require(token_of_row.is_contiguous(), "a routing index is not contiguous")
+            guard_matrix("the preactivation", preactivation)
+            guard_matrix("the weight", weight, transposed=True)
+            like = dy.new_empty(tokens, dy.shape[1])
+            ranges = _Ranges(expert_parallel, offsets, token_of_row, tokens)
+            product = functions.bind_grouped_gemm_activation_backward(
+                like, weight, preactivation, factor, activation, True, scale_grad, options, token_of_row, ranges=True
+            )
+            y = dy.new_empty(preactivation.shape[0], weight.shape[2])
+            wgrad = functions.bind_grouped_wgrad(
+                like, y, offsets, dtype, accumulating is not None, options, token_of_row, "grad_output"
+            )
+
+            def run(
+                dy: Tensor,
+                gathered_index: Tensor,
+                token_of_row: Tensor,
+                weight: Tensor,
+                offsets: Tensor,
+                preactivation: Tensor,
+                factor: Tensor | None,
+            ) -> tuple[Tensor | None, ...]:
+                main_grad = _main_grad(accumulating)
+                arriving = engine.start_gather([dy.contiguous()], each)
+                gathered = arriving.unfinished(0)
+                parts = ranges.own_first(offsets, token_of_row, lambda: arriving.wait(0))
+                grad, y, grad_factor = product(gathered, weight, parts, preactivation, factor, token_of_row)
+                grad_weight: Tensor | None = wgrad(gathered, y, offsets, main_grad, token_of_row)
+                if accumulating is not None:
+                    grad_weight = accumulating.added()
+                if grad_factor is None or factor is None:
+                    return grad, grad_weight, y
+                return grad, grad_weight, grad_factor.to(factor.dtype), y
+
+            return run
+
+        return bind
+
+
+def _main_grad(accumulating: WgradIntoMainGrad | None) -> Tensor | None:
+    """Return the tensor that the weight gradient is added to: a different one in each call, maybe."""
+    if accumulating is None:
+        return None
+    main_grad = accumulating.main_grad()
+    require(main_grad.is_contiguous(), "main_grad is not contiguous")
+    decline(limits.why_not_address("main_grad", main_grad.data_ptr()))
+    return main_grad
+
+
+class WgradBesideExchange(OnSm90, FusionRule, name="sm90.wgrad_beside_exchange", direction="backward"):
+    """The gradients of the first layer: that of the tokens leaves for their ranks while that of the weight is computed.
+
+    ``drows = dy @ weight[e]``, ``dpart[t] = sum over k of drows[row_of_slot[t, k]]``, which leaves; meanwhile ``dW[e] =
+    dy[rows of e].T @ x[rows of e]``; then ``dx[t] = sum over ranks of dpart[t]``.
+    """
+
+    gathers = "wgrad.input"
+    wgrad: Wgrad | WgradIntoMainGrad
+    dgrad: Dgrad
+    weight_grad: DispatchWeightGrad
+    ddispatch: DDispatch
+    dgather: DGatherTokens
+
+    def offer(self, ctx: PlanContext) -> Step:
+        _require_ranks(self.dgather.op)
+        fc = self.wgrad.op
+        operands = "grad_output", "wgrad.input", "dgrad.weight"
+        check_common(ctx, *operands, in_features=fc.in_features, out_features=fc.out_features)
+        decline(limits.why_not_row_index(ctx.dtype("wgrad.input:index")))
+        decline(limits.why_not_row_scale(ctx.dtype("weight_grad.grad_probs")))
+        rows, tokens = ctx.spec("wgrad.input"), ctx.spec("wgrad.input:source")
+        needs = (
+            "grad_output", "dgrad.weight", "offsets", "ddispatch.row_of_slot", "weight_grad.grad_probs",
+            "dgather.expert_index", "wgrad.input:source", "wgrad.input:index",
+        )  # fmt: skip
+        return Step(
+            needs=needs,
+            gives=("wgrad.grad_weight", "grad_input", "dgather.grad_expert_weight"),
+            zeroes_tail=True,
+            launches=4,
+            # grad_output again, the rows' gradients written and read, and the parts
+            extra_bytes=_nbytes(ctx.spec("grad_output")) + 2 * _nbytes(rows, tokens),
+            gather_cost=1.2,
+        )
+
+    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
+        accumulating = self.wgrad if isinstance(self.wgrad, WgradIntoMainGrad) else None
+        dtype, options = torch.float32 if accumulating else ctx.dtype("dgrad.weight"), ctx.options
+        engine = self.dgather.op.expert_parallel.engine
+
+        def bind(
+            dy: Tensor,
+            weight: Tensor,
+            offsets: Tensor,
+            row_of_slot: Tensor,
+            grad_probs: Tensor,
+            expert_index: Tensor,
+            x: Tensor,
+            index: Tensor,
+        ) -> Run:
+            guard_gradient(dy)
+            guard_gradient(grad_probs)
+            guard_index(x, (index,))
+            guard_matrix("x", x)
+            guard_matrix("the weight", weight, transposed=True)
+            require(row_of_slot.is_contiguous(), "a routing index is not contiguous")
+            dgrad = functions.bind_grouped_gemm(dy, weight.mT, None, None, options)
+            rows = dy.new_empty(dy.shape[0], weight.shape[2])
+            total = functions.bind_sum_slots(rows, row_of_slot, None)
+            values = functions.bind_slot_values(grad_probs, row_of_slot)
+            wgrad = functions.bind_grouped_wgrad(
+                dy, x, offsets, dtype, accumulating is not None, beside_exchange(options), index, "x"
+            )
+            tokens = expert_index.shape[0]
+
+            def run(
+                dy: Tensor,
+                weight: Tensor,
+                offsets: Tensor,
+                row_of_slot: Tensor,
+                grad_probs: Tensor,
+                expert_index: Tensor,
+                x: Tensor,
+                index: Tensor,
+            ) -> tuple[Tensor | None, ...]:
+                main_grad = _main_grad(accumulating)
+                parts = total(dgrad(dy, weight.mT, None, offsets, None), row_of_slot)
+                leaving = engine.start_exchange([parts, values(grad_probs.contiguous(), row_of_slot)])
+                grad_weight: Tensor | None = wgrad(dy, x, offsets, main_grad, index)
+                if accumulating is not None:
+                    grad_weight = accumulating.added()
+                return grad_weight, *(sum_over_ranks(parts, tokens) for parts in leaving.wait_all())
+
+            return on_readable(dy, run)
+
+        return bind
