@@ -4,12 +4,16 @@ olmoe_lora.py and third_party_rule/ have tests of their own.
 """
 
 import importlib.util
+import os
+import re
+import subprocess
 import sys
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from torch import distributed as dist
 
 import fusedmoe as fm
 from fusedmoe.log import forget_said
@@ -233,3 +237,41 @@ def test_the_changes_except_dropout_do_not_change_the_result():
     expected, got = first.eval()(x, **named), last.eval()(x, **named)
     torch.testing.assert_close(got, expected)
     assert expected.norm() > 1
+
+
+# ---- expert_parallel ------------------------------------------------------------------------------------------------
+
+
+needs_distributed = pytest.mark.skipif(not dist.is_available(), reason="torch is built without distributed")
+
+
+@needs_distributed
+@pytest.mark.distributed
+def test_two_ranks_share_the_experts():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment["GLOO_SOCKET_IFNAME"] = "lo"
+    found = subprocess.run(
+        [*command, str(EXAMPLES / "expert_parallel.py")], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert found.returncode == 0, found.stderr
+    assert "rank 0 of 2" in found.stdout
+    assert "on cpu: 4 of 8 experts per rank" in found.stdout
+    steps = re.findall(r"step +\d+: loss (\S+), rows per expert \[(.*)\]", found.stdout)
+    losses, loads = [float(loss) for loss, _ in steps], [[int(n) for n in load.split(",")] for _, load in steps]
+    assert len(losses) == 30
+    assert losses[-1] < losses[0] / 3
+    assert sum(loads[0]) == 2 * (96 + 112)  # two experts for each token of both ranks
+    last = re.search(r"one process with all tokens: loss (\S+), difference (\S+)", found.stdout)
+    assert float(last[1]) == pytest.approx(losses[-1], abs=2e-4)
+    assert float(last[2]) < 1e-4
+
+
+@needs_distributed
+def test_one_rank_has_all_experts(capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    result = example("expert_parallel").main(["--steps", "4"])
+    assert not dist.is_initialized()
+    assert result["losses"] == result["alone"]
+    assert result["losses"][-1] < result["losses"][0]
+    assert "rank 0 of 1" in capsys.readouterr().out
