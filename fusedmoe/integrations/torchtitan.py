@@ -4,8 +4,8 @@
     --override.imports 'fusedmoe.integrations.torchtitan.experts={"recipe": "mxfp8"}'
 
 Parameters keep their names, shapes, placements and initialisation, so checkpoints and parallel plans remain valid.
-Router, dispatcher and losses do not change. GPT-OSS's experts are supported. Quantized experts are not: choose a recipe
-instead. Importing this module imports torchtitan.
+Router, dispatcher and losses do not change; `torchtitan_routed` replaces the dispatcher too. GPT-OSS's experts are
+supported. Quantized experts are not: choose a recipe instead. Importing this module imports torchtitan.
 
 Source of the interface: ``torchtitan.config.override``, ``torchtitan.models.common.moe`` and
 ``torchtitan.models.gpt_oss.moe``, torchtitan 0.3.
@@ -46,7 +46,39 @@ class _Held(NamedTuple):
     chain: Sequential
 
 
-class FusedGroupedExperts(GroupedExperts):  # type: ignore[misc]
+class WithChain:
+    """A module that keeps its ops, which are made again only after a change of sizes or recipe."""
+
+    def _new_chain(self, sizes: tuple[int, ...], bias: bool) -> Sequential:
+        """Return new ops for a down weight of shape ``sizes``, (E, D, F)."""
+        raise NotImplementedError
+
+    def _recipe(self) -> str | None:
+        raise NotImplementedError
+
+    def chain_for(self, parameters: dict[str, Tensor]) -> Sequential:
+        """Return the ops for parameters of these shapes."""
+        sizes = tuple(parameters["down.weight"].shape)
+        if torch.compiler.is_compiling():
+            self._prepare(sizes, "down.bias" in parameters)  # runs while the graph is traced
+        held: _Held | None = self.__dict__.get(_CHAIN)
+        if held is None or held.sizes != sizes or held.recipe != self._recipe():
+            self._prepare(sizes, "down.bias" in parameters)
+            held = self.__dict__[_CHAIN]
+        return held.chain
+
+    def forget_chain(self) -> None:
+        """Make the ops again in the next call."""
+        self.__dict__.pop(_CHAIN, None)
+
+    @constant_in_graphs
+    def _prepare(self, sizes: tuple[int, ...], bias: bool) -> None:
+        held: _Held | None = self.__dict__.get(_CHAIN)
+        if held is None or held.sizes != sizes or held.recipe != self._recipe():
+            self.__dict__[_CHAIN] = _Held(sizes, self._recipe(), self._new_chain(sizes, bias).without_parameters())
+
+
+class FusedGroupedExperts(WithChain, GroupedExperts):  # type: ignore[misc]
     """``y[r] = (silu(x[r] @ w1[e].T) * (x[r] @ w3[e].T)) @ w2[e].T`` for each row r of expert e.
 
     Attributes
@@ -91,14 +123,14 @@ class FusedGroupedExperts(GroupedExperts):  # type: ignore[misc]
         InputError
             A shape, dtype or device is wrong.
         """
-        parameters = self._chain_parameters()
-        y_RD = self._chain(parameters).forward_with(parameters, x_RD.bfloat16(), splits=num_tokens_per_expert_E)
+        parameters = self.chain_parameters()
+        y_RD = self.chain_for(parameters).forward_with(parameters, x_RD.bfloat16(), splits=num_tokens_per_expert_E)
         return y_RD.to(x_RD.dtype)
 
     def explain(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Explanation:
         """Return the plan of `forward` for these arguments."""
-        parameters = self._chain_parameters()
-        return self._chain(parameters).explain_with(parameters, x_RD.bfloat16(), splits=num_tokens_per_expert_E)
+        parameters = self.chain_parameters()
+        return self.chain_for(parameters).explain_with(parameters, x_RD.bfloat16(), splits=num_tokens_per_expert_E)
 
     def explain_rows(self, rows: int, arch: int | str | None = None) -> Explanation:
         """Return the plan of `forward` for ``rows`` evenly routed rows on the device of the parameters.
@@ -113,23 +145,27 @@ class FusedGroupedExperts(GroupedExperts):  # type: ignore[misc]
             A parameter is sharded over a mesh axis other than expert or tensor parallelism. FSDP gathers it when the
             model is called, so its size in the call is unknown.
         """
+        parameters = self.parameters_to_explain()
+        weight = parameters["gate_up.weight"]
+        kind: dict[str, Any] = {"device": weight.device, "requires_grad": torch.is_grad_enabled()}
+        x_RD = torch.zeros(rows, weight.shape[-1], dtype=torch.bfloat16, **kind)
+        splits = even_splits(rows, weight.shape[0], weight.device)
+        return self.chain_for(parameters).explain_with(parameters, x_RD, arch=arch, splits=splits)
+
+    def chain_parameters(self) -> dict[str, Tensor]:
+        """Return this rank's parameters in the ops' layout, (E, out, in)."""
+        gate_EFD, up_EFD, down_EDF = _in_bf16(self.w1_EFD), _in_bf16(self.w3_EFD), _in_bf16(self.w2_EDF)
+        return {"gate_up.weight": torch.cat([gate_EFD, up_EFD], dim=1), "down.weight": down_EDF}
+
+    def parameters_to_explain(self) -> dict[str, Tensor]:
+        """Return `chain_parameters`; raise for those that a call gathers."""
         for name, parameter in self.named_parameters(recurse=False):
             if axes := _gathered_axes(parameter):
                 raise InputError(
                     f"{type(self).__name__}: {name}: expected all of this rank's experts, got a shard over "
                     f"{', '.join(axes)}, which a call gathers: plan before sharding"
                 )
-        parameters = self._chain_parameters()
-        weight = parameters["gate_up.weight"]
-        kind: dict[str, Any] = {"device": weight.device, "requires_grad": torch.is_grad_enabled()}
-        x_RD = torch.zeros(rows, weight.shape[-1], dtype=torch.bfloat16, **kind)
-        splits = even_splits(rows, weight.shape[0], weight.device)
-        return self._chain(parameters).explain_with(parameters, x_RD, arch=arch, splits=splits)
-
-    def _chain_parameters(self) -> dict[str, Tensor]:
-        """Return this rank's parameters in the ops' layout, (E, out, in)."""
-        gate_EFD, up_EFD, down_EDF = _in_bf16(self.w1_EFD), _in_bf16(self.w3_EFD), _in_bf16(self.w2_EDF)
-        return {"gate_up.weight": torch.cat([gate_EFD, up_EFD], dim=1), "down.weight": down_EDF}
+        return self.chain_parameters()
 
     def _activation(self) -> Op:
         return SwiGLU()
@@ -139,32 +175,21 @@ class FusedGroupedExperts(GroupedExperts):  # type: ignore[misc]
             resolve(recipe)  # raise now instead of in the first step
         self.recipe = recipe
 
-    def _chain(self, parameters: dict[str, Tensor]) -> Sequential:
-        """Return the ops for parameters of these shapes; they are made again only after a change."""
-        sizes = tuple(parameters["down.weight"].shape)
-        if torch.compiler.is_compiling():
-            self._prepare(sizes, "down.bias" in parameters)  # runs while the graph is traced
-        held: _Held | None = self.__dict__.get(_CHAIN)
-        if held is None or held.sizes != sizes or held.recipe != self.recipe:
-            self._prepare(sizes, "down.bias" in parameters)
-            held = self.__dict__[_CHAIN]
-        return held.chain
+    def _recipe(self) -> str | None:
+        return self.recipe
 
-    @constant_in_graphs
-    def _prepare(self, sizes: tuple[int, ...], bias: bool) -> None:
-        held: _Held | None = self.__dict__.get(_CHAIN)
-        if held is not None and held.sizes == sizes and held.recipe == self.recipe:
-            return
+    def _new_chain(self, sizes: tuple[int, ...], bias: bool) -> Sequential:
+        return Sequential(self.ops_of(sizes, bias))
+
+    def ops_of(self, sizes: tuple[int, ...], bias: bool) -> OrderedDict[str, Op]:
+        """Return new ops without dispatch and combine."""
         experts, dim, hidden_dim = sizes
         options: dict[str, Any] = {"bias": bias, "device": "meta", "recipe": self.recipe}
-        chain = Sequential(
-            OrderedDict(
-                gate_up=made_untraced(GroupedLinear, experts, dim, 2 * hidden_dim, **options),
-                activation=self._activation(),
-                down=made_untraced(GroupedLinear, experts, hidden_dim, dim, **options),
-            )
+        return OrderedDict(
+            gate_up=made_untraced(GroupedLinear, experts, dim, 2 * hidden_dim, **options),
+            activation=self._activation(),
+            down=made_untraced(GroupedLinear, experts, hidden_dim, dim, **options),
         )
-        self.__dict__[_CHAIN] = _Held(sizes, self.recipe, chain.without_parameters())
 
 
 class FusedGptOssGroupedExperts(FusedGroupedExperts):
@@ -195,7 +220,7 @@ class FusedGptOssGroupedExperts(FusedGroupedExperts):
         self.mlp2_bias_ED = nn.Parameter(torch.empty(experts, dim))
         self._set_recipe(config.recipe)
 
-    def _chain_parameters(self) -> dict[str, Tensor]:
+    def chain_parameters(self) -> dict[str, Tensor]:
         bias_ED = _local(self.mlp2_bias_ED)
         tensor_parallel = _size_of_mesh_axis(self.mlp2_bias_ED, "tp")
         if tensor_parallel > 1:  # the ranks' outputs are summed, so each adds a share; gradients are not divided
