@@ -1,4 +1,4 @@
-"""Products in several launches, each for some row tiles, have the bits of one launch; the ranges against a plain search."""
+"""Products in several launches, each for some row tiles, have the bits of one launch. Ranges against a plain search."""
 
 import pytest
 import torch

@@ -5,6 +5,7 @@ fp32, one rounding at the end.
 """
 
 import math
+from itertools import pairwise
 
 import torch
 
@@ -40,6 +41,7 @@ from fusedmoe.ops.router import Router
 from fusedmoe.ops.squared_relu import SquaredReLU
 
 BF16, CPU = torch.bfloat16, torch.device("cpu")
+ROW_TILE = 4  # so that few rows have several; the kernels' tiles have 128
 calls = []  # (name, what distinguishes the call)
 
 
@@ -161,7 +163,7 @@ class Bound:
     @staticmethod
     def kind(t):
         # a gradient may come as a copy that the kernel can read
-        return None if t is None else (t.shape, t.dtype)
+        return (t.shape, t.dtype) if isinstance(t, torch.Tensor) else None
 
     def __call__(self, *tensors):
         coming = [self.kind(t) for some in tensors for t in (some if isinstance(some, tuple) else (some,))]
@@ -185,35 +187,94 @@ def _gathered(name, source, index):
     return source[index]
 
 
-def bind_grouped_gemm(x, weight, bias, row_scale, options, gather=None):
-    def run(x, weight, bias, offsets, row_scale, gather=None):
+def _by_ranges(ranges, rows, product):
+    """The results of ``product(rows, offsets)`` for all rows: a launch per part of ``ranges``, a call per expert."""
+    results = None
+    for part in ranges:
+        starts, ends = part.view(2, -1).tolist()
+        for expert, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            if start == end:
+                continue
+            # rows of no expert are those after all offsets
+            offsets = torch.tensor([0] * expert + [end - start] * (len(starts) - 1 - expert), dtype=torch.int32)
+            got = product(slice(start, end), offsets)
+            if results is None:
+                results = [None if t is None else t.new_full((rows, *t.shape[1:]), torch.nan) for t in got]
+            for whole, t in zip(results, got, strict=True):
+                if whole is not None:
+                    whole[start:end] = t
+    return results
+
+
+def _of(rows, *tensors):
+    return [None if t is None else t[rows] for t in tensors]
+
+
+def _in_order(rows, gather):
+    """The rows of a matrix for a part of the results, through the index if there is one."""
+    return (lambda x: x[rows]) if gather is None else (lambda x: x[gather[rows]])
+
+
+def bind_grouped_gemm(x, weight, bias, row_scale, options, gather=None, *, ranges=False):
+    def run(x, weight, bias, offsets, row_scale, gather=None, out=None):
+        def product(rows, offsets):
+            (scale,) = _of(rows, row_scale)
+            x_of_rows = _in_order(rows, gather)(x)
+            return (grouped_gemm(x_of_rows, weight, offsets, bias=bias, row_scale=scale, options=options),)
+
+        if ranges:
+            assert out is not None, "the rules give the memory"
+            for part in offsets:  # written at once: the next part may be taken after a step that reads it
+                got = _by_ranges([part], len(out), product)
+                for start, end in zip(*part.view(2, -1).tolist(), strict=True):
+                    if start < end:
+                        out[start:end] = got[0][start:end]
+            return out
         x = _gathered("gemm", x, gather)
         return grouped_gemm(x, weight, offsets, bias=bias, row_scale=row_scale, options=options)
 
     return Bound(run, x, weight, bias, row_scale, *_some(gather))
 
 
-def bind_grouped_gemm_activation(x, weight, bias, row_scale, activation, keep_preactivation, options, gather=None):
+def bind_grouped_gemm_activation(
+    x, weight, bias, row_scale, activation, keep_preactivation, options, gather=None, *, ranges=False
+):
     def run(x, weight, bias, offsets, row_scale, gather=None):
+        settings = {"bias": bias, "keep_preactivation": keep_preactivation, "options": options}
+
+        def product(rows, offsets):
+            (scale,) = _of(rows, row_scale)
+            x_of_rows = _in_order(rows, gather)(x)
+            return grouped_gemm_activation(x_of_rows, weight, offsets, activation, row_scale=scale, **settings)
+
+        if ranges:
+            y, p = _by_ranges(offsets, x.shape[0] if gather is None else gather.shape[0], product)
+            return (y, p) if keep_preactivation else y
         x = _gathered("gemm_activation", x, gather)
-        y, p = grouped_gemm_activation(
-            x, weight, offsets, activation,
-            bias=bias, row_scale=row_scale, keep_preactivation=keep_preactivation, options=options,
-        )  # fmt: skip
+        y, p = grouped_gemm_activation(x, weight, offsets, activation, row_scale=row_scale, **settings)
         return (y, p) if keep_preactivation else y
 
     return Bound(run, x, weight, bias, row_scale, *_some(gather))
 
 
 def bind_grouped_gemm_activation_backward(
-    grad_output, weight, preactivation, row_scale, activation, want_output, want_row_scale_grad, options, gather=None
-):
+    grad_output, weight, preactivation, row_scale, activation, want_output, want_row_scale_grad, options, gather=None,
+    *, ranges=False,
+):  # fmt: skip
     def run(grad_output, weight, offsets, preactivation, row_scale, gather=None):
+        settings = {"want_output": want_output, "want_row_scale_grad": want_row_scale_grad, "options": options}
+
+        def product(rows, offsets):
+            p, scale = _of(rows, preactivation, row_scale)
+            dy = _in_order(rows, gather)(grad_output)
+            return grouped_gemm_activation_backward(dy, weight, offsets, p, activation, row_scale=scale, **settings)
+
+        if ranges:
+            return _by_ranges(offsets, preactivation.shape[0], product)
         grad_output = _gathered("gemm_activation_backward", grad_output, gather)
         return grouped_gemm_activation_backward(
-            grad_output, weight, offsets, preactivation, activation, row_scale=row_scale, want_output=want_output,
-            want_row_scale_grad=want_row_scale_grad, options=options,
-        )  # fmt: skip
+            grad_output, weight, offsets, preactivation, activation, row_scale=row_scale, **settings
+        )
 
     return Bound(run, grad_output, weight, preactivation, row_scale, *_some(gather))
 
@@ -287,8 +348,25 @@ def bind_gather_rows(source, row_of_slot, scale):
     return Bound(run, *_some(source, scale))
 
 
+def bind_row_ranges(offsets, token_of_row, first, end, tokens):
+    def run(offsets, token_of_row):
+        calls.append(("row_ranges", {}))
+        experts, rows = len(offsets), len(token_of_row)
+        found = torch.zeros(3, 2, experts + 1, dtype=torch.int32)
+        for e, (start, stop) in enumerate(pairwise([0, *offsets.tolist(), rows])):
+            own, own_end = (start + int((token_of_row[start:stop] < bound).sum()) for bound in (first, end))
+            own = min(start - (start - own) // ROW_TILE * ROW_TILE, stop)
+            own_end = stop if own_end == stop else max(own, start + (own_end - start) // ROW_TILE * ROW_TILE)
+            if e == experts:
+                own, own_end = (start, start) if end < tokens else (stop, stop) if first else (start, stop)
+            found[:, :, e] = torch.tensor([[own, own_end], [start, own], [own_end, stop]])
+        return found.view(3, -1)
+
+    return Bound(run, offsets, token_of_row)
+
+
 def bind_sum_slots(rows, row_of_slot, scale, addend=None, beside_sms=0):
-    def run(rows, row_of_slot, scale=None, addend=None):
+    def run(rows, row_of_slot, scale=None, addend=None, into=None):
         what = {"adds": addend is not None, "beside_sms": beside_sms}
         calls.append(("sum_slots", {"scale": scale is not None} | {k: v for k, v in what.items() if v}))
         _matrix(rows)
@@ -300,6 +378,8 @@ def bind_sum_slots(rows, row_of_slot, scale, addend=None, beside_sms=0):
             for row in of_token:
                 if row < rows.shape[0]:
                     out[t] += rows[row].float() * (1 if scale is None else scale[row].float())
+        if into is not None:
+            return into.copy_(out)
         return out.to(rows.dtype) if addend is None else addend.copy_(out)
 
     return Bound(run, *_some(rows, scale, addend))

@@ -340,7 +340,11 @@ FP8 = {
     "sm90.dequantized_wgrad",
 }  # fmt: skip
 BASES = [rule for rule in backend.OnSm90.__subclasses__() if issubclass(rule, fm.FusionRule)]  # of others, too
-ALL = {rule.name for rule in BASES} - DISPATCH - GLUE - LINEAR - ROUTER - QUANTIZE - GATHERED
+EXCHANGE = {
+    "sm90.gemm_activation_of_arriving_tokens", "sm90.gemm_of_leaving_rows",
+    "sm90.dgrad_activation_of_arriving_gradients", "sm90.wgrad_beside_exchange",
+}  # fmt: skip
+ALL = {rule.name for rule in BASES} - DISPATCH - GLUE - LINEAR - ROUTER - QUANTIZE - GATHERED - EXCHANGE
 
 
 def declined(chain, x, **named):

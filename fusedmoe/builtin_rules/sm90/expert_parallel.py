@@ -158,7 +158,15 @@ class GemmActivationOfArrivingTokens(
             route = functions.bind_route(index, factor, experts)
             ranges = _Ranges(gather.expert_parallel, rows[:experts], rows, total)
             product = functions.bind_grouped_gemm_activation(
-                tokens, weight, bias, factor if scaled else None, activation, keeps_p, options, rows, ranges=True
+                tokens,
+                weight,
+                bias,
+                factor.view(-1) if scaled else None,
+                activation,
+                keeps_p,
+                options,
+                rows,
+                ranges=True,
             )
 
             def run(x: Tensor, *given: Any) -> tuple[Tensor, ...]:

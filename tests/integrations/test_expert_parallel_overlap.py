@@ -1,0 +1,165 @@
+"""The Hopper rules that compute while tokens travel: two ranks on a CPU, with stand-ins in place of the kernels.
+
+The stand-ins have row tiles of four rows, so that a few tokens have tiles of every kind.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed as dist
+
+import fusedmoe as fm
+
+if not dist.is_available():
+    pytest.skip("torch is built without distributed", allow_module_level=True)
+
+from two_ranks import Ranks
+
+BF16 = torch.bfloat16
+HIDDEN, INTERMEDIATE, EXPERTS, CHOSEN = 32, 16, 4, 2
+MOST = 50
+TOKENS = {"even": (50, 50), "uneven": (37, 50), "none on one rank": (0, 41), "few": (1, 2)}
+
+# each with the rules that it is compared with, which cost less for so few tokens
+OVERLAPS = {
+    "sm90.gemm_activation_of_arriving_tokens": ("sm90.gathered_gemm_activation", "sm90.grouped_gemm_activation"),
+    "sm90.gemm_of_leaving_rows": ("sm90.grouped_gemm",),
+    "sm90.dgrad_activation_of_arriving_gradients": (
+        "sm90.gathered_dgrad_activation",
+        "sm90.grouped_dgrad_activation",
+    ),
+    "sm90.wgrad_beside_exchange": ("sm90.grouped_dgrad",),
+}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    started = Ranks(tmp_path_factory.mktemp("overlap"))
+    yield started
+    started.stop()
+
+
+def stand_ins():
+    """Let this process, a rank, have an sm_90 GPU whose kernels are the stand-ins."""
+    folder = str(Path(__file__).parents[1] / "unit")
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    import sm90_stand_ins
+
+    from fusedmoe.fusion import plans
+    from fusedmoe.kernels import toolkit
+    from fusedmoe.kernels.sm90 import functions, router_functions
+
+    plans.arch_of = lambda device: 90
+    for name, function in sm90_stand_ins.BIND.items():
+        setattr(functions, name, function)
+    for name, function in sm90_stand_ins.ROUTER.items():
+        setattr(router_functions, name, function)
+    toolkit.missing_packages = lambda: ()
+    return sm90_stand_ins
+
+
+def layer(expert_parallel, rank, frozen, main_grad):
+    torch.manual_seed(0)
+    made = fm.MoE(HIDDEN, INTERMEDIATE, EXPERTS, CHOSEN, dtype=BF16, expert_parallel=expert_parallel)
+    here = EXPERTS // expert_parallel.ranks
+    for op in (made.experts.gate_up, made.experts.down):
+        weight = torch.randn(EXPERTS, *op.weight.shape[1:], generator=torch.Generator().manual_seed(op.in_features))
+        op.weight.data.copy_(0.2 * weight[rank * here : (rank + 1) * here])
+        op.weight.requires_grad_(not frozen)
+        op.accumulate_into_main_grad = main_grad
+        if main_grad:
+            op.weight.main_grad = torch.ones(op.weight.shape)
+    return made
+
+
+def trained(made, count, rank, training=True):
+    """Output and gradients, by name."""
+    generator = torch.Generator().manual_seed(rank + 1)
+    x = torch.randn(count, HIDDEN, generator=generator).to(BF16).requires_grad_(training)
+    with torch.set_grad_enabled(training):
+        y = made(x)
+    found = {"y": y.detach()}
+    if training:
+        y.backward(torch.randn(count, HIDDEN, generator=generator).to(BF16))
+        found |= {"x": x.grad} | {name: p.grad for name, p in made.named_parameters() if p.grad is not None}
+        for name, p in made.named_parameters():
+            if hasattr(p, "main_grad"):
+                found[name] = p.main_grad
+    return found
+
+
+def compare(rank, tokens, most, training, frozen, main_grad):
+    """Results with all overlaps, which are those without them bit for bit; and the names of the rules that ran."""
+    kernels = stand_ins()
+    ep = fm.ExpertParallel(max_tokens=most)
+    settings = rank, frozen, main_grad
+    with fm.disabled(*OVERLAPS):
+        expected = trained(layer(ep, *settings), tokens[rank], rank, training)
+    kernels.calls.clear()
+    made = layer(ep, *settings)
+    with fm.disabled(*{other for others in OVERLAPS.values() for other in others}):
+        got = trained(made, tokens[rank], rank, training)
+        called = [name for name, _ in kernels.calls]
+        x = torch.zeros(max(tokens[rank], 1), HIDDEN, dtype=BF16, requires_grad=training)
+        with torch.set_grad_enabled(training):
+            used = {step.rule for step in made.explain(x).steps}
+    assert got.keys() == expected.keys()
+    assert len(got) > 3 or not training
+    for name, value in expected.items():
+        assert torch.equal(got[name], value), name
+        assert value.float().norm() > 0 or not value.numel() or min(tokens) == 0, name
+    return used & OVERLAPS.keys(), called.count("row_ranges")
+
+
+@pytest.mark.parametrize("most", [MOST, None], ids=["max_tokens", "agreed"])
+@pytest.mark.parametrize("tokens", TOKENS.values(), ids=TOKENS)
+def test_results_have_the_bits_of_separate_steps(ranks, tokens, most):
+    for used, launches in ranks.run(compare, tokens, most, True, False, False):
+        assert used == OVERLAPS.keys()
+        assert launches == 3
+
+
+def test_without_gradients(ranks):
+    for used, launches in ranks.run(compare, (50, 37), MOST, False, False, False):
+        assert used == {"sm90.gemm_activation_of_arriving_tokens", "sm90.gemm_of_leaving_rows"}
+        assert launches == 2
+
+
+def test_accumulation_into_main_grad(ranks):
+    for used, _ in ranks.run(compare, (50, 37), MOST, True, False, True):
+        assert used == OVERLAPS.keys()
+
+
+def compare_mixed(rank):
+    """One rank with the overlaps, the other without: their exchanges are the same."""
+    stand_ins()
+    ep = fm.ExpertParallel(max_tokens=MOST)
+    with fm.disabled(*OVERLAPS):
+        expected = trained(layer(ep, rank, False, False), 40, rank)
+    others = {other for others in OVERLAPS.values() for other in others}
+    with fm.disabled(*(OVERLAPS if rank else others)):
+        got = trained(layer(ep, rank, False, False), 40, rank)
+    return all(torch.equal(got[name], value) for name, value in expected.items())
+
+
+def test_ranks_may_choose_different_steps(ranks):
+    assert ranks.run(compare_mixed) == [True, True]
+
+
+def names_of_declined(rank):
+    """The rules of one rank alone, which has nothing to exchange."""
+    stand_ins()
+    group = [dist.new_group([i]) for i in range(2)][rank]
+    made = layer(fm.ExpertParallel(group, max_tokens=8), 0, False, False)
+    plan = made.explain(torch.zeros(8, HIDDEN, dtype=BF16, requires_grad=True))
+    declined = {a.rule for p in plan.plans for a in p.attempts if a.reason == "one rank exchanges nothing"}
+    return {step.rule for step in plan.steps} & OVERLAPS.keys(), declined
+
+
+def test_one_rank_alone_has_separate_steps(ranks):
+    for used, declined in ranks.run(names_of_declined):
+        assert not used
+        assert declined == OVERLAPS.keys()
