@@ -358,7 +358,8 @@ def declined(chain, x, **named):
 
 
 def test_all_rules_are_for_hopper():
-    assert {rule.name for rule in fm.rules()} == ALL | DISPATCH | GLUE | LINEAR | ROUTER | QUANTIZE | GATHERED | FP8
+    named = ALL | DISPATCH | GLUE | LINEAR | ROUTER | QUANTIZE | GATHERED | FP8 | EXCHANGE
+    assert {rule.name for rule in fm.rules()} == named
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

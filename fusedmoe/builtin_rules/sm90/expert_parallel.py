@@ -16,13 +16,14 @@ start of an exchange leaves two SMs for this kernel.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from fusedmoe.builtin_rules.sm90.backend import (
     OnSm90,
     Run,
+    ThroughIndex,
     activation_of,
     check_common,
     converts,
@@ -139,7 +140,7 @@ class GemmActivationOfArrivingTokens(
             keeps=("gather.output", "act.input"),
             zeroes_tail=True,
             launches=launches,
-            extra_bytes=_nbytes(tokens) + int(1.2 * _nbytes(rows)),
+            extra_bytes=_nbytes(tokens) + int(ThroughIndex.gather_cost * _nbytes(rows)),
         )  # fmt: skip
 
     def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
@@ -310,7 +311,7 @@ class DgradActivationOfArrivingGradients(
             zeroes_tail=True,
             launches=launches,
             # the gathered gradients, read twice through an index, and the recomputed input of the layer
-            extra_bytes=_nbytes(tokens) + int(2.4 * _nbytes(rows)) + _nbytes(y),
+            extra_bytes=_nbytes(tokens) + int(2 * ThroughIndex.gather_cost * _nbytes(rows)) + _nbytes(y),
         )  # fmt: skip
 
     def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
@@ -389,6 +390,7 @@ class WgradBesideExchange(OnSm90, FusionRule, name="sm90.wgrad_beside_exchange",
     """
 
     gathers = "wgrad.input"
+    gather_cost: ClassVar[float] = ThroughIndex.gather_cost
     wgrad: Wgrad | WgradIntoMainGrad
     dgrad: Dgrad
     weight_grad: DispatchWeightGrad
@@ -414,7 +416,7 @@ class WgradBesideExchange(OnSm90, FusionRule, name="sm90.wgrad_beside_exchange",
             launches=4,
             # grad_output again, the rows' gradients written and read, and the parts
             extra_bytes=_nbytes(ctx.spec("grad_output")) + 2 * _nbytes(rows, tokens),
-            gather_cost=1.2,
+            gather_cost=self.gather_cost,
         )
 
     def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
