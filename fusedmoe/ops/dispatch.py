@@ -47,6 +47,7 @@ class Dispatch(Op):
     expert_parallel
         The ranks that share the experts, an `ExpertParallel`. ``num_experts`` then counts the experts of all ranks, and
         the rows are those of this rank's experts, from the tokens of all ranks. `Combine` must get the same object.
+        The op also provides ``gathered_index`` (tokens of all ranks, K), expert ids within this rank's experts.
 
     Notes
     -----
@@ -63,7 +64,7 @@ class Dispatch(Op):
     """
 
     runtime_inputs = ("expert_index", "expert_weight")
-    provides = ("splits", "probs", "row_of_slot", "slot_of_row", "token_of_row")
+    provides: tuple[str, ...] = ("splits", "probs", "row_of_slot", "slot_of_row", "token_of_row")
     gathers: ClassVar[Mapping[str, tuple[str, str]]] = {"output": ("input", "token_of_row")}
     changes_rows = True
     launches = 15
@@ -79,6 +80,7 @@ class Dispatch(Op):
                     "Dispatch: num_experts: expected the experts of all ranks of expert_parallel, got None"
                 )
             expert_parallel.local_experts(num_experts, "Dispatch")
+            self.provides = (*type(self).provides, "gathered_index")
 
     @property
     def aliases(self) -> dict[str, str]:  # type: ignore[override]
@@ -204,7 +206,8 @@ class Combine(Op):
         self.weights = weights
         self.expert_parallel = expert_parallel
         self.rowwise_inputs = self.applies = () if self.weights is None else (self.weights,)
-        self.runtime_inputs = ("row_of_slot", "slot_of_row", *self.applies)
+        of_ranks = () if expert_parallel is None else ReturnTokens.runtime_inputs
+        self.runtime_inputs = ("row_of_slot", "slot_of_row", *self.applies, *of_ranks)
 
     def expanded(self) -> tuple[tuple[str, nn.Module], ...]:
         if self.expert_parallel is None:

@@ -85,6 +85,7 @@ class GatherTokens(Op):
 
     provides = ("gathered_index", "gathered_weight")
     changes_rows = True
+    exchanges = True
     launches = 10
 
     def __init__(self, num_experts: int, expert_parallel: ExpertParallel) -> None:
@@ -173,6 +174,7 @@ class ReturnTokens(Op):
 
     runtime_inputs = ("expert_index", "gathered_index")
     changes_rows = True
+    exchanges = True
     zeroes_tail = True  # the output has a row per token, and so no tail
     launches = 4
 

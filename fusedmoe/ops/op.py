@@ -154,6 +154,8 @@ class Op(Checked, Runnable):
         Whether `compute` draws random numbers from the default generators; see the notes.
     changes_rows : bool
         Whether the output has other rows than the input (`Dispatch`, `Combine`).
+    exchanges : bool
+        Whether the op exchanges tensors with other ranks. Its gradients then have no derivatives.
     contracts : dict of str to int
         The operands that `compute` accepts in quantized form, each with the axis that `compute` sums over: -1 by rows,
         -2 by columns. All other operands are dequantized.
@@ -220,6 +222,7 @@ class Op(Checked, Runnable):
     only_quantizes: ClassVar[bool] = False
     zeroes_tail: ClassVar[bool] = False
     changes_rows: ClassVar[bool] = False
+    exchanges: ClassVar[bool] = False
     launches: ClassVar[int] = 1
     _run: ClassVar[Callable[..., Any]]  # set by `fusedmoe.modes`
 

@@ -1,4 +1,4 @@
-"""Two processes of one gloo group, started once: `Ranks.run` calls a function in both and returns what they return."""
+"""Processes of one gloo group, started once: `Ranks.run` calls a function in each and returns what they return."""
 
 import os
 import traceback
@@ -24,20 +24,20 @@ def batches(rank, count, dtype=torch.float64):
 
 
 class Ranks:
-    def __init__(self, folder):
+    def __init__(self, folder, size=SIZE):
         context = torch.multiprocessing.get_context("spawn")
         self._ends = []
         self._processes = []
-        for rank in range(SIZE):
+        for rank in range(size):
             mine, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, str(folder / "store"), theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, size, str(folder / "store"), theirs), daemon=True)
             process.start()
             theirs.close()
             self._ends.append(mine)
             self._processes.append(process)
 
     def run(self, function, *args):
-        """``[function(0, *args), function(1, *args)]``, of a function that a module of this folder defines."""
+        """``[function(0, *args), function(1, *args), ...]``, of a function that a module of this folder defines."""
         for end in self._ends:
             end.send((function, args))
         answers = [self._answer(rank, end) for rank, end in enumerate(self._ends)]
@@ -64,10 +64,10 @@ class Ranks:
                 process.join()
 
 
-def _serve(rank: int, store: str, requests: Connection) -> None:
+def _serve(rank: int, size: int, store: str, requests: Connection) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, SIZE), rank=rank, world_size=SIZE)
+    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
     while True:
         try:
             function, args = requests.recv()
