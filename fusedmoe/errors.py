@@ -7,7 +7,9 @@ class InputError(ValueError):
     """An argument is invalid. The message names the op, the argument, the expected value and the actual one."""
 
 
-NO_EXPERT_PARALLELISM = "expert parallelism is not supported yet: one rank holds all experts of a layer"
+SPREAD_OVER_RANKS = (
+    "experts are spread over ranks by expert_parallel=fm.ExpertParallel(group) of MoE, or of Dispatch and Combine"
+)
 
 
 def inside_jit_trace(who: str) -> InputError:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from fusedmoe.errors import NO_EXPERT_PARALLELISM, InputError
+from fusedmoe.errors import SPREAD_OVER_RANKS, InputError
 
 if TYPE_CHECKING:
     from typing import TypeAlias
@@ -126,7 +126,7 @@ def why_sharded(parameters: Sequence[tuple[Op, str, str]], given: Sequence[Tenso
             expected = f"a plain tensor of all {experts} experts"
             return (
                 f"{key.rpartition('.')[0]}.{op.reject(name, expected, f'a DTensor, {placements}')}; "
-                f"{NO_EXPERT_PARALLELISM}. Under FSDP2, call the module that was given to fully_shard, which "
+                f"{SPREAD_OVER_RANKS}. Under FSDP2, call the module that was given to fully_shard, which "
                 "gathers its weights"
             )
     return None

@@ -26,6 +26,7 @@ from fusedmoe.fusion.graph import Graph, first_takers_of_offsets
 from fusedmoe.inputs import check_inputs, check_names, check_parameters, not_a_tensor
 from fusedmoe.kernels.options import DEFAULT
 from fusedmoe.log import say_once
+from fusedmoe.ops.dispatch import Combine, Dispatch
 from fusedmoe.ops.exchange import AgreeOnTokens
 from fusedmoe.ops.op import Node, Op, Runnable
 from fusedmoe.sorted_rows import (
@@ -98,6 +99,7 @@ class ModulePart:
             if self.call.takes or isinstance(self.module, Op)
             else "not an op: splits the chain"
         )
+        why = getattr(self.module, "purpose", why)
         return f"module {self.label}: {type(self.module).__name__}: {why}"
 
     def run(
@@ -196,6 +198,8 @@ class Partition:
         Whether a module declares that its output has other rows than its input.
     may_be_sorted : bool
         Whether no op requires ``splits``, but one accepts them.
+    exchanges : bool
+        Whether an op or a module exchanges tensors with other ranks.
     mixed : bool
         Whether a chain has ops that autocast casts and ops that it does not cast.
     """
@@ -227,6 +231,7 @@ class Partition:
             accepts_splits(m.module, m.joins) for m, row in zip(members, rows, strict=False) if row == (0, None)
         )
         self._names = self.wanted.keys()
+        self.exchanges = any(isinstance(m.module, AgreeOnTokens) or getattr(m.module, "travels", ()) for m in members)
         chains = [part.chain for part in self.parts if isinstance(part, ChainPart)]
         self._parameters = {key: (op, name) for chain in chains for op, name, key in chain.parameters}
         whole = self.parts[0].chain if len(self.parts) == 1 and isinstance(self.parts[0], ChainPart) else None
@@ -306,6 +311,7 @@ class Partition:
         """Return the members with each op replaced by its `Op.placed`, and that by its `Op.expanded`."""
         following = [m.module for m in members if isinstance(m.module, Op)]
         placed: list[Member] = []
+        dispatch: tuple[str, Dispatch] | None = None  # the last one
         for member in members:
             module = member.module
             if not isinstance(module, Op):
@@ -313,6 +319,10 @@ class Partition:
                 continue
             following = following[1:]
             found = module.placed(following)
+            if isinstance(found, Dispatch):
+                dispatch = member.label, found
+            elif isinstance(found, Combine) and dispatch is not None:
+                _check_ranks(*dispatch, member.label, found)
             runs = found.expanded() if member.joins else (("", found),)
             if found is not module or len(runs) > 1:
                 self._replaced.append((module, following, found.attributes()))
@@ -357,6 +367,15 @@ class Partition:
     def check_parameters(self, given: Parameters) -> None:
         """Check that each parameter given with a call is taken by an op that has none of its own."""
         check_parameters(self._parameters, given)
+
+
+def _check_ranks(label: str, dispatch: Dispatch, other_label: str, combine: Combine) -> None:
+    """Raise unless both have the same ranks: the rows of a token would be summed over others than it was sent to."""
+    if dispatch.expert_parallel is not combine.expert_parallel:
+        raise InputError(
+            f"{other_label}.Combine: expert_parallel: expected the object of {label}.Dispatch, "
+            f"{dispatch.expert_parallel}, got {combine.expert_parallel}"
+        )
 
 
 def _agreement_first(members: list[Member]) -> list[Member]:

@@ -82,6 +82,8 @@ def run(
     )  # fmt: skip
     if isinstance(parts, str):
         _refuse(parts)
+    if parts is None:
+        return _run_eagerly(root, x, inputs, parameters, provides)
     counted = True
     for part in parts:
         if isinstance(part, TracedModule):
@@ -155,6 +157,18 @@ def _run_uncompiled(
     return [y, *[named[name] for name in chain.exports]]
 
 
+@torch.compiler.disable(  # type: ignore[untyped-decorator]
+    reason="a layer that exchanges tokens with other ranks (expert_parallel) is not traced"
+)
+def _run_eagerly(
+    root: Runnable, x: Tensor, inputs: dict[str, Tensor], parameters: Parameters | None, provides: tuple[str, ...]
+) -> Any:
+    """Run a module eagerly: a graph break."""
+    from fusedmoe import modes  # imported here since it imports this module
+
+    return modes.run(root, x, inputs, parameters, provides)
+
+
 def _refuse(message: str) -> None:
     """Raise an `InputError` after a graph break.
 
@@ -182,8 +196,8 @@ def _casts_rows(x: object) -> bool | None:
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def parts_for_compiler(
     root: Runnable, provides: tuple[str, ...], given: tuple[tuple[str, str], ...], casts: bool | None
-) -> tuple[TracedPart | TracedModule, ...] | str:
-    """Return the parts of a module for `run`, or the message for an invalid call."""
+) -> tuple[TracedPart | TracedModule, ...] | str | None:
+    """Return the parts of a module for `run`, or the message for an invalid call; None if it is not traced."""
     names = [name for name, _ in given[1:]]
     try:
         partition = partition_for(root, names, provides, casts)
@@ -191,6 +205,8 @@ def parts_for_compiler(
         for name, wrong_type in given:
             if wrong_type:
                 raise InputError(f"{partition.who}: {name}: expected a tensor, got {wrong_type}")
+        if partition.exchanges:
+            return None
         return tuple(
             _traced_part(root, part)
             if isinstance(part, ChainPart)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fusedmoe import settings
 from fusedmoe.autocast import autocast_dtype, cast_arguments
+from fusedmoe.errors import InputError
 from fusedmoe.fusion.plans import Conditions, plan_chain
 from fusedmoe.fusion.signature import NOMINAL_ROWS
 from fusedmoe.kernels.options import DEFAULT
@@ -34,6 +35,11 @@ def run(
     partition.check_inputs(x, inputs)
     if parameters is not None:
         partition.check_parameters(parameters)
+    if partition.exchanges:
+        raise InputError(
+            f"{partition.who}: torch.export: expected a module with all experts on one rank, got one with "
+            "expert_parallel: a program cannot exchange tokens with other ranks"
+        )
     counted = True
     for part in partition.parts:
         if isinstance(part, ChainPart):

@@ -113,6 +113,14 @@ class ExpertParallel:
         dist.all_reduce(total, group=self.group)
         return total
 
+    def settings(self) -> str:
+        """Return the settings in words, for ``explain()``."""
+        most = "agreed by the hosts" if self.max_tokens is None else f"at most {self.max_tokens}"
+        return (
+            f"engine {self.engine.name!r}, {self.ranks} ranks, tokens per rank {most}, buffers of "
+            f"{self.engine.buffer_bytes()} bytes, no host synchronisation"
+        )
+
     def __deepcopy__(self, memo: object) -> ExpertParallel:
         return self  # the group is one of the process
 

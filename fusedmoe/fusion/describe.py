@@ -11,9 +11,9 @@ from fusedmoe.fusion import registry
 from fusedmoe.fusion.candidates import Costs
 from fusedmoe.fusion.plan import PlanData, PlannedStep
 from fusedmoe.fusion.steps import Fused
-from fusedmoe.fusion.values import NONE, spec_of
+from fusedmoe.fusion.values import NONE, grad, spec_of
 from fusedmoe.ops.glue import Derive, QuantizeWeight, StoredWeight
-from fusedmoe.ops.op import BackwardOp
+from fusedmoe.ops.op import BackwardOp, TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -54,6 +54,7 @@ def describe(plan: Plan, arguments: Mapping[str, SpecLike | None]) -> PlanData:
         gathered=tuple((rows, *gathered) for rows, gathered in plan.gathered.items()),
         beside=tuple((light.rule, carrier.rule, sms) for light, carrier, sms in backward.pairs),
         arch=arch,
+        exchange=next((_settings(op) for _, op in graph.nodes if op.travels), ""),
         **_asked(plan),
     )
 
@@ -94,6 +95,7 @@ def _planned(
         quantizes=tuple(q for q in map(_quantizes, span.places) if q is not None),
         flops=sum(_flops(place, specs) for place in span.places),
         of_codes=isinstance(step, Fused) and step.multiplies_codes,
+        received=tuple((place.label, n) for place in span.places if (n := _received(place, specs)) is not None),
     )
 
 
@@ -105,6 +107,21 @@ def _read_and_written(span: PlannedSpan) -> list[str]:
 
 def _added_bytes(place: Place) -> int:
     return place.item.added_bytes if isinstance(place.item, BackwardOp) else 0
+
+
+def _settings(op: Any) -> str:
+    """Return the settings of an op that exchanges rows with other ranks."""
+    return op.expert_parallel.settings()  # type: ignore[no-any-return]
+
+
+def _received(place: Place, specs: Mapping[str, SpecLike | None]) -> int | None:
+    """Return the bytes that an op or a backward op receives from other ranks; None for one that exchanges nothing."""
+    if not (travels := getattr(place.item, "travels", ())):
+        return None
+    ranks: int = place.op.expert_parallel.ranks  # type: ignore[union-attr, assignment]
+    values = [spec_of(specs, place.value(v) if not v.startswith("grad_") else grad(place.gradient(v))) for v in travels]
+    nbytes = sum(TensorSpec(tuple(map(int, s.shape)), s.dtype).nbytes for s in values if s is not None)
+    return nbytes * (ranks - 1) // ranks
 
 
 def _flops(place: Place, specs: Mapping[str, SpecLike | None]) -> float:

@@ -46,7 +46,7 @@ def why_not(graph: Graph) -> str:
     for label, op in graph.nodes:
         if getattr(op, "accumulate_into_main_grad", False):
             return f"{label} has accumulate_into_main_grad=True, so autograd cannot differentiate its gradient"
-        if op.exchanges:
+        if op.travels:
             return f"{label} exchanges tensors with other ranks, which autograd cannot differentiate"
     return ""
 

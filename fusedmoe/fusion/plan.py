@@ -145,6 +145,9 @@ class PlannedStep:
         FLOPs of the products, for the shapes explained: ``2 R K N`` for R rows and a weight of N x K per expert.
     of_codes : bool
         Whether the products multiply codes.
+    received : tuple of (str, int)
+        The ops that exchange rows with other ranks, as ``label.Class``, and the bytes that each receives from them for
+        the shapes explained.
     """
 
     direction: Direction
@@ -160,6 +163,7 @@ class PlannedStep:
     quantizes: tuple[tuple[str, str], ...] = ()
     flops: float = 0.0
     of_codes: bool = False
+    received: tuple[tuple[str, int], ...] = ()
 
     @property
     def is_of_weight(self) -> bool:
@@ -176,7 +180,10 @@ class PlannedStep:
         """The reason why the step is unfused; empty for a fused step."""
         if self.rule is not None:
             return ""
-        return str(self.nearest_miss) if self.nearest_miss is not None else "no rule matches it"
+        miss = self.nearest_miss
+        if self.received and (miss is None or miss.status is Status.NO_MATCH):
+            return "an exchange with other ranks"
+        return str(miss) if miss is not None else "no rule matches it"
 
 
 @dataclass(frozen=True)
@@ -221,6 +228,8 @@ class PlanData:
         next, and the number of these SMs.
     arch : int or None
         The architecture of the GPU that the plan is for; None for other devices.
+    exchange : str
+        The settings of the exchanges with other ranks; empty without such exchanges.
     estimate : Estimate or None
         Of a recipe that quantizes: the estimated times under it and under ``"bf16"``, if all steps are fused.
     """
@@ -246,6 +255,7 @@ class PlanData:
     beside: tuple[tuple[str, str, int], ...] = ()
     arch: int | None = None
     estimate: Estimate | None = None
+    exchange: str = ""
 
     @property
     def planned_for(self) -> str:
@@ -298,6 +308,10 @@ class PlanData:
             lines += _wrapped(f"read through an index, not written: {', '.join(read)}")
         for light, carrier, sms in self.beside:
             lines += _wrapped(f"beside each other: the last launch of {light}, on {sms} SMs, and {carrier}")
+        if self.exchange:
+            lines += _wrapped(f"exchanges with other ranks: {self.exchange}")
+            for label, count in (received for step in self.steps for received in step.received):
+                lines += _wrapped(f"  {label}: {format_bytes(count)} received, as much sent")
         if self.glue:
             glue = [f"{step.ops[0]} ({step.rule})" if step.rule else step.ops[0] for step in self.glue]
             lines += _wrapped(f"glue: {', '.join(glue)}")

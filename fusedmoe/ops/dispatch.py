@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from fusedmoe.checks import INPUT_NAME, POSITIVE_INTEGER
+from fusedmoe.checks import INPUT_NAME, POSITIVE_INTEGER, instance
 from fusedmoe.errors import InputError
+from fusedmoe.expert_parallel import ExpertParallel
 from fusedmoe.kernels.torch.rows import gather_rows, sort_by_expert, tail_mask
 from fusedmoe.ops.exchange import AgreeOnTokens, GatherTokens, ReturnTokens
 from fusedmoe.ops.op import BackwardOp, Op, TensorSpec, exact_together
@@ -27,9 +28,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from fusedmoe.checks import Check
-    from fusedmoe.expert_parallel import ExpertParallel
     from fusedmoe.ops.op import SpecLike
 
+_RANKS = instance(ExpertParallel, "an ExpertParallel").or_none()
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -68,7 +69,7 @@ class Dispatch(Op):
     gathers: ClassVar[Mapping[str, tuple[str, str]]] = {"output": ("input", "token_of_row")}
     changes_rows = True
     launches = 15
-    _checks: ClassVar[Mapping[str, Check]] = {"num_experts": POSITIVE_INTEGER.or_none()}
+    _checks: ClassVar[Mapping[str, Check]] = {"num_experts": POSITIVE_INTEGER.or_none(), "expert_parallel": _RANKS}
 
     def __init__(self, num_experts: int | None = None, *, expert_parallel: ExpertParallel | None = None) -> None:
         super().__init__()
@@ -198,8 +199,8 @@ class Combine(Op):
     changes_rows = True
     zeroes_tail = True  # the output has a row per token, and so no tail
     launches = 7
-    _checks: ClassVar[Mapping[str, Check]] = {"weights": INPUT_NAME.or_none()}
-    _fixed = ("weights",)
+    _checks: ClassVar[Mapping[str, Check]] = {"weights": INPUT_NAME.or_none(), "expert_parallel": _RANKS}
+    _fixed = ("weights", "expert_parallel")
 
     def __init__(self, weights: str | None = "probs", *, expert_parallel: ExpertParallel | None = None) -> None:
         super().__init__()

@@ -46,6 +46,8 @@ class AgreeOnTokens(nn.Module):
     """
 
     provides = ("rank_rows",)
+    exchanges = True
+    purpose = "the hosts agree on the largest number of tokens of a rank"
 
     def __init__(self, expert_parallel: ExpertParallel) -> None:
         super().__init__()
@@ -84,8 +86,8 @@ class GatherTokens(Op):
     """
 
     provides = ("gathered_index", "gathered_weight")
+    travels = ("output", "gathered_index", "gathered_weight")
     changes_rows = True
-    exchanges = True
     launches = 10
 
     def __init__(self, num_experts: int, expert_parallel: ExpertParallel) -> None:
@@ -151,6 +153,7 @@ class DGatherTokens(BackwardOp):
     """
 
     needs = ("grad_output", "grad_gathered_weight", "expert_index")
+    travels = ("grad_output", "grad_gathered_weight")
     gives = ("grad_input", "grad_expert_weight")
     zeroes_tail = True
     launches = 6
@@ -173,8 +176,8 @@ class ReturnTokens(Op):
     """
 
     runtime_inputs = ("expert_index", "gathered_index")
+    travels = ("input",)
     changes_rows = True
-    exchanges = True
     zeroes_tail = True  # the output has a row per token, and so no tail
     launches = 4
 
@@ -202,6 +205,7 @@ class DReturnTokens(BackwardOp):
     """``drows[r * N + t] = dy[t]`` of rank r."""
 
     needs = ("grad_output", "gathered_index")
+    travels = ("grad_input",)
     zeroes_tail = True
     launches = 2
     op: ReturnTokens

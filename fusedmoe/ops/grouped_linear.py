@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedmoe.checks import FLAG, POSITIVE_INTEGER, TENSOR, WRONG, Check, check_factory
-from fusedmoe.errors import NO_EXPERT_PARALLELISM, InputError
+from fusedmoe.errors import SPREAD_OVER_RANKS, InputError
 from fusedmoe.formats import E4M3, Format, QuantizedSpec, QuantizedTensor, fp8_block, products, quantize
 from fusedmoe.kernels.torch import grouped_gemm
 from fusedmoe.kernels.torch.rows import tail_mask
@@ -538,7 +538,7 @@ def _check_parameters(
     if weight is None or tuple(weight.shape) != shape:
         expected = f"shape {shape}"
         if weight is not None and len(shape) == 3 and tuple(weight.shape[1:]) == shape[1:]:
-            expected += f", all {shape[0]} experts ({NO_EXPERT_PARALLELISM})"
+            expected += f", all {shape[0]} experts ({SPREAD_OVER_RANKS})"
         raise op.reject("weight", expected, None if weight is None else weight.shape)
     if bias is not None and tuple(bias.shape) != shape[:-1]:
         raise op.reject("bias", f"shape {shape[:-1]}", bias.shape)

@@ -154,8 +154,9 @@ class Op(Checked, Runnable):
         Whether `compute` draws random numbers from the default generators; see the notes.
     changes_rows : bool
         Whether the output has other rows than the input (`Dispatch`, `Combine`).
-    exchanges : bool
-        Whether the op exchanges tensors with other ranks. Its gradients then have no derivatives.
+    travels : tuple of str
+        The values with rows of all ranks, if the op exchanges rows with them; it has an attribute ``expert_parallel``.
+        Its gradients then have no derivatives.
     contracts : dict of str to int
         The operands that `compute` accepts in quantized form, each with the axis that `compute` sums over: -1 by rows,
         -2 by columns. All other operands are dequantized.
@@ -222,7 +223,7 @@ class Op(Checked, Runnable):
     only_quantizes: ClassVar[bool] = False
     zeroes_tail: ClassVar[bool] = False
     changes_rows: ClassVar[bool] = False
-    exchanges: ClassVar[bool] = False
+    travels: ClassVar[tuple[str, ...]] = ()
     launches: ClassVar[int] = 1
     _run: ClassVar[Callable[..., Any]]  # set by `fusedmoe.modes`
 
@@ -432,8 +433,8 @@ class BackwardOp:
     may_give_none : bool
         Whether `compute` may return None for a gradient that is required, because it has stored it elsewhere. A fused
         step that covers only other backward ops must return tensors.
-    gathers, contracts, quantizes, zeroes_tail, launches
-        As for `Op`; `gathers` by the op's names.
+    gathers, contracts, quantizes, zeroes_tail, travels, launches
+        As for `Op`; `gathers` and `travels` by the op's names.
     """
 
     needs: tuple[str, ...] = ("grad_output", "input")
@@ -443,6 +444,7 @@ class BackwardOp:
     unquantized: ClassVar[tuple[str, ...]] = ()
     quantizes: Quantizer | None = None
     may_give_none: ClassVar[bool] = False
+    travels: ClassVar[tuple[str, ...]] = ()
     zeroes_tail: ClassVar[bool] = False
     launches: ClassVar[int] = 1
 

@@ -1,4 +1,4 @@
-"""Expert parallelism is refused by name: it used to end in torch's errors, or in one that left the reason to guess."""
+"""Errors of expert parallelism: the settings, weights that do not fit, and calls that cannot exchange tokens."""
 
 import sys
 import types
@@ -10,7 +10,7 @@ from torch import nn
 
 import fusedmoe as fm
 
-NOT_YET = "expert parallelism is not supported yet"
+REMEDY = "experts are spread over ranks by expert_parallel="
 
 
 def sharded(layer, change):
@@ -27,7 +27,7 @@ def test_the_argument_is_refused():
 
 def test_a_local_shard_is_refused():
     layer = sharded(fm.MoE(8, 4, 4, 2), lambda weight: weight[:2].clone())
-    with pytest.raises(fm.InputError, match=rf"gate_up.*\(4, 8, 8\), all 4 experts \({NOT_YET}.*got \(2, 8, 8\)"):
+    with pytest.raises(fm.InputError, match=rf"gate_up.*\(4, 8, 8\), all 4 experts \({REMEDY}.*got \(2, 8, 8\)"):
         layer(torch.randn(3, 8))
 
 
@@ -69,7 +69,7 @@ def test_a_dtensor_is_refused_and_explained(mesh):
     x = torch.randn(3, 8)
     assert "gate_up" in str(layer.explain(x)), "the plan of a sharded model can still be read"
     for grad in (False, True, False):  # also where the plan is there already
-        with torch.set_grad_enabled(grad), pytest.raises(fm.InputError, match=NOT_YET) as raised:
+        with torch.set_grad_enabled(grad), pytest.raises(fm.InputError, match=REMEDY) as raised:
             layer(x)
         assert str(raised.value).startswith(
             "experts.gate_up.GroupedLinear(num_groups=4, in_features=8, out_features=8): weight: "
