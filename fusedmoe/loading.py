@@ -6,7 +6,7 @@ Axes: E experts, H hidden, I intermediate.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,9 @@ from fusedmoe.errors import InputError
 from fusedmoe.moe import MoE
 from fusedmoe.ops.glu import GLU
 from fusedmoe.ops.grouped_linear import GroupedLinear, Linear
+
+if TYPE_CHECKING:
+    from fusedmoe.expert_parallel import ExpertParallel
 
 Weights: TypeAlias = Tensor | Iterable[Tensor | nn.Linear]
 Biases: TypeAlias = Tensor | Iterable[Tensor]
@@ -51,6 +54,9 @@ def load_experts(
 
     Parameters keep their dtype, device and identity, so that an existing optimizer remains valid. All arguments are
     checked before any copy.
+
+    With expert parallelism, weights and biases are those of all E experts, of which the rank takes its own, or those
+    of the rank's experts alone.
 
     Parameters
     ----------
@@ -115,7 +121,10 @@ def load_experts(
         op = last if name == "down" else first
         weight, bias = _parameters(op)
         features = 2 * wide if name == "gate_up" else wide if op is first else last.out_features
-        source = _source(name, weights[name], biases[name], (len(weight), features, op.in_features), transposed)
+        ranks = op.expert_parallel if isinstance(op, GroupedLinear) else None
+        shape = (len(weight), features, op.in_features)
+        parts = [_of_this_rank(given, len(weight), ranks) for given in (weights[name], biases[name])]
+        source = _source(name, parts[0], parts[1], shape, transposed, 1 if ranks is None else ranks.ranks)
         for into, part in places[name]:
             copies += _copies(name, weight, bias, source, into, part)
     if isinstance(layer, MoE):
@@ -189,15 +198,33 @@ def _parameters(op: GroupedLinear | Linear) -> tuple[Tensor, Tensor | None]:
     return op.weight.unsqueeze(0), None if op.bias is None else op.bias.unsqueeze(0)
 
 
+def _of_this_rank(given: Any, here: int, ranks: ExpertParallel | None) -> Any:
+    """Return the part for this rank, which has ``here`` experts, of an argument that has the experts of all ranks."""
+    if ranks is None or not isinstance(given, Iterable):
+        return given
+    given = given if isinstance(given, Tensor) else list(given)
+    if isinstance(given, Tensor) and (not given.dim() or hasattr(given, "full_tensor")):
+        return given  # which is refused later
+    return given[ranks.rank * here : (ranks.rank + 1) * here] if len(given) == ranks.ranks * here else given
+
+
 def _source(
-    name: str, weights: Weights | None, biases: Biases | None, shape: tuple[int, int, int], transposed: bool
+    name: str,
+    weights: Weights | None,
+    biases: Biases | None,
+    shape: tuple[int, int, int],
+    transposed: bool,
+    ranks: int = 1,
 ) -> _Source:
-    """Check one argument against its required shape (E, out, in) and return its contents."""
+    """Check one argument against its required shape (E, out, in) and return its contents.
+
+    ``ranks`` times E experts are accepted too, see `_of_this_rank`.
+    """
     experts, features_out, features_in = shape
     linear_shape = (features_out, features_in)
     stored = linear_shape[::-1] if transposed else linear_shape
     remedy = "; for (out, in) omit transposed" if transposed else "; for (in, out) pass transposed=True"
-    listed = _listed(name, weights, (experts, *stored), remedy)
+    listed = _listed(name, weights, (experts, *stored), remedy, ranks)
     own_biases = [item.bias for item in listed if isinstance(item, nn.Linear) and item.bias is not None]
     if own_biases and (len(own_biases) < experts or biases is not None):
         expected = f"a bias in every nn.Linear of {name} and no {name}_bias, or no bias in any"
@@ -212,24 +239,27 @@ def _source(
             found.append(item.mT if transposed else item)
     if biases is None:
         return _Source(found, list(own_biases) or None)
-    listed_biases = _listed(f"{name}_bias", biases, (experts, features_out))
+    listed_biases = _listed(f"{name}_bias", biases, (experts, features_out), "", ranks)
     for i, bias in enumerate(listed_biases):
         _check(f"{name}_bias[{i}]", bias, (features_out,))
     return _Source(found, [bias for bias in listed_biases if isinstance(bias, Tensor)])
 
 
 def _listed(
-    name: str, given: Weights | None, shape: tuple[int, ...], remedy: str = ""
+    name: str, given: Weights | None, shape: tuple[int, ...], remedy: str, ranks: int
 ) -> list[Tensor] | list[Tensor | nn.Linear]:
     """Return one item per expert, from a sequence or from one tensor of this shape."""
+    also = f", or {ranks * shape[0]} of all ranks" if ranks > 1 else ""
     if isinstance(given, Tensor):
+        if given.dim() == len(shape) and len(given) != shape[0] and also:
+            raise _wrong(name, f"{shape[0]} experts{also}", len(given))
         _check(name, given, shape, remedy)
         return list(given.unbind(0))
     if not isinstance(given, Iterable):
         raise _wrong(name, f"a tensor {shape} or {shape[0]} nn.Linear or tensors", type(given).__name__)
     listed = list(given)
     if len(listed) != shape[0]:
-        raise _wrong(name, f"{shape[0]} experts", len(listed))
+        raise _wrong(name, f"{shape[0]} experts{also}", len(listed))
     for i, item in enumerate(listed):
         if not isinstance(item, Tensor | nn.Linear):
             raise _wrong(f"{name}[{i}]", "an nn.Linear or a tensor", f"{type(item).__module__}.{type(item).__name__}")

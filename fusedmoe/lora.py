@@ -81,6 +81,7 @@ class GroupedLoRA(Sequential):
         scale = 1.0 if alpha is None else FINITE("GroupedLoRA: alpha", alpha) / rank
         own = layer.weight.dtype if layer.weight_format is None else None
         kind: dict[str, Any] = {"device": layer.weight.device, "dtype": own if dtype is None else dtype}
+        kind["expert_parallel"] = layer.expert_parallel
         super().__init__(
             OrderedDict(
                 lora_A=LoRADown(layer.num_groups, layer.in_features, rank, **kind),
@@ -114,6 +115,7 @@ class GroupedLoRA(Sequential):
             device="meta",
             accumulate_into_main_grad=base.accumulate_into_main_grad,
             recipe=base.recipe,
+            expert_parallel=base.expert_parallel,
         )
         layer.weight = nn.Parameter(weight)
         layer.bias = None if base.bias is None else nn.Parameter(base.bias.clone())

@@ -154,12 +154,13 @@ class MoE(Checked, Runnable):
         wide = 2 if isinstance(_activation(activation), GLU) else 1
         # `scale` applies the routing weight in the epilogue of the activation, so that its gradient needs no saved
         # output of the experts. A bias of `down` would be added after that, so `combine` must apply the weight instead.
+        linear: Any = {"bias": bias, "device": device, "dtype": dtype, "expert_parallel": expert_parallel}
         ops: dict[str, Op | None] = {
             "dispatch": Dispatch(num_experts, expert_parallel=expert_parallel),
-            "gate_up": GroupedLinear(here, hidden, wide * intermediate, bias=bias, device=device, dtype=dtype),
+            "gate_up": GroupedLinear(here, hidden, wide * intermediate, **linear),
             "activation": _activation(activation),
             "scale": None if bias else Scale("probs"),
-            "down": GroupedLinear(here, intermediate, hidden, bias=bias, device=device, dtype=dtype),
+            "down": GroupedLinear(here, intermediate, hidden, **linear),
             "combine": Combine("probs" if bias else None, expert_parallel=expert_parallel),
         }
         self.experts = Sequential(OrderedDict((name, op) for name, op in ops.items() if op is not None))

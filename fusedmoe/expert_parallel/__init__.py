@@ -1,5 +1,10 @@
-"""Expert parallelism: the ranks that share the experts of a layer, and the engines that move tokens between them."""
+"""Expert parallelism: the ranks that share the experts of a layer, and the engines that move tokens between them.
 
+The functions are for models with such layers: the gradients, their norm, and checkpoints.
+"""
+
+from fusedmoe.expert_parallel.checkpoint import load_state_dict, state_dict
 from fusedmoe.expert_parallel.group import ExpertParallel
+from fusedmoe.expert_parallel.shards import average_gradients, clip_grad_norm_, shards
 
-__all__ = ["ExpertParallel"]
+__all__ = ["ExpertParallel", "average_gradients", "clip_grad_norm_", "load_state_dict", "shards", "state_dict"]

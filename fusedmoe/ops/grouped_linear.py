@@ -18,11 +18,13 @@ from fusedmoe.kernels.torch import grouped_gemm
 from fusedmoe.kernels.torch.rows import tail_mask
 from fusedmoe.ops.main_grad import grad_instead, main_grad_bytes, main_grad_of
 from fusedmoe.ops.op import BackwardOp, Op, TensorSpec
+from fusedmoe.ops.shards import EXPERT_PARALLEL, drawn, uniform_
 from fusedmoe.recipes import resolve, shortest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from fusedmoe.expert_parallel import ExpertParallel
     from fusedmoe.formats.products import Operand
     from fusedmoe.ops.op import SpecLike
 
@@ -198,6 +200,7 @@ class _LinearOp(Op):
     out_features: int
     accumulate_into_main_grad: bool
     recipe: Any  # a Recipe or None; `__setattr__` resolves names
+    _sharded_over: ExpertParallel | None = None  # `expert_parallel.shards` reads it
     _checks: ClassVar[Mapping[str, Check]] = {
         "num_groups": POSITIVE_INTEGER,
         "in_features": POSITIVE_INTEGER,
@@ -238,7 +241,7 @@ class _LinearOp(Op):
         bound = 1 / math.sqrt(self.in_features)
         for name, parameter in self.named_parameters(recurse=False):
             if name not in self.stored_weight:
-                nn.init.uniform_(parameter, -bound, bound)
+                uniform_(parameter, bound, self._sharded_over)
 
     def _extra_repr(self, sizes: tuple[str, ...], bias_default: bool) -> str:
         parts = [f"{name}={getattr(self, name)}" for name in sizes]
@@ -287,6 +290,9 @@ class GroupedLinear(_LinearOp):
     weight_format
         The format in which the weight is stored, ``fusedmoe.formats.fp8_block(across=128, power_of_two=...)``; None
         stores it in ``dtype``. See `from_quantized`, and the notes.
+    expert_parallel
+        The ranks, if the experts are those of this rank: ``num_groups`` counts these alone. It decides which initial
+        values they get (see `reset_parameters`), and what the functions of `fusedmoe.expert_parallel` do with them.
 
     Attributes
     ----------
@@ -337,9 +343,11 @@ class GroupedLinear(_LinearOp):
         accumulate_into_main_grad: bool = False,
         recipe: object = None,
         weight_format: Format | None = None,
+        expert_parallel: ExpertParallel | None = None,
     ) -> None:
         super().__init__()
         self.weight_format = weight_format
+        self._sharded_over = EXPERT_PARALLEL(f"{type(self).__name__}: expert_parallel", expert_parallel)
         if accumulate_into_main_grad and weight_format is not None:
             expected = "False, since a weight that is stored quantized has no gradient"
             raise InputError(f"{type(self).__name__}: accumulate_into_main_grad: expected {expected}, got True")
@@ -356,6 +364,7 @@ class GroupedLinear(_LinearOp):
         *,
         recipe: object = None,
         weight_format: Format = FP8_CHECKPOINT,
+        expert_parallel: ExpertParallel | None = None,
     ) -> GroupedLinear:
         """Return a layer with a weight that is already quantized, such as that of an FP8 checkpoint, without a copy.
 
@@ -367,8 +376,8 @@ class GroupedLinear(_LinearOp):
             (E, ceil(N / 128), ceil(K / 128)), fp32. A code times its scale is the value.
         bias
             (E, N), in the dtype of the rows.
-        recipe, weight_format
-            As for the constructor. The default is the format of FP8 checkpoints, with any scales. With
+        recipe, weight_format, expert_parallel
+            As for the constructor. The default format is that of FP8 checkpoints, with any scales. With
             ``fp8_block(across=128)``, the scales of rows and gradients are powers of two.
 
         Raises
@@ -383,7 +392,15 @@ class GroupedLinear(_LinearOp):
                 f"{cls.__name__}.from_quantized: weight: expected codes (E, N, K), got shape {tuple(weight.shape)}"
             )
         experts, out_features, in_features = weight.shape
-        layer = cls(experts, in_features, out_features, device="meta", recipe=recipe, weight_format=weight_format)
+        layer = cls(
+            experts,
+            in_features,
+            out_features,
+            device="meta",
+            recipe=recipe,
+            weight_format=weight_format,
+            expert_parallel=expert_parallel,
+        )
         given = {"weight": weight, "weight_scale_inv": weight_scale_inv}
         for name, t in given.items():
             expected: Tensor = getattr(layer, name)
@@ -413,6 +430,11 @@ class GroupedLinear(_LinearOp):
         return held.dequantize()
 
     @property
+    def expert_parallel(self) -> ExpertParallel | None:
+        """The ranks that share the experts."""
+        return self._sharded_over  # no public attribute, since plans do not depend on it
+
+    @property
     def parameter_names(self) -> tuple[str, ...]:  # type: ignore[override]
         """The names of the parameters."""
         return ("weight", "bias", *self.stored_weight[1:])
@@ -424,16 +446,20 @@ class GroupedLinear(_LinearOp):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw new parameters, uniform within ``1 / sqrt(in_features)``; those of a ``weight_format`` are quantized."""
+        """Draw new parameters, uniform within ``1 / sqrt(in_features)``; those of a ``weight_format`` are quantized.
+
+        With ``expert_parallel``, each rank draws the values of the experts of all ranks, one expert at a time, and
+        keeps those of its own. With the same seed on every rank the experts then differ, and the states of the
+        generators are equal afterwards. On a CPU, the values are those of a layer with all experts and that seed.
+        """
         super().reset_parameters()
         if self.weight_format is None or self.weight.is_meta:
             return
         bound = 1 / math.sqrt(self.in_features)
-        for codes, scale in zip(self.weight, self.weight_scale_inv, strict=True):  # one expert at a time in fp32
-            drawn = torch.empty(codes.shape, dtype=torch.float32, device=codes.device).uniform_(-bound, bound)
-            q = quantize(drawn, self.weight_format)
-            codes.copy_(q.data)
-            scale.copy_(q.scale)
+        for expert, values in drawn(self.weight, bound, self._sharded_over, torch.float32):
+            q = quantize(values, self.weight_format)
+            self.weight[expert].copy_(q.data)
+            self.weight_scale_inv[expert].copy_(q.scale)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Apply a function to the parameters, as `torch.nn.Module` does. It may move a stored weight, not cast it."""

@@ -22,11 +22,13 @@ from torch import Tensor, nn
 from fusedmoe.checks import FINITE, POSITIVE_INTEGER, check_factory
 from fusedmoe.kernels.torch import grouped_gemm
 from fusedmoe.ops.op import BackwardOp, Op, TensorSpec
+from fusedmoe.ops.shards import EXPERT_PARALLEL, uniform_
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from fusedmoe.checks import Check
+    from fusedmoe.expert_parallel import ExpertParallel
     from fusedmoe.ops.op import SpecLike
 
 
@@ -39,6 +41,8 @@ class LoRADown(Op):
         E, K and Q.
     device, dtype
         Device and dtype of the weight. The product casts it to the dtype of the rows.
+    expert_parallel
+        As for `GroupedLinear`.
 
     Attributes
     ----------
@@ -63,9 +67,12 @@ class LoRADown(Op):
         rank: int,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        expert_parallel: ExpertParallel | None = None,
     ) -> None:
         super().__init__()
         check_factory(type(self).__name__, device, dtype)
+        self._sharded_over = EXPERT_PARALLEL(f"{type(self).__name__}: expert_parallel", expert_parallel)
         self.num_groups, self.in_features, self.rank = num_groups, in_features, rank
         self.weight = nn.Parameter(torch.empty(num_groups, rank, in_features, device=device, dtype=dtype))
         self.reset_parameters()
@@ -73,8 +80,7 @@ class LoRADown(Op):
     def reset_parameters(self) -> None:
         """Draw a new weight, uniform within ``1 / sqrt(in_features)``."""
         # kaiming_uniform_(a=sqrt(5)) of each expert's (Q, K); applied to (E, Q, K) it would use a fan-in of Q * K
-        bound = 1 / math.sqrt(self.in_features)
-        nn.init.uniform_(self.weight, -bound, bound)
+        uniform_(self.weight, 1 / math.sqrt(self.in_features), self._sharded_over)
 
     def infer(self, x: SpecLike, weight: SpecLike, offsets: SpecLike) -> tuple[TensorSpec, TensorSpec]:
         if len(x.shape) != 2 or x.shape[1] != self.in_features:
@@ -130,6 +136,8 @@ class LoRAUp(Op):
         Factor of the product. Scaling and addition round once.
     device, dtype
         Device and dtype of the weight. The product casts it to the dtype of the rows.
+    expert_parallel
+        As for `GroupedLinear`.
 
     Attributes
     ----------
@@ -157,9 +165,12 @@ class LoRAUp(Op):
         scale: float,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        expert_parallel: ExpertParallel | None = None,
     ) -> None:
         super().__init__()
         check_factory(type(self).__name__, device, dtype)
+        self._sharded_over = EXPERT_PARALLEL(f"{type(self).__name__}: expert_parallel", expert_parallel)
         self.num_groups, self.rank, self.out_features, self.scale = num_groups, rank, out_features, scale
         self.weight = nn.Parameter(torch.empty(num_groups, out_features, rank, device=device, dtype=dtype))
         self.reset_parameters()

@@ -1,0 +1,169 @@
+"""Checkpoints that do not depend on the number of ranks, by `torch.distributed.checkpoint`.
+
+It writes a DTensor as one tensor, and reads any part of it. So `state_dict` gives each shard as a DTensor of all
+experts, sharded in dimension 0.
+
+Axes: E experts, P ranks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from fusedmoe.checks import MODULE
+from fusedmoe.expert_parallel.shards import owners
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from fusedmoe.expert_parallel.group import ExpertParallel
+
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")  # no part of the names in state_dicts
+
+
+def state_dict(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
+    """Return the state for `torch.distributed.checkpoint`, with the experts' parameters as DTensors of all E experts.
+
+    The result is ``{"model": ..., "optimizer": ...}``, the results of ``get_model_state_dict`` and
+    ``get_optimizer_state_dict`` of `torch.distributed.checkpoint.state_dict`, in which each shard is a DTensor over the
+    ranks that share the experts. Names and sizes are those of a model with all experts on each rank. The tensors share
+    memory with the model and the optimizer: save or load the state before the next step. A collective.
+
+    Parameters
+    ----------
+    model
+        A model, also one that DDP or FSDP2 has wrapped, or one without expert parallelism.
+    optimizer
+        Its optimizer; None for the model alone.
+
+    Examples
+    --------
+    >>> state = state_dict(model, optimizer)
+    >>> torch.distributed.checkpoint.save(state, checkpoint_id=folder)
+
+    >>> state = state_dict(model, optimizer)
+    >>> torch.distributed.checkpoint.load(state, checkpoint_id=folder)
+    >>> load_state_dict(model, optimizer, state)
+    """
+    # imports take a second
+    from torch.distributed.checkpoint import state_dict as of_torch
+
+    MODULE("state_dict: model", model)
+    state: dict[str, Any] = {"model": of_torch.get_model_state_dict(model)}
+    if optimizer is not None:
+        state["optimizer"] = of_torch.get_optimizer_state_dict(model, optimizer)
+    return _converted(model, state, _Whole())
+
+
+def load_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer | None, state: dict[str, Any]) -> None:
+    """Load a state of `state_dict`, after `torch.distributed.checkpoint.load`, into the model and its optimizer."""
+    # imports take a second
+    from torch.distributed.checkpoint import state_dict as of_torch
+
+    MODULE("load_state_dict: model", model)
+    local = _converted(model, state, _part)
+    of_torch.set_model_state_dict(model, local["model"])
+    if optimizer is not None:
+        of_torch.set_optimizer_state_dict(model, optimizer, local["optimizer"])
+
+
+def _names(model: nn.Module) -> dict[str, tuple[nn.Module, ExpertParallel]]:
+    """Return the modules with shards, by their names in a state_dict of torch, which leaves out wrappers."""
+    left_out = {id(m.module) for m in model.modules() if isinstance(m, DistributedDataParallel)}
+    names = {}
+    for name, module, ep in owners(model):
+        parts, at = [], model
+        for part in name.split(".") if name else ():
+            at = getattr(at, part)
+            if id(at) not in left_out and part not in _WRAPPERS:
+                parts.append(part)
+        names[".".join(parts)] = module, ep
+    return names
+
+
+def _converted(model: nn.Module, state: dict[str, Any], convert: Callable[..., Any]) -> dict[str, Any]:
+    """Return the state with its shards converted by ``convert(tensor, parameter, ranks, dimension of the experts)``."""
+    weights = dict(state["model"])
+    result = {**state, "model": weights}
+    moments: dict[str, dict[str, Any]] = {}
+    if "optimizer" in state:
+        moments = dict(state["optimizer"].get("state", {}))
+        result["optimizer"] = {**state["optimizer"], "state": moments}
+    for prefix, (module, ep) in _names(model).items():
+        start = f"{prefix}." if prefix else ""
+        for own, parameter in module.named_parameters(recurse=False):
+            name = start + own
+            weights[name] = convert(weights[name], parameter, ep, 0)
+            if name in moments:
+                moments[name] = {key: convert(value, parameter, ep, 0) for key, value in moments[name].items()}
+            if own == "weight":
+                for key in [key for key in weights if key.startswith(f"{start}amax_history.")]:
+                    weights[key] = convert(weights[key], parameter, ep, weights[key].dim() - 1)  # (steps, E) and (E,)
+    return result
+
+
+class _Whole:
+    """Converts a shard to a DTensor of all experts, and leaves other values unchanged."""
+
+    def __init__(self) -> None:
+        self._meshes: dict[tuple[object, ...], DeviceMesh] = {}
+
+    def __call__(self, value: Any, parameter: Any, ep: ExpertParallel, dim: int) -> Any:
+        # torch.distributed.checkpoint has imported it already
+        from torch.distributed.tensor import DTensor, Shard
+
+        if not isinstance(value, Tensor) or value.dim() <= dim or value.shape[dim] != parameter.shape[0]:
+            return value  # such as the number of steps
+        sharded: Any = value if isinstance(value, DTensor) else None
+        local, placements = (value, ()) if sharded is None else (sharded.to_local(), sharded.placements)
+        mesh = self._mesh(ep, None if sharded is None else sharded.device_mesh, local.device.type)
+        return _dtensor(local, mesh, (Shard(dim), *placements), value.shape, dim, ep.ranks)
+
+    def _mesh(self, ep: ExpertParallel, inner: DeviceMesh | None, device_type: str) -> DeviceMesh:
+        """Return a mesh of the ranks that share the experts, times the mesh over which FSDP2 shards those of a rank."""
+        # see above
+        from torch.distributed.device_mesh import DeviceMesh
+
+        key = ep.group, inner, device_type
+        if key not in self._meshes:
+            if inner is None:
+                mesh = DeviceMesh.from_group(ep.group, device_type)
+            else:
+                layouts: list[Any] = [None] * ep.ranks
+                dist.all_gather_object(layouts, inner.mesh.tolist(), group=ep.group)
+                names = tuple(f"dim{i}" for i in range(inner.ndim + 1))
+                groups = [ep.group, *inner.get_all_groups()]
+                mesh = DeviceMesh.from_group(groups, device_type, mesh=layouts, mesh_dim_names=names)
+            self._meshes[key] = mesh
+        return self._meshes[key]
+
+
+def _part(value: Any, parameter: Any, ep: ExpertParallel, dim: int) -> Any:
+    """Return this rank's part of a DTensor of `_Whole`: plain, or a DTensor as the parameter is."""
+    inner: DeviceMesh | None = getattr(parameter, "device_mesh", None)
+    mesh: DeviceMesh | None = getattr(value, "device_mesh", None)
+    if mesh is None or mesh.ndim == (0 if inner is None else inner.ndim):
+        return value
+    local = value.to_local()
+    if inner is None:
+        return local
+    return _dtensor(local, inner, value.placements[1:], value.shape, dim, 1 / ep.ranks)
+
+
+def _dtensor(
+    local: Tensor, mesh: DeviceMesh, placements: tuple[Any, ...], shape: torch.Size, dim: int, times: float
+) -> Tensor:
+    """Return a DTensor whose shape is ``shape``, with the dimension ``dim`` multiplied by ``times``."""
+    # see above
+    from torch.distributed.tensor import DTensor
+
+    sizes = [int(size * times) if i == dim else size for i, size in enumerate(shape)]
+    strides = torch.empty(sizes, device="meta").stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(sizes), stride=strides)

@@ -1,0 +1,175 @@
+"""The parameters of experts that are spread over ranks: their names, the averages and the norm of their gradients.
+
+Axes: P ranks that share the experts, W data-parallel ranks, W / P replicas of each expert.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from fusedmoe.checks import MODULE, NOT_NEGATIVE
+from fusedmoe.errors import InputError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch.distributed import ProcessGroup
+
+    from fusedmoe.expert_parallel.group import ExpertParallel
+
+_HOOK = "_averages_over_ranks"  # attribute of a shard: the handle of its hook
+
+
+def owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, ExpertParallel]]:
+    """Yield the modules with parameters that are shards, with their names and their ranks."""
+    for name, module in model.named_modules():
+        ep: ExpertParallel | None = module.__dict__.get("_sharded_over")
+        if ep is not None:
+            yield name, module, ep
+
+
+def _shards(model: nn.Module) -> dict[str, tuple[nn.Parameter, ExpertParallel]]:
+    return {
+        name: (parameter, ep)
+        for prefix, module, ep in owners(model)
+        for name, parameter in module.named_parameters(prefix, recurse=False)
+    }
+
+
+def shards(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of which each rank has its own part, by their names: those of `ExpertParallel` experts.
+
+    All other parameters of a model are the same on every rank.
+    """
+    MODULE("shards: model", model)
+    return {name: parameter for name, (parameter, _) in _shards(model).items()}
+
+
+def average_gradients(model: nn.Module, group: Any = None) -> None:
+    """Average the gradients of the shards over data-parallel ranks, as DDP averages those of all other parameters.
+
+    The backward pass sums a shard's gradient over the tokens of the P ranks that share the experts. Hooks on the shards
+    divide it by W, the number of data-parallel ranks, and sum it over the W / P replicas of the shard. DDP gets the
+    order to ignore the shards. Call the function before ``DistributedDataParallel(model)``, on every rank.
+
+    Parameters
+    ----------
+    model
+        The model to wrap. Its shards are plain tensors with memory, and those to train require gradients.
+    group
+        The data-parallel ranks: the process group that DDP gets, or a `DeviceMesh` of one dimension; None for the
+        default group. It contains every group of P ranks as a whole.
+
+    Notes
+    -----
+    Every backward pass averages the gradient that it adds, also inside ``no_sync()``, so that gradients can be
+    accumulated in any way. ``weight.main_grad`` is not changed: its owner reduces it.
+
+    Raises
+    ------
+    InputError
+        A shard has no memory or is a DTensor, or the group does not fit.
+    """
+    who = "average_gradients"
+    found = _shards(MODULE(f"{who}: model", model))
+    for name, (parameter, _) in found.items():
+        if parameter.is_meta or hasattr(parameter, "to_local"):
+            got = (
+                "one on the meta device"
+                if parameter.is_meta
+                else "a DTensor: see FSDPModule.set_gradient_divide_factor"
+            )
+            raise InputError(f"{who}: {name}: expected a plain parameter with memory, got {got}")
+    ranks: Any = dist.group.WORLD if group is None else getattr(group, "get_group", lambda: group)()
+    replicas: dict[ProcessGroup, ProcessGroup | None] = {}
+    for parameter, ep in found.values():
+        if ep.group not in replicas:
+            replicas[ep.group] = _replicas(ep, ranks)
+        if (before := getattr(parameter, _HOOK, None)) is not None:
+            before.remove()
+        if parameter.requires_grad:
+            average = _Average(parameter, ranks.size(), replicas[ep.group])
+            setattr(parameter, _HOOK, parameter.register_hook(average))
+    ignored = [*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *found]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+
+
+def _replicas(ep: ExpertParallel, group: ProcessGroup) -> ProcessGroup | None:
+    """Return the group of the ranks of ``group`` that have the experts of this rank; None if there are no others."""
+    members = dist.get_process_group_ranks(group)
+    numbers: list[int] = [0] * len(members)
+    dist.all_gather_object(numbers, ep.rank, group=group)
+    counts = Counter(numbers)
+    if not {*dist.get_process_group_ranks(ep.group)} <= {*members} or len({*counts.values()}) > 1:
+        raise InputError(
+            f"average_gradients: group: expected all data-parallel ranks, with each group of {ep.ranks} ranks that "
+            f"share experts as a whole, got ranks {members}"
+        )
+    if len(members) == ep.ranks:
+        return None
+    same = [member for member, number in zip(members, numbers, strict=True) if number == ep.rank]
+    return dist.new_group(same, use_local_synchronization=True)  # type: ignore[no-any-return]
+
+
+class _Average:
+    """A hook on a parameter: the gradient divided by a number, and summed over the ranks of a group."""
+
+    def __init__(self, parameter: nn.Parameter, divisor: int, group: ProcessGroup | None) -> None:
+        self._parameter = ref(parameter)  # which has the hook
+        self._divisor = divisor
+        self._group = group
+
+    def __call__(self, grad: Tensor) -> Tensor | None:
+        if getattr(self._parameter(), "grad_added_to_main_grad", False):
+            return None  # a placeholder
+        average = grad / self._divisor
+        if self._group is not None:
+            dist.all_reduce(average, group=self._group)
+        return average
+
+
+@torch.no_grad()
+def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
+    """Scale all gradients of a model so that their norm over all ranks is at most ``max_norm``; return the norm before.
+
+    ``torch.nn.utils.clip_grad_norm_`` for a model with shards: it adds the squared norms of shards over the ranks that
+    share the experts, and gives every rank the same norm. A collective. Parameters can be DTensors, such as those of
+    FSDP2.
+
+    Parameters
+    ----------
+    model
+        The model, with gradients that are averaged over data-parallel ranks already.
+    max_norm
+        The largest Euclidean norm of all gradients together.
+    """
+    MODULE("clip_grad_norm_: model", model)
+    NOT_NEGATIVE("clip_grad_norm_: max_norm", max_norm)
+    ranks = {id(parameter): ep.group for parameter, ep in _shards(model).values()}
+    parameters = list(model.parameters())
+    alike: dict[tuple[Any, ...], list[nn.Parameter]] = {}  # lists that torch takes: no DTensors of several meshes
+    for parameter in parameters:
+        if parameter.grad is not None:
+            mesh = getattr(parameter, "device_mesh", None)
+            alike.setdefault((ranks.get(id(parameter)), mesh), []).append(parameter)
+    start = torch.zeros((), device=parameters[0].device if parameters else None)
+    squares: dict[ProcessGroup | None, Tensor] = dict.fromkeys([None, *ranks.values()], start)
+    for (group, _), some in alike.items():
+        norm: Any = torch.nn.utils.get_total_norm([p.grad for p in some if p.grad is not None])
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        squares[group] = squares[group] + norm.to(torch.promote_types(norm.dtype, torch.float32)).square()
+    for group, square in squares.items():
+        if group is not None:  # every rank has the same groups, with or without gradients
+            squares[group] = square.clone()
+            dist.all_reduce(squares[group], group=group)
+    total = sum(squares.values(), start=start).sqrt()
+    for some in alike.values():
+        torch.nn.utils.clip_grads_with_norm_(some, max_norm, total)
+    return total
