@@ -249,11 +249,9 @@ def _listed(
     name: str, given: Weights | None, shape: tuple[int, ...], remedy: str, ranks: int
 ) -> list[Tensor] | list[Tensor | nn.Linear]:
     """Return one item per expert, from a sequence or from one tensor of this shape."""
-    also = f", or {ranks * shape[0]} of all ranks" if ranks > 1 else ""
+    also = f", or {ranks * shape[0]} experts of all ranks" if ranks > 1 else ""
     if isinstance(given, Tensor):
-        if given.dim() == len(shape) and len(given) != shape[0] and also:
-            raise _wrong(name, f"{shape[0]} experts{also}", len(given))
-        _check(name, given, shape, remedy)
+        _check(name, given, shape, remedy, also)
         return list(given.unbind(0))
     if not isinstance(given, Iterable):
         raise _wrong(name, f"a tensor {shape} or {shape[0]} nn.Linear or tensors", type(given).__name__)
@@ -266,7 +264,7 @@ def _listed(
     return listed
 
 
-def _check(name: str, tensor: object, shape: tuple[int, ...], remedy: str = "") -> None:
+def _check(name: str, tensor: object, shape: tuple[int, ...], remedy: str = "", also: str = "") -> None:
     """Raise unless the tensor can be copied from. ``remedy`` is for a matrix whose transpose has the shape."""
     if not isinstance(tensor, Tensor):
         raise _wrong(name, "a tensor", type(tensor).__name__)
@@ -276,7 +274,7 @@ def _check(name: str, tensor: object, shape: tuple[int, ...], remedy: str = "") 
         raise _wrong(name, "a dense tensor", "a nested one" if tensor.is_nested else tensor.layout)
     if tuple(tensor.shape) != shape:
         fits = (*tensor.shape[:-2], *tensor.shape[:-3:-1]) == shape
-        raise _wrong(name, f"shape {shape}", f"{tuple(tensor.shape)}{remedy if fits else ''}")
+        raise _wrong(name, f"shape {shape}{also}", f"{tuple(tensor.shape)}{remedy if fits else ''}")
     if FLOATS.kept(tensor.dtype) is WRONG:
         raise _wrong(name, "floats of 16 bits or more: dequantize codes first", tensor.dtype)
     if tensor.is_meta:

@@ -159,17 +159,17 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
         if parameter.grad is not None:
             mesh = getattr(parameter, "device_mesh", None)
             alike.setdefault((ranks.get(id(parameter)), mesh), []).append(parameter)
-    start = torch.zeros((), device=parameters[0].device if parameters else None)
-    squares: dict[ProcessGroup | None, Tensor] = dict.fromkeys([None, *ranks.values()], start)
+    # every rank has the same groups, and the same dtype and device, also without gradients
+    dtype = torch.float64 if any(p.dtype is torch.float64 for p in parameters) else torch.float32
+    zero = torch.zeros((), dtype=dtype, device=parameters[0].device if parameters else None)
+    squares: dict[ProcessGroup | None, Tensor] = {group: zero.clone() for group in (None, *ranks.values())}
     for (group, _), some in alike.items():
         norm: Any = torch.nn.utils.get_total_norm([p.grad for p in some if p.grad is not None])
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        squares[group] = squares[group] + norm.to(torch.promote_types(norm.dtype, torch.float32)).square()
+        squares[group] += (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).to(zero).square()
     for group, square in squares.items():
-        if group is not None:  # every rank has the same groups, with or without gradients
-            squares[group] = square.clone()
-            dist.all_reduce(squares[group], group=group)
-    total = sum(squares.values(), start=start).sqrt()
+        if group is not None:
+            dist.all_reduce(square, group=group)
+    total = sum(squares.values(), start=zero).sqrt()
     for some in alike.values():
         torch.nn.utils.clip_grads_with_norm_(some, max_norm, total)
     return total

@@ -1,0 +1,584 @@
+"""The parameters of experts that are spread over ranks: initial values, gradients, clipping, checkpoints.
+
+Four processes are the ranks. Whatever they do, one process with all experts and all tokens does it too.
+"""
+
+import contextlib
+import io
+from functools import cache
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from two_ranks import Ranks
+
+import fusedmoe as fm
+from fusedmoe import expert_parallel as ep_of
+from fusedmoe.formats import Delayed, fp8_block
+
+if not dist.is_available():
+    pytest.skip("torch is built without distributed", allow_module_level=True)
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized"),
+]
+
+SIZE = 4
+E, H, I, K = 8, 6, 4, 2  # noqa: E741  (experts, hidden, intermediate, chosen experts)
+TOKENS = 5, 3, 0, 8  # of each rank
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    started = Ranks(tmp_path_factory.mktemp("ranks"), SIZE)
+    try:
+        yield started
+    finally:
+        started.stop()
+
+
+class Groups:
+    """The groups of a rank: all, pairs of neighbours (P = 2), and the replicas of what the pairs share."""
+
+    def __init__(self, rank):
+        self.mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+        self.world = dist.init_device_mesh("cpu", (SIZE,))
+        self.four, self.two = fm.ExpertParallel(self.world), fm.ExpertParallel(self.mesh["ep"])
+        self.pair = self.two.group
+
+
+@cache
+def groups(rank):
+    return Groups(rank)
+
+
+def same(got, expected, tolerance=0.0):
+    got, expected = dict(got), dict(expected)
+    assert got.keys() == expected.keys()
+    for name, t in expected.items():
+        torch.testing.assert_close(torch.as_tensor(got[name]), t, rtol=tolerance, atol=tolerance, msg=name)
+
+
+# ---- initial values -------------------------------------------------------------------------------------------------
+
+
+def layers(ep, dtype, device=None):
+    """Layers with experts, all kinds of weights, and the experts of P ranks in total."""
+    ranks = 1 if ep is None else ep.ranks
+    linear = {"dtype": dtype, "device": device, "expert_parallel": ep}
+    moe = fm.MoE(H, I, E, K, bias=True, shared_intermediate=I, **linear)
+    experts = moe.experts
+    lora = fm.GroupedLoRA(fm.GroupedLinear(E // ranks, H, H, **linear), rank=2)
+    stored = fm.GroupedLinear(2 * E // ranks, 136, 8, weight_format=fp8_block(across=128), bias=True, **linear)
+    assert experts.down.weight.shape[0] == E // ranks
+    return nn.ModuleDict({"moe": moe, "lora": lora, "stored": stored})
+
+
+def start(ep, dtype, meta):
+    torch.manual_seed(3)
+    if not meta:
+        model = layers(ep, dtype)
+    else:
+        before = torch.get_rng_state()
+        model = layers(ep, dtype, "meta")
+        assert torch.equal(torch.get_rng_state(), before), "drawn on the meta device"
+        model.to_empty(device="cpu")
+        for module in model.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+    values = {name: t.double() for name, t in model.state_dict().items()}
+    return values, torch.get_rng_state()
+
+
+STARTS = [(torch.float32, False), (torch.float64, True), (torch.bfloat16, False)]
+
+
+def starts(rank):
+    return [[start(ep, *case) for case in STARTS] for ep in (groups(rank).four, groups(rank).two)]
+
+
+def is_shard(name):
+    return ".experts." in name or name.startswith(("lora.", "stored."))
+
+
+def test_the_experts_of_all_ranks_are_those_of_one_process(four):
+    found = four.run(starts)
+    for which, ranks in enumerate((range(4), range(2))):
+        for case, setting in enumerate(STARTS):
+            expected, state = start(None, *setting)
+            parts = [found[rank][which][case] for rank in ranks]
+            for name, t in expected.items():
+                got = [values[name] for values, _ in parts]
+                whole = torch.cat(got) if is_shard(name) else got[0]
+                torch.testing.assert_close(whole, t, rtol=0, atol=0, msg=name)
+                assert is_shard(name) or all(torch.equal(other, got[0]) for other in got)
+            assert all(torch.equal(after, state) for _, after in parts), "generators differ afterwards"
+    assert not torch.equal(*(found[rank][0][0][0]["moe.experts.down.weight"] for rank in (0, 1)))
+
+
+def reset(module):
+    torch.manual_seed(5)
+    module.reset_parameters()
+
+
+def starts_sharded(rank, dim):
+    """Experts that FSDP2 shards over the replicas, made on the meta device; also the state for a checkpoint."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard
+
+    every = groups(rank)
+    model = fm.MoE(H, I, E, K, bias=dim == 0, device="meta", expert_parallel=every.two)
+    fully_shard(model.experts, mesh=every.mesh["dp"], shard_placement_fn=lambda _: Shard(dim))
+    model.to_empty(device="cpu")
+    for op in (model.experts.gate_up, model.experts.down):
+        reset(op)
+        assert op.weight.to_local().shape[dim] == op.weight.shape[dim] // 2
+    state = ep_of.state_dict(model)["model"]
+    return {name: t.full_tensor() for name, t in state.items() if name.startswith("experts.")}
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_experts_of_fsdp_from_the_meta_device(four, dim):
+    one = fm.MoE(H, I, E, K, bias=dim == 0)
+    for op in (one.experts.gate_up, one.experts.down):
+        reset(op)
+    for found in four.run(starts_sharded, dim):
+        same(found, {name: t for name, t in one.state_dict().items() if name.startswith("experts.")})
+
+
+def test_the_setting_is_checked():
+    for make in (lambda: fm.GroupedLinear(2, 4, 4, expert_parallel=2), lambda: fm.MoE(4, 4, 4, 2, expert_parallel=2)):
+        with pytest.raises(fm.InputError, match="expert_parallel: expected an ExpertParallel or None, got 2"):
+            make()
+
+
+# ---- weights of other layouts ---------------------------------------------------------------------------------------
+
+
+def loaded(rank):
+    ep = groups(rank).two
+    generator = torch.Generator().manual_seed(0)
+    gate, up, down = (torch.randn(E, *s, generator=generator) for s in ((I, H), (I, H), (H, I)))
+    gate_bias, up_bias, down_bias = (torch.randn(E, n, generator=generator) for n in (I, I, H))
+    router = torch.randn(E, H, generator=generator)
+    own = slice(ep.rank * E // 2, (ep.rank + 1) * E // 2)
+    weights = {"gate": gate, "up": up, "down": down, "gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias}
+    linears = {name: [nn.Linear(*w.shape[::-1]) for w in weights[name]] for name in ("gate", "up", "down")}
+    for name, listed in linears.items():
+        for linear, weight, bias in zip(listed, weights[name], weights[f"{name}_bias"], strict=True):
+            linear.weight.data, linear.bias.data = weight, bias
+    given = [
+        weights,
+        {name: t[own] for name, t in weights.items()},
+        {name: iter(t) for name, t in weights.items()},
+        linears,
+        {name: listed[own] for name, listed in linears.items()},
+    ]
+    for each in given:
+        layer = fm.MoE(H, I, E, K, bias=True, expert_parallel=ep)
+        fm.load_experts(layer, router=router, **each)
+        same(layer.state_dict().items(), {
+            "router.weight": router,
+            "experts.gate_up.weight": torch.cat((gate, up), 1)[own],
+            "experts.gate_up.bias": torch.cat((gate_bias, up_bias), 1)[own],
+            "experts.down.weight": down[own],
+            "experts.down.bias": down_bias[own],
+        }.items())  # fmt: skip
+    for wrong, what, got in [
+        (gate[:3], rf"shape \(4, {I}, {H}\)", r"\(3, "),
+        (list(gate[:3]), "4 experts", "3"),
+    ]:
+        with pytest.raises(fm.InputError, match=f"gate: expected {what}, or 8 experts of all ranks, got {got}"):
+            fm.load_experts(layer, router=router, **weights | {"gate": wrong})
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    sharded = distribute_tensor(gate, groups(rank).mesh["ep"], [Shard(0)])
+    with pytest.raises(fm.InputError, match="gate: expected a plain tensor"):
+        fm.load_experts(layer, router=router, **weights | {"gate": sharded})
+
+
+def test_load_experts_takes_this_ranks_part(four):
+    four.run(loaded)
+
+
+# ---- gradients ------------------------------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    def __init__(self, ep):
+        super().__init__()
+        self.first = nn.Linear(H, H)
+        self.second = fm.MoE(H, I, E, K, shared_intermediate=I, expert_parallel=ep)
+        self.third = fm.MoE(H, I, E, K, bias=True, expert_parallel=ep)
+
+    def forward(self, x):
+        return self.third(x + self.second(self.first(x)))
+
+
+def make(ep=None):
+    torch.manual_seed(0)
+    with torch.device("cpu"):
+        return Model(ep).double()
+
+
+def given(rank, step):
+    """The tokens of one of the four ranks."""
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(TOKENS[(rank + step) % SIZE], H, generator=generator, dtype=torch.float64)
+
+
+def loss_of(model, batches):
+    """The mean over the batches of each one's mean."""
+    y = model(torch.cat(batches))
+    parts = zip(y.split([*map(len, batches)]), batches, strict=True)
+    return sum((y - x.roll(1, -1)).square().sum() / max(len(x), 1) for y, x in parts) / len(batches)
+
+
+class Layout:
+    """A model on some ranks, and which of the four batches this rank has."""
+
+    def __init__(self, kind, rank):
+        every = groups(rank)
+        self.ep = every.four if kind in ("ddp4", "fsdp4") else every.two
+        self.batches = [2 * (rank % 2), 2 * (rank % 2) + 1] if kind == "pair" else [rank]
+        self.group = every.pair if kind == "pair" else None
+        self.inner = make(self.ep)
+        if kind != "fsdp2x2":
+            ep_of.average_gradients(self.inner, self.group)
+        if kind in ("ddp4", "ddp2x2", "pair"):
+            self.model = DistributedDataParallel(self.inner, process_group=self.group)
+        else:
+            from torch.distributed.fsdp import fully_shard
+
+            ignored = set(ep_of.shards(self.inner).values())
+            if kind == "fsdp2x2":
+                ignored = set()
+                for layer in (self.inner.second, self.inner.third):
+                    fully_shard(layer.experts, mesh=every.mesh["dp"])
+                    layer.experts.set_gradient_divide_factor(SIZE)
+            self.model = fully_shard(self.inner, mesh=every.world, ignored_params=ignored)
+
+    def backward(self, step, scale=1.0, sync=True):
+        waits = not sync and isinstance(self.model, DistributedDataParallel)
+        with self.model.no_sync() if waits else contextlib.nullcontext():
+            (scale * loss_of(self.model, [given(rank, step) for rank in self.batches])).backward()
+
+    def whole(self, of=lambda p: p):
+        """All experts' parameters, or other tensors of them, gathered without the functions that are tested."""
+        found = {}
+        for name, parameter in self.inner.named_parameters():
+            t = of(parameter)
+            t = (t.full_tensor() if hasattr(t, "full_tensor") else t).detach()
+            if ".experts." in name:
+                parts = [torch.empty_like(t) for _ in range(self.ep.ranks)]
+                dist.all_gather(parts, t.contiguous(), group=self.ep.group)
+                t = torch.cat(parts)
+            found[name] = t.clone()
+        return found
+
+
+class Whole:
+    """The same in one process."""
+
+    batches = range(SIZE)
+
+    def __init__(self):
+        self.model = self.inner = make()
+
+    def backward(self, step, scale=1.0, sync=True):
+        (scale * loss_of(self.model, [given(rank, step) for rank in self.batches])).backward()
+
+    def whole(self, of=lambda p: p):
+        return {name: of(p).detach().clone() for name, p in self.inner.named_parameters()}
+
+
+KINDS = ["ddp4", "ddp2x2", "pair", "fsdp4", "fsdp2x2"]
+MICRO_BATCHES = [(1, True), (2, True), (2, False)]  # per step, and whether each of them is reduced
+
+
+def train(layout, micro_batches, sync, clip):
+    """Norms of all gradients, and the parameters."""
+    optimizer = torch.optim.SGD(layout.model.parameters(), lr=0.05, momentum=0.9)  # sees the scale, unlike Adam
+    norms = []
+    for step in range(STEPS):
+        for i in range(micro_batches):
+            layout.backward(micro_batches * step + i, 1 / micro_batches, sync or i + 1 == micro_batches)
+        norms.append(clip(layout.model, 0.3).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms, layout.whole()
+
+
+def trained(rank, kind):
+    found = [train(Layout(kind, rank), *case, ep_of.clip_grad_norm_) for case in MICRO_BATCHES]
+    return found if rank == SIZE - 1 else [norms for norms, _ in found]
+
+
+def clip(model, most):
+    return nn.utils.clip_grad_norm_(model.parameters(), most)
+
+
+@pytest.fixture(scope="module")
+def in_one_process():
+    return [train(Whole(), *case, clip) for case in MICRO_BATCHES]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_train_as_one_process_with_all_tokens(four, in_one_process, kind):
+    *others, last = four.run(trained, kind)
+    before = make().state_dict()
+    for case, (norms, parameters) in enumerate(in_one_process):
+        got_norms, got = last[case]
+        torch.testing.assert_close(got_norms, norms, rtol=1e-12, atol=0)
+        assert all(other[case] == got_norms for other in others), "another norm on another rank"
+        same(got, parameters, 1e-12)
+        assert min((p - before[name]).abs().max() for name, p in parameters.items()) > 1e-4
+        assert max(norms) > 0.3, "nothing was clipped"
+
+
+def without_clipping(rank):
+    layout = Layout("ddp2x2", rank)
+    layout.backward(0)
+    norm = ep_of.clip_grad_norm_(layout.model, 1e9)
+    gradients = layout.whole(lambda p: p.grad)
+    # a second call is no second division
+    ep_of.average_gradients(layout.inner)
+    layout.model.zero_grad()
+    layout.backward(0)
+    same(layout.whole(lambda p: p.grad), gradients, 1e-12)
+    # a rank without gradients joins the sum of the norm
+    layout.model.zero_grad()
+    if rank == 0:
+        layout.inner.second.experts.down.weight.grad = torch.full_like(layout.inner.second.experts.down.weight, 2.0)
+    some = ep_of.clip_grad_norm_(layout.model, 1e9)
+    layer = fm.MoE(H, I, E, K, dtype=torch.bfloat16, expert_parallel=groups(rank).two)
+    for parameter in layer.parameters():
+        parameter.grad = torch.full_like(parameter, 2.0)
+    assert ep_of.clip_grad_norm_(layer, 1.0).item() == pytest.approx(2 * (E * H + 3 * E * H * I) ** 0.5, rel=1e-2)
+    assert {p.grad.dtype for p in layer.parameters()} == {torch.bfloat16}
+    assert layer.router.weight.grad.mean().item() == pytest.approx((E * H + 3 * E * H * I) ** -0.5, rel=1e-2)
+    return norm.item(), some.item(), gradients
+
+
+def test_gradients_are_averages(four):
+    one = Whole()
+    one.backward(0)
+    expected = one.whole(lambda p: p.grad)
+    (norm, some, gradients), (_, other, _), *_ = four.run(without_clipping)
+    same(gradients, expected, 1e-12)
+    assert norm == pytest.approx(sum(g.square().sum().item() for g in expected.values()) ** 0.5, rel=1e-12)
+    assert some == other == pytest.approx(2 * (E // 2 * H * I) ** 0.5)
+
+
+def into_main_grad(rank):
+    """The owner of ``main_grad`` divides it, and sums it over replicas: here there are none."""
+    layout = Layout("ddp4", rank)
+    ops = [op for op in layout.inner.modules() if isinstance(op, fm.GroupedLinear)]
+    for op in ops:
+        op.accumulate_into_main_grad = True
+        op.weight.main_grad = torch.zeros_like(op.weight)
+        op.weight.grad_added_to_main_grad = False
+    for step in range(2):
+        layout.backward(step)
+    for parameter in ep_of.shards(layout.inner).values():
+        if hasattr(parameter, "main_grad"):
+            parameter.main_grad.div_(SIZE)
+    return layout.whole(lambda p: getattr(p, "main_grad", p.grad))
+
+
+def test_main_grad(four):
+    one = Whole()
+    for step in range(2):
+        one.backward(step)
+    same(four.run(into_main_grad)[1], one.whole(lambda p: p.grad), 1e-12)
+
+
+def refused(rank):
+    every = groups(rank)
+    inner = make(every.four)
+    with pytest.raises(fm.InputError, match=r"group: expected all data-parallel ranks.*of 4 ranks.*got ranks \[") as e:
+        ep_of.average_gradients(inner, every.pair)
+    assert str([rank - rank % 2, rank - rank % 2 + 1]) in str(e.value)
+    with torch.device("meta"):
+        meta = Model(every.four)
+    with pytest.raises(
+        fm.InputError, match=r"second\.experts\.gate_up\.weight: expected .* memory, got one on the meta"
+    ):
+        ep_of.average_gradients(meta)
+    lora = fm.GroupedLoRA(inner.second.experts.down, rank=2)
+    assert [*ep_of.shards(lora)] == ["lora_A.weight", "base_layer.weight", "lora_B.weight"]
+    ep_of.average_gradients(lora)  # a frozen weight has no gradient
+    return [*ep_of.shards(make(every.two))]
+
+
+def test_what_cannot_be_averaged(four):
+    ops = [("second", ["weight"]), ("third", ["weight", "bias"])]
+    expected = [f"{layer}.experts.{op}.{p}" for layer, own in ops for op in ("gate_up", "down") for p in own]
+    assert four.run(refused)[0] == expected
+    assert ep_of.shards(make()) == {}
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def optimizer_of(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def steps(layout, optimizer, first, last):
+    for step in range(first, last):
+        layout.backward(step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def saved(rank, kind, folder):
+    from torch.distributed import checkpoint
+
+    layout = Layout(kind, rank)
+    optimizer = optimizer_of(layout.model)
+    steps(layout, optimizer, 0, 2)
+    checkpoint.save(ep_of.state_dict(layout.model, optimizer), checkpoint_id=folder, process_group=layout.group)
+    return layout.whole()
+
+
+def resumed(rank, kinds, folder):
+    from torch.distributed import checkpoint
+
+    found = []
+    for kind in kinds:
+        layout = Layout(kind, rank)
+        optimizer = optimizer_of(layout.model)
+        for parameter in layout.model.parameters():
+            nn.init.constant_(parameter, 0.01)
+        steps(layout, optimizer, 0, 1)
+        state = ep_of.state_dict(layout.model, optimizer)
+        checkpoint.load(state, checkpoint_id=folder, process_group=layout.group)
+        ep_of.load_state_dict(layout.model, optimizer, state)
+        before = layout.whole()
+        steps(layout, optimizer, 2, 4)
+        found.append((before, layout.whole()))
+    return found if rank == 1 else None
+
+
+def in_one(folder, load):
+    """Save or load with torch's functions alone, with all experts in this process."""
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    layout = Whole()
+    optimizer = optimizer_of(layout.model)
+    if load:
+        for parameter in layout.model.parameters():
+            nn.init.constant_(parameter, 0.01)
+    else:
+        steps(layout, optimizer, 0, 2)
+    model_state, optimizer_state = get_state_dict(layout.model, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    if load:
+        checkpoint.load(state, checkpoint_id=folder)
+        set_state_dict(layout.model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    else:
+        checkpoint.save(state, checkpoint_id=folder)
+    before = layout.whole()
+    steps(layout, optimizer, 2, 4)
+    return before, layout.whole()
+
+
+@pytest.fixture(scope="module")
+def plain_checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plain")
+    return folder, in_one(folder, load=False)
+
+
+@pytest.mark.parametrize("kind", ["ddp4", "ddp2x2", "fsdp2x2"])
+def test_a_checkpoint_is_loaded_by_any_number_of_ranks(four, plain_checkpoint, tmp_path, kind):
+    before, after = plain_checkpoint[1]
+    same(four.run(saved, kind, tmp_path)[0], before, 1e-12)
+    others = {"ddp4": ["pair", "fsdp2x2"], "ddp2x2": ["ddp4"], "fsdp2x2": ["ddp2x2", "fsdp4"]}[kind]
+    found = [*four.run(resumed, others, tmp_path)[1], in_one(tmp_path, load=True)]
+    for got_before, got_after in found:
+        same(got_before, before, 1e-12)
+        same(got_after, after, 1e-12)
+        same(got_before, found[0][0])
+    assert min((after[name] - before[name]).abs().max() for name in after) > 1e-4
+
+
+def test_a_checkpoint_of_one_process_is_loaded_by_ranks(four, plain_checkpoint):
+    folder, (before, after) = plain_checkpoint
+    for got_before, got_after in four.run(resumed, ["ddp4", "ddp2x2", "fsdp2x2"], folder)[1]:
+        same(got_before, before)
+        same(got_after, after, 1e-12)
+
+
+DELAYED = fm.recipes.FP8Tensor(delayed=Delayed(history=3))
+
+
+def with_history(model, rank):
+    x = torch.randn(7, 32, generator=torch.Generator().manual_seed(rank))
+    for _ in range(2):
+        with fm.recipe(DELAYED):
+            model(x).square().sum().backward()
+    return model
+
+
+def histories(rank, folder):
+    from torch.distributed import checkpoint
+
+    torch.manual_seed(0)
+    model = with_history(fm.MoE(32, 32, E, K, expert_parallel=groups(rank).four), rank)
+    checkpoint.save(ep_of.state_dict(model), checkpoint_id=folder)
+    torch.manual_seed(1)
+    other = with_history(fm.MoE(32, 32, E, K, expert_parallel=groups(rank).two), rank)
+    state = ep_of.state_dict(other)
+    checkpoint.load(state, checkpoint_id=folder)
+    ep_of.load_state_dict(other, None, state)
+    return [{name: t.clone() for name, t in m.state_dict().items()} for m in (model, other)]
+
+
+def test_delayed_scales_of_experts(four, tmp_path):
+    found = four.run(histories, tmp_path)
+    names = [name for name in found[0][0] if "amax_history" in name]
+    assert len(names) > 6
+    for name in found[0][0]:
+        dim = 0 if name.startswith("experts.") else None
+        dim = dim if "amax_history" not in name else found[0][0][name].dim() - 1
+        before, after = [each[0][name] for each in found], [each[1][name] for each in found[:2]]
+        if dim is None:
+            assert torch.equal(before[0], after[0])
+            continue
+        torch.testing.assert_close(torch.cat(after, dim), torch.cat(before, dim), rtol=0, atol=0)
+        assert not torch.equal(before[0], before[1]), name
+
+
+def files(rank):
+    """Each rank's own file, as `torch.save` writes it, and what another number of ranks says of it."""
+    every = groups(rank)
+    file = io.BytesIO()
+    torch.save(make(every.four).state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    assert {type(t) for t in state.values()} == {torch.Tensor}
+    again = Model(every.four).double()
+    again.load_state_dict(state)
+    same(again.state_dict(), make(every.four).state_dict())
+    errors = []
+    for other in (make(every.two), make()):
+        with pytest.raises(RuntimeError) as raised:
+            other.load_state_dict(state)
+        errors.append(str(raised.value))
+    return errors
+
+
+def test_the_file_of_a_rank(four):
+    for errors in four.run(files):
+        for here, error in zip((4, 8), errors, strict=True):
+            assert (
+                f"size mismatch for second.experts.down.weight: copying a param with shape torch.Size([2, {H}, {I}]) "
+                f"from checkpoint, the shape in current model is torch.Size([{here}, {H}, {I}])"
+            ) in error
+            assert "router" not in error
