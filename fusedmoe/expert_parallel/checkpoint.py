@@ -16,7 +16,7 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedmoe.checks import MODULE
-from fusedmoe.expert_parallel.shards import owners
+from fusedmoe.expert_parallel.shards import owners, shards
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,7 +55,7 @@ def state_dict(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
     # imports take a second
     from torch.distributed.checkpoint import state_dict as of_torch
 
-    MODULE("state_dict: model", model)
+    shards(MODULE("state_dict: model", model))  # raises if they are not as they should be
     state: dict[str, Any] = {"model": of_torch.get_model_state_dict(model)}
     if optimizer is not None:
         state["optimizer"] = of_torch.get_optimizer_state_dict(model, optimizer)

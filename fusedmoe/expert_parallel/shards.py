@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fusedmoe.expert_parallel.group import ExpertParallel
 
 _HOOK = "_averages_over_ranks"  # attribute of a shard: the handle of its hook
+_CHECKED = "_leaves_shards_alone"  # attribute of a DDP module
 
 
 def owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, ExpertParallel]]:
@@ -36,11 +37,41 @@ def owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, ExpertParallel]]:
 
 
 def _shards(model: nn.Module) -> dict[str, tuple[nn.Parameter, ExpertParallel]]:
-    return {
-        name: (parameter, ep)
-        for prefix, module, ep in owners(model)
-        for name, parameter in module.named_parameters(prefix, recurse=False)
-    }
+    found = {}
+    for prefix, module, ep in owners(model):
+        for name, parameter in module.named_parameters(prefix, recurse=False):
+            _check_mesh(name, parameter, ep)
+            found[name] = parameter, ep
+    return found
+
+
+def _check_mesh(name: str, parameter: Any, ep: ExpertParallel) -> None:
+    """Raise if FSDP2 has sharded a parameter over ranks that have other experts."""
+    mesh = getattr(parameter, "device_mesh", None)
+    if mesh is None:
+        return
+    over = mesh.mesh.flatten().tolist()
+    if len({*over}.intersection(dist.get_process_group_ranks(ep.group))) > 1:
+        raise InputError(
+            f"{name}: expected a plain parameter, or one that is sharded over ranks with the same experts, got one "
+            f"that is sharded over ranks {over}: fully_shard the experts over their replicas, or pass ignored_params"
+        )
+
+
+def check_ddp() -> None:
+    """Raise if the DDP module whose ``forward`` runs averages shards: it has overwritten them with those of rank 0."""
+    ddp: Any = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    if ddp is None or _CHECKED in ddp.__dict__:
+        return
+    averaged = {id(parameter) for parameter in getattr(ddp, "_module_parameters", ())}
+    for name, (parameter, ep) in _shards(ddp.module).items():
+        if id(parameter) in averaged and ep.ranks > 1:
+            raise InputError(
+                f"DistributedDataParallel: {name}: expected to be left alone, since each rank has other experts, got "
+                "an average over ranks: call fm.expert_parallel.average_gradients(model) before "
+                "DistributedDataParallel(model)"
+            )
+    ddp.__dict__[_CHECKED] = True
 
 
 def shards(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -70,7 +101,8 @@ def average_gradients(model: nn.Module, group: Any = None) -> None:
     Notes
     -----
     Every backward pass averages the gradient that it adds, also inside ``no_sync()``, so that gradients can be
-    accumulated in any way. ``weight.main_grad`` is not changed: its owner reduces it.
+    accumulated in any way. ``weight.main_grad`` is not changed: its owner reduces it. The hooks are those of the
+    parameters: call the function again after other parameters have taken their place, or in a copy of the model.
 
     Raises
     ------
@@ -97,7 +129,8 @@ def average_gradients(model: nn.Module, group: Any = None) -> None:
         if parameter.requires_grad:
             average = _Average(parameter, ranks.size(), replicas[ep.group])
             setattr(parameter, _HOOK, parameter.register_hook(average))
-    ignored = [*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *found]
+    names = [*found, *(f"_orig_mod.{name}" for name in found)]  # also for DDP(torch.compile(model))
+    ignored = [*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *names]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
 
 

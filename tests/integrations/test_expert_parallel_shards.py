@@ -4,6 +4,7 @@ Four processes are the ranks. Whatever they do, one process with all experts and
 """
 
 import contextlib
+import copy
 import io
 from functools import cache
 
@@ -382,8 +383,13 @@ def into_main_grad(rank):
         op.accumulate_into_main_grad = True
         op.weight.main_grad = torch.zeros_like(op.weight)
         op.weight.grad_added_to_main_grad = False
+        (hook,) = op.weight._backward_hooks.values()
+        assert hook(op.weight) is not None
     for step in range(2):
         layout.backward(step)
+    assert all(
+        hook(p) is None for op in ops for p in [op.weight] for hook in p._backward_hooks.values()
+    )  # placeholders
     for parameter in ep_of.shards(layout.inner).values():
         if hasattr(parameter, "main_grad"):
             parameter.main_grad.div_(SIZE)
@@ -413,6 +419,34 @@ def refused(rank):
     assert [*ep_of.shards(lora)] == ["lora_A.weight", "base_layer.weight", "lora_B.weight"]
     ep_of.average_gradients(lora)  # a frozen weight has no gradient
     return [*ep_of.shards(make(every.two))]
+
+
+def forgotten(rank):
+    """DDP and FSDP2 that were not told of the experts, which they take for the same on all ranks."""
+    from torch.distributed.fsdp import fully_shard
+
+    every = groups(rank)
+    inner = make(every.two)
+    inner(given(rank, 0))  # planned before DDP
+    copied = copy.deepcopy(inner)
+    ep_of.average_gradients(inner.second)
+    x = given(rank, 0)
+    with pytest.raises(
+        fm.InputError, match=r"second\.experts\.gate_up\.weight: expected to be left alone.*average_grad"
+    ):
+        DistributedDataParallel(inner)(x)
+    ep_of.average_gradients(copied)
+    before = copy.deepcopy(copied.state_dict())
+    DistributedDataParallel(torch.compile(copied, backend="eager"))
+    same(copied.state_dict(), before)  # not those of rank 0
+    sharded = fully_shard(make(every.two), mesh=every.world)
+    for function in (ep_of.shards, ep_of.state_dict, lambda model: ep_of.clip_grad_norm_(model, 1.0)):
+        with pytest.raises(fm.InputError, match=r"gate_up\.weight: expected .* sharded over ranks \[0, 1, 2, 3\]"):
+            function(sharded)
+
+
+def test_experts_that_are_taken_for_replicas(four):
+    four.run(forgotten)
 
 
 def test_what_cannot_be_averaged(four):
