@@ -418,6 +418,13 @@ def refused(rank):
     lora = fm.GroupedLoRA(inner.second.experts.down, rank=2)
     assert [*ep_of.shards(lora)] == ["lora_A.weight", "base_layer.weight", "lora_B.weight"]
     ep_of.average_gradients(lora)  # a frozen weight has no gradient
+    stored = fm.GroupedLinear(2, 8, 8, weight_format=fp8_block(across=128))
+    codes, scales = stored.weight.detach(), stored.weight_scale_inv.detach()
+    stored = fm.GroupedLinear.from_quantized(codes, scales, expert_parallel=every.four)
+    assert [*ep_of.shards(stored)] == ["weight", "weight_scale_inv"]
+    state = ep_of.state_dict(stored)["model"]
+    assert [(t.shape[0], t.dtype) for t in state.values()] == [(8, torch.float8_e4m3fn), (8, torch.float32)]
+    assert [*ep_of.shards(lora.merged())] == ["weight"]
     return [*ep_of.shards(make(every.two))]
 
 
