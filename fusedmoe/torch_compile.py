@@ -18,7 +18,7 @@ from fusedmoe.autocast import autocast_dtype, cast_arguments, casts_rows
 from fusedmoe.errors import InputError
 from fusedmoe.fusion import registry
 from fusedmoe.ops.op import Op, Runnable, constant_in_graphs
-from fusedmoe.partition import ChainPart, partition_for
+from fusedmoe.partition import ChainPart, partition_for, partition_of_call
 from fusedmoe.sorted_rows import ModuleCall, call_module, why_no_rows
 from fusedmoe.torch_handles import encode, handle_of
 
@@ -164,9 +164,9 @@ def _run_eagerly(
     root: Runnable, x: Tensor, inputs: dict[str, Tensor], parameters: Parameters | None, provides: tuple[str, ...]
 ) -> Any:
     """Run a module eagerly: a graph break."""
-    from fusedmoe import modes  # imported here since it imports this module
-
-    return modes.run(root, x, inputs, parameters, provides)
+    partition = partition_of_call(root, x, inputs, provides)
+    y = partition.run(x, inputs, root._options, parameters)
+    return (y, {name: inputs[name] for name in provides if name in inputs}) if provides else y
 
 
 def _refuse(message: str) -> None:

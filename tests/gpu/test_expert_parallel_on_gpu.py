@@ -1,0 +1,291 @@
+"""The engine "symmetric", and the rules that compute while tokens travel, on GPUs: bit for bit those of "allgather".
+
+Two ranks with a GPU each, or both on the only one: their kernels then take turns, which is slow but shows the same
+races. EXPERT_PARALLEL_STEPS sets the number of steps with random delays.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hopper import needs_gpu
+from torch import distributed as dist
+
+import fusedmoe as fm
+
+pytestmark = needs_gpu
+
+if not dist.is_available():
+    pytest.skip("torch is built without distributed", allow_module_level=True)
+
+sys.path.append(str(Path(__file__).parents[1] / "integrations"))
+from two_ranks import Ranks
+
+BF16 = torch.bfloat16
+HIDDEN, INTERMEDIATE, EXPERTS, CHOSEN = 512, 256, 16, 4
+MOST = 2500  # tokens: enough for the rules that overlap exchanges
+STEPS = int(os.environ.get("EXPERT_PARALLEL_STEPS", "100"))
+OVERLAPS = (
+    "sm90.gemm_activation_of_arriving_tokens", "sm90.gemm_of_leaving_rows",
+    "sm90.dgrad_activation_of_arriving_gradients", "sm90.wgrad_beside_exchange",
+)  # fmt: skip
+TOKENS = {"even": (MOST, MOST), "uneven": (MOST, 1733), "empty": (0, 900)}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    started = Ranks(tmp_path_factory.mktemp("ranks"))
+    yield started
+    started.stop()
+
+
+def on_device(rank):
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+
+
+_made = {}
+
+
+def exchange(engine, most=MOST):
+    """One object per engine, as a model has."""
+    key = engine, most
+    if key not in _made:
+        _made[key] = fm.ExpertParallel(engine=engine, max_tokens=most, timeout_s=60)
+    return _made[key]
+
+
+def layer(ep, rank, scale=0.1, **settings):
+    torch.manual_seed(0)
+    made = fm.MoE(HIDDEN, INTERMEDIATE, EXPERTS, CHOSEN, device="cuda", dtype=BF16, expert_parallel=ep, **settings)
+    ranks = 1 if ep is None else ep.ranks
+    here = EXPERTS // ranks
+    for op in (made.experts.gate_up, made.experts.down):
+        generator = torch.Generator("cuda").manual_seed(op.in_features)
+        weight = torch.randn(EXPERTS, *op.weight.shape[1:], device="cuda", generator=generator)
+        op.weight.data.copy_(scale * weight[rank % ranks * here : (rank % ranks + 1) * here])
+    return made
+
+
+def data(count, seed):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    x, grad = (torch.randn(count, HIDDEN, device="cuda", generator=generator).to(BF16) for _ in range(2))
+    return x.requires_grad_(), grad
+
+
+def results(made, x, grad):
+    y = made(x)
+    return [y.detach(), *torch.autograd.grad(y, [x, *made.parameters()], grad)]
+
+
+# ---- the engine ----------------------------------------------------------------------------------------------------
+
+
+def engines(rank):
+    on_device(rank)
+    generator = torch.Generator("cuda").manual_seed(rank)
+    counts = torch.Generator().manual_seed(rank)
+    gather, others = exchange("symmetric").engine, exchange("allgather").engine
+    different = 0
+    for step in range(40):
+        rows = 37 * (step % 5) + 3  # the same on both ranks
+        count = rows if step % 2 else int(torch.randint(0, rows + 1, (1,), generator=counts))
+        tensors = [
+            torch.randint(0, 99, (rows, 8), device="cuda", generator=generator, dtype=torch.int32),
+            torch.randn(count, 24, device="cuda", generator=generator).to(BF16),
+        ]
+        known = [[rows, rows], [len(t) for t in _lengths(count)]]
+        for got, want, lengths in zip(gather.gather(tensors, rows), others.gather(tensors, rows), known, strict=True):
+            for r, length in enumerate(lengths):
+                different += not torch.equal(got[r * rows : r * rows + length], want[r * rows : r * rows + length])
+        parts = torch.randn(2 * rows, 24, device="cuda", generator=generator)
+        for got, want in zip(gather.exchange([parts])[0], others.exchange([parts])[0], strict=True):
+            different += not torch.equal(got, want)
+    return different, gather.buffer_bytes()
+
+
+def _lengths(count):
+    found = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
+    dist.all_gather(found, torch.tensor([count]))
+    return [range(int(n)) for n in found]
+
+
+def test_exchanges_are_those_of_allgather(ranks):
+    for different, nbytes in ranks.run(engines):
+        assert different == 0
+        assert nbytes > 0
+
+
+# ---- a layer -------------------------------------------------------------------------------------------------------
+
+
+def layers(rank, tokens, settings):
+    on_device(rank)
+    x, grad = data(tokens[rank], rank)
+    found = {}
+    for name, engine, disabled in (
+        ("plain", "allgather", OVERLAPS), ("overlap", "allgather", ()),
+        ("symmetric", "symmetric", OVERLAPS), ("both", "symmetric", ()),
+    ):  # fmt: skip
+        with fm.disabled(*disabled):
+            made = layer(exchange(engine), rank, **settings)
+            found[name] = results(made, x, grad)
+            used = {step.rule for step in made.explain(x).steps}
+            assert not used & {*disabled}
+    for name, got in found.items():
+        for i, (a, b) in enumerate(zip(got, found["plain"], strict=True)):
+            assert torch.equal(a, b), (name, i)
+            assert a.float().norm() > 0 or not min(tokens), (name, i)
+    # against one GPU with the tokens of both ranks
+    one = layer(None, 0, **settings)
+    other = data(tokens[1 - rank], 1 - rank)
+    order = [(x, grad), other] if rank == 0 else [other, (x, grad)]
+    every = torch.cat([x.detach() for x, _ in order]).requires_grad_()
+    want = results(one, every, torch.cat([grad for _, grad in order]))
+    exact = results(one.double(), every.detach().double().requires_grad_(), torch.cat([g for _, g in order]).double())
+    first = sum(tokens[:rank])
+    errors = []
+    for i in range(2):  # output, gradient of the tokens
+        mine = slice(first, first + tokens[rank])
+        reference = exact[i][mine].double()
+        if tokens[rank]:
+            errors.append([
+                ((t.double() - reference).norm() / reference.norm()).item() for t in (found["both"][i], want[i][mine])
+            ])  # fmt: skip
+    return errors, used
+
+
+@pytest.mark.parametrize("tokens", TOKENS.values(), ids=TOKENS)
+def test_layers_have_the_bits_of_allgather(ranks, tokens):
+    for errors, used in ranks.run(layers, tokens, {}):
+        for of_two, of_one in errors:
+            assert 0 < of_two < 1.5 * of_one
+        assert min(tokens) == 0 or used >= {*OVERLAPS}
+
+
+@pytest.mark.parametrize("settings", [{"bias": True}, {"score": "sigmoid"}, {"shared_intermediate": 128}], ids=str)
+def test_other_layers(ranks, settings):
+    ranks.run(layers, TOKENS["uneven"], settings)
+
+
+# ---- no host, graphs, delays ----------------------------------------------------------------------------------------
+
+
+def without_the_host(rank):
+    """Forward and backward without a synchronisation, eager and captured; replays follow new tokens and weights."""
+    on_device(rank)
+    ep = exchange("symmetric")
+    made = layer(ep, rank)
+    x, grad = data(MOST, 7)
+    for _ in range(2):
+        results(made, x, grad)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        results(made, x, grad)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        results(made, x, grad)
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = results(made, x, grad)
+    different = 0
+    generator = torch.Generator("cuda").manual_seed(rank)
+    for step in range(STEPS // 2):
+        with torch.no_grad():
+            for t in (x, grad):
+                t.copy_(torch.randn(t.shape, device="cuda", generator=generator))
+        if step % 3 == rank:
+            torch.cuda._sleep(3_000_000)
+        graph.replay()
+        got = [t.clone() for t in captured]
+        want = results(made, x, grad)
+        different += any(not torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    return different, float(captured[0].float().norm())
+
+
+def test_no_synchronisation_and_graphs(ranks):
+    for different, norm in ranks.run(without_the_host):
+        assert different == 0
+        assert norm > 0
+
+
+def delayed(rank):
+    """Steps of two layers with random delays of each rank, and buffers that are poisoned before each use."""
+    on_device(rank)
+    ep = exchange("symmetric")
+    stack = [layer(ep, rank), layer(ep, rank, score="sigmoid")]
+    x, grad = data(1200 + 300 * rank, rank)
+
+    def step():
+        y = stack[1](stack[0](x))
+        return [y.detach(), *torch.autograd.grad(y, [x, *stack[0].parameters()], grad)]
+
+    want = step()
+    counts = torch.Generator().manual_seed(rank)
+    next_buffer = ep.engine._next_buffer
+
+    def poisoned(nbytes, device):
+        buffer = next_buffer(nbytes, device)
+        # by the engine's stream, in its turn: the peers have read the last contents
+        stream = ep.engine._stream
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            buffer.of_rank(rank, 0, (buffer.nbytes,), torch.uint8).fill_(0xFF)
+        return buffer
+
+    ep.engine._next_buffer = poisoned
+    different = 0
+    try:
+        for _ in range(STEPS):
+            for _ in range(int(torch.randint(0, 2, (1,), generator=counts))):
+                torch.cuda._sleep(int(torch.randint(0, 4_000_000, (1,), generator=counts)))
+            different += any(not torch.equal(a, b) for a, b in zip(step(), want, strict=True))
+    finally:
+        ep.engine._next_buffer = next_buffer
+    return different
+
+
+def test_delays_and_poisoned_buffers(ranks):
+    assert ranks.run(delayed) == [0, 0]
+
+
+# ---- a rank that is gone -------------------------------------------------------------------------------------------
+
+
+def lost(rank):
+    """Rank 1 does not come to the second step."""
+    on_device(rank)
+    ep = fm.ExpertParallel(engine="symmetric", max_tokens=MOST, timeout_s=4)
+    made = layer(ep, rank)
+    x, grad = data(MOST, rank)
+    results(made, x, grad)
+    torch.cuda.synchronize()
+    dist.barrier()
+    if rank == 1:
+        return None
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        for _ in range(2):
+            results(made, x, grad)
+            torch.cuda.synchronize()
+    return time.monotonic() - start
+
+
+def test_a_rank_that_does_not_come(tmp_path):
+    """The others end within the time-out; their CUDA context is lost, so no wrong result can be used."""
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    started = Ranks(tmp_path)
+    try:
+        seconds, _ = started.run(lost)
+        assert 2 < seconds < 15
+    finally:
+        started.stop()

@@ -1,0 +1,117 @@
+"""Layers whose experts are spread over ranks, under torch.compile, torch.export and explain(): two ranks."""
+
+import pytest
+import torch
+from torch import distributed as dist
+
+import fusedmoe as fm
+
+if not dist.is_available():
+    pytest.skip("torch is built without distributed", allow_module_level=True)
+
+from two_ranks import Ranks
+
+HIDDEN = 16
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    started = Ranks(tmp_path_factory.mktemp("compile"))
+    yield started
+    started.stop()
+
+
+class Model(torch.nn.Module):
+    def __init__(self, most):
+        super().__init__()
+        torch.manual_seed(0)
+        self.before = torch.nn.Linear(HIDDEN, HIDDEN)
+        self.moe = fm.MoE(HIDDEN, 8, 4, 2, shared_intermediate=8, expert_parallel=fm.ExpertParallel(max_tokens=most))
+
+    def forward(self, x):
+        y, stats = self.moe(self.before(x), return_stats=True)
+        return x + y, stats.load_balancing_loss
+
+
+def compiled_and_eager(rank, most):
+    model = Model(most)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager")
+    results = []
+    for run in (model, compiled, compiled):
+        for count in (5, 3 - rank):
+            torch.manual_seed(count)
+            x = torch.randn(count, HIDDEN, requires_grad=True)
+            model.zero_grad()
+            y, loss = run(x)
+            (y.square().sum() + loss).backward()
+            results.append([y.detach(), x.grad, *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+    eager, once, again = results[:2], results[2:4], results[4:]
+    for want, *others in zip(eager, once, again, strict=True):
+        assert len(want) > 6
+        for got in others:
+            for a, b in zip(got, want, strict=True):
+                torch.testing.assert_close(a, b)
+    return float(eager[0][0].abs().sum())
+
+
+@pytest.mark.parametrize("most", [None, 6], ids=["agreed", "max_tokens"])
+def test_a_compiled_model(ranks, most):
+    """The layer is not traced: a graph break before and after it."""
+    assert all(total > 0 for total in ranks.run(compiled_and_eager, most))
+
+
+def refused(rank):
+    layer = Model(6).moe
+    x = torch.randn(6, HIDDEN)
+    with pytest.raises(fm.InputError, match=r"torch.export: expected a module with all experts on one rank"):
+        torch.export.export(layer, (x,))
+    with pytest.raises(Exception, match="exchanges tokens with other ranks"):
+        torch.compile(layer, backend="eager", fullgraph=True)(x)
+    return True
+
+
+def test_what_cannot_be_traced(ranks):
+    assert all(ranks.run(refused))
+
+
+def explained(rank):
+    """Only rank 0 explains: no other rank answers it."""
+    texts = []
+    if rank == 0:
+        for most in (None, 6):
+            layer = Model(most).moe
+            on_meta = Model(most).moe.to("meta")
+            for made, x in ((layer, torch.randn(6, HIDDEN)), (on_meta, torch.randn(6, HIDDEN, device="meta"))):
+                x.requires_grad_()
+                for arch in (None, 90):
+                    texts.append(str(made.explain(x, arch=arch)))
+            of_bf16 = on_meta.to(torch.bfloat16)
+            plan = of_bf16.explain(torch.empty(6, HIDDEN, device="meta", dtype=torch.bfloat16), arch=90)
+            plan.raise_if_missed()  # exchanges run unfused for so few tokens, which is no miss
+            assert [s.ops for s in plan.steps if s.rule is None] == [
+                ("experts.dispatch.gather.GatherTokens",), ("experts.combine.return.ReturnTokens",),
+                ("experts.combine.return.DReturnTokens",),
+            ]  # fmt: skip
+            texts.append(str(fm.explain(torch.nn.Sequential(layer), arch=90)))
+    dist.barrier()
+    return texts
+
+
+def test_explain_communicates_nothing(ranks):
+    texts, _ = ranks.run(explained)
+    # 6 rows of 16 fp32 from the other rank, with two ids of 4 bytes and two weights of 4 bytes each
+    received = 6 * (16 * 4 + 2 * 4 + 2 * 4)
+    assert len(texts) == 10
+    for text in texts[:4]:
+        assert (
+            "exchanges with other ranks: engine 'allgather', 2 ranks, tokens per rank agreed by the hosts"
+            in " ".join(text.split())
+        )
+        assert f"experts.dispatch.gather.GatherTokens: {received} B received, as much sent" in text
+        assert "experts.combine.return.ReturnTokens: 384 B received" in text
+        assert "module experts.dispatch.agree: AgreeOnTokens: the hosts agree on" in text
+    for text in texts[5:9]:
+        assert "tokens per rank at most 6" in text
+        assert "experts.combine.return.DReturnTokens: 384 B received" in text
+        assert "AgreeOnTokens" not in text
