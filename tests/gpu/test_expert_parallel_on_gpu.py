@@ -7,6 +7,7 @@ races. EXPERT_PARALLEL_STEPS sets the number of steps with random delays.
 import os
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ if not dist.is_available():
     pytest.skip("torch is built without distributed", allow_module_level=True)
 
 sys.path.append(str(Path(__file__).parents[1] / "integrations"))
-from two_ranks import Ranks
+from two_ranks import Ranks  # noqa: E402  (of the folder above)
 
 BF16 = torch.bfloat16
 HIDDEN, INTERMEDIATE, EXPERTS, CHOSEN = 512, 256, 16, 4
@@ -31,6 +32,11 @@ STEPS = int(os.environ.get("EXPERT_PARALLEL_STEPS", "100"))
 OVERLAPS = (
     "sm90.gemm_activation_of_arriving_tokens", "sm90.gemm_of_leaving_rows",
     "sm90.dgrad_activation_of_arriving_gradients", "sm90.wgrad_beside_exchange",
+)  # fmt: skip
+# these cost less for so few tokens
+OTHERS = (
+    "sm90.gathered_gemm_activation", "sm90.grouped_gemm_activation", "sm90.grouped_gemm",
+    "sm90.gathered_dgrad_activation", "sm90.grouped_dgrad_activation", "sm90.grouped_dgrad",
 )  # fmt: skip
 TOKENS = {"even": (MOST, MOST), "uneven": (MOST, 1733), "empty": (0, 900)}
 
@@ -122,13 +128,13 @@ def test_exchanges_are_those_of_allgather(ranks):
 # ---- a layer -------------------------------------------------------------------------------------------------------
 
 
-def layers(rank, tokens, settings):
+def layers(rank, tokens, settings, others=()):
     on_device(rank)
     x, grad = data(tokens[rank], rank)
     found = {}
     for name, engine, disabled in (
-        ("plain", "allgather", OVERLAPS), ("overlap", "allgather", ()),
-        ("symmetric", "symmetric", OVERLAPS), ("both", "symmetric", ()),
+        ("plain", "allgather", OVERLAPS), ("overlap", "allgather", others),
+        ("symmetric", "symmetric", OVERLAPS), ("both", "symmetric", others),
     ):  # fmt: skip
         with fm.disabled(*disabled):
             made = layer(exchange(engine), rank, **settings)
@@ -145,6 +151,7 @@ def layers(rank, tokens, settings):
     order = [(x, grad), other] if rank == 0 else [other, (x, grad)]
     every = torch.cat([x.detach() for x, _ in order]).requires_grad_()
     want = results(one, every, torch.cat([grad for _, grad in order]))
+    warnings.filterwarnings("ignore", "Attempting to run cuBLAS")
     exact = results(one.double(), every.detach().double().requires_grad_(), torch.cat([g for _, g in order]).double())
     first = sum(tokens[:rank])
     errors = []
@@ -160,10 +167,10 @@ def layers(rank, tokens, settings):
 
 @pytest.mark.parametrize("tokens", TOKENS.values(), ids=TOKENS)
 def test_layers_have_the_bits_of_allgather(ranks, tokens):
-    for errors, used in ranks.run(layers, tokens, {}):
+    for errors, used in ranks.run(layers, tokens, {}, OTHERS):
         for of_two, of_one in errors:
             assert 0 < of_two < 1.5 * of_one
-        assert min(tokens) == 0 or used >= {*OVERLAPS}
+        assert used >= {*OVERLAPS}
 
 
 @pytest.mark.parametrize("settings", [{"bias": True}, {"score": "sigmoid"}, {"shared_intermediate": 128}], ids=str)
@@ -174,19 +181,26 @@ def test_other_layers(ranks, settings):
 # ---- no host, graphs, delays ----------------------------------------------------------------------------------------
 
 
-def without_the_host(rank):
+def without_the_host(rank, others):
     """Forward and backward without a synchronisation, eager and captured; replays follow new tokens and weights."""
     on_device(rank)
+    with fm.disabled(*others):
+        return eager_and_captured(rank)
+
+
+def eager_and_captured(rank):
     ep = exchange("symmetric")
     made = layer(ep, rank)
     x, grad = data(MOST, 7)
     for _ in range(2):
         results(made, x, grad)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        results(made, x, grad)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            results(made, x, grad)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -213,7 +227,7 @@ def without_the_host(rank):
 
 
 def test_no_synchronisation_and_graphs(ranks):
-    for different, norm in ranks.run(without_the_host):
+    for different, norm in ranks.run(without_the_host, ()) + ranks.run(without_the_host, OTHERS):
         assert different == 0
         assert norm > 0
 
@@ -222,6 +236,11 @@ def delayed(rank):
     """Steps of two layers with random delays of each rank, and buffers that are poisoned before each use."""
     on_device(rank)
     ep = exchange("symmetric")
+    with fm.disabled(*OTHERS):
+        return delayed_steps(rank, ep)
+
+
+def delayed_steps(rank, ep):
     stack = [layer(ep, rank), layer(ep, rank, score="sigmoid")]
     x, grad = data(1200 + 300 * rank, rank)
 
@@ -272,11 +291,15 @@ def lost(rank):
     dist.barrier()
     if rank == 1:
         return None
-    start = time.monotonic()
-    with pytest.raises(RuntimeError, match="CUDA error"):
+
+    def alone():
         for _ in range(2):
             results(made, x, grad)
             torch.cuda.synchronize()
+
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        alone()
     return time.monotonic() - start
 
 
