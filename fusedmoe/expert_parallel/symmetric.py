@@ -51,6 +51,7 @@ class Symmetric(Engine):
         self.timeout_s = timeout_s
         self._buffers: list[SymmetricBuffer] = []
         self._turn = 0
+        self._count = 0  # of exchanges
         self._stream: torch.cuda.Stream | None = None
 
     def start_gather(self, tensors: Sequence[Tensor], rows: int) -> Pending:
@@ -122,12 +123,21 @@ class Symmetric(Engine):
 
         All exchanges are on this stream, so that they follow each other whatever stream a layer runs on.
         """
-        buffer = self._next_buffer(nbytes, device)
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(device, priority=-1)
-        self._stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(self._stream):
-            yield buffer
+        self._count += 1
+        try:
+            buffer = self._next_buffer(nbytes, device)
+            if self._stream is None:
+                self._stream = torch.cuda.Stream(device, priority=-1)
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(self._stream):
+                yield buffer
+        except RuntimeError as error:
+            if "CUDA error" not in str(error):
+                raise
+            raise RuntimeError(
+                f"ExpertParallel: rank {self.rank} of {self.ranks}, at exchange {self._count}: the GPU failed, as it does "
+                f"if another rank does not come within {self.timeout_s:g} s; the first lines on stderr name that rank"
+            ) from error
 
 
 def _wait_for(event: torch.cuda.Event) -> Callable[[], None]:

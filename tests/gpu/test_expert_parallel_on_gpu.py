@@ -284,6 +284,7 @@ def lost(rank):
     """Rank 1 does not come to the second step."""
     on_device(rank)
     ep = fm.ExpertParallel(engine="symmetric", max_tokens=MOST, timeout_s=4)
+    _made["lost"] = ep  # torch ends a process that frees symmetric memory without a CUDA context
     made = layer(ep, rank)
     x, grad = data(MOST, rank)
     results(made, x, grad)
@@ -298,7 +299,7 @@ def lost(rank):
             torch.cuda.synchronize()
 
     start = time.monotonic()
-    with pytest.raises(RuntimeError, match="CUDA error"):
+    with pytest.raises(RuntimeError, match=r"CUDA error|does not come within 4 s"):
         alone()
     return time.monotonic() - start
 
