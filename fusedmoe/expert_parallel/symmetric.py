@@ -135,8 +135,8 @@ class Symmetric(Engine):
             if "CUDA error" not in str(error):
                 raise
             raise RuntimeError(
-                f"ExpertParallel: rank {self.rank} of {self.ranks}, at exchange {self._count}: the GPU failed, as it does "
-                f"if another rank does not come within {self.timeout_s:g} s; the first lines on stderr name that rank"
+                f"ExpertParallel: rank {self.rank} of {self.ranks}, at exchange {self._count}: the GPU failed, as if "
+                f"another rank does not come within {self.timeout_s:g} s; the first lines on stderr name that rank"
             ) from error
 
 

@@ -10,7 +10,7 @@ per token, E experts of all ranks, H features.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from fusedmoe.ops.amax_state import looking
 from fusedmoe.ops.op import BackwardOp, Op, TensorSpec, exact
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from torch import Tensor
 
@@ -149,21 +149,35 @@ class GatherTokens(Op):
 class DGatherTokens(BackwardOp):
     """``dx[t] = sum over ranks of drows[t]``, ``dexpert_weight[t] = sum over ranks of dgathered_weight[t]``.
 
-    One step, so that every rank exchanges both in the same order.
+    One step, so that every rank exchanges both in the same order. A gradient that is not wanted, or that nothing
+    contributes to, is left out: without it, no rank exchanges the gradients of rows for tokens that want none.
     """
 
-    needs = ("grad_output", "grad_gathered_weight", "expert_index")
-    travels = ("grad_output", "grad_gathered_weight")
-    gives = ("grad_input", "grad_expert_weight")
     zeroes_tail = True
     launches = 6
     op: GatherTokens
+    _sources: ClassVar[Mapping[str, str]] = {
+        "grad_input": "grad_output",
+        "grad_expert_weight": "grad_gathered_weight",
+    }
 
-    def compute(
-        self, grad_output: Tensor | None, grad_weight: Tensor | None, expert_index: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def __init__(self, op: GatherTokens, gives: Sequence[str] = tuple(_sources)) -> None:
+        super().__init__(op)
+        self.gives = tuple(gives)
+        self.travels = tuple([self._sources[name] for name in gives])
+        self.needs = (*self.travels, "expert_index")
+
+    def only(self, gives: tuple[str, ...]) -> DGatherTokens:
+        return DGatherTokens(self.op, gives)
+
+    def given(self, gradients: Collection[str]) -> DGatherTokens:
+        return DGatherTokens(self.op, [name for name in self.gives if self._sources[name] in gradients])
+
+    def compute(self, *needs: Tensor | None) -> tuple[Tensor | None, ...]:
+        *grads, expert_index = needs
+        assert expert_index is not None
         ep, tokens = self.op.expert_parallel, expert_index.shape[0]
-        arrived = [None if g is None else g.contiguous() for g in (grad_output, grad_weight)]
+        arrived = [None if g is None else g.contiguous() for g in grads]
         received = iter(ep.engine.exchange([g for g in arrived if g is not None]))
         return tuple(None if g is None else sum_over_ranks(next(received), tokens) for g in arrived)
 

@@ -444,7 +444,7 @@ class BackwardOp:
     unquantized: ClassVar[tuple[str, ...]] = ()
     quantizes: Quantizer | None = None
     may_give_none: ClassVar[bool] = False
-    travels: ClassVar[tuple[str, ...]] = ()
+    travels: tuple[str, ...] = ()
     zeroes_tail: ClassVar[bool] = False
     launches: ClassVar[int] = 1
 
