@@ -11,6 +11,7 @@ from torch import distributed as dist
 from fusedmoe.checks import POSITIVE, POSITIVE_INTEGER, one_of, said
 from fusedmoe.errors import InputError
 from fusedmoe.expert_parallel.allgather import AllGather
+from fusedmoe.expert_parallel.capacity import Overflow, RowLimit
 from fusedmoe.expert_parallel.symmetric import Symmetric
 
 if TYPE_CHECKING:
@@ -19,8 +20,10 @@ if TYPE_CHECKING:
     from fusedmoe.expert_parallel.engine import Engine
 
 EngineName = Literal["auto", "allgather", "alltoall", "symmetric"]
+OverflowPolicy = Literal["raise", "rerun", "drop"]
 
 _ENGINE = one_of(get_args(EngineName))
+_OVERFLOW = one_of(get_args(OverflowPolicy))
 _WHO = "ExpertParallel"
 
 
@@ -42,6 +45,16 @@ class ExpertParallel:
         The largest number of tokens of a rank in a call. Each call then exchanges this many rows per rank, and no
         rank needs to know how many the others have. None: the ranks tell each other the largest number in each call,
         on their hosts. No host waits for its device.
+    capacity
+        The rows of a rank's experts, as a multiple of the average over the ranks if each rank has as many tokens as the
+        rank with most: ``ceil(capacity * N * K)`` for N tokens per rank and K experts per token, rounded up to a
+        multiple of 128. It is the same on every rank. None: P*N*min(K, E/P) rows, which suffice for any routing in which
+        no token chooses an expert twice.
+    overflow
+        The treatment of slots that find no row because a rank needs more. The last experts of the rank lose their rows
+        first, and of each expert the last tokens. ``"raise"``: an error, see `check`. ``"drop"``: the slots contribute
+        nothing, and `dropped` counts them. ``"rerun"``: the call runs without ``capacity`` instead; for this, the hosts
+        read the needed rows before the products of each call, a host synchronisation.
     timeout_s
         Seconds that a rank waits for the others in an exchange of ``"symmetric"``. Other engines have the time-out of
         the group.
@@ -61,6 +74,8 @@ class ExpertParallel:
         engine: EngineName = "auto",
         *,
         max_tokens: int | None = None,
+        capacity: float | None = None,
+        overflow: OverflowPolicy = "raise",
         timeout_s: float = 600.0,
     ) -> None:
         if not dist.is_available() or not dist.is_initialized():
@@ -71,6 +86,9 @@ class ExpertParallel:
         self.engine_name: EngineName = _ENGINE(f"{_WHO}: engine", engine)
         self.max_tokens: int | None = POSITIVE_INTEGER.or_none()(f"{_WHO}: max_tokens", max_tokens)
         self._of_hosts = self.group if self.max_tokens is not None else _group_of_hosts(self.group)
+        self.capacity: float | None = POSITIVE.or_none()(f"{_WHO}: capacity", capacity)
+        self.overflow: OverflowPolicy = _OVERFLOW(f"{_WHO}: overflow", overflow)
+        self.slots_without_row = Overflow(self.overflow != "drop", self.capacity, self.ranks)
         self.timeout_s: float = POSITIVE(f"{_WHO}: timeout_s", timeout_s)
         self.engine: Engine = self._make_engine()
 
@@ -92,6 +110,37 @@ class ExpertParallel:
                 f"{who}: num_experts: expected a multiple of {self.ranks}, the number of ranks, got {num_experts}"
             )
         return num_experts // self.ranks
+
+    def row_limit(self, num_experts: int) -> RowLimit:
+        """Return the limit of the rows of a rank's experts, of E on all ranks."""
+        return RowLimit(self.ranks, self.local_experts(num_experts), self.capacity)
+
+    @property
+    def counts_rows(self) -> bool:
+        """Whether the hosts read the needed rows before the products."""
+        return self.overflow == "rerun" and self.capacity is not None
+
+    def check(self) -> None:
+        """Raise if a call since the last check needed more rows than it had. The host waits for the device.
+
+        With ``overflow="raise"``, a call on a CPU raises the error itself. On a GPU, no host waits for its device: the
+        error comes 32 calls later, or from `check`. A replayed CUDA graph only counts. All ranks raise the error in the
+        same call. A training loop can call `check` once per step, before the optimizer. With ``overflow="drop"`` it
+        never raises.
+
+        Raises
+        ------
+        InputError
+            The error names the rank with the largest number of rows over the limit, and that number.
+        """
+        self.slots_without_row.check()
+
+    def dropped(self) -> int:
+        """Return the number of slots that found no row in all calls, on all ranks. The host waits for the device.
+
+        It is the same on every rank.
+        """
+        return self.slots_without_row.dropped()
 
     def most_tokens(self, tokens: int) -> int:
         """Return the largest number of tokens of a rank in this call, which this rank has ``tokens`` of.
@@ -131,8 +180,9 @@ class ExpertParallel:
         )
 
     def __repr__(self) -> str:
-        most = "" if self.max_tokens is None else f", max_tokens={self.max_tokens}"
-        return f"ExpertParallel(rank {self.rank} of {self.ranks}, engine={self.engine.name!r}{most})"
+        given = {"max_tokens": self.max_tokens, "capacity": self.capacity}
+        settings = [f", {name}={value}" for name, value in given.items() if value is not None]
+        return f"ExpertParallel(rank {self.rank} of {self.ranks}, engine={self.engine.name!r}{''.join(settings)})"
 
 
 def _process_group(group: Any) -> ProcessGroup:

@@ -2,10 +2,12 @@
 
 Neither reads a tensor on the host, and no shape depends on the contents of a tensor.
 
-Axes: T tokens, K chosen experts per token, R = T*K rows, E experts, H features.
+Axes: T tokens, K chosen experts per token, R rows, E experts, H features. R = T*K, except for the experts of one of
+several ranks, most of whose slots are those of other ranks; see `Dispatch.rows`.
 
 A routing slot (t, k) whose expert id is outside [0, E) is a sentinel and is skipped, so that a token may choose fewer
-than K experts. The rows of sentinels come after the rows of all experts.
+than K experts. The rows of sentinels come after the rows of all experts. With R < T*K, only the first R slots in this
+order have a row, and ``row_of_slot`` is R for all others.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from fusedmoe.checks import INPUT_NAME, POSITIVE_INTEGER, instance
 from fusedmoe.errors import InputError
 from fusedmoe.expert_parallel import ExpertParallel
 from fusedmoe.kernels.torch.rows import gather_rows, sort_by_expert, tail_mask
-from fusedmoe.ops.exchange import AgreeOnTokens, GatherTokens, ReturnTokens
+from fusedmoe.ops.exchange import AgreeOnTokens, CountRows, GatherTokens, ReturnTokens
 from fusedmoe.ops.op import BackwardOp, Op, TensorSpec, exact_together
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from fusedmoe.checks import Check
+    from fusedmoe.expert_parallel.capacity import RowLimit
     from fusedmoe.ops.op import SpecLike
 
 _RANKS = instance(ExpertParallel, "an ExpertParallel").or_none()
@@ -75,6 +78,7 @@ class Dispatch(Op):
         super().__init__()
         self.num_experts = num_experts
         self.expert_parallel = expert_parallel
+        self.limit: RowLimit | None = None
         if expert_parallel is not None:
             if num_experts is None:
                 raise InputError(
@@ -86,7 +90,14 @@ class Dispatch(Op):
     @property
     def aliases(self) -> dict[str, str]:  # type: ignore[override]
         """The fixed names, for rules and backward ops, of index and weight: those of all ranks have other names."""
-        return dict(zip(("expert_index", "expert_weight"), self.runtime_inputs, strict=True))
+        return dict(zip(("expert_index", "expert_weight"), self.runtime_inputs, strict=False))
+
+    def rows(self, expert_index: SpecLike, local_rows: SpecLike | None = None) -> int:
+        """Return R: that of ``local_rows`` (R, 0) if it is given, else that of `limit`, else one row for each slot."""
+        if local_rows is not None:
+            return local_rows.shape[0]
+        tokens, chosen = expert_index.shape
+        return tokens * chosen if self.limit is None else self.limit.rows(tokens, chosen)
 
     def expanded(self) -> tuple[tuple[str, nn.Module], ...]:
         ep = self.expert_parallel
@@ -95,10 +106,14 @@ class Dispatch(Op):
         assert self.num_experts is not None
         local = Dispatch(ep.local_experts(self.num_experts, "Dispatch"))
         local.runtime_inputs = ("gathered_index", "gathered_weight")
-        gather = ("gather", GatherTokens(self.num_experts, ep))
-        return (
-            (gather, ("", local)) if ep.max_tokens is not None else (("agree", AgreeOnTokens(ep)), gather, ("", local))
-        )
+        limit = ep.row_limit(self.num_experts)
+        before: list[tuple[str, nn.Module]] = [] if ep.max_tokens is not None else [("agree", AgreeOnTokens(ep))]
+        if ep.counts_rows:
+            before.append(("count", CountRows(self.num_experts, limit, ep)))
+            local.runtime_inputs += ("local_rows",)
+        else:
+            local.limit = limit
+        return *before, ("gather", GatherTokens(self.num_experts, ep)), ("", local)
 
     def placed(self, following: Sequence[Op]) -> Op:
         if self.num_experts is not None:
@@ -112,7 +127,9 @@ class Dispatch(Op):
             "Dispatch(): num_experts is None, and no grouped op follows that gives it: pass Dispatch(num_experts=...)"
         )
 
-    def infer(self, x: SpecLike, expert_index: SpecLike, expert_weight: SpecLike) -> tuple[TensorSpec, ...]:
+    def infer(
+        self, x: SpecLike, expert_index: SpecLike, expert_weight: SpecLike, local_rows: SpecLike | None = None
+    ) -> tuple[TensorSpec, ...]:
         if len(x.shape) != 2:
             raise self.reject("x", "shape (tokens, features)", x.shape)
         if len(expert_index.shape) != 2 or expert_index.shape[0] != x.shape[0]:
@@ -125,7 +142,7 @@ class Dispatch(Op):
             )
         self.check_floats("expert_weight", expert_weight.dtype)
         tokens, chosen = expert_index.shape
-        rows = tokens * chosen
+        rows = self.rows(expert_index, local_rows)
         assert self.num_experts is not None, "placed() has set it"
         return (
             TensorSpec((rows, x.shape[1]), x.dtype),
@@ -136,9 +153,13 @@ class Dispatch(Op):
             TensorSpec((rows,), torch.int32),
         )
 
-    def compute(self, x: Tensor, expert_index: Tensor, expert_weight: Tensor) -> tuple[Tensor, ...]:
+    def compute(
+        self, x: Tensor, expert_index: Tensor, expert_weight: Tensor, local_rows: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         assert self.num_experts is not None, "placed() has set it"
-        slot_of_row, row_of_slot, splits = sort_by_expert(expert_index, self.num_experts)
+        slot_of_row, row_of_slot, splits = sort_by_expert(
+            expert_index, self.num_experts, self.rows(expert_index, local_rows)
+        )
         token_of_row = slot_of_row // max(expert_index.shape[1], 1)
         rows = x[token_of_row] if token_of_row.numel() else x.new_empty(0, x.shape[1])
         probs = expert_weight.reshape(-1)[slot_of_row].masked_fill_(
@@ -221,10 +242,11 @@ class Combine(Op):
         if len(x.shape) != 2:
             raise self.reject("x", "shape (rows, features)", x.shape)
         rows = x.shape[0]
-        if len(row_of_slot.shape) != 2 or row_of_slot.shape[0] * row_of_slot.shape[1] != rows:
+        if len(row_of_slot.shape) != 2 or row_of_slot.shape[0] * row_of_slot.shape[1] < rows:
             raise self.reject(
-                "row_of_slot", f"shape (tokens, experts per token) of {rows} slots, one per row", row_of_slot.shape
-            )
+                "row_of_slot", f"shape (tokens, experts per token) of at least {rows} slots, the number of rows",
+                row_of_slot.shape,
+            )  # fmt: skip
         if tuple(slot_of_row.shape) != (rows,):
             raise self.reject("slot_of_row", f"shape ({rows},)", slot_of_row.shape)
         self.check_floats("x", x.dtype)

@@ -10,13 +10,18 @@ per token, E experts of all ranks, H features.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import nn
 
+from fusedmoe.errors import InputError
+from fusedmoe.estimating import has_values
+from fusedmoe.expert_parallel.capacity import rows_of_ranks
 from fusedmoe.ops.amax_state import looking
 from fusedmoe.ops.op import BackwardOp, Op, TensorSpec, exact
+from fusedmoe.recompute import backward_pass
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -24,6 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fusedmoe.expert_parallel import ExpertParallel
+    from fusedmoe.expert_parallel.capacity import RowLimit
     from fusedmoe.expert_parallel.engine import Pending
     from fusedmoe.ops.op import SpecLike
 
@@ -64,6 +70,62 @@ class AgreeOnTokens(nn.Module):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the rows and the provided values; see `Op.values_from`."""
         return result
+
+
+class CountRows(nn.Module):
+    """Tells a chain R, the rows of a local `Dispatch`, as the size of an empty tensor ``local_rows`` (R, 0).
+
+    R is that of the limit; if a rank needs more, that without a capacity; and if a token chooses an expert so often
+    that a rank needs even more, one row for each slot. The ranks add up the rows of each rank, and
+    the hosts read them: a host synchronisation. No CUDA graph can capture it.
+
+    Parameters
+    ----------
+    num_experts
+        E, of all ranks.
+    limit
+        The limit.
+    expert_parallel
+        The ranks.
+    """
+
+    provides = ("local_rows",)
+
+    def __init__(self, num_experts: int, limit: RowLimit, expert_parallel: ExpertParallel) -> None:
+        super().__init__()
+        self.num_experts, self.limit, self.expert_parallel = num_experts, limit, expert_parallel
+        agreed = () if expert_parallel.max_tokens is not None else ("rank_rows",)
+        self.runtime_inputs = ("expert_index", *agreed)
+
+    def forward(
+        self, x: Tensor, expert_index: Tensor, rank_rows: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the rows and ``local_rows``; while `explain` looks, as if no rank needed more than the limit."""
+        ep, chosen = self.expert_parallel, expert_index.shape[1]
+        most = ep.max_tokens if rank_rows is None else rank_rows.shape[0]
+        assert most is not None
+        tokens = ep.ranks * most
+        rows, bound = (limit.rows(tokens, chosen) for limit in (self.limit, replace(self.limit, capacity=None)))
+        if rows < tokens * chosen and not looking():
+            forbid_capture(expert_index, "overflow='rerun'")
+            needed = int(ep.sum_over_ranks(rows_of_ranks(expert_index, ep.ranks, self.limit.experts)).max())
+            rows = next(r for r in (rows, bound, tokens * chosen) if needed <= r)
+        return x, {"local_rows": x.new_empty(rows, 0)}
+
+    def values_from(
+        self, x: Tensor, result: tuple[Tensor, dict[str, Tensor]], names: Sequence[str]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the rows and the provided values; see `Op.values_from`."""
+        return result
+
+
+def forbid_capture(t: Tensor, setting: str) -> None:
+    """Raise if a CUDA graph is being captured, in which the host cannot read a tensor."""
+    if t.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise InputError(
+            f"ExpertParallel: expected settings that a CUDA graph can capture, got {setting}, with which the host reads "
+            "a tensor in each call"
+        )
 
 
 class GatherTokens(Op):
@@ -134,10 +196,23 @@ class GatherTokens(Op):
         return self.expert_parallel.engine.start_gather([index, expert_weight.contiguous(), x.contiguous()], rows)
 
     def local_index(self, index: Tensor) -> Tensor:
-        """Return expert ids of all ranks as ids of this rank's experts, -1 for those of other ranks."""
+        """Return expert ids of all ranks (P*N, K) as ids of this rank's experts, -1 for those of other ranks.
+
+        It counts the slots without a row, on all ranks, and may raise their error: every rank then raises it here,
+        after it has started the exchange, so that none waits for another.
+        """
         here = self.expert_parallel.local_experts(self.num_experts)
+        self._count_slots_without_row(index, here)
         index = index - self.expert_parallel.rank * here
         return torch.where((index >= 0) & (index < here), index, -1)
+
+    def _count_slots_without_row(self, index: Tensor, here: int) -> None:
+        ep = self.expert_parallel
+        rows = ep.row_limit(self.num_experts).rows(*index.shape)
+        # not in a recomputation, which has the same slots as the original call
+        if not ep.counts_rows and rows < index.numel() and has_values(index) and backward_pass() == -1:
+            if not looking():
+                ep.slots_without_row.count(rows_of_ranks(index, ep.ranks, here), rows)
 
     def backward_ops(self) -> tuple[BackwardOp, ...]:
         return (DGatherTokens(self),)

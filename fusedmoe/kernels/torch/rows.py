@@ -63,17 +63,29 @@ def without_tail(rows: Tensor, splits_E: Tensor) -> Tensor:
     return rows.masked_fill(tail.view(-1, *(1,) * (rows.dim() - 1)), 0)
 
 
-def sort_by_expert(expert_index_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def sort_by_expert(
+    expert_index_TK: Tensor, num_experts: int, num_rows: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Sort the T*K routing slots by expert, stably.
 
-    A slot with an id outside [0, E) is a sentinel: its row comes after those of all experts and is not counted.
+    A slot with an id outside [0, E) is a sentinel: its row comes after those of all experts and is not counted. With
+    fewer rows than slots, the last slots in this order have no row.
+
+    Parameters
+    ----------
+    expert_index_TK
+        (T, K) integers.
+    num_experts
+        E.
+    num_rows
+        R, at most T*K; None for T*K.
 
     Returns
     -------
     slot_of_row : Tensor
-        (R,) int64, R = T*K: the routing slot ``t * K + k`` of row r.
+        (R,) int64: the routing slot ``t * K + k`` of row r.
     row_of_slot : Tensor
-        (T, K) int64: the row of a slot, R for a sentinel.
+        (T, K) int64: the row of a slot, R for a sentinel and for a slot without a row.
     splits : Tensor
         (E,) int64: rows per expert.
     """
@@ -85,7 +97,12 @@ def sort_by_expert(expert_index_TK: Tensor, num_experts: int) -> tuple[Tensor, T
     row_ids_R = torch.arange(flat_R.numel(), device=flat_R.device)
     row_of_slot = torch.empty_like(row_ids_R).scatter_(0, slot_of_row, row_ids_R)
     row_of_slot = torch.where(chosen_R, row_of_slot, flat_R.numel()).view_as(expert_index_TK)
-    return slot_of_row, row_of_slot, splits_E
+    if num_rows is None or num_rows == flat_R.numel():
+        return slot_of_row, row_of_slot, splits_E
+    ends_E = splits_E.cumsum(0).clamp_(max=num_rows)
+    splits_E = ends_E.diff(prepend=ends_E.new_zeros(1))
+    # a copy: rows that a backward pass keeps must not hold the memory of all slots
+    return slot_of_row[:num_rows].clone(), row_of_slot.clamp_(max=num_rows), splits_E
 
 
 def _counts_of_sorted(key_R: Tensor, num_experts: int) -> Tensor:
