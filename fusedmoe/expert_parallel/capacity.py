@@ -99,7 +99,7 @@ class Overflow:
         """
         here = self._devices.get(needed_P.device)
         if here is None:
-            here = _OnDevice(*(torch.zeros_like(needed_P) for _ in range(2)))
+            here = _OnDevice(torch.zeros_like(needed_P), torch.zeros_like(needed_P))
             self._devices[needed_P.device] = here
         excess = (needed_P - rows).clamp_(min=0)
         here.dropped += excess

@@ -110,7 +110,7 @@ class Dispatch(Op):
         before: list[tuple[str, nn.Module]] = [] if ep.max_tokens is not None else [("agree", AgreeOnTokens(ep))]
         if ep.counts_rows:
             before.append(("count", CountRows(self.num_experts, limit, ep)))
-            local.runtime_inputs += ("local_rows",)
+            local.runtime_inputs = (*local.runtime_inputs, "local_rows")
         else:
             local.limit = limit
         return *before, ("gather", GatherTokens(self.num_experts, ep)), ("", local)

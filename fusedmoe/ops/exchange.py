@@ -123,8 +123,8 @@ def forbid_capture(t: Tensor, setting: str) -> None:
     """Raise if a CUDA graph is being captured, in which the host cannot read a tensor."""
     if t.is_cuda and torch.cuda.is_current_stream_capturing():
         raise InputError(
-            f"ExpertParallel: expected settings that a CUDA graph can capture, got {setting}, with which the host reads "
-            "a tensor in each call"
+            f"ExpertParallel: expected settings that a CUDA graph can capture, got {setting}, with which the host "
+            "reads a tensor in each call"
         )
 
 
@@ -209,10 +209,10 @@ class GatherTokens(Op):
     def _count_slots_without_row(self, index: Tensor, here: int) -> None:
         ep = self.expert_parallel
         rows = ep.row_limit(self.num_experts).rows(*index.shape)
-        # not in a recomputation, which has the same slots as the original call
-        if not ep.counts_rows and rows < index.numel() and has_values(index) and backward_pass() == -1:
-            if not looking():
-                ep.slots_without_row.count(rows_of_ranks(index, ep.ranks, here), rows)
+        # a recomputation has the slots of the original call
+        is_new = not looking() and has_values(index) and backward_pass() == -1
+        if is_new and not ep.counts_rows and rows < index.numel():
+            ep.slots_without_row.count(rows_of_ranks(index, ep.ranks, here), rows)
 
     def backward_ops(self) -> tuple[BackwardOp, ...]:
         return (DGatherTokens(self),)

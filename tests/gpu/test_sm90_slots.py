@@ -62,6 +62,27 @@ def test_slots_are_sorted_as_by_plain_pytorch(device, kind, experts, dtype):
         assert not probs[used:].any()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("tokens", "chosen", "experts"), [(5, 7, 3), (300, 8, 64), (1500, 2, 33), (3001, 3, 128)])
+def test_fewer_rows_than_slots(device, tokens, chosen, experts, kind):
+    index = ids(tokens, chosen, experts, device, kind, seed=tokens)
+    weight = torch.rand(tokens, chosen, device=device)
+    slots, used = tokens * chosen, int(sort_by_expert(index, experts)[2].sum())
+    for rows in {1, slots // 3, max(used - 1, 1), max(used, 1), min(used + 2, slots), slots - 1}:
+        with nan_in_new_tensors():
+            got = bind_route(index, weight, experts, num_rows=rows)(index, weight)
+        splits, probs, row_of_slot, slot_of_row, token_of_row, offsets = got
+        want_slot, want_row, want_splits = sort_by_expert(index, experts, rows)
+        assert torch.equal(splits, want_splits), rows
+        assert torch.equal(offsets, want_splits.cumsum(0).int()), rows
+        assert torch.equal(row_of_slot, want_row), rows
+        assert torch.equal(slot_of_row, want_slot), rows
+        assert torch.equal(token_of_row, (want_slot // chosen).to(torch.int32)), rows
+        filled = min(used, rows)
+        assert torch.equal(probs[:filled], weight.flatten()[want_slot][:filled])
+        assert not probs[filled:].any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_weights_of_any_dtype(device, dtype):
     index = ids(300, 4, 16, device, "sentinels")
@@ -176,6 +197,46 @@ def test_values_of_slots(device, kind, dtype):
             got = bind_slot_values(values, row_of_slot)(values, row_of_slot)
         padded = torch.cat([values, values.new_zeros(1)])
         assert torch.equal(got, padded[row_of_slot])
+
+
+@pytest.mark.parametrize("scale", [None, torch.float32])
+@pytest.mark.parametrize("kind", ["random", "sentinels"])
+def test_kernels_of_fewer_rows_than_slots(device, kind, scale):
+    columns = 264
+    for tokens, chosen, sms in ((3, 8, 0), (129, 9, 0), (200, 2, 2), (77, 4, 0), (77, 4, 2)):
+        index = ids(tokens, chosen, 13, device, kind, seed=tokens)
+        all_used = int(sort_by_expert(index, 13)[2].sum())
+        for count in {1, all_used // 2, all_used - 1, min(all_used + 1, tokens * chosen)}:
+            slot_of_row, row_of_slot, splits = sort_by_expert(index, 13, count)
+            used, token_of_row = int(splits.sum()), slot_of_row // chosen
+            source, weight = between_nan(tokens, columns, torch.bfloat16, device), None
+            rows = between_nan(count, columns, torch.bfloat16, device, seed=1)
+            rows[used:] = torch.nan
+            if scale is not None:
+                weight = (0.1 + torch.rand(count, device=device)).to(scale)
+                weight[used:] = torch.nan
+            factors = torch.ones(count, device=device).double() if weight is None else weight.double()
+            with nan_in_new_tensors():
+                gathered = bind_gather_rows(source, row_of_slot, weight, count)(
+                    source, row_of_slot, slot_of_row, weight
+                )
+                total = bind_sum_slots(rows, row_of_slot, weight, None, sms)(rows, row_of_slot, weight)
+                dots = bind_row_dots(source, rows, row_of_slot, torch.float32)(source, rows, row_of_slot, slot_of_row)
+                values = bind_slot_values(dots, row_of_slot)(dots, row_of_slot)
+            assert len(gathered) == count
+            close(gathered[:used], source.double()[token_of_row[:used]] * factors[:used, None])
+            assert not gathered[used:].any()
+
+            padded = torch.zeros(count + 1, columns, device=device).double()
+            padded[:used] = rows[:used].double() * factors[:used, None]
+            size = padded.abs()[row_of_slot].sum(1).norm(dim=-1)
+            error = (total.double() - padded[row_of_slot].sum(1)).norm(dim=-1)
+            assert (error <= TOLERANCE[torch.bfloat16] * size + 1e-30).all()
+
+            products = source.double()[token_of_row[:used]] * rows[:used].double()
+            assert ((dots[:used] - products.sum(1)).abs() <= 1e-5 * products.abs().sum(1)).all()
+            assert not dots[used:].any()
+            assert torch.equal(values, torch.cat([dots, dots.new_zeros(1)])[row_of_slot])
 
 
 def layer(device, early, bias=False):

@@ -316,14 +316,14 @@ def offsets_from_splits(splits, rows):
     return plain_offsets(splits, rows)
 
 
-def bind_route(index, weight, experts, chunk_slots=None):
+def bind_route(index, weight, experts, chunk_slots=None, num_rows=None):
     def run(index, weight, counts=None):
         calls.append(("route", {} if counts is None else {"counted": True}))
         assert (counts is None) == (chunk_slots is None)
         assert index.is_contiguous()
         assert weight.is_contiguous()
         assert index.dtype in (torch.int32, torch.int64)
-        slot_of_row, row_of_slot, splits = sort_by_expert(index, experts)
+        slot_of_row, row_of_slot, splits = sort_by_expert(index, experts, num_rows)
         probs = weight.flatten()[slot_of_row]
         probs[splits.sum() :] = 0
         token_of_row, offsets = slot_of_row // index.shape[1], splits.cumsum(0)
@@ -333,11 +333,12 @@ def bind_route(index, weight, experts, chunk_slots=None):
 
 
 def _used(row_of_slot, slot_of_row):
-    return row_of_slot.flatten()[slot_of_row] < row_of_slot.numel()
+    return row_of_slot.flatten()[slot_of_row] < slot_of_row.numel()
 
 
-def bind_gather_rows(source, row_of_slot, scale):
+def bind_gather_rows(source, row_of_slot, scale, num_rows=None):
     def run(source, row_of_slot, slot_of_row, scale=None):
+        assert slot_of_row.numel() == (row_of_slot.numel() if num_rows is None else num_rows)
         calls.append(("gather_rows", {"scale": scale is not None}))
         _matrix(source)
         rows = source[slot_of_row // row_of_slot.shape[1]].float()
@@ -710,8 +711,8 @@ def _router(choice, experts, hidden):
     )  # fmt: skip
 
 
-def bind_route_counted(index, weight, experts):
-    return bind_route(index, weight, experts, 1)
+def bind_route_counted(index, weight, experts, num_rows=None):
+    return bind_route(index, weight, experts, 1, num_rows)
 
 
 def bind_logits_grad(logits, grads, choice, blocks, groups, want_sums, want_whole, weight):

@@ -77,8 +77,9 @@ class DispatchRule(OnSm90, FusionRule, name="sm90.dispatch", direction="forward"
         _check_rows(ctx, "input")
         decline(limits.why_not_routing(ctx.dtype("dispatch.expert_index"), self.dispatch.num_experts or 0))
         decline(limits.why_not_row_scale(ctx.dtype("dispatch.expert_weight")))
+        given = ("local_rows",) if "local_rows" in self.dispatch.runtime_inputs else ()
         return Step(
-            needs=("input", "dispatch.expert_index", "dispatch.expert_weight"),
+            needs=("input", *(f"dispatch.{name}" for name in ("expert_index", "expert_weight", *given))),
             gives=tuple(f"dispatch.{name}" for name in (*self.dispatch.provides, "offsets")),
             keeps=("output",),
             zeroes_tail=True,
@@ -89,17 +90,18 @@ class DispatchRule(OnSm90, FusionRule, name="sm90.dispatch", direction="forward"
         experts = self.dispatch.num_experts
         assert experts is not None
 
-        def bind(x: Tensor, index: Tensor, weight: Tensor) -> Run:
+        def bind(x: Tensor, index: Tensor, weight: Tensor, local_rows: Tensor | None = None) -> Run:
             if not index.numel():
                 raise NothingToDo("no rows")
             require(index.is_contiguous() and weight.is_contiguous(), "expert_index or expert_weight is not contiguous")
-            route = functions.bind_route(index, weight, experts)
+            rows = self.dispatch.rows(index, local_rows)
+            route = functions.bind_route(index, weight, experts, num_rows=rows)
             if not keep:
-                return lambda x, index, weight: route(index, weight)
+                return lambda x, index, weight, local_rows=None: route(index, weight)
             guard_matrix("x", x)
-            gather = functions.bind_gather_rows(x, index, None)
+            gather = functions.bind_gather_rows(x, index, None, rows)
 
-            def run(x: Tensor, index: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+            def run(x: Tensor, index: Tensor, weight: Tensor, local_rows: Tensor | None = None) -> tuple[Tensor, ...]:
                 provided = route(index, weight)
                 _, _, row_of_slot, slot_of_row, *_ = provided
                 return *provided, gather(x, row_of_slot, slot_of_row)
@@ -146,7 +148,7 @@ class DCombineRule(OnSm90, FusionRule, name="sm90.dcombine", direction="backward
         def bind(dy: Tensor, row_of_slot: Tensor, slot_of_row: Tensor, weight: Tensor | None = None) -> Run:
             _guard_token_gradient(dy, slot_of_row)
             _require_contiguous(row_of_slot, slot_of_row, weight)
-            return on_readable(dy, functions.bind_gather_rows(dy, row_of_slot, weight))
+            return on_readable(dy, functions.bind_gather_rows(dy, row_of_slot, weight, slot_of_row.shape[0]))
 
         return bind
 

@@ -131,8 +131,11 @@ class RouterDispatchRule(OnSm90, _Forward, FusionRule, name="sm90.router_dispatc
             route = self.bind(ctx, x, weight, bias, correction)
             shape, device = (x.shape[0], chosen), x.device
             index = torch.empty(shape, dtype=torch.int64, device=device)  # these two only show shape and dtype
-            place = router_functions.bind_route_counted(index, index.new_empty(shape, dtype=torch.float32), experts)
-            gather = functions.bind_gather_rows(x, index, None) if keep else None
+            rows = self.dispatch.rows(index)
+            place = router_functions.bind_route_counted(
+                index, index.new_empty(shape, dtype=torch.float32), experts, rows
+            )
+            gather = functions.bind_gather_rows(x, index, None, rows) if keep else None
 
             def run(x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None) -> tuple[Tensor, ...]:
                 routed = route(x, weight, bias, correction)

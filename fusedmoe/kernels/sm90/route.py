@@ -1,7 +1,10 @@
 """The kernel that sorts slots by expert.
 
-A *slot* (t, k) is the k-th expert of token t, number ``t * K + k``. R = T*K slots become R rows. A slot whose id is
+A *slot* (t, k) is the k-th expert of token t, number ``t * K + k``. The T*K slots become rows. A slot whose id is
 outside [0, E) is a sentinel; the rows of sentinels come after those of every expert. No result is written by atomics.
+
+There may be fewer rows, R. Then the slots after row R - 1 have none: their row is R, as that of sentinels. The rows of
+the experts end at R at the latest.
 
 `Route`: a stable counting sort of the slots, in one launch for up to `CHUNK` slots, else in two. A CTA has one chunk.
 The first of two launches writes the number of slots per chunk and expert. A router's kernel may have counted the slots
@@ -55,18 +58,17 @@ class Route(WarpKernel):
         return f"sm90_route_{self.index}_{self.weight}_{self.experts}" + ("_chunked" if self.chunked else "") + counted
 
     def compile(self) -> Any:
-        """Compile without a GPU; a function of ids (R,), weights (R,), counts (chunks, E + 1) int32 of the pitch
-        `slot_functions.count_pitch`, rows of slots (R,) int64, slots of rows (R,) int64, tokens of rows (R,) int32,
+        """Compile without a GPU; a function of ids (T*K,), weights (T*K,), counts (chunks, E + 1) int32 of the pitch
+        `slot_functions.count_pitch`, rows of slots (T*K,) int64, slots of rows (R,) int64, tokens of rows (R,) int32,
         probs (R,), splits (E,) int64, offsets (E,) int32, K, and the slots of a chunk, at most `CHUNK`.
         """
-        slots, experts = cute.sym_int(), cute.sym_int()
+        slots, rows, experts = cute.sym_int(), cute.sym_int(), cute.sym_int()
         strides = (cute.sym_int64(divisibility=QUAD), 1)
         counts = cute.runtime.make_fake_tensor(Int32, (cute.sym_int(), cute.sym_int()), strides, assumed_align=16)
-        weight = fake_vector(self.weight, slots)
         return self.compiled_for(
-            fake_vector(self.index, slots), weight, counts, fake_vector("int64", slots), fake_vector("int64", slots),
-            fake_vector("int32", slots), weight, fake_vector("int64", experts), fake_vector("int32", experts),
-            Int32(1), Int32(1),
+            fake_vector(self.index, slots), fake_vector(self.weight, slots), counts, fake_vector("int64", slots),
+            fake_vector("int64", rows), fake_vector("int32", rows), fake_vector(self.weight, rows),
+            fake_vector("int64", experts), fake_vector("int32", experts), Int32(1), Int32(1),
         )  # fmt: skip
 
     @cute.jit
@@ -132,7 +134,7 @@ class Route(WarpKernel):
         lane = cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         chunk, _, _ = cute.arch.block_idx()
-        experts, slots = cute.size(splits), cute.size(index)
+        experts, slots, rows = cute.size(splits), cute.size(index), cute.size(slot_of_row)
         smem = SmemAllocator()
         buckets = self.experts + 1  # an odd number: the counts of a bucket are in different banks
         s_zero = smem.allocate_tensor(Int32, cute.make_layout((buckets * WARPS // 2,)), 16)
@@ -171,7 +173,7 @@ class Route(WarpKernel):
             if lane == WARPS - 1:
                 s_first[bucket] = end
         cute.arch.sync_threads()
-        self.scan_experts(s_total, s_start, s_first, s_scan, splits, offsets, chunk, thread, warp, lane, experts)
+        self.scan_experts(s_total, s_start, s_first, s_scan, splits, offsets, rows, chunk, thread, warp, lane, experts)
 
         zero = Float32(0.0).to(weights.element_type)
         for i in cutlass.range_constexpr(STEPS):
@@ -182,16 +184,17 @@ class Route(WarpKernel):
                 s_slot[position] = slot
                 s_row[position] = row
                 s_prob[position] = cutlass.select_(keys[i] < experts, weights[i], zero)
-                row_of_slot[slot] = Int64(cutlass.select_(keys[i] < experts, row, slots))
+                row_of_slot[slot] = Int64(cutlass.select_(keys[i] < experts, cutlass.min(row, rows), rows))
         cute.arch.sync_threads()
 
         for i in cutlass.range_constexpr(STEPS):
             position = i * THREADS + thread
             if position < cutlass.min(chunk_slots, slots - chunk * chunk_slots):
                 slot, row = s_slot[position], s_row[position]
-                slot_of_row[row] = Int64(slot)
-                token_of_row[row] = slot // chosen
-                probs[row] = s_prob[position]
+                if row < rows:
+                    slot_of_row[row] = Int64(slot)
+                    token_of_row[row] = slot // chosen
+                    probs[row] = s_prob[position]
 
     @cute.jit
     def load_counts(self, loaded, counts, thread, first, experts):
@@ -251,7 +254,9 @@ class Route(WarpKernel):
         return ranks
 
     @cute.jit
-    def scan_experts(self, s_total, s_start, s_first, s_scan, splits, offsets, chunk, thread, warp, lane, experts):
+    def scan_experts(
+        self, s_total, s_start, s_first, s_scan, splits, offsets, rows, chunk, thread, warp, lane, experts
+    ):
         """Turn each expert's slots in the chunk, ``s_first``, into the first position in the chunk. Add the first row
         of the expert to ``s_start``, which has its slots in earlier chunks. The sentinels follow the last expert.
         """
@@ -275,8 +280,8 @@ class Route(WarpKernel):
                 s_first[thread] = end_here - here
                 s_start[thread] = end - total + earlier
                 if chunk == 0:
-                    splits[thread] = Int64(total)
-                    offsets[thread] = end
+                    offsets[thread] = cutlass.min(end, rows)
+                    splits[thread] = Int64(cutlass.min(end, rows) - cutlass.min(end - total, rows))
                 if thread == experts - 1:
                     earlier = s_start[experts] if const_expr(self.chunked) else Int32(0)
                     s_first[experts] = end_here

@@ -68,7 +68,7 @@ class ChooseBackward(OfTokens):
 
     def compile(self) -> Any:
         """Compile without a GPU; a function of logits (T, E) fp32, ids (T*K,) int64, rows of slots (T*K,) int64, the
-        weights' gradient (T*K,) fp32, the gradients of logits (T, E), column sums (E,) and squares (1,), all fp32,
+        weights' gradient (T*K,) or (R,) fp32, the gradients of logits (T, E), column sums (E,) and squares (1,), all fp32,
         parts (T, blocks * padded E) bf16, the gradient (T, E) fp32, column sums (CTAs, E) fp32, the ends of groups of
         tokens (G,) int32, the router's weight (E, H), its parts (blocks * padded E, H) bf16, K, the weights' scale, the
         tokens of a CTA, and those of a group.
@@ -78,7 +78,7 @@ class ChooseBackward(OfTokens):
         sums = cute.runtime.make_fake_tensor(Float32, (cute.sym_int(), experts), (cute.sym_int64(), 1))
         return self.compiled_for(
             fake_experts(tokens, experts, self.unit), fake_vector("int64", slots), fake_vector("int64", slots),
-            fake_vector("fp32", slots), fake_experts(tokens, experts, self.unit), fake_vector("fp32", experts),
+            fake_vector("fp32", cute.sym_int()), fake_experts(tokens, experts, self.unit), fake_vector("fp32", experts),
             fake_vector("fp32", 1), fake_matrix("bf16", cute.sym_int(), cute.sym_int(divisibility=VECTOR)),
             fake_experts(tokens, experts, self.unit), sums,
             fake_vector("int32", cute.sym_int()), fake_matrix(self.weight or "bf16", experts, hidden),

@@ -153,17 +153,17 @@ def bind_router(
 
 
 def bind_route_counted(
-    index_TK: Tensor, weight_TK: Tensor, num_experts: int
+    index_TK: Tensor, weight_TK: Tensor, num_experts: int, num_rows: int | None = None
 ) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]:
     """Return `bind_route` of ``(ids, weights, counts)``, with the counts of `bind_router`: one launch."""
     tokens, chosen = index_TK.shape
-    return bind_route(index_TK, weight_TK, num_experts, chunk_tokens(tokens, chosen) * chosen)
+    return bind_route(index_TK, weight_TK, num_experts, chunk_tokens(tokens, chosen) * chosen, num_rows)
 
 
 class LogitsGrads(NamedTuple):
     """The gradients from which that of the logits is computed. All are fp32, and any may be None.
 
-    ``weight`` is the gradient of the weights: (T, K), or of rows (T*K,) if ``row_of_slot`` (T, K) is given. ``logits``
+    ``weight`` is the gradient of the weights: (T, K), or of rows (R,) if ``row_of_slot`` (T, K) is given. ``logits``
     is (T, E), at an address that is a multiple of 16 bytes, ``probs_sum`` (E,) and ``z_sum`` ().
     """
 

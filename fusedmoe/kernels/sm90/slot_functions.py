@@ -4,7 +4,7 @@ Each ``bind_*`` returns the function for tensors of the same shapes, dtypes and 
 bf16 or fp16, (rows, H), with unit stride in H. H and the pitch are multiples of 8, addresses multiples of 16 bytes. All
 other tensors are contiguous. `limits` checks these constraints.
 
-Axes: T tokens, K slots per token, R = T*K rows, E experts, H columns.
+Axes: T tokens, K slots per token, R rows, at most T*K, E experts, H columns.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ QUAD = 4  # counts in 16 bytes
 
 
 def bind_route(
-    index_TK: Tensor, weight_TK: Tensor, num_experts: int, chunk_slots: int | None = None
+    index_TK: Tensor,
+    weight_TK: Tensor,
+    num_experts: int,
+    chunk_slots: int | None = None,
+    num_rows: int | None = None,
 ) -> Callable[..., tuple[Tensor, ...]]:
     """Sort slots by expert: return ``(splits, probs, row_of_slot, slot_of_row, token_of_row, offsets)`` of ``(ids,
     weights)``.
@@ -41,17 +45,20 @@ def bind_route(
     chunk_slots
         The number of slots of a chunk, if ``counts`` (chunks, E + 1) int32 is given: the slots per chunk and expert,
         then the sentinels, with the pitch `count_pitch`.
+    num_rows
+        R; None for T*K. The slots after row R - 1 have no row, and are not counted.
 
     Returns
     -------
     callable
         Returns ``splits`` (E,) int64, rows per expert; ``probs`` (R,), each row's weight, zero for sentinels;
-        ``row_of_slot`` (T, K) int64, R for sentinels; ``slot_of_row`` (R,) int64; ``token_of_row`` (R,) int32, within
+        ``row_of_slot`` (T, K) int64, R for sentinels and for slots without a row; ``slot_of_row`` (R,) int64; ``token_of_row`` (R,) int32, within
         [0, T) also for sentinels; ``offsets`` (E,) int32, the ends of the experts' rows.
     """
     from fusedmoe.kernels.sm90.route import CHUNK, Route  # deferred: imports the CuTe DSL
 
     shape, slots, chosen = tuple(index_TK.shape), index_TK.numel(), index_TK.shape[1]
+    rows = slots if num_rows is None else num_rows
     of_chunk, counted = chunk_slots or CHUNK, chunk_slots is not None
     chunks = -(-slots // of_chunk)
     room = next(n for n in ROOM if num_experts <= n)
@@ -62,9 +69,9 @@ def bind_route(
         int32 = index_TK if index_TK.dtype is torch.int32 else index_TK.new_empty(0, dtype=torch.int32)
         if counts is None:
             counts = int32.new_empty(count_shape)[:, : num_experts + 1]
-        row_of_slot, slot_of_row = (index_TK.new_empty(slots, dtype=torch.int64) for _ in range(2))
-        token_of_row, offsets = int32.new_empty(slots), int32.new_empty(num_experts)
-        probs, splits = weight_TK.new_empty(slots), index_TK.new_empty(num_experts, dtype=torch.int64)
+        row_of_slot, slot_of_row = (index_TK.new_empty(n, dtype=torch.int64) for n in (slots, rows))
+        token_of_row, offsets = int32.new_empty(rows), int32.new_empty(num_experts)
+        probs, splits = weight_TK.new_empty(rows), index_TK.new_empty(num_experts, dtype=torch.int64)
         kernel(
             index_TK.view(-1), weight_TK.view(-1), counts, row_of_slot, slot_of_row, token_of_row, probs, splits,
             offsets, chosen, of_chunk,
@@ -94,14 +101,17 @@ def no_scale(rows: int, device: torch.device) -> Tensor:
     return found[:rows]
 
 
-def bind_gather_rows(source_TH: Tensor, row_of_slot_TK: Tensor, scale_R: Tensor | None) -> Callable[..., Tensor]:
-    """``rows[r] = scale[r] * source[token of r]``, (R, H), zeros for sentinels.
+def bind_gather_rows(
+    source_TH: Tensor, row_of_slot_TK: Tensor, scale_R: Tensor | None, num_rows: int | None = None
+) -> Callable[..., Tensor]:
+    """``rows[r] = scale[r] * source[token of r]``, (R, H), zeros for sentinels. ``num_rows`` is R; None for T*K.
 
     The arguments are ``(source, row_of_slot, slot_of_row, scale)``.
     """
     from fusedmoe.kernels.sm90.slots import GatherRows  # deferred: imports the CuTe DSL
 
-    chosen, rows, columns = row_of_slot_TK.shape[1], row_of_slot_TK.numel(), source_TH.shape[1]
+    chosen, columns = row_of_slot_TK.shape[1], source_TH.shape[1]
+    rows = row_of_slot_TK.numel() if num_rows is None else num_rows
     kernel = load(GatherRows(NAMES[source_TH.dtype], None if scale_R is None else NAMES[scale_R.dtype]))
     nothing = no_scale(rows, source_TH.device) if scale_R is None else None
 

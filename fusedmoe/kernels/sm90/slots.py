@@ -13,7 +13,9 @@ loaded at once, one per lane; otherwise each row would wait for the previous one
 `RowDots`: ``dots[r] = sum over columns of rows[r] * source[token of r]`` in fp32, zeros for sentinels. A warp has
 one row.
 
-Rows of sentinels are never read. Axes: T tokens, K slots per token, R rows, H columns.
+Rows of sentinels are never read. A slot without a row, of which there are some if R < T*K, has row R as a sentinel.
+
+Axes: T tokens, K slots per token, R rows, H columns.
 """
 
 from __future__ import annotations
@@ -57,13 +59,14 @@ class GatherRows(WarpKernel):
         return f"sm90_gather_rows_{self.dtype}" + (f"_scaled_{self.scale}" if self.scale else "")
 
     def compile(self) -> Any:
-        """Compile without a GPU; a function of source (T, H), slots of rows (R,) int64, rows of slots (R,) int64,
+        """Compile without a GPU; a function of source (T, H), slots of rows (R,) int64, rows of slots (T*K,) int64,
         scale (R,), rows (R, H) and K.
         """
         rows, columns = cute.sym_int(), cute.sym_int(divisibility=VECTOR)
         return self.compiled_for(
-            fake_matrix(self.dtype, cute.sym_int(), columns), fake_vector("int64", rows), fake_vector("int64", rows),
-            fake_vector(self.scale or "fp32", rows), fake_matrix(self.dtype, rows, columns), Int32(1),
+            fake_matrix(self.dtype, cute.sym_int(), columns), fake_vector("int64", rows),
+            fake_vector("int64", cute.sym_int()), fake_vector(self.scale or "fp32", rows),
+            fake_matrix(self.dtype, rows, columns), Int32(1),
         )  # fmt: skip
 
     @cute.jit
@@ -224,13 +227,13 @@ class RowDots(WarpKernel):
         return f"sm90_row_dots_{self.dtype}_{self.out}"
 
     def compile(self) -> Any:
-        """Compile without a GPU; a function of rows (R, H), source (T, H), slots of rows (R,) int64, rows of slots (R,)
-        int64, dots (R,) and K.
+        """Compile without a GPU; a function of rows (R, H), source (T, H), slots of rows (R,) int64, rows of slots
+        (T*K,) int64, dots (R,) and K.
         """
         rows, columns = cute.sym_int(), cute.sym_int(divisibility=VECTOR)
         return self.compiled_for(
             fake_matrix(self.dtype, rows, columns), fake_matrix(self.dtype, cute.sym_int(), columns),
-            fake_vector("int64", rows), fake_vector("int64", rows), fake_vector(self.out, rows), Int32(1),
+            fake_vector("int64", rows), fake_vector("int64", cute.sym_int()), fake_vector(self.out, rows), Int32(1),
         )  # fmt: skip
 
     @cute.jit
@@ -277,10 +280,10 @@ class SlotValues(WarpKernel):
         return f"sm90_slot_values_{self.dtype}"
 
     def compile(self) -> Any:
-        """Compile without a GPU; a function of values (R,), rows of slots (R,) int64 and out (R,)."""
+        """Compile without a GPU; a function of values (R,), rows of slots (T*K,) int64 and out (T*K,)."""
         slots = cute.sym_int()
         return self.compiled_for(
-            fake_vector(self.dtype, slots), fake_vector("int64", slots), fake_vector(self.dtype, slots)
+            fake_vector(self.dtype, cute.sym_int()), fake_vector("int64", slots), fake_vector(self.dtype, slots)
         )
 
     @cute.jit

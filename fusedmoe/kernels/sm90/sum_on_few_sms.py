@@ -68,12 +68,13 @@ class SumOnFewSms(WarpKernel):
         return SHARED_BYTES // (WARPS * LANES * CHUNK_BYTES * self.copies)
 
     def compile(self) -> Any:
-        """Compile without a GPU; a function of rows (R, H), rows of slots (R,) int64, addend (T, H), out (T, H), which
+        """Compile without a GPU; a function of rows (R, H), rows of slots (T*K,) int64, addend (T, H), out (T, H), which
         may be the addend, K, and the number of CTAs.
         """
-        rows, tokens, columns = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=VECTOR)
+        rows, slots, tokens = (cute.sym_int() for _ in range(3))
+        columns = cute.sym_int(divisibility=VECTOR)
         return self.compiled_for(
-            fake_matrix(self.dtype, rows, columns), fake_vector("int64", rows),
+            fake_matrix(self.dtype, rows, columns), fake_vector("int64", slots),
             fake_matrix(self.dtype, tokens, columns), fake_matrix(self.dtype, tokens, columns), Int32(1), Int32(1),
         )  # fmt: skip
 
