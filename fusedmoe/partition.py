@@ -94,6 +94,8 @@ class ModulePart:
     @property
     def title(self) -> str:
         """The part's name in ``explain()``, with the reason why the module is in no chain."""
+        if getattr(self.module, "host_sync", False) is True:
+            return f"module {self.label}: {type(self.module).__name__}: HOST SYNC: numbers of rows depend on contents"
         why = (
             "called as a module because of its hooks"
             if self.call.takes or isinstance(self.module, Op)

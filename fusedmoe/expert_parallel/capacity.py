@@ -99,7 +99,8 @@ class Overflow:
         """
         here = self._devices.get(needed_P.device)
         if here is None:
-            here = _OnDevice(torch.zeros_like(needed_P), torch.zeros_like(needed_P))
+            with torch.inference_mode(False):  # later calls, in another mode, change the counts in place
+                here = _OnDevice(*needed_P.new_zeros(2, self.ranks))
             self._devices[needed_P.device] = here
         excess = (needed_P - rows).clamp_(min=0)
         here.dropped += excess

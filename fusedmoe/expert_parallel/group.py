@@ -46,15 +46,15 @@ class ExpertParallel:
         rank needs to know how many the others have. None: the ranks tell each other the largest number in each call,
         on their hosts. No host waits for its device.
     capacity
-        The rows of a rank's experts, as a multiple of the average over the ranks if each rank has as many tokens as the
-        rank with most: ``ceil(capacity * N * K)`` for N tokens per rank and K experts per token, rounded up to a
-        multiple of 128. It is the same on every rank. None: P*N*min(K, E/P) rows, which suffice for any routing in which
-        no token chooses an expert twice.
+        The rows of a rank's experts, as a multiple of those under even routing: ``ceil(capacity * N * K)``, rounded up
+        to a multiple of 128, for N tokens per rank (see ``max_tokens``) with K experts each. All ranks must give the
+        same. None: P*N*min(K, E/P) rows, which suffice for any routing in which no token chooses an expert twice.
     overflow
-        The treatment of slots that find no row because a rank needs more. The last experts of the rank lose their rows
-        first, and of each expert the last tokens. ``"raise"``: an error, see `check`. ``"drop"``: the slots contribute
-        nothing, and `dropped` counts them. ``"rerun"``: the call runs without ``capacity`` instead; for this, the hosts
-        read the needed rows before the products of each call, a host synchronisation.
+        The treatment of slots (a token's k-th expert) that find no row, since a rank needs more. The last experts of
+        the rank lose their rows first, and of each expert the last tokens. ``"raise"``: an error, see `check`.
+        ``"drop"``: the slots contribute nothing, and `dropped` counts them. ``"rerun"``: the call runs without
+        ``capacity`` instead. For this the hosts read the needed rows before the products of each call: a host
+        synchronisation.
     timeout_s
         Seconds that a rank waits for the others in an exchange of ``"symmetric"``. Other engines have the time-out of
         the group.

@@ -56,18 +56,18 @@ class Dispatch(Op):
     Notes
     -----
     Called with ``x`` (T, H), ``expert_index`` (T, K) integers and ``expert_weight`` (T, K) floats. Returns rows
-    (T*K, H) and provides
+    (R, H) and provides
 
     - ``splits`` (E,) int64: rows per expert;
-    - ``probs`` (T*K,): the ``expert_weight`` of each row, zero after the last expert's rows;
-    - ``row_of_slot`` (T, K) int64: the row of slot (t, k), T*K for a sentinel;
-    - ``slot_of_row`` (T*K,) int64: the slot ``t * K + k`` of each row;
-    - ``token_of_row`` (T*K,) int32: the token t of each row, ``slot_of_row // K``, also of a sentinel's row.
+    - ``probs`` (R,): the ``expert_weight`` of each row, zero after the last expert's rows;
+    - ``row_of_slot`` (T, K) int64: the row of slot (t, k), R for a sentinel and for a slot without a row;
+    - ``slot_of_row`` (R,) int64: the slot ``t * K + k`` of each row;
+    - ``token_of_row`` (R,) int32: the token t of each row, ``slot_of_row // K``, also of a sentinel's row.
 
     The rows of an expert are in token order. The gradient of ``x`` sums a token's rows in fp32, in slot order.
     """
 
-    runtime_inputs = ("expert_index", "expert_weight")
+    runtime_inputs: tuple[str, ...] = ("expert_index", "expert_weight")
     provides: tuple[str, ...] = ("splits", "probs", "row_of_slot", "slot_of_row", "token_of_row")
     gathers: ClassVar[Mapping[str, tuple[str, str]]] = {"output": ("input", "token_of_row")}
     changes_rows = True
@@ -78,7 +78,7 @@ class Dispatch(Op):
         super().__init__()
         self.num_experts = num_experts
         self.expert_parallel = expert_parallel
-        self.limit: RowLimit | None = None
+        self.limit: RowLimit | None = None  # of the rows, see `rows`
         if expert_parallel is not None:
             if num_experts is None:
                 raise InputError(
@@ -105,13 +105,13 @@ class Dispatch(Op):
             return super().expanded()
         assert self.num_experts is not None
         local = Dispatch(ep.local_experts(self.num_experts, "Dispatch"))
-        local.runtime_inputs = ("gathered_index", "gathered_weight")
         limit = ep.row_limit(self.num_experts)
         before: list[tuple[str, nn.Module]] = [] if ep.max_tokens is not None else [("agree", AgreeOnTokens(ep))]
         if ep.counts_rows:
             before.append(("count", CountRows(self.num_experts, limit, ep)))
-            local.runtime_inputs = (*local.runtime_inputs, "local_rows")
+            local.runtime_inputs = ("gathered_index", "gathered_weight", "local_rows")
         else:
+            local.runtime_inputs = ("gathered_index", "gathered_weight")
             local.limit = limit
         return *before, ("gather", GatherTokens(self.num_experts, ep)), ("", local)
 
@@ -143,6 +143,8 @@ class Dispatch(Op):
         self.check_floats("expert_weight", expert_weight.dtype)
         tokens, chosen = expert_index.shape
         rows = self.rows(expert_index, local_rows)
+        if local_rows is not None and rows > tokens * chosen:
+            raise self.reject("local_rows", f"shape (R, 0), R at most {tokens * chosen}", local_rows.shape)
         assert self.num_experts is not None, "placed() has set it"
         return (
             TensorSpec((rows, x.shape[1]), x.dtype),

@@ -174,6 +174,41 @@ def test_no_tokens_and_one_expert_a_token(tokens, chosen):
     torch.testing.assert_close(weight.grad, x.detach().sum(1, keepdim=True).expand(tokens, chosen))
 
 
+@given(routings(), st.data())
+def test_fewer_rows_than_slots(drawn, data):
+    """The first slots by expert have rows; all others are as sentinels, also for gradients."""
+    index, experts = drawn
+    rows = data.draw(st.integers(0, index.numel()))
+    x, weight = exact_copies(*as_in(index, 3))
+    limited = fm.Dispatch(experts)
+    limited.runtime_inputs = (*limited.runtime_inputs, "local_rows")
+    seq = fm.Sequential(limited, fm.Combine())
+    y = seq(x, expert_index=index, expert_weight=weight, local_rows=torch.empty(rows, 0))
+    kept = torch.full_like(index, experts)
+    slots = slots_by_expert(index, experts)[:rows]
+    for slot in slots:
+        kept[slot] = index[slot]
+    want = fm.Sequential(fm.Dispatch(experts), fm.Combine())(x, expert_index=kept, expert_weight=weight)
+    torch.testing.assert_close(y, want, rtol=1e-13, atol=1e-14)
+    dy = torch.randn_like(y)
+    for got, exact in zip(*(torch.autograd.grad(t, (x, weight), dy) for t in (y, want)), strict=True):
+        torch.testing.assert_close(got, exact, rtol=1e-12, atol=1e-13)
+    sorted_rows, provided = limited(x, expert_index=index, expert_weight=weight, local_rows=torch.empty(rows, 0))
+    assert len(sorted_rows) == rows
+    assert provided["splits"].tolist() == [int((kept == e).sum()) for e in range(experts)]
+    assert torch.equal(sorted_rows[: len(slots)], x[[t for t, _ in slots]])
+    assert not sorted_rows[len(slots) :].any()
+    assert provided["token_of_row"].tolist() == [s // index.shape[1] for s in provided["slot_of_row"].tolist()]
+
+
+def test_more_rows_than_slots_are_refused():
+    limited = fm.Dispatch(4)
+    limited.runtime_inputs = (*limited.runtime_inputs, "local_rows")
+    x, weight = as_in(ROUTING, 2)
+    with pytest.raises(fm.InputError, match=r"local_rows: expected shape \(R, 0\), R at most 10, got \(11, 0\)"):
+        limited(x, expert_index=ROUTING, expert_weight=weight, local_rows=torch.empty(11, 0))
+
+
 def test_a_token_may_choose_an_expert_twice():
     index = torch.tensor([[1, 1], [0, 1]])
     x, weight = exact_copies(torch.randn(2, 3), torch.tensor([[0.25, 0.5], [1.0, 2.0]]))

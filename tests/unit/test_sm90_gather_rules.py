@@ -7,7 +7,7 @@ import pytest
 import sm90_stand_ins as stand_ins
 import torch
 from test_sm90_rules import BF16, assert_close, called, hopper_machine  # noqa: F401  (a fixture)
-from test_sm90_slot_rules import E, H, I, K, T, experts, routing, tokens
+from test_sm90_slot_rules import E, H, I, K, T, experts, fewer_rows, routing, tokens
 from toy import only_plan, outcome, rules_used, status
 
 import fusedmoe as fm
@@ -60,6 +60,14 @@ def test_rows_are_neither_written_nor_kept(sentinels, index_dtype, weight_dtype)
         "gathered_wgrad_x",
     ):
         assert called(name) == [{"source": T, "rows": T * K}]
+
+
+@pytest.mark.parametrize(("given", "rows"), [(True, 11), (False, 9)])
+def test_fewer_rows_than_slots(given, rows):
+    chain = experts()
+    plan = both_ways(chain, tokens(), **routing(sentinels=True), **fewer_rows(chain, given))
+    assert rules_used(plan)[:4] == ROUTED
+    assert called("gathered_wgrad_x") == [{"source": T, "rows": rows}]
 
 
 def test_what_is_kept():

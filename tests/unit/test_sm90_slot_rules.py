@@ -10,6 +10,7 @@ from toy import only_plan, outcome, rules_used
 
 import fusedmoe as fm
 from fusedmoe import FusionError, Status
+from fusedmoe.expert_parallel.capacity import RowLimit
 from fusedmoe.kernels.sm90 import functions
 
 T, K, E, H, I = 9, 2, 4, 32, 16  # noqa: E741
@@ -83,6 +84,26 @@ def test_weighted_in_the_sum(sentinels, weight_dtype):
     ]  # fmt: skip
     assert called("gather_rows") == [{"scale": False}, {"scale": True}]
     assert called("sum_slots") == [{"scale": True}, {"scale": False}]
+
+
+def fewer_rows(chain, given):
+    """Let a chain have 11 rows, given as an argument, or 9, by its limit; return the further runtime inputs."""
+    dispatch = chain[0]
+    dispatch.num_experts = E
+    if given:
+        dispatch.runtime_inputs = (*dispatch.runtime_inputs, "local_rows")
+        return {"local_rows": torch.empty(11, 0)}
+    dispatch.limit = RowLimit(1, 1, None)
+    return {}
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("given", [True, False])
+def test_fewer_rows_than_slots(given, early):
+    chain = experts(early=early)
+    plan = both_ways(chain, tokens(), **routing(sentinels=True), **fewer_rows(chain, given))
+    assert {"sm90.dispatch", "sm90.combine", "sm90.dcombine", "sm90.ddispatch"} <= set(rules_used(plan))
+    assert len(called("gather_rows")) == 2
 
 
 def test_rows_of_sentinels_are_never_read():

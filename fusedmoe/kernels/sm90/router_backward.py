@@ -68,10 +68,10 @@ class ChooseBackward(OfTokens):
 
     def compile(self) -> Any:
         """Compile without a GPU; a function of logits (T, E) fp32, ids (T*K,) int64, rows of slots (T*K,) int64, the
-        weights' gradient (T*K,) or (R,) fp32, the gradients of logits (T, E), column sums (E,) and squares (1,), all fp32,
-        parts (T, blocks * padded E) bf16, the gradient (T, E) fp32, column sums (CTAs, E) fp32, the ends of groups of
-        tokens (G,) int32, the router's weight (E, H), its parts (blocks * padded E, H) bf16, K, the weights' scale, the
-        tokens of a CTA, and those of a group.
+        weights' gradient (T*K,) or (R,) fp32, the gradients of logits (T, E), column sums (E,) and squares (1,), all
+        fp32, parts (T, blocks * padded E) bf16, the gradient (T, E) fp32, column sums (CTAs, E) fp32, the ends of
+        groups of tokens (G,) int32, the router's weight (E, H), its parts (blocks * padded E, H) bf16, K, the weights'
+        scale, the tokens of a CTA, and those of a group.
         """
         tokens, experts, slots = cute.sym_int(), cute.sym_int(divisibility=self.unit), cute.sym_int()
         hidden = cute.sym_int(divisibility=VECTOR)

@@ -52,8 +52,9 @@ def bind_route(
     -------
     callable
         Returns ``splits`` (E,) int64, rows per expert; ``probs`` (R,), each row's weight, zero for sentinels;
-        ``row_of_slot`` (T, K) int64, R for sentinels and for slots without a row; ``slot_of_row`` (R,) int64; ``token_of_row`` (R,) int32, within
-        [0, T) also for sentinels; ``offsets`` (E,) int32, the ends of the experts' rows.
+        ``row_of_slot`` (T, K) int64, R for sentinels and for slots without a row; ``slot_of_row`` (R,) int64;
+        ``token_of_row`` (R,) int32, within [0, T) also for sentinels; ``offsets`` (E,) int32, the ends of the experts'
+        rows.
     """
     from fusedmoe.kernels.sm90.route import CHUNK, Route  # deferred: imports the CuTe DSL
 

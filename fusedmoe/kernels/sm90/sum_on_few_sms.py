@@ -68,8 +68,8 @@ class SumOnFewSms(WarpKernel):
         return SHARED_BYTES // (WARPS * LANES * CHUNK_BYTES * self.copies)
 
     def compile(self) -> Any:
-        """Compile without a GPU; a function of rows (R, H), rows of slots (T*K,) int64, addend (T, H), out (T, H), which
-        may be the addend, K, and the number of CTAs.
+        """Compile without a GPU; a function of rows (R, H), rows of slots (T*K,) int64, addend (T, H), out
+        (T, H), which may be the addend, K, and the number of CTAs.
         """
         rows, slots, tokens = (cute.sym_int() for _ in range(3))
         columns = cute.sym_int(divisibility=VECTOR)
