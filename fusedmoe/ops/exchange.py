@@ -90,7 +90,7 @@ class CountRows(nn.Module):
     """
 
     provides = ("local_rows",)
-    host_sync = True
+    purpose = "the hosts read the numbers of rows (overflow='rerun'): HOST SYNC"
 
     def __init__(self, num_experts: int, limit: RowLimit, expert_parallel: ExpertParallel) -> None:
         super().__init__()

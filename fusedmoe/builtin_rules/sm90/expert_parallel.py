@@ -121,6 +121,8 @@ class GemmActivationOfArrivingTokens(
 
     def offer(self, ctx: PlanContext) -> Step:
         _require_ranks(self.gather)
+        counted = "local_rows" in self.dispatch.runtime_inputs
+        require(not counted, "the host counts the rows of dispatch (overflow='rerun')")
         fc, launches = self.fc, 16
         check_common(ctx, "input", "fc.weight", in_features=fc.in_features)
         gated = activation_of(self.act).gated
@@ -144,7 +146,7 @@ class GemmActivationOfArrivingTokens(
         )  # fmt: skip
 
     def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
-        gather, activation, options = self.gather, activation_of(self.act), ctx.options
+        gather, dispatch, activation, options = self.gather, self.dispatch, activation_of(self.act), ctx.options
         count, scaled, experts = len(gather.runtime_inputs), self.scale is not None, self.fc.num_groups
         keeps_p = "act.input" in keep
 
@@ -155,14 +157,15 @@ class GemmActivationOfArrivingTokens(
             tokens, index, factor = (x.new_empty(s.shape, dtype=s.dtype) for s in gather.infer(x, *given[:count]))
             if not index.numel():
                 raise NothingToDo("no rows")
-            rows, total = index.view(-1), index.shape[0]  # like the tokens of rows
-            route = functions.bind_route(index, factor, experts)
+            room, total = dispatch.rows(index), index.shape[0]
+            rows = index.view(-1)[:room]  # like the tokens of rows
+            route = functions.bind_route(index, factor, experts, num_rows=room)
             ranges = _Ranges(gather.expert_parallel, rows[:experts], rows, total)
             product = functions.bind_grouped_gemm_activation(
                 tokens,
                 weight,
                 bias,
-                factor.view(-1) if scaled else None,
+                factor.view(-1)[:room] if scaled else None,
                 activation,
                 keeps_p,
                 options,
