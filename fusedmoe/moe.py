@@ -134,6 +134,7 @@ class MoE(Checked, Runnable):
                     f"MoE: expert_parallel: expected an ExpertParallel or None, got {said(expert_parallel)}"
                 )
             here = expert_parallel.local_experts(POSITIVE_INTEGER("MoE: num_experts", num_experts), "MoE")
+            expert_parallel = expert_parallel.chosen_for(POSITIVE_INTEGER("MoE: top_k", top_k))
         self.expert_parallel = expert_parallel
         self.hidden = hidden
         check_all("MoE", _MOE, intermediate=intermediate, bias=bias, router_bias=router_bias, shared_gate=shared_gate)

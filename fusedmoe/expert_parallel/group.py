@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
 import torch
@@ -11,6 +12,7 @@ from torch import distributed as dist
 from fusedmoe.checks import POSITIVE, POSITIVE_INTEGER, one_of, said
 from fusedmoe.errors import InputError
 from fusedmoe.expert_parallel.allgather import AllGather
+from fusedmoe.expert_parallel.alltoall import AllToAll
 from fusedmoe.expert_parallel.capacity import Overflow, RowLimit
 from fusedmoe.expert_parallel.symmetric import Symmetric
 
@@ -39,12 +41,16 @@ class ExpertParallel:
         A ``torch.distributed.ProcessGroup`` that this process is in, or a `DeviceMesh` of one dimension; None for the
         default group.
     engine
-        ``"allgather"``: every rank gets all tokens, by collectives of the group's backend. ``"auto"`` chooses it.
-        ``"symmetric"``: the same by reads of the memory of other GPUs, for ranks inside one NVLink domain.
+        ``"allgather"``: every rank gets all tokens, by collectives of the group's backend.
+        ``"alltoall"``: a rank gets the tokens that chose one of its experts. The host waits for the device in each
+        call, to learn how many these are.
+        ``"symmetric"``: as ``"allgather"``, by reads of the memory of other GPUs, for ranks inside one NVLink domain.
+        ``"auto"``: an `MoE` takes ``"alltoall"`` if a token has fewer experts than there are ranks, else
+        ``"allgather"``. A `Dispatch` does not know the number, and takes ``"allgather"``.
     max_tokens
         The largest number of tokens of a rank in a call. Each call then exchanges this many rows per rank, and no
         rank needs to know how many the others have. None: the ranks tell each other the largest number in each call,
-        on their hosts. No host waits for its device.
+        on their hosts. No host waits for its device. ``"alltoall"`` does not use it.
     capacity
         The rows of a rank's experts, as a multiple of those under even routing: ``ceil(capacity * N * K)``, rounded up
         to a multiple of 128, for N tokens per rank (see ``max_tokens``) with K experts each. All ranks must give the
@@ -95,7 +101,15 @@ class ExpertParallel:
     def _make_engine(self) -> Engine:
         if self.engine_name == "symmetric":
             return Symmetric(self.group, self.timeout_s)
-        return AllGather(self.group)
+        return AllToAll(self.group) if self.engine_name == "alltoall" else AllGather(self.group)
+
+    def chosen_for(self, top_k: int) -> ExpertParallel:
+        """Return this object with the engine for K chosen experts per token, if it has ``"auto"``; else itself."""
+        if self.engine_name != "auto" or top_k >= self.ranks:
+            return self
+        chosen = copy.copy(self)
+        chosen.engine_name, chosen.engine = "alltoall", AllToAll(self.group)
+        return chosen
 
     def local_experts(self, num_experts: int, who: str = _WHO) -> int:
         """Return the number of experts on each rank: E / P.
@@ -169,6 +183,11 @@ class ExpertParallel:
             f"engine {self.engine.name!r}, {self.ranks} ranks, tokens per rank {most}, buffers of "
             f"{self.engine.buffer_bytes()} bytes, no host synchronisation"
         )
+
+    def __copy__(self) -> ExpertParallel:
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__dict__)
+        return new
 
     def __deepcopy__(self, memo: object) -> ExpertParallel:
         return self  # the group is one of the process

@@ -22,6 +22,7 @@ from fusedmoe.errors import InputError
 from fusedmoe.expert_parallel import ExpertParallel
 from fusedmoe.kernels.torch.rows import gather_rows, sort_by_expert, tail_mask
 from fusedmoe.ops.exchange import AgreeOnTokens, CountRows, GatherTokens, ReturnTokens
+from fusedmoe.ops.exchange_varying import GatherVaryingTokens, ReturnVaryingTokens
 from fusedmoe.ops.op import BackwardOp, Op, TensorSpec, exact_together
 
 if TYPE_CHECKING:
@@ -105,13 +106,15 @@ class Dispatch(Op):
             return super().expanded()
         assert self.num_experts is not None
         local = Dispatch(ep.local_experts(self.num_experts, "Dispatch"))
+        local.runtime_inputs = ("gathered_index", "gathered_weight")
+        if ep.engine.name == "alltoall":
+            return ("gather", GatherVaryingTokens(self.num_experts, ep)), ("", local)
         limit = ep.row_limit(self.num_experts)
         before: list[tuple[str, nn.Module]] = [] if ep.max_tokens is not None else [("agree", AgreeOnTokens(ep))]
         if ep.counts_rows:
             before.append(("count", CountRows(self.num_experts, limit, ep)))
-            local.runtime_inputs = ("gathered_index", "gathered_weight", "local_rows")
+            local.runtime_inputs = (*local.runtime_inputs, "local_rows")
         else:
-            local.runtime_inputs = ("gathered_index", "gathered_weight")
             local.limit = limit
         return *before, ("gather", GatherTokens(self.num_experts, ep)), ("", local)
 
@@ -236,7 +239,8 @@ class Combine(Op):
     def expanded(self) -> tuple[tuple[str, nn.Module], ...]:
         if self.expert_parallel is None:
             return super().expanded()
-        return ("", Combine(self.weights)), ("return", ReturnTokens(self.expert_parallel))
+        back = ReturnVaryingTokens if self.expert_parallel.engine.name == "alltoall" else ReturnTokens
+        return ("", Combine(self.weights)), ("return", back(self.expert_parallel))
 
     def infer(
         self, x: SpecLike, row_of_slot: SpecLike, slot_of_row: SpecLike, probs: SpecLike | None = None

@@ -45,6 +45,19 @@ def sum_over_ranks(parts: Sequence[Tensor], tokens: int) -> Tensor:
     return total.to(first.dtype)
 
 
+def chosen_ids(expert_index: Tensor, num_experts: int) -> Tensor:
+    """Return expert ids as int32, with -1 for sentinels."""
+    chosen = (expert_index >= 0) & (expert_index < num_experts)
+    return torch.where(chosen, expert_index, -1).to(torch.int32)
+
+
+def local_index(index: Tensor, num_experts: int, expert_parallel: ExpertParallel) -> Tensor:
+    """Return expert ids of all ranks as ids of this rank's experts, -1 for those of other ranks."""
+    here = expert_parallel.local_experts(num_experts)
+    index = index - expert_parallel.rank * here
+    return torch.where((index >= 0) & (index < here), index, -1)
+
+
 class AgreeOnTokens(nn.Module):
     """Tells a chain N, the largest number of tokens of a rank, as the size of an empty tensor ``rank_rows`` (N, 0).
 
@@ -190,10 +203,9 @@ class GatherTokens(Op):
         fused step can sort the rows while the tokens travel.
         """
         rows = self._rows(rank_rows)
-        # -1 for sentinels, also in the rows of a rank after its own tokens
-        chosen = (expert_index >= 0) & (expert_index < self.num_experts)
+        # -1 also in the rows of a rank after its own tokens
         index = expert_index.new_full((rows, expert_index.shape[1]), -1, dtype=torch.int32)
-        index[: x.shape[0]] = torch.where(chosen, expert_index, -1)
+        index[: x.shape[0]] = chosen_ids(expert_index, self.num_experts)
         return self.expert_parallel.engine.start_gather([index, expert_weight.contiguous(), x.contiguous()], rows)
 
     def local_index(self, index: Tensor) -> Tensor:
@@ -204,8 +216,7 @@ class GatherTokens(Op):
         """
         here = self.expert_parallel.local_experts(self.num_experts)
         self._count_slots_without_row(index, here)
-        index = index - self.expert_parallel.rank * here
-        return torch.where((index >= 0) & (index < here), index, -1)
+        return local_index(index, self.num_experts, self.expert_parallel)
 
     def _count_slots_without_row(self, index: Tensor, here: int) -> None:
         ep = self.expert_parallel

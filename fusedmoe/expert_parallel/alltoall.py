@@ -1,0 +1,42 @@
+"""The engine ``"alltoall"``: each rank gets exactly the rows that the others have for it. NCCL and gloo.
+
+The numbers of rows depend on the contents of tensors, and the hosts must know them: each call waits for its device.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import distributed as dist
+
+from fusedmoe.expert_parallel.engine import Engine, as_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+
+class AllToAll(Engine):
+    """All-to-alls of parts that differ in length. It has no exchange with static shapes."""
+
+    name: ClassVar[str] = "alltoall"
+
+    def counts(self, sent_P: Tensor) -> Tensor:
+        """Return the rows per rank that this rank sends, and that it gets: (2, P) int64 on the host.
+
+        The host waits for the device. A collective.
+        """
+        received_P = torch.empty_like(sent_P)
+        dist.all_to_all_single(received_P, sent_P, group=self.group)
+        return torch.stack([sent_P, received_P]).cpu()
+
+    def exchange_rows(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Send the first ``sent[0]`` rows to rank 0, the next to rank 1, ...; return the rows received, in rank order.
+
+        A collective.
+        """
+        out = rows.new_empty(sum(received), *rows.shape[1:])
+        dist.all_to_all_single(as_bytes(out), as_bytes(rows.contiguous()), [*received], [*sent], group=self.group)
+        return out
