@@ -61,6 +61,9 @@ class ExpertParallel:
         ``"drop"``: the slots contribute nothing, and `dropped` counts them. ``"rerun"``: the call runs without
         ``capacity`` instead. For this the hosts read the needed rows before the products of each call: a host
         synchronisation.
+    combine_dtype
+        ``torch.float32``: the parts of a token's result travel in fp32, twice the bytes of bf16, and their sum is
+        rounded once. None: they have the dtype of the rows.
     timeout_s
         Seconds that a rank waits for the others in an exchange of ``"symmetric"``. Other engines have the time-out of
         the group.
@@ -82,6 +85,7 @@ class ExpertParallel:
         max_tokens: int | None = None,
         capacity: float | None = None,
         overflow: OverflowPolicy = "raise",
+        combine_dtype: torch.dtype | None = None,
         timeout_s: float = 600.0,
     ) -> None:
         if not dist.is_available() or not dist.is_initialized():
@@ -95,6 +99,9 @@ class ExpertParallel:
         self.capacity: float | None = POSITIVE.or_none()(f"{_WHO}: capacity", capacity)
         self.overflow: OverflowPolicy = _OVERFLOW(f"{_WHO}: overflow", overflow)
         self.slots_without_row = Overflow(self.overflow != "drop", self.capacity, self.ranks)
+        if combine_dtype not in (None, torch.float32):
+            raise InputError(f"{_WHO}: combine_dtype: expected torch.float32 or None, got {said(combine_dtype)}")
+        self.combine_dtype: torch.dtype | None = combine_dtype
         self.timeout_s: float = POSITIVE(f"{_WHO}: timeout_s", timeout_s)
         self.engine: Engine = self._make_engine()
 

@@ -38,8 +38,8 @@ _RANKS = instance(ExpertParallel, "an ExpertParallel").or_none()
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
-def _sum_in_fp32(x: Tensor, dim: int) -> Tensor:
-    return x.sum(dim, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
+def _sum_in_fp32(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    return x.sum(dim, dtype=torch.promote_types(x.dtype, torch.float32)).to(dtype or x.dtype)
 
 
 class Dispatch(Op):
@@ -219,6 +219,12 @@ class Combine(Op):
     Called with rows (R, H) and the values that `Dispatch` provides: ``row_of_slot`` (T, K), ``slot_of_row`` (R,) and,
     unless ``weights`` is None, ``probs`` (R,). Returns (T, H) in the dtype of the rows. A token whose slots are all
     sentinels gets zeros.
+
+    Attributes
+    ----------
+    output_dtype : torch.dtype or None
+        The least dtype of the output, if it is not that of the rows. The op then also takes ``row_dtype``, an empty
+        tensor of the rows' dtype. `ExpertParallel` sets it in the op that runs.
     """
 
     provided_with: ClassVar[Mapping[str, str]] = {"token_of_row": "slot_of_row"}
@@ -232,6 +238,7 @@ class Combine(Op):
         super().__init__()
         self.weights = weights
         self.expert_parallel = expert_parallel
+        self.output_dtype: torch.dtype | None = None
         self.rowwise_inputs = self.applies = () if self.weights is None else (self.weights,)
         of_ranks = () if expert_parallel is None else ReturnTokens.runtime_inputs
         self.runtime_inputs = ("row_of_slot", "slot_of_row", *self.applies, *of_ranks)
@@ -239,12 +246,15 @@ class Combine(Op):
     def expanded(self) -> tuple[tuple[str, nn.Module], ...]:
         if self.expert_parallel is None:
             return super().expanded()
-        back = ReturnVaryingTokens if self.expert_parallel.engine.name == "alltoall" else ReturnTokens
-        return ("", Combine(self.weights)), ("return", back(self.expert_parallel))
+        ep, local = self.expert_parallel, Combine(self.weights)
+        if ep.combine_dtype is not None:
+            local.output_dtype = ep.combine_dtype
+            local.runtime_inputs = (*local.runtime_inputs, "row_dtype")
+        back = ReturnVaryingTokens if ep.engine.name == "alltoall" else ReturnTokens
+        return ("", local), ("return", back(ep))
 
-    def infer(
-        self, x: SpecLike, row_of_slot: SpecLike, slot_of_row: SpecLike, probs: SpecLike | None = None
-    ) -> TensorSpec:
+    def infer(self, x: SpecLike, row_of_slot: SpecLike, slot_of_row: SpecLike, *others: SpecLike) -> TensorSpec:
+        probs = None if self.weights is None else others[0]
         if len(x.shape) != 2:
             raise self.reject("x", "shape (rows, features)", x.shape)
         rows = x.shape[0]
@@ -260,14 +270,17 @@ class Combine(Op):
             if tuple(probs.shape) != (rows,):
                 raise self.reject(str(self.weights), f"shape ({rows},), one weight per row", probs.shape)
             self.check_floats(str(self.weights), probs.dtype)
-        return TensorSpec((row_of_slot.shape[0], x.shape[1]), x.dtype)
+        return TensorSpec((row_of_slot.shape[0], x.shape[1]), self._dtype_for(x))
 
-    def compute(self, x: Tensor, row_of_slot: Tensor, slot_of_row: Tensor, probs: Tensor | None = None) -> Tensor:
-        slots_TKH = gather_rows(x, row_of_slot)
-        if probs is None:
-            return _sum_in_fp32(slots_TKH, 1)
-        rows, weights = exact_together(slots_TKH, gather_rows(probs, row_of_slot).unsqueeze(-1))
-        return (rows * weights).sum(1).to(x.dtype)
+    def _dtype_for(self, x: SpecLike) -> torch.dtype:
+        return x.dtype if self.output_dtype is None else torch.promote_types(x.dtype, self.output_dtype)
+
+    def compute(self, x: Tensor, row_of_slot: Tensor, slot_of_row: Tensor, *others: Tensor) -> Tensor:
+        slots_TKH, dtype = gather_rows(x, row_of_slot), self._dtype_for(x)
+        if self.weights is None:
+            return _sum_in_fp32(slots_TKH, 1, dtype)
+        rows, weights = exact_together(slots_TKH, gather_rows(others[0], row_of_slot).unsqueeze(-1))
+        return (rows * weights).sum(1).to(dtype)
 
     def backward_ops(self) -> tuple[BackwardOp, ...]:
         return (DCombine(self),) if self.weights is None else (CombineWeightGrad(self), DCombine(self))
@@ -296,17 +309,16 @@ class DCombine(BackwardOp):
     def __init__(self, op: Combine) -> None:
         super().__init__(op)
         self.needs = ("grad_output", *op.runtime_inputs)
-        if op.weights is None:
+        if op.weights is None and op.output_dtype is None:
             self.gathers = {"grad_input": ("grad_output", "token_of_row")}
 
-    def compute(
-        self, grad_output: Tensor, row_of_slot: Tensor, slot_of_row: Tensor, probs: Tensor | None = None
-    ) -> Tensor:
+    def compute(self, grad_output: Tensor, row_of_slot: Tensor, slot_of_row: Tensor, *others: Tensor) -> Tensor:
         dy, tail = _token_rows(grad_output, row_of_slot, slot_of_row)
-        if probs is not None:
-            rows, weights = exact_together(dy, probs.unsqueeze(-1))
-            dy = (rows * weights).to(dy.dtype)
-        return dy.masked_fill_(tail.unsqueeze(-1), 0)
+        dtype = dy.dtype if self.op.output_dtype is None else others[-1].dtype
+        if self.op.weights is not None:
+            rows, weights = exact_together(dy, others[0].unsqueeze(-1))
+            dy = rows * weights
+        return dy.to(dtype).masked_fill_(tail.unsqueeze(-1), 0)
 
 
 class CombineWeightGrad(BackwardOp):
@@ -322,7 +334,7 @@ class CombineWeightGrad(BackwardOp):
         self.gives = (f"grad_{op.weights}",)
 
     def compute(
-        self, grad_output: Tensor, x: Tensor, row_of_slot: Tensor, slot_of_row: Tensor, probs: Tensor
+        self, grad_output: Tensor, x: Tensor, row_of_slot: Tensor, slot_of_row: Tensor, probs: Tensor, *_: Tensor
     ) -> Tensor:
         dy, tail = _token_rows(grad_output, row_of_slot, slot_of_row)
         exact_dy, exact_x, _ = exact_together(dy, x, probs)

@@ -161,7 +161,6 @@ class GatherTokens(Op):
     Each gradient is the sum over the ranks of their parts, in fp32, in rank order.
     """
 
-    provides = ("gathered_index", "gathered_weight")
     travels = ("output", "gathered_index", "gathered_weight")
     changes_rows = True
     launches = 10
@@ -171,6 +170,9 @@ class GatherTokens(Op):
         self.num_experts, self.expert_parallel = num_experts, expert_parallel
         agreed = () if expert_parallel.max_tokens is not None else ("rank_rows",)
         self.runtime_inputs = ("expert_index", "expert_weight", *agreed)
+        # an empty tensor with the dtype of the rows, for ops that get rows in fp32
+        typed = () if expert_parallel.combine_dtype is None else ("row_dtype",)
+        self.provides = ("gathered_index", "gathered_weight", *typed)
 
     def infer(
         self, x: SpecLike, expert_index: SpecLike, expert_weight: SpecLike, rank_rows: SpecLike | None = None
@@ -183,6 +185,7 @@ class GatherTokens(Op):
             TensorSpec((total, x.shape[1]), x.dtype),
             TensorSpec((total, chosen), torch.int32),
             TensorSpec((total, chosen), expert_weight.dtype),
+            *[TensorSpec((0,), x.dtype) for _ in self.provides[2:]],
         )
 
     def _rows(self, rank_rows: SpecLike | None) -> int:
@@ -196,7 +199,7 @@ class GatherTokens(Op):
         self, x: Tensor, expert_index: Tensor, expert_weight: Tensor, rank_rows: Tensor | None = None
     ) -> tuple[Tensor, ...]:
         index, weight, tokens = self.start(x, expert_index, expert_weight, rank_rows).wait_all()
-        return tokens, self.local_index(index), weight
+        return tokens, self.local_index(index), weight, *[x.new_empty(0) for _ in self.provides[2:]]
 
     def start(self, x: Tensor, expert_index: Tensor, expert_weight: Tensor, rank_rows: Tensor | None = None) -> Pending:
         """Begin to gather expert ids, as `local_index` takes them, weights and tokens: the small ones first, so that a
@@ -273,10 +276,10 @@ class ReturnTokens(Op):
     """``y[t] = sum over ranks of rows[t]``, in fp32, in rank order: each rank's part of the results of this one.
 
     Called with rows (P*N, H), the part of this rank for the tokens of all ranks, and ``expert_index`` (T, K), of which
-    only T is read. Returns (T, H).
+    only T is read. Returns (T, H), in the dtype of ``row_dtype`` if the ranks have a ``combine_dtype``, which the rows
+    then have.
     """
 
-    runtime_inputs = ("expert_index", "gathered_index")
     travels = ("input",)
     changes_rows = True
     zeroes_tail = True  # the output has a row per token, and so no tail
@@ -285,15 +288,21 @@ class ReturnTokens(Op):
     def __init__(self, expert_parallel: ExpertParallel) -> None:
         super().__init__()
         self.expert_parallel = expert_parallel
+        typed = () if expert_parallel.combine_dtype is None else ("row_dtype",)
+        self.runtime_inputs = ("expert_index", "gathered_index", *typed)
 
-    def infer(self, x: SpecLike, expert_index: SpecLike, gathered_index: SpecLike) -> TensorSpec:
+    def infer(
+        self, x: SpecLike, expert_index: SpecLike, gathered_index: SpecLike, row_dtype: SpecLike | None = None
+    ) -> TensorSpec:
         if x.shape[0] != gathered_index.shape[0]:
             raise self.reject("x", f"{gathered_index.shape[0]} rows, one per token of all ranks", x.shape[0])
-        return TensorSpec((expert_index.shape[0], *x.shape[1:]), x.dtype)
+        return TensorSpec((expert_index.shape[0], *x.shape[1:]), x.dtype if row_dtype is None else row_dtype.dtype)
 
-    def compute(self, x: Tensor, expert_index: Tensor, gathered_index: Tensor) -> Tensor:
+    def compute(
+        self, x: Tensor, expert_index: Tensor, gathered_index: Tensor, row_dtype: Tensor | None = None
+    ) -> Tensor:
         (parts,) = self.expert_parallel.engine.exchange([x.contiguous()])
-        return sum_over_ranks(parts, expert_index.shape[0])
+        return sum_over_ranks(parts, expert_index.shape[0]).to(x.dtype if row_dtype is None else row_dtype.dtype)
 
     def backward_ops(self) -> tuple[BackwardOp, ...]:
         return (DReturnTokens(self),)
@@ -314,4 +323,4 @@ class DReturnTokens(BackwardOp):
     def compute(self, grad_output: Tensor, gathered_index: Tensor) -> Tensor:
         ep = self.op.expert_parallel
         (gathered,) = ep.engine.gather([grad_output.contiguous()], gathered_index.shape[0] // ep.ranks)
-        return gathered
+        return gathered if ep.combine_dtype is None else exact(gathered)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from fusedmoe.autocast import autocast_dtype, casts_rows
 from fusedmoe.expert_parallel.alltoall import AllToAll
 from fusedmoe.ops.amax_state import looking
 from fusedmoe.ops.exchange import chosen_ids, local_index
@@ -105,14 +106,14 @@ class GatherVaryingTokens(nn.Module):
     -----
     Called with ``x`` (T, H), ``expert_index`` (T, K) and ``expert_weight`` (T, K). Returns (G, H), and provides
     ``gathered_index`` (G, K) int32, numbered within the experts of this rank with -1 for all others,
-    ``gathered_weight`` (G, K), and for `ReturnVaryingTokens` ``token_of_sent`` (S,) and ``rows_per_rank`` (2, P) on the
+    ``gathered_weight`` (G, K), ``row_dtype``, an empty tensor of the dtype of the rows, and for `ReturnVaryingTokens` ``token_of_sent`` (S,) and ``rows_per_rank`` (2, P) on the
     host: those sent and those received.
 
     Each gradient is the sum over the ranks of their parts, in fp32, in rank order.
     """
 
     runtime_inputs = ("expert_index", "expert_weight")
-    provides = ("gathered_index", "gathered_weight", "token_of_sent", "rows_per_rank")
+    provides = ("gathered_index", "gathered_weight", "row_dtype", "token_of_sent", "rows_per_rank")
     changes_rows = True
     host_sync = True
 
@@ -122,6 +123,8 @@ class GatherVaryingTokens(nn.Module):
 
     def forward(self, x: Tensor, expert_index: Tensor, expert_weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the rows and the provided values; if `explain` looks, as if all tokens stayed on this rank."""
+        if casts_rows(x):
+            x = x.to(autocast_dtype(x.device))  # as the chain would do after it: fewer bytes travel
         index = chosen_ids(expert_index, self.num_experts)
         routes, counts = self._routes(x, index)
         with torch.no_grad():
@@ -130,6 +133,7 @@ class GatherVaryingTokens(nn.Module):
         return rows, {
             "gathered_index": index,
             "gathered_weight": weight,
+            "row_dtype": x.new_empty(0),
             "token_of_sent": routes.token_of_sent,
             "rows_per_rank": counts,
         }
@@ -166,10 +170,10 @@ class ReturnVaryingTokens(nn.Module):
     """``y[t] = sum over ranks of rows[t]``, in fp32, in rank order, of the ranks that got token t.
 
     Called with rows (G, H), the part of this rank for the tokens that it got, and with the values of
-    `GatherVaryingTokens`. Returns (T, H).
+    `GatherVaryingTokens`. Returns (T, H), in the dtype of the gathered rows.
     """
 
-    runtime_inputs = ("expert_index", "token_of_sent", "rows_per_rank")
+    runtime_inputs = ("expert_index", "row_dtype", "token_of_sent", "rows_per_rank")
     changes_rows = True
     host_sync = True  # its collectives have the sizes that the hosts have read
 
@@ -177,7 +181,9 @@ class ReturnVaryingTokens(nn.Module):
         super().__init__()
         self.expert_parallel = expert_parallel
 
-    def forward(self, x: Tensor, expert_index: Tensor, token_of_sent: Tensor, rows_per_rank: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, expert_index: Tensor, row_dtype: Tensor, token_of_sent: Tensor, rows_per_rank: Tensor
+    ) -> Tensor:
         """Return the sums; if `explain` looks, as if all tokens had stayed on this rank."""
         tokens, ep = expert_index.shape[0], self.expert_parallel
         if _stays(x):
@@ -186,7 +192,7 @@ class ReturnVaryingTokens(nn.Module):
         else:
             assert isinstance(ep.engine, AllToAll)
             routes = _Routes(ep.engine, tokens, token_of_sent, *rows_per_rank.tolist())
-        (y,) = _Sum.apply(routes, [x.dtype], x)
+        (y,) = _Sum.apply(routes, [row_dtype.dtype], x)
         return y  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:

@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.multiprocessing
+import two_ranks
 from torch import distributed as dist
 
 import fusedmoe as fm
-import two_ranks
 
 HIDDEN, WIDE, EXPERTS = 16, 24, 8
 
@@ -206,3 +206,46 @@ def chosen_engines(rank):
 
 def test_auto_takes_alltoall_for_few_experts_per_token(ranks):
     assert ranks.run(chosen_engines)[0] == ["alltoall", "allgather", "allgather"]
+
+
+# ---- combine_dtype ------------------------------------------------------------------------------------------------
+
+
+def weighted_sums(rank, engine):
+    """Dispatch and Combine alone, which round nothing else: the error of each combine_dtype."""
+    size = dist.get_world_size()
+    x, index, weight, _ = inputs_of("usual", rank, size, 4, torch.bfloat16)
+    chosen = torch.where((index >= 0) & (index < EXPERTS), weight, 0).to(torch.float64)
+    right = chosen.sum(1, keepdim=True) * x.to(torch.float64)
+    errors = []
+    for dtype in (torch.float32, None):
+        ep = fm.ExpertParallel(engine=engine, combine_dtype=dtype)
+        layer = fm.Sequential(fm.Dispatch(EXPERTS, expert_parallel=ep), fm.Combine("probs", expert_parallel=ep))
+        y = layer(x, expert_index=index, expert_weight=weight)
+        assert y.dtype is torch.bfloat16
+        errors.append(error([y], [right]))
+    return errors
+
+
+@pytest.mark.parametrize("engine", ["alltoall", "allgather"])
+def test_sums_in_fp32_are_rounded_once(ranks, engine):
+    for fine, coarse in ranks.run(weighted_sums, engine):
+        assert 0 < fine < 0.95 * coarse < 0.01
+
+
+@pytest.mark.parametrize("combines", [False, True])
+@pytest.mark.parametrize("engine", ["alltoall", "allgather"])
+def test_gradients_of_sums_in_fp32(ranks, combines, engine):
+    settings = [{"engine": engine, "combine_dtype": dtype} for dtype in (torch.float32, None)]
+    for fine, coarse in ranks.run(trained, "usual", 4, torch.bfloat16, settings, combines):
+        assert fine[0].dtype is coarse[0].dtype
+        assert all(same_bits(a, b) for a, b in zip(fine[1:], coarse[1:], strict=True)), "gradients travel as before"
+
+
+def test_combine_dtype_is_checked(ranks):
+    ranks.run(wrong_combine_dtype)
+
+
+def wrong_combine_dtype(rank):
+    with pytest.raises(fm.InputError, match="combine_dtype: expected torch.float32 or None, got torch.float16"):
+        fm.ExpertParallel(combine_dtype=torch.float16)

@@ -33,6 +33,13 @@ def _check_rows(ctx: PlanContext, rows: str) -> None:
     decline(limits.why_not_width("features", spec.shape[-1]))
 
 
+def require_row_dtype(combine: Combine) -> None:
+    """Decline sums that are not rounded to the dtype of the rows."""
+    require(
+        combine.output_dtype is None, "the sums are %s (combine_dtype), not of the rows' dtype", combine.output_dtype
+    )
+
+
 def _guard(rows: Tensor, routing: Tensor) -> None:
     if not routing.numel():
         raise NothingToDo("no rows")
@@ -117,6 +124,7 @@ class CombineRule(OnSm90, FusionRule, name="sm90.combine", direction="forward"):
     combine: Combine
 
     def offer(self, ctx: PlanContext) -> Step:
+        require_row_dtype(self.combine)
         _check_rows(ctx, "input")
         if self.combine.weights is not None:
             decline(limits.why_not_row_scale(ctx.dtype(f"combine.{self.combine.weights}")))
@@ -138,6 +146,7 @@ class DCombineRule(OnSm90, FusionRule, name="sm90.dcombine", direction="backward
     dcombine: DCombine
 
     def offer(self, ctx: PlanContext) -> Step:
+        require_row_dtype(self.dcombine.op)
         _check_rows(ctx, "grad_output")
         if self.dcombine.op.weights is not None:
             decline(limits.why_not_row_scale(ctx.dtype(f"dcombine.{self.dcombine.op.weights}")))
@@ -159,6 +168,7 @@ class CombineWeightGradRule(OnSm90, FusionRule, name="sm90.combine_weight_grad",
     weight_grad: CombineWeightGrad
 
     def offer(self, ctx: PlanContext) -> Step:
+        require_row_dtype(self.weight_grad.op)
         _check_rows(ctx, "grad_output")
         _check_rows(ctx, "weight_grad.input")
         decline(limits.why_not_row_scale(ctx.dtype(f"weight_grad.{self.weight_grad.op.weights}")))

@@ -34,6 +34,7 @@ from fusedmoe.builtin_rules.sm90.backend import (
     guard_operands,
     on_readable,
 )
+from fusedmoe.builtin_rules.sm90.dispatch import require_row_dtype
 from fusedmoe.fusion.rule import Bind, FusionRule, NothingToDo, PlanContext, Step, require
 from fusedmoe.kernels.sm90 import functions, limits
 from fusedmoe.ops.dispatch import Combine, DCombine, DDispatch, Dispatch, DispatchWeightGrad
@@ -200,6 +201,7 @@ class GemmOfLeavingRows(OnSm90, FusionRule, name="sm90.gemm_of_leaving_rows", di
 
     def offer(self, ctx: PlanContext) -> Step:
         _require_ranks(self.back)
+        require_row_dtype(self.combine)
         fc, weights = self.fc, self.combine.applies
         check_common(ctx, "input", "fc.weight", in_features=fc.in_features, out_features=fc.out_features)
         for name in weights:
@@ -289,6 +291,7 @@ class DgradActivationOfArrivingGradients(
 
     def offer(self, ctx: PlanContext) -> Step:
         _require_ranks(self.dback.op)
+        require_row_dtype(self.dcombine.op)
         fc = self.dgrad.op
         operands = "grad_output", "dgrad.weight", "dact.input"
         check_common(ctx, *operands, in_features=fc.in_features, out_features=fc.out_features)
