@@ -94,8 +94,6 @@ class ModulePart:
     @property
     def title(self) -> str:
         """The part's name in ``explain()``, with the reason why the module is in no chain."""
-        if getattr(self.module, "host_sync", False) is True:
-            return f"module {self.label}: {type(self.module).__name__}: HOST SYNC: numbers of rows depend on contents"
         why = (
             "called as a module because of its hooks"
             if self.call.takes or isinstance(self.module, Op)
@@ -233,7 +231,7 @@ class Partition:
             accepts_splits(m.module, m.joins) for m, row in zip(members, rows, strict=False) if row == (0, None)
         )
         self._names = self.wanted.keys()
-        self.exchanges = any(isinstance(m.module, AgreeOnTokens) or getattr(m.module, "travels", ()) for m in members)
+        self.exchanges = any(getattr(m.module, "exchanges", False) or getattr(m.module, "travels", ()) for m in members)
         chains = [part.chain for part in self.parts if isinstance(part, ChainPart)]
         self._parameters = {key: (op, name) for chain in chains for op, name, key in chain.parameters}
         whole = self.parts[0].chain if len(self.parts) == 1 and isinstance(self.parts[0], ChainPart) else None

@@ -97,6 +97,11 @@ class ExpertParallel:
         self.max_tokens: int | None = POSITIVE_INTEGER.or_none()(f"{_WHO}: max_tokens", max_tokens)
         self._of_hosts = self.group if self.max_tokens is not None else _group_of_hosts(self.group)
         self.capacity: float | None = POSITIVE.or_none()(f"{_WHO}: capacity", capacity)
+        if capacity is not None and engine == "alltoall":
+            raise InputError(
+                f"{_WHO}: capacity: expected None with engine 'alltoall', which takes all rows that arrive, "
+                f"got {capacity}"
+            )
         self.overflow: OverflowPolicy = _OVERFLOW(f"{_WHO}: overflow", overflow)
         self.slots_without_row = Overflow(self.overflow != "drop", self.capacity, self.ranks)
         if combine_dtype not in (None, torch.float32):
@@ -112,7 +117,7 @@ class ExpertParallel:
 
     def chosen_for(self, top_k: int) -> ExpertParallel:
         """Return this object with the engine for K chosen experts per token, if it has ``"auto"``; else itself."""
-        if self.engine_name != "auto" or top_k >= self.ranks:
+        if self.engine_name != "auto" or top_k >= self.ranks or self.capacity is not None:
             return self
         chosen = copy.copy(self)
         chosen.engine_name, chosen.engine = "alltoall", AllToAll(self.group)

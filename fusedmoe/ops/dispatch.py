@@ -42,6 +42,11 @@ def _sum_in_fp32(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tenso
     return x.sum(dim, dtype=torch.promote_types(x.dtype, torch.float32)).to(dtype or x.dtype)
 
 
+def _return_of(ep: ExpertParallel) -> ReturnTokens | ReturnVaryingTokens:
+    """Return the last module of `Combine` over these ranks."""
+    return ReturnVaryingTokens(ep) if ep.engine.name == "alltoall" else ReturnTokens(ep)
+
+
 class Dispatch(Op):
     """``rows[r] = x[token of r]``, sorted by expert: one row per chosen expert of each token.
 
@@ -52,7 +57,7 @@ class Dispatch(Op):
     expert_parallel
         The ranks that share the experts, an `ExpertParallel`. ``num_experts`` then counts the experts of all ranks, and
         the rows are those of this rank's experts, from the tokens of all ranks. `Combine` must get the same object.
-        The op also provides ``gathered_index`` (tokens of all ranks, K), expert ids within this rank's experts.
+        The op also provides the values with which `Combine` returns the rows.
 
     Notes
     -----
@@ -86,7 +91,8 @@ class Dispatch(Op):
                     "Dispatch: num_experts: expected the experts of all ranks of expert_parallel, got None"
                 )
             expert_parallel.local_experts(num_experts, "Dispatch")
-            self.provides = (*type(self).provides, "gathered_index")
+            returned = _return_of(expert_parallel).runtime_inputs
+            self.provides = (*type(self).provides, *(name for name in returned if name != "expert_index"))
 
     @property
     def aliases(self) -> dict[str, str]:  # type: ignore[override]
@@ -240,7 +246,7 @@ class Combine(Op):
         self.expert_parallel = expert_parallel
         self.output_dtype: torch.dtype | None = None
         self.rowwise_inputs = self.applies = () if self.weights is None else (self.weights,)
-        of_ranks = () if expert_parallel is None else ReturnTokens.runtime_inputs
+        of_ranks = () if expert_parallel is None else _return_of(expert_parallel).runtime_inputs
         self.runtime_inputs = ("row_of_slot", "slot_of_row", *self.applies, *of_ranks)
 
     def expanded(self) -> tuple[tuple[str, nn.Module], ...]:
@@ -250,8 +256,7 @@ class Combine(Op):
         if ep.combine_dtype is not None:
             local.output_dtype = ep.combine_dtype
             local.runtime_inputs = (*local.runtime_inputs, "row_dtype")
-        back = ReturnVaryingTokens if ep.engine.name == "alltoall" else ReturnTokens
-        return ("", local), ("return", back(ep))
+        return ("", local), ("return", _return_of(ep))
 
     def infer(self, x: SpecLike, row_of_slot: SpecLike, slot_of_row: SpecLike, *others: SpecLike) -> TensorSpec:
         probs = None if self.weights is None else others[0]
@@ -334,7 +339,7 @@ class CombineWeightGrad(BackwardOp):
         self.gives = (f"grad_{op.weights}",)
 
     def compute(
-        self, grad_output: Tensor, x: Tensor, row_of_slot: Tensor, slot_of_row: Tensor, probs: Tensor, *_: Tensor
+        self, grad_output: Tensor, x: Tensor, row_of_slot: Tensor, slot_of_row: Tensor, probs: Tensor, *others: Tensor
     ) -> Tensor:
         dy, tail = _token_rows(grad_output, row_of_slot, slot_of_row)
         exact_dy, exact_x, _ = exact_together(dy, x, probs)

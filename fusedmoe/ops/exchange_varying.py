@@ -67,7 +67,7 @@ class _Send(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         wanted = ctx.needs_input_grad[1:]
         arrived = [g for g, wants in zip(grads, wanted, strict=True) if wants]
-        summed = iter(_Sum.apply(ctx.routes, [g.dtype for g in arrived], *arrived))
+        summed = iter(_Sum.apply(ctx.routes, [g.dtype for g in arrived], *arrived))  # type: ignore[no-untyped-call]
         return None, *(next(summed) if wants else None for wants in wanted)
 
 
@@ -83,7 +83,7 @@ class _Sum(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         wanted = ctx.needs_input_grad[2:]
         arrived = [g for g, wants in zip(grads, wanted, strict=True) if wants]
-        sent = iter(_Send.apply(ctx.routes, *arrived))
+        sent = iter(_Send.apply(ctx.routes, *arrived))  # type: ignore[no-untyped-call]
         return None, None, *(next(sent).to(d) if wants else None for d, wants in zip(ctx.dtypes, wanted, strict=True))
 
 
@@ -106,8 +106,8 @@ class GatherVaryingTokens(nn.Module):
     -----
     Called with ``x`` (T, H), ``expert_index`` (T, K) and ``expert_weight`` (T, K). Returns (G, H), and provides
     ``gathered_index`` (G, K) int32, numbered within the experts of this rank with -1 for all others,
-    ``gathered_weight`` (G, K), ``row_dtype``, an empty tensor of the dtype of the rows, and for `ReturnVaryingTokens` ``token_of_sent`` (S,) and ``rows_per_rank`` (2, P) on the
-    host: those sent and those received.
+    ``gathered_weight`` (G, K), ``row_dtype``, an empty tensor of the dtype of the rows, and for `ReturnVaryingTokens`
+    ``token_of_sent`` (S,) and ``rows_per_rank`` (2, P) on the host: those sent and those received.
 
     Each gradient is the sum over the ranks of their parts, in fp32, in rank order.
     """
@@ -115,7 +115,8 @@ class GatherVaryingTokens(nn.Module):
     runtime_inputs = ("expert_index", "expert_weight")
     provides = ("gathered_index", "gathered_weight", "row_dtype", "token_of_sent", "rows_per_rank")
     changes_rows = True
-    host_sync = True
+    exchanges = True
+    purpose = "the hosts read the numbers of rows that travel: HOST SYNC"
 
     def __init__(self, num_experts: int, expert_parallel: ExpertParallel) -> None:
         super().__init__()
@@ -129,7 +130,7 @@ class GatherVaryingTokens(nn.Module):
         routes, counts = self._routes(x, index)
         with torch.no_grad():
             index = local_index(_send(routes, index), self.num_experts, self.expert_parallel)
-        rows, weight = _Send.apply(routes, x, expert_weight)
+        rows, weight = _Send.apply(routes, x, expert_weight)  # type: ignore[no-untyped-call]
         return rows, {
             "gathered_index": index,
             "gathered_weight": weight,
@@ -175,7 +176,8 @@ class ReturnVaryingTokens(nn.Module):
 
     runtime_inputs = ("expert_index", "row_dtype", "token_of_sent", "rows_per_rank")
     changes_rows = True
-    host_sync = True  # its collectives have the sizes that the hosts have read
+    exchanges = True
+    purpose = "the rows return, as many as the hosts have read"
 
     def __init__(self, expert_parallel: ExpertParallel) -> None:
         super().__init__()
@@ -192,7 +194,7 @@ class ReturnVaryingTokens(nn.Module):
         else:
             assert isinstance(ep.engine, AllToAll)
             routes = _Routes(ep.engine, tokens, token_of_sent, *rows_per_rank.tolist())
-        (y,) = _Sum.apply(routes, [row_dtype.dtype], x)
+        (y,) = _Sum.apply(routes, [row_dtype.dtype], x)  # type: ignore[no-untyped-call]
         return y  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:

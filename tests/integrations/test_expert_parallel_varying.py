@@ -1,4 +1,4 @@
-"""Expert parallelism with numbers of rows that vary, a local capacity, and sums in fp32: 2 and 4 processes with gloo."""
+"""Expert parallelism with numbers of rows that vary, and sums in fp32: two and four processes with gloo."""
 
 import pytest
 import torch
@@ -247,5 +247,5 @@ def test_combine_dtype_is_checked(ranks):
 
 
 def wrong_combine_dtype(rank):
-    with pytest.raises(fm.InputError, match="combine_dtype: expected torch.float32 or None, got torch.float16"):
+    with pytest.raises(fm.InputError, match=r"combine_dtype: expected torch.float32 or None, got torch.float16"):
         fm.ExpertParallel(combine_dtype=torch.float16)
