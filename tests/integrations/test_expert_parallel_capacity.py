@@ -109,7 +109,7 @@ def test_all_slots_have_rows(ranks, settings):
     assert_as_one_process(ranks[1], [results for results, *_ in answers])
     for _, dropped, explained in answers:
         assert dropped == 0
-        assert ("CountRows: HOST SYNC" in explained) == ("overflow" in settings)
+        assert ("overflow='rerun'): HOST SYNC" in explained) == ("overflow" in settings)
 
 
 def local_rows(rank, size, settings, index):
