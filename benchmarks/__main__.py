@@ -4,8 +4,9 @@ Sections: ``host`` (host overhead of the framework), ``layer`` (the whole layer,
 dense MLP), ``kernels`` (each kernel), ``mlp`` (the expert MLP through the public API), ``recipes`` (the expert MLP
 under each recipe), ``deepgemm`` (DeepGEMM's products, in a separate environment), ``tiles`` (every tile configuration
 for many layers, about five minutes), ``transformers`` (a stack of decoder layers), ``fp8`` (training under
-``fp8_block`` and ``fp8_tensor``: kernels, whole layers, unfused FP8). The default is ``host``, and with a GPU also
-``layer``, ``kernels`` and ``mlp``.
+``fp8_block`` and ``fp8_tensor``: kernels, whole layers, unfused FP8), ``ep`` (expert parallelism, started by
+``torchrun --nproc-per-node P -m benchmarks --only ep``), ``ep-model`` (expert parallelism on up to 512 GPUs, on paper).
+The default is ``host``, and with a GPU also ``layer``, ``kernels`` and ``mlp``.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import gpu, host, layer, layer_run, shapes, stack, tiles
+from benchmarks import ep, ep_run, gpu, host, layer, layer_run, page, shapes, stack, tiles
 from benchmarks.ceiling import ceiling
 from benchmarks.fp8 import run as fp8
 from benchmarks.results import ROOT, machine, write
 from fusedmoe.bench.timing import GpuTimer
 
-SECTIONS = ("host", "layer", *gpu.SECTIONS, "tiles", "transformers", "fp8")
+WITHOUT_GPU = ("host", "ep", "ep-model")
+SECTIONS = (*WITHOUT_GPU, "layer", *gpu.SECTIONS, "tiles", "transformers", "fp8")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -31,10 +33,16 @@ def main(argv: list[str] | None = None) -> None:
     devices = args.device or ["cpu"] + ["cuda"] * torch.cuda.is_available()
     sections = args.only or ("host", *(("layer", "kernels", "mlp") if "cuda" in devices else ()))
     on_gpu = tuple(section for section in sections if section in gpu.SECTIONS)
-    if set(sections) - {"host"} and not torch.cuda.is_available():
-        parser.error(f"--only {','.join(s for s in sections if s != 'host')}: needs a GPU, and torch sees none")
+    if (need_gpu := [s for s in sections if s not in WITHOUT_GPU]) and not torch.cuda.is_available():
+        parser.error(f"--only {','.join(need_gpu)}: needs a GPU, and torch sees none")
     torch.manual_seed(0)
     torch.set_num_threads(1)  # host times must not include the wake-up of a thread pool
+    if "ep" in sections:
+        if sections != ("ep",) or not ep_run.started():
+            parser.error("--only ep: start it alone: torchrun --nproc-per-node P -m benchmarks --only ep")
+        ep_run.run_ranks(_chosen(parser, tuple(args.shape or ep.SHAPES)), args.reps, args.results)
+    if "ep-model" in sections:
+        print(page.render_scale())
     if "host" in sections:
         _host(devices, args.rounds, args.results)
     if "tiles" in sections:

@@ -1,6 +1,6 @@
-"""``python -m benchmarks.page``: write docs/benchmarks.md, and the figures of docs/fp8.md and docs/which_recipe.md.
+"""``python -m benchmarks.page``: write docs/benchmarks.md, docs/expert_parallel_scale.md, and figures of other pages.
 
-They come from the result files.
+The others are docs/fp8.md and docs/which_recipe.md. All figures come from the result files.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks import layer_page, mlp, recipes_page
+from benchmarks import ep_model_page, ep_page, layer_page, mlp, recipes_page
 from benchmarks.fp8 import page as fp8_page
 from benchmarks.fp8 import training
 from benchmarks.results import ROOT
 
 PAGE = ROOT.parent / "docs" / "benchmarks.md"
 FP8_PAGE, WHICH_RECIPE = PAGE.with_name("fp8.md"), PAGE.with_name("which_recipe.md")
+SCALE = PAGE.with_name("expert_parallel_scale.md")
 PICTURES, PICTURE = PAGE.parent / "_static", "nvidia-h100-80gb-hbm3-mlp-forward-backward.png"
 RESULTS = ROOT / "results" / "nvidia-h100-80gb-hbm3"
 LAYER_RESULTS = ROOT / "results" / "nvidia-h200"
@@ -264,11 +265,19 @@ def render(folder: Path = RESULTS, layer_folder: Path = LAYER_RESULTS) -> str:
     if kernels and deepgemm:
         parts.append(DEEPGEMM.format(version=deepgemm["versions"]["sgl-deep-gemm"], commit=deepgemm["commit"]))
         parts.append(deepgemm_table(kernels, deepgemm) + "\n")
+    parts.append(ep_page.render(load(layer_folder, "ep")))
     if fp8 := load(layer_folder, "fp8"):
         parts.append(FP8.format(machine=fp8["machine"], recipes=fp8_page.measured(fp8)))
     if host:
         parts += [HOST, host_table(host) + "\n"]
     return "\n".join(parts)
+
+
+def render_scale(folder: Path = LAYER_RESULTS) -> str:
+    """Return docs/expert_parallel_scale.md."""
+    layer = load(folder, "layer")
+    assert layer is not None, f"{folder}: no layer.json"
+    return ep_model_page.render(layer, load(folder, "ep"))
 
 
 def render_fp8(folder: Path = LAYER_RESULTS, compared: Path = COMPARED) -> str:
@@ -297,7 +306,8 @@ def load_seeds(folder: Path) -> list[dict[str, Any]]:
 def main() -> None:
     if compared := load_seeds(COMPARED):
         print(training.draw(compared, PICTURES))
-    for page, text in ((PAGE, render()), (FP8_PAGE, render_fp8()), (WHICH_RECIPE, render_which_recipe())):
+    pages = {PAGE: render(), SCALE: render_scale(), FP8_PAGE: render_fp8(), WHICH_RECIPE: render_which_recipe()}
+    for page, text in pages.items():
         page.write_text(text, encoding="utf-8")
         print(page)
 

@@ -92,6 +92,11 @@ def test_the_benchmark_page_is_written_from_the_result_files():
     assert page.PAGE.read_text(encoding="utf-8") == page.render()
 
 
+def test_the_page_of_expert_parallelism_at_scale_is_written_from_the_model():
+    pytest.importorskip("tomllib")
+    assert page.SCALE.read_text(encoding="utf-8") == page.render_scale()
+
+
 def test_the_figures_of_fp8_are_those_of_the_result_files():
     assert page.FP8_PAGE.read_text(encoding="utf-8") == page.render_fp8()
 

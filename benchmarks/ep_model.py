@@ -1,0 +1,459 @@
+"""A model on paper of one MoE layer's training step under expert parallelism, for 2 to 512 GPUs.
+
+``python -m benchmarks --only ep-model`` prints it, and `benchmarks.ep_model_page` writes it into
+docs/expert_parallel_scale.md. Times of links are those of two GPUs, or assumptions (`NCCL`, `COPY_ENGINE`,
+`SLOW_LINK`). Times of experts are scaled from ``layer.json``. Nothing that it says of more than two GPUs was measured.
+
+A step has four exchanges: the tokens are gathered and their results return, in forward; the gradients of the results
+are gathered and those of the tokens return, in backward. The routing is uniform, and every rank has equally many rows.
+
+Axes: P ranks, G ranks of a node, D nodes, N tokens per rank, K experts per token, E experts, H hidden, I intermediate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks import shapes
+from benchmarks.shapes import Shape
+from fusedmoe.bench.layer import COMPILED, OURS
+from fusedmoe.bench.measure import FORWARD, STEP
+
+GPUS = (2, 8, 64, 512)
+NODE = 8  # GPUs that NVLink connects
+TOKENS = 8192  # N
+NUMBER_BYTES = 2  # bf16
+LAYERS = ("qwen3-30b-a3b", "qwen3-235b-a22b", "mixtral-8x7b", "deepseek-v3")
+DEEPSEEK_V3 = Shape("deepseek-v3", TOKENS, hidden=7168, intermediate=2048, experts=256, top_k=8)
+
+
+def layers() -> dict[str, Shape]:
+    """Return the layers of the model, by name."""
+    known = shapes.load() | {DEEPSEEK_V3.name: DEEPSEEK_V3}
+    return {name: known[name] for name in LAYERS}
+
+
+# ---- links ---------------------------------------------------------------------------------------------------------
+
+
+class Link:
+    """The time of a transfer: straight lines between (bytes, us) of some sizes, the last of which goes on."""
+
+    def __init__(self, *points: tuple[float, float]) -> None:
+        self.points = points
+
+    @classmethod
+    def line(cls, latency_us: float, gb_s: float) -> Link:
+        return cls((0, latency_us), (2**30, latency_us + 2**30 / gb_s / 1e3))
+
+    def ms(self, nbytes: float) -> float:
+        """Return the time of a transfer; nothing is no transfer."""
+        if nbytes <= 0:
+            return 0.0
+        place = next((i for i, (size, _) in enumerate(self.points[1:-1], start=1) if nbytes <= size), -1)
+        (size0, us0), (size1, us1) = self.points[place - 1], self.points[place]
+        return (us0 + (us1 - us0) * (nbytes - size0) / (size1 - size0)) / 1e3
+
+
+# Measured on two H200s of one host in November 2026 (NVLink, torch 2.11, NCCL 2.28.9). Half of NCCL's buffer goes to
+# the peer: all_to_all_single of 16 MiB, 256 MiB and 1 GiB had 159, 279 and 332 GB/s each way. The latency is that of an
+# all-gather of 1 KiB.
+NCCL_GB_S = {2**23: 159, 2**27: 279, 2**29: 332}  # bytes to the peer: GB/s
+NCCL_LATENCY_US = 26.0
+NCCL = Link((0, NCCL_LATENCY_US), *((size, size / gb_s / 1e3) for size, gb_s in NCCL_GB_S.items()))
+# Also measured there: a barrier of symmetric memory, and a copy from the peer's memory (391 GB/s to the peer's memory).
+BARRIER_US, PULL_GB_S, PUSH_GB_S = 7.4, 373, 391
+COPY_ENGINE = Link.line(BARRIER_US, PULL_GB_S)
+# Assumptions: InfiniBand of 400 Gb/s per GPU, and its latency. The host reads numbers of rows, and launches the rest.
+SLOW_GB_S, SLOW_LATENCY_US, HOST_SYNC_US = 50.0, 50.0, 100.0
+SLOW_LINK = Link.line(SLOW_LATENCY_US, SLOW_GB_S)
+
+
+# ---- copies of a token ---------------------------------------------------------------------------------------------
+
+
+def chance(shape: Shape, parts: float) -> float:
+    """``1 - C(E - E/parts, K) / C(E, K)``: the chance that a token chooses an expert of one of equal parts."""
+    here = round(shape.experts / parts)
+    return 1 - math.comb(shape.experts - here, shape.top_k) / math.comb(shape.experts, shape.top_k)
+
+
+def approximate_chance(shape: Shape, parts: float) -> float:
+    """``1 - (1 - 1/parts)^K``: as `chance`, as if a token could choose an expert twice."""
+    return 1 - (1 - 1 / parts) ** shape.top_k
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Copies of a token's row that a rank gets, per token of a rank, over NVLink and over the slow link."""
+
+    fast: float
+    slow: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.fast + self.slow
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """P ranks in D nodes of G."""
+
+    ranks: int
+
+    @property
+    def of_node(self) -> int:
+        return min(self.ranks, NODE)
+
+    @property
+    def nodes(self) -> int:
+        return self.ranks // self.of_node
+
+    def direct(self, per_rank: float) -> Copies:
+        """Return the copies if each other rank sends ``per_rank`` of them itself."""
+        return Copies(per_rank * (self.of_node - 1), per_rank * (self.ranks - self.of_node))
+
+
+def ranks_of(shape: Shape, gpus: int) -> Ranks:
+    """Return the ranks that share a layer's experts: each has at least one. More GPUs have replicas of them."""
+    return Ranks(min(gpus, shape.experts))
+
+
+# ---- engines -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A way to exchange tokens.
+
+    Attributes
+    ----------
+    traffic
+        The copies of a gather and of a return, for a layer and ranks.
+    local_rows
+        Rows that a rank reads or writes in its own memory, per token and step, beyond those of the layer on one GPU.
+    staged_rows
+        The same as a part of one gather and one return, which overlap as these do.
+    of_package
+        Whether ``fusedmoe`` has it.
+    overlaps
+        Whether products run while tokens travel.
+    """
+
+    name: str
+    traffic: Callable[[Shape, Ranks], tuple[Copies, Copies]]
+    local_rows: Callable[[Shape, Ranks], float]
+    staged_rows: Callable[[Ranks], tuple[float, float]] = lambda ranks: (0, 0)
+    of_package: bool = True
+    overlaps: bool = False
+    host_syncs: int = 0
+    fast: Link = NCCL
+    forwards: bool = False  # whether what came over the slow link goes on over NVLink
+    several_nodes: bool = True
+
+    def runs(self, ranks: Ranks) -> bool:
+        return ranks.nodes == 1 or self.several_nodes
+
+    def ms(self, copies: Copies, row_bytes: float) -> float:
+        """Return the time of an exchange. Both links work at the same time."""
+        fast, slow = self.fast.ms(copies.fast * row_bytes), SLOW_LINK.ms(copies.slow * row_bytes)
+        return max(fast, slow) + (NCCL_LATENCY_US / 1e3 if self.forwards and slow else 0)
+
+
+def _all_tokens(shape: Shape, ranks: Ranks) -> tuple[Copies, Copies]:
+    """Every rank gets all tokens. In a gather, a row enters a node once, and is then forwarded; results do not."""
+    p, g = ranks.ranks, ranks.of_node
+    return Copies(p - 1, (p - g) / g), ranks.direct(1)
+
+
+def _deduplicated(shape: Shape, ranks: Ranks) -> tuple[Copies, Copies]:
+    copies = ranks.direct(chance(shape, ranks.ranks))
+    return copies, copies
+
+
+def _sorted(shape: Shape, ranks: Ranks) -> tuple[Copies, Copies]:
+    copies = ranks.direct(shape.top_k / ranks.ranks)
+    return copies, copies
+
+
+def _by_node(shape: Shape, ranks: Ranks) -> tuple[Copies, Copies]:
+    """One copy per node over the slow link, to the rank with the sender's place in its node, which sends it on."""
+    d, g = ranks.nodes, ranks.of_node
+    copies = Copies(d * (g - 1) * chance(shape, ranks.ranks), (d - 1) * chance(shape, d))
+    return copies, copies
+
+
+def _local_all(shape: Shape, ranks: Ranks) -> float:
+    """Two sums read P parts and write one row; combine and the gradient of dispatch write P rows instead of one."""
+    return 2 * (ranks.ranks + 1) + 2 * (ranks.ranks - 1)
+
+
+def _staged(ranks: Ranks) -> tuple[float, float]:
+    """Copies into the shared buffer: of a token, and of the results for other ranks. A copy reads a row, writes one."""
+    return 2, 2 * (ranks.ranks - 1)
+
+
+def _local_copies(traffic: Callable[[Shape, Ranks], tuple[Copies, Copies]]) -> Callable[[Shape, Ranks], float]:
+    """Twice: the copies are packed before they leave, written as results, and summed where they return."""
+
+    def rows(shape: Shape, ranks: Ranks) -> float:
+        copies = traffic(shape, ranks)[0].total
+        return 2 * (2 * copies + copies + copies + 2)
+
+    return rows
+
+
+def _local_sorted(shape: Shape, ranks: Ranks) -> float:
+    """Rows arrive by rank, and are sorted by expert, in each of four exchanges. Layers of plain torch pack and sum."""
+    return 4 * 2 * shape.top_k
+
+
+SYMMETRIC = Engine(
+    "symmetric", _all_tokens, _local_all, _staged, overlaps=True, fast=COPY_ENGINE, several_nodes=False
+)  # fmt: skip
+ALLGATHER = Engine("allgather", _all_tokens, _local_all, overlaps=True)
+ALLTOALL = Engine("alltoall", _deduplicated, _local_copies(_deduplicated), host_syncs=1)
+SORTED = Engine("sorted", _sorted, _local_sorted, of_package=False, host_syncs=1)
+HIERARCHICAL = Engine(
+    "hierarchical", _by_node, _local_copies(_by_node), of_package=False, overlaps=True, forwards=True
+)  # fmt: skip
+ENGINES = (SYMMETRIC, ALLGATHER, ALLTOALL, SORTED, HIERARCHICAL)
+
+
+# ---- experts -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rate:
+    """The measured speed of a layer on one GPU, without its router where that was measured."""
+
+    measured: str  # the shape
+    forward_tflops: float
+    backward_tflops: float
+
+    def ms(self, shape: Shape, tokens: int) -> tuple[float, float]:
+        """Return the times of forward and backward of ``tokens * K`` rows."""
+        flops = shape.forward_flops(tokens * shape.top_k)
+        return flops / self.forward_tflops / 1e9, 2 * flops / self.backward_tflops / 1e9
+
+
+def rate(results: dict[str, Any], shape: Shape, name: str = OURS) -> Rate:
+    """Return the speed of a layer from ``layer.json``: of the shape, or of the one whose experts' size is nearest."""
+    size = shape.hidden * shape.intermediate
+    found = min(
+        results["shapes"],
+        key=lambda s: (s["name"] != shape.name, abs(math.log(s["hidden"] * s["intermediate"] / size))),
+    )
+    ms = {row["case"]: row["ms"] for row in found["rows"] if row["name"] == name}
+    router, same = results["router"], ("tokens", "hidden", "experts", "top_k")
+    if all(router[field] == found[field] for field in same):
+        of_router = {OURS: OURS, COMPILED.name: "torch"}[name]
+        for row in router["rows"]:
+            if row["name"] == of_router:
+                ms[row["case"]] -= row["ms"]
+    flops = Shape(**{field: found[field] for field in Shape.__dataclass_fields__}).forward_flops()
+    return Rate(found["name"], flops / ms[FORWARD] / 1e9, 2 * flops / (ms[STEP] - ms[FORWARD]) / 1e9)
+
+
+# ---- a step --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Step:
+    """The prediction of one step. Times are in ms. ``row_bytes`` are those of all tokens of a rank."""
+
+    engine: Engine
+    ranks: Ranks
+    gather: Copies
+    back: Copies
+    row_bytes: int
+    forward_ms: float
+    backward_ms: float
+    gather_ms: float
+    return_ms: float
+    local_ms: float
+    sync_ms: float
+
+    @property
+    def compute_ms(self) -> float:
+        return self.forward_ms + self.backward_ms
+
+    @property
+    def around_ms(self) -> float:
+        """The time of passes over memory and of waiting hosts, which nothing hides."""
+        return self.local_ms + self.sync_ms
+
+    @property
+    def exposed_ms(self) -> float:
+        """The time of communication without overlap."""
+        return 2 * (self.gather_ms + self.return_ms) + self.around_ms
+
+    @property
+    def overlapped_ms(self) -> float:
+        """The time of communication that the stages of the layer do not hide.
+
+        FC1 of the own tokens hides the gather of the others. FC2 of the own tokens comes last, and hides the return of
+        the others' results. So does the gradient of FC2 for the gather in backward. FC1's weight gradient hides the
+        return of the gradients.
+        """
+        own_ms = 1 / self.ranks.ranks
+        stages = (
+            (self.gather_ms, self.forward_ms * 2 / 3 * own_ms),
+            (self.return_ms, self.forward_ms / 3 * own_ms),
+            (self.gather_ms, self.backward_ms / 6 * own_ms),
+            (self.return_ms, self.backward_ms / 3),
+        )
+        return sum(max(0.0, ms - hidden) for ms, hidden in stages) + self.around_ms
+
+    @property
+    def least_ms(self) -> float:
+        """The time of communication that no schedule of one layer hides."""
+        return max(0.0, 2 * (self.gather_ms + self.return_ms) - self.compute_ms) + self.around_ms
+
+    @property
+    def ms(self) -> float:
+        """The time of the step with the overlap that the engine has."""
+        return self.compute_ms + (self.overlapped_ms if self.engine.overlaps else self.exposed_ms)
+
+
+def predict(
+    results: dict[str, Any], shape: Shape, gpus: int, engine: Engine, tokens: int = TOKENS, experts: str = OURS
+) -> Step:
+    """Predict a step of a layer, with the experts of a candidate of ``layer.json``."""
+    ranks, row = ranks_of(shape, gpus), tokens * shape.hidden * NUMBER_BYTES
+    forward_ms, backward_ms = rate(results, shape, experts).ms(shape, tokens)
+    gather, back = engine.traffic(shape, ranks)
+    pass_ms = row / results["ceiling"]["copy_tb_s"] / 1e9  # reads or writes a row per token
+    staged = engine.staged_rows(ranks)
+    return Step(
+        engine, ranks, gather, back, row, forward_ms, backward_ms,
+        gather_ms=engine.ms(gather, row) + staged[0] * pass_ms,
+        return_ms=engine.ms(back, row) + staged[1] * pass_ms,
+        local_ms=engine.local_rows(shape, ranks) * pass_ms,
+        sync_ms=engine.host_syncs * HOST_SYNC_US / 1e3,
+    )  # fmt: skip
+
+
+def steps(results: dict[str, Any], shape: Shape, gpus: int) -> dict[str, Step]:
+    """Return the prediction of each engine that can run."""
+    ranks = ranks_of(shape, gpus)
+    running = [e for e in ENGINES if e.runs(ranks) and (e is not HIERARCHICAL or ranks.nodes > 1)]
+    return {engine.name: predict(results, shape, gpus, engine) for engine in running}
+
+
+def best(found: Iterable[Step]) -> Step:
+    """Return the fastest step of an engine of the package."""
+    return min((step for step in found if step.engine.of_package), key=lambda step: step.ms)
+
+
+# ---- memory --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Bytes on a rank, for one layer.
+
+    Attributes
+    ----------
+    weights
+        Those of the rank's experts, in bf16.
+    gathered
+        The tokens of all ranks.
+    parts
+        The results of this rank's experts for all tokens, and those that it gets from all ranks.
+    shared
+        The two buffers of ``"symmetric"``, which all layers share.
+    arriving
+        The tokens that arrive with one copy per token and rank.
+    rows
+        The experts' rows (preactivation, activated rows, result) with balanced routing, ``N * K`` rows.
+    most_rows
+        The same with as many rows as any routing needs, ``P * N * min(K, E / P)``.
+    """
+
+    weights: float
+    gathered: float
+    parts: float
+    shared: float
+    arriving: float
+    rows: float
+    most_rows: float
+
+
+def buffers(shape: Shape, gpus: int, tokens: int = TOKENS) -> Buffers:
+    """Return the bytes of a layer's buffers."""
+    p, row = ranks_of(shape, gpus).ranks, tokens * shape.hidden * NUMBER_BYTES
+    of_row = (3 * shape.intermediate + shape.hidden) * NUMBER_BYTES
+    return Buffers(
+        weights=shape.experts // p * 3 * shape.hidden * shape.intermediate * NUMBER_BYTES,
+        gathered=p * row,
+        parts=2 * p * row,
+        shared=2 * p * row,
+        arriving=(p - 1) * chance(shape, p) * row,
+        rows=tokens * shape.top_k * of_row,
+        most_rows=p * tokens * min(shape.top_k, shape.experts // p) * of_row,
+    )
+
+
+# ---- check against measurements ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Check:
+    """A measured time, and the prediction of it."""
+
+    layer: str
+    ranks: int
+    tokens: int
+    what: str
+    measured_ms: float
+    predicted_ms: float
+    source: str
+
+    @property
+    def deviation(self) -> float:
+        return self.predicted_ms / self.measured_ms - 1
+
+
+# The names are those of the section ``ep`` (benchmarks/ep.py).
+REFERENCE, UNFUSED_PEER, FUSED_PEER = "no communication", "NCCL all-to-all, unfused", "NCCL all-to-all, fusedmoe"
+# Measured on two H200s before there was a section ``ep``: name, tokens per rank, ms of forward + backward.
+FIRST_LAYER = "qwen3-30b-a3b"
+FIRST_MEASUREMENTS = (
+    (REFERENCE, 8192, 3.2),
+    (UNFUSED_PEER, 8192, 10.0),
+    (REFERENCE, 32768, 12.5),
+    (UNFUSED_PEER, 32768, 32.0),
+)
+
+
+def predicted_ms(results: dict[str, Any], shape: Shape, ranks: int, tokens: int, what: str) -> float | None:
+    """Return the predicted time of a candidate of the section ``ep``; None for one that the model does not have."""
+    if what == REFERENCE:
+        return predict(results, shape, ranks, ALLGATHER, tokens).compute_ms
+    if what == UNFUSED_PEER:
+        return predict(results, shape, ranks, SORTED, tokens, COMPILED.name).ms
+    if what == FUSED_PEER:
+        return predict(results, shape, ranks, SORTED, tokens).ms
+    engine = next((e for e in ENGINES if e.of_package and e.name == what), None)
+    return None if engine is None else predict(results, shape, ranks, engine, tokens).ms
+
+
+def checks(results: dict[str, Any], measured: dict[str, Any] | None) -> list[Check]:
+    """Compare the model with the first measurements, and with ``ep.json`` if it exists."""
+    known = layers()
+    found = [(FIRST_LAYER, 2, tokens, what, ms, "first") for what, tokens, ms in FIRST_MEASUREMENTS]
+    for entry in measured["shapes"] if measured else ():
+        for row in entry["rows"]:
+            if row["ms"] and entry["name"] in known:
+                taken = entry["tokens_per_rank"], row["name"], row["ms"]
+                found.append((entry["name"], measured["ranks"], *taken, "`ep.json`"))
+    compared = []
+    for layer, ranks, tokens, what, ms, source in found:
+        predicted = predicted_ms(results, known[layer], ranks, tokens, what)
+        if predicted is not None:
+            compared.append(Check(layer, ranks, tokens, what, ms, predicted, source))
+    return compared

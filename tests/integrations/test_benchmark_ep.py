@@ -1,0 +1,136 @@
+"""The benchmark section `ep` on two processes: all of its variants compute the same, and it writes their figures."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import distributed as dist
+
+from benchmarks import ep, ep_run
+from benchmarks.ep_model import FUSED_PEER, REFERENCE, UNFUSED_PEER
+from benchmarks.shapes import Shape
+
+if not dist.is_available():
+    pytest.skip("torch is built without distributed", allow_module_level=True)
+
+pytestmark = pytest.mark.distributed
+
+SHAPE = Shape("tiny", 24, hidden=16, intermediate=8, experts=6, top_k=3)
+TOKENS = 24
+CPU = torch.device("cpu")
+RAN = (REFERENCE, "allgather", UNFUSED_PEER, FUSED_PEER)  # on every machine
+
+
+def steps_on_a_rank(rank):
+    """The operands of a rank, and y and the gradients of each candidate; those of the reference by tokens of all."""
+    work = ep.Work(SHAPE, TOKENS, CPU, torch.float32)
+    found, notes = {}, {}
+    for name, prepare in ep.CANDIDATES.items():
+        candidate, notes[name] = ep._agreed(lambda prepare=prepare: prepare(work))
+        if candidate is not None:
+            found[name] = [t.detach() for t in candidate.step()]
+    return (work.x, work.dy, work.index, work.probs, work.weight1, work.weight2), found, notes
+
+
+def in_one_process(given):
+    """y and the gradients of all ranks' tokens and experts, one after the other, in fp64."""
+    x, dy, index, probs, w1, w2 = (torch.cat(tensors) for tensors in zip(*given, strict=True))
+    leaves = [t.double().requires_grad_() for t in (x, probs, w1, w2)]
+    x, probs, w1, w2 = leaves
+    y = torch.zeros_like(x)
+    for t in range(len(x)):
+        for k in range(SHAPE.top_k):
+            gate, up = F.linear(x[t], w1[index[t, k]]).chunk(2)
+            y = y.index_add(0, torch.tensor([t]), (probs[t, k] * F.linear(F.silu(gate) * up, w2[index[t, k]]))[None])
+    return [y.detach(), *torch.autograd.grad(y, leaves, dy.double())]
+
+
+def close(got, expected):
+    return (got.double() - expected).norm() < 1e-5 * expected.norm()
+
+
+def test_all_variants_agree(ranks):
+    given, found, notes = zip(*ranks.run(steps_on_a_rank), strict=True)
+    assert notes[0] == notes[1]
+    assert set(RAN) <= set(found[0]) == set(found[1])
+    assert all(notes[0][name] for name in set(ep.CANDIDATES) - set(found[0])), "a reason for each that is left out"
+    assert set(torch.cat([of_rank[2] for of_rank in given]).flatten().tolist()) == set(range(SHAPE.experts))
+
+    expected = in_one_process(given)
+    for name in found[0]:
+        both = [of_rank[name] for of_rank in found]
+        for i, (what, wanted) in enumerate(zip(("y", *ep.Leaves._fields), expected, strict=True)):
+            partial = name == REFERENCE and what in ("y", "x", "probs")  # the ranks have parts for the tokens of both
+            got = both[0][i] + both[1][i] if partial else torch.cat([both[0][i], both[1][i]])
+            assert close(got, wanted), (name, what)
+
+
+def section_on_a_rank(rank, folder):
+    shapes = (SHAPE, Shape("dispatched", 8, 16, 8, 6, top_k=1), Shape("odd", 8, 16, 8, experts=5, top_k=2))
+    written = ep_run.run(shapes, (8, TOKENS), CPU, torch.float32, 2, Path(folder))
+    return None if written is None else str(written)
+
+
+def test_the_section_writes_its_figures(ranks, tmp_path):
+    written = ranks.run(section_on_a_rank, str(tmp_path))
+    assert written[1] is None, "the first rank writes"
+    results = json.loads(Path(written[0]).read_text())
+    assert (results["ranks"], results["backend"], results["dtype"]) == (2, "gloo", "float32")
+    assert [(s["name"], s["tokens_per_rank"]) for s in results["shapes"]] == [("tiny", 8), ("tiny", TOKENS)]
+    for entry in results["shapes"]:
+        rows = {row["name"]: row for row in entry["rows"]}
+        assert list(rows) == list(ep.CANDIDATES)
+        base = rows[REFERENCE]["ms"]
+        for name, row in rows.items():
+            if row["note"]:
+                assert row["ms"] is None
+                assert name not in RAN
+                continue
+            assert set(row["errors"]) == {"y", *ep.Leaves._fields}
+            assert all(0 < error < 1e-5 for error in row["errors"].values()), name
+            if name != REFERENCE:
+                assert row["exposed_ms"] == pytest.approx(row["ms"] - base)
+        assert "dispatch.gather.GatherTokens" in rows["allgather"]["plan"]
+        exchanges = entry["exchanges"]
+        for what in ("gather", "exchange"):
+            figures = exchanges["allgather"][what]
+            assert figures["bytes"] == entry["tokens_per_rank"] * SHAPE.hidden * 4
+            assert figures["gb_s"] == pytest.approx(figures["bytes"] / figures["ms"] / 1e6)
+        assert 0 < exchanges["sorted rows"]["exchange"]["bytes"] < entry["tokens_per_rank"] * 3 * SHAPE.hidden * 4
+
+
+def errors_on_a_rank(rank, what):
+    """The errors of a candidate one of whose results is wrong on the second rank."""
+    work = ep.Work(SHAPE, TOKENS, CPU, torch.float32)
+    candidate, _ = ep._agreed(lambda: ep.CANDIDATES["allgather"](work))
+    step = candidate.step
+
+    def wrong():
+        results = dict(zip(("y", *ep.Leaves._fields), step(), strict=True))
+        if rank == 1:
+            results[what] = torch.zeros_like(results[what])
+        return tuple(results.values())
+
+    object.__setattr__(candidate, "step", wrong)
+    return ep.Reference(work).errors(candidate)
+
+
+@pytest.mark.parametrize("what", ["y", "weight2"])
+def test_a_wrong_result_of_one_rank_is_seen(ranks, what):
+    for errors in ranks.run(errors_on_a_rank, what):
+        assert {name for name, error in errors.items() if error > 0.1} == {what}
+
+
+def note_on_a_rank(rank):
+    def prepare():
+        if rank == 1:
+            raise ValueError("not here")
+        return "a candidate"
+
+    return ep._agreed(prepare)
+
+
+def test_a_candidate_that_one_rank_lacks_is_left_out_by_all(ranks):
+    assert ranks.run(note_on_a_rank) == [(None, "ValueError: not here")] * 2

@@ -1,0 +1,204 @@
+"""The model of expert parallelism on paper: copies of tokens, links, overlap, and its comparison with measurements."""
+
+import itertools
+import json
+
+import pytest
+
+from benchmarks import __main__ as command
+from benchmarks import ep_model, ep_model_page, ep_page, page
+from benchmarks.ep_model import (
+    ALLGATHER,
+    ALLTOALL,
+    COPY_ENGINE,
+    ENGINES,
+    HIERARCHICAL,
+    NCCL,
+    SLOW_LINK,
+    SORTED,
+    SYMMETRIC,
+    Copies,
+    Link,
+    Ranks,
+)
+from benchmarks.shapes import Shape
+
+pytest.importorskip("tomllib", reason="benchmarks/shapes.toml")
+
+RESULTS = page.load(page.LAYER_RESULTS, "layer")
+SMALL = Shape("small", 4, hidden=8, intermediate=4, experts=8, top_k=3)
+
+
+def enumerated(shape, ranks, node):
+    """The mean copies that a token of rank 0 causes, over all choices of experts: (alltoall, sorted, by node)."""
+    here = shape.experts // ranks
+    found = [[0, 0], [0, 0], [0, 0]]  # over NVLink, over the slow link
+    choices = list(itertools.combinations(range(shape.experts), shape.top_k))
+    for chosen in choices:
+        targets = [expert // here for expert in chosen]
+        for r in targets:
+            if r != 0:
+                found[1][r >= node] += 1
+        for r in set(targets) - {0}:
+            found[0][r >= node] += 1
+        for at in {r // node for r in targets}:
+            found[2][1] += at != 0  # to the first rank of the other node
+            found[2][0] += sum(r // node == at and r % node != 0 for r in set(targets))
+    return [[n / len(choices) for n in pair] for pair in found]
+
+
+@pytest.mark.parametrize(("ranks", "node"), [(2, 8), (4, 8), (4, 2), (8, 2), (8, 4)])
+def test_copies_are_those_of_all_choices(ranks, node, monkeypatch):
+    monkeypatch.setattr(ep_model, "NODE", node)
+    engines = (ALLTOALL, SORTED, HIERARCHICAL)
+    for engine, expected in zip(engines, enumerated(SMALL, ranks, node), strict=True):
+        for copies in engine.traffic(SMALL, Ranks(ranks)):
+            assert [copies.fast, copies.slow] == pytest.approx(expected), engine.name
+
+
+def test_an_all_gather_brings_all_tokens():
+    assert ALLGATHER.traffic(SMALL, Ranks(2)) == (Copies(1, 0), Copies(1, 0))
+    gather, back = ALLGATHER.traffic(ep_model.DEEPSEEK_V3, Ranks(64))
+    assert (gather.fast, gather.slow) == (63, 7), "a node gets 56 ranks' rows over 8 links"
+    assert (back.fast, back.slow) == (7, 56)
+
+
+def test_the_approximation_is_close_for_many_experts():
+    for parts in (2, 8, 64):
+        exact = ep_model.chance(ep_model.DEEPSEEK_V3, parts)
+        assert ep_model.approximate_chance(ep_model.DEEPSEEK_V3, parts) == pytest.approx(exact, rel=0.03)
+        assert ep_model.approximate_chance(ep_model.DEEPSEEK_V3, parts) < exact
+
+
+def test_a_rank_has_an_expert():
+    mixtral = ep_model.layers()["mixtral-8x7b"]
+    assert [ep_model.ranks_of(mixtral, gpus).ranks for gpus in ep_model.GPUS] == [2, 8, 8, 8]
+
+
+def test_links_have_their_measured_points():
+    for size, gb_s in ep_model.NCCL_GB_S.items():
+        assert size / NCCL.ms(size) / 1e6 == pytest.approx(gb_s)
+    assert NCCL.ms(2**23) == pytest.approx(0.053, abs=5e-4), "as measured for a buffer of 16 MiB"
+    assert NCCL.ms(1) == pytest.approx(0.026, abs=1e-4)
+    assert NCCL.ms(2**32) == pytest.approx(NCCL.ms(2**29) + 7 * (NCCL.ms(2**30) - NCCL.ms(2**29)))
+    assert COPY_ENGINE.ms(373e6) == pytest.approx(1.0074)
+    assert SLOW_LINK.ms(50e6) == pytest.approx(1.05)
+    assert NCCL.ms(0) == COPY_ENGINE.ms(0) == 0
+    straight = Link((0, 1), (10, 2), (20, 4))
+    assert [straight.ms(n) * 1e3 for n in (5, 10, 15, 20, 40)] == pytest.approx([1.5, 2, 3, 4, 8])
+
+
+def test_rates_are_those_of_the_result_file_without_the_router():
+    layers = ep_model.layers()
+    qwen3 = ep_model.rate(RESULTS, layers["qwen3-30b-a3b"])
+    assert qwen3.measured == "qwen3-30b-a3b"
+    row = {r["case"]: r["ms"] for s in RESULTS["shapes"] if s["name"] == qwen3.measured for r in s["rows"]
+           if r["name"] == "fusedmoe"}  # fmt: skip
+    router = {r["case"]: r["ms"] for r in RESULTS["router"]["rows"] if r["name"] == "fusedmoe"}
+    both = sum(qwen3.ms(layers["qwen3-30b-a3b"], 32768))
+    assert both == pytest.approx(row["forward + backward"] - router["forward + backward"])
+    assert sum(qwen3.ms(layers["qwen3-30b-a3b"], 8192)) == pytest.approx(both / 4)
+    assert ep_model.rate(RESULTS, layers["deepseek-v3"]).measured == "sonic-30b-n1024"
+
+
+def test_overlap_hides_at_most_the_exchanges():
+    for shape in ep_model.layers().values():
+        for gpus in ep_model.GPUS:
+            for name, step in ep_model.steps(RESULTS, shape, gpus).items():
+                assert 0 < step.around_ms <= step.least_ms <= step.overlapped_ms <= step.exposed_ms, name
+                assert step.ms > step.compute_ms
+
+
+def test_stages_of_two_ranks_hide_the_exchanges():
+    step = ep_model.predict(RESULTS, ep_model.layers()["qwen3-30b-a3b"], 2, SYMMETRIC)
+    assert step.gather_ms < step.forward_ms / 3
+    assert step.overlapped_ms == pytest.approx(step.local_ms)
+    assert step.exposed_ms == pytest.approx(step.local_ms + 2 * step.gather_ms + 2 * step.return_ms)
+
+
+def test_stages_of_eight_ranks_hide_a_part():
+    step = ep_model.predict(RESULTS, ep_model.layers()["qwen3-30b-a3b"], 8, ALLGATHER)
+    fc1, fc2, dfc2 = step.forward_ms * 2 / 3 / 8, step.forward_ms / 3 / 8, step.backward_ms / 6 / 8
+    hidden = fc1 + fc2 + dfc2 + min(step.return_ms, step.backward_ms / 3)
+    assert step.exposed_ms - step.overlapped_ms == pytest.approx(hidden)
+
+
+def test_engines_of_one_domain_do_not_leave_it():
+    shape = ep_model.layers()["qwen3-30b-a3b"]
+    assert set(ep_model.steps(RESULTS, shape, 8)) == {e.name for e in ENGINES if e is not HIERARCHICAL}
+    assert set(ep_model.steps(RESULTS, shape, 64)) == {e.name for e in ENGINES if e is not SYMMETRIC}
+    best = ep_model.best(ep_model.steps(RESULTS, shape, 64).values())
+    assert best.engine is ALLTOALL, "of the engines that the package has"
+
+
+def test_buffers_in_bytes():
+    found = ep_model.buffers(ep_model.layers()["qwen3-30b-a3b"], 2, tokens=8192)
+    assert found.gathered == 67_108_864, "the 67 MB of the tokens of two ranks"
+    assert found.parts == found.shared == 2 * found.gathered
+    assert found.most_rows == 2 * found.rows, "a rank may get all rows of both"
+    assert found.weights == 64 * 3 * 2048 * 768 * 2
+
+
+def test_the_first_measurements_are_met_within_the_stated_margin():
+    checks = ep_model.checks(RESULTS, None)
+    assert [(c.tokens, c.measured_ms) for c in checks] == [(8192, 3.2), (8192, 10.0), (32768, 12.5), (32768, 32.0)]
+    worst = max(abs(c.deviation) for c in checks)
+    assert 0.05 < worst < 0.2
+    assert f"The model is off by up to {worst:.0%}" in " ".join(page.render_scale().split())
+
+
+def ep_results(**rows):
+    """Like an ``ep.json``."""
+    named = [
+        {"name": name.replace("_", " "), "ms": ms, "exposed_ms": None, "host_us": 5.0, "host_syncs": 0,
+         "peak_bytes": 2**30}
+        for name, ms in rows.items()
+    ]  # fmt: skip
+    shapes = [{"name": n, "tokens_per_rank": 8192, "rows": named} for n in ("qwen3-30b-a3b", "another")]
+    heading = {"machine": "GPU", "commit": "abc", "backend": "nccl", "reps": 3, "versions": {"torch": "2.11"}}
+    return heading | {"ranks": 2, "shapes": shapes}
+
+
+def test_later_measurements_join_the_check(tmp_path):
+    measured = ep_results(no_communication=2.9, symmetric=3.0, allgather=None, unknown=1.0)
+    later = ep_model.checks(RESULTS, measured)[4:]
+    assert [(c.what, c.measured_ms, c.source) for c in later] == [
+        ("no communication", 2.9, "`ep.json`"),
+        ("symmetric", 3.0, "`ep.json`"),
+    ]
+    shape = ep_model.layers()["qwen3-30b-a3b"]
+    assert later[1].predicted_ms == ep_model.predict(RESULTS, shape, 2, SYMMETRIC).ms
+    assert later[1].deviation == pytest.approx(later[1].predicted_ms / 3.0 - 1)
+
+    for name, results in (("layer", RESULTS), ("ep", measured)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(results))
+    assert "| 2 | 8192 | symmetric | 3.0 |" in page.render_scale(tmp_path)
+
+
+def test_every_candidate_of_the_section_is_predicted():
+    from benchmarks import ep
+
+    shape = ep_model.layers()["qwen3-30b-a3b"]
+    for name in ep.CANDIDATES:
+        assert ep_model.predicted_ms(RESULTS, shape, 2, 8192, name) > 1, name
+
+
+def test_the_benchmark_page_has_a_table_of_the_section():
+    assert ep_page.render(None) == ep_page.SECTION
+    text = ep_page.render(ep_results(no_communication=2.9, symmetric=3.0, alltoall=None))
+    assert "2 x GPU, nccl, torch 2.11, commit abc, medians of 3 calls:" in text
+    assert "| qwen3-30b-a3b | 8192 | symmetric | 3.00 |  | 5 | 0 | 1.00 |" in text
+    assert "alltoall |" not in text
+
+
+def test_the_command_prints_the_page_without_a_gpu(capsys):
+    command.main(["--only", "ep-model"])
+    assert capsys.readouterr().out == page.render_scale() + "\n"
+    assert "predicted" in ep_model_page.INTRODUCTION
+
+
+def test_the_section_ep_needs_torchrun(capsys, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(SystemExit):
+        command.main(["--only", "ep"])
+    assert "torchrun --nproc-per-node P -m benchmarks --only ep" in capsys.readouterr().err
