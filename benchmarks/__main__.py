@@ -24,7 +24,7 @@ from benchmarks.results import ROOT, machine, write
 from fusedmoe.bench.timing import GpuTimer
 
 WITHOUT_GPU = ("host", "ep", "ep-model")
-SECTIONS = (*WITHOUT_GPU, "layer", *gpu.SECTIONS, "tiles", "transformers", "fp8")
+SECTIONS = ("host", "layer", *gpu.SECTIONS, "tiles", "transformers", "fp8", "ep", "ep-model")
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -271,7 +271,7 @@ def measure(shape: Shape, tokens: int, timer: Timer, device: torch.device, dtype
     rows: dict[str, dict[str, Any]] = {}
     candidates: dict[str, Candidate] = {}
     for name, prepare in CANDIDATES.items():
-        candidate, note = _agreed(functools.partial(prepare, work))
+        candidate, note = agreed(functools.partial(_tried, prepare, work))
         rows[name] = _row(name, note)
         if candidate is None:
             continue
@@ -304,8 +304,17 @@ def _row(name: str, note: str) -> dict[str, Any]:
     return {"name": name, "note": note} | dict.fromkeys(figures)
 
 
-def _agreed(prepare: Callable[[], Candidate]) -> tuple[Candidate | None, str]:
-    """Prepare a candidate; None, with the reason, if any rank cannot."""
+def _tried(prepare: Callable[[Work], Candidate], work: Work) -> Candidate:
+    candidate = prepare(work)
+    candidate.step()
+    return candidate
+
+
+def agreed(prepare: Callable[[], Candidate]) -> tuple[Candidate | None, str]:
+    """Prepare a candidate; None, with the reason, if any rank cannot.
+
+    If only some ranks fail inside a collective, the others wait for the time-out of the group, and the run ends.
+    """
     candidate, note = None, ""
     try:
         candidate = prepare()

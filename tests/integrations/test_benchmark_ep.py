@@ -28,7 +28,7 @@ def steps_on_a_rank(rank):
     work = ep.Work(SHAPE, TOKENS, CPU, torch.float32)
     found, notes = {}, {}
     for name, prepare in ep.CANDIDATES.items():
-        candidate, notes[name] = ep._agreed(lambda prepare=prepare: prepare(work))
+        candidate, notes[name] = ep.agreed(lambda prepare=prepare: prepare(work))
         if candidate is not None:
             found[name] = [t.detach() for t in candidate.step()]
     return (work.x, work.dy, work.index, work.probs, work.weight1, work.weight2), found, notes
@@ -104,7 +104,7 @@ def test_the_section_writes_its_figures(ranks, tmp_path):
 def errors_on_a_rank(rank, what):
     """The errors of a candidate one of whose results is wrong on the second rank."""
     work = ep.Work(SHAPE, TOKENS, CPU, torch.float32)
-    candidate, _ = ep._agreed(lambda: ep.CANDIDATES["allgather"](work))
+    candidate, _ = ep.agreed(lambda: ep.CANDIDATES["allgather"](work))
     step = candidate.step
 
     def wrong():
@@ -129,7 +129,7 @@ def note_on_a_rank(rank):
             raise ValueError("not here")
         return "a candidate"
 
-    return ep._agreed(prepare)
+    return ep.agreed(prepare)
 
 
 def test_a_candidate_that_one_rank_lacks_is_left_out_by_all(ranks):

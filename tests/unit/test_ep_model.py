@@ -2,11 +2,14 @@
 
 import itertools
 import json
+import warnings
+from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import __main__ as command
-from benchmarks import ep_model, ep_model_page, ep_page, page
+from benchmarks import ep, ep_model, ep_model_page, ep_page, page
 from benchmarks.ep_model import (
     ALLGATHER,
     ALLTOALL,
@@ -176,8 +179,6 @@ def test_later_measurements_join_the_check(tmp_path):
 
 
 def test_every_candidate_of_the_section_is_predicted():
-    from benchmarks import ep
-
     shape = ep_model.layers()["qwen3-30b-a3b"]
     for name in ep.CANDIDATES:
         assert ep_model.predicted_ms(RESULTS, shape, 2, 8192, name) > 1, name
@@ -202,3 +203,52 @@ def test_the_section_ep_needs_torchrun(capsys, monkeypatch):
     with pytest.raises(SystemExit):
         command.main(["--only", "ep"])
     assert "torchrun --nproc-per-node P -m benchmarks --only ep" in capsys.readouterr().err
+
+
+def test_host_synchronisations_are_counted(monkeypatch):
+    modes = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+
+    def call():
+        assert modes == ["warn"]
+        for text in ("called a synchronizing CUDA operation", "another", "called a synchronizing CUDA operation"):
+            warnings.warn(text, UserWarning, stacklevel=1)
+
+    assert ep.host_syncs(call) == 2
+    assert modes == ["warn", 0]
+
+
+class Profiled:
+    """In the place of torch's profiler: it writes a given trace."""
+
+    events: list[dict]
+
+    def __init__(self, activities):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *raised):
+        pass
+
+    def export_chrome_trace(self, file):
+        Path(file).write_text(json.dumps({"traceEvents": self.events}))
+
+
+def test_the_sms_of_communication_are_the_blocks_of_its_kernels(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(ep, "profile", Profiled)
+
+    def kernel(name, blocks, us):
+        return {"cat": "kernel", "name": name, "dur": us, "args": {"grid": [blocks, 1, 1]}}
+
+    nccl, other = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "kernel_cutlass_RaggedM"
+    Profiled.events = [kernel(nccl, 24, 90), kernel(other, 132, 500), kernel("barrier_kernel", 1, 7), {"name": nccl}]
+    assert ep.communication(lambda: None, torch.device("cuda")) == {"sms": 24, "us": 97}
+    Profiled.events = [kernel(other, 132, 500)]
+    assert ep.communication(lambda: None, torch.device("cuda")) == {"sms": 0, "us": 0}
+    Profiled.events = [{"cat": "kernel", "name": nccl, "dur": 1, "args": {}}]
+    assert ep.communication(lambda: None, torch.device("cuda")) is None
