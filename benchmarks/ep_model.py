@@ -419,7 +419,7 @@ class Check:
 
 
 # The names are those of the section ``ep`` (benchmarks/ep.py).
-REFERENCE, UNFUSED_PEER, FUSED_PEER = "no communication", "NCCL all-to-all, unfused", "NCCL all-to-all, fusedmoe"
+REFERENCE, UNFUSED_PEER, FUSED_PEER = "no communication", "all-to-all by hand, unfused", "all-to-all by hand, fusedmoe"
 # Measured on two H200s before there was a section ``ep``: name, tokens per rank, ms of forward + backward.
 FIRST_LAYER = "qwen3-30b-a3b"
 FIRST_MEASUREMENTS = (

@@ -65,8 +65,8 @@ CHECK = """\
 
 {checks}
 
-- *no communication* is dispatch, experts and combine on rows that are there already. *NCCL all-to-all, unfused*
-  sends rows sorted by expert, without deduplication, to experts in plain torch.
+- *no communication* is dispatch, experts and combine on rows that are there already. *All-to-all by hand, unfused*
+  sends rows sorted by expert, without deduplication, over NCCL to experts in plain torch.
 - *first* are measurements on two H200s from before the benchmark section
   [`ep`](benchmarks.md#expert-parallelism).{later}
 - The speed of the experts is that of `layer.json`, from single calls. Sustained calls are slower on these GPUs, by
