@@ -15,8 +15,8 @@ the machine can run with the same rows without communication, and with an NCCL a
 whose host reads the numbers of rows, and whose experts are plain torch (`F.grouped_mm`) or those of `fusedmoe`. A
 time is the median over the calls of the slowest rank's time. The exposed communication of a step is its time minus
 that without communication. The file `ep.json` also has the bandwidth of single exchanges, host times, host
-synchronisations, SMs of the kernels that communicate, memory and errors. Without a GPU, the section runs on gloo.
-[Expert parallelism at scale](expert_parallel_scale.md) predicts what no machine here can measure.
+synchronisations, SMs of the kernels that communicate, memory and errors. Without a GPU, it runs a tiny layer on
+gloo. [Expert parallelism at scale](expert_parallel_scale.md) predicts what no machine here can measure.
 """
 MEASURED = """\
 {ranks} x {machine}, {backend}, torch {torch}, commit {commit}, medians of {reps} calls:
