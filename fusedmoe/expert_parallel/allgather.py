@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import distributed as dist
 
-from fusedmoe.expert_parallel.engine import Engine, Pending, as_bytes, nothing
+from fusedmoe.expert_parallel.engine import Engine, Pending, as_bytes, nothing, writes_no_weight
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -45,5 +45,6 @@ class AllGather(Engine):
         """Start a collective; return the function that waits for it."""
         if not out.numel():
             return nothing
-        work = collective(as_bytes(out), as_bytes(t), group=self.group, async_op=True)
+        with writes_no_weight(self.group, out.device):
+            work = collective(as_bytes(out), as_bytes(t), group=self.group, async_op=True)
         return work.wait  # type: ignore[no-any-return]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import distributed as dist
 
-from fusedmoe.expert_parallel.engine import Engine, as_bytes
+from fusedmoe.expert_parallel.engine import Engine, as_bytes, writes_no_weight
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +29,8 @@ class AllToAll(Engine):
         The host waits for the device. A collective.
         """
         received_P = torch.empty_like(sent_P)
-        dist.all_to_all_single(received_P, sent_P, group=self.group)
+        with writes_no_weight(self.group, sent_P.device):
+            dist.all_to_all_single(received_P, sent_P, group=self.group)
         return torch.stack([sent_P, received_P]).cpu()
 
     def exchange_rows(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
@@ -38,5 +39,6 @@ class AllToAll(Engine):
         A collective.
         """
         out = rows.new_empty(sum(received), *rows.shape[1:])
-        dist.all_to_all_single(as_bytes(out), as_bytes(rows.contiguous()), [*received], [*sent], group=self.group)
+        with writes_no_weight(self.group, rows.device):
+            dist.all_to_all_single(as_bytes(out), as_bytes(rows.contiguous()), [*received], [*sent], group=self.group)
         return out

@@ -139,8 +139,8 @@ class Overflow:
         excess, rows = most >> _SHIFT, most & ((1 << _SHIFT) - 1)
         raise InputError(
             f"ExpertParallel: capacity: expected at most {rows} rows on each rank with capacity={self.capacity}, got "
-            f"{rows + excess} rows for the experts of rank {worst.index(most)}: {excess} of them were dropped; pass a "
-            f"greater capacity, or overflow='rerun' or 'drop'"
+            f"{rows + excess} rows for the experts of rank {worst.index(most)}: {excess} of them were dropped; "
+            + ("a token chose an expert twice" if self.capacity is None else "pass a greater one, or another overflow")
         )
 
 

@@ -5,15 +5,43 @@ Axes: P ranks, N rows per rank (the same number on every rank), T rows of this r
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
     from torch.distributed import ProcessGroup
+
+
+# for each group, by the name of a backend, how many of the collectives that it has counted write to no weight
+_harmless: WeakKeyDictionary[ProcessGroup, dict[str, int]] = WeakKeyDictionary()
+
+
+@contextmanager
+def writes_no_weight(group: ProcessGroup, device: torch.device) -> Iterator[None]:
+    """Collectives of the group inside the block write to new tensors: quantized weights stay valid."""
+    before = collectives(group, device)
+    yield
+    after = collectives(group, device)
+    if before is not None and after is not None:
+        of_group, name = _harmless.setdefault(group, {}), group._get_backend(device).name()
+        of_group[name] = of_group.get(name, 0) + after - before
+
+
+def collectives(group: ProcessGroup, device: torch.device) -> int | None:
+    """Return how many collectives that may write to a weight a group has run on the device; None if it counts none."""
+    try:
+        backend: Any = group._get_backend(device)
+        counted: int = backend._get_sequence_number_for_group()
+    except RuntimeError:  # the backend does not count collectives
+        return None
+    of_group = _harmless.get(group)
+    return counted if of_group is None else counted - of_group.get(backend.name(), 0)
 
 
 class Pending:

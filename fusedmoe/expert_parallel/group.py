@@ -14,6 +14,7 @@ from fusedmoe.errors import InputError
 from fusedmoe.expert_parallel.allgather import AllGather
 from fusedmoe.expert_parallel.alltoall import AllToAll
 from fusedmoe.expert_parallel.capacity import Overflow, RowLimit
+from fusedmoe.expert_parallel.engine import writes_no_weight
 from fusedmoe.expert_parallel.symmetric import Symmetric
 
 if TYPE_CHECKING:
@@ -176,7 +177,8 @@ class ExpertParallel:
         if self.max_tokens is not None:
             return self.max_tokens
         largest = torch.tensor([tokens])
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._of_hosts)
+        with writes_no_weight(self._of_hosts, largest.device):
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._of_hosts)
         return int(largest)
 
     def sum_over_ranks(self, t: Tensor) -> Tensor:
@@ -185,7 +187,8 @@ class ExpertParallel:
         A collective.
         """
         total = t.clone()
-        dist.all_reduce(total, group=self.group)
+        with writes_no_weight(self.group, t.device):
+            dist.all_reduce(total, group=self.group)
         return total
 
     def settings(self) -> str:

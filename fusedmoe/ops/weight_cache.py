@@ -51,6 +51,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fusedmoe.checks import MODULE
 from fusedmoe.environment import debugging
 from fusedmoe.errors import InputError
+from fusedmoe.expert_parallel.engine import collectives
 from fusedmoe.process_state import HasProcessState
 
 if TYPE_CHECKING:
@@ -170,14 +171,11 @@ def _collectives(device: torch.device) -> object:
     world: Any = dist.distributed_c10d._world
     if world.default_pg is None:
         return sys.excepthook  # every `init_process_group` sets a new hook, which remains after the groups
-    try:
-        return world.group_count, [  # group_count never decreases, so it also counts destroyed groups
-            (ref(group), group._get_backend(device)._get_sequence_number_for_group())
-            for group in world.pg_map
-            if any(device.type == reached.type for reached in group._device_types)
-        ]
-    except RuntimeError:  # the backend does not count collectives
+    groups = [g for g in world.pg_map if any(device.type == reached.type for reached in g._device_types)]
+    counted = [(ref(group), collectives(group, device)) for group in groups]
+    if any(count is None for _, count in counted):
         return object()
+    return world.group_count, counted  # group_count never decreases, so it also counts destroyed groups
 
 
 def _checksum(source: Tensor) -> Tensor | None:

@@ -489,3 +489,28 @@ def second_derivatives(rank):
 
 def test_second_derivatives_are_refused(two):
     assert all(two.run(second_derivatives))
+
+
+def times_quantized(rank, most):
+    """The weights that are quantized in each micro-batch, and after another collective."""
+    from test_weight_cache_two_ranks import Counted
+
+    ep = fm.ExpertParallel(max_tokens=most)
+    layer = fm.MoE(64, 128, EXPERTS, 2, expert_parallel=ep)
+    counts = []
+    with fm.recipe("mxfp8"), Counted() as quantized:
+        for step in range(3):
+            if step == 2:  # may write to a weight
+                dist.all_reduce(torch.zeros(1))
+            before = quantized.count
+            layer(torch.randn(7 + rank, 64)).sum().backward()
+            counts.append(quantized.count - before)
+    return counts
+
+
+@pytest.mark.parametrize("most", [None, 9], ids=["agreed", "max_tokens"])
+def test_exchanges_leave_weights_quantized(two, most):
+    for first, second, after in two.run(times_quantized, most):
+        assert first > 0
+        assert second < first
+        assert after > second

@@ -36,8 +36,9 @@ def inputs_of(case, rank, size, top_k, dtype):
     tokens = {"empty": 0 if rank == 1 else 13, "none": 0}.get(case, 9 + 3 * rank)
     x = torch.randn(tokens, HIDDEN, generator=generator, dtype=torch.float64)
     here = EXPERTS // size
-    if case == "to one rank":
-        index = torch.randint(here, (tokens, top_k), generator=generator)
+    if case == "to one rank":  # no expert twice
+        chosen = [torch.randperm(here, generator=generator)[:top_k] for _ in range(tokens)]
+        index = torch.stack([torch.cat([ids, ids.new_full((top_k - len(ids),), -1)]) for ids in chosen])
     elif case == "no remote":
         index = rank * here + torch.randint(here, (tokens, top_k), generator=generator)
     else:
