@@ -184,6 +184,7 @@ class DirectionSearch:
     ) -> None:
         self.direction, self.places, self.search = direction, tuple(places), search
         self.results, self.conversions = tuple(results), conversions
+        self.exchanges = any(getattr(p.item, "travels", ()) for p in self.places)  # rows, with other ranks
         self.attempts: list[Attempt] = []
         self.candidates = [self._plain(i, p) for i, p in enumerate(self.places) if not p.again]
         self.candidates += [
@@ -235,10 +236,11 @@ class DirectionSearch:
         here = unavailable is None
         found = match(rule.slots, [p.item for p in self.places], start)
         if isinstance(found, Mismatch):
-            end = min(start + found.matched + 1, len(self.places))
-            shared = range(start, start + found.shared)
+            # a rule beside an exchange between ranks is not near to the ops of a chain that exchanges nothing
+            matched, shared = (0, 0) if _exchanges(rule) and not self.exchanges else (found.matched, found.shared)
+            end, common = min(start + found.matched + 1, len(self.places)), range(start, start + shared)
             self.attempts.append(
-                Attempt(rule.name, self.direction, start, end, found.matched, shared, Status.NO_MATCH, str(found), here)
+                Attempt(rule.name, self.direction, start, end, matched, common, Status.NO_MATCH, str(found), here)
             )
             return
         for m in found:
@@ -349,6 +351,11 @@ class DirectionSearch:
     def with_sources(self, values: Iterable[str]) -> set[str]:
         """Return the values, with the source of each dequantized value in place of that value."""
         return {self.conversions.get(v, v) for v in values}
+
+
+def _exchanges(rule: type[FusionRule]) -> bool:
+    """Return whether a slot of the rule takes an op that exchanges rows with other ranks."""
+    return any(getattr(of, "travels", ()) for slot in rule.slots for of in slot.types)
 
 
 def _unsupported(rule: FusionRule, ctx: PlanContext, formats: Sequence[str]) -> tuple[str, Exemption] | None:

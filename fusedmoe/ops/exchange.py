@@ -250,6 +250,7 @@ class DGatherTokens(BackwardOp):
         "grad_input": "grad_output",
         "grad_expert_weight": "grad_gathered_weight",
     }
+    travels = tuple(_sources.values())
 
     def __init__(self, op: GatherTokens, gives: Sequence[str] = tuple(_sources)) -> None:
         super().__init__(op)

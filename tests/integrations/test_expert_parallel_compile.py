@@ -87,12 +87,17 @@ def explained(rank):
                 for arch in (None, 90):
                     texts.append(str(made.explain(x, arch=arch)))
             of_bf16 = on_meta.to(torch.bfloat16)
-            plan = of_bf16.explain(torch.empty(6, HIDDEN, device="meta", dtype=torch.bfloat16), arch=90)
-            plan.raise_if_missed()  # exchanges run unfused for so few tokens, which is no miss
-            assert [s.ops for s in plan.steps if s.rule is None] == [
+            # exchanges run unfused for so few tokens, which is no miss; the rule for the last one sends all gradients
+            alone = [
                 ("experts.dispatch.gather.GatherTokens",), ("experts.combine.return.ReturnTokens",),
-                ("experts.combine.return.DReturnTokens",),
+                ("experts.combine.return.DReturnTokens",), ("experts.dispatch.gather.DGatherTokens",),
             ]  # fmt: skip
+            x = torch.empty(6, HIDDEN, device="meta", dtype=torch.bfloat16)
+            for wanted in (False, True):
+                plan = of_bf16.explain(x.requires_grad_(wanted), arch=90)
+                plan.raise_if_missed()
+                unfused = [s.ops for s in plan.steps if s.rule is None]
+                assert unfused == alone[: 3 if wanted else 4], unfused
             texts.append(str(fm.explain(torch.nn.Sequential(layer), arch=90)))
     dist.barrier()
     return texts

@@ -405,6 +405,8 @@ class WgradBesideExchange(OnSm90, FusionRule, name="sm90.wgrad_beside_exchange",
 
     def offer(self, ctx: PlanContext) -> Step:
         _require_ranks(self.dgather.op)
+        if left_out := {"grad_input", "grad_expert_weight"}.difference(self.dgather.gives):
+            raise NothingToDo(f"the exchange leaves out {', '.join(sorted(left_out))}, which nothing asks for")
         fc = self.wgrad.op
         operands = "grad_output", "wgrad.input", "dgrad.weight"
         check_common(ctx, *operands, in_features=fc.in_features, out_features=fc.out_features)
