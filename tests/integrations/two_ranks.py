@@ -1,8 +1,9 @@
-"""Processes of one gloo group, started once: `Ranks.run` calls a function in each and returns what they return."""
+"""Processes of one gloo group, started once: `Ranks.run` calls a function in all and returns what they return."""
 
 import os
 import traceback
 import warnings
+from datetime import timedelta
 from multiprocessing.connection import Connection
 
 import torch
@@ -11,6 +12,7 @@ from torch import distributed as dist
 
 SIZE = 2
 PATIENCE_S = 120
+GIVE_UP = timedelta(seconds=60)  # in a collective: a rank whose test failed does not join it
 TOKENS, HIDDEN = 24, 16  # of one rank; features
 
 
@@ -24,24 +26,36 @@ def batches(rank, count, dtype=torch.float64):
 
 
 class Ranks:
+    """``size`` processes. After an error, new ones: others may wait for the rank that raised it."""
+
     def __init__(self, folder, size=SIZE):
-        context = torch.multiprocessing.get_context("spawn")
+        self._folder, self._size, self._starts = folder, size, 0
+        self._start()
+
+    def _start(self):
+        context = torch.multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["fusedmoe"])  # each process is a copy of one that has imported it
+        store = str(self._folder / f"store{self._starts}")
+        self._starts += 1
         self._ends = []
         self._processes = []
-        for rank in range(size):
+        for rank in range(self._size):
             mine, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, str(folder / "store"), theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, self._size, store, theirs), daemon=True)
             process.start()
             theirs.close()
             self._ends.append(mine)
             self._processes.append(process)
 
-    def run(self, function, *args):
+    def run(self, function, *args, **options):
         """``[function(0, *args), function(1, *args), ...]``, of a function that a module of this folder defines."""
         for end in self._ends:
-            end.send((function, args))
+            end.send((function, args, options))
         answers = [self._answer(rank, end) for rank, end in enumerate(self._ends)]
         failed = [text for text, _ in answers if text]
+        if failed:
+            self.stop(patience_s=0)
+            self._start()
         assert not failed, "\n".join(failed)
         return [result for _, result in answers]
 
@@ -54,11 +68,11 @@ class Ranks:
         except EOFError:
             return f"rank {rank} is gone", None
 
-    def stop(self):
+    def stop(self, patience_s=10):
         for end in self._ends:
             end.close()
         for process in self._processes:
-            process.join(10)
+            process.join(patience_s)
             if process.is_alive():
                 process.kill()
                 process.join()
@@ -67,17 +81,17 @@ class Ranks:
 def _serve(rank: int, size: int, store: str, requests: Connection) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=GIVE_UP)
     while True:
         try:
-            function, args = requests.recv()
+            function, args, options = requests.recv()
         except EOFError:
             break
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
                 warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # of Dynamo
-                answer = None, function(rank, *args)
+                answer = None, function(rank, *args, **options)
         except BaseException:  # noqa: BLE001  (told to whoever asked)
             answer = f"rank {rank}:\n{traceback.format_exc()}", None
         requests.send(answer)
