@@ -18,13 +18,15 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from fusedmoe.expert_parallel.engine import Wanted
+
 
 class AllGather(Engine):
     """An all-gather, and an all-to-all of equal parts."""
 
     name: ClassVar[str] = "allgather"
 
-    def start_gather(self, tensors: Sequence[Tensor], rows: int) -> Pending:
+    def start_gather(self, tensors: Sequence[Tensor], rows: int, wanted: Wanted | None = None) -> Pending:
         gathered = [t.new_empty(self.ranks * rows, *t.shape[1:]) for t in tensors]
         own = [out[self.rank * rows :][:rows] for out in gathered]
         for here, t in zip(own, tensors, strict=True):
@@ -34,12 +36,10 @@ class AllGather(Engine):
         collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         return Pending(gathered, [*map(self._started, repeat(collective), gathered, own)], own)
 
-    def start_exchange(self, tensors: Sequence[Tensor]) -> Pending:
+    def start_exchange(self, tensors: Sequence[Tensor], wanted: Wanted | None = None) -> Pending:
         received = [torch.empty_like(t) for t in tensors]
-        parts = [[*out.view(self.ranks, -1, *out.shape[1:])] for out in received]
-        for t, part in zip(tensors, parts, strict=True):
-            part[self.rank] = t.view(self.ranks, -1, *t.shape[1:])[self.rank]
-        return Pending(parts, [*map(self._started, repeat(dist.all_to_all_single), received, tensors)], tensors)
+        waits = [*map(self._started, repeat(dist.all_to_all_single), received, tensors)]
+        return self._exchanged(tensors, received, waits)
 
     def _started(self, collective: Callable[..., Any], out: Tensor, t: Tensor) -> Callable[[], object]:
         """Start a collective; return the function that waits for it."""

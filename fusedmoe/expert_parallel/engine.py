@@ -6,6 +6,7 @@ Axes: P ranks, N rows per rank (the same number on every rank), T rows of this r
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -44,6 +45,27 @@ def collectives(group: ProcessGroup, device: torch.device) -> int | None:
     return counted if of_group is None else counted - of_group.get(backend.name(), 0)
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """The rows of an exchange that matter to this rank: an engine may leave out all others.
+
+    Parameters
+    ----------
+    chosen
+        K, chosen experts per token, from which an engine estimates their number.
+    rows
+        Returns which they are; see the methods of `Engine`. An engine that leaves out rows calls it, on the stream of
+        its exchange.
+    """
+
+    chosen: int
+    rows: Callable[..., Tensor]
+
+    def expected_share(self, ranks: int) -> float:
+        """Return the share of another rank's rows that this rank wants under even routing."""
+        return float(1 - (1 - 1 / ranks) ** self.chosen)
+
+
 class Pending:
     """Tensors that an engine is still writing.
 
@@ -54,10 +76,10 @@ class Pending:
     waits
         For each, a function that lets the current stream wait until it is complete.
     given
-        The tensors that the exchange reads: they live until it is complete.
+        Objects that hold the tensors that the exchange reads: they live until it is complete.
     """
 
-    def __init__(self, results: list[Any], waits: Sequence[Callable[[], object]], given: Sequence[Tensor]) -> None:
+    def __init__(self, results: list[Any], waits: Sequence[Callable[[], object]], given: Sequence[object]) -> None:
         self._results, self._waits, self._given = results, [*waits], given
 
     def unfinished(self, number: int) -> Any:
@@ -94,7 +116,12 @@ class Engine:
         self.group = group
         self.ranks, self.rank = group.size(), group.rank()
 
-    def start_gather(self, tensors: Sequence[Tensor], rows: int) -> Pending:
+    @property
+    def sms(self) -> int:
+        """The SMs that a product beside an exchange leaves to it."""
+        return 2  # a barrier between the ranks is a kernel
+
+    def start_gather(self, tensors: Sequence[Tensor], rows: int, wanted: Wanted | None = None) -> Pending:
         """Begin to gather the rows of all ranks, in rank order: (P*N, ...) for each tensor (T, ...).
 
         Those of this rank are complete at once for the current stream. The others arrive in the order of the tensors.
@@ -105,22 +132,63 @@ class Engine:
             (T, ...) each, contiguous, on one device.
         rows
             N. The rows of a rank after its own T have any values.
+        wanted
+            Its function gets the gathered tensors except the last, and returns (P*N,) bool: the wanted rows of the
+            last one. All other rows have any values. None: all rows are wanted.
         """
         raise NotImplementedError
 
-    def start_exchange(self, tensors: Sequence[Tensor]) -> Pending:
-        """Begin to exchange rows: from (P*N, ...) with N rows for each rank, P times (N, ...), the rows that each rank
-        has for this one. The rows of this rank for itself are a view of the argument, which the caller may still write.
+    def start_exchange(self, tensors: Sequence[Tensor], wanted: Wanted | None = None) -> Pending:
+        """Begin to exchange rows: from (P*N, ...) with N rows for each rank, (P, N, ...), the rows that each rank has
+        for this one; as a tensor or, of two ranks, as a list.
+
+        The rows of this rank for itself are those of the argument when the exchange is waited for: the caller may write
+        them until then.
+
+        Parameters
+        ----------
+        tensors
+            (P*N, ...) each, contiguous, on one device.
+        wanted
+            Its function returns (P, N) bool. All other rows are zeros on every rank. None: all rows are wanted.
         """
         raise NotImplementedError
 
-    def gather(self, tensors: Sequence[Tensor], rows: int) -> list[Tensor]:
+    def gather(self, tensors: Sequence[Tensor], rows: int, wanted: Wanted | None = None) -> list[Tensor]:
         """Return the results of `start_gather`."""
-        return self.start_gather(tensors, rows).wait_all()
+        return self.start_gather(tensors, rows, wanted).wait_all()
 
-    def exchange(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    def exchange(self, tensors: Sequence[Tensor], wanted: Wanted | None = None) -> list[Sequence[Tensor] | Tensor]:
         """Return the results of `start_exchange`."""
-        return self.start_exchange(tensors).wait_all()
+        return self.start_exchange(tensors, wanted).wait_all()
+
+    def _exchanged(
+        self,
+        tensors: Sequence[Tensor],
+        received: Sequence[Tensor],
+        waits: Sequence[Callable[[], object]],
+        *given: object,
+    ) -> Pending:
+        """Return the results of an exchange: those ``received`` from the other ranks, and this rank's of the argument.
+
+        Of two ranks, the latter is a view, and nothing is copied.
+        """
+        own = [t.view(self.ranks, -1, *t.shape[1:])[self.rank] for t in tensors]
+        parts = [out.view(self.ranks, -1, *out.shape[1:]) for out in received]
+        if self.ranks == 2:
+            in_order = [
+                [part[r] if r != self.rank else t for r in range(2)] for part, t in zip(parts, own, strict=True)
+            ]
+            return Pending(in_order, waits, [*tensors, *given])
+
+        def copied(part: Tensor, t: Tensor, wait: Callable[[], object]) -> Callable[[], object]:
+            def run() -> None:
+                wait()
+                part[self.rank].copy_(t)
+
+            return run
+
+        return Pending([*parts], [*map(copied, parts, own, waits)], [*tensors, *given])
 
     def buffer_bytes(self) -> int:
         """Return the bytes of the buffers that outlive a call."""

@@ -1,7 +1,8 @@
 """The engine ``"symmetric"``: ranks read each other's memory, inside one NVLink domain, by torch's symmetric memory.
 
-A rank writes its rows into a buffer that all ranks can address. After a barrier on the device, each rank copies the
-rows of the others by its copy engines, which take no SM. No host takes part. A CUDA graph can capture an exchange.
+A rank writes its rows into a buffer that all ranks can address. After a barrier on the device, each rank reads the rows
+of the others: all of them by its copy engines, which take no SM, or, where it wants few of them, only these by a kernel
+on a few SMs. No host takes part. A CUDA graph can capture an exchange.
 
 Two buffers take turns. A rank writes the buffer of exchange i again in exchange i + 2. Before that, it passes the
 barrier of exchange i + 1, where every rank arrives after it has read the rows of exchange i.
@@ -19,14 +20,25 @@ import torch
 from fusedmoe.errors import InputError
 from fusedmoe.expert_parallel.engine import Engine, Pending, nothing
 from fusedmoe.expert_parallel.torch_symmetric import SymmetricBuffer, why_not
+from fusedmoe.kernels.sm90 import functions
+from fusedmoe.kernels.toolkit import missing_packages
+from fusedmoe.target import arch_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
+    from fusedmoe.expert_parallel.engine import Wanted
+
 ALIGNMENT = 256  # bytes: tensors of one exchange begin at multiples
+# the largest share of another rank's rows for which a kernel reads them: it reads a tenth slower than the copy engines,
+# and takes SMs from the products beside it
+FEW = 0.8
+# of the kernel, an even number: with 224 KiB under way per SM, it has 3.5 MiB under way, and NVLink delivers less than
+# 1 MiB in the 2 us of a read
+SMS = 16
 
 
 class Symmetric(Engine):
@@ -54,7 +66,11 @@ class Symmetric(Engine):
         self._count = 0  # of exchanges
         self._stream: torch.cuda.Stream | None = None
 
-    def start_gather(self, tensors: Sequence[Tensor], rows: int) -> Pending:
+    @property
+    def sms(self) -> int:
+        return super().sms + (SMS if self.ranks > 2 else 0)
+
+    def start_gather(self, tensors: Sequence[Tensor], rows: int, wanted: Wanted | None = None) -> Pending:
         gathered = [t.new_empty(self.ranks * rows, *t.shape[1:]) for t in tensors]
         offsets, nbytes = _layout([t.nbytes // self.ranks for t in gathered])
         waits = [nothing] * len(tensors)
@@ -68,30 +84,37 @@ class Symmetric(Engine):
                 buffer.of_rank(self.rank, offset, t.shape, t.dtype).copy_(t)
             buffer.barrier(self.timeout_s)
             for i, (part, offset) in enumerate(zip(parts, offsets, strict=True)):
-                for rank in self._others():
-                    part[rank].copy_(buffer.of_rank(rank, offset, part.shape[1:], part.dtype))
+                chosen = None
+                if wanted is not None and i == len(parts) - 1 and self._reads_few(wanted, part):
+                    chosen = wanted.rows(*gathered[:-1]).view(self.ranks, rows)
+                sources = {r: buffer.of_rank(r, offset, part.shape[1:], part.dtype) for r in self._others()}
+                _read(sources, part, chosen)
                 waits[i] = _wait_for(torch.cuda.current_stream().record_event())
-        return Pending(gathered, waits, tensors)
+        return Pending(gathered, waits, [*tensors, wanted])
 
-    def start_exchange(self, tensors: Sequence[Tensor]) -> Pending:
-        received = [[*t.view(self.ranks, -1, *t.shape[1:])] for t in tensors]
+    def start_exchange(self, tensors: Sequence[Tensor], wanted: Wanted | None = None) -> Pending:
+        received = [torch.empty_like(t) for t in tensors]
         offsets, nbytes = _layout([t.nbytes for t in tensors])
         waits = [nothing] * len(tensors)
         if not nbytes:
-            return Pending(received, waits, tensors)
-        places = [(offset, (self.ranks, *parts[0].shape)) for offset, parts in zip(offsets, received, strict=True)]
-        arrived = [[part if r == self.rank else torch.empty_like(part) for r, part in enumerate(p)] for p in received]
+            return self._exchanged(tensors, received, waits)
         with self._exchange(nbytes, tensors[0].device) as buffer:
-            for parts, (offset, shape) in zip(received, places, strict=True):
-                mine = buffer.of_rank(self.rank, offset, shape, parts[0].dtype)
+            # (P, N, ...) each: the rows of a rank for the others, and those of the others for it
+            places = [(self.ranks, t.shape[0] // self.ranks, *t.shape[1:]) for t in tensors]
+            for t, shape, offset in zip(tensors, places, offsets, strict=True):
+                sent, mine = t.view(shape), buffer.of_rank(self.rank, offset, shape, t.dtype)
                 for rank in self._others():
-                    mine[rank].copy_(parts[rank])
+                    mine[rank].copy_(sent[rank])
             buffer.barrier(self.timeout_s)
-            for i, (parts, (offset, shape)) in enumerate(zip(arrived, places, strict=True)):
-                for rank in self._others():
-                    parts[rank].copy_(buffer.of_rank(rank, offset, shape, parts[rank].dtype)[self.rank])
+            chosen = None
+            for i, (t, shape, offset) in enumerate(zip(received, places, offsets, strict=True)):
+                if reads_few := wanted is not None and self._reads_few(wanted, t):
+                    assert wanted is not None
+                    chosen = wanted.rows() if chosen is None else chosen
+                sources = {r: buffer.of_rank(r, offset, shape, t.dtype)[self.rank] for r in self._others()}
+                _read(sources, t.view(shape), chosen if reads_few else None)
                 waits[i] = _wait_for(torch.cuda.current_stream().record_event())
-        return Pending(arrived, waits, tensors)
+        return self._exchanged(tensors, received, waits, wanted)
 
     def buffer_bytes(self) -> int:
         return sum(buffer.nbytes for buffer in self._buffers)
@@ -99,6 +122,12 @@ class Symmetric(Engine):
     def _others(self) -> list[int]:
         """Return the other ranks, beginning with the next one: at a time, every rank reads another one's memory."""
         return [(self.rank + i) % self.ranks for i in range(1, self.ranks)]
+
+    def _reads_few(self, wanted: Wanted, t: Tensor) -> bool:
+        """Whether a kernel reads the wanted rows of a tensor alone."""
+        return (
+            wanted.expected_share(self.ranks) <= FEW and why_no_copies_of_rows(t.dtype, t.shape[1:], t.device) is None
+        )
 
     def _next_buffer(self, nbytes: int, device: torch.device) -> SymmetricBuffer:
         """Return the buffer whose turn it is, with at least these bytes: the same number on every rank."""
@@ -138,6 +167,30 @@ class Symmetric(Engine):
                 f"ExpertParallel: rank {self.rank} of {self.ranks}, at exchange {self._count}: the GPU failed, as if "
                 f"another rank does not come within {self.timeout_s:g} s; the first lines on stderr name that rank"
             ) from error
+
+
+def why_no_copies_of_rows(dtype: torch.dtype, row: Sequence[int], device: torch.device) -> str | None:
+    """Return the reason why no kernel copies some rows of a tensor; None if one does."""
+    if arch_of(device) != 90:
+        return "the kernel needs an sm_90 GPU"
+    if missing := missing_packages():
+        return f"the kernel needs {missing[0]}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"the kernel copies bf16 and fp16, not {dtype}"
+    return None if len(row) == 1 and row[0] % 8 == 0 else f"the kernel copies rows of multiples of 8 values, not {row}"
+
+
+def _read(sources: Mapping[int, Tensor], parts: Tensor, wanted: Tensor | None) -> None:
+    """Read rows (N, ...) of each rank of ``sources`` into ``parts`` (P, N, ...): all, or those of ``wanted`` (P, N)."""
+    if wanted is None:
+        for rank, source in sources.items():
+            parts[rank].copy_(source)
+        return
+    rows = parts.shape[1]
+    row_of = torch.where(wanted, torch.arange(rows, device=parts.device), rows)
+    copy = functions.bind_copy_rows(parts[0], SMS)
+    for rank, source in sources.items():
+        copy(source, row_of[rank], parts[rank])
 
 
 def _wait_for(event: torch.cuda.Event) -> Callable[[], None]:

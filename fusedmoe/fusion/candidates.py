@@ -237,10 +237,10 @@ class DirectionSearch:
         found = match(rule.slots, [p.item for p in self.places], start)
         if isinstance(found, Mismatch):
             # a rule beside an exchange between ranks is not near to the ops of a chain that exchanges nothing
-            matched, shared = (0, 0) if _exchanges(rule) and not self.exchanges else (found.matched, found.shared)
-            end, common = min(start + found.matched + 1, len(self.places)), range(start, start + shared)
+            matched, count = (0, 0) if _exchanges(rule) and not self.exchanges else (found.matched, found.shared)
+            end, shared = min(start + found.matched + 1, len(self.places)), range(start, start + count)
             self.attempts.append(
-                Attempt(rule.name, self.direction, start, end, matched, common, Status.NO_MATCH, str(found), here)
+                Attempt(rule.name, self.direction, start, end, matched, shared, Status.NO_MATCH, str(found), here)
             )
             return
         for m in found:

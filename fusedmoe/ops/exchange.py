@@ -19,6 +19,7 @@ from torch import nn
 from fusedmoe.errors import InputError
 from fusedmoe.estimating import has_values
 from fusedmoe.expert_parallel.capacity import rows_of_ranks
+from fusedmoe.expert_parallel.engine import Wanted
 from fusedmoe.ops.amax_state import looking
 from fusedmoe.ops.op import BackwardOp, Op, TensorSpec, exact
 from fusedmoe.recompute import backward_pass
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from fusedmoe.ops.op import SpecLike
 
 
-def sum_over_ranks(parts: Sequence[Tensor], tokens: int) -> Tensor:
+def sum_over_ranks(parts: Sequence[Tensor] | Tensor, tokens: int) -> Tensor:
     """Return the sum of the first ``tokens`` rows of the ranks' parts (N, ...), in fp32, in rank order."""
     first, *others = [part[:tokens] for part in parts]
     if len(others) == 1:  # torch adds two values of 16 bits in fp32, and rounds the sum: one pass over memory
@@ -49,6 +50,31 @@ def chosen_ids(expert_index: Tensor, num_experts: int) -> Tensor:
     """Return expert ids as int32, with -1 for sentinels."""
     chosen = (expert_index >= 0) & (expert_index < num_experts)
     return torch.where(chosen, expert_index, -1).to(torch.int32)
+
+
+def has_expert_on(expert_index: Tensor, rank: int, experts: int) -> Tensor:
+    """Return whether a token chose one of a rank's ``experts`` experts: (T,) bool of ids (T, K)."""
+    return (torch.div(expert_index, experts, rounding_mode="floor") == rank).any(1)
+
+
+def parts_of_tokens(expert_index: Tensor, ranks: int, experts: int, rows: int) -> Wanted:
+    """Return which parts of this rank's tokens are not zero: those of the ranks whose experts a token chose.
+
+    Parameters
+    ----------
+    expert_index
+        (T, K).
+    ranks, experts, rows
+        P, E / P and N.
+    """
+
+    def wanted() -> Tensor:
+        of_ranks = expert_index.new_zeros(ranks, rows, dtype=torch.bool)
+        for rank in range(ranks):
+            of_ranks[rank, : expert_index.shape[0]] = has_expert_on(expert_index, rank, experts)
+        return of_ranks
+
+    return Wanted(expert_index.shape[1], wanted)
 
 
 def local_index(index: Tensor, num_experts: int, expert_parallel: ExpertParallel) -> Tensor:
@@ -170,9 +196,9 @@ class GatherTokens(Op):
         self.num_experts, self.expert_parallel = num_experts, expert_parallel
         agreed = () if expert_parallel.max_tokens is not None else ("rank_rows",)
         self.runtime_inputs = ("expert_index", "expert_weight", *agreed)
-        # an empty tensor with the dtype of the rows, for ops that get rows in fp32
+        # empty tensors: one with E / P as its size, and one with the dtype of the rows, for ops that get rows in fp32
         typed = () if expert_parallel.combine_dtype is None else ("row_dtype",)
-        self.provides = ("gathered_index", "gathered_weight", *typed)
+        self.provides = ("gathered_index", "gathered_weight", "rank_experts", *typed)
 
     def infer(
         self, x: SpecLike, expert_index: SpecLike, expert_weight: SpecLike, rank_rows: SpecLike | None = None
@@ -185,8 +211,16 @@ class GatherTokens(Op):
             TensorSpec((total, x.shape[1]), x.dtype),
             TensorSpec((total, chosen), torch.int32),
             TensorSpec((total, chosen), expert_weight.dtype),
-            *[TensorSpec((0,), x.dtype) for _ in self.provides[2:]],
+            *[TensorSpec(shape, x.dtype) for shape in self._shapes_of_empty()],
         )
+
+    def _shapes_of_empty(self) -> list[tuple[int, ...]]:
+        """Return the shapes of the empty tensors among the provided values."""
+        return [(self.expert_parallel.local_experts(self.num_experts), 0), (0,)][: len(self.provides) - 2]
+
+    def empty(self, x: Tensor) -> list[Tensor]:
+        """Return the empty tensors among the provided values, which come last."""
+        return [x.new_empty(shape) for shape in self._shapes_of_empty()]
 
     def _rows(self, rank_rows: SpecLike | None) -> int:
         """Return N."""
@@ -199,7 +233,7 @@ class GatherTokens(Op):
         self, x: Tensor, expert_index: Tensor, expert_weight: Tensor, rank_rows: Tensor | None = None
     ) -> tuple[Tensor, ...]:
         index, weight, tokens = self.start(x, expert_index, expert_weight, rank_rows).wait_all()
-        return tokens, self.local_index(index), weight, *[x.new_empty(0) for _ in self.provides[2:]]
+        return tokens, self.local_index(index), weight, *self.empty(x)
 
     def start(self, x: Tensor, expert_index: Tensor, expert_weight: Tensor, rank_rows: Tensor | None = None) -> Pending:
         """Begin to gather expert ids, as `local_index` takes them, weights and tokens: the small ones first, so that a
@@ -209,7 +243,9 @@ class GatherTokens(Op):
         # -1 also in the rows of a rank after its own tokens
         index = expert_index.new_full((rows, expert_index.shape[1]), -1, dtype=torch.int32)
         index[: x.shape[0]] = chosen_ids(expert_index, self.num_experts)
-        return self.expert_parallel.engine.start_gather([index, expert_weight.contiguous(), x.contiguous()], rows)
+        ep, experts = self.expert_parallel, self.expert_parallel.local_experts(self.num_experts)
+        wanted = Wanted(index.shape[1], lambda index, weight: has_expert_on(index, ep.rank, experts))
+        return ep.engine.start_gather([index, expert_weight.contiguous(), x.contiguous()], rows, wanted)
 
     def local_index(self, index: Tensor) -> Tensor:
         """Return expert ids of all ranks (P*N, K) as ids of this rank's experts, -1 for those of other ranks.
@@ -264,21 +300,27 @@ class DGatherTokens(BackwardOp):
     def given(self, gradients: Collection[str]) -> DGatherTokens:
         return DGatherTokens(self.op, [name for name in self.gives if self._sources[name] in gradients])
 
+    def wanted(self, expert_index: Tensor, grad: Tensor) -> Wanted:
+        """Return which parts of gradients like ``grad`` (P*N, ...) are not zero."""
+        ep, experts = self.op.expert_parallel, self.op.expert_parallel.local_experts(self.op.num_experts)
+        return parts_of_tokens(expert_index, ep.ranks, experts, grad.shape[0] // ep.ranks)
+
     def compute(self, *needs: Tensor | None) -> tuple[Tensor | None, ...]:
         *grads, expert_index = needs
         assert expert_index is not None
         ep, tokens = self.op.expert_parallel, expert_index.shape[0]
         arrived = [None if g is None else g.contiguous() for g in grads]
-        received = iter(ep.engine.exchange([g for g in arrived if g is not None]))
+        given = [g for g in arrived if g is not None]
+        received = iter(ep.engine.exchange(given, self.wanted(expert_index, given[0])) if given else [])
         return tuple(None if g is None else sum_over_ranks(next(received), tokens) for g in arrived)
 
 
 class ReturnTokens(Op):
     """``y[t] = sum over ranks of rows[t]``, in fp32, in rank order: each rank's part of the results of this one.
 
-    Called with rows (P*N, H), the part of this rank for the tokens of all ranks, and ``expert_index`` (T, K), of which
-    only T is read. Returns (T, H), in the dtype of ``row_dtype`` if the ranks have a ``combine_dtype``, which the rows
-    then have.
+    Called with rows (P*N, H), the part of this rank for the tokens of all ranks, ``expert_index`` (T, K), and
+    ``rank_experts`` (E / P, 0). A part is zero if the token chose no expert of the rank. Returns (T, H), in the dtype
+    of ``row_dtype`` if the ranks have a ``combine_dtype``, which the rows then have.
     """
 
     travels = ("input",)
@@ -290,19 +332,35 @@ class ReturnTokens(Op):
         super().__init__()
         self.expert_parallel = expert_parallel
         typed = () if expert_parallel.combine_dtype is None else ("row_dtype",)
-        self.runtime_inputs = ("expert_index", "gathered_index", *typed)
+        self.runtime_inputs = ("expert_index", "gathered_index", "rank_experts", *typed)
 
     def infer(
-        self, x: SpecLike, expert_index: SpecLike, gathered_index: SpecLike, row_dtype: SpecLike | None = None
+        self,
+        x: SpecLike,
+        expert_index: SpecLike,
+        gathered_index: SpecLike,
+        rank_experts: SpecLike,
+        row_dtype: SpecLike | None = None,
     ) -> TensorSpec:
         if x.shape[0] != gathered_index.shape[0]:
             raise self.reject("x", f"{gathered_index.shape[0]} rows, one per token of all ranks", x.shape[0])
         return TensorSpec((expert_index.shape[0], *x.shape[1:]), x.dtype if row_dtype is None else row_dtype.dtype)
 
+    def start(self, x: Tensor, expert_index: Tensor, rank_experts: Tensor) -> Pending:
+        """Begin to exchange the parts (P*N, H), contiguous."""
+        ranks = self.expert_parallel.ranks
+        wanted = parts_of_tokens(expert_index, ranks, rank_experts.shape[0], x.shape[0] // ranks)
+        return self.expert_parallel.engine.start_exchange([x], wanted)
+
     def compute(
-        self, x: Tensor, expert_index: Tensor, gathered_index: Tensor, row_dtype: Tensor | None = None
+        self,
+        x: Tensor,
+        expert_index: Tensor,
+        gathered_index: Tensor,
+        rank_experts: Tensor,
+        row_dtype: Tensor | None = None,
     ) -> Tensor:
-        (parts,) = self.expert_parallel.engine.exchange([x.contiguous()])
+        (parts,) = self.start(x.contiguous(), expert_index, rank_experts).wait_all()
         return sum_over_ranks(parts, expert_index.shape[0]).to(x.dtype if row_dtype is None else row_dtype.dtype)
 
     def backward_ops(self) -> tuple[BackwardOp, ...]:
@@ -322,6 +380,11 @@ class DReturnTokens(BackwardOp):
     op: ReturnTokens
 
     def compute(self, grad_output: Tensor, gathered_index: Tensor) -> Tensor:
+        (gathered,) = self.start(grad_output.contiguous(), gathered_index).wait_all()
+        return gathered if self.op.expert_parallel.combine_dtype is None else exact(gathered)
+
+    def start(self, grad_output: Tensor, gathered_index: Tensor) -> Pending:
+        """Begin to gather the gradients (T, H), contiguous, of the tokens that chose an expert of this rank."""
         ep = self.op.expert_parallel
-        (gathered,) = ep.engine.gather([grad_output.contiguous()], gathered_index.shape[0] // ep.ranks)
-        return gathered if ep.combine_dtype is None else exact(gathered)
+        wanted = Wanted(gathered_index.shape[1], lambda: (gathered_index >= 0).any(1))
+        return ep.engine.start_gather([grad_output], gathered_index.shape[0] // ep.ranks, wanted)

@@ -144,25 +144,53 @@ class Recording(AllGather):
         super().__init__(group)
         self.log = []
 
-    def start_gather(self, tensors, rows):
+    def start_gather(self, tensors, rows, wanted=None):
         self.log.append(("gather", rows, [(tuple(t.shape[1:]), t.dtype) for t in tensors]))
-        return super().start_gather(tensors, rows)
+        return super().start_gather(tensors, rows, wanted)
 
-    def start_exchange(self, tensors):
+    def start_exchange(self, tensors, wanted=None):
         self.log.append(("exchange", [(tuple(t.shape), t.dtype) for t in tensors]))
-        return super().start_exchange(tensors)
+        return super().start_exchange(tensors, wanted)
 
 
 class Poisoned(AllGather):
     """Fills the rows of a rank after its own tokens with NaN, as the interface allows."""
 
-    def start_gather(self, tensors, rows):
+    def start_gather(self, tensors, rows, wanted=None):
         given = []
         for t in tensors:
             out = t.new_full((rows, *t.shape[1:]), float("nan") if t.is_floating_point() else 0)
             out[: t.shape[0]] = t
             given.append(out)
-        return super().start_gather(given, rows)
+        return super().start_gather(given, rows, wanted)
+
+
+class Selective(AllGather):
+    """Fills the gathered rows that the caller does not want with NaN, as the interface allows, and finds zeros in those
+    that it does not want of an exchange.
+    """
+
+    def start_gather(self, tensors, rows, wanted=None):
+        pending = super().start_gather(tensors, rows, wanted)
+        *others, last = pending.wait_all()
+        if wanted is not None:
+            unwanted = ~wanted.rows(*others)
+            self.unwanted += int(unwanted.sum())
+            last[unwanted] = torch.nan
+        return pending
+
+    def start_exchange(self, tensors, wanted=None):
+        pending = super().start_exchange(tensors, wanted)
+        if wanted is not None:
+            unwanted = ~wanted.rows()
+            self.unwanted += int(unwanted.sum())
+            for parts in pending.wait_all():
+                assert not any(part[here].any() for part, here in zip(parts, unwanted, strict=True))
+        return pending
+
+    def __init__(self, group):
+        super().__init__(group)
+        self.unwanted = 0
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from expert_parallel_ranks import (
     K,
     Poisoned,
     Recording,
+    Selective,
     bounds,
     check,
     compared,
@@ -508,6 +509,21 @@ def test_several_layers(four, size, max_tokens, tokens):
 def poisoned(ep, make, tokens, **options):
     with engine(ep, Poisoned):
         check(ep, make, tokens[: ep.ranks], **options)
+
+
+@on_each
+def without_unwanted_rows(ep, make, tokens, **options):
+    with engine(ep, Selective) as used:
+        check(ep, make, tokens[: ep.ranks], **options)
+    return used.unwanted
+
+
+@both_sizes
+def test_rows_that_a_rank_does_not_want_are_not_read(four, size):
+    for make in (moe, partial(moe, bias=True), partial(moe, score="sigmoid", shared_intermediate=4)):
+        for tokens, most in ((UNEVEN, 12), (EMPTY_RANK, None)):
+            counts = four.run(without_unwanted_rows, size, most, make, tokens)[:size]
+            assert min(counts) > 0
 
 
 @on_each

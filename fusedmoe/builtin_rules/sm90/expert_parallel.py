@@ -9,8 +9,7 @@ A product is then launched for two or three ranges of rows, in whole tiles: it h
 that the results have the same bits (kernels/sm90/row_ranges.py). A step makes the same exchanges as the plain steps, in
 the same order. So it does not matter if the ranks choose different steps.
 
-The copies of an exchange take no SM, but a barrier between the ranks is a kernel. A product that is launched after the
-start of an exchange leaves two SMs for this kernel.
+A product that is launched after the start of an exchange leaves some SMs to the kernels of the exchange.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from fusedmoe.ops.scale import DScale, Scale, ScaleGrad
 from fusedmoe.ops.squared_relu import DSquaredReLU, SquaredReLU
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -54,12 +53,25 @@ if TYPE_CHECKING:
     from fusedmoe.kernels.options import KernelOptions
     from fusedmoe.ops.op import SpecLike
 
-SMS_FOR_EXCHANGE = 2
 
-
-def beside_exchange(options: KernelOptions) -> KernelOptions:
+def beside_exchange(options: KernelOptions, expert_parallel: ExpertParallel) -> KernelOptions:
     """Return the options of a product that runs beside an exchange."""
-    return replace(options, sm_margin=max(options.sm_margin, SMS_FOR_EXCHANGE))
+    return replace(options, sm_margin=max(options.sm_margin, expert_parallel.engine.sms))
+
+
+def bind_sum_over_ranks(like: Tensor, ranks: int, tokens: int) -> Callable[[Sequence[Tensor] | Tensor], Tensor]:
+    """Return `sum_over_ranks` for parts of rows like ``like`` (P*N, H): one kernel for more than two ranks."""
+    if ranks == 2 or not tokens:
+        return lambda parts: sum_over_ranks(parts, tokens)
+    each, device = like.shape[0] // ranks, like.device
+    row_of_part = torch.arange(tokens, device=device)[:, None] + each * torch.arange(ranks, device=device)
+    total = functions.bind_sum_slots(like, row_of_part, None)
+
+    def run(parts: Sequence[Tensor] | Tensor) -> Tensor:
+        assert isinstance(parts, torch.Tensor)
+        return total(parts.flatten(0, 1), row_of_part)
+
+    return run
 
 
 def _nbytes(*specs: SpecLike) -> int:
@@ -137,7 +149,7 @@ class GemmActivationOfArrivingTokens(
         return Step(
             needs=("input", *(f"gather.{name}" for name in self.gather.runtime_inputs), "fc.weight", "fc.bias"),
             gives=(
-                "gather.gathered_index", "gather.gathered_weight",
+                *(f"gather.{name}" for name in self.gather.provides),
                 *(f"dispatch.{name}" for name in (*self.dispatch.provides, "offsets")), "output",
             ),
             keeps=("gather.output", "act.input"),
@@ -155,7 +167,8 @@ class GemmActivationOfArrivingTokens(
             weight, bias = given[count:]
             guard_matrix("the weight", weight, transposed=True)
             require(bias is None or bias.is_contiguous(), "the bias is not contiguous")
-            tokens, index, factor = (x.new_empty(s.shape, dtype=s.dtype) for s in gather.infer(x, *given[:count]))
+            like = (x.new_empty(s.shape, dtype=s.dtype) for s in gather.infer(x, *given[:count]))
+            tokens, index, factor, *_ = like
             if not index.numel():
                 raise NothingToDo("no rows")
             room, total = dispatch.rows(index), index.shape[0]
@@ -185,7 +198,7 @@ class GemmActivationOfArrivingTokens(
                 result = product(tokens, weight, bias, parts, probs if scaled else None, token_of_row)
                 y, *p = result if keeps_p else (result,)
                 kept = {"gather.output": tokens, "act.input": p[0] if p else None}
-                return index, expert_weight, *provided, y, *(kept[name] for name in keep)
+                return index, expert_weight, *gather.empty(x), *provided, y, *(kept[name] for name in keep)
 
             return run
 
@@ -211,7 +224,7 @@ class GemmOfLeavingRows(OnSm90, FusionRule, name="sm90.gemm_of_leaving_rows", di
         require(all(ctx.exists(f"combine.{name}") for name in names), "the rows are not those of a dispatch")
         return Step(
             needs=(
-                "input", "fc.weight", "fc.bias", "offsets", "back.expert_index",
+                "input", "fc.weight", "fc.bias", "offsets", "back.expert_index", "back.rank_experts",
                 *(f"combine.{name}" for name in names),
             ),
             gives=("output",),
@@ -222,8 +235,8 @@ class GemmOfLeavingRows(OnSm90, FusionRule, name="sm90.gemm_of_leaving_rows", di
         )  # fmt: skip
 
     def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
-        options, expert_parallel = beside_exchange(ctx.options), self.back.expert_parallel
-        engine = expert_parallel.engine
+        back, expert_parallel = self.back, self.back.expert_parallel
+        options = beside_exchange(ctx.options, expert_parallel)
 
         def bind(
             x: Tensor,
@@ -231,16 +244,18 @@ class GemmOfLeavingRows(OnSm90, FusionRule, name="sm90.gemm_of_leaving_rows", di
             bias: Tensor | None,
             offsets: Tensor,
             expert_index: Tensor,
+            rank_experts: Tensor,
             row_of_slot: Tensor,
             token_of_row: Tensor,
             probs: Tensor | None = None,
         ) -> Run:
             guard_operands(x, weight, bias)
             require(row_of_slot.is_contiguous() and token_of_row.is_contiguous(), "a routing index is not contiguous")
-            tokens, features, here = row_of_slot.shape[0], weight.shape[1], expert_index.shape[0]
+            tokens, features = row_of_slot.shape[0], weight.shape[1]
             ranges = _Ranges(expert_parallel, offsets, token_of_row, tokens)
             product = functions.bind_grouped_gemm(x, weight, bias, None, options, ranges=True)
-            like = x.new_empty(x.shape[0], features)
+            like, of_ranks = (x.new_empty(n, features) for n in (x.shape[0], tokens))
+            over_ranks = bind_sum_over_ranks(of_ranks, expert_parallel.ranks, expert_index.shape[0])
             places = (ranges.own, *ranges.others.values())
             sums = [(place, functions.bind_sum_slots(like, row_of_slot[place], probs)) for place in places]
 
@@ -250,6 +265,7 @@ class GemmOfLeavingRows(OnSm90, FusionRule, name="sm90.gemm_of_leaving_rows", di
                 bias: Tensor | None,
                 offsets: Tensor,
                 expert_index: Tensor,
+                rank_experts: Tensor,
                 row_of_slot: Tensor,
                 token_of_row: Tensor,
                 probs: Tensor | None = None,
@@ -261,12 +277,12 @@ class GemmOfLeavingRows(OnSm90, FusionRule, name="sm90.gemm_of_leaving_rows", di
                 def leave() -> None:
                     for place, total in others:
                         total(rows, row_of_slot[place], probs, None, parts[place])
-                    leaving.append(engine.start_exchange([parts]))
+                    leaving.append(back.start(parts, expert_index, rank_experts))
 
                 product(x, weight, bias, ranges.own_last(offsets, token_of_row, leave), None, None, rows)
                 sum_own(rows, row_of_slot[own], probs, None, parts[own])
                 (received,) = leaving[0].wait_all()
-                y = sum_over_ranks(received, here)
+                y = over_ranks(received)
                 return (y, rows) if keep else y
 
             return run
@@ -324,8 +340,7 @@ class DgradActivationOfArrivingGradients(
         activation, options = activation_of(self.dact.op), ctx.options
         accumulating = self.wgrad if isinstance(self.wgrad, WgradIntoMainGrad) else None
         dtype, scale_grad = torch.float32 if accumulating else ctx.dtype("dgrad.weight"), self.scale_grad is not None
-        expert_parallel = self.dback.op.expert_parallel
-        engine = expert_parallel.engine
+        dback, expert_parallel = self.dback, self.dback.op.expert_parallel
 
         def bind(
             dy: Tensor,
@@ -336,7 +351,7 @@ class DgradActivationOfArrivingGradients(
             preactivation: Tensor,
             factor: Tensor | None,
         ) -> Run:
-            tokens, each = gathered_index.shape[0], gathered_index.shape[0] // expert_parallel.ranks
+            tokens = gathered_index.shape[0]
             if not token_of_row.shape[0]:
                 raise NothingToDo("no rows")
             require(token_of_row.is_contiguous(), "a routing index is not contiguous")
@@ -362,7 +377,7 @@ class DgradActivationOfArrivingGradients(
                 factor: Tensor | None,
             ) -> tuple[Tensor | None, ...]:
                 main_grad = _main_grad(accumulating)
-                arriving = engine.start_gather([dy.contiguous()], each)
+                arriving = dback.start(dy.contiguous(), gathered_index)
                 gathered = arriving.unfinished(0)
                 parts = ranges.own_first(offsets, token_of_row, lambda: arriving.wait(0))
                 grad, y, grad_factor = product(gathered, weight, parts, preactivation, factor, token_of_row)
@@ -430,7 +445,7 @@ class WgradBesideExchange(OnSm90, FusionRule, name="sm90.wgrad_beside_exchange",
     def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
         accumulating = self.wgrad if isinstance(self.wgrad, WgradIntoMainGrad) else None
         dtype, options = torch.float32 if accumulating else ctx.dtype("dgrad.weight"), ctx.options
-        engine = self.dgather.op.expert_parallel.engine
+        dgather, expert_parallel = self.dgather, self.dgather.op.expert_parallel
 
         def bind(
             dy: Tensor,
@@ -453,9 +468,10 @@ class WgradBesideExchange(OnSm90, FusionRule, name="sm90.wgrad_beside_exchange",
             total = functions.bind_sum_slots(rows, row_of_slot, None)
             values = functions.bind_slot_values(grad_probs, row_of_slot)
             wgrad = functions.bind_grouped_wgrad(
-                dy, x, offsets, dtype, accumulating is not None, beside_exchange(options), index, "x"
+                dy, x, offsets, dtype, accumulating is not None, beside_exchange(options, expert_parallel), index, "x"
             )
-            tokens = expert_index.shape[0]
+            tokens, of_ranks = expert_index.shape[0], dy.new_empty(row_of_slot.shape[0], weight.shape[2])
+            over_ranks = bind_sum_over_ranks(of_ranks, expert_parallel.ranks, tokens)
 
             def run(
                 dy: Tensor,
@@ -469,11 +485,13 @@ class WgradBesideExchange(OnSm90, FusionRule, name="sm90.wgrad_beside_exchange",
             ) -> tuple[Tensor | None, ...]:
                 main_grad = _main_grad(accumulating)
                 parts = total(dgrad(dy, weight.mT, None, offsets, None), row_of_slot)
-                leaving = engine.start_exchange([parts, values(grad_probs.contiguous(), row_of_slot)])
+                leaving = expert_parallel.engine.start_exchange(
+                    [parts, values(grad_probs.contiguous(), row_of_slot)], dgather.wanted(expert_index, parts)
+                )
                 grad_weight: Tensor | None = wgrad(dy, x, offsets, main_grad, index)
                 if accumulating is not None:
                     grad_weight = accumulating.added()
-                return grad_weight, *(sum_over_ranks(parts, tokens) for parts in leaving.wait_all())
+                return grad_weight, over_ranks(leaving.wait(0)), sum_over_ranks(leaving.wait(1), tokens)
 
             return on_readable(dy, run)
 

@@ -64,6 +64,7 @@ from fusedmoe.kernels.sm90.row_functions import (
     offsets_from_splits,
 )
 from fusedmoe.kernels.sm90.slot_functions import (
+    bind_copy_rows,
     bind_gather_rows,
     bind_route,
     bind_row_dots,
@@ -79,6 +80,7 @@ if TYPE_CHECKING:
 __all__ = [
     "TOKEN_READERS",
     "bind_column_sums",
+    "bind_copy_rows",
     "bind_dequantize",
     "bind_gather_rows",
     "bind_grouped_gemm",
