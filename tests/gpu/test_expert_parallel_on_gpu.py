@@ -8,6 +8,7 @@ import os
 import sys
 import time
 import warnings
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ from hopper import needs_gpu
 from torch import distributed as dist
 
 import fusedmoe as fm
+from fusedmoe.expert_parallel.engine import Wanted
+from fusedmoe.kernels.sm90 import functions
 
 pytestmark = needs_gpu
 
@@ -64,9 +67,9 @@ def exchange(engine, most=MOST):
     return _made[key]
 
 
-def layer(ep, rank, scale=0.1, **settings):
+def layer(ep, rank, scale=0.1, chosen=CHOSEN, **settings):
     torch.manual_seed(0)
-    made = fm.MoE(HIDDEN, INTERMEDIATE, EXPERTS, CHOSEN, device="cuda", dtype=BF16, expert_parallel=ep, **settings)
+    made = fm.MoE(HIDDEN, INTERMEDIATE, EXPERTS, chosen, device="cuda", dtype=BF16, expert_parallel=ep, **settings)
     ranks = 1 if ep is None else ep.ranks
     here = EXPERTS // ranks
     for op in (made.experts.gate_up, made.experts.down):
@@ -125,6 +128,57 @@ def test_exchanges_are_those_of_allgather(ranks):
         assert nbytes > 0
 
 
+@contextmanager
+def counted_copies():
+    """Count the copies of rows by the kernel that reads the wanted ones."""
+    count, bind = [0], functions.bind_copy_rows
+
+    def counted(*args):
+        count[0] += 1
+        return bind(*args)
+
+    functions.bind_copy_rows = counted
+    try:
+        yield count
+    finally:
+        functions.bind_copy_rows = bind
+
+
+def few_rows(rank):
+    """The wanted rows are those of the other ranks; in an exchange, all others are zeros."""
+    on_device(rank)
+    ep, size = exchange("symmetric"), dist.get_world_size()
+    generator = torch.Generator().manual_seed(0)  # the same on every rank
+    different = read = 0
+    with counted_copies() as copies:
+        for step in range(20):
+            rows, width, dtype = 50 * (step % 4) + 9, (8, 520, 2048)[step % 3], (BF16, torch.float16)[step % 2]
+            sent = torch.randn(size, size, rows, width, generator=generator).to(dtype)  # by sender and reader
+            wanted = torch.rand(size, size, rows, generator=generator) < (0.0, 0.1, 0.6, 1.0)[step % 4]  # by reader
+            sent[~wanted.transpose(0, 1)] = 0
+            mine, ids = wanted[rank].cuda(), torch.arange(rows, device="cuda", dtype=torch.int32)
+
+            def of_ids(every, ids=ids, mine=mine):
+                return mine.view(-1) & (every == ids.repeat(size))  # all: the ids have arrived
+
+            _, got = ep.engine.gather([ids, sent[rank, rank].cuda()], rows, Wanted(1, of_ids))
+            got = got.view(size, rows, width).cpu()
+            for r in range(size):
+                kept = wanted[rank, r] if r != rank else slice(None)  # a rank's own rows are there
+                different += not torch.equal(got[r][kept], sent[r, r][kept])
+            (parts,) = ep.engine.exchange([sent[rank].cuda().flatten(0, 1)], Wanted(1, lambda mine=mine: mine))
+            different += sum(not torch.equal(part.cpu(), sent[r, rank]) for r, part in enumerate(parts))
+            read += int(wanted[rank].sum())
+    return different, read, copies[0]
+
+
+def test_few_wanted_rows(ranks):
+    for different, read, copies in ranks.run(few_rows):
+        assert different == 0
+        assert read > 1000
+        assert copies == 2 * 20
+
+
 # ---- a layer -------------------------------------------------------------------------------------------------------
 
 
@@ -176,6 +230,46 @@ def test_layers_have_the_bits_of_allgather(ranks, tokens):
 @pytest.mark.parametrize("settings", [{"bias": True}, {"score": "sigmoid"}, {"shared_intermediate": 128}], ids=str)
 def test_other_layers(ranks, settings):
     ranks.run(layers, TOKENS["uneven"], settings)
+
+
+def of_few_rows(rank, tokens, chosen):
+    """A layer whose ranks want few rows of each other, by both engines, with and without overlaps."""
+    on_device(rank)
+    x, grad = data(tokens[rank], rank)
+    found = {}
+    with counted_copies() as copies:
+        for engine in ("allgather", "symmetric"):
+            for disabled in (OVERLAPS, OTHERS):
+                with fm.disabled(*disabled):
+                    made = layer(exchange(engine), rank, chosen=chosen)
+                    found[engine, disabled] = results(made, x, grad)
+                    used = {step.rule for step in made.explain(x).steps}
+    want = found["allgather", OVERLAPS]
+    for got in found.values():
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    return used, copies[0], float(want[0].float().norm())
+
+
+def test_layers_whose_ranks_want_few_rows(ranks):
+    for used, copies, norm in ranks.run(of_few_rows, TOKENS["uneven"], 2):
+        assert used >= {*OVERLAPS}
+        assert copies >= 8  # two layers, four exchanges with a tensor of rows each
+        assert norm > 0
+
+
+def test_four_ranks(tmp_path):
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    started = Ranks(tmp_path, 4)
+    try:
+        for different, read, copies in started.run(few_rows):
+            assert different == 0
+            assert read > 1000
+            assert copies == 2 * 20
+        for used, copies, _ in started.run(of_few_rows, (MOST, 1733, 0, 900), 4):
+            assert used >= {*OVERLAPS}
+            assert copies >= 8
+    finally:
+        started.stop()
 
 
 # ---- no host, graphs, delays ----------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from fusedmoe.kernels.options import KernelOptions
 from fusedmoe.kernels.sm90 import launch
 from fusedmoe.kernels.sm90.block_scaled_functions import with_strides
 from fusedmoe.kernels.sm90.block_scaled_k_functions import bind_block_scaled_wgrad
-from fusedmoe.kernels.sm90.functions import bind_grouped_wgrad, bind_sum_slots
+from fusedmoe.kernels.sm90.functions import bind_copy_rows, bind_grouped_wgrad, bind_sum_slots
 
 pytestmark = needs_hopper
 
@@ -52,6 +52,21 @@ def test_the_sum_on_few_sms_has_the_bits_of_the_sum_on_all(device, kind, adds, d
             assert into is None or results[-1] is into
         torch.testing.assert_close(*results, rtol=0, atol=0)
         assert results[0].any() or (used == 0 and not adds)
+
+
+@pytest.mark.parametrize("columns", [8, 520, 2048, 4104])
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_copies_of_some_rows(device, dtype, columns):
+    for rows, sms in ((1, 2), (700, 4), (33, 16)):
+        source = between_nan(rows, columns, dtype, device, seed=1)
+        picked = torch.rand(rows, device=device) < 0.6
+        picked[0] = True
+        source[~picked] = torch.nan  # never read
+        row_of = torch.where(picked, torch.arange(rows, device=device), rows)
+        out = torch.full_like(source, 7.0)
+        bind_copy_rows(source, sms)(source, row_of, out)
+        assert torch.equal(out, source.nan_to_num())
+        assert out.any()
 
 
 def test_slots_for_which_there_is_no_such_sum(device):

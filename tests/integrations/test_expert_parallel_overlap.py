@@ -94,7 +94,7 @@ def trained(made, count, rank, training=True):
 def compare(rank, tokens, most, training, frozen, main_grad):
     """Results with all overlaps, which are those without them bit for bit; and the names of the rules that ran."""
     kernels = stand_ins()
-    ep = fm.ExpertParallel(max_tokens=most)
+    ep = fm.ExpertParallel(engine="allgather", max_tokens=most)
     settings = rank, frozen, main_grad
     with fm.disabled(*OVERLAPS):
         expected = trained(layer(ep, *settings), tokens[rank], rank, training)
@@ -120,6 +120,16 @@ def test_results_have_the_bits_of_separate_steps(ranks, tokens, most):
     for used, launches in ranks.run(compare, tokens, most, True, False, False):
         assert used == OVERLAPS.keys()
         assert launches == 3
+
+
+def test_more_than_two_ranks(tmp_path):
+    """The parts of a token are summed by one kernel."""
+    four = Ranks(tmp_path, 4)
+    try:
+        for used, _ in four.run(compare, (50, 37, 0, 44), MOST, True, False, False):
+            assert used == OVERLAPS.keys()
+    finally:
+        four.stop()
 
 
 def test_without_gradients(ranks):

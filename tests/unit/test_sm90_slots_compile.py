@@ -25,6 +25,7 @@ KERNELS = [
     SlotValues("fp32"),
     SumOnFewSms("bf16", 8, adds=True),
     SumOnFewSms("fp16", 2),
+    SumOnFewSms("bf16", 1),
 ]
 
 
@@ -56,7 +57,7 @@ def test_rows_move_16_bytes_a_lane_with_several_loads_in_flight(kernel, monkeypa
         assert len(starting(code, "LDG")) == len(wide) + 2
 
 
-@pytest.mark.parametrize(("slots", "adds"), [(8, True), (4, False), (2, True)])
+@pytest.mark.parametrize(("slots", "adds"), [(8, True), (4, False), (2, True), (1, False)])
 def test_a_sum_on_few_sms_copies_most_of_an_sms_shared_memory_at_once(slots, adds, monkeypatch, tmp_path):
     kernel = SumOnFewSms("bf16", slots, adds)
     (code,) = disassembled(kernel, monkeypatch, tmp_path).values()
