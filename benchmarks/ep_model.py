@@ -21,6 +21,8 @@ from benchmarks import shapes
 from benchmarks.shapes import Shape
 from fusedmoe.bench.layer import COMPILED, OURS
 from fusedmoe.bench.measure import FORWARD, STEP
+from fusedmoe.expert_parallel.engine import expected_share
+from fusedmoe.expert_parallel.symmetric import FEW
 
 GPUS = (2, 8, 64, 512)
 NODE = 8  # GPUs that NVLink connects
@@ -67,6 +69,9 @@ NCCL = Link((0, NCCL_LATENCY_US), *((size, size / gb_s / 1e3) for size, gb_s in 
 # Also measured there: a barrier of symmetric memory, and a copy from the peer's memory (391 GB/s to the peer's memory).
 BARRIER_US, PULL_GB_S, PUSH_GB_S = 7.4, 373, 391
 COPY_ENGINE = Link.line(BARRIER_US, PULL_GB_S)
+# And a kernel that gathers rows of 4 KiB from the peer's memory.
+KERNEL_GB_S = 337
+KERNEL = Link.line(BARRIER_US, KERNEL_GB_S)
 # Assumptions: InfiniBand of 400 Gb/s per GPU, and its latency. The host reads numbers of rows, and launches the rest.
 SLOW_GB_S, SLOW_LATENCY_US, HOST_SYNC_US = 50.0, 50.0, 100.0
 SLOW_LINK = Link.line(SLOW_LATENCY_US, SLOW_GB_S)
@@ -79,11 +84,6 @@ def chance(shape: Shape, parts: float) -> float:
     """``1 - C(E - E/parts, K) / C(E, K)``: the chance that a token chooses an expert of one of equal parts."""
     here = round(shape.experts / parts)
     return 1 - math.comb(shape.experts - here, shape.top_k) / math.comb(shape.experts, shape.top_k)
-
-
-def approximate_chance(shape: Shape, parts: float) -> float:
-    """``1 - (1 - 1/parts)^K``: as `chance`, as if a token could choose an expert twice."""
-    return 1 - (1 - 1 / parts) ** shape.top_k
 
 
 @dataclass(frozen=True)
@@ -151,15 +151,17 @@ class Engine:
     overlaps: bool = False
     host_syncs: int = 0
     fast: Link = NCCL
+    few: Link | None = None  # in place of `fast`, if only the rows travel that a rank wants
     forwards: bool = False  # whether what came over the slow link goes on over NVLink
     several_nodes: bool = True
 
     def runs(self, ranks: Ranks) -> bool:
         return ranks.nodes == 1 or self.several_nodes
 
-    def ms(self, copies: Copies, row_bytes: float) -> float:
+    def ms(self, shape: Shape, ranks: Ranks, copies: Copies, row_bytes: float) -> float:
         """Return the time of an exchange. Both links work at the same time."""
-        fast, slow = self.fast.ms(copies.fast * row_bytes), SLOW_LINK.ms(copies.slow * row_bytes)
+        link = self.few if self.few is not None and wants_few(shape, ranks) else self.fast
+        fast, slow = link.ms(copies.fast * row_bytes), SLOW_LINK.ms(copies.slow * row_bytes)
         return max(fast, slow) + (NCCL_LATENCY_US / 1e3 if self.forwards and slow else 0)
 
 
@@ -167,6 +169,15 @@ def _all_tokens(shape: Shape, ranks: Ranks) -> tuple[Copies, Copies]:
     """Every rank gets all tokens. In a gather, a row enters a node once, and is then forwarded; results do not."""
     p, g = ranks.ranks, ranks.of_node
     return Copies(p - 1, (p - g) / g), ranks.direct(1)
+
+
+def wants_few(shape: Shape, ranks: Ranks) -> bool:
+    """Whether ``"symmetric"`` reads the wanted rows alone."""
+    return expected_share(ranks.ranks, shape.top_k) <= FEW
+
+
+def _wanted(shape: Shape, ranks: Ranks) -> tuple[Copies, Copies]:
+    return _deduplicated(shape, ranks) if wants_few(shape, ranks) else _all_tokens(shape, ranks)
 
 
 def _deduplicated(shape: Shape, ranks: Ranks) -> tuple[Copies, Copies]:
@@ -212,7 +223,7 @@ def _local_sorted(shape: Shape, ranks: Ranks) -> float:
 
 
 SYMMETRIC = Engine(
-    "symmetric", _all_tokens, _local_all, _staged, overlaps=True, fast=COPY_ENGINE, several_nodes=False
+    "symmetric", _wanted, _local_all, _staged, overlaps=True, fast=COPY_ENGINE, few=KERNEL, several_nodes=False
 )  # fmt: skip
 ALLGATHER = Engine("allgather", _all_tokens, _local_all, overlaps=True)
 ALLTOALL = Engine("alltoall", _deduplicated, _local_copies(_deduplicated), host_syncs=1)
@@ -330,8 +341,8 @@ def predict(
     staged = engine.staged_rows(ranks)
     return Step(
         engine, ranks, gather, back, row, forward_ms, backward_ms,
-        gather_ms=engine.ms(gather, row) + staged[0] * pass_ms,
-        return_ms=engine.ms(back, row) + staged[1] * pass_ms,
+        gather_ms=engine.ms(shape, ranks, gather, row) + staged[0] * pass_ms,
+        return_ms=engine.ms(shape, ranks, back, row) + staged[1] * pass_ms,
         local_ms=engine.local_rows(shape, ranks) * pass_ms,
         sync_ms=engine.host_syncs * HOST_SYNC_US / 1e3,
     )  # fmt: skip

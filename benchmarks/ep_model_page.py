@@ -14,6 +14,7 @@ from benchmarks.ep_model import (
     GPUS,
     HIERARCHICAL,
     HOST_SYNC_US,
+    KERNEL_GB_S,
     NCCL_GB_S,
     NCCL_LATENCY_US,
     NODE,
@@ -28,6 +29,8 @@ from benchmarks.ep_model import (
 )
 from benchmarks.marked import table
 from benchmarks.shapes import Shape
+from fusedmoe.expert_parallel.engine import expected_share
+from fusedmoe.expert_parallel.symmetric import FEW
 
 SHOWN = (ALLGATHER, ALLTOALL, SORTED, HIERARCHICAL)
 Found = dict[tuple[str, int], dict[str, Step]]  # by layer and the fewest GPUs with these ranks, and by engine
@@ -79,9 +82,11 @@ BYTES = """\
 
 Copies of a token's row that leave a rank, and arrive, in one exchange:
 
-- `allgather` and `symmetric`: P - 1.
+- `allgather`: P - 1.
 - `alltoall` sends a token once to each rank that has one of its experts: (P - 1) (1 - C(E - E/P, K) / C(E, K)).
   This is about (P - 1) (1 - (1 - 1/P)^K).
+- `symmetric`: as `allgather` with copy engines. Where a rank has an expert of at most {few:.0%} of the tokens, a
+  kernel reads these alone: as `alltoall`.
 - *sorted* sends a row for each chosen expert, as an all-to-all of rows sorted by expert does: K (P - 1) / P.
 - *hierarchical* sends a token once to each node that has one of its experts, to the GPU with the sender's place in
   that node. This GPU sends it on over NVLink. With D nodes: (D - 1) (1 - C(E - E/D, K) / C(E, K)) over the slow
@@ -124,10 +129,10 @@ model cannot tell apart. The last column is the step of the fastest engine divid
 
 - **Two GPUs**: the stages hide all exchanges of `symmetric` and `allgather`. The copies of `symmetric` take no SM
   from the products.
-- **One node of {node}**: `symmetric` and `allgather` for K >= P. The own tokens are an eighth of the rows, and hide
-  little: between {hidden_least:.0%} and {hidden_most:.0%} of the exchanges are hidden. *least* says that a product
-  which follows the arriving ranks one by one could hide {bound_least:.0%} or more. For K much less than P, as in
-  Mixtral, `alltoall` sends a quarter of the bytes.
+- **One node of {node}**: `symmetric`. If K = P = {node}, it reads {read:.0%} of the rows. The own tokens are an eighth of
+  the rows, and hide little: between {hidden_least:.0%} and {hidden_most:.0%} of the exchanges are hidden. *least* says that
+  a product which follows the arriving ranks one by one could hide at least {bound_least:.0%}. For K much less than P,
+  as in Mixtral, `symmetric` and `alltoall` send a quarter of the bytes of `allgather`.
 - **Several nodes: `allgather` makes no sense.** It sends {ratio_64:.0f} times the bytes of `alltoall` on 64 GPUs
   with the experts of Qwen3, and {ratio_512:.0f} times on 128. Its steps take {slow_least:.1f} to {slow_most:.1f}
   times as long. Its buffers alone are gigabytes.
@@ -186,7 +191,7 @@ def render(results: dict[str, Any], measured: dict[str, Any] | None) -> str:
             worst=worst,
             margin=margin,
         ),
-        BYTES.format(copies=_copies(layers, found), megabytes=_megabytes(found)),
+        BYTES.format(few=FEW, copies=_copies(layers, found), megabytes=_megabytes(found)),
         TIMES.format(times=_times(found)),
         CHOICE.format(
             choice=_choice(found, margin), margin=margin, node=NODE, slow=SLOW_GB_S, **_figures(layers, found)
@@ -224,6 +229,7 @@ def _sources(results: dict[str, Any]) -> str:
     rows = [
         ["NCCL over NVLink, each way", f"{nccl}, {NCCL_LATENCY_US:.0f} us", gpus],
         ["copy engine over NVLink, each way", f"{PULL_GB_S} GB/s from the peer ({PUSH_GB_S} to it)", gpus],
+        ["kernel that reads rows over NVLink, each way", f"{KERNEL_GB_S} GB/s from the peer", gpus],
         ["barrier of symmetric memory", f"{BARRIER_US} us", gpus],
         [
             "speed of the experts and of copies",
@@ -259,7 +265,7 @@ def _copies(layers: dict[str, Shape], found: Found) -> str:
     rows = []
     for (name, gpus), steps in found.items():
         p = next(iter(steps.values())).ranks.ranks
-        about = (p - 1) * ep_model.approximate_chance(layers[name], p)
+        about = (p - 1) * expected_share(p, layers[name].top_k)
         cells = [_both(steps[e.name].back) if e.name in steps else "" for e in SHOWN]
         rows.append([*_head(name, gpus), *cells[:2], f"{about:.2f}", *cells[2:]])
     return table(["layer", "GPUs", "allgather", "alltoall", "about", "sorted", "hierarchical"], rows)
@@ -329,6 +335,7 @@ def _figures(layers: dict[str, Shape], found: Found) -> dict[str, float]:
         "by_node_64": by_node[64], "by_node_512": by_node[512],
         "weights_30b": ep_model.buffers(layers[qwen3], NODE).weights / 1e9,
         "weights_v3": ep_model.buffers(layers[deepseek], NODE).weights / 1e9,
+        "read": expected_share(NODE, NODE),
         "copies_64": copies(deepseek, 64, HIERARCHICAL).slow, "copies_512": copies(deepseek, 512, HIERARCHICAL).slow,
     }  # fmt: skip
 

@@ -61,9 +61,10 @@ class Wanted:
     chosen: int
     rows: Callable[..., Tensor]
 
-    def expected_share(self, ranks: int) -> float:
-        """Return the share of another rank's rows that this rank wants under even routing."""
-        return float(1 - (1 - 1 / ranks) ** self.chosen)
+
+def expected_share(ranks: int, chosen: int) -> float:
+    """Return the share of the tokens of which one of P ranks has an expert, of K chosen ones, under even routing."""
+    return float(1 - (1 - 1 / ranks) ** chosen)
 
 
 class Pending:
@@ -116,9 +117,8 @@ class Engine:
         self.group = group
         self.ranks, self.rank = group.size(), group.rank()
 
-    @property
-    def sms(self) -> int:
-        """The SMs that a product beside an exchange leaves to it."""
+    def sms(self, chosen: int) -> int:
+        """Return the SMs that a product beside an exchange leaves to it, for K chosen experts per token."""
         return 2  # a barrier between the ranks is a kernel
 
     def start_gather(self, tensors: Sequence[Tensor], rows: int, wanted: Wanted | None = None) -> Pending:

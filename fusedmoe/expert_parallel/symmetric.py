@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from fusedmoe.errors import InputError
-from fusedmoe.expert_parallel.engine import Engine, Pending, nothing
+from fusedmoe.expert_parallel.engine import Engine, Pending, expected_share, nothing
 from fusedmoe.expert_parallel.torch_symmetric import SymmetricBuffer, why_not
 from fusedmoe.kernels.sm90 import functions
 from fusedmoe.kernels.toolkit import missing_packages
@@ -66,9 +66,8 @@ class Symmetric(Engine):
         self._count = 0  # of exchanges
         self._stream: torch.cuda.Stream | None = None
 
-    @property
-    def sms(self) -> int:
-        return super().sms + (SMS if self.ranks > 2 else 0)
+    def sms(self, chosen: int) -> int:
+        return super().sms(chosen) + (SMS if expected_share(self.ranks, chosen) <= FEW else 0)
 
     def start_gather(self, tensors: Sequence[Tensor], rows: int, wanted: Wanted | None = None) -> Pending:
         gathered = [t.new_empty(self.ranks * rows, *t.shape[1:]) for t in tensors]
@@ -125,9 +124,8 @@ class Symmetric(Engine):
 
     def _reads_few(self, wanted: Wanted, t: Tensor) -> bool:
         """Whether a kernel reads the wanted rows of a tensor alone."""
-        return (
-            wanted.expected_share(self.ranks) <= FEW and why_no_copies_of_rows(t.dtype, t.shape[1:], t.device) is None
-        )
+        few = expected_share(self.ranks, wanted.chosen) <= FEW
+        return few and why_no_copies_of_rows(t.dtype, t.shape[1:], t.device) is None
 
     def _next_buffer(self, nbytes: int, device: torch.device) -> SymmetricBuffer:
         """Return the buffer whose turn it is, with at least these bytes: the same number on every rank."""

@@ -25,6 +25,7 @@ from benchmarks.ep_model import (
     Ranks,
 )
 from benchmarks.shapes import Shape
+from fusedmoe.expert_parallel.engine import expected_share
 
 pytest.importorskip("tomllib", reason="benchmarks/shapes.toml")
 
@@ -69,8 +70,19 @@ def test_an_all_gather_brings_all_tokens():
 def test_the_approximation_is_close_for_many_experts():
     for parts in (2, 8, 64):
         exact = ep_model.chance(ep_model.DEEPSEEK_V3, parts)
-        assert ep_model.approximate_chance(ep_model.DEEPSEEK_V3, parts) == pytest.approx(exact, rel=0.03)
-        assert ep_model.approximate_chance(ep_model.DEEPSEEK_V3, parts) < exact
+        assert expected_share(parts, ep_model.DEEPSEEK_V3.top_k) == pytest.approx(exact, rel=0.03)
+        assert expected_share(parts, ep_model.DEEPSEEK_V3.top_k) < exact
+
+
+def test_symmetric_reads_few_rows_by_a_kernel():
+    shape = ep_model.layers()["qwen3-30b-a3b"]
+    for ranks, share in ((2, 1.0), (8, ep_model.chance(shape, 8))):
+        for copies in SYMMETRIC.traffic(shape, Ranks(ranks)):
+            assert copies.fast == pytest.approx((ranks - 1) * share)
+    step = ep_model.predict(RESULTS, shape, 8, SYMMETRIC)
+    nbytes = step.gather.fast * step.row_bytes
+    read_ms = (ep_model.BARRIER_US + nbytes / ep_model.KERNEL_GB_S / 1e3) / 1e3
+    assert read_ms < step.gather_ms < 1.1 * read_ms, "beside copies into the shared buffer"
 
 
 def test_a_rank_has_an_expert():

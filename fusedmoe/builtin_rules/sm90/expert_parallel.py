@@ -54,9 +54,9 @@ if TYPE_CHECKING:
     from fusedmoe.ops.op import SpecLike
 
 
-def beside_exchange(options: KernelOptions, expert_parallel: ExpertParallel) -> KernelOptions:
-    """Return the options of a product that runs beside an exchange."""
-    return replace(options, sm_margin=max(options.sm_margin, expert_parallel.engine.sms))
+def beside_exchange(options: KernelOptions, expert_parallel: ExpertParallel, chosen: int) -> KernelOptions:
+    """Return the options of a product beside an exchange of tokens with K chosen experts."""
+    return replace(options, sm_margin=max(options.sm_margin, expert_parallel.engine.sms(chosen)))
 
 
 def bind_sum_over_ranks(like: Tensor, ranks: int, tokens: int) -> Callable[[Sequence[Tensor] | Tensor], Tensor]:
@@ -235,8 +235,7 @@ class GemmOfLeavingRows(OnSm90, FusionRule, name="sm90.gemm_of_leaving_rows", di
         )  # fmt: skip
 
     def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
-        back, expert_parallel = self.back, self.back.expert_parallel
-        options = beside_exchange(ctx.options, expert_parallel)
+        back, expert_parallel, options = self.back, self.back.expert_parallel, ctx.options
 
         def bind(
             x: Tensor,
@@ -251,9 +250,10 @@ class GemmOfLeavingRows(OnSm90, FusionRule, name="sm90.gemm_of_leaving_rows", di
         ) -> Run:
             guard_operands(x, weight, bias)
             require(row_of_slot.is_contiguous() and token_of_row.is_contiguous(), "a routing index is not contiguous")
-            tokens, features = row_of_slot.shape[0], weight.shape[1]
+            (tokens, chosen), features = row_of_slot.shape, weight.shape[1]
+            beside = beside_exchange(options, expert_parallel, chosen)
             ranges = _Ranges(expert_parallel, offsets, token_of_row, tokens)
-            product = functions.bind_grouped_gemm(x, weight, bias, None, options, ranges=True)
+            product = functions.bind_grouped_gemm(x, weight, bias, None, beside, ranges=True)
             like, of_ranks = (x.new_empty(n, features) for n in (x.shape[0], tokens))
             over_ranks = bind_sum_over_ranks(of_ranks, expert_parallel.ranks, expert_index.shape[0])
             places = (ranges.own, *ranges.others.values())
@@ -467,9 +467,8 @@ class WgradBesideExchange(OnSm90, FusionRule, name="sm90.wgrad_beside_exchange",
             rows = dy.new_empty(dy.shape[0], weight.shape[2])
             total = functions.bind_sum_slots(rows, row_of_slot, None)
             values = functions.bind_slot_values(grad_probs, row_of_slot)
-            wgrad = functions.bind_grouped_wgrad(
-                dy, x, offsets, dtype, accumulating is not None, beside_exchange(options, expert_parallel), index, "x"
-            )
+            beside = beside_exchange(options, expert_parallel, row_of_slot.shape[1])
+            wgrad = functions.bind_grouped_wgrad(dy, x, offsets, dtype, accumulating is not None, beside, index, "x")
             tokens, of_ranks = expert_index.shape[0], dy.new_empty(row_of_slot.shape[0], weight.shape[2])
             over_ranks = bind_sum_over_ranks(of_ranks, expert_parallel.ranks, tokens)
 
