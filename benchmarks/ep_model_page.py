@@ -129,10 +129,10 @@ model cannot tell apart. The last column is the step of the fastest engine divid
 
 - **Two GPUs**: the stages hide all exchanges of `symmetric` and `allgather`. The copies of `symmetric` take no SM
   from the products.
-- **One node of {node}**: `symmetric`. If K = P = {node}, it reads {read:.0%} of the rows. The own tokens are an eighth of
-  the rows, and hide little: between {hidden_least:.0%} and {hidden_most:.0%} of the exchanges are hidden. *least* says that
-  a product which follows the arriving ranks one by one could hide at least {bound_least:.0%}. For K much less than P,
-  as in Mixtral, `symmetric` and `alltoall` send a quarter of the bytes of `allgather`.
+- **One node of {node}**: `symmetric`. If K = P = {node}, it reads {read:.0%} of the rows. The own tokens are an eighth
+  of the rows, and hide little: between {hidden_least:.0%} and {hidden_most:.0%} of the exchanges are hidden. *least*
+  says that a product which follows the arriving ranks one by one could hide at least {bound_least:.0%}. For K much
+  less than P, as in Mixtral, `symmetric` and `alltoall` send a quarter of the bytes of `allgather`.
 - **Several nodes: `allgather` makes no sense.** It sends {ratio_64:.0f} times the bytes of `alltoall` on 64 GPUs
   with the experts of Qwen3, and {ratio_512:.0f} times on 128. Its steps take {slow_least:.1f} to {slow_most:.1f}
   times as long. Its buffers alone are gigabytes.
