@@ -360,7 +360,8 @@ def host_syncs(call: Callable[[], Any]) -> int:
     return sum("synchronizing CUDA operation" in str(warning.message) for warning in caught)
 
 
-_COMMUNICATES = re.compile(r"nccl|barrier|symm", re.IGNORECASE)
+# the kernel of a sum over one slot reads the rows of other ranks
+_COMMUNICATES = re.compile(r"nccl|barrier|symm|SumOnFewSms\w*_slots1_", re.IGNORECASE)
 
 
 def communication(call: Callable[[], Any], device: torch.device) -> dict[str, float] | None:
