@@ -349,6 +349,15 @@ def bind_gather_rows(source, row_of_slot, scale, num_rows=None):
     return Bound(run, *_some(source, scale))
 
 
+def bind_copy_rows(rows, sms):
+    def run(rows, row_of, out):
+        calls.append(("copy_rows", {"sms": sms}))
+        _matrix(rows)
+        out[:] = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])[row_of]
+
+    return Bound(run, rows)
+
+
 def bind_row_ranges(offsets, token_of_row, first, end, tokens):
     def run(offsets, token_of_row):
         calls.append(("row_ranges", {}))
