@@ -65,6 +65,12 @@ class ExpertParallel:
     combine_dtype
         ``torch.float32``: the parts of a token's result travel in fp32, twice the bytes of bf16, and their sum is
         rounded once. None: they have the dtype of the rows.
+    dispatch_dtype
+        ``torch.float8_e4m3fn``: what goes to the experts travels as FP8 codes, with one fp32 scale per 128 values of a
+        row: tokens, and in the backward pass the gradients of results. Each row becomes ``dequantize(quantize(row))``
+        of `fm.quantize` with ``fp8_block()``, in its own dtype, also on the rank that it comes from. The gradient of
+        this rounding is the identity. Results and gradients of tokens return in the dtype of the rows. None: the rows
+        travel as they are.
     timeout_s
         Seconds that a rank waits for the others in an exchange of ``"symmetric"``. Other engines have the time-out of
         the group.
@@ -87,6 +93,7 @@ class ExpertParallel:
         capacity: float | None = None,
         overflow: OverflowPolicy = "raise",
         combine_dtype: torch.dtype | None = None,
+        dispatch_dtype: torch.dtype | None = None,
         timeout_s: float = 600.0,
     ) -> None:
         if not dist.is_available() or not dist.is_initialized():
@@ -108,6 +115,10 @@ class ExpertParallel:
         if combine_dtype not in (None, torch.float32):
             raise InputError(f"{_WHO}: combine_dtype: expected torch.float32 or None, got {said(combine_dtype)}")
         self.combine_dtype: torch.dtype | None = combine_dtype
+        if dispatch_dtype not in (None, torch.float8_e4m3fn):
+            expected = "torch.float8_e4m3fn or None"
+            raise InputError(f"{_WHO}: dispatch_dtype: expected {expected}, got {said(dispatch_dtype)}")
+        self.dispatch_dtype: torch.dtype | None = dispatch_dtype
         self.timeout_s: float = POSITIVE(f"{_WHO}: timeout_s", timeout_s)
         self.engine: Engine = self._make_engine()
 
@@ -194,8 +205,9 @@ class ExpertParallel:
     def settings(self) -> str:
         """Return the settings in words, for ``explain()``."""
         most = "agreed by the hosts" if self.max_tokens is None else f"at most {self.max_tokens}"
+        wire = "" if self.dispatch_dtype is None else f"rows travel to the experts as {_named(self.dispatch_dtype)}, "
         return (
-            f"engine {self.engine.name!r}, {self.ranks} ranks, tokens per rank {most}, buffers of "
+            f"engine {self.engine.name!r}, {self.ranks} ranks, tokens per rank {most}, {wire}buffers of "
             f"{self.engine.buffer_bytes()} bytes, no host synchronisation"
         )
 
@@ -214,9 +226,15 @@ class ExpertParallel:
         )
 
     def __repr__(self) -> str:
-        given = {"max_tokens": self.max_tokens, "capacity": self.capacity}
+        wires = {"combine_dtype": self.combine_dtype, "dispatch_dtype": self.dispatch_dtype}
+        of_wires = {name: None if dtype is None else _named(dtype) for name, dtype in wires.items()}
+        given = {"max_tokens": self.max_tokens, "capacity": self.capacity, **of_wires}
         settings = [f", {name}={value}" for name, value in given.items() if value is not None]
         return f"ExpertParallel(rank {self.rank} of {self.ranks}, engine={self.engine.name!r}{''.join(settings)})"
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _process_group(group: Any) -> ProcessGroup:

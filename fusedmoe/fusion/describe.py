@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fusedmoe.formats import QuantizedSpec
 from fusedmoe.fusion import registry
 from fusedmoe.fusion.candidates import Costs
 from fusedmoe.fusion.plan import PlanData, PlannedStep
@@ -119,8 +120,14 @@ def _received(place: Place, specs: Mapping[str, SpecLike | None]) -> int | None:
     if not (travels := getattr(place.item, "travels", ())):
         return None
     ranks: int = place.op.expert_parallel.ranks  # type: ignore[union-attr, assignment]
-    values = [spec_of(specs, place.value(v) if not v.startswith("grad_") else grad(place.gradient(v))) for v in travels]
-    nbytes = sum(TensorSpec(tuple(map(int, s.shape)), s.dtype).nbytes for s in values if s is not None)
+    nbytes = 0
+    for name in travels:
+        spec = spec_of(specs, place.value(name) if not name.startswith("grad_") else grad(place.gradient(name)))
+        if spec is not None:
+            shape, codes = tuple(map(int, spec.shape)), place.item.travels_as.get(name)  # type: ignore[union-attr]
+            nbytes += (
+                TensorSpec(shape, spec.dtype) if codes is None else QuantizedSpec(shape, spec.dtype, codes, -1)
+            ).nbytes
     return nbytes * (ranks - 1) // ranks
 
 

@@ -20,6 +20,8 @@ from fusedmoe.errors import InputError
 from fusedmoe.estimating import has_values
 from fusedmoe.expert_parallel.capacity import rows_of_ranks
 from fusedmoe.expert_parallel.engine import Wanted
+from fusedmoe.expert_parallel.wire import FORMAT, LAUNCHES, packed, unpacked
+from fusedmoe.formats.quantizers import DTYPES
 from fusedmoe.ops.amax_state import looking
 from fusedmoe.ops.op import BackwardOp, Op, TensorSpec, exact
 from fusedmoe.recompute import backward_pass
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from fusedmoe.expert_parallel import ExpertParallel
     from fusedmoe.expert_parallel.capacity import RowLimit
     from fusedmoe.expert_parallel.engine import Pending
+    from fusedmoe.formats import Format
     from fusedmoe.ops.op import SpecLike
 
 
@@ -82,6 +85,13 @@ def local_index(index: Tensor, num_experts: int, expert_parallel: ExpertParallel
     here = expert_parallel.local_experts(num_experts)
     index = index - expert_parallel.rank * here
     return torch.where((index >= 0) & (index < here), index, -1)
+
+
+def check_wire(expert_parallel: ExpertParallel, dtype: torch.dtype) -> None:
+    """Raise if tokens of this dtype cannot travel as the ranks want."""
+    wire = expert_parallel.dispatch_dtype
+    if wire is not None and dtype not in DTYPES:
+        raise InputError(f"ExpertParallel: dispatch_dtype {wire}: expected tokens in fp32, bf16 or fp16, got {dtype}")
 
 
 class AgreeOnTokens(nn.Module):
@@ -185,11 +195,23 @@ class GatherTokens(Op):
     of this rank with -1 for all others, and ``gathered_weight`` (P*N, K).
 
     Each gradient is the sum over the ranks of their parts, in fp32, in rank order.
+
+    With ``dispatch_dtype``, the tokens travel as FP8 codes, and those of this rank are rounded too. The gradient of the
+    rounding is the identity.
     """
 
     travels = ("output", "gathered_index", "gathered_weight")
     changes_rows = True
-    launches = 10
+
+    @property
+    def launches(self) -> int:  # type: ignore[override]
+        """More with ``dispatch_dtype``, to quantize and dequantize."""
+        return 10 + (LAUNCHES if self.travels_as else 0)
+
+    @property
+    def travels_as(self) -> Mapping[str, Format]:  # type: ignore[override]
+        """Tokens as FP8 codes, if the ranks have a ``dispatch_dtype``."""
+        return {} if self.expert_parallel.dispatch_dtype is None else {"output": FORMAT}
 
     def __init__(self, num_experts: int, expert_parallel: ExpertParallel) -> None:
         super().__init__()
@@ -206,6 +228,7 @@ class GatherTokens(Op):
         tokens, rows = x.shape[0], self._rows(rank_rows)
         if tokens > rows:
             raise self.reject("x", f"at most max_tokens={rows} tokens", tokens)
+        check_wire(self.expert_parallel, x.dtype)
         total, chosen = self.expert_parallel.ranks * rows, expert_index.shape[1]
         return (
             TensorSpec((total, x.shape[1]), x.dtype),
@@ -232,20 +255,21 @@ class GatherTokens(Op):
     def compute(
         self, x: Tensor, expert_index: Tensor, expert_weight: Tensor, rank_rows: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        index, weight, tokens = self.start(x, expert_index, expert_weight, rank_rows).wait_all()
-        return tokens, self.local_index(index), weight, *self.empty(x)
+        index, weight, *tokens = self.start(x, expert_index, expert_weight, rank_rows).wait_all()
+        return unpacked(tokens, x.dtype), self.local_index(index), weight, *self.empty(x)
 
     def start(self, x: Tensor, expert_index: Tensor, expert_weight: Tensor, rank_rows: Tensor | None = None) -> Pending:
-        """Begin to gather expert ids, as `local_index` takes them, weights and tokens: the small ones first, so that a
-        fused step can sort the rows while the tokens travel.
+        """Begin to gather expert ids, as `local_index` takes them, weights and tokens, as `unpacked` takes them: the
+        small ones first, so that a fused step can sort the rows while the tokens travel.
         """
         rows = self._rows(rank_rows)
         # -1 also in the rows of a rank after its own tokens
         index = expert_index.new_full((rows, expert_index.shape[1]), -1, dtype=torch.int32)
         index[: x.shape[0]] = chosen_ids(expert_index, self.num_experts)
         ep, experts = self.expert_parallel, self.expert_parallel.local_experts(self.num_experts)
-        wanted = Wanted(index.shape[1], lambda index, weight: has_expert_on(index, ep.rank, experts))
-        return ep.engine.start_gather([index, expert_weight.contiguous(), x.contiguous()], rows, wanted)
+        wanted = Wanted(index.shape[1], lambda index, *others: has_expert_on(index, ep.rank, experts))
+        tokens = packed(x, ep.dispatch_dtype)
+        return ep.engine.start_gather([index, expert_weight.contiguous(), *tokens], rows, wanted)
 
     def local_index(self, index: Tensor) -> Tensor:
         """Return expert ids of all ranks (P*N, K) as ids of this rank's experts, -1 for those of other ranks.
@@ -371,20 +395,32 @@ class ReturnTokens(Op):
 
 
 class DReturnTokens(BackwardOp):
-    """``drows[r * N + t] = dy[t]`` of rank r."""
+    """``drows[r * N + t] = dy[t]`` of rank r; rounded to FP8, if the ranks have a ``dispatch_dtype``."""
 
     needs = ("grad_output", "gathered_index")
     travels = ("grad_input",)
     zeroes_tail = True
-    launches = 2
     op: ReturnTokens
 
+    @property
+    def launches(self) -> int:  # type: ignore[override]
+        """More with ``dispatch_dtype``, to quantize and dequantize."""
+        return 2 + (LAUNCHES if self.travels_as else 0)
+
+    @property
+    def travels_as(self) -> Mapping[str, Format]:  # type: ignore[override]
+        """Gradients as FP8 codes, if the ranks have a ``dispatch_dtype``."""
+        return {} if self.op.expert_parallel.dispatch_dtype is None else {"grad_input": FORMAT}
+
     def compute(self, grad_output: Tensor, gathered_index: Tensor) -> Tensor:
-        (gathered,) = self.start(grad_output.contiguous(), gathered_index).wait_all()
+        gathered = unpacked(self.start(grad_output, gathered_index).wait_all(), grad_output.dtype)
         return gathered if self.op.expert_parallel.combine_dtype is None else exact(gathered)
 
     def start(self, grad_output: Tensor, gathered_index: Tensor) -> Pending:
-        """Begin to gather the gradients (T, H), contiguous, of the tokens that chose an expert of this rank."""
+        """Begin to gather the gradients (T, H) of the tokens that chose an expert of this rank, as `unpacked` takes
+        them.
+        """
         ep = self.op.expert_parallel
-        wanted = Wanted(gathered_index.shape[1], lambda: (gathered_index >= 0).any(1))
-        return ep.engine.start_gather([grad_output], gathered_index.shape[0] // ep.ranks, wanted)
+        wanted = Wanted(gathered_index.shape[1], lambda *others: (gathered_index >= 0).any(1))
+        tensors = packed(grad_output, ep.dispatch_dtype)
+        return ep.engine.start_gather(tensors, gathered_index.shape[0] // ep.ranks, wanted)

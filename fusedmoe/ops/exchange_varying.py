@@ -9,7 +9,7 @@ experts of all ranks, H features.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -17,8 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from fusedmoe.autocast import autocast_dtype, casts_rows
 from fusedmoe.expert_parallel.alltoall import AllToAll
+from fusedmoe.expert_parallel.wire import packed, unpacked
 from fusedmoe.ops.amax_state import looking
-from fusedmoe.ops.exchange import chosen_ids, local_index
+from fusedmoe.ops.exchange import check_wire, chosen_ids, local_index
 from fusedmoe.ops.op import exact
 
 if TYPE_CHECKING:
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fusedmoe.expert_parallel import ExpertParallel
+
+
+_T = TypeVar("_T")
 
 
 class _Routes(NamedTuple):
@@ -39,10 +43,16 @@ class _Routes(NamedTuple):
     received: list[int]  # rows from each rank
 
 
-def _send(routes: _Routes, x: Tensor) -> Tensor:
-    """Return the rows (G, ...) of all ranks' tokens for this one: by rank, then by token."""
-    rows = x[routes.token_of_sent]
-    return rows if routes.engine is None else routes.engine.exchange_rows(rows, routes.sent, routes.received)
+def _send(routes: _Routes, x: Tensor, wire: torch.dtype | None = None) -> Tensor:
+    """Return the rows (G, ...) of all ranks' tokens for this one: by rank, then by token.
+
+    They travel as `packed` has them for the ``dispatch_dtype`` ``wire``.
+    """
+    engine, rows = routes.engine, x[routes.token_of_sent]
+    if engine is None:
+        return rows
+    arrived = [engine.exchange_rows(t, routes.sent, routes.received) for t in packed(rows, wire)]
+    return unpacked(arrived, x.dtype)
 
 
 def _sum(routes: _Routes, rows: Tensor, dtype: torch.dtype) -> Tensor:
@@ -56,35 +66,53 @@ def _sum(routes: _Routes, rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _Send(torch.autograd.Function):
-    """`_send` of several tensors, in order. It and `_Sum` are each other's gradients."""
+    """`_send` of several tensors, in order, each with its ``wire``. It and `_Sum` are each other's gradients: that of
+    rounding is the identity.
+    """
 
     @staticmethod
-    def forward(ctx: Any, routes: _Routes, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.routes = routes
-        return tuple(_send(routes, t) for t in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        wanted = ctx.needs_input_grad[1:]
-        arrived = [g for g, wants in zip(grads, wanted, strict=True) if wants]
-        summed = iter(_Sum.apply(ctx.routes, [g.dtype for g in arrived], *arrived))  # type: ignore[no-untyped-call]
-        return None, *(next(summed) if wants else None for wants in wanted)
-
-
-class _Sum(torch.autograd.Function):
-    """`_sum` of several tensors, each rounded to its dtype, in order."""
-
-    @staticmethod
-    def forward(ctx: Any, routes: _Routes, dtypes: Sequence[torch.dtype], *rows: Tensor) -> tuple[Tensor, ...]:
-        ctx.routes, ctx.dtypes = routes, [t.dtype for t in rows]
-        return tuple(_sum(routes, t, dtype) for t, dtype in zip(rows, dtypes, strict=True))
+    def forward(ctx: Any, routes: _Routes, wires: Sequence[torch.dtype | None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.routes, ctx.wires = routes, wires
+        return tuple(_send(routes, t, wire) for t, wire in zip(tensors, wires, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         wanted = ctx.needs_input_grad[2:]
-        arrived = [g for g, wants in zip(grads, wanted, strict=True) if wants]
-        sent = iter(_Send.apply(ctx.routes, *arrived))  # type: ignore[no-untyped-call]
-        return None, None, *(next(sent).to(d) if wants else None for d, wants in zip(ctx.dtypes, wanted, strict=True))
+        arrived, wires = _only(wanted, grads), _only(wanted, ctx.wires)
+        summed = iter(_Sum.apply(ctx.routes, [g.dtype for g in arrived], wires, *arrived))  # type: ignore[no-untyped-call]
+        return None, None, *(next(summed) if wants else None for wants in wanted)
+
+
+class _Sum(torch.autograd.Function):
+    """`_sum` of several tensors, each rounded to its dtype, in order. Their gradients travel with their ``wires``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        routes: _Routes,
+        dtypes: Sequence[torch.dtype],
+        wires: Sequence[torch.dtype | None],
+        *rows: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.routes, ctx.dtypes, ctx.wires = routes, [t.dtype for t in rows], wires
+        return tuple(_sum(routes, t, dtype) for t, dtype in zip(rows, dtypes, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        wanted = ctx.needs_input_grad[3:]
+        arrived = _only(wanted, grads)
+        sent = iter(_Send.apply(ctx.routes, _only(wanted, ctx.wires), *arrived))  # type: ignore[no-untyped-call]
+        return (
+            None,
+            None,
+            None,
+            *(next(sent).to(d) if wants else None for d, wants in zip(ctx.dtypes, wanted, strict=True)),
+        )
+
+
+def _only(wanted: Sequence[bool], values: Sequence[_T]) -> list[_T]:
+    """Return the values that are wanted."""
+    return [value for value, wants in zip(values, wanted, strict=True) if wants]
 
 
 def _stays(x: Tensor) -> bool:
@@ -110,6 +138,8 @@ class GatherVaryingTokens(nn.Module):
     ``token_of_sent`` (S,) and ``rows_per_rank`` (2, P) on the host: those sent and those received.
 
     Each gradient is the sum over the ranks of their parts, in fp32, in rank order.
+
+    With ``dispatch_dtype``, the tokens are rounded as by `GatherTokens`.
     """
 
     runtime_inputs = ("expert_index", "expert_weight")
@@ -126,11 +156,13 @@ class GatherVaryingTokens(nn.Module):
         """Return the rows and the provided values; if `explain` looks, as if all tokens stayed on this rank."""
         if casts_rows(x):
             x = x.to(autocast_dtype(x.device))  # as the chain would do after it: fewer bytes travel
+        check_wire(self.expert_parallel, x.dtype)
         index = chosen_ids(expert_index, self.num_experts)
         routes, counts = self._routes(x, index)
         with torch.no_grad():
             index = local_index(_send(routes, index), self.num_experts, self.expert_parallel)
-        rows, weight = _Send.apply(routes, x, expert_weight)  # type: ignore[no-untyped-call]
+        wires = self.expert_parallel.dispatch_dtype, None
+        rows, weight = _Send.apply(routes, wires, x, expert_weight)  # type: ignore[no-untyped-call]
         return rows, {
             "gathered_index": index,
             "gathered_weight": weight,
@@ -171,7 +203,8 @@ class ReturnVaryingTokens(nn.Module):
     """``y[t] = sum over ranks of rows[t]``, in fp32, in rank order, of the ranks that got token t.
 
     Called with rows (G, H), the part of this rank for the tokens that it got, and with the values of
-    `GatherVaryingTokens`. Returns (T, H), in the dtype of the gathered rows.
+    `GatherVaryingTokens`. Returns (T, H), in the dtype of the gathered rows. With ``dispatch_dtype``, the gradients are
+    rounded as by `DReturnTokens`.
     """
 
     runtime_inputs = ("expert_index", "row_dtype", "token_of_sent", "rows_per_rank")
@@ -194,7 +227,7 @@ class ReturnVaryingTokens(nn.Module):
         else:
             assert isinstance(ep.engine, AllToAll)
             routes = _Routes(ep.engine, tokens, token_of_sent, *rows_per_rank.tolist())
-        (y,) = _Sum.apply(routes, [row_dtype.dtype], x)  # type: ignore[no-untyped-call]
+        (y,) = _Sum.apply(routes, [row_dtype.dtype], [ep.dispatch_dtype], x)  # type: ignore[no-untyped-call]
         return y  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:

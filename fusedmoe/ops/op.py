@@ -157,6 +157,8 @@ class Op(Checked, Runnable):
     travels : tuple of str
         The values with rows of all ranks, if the op exchanges rows with them; it has an attribute ``expert_parallel``.
         Its gradients then have no derivatives.
+    travels_as : dict of str to Format
+        The formats of those that travel as codes and scales. All others travel in their own dtype.
     contracts : dict of str to int
         The operands that `compute` accepts in quantized form, each with the axis that `compute` sums over: -1 by rows,
         -2 by columns. All other operands are dequantized.
@@ -224,6 +226,7 @@ class Op(Checked, Runnable):
     zeroes_tail: ClassVar[bool] = False
     changes_rows: ClassVar[bool] = False
     travels: ClassVar[tuple[str, ...]] = ()
+    travels_as: Mapping[str, Format] = {}
     launches: ClassVar[int] = 1
     _run: ClassVar[Callable[..., Any]]  # set by `fusedmoe.modes`
 
@@ -433,8 +436,8 @@ class BackwardOp:
     may_give_none : bool
         Whether `compute` may return None for a gradient that is required, because it has stored it elsewhere. A fused
         step that covers only other backward ops must return tensors.
-    gathers, contracts, quantizes, zeroes_tail, travels, launches
-        As for `Op`; `gathers` and `travels` by the op's names.
+    gathers, contracts, quantizes, zeroes_tail, travels, travels_as, launches
+        As for `Op`; `gathers`, `travels` and `travels_as` by the op's names.
     """
 
     needs: tuple[str, ...] = ("grad_output", "input")
@@ -445,6 +448,7 @@ class BackwardOp:
     quantizes: Quantizer | None = None
     may_give_none: ClassVar[bool] = False
     travels: tuple[str, ...] = ()
+    travels_as: Mapping[str, Format] = {}
     zeroes_tail: ClassVar[bool] = False
     launches: ClassVar[int] = 1
 

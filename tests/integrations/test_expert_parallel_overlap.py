@@ -159,6 +159,28 @@ def test_ranks_may_choose_different_steps(ranks):
     assert ranks.run(compare_mixed) == [True, True]
 
 
+def compare_codes(rank):
+    """Tokens that arrive as codes: two rules decline, and the others keep the bits of separate steps."""
+    stand_ins()
+    ep = fm.ExpertParallel(engine="allgather", max_tokens=MOST, dispatch_dtype=torch.float8_e4m3fn)
+    with fm.disabled(*OVERLAPS):
+        expected = trained(layer(ep, rank, False, False), 40, rank)
+    made = layer(ep, rank, False, False)
+    with fm.disabled(*{other for others in OVERLAPS.values() for other in others[:1]}):
+        got = trained(made, 40, rank)
+        plan = made.explain(torch.zeros(40, HIDDEN, dtype=BF16, requires_grad=True))
+    assert all(torch.equal(got[name], value) for name, value in expected.items())
+    declined = {a.rule for p in plan.plans for a in p.attempts if "arrive as codes of torch.float8_e4m3fn" in a.reason}
+    return {step.rule for step in plan.steps} & OVERLAPS.keys(), declined
+
+
+def test_tokens_that_arrive_as_codes(ranks):
+    arriving = {name for name in OVERLAPS if "arriving" in name}
+    for used, declined in ranks.run(compare_codes):
+        assert used == OVERLAPS.keys() - arriving
+        assert declined == arriving
+
+
 def names_of_declined(rank):
     """The rules of one rank alone, which has nothing to exchange."""
     stand_ins()

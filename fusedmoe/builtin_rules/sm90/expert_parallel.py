@@ -83,6 +83,11 @@ def _require_ranks(op: GatherTokens | ReturnTokens) -> None:
         raise NothingToDo("one rank exchanges nothing")
 
 
+def _require_own_dtype(expert_parallel: ExpertParallel) -> None:
+    wire = expert_parallel.dispatch_dtype
+    require(wire is None, "rows arrive as codes of %s (dispatch_dtype), which the product does not read", wire)
+
+
 class _Ranges:
     """Ranges of the rows of a call: those of this rank's tokens, and the others.
 
@@ -134,6 +139,7 @@ class GemmActivationOfArrivingTokens(
 
     def offer(self, ctx: PlanContext) -> Step:
         _require_ranks(self.gather)
+        _require_own_dtype(self.gather.expert_parallel)
         counted = "local_rows" in self.dispatch.runtime_inputs
         require(not counted, "the host counts the rows of dispatch (overflow='rerun')")
         fc, launches = self.fc, 16
@@ -307,6 +313,7 @@ class DgradActivationOfArrivingGradients(
 
     def offer(self, ctx: PlanContext) -> Step:
         _require_ranks(self.dback.op)
+        _require_own_dtype(self.dback.op.expert_parallel)
         require_row_dtype(self.dcombine.op)
         fc = self.dgrad.op
         operands = "grad_output", "dgrad.weight", "dact.input"
