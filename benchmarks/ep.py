@@ -15,6 +15,7 @@ import re
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -371,10 +372,13 @@ def communication(call: Callable[[], Any], device: torch.device) -> dict[str, fl
     by copy engines are no kernels. None if the profiler does not tell.
     """
     torch.cuda.synchronize(device)
+    profiler = profile(activities=[ProfilerActivity.CUDA])
+    with suppress(RuntimeError):
+        profiler.start()
+    call()  # a collective, also on a rank whose profiler does not start
+    torch.cuda.synchronize(device)
     try:
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            call()
-            torch.cuda.synchronize(device)
+        profiler.stop()
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "trace.json"
             profiler.export_chrome_trace(str(file))
@@ -439,7 +443,8 @@ def lines(entry: dict[str, Any]) -> Iterator[str]:
             figures += f"  exposed {row['exposed_ms']:8.3f} ms" if row["exposed_ms"] is not None else " " * 21
             figures += f"  host {row['host_us']:6.0f} us"
             if row["peak_bytes"] is not None:
-                figures += f"  peak {row['peak_bytes'] / 2**20:6.0f} MiB  host syncs {row['host_syncs']}"
+                nbytes = row["peak_bytes"] + row["buffer_bytes"]
+                figures += f"  peak {nbytes / 2**20:6.0f} MiB  host syncs {row['host_syncs']}"
             if row["communication"]:
                 figures += f"  SMs {row['communication']['sms']}"
             figures += f"  error {max(row['errors'].values()):.1e}"

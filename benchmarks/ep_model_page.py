@@ -133,14 +133,15 @@ model cannot tell apart. The last column is the step of the fastest engine divid
   of the rows, and hide little: between {hidden_least:.0%} and {hidden_most:.0%} of the exchanges are hidden. *least*
   says that a product which follows the arriving ranks one by one could hide at least {bound_least:.0%}. For K much
   less than P, as in Mixtral, `symmetric` and `alltoall` send a quarter of the bytes of `allgather`.
-- **Several nodes: `allgather` makes no sense.** It sends {ratio_64:.0f} times the bytes of `alltoall` on 64 GPUs
+- **Several nodes: not `allgather`.** It sends {ratio_64:.0f} times the bytes of `alltoall` on 64 GPUs
   with the experts of Qwen3, and {ratio_512:.0f} times on 128. Its steps take {slow_least:.1f} to {slow_most:.1f}
   times as long. Its buffers alone are gigabytes.
 - **Several nodes: keep the ranks of a layer in one node, if the experts fit.** A group of {node} ranks in each node
   has the steps of {node} GPUs on this page. A rank then has {weights_30b:.2f} GB of weights in each layer of
   Qwen3-30B-A3B, and {weights_v3:.1f} GB in each layer of DeepSeek-V3, besides gradients and the state of the
   optimizer.
-- **If they do not fit, no engine of `fusedmoe` is good.** With {slow:.0f} GB/s per GPU, the exchanges of `alltoall`
+- **If they do not fit, exchanges take longer than products, with every engine of `fusedmoe`.** With {slow:.0f} GB/s
+  per GPU, the exchanges of `alltoall`
   take {share_least:.1f} to {share_most:.1f} times the experts' time. Here hierarchical dispatch, such as that of
   DeepEP, has to come in: for DeepSeek-V3 on 64 GPUs it sends {by_node_64:.0%} of the bytes of `alltoall` over the
   slow link. On 512 GPUs it sends {by_node_512:.0%}, since a token's experts are then on almost as many nodes as
@@ -158,8 +159,8 @@ GB per rank, for one layer and {tokens} tokens per rank. *weights* are those of 
 *parts* are those of all ranks, which `allgather` and `symmetric` gather and return; backward has buffers of the
 same size. *shared* are the two buffers of `symmetric`, one pair for all layers. *arriving* are the tokens that
 `alltoall` gets. *rows* are the preactivations, activated rows and results of the experts, for N K rows on each
-rank, and for the P N min(K, E/P) rows that any routing can need. The last column grows with P: on several nodes, a
-capacity is needed.
+rank, and for the P N min(K, E/P) rows that any routing can need. The last column grows with P: on several nodes,
+`allgather` needs a capacity. `alltoall` has the rows that arrive, N K under even routing.
 """
 UNTESTED = """\
 ## Untested

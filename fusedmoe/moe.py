@@ -16,7 +16,6 @@ from fusedmoe import modes
 from fusedmoe.checks import FLAG, MODULE, POSITIVE_INTEGER, Checked, check_all, said
 from fusedmoe.errors import InputError, inside_jit_trace
 from fusedmoe.expert_parallel import ExpertParallel
-from fusedmoe.expert_parallel.shards import check_ddp
 from fusedmoe.kernels.torch.rows import rows_per_expert
 from fusedmoe.ops.dispatch import Combine, Dispatch
 from fusedmoe.ops.glu import GLU, GeGLU, ReGLU, SwiGLU
@@ -227,8 +226,6 @@ class MoE(Checked, Runnable):
         if type(return_stats) is not bool:
             return_stats = FLAG("MoE: return_stats", return_stats)  # type: ignore[unreachable]
         self.check_biases()
-        if self.expert_parallel is not None and not torch.compiler.is_compiling():
-            check_ddp()
         tokens = self._tokens(x)
         y, stats = self._routed(tokens, return_stats)
         if self.shared is not None:

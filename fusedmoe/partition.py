@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from fusedmoe import changes
 from fusedmoe.autocast import casts_rows
 from fusedmoe.chain import Chain
 from fusedmoe.errors import InputError
+from fusedmoe.expert_parallel.shards import check_ddp
 from fusedmoe.fusion.graph import Graph, first_takers_of_offsets
 from fusedmoe.inputs import check_inputs, check_names, check_parameters, not_a_tensor
 from fusedmoe.kernels.options import DEFAULT
@@ -236,6 +237,8 @@ class Partition:
         self._parameters = {key: (op, name) for chain in chains for op, name, key in chain.parameters}
         whole = self.parts[0].chain if len(self.parts) == 1 and isinstance(self.parts[0], ChainPart) else None
         self.run: Callable[..., Tensor] = partial(_run_parts, self.parts) if whole is None else whole.run
+        if self.exchanges:
+            self.run = partial(_run_with_ranks, self.run)
 
     def _parts_of(self, groups: list[list[Member]], around: list[list[Boundary]]) -> list[ChainPart | ModulePart]:
         """Return the part of each group; fill `wanted` and `provided`. ``around`` are the rows at a group's members."""
@@ -400,6 +403,12 @@ def _run_parts(
     for part in parts:
         x, counted = part.run(x, named, options, parameters, counted)
     return x
+
+
+def _run_with_ranks(run: Callable[..., Tensor], *args: Any) -> Tensor:
+    """Run parts that exchange tensors with other ranks."""
+    check_ddp()
+    return run(*args)
 
 
 def _shared_rows(group: Sequence[Member], among: Sequence[Boundary]) -> dict[int, str]:

@@ -41,6 +41,22 @@ def exchanged(rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Ten
     return out
 
 
+class _Permuted(torch.autograd.Function):
+    """``copies`` copies of each row, in another order. The gradient of `index_select` would add rows by atomics."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, copies: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.copies = copies
+        return rows.index_select(0, order if copies == 1 else order // copies)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (order,) = ctx.saved_tensors
+        grad = grad.index_select(0, _inverse(order))
+        return (grad if ctx.copies == 1 else grad.view(-1, ctx.copies, grad.shape[1]).sum(1)), None, None
+
+
 def by_hand(x_NH: Tensor, index_NK: Tensor, weight_NK: Tensor, num_experts: int, experts: Experts) -> Tensor:
     """Return the weighted sums (N, H) of the results of each token's experts."""
     ranks, top_k = dist.get_world_size(), index_NK.shape[1]
@@ -53,15 +69,15 @@ def by_hand(x_NH: Tensor, index_NK: Tensor, weight_NK: Tensor, num_experts: int,
     both = torch.stack([counts_E, arriving_E]).view(2, ranks, -1)
     sent, received = both.sum(-1).tolist()  # the host waits for the device
 
-    rows = _AllToAll.apply(x_NH.index_select(0, order // top_k), sent, received)
+    rows = _AllToAll.apply(_Permuted.apply(x_NH, order, top_k), sent, received)
     here = num_experts // ranks
     number = torch.arange(here, device=x_NH.device).repeat(ranks)
     by_expert = number.repeat_interleave(arriving_E, output_size=sum(received)).argsort(stable=True)
-    rows = experts(rows.index_select(0, by_expert), both[1].sum(0))
-    rows = _AllToAll.apply(rows.index_select(0, _inverse(by_expert)), received, sent)
+    rows = experts(_Permuted.apply(rows, by_expert, 1), both[1].sum(0))
+    rows = _AllToAll.apply(_Permuted.apply(rows, _inverse(by_expert), 1), received, sent)
 
     rows = rows * weight_NK.flatten().index_select(0, order)[:, None].to(rows.dtype)
-    return rows.index_select(0, _inverse(order)).view(-1, top_k, rows.shape[1]).sum(1)
+    return _Permuted.apply(rows, _inverse(order), 1).view(-1, top_k, rows.shape[1]).sum(1)
 
 
 def _inverse(order: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import distributed as dist
 
-from fusedmoe.expert_parallel.engine import Engine, as_bytes, writes_no_weight
+from fusedmoe.expert_parallel.engine import Engine, as_bytes, forbid_capture, writes_no_weight
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,15 +23,17 @@ class AllToAll(Engine):
 
     name: ClassVar[str] = "alltoall"
 
-    def counts(self, sent_P: Tensor) -> Tensor:
-        """Return the rows per rank that this rank sends, and that it gets: (2, P) int64 on the host.
+    def counts(self, sent_PC: Tensor) -> Tensor:
+        """Return C numbers per rank, such as rows, of those that this rank sends, and those that it gets: (2, P, C)
+        int64 on the host.
 
         The host waits for the device. A collective.
         """
-        received_P = torch.empty_like(sent_P)
-        with writes_no_weight(self.group, sent_P.device):
-            dist.all_to_all_single(received_P, sent_P, group=self.group)
-        return torch.stack([sent_P, received_P]).cpu()
+        forbid_capture(sent_PC, "engine='alltoall'")
+        received_PC = torch.empty_like(sent_PC)
+        with writes_no_weight(self.group, sent_PC.device):
+            dist.all_to_all_single(received_PC, sent_PC, group=self.group)
+        return torch.stack([sent_PC, received_PC]).cpu()
 
     def exchange_rows(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Send the first ``sent[0]`` rows to rank 0, the next to rank 1, ...; return the rows received, in rank order.

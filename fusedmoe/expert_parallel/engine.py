@@ -12,6 +12,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from fusedmoe.errors import InputError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
@@ -96,6 +98,11 @@ class Pending:
     def wait_all(self) -> list[Any]:
         """Return all results."""
         return [self.wait(i) for i in range(len(self._results))]
+
+    def __del__(self) -> None:
+        # after an error before the wait, memory that is still read or written must not be used again
+        for wait in self._waits:
+            wait()
 
 
 def nothing() -> None:
@@ -199,3 +206,12 @@ def as_bytes(t: Tensor) -> Tensor:
     """Return a contiguous tensor (N, ...) as bytes (N, B), which every backend can send."""
     width = t.numel() // t.shape[0] * t.element_size() if t.shape[0] else 0
     return t.reshape(-1).view(torch.uint8).view(t.shape[0], width)
+
+
+def forbid_capture(t: Tensor, setting: str) -> None:
+    """Raise if a CUDA graph is being captured, in which the host cannot read a tensor."""
+    if t.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise InputError(
+            f"ExpertParallel: expected settings that a CUDA graph can capture, got {setting}, with which the host "
+            "reads a tensor in each call"
+        )

@@ -49,8 +49,9 @@ class ExpertParallel:
         ``"auto"``: an `MoE` takes ``"alltoall"`` if a token has fewer experts than there are ranks, else
         ``"allgather"``. A `Dispatch` does not know the number, and takes ``"allgather"``.
     max_tokens
-        The largest number of tokens of a rank in a call. Each call then exchanges this many rows per rank, and no
-        rank needs to know how many the others have. None: the ranks tell each other the largest number in each call,
+        The largest number of tokens of a rank in a call, the same on all ranks. Each call then exchanges this many rows
+        per rank, and no rank needs to know how many the others have. A rank with more tokens raises an error, and the
+        others wait for it until their time-out. None: the ranks tell each other the largest number in each call,
         on their hosts. No host waits for its device. ``"alltoall"`` does not use it.
     capacity
         The rows of a rank's experts, as a multiple of those under even routing: ``ceil(capacity * N * K)``, rounded up
@@ -78,7 +79,8 @@ class ExpertParallel:
     Notes
     -----
     An exchange is a collective: every rank must call the layer, forward and backward, in the same order, also a rank
-    without tokens.
+    without tokens. On all ranks, the same tensors must want gradients, and the settings, the dtypes and the number of
+    experts per token must be the same.
 
     If the backend of the group has no collectives of CPU tensors (NCCL alone) and ``max_tokens`` is None, the
     constructor makes a gloo group of the same ranks: every rank of the group must call it.
@@ -163,8 +165,8 @@ class ExpertParallel:
 
         With ``overflow="raise"``, a call on a CPU raises the error itself. On a GPU, no host waits for its device: the
         error comes 32 calls later, or from `check`. A replayed CUDA graph only counts. All ranks raise the error in the
-        same call. A training loop can call `check` once per step, before the optimizer. With ``overflow="drop"`` it
-        never raises.
+        same call. A training loop can call `check` once per step, before the optimizer, on every rank. With
+        ``overflow="drop"`` it never raises.
 
         Raises
         ------
@@ -204,12 +206,19 @@ class ExpertParallel:
 
     def settings(self) -> str:
         """Return the settings in words, for ``explain()``."""
-        most = "agreed by the hosts" if self.max_tokens is None else f"at most {self.max_tokens}"
-        wire = "" if self.dispatch_dtype is None else f"rows travel to the experts as {_named(self.dispatch_dtype)}, "
-        return (
-            f"engine {self.engine.name!r}, {self.ranks} ranks, tokens per rank {most}, {wire}buffers of "
-            f"{self.engine.buffer_bytes()} bytes, no host synchronisation"
-        )
+        of_hosts = " agreed by the hosts" if self.max_tokens is None else f" at most {self.max_tokens}"
+        parts = [f"engine {self.engine.name!r}", f"{self.ranks} ranks"]
+        if self.engine.name != "alltoall":
+            parts.append(f"tokens per rank{of_hosts}")
+        if self.capacity is not None:
+            parts.append(f"capacity {self.capacity:g}, overflow {self.overflow!r}")
+        if self.dispatch_dtype is not None:
+            parts.append(f"rows travel to the experts as {_named(self.dispatch_dtype)}")
+        if self.combine_dtype is not None:
+            parts.append(f"results travel as {_named(self.combine_dtype)}")
+        parts.append(f"buffers of {self.engine.buffer_bytes()} bytes")
+        waits = self.counts_rows or self.engine.name == "alltoall"
+        return ", ".join([*parts, "HOST SYNC" if waits else "no host synchronisation"])
 
     def __copy__(self) -> ExpertParallel:
         new = object.__new__(type(self))

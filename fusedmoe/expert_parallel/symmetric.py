@@ -4,8 +4,9 @@ A rank writes its rows into a buffer that all ranks can address. After a barrier
 of the others: all of them by its copy engines, which take no SM, or, where it wants few of them, only these by a kernel
 on a few SMs. No host takes part. A CUDA graph can capture an exchange.
 
-Two buffers take turns. A rank writes the buffer of exchange i again in exchange i + 2. Before that, it passes the
-barrier of exchange i + 1, where every rank arrives after it has read the rows of exchange i.
+A second barrier ends each exchange: when a rank passes it, all ranks have read, and the next exchange may write. A
+consumer of the rows does not wait for it. CUDA graphs have a buffer of their own, since a replay and the exchanges of
+the engine's stream do not wait for each other, and a graph ends after the second barrier.
 
 Axes as in engine.py.
 """
@@ -16,6 +17,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
+from torch import distributed as dist
 
 from fusedmoe.errors import InputError
 from fusedmoe.expert_parallel.engine import Engine, Pending, expected_share, nothing
@@ -61,8 +63,8 @@ class Symmetric(Engine):
                 f"ExpertParallel: engine: expected one that this machine can run, got 'symmetric': {reason}"
             )
         self.timeout_s = timeout_s
-        self._buffers: list[SymmetricBuffer] = []
-        self._turn = 0
+        self._buffers: list[SymmetricBuffer] = []  # of the engine's stream, and of CUDA graphs
+        self._in_graphs: list[SymmetricBuffer] = []  # those that a graph may have recorded, of any size
         self._count = 0  # of exchanges
         self._stream: torch.cuda.Stream | None = None
 
@@ -84,11 +86,12 @@ class Symmetric(Engine):
             buffer.barrier(self.timeout_s)
             for i, (part, offset) in enumerate(zip(parts, offsets, strict=True)):
                 chosen = None
-                if wanted is not None and i == len(parts) - 1 and self._reads_few(wanted, part):
+                if wanted is not None and i == len(parts) - 1 and self._reads_few(wanted, gathered[i]):
                     chosen = wanted.rows(*gathered[:-1]).view(self.ranks, rows)
                 sources = {r: buffer.of_rank(r, offset, part.shape[1:], part.dtype) for r in self._others()}
                 _read(sources, part, chosen)
                 waits[i] = _wait_for(torch.cuda.current_stream().record_event())
+            waits[-1] = self._after_reads(buffer, waits[-1])
         return Pending(gathered, waits, [*tensors, wanted])
 
     def start_exchange(self, tensors: Sequence[Tensor], wanted: Wanted | None = None) -> Pending:
@@ -113,10 +116,11 @@ class Symmetric(Engine):
                 sources = {r: buffer.of_rank(r, offset, shape, t.dtype)[self.rank] for r in self._others()}
                 _read(sources, t.view(shape), chosen if reads_few else None)
                 waits[i] = _wait_for(torch.cuda.current_stream().record_event())
+            waits[-1] = self._after_reads(buffer, waits[-1])
         return self._exchanged(tensors, received, waits, wanted)
 
     def buffer_bytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._buffers)
+        return sum(buffer.nbytes for buffer in {*self._buffers, *self._in_graphs})
 
     def _others(self) -> list[int]:
         """Return the other ranks, beginning with the next one: at a time, every rank reads another one's memory."""
@@ -127,26 +131,48 @@ class Symmetric(Engine):
         few = expected_share(self.ranks, wanted.chosen) <= FEW
         return few and why_no_copies_of_rows(t.dtype, t.shape[1:], t.device) is None
 
+    def _after_reads(self, buffer: SymmetricBuffer, wait: Callable[[], None]) -> Callable[[], None]:
+        """Let the engine's stream wait until all ranks have read; return the function that waits for the last result.
+
+        A capture ends only after all of its work, so there this function waits for the barrier.
+        """
+        buffer.barrier(self.timeout_s)
+        if torch.cuda.is_current_stream_capturing():
+            return _wait_for(torch.cuda.current_stream().record_event())
+        return wait
+
     def _next_buffer(self, nbytes: int, device: torch.device) -> SymmetricBuffer:
-        """Return the buffer whose turn it is, with at least these bytes: the same number on every rank."""
-        if not self._buffers or self._buffers[0].nbytes < nbytes:
-            if torch.cuda.is_current_stream_capturing():
+        """Return the buffer of an exchange now, with at least these bytes: the same number on every rank."""
+        capturing = torch.cuda.is_current_stream_capturing()
+        size = self._buffers[0].nbytes if self._buffers else 0
+        if size < nbytes:
+            if capturing:
                 raise InputError(
                     "ExpertParallel: engine 'symmetric': expected a call of this size before the capture of a CUDA "
-                    f"graph, where no memory of {nbytes} bytes can be shared, got {self.buffer_bytes() // 2} bytes"
+                    f"graph, where no memory of {nbytes} bytes can be shared, got {size} bytes"
                 )
-            # every rank comes here in the same exchange; no rank may still read the old buffers when they are freed
-            torch.cuda.synchronize(device)
-            for buffer in self._buffers:
-                buffer.barrier(self.timeout_s)
-            torch.cuda.synchronize(device)
-            self._buffers = [SymmetricBuffer(nbytes, self.group, device) for _ in range(2)]
-        self._turn ^= 1
-        return self._buffers[self._turn]
+            self._grow(nbytes, device)
+        buffer = self._buffers[capturing]
+        if capturing and buffer not in self._in_graphs:
+            self._in_graphs.append(buffer)
+        return buffer
+
+    def _grow(self, nbytes: int, device: torch.device) -> None:
+        """Replace the buffers: a collective. Every rank comes here in the same exchange."""
+        of_ranks = [0] * self.ranks
+        dist.all_gather_object(of_ranks, nbytes, self.group)
+        if len({*of_ranks}) > 1:
+            raise InputError(
+                "ExpertParallel: engine 'symmetric': expected the same max_tokens, experts per token, features and "
+                f"dtypes on every rank, got exchanges of {of_ranks} bytes"
+            )
+        torch.cuda.synchronize(device)  # after the second barrier of the last exchange, no rank reads the old buffers
+        # in powers of two, since the number of tokens may grow in small steps
+        self._buffers = [SymmetricBuffer(1 << (nbytes - 1).bit_length(), self.group, device) for _ in range(2)]
 
     @contextmanager
     def _exchange(self, nbytes: int, device: torch.device) -> Iterator[SymmetricBuffer]:
-        """Run a block on the engine's own stream, after the work of the current one, with the buffer whose turn it is.
+        """Run a block on the engine's own stream, after the work of the current one, with the buffer for it.
 
         All exchanges are on this stream, so that they follow each other whatever stream a layer runs on.
         """

@@ -47,7 +47,7 @@ class FusedRoutedExperts(WithChain, RoutedExperts):  # type: ignore[misc]
     inner_experts : FusedGroupedExperts
         The parameters of this rank.
     expert_parallel : ExpertParallel or None
-        What `parallelize` sets if the axis has more than one rank. All layers have the same object.
+        The ranks; `parallelize` sets them if the axis has more than one. All layers have the same object.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -125,14 +125,15 @@ class FusedRoutedExperts(WithChain, RoutedExperts):  # type: ignore[misc]
         return self.inner_experts.recipe  # type: ignore[no-any-return]
 
     def _new_chain(self, sizes: tuple[int, ...], bias: bool) -> Sequential:
-        ops: OrderedDict[str, Op] = OrderedDict(
-            dispatch=Dispatch(self.inner_experts.num_experts, expert_parallel=self.expert_parallel)
-        )
+        ep = self.expert_parallel
+        if ep is not None:
+            ep = ep.chosen_for(self.token_dispatcher.top_k)
+        ops: OrderedDict[str, Op] = OrderedDict(dispatch=Dispatch(self.inner_experts.num_experts, expert_parallel=ep))
         for name, op in self.inner_experts.ops_of(sizes, bias).items():
             if name == "down" and not bias:
                 ops["scale"] = Scale("probs")  # before `down`, where it fuses; a bias of `down` must be scaled too
             ops[name] = op
-        ops["combine"] = Combine("probs" if bias else None, expert_parallel=self.expert_parallel)
+        ops["combine"] = Combine("probs" if bias else None, expert_parallel=ep)
         return Sequential(ops)
 
 

@@ -114,6 +114,7 @@ class Dispatch(Op):
         local = Dispatch(ep.local_experts(self.num_experts, "Dispatch"))
         local.runtime_inputs = ("gathered_index", "gathered_weight")
         if ep.engine.name == "alltoall":
+            local.runtime_inputs = (*local.runtime_inputs, "local_rows")
             return ("gather", GatherVaryingTokens(self.num_experts, ep)), ("", local)
         limit = ep.row_limit(self.num_experts)
         before: list[tuple[str, nn.Module]] = [] if ep.max_tokens is not None else [("agree", AgreeOnTokens(ep))]

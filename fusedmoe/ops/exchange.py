@@ -19,7 +19,7 @@ from torch import nn
 from fusedmoe.errors import InputError
 from fusedmoe.estimating import has_values
 from fusedmoe.expert_parallel.capacity import rows_of_ranks
-from fusedmoe.expert_parallel.engine import Wanted
+from fusedmoe.expert_parallel.engine import Wanted, forbid_capture
 from fusedmoe.expert_parallel.wire import FORMAT, LAUNCHES, packed, unpacked
 from fusedmoe.formats.quantizers import DTYPES
 from fusedmoe.ops.amax_state import looking
@@ -167,15 +167,6 @@ class CountRows(nn.Module):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the rows and the provided values; see `Op.values_from`."""
         return result
-
-
-def forbid_capture(t: Tensor, setting: str) -> None:
-    """Raise if a CUDA graph is being captured, in which the host cannot read a tensor."""
-    if t.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise InputError(
-            f"ExpertParallel: expected settings that a CUDA graph can capture, got {setting}, with which the host "
-            "reads a tensor in each call"
-        )
 
 
 class GatherTokens(Op):

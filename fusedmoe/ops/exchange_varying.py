@@ -134,8 +134,9 @@ class GatherVaryingTokens(nn.Module):
     -----
     Called with ``x`` (T, H), ``expert_index`` (T, K) and ``expert_weight`` (T, K). Returns (G, H), and provides
     ``gathered_index`` (G, K) int32, numbered within the experts of this rank with -1 for all others,
-    ``gathered_weight`` (G, K), ``row_dtype``, an empty tensor of the dtype of the rows, and for `ReturnVaryingTokens`
-    ``token_of_sent`` (S,) and ``rows_per_rank`` (2, P) on the host: those sent and those received.
+    ``gathered_weight`` (G, K), ``local_rows`` (R, 0), where R is the number of their slots with an expert of this rank,
+    ``row_dtype``, an empty tensor of the dtype of the rows, and for `ReturnVaryingTokens` ``token_of_sent`` (S,) and
+    ``rows_per_rank`` (2, P) on the host: those sent and those received.
 
     Each gradient is the sum over the ranks of their parts, in fp32, in rank order.
 
@@ -143,7 +144,7 @@ class GatherVaryingTokens(nn.Module):
     """
 
     runtime_inputs = ("expert_index", "expert_weight")
-    provides = ("gathered_index", "gathered_weight", "row_dtype", "token_of_sent", "rows_per_rank")
+    provides = ("gathered_index", "gathered_weight", "local_rows", "row_dtype", "token_of_sent", "rows_per_rank")
     changes_rows = True
     exchanges = True
     purpose = "the hosts read the numbers of rows that travel: HOST SYNC"
@@ -158,7 +159,7 @@ class GatherVaryingTokens(nn.Module):
             x = x.to(autocast_dtype(x.device))  # as the chain would do after it: fewer bytes travel
         check_wire(self.expert_parallel, x.dtype)
         index = chosen_ids(expert_index, self.num_experts)
-        routes, counts = self._routes(x, index)
+        routes, counts, slots = self._routes(x, index)
         with torch.no_grad():
             index = local_index(_send(routes, index), self.num_experts, self.expert_parallel)
         wires = self.expert_parallel.dispatch_dtype, None
@@ -166,27 +167,30 @@ class GatherVaryingTokens(nn.Module):
         return rows, {
             "gathered_index": index,
             "gathered_weight": weight,
+            "local_rows": x.new_empty(slots, 0),
             "row_dtype": x.new_empty(0),
             "token_of_sent": routes.token_of_sent,
             "rows_per_rank": counts,
         }
 
-    def _routes(self, x: Tensor, index: Tensor) -> tuple[_Routes, Tensor]:
-        """Return the routes, and the rows sent to and received from each rank, (2, P) on the host."""
+    def _routes(self, x: Tensor, index: Tensor) -> tuple[_Routes, Tensor, int]:
+        """Return the routes, the rows sent to and received from each rank, (2, P) on the host, and R."""
         ep, tokens = self.expert_parallel, x.shape[0]
         if _stays(x):
             rows = [tokens if rank == ep.rank else 0 for rank in range(ep.ranks)]
-            return _Routes(None, tokens, torch.arange(tokens, device=x.device), rows, rows), torch.tensor([rows, rows])
+            routes = _Routes(None, tokens, torch.arange(tokens, device=x.device), rows, rows)
+            return routes, torch.tensor([rows, rows]), index.numel()
         engine = ep.engine
         assert isinstance(engine, AllToAll)
         rank_of = index.div(ep.local_experts(self.num_experts), rounding_mode="floor")  # -1 for a sentinel
         ranks = torch.arange(ep.ranks, device=x.device, dtype=rank_of.dtype)
-        goes_PT = (rank_of == ranks.view(-1, 1, 1)).any(-1)
-        counts = engine.counts(goes_PT.sum(1))
+        chosen_PTK = rank_of == ranks.view(-1, 1, 1)
+        goes_PT = chosen_PTK.any(-1)
+        counts, slots = engine.counts(torch.stack([goes_PT.sum(1), chosen_PTK.sum((1, 2))], 1)).unbind(-1)
         sent, received = counts.tolist()
         # the number of tokens is known by now: nonzero() would wait for the device again
         places = goes_PT.flatten().to(torch.uint8).sort(descending=True, stable=True).indices[: sum(sent)]
-        return _Routes(engine, tokens, places % max(tokens, 1), sent, received), counts
+        return _Routes(engine, tokens, places % max(tokens, 1), sent, received), counts, int(slots[1].sum())
 
     def values_from(
         self, x: Tensor, result: tuple[Tensor, dict[str, Tensor]], names: Sequence[str]

@@ -89,6 +89,7 @@ def test_an_error_of_a_graph_comes_from_the_check(device):
 
 
 @torch.no_grad()
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_a_graph_cannot_read_the_rows(device):
     _, run, _ = layer_and_inputs(device, capacity=0.5, overflow="rerun")
     assert run().any()

@@ -232,7 +232,10 @@ def test_a_whole_layer():
 @pytest.mark.usefixtures("builtin_rules")
 @pytest.mark.parametrize(
     "recipe",
-    ["fp8_block", "fp8_tensor", *(pytest.param(f"{n}:wgrad=bf16", marks=pytest.mark.slow) for n in FP8)],
+    [
+        "fp8_block",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("fp8_tensor", *(f"{n}:wgrad=bf16" for n in FP8))),
+    ],
 )
 def test_a_whole_layer_in_fp8(recipe):
     """The plan of a GPU against the emulated recipe. Both have the same error, that of the format."""
@@ -261,6 +264,7 @@ def test_a_whole_layer_in_fp8(recipe):
     assert products <= ran
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("builtin_rules")
 def test_columns_that_backward_quantizes_again_change_no_bit(monkeypatch):
     monkeypatch.setattr(candidates, "_US_PER_LAUNCH", 0.0)  # as with more rows
@@ -284,6 +288,7 @@ def test_columns_that_backward_quantizes_again_change_no_bit(monkeypatch):
         assert torch.equal(a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("builtin_rules")
 def test_delayed_scaling():
     """Three training steps of small integers, which are exact: results and histories have the bits of plain PyTorch."""

@@ -165,11 +165,15 @@ def test_the_first_measurements_are_met_within_the_stated_margin():
 def ep_results(**rows):
     """Like an ``ep.json``."""
     named = [
-        {"name": name.replace("_", " "), "ms": ms, "exposed_ms": None, "host_us": 5.0, "host_syncs": 0,
-         "peak_bytes": 2**30}
+        {"name": name.replace("_", " "), "ms": ms, "exposed_ms": None, "x_no_communication": 1.04, "host_us": 5.0,
+         "host_syncs": 0, "peak_bytes": 2**30, "buffer_bytes": 2**29, "communication": {"sms": 24, "us": 9}}
         for name, ms in rows.items()
     ]  # fmt: skip
-    shapes = [{"name": n, "tokens_per_rank": 8192, "rows": named} for n in ("qwen3-30b-a3b", "another")]
+    exchanges = {"symmetric": {"gather": {"ms": 0.1, "bytes": 1, "gb_s": 360.4}}}
+    shapes = [
+        {"name": n, "tokens_per_rank": 8192, "rows": named, "exchanges": exchanges}
+        for n in ("qwen3-30b-a3b", "another")
+    ]
     heading = {"machine": "GPU", "commit": "abc", "backend": "nccl", "reps": 3, "versions": {"torch": "2.11"}}
     return heading | {"ranks": 2, "shapes": shapes}
 
@@ -200,7 +204,8 @@ def test_the_benchmark_page_has_a_table_of_the_section():
     assert ep_page.render(None) == ep_page.SECTION
     text = ep_page.render(ep_results(no_communication=2.9, symmetric=3.0, alltoall=None))
     assert "2 x GPU, nccl, torch 2.11, commit abc, medians of 3 calls:" in text
-    assert "| qwen3-30b-a3b | 8192 | symmetric | 3.00 |  | 5 | 0 | 1.00 |" in text
+    assert "| qwen3-30b-a3b | 8192 | symmetric | 3.00 | 1.04 |  | 5 | 0 | 24 | 1.50 |" in text
+    assert "| qwen3-30b-a3b | 8192 | symmetric, gather | 0.100 | 360 |" in text
     assert "alltoall |" not in text
 
 
@@ -240,10 +245,10 @@ class Profiled:
     def __init__(self, activities):
         pass
 
-    def __enter__(self):
-        return self
+    def start(self):
+        pass
 
-    def __exit__(self, *raised):
+    def stop(self):
         pass
 
     def export_chrome_trace(self, file):

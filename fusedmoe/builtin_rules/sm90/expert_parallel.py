@@ -9,7 +9,8 @@ A product is then launched for two or three ranges of rows, in whole tiles: it h
 that the results have the same bits (kernels/sm90/row_ranges.py). A step makes the same exchanges as the plain steps, in
 the same order. So it does not matter if the ranks choose different steps.
 
-A product that is launched after the start of an exchange leaves some SMs to the kernels of the exchange.
+A product that runs beside an exchange leaves some SMs to the kernels of the exchange. That of arriving tokens need not:
+its rows are sorted by expert ids that have arrived, after the barrier between the ranks.
 """
 
 from __future__ import annotations
@@ -52,6 +53,9 @@ if TYPE_CHECKING:
     from fusedmoe.expert_parallel import ExpertParallel
     from fusedmoe.kernels.options import KernelOptions
     from fusedmoe.ops.op import SpecLike
+
+
+SMS_FOR_BARRIER = 2
 
 
 def beside_exchange(options: KernelOptions, expert_parallel: ExpertParallel, chosen: int) -> KernelOptions:
@@ -345,6 +349,8 @@ class DgradActivationOfArrivingGradients(
 
     def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
         activation, options = activation_of(self.dact.op), ctx.options
+        # the product is launched at once, and the barrier comes after a copy; a kernel that then reads rows may wait
+        beside = replace(options, sm_margin=max(options.sm_margin, SMS_FOR_BARRIER))
         accumulating = self.wgrad if isinstance(self.wgrad, WgradIntoMainGrad) else None
         dtype, scale_grad = torch.float32 if accumulating else ctx.dtype("dgrad.weight"), self.scale_grad is not None
         dback, expert_parallel = self.dback, self.dback.op.expert_parallel
@@ -367,7 +373,7 @@ class DgradActivationOfArrivingGradients(
             like = dy.new_empty(tokens, dy.shape[1])
             ranges = _Ranges(expert_parallel, offsets, token_of_row, tokens)
             product = functions.bind_grouped_gemm_activation_backward(
-                like, weight, preactivation, factor, activation, True, scale_grad, options, token_of_row, ranges=True
+                like, weight, preactivation, factor, activation, True, scale_grad, beside, token_of_row, ranges=True
             )
             y = dy.new_empty(preactivation.shape[0], weight.shape[2])
             wgrad = functions.bind_grouped_wgrad(
