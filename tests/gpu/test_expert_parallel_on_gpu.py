@@ -326,6 +326,67 @@ def test_no_synchronisation_and_graphs(ranks):
         assert norm > 0
 
 
+def odd_graphs(rank):
+    """Replays of a graph with three exchanges, and of one whose buffer is replaced by a larger one, between eager calls
+    and with delays. The fixed tokens and experts want no gradients, so that no gradient of tokens returns.
+    """
+    on_device(rank)
+    ep = fm.ExpertParallel(engine="symmetric", max_tokens=MOST, timeout_s=60)
+    _made["odd"] = ep
+    made = layer(ep, rank)
+    made.router.requires_grad_(False)
+    x, grad = data(MOST, rank)
+    x.requires_grad_(False)
+    weights = [*made.experts.parameters()]
+    exchanges = []
+    start = ep.engine._exchange
+
+    def counted(*args):
+        exchanges.append(args)
+        return start(*args)
+
+    def step():
+        y = made(x)
+        return [y.detach(), *torch.autograd.grad(y, weights, grad)]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.synchronize()
+    dist.barrier()
+    ep.engine._exchange = counted
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    count = len(exchanges)
+    larger = fm.MoE(4 * HIDDEN, 64, EXPERTS, CHOSEN, device="cuda", dtype=BF16, expert_parallel=ep)
+    wide = torch.randn(MOST, 4 * HIDDEN, device="cuda", dtype=BF16)
+    delays = torch.Generator().manual_seed(rank)
+    generator = torch.Generator("cuda").manual_seed(rank)
+    different = 0
+    for i in range(STEPS // 4):
+        with torch.no_grad():
+            x.copy_(torch.randn(x.shape, device="cuda", generator=generator))
+        want = [t.clone() for t in step()]
+        for _ in range(3):
+            if torch.rand((), generator=delays) < 0.5:
+                torch.cuda._sleep(2_000_000)
+            graph.replay()
+        different += any(not torch.equal(a, b) for a, b in zip(captured, want, strict=True))
+        if i == STEPS // 8:
+            with torch.no_grad():
+                larger(wide)
+    return different, count, float(captured[0].float().norm())
+
+
+def test_graphs_with_an_odd_number_of_exchanges(ranks):
+    for different, count, norm in ranks.run(odd_graphs):
+        assert different == 0
+        assert count == 3
+        assert norm > 0
+
+
 def delayed(rank):
     """Steps of two layers with random delays of each rank, and buffers that are poisoned before each use."""
     on_device(rank)

@@ -23,8 +23,8 @@ def group():
         dist.destroy_process_group()
 
 
-def layer_and_inputs(device, **settings):
-    ep = fm.ExpertParallel(engine="allgather", max_tokens=TOKENS, **settings)
+def layer_and_inputs(device, engine="allgather", **settings):
+    ep = fm.ExpertParallel(engine=engine, max_tokens=TOKENS, **settings)
     chain = fm.Sequential(fm.Dispatch(EXPERTS, expert_parallel=ep), fm.Combine(None, expert_parallel=ep))
     x = torch.randn(TOKENS, HIDDEN, device=device, dtype=torch.bfloat16)
     index = torch.arange(TOKENS * CHOSEN, device=device).view(TOKENS, CHOSEN) % EXPERTS
@@ -90,9 +90,13 @@ def test_an_error_of_a_graph_comes_from_the_check(device):
 
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
-def test_a_graph_cannot_read_the_rows(device):
-    _, run, _ = layer_and_inputs(device, capacity=0.5, overflow="rerun")
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [({"capacity": 0.5, "overflow": "rerun"}, "overflow='rerun'"), ({"engine": "alltoall"}, "engine='alltoall'")],
+)
+def test_a_graph_cannot_read_the_rows(device, settings, named):
+    _, run, _ = layer_and_inputs(device, **settings)
     assert run().any()
-    refused = pytest.raises(fm.InputError, match="a CUDA graph can capture, got overflow='rerun'")
+    refused = pytest.raises(fm.InputError, match=f"a CUDA graph can capture, got {named}")
     with refused, torch.cuda.graph(torch.cuda.CUDAGraph()):
         run()

@@ -442,6 +442,14 @@ def forgotten(rank):
         fm.InputError, match=r"second\.experts\.gate_up\.weight: expected to be left alone.*average_grad"
     ):
         DistributedDataParallel(inner)(x)
+    ops = fm.Sequential(
+        fm.Dispatch(E, expert_parallel=every.two),
+        fm.GroupedLinear(E // 2, H, H, expert_parallel=every.two),
+        fm.Combine(None, expert_parallel=every.two),
+    )
+    routed = {"expert_index": torch.zeros(len(x), K, dtype=torch.int64), "expert_weight": torch.ones(len(x), K)}
+    with pytest.raises(fm.InputError, match=r"DistributedDataParallel: 1\.weight: expected to be left alone"):
+        DistributedDataParallel(ops.to(x.dtype))(x, **routed)
     ep_of.average_gradients(copied)
     before = copy.deepcopy(copied.state_dict())
     DistributedDataParallel(torch.compile(copied, backend="eager"))

@@ -141,6 +141,26 @@ def test_alltoall(ranks, case, top_k):
     assert sum(float(right[0].abs().sum()) for right in wanted) > 1, "the comparison would notice zeros"
 
 
+def rows_of_experts(rank, top_k):
+    """The rows of the local products, and the chosen slots of this rank's experts, of all ranks."""
+    size = dist.get_world_size()
+    layer = experts_of(fm.ExpertParallel(engine="alltoall"), False, rank, size, torch.float64)
+    seen = []
+    layer[1].register_forward_hook(lambda module, given, y: seen.append(y.shape[0]))
+    x, index, weight, _ = inputs_of("usual", rank, size, top_k, torch.float64)
+    layer(x, expert_index=index, expert_weight=weight)
+    here = EXPERTS // size
+    every = torch.cat([inputs_of("usual", r, size, top_k, torch.float64)[1].flatten() for r in range(size)])
+    return seen, int(((every >= rank * here) & (every < (rank + 1) * here)).sum())
+
+
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_alltoall_has_a_row_for_each_slot_that_arrives(ranks, top_k):
+    for seen, slots in ranks.run(rows_of_experts, top_k):
+        assert seen == [slots]
+        assert slots > 0
+
+
 @pytest.mark.parametrize("combines", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_alltoall_in_less_precision(ranks, dtype, combines):

@@ -9,6 +9,7 @@ from torch import distributed as dist
 from torch import nn
 
 import fusedmoe as fm
+from fusedmoe.expert_parallel.engine import Pending
 
 REMEDY = "experts are spread over ranks by expert_parallel="
 
@@ -75,3 +76,13 @@ def test_a_dtensor_is_refused_and_explained(mesh):
             "experts.gate_up.GroupedLinear(num_groups=4, in_features=8, out_features=8): weight: "
         )
         assert "got a DTensor, Shard(dim=0); " in str(raised.value)
+
+
+def test_results_that_nobody_waited_for_are_waited_for_in_the_end():
+    """After an error, memory that an engine still writes must not be used again."""
+    waited = []
+    pending = Pending([torch.zeros(1), torch.zeros(1)], [lambda: waited.append(0), lambda: waited.append(1)], [])
+    pending.wait(0)
+    assert waited == [0]
+    del pending
+    assert waited == [0, 1]
