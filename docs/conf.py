@@ -1,5 +1,9 @@
 """Sphinx: the pages of this folder, and the API reference from the package's docstrings."""
 
+import sys
+
+from sphinx.ext.autodoc.mock import MockFinder
+
 import fusedmoe
 
 project = "fusedmoe"
@@ -13,7 +17,9 @@ default_role = "literal"  # `x` in a docstring is code, as in the pages
 
 myst_heading_anchors = 3
 
-autodoc_mock_imports = ["torchtitan"]  # whose modules its integration subclasses, and which needs Triton
+# Integrations subclass torchtitan's modules, which need Triton. autodoc_mock_imports would replace these modules only
+# while an integration is imported: Sphinx then imports the real modules, to read comments of base classes.
+sys.meta_path.insert(0, MockFinder(["torchtitan"]))
 autodoc_inherit_docstrings = False  # what a base class documents is not said again, nor what torch says of nn.Module
 autodoc_member_order = "groupwise"
 autodoc_typehints = "description"
