@@ -46,6 +46,16 @@ from fusedmoe.builtin_rules.sm90.quantize import (
 )
 from fusedmoe.builtin_rules.sm90.router import RouterBackwardRule, RouterDispatchRule, RouterRule
 from fusedmoe.builtin_rules.sm90.transposed_weight import TransposedWeight
+from fusedmoe.builtin_rules.sm100.grouped_dgrad_activation_quantize import PackedDgradActivationQuantize
+from fusedmoe.builtin_rules.sm100.grouped_gemm import PackedDgrad, PackedGemm
+from fusedmoe.builtin_rules.sm100.grouped_gemm_activation_quantize import PackedGemmActivationQuantize
+from fusedmoe.builtin_rules.sm100.grouped_wgrad import PackedWgrad
+from fusedmoe.builtin_rules.sm100.quantize import (
+    GatheredPackedQuantize,
+    GatheredPackedQuantizeGradient,
+    PackedQuantize,
+    PackedQuantizeGradient,
+)
 from fusedmoe.fusion.rule import FusionRule
 
 BUILTIN: tuple[type[FusionRule], ...] = (
@@ -96,4 +106,13 @@ BUILTIN: tuple[type[FusionRule], ...] = (
     GemmOfLeavingRows,
     DgradActivationOfArrivingGradients,
     WgradBesideExchange,
+    PackedQuantize,
+    PackedQuantizeGradient,
+    GatheredPackedQuantize,
+    GatheredPackedQuantizeGradient,
+    PackedGemm,
+    PackedGemmActivationQuantize,
+    PackedDgrad,
+    PackedDgradActivationQuantize,
+    PackedWgrad,
 )

@@ -13,7 +13,11 @@ from torch import Tensor
 
 from fusedmoe.kernels.torch.rows import padded_rows, tail_mask
 
-__all__ = ["PaddedRows", "group_of", "max_by_group", "of_group", "padded_rows"]
+__all__ = ["PACKED_ROWS", "PaddedRows", "group_of", "max_by_group", "of_group", "padded_rows"]
+
+
+PACKED_ROWS = 256
+"""The multiple to which each expert's rows are padded in the packed layout; see `fusedmoe.formats.packed`."""
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,11 @@ class SwizzledGroups(NamedTuple):
     starts: Tensor
 
 
+def swizzled_length(rows: int, columns: int) -> int:
+    """Return the number of swizzled scales of a matrix of scales."""
+    return -(-rows // TILE_ROWS) * -(-columns // TILE_COLUMNS) * _TILE
+
+
 def swizzle(scale: Tensor) -> Tensor:
     """Return swizzled scales: (..., M, C) of any dtype to (..., B), B = ceil(M / 128) * ceil(C / 4) * 512."""
     return _tiles(_storage(scale)).flatten(-3).view(scale.dtype)

@@ -13,9 +13,10 @@ from fusedmoe.errors import InputError
 from fusedmoe.formats.blocks import times_blocks
 from fusedmoe.formats.casts import from_codes, unpack
 from fusedmoe.formats.format import E2M1, Format
-from fusedmoe.formats.groups import PaddedRows, group_of, of_group, padded_rows
+from fusedmoe.formats.groups import PACKED_ROWS, PaddedRows, group_of, of_group, padded_rows
 from fusedmoe.formats.hadamard import TILE, rotate_back
 from fusedmoe.formats.scales import decoded
+from fusedmoe.formats.swizzle import swizzled_length
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -179,6 +180,8 @@ class QuantizedSpec(NamedTuple):
         For rows sorted by expert: the number of experts.
     stacked : bool
         One matrix per expert, (E, N, K); otherwise one matrix, whose rows may have more than one leading axis.
+    packed, halves : bool
+        Codes and scales are in the layout of `fusedmoe.formats.packed`, which only kernels read; gate and up alternate.
     """
 
     shape: tuple[int, ...]
@@ -188,9 +191,13 @@ class QuantizedSpec(NamedTuple):
     experts: int | None = None
     stacked: bool = False
     rotated: bool = False
+    packed: bool = False
+    halves: bool = False
 
     def tensors(self) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
         """Return shape and dtype of codes, scale and, if the format has one, tensor scale, for any splits."""
+        if self.packed:
+            return self._packed_tensors()
         stack = self.shape[:1] if self.stacked else ()
         lines, length = self._matrix_of_codes()
         sharing = self.shape[0] if self.stacked else 1 if self.experts is None else self.experts
@@ -217,6 +224,20 @@ class QuantizedSpec(NamedTuple):
         return QuantizedTensor(
             data, scale, self.format, self.axis, tuple(self.shape), self.dtype, tensor_scale, offsets, self.rotated
         )
+
+    def _packed_tensors(self) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+        along = self.format.block[1]
+        assert along is not None, "fusedmoe.formats.packed.can_pack requires it"
+        matrices, (rows, features) = 1, self.shape[-2:]
+        if self.stacked:
+            matrices = self.shape[0]
+        else:
+            assert self.experts is not None, "packed rows are sorted by expert"
+            rows = padded_rows(rows, self.experts, PACKED_ROWS)
+        lines, length = (rows, features) if self.axis == -1 else (features, rows)
+        codes = (matrices, lines, length) if self.stacked else (rows, features)
+        scales = matrices * swizzled_length(lines, _ceil_div(length, along))
+        return (codes, self.format.element.dtype), ((scales,), self.format.rule.dtype)
 
     def _matrix_of_codes(self) -> tuple[int, int]:
         """Return M and L of one matrix of codes (M, L), the quantized axis last."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fusedmoe.errors import InputError
 from fusedmoe.formats import QuantizedSpec
-from fusedmoe.fusion.places import Place, glue_place
+from fusedmoe.fusion.places import Place, glue_place, packs_of
 from fusedmoe.fusion.steps import Plain
 from fusedmoe.fusion.values import NONE, Form, columns, dequantized, form_specs, forms_of, grad
 from fusedmoe.ops.glue import SumGradients
@@ -16,6 +16,7 @@ from fusedmoe.ops.op import BackwardOp, TensorSpec
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
+    from fusedmoe.formats.packed import Packed
     from fusedmoe.fusion.graph import Graph
     from fusedmoe.ops.op import SpecLike
 
@@ -88,8 +89,8 @@ class _Builder:
         gradient_specs: dict[str, SpecLike | None] = {}
         for place in places:
             if (quantizer := place.item.quantizes) is not None:
-                forms |= forms_of(place.step.gives[0], quantizer, place.names["offsets"])
-                gradient_specs |= form_specs(place.step.gives[0], self._quantized_spec(place), quantizer)
+                forms |= forms_of(place.makes, quantizer, place.names["offsets"])
+                gradient_specs |= form_specs(place.step.gives[0], self._quantized_spec(place), quantizer, place.packs)
         incoming = {value: alone.get(g, g) for value, g in incoming.items()}
         return Backward(tuple(places), sums, incoming, gradients, forms, gradient_specs)
 
@@ -145,9 +146,13 @@ class _Builder:
             label=f"{place.node.label}.{type(item).__name__}", run=item.compute, needs=needs, gives=gives,
             zeroes_tail=item.zeroes_tail, launches=item.launches,
         )  # fmt: skip
+        packs: dict[str, Packed] = {}
+        if item.quantizes is not None:
+            packs = packs_of(item, gives[0], names["offsets"], self._graph.halved(place.values["input"]))
         return Place(
-            item=item, names=names, step=plain, node=place.node, values=place.values, gradient_of=place.gradient_of
-        )
+            item=item, names=names, step=plain, node=place.node, values=place.values, gradient_of=place.gradient_of,
+            packs=packs,
+        )  # fmt: skip
 
     def _with_columns_again(self, places: Sequence[Place]) -> list[Place]:
         """Return the places, each after the step that quantizes the columns that it reads again. Only rows of another

@@ -17,6 +17,7 @@ from fusedmoe.fusion.matcher import Mismatch, match
 from fusedmoe.fusion.plan import Attempt, Exemption, Status
 from fusedmoe.fusion.rule import Declined, FusionRule, NothingToDo, PlanContext, RuleError, Step, expect_none
 from fusedmoe.fusion.values import NONE, Gathered, by_rows, dequantized, spec_of
+from fusedmoe.ops.derived import PACKED
 from fusedmoe.ops.glue import Dequantize, Glue
 from fusedmoe.ops.op import SpecLike, TensorSpec
 
@@ -38,6 +39,9 @@ launch that reads two bytes of each value to make one."""
 _ESTIMATED = registry.Unavailable(
     "tensors without memory (meta, FakeTensor), FLOP counters and exported programs run no kernels", "device"
 )
+
+
+_OF_PACKED_ROWS = [derived.name for derived in PACKED]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +87,9 @@ class _Resolver:
         if (own := value.partition(":")[0]) in ends:
             return ends[own].value(value)
         for place in self.places:
-            if place.node is not None and value in place.op.runtime_inputs:
-                return place.names[value]
+            if place.node is not None and (value in place.op.runtime_inputs or value in _OF_PACKED_ROWS):
+                if value in place.names:
+                    return place.names[value]
         return None
 
 
@@ -202,8 +207,7 @@ class DirectionSearch:
 
     def _plain(self, i: int, place: Place) -> Candidate:
         s, costs = place.step, self.search.costs
-        optional = s.gives if place.item.quantizes is not None else ()  # each form on demand
-        gives = () if optional else s.gives
+        gives, optional = (s.gives, (*place.packs,)) if place.item.quantizes is None else ((), place.makes)
         return Candidate(
             start=i,
             end=i + 1,
@@ -227,7 +231,7 @@ class DirectionSearch:
         """Return the candidate that leaves out a place, all of whose values are rows of other values, or forward values
         that may be kept.
         """
-        inside = frozenset(place.step.gives)
+        inside = frozenset(place.makes)
         return Candidate(
             start=i, end=i + 1, step=Step(needs=(), gives=()), cost_us=0.0, reads=(), inside=inside, skips=True
         )
@@ -292,7 +296,7 @@ class DirectionSearch:
             absent=bindings.keys() - bound,
             gathered=self.search.gathered,
         )
-        made = {v for p in covered for v in p.step.gives}
+        made = {v for p in covered for v in p.makes}
         read = frozenset(made & self._read_outside(start, end))
         return PlanContext(**self.search.context, _specs=self.search.specs, _resolve=resolve, _read_outside=read)
 
@@ -306,9 +310,9 @@ class DirectionSearch:
 
         where, costs = self.where(rule, start, end), self.search.costs
         needs, gives, keeps = resolved(step.needs), resolved(step.gives), resolved(step.keeps)
-        made = [v for p in self.places[start:end] for v in p.step.gives]
+        made = [v for p in self.places[start:end] for v in p.makes]
         # one form of a quantized value is enough: where another form is read, the covering has another step
-        forms = [p.step.gives for p in self.places[start:end] if p.item.quantizes is not None]
+        forms = [p.makes for p in self.places[start:end] if p.item.quantizes is not None]
         optional = {v for some in forms if not {*some}.isdisjoint({*gives, *keeps}) for v in some}
         read = self._read_outside(start, end) - optional
         if missing := [v for v in made if v in read and v not in gives and v not in keeps]:

@@ -231,7 +231,11 @@ def cheapest(
 def cheapest_glue(search: DirectionSearch, read: Collection[str]) -> tuple[Chosen, ...]:
     """Return the cheapest candidate for each piece of glue, with the values of ``read`` that it writes on demand."""
     every = [Chosen(c, tuple(v for v in c.step.keeps if v in read)) for c in search.candidates]
-    ways = [[way for way in every if way.candidate.start == position] for position in range(len(search.places))]
+    wanted = [{*place.packs}.intersection(read) for place in search.places]  # which not every candidate can write
+    ways = [
+        [way for way in every if way.candidate.start == position and forms <= {*way.gives}]
+        for position, forms in enumerate(wanted)
+    ]
     return tuple(min(some, key=lambda way: Covering().extended(way, search).rank) for some in ways)
 
 

@@ -29,7 +29,7 @@ def describe(plan: Plan, arguments: Mapping[str, SpecLike | None]) -> PlanData:
     specs: dict[str, SpecLike | None] = {NONE: None, **plan.infer([*arguments.values()])}
     graph, environment = plan.graph, plan.environment
     costs = Costs(specs, graph.parameters, rows=0)
-    of_weights = {v for place in graph.weights.values() for v in place.step.gives}
+    of_weights = {v for place in graph.weights.values() for v in place.makes}
     kept = [v for v in plan.saved if v not in (*graph.parameters, *of_weights)]
     weights = [span for span in plan.glue if isinstance(span.places[0].item, QuantizeWeight)]
     steps = [_planned(span, specs, costs, environment.device) for span in (*weights, *plan.spans)]

@@ -17,16 +17,20 @@ from typing import TYPE_CHECKING, Any
 from fusedmoe.checks import check_names
 from fusedmoe.errors import InputError
 from fusedmoe.formats import QuantizedSpec
-from fusedmoe.fusion.places import Place, drawn_again, glue_place
+from fusedmoe.formats.groups import PACKED_ROWS, padded_rows
+from fusedmoe.formats.packed import Packed, can_pack
+from fusedmoe.fusion.places import Place, drawn_again, glue_place, packs_of
 from fusedmoe.fusion.scope import Scope
 from fusedmoe.fusion.steps import Plain
 from fusedmoe.fusion.values import (
     NONE,
     Forms,
+    by_rows,
     columns,
     dequantized,
     form_specs,
     forms_of,
+    packed,
     primal,
     quantized,
     tensor_specs,
@@ -98,10 +102,14 @@ class Graph:
         self.quantized_layers = {name: item.run.layer for name, item in items if isinstance(item, QuantizeWeight)}
         for place in self.weights.values():
             self._quantize(place, NONE)
+        quantizers = [q for node in nodes for q in (node.op.quantizes, node.op.quantizes_weight) if q is not None]
+        self._packs = any(map(can_pack, quantizers))  # whether values have packed forms
         self._sorted_rows = sorted_rows
         self._scope = Scope(inputs, provided)
         self._read = {*exports, *(name for node in nodes for name in node.op.runtime_inputs)}
         rows, gradients = _values_along(nodes, "passes_forward"), _values_along(nodes, "passes_backward")
+        # the rows before each activation, and the parts of their features
+        self._parts = {rows[i]: node.op.parts for i, node in enumerate(nodes) if node.op.parts}
         self.places = self._places_along(rows, gradients)
         self.forward = tuple(place for place in self.places if place.step.gives)
         provided_here = tuple(self._scope.take(name) for name in exports)
@@ -152,6 +160,8 @@ class Graph:
                 gathered = place.gathers.get(rows[i + 1])  # a step may read such rows before any step writes them
                 counted = rows[i + 1] if gathered is None else gathered.row_index
                 offsets = scope.derive("offsets", counted, sorted_rows.get(scope.rows, _kind(node)))
+                if self._packs:
+                    scope.derive_packed(counted, sorted_rows.get(scope.rows, _kind(node)))
                 if "splits" in node.op.provides:  # a step for this op may give the offsets too
                     places[-1] = replace(place, names={"offsets": offsets, **place.names})
         scope.has_rows(f"{self.nodes[-1].label}.output")
@@ -191,6 +201,8 @@ class Graph:
             values[stage], gradient_of[stage] = values[like], f"{label}.{stage}"
         if op.draws_random:
             values |= {p: f"{label}.{p}" for p in random_state.NAMES}
+        if self._packs and values.get("offsets", NONE) != NONE:
+            values |= scope.derive_packed(rows_value, _kind(node) if taker is None else taker)
         values |= {alias: values[name] for alias, name in op.aliases.items()}
         names = self.formed(values, op.contracts)
         operands = (p for p in op.parameter_names if p not in op.stored_weight[1:])
@@ -202,9 +214,14 @@ class Graph:
             needs=tuple(names[n] for n in needs), gives=(*rows, *provides.values()),
             zeroes_tail=op.zeroes_tail, launches=op.launches,
         )  # fmt: skip
+        offsets, packs = values.get("offsets", NONE), {}
+        if op.quantizes is not None:
+            packs = packs_of(op, output, offsets, self.halved(output))
+        elif self._packs and offsets != NONE and output in step.gives and output in self._parts:
+            packs = {packed(output): Packed(-1, self.halved(output))}
         return Place(
             item=op, names=names, step=step, node=node, values=values, gradient_of=values | gradient_of,
-            provides=provides, all_values=all_values,
+            provides=provides, all_values=all_values, packs=packs,
         )  # fmt: skip
 
     def _quantize(self, place: Place, offsets: str) -> None:
@@ -213,7 +230,11 @@ class Graph:
         self.quantizers[place.step.gives[0]] = place.item.quantizes
         if place.item.quantizes.wgrad != "quantized":
             self._unquantized[place.step.gives[0]] = place.values["input"]
-        self.forms |= forms_of(place.step.gives[0], place.item.quantizes, offsets)
+        self.forms |= forms_of(place.makes, place.item.quantizes, offsets)
+
+    def halved(self, value: str) -> bool:
+        """Whether the packed layout of a value lets gate and up alternate."""
+        return self._parts.get(value) == 2
 
     def form(self, value: str, axis: int | None) -> str:
         """Return the form of a value for a step that sums over this axis of it, or over none."""
@@ -257,7 +278,7 @@ class Graph:
                 found = place.item.run.infer(specs[weight])
             except InputError as error:
                 raise InputError(f"{place.label}: {error}") from None
-            specs |= form_specs(quantized(weight), found, place.item.run.quantizer)
+            specs |= form_specs(quantized(weight), found, place.item.run.quantizer, place.packs)
         for place in self.forward:
             try:
                 for value in place.step.needs:
@@ -268,10 +289,14 @@ class Graph:
             except InputError as error:
                 raise InputError(f"{place.label}: {error}") from None
             if isinstance(out, QuantizedSpec):
-                specs |= form_specs(place.step.gives[0], out, self.quantizers[place.step.gives[0]])
+                specs |= form_specs(place.step.gives[0], out, self.quantizers[place.step.gives[0]], place.packs)
                 continue
             specs.update(zip(place.step.gives, (out,) if isinstance(out, TensorSpec) else out, strict=True))
             specs.update(dict.fromkeys(place.random_states))  # of a size that only the generators know
+            for value in place.packs:
+                rows, offsets = specs[by_rows(value)], specs[place.names["offsets"]]
+                padded = padded_rows(rows.shape[0], offsets.shape[0], PACKED_ROWS)
+                specs[value] = TensorSpec((padded, rows.shape[1]), rows.dtype)
         for place in self.places:  # the values that gradients are named after
             for name in ("input", "output", *place.op.stages):
                 specs.setdefault(place.gradient_of[name], specs[place.values[name]])
@@ -284,7 +309,7 @@ class Graph:
         if found is not None and isinstance(found.item, StoredWeight):
             weight, scale = (specs[v] for v in found.step.needs)
             spec = found.item.infer(weight, scale, specs[place.names["input"]].dtype)
-            specs |= form_specs(found.step.gives[0], spec, found.item.quantizes)
+            specs |= form_specs(found.step.gives[0], spec, found.item.quantizes, found.packs)
 
     def _infer_derived(self, value: str, specs: dict[str, Any]) -> None:
         place = self.derived[value]
@@ -328,7 +353,9 @@ def _weight_quantizations(nodes: Sequence[Node]) -> list[Place]:
             raise InputError(f"{label}.{op!r}: weight: {layer.label}'s weight would be quantized twice")
         names = {"weight": weight, "output": quantized(weight)}
         glue = QuantizeWeight(op.weight_quantization(layer.op), op.launches)
-        found[weight] = glue_place(glue, f"{label}.{type(op).__name__}", names)
+        after = next((n.op for n in nodes[nodes.index(layer) + 1 :] if not n.op.passes_forward), None)
+        halves = after is not None and after.parts == 2
+        found[weight] = glue_place(glue, f"{label}.{type(op).__name__}", names, halves)
     for label, op in nodes:
         if op.weight_format is None:
             continue

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from fusedmoe.formats.packed import Packed, can_pack, pack_rows
 from fusedmoe.fusion.rule import RuleError
 from fusedmoe.fusion.steps import Plain
-from fusedmoe.fusion.values import Gathered, by_rows, columns, dequantized
+from fusedmoe.fusion.values import NONE, Gathered, by_rows, columns, dequantized, packed, packed_columns, packed_forms
 from fusedmoe.ops import random_state
 from fusedmoe.ops.op import BackwardOp, Node, Op
 
@@ -33,11 +34,17 @@ class Place:
     all_values: bool = False  # whether these include those of `Op.provides_if_read`
     # whether a rule's step may make forward values again here. Without such a step, the forward pass keeps them
     again: bool = False
+    packs: Mapping[str, Packed] = field(default_factory=dict)  # the packed forms of the output, by their names
 
     @property
     def label(self) -> str:
         """``fc1.GroupedLinear``, ``fc1.Dgrad``."""
         return self.step.label
+
+    @property
+    def makes(self) -> tuple[str, ...]:
+        """All values that the item can make: those of `step`, and its packed forms."""
+        return (*self.step.gives, *self.packs)
 
     @property
     def op(self) -> Op:
@@ -47,7 +54,7 @@ class Place:
 
     def value(self, name: str) -> str:
         """Return the chain's name of a value that the item calls ``name``, or ``name:columns``, ``name:rows``,
-        ``name:dequantized``.
+        ``name:dequantized``, ``name:packed``, ``name:packed_columns``.
         """
         own, _, form = name.partition(":")
         if own not in self.names:
@@ -79,26 +86,73 @@ class Place:
         return tuple(self.values[name] for name in random_state.NAMES if name in self.values)
 
 
-_IN_FORM = {"rows": by_rows, "columns": columns, "dequantized": dequantized}
+_IN_FORM = {
+    "rows": by_rows,
+    "columns": columns,
+    "dequantized": dequantized,
+    "packed": packed,
+    "packed_columns": packed_columns,
+}
 
 
-def glue_place(item: Glue, label: str, names: Mapping[str, str]) -> Place:
-    """Return the place of glue whose values have these names in the chain."""
+def glue_place(item: Glue, label: str, names: Mapping[str, str], halves: bool = False) -> Place:
+    """Return the place of glue whose values have these names in the chain. ``halves``: the result packs gate and up."""
     needs, gives = (tuple(names[n] for n in some) for some in (item.needs, item.gives))
     if item.quantizes is not None:
         gives = (gives[0], columns(gives[0]))
     step = Plain(
         label=label, run=item.compute, needs=needs, gives=gives, zeroes_tail=item.zeroes_tail, launches=item.launches
     )
-    return Place(item=item, names=names, step=step)
+    packs = packed_forms(gives[0], halves) if _packs(item) else {}
+    return Place(item=item, names=names, step=step, packs=packs)
+
+
+def packs_of(item: Op | BackwardOp, output: str, offsets: str, halves: bool) -> dict[str, Packed]:
+    """Return the packed forms of the quantized output of an item, for rows with these offsets."""
+    return packed_forms(output, halves) if _packs(item) and offsets != NONE else {}
+
+
+def _packs(item: Op | BackwardOp | Glue) -> bool:
+    return item.packs and item.quantizes is not None and can_pack(item.quantizes)
 
 
 def with_forms(place: Place, read: Collection[str], training: bool) -> Plain:
-    """Return the plain step of an item that quantizes, reduced to the forms that are read."""
+    """Return the plain step of a place, with those of its forms that are read. It then gives all of them, or, of an item
+    that does not quantize, its own values and those packed forms that are read.
+    """
     step = place.step
-    gives = tuple(v for v in step.gives if v in read) or step.gives[:1]
-    axes = tuple(-1 if v == step.gives[0] else -2 for v in gives)
+    if place.item.quantizes is None:
+        return _with_packed(place) if any(v in read for v in place.packs) else step
+    gives = tuple(v for v in place.makes if v in read) or step.gives[:1]
+    axes = tuple(place.packs.get(v, -1 if v == step.gives[0] else -2) for v in gives)
     return replace(step, run=partial(step.run, axes=axes, training=training), gives=gives)
+
+
+def _with_packed(place: Place) -> Plain:
+    """Return the plain step of an op, which also gives its output in the packed layout."""
+    step, ((name, form),) = place.step, place.packs.items()
+    at, offsets = step.gives.index(by_rows(name)), step.needs.index(place.names["offsets"])
+
+    def run(*tensors: Any) -> tuple[Any, ...]:
+        out = step.run(*tensors)
+        results = out if isinstance(out, tuple) else (out,)
+        return (*results, pack_rows(results[at], tensors[offsets], form.halves))
+
+    return replace(step, run=run, gives=(*step.gives, name), launches=step.launches + _LAUNCHES_TO_PACK)
+
+
+def packing(place: Place, name: str, training: bool) -> Plain:
+    """Return the step that makes a packed form of a place's output: from the place's operands if it quantizes, else from
+    its output.
+    """
+    if place.item.quantizes is not None:
+        return with_forms(place, (name,), training)
+    pack, value = partial(pack_rows, halves=place.packs[name].halves), by_rows(name)
+    needs = value, place.names["offsets"]
+    return Plain(label=f"pack {value}", run=pack, needs=needs, gives=(name,), launches=_LAUNCHES_TO_PACK)
+
+
+_LAUNCHES_TO_PACK = 12
 
 
 def training_place(place: Place) -> Place:

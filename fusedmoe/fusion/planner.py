@@ -23,7 +23,7 @@ from fusedmoe.fusion.describe import describe
 from fusedmoe.fusion.executable import Environment, Plan, PlannedSpan
 from fusedmoe.fusion.graph import dequantize
 from fusedmoe.fusion.order import needed_steps, pairs_of
-from fusedmoe.fusion.places import training_place, with_forms
+from fusedmoe.fusion.places import packing, training_place, with_forms
 from fusedmoe.fusion.plan import Attempt
 from fusedmoe.fusion.program import Program
 from fusedmoe.fusion.rule import RuleError
@@ -109,7 +109,7 @@ class _Planner:
         self._of_backward: Backward = backward_chain(graph, wanted, specs)
         self._places = tuple(map(training_place, graph.forward)) if wanted else graph.forward
         specs |= self._of_backward.specs
-        self._of_weights = {v for place in graph.weights.values() for v in place.step.gives}
+        self._of_weights = {v for place in graph.weights.values() for v in place.makes}
         self._kept_anyway = {*graph.arguments, *graph.outputs, *graph.derived, *self._of_weights}
         fixed = {*graph.parameters, *self._of_weights}
         summed = _values(place.step.needs for place in self._of_backward.sums)  # these are read in order
@@ -118,6 +118,8 @@ class _Planner:
         self._conversions = {dequantized(v): v for v in self._of_backward.forms if v == by_rows(v)}
         backward = (*self._of_backward.places, *map(dequantize, self._conversions.values()))
         self._producers = graph.producers | {v: place.step for place in backward for v in place.step.gives}
+        packs = (*self._places, *self._of_backward.places, *graph.weights.values())
+        self._producers |= {v: packing(place, v, self._training) for place in packs for v in place.packs}
         self._search = Search(
             costs=Costs(specs, fixed, math.prod(rows.shape[:-1]), nominal_rows),
             context={
@@ -251,7 +253,7 @@ class _Planner:
         places = search.places[c.start : c.end]
         if c.rule is None:
             (place,) = places
-            return place.step if place.item.quantizes is None else with_forms(place, chosen.written, self._training)
+            return with_forms(place, chosen.written, self._training)
         keep = tuple(name for name, v in zip(c.keep_names, c.step.keeps, strict=True) if v in chosen.written)
         assert c.ctx is not None
         where = search.where(c.rule, c.start, c.end)
@@ -277,6 +279,7 @@ class _Planner:
         in ``there``. Rows that the fused step reads through their index are not kept for them either.
         """
         own = {v: self._whole(p) for p in places for v in p.step.gives}
+        own |= {v: packing(p, v, self._training) for p in places for v in p.packs}
         gathers = {v: _gather(v, g) for v, g in self._gathered.items() if v not in own and {*g} <= {*there}}
         own |= {v: step for v, step in gathers.items() if {*step.needs} <= {*needs}}
         ordered: list[Plain] = []
@@ -377,7 +380,7 @@ def _read(covering: Covering, glue: Iterable[PlannedSpan]) -> set[str]:
 
 def _reading(places: Iterable[Place], read: Collection[str]) -> list[Place]:
     """Return the places that give a value that is read."""
-    return [place for place in places if any(v in read for v in place.step.gives)]
+    return [place for place in places if any(v in read for v in place.makes)]
 
 
 def _dequantizations(search: DirectionSearch, covering: Covering) -> list[Place]:

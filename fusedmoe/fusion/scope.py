@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fusedmoe.fusion.places import glue_place
-from fusedmoe.ops.derived import CHECKED, DERIVED, OFFSETS
+from fusedmoe.ops.derived import CHECKED, DERIVED, OFFSETS, PACKED
 from fusedmoe.ops.glue import derive
 
 if TYPE_CHECKING:
@@ -68,6 +68,10 @@ class Scope:
     def derive(self, name: str, rows_value: str, taker: str) -> str:
         """Return a derived value for these rows. An error in its source names the op ``taker``."""
         return self._derived(DERIVED[name], rows_value, taker)
+
+    def derive_packed(self, rows_value: str, taker: str) -> dict[str, str]:
+        """Return the derived values of the packed layout of these rows, by name."""
+        return {derived.name: self._derived(derived, rows_value, taker) for derived in PACKED}
 
     def source(self, name: str) -> str:
         """Return the value that the derived value of a name is computed from."""

@@ -10,6 +10,10 @@ A quantized value has three forms, each with a name: by rows (``"fc1.input"``), 
 and dequantized (``"fc1.input:dequantized"``). The first two differ in the axis that the blocks of the format run along,
 and in the padding of rows; `QuantizedSpec` has both. In a program, each of these two is two or three flat tensors:
 ``.codes``, ``.scale`` and, if the format has one, ``.tensor_scale``. Only plain-PyTorch steps use `QuantizedTensor`.
+
+Values in the formats of `fusedmoe.formats.packed` have *packed* forms too: by rows (``"fc1.input:packed"``) and by
+columns (``"fc1.input:packed_columns"``). The rows before an activation have one although they are not quantized
+(``"act.input:packed"``). Rules read and write packed forms; a plain step only writes them, where a rule reads them.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fusedmoe.formats import QuantizedSpec, QuantizedTensor
+from fusedmoe.formats.packed import Packed, PackedTensor
 from fusedmoe.ops.op import TensorSpec
 
 if TYPE_CHECKING:
@@ -52,9 +57,20 @@ def dequantized(value: str) -> str:
     return f"{value}:dequantized"
 
 
+def packed(value: str) -> str:
+    """Return the name of a value in the packed layout, by rows if it is quantized."""
+    return f"{value}:packed"
+
+
+def packed_columns(value: str) -> str:
+    """Return the name of a quantized value in the packed layout, by columns."""
+    return f"{value}:packed_columns"
+
+
 def by_rows(value: str) -> str:
     """Return the name by rows of a value, from the name of any of its forms."""
-    return value.removesuffix(":columns").removesuffix(":dequantized")
+    name, _, form = value.rpartition(":")
+    return name if form in ("columns", "dequantized", "packed", "packed_columns") else value
 
 
 def quantized(parameter: str) -> str:
@@ -90,18 +106,26 @@ class Form(NamedTuple):
 Forms = dict[str, Form]
 
 
-def forms_of(value: str, quantizer: Quantizer, offsets: str = NONE) -> Forms:
-    """Return the two quantized forms of a value."""
+def packed_forms(value: str, halves: bool) -> dict[str, Packed]:
+    """Return the packed forms of a quantized value, by their names."""
+    return {packed(value): Packed(-1, halves), packed_columns(value): Packed(-2, halves)}
+
+
+def forms_of(values: Iterable[str], quantizer: Quantizer, offsets: str = NONE) -> Forms:
+    """Return the quantized forms of a value, by their names."""
     parts = ("codes", "scale", "tensor_scale")[: 3 if quantizer.format.tensor_scale else 2]
-    return {form: Form(tuple(f"{form}.{p}" for p in parts), offsets) for form in (value, columns(value))}
+    return {form: Form(tuple(f"{form}.{p}" for p in parts), offsets) for form in values}
 
 
-def form_specs(value: str, spec: QuantizedSpec, quantizer: Quantizer) -> dict[str, SpecLike | None]:
-    """Return the specs of the three forms of a value, whose spec by rows is given."""
+def form_specs(
+    value: str, spec: QuantizedSpec, quantizer: Quantizer, packs: Mapping[str, Packed]
+) -> dict[str, SpecLike | None]:
+    """Return the specs of the forms of a value, whose spec by rows and whose packed forms are given."""
     return {
         value: spec,
         columns(value): spec._replace(axis=-2, rotated=quantizer.hadamard),
         dequantized(value): TensorSpec(spec.shape, spec.dtype),
+        **{name: spec._replace(axis=axis, packed=True, halves=halves) for name, (axis, halves) in packs.items()},
     }
 
 
@@ -147,7 +171,7 @@ def on_tensors(step: Plain, forms: Mapping[str, Form], specs: Mapping[str, Any] 
         out = run(*operands)
         results: list[Tensor | None] = []
         for result in out if isinstance(out, (tuple, list)) else (out,):
-            results += result.tensors() if isinstance(result, QuantizedTensor) else [result]
+            results += result.tensors() if isinstance(result, (QuantizedTensor, PackedTensor)) else [result]
         return results if len(results) > 1 else results[0]
 
     return flat

@@ -12,6 +12,7 @@ import torch
 from fusedmoe.environment import debugging
 from fusedmoe.errors import InputError
 from fusedmoe.estimating import has_values
+from fusedmoe.formats.packed import padded_layout, place_of_row
 from fusedmoe.kernels.torch.rows import offsets_from_splits
 from fusedmoe.ops.op import TensorSpec
 
@@ -101,6 +102,30 @@ def _index(name: str, most: int) -> Derived:
     compute, check = partial(_checked_indices, name, most), partial(_check_indices, name, most)
     return Derived(f"checked_{name}", name, compute, check, partial(_infer_indices, name))
 
+
+def _nothing_to_check(splits_E: Tensor, rows: Tensor) -> None:
+    """The offsets are checked."""
+
+
+def _padded_offsets(splits_E: Tensor, rows: Tensor) -> Tensor:
+    return padded_layout(offsets_from_splits(splits_E, rows.shape[0]), rows.shape[0]).ends_E
+
+
+def _place_of_row(splits_E: Tensor, rows: Tensor) -> Tensor:
+    return place_of_row(offsets_from_splits(splits_E, rows.shape[0]), rows.shape[0])
+
+
+def _infer_places(splits_E: SpecLike, rows: SpecLike) -> TensorSpec:
+    return TensorSpec((rows.shape[0],), torch.int64)
+
+
+PACKED = (
+    Derived("padded_offsets", "splits", _padded_offsets, _nothing_to_check, _infer_offsets),
+    Derived("place_of_row", "splits", _place_of_row, _nothing_to_check, _infer_places),
+)
+"""Of the packed layout (`fusedmoe.formats.packed`): the end of each expert's padded rows, (E,) int32; and the packed row
+of each row, (R,) int64, the number P of packed rows for rows without an expert. Rules may read them wherever they may read ``offsets``.
+"""
 
 CHECKED = {"row_of_slot": _index("row_of_slot", 1), "slot_of_row": _index("slot_of_row", 0)}
 """The checked form of each runtime input that indexes rows. Ops get this form if the caller gives the input."""

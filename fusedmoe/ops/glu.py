@@ -57,6 +57,11 @@ class GLU(Op):
         super().__init__()
         self.limit, self.alpha, self.offset, self.interleaved = limit, alpha, offset, interleaved
 
+    @property
+    def parts(self) -> int:  # type: ignore[override]
+        """2, for ``[gate | up]``; 0 if they are interleaved."""
+        return 0 if self.interleaved else 2
+
     def phi(self, g: Tensor) -> Tensor:
         """Return the gate's nonlinearity."""
         raise NotImplementedError(f"{type(self).__name__} defines no phi()")

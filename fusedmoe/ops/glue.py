@@ -20,20 +20,22 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fusedmoe.formats import QuantizedTensor
+    from fusedmoe.formats.packed import Packed
     from fusedmoe.ops.derived import Derived
     from fusedmoe.ops.op import Op, SpecLike
     from fusedmoe.ops.quantize import WeightQuantization
 
 
 class Glue:
-    """A step in plain PyTorch that belongs to no op; ``gathers``, ``quantizes``, ``zeroes_tail``, ``launches`` as for
-    `Op`.
+    """A step in plain PyTorch that belongs to no op; ``gathers``, ``quantizes``, ``packs``, ``zeroes_tail``,
+    ``launches`` as for `Op`.
     """
 
     needs: tuple[str, ...] = ("input",)  # the values that `compute` takes, in order
     gives: tuple[str, ...] = ("output",)  # the values that it returns
     gathers: Mapping[str, tuple[str, str]] = {}
     quantizes: Quantizer | None = None
+    packs = False
     zeroes_tail = True
     launches = 1
 
@@ -103,12 +105,13 @@ class QuantizeWeight(Glue):
     """
 
     needs = ("weight",)
+    packs = True
 
     def __init__(self, run: WeightQuantization, launches: int) -> None:
         self.run, self.launches = run, launches
         self.quantizes = run.quantizer
 
-    def compute(self, weight: Tensor, *, axes: Sequence[int] = (-1, -2), training: bool = False) -> Any:
+    def compute(self, weight: Tensor, *, axes: Sequence[int | Packed] = (-1, -2), training: bool = False) -> Any:
         return self.run(weight, axes=axes, training=training)
 
 

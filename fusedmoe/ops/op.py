@@ -188,6 +188,11 @@ class Op(Checked, Runnable):
         weight is frozen. Recipes quantize the op's rows and gradients, see `fusedmoe.quantization.by_roles`.
     weight_shape : tuple of int
         The shape of that weight before quantization.
+    packs : bool
+        Whether `compute` of an op with ``quantizes`` also takes `fusedmoe.formats.packed.Packed` among ``axes``.
+    parts : int
+        The parts that the features of the input consist of: 2 for ``[gate | up]``; 1 for an activation of single
+        features; 0 for an op whose input has no packed layout.
     only_quantizes : bool
         Whether the op only changes the format of values. The linear layer whose weight it quantizes may then follow
         after other ops of this kind.
@@ -222,6 +227,8 @@ class Op(Checked, Runnable):
     quantizes_weight: Quantizer | None = None
     weight_format: Format | None = None
     weight_shape: tuple[int, ...] = ()
+    packs: ClassVar[bool] = False
+    parts: int = 0
     only_quantizes: ClassVar[bool] = False
     zeroes_tail: ClassVar[bool] = False
     changes_rows: ClassVar[bool] = False
@@ -436,7 +443,7 @@ class BackwardOp:
     may_give_none : bool
         Whether `compute` may return None for a gradient that is required, because it has stored it elsewhere. A fused
         step that covers only other backward ops must return tensors.
-    gathers, contracts, quantizes, zeroes_tail, travels, travels_as, launches
+    gathers, contracts, quantizes, packs, zeroes_tail, travels, travels_as, launches
         As for `Op`; `gathers`, `travels` and `travels_as` by the op's names.
     """
 
@@ -446,6 +453,7 @@ class BackwardOp:
     contracts: ClassVar[Mapping[str, int]] = {}
     unquantized: ClassVar[tuple[str, ...]] = ()
     quantizes: Quantizer | None = None
+    packs: ClassVar[bool] = False
     may_give_none: ClassVar[bool] = False
     travels: tuple[str, ...] = ()
     travels_as: Mapping[str, Format] = {}

@@ -11,6 +11,7 @@ from torch import Tensor
 from fusedmoe.checks import Check, instance
 from fusedmoe.errors import InputError
 from fusedmoe.formats import Format, QuantizedSpec, QuantizedTensor, Quantizer, amax_by_expert, quantize
+from fusedmoe.formats.packed import Packed, PackedTensor, quantize_packed
 from fusedmoe.formats.quantizers import DTYPES
 from fusedmoe.formats.roles import ROLES, WGRAD_BF16, roles_named
 from fusedmoe.ops import amax_state, weight_cache
@@ -19,7 +20,9 @@ from fusedmoe.ops.op import BackwardOp, Op
 if TYPE_CHECKING:
     from fusedmoe.ops.op import SpecLike
 
-Forms = QuantizedTensor | tuple[QuantizedTensor, ...]
+Form = QuantizedTensor | PackedTensor
+Forms = Form | tuple[Form, ...]
+Axes = Sequence[int | Packed]
 
 
 class Quantize(Op):
@@ -59,6 +62,7 @@ class Quantize(Op):
     zeroes_tail = True
     launches = 12
     only_quantizes = True
+    packs = True
     _checks: ClassVar[Mapping[str, Check]] = {
         name: instance(Quantizer, "a fusedmoe.Quantizer").or_none()
         for name in ("quantizer", "grad_quantizer", "weight_quantizer")
@@ -134,7 +138,7 @@ class Quantize(Op):
         return _spec(self, "x", x, self.quantizer, offsets)
 
     def compute(  # type: ignore[override]
-        self, x: Tensor, offsets: Tensor | None = None, *, axes: Sequence[int] = (-1, -2), training: bool = False
+        self, x: Tensor, offsets: Tensor | None = None, *, axes: Axes = (-1, -2), training: bool = False
     ) -> Forms:
         assert self.quantizer is not None, "otherwise there is no step"
         return _quantized(x, self.quantizer, offsets, axes, self.delayed_step(x, offsets, training))
@@ -164,6 +168,7 @@ class QuantizeGrad(BackwardOp):
     needs = ("grad_output", "offsets")
     zeroes_tail = True
     launches = 12
+    packs = True
     op: Quantize
 
     def __init__(self, op: Quantize) -> None:
@@ -176,7 +181,7 @@ class QuantizeGrad(BackwardOp):
         return _spec(self.op, "the gradient of x", x, self.op.grad_quantizer, offsets)
 
     def compute(  # type: ignore[override]
-        self, grad_output: Tensor, offsets: Tensor | None, *, axes: Sequence[int] = (-1, -2), training: bool = True
+        self, grad_output: Tensor, offsets: Tensor | None, *, axes: Axes = (-1, -2), training: bool = True
     ) -> Forms:
         assert self.op.grad_quantizer is not None
         step = self.delayed_step(grad_output, offsets, training)
@@ -223,9 +228,9 @@ class WeightQuantization:
         self,
         weight: Tensor,
         *,
-        axes: Sequence[int] = (-1, -2),
+        axes: Axes = (-1, -2),
         training: bool = False,
-        by: tuple[str, Callable[[Tensor, amax_state.Step | None], list[QuantizedTensor]]] | None = None,
+        by: tuple[str, Callable[[Tensor, amax_state.Step | None], Sequence[Form]]] | None = None,
     ) -> Forms:
         """Return the weight's forms along these axes.
 
@@ -245,7 +250,7 @@ class WeightQuantization:
         step, lasts = self._step(weight, training)
         if by is None:
             encode = None if step is None else step.encode
-            forms = [quantize(weight, self.quantizer, axis, encode=encode) for axis in axes]
+            forms: Sequence[Form] = [_form(weight, self.quantizer, axis, None, encode) for axis in axes]
             if step is not None and step.counts:
                 step.end(amax_by_expert(weight))
         else:
@@ -298,18 +303,26 @@ def _delayed_step(
 
 
 def _quantized(
-    x: Tensor, quantizer: Quantizer, offsets: Tensor | None, axes: Sequence[int], step: amax_state.Step | None
+    x: Tensor, quantizer: Quantizer, offsets: Tensor | None, axes: Axes, step: amax_state.Step | None
 ) -> Forms:
     """Return rows, or their gradient, quantized along each of these axes; see `_forms`."""
     shape = tuple(x.shape)
     rows = x.flatten(0, -2) if x.dim() > 2 else x
     encode = None if step is None else step.encode
-    forms = [quantize(rows, quantizer, axis, offsets=offsets, encode=encode) for axis in axes]
+    forms = [_form(rows, quantizer, axis, offsets, encode) for axis in axes]
     if step is not None and step.counts:
         step.end(amax_by_expert(rows, offsets))
-    return _forms(forms if rows is x else [replace(form, shape=shape) for form in forms])
+    if rows is not x:
+        forms = [replace(form, shape=shape) if isinstance(form, QuantizedTensor) else form for form in forms]
+    return _forms(forms)
 
 
-def _forms(forms: list[QuantizedTensor]) -> Forms:
+def _form(x: Tensor, quantizer: Quantizer, axis: int | Packed, offsets: Tensor | None, encode: Tensor | None) -> Form:
+    if isinstance(axis, Packed):
+        return quantize_packed(x, quantizer, axis, offsets)
+    return quantize(x, quantizer, axis, offsets=offsets, encode=encode)
+
+
+def _forms(forms: Sequence[Form]) -> Forms:
     """Return a single form itself, several forms as a tuple."""
     return tuple(forms) if len(forms) > 1 else forms[0]

@@ -18,6 +18,7 @@ class SquaredReLU(Op):
     """``y = max(x, 0)^2``, elementwise; the arithmetic is fp32 (fp64 for fp64), the result has x's dtype."""
 
     launches = 3
+    parts = 1
 
     def infer(self, x: SpecLike) -> TensorSpec:
         self.check_floats("x", x.dtype)

@@ -56,6 +56,7 @@ from fusedmoe.process_state import HasProcessState
 
 if TYPE_CHECKING:
     from fusedmoe.formats import QuantizedTensor, Quantizer
+    from fusedmoe.formats.packed import Packed, PackedTensor
     from fusedmoe.ops.op import Op
     from fusedmoe.process_state import ProcessState
 
@@ -87,7 +88,7 @@ class _Entry:
     grad_version: float  # version counter of the gradient
     state: tuple[Any, ...]
     strides: list[int] | None  # of the weight, see `_strides`; None if autograd never compares them
-    forms: dict[int, QuantizedTensor]  # by axis; empty if they were not worth their memory
+    forms: dict[int | Packed, QuantizedTensor | PackedTensor]  # by axis; empty if they were not worth their memory
     counted: bool  # whether delayed scaling has counted the weight as a step
     checksum: Tensor | None  # of the parameter, with FUSEDMOE_DEBUG
     maker: str  # the rule that made the forms; empty for plain PyTorch
@@ -263,7 +264,9 @@ def _source(layer: Op, weight: Tensor) -> Tensor | None:
     return source
 
 
-def find(layer: Op, weight: Tensor, quantizer: Quantizer, axes: Sequence[int], maker: str = "") -> _Entry | None:
+def find(
+    layer: Op, weight: Tensor, quantizer: Quantizer, axes: Sequence[int | Packed], maker: str = ""
+) -> _Entry | None:
     """Return the layer's entry if it is valid and has the forms for these axes.
 
     A rule, the ``maker``, gets its own forms only: another's may have strides that its kernels cannot read. Plain
@@ -299,7 +302,7 @@ def keep(
     layer: Op,
     weight: Tensor,
     quantizer: Quantizer,
-    forms: dict[int, QuantizedTensor],
+    forms: dict[int | Packed, QuantizedTensor | PackedTensor],
     counted: bool,
     maker: str = "",
 ) -> None:

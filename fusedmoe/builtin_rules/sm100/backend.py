@@ -1,0 +1,135 @@
+"""Common parts of the rules for Blackwell: requirements, checks of operands and layers, rows in the packed layout.
+
+`fusedmoe.kernels.sm100.grouped` has the products. It imports cudnn-frontend only when a product first runs.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from fusedmoe.builtin_rules.sm90.backend import activation_of
+from fusedmoe.formats import QuantizedSpec
+from fusedmoe.fusion.rule import NothingToDo, PlanContext, require
+from fusedmoe.kernels import toolkit
+from fusedmoe.kernels.sm100 import package
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fusedmoe.kernels.activation import Activation
+    from fusedmoe.ops.op import Op
+
+ARCHITECTURES = (100, 103)
+MOST_EXPERTS = 1024
+WIDTH = 128
+"""Features of layers are multiples of it."""
+MOST_ELEMENTS = 2**31
+"""Rows times features are fewer: the kernels count them in 32 bits."""
+
+
+class OnSm100:
+    """Base of every rule for Blackwell. It precedes `FusionRule` in the bases."""
+
+    @classmethod
+    def available(cls, device: torch.device, arch: int | None) -> None:
+        """Decline on any device except an sm_100 or sm_103 GPU."""
+        require(arch is not None, "needs an sm_100 GPU, this device is %s", device)
+        require(arch in ARCHITECTURES, "needs an sm_100 or sm_103 GPU, this one is sm_%s", arch)
+
+    @classmethod
+    def installed(cls) -> None:
+        """Decline on a machine that cannot compile the kernels, or on which they were not verified."""
+        require(sys.platform == "linux", "needs Linux, this is %s", sys.platform)
+        unusable = toolkit.why_unusable()
+        require(unusable is None, "%s", unusable)
+        missing = package.why_missing()
+        require(missing is None, "%s", missing)
+        unverified = package.why_unverified()
+        require(unverified is None, "%s", unverified)
+
+
+class OfPacked(OnSm100):
+    """Base of a rule whose product multiplies MXFP8 codes in the packed layout. It precedes `FusionRule` in the bases."""
+
+    quantized_only: ClassVar[bool] = True
+    multiplies_codes: ClassVar[bool] = True
+
+
+def check_packed(ctx: PlanContext, *operands: str) -> None:
+    """Decline quantized operands that have no packed form; ``operands`` are names without a form."""
+    for name in operands:
+        spec = ctx.spec(name)
+        require(isinstance(spec, QuantizedSpec), "%s is not quantized: expected MXFP8 operands", name)
+        assert isinstance(spec, QuantizedSpec)
+        packed = ctx.spec(f"{name}:packed") if ctx.exists(f"{name}:packed") else None
+        require(
+            isinstance(packed, QuantizedSpec) and packed.packed,
+            "%s is %s: expected mxfp8 in e4m3 with scales of the rule rceil, rounded to nearest and not rotated",
+            name, spec.format,
+        )  # fmt: skip
+
+
+def check_layer(ctx: PlanContext, fc: Op, *, bias: str = "") -> None:
+    """Decline features, numbers of experts and options that the kernels do not have."""
+    for name in ("in_features", "out_features"):
+        width: int = getattr(fc, name)
+        require(width % WIDTH == 0, "%s %d is not a multiple of %d", name, width, WIDTH)
+    experts: int = fc.num_groups  # type: ignore[assignment]
+    require(experts <= MOST_EXPERTS, "%d experts, over %d", experts, MOST_EXPERTS)
+    require(not ctx.options.sm_margin, "sm_margin %d: these kernels take all SMs", ctx.options.sm_margin)
+    if bias and ctx.exists(bias):
+        require(ctx.dtype(bias) is torch.bfloat16, "the bias is %s, not bfloat16", ctx.dtype(bias))
+
+
+def check_bf16(ctx: PlanContext, *values: str) -> None:
+    """Decline values that are not bf16."""
+    for name in values:
+        dtype = str(ctx.dtype(name)).removeprefix("torch.")
+        require(dtype == "bfloat16", "%s is %s: products of MXFP8 operands are bfloat16", name, dtype)
+
+
+def check_activation(op: Op) -> Activation:
+    """Return the kernels' description of an activation, or decline it."""
+    activation = activation_of(op)
+    require(not activation.interleaved, "interleaved gate and up: expected a weight with the rows [gate | up]")
+    constants = activation.alpha != 1 or activation.offset != 0
+    message = "alpha %s and offset %s without a limit: the kernel has them for clamped activations alone"
+    require(not constants or activation.limit is not None, message, activation.alpha, activation.offset)
+    return activation
+
+
+def is_halved(ctx: PlanContext, packed: str) -> bool:
+    """Whether gate and up alternate in a packed form."""
+    spec = ctx.spec(packed)
+    return isinstance(spec, QuantizedSpec) and spec.halves
+
+
+def guard_rows(codes: Tensor, *features: int) -> None:
+    """Leave a call without rows to plain PyTorch, and decline one with too many."""
+    rows = codes.shape[0]
+    if not rows:
+        raise NothingToDo("no rows")
+    widest = max(codes.shape[-1], *features)
+    require(rows * widest < MOST_ELEMENTS, "%d rows of %d features: expected fewer than 2^31 elements", rows, widest)
+
+
+def guard_bias(bias: Tensor | None) -> None:
+    """Decline a bias that the kernels cannot read."""
+    require(bias is None or bias.is_contiguous(), "the bias is not contiguous")
+
+
+def packed_factor(factor: Tensor | None, place_of_row: Tensor, num_packed: int) -> Tensor | None:
+    """Return a factor per row (R,) in the packed layout: fp32, (P,), zeros for padding rows."""
+    if factor is None:
+        return None
+    packed = factor.new_zeros(num_packed + 1, dtype=torch.float32)  # the last is that of rows without an expert
+    return packed.index_copy_(0, place_of_row, factor.to(torch.float32))[:-1]
+
+
+def ones_of_rows(place_of_row: Tensor, num_packed: int) -> Tensor:
+    """Return 1 for the rows of experts and 0 for padding rows: fp32, (P,)."""
+    packed = torch.zeros(num_packed + 1, device=place_of_row.device)
+    return packed.index_fill_(0, place_of_row, 1.0)[:-1]

@@ -1,0 +1,102 @@
+"""``sm100.grouped_dgrad_activation_quantize``: the gradient of a grouped linear layer's rows, through the row scale and
+the activation before the layer, with MXFP8 operands; with the quantization of the result in its epilogue.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fusedmoe.builtin_rules.sm100.backend import (
+    OfPacked,
+    check_activation,
+    check_bf16,
+    check_layer,
+    check_packed,
+    guard_rows,
+    packed_factor,
+)
+from fusedmoe.formats.packed import can_pack
+from fusedmoe.fusion.rule import Bind, FusionRule, PlanContext, Step, require
+from fusedmoe.kernels.sm100 import grouped
+from fusedmoe.ops.glu import DSwiGLU
+from fusedmoe.ops.grouped_linear import Dgrad
+from fusedmoe.ops.quantize import QuantizeGrad
+from fusedmoe.ops.scale import DScale, ScaleGrad
+from fusedmoe.ops.squared_relu import DSquaredReLU
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+ROWS, COLUMNS = KEEPS = ("grad_input:packed", "grad_input:packed_columns")
+
+
+class PackedDgradActivationQuantize(
+    OfPacked, FusionRule, name="sm100.grouped_dgrad_activation_quantize", direction="backward"
+):
+    """``d = dy @ weight[e]``, ``dp = act'(p) * d * scale``, as codes and scales by rows and by columns;
+    ``dscale[r] = sum over features of d * act(p)``. The kernel adds up dscale with atomics, so its bits may differ from
+    run to run.
+    """
+
+    dgrad: Dgrad
+    scale_grad: ScaleGrad | None
+    dscale: DScale | None
+    dact: DSwiGLU | DSquaredReLU
+    quantize: QuantizeGrad
+
+    def supports(self, ctx: PlanContext) -> None:
+        check_packed(ctx, "grad_output", "dgrad.weight")
+        quantizer = self.quantize.quantizes
+        assert quantizer is not None, "otherwise there is no step"
+        require(can_pack(quantizer), "quantizes to %s: expected mxfp8 in e4m3, rounded to nearest", quantizer)
+
+    def offer(self, ctx: PlanContext) -> Step:
+        check_layer(ctx, self.dgrad.op)
+        check_bf16(ctx, "grad_output", "dgrad.weight", "dact.input")
+        check_activation(self.dact.op)
+        unquantized = ctx.is_read_outside("quantize.grad_output")
+        require(not unquantized, "the gradient of the preactivation is read unquantized too: the epilogue writes codes")
+        gives: tuple[str, ...] = ()
+        if self.scale_grad is not None:
+            require(
+                not ctx.deterministic, "the gradient of the row scale is a sum by atomics, which is not deterministic"
+            )
+            gives = (f"scale_grad.{self.scale_grad.gives[0]}",)
+        needs = ("grad_output:packed", "dgrad.weight:packed_columns", "padded_offsets", "dact.input:packed",
+                 "dscale.factor", "place_of_row")  # fmt: skip
+        launches = 1 + 2 * (self.dscale is not None) + 2 * (self.scale_grad is not None)
+        return Step(needs=needs, gives=gives, keeps=KEEPS, zeroes_tail=True, launches=launches)
+
+    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
+        activation, gives_scale = check_activation(self.dact.op), self.scale_grad is not None
+
+        def run(
+            dy: Tensor,
+            dy_scale: Tensor,
+            weight: Tensor,
+            weight_scale: Tensor,
+            ends: Tensor,
+            p: Tensor,
+            factor: Tensor | None,
+            place_of_row: Tensor,
+        ) -> tuple[Tensor, ...]:
+            factors = packed_factor(factor, place_of_row, dy.shape[0])
+            rows, columns, dfactor = grouped.gemm_derivative_quantize(
+                (dy, dy_scale), (weight, weight_scale), p, ends, factors, activation
+            )
+            found = {ROWS: rows, COLUMNS: columns}
+            kept = tuple(t for name in keep for t in found[name])
+            if not gives_scale:
+                return kept
+            assert dfactor is not None
+            assert factor is not None
+            return (dfactor.index_select(0, place_of_row).to(factor.dtype), *kept)
+
+        def bind(dy: Tensor, dy_scale: Tensor, weight: Tensor, weight_scale: Tensor, ends: Tensor, p: Tensor,
+                 *others: Tensor | None) -> Callable[..., tuple[Tensor, ...]]:  # fmt: skip
+            guard_rows(dy, p.shape[1])
+            return run
+
+        return bind

@@ -1,0 +1,120 @@
+"""``sm100.quantize``: codes and scales of rows in the packed layout, by rows, by columns, or both, in one launch.
+
+``sm100.quantize_grad``: the same for gradients. ``sm100.gathered_quantize`` and ``sm100.gathered_quantize_grad``: the
+same for rows of another value, which the kernel reads through their index.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from fusedmoe.builtin_rules.sm90.backend import ThroughIndex, guard_gradient, guard_index, guard_matrix, on_readable
+from fusedmoe.builtin_rules.sm100.backend import MOST_EXPERTS, OnSm100, is_halved
+from fusedmoe.formats.packed import PACKED_FEATURES, can_pack
+from fusedmoe.fusion.rule import Bind, FusionRule, NothingToDo, PlanContext, Step, require
+from fusedmoe.kernels.sm100 import quantize_functions
+from fusedmoe.ops.quantize import Quantize, QuantizeGrad
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from fusedmoe.formats import Quantizer
+
+
+class PackedQuantize(OnSm100, FusionRule, name="sm100.quantize", direction="forward"):
+    """Codes and scales of rows in the packed layout, in the forms that are read."""
+
+    quantize: Quantize
+
+    def supports(self, ctx: PlanContext) -> None:
+        _check_format(self.quantize.quantizer)
+
+    def offer(self, ctx: PlanContext) -> Step:
+        return _step(ctx, "input", "output")
+
+    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
+        kernel = _Kernel(ctx, keep, "output")
+
+        def bind(x: Tensor, offsets: Tensor, *index: Tensor) -> Callable[..., tuple[Tensor, ...]]:
+            if not x.numel():
+                raise NothingToDo("no rows")
+            guard_matrix("x", x)
+            guard_index(x, index)
+            return kernel.bound(x, offsets, *index)
+
+        return bind
+
+
+class PackedQuantizeGradient(OnSm100, FusionRule, name="sm100.quantize_grad", direction="backward"):
+    """Codes and scales of a gradient in the packed layout, in the forms that are read."""
+
+    quantize: QuantizeGrad
+
+    def supports(self, ctx: PlanContext) -> None:
+        _check_format(self.quantize.quantizes)
+
+    def offer(self, ctx: PlanContext) -> Step:
+        return _step(ctx, "grad_output", "grad_input")
+
+    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
+        kernel = _Kernel(ctx, keep, "grad_input")
+
+        def bind(dy: Tensor, offsets: Tensor, *index: Tensor) -> Callable[..., tuple[Tensor, ...]]:
+            guard_gradient(dy)
+            guard_index(dy, index)
+            return on_readable(dy, kernel.bound(dy, offsets, *index))
+
+        return bind
+
+
+class GatheredPackedQuantize(ThroughIndex, PackedQuantize, name="sm100.gathered_quantize", direction="forward"):
+    """`sm100.quantize` with ``x[index[r]]`` in place of ``x[r]``."""
+
+    gathers = "input"
+    gather_cost = 1.0
+
+
+class GatheredPackedQuantizeGradient(
+    ThroughIndex, PackedQuantizeGradient, name="sm100.gathered_quantize_grad", direction="backward"
+):
+    """`sm100.quantize_grad` with ``dy[index[r]]`` in place of ``dy[r]``."""
+
+    gathers = "grad_output"
+    gather_cost = 1.0
+
+
+class _Kernel:
+    """The kernel for the forms ``keep`` of the value ``made``."""
+
+    def __init__(self, ctx: PlanContext, keep: tuple[str, ...], made: str) -> None:
+        self.rows, self.columns = f"{made}:packed" in keep, f"{made}:packed_columns" in keep
+        self.halves = is_halved(ctx, f"{made}:packed")
+
+    def bound(self, x: Tensor, offsets: Tensor, *index: Tensor) -> Callable[..., tuple[Tensor, ...]]:
+        """Return the function of tensors like these."""
+        run = quantize_functions.bind_quantize_packed(
+            x, offsets, *index, rows=self.rows, columns=self.columns, halves=self.halves
+        )
+        return lambda x, offsets, *index: tuple(t for form in run(x, offsets, *index) for t in form)
+
+
+def _check_format(quantizer: Quantizer | None) -> None:
+    assert quantizer is not None, "otherwise there is no step"
+    require(can_pack(quantizer), "quantizes to %s: expected mxfp8 in e4m3, rounded to nearest", quantizer)
+
+
+def _step(ctx: PlanContext, read: str, made: str) -> Step:
+    spec, dtype = ctx.spec(read), ctx.dtype(read)
+    require(ctx.exists("quantize.offsets"), "rows without experts have no packed layout")
+    require(len(spec.shape) == 2, "rows have %d dimensions, not 2", len(spec.shape))
+    require(dtype in (torch.bfloat16, torch.float16), "rows are %s, not bfloat16 or float16", dtype)
+    multiple = PACKED_FEATURES * (2 if is_halved(ctx, f"{made}:packed") else 1)
+    require(spec.shape[1] % multiple == 0, "%d features are not a multiple of %d", spec.shape[1], multiple)
+    experts = ctx.spec("quantize.offsets").shape[0]
+    require(experts <= MOST_EXPERTS, "%d experts, over %d", experts, MOST_EXPERTS)
+    keeps = (f"{made}:packed", f"{made}:packed_columns")
+    return Step(needs=(read, "quantize.offsets"), gives=(), keeps=keeps, zeroes_tail=True)

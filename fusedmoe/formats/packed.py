@@ -1,0 +1,113 @@
+"""The packed layout of rows and weights in MXFP8, which the grouped products of Blackwell's tensor cores read.
+
+- **Rows** are sorted by expert. Each expert's rows are padded with zero rows to a multiple of 256. Codes are (P, K), by
+  rows and by columns alike: they are not transposed. Scales are swizzled (see `swizzle`): by rows as one matrix, by
+  columns expert by expert.
+- **Weights** have codes (E, N, K) by rows and (E, K, N) by columns, and the scales of each expert are swizzled.
+- **Gate and up** alternate in blocks of 32 features, where a gated activation reads them as two halves: ``[gate 0..31,
+  up 0..31, gate 32..63, ...]``. This holds for rows before such an activation, and for the weight of the layer that
+  makes them. A block of 32 is a block of the format, so reordering and quantization commute.
+
+Source: NVIDIA, cudnn-frontend, ``cudnn.gemm.cutedsl.grouped``.
+
+Axes: R rows, P padded rows, E experts, F features, of which the first half is gate.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from fusedmoe.formats.format import E4M3, ScaleRule
+from fusedmoe.formats.groups import PACKED_ROWS, PaddedRows
+from fusedmoe.formats.quantizers import quantize
+from fusedmoe.formats.swizzle import swizzle, swizzle_column_groups, swizzled_length
+from fusedmoe.kernels.torch.rows import tail_mask
+
+if TYPE_CHECKING:
+    from fusedmoe.formats.format import Quantizer
+
+PACKED_FEATURES = 32
+"""The features of gate, and then of up, that alternate."""
+
+
+class Packed(NamedTuple):
+    """A packed form of a value: the axis that its blocks run along, and whether gate and up alternate."""
+
+    axis: int
+    halves: bool = False
+
+
+class PackedTensor(NamedTuple):
+    """Codes and swizzled scales of a packed form."""
+
+    data: Tensor
+    scale: Tensor
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Return codes and scales."""
+        return self.data, self.scale
+
+
+def can_pack(quantizer: Quantizer) -> bool:
+    """Whether the packed layout exists for the values of a quantizer: MXFP8 in E4M3, rounded to nearest."""
+    format = quantizer.format
+    plain = not (quantizer.hadamard or quantizer.stochastic_rounding)
+    return plain and format.element == E4M3 and format.block == (1, 32) and format.rule is ScaleRule.RCEIL
+
+
+def interleave(x: Tensor, axis: int = -1) -> Tensor:
+    """Let gate and up alternate in blocks of 32, from ``[gate | up]``, along an axis."""
+    x = x.movedim(axis, -1)
+    return rearrange(x, "... (half block i) -> ... (block half i)", half=2, i=PACKED_FEATURES).movedim(-1, axis)
+
+
+def deinterleave(x: Tensor, axis: int = -1) -> Tensor:
+    """Undo `interleave`."""
+    x = x.movedim(axis, -1)
+    return rearrange(x, "... (block half i) -> ... (half block i)", half=2, i=PACKED_FEATURES).movedim(-1, axis)
+
+
+def padded_layout(offsets_E: Tensor, num_rows: int) -> PaddedRows:
+    """Return the layout of ``num_rows`` packed rows with these ends of the experts' rows, (E,) int32."""
+    return PaddedRows.of(offsets_E, num_rows, PACKED_ROWS)
+
+
+def pack_rows(x: Tensor, offsets_E: Tensor, halves: bool = False) -> Tensor:
+    """Return rows (R, F) in the packed layout without quantization: (P, F). Padding rows are zeros."""
+    return padded_layout(offsets_E, x.shape[0]).spread(interleave(x) if halves else x)
+
+
+def quantize_packed(x: Tensor, quantizer: Quantizer, form: Packed, offsets_E: Tensor | None = None) -> PackedTensor:
+    """Return a packed form of rows (R, F), with the ends of the experts' rows, or of weights (E, N, K).
+
+    The values are those of `quantize`. The halves of a weight are those of N.
+    """
+    if x.dim() == 3:
+        q = quantize(interleave(x, -2) if form.halves else x, quantizer, form.axis)
+        return PackedTensor(q.data, swizzle(q.scale).flatten())
+    assert offsets_E is not None, "packed rows are sorted by expert"
+    padded = padded_layout(offsets_E, x.shape[0])
+    rows = padded.spread(interleave(x) if form.halves else x)
+    if form.axis == -1:
+        q = quantize(rows, quantizer)
+        return PackedTensor(q.data, swizzle(q.scale))
+    q = quantize(rows, quantizer, -2, offsets=padded.ends_E)
+    of_block = quantizer.format.block[1]
+    assert of_block is not None, "can_pack requires it"
+    scale = q.scale[:, : rows.shape[0] // of_block]
+    length = swizzled_length(x.shape[1], scale.shape[1])
+    return PackedTensor(
+        q.data[:, : rows.shape[0]].mT.contiguous(),
+        swizzle_column_groups(scale, padded.ends_E // of_block).blocked[:length].contiguous(),
+    )
+
+
+def place_of_row(offsets_E: Tensor, num_rows: int) -> Tensor:
+    """Return the packed row of each row: (R,) int64; P for rows without an expert."""
+    padded = padded_layout(offsets_E, num_rows)
+    place_P1 = torch.arange(padded.num_padded, device=offsets_E.device)[:, None]
+    return padded.collect(place_P1)[:, 0].masked_fill_(tail_mask(offsets_E, num_rows), padded.num_padded)
