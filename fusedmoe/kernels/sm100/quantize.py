@@ -8,8 +8,8 @@ threads load as in `sm90/quantize.py`: a thread has 8 rows and 8 features, in re
 rows have the features of 4 lanes. The blocks by columns have the rows of two warps, which exchange their largest
 magnitudes through shared memory. There the tiles of scales are put together too, and a warp writes each.
 
-Each warp finds its rows in ``offsets``. A CTA that comes after the last expert's rows writes nothing. Zeros need no code
-of their own: the scale of a block of zeros is the byte 0, which is also what the layout of scales wants as padding.
+Each warp finds its rows in ``offsets``. A CTA that comes after the last expert's rows writes nothing. Padding needs no
+code of its own: the scale of a block of zeros is the byte 0, which the layout of scales has as padding too.
 
 It uses no instruction that Hopper lacks, and runs there too.
 
@@ -142,7 +142,7 @@ class QuantizePacked(WarpKernel):
 
     @cute.jit
     def load(self, x, index, first, valid, at):
-        """This thread's values: 8 features of each of its 8 rows; zeros after ``valid`` rows of the tile."""
+        """The values of this thread: 8 features of each of its 8 rows; zeros after ``valid`` rows of the tile."""
         thread, _, _ = cute.arch.thread_idx()
         vector = at * GROUPS + thread % GROUPS
         if const_expr(self.halves):
