@@ -24,6 +24,7 @@ import test_sm90_quantize_formats as quantized_formats
 import test_sm90_router as router
 import test_sm90_rows as rows
 import test_sm90_slots as slots
+import test_sm100_quantize as packed
 from emulator.gpu import emulated
 from poison import nan_in_new_tensors
 
@@ -177,6 +178,13 @@ def test_square_blocks_and_dequantized_values(which):
     quantized_formats.test_weights(CPU, which, (-1, -2), transposed=True)
     quantized_formats.test_dequantized_weights(CPU, which)
     quantized_formats.test_dequantized_rows(CPU, {"mxfp8 32x32": "mxfp8", "nvfp4 16x16": "nvfp4 rotated"}[which])
+
+
+@pytest.mark.parametrize("form", ["both", "columns"])
+def test_quantized_packed_rows(form):
+    """For Blackwell: both forms of rows sorted by expert, with a tail of NaN; then of halves, through an index."""
+    packed.test_rows_sorted_by_expert(CPU, "around a packed tile", form)
+    packed.test_rows_through_an_index(CPU, form, halves=True)
 
 
 def test_quantized_weights():

@@ -1,0 +1,239 @@
+"""The kernel that quantizes rows to MXFP8 for Blackwell's grouped products: by rows, by columns, or both, in one read.
+
+The rows are *packed*: each expert's rows are followed by zeros up to a multiple of 256. The scales are in the layout
+that the tensor cores read, in tiles of 128 lines x 4 blocks; see `fusedmoe.formats.swizzle`.
+
+A CTA has 128 packed rows and 128 features. These are one tile of scales by rows, and one of scales by columns. Its
+threads load as in `sm90/quantize.py`: a thread has 8 rows and 8 features, in registers, for both forms. The blocks by
+rows have the features of 4 lanes. The blocks by columns have the rows of two warps, which exchange their largest
+magnitudes through shared memory. There the tiles of scales are put together too, and a warp writes each.
+
+Each warp finds its rows in ``offsets``. A CTA that comes after the last expert's rows writes nothing. Padding needs no
+code of its own: the scale of a block of zeros is the byte 0, which the layout of scales has as padding too.
+
+It uses no instruction that Hopper lacks, and runs there too.
+
+Axes: R rows, T tokens, K features, E experts, P packed rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+from cutlass.memory import SmemAllocator
+
+from fusedmoe.kernels.sm90.codes import (
+    CODES,
+    FINITE_BIAS,
+    NEGATIVES,
+    finite_amax,
+    fp32_pair,
+    max_of_pairs,
+)
+from fusedmoe.kernels.sm90.quantize import BLOCK as TILE
+from fusedmoe.kernels.sm90.quantize import (
+    CTAS_PER_SM,
+    GROUPS,
+    STRIP,
+    THREADS,
+    UNIT,
+    WARPS,
+    WORDS,
+    largest_magnitudes,
+    load_tile,
+    rows_of_tile,
+)
+from fusedmoe.kernels.sm90.quantize_formats import e8m0_encode
+from fusedmoe.kernels.sm90.warps import ELEMENTS, LANES, VECTOR, WarpKernel, fake_matrix, fake_vector
+
+PACKING = 256  # rows to a multiple of which those of an expert are packed
+TILES = PACKING // TILE
+ELEMENT = "e4m3"
+SIZE = 32  # values per block
+BLOCKS = TILE // SIZE  # of a line of a tile
+LANES_PER_BLOCK = SIZE // VECTOR
+WARPS_PER_BLOCK = SIZE // STRIP * GROUPS // LANES
+SCALES = TILE * BLOCKS  # bytes of a tile of scales
+SHARED_PERCENT = 10  # of an SM's memory: 3 KiB per CTA
+
+
+@dataclass(frozen=True)
+class QuantizePacked(WarpKernel):
+    """MXFP8 codes and scales of packed rows."""
+
+    dtype: str  # of the values: "bf16" or "fp16"
+    gathered: bool  # whether a row is a token's: the kernel reads tokens through an index
+    halves: bool  # whether features are [gate | up], which become blocks of 32 in turn
+    rows: bool  # whether there are codes by rows
+    columns: bool  # whether there are codes by columns
+
+    @property
+    def symbol(self) -> str:
+        flags = {"rows": self.rows, "columns": self.columns, "gathered": self.gathered, "halves": self.halves}
+        return "_".join(["sm100_quantize_packed", self.dtype, *(name for name, on in flags.items() if on)])
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        of_sm90 = ("codes", "quantize", "quantize_formats")
+        return *super().sources, *(f"fusedmoe.kernels.sm90.{name}" for name in of_sm90)
+
+    def compile(self) -> Any:
+        """Compile without a GPU; a function of values (R, K) or (T, K), index (R,) int32, offsets (E,) int32; codes
+        (P, K) uint8 by rows and their tiles of scales (P / 128 * ceil(K / 128), 512) uint8; and the same by columns.
+        Arguments that the kernel does not need are not read or written.
+        """
+        columns = cute.sym_int(divisibility=VECTOR)
+        return self.compiled_for(
+            fake_matrix(self.dtype, cute.sym_int(), columns), fake_vector("int32", cute.sym_int()),
+            fake_vector("int32", cute.sym_int()), _bytes(), _bytes(), _bytes(), _bytes(),
+        )  # fmt: skip
+
+    @cute.jit
+    def __call__(self, x, index, offsets, row_codes, row_scale, column_codes, column_scale, stream):
+        across = cute.ceil_div(x.shape[1], TILE)
+        self.kernel(x, index, offsets, row_codes, row_scale, column_codes, column_scale, across).launch(
+            grid=(row_codes.shape[0] // TILE * across, 1, 1),
+            block=(THREADS, 1, 1),
+            min_blocks_per_mp=CTAS_PER_SM,
+            preferred_smem_carveout=SHARED_PERCENT,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, x, index, offsets, row_codes, row_scale, column_codes, column_scale, across):
+        lane = cute.arch.lane_idx()
+        number, _, _ = cute.arch.block_idx()
+        tile = number // across  # adjacent CTAs read adjacent features
+        at = number - tile * across
+        smem = SmemAllocator()
+        lines = cute.make_layout(((LANES, TILE // LANES), BLOCKS), stride=((UNIT, BLOCKS), 1))
+        s_rows, s_columns = (smem.allocate_tensor(cutlass.Uint8, lines, UNIT) for _ in range(2))
+        s_amax = smem.allocate_tensor(Int32, cute.make_layout((TILE // 2, WARPS)), UNIT)
+
+        first, packed, _, expert = rows_of_tile(offsets, tile // TILES, Int32(0), lane, PACKING)
+        if packed > 0:
+            skipped = tile % TILES * TILE
+            values = self.load(x, index, first + skipped, packed - skipped, at)
+            of_rows, of_columns, signs = largest_magnitudes(values, FINITE_BIAS[self.dtype])
+            if signs & NEGATIVES != 0:  # make NaN of infinities, since the conversion to FP8 would saturate them
+                for i in cutlass.range_constexpr(STRIP):
+                    loaded = values[i].load()
+                    values[i].store(loaded - (loaded - loaded))
+            if const_expr(self.rows):
+                factors = self.encode_rows(of_rows, s_rows)
+                self.store(values, [[factor] * VECTOR for factor in factors], row_codes, tile, at)
+            if const_expr(self.columns):
+                factors = self.encode_columns(of_columns, s_amax, s_columns)
+                self.store(values, [factors] * STRIP, column_codes, tile, at)
+            cute.arch.sync_threads()
+            if const_expr(self.rows):
+                copy_scales(s_rows, row_scale, number, 0)
+            if const_expr(self.columns):
+                start, end = Int32(0), offsets[expert]
+                if expert > 0:
+                    start = offsets[expert - 1]
+                down = cute.ceil_div(end - start, PACKING) * TILES  # tiles of the expert's rows
+                own = (first - start) // PACKING * TILES + tile % TILES
+                copy_scales(s_columns, column_scale, (tile - own) * across + at * down + own, 1)
+
+    @cute.jit
+    def load(self, x, index, first, valid, at):
+        """The values of this thread: 8 features of each of its 8 rows; zeros after ``valid`` rows of the tile."""
+        thread, _, _ = cute.arch.thread_idx()
+        vector = at * GROUPS + thread % GROUPS
+        if const_expr(self.halves):
+            vectors = x.shape[1] // VECTOR
+            block = vector // LANES_PER_BLOCK
+            source = block // 2 * LANES_PER_BLOCK + block % 2 * (vectors // 2) + vector % LANES_PER_BLOCK
+            vector = cutlass.select_(vector < vectors, source, vector)
+        return load_tile(x, index if const_expr(self.gathered) else None, first, valid, vector)
+
+    @cute.jit
+    def encode(self, pair):
+        """The factors of two blocks, from the bits of their largest magnitudes, and the bytes of their scales."""
+        found = []
+        for half in cutlass.range_constexpr(2):
+            amax = finite_amax(pair >> 16 * half, FINITE_BIAS[self.dtype], ELEMENTS[self.dtype])
+            found.append(e8m0_encode(amax, ELEMENT, "rceil"))
+        return [factor for factor, _ in found], [byte.to(cutlass.Uint8) for _, byte in found]
+
+    @cute.jit
+    def encode_rows(self, largest, s_scale):
+        """The factors of this thread's rows; writes their scales to shared memory."""
+        thread, _, _ = cute.arch.thread_idx()
+        group, strip = thread % GROUPS, thread // GROUPS
+        factors, scales = [], []
+        for i in cutlass.range_constexpr(STRIP // 2):
+            pair = largest[i]
+            for step in cutlass.range_constexpr(LANES_PER_BLOCK.bit_length() - 1):
+                pair = max_of_pairs(pair, cute.arch.shuffle_sync_bfly(pair, 1 << step))
+            found, stored = self.encode(pair)
+            factors += found
+            scales += stored
+        if group % LANES_PER_BLOCK == 0:
+            for i in cutlass.range_constexpr(STRIP):
+                s_scale[strip * STRIP + i, group // LANES_PER_BLOCK] = scales[i]
+        return factors
+
+    @cute.jit
+    def encode_columns(self, largest, s_amax, s_scale):
+        """The factors of this thread's features; writes their scales to shared memory."""
+        thread, _, _ = cute.arch.thread_idx()
+        group, lane = thread % GROUPS, cute.arch.lane_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        own, other = (cute.make_rmem_tensor((WORDS,), Int32) for _ in range(2))
+        for w in cutlass.range_constexpr(WORDS):
+            own[w] = max_of_pairs(largest[w], cute.arch.shuffle_sync_bfly(largest[w], GROUPS))
+        if lane < GROUPS:
+            cute.autovec_copy(own, cute.local_tile(s_amax[None, warp], (WORDS,), (group,)))
+        cute.arch.sync_threads()
+        cute.autovec_copy(cute.local_tile(s_amax[None, warp ^ 1], (WORDS,), (group,)), other)
+        factors, scales = [], []
+        for w in cutlass.range_constexpr(WORDS):
+            found, stored = self.encode(max_of_pairs(own[w], other[w]))
+            factors += found
+            scales += stored
+        if warp % WARPS_PER_BLOCK == 0 and lane < GROUPS:
+            for i in cutlass.range_constexpr(VECTOR):
+                s_scale[group * VECTOR + i, warp // WARPS_PER_BLOCK] = scales[i]
+        return factors
+
+    @cute.jit
+    def store(self, values, factors, codes, tile, at):
+        """Write the codes of this thread's values times ``factors``, which has a list of 8 for each row."""
+        thread, _, _ = cute.arch.thread_idx()
+        vector = at * GROUPS + thread % GROUPS
+        if vector * VECTOR < codes.shape[1]:
+            row = cute.local_tile(codes[tile * TILE + thread // GROUPS * STRIP, None], (VECTOR,), (vector,)).iterator
+            for i in cutlass.range_constexpr(STRIP):
+                words = cute.recast_tensor(values[i], Int32)
+                scaled, found = (cute.make_rmem_tensor((VECTOR,), t) for t in (Float32, CODES[ELEMENT]))
+                for w in cutlass.range_constexpr(WORDS):
+                    low, high = fp32_pair(words[w], values[i].element_type)
+                    scaled[2 * w], scaled[2 * w + 1] = low * factors[i][2 * w], high * factors[i][2 * w + 1]
+                found.store(scaled.load().to(CODES[ELEMENT]))
+                stored = cute.recast_tensor(found, codes.element_type)
+                cute.autovec_copy(stored, cute.make_tensor(row, cute.make_layout((VECTOR,))))
+                row += codes.stride[0]
+
+
+@cute.jit
+def copy_scales(s_scale, scale, number, warp: cutlass.Constexpr[int]):
+    """Write a tile of scales from shared memory, by one warp."""
+    if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == warp:
+        lane = cute.arch.lane_idx()
+        held = cute.make_rmem_tensor((UNIT,), cutlass.Uint8)
+        source = cute.make_tensor(s_scale.iterator, cute.make_layout((SCALES,)))
+        cute.autovec_copy(cute.local_tile(source, (UNIT,), (lane,)), held)
+        cute.autovec_copy(held, cute.local_tile(scale[number, None], (UNIT,), (lane,)))
+
+
+def _bytes() -> Any:
+    """A matrix of bytes with unit stride along its columns, whose rows begin at multiples of 16, for the compiler."""
+    shape = tuple(cute.sym_int() for _ in range(2))
+    strides = (cute.sym_int64(divisibility=UNIT), 1)
+    return cute.runtime.make_fake_tensor(cutlass.Uint8, shape, strides, assumed_align=UNIT)

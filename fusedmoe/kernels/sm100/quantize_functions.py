@@ -1,0 +1,86 @@
+"""The kernel of `quantize.py` as a function of torch tensors. No call waits for the device or reads splits on the host.
+
+Axes: R rows, T tokens, K features, E experts, P packed rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fusedmoe.kernels.compiler import load
+from fusedmoe.kernels.sm90.row_functions import NAMES
+from fusedmoe.kernels.torch.rows import padded_rows
+from fusedmoe.target import arch_of
+
+PACKING = 256  # rows to a multiple of which those of an expert are packed
+TILE = 128
+SCALES = 512  # of a tile of 128 x 128 codes
+
+Form = tuple[Tensor, Tensor]
+"""Codes in E4M3, and scales in E8M0."""
+
+
+def bind_quantize_packed(
+    x: Tensor,
+    offsets_E: Tensor,
+    index_R: Tensor | None = None,
+    *,
+    rows: bool = True,
+    columns: bool = False,
+    halves: bool = False,
+) -> Callable[[Tensor, Tensor, Tensor | None], tuple[Form, ...]]:
+    """Return a function of ``(x, offsets, index)`` that quantizes rows to MXFP8 for Blackwell, in one launch.
+
+    It serves tensors of the same shapes, dtypes and strides as these. It returns codes and scales: those by rows if
+    ``rows``, and then those by columns if ``columns``. They have the bits of `fusedmoe.quantize`, with blocks of 32 and
+    the rule RCEIL, of *packed* rows: ``padded.spread(x)`` with ``padded = PaddedRows.of(offsets, R, 256)``. With
+    ``ends = padded.ends_E``:
+
+    - by rows: codes (P, K), and the ``swizzle`` of their scale (P, K / 32);
+    - by columns, with ``offsets=ends``: codes (P, K), which are not transposed, and the ``swizzle_column_groups`` of
+      their scale (K, P / 32) with ``ends // 32``. So the scales of an expert whose packed rows start at s begin at
+      ``ceil(K / 128) * 128 * s / 32``.
+
+    Both scales are vectors of ``P / 128 * ceil(K / 128) * 512``. Nothing is written for the packed rows from
+    ``ends[-1]`` on.
+
+    Parameters
+    ----------
+    x
+        bf16 or fp16, shape (R, K), K a multiple of 32, unit stride in K, the other stride a multiple of 8, the address
+        a multiple of 16 bytes.
+    offsets_E
+        The end of each expert's rows, int32, shape (E,), contiguous, non-decreasing, within [0, R]. Rows from
+        ``offsets[-1]`` on are not read.
+    index_R
+        int32, shape (R,), contiguous: row r is ``x[index[r]]``, and ``x`` is (T, K) with any number of rows. It is read
+        only for rows that belong to an expert.
+    halves
+        The features of ``x`` are [gate | up], K a multiple of 64. Those of the result are in blocks of 32: gate 0 to
+        31, up 0 to 31, gate 32 to 63, and so on.
+    """
+    length = x.shape[1]
+    num_rows = x.shape[0] if index_R is None else index_R.shape[0]
+    packed = padded_rows(num_rows, offsets_E.shape[0], PACKING)
+    tiles = packed // TILE * -(-length // TILE)
+    kernel = None
+    if tiles:
+        from fusedmoe.kernels.sm100.quantize import QuantizePacked  # deferred: imports the CuTe DSL
+
+        arch = arch_of(x.device) or 90  # an emulated GPU is an sm_90
+        kernel = load(QuantizePacked(NAMES[x.dtype], index_R is not None, halves, rows, columns, arch=f"sm_{arch}a"))
+
+    def run(x: Tensor, offsets_E: Tensor, index_R: Tensor | None = None) -> tuple[Form, ...]:
+        shapes = ((packed, length), (tiles, SCALES))
+        forms = [tuple(x.new_empty(shape, dtype=torch.uint8) for shape in shapes) for _ in range(rows + columns)]
+        if kernel is not None:
+            # a form that is not wanted is not written
+            kernel(x, offsets_E if index_R is None else index_R, offsets_E, *forms[0], *forms[-1])
+        return tuple(
+            (codes.view(torch.float8_e4m3fn), scale.view(-1).view(torch.float8_e8m0fnu)) for codes, scale in forms
+        )
+
+    return run
