@@ -7,19 +7,25 @@ Codes are E4M3, scales E8M0 in flat buffers of tiles.
 import cudnn.gemm.cutedsl.grouped as grouped
 import torch
 
-from blackwell.scales import up
+from blackwell.scales import round_up
 
 CONFIG = {"mma_tiler_mn": (256, 256), "cluster_shape_mn": (2, 1), "sf_vec_size": 32}
-BF16 = torch.bfloat16
 
 
 def codes(rows, columns):
-    return torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
+    """Return codes to be written: NaNs, so that those read without being written show."""
+    return torch.full((rows, columns), 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
 
 
 def scales(rows, columns):
-    """Return the scales of codes (rows, columns), in blocks along the columns."""
-    return torch.empty(up(rows, 128) * up(columns, 128) // 32, dtype=torch.float8_e8m0fnu)
+    """Return the scales of codes (rows, columns), in blocks along the columns, to be written: NaNs."""
+    return torch.full((round_up(rows, 128) * round_up(columns, 128) // 32,), 0xFF, dtype=torch.uint8).view(
+        torch.float8_e8m0fnu
+    )
+
+
+def bf16(*shape):
+    return torch.full(shape, torch.nan, dtype=torch.bfloat16)
 
 
 def call(api_class, tensors, constants, **run_time):
@@ -27,7 +33,9 @@ def call(api_class, tensors, constants, **run_time):
     api = api_class(**{f"sample_{name}": t for name, t in tensors.items()}, **constants, **CONFIG)
     assert api.check_support()
     api.compile()
-    api.execute(**{name if name == "padded_offsets" else f"{name}_tensor": t for name, t in tensors.items()}, **run_time)
+    api.execute(
+        **{name if name == "padded_offsets" else f"{name}_tensor": t for name, t in tensors.items()}, **run_time
+    )
     return api
 
 
@@ -47,7 +55,7 @@ def product(a, sfa, b, sfb, ends):
 def glu(operands, prob, *, clamp=None, bias=None, discrete_col_sfd=True):
     """C (P, N) bf16 and D (P, N / 2); `clamp` are run-time numbers; `bias` (E, N)."""
     rows, width = len(operands["a"]), operands["b"].shape[1]
-    tensors = {**operands, "prob": prob, "c": torch.empty(rows, width, dtype=BF16), **outputs(rows, width // 2)}
+    tensors = {**operands, "prob": prob, "c": bf16(rows, width), **outputs(rows, width // 2)}
     if bias is not None:
         tensors["bias"] = bias.T
     constants = {"act_func": "geglu" if clamp else "swiglu", "discrete_col_sfd": discrete_col_sfd}
@@ -57,7 +65,7 @@ def glu(operands, prob, *, clamp=None, bias=None, discrete_col_sfd=True):
 
 def quant(operands, *, bias=None, prob=None):
     """D (P, N) bf16; with a bias there must be a prob, which multiplies the bias only."""
-    tensors = {**operands, "d": torch.empty(len(operands["a"]), operands["b"].shape[1], dtype=BF16)}
+    tensors = {**operands, "d": bf16(len(operands["a"]), operands["b"].shape[1])}
     if bias is not None:
         tensors |= {"bias": bias.T, "prob": prob}
     call(grouped.GroupedGemmQuantSm100, tensors, {})
@@ -78,7 +86,7 @@ def dglu(operands, prob, c, *, clamp=None, discrete_col_sfd=True):
 def srelu(operands, prob, *, discrete_col_sfd=True):
     """C (P, I) bf16 and D (P, I)."""
     rows, width = len(operands["a"]), operands["b"].shape[1]
-    tensors = {**operands, "prob": prob, "c": torch.empty(rows, width, dtype=BF16), **outputs(rows, width)}
+    tensors = {**operands, "prob": prob, "c": bf16(rows, width), **outputs(rows, width)}
     call(grouped.GroupedGemmSreluSm100, older_views(tensors), {"discrete_col_sfd": discrete_col_sfd})
     return tensors
 
@@ -94,7 +102,7 @@ def dsrelu(operands, prob, c, *, discrete_col_sfd=True):
 def wgrad(dy, x, sf_dy, sf_x, ends, out=None, *, accumulate=False):
     """The sum of dy^T x over each expert's rows (E, M, N): dy (P, M) and x (P, N) by columns, scales of each expert."""
     if out is None:
-        out = torch.empty(len(ends), dy.shape[1], x.shape[1], dtype=BF16)
+        out = bf16(len(ends), dy.shape[1], x.shape[1])
     tensors = {"a": dy.T, "b": x, "sfa": sf_dy, "sfb": sf_x, "offsets": ends, "wgrad": out}
     call(grouped.GroupedGemmWgradSm100, tensors, {"accumulate_on_output": accumulate})
     return out
@@ -103,13 +111,18 @@ def wgrad(dy, x, sf_dy, sf_x, ends, out=None, *, accumulate=False):
 def older_views(tensors):
     """Return views as srelu and dsrelu take them: (P, X, 1), (N, K, E), (P, 1, 1) and tiles in 6 dimensions."""
     experts, width, depth = tensors["b"].shape
-    rows, d_width = next(tensors[n] for n in ("d", "d_row") if n in tensors).shape
-    shapes = {"sfa": (1, rows, depth), "sfb": (experts, width, depth), "sfd_row": (1, rows, d_width), "sfd_col": (1, d_width, rows)}
+    rows = len(tensors["a"])
+    shapes = {
+        "sfa": (1, rows, depth),
+        "sfb": (experts, width, depth),
+        "sfd_row": (1, rows, width),
+        "sfd_col": (1, width, rows),
+    }
     views = dict(tensors)
     for name, t in tensors.items():
         if name in shapes:
             groups, down, across = shapes[name]
-            tiles = t.view(groups, up(down, 128) // 128, up(across, 128) // 128, 32, 4, 4)
+            tiles = t.view(groups, round_up(down, 128) // 128, round_up(across, 128) // 128, 32, 4, 4)
             views[name] = tiles.permute(3, 4, 1, 5, 2, 0)
         elif name == "b":
             views[name] = t.permute(1, 2, 0)

@@ -3,6 +3,7 @@
 import enum
 import tempfile
 from pathlib import Path
+from typing import ClassVar
 
 import cutlass
 from cuda.bindings import driver
@@ -21,7 +22,7 @@ class Compiler:
     Compiled kernels are kept for the life of the process, by everything that the compiler was told.
     """
 
-    kept = {}
+    kept: ClassVar = {}
 
     def __init__(self, launched):
         self.launched = launched  # called with each Launch

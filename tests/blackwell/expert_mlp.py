@@ -8,10 +8,10 @@ from dataclasses import dataclass, fields
 from importlib import import_module
 
 import torch
-from blackwell import calls
-from blackwell.scales import up
 
 import fusedmoe as fm
+from blackwell import calls
+from blackwell.scales import round_up
 from fusedmoe import formats
 from fusedmoe.formats.groups import PaddedRows, group_of
 
@@ -32,7 +32,7 @@ def deinterleaved(w):
 def swizzled_columns(scale, ends):
     """Return the scales of columns (K, P / 32), one swizzled matrix for each expert."""
     blocked = swizzling.swizzle_column_groups(scale.contiguous(), ends // 32).blocked
-    return blocked[: up(len(scale), 128) * scale.shape[1]].contiguous()
+    return blocked[: round_up(len(scale), 128) * scale.shape[1]].contiguous()
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,12 @@ class Glue:
     swizzle_columns: Callable = swizzled_columns
     block: int = 256
     discrete_col_sfd: bool = True
+
+
+def by_columns(t, ends, glue=Glue()):
+    """Return codes (P, K), not transposed, quantized in blocks of 32 rows, and their scales."""
+    q = fm.quantize(t, MXFP8, axis=-2, offsets=ends)
+    return q.data[:, : len(t)].T.contiguous(), glue.swizzle_columns(q.scale[:, : len(t) // 32], ends)
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,10 @@ class Results:
     def errors(self, expected):
         """Return the relative error of each result in the Frobenius norm."""
         pairs = {f.name: (getattr(self, f.name), getattr(expected, f.name)) for f in fields(self)}
-        return {name: float((got.float() - want.float()).norm() / want.float().norm()) for name, (got, want) in pairs.items()}
+        return {
+            name: float((got.float() - want.float()).norm() / want.float().norm())
+            for name, (got, want) in pairs.items()
+        }
 
 
 def through_kernels(p, glue):
@@ -91,10 +100,6 @@ def through_kernels(p, glue):
     def by_rows(t):
         q = fm.quantize(t, MXFP8)
         return q.data, glue.swizzle_rows(q.scale.contiguous())
-
-    def by_columns(t):  # codes stay (P, K)
-        q = fm.quantize(t, MXFP8, axis=-2, offsets=ends)
-        return q.data[:, : len(t)].T.contiguous(), glue.swizzle_columns(q.scale[:, : len(t) // 32], ends)
 
     def weight(w, axis):  # codes with the summed axis last, either way
         q = fm.quantize(w, MXFP8, axis=axis)
@@ -112,7 +117,7 @@ def through_kernels(p, glue):
     dfc1 = derivative(calls.product(*by_rows(dy), *weight(p.w2, -2), ends), prob, fc1["c"], **options)
     dx = calls.quant(calls.product(dfc1["d_row"], dfc1["sfd_row"], *weight(w1, -2), ends))
 
-    (dy_codes, sf_dy), (x_codes, sf_x) = by_columns(dy), by_columns(x)
+    (dy_codes, sf_dy), (x_codes, sf_x) = by_columns(dy, ends, glue), by_columns(x, ends, glue)
     dw2 = calls.wgrad(dy_codes, fc1["d_col"], sf_dy, fc1["sfd_col"], ends)
     dw1 = calls.wgrad(dfc1["d_col"], x_codes, dfc1["sfd_col"], sf_x, ends)
     dprobs = collected(dfc1["dprob"][:, None])[:, 0]

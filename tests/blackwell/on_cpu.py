@@ -21,7 +21,9 @@ from blackwell.compiler import Compiler
 from blackwell.soft_kernels import run
 
 GROUPED = "cudnn.gemm.cutedsl.grouped."
-COMPILING = ("glu._blockscaled_api", "dglu._blockscaled_api", "quant.api", "srelu.api", "dsrelu.api", "wgrad._blockscaled_api")
+COMPILING = (  # the modules that call cute.compile
+    "glu._blockscaled_api", "dglu._blockscaled_api", "quant.api", "srelu.api", "dsrelu.api", "wgrad._blockscaled_api",
+)  # fmt: skip
 SMS = 148  # of a B200
 
 
@@ -47,7 +49,7 @@ def blackwell_on_cpu():
         for name, stand_in in CUDA.items():
             stack.enter_context(_for_cudnn(torch.cuda, name, stand_in))
         stack.enter_context(_for_cudnn(torch, "empty", _aligned_empty))
-        stack.enter_context(mock.patch.object(cudnn.api_base, "_RAW_STREAM", lambda device: 0))
+        stack.enter_context(mock.patch.object(cudnn.api_base, "_RAW_STREAM", _default_stream))
         stack.enter_context(mock.patch.object(cudnn._torch_stream, "stream_context", _no_stream))
         for cache in _caches():
             stack.enter_context(mock.patch.dict(cache, clear=True))
@@ -97,6 +99,10 @@ def _aligned_empty(size, *, dtype, device, plain=torch.empty):
     memory = plain(size + 128 // dtype.itemsize, dtype=dtype)
     skipped = -memory.data_ptr() % 128 // dtype.itemsize
     return memory[skipped : skipped + size]
+
+
+def _default_stream(device):
+    return 0
 
 
 @contextlib.contextmanager

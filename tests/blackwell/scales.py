@@ -10,7 +10,7 @@ TILE = 512  # bytes
 E4M3_MAX = 448.0
 
 
-def up(n, multiple):
+def round_up(n, multiple):
     return -(-n // multiple) * multiple
 
 
@@ -23,13 +23,15 @@ def untiled(tiles):
 def tiled(scale):
     """Return the bytes of a matrix of scales, padded with zeros to whole tiles, in row-major order of the tiles."""
     rows, columns = scale.shape
-    padded = scale.new_zeros(up(rows, 128), up(columns, 4))
+    padded = scale.new_zeros(round_up(rows, 128), round_up(columns, 4))
     padded[:rows, :columns] = scale
     return padded.view(-1, 4, 32, padded.shape[1] // 4, 4).permute(0, 3, 2, 1, 4).reshape(-1)
 
 
 def decoded(byte):
-    return torch.ldexp(torch.ones(byte.shape), byte.to(torch.int32) - 127)
+    """Return the powers of two of E8M0 bytes; 255 is NaN."""
+    powers = torch.ldexp(torch.ones(byte.shape), byte.to(torch.int32) - 127)
+    return powers.masked_fill(byte == 255, torch.nan)
 
 
 def dequantized(codes, scale):

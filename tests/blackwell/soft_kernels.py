@@ -11,10 +11,11 @@ Legend: P rows, of all experts, each expert's padded to 256. K is summed over, N
 import struct
 
 import torch
+from cudnn.gemm.cutedsl.grouped.moe_utils import MoEWeightMode
 from cutlass.cute.nvgpu import OperandMajorMode
 
 from blackwell.launches import memory
-from blackwell.scales import TILE, dequantized, quantized, tiled, untiled, up
+from blackwell.scales import TILE, dequantized, quantized, round_up, tiled, untiled
 
 ROWS = 256  # FIX_PAD_SIZE of the kernels: the first row of an expert is a multiple of it
 DTYPES = {
@@ -29,7 +30,19 @@ def run(launch):
         if package == "wgrad":
             wgrad_helper(launch)
         return  # in the other kernels it clears the counter of the dynamic scheduler
+    refuse_what_is_not_written(launch)
     KERNELS[package](launch)
+
+
+def refuse_what_is_not_written(launch):
+    """Raise where the device code would do more than the soft kernels."""
+    for name in ("mAmax_tensor", "mDbias_tensor", "row_scale", "global_scale_a"):
+        if name in launch:
+            raise NotImplementedError(f"the soft kernels have no {name}")
+    if getattr(launch.kernel, "tanh_clamp_scale", None) is not None or getattr(launch.kernel, "deterministic", False):
+        raise NotImplementedError("the soft kernels have no tanh_clamp_scale and no slots for a deterministic dprob")
+    if launch.kernel.weight_mode != MoEWeightMode.DENSE:
+        raise NotImplementedError("the soft kernels have no pointers to weights")
 
 
 def glu(launch):
@@ -39,7 +52,9 @@ def glu(launch):
     write(launch, "tma_atom_c", kernel.c_dtype, x_PN)
     gate, up = blocks_of_32(x_PN)
     if kernel.act_func == "geglu":
-        alpha, offset, low, high = (launch.number(n) for n in ("geglu_alpha", "linear_offset", "glu_clamp_min", "glu_clamp_max"))
+        alpha, offset, low, high = (
+            launch.number(n) for n in ("geglu_alpha", "linear_offset", "glu_clamp_min", "glu_clamp_max")
+        )
         gate, up = gate.clamp(max=high), up.clamp(low, high)
         act = (up + offset) * gate * torch.sigmoid(alpha * gate)
     else:
@@ -58,7 +73,6 @@ def quant(launch):
 def srelu(launch):
     """x = alpha A B + bias, to C; D = prob * max(x, 0)^2."""
     kernel = launch.kernel
-    assert kernel.tanh_clamp_scale is None
     x_PN = product(launch) + bias(launch)
     if kernel.generate_c:
         write(launch, "tma_atom_c", kernel.c_dtype, x_PN)
@@ -72,7 +86,9 @@ def dglu(launch):
     c_PN = launch.tensor("tma_atom_c", DTYPES[kernel.c_dtype.__name__])[: len(g)].to(torch.float32)
     gate, up = blocks_of_32(c_PN)
     if kernel.act_func == "dgeglu":  # beta is not used here
-        alpha, offset, low, high = (launch.number(n) for n in ("geglu_alpha", "linear_offset", "glu_clamp_min", "glu_clamp_max"))
+        alpha, offset, low, high = (
+            launch.number(n) for n in ("geglu_alpha", "linear_offset", "glu_clamp_min", "glu_clamp_max")
+        )
         if kernel.vectorized_f32:  # compares with bounds in the type of C
             low, high = (torch.tensor(bound, dtype=torch.bfloat16).item() for bound in (low, high))
         gate_passes, up_passes = gate <= high, (up >= low) & (up <= high)
@@ -92,22 +108,20 @@ def dglu(launch):
 
 
 def dsrelu(launch):
-    """g = alpha A B. D = g * 2 prob max(C, 0). dprob += sum of g max(C, 0)^2. d_srelu = prob max(C, 0)^2, by columns."""
+    """g = alpha A B. D = g * 2 prob max(C, 0). dprob += sum of g max(C, 0)^2. d_srelu = prob max(C, 0)^2 by columns."""
     kernel = launch.kernel
-    assert kernel.tanh_clamp_scale is None
-    assert not kernel.generate_dbias
     g = product(launch)
     relu = launch.tensor("tma_atom_c", DTYPES[kernel.c_dtype.__name__])[: len(g)].to(torch.float32).relu()
     if "dprob" in launch:
         add_dprob(launch, relu.square() * g)
     scale = prob(launch, len(g))
     write_d(launch, relu * g * (2 * scale))
-    if kernel.generate_d_srelu:
+    if kernel.generate_d_srelu:  # what srelu wrote, again from C
         write_columns(launch, relu.square() * scale, "tma_atom_d_srelu", "mSFDCol_d_srelu_mnl")
 
 
 def wgrad_helper(launch):
-    """Leave descriptors of each expert's scales in the workspace: here, the address of all scales and the expert's rows."""
+    """Leave descriptors of each expert's scales in the workspace: here, the addresses of the scales and the rows."""
     table = workspace(launch)
     for e, start, end in experts(launch, "offs", 128):
         table[e] = torch.tensor([launch.address("sfa_gemm"), launch.address("sfb_gemm"), start, end])
@@ -133,7 +147,7 @@ def workspace(launch):
 
 def _expert_columns(codes_MP, scales, start, end):
     """Return one expert's values (M, rows). Its scales are tiles in row-major order, after those of earlier experts."""
-    down, across = up(len(codes_MP), 128) // 128, (end - start) // 128
+    down, across = round_up(len(codes_MP), 128) // 128, (end - start) // 128
     scale = memory(scales + down * start // 128 * TILE, down * across * TILE).view(down, across, TILE)
     return dequantized(codes_MP[:, start:end], untiled(scale))
 
@@ -182,7 +196,8 @@ def bias(launch):
     """Return the bias of each row (P, N), or 0."""
     if "mBias_nl" not in launch:
         return 0.0
-    n, count = struct.unpack("ii", launch.one("mBias_nl")[8:16])
+    n, count, stride = struct.unpack("iii", launch.one("mBias_nl")[8:20])
+    assert stride == n, "the bias is a transposed contiguous tensor (E, N)"
     bias_EN = launch.array("mBias_nl", n * count, DTYPES[launch.kernel.bias_dtype.__name__]).view(count, n)
     rows = [bias_EN[e].expand(end - start, n) for e, start, end in experts(launch, "padded_offsets", ROWS)]
     return torch.cat(rows).to(torch.float32)
@@ -194,7 +209,6 @@ def prob(launch, rows):
 
 
 def add_dprob(launch, values):
-    assert not launch.kernel.deterministic, "there, dprob has a slot for each tile of columns"
     launch.array("dprob", len(values), torch.float32).add_(values.sum(1))
 
 
@@ -216,9 +230,11 @@ def write_d(launch, values):
         write(launch, "tma_atom_d", kernel.d_dtype, values)
         return
     rows, columns = values.shape
+    if not rows:
+        return
     codes, scale = quantized(values, norm_const(launch))
     write(launch, "tma_atom_d", kernel.d_dtype, codes)
-    size = rows // 128 * up(columns, 128) // 128 * TILE
+    size = rows // 128 * round_up(columns, 128) // 128 * TILE
     memory(launch.address("mSFDRow_mnl"), size).copy_(tiled(scale))
     write_columns(launch, values, "tma_atom_d_col", "mSFDCol_mnl")
 
@@ -227,21 +243,21 @@ def write_columns(launch, values, codes_name, scales_name):
     """Write codes of columns, not transposed, and their scales.
 
     Scales lie as a matrix (columns, blocks of 32 rows): with ``discrete_col_sfd`` one for each expert, at the byte
-    up(columns, 128) * (first row) / 32; otherwise one of all rows, those after the last expert's included.
+    round_up(columns, 128) * (first row) / 32; otherwise one of all rows, those after the last expert's included.
     """
     kernel = launch.kernel
     codes = launch.tensor(codes_name, torch.float8_e4m3fn)
     total, columns = codes.shape
-    out = memory(launch.address(scales_name), up(columns, 128) * up(total, 128) // 32)
-    tiles = out.view(up(columns, 128) // 128, up(total, 128) // 128, TILE)
+    out = memory(launch.address(scales_name), round_up(columns, 128) * round_up(total, 128) // 32)
+    tiles = out.view(round_up(columns, 128) // 128, round_up(total, 128) // 128, TILE)
     for _, start, end in experts(launch, "padded_offsets", ROWS):
         if start == end:
             continue
         codes_t, scale = quantized(values[start:end].T, norm_const(launch))
         codes[start:end] = codes_t.T
         if kernel.discrete_col_sfd:
-            at = up(columns, 128) * start // 32
-            out[at : at + up(columns, 128) * (end - start) // 32] = tiled(scale)
+            at = round_up(columns, 128) * start // 32
+            out[at : at + round_up(columns, 128) * (end - start) // 32] = tiled(scale)
         else:
             tiles[:, start // 128 : end // 128] = tiled(scale).view(len(tiles), -1, TILE)
 
