@@ -64,7 +64,7 @@ def glu(operands, prob, *, clamp=None, bias=None, discrete_col_sfd=True):
 
 
 def quant(operands, *, bias=None, prob=None):
-    """D (P, N) bf16; with a bias there must be a prob, which multiplies the bias only."""
+    """D (P, N) bf16. With a bias, a prob multiplies the bias only."""
     tensors = {**operands, "d": bf16(len(operands["a"]), operands["b"].shape[1])}
     if bias is not None:
         tensors |= {"bias": bias.T, "prob": prob}
