@@ -7,6 +7,10 @@ typedef struct { int id; int padding; union { char bytes[64]; dimensions cluster
 typedef struct { dimensions grid, block; size_t shared; void *stream; attribute *attributes; unsigned count; } launch_config;
 typedef void (*launched)(const char *name, const unsigned *numbers, void **arguments);
 
+#ifndef MAJOR  // of the compute capability
+#define MAJOR 9
+#endif
+
 enum { NAMES = 16, CLUSTER_DIMENSION = 4, MAX_SHARED_PER_BLOCK = 97, COMPUTE_MAJOR = 75 };
 
 static char names[NAMES][1024];
@@ -38,7 +42,7 @@ int _cudaLaunchKernelEx(const launch_config *config, const void *kernel, void **
 }
 int _cuKernelGetAttribute(int *value, int attribute, void *kernel, int device) { return *value = 0; }
 int _cudaDeviceGetAttribute(int *value, int attribute, int device) {
-  *value = attribute == MAX_SHARED_PER_BLOCK ? 232448 : attribute == COMPUTE_MAJOR ? 9 : 0;
+  *value = attribute == MAX_SHARED_PER_BLOCK ? 232448 : attribute == COMPUTE_MAJOR ? MAJOR : 0;
   return 0;
 }
 int _cudaFuncSetAttribute(const void *function, int attribute, int value) { return 0; }

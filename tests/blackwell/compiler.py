@@ -1,0 +1,113 @@
+"""``cute.compile`` for a machine without a GPU: it compiles for sm_100a, and what it returns runs soft kernels."""
+
+import enum
+import tempfile
+from pathlib import Path
+from typing import ClassVar
+
+import cutlass
+from cuda.bindings import driver
+from cutlass import cute
+from cutlass.cute.runtime import _FakeTensor, make_fake_compact_tensor
+
+from blackwell.host import Host
+from blackwell.launches import Launch, Parameters, memory
+
+OPTIONS = "--gpu-arch sm_100a --keep-ptx --dump-dir"
+
+
+class Compiler:
+    """Stands for ``cute.compile`` in the modules of cudnn-frontend.
+
+    Compiled kernels are kept for the life of the process, by everything that the compiler was told.
+    """
+
+    kept: ClassVar = {}
+
+    def __init__(self, launched):
+        self.launched = launched  # called with each Launch
+
+    def __call__(self, kernel, *args, options, **kwargs):
+        args = [_in_global_memory(a) for a in args]
+        key = Key().of((type(kernel), vars(kernel), args, kwargs, options))
+        if key not in self.kept:
+            self.kept[key] = Compiled(kernel, args, kwargs, options)
+        compiled = self.kept[key]
+        return lambda *arguments: compiled(self.launched, *arguments)
+
+
+class Compiled:
+    """A kernel compiled for sm_100a and its host code."""
+
+    def __init__(self, kernel, args, kwargs, options):
+        self.kernel = kernel
+        self.parameters = Parameters(kernel)
+        with tempfile.TemporaryDirectory() as folder:
+            compiled = cute.compile(kernel, *args, options=f"{options} {OPTIONS} {folder}", **kwargs)
+            (source,) = Path(folder).glob("*.ptx")
+            self.host = Host(compiled, source.read_text())
+
+    def __call__(self, launched, *arguments):
+        seen = []
+
+        def record(name, numbers, values):
+            index = int(name.rsplit("_", 1)[1])  # the compiler numbers the kernels as it traces them
+            method, *values = self.parameters.named(index, values)
+            seen.append(Launch(self.kernel, method, numbers[0:3], numbers[3:6], numbers[7:10], numbers[6], *values))
+
+        self.host(record, *map(_at_run_time, arguments))
+        for launch in seen:
+            launched(launch)
+
+
+def _in_global_memory(argument):
+    """Return a tensor for the compiler: those that describe real CPU memory (a workspace) become ones on a GPU."""
+    if is_real(argument):
+        assert argument.element_type is cutlass.Uint8
+        return make_fake_compact_tensor(cutlass.Uint8, tuple(argument.shape), assumed_align=128)
+    return argument
+
+
+def _at_run_time(argument):
+    """Return what the host function takes: a tensor, a number or None."""
+    if is_real(argument):
+        return memory(argument.data_ptr, argument.shape[0])
+    if isinstance(argument, driver.CUstream):
+        return int(argument)
+    if isinstance(argument, cute.Pointer):
+        return int(argument._pointer)
+    if isinstance(argument, cutlass.Numeric):
+        return argument.value
+    return argument
+
+
+class Key:
+    """A hashable value of everything that compiled code depends on. Symbolic sizes are numbered as they appear."""
+
+    def __init__(self):
+        self.symbols = {}
+
+    def of(self, value):
+        if value is None or isinstance(value, (bool, int, float, str, bytes)):
+            return value
+        if isinstance(value, type | enum.Enum):
+            return str(value)
+        if isinstance(value, (tuple, list)):
+            return tuple(self.of(v) for v in value)
+        if isinstance(value, dict):
+            return tuple((k, self.of(v)) for k, v in value.items())
+        if callable(value) and hasattr(value, "__code__"):
+            return (value.__code__.co_code, value.__code__.co_consts)
+        if isinstance(value, cute.SymInt):
+            number, _ = self.symbols.setdefault(id(value), (len(self.symbols), value))
+            return ("symbol", number, value._width, value._divisibility)
+        if isinstance(value, cute.Pointer):
+            return ("pointer", str(value._dtype), value._assumed_align)
+        if isinstance(value, cute.Tensor):
+            return (str(value.element_type), self.of(value.shape), self.of(value.stride), value._assumed_align)
+        return (str(type(value)), self.of(vars(value)))
+
+
+def is_real(argument):
+    """Whether a tensor of the CuTe DSL describes memory (the class of such tensors claims to be their base class)."""
+    return isinstance(argument, cute.Tensor) and not isinstance(argument, _FakeTensor)

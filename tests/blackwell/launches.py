@@ -1,0 +1,120 @@
+"""Launches of cudnn-frontend's kernels: parameters by name, and memory behind descriptors and pointers as tensors."""
+
+import ctypes
+import inspect
+import struct
+from dataclasses import dataclass
+
+import torch
+from cutlass.base_dsl.utils.mlir_value_tree import extract_mlir_values
+from emulator.tensor_map import SIZES, TensorMap
+
+DTYPES = {2: torch.int16, 8: torch.int64}
+
+
+class Parameters:
+    """Which parameters a kernel has, learned while it is traced.
+
+    A kernel of the CuTe DSL is a method. Its arguments become parameters in their order: none where an argument is None
+    or known at compile time, one for a descriptor, a tensor or a number, several for a structure of them.
+    """
+
+    def __init__(self, kernel):
+        self.traced = []  # of each kernel: its method's name, {argument: number of parameters}, {argument: constant}
+        for method in ("helper_kernel", "kernel"):
+            setattr(kernel, method, self._spy(method, getattr(kernel, method)))
+
+    def _spy(self, method, traced):
+        signature = inspect.signature(traced)
+
+        def spy(*args, **kwargs):
+            arguments = signature.bind(*args, **kwargs).arguments
+            counts = {name: _count(value) for name, value in arguments.items()}
+            constants = {name: value for name, value in arguments.items() if isinstance(value, int | float)}
+            self.traced.append((method, counts, constants))
+            return traced(*args, **kwargs)
+
+        return spy
+
+    def named(self, index, values):
+        """Return the method of a traced kernel, the values of its parameters by argument, and its constants."""
+        method, counts, constants = self.traced[index]
+        assert sum(counts.values()) == len(values), f"{method} has {len(values)} parameters; {counts} were traced"
+        values = iter(values)
+        named = {name: tuple(next(values) for _ in range(count)) for name, count in counts.items() if count}
+        return method, named, constants
+
+
+def _count(value):
+    if value is None or callable(value) or isinstance(value, int | float):
+        return 0
+    types = [str(v.type) for v in extract_mlir_values(value)]
+    return sum("?" in t or not t.startswith(("!cute.layout", "!cute.coord_tensor")) for t in types)  # "?": not constant
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch. `kernel` is cudnn-frontend's object: its attributes are the constants that it was compiled with."""
+
+    kernel: object
+    name: str  # "kernel", or "helper_kernel" which prepares the launch of "kernel"
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    cluster: tuple[int, int, int]
+    shared: int  # bytes
+    parameters: dict[str, tuple[bytes, ...]]  # by the name of the kernel's argument
+    constants: dict[str, float]  # arguments that were numbers at compile time
+
+    def __contains__(self, name):
+        return name in self.parameters
+
+    def one(self, name):
+        (value,) = self.parameters[name]
+        return value
+
+    def tensor_map(self, name):
+        """Return the decoded TMA descriptor of an argument."""
+        return TensorMap.decode(self.one(name))
+
+    def number(self, name):
+        """Return an fp32 argument: a parameter of the launch, or a constant of the compiled kernel."""
+        if name in self.constants:
+            return float(self.constants[name])
+        return struct.unpack("f", self.one(name))[0]
+
+    def address(self, name):
+        return int.from_bytes(self.one(name)[:8], "little")
+
+    def array(self, name, length, dtype):
+        """Return `length` elements behind the pointer of a tensor argument."""
+        return memory(self.address(name), length * dtype.itemsize).view(dtype)
+
+    def tensor(self, name, dtype):
+        """Return the tensor that a descriptor spans, outermost axis first."""
+        described = self.tensor_map(name)
+        assert SIZES[described.element] == dtype.itemsize, f"{name} is copied by elements of another size than {dtype}"
+        return _strided(described, dtype)
+
+    def scales(self, name):
+        """Return the bytes of scales that a descriptor spans: (..., tiles of columns, tiles of rows, 512).
+
+        The innermost axis of these descriptors counts larger units than bytes: a tile of 128 x 4 scales is 512 bytes.
+        """
+        described = self.tensor_map(name)
+        unit = SIZES[described.element]
+        assert described.shape[0] * unit == 512, f"{name} is not a descriptor of tiles of 512 scales"
+        return _strided(described, DTYPES[unit]).contiguous().view(torch.uint8)
+
+
+def _strided(described, dtype):
+    shape, strides = described.shape[::-1], described.strides[::-1]
+    last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + dtype.itemsize
+    flat = memory(described.address, last).view(dtype)
+    return flat.as_strided(shape, [s // dtype.itemsize for s in strides])
+
+
+def memory(address, size):
+    """Return `size` bytes at an address as a tensor."""
+    if not size:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer((ctypes.c_ubyte * size).from_address(address), dtype=torch.uint8)
