@@ -15,6 +15,7 @@ Axes: R rows, P padded rows, E experts, F features, of which the first half is g
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -41,11 +42,17 @@ class Packed(NamedTuple):
     halves: bool = False
 
 
-class PackedTensor(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class PackedTensor:
     """Codes and swizzled scales of a packed form."""
 
     data: Tensor
     scale: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales."""
+        return self.data.nbytes + self.scale.nbytes
 
     def tensors(self) -> tuple[Tensor, Tensor]:
         """Return codes and scales."""

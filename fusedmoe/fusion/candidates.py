@@ -87,9 +87,10 @@ class _Resolver:
         if (own := value.partition(":")[0]) in ends:
             return ends[own].value(value)
         for place in self.places:
-            if place.node is not None and (value in place.op.runtime_inputs or value in _OF_PACKED_ROWS):
-                if value in place.names:
-                    return place.names[value]
+            if place.node is None or value not in place.names:
+                continue
+            if value in place.op.runtime_inputs or value in _OF_PACKED_ROWS:
+                return place.names[value]
         return None
 
 

@@ -117,8 +117,9 @@ def _packs(item: Op | BackwardOp | Glue) -> bool:
 
 
 def with_forms(place: Place, read: Collection[str], training: bool) -> Plain:
-    """Return the plain step of a place, with those of its forms that are read. It then gives all of them, or, of an item
-    that does not quantize, its own values and those packed forms that are read.
+    """Return the plain step of a place, which gives those of its forms that are read.
+
+    The step of an item that does not quantize gives the item's own values too.
     """
     step = place.step
     if place.item.quantizes is None:
@@ -142,8 +143,9 @@ def _with_packed(place: Place) -> Plain:
 
 
 def packing(place: Place, name: str, training: bool) -> Plain:
-    """Return the step that makes a packed form of a place's output: from the place's operands if it quantizes, else from
-    its output.
+    """Return the step that makes a packed form of a place's output, after the place's own step.
+
+    It reads the place's operands if the place quantizes, and otherwise the output.
     """
     if place.item.quantizes is not None:
         return with_forms(place, (name,), training)

@@ -123,8 +123,10 @@ PACKED = (
     Derived("padded_offsets", "splits", _padded_offsets, _nothing_to_check, _infer_offsets),
     Derived("place_of_row", "splits", _place_of_row, _nothing_to_check, _infer_places),
 )
-"""Of the packed layout (`fusedmoe.formats.packed`): the end of each expert's padded rows, (E,) int32; and the packed row
-of each row, (R,) int64, the number P of packed rows for rows without an expert. Rules may read them wherever they may read ``offsets``.
+"""Values of the packed layout (`fusedmoe.formats.packed`). Rules may read them wherever they may read ``offsets``.
+
+``padded_offsets``: the end of each expert's padded rows, (E,) int32. ``place_of_row``: the packed row of each row, (R,)
+int64; for rows without an expert, the number P of packed rows.
 """
 
 CHECKED = {"row_of_slot": _index("row_of_slot", 1), "slot_of_row": _index("slot_of_row", 0)}

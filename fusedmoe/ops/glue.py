@@ -105,11 +105,11 @@ class QuantizeWeight(Glue):
     """
 
     needs = ("weight",)
-    packs = True
 
     def __init__(self, run: WeightQuantization, launches: int) -> None:
         self.run, self.launches = run, launches
         self.quantizes = run.quantizer
+        self.packs = len(run.layer.weight_shape) == 3  # one matrix per expert
 
     def compute(self, weight: Tensor, *, axes: Sequence[int | Packed] = (-1, -2), training: bool = False) -> Any:
         return self.run(weight, axes=axes, training=training)

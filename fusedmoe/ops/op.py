@@ -187,7 +187,7 @@ class Op(Checked, Runnable):
         axis last, and ``weight_scale_inv`` the scales. `compute` takes the `QuantizedTensor` in place of both. The
         weight is frozen. Recipes quantize the op's rows and gradients, see `fusedmoe.quantization.by_roles`.
     weight_shape : tuple of int
-        The shape of that weight before quantization.
+        The shape of a linear layer's weight before quantization.
     packs : bool
         Whether `compute` of an op with ``quantizes`` also takes `fusedmoe.formats.packed.Packed` among ``axes``.
     parts : int

@@ -52,7 +52,7 @@ class OnSm100:
 
 
 class OfPacked(OnSm100):
-    """Base of a rule whose product multiplies MXFP8 codes in the packed layout. It precedes `FusionRule` in the bases."""
+    """Base of a rule that multiplies MXFP8 codes in the packed layout. It precedes `FusionRule` in the bases."""
 
     quantized_only: ClassVar[bool] = True
     multiplies_codes: ClassVar[bool] = True

@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fusedmoe.formats.swizzle import TILE_COLUMNS, TILE_ROWS, swizzled_length
-
 if TYPE_CHECKING:
     from fusedmoe.kernels.activation import Activation
 
@@ -27,6 +25,7 @@ Form = tuple[Tensor, Tensor]
 """Codes, float8_e4m3fn, and swizzled scales, float8_e8m0fnu."""
 
 _BLOCK = 32  # codes that share a scale
+_TILE_LINES, _TILE_SCALES = 128, 4  # of a tile of swizzled scales: lines of codes, and scales per line
 _TILES: dict[str, Any] = {"mma_tiler_mn": (256, 256), "cluster_shape_mn": (2, 1), "sf_vec_size": _BLOCK}
 _ALIGNMENT = 128  # of work memory, in bytes
 
@@ -231,11 +230,17 @@ def _forms(like: Tensor, features: int) -> tuple[Form, Form]:
     rows = like.shape[0]
 
     def form(lines: int, length: int) -> Form:
-        scales = swizzled_length(lines, -(-length // _BLOCK))
+        down, across = _tiles(lines, length)
         codes = like.new_empty(rows, features, dtype=torch.float8_e4m3fn)
+        scales = down * across * _TILE_LINES * _TILE_SCALES
         return codes, like.new_empty(scales, dtype=torch.float8_e8m0fnu)
 
     return form(rows, features), form(features, rows)
+
+
+def _tiles(lines: int, length: int) -> tuple[int, int]:
+    """Return the tiles of scales of some lines of codes: down and across."""
+    return -(-lines // _TILE_LINES), -(-length // (_BLOCK * _TILE_SCALES))
 
 
 @functools.cache
@@ -273,7 +278,6 @@ def _in_views(operands: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
             codes = operands[{"sfa": "a", "sfb": "b", "sfd_row": "c", "sfd_col": "c"}[name]]
             assert codes is not None
             lines, length = codes.shape[-2:] if name != "sfd_col" else codes.shape[::-1]
-            tiles = -(-lines // TILE_ROWS), -(-length // (_BLOCK * TILE_COLUMNS))
-            blocks = t.view(experts if name == "sfb" else 1, *tiles, 32, 4, TILE_COLUMNS)
+            blocks = t.view(experts if name == "sfb" else 1, *_tiles(lines, length), 32, 4, _TILE_SCALES)
             found[name] = blocks.permute(3, 4, 1, 5, 2, 0)
     return found
