@@ -5,6 +5,8 @@
 PYTHON ?= python3
 TORCH  ?= $(if $(shell nvidia-smi -L 2>/dev/null | grep '^GPU'),torch<2.16,torch==2.13.0)
 ARGS   ?=
+# NVIDIA's kernels for Blackwell, whose tests need no GPU; for Linux only
+BLACKWELL := $(if $(filter Linux,$(shell uname -s)),nvidia-cudnn-frontend==1.32.*)
 
 VENV  := .venv
 BIN   := $(VENV)/bin
@@ -61,6 +63,7 @@ $(READY): pyproject.toml | $(BIN)/pip
 	@$(BIN)/pip install --quiet --quiet "$(TORCH)"
 	@$(BIN)/pip install --quiet --quiet --editable ".[dev,demo]"
 	@$(BIN)/pip install --quiet --quiet --no-deps "torchtitan==0.3.*"  # without its data sets and trackers
+	@$(if $(BLACKWELL),$(BIN)/pip install --quiet --quiet --no-deps "$(BLACKWELL)")  # without a second kernel compiler
 	@touch $@
 
 $(BIN)/pip:

@@ -17,8 +17,8 @@ from fusedmoe.errors import InputError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-ARCHITECTURES = (90,)
-"""The architectures that `fusedmoe` has kernels for; 90 is sm_90 (H100, H200)."""
+ARCHITECTURES = (90, 100)
+"""The architectures that `fusedmoe` has kernels for: sm_90 (H100, H200), and sm_100 (B200), for MXFP8 alone."""
 
 
 @functools.cache

@@ -241,8 +241,11 @@ class DirectionSearch:
         here = unavailable is None
         found = match(rule.slots, [p.item for p in self.places], start)
         if isinstance(found, Mismatch):
-            # a rule beside an exchange between ranks is not near to the ops of a chain that exchanges nothing
-            matched, count = (0, 0) if _exchanges(rule) and not self.exchanges else (found.matched, found.shared)
+            # a rule beside an exchange between ranks is not near to the ops of a chain that exchanges nothing, nor a
+            # rule for codes near to ops of unquantized values
+            far = _exchanges(rule) and not self.exchanges
+            far |= rule.quantized_only and not self._formats(start, start + max(found.matched, 1))
+            matched, count = (0, 0) if far else (found.matched, found.shared)
             end, shared = min(start + found.matched + 1, len(self.places)), range(start, start + count)
             self.attempts.append(
                 Attempt(rule.name, self.direction, start, end, matched, shared, Status.NO_MATCH, str(found), here)

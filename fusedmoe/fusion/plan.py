@@ -266,8 +266,11 @@ class PlanData:
 
     @property
     def nothing_to_fuse(self) -> bool:
-        """Whether the architecture ``asked_arch`` has no kernels, built-in or from another package."""
-        return self.asked_arch is not None and self.asked_arch not in ARCHITECTURES and not self.fused
+        """Whether the architecture ``asked_arch`` has no kernels for these ops, built-in or from another package."""
+        if self.asked_arch is None or self.fused:
+            return False
+        misses = [step.nearest_miss for step in self.unfused if step.nearest_miss is not None]
+        return self.asked_arch not in ARCHITECTURES or any(m.cause == "device" for m in misses)
 
     @property
     def without_kernel(self) -> tuple[PlannedStep, ...]:
@@ -457,7 +460,7 @@ def _slower(recipe: str, estimate: Estimate) -> str:
 
 
 def _no_kernels(plan: PlanData) -> str:
-    return f"there are no kernels for sm_{plan.asked_arch} yet, only for {', '.join(f'sm_{a}' for a in ARCHITECTURES)}"
+    return f"there are no kernels for these ops on sm_{plan.asked_arch} yet"
 
 
 def _no_kernel(nearest: Attempt | None) -> bool:

@@ -336,9 +336,9 @@ def test_other_errors_are_no_lack_of_memory(monkeypatch):
 def test_the_plan_gives_every_reason_once():
     """Under a recipe without fused products, the activation would run unfused on any GPU."""
     assert measure.plan(work()).endswith(" steps fused (needs an sm_90 GPU, this device is cpu)")
-    plan = measure.plan(work(recipe="mxfp8", hidden=64, intermediate=32))
+    plan = measure.plan(work(recipe="fp8_row", hidden=64, intermediate=32))
     _, _, reasons = plan.partition(" steps fused (")
     assert sorted(reasons.removesuffix(")").split("; ")) == [
         "needs an sm_90 GPU, this device is cpu",
-        "no kernel multiplies rows in mxfp8 e4m3 1x32 yet: expected blocks of 1x128 values",
+        "no kernel multiplies rows in fp8 e4m3 per-row yet: expected blocks of 1x128 values",
     ]

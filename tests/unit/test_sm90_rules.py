@@ -357,9 +357,9 @@ def declined(chain, x, **named):
     return reasons(plan)
 
 
-def test_all_rules_are_for_hopper():
+def test_the_rules_for_hopper():
     named = ALL | DISPATCH | GLUE | LINEAR | ROUTER | QUANTIZE | GATHERED | FP8 | EXCHANGE
-    assert {rule.name for rule in fm.rules()} == named
+    assert {rule.name for rule in fm.rules() if not rule.name.startswith("sm100.")} == named
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -444,7 +444,7 @@ def test_quantized_operands():
             outcome(experts(bias=True, **sizes), rows(), **inputs())
     assert {step.rule for step in plan.fused} == {"sm90.column_sums", *QUANTIZE}
     assert set(called()) - {"offsets_from_splits"} == {"column_sums", "quantize_rows", "quantize_weight"}
-    found = {rule: reason for rule, reason in reasons(plan).items() if rule not in FP8}
+    found = {rule: reason for rule, reason in reasons(plan).items() if rule in ALL}
     assert found.keys() == ALL - {"sm90.column_sums"}
     lines, blocks = "fp8 e4m3 1x128", "fp8 e4m3 128x128"
     for rule, reason in found.items():
@@ -464,7 +464,7 @@ def test_layers_that_keep_bf16_are_fused_under_any_recipe():
     ("arch", "reason"),
     [
         (None, "needs an sm_90 GPU, this device is cpu"),
-        (100, "needs an sm_90 GPU; there are no kernels for sm_100 yet"),
+        (100, "needs an sm_90 GPU, this one is sm_100"),
     ],
 )
 def test_another_device(monkeypatch, arch, reason):

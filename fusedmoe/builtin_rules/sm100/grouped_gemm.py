@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class PackedGemm(OfPacked, FusionRule, name="sm100.grouped_gemm", direction="forward"):
-    """``y[r] = x[r] @ weight[e].T + bias[e]`` of codes and scales, in bf16. Another launch removes the padding rows.
+    """``y[r] = x[r] @ weight[e].T + bias[e]`` of codes and scales, in bf16. Two more launches remove the padding rows.
 
     Before a gated activation, gate and up alternate in the packed weight. One more launch then reorders y.
     """
@@ -44,7 +44,7 @@ class PackedGemm(OfPacked, FusionRule, name="sm100.grouped_gemm", direction="for
         halves = is_halved(ctx, "fc.weight:packed")
         needs = ("input:packed", "fc.weight:packed", "fc.bias", "padded_offsets", "place_of_row")
         moved = (2 + 2 * halves) * _bytes(ctx, "output")
-        return Step(needs=needs, gives=("output",), launches=2 + halves, extra_bytes=moved)
+        return Step(needs=needs, gives=("output",), zeroes_tail=True, launches=3 + halves, extra_bytes=moved)
 
     def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
         halves = is_halved(ctx, "fc.weight:packed")
@@ -66,7 +66,7 @@ class PackedGemm(OfPacked, FusionRule, name="sm100.grouped_gemm", direction="for
 
 
 class PackedDgrad(OfPacked, FusionRule, name="sm100.grouped_dgrad", direction="backward"):
-    """``dx[r] = dy[r] @ weight[e]`` of codes and scales, in bf16. Another launch removes the padding rows."""
+    """``dx[r] = dy[r] @ weight[e]`` of codes and scales, in bf16. Two more launches remove the padding rows."""
 
     dgrad: Dgrad
 
@@ -77,7 +77,8 @@ class PackedDgrad(OfPacked, FusionRule, name="sm100.grouped_dgrad", direction="b
         check_layer(ctx, self.dgrad.op)
         check_bf16(ctx, "grad_output", "dgrad.weight")
         needs = ("grad_output:packed", "dgrad.weight:packed_columns", "padded_offsets", "place_of_row")
-        return Step(needs=needs, gives=("grad_input",), launches=2, extra_bytes=2 * _bytes(ctx, "grad_input"))
+        moved = 2 * _bytes(ctx, "grad_input")
+        return Step(needs=needs, gives=("grad_input",), zeroes_tail=True, launches=3, extra_bytes=moved)
 
     def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
         def run(dy: Tensor, dy_scale: Tensor, weight: Tensor, weight_scale: Tensor, *rows: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ class OnSm90:
     def available(cls, device: torch.device, arch: int | None) -> None:
         """Decline on any device except an sm_90 GPU."""
         require(arch is not None, "needs an sm_90 GPU, this device is %s", device)
-        require(arch == 90, "needs an sm_90 GPU; there are no kernels for sm_%s yet", arch)
+        require(arch == 90, "needs an sm_90 GPU, this one is sm_%s", arch)
 
     @classmethod
     def installed(cls) -> None:

@@ -31,7 +31,7 @@ _ALIGNMENT = 128  # of work memory, in bytes
 
 
 def gemm(x: Form, weight: Form, bias_EN: Tensor | None, ends_E: Tensor) -> Tensor:
-    """Return ``y[r] = x[r] @ weight[e].T + bias[e]`` in bf16, (P + 1, N). The last row is not written.
+    """Return ``y[r] = x[r] @ weight[e].T + bias[e]`` in bf16, (P + 1, N). The last row is zeros.
 
     Parameters
     ----------
@@ -46,6 +46,7 @@ def gemm(x: Form, weight: Form, bias_EN: Tensor | None, ends_E: Tensor) -> Tenso
     """
     (codes, scale), (codes_ENK, scale_ENK) = x, weight
     y = codes.new_empty(codes.shape[0] + 1, codes_ENK.shape[1], dtype=torch.bfloat16)
+    y[-1].zero_()
     operands: dict[str, Tensor | None] = {
         "a": codes, "sfa": scale, "b": codes_ENK, "sfb": scale_ENK, "padded_offsets": ends_E, "d": y[:-1],
         "alpha": _ones(len(ends_E), codes.device), "bias": _transposed(bias_EN),
