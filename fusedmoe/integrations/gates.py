@@ -60,6 +60,7 @@ GATES: dict[str, Gate] = {
     "Glm5NextTextExperts._apply_gate": Gate("swiglu_limit", activation="SiLU"),
     "GptOssExperts._apply_gate": Gate("limit", "alpha", 1.0, "SiLU"),
     "HYV4Experts._apply_gate": Gate("swiglu_limit", activation="SiLU"),
+    "HYV4VLExperts._apply_gate": Gate("swiglu_limit", activation="SiLU"),
     "MiniMaxM3VLExperts._apply_gate": Gate("swiglu_limit", "swiglu_alpha", 1.0, "SiLU"),
     "OpenAIPrivacyFilterExperts._apply_gate": Gate("limit", "alpha", 1.0, "SiLU"),
 }

@@ -135,6 +135,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         }
     },
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "hy_v4_vl": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}},
+    "inkling2_loop": {  # the second layer runs twice
+        "n_layers_per_attn_res_block": 1,
+        "loop_layer_index_start": 1,
+        "loop_layer_index_end": 2,
+        "loop_num_passes": 2,
+        "loop_gate_rank": 8,
+    },
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 1, "expert_layer_offset": 0},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mistral4": {"head_dim": 16},
@@ -149,7 +157,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "unlimited_ocr": {"mlp_layer_types": ["sparse", "sparse"]},
     "zaya": {"num_experts_per_tok": 1},  # its configuration takes no other
 }
-FLOAT32_ROUTER = {"Inkling2ForCausalLM"}  # casts what its router reads to float32, whatever its weights are
+# parameters whose inputs are cast to float32, whatever the dtype of the model is
+IN_FLOAT32 = {
+    "Inkling2ForCausalLM": {"mlp.gate.weight"},
+    "Inkling2LoopForCausalLM": {"mlp.gate.weight", "forget_gate_proj", "message_gate_proj"},
+}
 # further classes with experts of their own: tiny(family, model_class=name)
 OTHER_MODELS = [("qwen3_omni_moe", "Qwen3OmniMoeTalkerModel")]
 WITHOUT_TOKENS = {"Qwen3OmniMoeTalkerModel"}  # called with embeddings
@@ -229,9 +241,9 @@ def draw(model: nn.Module) -> None:
 
 def cast(model: nn.Module, dtype: torch.dtype) -> None:
     """What loading leaves in float32 in half precision stays so: code that calls `.float()` needs it to be."""
-    patterns = {"mlp.gate.weight"} if type(model).__name__ in FLOAT32_ROUTER else set()
+    patterns = IN_FLOAT32.get(type(model).__name__, set())
     if dtype.itemsize < 4:
-        patterns |= set(model._keep_in_fp32_modules_strict or [])
+        patterns = patterns | set(model._keep_in_fp32_modules_strict or [])
     # their data, as .to() changes a parameter where it is
     kept = {name: tensor.data for name, tensor in tensors(model) if any(re.search(p, name) for p in patterns)}
     model.to(dtype)
@@ -275,8 +287,11 @@ def tiny(
 
 
 def logits_and_loss(tiny: Tiny) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits and their loss; of a model without a head, the last hidden states and their mean square."""
+    """Logits and their loss; of a model without a head, the last hidden states and their cross entropy as logits."""
     output = tiny.model(**tiny.inputs)
     logits = output["logits"] if "logits" in output else output["last_hidden_state"]
     loss = output.get("loss")
-    return logits, logits.square().mean() if loss is None else loss
+    if loss is None:  # not their mean square: the last norm keeps it nearly constant, so that its gradients cancel
+        rows = logits.flatten(0, -2)
+        loss = nn.functional.cross_entropy(rows, torch.arange(len(rows)) % rows.shape[-1])
+    return logits, loss

@@ -20,7 +20,7 @@ markdown_it = pytest.importorskip("markdown_it", reason="reads the README as PyP
 
 ROOT = Path(__file__).parents[2]
 REPOSITORY = "https://github.com/fusedmoe/fusedmoe"
-EXTRAS = {"cu13", "demo", "dev", "docs", "te", "test", "transformers"}
+EXTRAS = {"blackwell", "cu13", "demo", "dev", "docs", "te", "test", "transformers"}
 NAMED_EXTRA = re.compile(r"""(?:fusedmoe|["']\.)\[([a-z0-9,]+)\]""")  # fusedmoe[te], ".[transformers]"
 
 

@@ -23,7 +23,7 @@ from fusedmoe.log import forget_said
 LIKE_DEEPSEEK_V3 = [
     "axk1", "axk2", "bailing_hybrid", "beam", "deepseek_v3", "deepseek_v32", "dots1", "dots3_note",
     "exaone_moe", "glm4_moe", "glm4_moe_lite", "glm4v_moe", "glm5_next", "glm_moe_dsa", "hy_v4",
-    "kimi_linear", "mimo_v2_flash", "nemotron_h", "solar_open",
+    "hy_v4_vl", "kimi_linear", "mimo_v2_flash", "nemotron_h", "solar_open",
 ]  # fmt: skip
 IN_FP32 = ["deepseek_v2", "ernie4_5_moe", "flint", "hy_v3", "mistral_large4", *LIKE_DEEPSEEK_V3]
 # which compute them in the dtype of the model
