@@ -24,6 +24,8 @@ from fusedmoe.bench.measure import FORWARD, STEP
 from fusedmoe.expert_parallel.engine import expected_share
 from fusedmoe.expert_parallel.symmetric import FEW
 
+# The names of the section ``ep`` (benchmarks/ep.py); `benchmarks.ep_check` compares its times with this model.
+REFERENCE, UNFUSED_PEER, FUSED_PEER = "no communication", "all-to-all by hand, unfused", "all-to-all by hand, fusedmoe"
 GPUS = (2, 8, 64, 512)
 NODE = 8  # GPUs that NVLink connects
 TOKENS = 8192  # N
@@ -407,64 +409,3 @@ def buffers(shape: Shape, gpus: int, tokens: int = TOKENS) -> Buffers:
         rows=tokens * shape.top_k * of_row,
         most_rows=p * tokens * min(shape.top_k, shape.experts // p) * of_row,
     )
-
-
-# ---- check against measurements ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Check:
-    """A measured time, and the prediction of it."""
-
-    layer: str
-    ranks: int
-    tokens: int
-    what: str
-    measured_ms: float
-    predicted_ms: float
-    source: str
-
-    @property
-    def deviation(self) -> float:
-        return self.predicted_ms / self.measured_ms - 1
-
-
-# The names are those of the section ``ep`` (benchmarks/ep.py).
-REFERENCE, UNFUSED_PEER, FUSED_PEER = "no communication", "all-to-all by hand, unfused", "all-to-all by hand, fusedmoe"
-# Measured on two H200s before there was a section ``ep``: name, tokens per rank, ms of forward + backward.
-FIRST_LAYER = "qwen3-30b-a3b"
-FIRST_MEASUREMENTS = (
-    (REFERENCE, 8192, 3.2),
-    (UNFUSED_PEER, 8192, 10.0),
-    (REFERENCE, 32768, 12.5),
-    (UNFUSED_PEER, 32768, 32.0),
-)
-
-
-def predicted_ms(results: dict[str, Any], shape: Shape, ranks: int, tokens: int, what: str) -> float | None:
-    """Return the predicted time of a candidate of the section ``ep``; None for one that the model does not have."""
-    if what == REFERENCE:
-        return predict(results, shape, ranks, ALLGATHER, tokens).compute_ms
-    if what == UNFUSED_PEER:
-        return predict(results, shape, ranks, SORTED, tokens, COMPILED.name).ms
-    if what == FUSED_PEER:
-        return predict(results, shape, ranks, SORTED, tokens).ms
-    engine = next((e for e in ENGINES if e.of_package and e.name == what), None)
-    return None if engine is None else predict(results, shape, ranks, engine, tokens).ms
-
-
-def checks(results: dict[str, Any], measured: dict[str, Any] | None) -> list[Check]:
-    """Compare the model with the first measurements, and with ``ep.json`` if it exists."""
-    known = layers()
-    found = [(FIRST_LAYER, 2, tokens, what, ms, "first") for what, tokens, ms in FIRST_MEASUREMENTS]
-    for entry in measured["shapes"] if measured else ():
-        for row in entry["rows"]:
-            if row["ms"] and entry["name"] in known:
-                taken = entry["tokens_per_rank"], row["name"], row["ms"]
-                found.append((entry["name"], measured["ranks"], *taken, "`ep.json`"))
-    compared = []
-    for layer, ranks, tokens, what, ms, source in found:
-        predicted = predicted_ms(results, known[layer], ranks, tokens, what)
-        if predicted is not None:
-            compared.append(Check(layer, ranks, tokens, what, ms, predicted, source))
-    return compared

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from benchmarks import ep_model
+from benchmarks import ep_check, ep_model
+from benchmarks.ep_check import Check
 from benchmarks.ep_model import (
     ALLGATHER,
     ALLTOALL,
@@ -68,14 +69,21 @@ CHECK = """\
 
 {checks}
 
-- *no communication* is dispatch, experts and combine on rows that are there already. *All-to-all by hand, unfused*
-  sends rows sorted by expert, without deduplication, over NCCL to experts in plain torch.
+- *no communication* is dispatch, experts and combine on rows that are there already. *All-to-all by hand* sends rows
+  sorted by expert, without deduplication, over NCCL to experts in plain torch (*unfused*) or in `fusedmoe`.
+- *exposed* is the time of the step minus that of *no communication*. That of *unfused* includes its slower experts.
 - *first* are measurements on two H200s from before the benchmark section
   [`ep`](benchmarks.md#expert-parallelism).{later}
 - The speed of the experts is that of `layer.json`, from single calls. Sustained calls are slower on these GPUs, by
   their power limit. The model adds nothing for this.
-- The model is off by up to {worst:.0%}. **Two engines whose predictions differ by less than {margin:.0%} are equal
-  on this page.**
+{other_gpu}- The model is off by up to {worst:.0%}: {where}.
+- **Two engines whose predictions differ by less than {margin:.0%} are equal on this page.**
+"""
+LATER = " The others are those of that section."
+OTHER_GPU = """\
+- On another GPU than that of `layer.json`, the experts of the prediction take the time of *no communication* in the
+  `ep.json` of that GPU, and plain torch is slower by the same factor: so all rows but *unfused* check communication
+  alone.
 """
 BYTES = """\
 ## Bytes
@@ -125,14 +133,16 @@ CHOICE = """\
 {choice}
 
 The first engine is the fastest one of `fusedmoe`. Those after *or* are less than {margin:.0%} slower, which this
-model cannot tell apart. The last column is the step of the fastest engine divided by that of *hierarchical*.
+model cannot tell apart. The last column is the step of the fastest engine divided by that of *hierarchical*. The model
+cannot tell these two apart where the column is below {ratio:.2f}.
 
-- **Two GPUs**: the stages hide all exchanges of `symmetric` and `allgather`. The copies of `symmetric` take no SM
-  from the products.
-- **One node of {node}**: `symmetric`. If K = P = {node}, it reads {read:.0%} of the rows. The own tokens are an eighth
-  of the rows, and hide little: between {hidden_least:.0%} and {hidden_most:.0%} of the exchanges are hidden. *least*
-  says that a product which follows the arriving ranks one by one could hide at least {bound_least:.0%}. For K much
-  less than P, as in Mixtral, `symmetric` and `alltoall` send a quarter of the bytes of `allgather`.
+- **Two GPUs**: in the model, the stages hide all exchanges of `symmetric` and `allgather`. The copies of `symmetric`
+  take no SM from the products. [Expert parallelism](benchmarks.md#expert-parallelism) has the measured steps.
+- **One node of {node}**: `symmetric` has the shortest steps. If K = P = {node}, it reads {read:.0%} of the rows. The
+  own tokens are an eighth of the rows, and hide little: between {hidden_least:.0%} and {hidden_most:.0%} of the
+  exchanges are hidden. *least* says that a product which follows the arriving ranks one by one could hide at least
+  {bound_least:.0%}. For K much less than P, as in Mixtral, `symmetric` and `alltoall` send a quarter of the bytes of
+  `allgather`.
 - **Several nodes: not `allgather`.** It sends {ratio_64:.0f} times the bytes of `alltoall` on 64 GPUs
   with the experts of Qwen3, and {ratio_512:.0f} times on 128. Its steps take {slow_least:.1f} to {slow_most:.1f}
   times as long. Its buffers alone are gigabytes.
@@ -171,8 +181,8 @@ UNTESTED = """\
 """
 
 
-def render(results: dict[str, Any], measured: dict[str, Any] | None) -> str:
-    """Return the page, from ``layer.json`` and ``ep.json``, or None if that does not exist."""
+def render(results: dict[str, Any], measured: Sequence[dict[str, Any]] = ()) -> str:
+    """Return the page, from ``layer.json`` and the ``ep.json`` of each GPU that has one."""
     layers = ep_model.layers()
     found: Found = {
         (name, gpus): ep_model.steps(results, layer, gpus)
@@ -180,22 +190,21 @@ def render(results: dict[str, Any], measured: dict[str, Any] | None) -> str:
         for gpus in GPUS
         if gpus in (2, NODE) or _ranks(layer, gpus) > NODE
     }
-    compared = ep_model.checks(results, measured)
-    worst = max(abs(check.deviation) for check in compared)
-    margin = math.ceil(20 * worst) / 20
+    compared = ep_check.checks(results, measured)
+    margin = math.ceil(20 * abs(_worst(compared).deviation)) / 20
     text = [
         INTRODUCTION.format(tokens=TOKENS, node=NODE, layers=_layers(results, layers)),
         SOURCES.format(sources=_sources(results)),
-        CHECK.format(
-            checks=_checks(compared),
-            later=" The others are those of that section." if measured else "",
-            worst=worst,
-            margin=margin,
-        ),
+        _check(results, compared, margin),
         BYTES.format(few=FEW, copies=_copies(layers, found), megabytes=_megabytes(found)),
         TIMES.format(times=_times(found)),
         CHOICE.format(
-            choice=_choice(found, margin), margin=margin, node=NODE, slow=SLOW_GB_S, **_figures(layers, found)
+            choice=_choice(found, margin),
+            margin=margin,
+            ratio=1 + margin,
+            node=NODE,
+            slow=SLOW_GB_S,
+            **_figures(layers, found),
         ),
         MEMORY.format(memory=_memory(layers, found), tokens=TOKENS),
         UNTESTED,
@@ -246,16 +255,37 @@ def _sources(results: dict[str, Any]) -> str:
     return table(["", "value", "source"], rows)
 
 
-def _checks(compared: Iterable[ep_model.Check]) -> str:
-    rows = [
-        [
-            check.layer, str(check.ranks), str(check.tokens), check.what, f"{check.measured_ms:.1f}",
-            f"{check.predicted_ms:.1f}", f"{check.deviation:+.0%}", check.source,
-        ]
-        for check in compared
-    ]  # fmt: skip
-    head = ["layer", "GPUs", "tokens per GPU", "", "measured, ms", "predicted, ms", "deviation", "measurement"]
-    return table(head, rows)
+def _worst(compared: Iterable[Check]) -> Check:
+    return max(compared, key=lambda check: abs(check.deviation))
+
+
+def _check(results: dict[str, Any], compared: Sequence[Check], margin: float) -> str:
+    """Return the section that compares the model with measurements."""
+    worst = _worst(compared)
+    other_gpu = any(ep_check.other_gpu(results, check.case.machine) for check in compared)
+    return CHECK.format(
+        checks=_checks(compared),
+        later=LATER if len({check.case.source for check in compared}) > 1 else "",
+        other_gpu=OTHER_GPU if other_gpu else "",
+        worst=abs(worst.deviation),
+        where=f"*{worst.what}* of {worst.case.layer} with {worst.case.tokens} tokens per GPU",
+        margin=margin,
+    )
+
+
+def _checks(compared: Iterable[Check]) -> str:
+    rows = []
+    for check in compared:
+        case, exposed = check.case, (check.measured_exposed_ms, check.predicted_exposed_ms)
+        rows.append(
+            [
+                case.layer, str(case.ranks), str(case.tokens), check.what, f"{check.measured_ms:.1f}",
+                f"{check.predicted_ms:.1f}", f"{check.deviation:+.0%}",
+                *("" if ms is None else f"{ms:.1f}" for ms in exposed), f"{case.machine}, {case.source}",
+            ]
+        )  # fmt: skip
+    head = ["layer", "GPUs", "tokens per GPU", "", "measured, ms", "predicted, ms", "deviation"]
+    return table([*head, "exposed: measured, ms", "predicted, ms", "measurement"], rows)
 
 
 def _both(copies: ep_model.Copies) -> str:

@@ -1,9 +1,11 @@
-"""The part of docs/benchmarks.md about expert parallelism, from ``ep.json``."""
+"""The part of docs/benchmarks.md about expert parallelism, from the ``ep.json`` of each GPU that has one."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+from benchmarks.ep_model import FUSED_PEER, REFERENCE, UNFUSED_PEER
 from benchmarks.marked import table
 
 SECTION = """\
@@ -18,45 +20,82 @@ that without communication. The host time of a candidate that synchronises inclu
 peak of memory includes the buffers of `symmetric`. The rows without communication and their gradients are there before
 the measurement, and so not in its peak. The bandwidth of an exchange includes copies into buffers. The file `ep.json`
 also has quartiles, errors and plans. Without a GPU, the section runs a tiny layer on gloo.
-[Expert parallelism at scale](expert_parallel_scale.md) predicts what no machine here can measure.
+[Expert parallelism at scale](expert_parallel_scale.md) predicts steps on more GPUs.
 """
 MEASURED = """\
-{ranks} x {machine}, {backend}, torch {torch}, commit {commit}, medians of {reps} calls:
+### {ranks} x {machine}
+
+NCCL {nccl}, torch {torch}, commit {commit}, medians of {reps} calls.
+
+{ratios}
+
+*x no communication* is the time of the engine divided by that without communication. At 1, no communication is
+exposed. A *speed-up* is the time of the all-to-all by hand divided by that of the engine. Above 1, the engine is
+faster.
+
+{steps}
+
+{exchanges}
 """
+OTHERS = (REFERENCE, UNFUSED_PEER, FUSED_PEER)  # the other rows are engines
 
 
-def render(results: dict[str, Any] | None) -> str:
-    """Return the section, with a table if there are results."""
-    if results is None:
-        return SECTION
-    rows, exchanges = [], []
-    for shape in results["shapes"]:
-        for name, found in shape["exchanges"].items():
-            exchanges += [
-                [
-                    shape["name"], str(shape["tokens_per_rank"]), f"{name}, {what}", f"{one['ms']:.3f}",
-                    f"{one['gb_s']:.0f}",
-                ]
-                for what, one in found.items()
-            ]  # fmt: skip
-        for row in shape["rows"]:
-            if row["ms"]:
-                rows.append(
-                    [
-                        shape["name"], str(shape["tokens_per_rank"]), row["name"], f"{row['ms']:.2f}",
-                        _number(row["x_no_communication"], ".2f"), _number(row["exposed_ms"], ".2f"),
-                        _number(row["host_us"], ".0f"), _number(row["host_syncs"], "d"),
-                        _number((row["communication"] or {}).get("sms"), "d"), _number(_peak_gib(row), ".2f"),
-                    ]
-                )  # fmt: skip
-    head = [
-        "shape", "tokens per rank", "", "ms", "x no communication", "exposed, ms", "host us", "host syncs", "SMs",
-        "peak, GiB",
+def render(measured: Iterable[dict[str, Any]] = ()) -> str:
+    """Return the section, with tables for each GPU that has results."""
+    return "\n".join([SECTION, *map(_of_gpu, measured)])
+
+
+def _of_gpu(results: dict[str, Any]) -> str:
+    heading = {name: results[name] for name in ("ranks", "machine", "nccl", "commit", "reps")}
+    shapes = results["shapes"]
+    return MEASURED.format(
+        ratios=_ratios(shapes), steps=_steps(shapes), exchanges=_exchanges(shapes), torch=results["versions"]["torch"],
+        **heading,
+    )  # fmt: skip
+
+
+def _ratios(shapes: Iterable[dict[str, Any]]) -> str:
+    """Return the table of each engine's time relative to those of the others."""
+    rows = []
+    for shape in shapes:
+        ms = {row["name"]: row["ms"] for row in shape["rows"] if row["ms"]}
+        for engine in (name for name in ms if name not in OTHERS):
+            base, *peers = (ms.get(name) for name in OTHERS)
+            ratios = base and ms[engine] / base, *(peer and peer / ms[engine] for peer in peers)
+            rows.append([*_head(shape), f"`{engine}`", *(_number(ratio, ".2f") for ratio in ratios)])
+    speedups = [f"speed-up over {peer}" for peer in (UNFUSED_PEER, FUSED_PEER)]
+    return table(["shape", "tokens per rank", "engine", f"x {REFERENCE}", *speedups], rows)
+
+
+def _steps(shapes: Iterable[dict[str, Any]]) -> str:
+    """Return the table of forward + backward."""
+    rows = [
+        [
+            *_head(shape), row["name"], f"{row['ms']:.2f}", _number(row["x_no_communication"], ".2f"),
+            _number(row["exposed_ms"], ".2f"), _number(row["host_us"], ".0f"), _number(row["host_syncs"], "d"),
+            _number((row["communication"] or {}).get("sms"), "d"), _number(_peak_gib(row), ".2f"),
+        ]
+        for shape in shapes
+        for row in shape["rows"]
+        if row["ms"]
     ]  # fmt: skip
-    versions = results["versions"]
-    heading = MEASURED.format(**{k: results[k] for k in ("ranks", "machine", "backend", "commit", "reps")}, **versions)
-    of_exchanges = table(["shape", "tokens per rank", "exchange alone", "ms", "GB/s each way"], exchanges)
-    return "\n".join([SECTION, heading, table(head, rows) + "\n", of_exchanges + "\n"])
+    head = ["shape", "tokens per rank", "", "ms", f"x {REFERENCE}", "exposed, ms", "host us", "host syncs", "SMs"]
+    return table([*head, "peak, GiB"], rows)
+
+
+def _exchanges(shapes: Iterable[dict[str, Any]]) -> str:
+    """Return the table of single exchanges."""
+    rows = [
+        [*_head(shape), f"{name}, {what}", f"{one['ms']:.3f}", f"{one['gb_s']:.0f}"]
+        for shape in shapes
+        for name, found in shape["exchanges"].items()
+        for what, one in found.items()
+    ]
+    return table(["shape", "tokens per rank", "exchange alone", "ms", "GB/s each way"], rows)
+
+
+def _head(shape: dict[str, Any]) -> list[str]:
+    return [shape["name"], str(shape["tokens_per_rank"])]
 
 
 def _peak_gib(row: dict[str, Any]) -> float | None:

@@ -18,9 +18,10 @@ PAGE = ROOT.parent / "docs" / "benchmarks.md"
 FP8_PAGE, WHICH_RECIPE = PAGE.with_name("fp8.md"), PAGE.with_name("which_recipe.md")
 SCALE = PAGE.with_name("expert_parallel_scale.md")
 PICTURES, PICTURE = PAGE.parent / "_static", "nvidia-h100-80gb-hbm3-mlp-forward-backward.png"
-RESULTS = ROOT / "results" / "nvidia-h100-80gb-hbm3"
-LAYER_RESULTS = ROOT / "results" / "nvidia-h200"
-COMPARED = ROOT / "results" / "demo"  # comparisons of recipes
+ALL_RESULTS = ROOT / "results"  # with a folder per machine
+RESULTS = ALL_RESULTS / "nvidia-h100-80gb-hbm3"
+LAYER_RESULTS = ALL_RESULTS / "nvidia-h200"
+COMPARED = ALL_RESULTS / "demo"  # comparisons of recipes
 COMPARED_FP8 = "fp8-nvidia-h200*.json"  # those of FP8 recipes on a GPU: compare.json of each seed
 
 INTRODUCTION = """\
@@ -220,8 +221,11 @@ def _ms(shape: dict[str, Any], case: str) -> dict[str, float]:
     return {r["peer"]: r["ms"] for r in shape["rows"] if r["case"] == case and r["ms"]}
 
 
-def render(folder: Path = RESULTS, layer_folder: Path = LAYER_RESULTS) -> str:
-    """Return the page; the whole layer was measured on another machine than the rest."""
+def render(folder: Path = RESULTS, layer_folder: Path = LAYER_RESULTS, machines: Path = ALL_RESULTS) -> str:
+    """Return the page; the whole layer was measured on another machine than the rest.
+
+    ``machines`` has the folders of all machines, of which any may have measured expert parallelism.
+    """
     layer = load(layer_folder, "layer")
     parts = [INTRODUCTION, *(layer_page.render(layer) if layer else []), OWN]
     kernels, mlp = load(folder, "kernels"), load(folder, "mlp")
@@ -265,7 +269,7 @@ def render(folder: Path = RESULTS, layer_folder: Path = LAYER_RESULTS) -> str:
     if kernels and deepgemm:
         parts.append(DEEPGEMM.format(version=deepgemm["versions"]["sgl-deep-gemm"], commit=deepgemm["commit"]))
         parts.append(deepgemm_table(kernels, deepgemm) + "\n")
-    parts.append(ep_page.render(load(layer_folder, "ep")))
+    parts.append(ep_page.render(load_ep(machines)))
     if fp8 := load(layer_folder, "fp8"):
         parts.append(FP8.format(machine=fp8["machine"], recipes=fp8_page.measured(fp8)))
     if host:
@@ -273,11 +277,11 @@ def render(folder: Path = RESULTS, layer_folder: Path = LAYER_RESULTS) -> str:
     return "\n".join(parts)
 
 
-def render_scale(folder: Path = LAYER_RESULTS) -> str:
+def render_scale(folder: Path = LAYER_RESULTS, machines: Path = ALL_RESULTS) -> str:
     """Return docs/expert_parallel_scale.md."""
     layer = load(folder, "layer")
     assert layer is not None, f"{folder}: no layer.json"
-    return ep_model_page.render(layer, load(folder, "ep"))
+    return ep_model_page.render(layer, load_ep(machines))
 
 
 def render_fp8(folder: Path = LAYER_RESULTS, compared: Path = COMPARED) -> str:
@@ -295,6 +299,12 @@ def render_which_recipe(folder: Path = RESULTS, layer_folder: Path = LAYER_RESUL
 def load_recipes(folder: Path, layer_folder: Path) -> dict[str, Any] | None:
     """Read the results of the recipes: those of the machine of the whole layer, or else of the other machine."""
     return load(layer_folder, "recipes") or load(folder, "recipes")
+
+
+def load_ep(machines: Path) -> list[dict[str, Any]]:
+    """Read the results of expert parallelism of each machine with GPUs, by the name of its folder."""
+    found = (load(file.parent, file.stem) for file in sorted(machines.glob("*/ep.json")))
+    return [results for results in found if results and results["nccl"]]
 
 
 def load_seeds(folder: Path) -> list[dict[str, Any]]:

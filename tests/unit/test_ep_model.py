@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import ep, ep_model, ep_model_page, ep_page, page
+from benchmarks import ep, ep_check, ep_model, ep_model_page, ep_page, page
 from benchmarks.ep_model import (
     ALLGATHER,
     ALLTOALL,
@@ -154,15 +154,23 @@ def test_buffers_in_bytes():
     assert found.weights == 64 * 3 * 2048 * 768 * 2
 
 
-def test_the_first_measurements_are_met_within_the_stated_margin():
-    checks = ep_model.checks(RESULTS, None)
-    assert [(c.tokens, c.measured_ms) for c in checks] == [(8192, 3.2), (8192, 10.0), (32768, 12.5), (32768, 32.0)]
+def text_of_scale(machines):
+    return " ".join(page.render_scale(machines=machines).split())
+
+
+def test_the_first_measurements_are_met_within_the_stated_margin(tmp_path):
+    checks = ep_check.checks(RESULTS)
+    assert [(c.case.tokens, c.measured_ms) for c in checks] == [(8192, 3.2), (8192, 10.0), (32768, 12.5), (32768, 32.0)]
     worst = max(abs(c.deviation) for c in checks)
     assert 0.05 < worst < 0.2
-    assert f"The model is off by up to {worst:.0%}" in " ".join(page.render_scale().split())
+    text = text_of_scale(tmp_path)
+    assert f"The model is off by up to {worst:.0%}" in text
+    assert "| NVIDIA H200, first |" in text
+    assert "section ep" not in text
+    assert "On another GPU" not in text
 
 
-def ep_results(**rows):
+def ep_results(machine, **rows):
     """Like an ``ep.json``."""
     named = [
         {"name": name.replace("_", " "), "ms": ms, "exposed_ms": None, "x_no_communication": 1.04, "host_us": 5.0,
@@ -174,39 +182,103 @@ def ep_results(**rows):
         {"name": n, "tokens_per_rank": 8192, "rows": named, "exchanges": exchanges}
         for n in ("qwen3-30b-a3b", "another")
     ]
-    heading = {"machine": "GPU", "commit": "abc", "backend": "nccl", "reps": 3, "versions": {"torch": "2.11"}}
+    heading = {"machine": machine, "commit": "abc", "nccl": "2.28.9", "reps": 3, "versions": {"torch": "2.11"}}
     return heading | {"ranks": 2, "shapes": shapes}
 
 
-def test_later_measurements_join_the_check(tmp_path):
-    measured = ep_results(no_communication=2.9, symmetric=3.0, allgather=None, unknown=1.0)
-    later = ep_model.checks(RESULTS, measured)[4:]
-    assert [(c.what, c.measured_ms, c.source) for c in later] == [
+def written(machines, **measured):
+    """Write an ``ep.json`` per folder."""
+    for name, results in measured.items():
+        (machines / name).mkdir()
+        (machines / name / "ep.json").write_text(json.dumps(results))
+    return machines
+
+
+def test_measurements_of_the_gpu_of_the_experts_join_the_check():
+    measured = ep_results("NVIDIA H200", no_communication=2.9, symmetric=3.0, allgather=None, unknown=1.0)
+    later = ep_check.checks(RESULTS, [measured])[4:]
+    assert [(c.what, c.measured_ms, c.case.source) for c in later] == [
         ("no communication", 2.9, "`ep.json`"),
         ("symmetric", 3.0, "`ep.json`"),
     ]
-    shape = ep_model.layers()["qwen3-30b-a3b"]
-    assert later[1].predicted_ms == ep_model.predict(RESULTS, shape, 2, SYMMETRIC).ms
-    assert later[1].deviation == pytest.approx(later[1].predicted_ms / 3.0 - 1)
+    base, step = (c.predicted_ms for c in later)
+    predicted = ep_model.predict(RESULTS, ep_model.layers()["qwen3-30b-a3b"], 2, SYMMETRIC)
+    assert (base, step) == (predicted.compute_ms, predicted.ms)
+    assert later[1].deviation == pytest.approx(predicted.ms / 3.0 - 1)
+    assert (later[0].measured_exposed_ms, later[0].predicted_exposed_ms) == (None, None)
+    assert later[1].measured_exposed_ms == pytest.approx(0.1)
+    assert later[1].predicted_exposed_ms == pytest.approx(predicted.overlapped_ms)
 
-    for name, results in (("layer", RESULTS), ("ep", measured)):
-        (tmp_path / f"{name}.json").write_text(json.dumps(results))
-    assert "| 2 | 8192 | symmetric | 3.0 |" in page.render_scale(tmp_path)
+
+def test_on_another_gpu_the_experts_are_as_slow_as_measured_there():
+    times = {"no communication": 5.0, "alltoall": 6.0, ep_model.UNFUSED_PEER: 20.0}
+    later = ep_check.checks(RESULTS, [ep_results("another GPU", **times)])[4:]
+    assert [c.what for c in later] == ["alltoall", ep_model.UNFUSED_PEER], "the experts' own time is no check"
+    shape = ep_model.layers()["qwen3-30b-a3b"]
+    alltoall, unfused = (
+        ep_model.predict(RESULTS, shape, 2, engine, experts=experts)
+        for engine, experts in (ep_check.PREDICTED[c.what] for c in later)
+    )
+    assert later[0].predicted_ms == pytest.approx(5.0 + alltoall.exposed_ms)
+    assert later[0].predicted_exposed_ms == pytest.approx(alltoall.exposed_ms)
+    slower = 5.0 / alltoall.compute_ms
+    assert later[1].predicted_ms == pytest.approx(slower * unfused.compute_ms + unfused.exposed_ms)
+    assert len(ep_check.checks(RESULTS, [ep_results("another GPU", alltoall=6.0)])) == 4
+
+
+def test_overlap_on_another_gpu_is_that_of_its_experts():
+    measured = ep_results("another GPU", no_communication=0.3, symmetric=1.0)
+    check = ep_check.checks(RESULTS, [measured])[4]
+    step = ep_model.predict(RESULTS, ep_model.layers()["qwen3-30b-a3b"], 2, SYMMETRIC)
+    assert step.overlapped_ms < check.predicted_exposed_ms < step.exposed_ms, "fast experts hide less"
+
+
+def test_the_page_of_scale_has_the_measurements_of_each_gpu(tmp_path):
+    measured = {machine: ep_results(machine, no_communication=2.9, symmetric=9.0) for machine in ("A", "NVIDIA H200")}
+    text = text_of_scale(written(tmp_path, a=measured["A"], b=measured["NVIDIA H200"]))
+    row = "| qwen3-30b-a3b | 2 | 8192 | symmetric | 9.0 | 3.0 | -67% | 6.1 | 0.1 | A, `ep.json` |"
+    assert row in text
+    assert "| no communication | 2.9 | 2.7 | -6% |  |  | NVIDIA H200, `ep.json` |".replace("  ", " ") in text
+    assert "The others are those of that section." in text
+    assert "On another GPU than that of `layer.json`" in text
+    assert "off by up to 69%: *symmetric* of qwen3-30b-a3b with 8192 tokens per GPU." in text
+    assert "differ by less than 70% are equal" in text
+
+    (tmp_path / "a" / "ep.json").unlink()
+    assert "On another GPU" not in text_of_scale(tmp_path)
 
 
 def test_every_candidate_of_the_section_is_predicted():
     shape = ep_model.layers()["qwen3-30b-a3b"]
     for name in ep.CANDIDATES:
-        assert ep_model.predicted_ms(RESULTS, shape, 2, 8192, name) > 1, name
+        assert ep_check.predicted_ms(RESULTS, shape, 2, 8192, name) > 1, name
 
 
-def test_the_benchmark_page_has_a_table_of_the_section():
-    assert ep_page.render(None) == ep_page.SECTION
-    text = ep_page.render(ep_results(no_communication=2.9, symmetric=3.0, alltoall=None))
-    assert "2 x GPU, nccl, torch 2.11, commit abc, medians of 3 calls:" in text
+def test_the_benchmark_page_has_tables_of_each_gpu(tmp_path):
+    without = page.render(machines=tmp_path)
+    assert ep_page.SECTION in without
+    assert "speed-up over" not in without
+
+    rows = {"no communication": 2.5, "symmetric": 3.0, "alltoall": None, ep_model.UNFUSED_PEER: 9.0}
+    on_cpu = ep_results("CPU", **rows) | {"nccl": None}
+    written(tmp_path, b=ep_results("B", **rows), a=ep_results("A", **rows), cpu=on_cpu)
+    text = page.render(machines=tmp_path)
+    assert text.index("## Expert parallelism") < text.index("### 2 x A\n") < text.index("### 2 x B\n")
+    assert "x CPU" not in text, "its layer is a tiny one"
+    assert "NCCL 2.28.9, torch 2.11, commit abc, medians of 3 calls." in text
     assert "| qwen3-30b-a3b | 8192 | symmetric | 3.00 | 1.04 |  | 5 | 0 | 24 | 1.50 |" in text
     assert "| qwen3-30b-a3b | 8192 | symmetric, gather | 0.100 | 360 |" in text
     assert "alltoall |" not in text
+    head = (
+        f"| engine | x no communication | speed-up over {ep_model.UNFUSED_PEER} | speed-up over {ep_model.FUSED_PEER} |"
+    )
+    assert head in text
+    assert "| qwen3-30b-a3b | 8192 | `symmetric` | 1.20 | 3.00 |  |" in text
+
+
+def test_ratios_without_the_step_without_communication():
+    text = ep_page.render([ep_results("A", symmetric=3.0)])
+    assert "| another | 8192 | `symmetric` |  |  |  |" in text
 
 
 def test_the_command_prints_the_page_without_a_gpu(capsys):
