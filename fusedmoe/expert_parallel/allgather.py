@@ -26,7 +26,9 @@ class AllGather(Engine):
 
     name: ClassVar[str] = "allgather"
 
-    def start_gather(self, tensors: Sequence[Tensor], rows: int, wanted: Wanted | None = None) -> Pending:
+    def start_gather(
+        self, tensors: Sequence[Tensor], rows: int, wanted: Wanted | None = None, lend: bool = False
+    ) -> Pending:
         gathered = [t.new_empty(self.ranks * rows, *t.shape[1:]) for t in tensors]
         own = [out[self.rank * rows :][:rows] for out in gathered]
         for here, t in zip(own, tensors, strict=True):

@@ -80,13 +80,26 @@ class Pending:
         For each, a function that lets the current stream wait until it is complete.
     given
         Objects that hold the tensors that the exchange reads: they live until it is complete.
+    own
+        Lets the current stream wait until the rows of this rank are complete.
+    give_back
+        Tells the engine that all work that reads a lent result has been launched.
     """
 
-    def __init__(self, results: list[Any], waits: Sequence[Callable[[], object]], given: Sequence[object]) -> None:
+    def __init__(
+        self,
+        results: list[Any],
+        waits: Sequence[Callable[[], object]],
+        given: Sequence[object],
+        own: Callable[[], object] = lambda: None,
+        give_back: Callable[[], object] = lambda: None,
+    ) -> None:
         self._results, self._waits, self._given = results, [*waits], given
+        self._own, self.give_back = own, give_back
 
     def unfinished(self, number: int) -> Any:
-        """Return a result that may still be written."""
+        """Return a result of which the rows of other ranks may still be written."""
+        self._own()
         return self._results[number]
 
     def wait(self, number: int) -> Any:
@@ -128,10 +141,12 @@ class Engine:
         """Return the SMs that a product beside an exchange leaves to it, for K chosen experts per token."""
         return 2  # a barrier between the ranks is a kernel
 
-    def start_gather(self, tensors: Sequence[Tensor], rows: int, wanted: Wanted | None = None) -> Pending:
+    def start_gather(
+        self, tensors: Sequence[Tensor], rows: int, wanted: Wanted | None = None, lend: bool = False
+    ) -> Pending:
         """Begin to gather the rows of all ranks, in rank order: (P*N, ...) for each tensor (T, ...).
 
-        Those of this rank are complete at once for the current stream. The others arrive in the order of the tensors.
+        Those of this rank are complete first, for the current stream. The others arrive in the order of the tensors.
 
         Parameters
         ----------
@@ -142,8 +157,25 @@ class Engine:
         wanted
             Its function gets the gathered tensors except the last, and returns (P*N,) bool: the wanted rows of the
             last one. All other rows have any values. None: all rows are wanted.
+        lend
+            Whether the last result may be memory of the engine, which saves a copy. The next exchange overwrites it,
+            so the caller calls `Pending.give_back` before, after the last launch that reads it.
         """
         raise NotImplementedError
+
+    def room(self, like: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+        """Return tensors of these shapes and dtypes, which the current stream may write, for the next exchange.
+
+        If that is a `start_exchange` of some of them, an engine need not copy these.
+
+        Parameters
+        ----------
+        like
+            All tensors of the exchange, in order; their memory is not used.
+        device
+            Where the results are.
+        """
+        return [torch.empty(t.shape, dtype=t.dtype, device=device) for t in like]
 
     def start_exchange(self, tensors: Sequence[Tensor], wanted: Wanted | None = None) -> Pending:
         """Begin to exchange rows: from (P*N, ...) with N rows for each rank, (P, N, ...), the rows that each rank has

@@ -1,8 +1,9 @@
 """The engine ``"symmetric"``: ranks read each other's memory, inside one NVLink domain, by torch's symmetric memory.
 
-A rank writes its rows into a buffer that all ranks can address. After a barrier on the device, each rank reads the rows
-of the others: all of them by its copy engines, which take no SM, or, where it wants few of them, only these by a kernel
-on a few SMs. No host takes part. A CUDA graph can capture an exchange.
+A rank writes its rows into a buffer that all ranks can address, on the stream of the layer: a copy inside a GPU is a
+kernel, which would wait for the SMs of a product beside it. After a barrier on the device, each rank reads the rows of
+the others, on the engine's stream: all of them by its copy engines, which take no SM, or, where it wants few of them,
+only these by a kernel on a few SMs. No host takes part. A CUDA graph can capture an exchange.
 
 A second barrier ends each exchange: when a rank passes it, all ranks have read, and the next exchange may write. A
 consumer of the rows does not wait for it. CUDA graphs have a buffer of their own, since a replay and the exchanges of
@@ -13,6 +14,7 @@ Axes as in engine.py.
 
 from __future__ import annotations
 
+import math
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar
 
@@ -65,58 +67,83 @@ class Symmetric(Engine):
         self.timeout_s = timeout_s
         self._buffers: list[SymmetricBuffer] = []  # of the engine's stream, and of CUDA graphs
         self._in_graphs: list[SymmetricBuffer] = []  # those that a graph may have recorded, of any size
+        self._rooms: tuple[SymmetricBuffer | None, set[int]] = None, set()  # of `room`: a buffer, and addresses in it
         self._count = 0  # of exchanges
         self._stream: torch.cuda.Stream | None = None
 
     def sms(self, chosen: int) -> int:
         return super().sms(chosen) + (SMS if expected_share(self.ranks, chosen) <= FEW else 0)
 
-    def start_gather(self, tensors: Sequence[Tensor], rows: int, wanted: Wanted | None = None) -> Pending:
-        gathered = [t.new_empty(self.ranks * rows, *t.shape[1:]) for t in tensors]
-        offsets, nbytes = _layout([t.nbytes // self.ranks for t in gathered])
-        waits = [nothing] * len(tensors)
+    def start_gather(
+        self, tensors: Sequence[Tensor], rows: int, wanted: Wanted | None = None, lend: bool = False
+    ) -> Pending:
+        lent = [lend and i == len(tensors) - 1 for i in range(len(tensors))]
+        sizes = [_Gathered.nbytes(t, self.ranks, rows, here) for t, here in zip(tensors, lent, strict=True)]
+        offsets, nbytes = _layout(sizes)
         if not nbytes:
-            return Pending(gathered, waits, tensors)
-        parts = [out.view(self.ranks, rows, *out.shape[1:]) for out in gathered]
-        for part, t in zip(parts, tensors, strict=True):
-            part[self.rank, : t.shape[0]].copy_(t)
-        with self._exchange(nbytes, tensors[0].device) as buffer:
-            for t, offset in zip(tensors, offsets, strict=True):
-                buffer.of_rank(self.rank, offset, t.shape, t.dtype).copy_(t)
-            buffer.barrier(self.timeout_s)
-            for i, (part, offset) in enumerate(zip(parts, offsets, strict=True)):
-                chosen = None
-                if wanted is not None and i == len(parts) - 1 and self._reads_few(wanted, gathered[i]):
-                    chosen = wanted.rows(*gathered[:-1]).view(self.ranks, rows)
-                sources = {r: buffer.of_rank(r, offset, part.shape[1:], part.dtype) for r in self._others()}
-                _read(sources, part, chosen)
-                waits[i] = _wait_for(torch.cuda.current_stream().record_event())
-            waits[-1] = self._after_reads(buffer, waits[-1])
-        return Pending(gathered, waits, [*tensors, wanted])
+            empty = [t.new_empty(self.ranks * rows, *t.shape[1:]) for t in tensors]
+            return Pending(empty, [nothing] * len(tensors), tensors)
+        waits: list[Callable[[], None]] = []
+        with self._exchange():
+            buffer, own = self._writable(nbytes, tensors[0].device), nothing
+            of_tensors = zip(tensors, offsets, lent, strict=True)
+            *small, last = [_Gathered(t, buffer, o, self.ranks, self.rank, rows, here) for t, o, here in of_tensors]
+            for group in filter(None, (small, [last])):  # the small ones travel while the last one is written
+                for one in group:
+                    one.write()
+                with self._reading(buffer, ends=last in group):
+                    for one in group:
+                        chosen = None
+                        if one is last and wanted is not None and self._reads_few(wanted, one.given):
+                            chosen = wanted.rows(*[s.result.flatten(0, 1) for s in small]).view(self.ranks, rows)
+                        _read({r: one.sources[r] for r in self._others()}, one.result, chosen)
+                        waits.append(self._recorded())
+                    if last not in group:  # also on the engine's stream, so that the current one need not do it
+                        last.copy_own()
+                        own = self._recorded()
+                for one in group:
+                    one.copy_own()
+            waits[-1] = self._until_done(waits[-1])
+        results = [one.result.flatten(0, 1) for one in (*small, last)]
+        return Pending(results, waits, [*tensors, wanted], own, self._after_consumer if lend else nothing)
+
+    def room(self, like: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+        offsets, nbytes = _layout([t.nbytes for t in like])
+        if not nbytes:
+            return super().room(like, device)
+        with self._exchange():
+            buffer = self._writable(nbytes, device)
+        rooms = [buffer.of_rank(self.rank, o, t.shape, t.dtype) for t, o in zip(like, offsets, strict=True)]
+        self._rooms = buffer, {t.data_ptr() for t in rooms}
+        return rooms
 
     def start_exchange(self, tensors: Sequence[Tensor], wanted: Wanted | None = None) -> Pending:
         received = [torch.empty_like(t) for t in tensors]
         offsets, nbytes = _layout([t.nbytes for t in tensors])
-        waits = [nothing] * len(tensors)
         if not nbytes:
-            return self._exchanged(tensors, received, waits)
-        with self._exchange(nbytes, tensors[0].device) as buffer:
+            return self._exchanged(tensors, received, [nothing] * len(tensors))
+        waits: list[Callable[[], None]] = []
+        with self._exchange():
+            buffer, rooms = self._rooms
+            self._rooms = None, set()
+            if buffer is None or rooms.isdisjoint(t.data_ptr() for t in tensors):
+                buffer, rooms = self._writable(nbytes, tensors[0].device), set()
             # (P, N, ...) each: the rows of a rank for the others, and those of the others for it
             places = [(self.ranks, t.shape[0] // self.ranks, *t.shape[1:]) for t in tensors]
             for t, shape, offset in zip(tensors, places, offsets, strict=True):
                 sent, mine = t.view(shape), buffer.of_rank(self.rank, offset, shape, t.dtype)
-                for rank in self._others():
+                for rank in self._others() if t.data_ptr() not in rooms else ():
                     mine[rank].copy_(sent[rank])
-            buffer.barrier(self.timeout_s)
-            chosen = None
-            for i, (t, shape, offset) in enumerate(zip(received, places, offsets, strict=True)):
-                if reads_few := wanted is not None and self._reads_few(wanted, t):
-                    assert wanted is not None
-                    chosen = wanted.rows() if chosen is None else chosen
-                sources = {r: buffer.of_rank(r, offset, shape, t.dtype)[self.rank] for r in self._others()}
-                _read(sources, t.view(shape), chosen if reads_few else None)
-                waits[i] = _wait_for(torch.cuda.current_stream().record_event())
-            waits[-1] = self._after_reads(buffer, waits[-1])
+            with self._reading(buffer):
+                chosen = None
+                for t, shape, offset in zip(received, places, offsets, strict=True):
+                    if reads_few := wanted is not None and self._reads_few(wanted, t):
+                        assert wanted is not None
+                        chosen = wanted.rows() if chosen is None else chosen
+                    sources = {r: buffer.of_rank(r, offset, shape, t.dtype)[self.rank] for r in self._others()}
+                    _read(sources, t.view(shape), chosen if reads_few else None)
+                    waits.append(self._recorded())
+            waits[-1] = self._until_done(waits[-1])
         return self._exchanged(tensors, received, waits, wanted)
 
     def buffer_bytes(self) -> int:
@@ -131,15 +158,23 @@ class Symmetric(Engine):
         few = expected_share(self.ranks, wanted.chosen) <= FEW
         return few and why_no_copies_of_rows(t.dtype, t.shape[1:], t.device) is None
 
-    def _after_reads(self, buffer: SymmetricBuffer, wait: Callable[[], None]) -> Callable[[], None]:
-        """Let the engine's stream wait until all ranks have read; return the function that waits for the last result.
+    def _until_done(self, wait: Callable[[], None]) -> Callable[[], None]:
+        """Return the function that waits for the last result of an exchange, from the one that waits for its rows.
 
-        A capture ends only after all of its work, so there this function waits for the barrier.
+        A capture ends only after all of its work, so there this function waits for the second barrier.
         """
-        buffer.barrier(self.timeout_s)
-        if torch.cuda.is_current_stream_capturing():
-            return _wait_for(torch.cuda.current_stream().record_event())
-        return wait
+        return self._recorded() if torch.cuda.is_current_stream_capturing() else wait
+
+    def _recorded(self) -> Callable[[], None]:
+        """Return the function that lets the current stream wait for the work of the engine's stream so far."""
+        assert self._stream is not None
+        event = self._stream.record_event()
+        return lambda: event.wait()
+
+    def _after_consumer(self) -> None:
+        """Let the engine's stream, and so the next exchange, wait for the work of the current stream."""
+        assert self._stream is not None
+        self._stream.wait_stream(torch.cuda.current_stream())
 
     def _next_buffer(self, nbytes: int, device: torch.device) -> SymmetricBuffer:
         """Return the buffer of an exchange now, with at least these bytes: the same number on every rank."""
@@ -170,20 +205,37 @@ class Symmetric(Engine):
         # in powers of two, since the number of tokens may grow in small steps
         self._buffers = [SymmetricBuffer(1 << (nbytes - 1).bit_length(), self.group, device) for _ in range(2)]
 
+    def _writable(self, nbytes: int, device: torch.device) -> SymmetricBuffer:
+        """Return the buffer of the next exchange, which the current stream may write from now on."""
+        self._count += 1
+        buffer = self._next_buffer(nbytes, device)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device, priority=-1)
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)  # in a capture, the engine's stream becomes a part of it
+        current.wait_stream(self._stream)  # until all ranks have read the last exchange
+        return buffer
+
     @contextmanager
-    def _exchange(self, nbytes: int, device: torch.device) -> Iterator[SymmetricBuffer]:
-        """Run a block on the engine's own stream, after the work of the current one, with the buffer for it.
+    def _reading(self, buffer: SymmetricBuffer, ends: bool = True) -> Iterator[None]:
+        """Run a block on the engine's own stream, after all ranks have written what they wrote on their current stream.
+        If it ends the exchange, the next one waits until all ranks have read.
 
         All exchanges are on this stream, so that they follow each other whatever stream a layer runs on.
         """
-        self._count += 1
+        assert self._stream is not None
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            buffer.barrier(self.timeout_s)
+            yield
+            if ends:
+                buffer.barrier(self.timeout_s)
+
+    @contextmanager
+    def _exchange(self) -> Iterator[None]:
+        """Explain errors of the GPU inside a block as those of an exchange."""
         try:
-            buffer = self._next_buffer(nbytes, device)
-            if self._stream is None:
-                self._stream = torch.cuda.Stream(device, priority=-1)
-            self._stream.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(self._stream):
-                yield buffer
+            yield
         except RuntimeError as error:
             if "CUDA error" not in str(error):
                 raise
@@ -191,6 +243,48 @@ class Symmetric(Engine):
                 f"ExpertParallel: rank {self.rank} of {self.ranks}, at exchange {self._count}: the GPU failed, as if "
                 f"another rank does not come within {self.timeout_s:g} s; the first lines on stderr name that rank"
             ) from error
+
+
+class _Gathered:
+    """A tensor (T, ...) of this rank, and the result (P, N, ...) with those of all ranks.
+
+    Parameters
+    ----------
+    given
+        The tensor.
+    buffer, offset
+        Where each rank has its own rows: at ``offset`` in its part of the buffer. If the result is lent, it is there
+        too, and the rows of a rank are at their place in it.
+    ranks, rank, rows
+        P, this rank, and N.
+    lent
+        Whether the result is memory of the buffer.
+    """
+
+    def __init__(
+        self, given: Tensor, buffer: SymmetricBuffer, offset: int, ranks: int, rank: int, rows: int, lent: bool
+    ) -> None:
+        self.given, self.rank = given, rank
+        shape = (ranks if lent else 1, rows, *given.shape[1:])
+        of_ranks = [buffer.of_rank(r, offset, shape, given.dtype) for r in range(ranks)]
+        self.sources = [there[r if lent else 0] for r, there in enumerate(of_ranks)]  # (N, ...) of each rank
+        self.result = of_ranks[rank] if lent else given.new_empty(ranks, *shape[1:])
+        self._complete = lent
+
+    @staticmethod
+    def nbytes(given: Tensor, ranks: int, rows: int, lent: bool) -> int:
+        """Return the bytes in the buffer."""
+        return (ranks if lent else 1) * rows * math.prod(given.shape[1:]) * given.itemsize
+
+    def write(self) -> None:
+        """Copy the tensor to where the other ranks read it."""
+        self.sources[self.rank][: self.given.shape[0]].copy_(self.given)
+
+    def copy_own(self) -> None:
+        """Copy the tensor to its place in the result, if it is not there."""
+        if not self._complete:
+            self.result[self.rank, : self.given.shape[0]].copy_(self.given)
+            self._complete = True
 
 
 def why_no_copies_of_rows(dtype: torch.dtype, row: Sequence[int], device: torch.device) -> str | None:
@@ -215,11 +309,6 @@ def _read(sources: Mapping[int, Tensor], parts: Tensor, wanted: Tensor | None) -
     copy = functions.bind_copy_rows(parts[0], SMS)
     for rank, source in sources.items():
         copy(source, row_of[rank], parts[rank])
-
-
-def _wait_for(event: torch.cuda.Event) -> Callable[[], None]:
-    """Return the function that lets the current stream wait for an event."""
-    return lambda: torch.cuda.current_stream().wait_event(event)
 
 
 def _layout(sizes: Sequence[int]) -> tuple[list[int], int]:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from fusedmoe.errors import InputError
@@ -50,9 +51,9 @@ def sum_over_ranks(parts: Sequence[Tensor] | Tensor, tokens: int) -> Tensor:
 
 
 def chosen_ids(expert_index: Tensor, num_experts: int) -> Tensor:
-    """Return expert ids as int32, with -1 for sentinels."""
-    chosen = (expert_index >= 0) & (expert_index < num_experts)
-    return torch.where(chosen, expert_index, -1).to(torch.int32)
+    """Return expert ids as int32, with -1 or E for sentinels: in few launches, since all other work waits for it."""
+    wide = expert_index if expert_index.dtype is torch.int64 else expert_index.to(torch.int32)
+    return wide.clamp(-1, num_experts).to(torch.int32)
 
 
 def has_expert_on(expert_index: Tensor, rank: int, experts: int) -> Tensor:
@@ -81,7 +82,7 @@ def parts_of_tokens(expert_index: Tensor, ranks: int, experts: int, rows: int) -
 
 
 def local_index(index: Tensor, num_experts: int, expert_parallel: ExpertParallel) -> Tensor:
-    """Return expert ids of all ranks as ids of this rank's experts, -1 for those of other ranks."""
+    """Return ids of all ranks, as of `chosen_ids`, as ids of this rank's experts, -1 for those of other ranks."""
     here = expert_parallel.local_experts(num_experts)
     index = index - expert_parallel.rank * here
     return torch.where((index >= 0) & (index < here), index, -1)
@@ -255,8 +256,9 @@ class GatherTokens(Op):
         """
         rows = self._rows(rank_rows)
         # -1 also in the rows of a rank after its own tokens
-        index = expert_index.new_full((rows, expert_index.shape[1]), -1, dtype=torch.int32)
-        index[: x.shape[0]] = chosen_ids(expert_index, self.num_experts)
+        index = chosen_ids(expert_index, self.num_experts)
+        if x.shape[0] < rows:
+            index = F.pad(index, (0, 0, 0, rows - x.shape[0]), value=-1)
         ep, experts = self.expert_parallel, self.expert_parallel.local_experts(self.num_experts)
         wanted = Wanted(index.shape[1], lambda index, *others: has_expert_on(index, ep.rank, experts))
         tokens = packed(x, ep.dispatch_dtype)
@@ -362,7 +364,7 @@ class ReturnTokens(Op):
         return TensorSpec((expert_index.shape[0], *x.shape[1:]), x.dtype if row_dtype is None else row_dtype.dtype)
 
     def start(self, x: Tensor, expert_index: Tensor, rank_experts: Tensor) -> Pending:
-        """Begin to exchange the parts (P*N, H), contiguous."""
+        """Begin to exchange the parts (P*N, H), contiguous. They may be in a room of the engine."""
         ranks = self.expert_parallel.ranks
         wanted = parts_of_tokens(expert_index, ranks, rank_experts.shape[0], x.shape[0] // ranks)
         return self.expert_parallel.engine.start_exchange([x], wanted)
@@ -407,11 +409,11 @@ class DReturnTokens(BackwardOp):
         gathered = unpacked(self.start(grad_output, gathered_index).wait_all(), grad_output.dtype)
         return gathered if self.op.expert_parallel.combine_dtype is None else exact(gathered)
 
-    def start(self, grad_output: Tensor, gathered_index: Tensor) -> Pending:
+    def start(self, grad_output: Tensor, gathered_index: Tensor, lend: bool = False) -> Pending:
         """Begin to gather the gradients (T, H) of the tokens that chose an expert of this rank, as `unpacked` takes
-        them.
+        them. ``lend``: as for `Engine.start_gather`.
         """
         ep = self.op.expert_parallel
         wanted = Wanted(gathered_index.shape[1], lambda *others: (gathered_index >= 0).any(1))
         tensors = packed(grad_output, ep.dispatch_dtype)
-        return ep.engine.start_gather(tensors, gathered_index.shape[0] // ep.ranks, wanted)
+        return ep.engine.start_gather(tensors, gathered_index.shape[0] // ep.ranks, wanted, lend)

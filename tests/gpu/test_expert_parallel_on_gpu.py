@@ -110,9 +110,21 @@ def engines(rank):
         for got, want, lengths in zip(gather.gather(tensors, rows), others.gather(tensors, rows), known, strict=True):
             for r, length in enumerate(lengths):
                 different += not torch.equal(got[r * rows : r * rows + length], want[r * rows : r * rows + length])
+        lent = gather.start_gather(tensors, rows, lend=True)
+        ids, got = lent.wait_all()
+        want_ids, want = others.gather(tensors, rows)
+        for r, length in enumerate(known[1]):
+            different += not torch.equal(got[r * rows : r * rows + length], want[r * rows : r * rows + length])
+        different += not torch.equal(ids, want_ids)
+        lent.give_back()
         parts = torch.randn(2 * rows, 24, device="cuda", generator=generator)
-        for got, want in zip(gather.exchange([parts])[0], others.exchange([parts])[0], strict=True):
-            different += not torch.equal(got, want)
+        more = torch.rand(2 * rows, 5, device="cuda", generator=generator)
+        room = gather.room([parts, more], parts.device)[0]
+        for given in (parts, room.copy_(parts)):
+            for got, want in zip(gather.exchange([given, more]), others.exchange([parts, more]), strict=True):
+                different += sum(not torch.equal(a, b) for a, b in zip(got, want, strict=True))
+            if given is parts:  # an exchange of other tensors: the room is that of the next one no more
+                room = gather.room([parts, more], parts.device)[0]
     return different, gather.buffer_bytes()
 
 
@@ -339,7 +351,7 @@ def odd_graphs(rank):
     x.requires_grad_(False)
     weights = [*made.experts.parameters()]
     exchanges = []
-    start = ep.engine._exchange
+    start = ep.engine._writable
 
     def counted(*args):
         exchanges.append(args)
@@ -355,7 +367,7 @@ def odd_graphs(rank):
         step()
     torch.cuda.synchronize()
     dist.barrier()
-    ep.engine._exchange = counted
+    ep.engine._writable = counted
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = step()

@@ -52,6 +52,25 @@ def plain_ranges(offsets, token_of_row, first, end, tail):
     return found
 
 
+@pytest.mark.parametrize("divided", [0, 2, 30])
+@pytest.mark.parametrize(("first", "end"), [(0, 300), (300, 600), (600, 900)])
+def test_ranges_of_some_experts(first, end, divided):
+    """The rows of the other experts are where the rows of no expert are."""
+    tokens, experts = 900, 37
+    offsets, token_of_row = (t.to(DEVICE) for t in routed(tokens, 4, experts, seed=2))
+    every = functions.bind_row_ranges(offsets, token_of_row, first, end, tokens)(offsets, token_of_row)
+    some = functions.bind_row_ranges(offsets, token_of_row, first, end, tokens, divided)(offsets, token_of_row)
+    every, some = (t.view(3, 2, experts + 1) for t in (every, some))
+    assert torch.equal(some[..., :divided], every[..., :divided])
+    assert torch.equal(some[..., -1], every[..., -1])
+    starts = torch.cat([offsets.new_zeros(1), offsets[:-1]])[divided:]
+    there = 2 if end < tokens else 1
+    assert torch.equal(some[there, 0, divided:-1], starts)
+    assert torch.equal(some[there, 1, divided:-1], offsets[divided:])
+    for others in {0, 1, 2} - {there}:
+        assert torch.equal(some[others, 0, divided:-1], some[others, 1, divided:-1])
+
+
 @pytest.mark.parametrize(("first", "end"), [(0, 300), (300, 600), (600, 900), (0, 900), (100, 100)])
 @pytest.mark.parametrize("experts", [4, 37])
 def test_ranges(first, end, experts):
@@ -141,3 +160,16 @@ def test_a_sum_of_some_slots_into_memory_that_is_given():
         functions.bind_sum_slots(rows, row_of_slot[place], None)(rows, row_of_slot[place], None, None, out[place])
     assert torch.equal(out, whole)
     assert whole.abs().sum() > 0
+
+
+@pytest.mark.parametrize(("dtype", "chosen", "scaled"), [(BF16, 4, False), (torch.float16, 2, True), (BF16, 9, True)])
+def test_a_sum_and_a_part_have_the_bits_of_both(dtype, chosen, scaled):
+    rows, part = (torch.randn(n, 520).to(DEVICE, dtype) for n in (400, 130))
+    row_of_slot = torch.randint(0, 450, (130, chosen)).clamp(max=400).to(DEVICE)
+    scale = torch.rand(400).to(DEVICE) if scaled else None
+    total = functions.bind_sum_slots(rows, row_of_slot, scale)(rows, row_of_slot, scale)
+    with nan_in_new_tensors():
+        got = functions.bind_sum_slots_and_part(rows, row_of_slot, scale)(rows, row_of_slot, scale, part)
+    assert torch.equal(got, total + part)
+    assert total.float().norm() > 0
+    assert not torch.equal(got, part)

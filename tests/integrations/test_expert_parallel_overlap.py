@@ -5,6 +5,7 @@ The stand-ins have row tiles of four rows, so that a few tokens have tiles of ev
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -91,9 +92,17 @@ def trained(made, count, rank, training=True):
     return found
 
 
-def compare(rank, tokens, most, training, frozen, main_grad):
-    """Results with all overlaps, which are those without them bit for bit; and the names of the rules that ran."""
+def compare(rank, tokens, most, training, frozen, main_grad, divided=None):
+    """Results with all overlaps, which are those without them bit for bit; and the names of the rules that ran.
+    ``divided``: the experts whose rows come in ranges, by rank, None for those that the rules choose.
+    """
     kernels = stand_ins()
+    from fusedmoe.builtin_rules.sm90 import beside_exchange, expert_parallel
+
+    def given(*args):
+        return beside_exchange.experts_beside(*args) if divided is None else divided[rank]
+
+    expert_parallel.experts_beside = given
     ep = fm.ExpertParallel(engine="allgather", max_tokens=most)
     settings = rank, frozen, main_grad
     with fm.disabled(*OVERLAPS):
@@ -118,6 +127,81 @@ def compare(rank, tokens, most, training, frozen, main_grad):
 @pytest.mark.parametrize("tokens", TOKENS.values(), ids=TOKENS)
 def test_results_have_the_bits_of_separate_steps(ranks, tokens, most):
     for used, launches in ranks.run(compare, tokens, most, True, False, False):
+        assert used == OVERLAPS.keys()
+        assert launches == 3
+
+
+def test_experts_whose_products_take_as_long_as_an_exchange():
+    from fusedmoe.builtin_rules.sm90.beside_exchange import experts_beside
+
+    def experts(tokens=8192, ranks=2, row_bytes=4096, flops=2 * 2048 * 1536):
+        return experts_beside(SimpleNamespace(ranks=ranks), ranks * tokens, row_bytes, 8, 128 // ranks, flops, 550)
+
+    assert 20 < experts() < 40  # of 64: 4.7 us each, beside a transfer of 120 us
+    assert experts(tokens=32768) < experts()  # the latency is a smaller part
+    assert experts(row_bytes=8192) > experts() > experts(flops=8 * 2048 * 1536)
+    assert experts(tokens=256) == 64  # no whole tile of own rows per expert is expected
+    assert experts(row_bytes=1 << 20) == 64
+    assert experts(ranks=8, row_bytes=65536) == 16
+
+
+def lent(rank):
+    """Results with an engine that lends its memory, and overwrites it in the next exchange."""
+    stand_ins()
+    from fusedmoe.expert_parallel.allgather import AllGather
+
+    class Lending(AllGather):
+        memory, lends, rooms = (), 0, 0
+
+        def _next(self):
+            assert not any(pending.lent for pending in self.memory), "an exchange before all is given back"
+            for pending in self.memory:
+                pending.unfinished(0).fill_(torch.nan)
+            self.memory = ()
+
+        def start_gather(self, tensors, rows, wanted=None, lend=False):
+            self._next()
+            pending = super().start_gather(tensors, rows, wanted, lend)
+            pending.lent = lend
+            pending.give_back = lambda: setattr(pending, "lent", False)
+            if lend:
+                self.memory, self.lends = (pending,), self.lends + 1
+            return pending
+
+        def room(self, like, device):
+            self._next()
+            self.rooms += 1
+            return [t.fill_(torch.nan) for t in super().room(like, device)]
+
+        def start_exchange(self, tensors, wanted=None):
+            self._next()
+            return super().start_exchange([torch.nan_to_num(t, nan=5.0) for t in tensors], wanted)
+
+    ep = fm.ExpertParallel(engine="allgather", max_tokens=MOST)
+    settings = rank, False, False
+    with fm.disabled(*OVERLAPS):
+        expected = trained(layer(ep, *settings), 37 + rank, rank)
+    ep.engine = Lending(ep.group)
+    with fm.disabled(*{other for others in OVERLAPS.values() for other in others}):
+        got = trained(layer(ep, *settings), 37 + rank, rank)
+    return (
+        [name for name, value in expected.items() if not torch.equal(got[name], value)],
+        ep.engine.lends,
+        ep.engine.rooms,
+    )
+
+
+def test_memory_that_an_engine_lends(ranks):
+    """The gathered gradients, and the parts of two exchanges. What other ranks get is written before the exchange."""
+    for different, lends, rooms in ranks.run(lent):
+        assert not different
+        assert (lends, rooms) == (1, 2)
+
+
+@pytest.mark.parametrize("divided", [(0, 0), (1, 0), (1, 1)], ids=str)
+def test_rows_of_some_experts_in_ranges(ranks, divided):
+    """Each rank has two experts, and chooses by itself whose rows come in ranges."""
+    for used, launches in ranks.run(compare, TOKENS["uneven"], MOST, True, False, False, divided):
         assert used == OVERLAPS.keys()
         assert launches == 3
 

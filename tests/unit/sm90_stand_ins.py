@@ -358,7 +358,7 @@ def bind_copy_rows(rows, sms):
     return Bound(run, rows)
 
 
-def bind_row_ranges(offsets, token_of_row, first, end, tokens):
+def bind_row_ranges(offsets, token_of_row, first, end, tokens, divided=None):
     def run(offsets, token_of_row):
         calls.append(("row_ranges", {}))
         experts, rows = len(offsets), len(token_of_row)
@@ -367,7 +367,7 @@ def bind_row_ranges(offsets, token_of_row, first, end, tokens):
             own, own_end = (start + int((token_of_row[start:stop] < bound).sum()) for bound in (first, end))
             own = min(start - (start - own) // ROW_TILE * ROW_TILE, stop)
             own_end = stop if own_end == stop else max(own, start + (own_end - start) // ROW_TILE * ROW_TILE)
-            if e == experts:
+            if e >= (experts if divided is None else divided):
                 own, own_end = (start, start) if end < tokens else (stop, stop) if first else (start, stop)
             found[:, :, e] = torch.tensor([[own, own_end], [start, own], [own_end, stop]])
         return found.view(3, -1)
@@ -393,6 +393,16 @@ def bind_sum_slots(rows, row_of_slot, scale, addend=None, beside_sms=0):
         return out.to(rows.dtype) if addend is None else addend.copy_(out)
 
     return Bound(run, *_some(rows, scale, addend))
+
+
+def bind_sum_slots_and_part(rows, row_of_slot, scale):
+    total = bind_sum_slots(rows, row_of_slot, scale)
+
+    def run(rows, row_of_slot, scale, part):
+        assert part.dtype is rows.dtype
+        return total(rows, row_of_slot, scale) + part
+
+    return Bound(run, *_some(rows, scale))
 
 
 def bind_row_dots(source, rows, row_of_slot, dtype):

@@ -21,6 +21,7 @@ KERNELS = [
     GatherRows("fp16", "fp32"),
     SumSlots("bf16", None),
     SumSlots("fp16", "bf16", 4),
+    SumSlots("bf16", "fp32", 8, adds=True, rounds=True),
     RowDots("bf16", "fp32"),
     SlotValues("fp32"),
     SumOnFewSms("bf16", 8, adds=True),

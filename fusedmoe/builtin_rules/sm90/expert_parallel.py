@@ -34,6 +34,15 @@ from fusedmoe.builtin_rules.sm90.backend import (
     guard_operands,
     on_readable,
 )
+from fusedmoe.builtin_rules.sm90.beside_exchange import (
+    DERIVATIVE_TFLOPS,
+    SMS_FOR_BARRIER,
+    TFLOPS,
+    Ranges,
+    Returns,
+    beside_exchange,
+    experts_beside,
+)
 from fusedmoe.builtin_rules.sm90.dispatch import require_row_dtype
 from fusedmoe.fusion.rule import Bind, FusionRule, NothingToDo, PlanContext, Step, require
 from fusedmoe.kernels.sm90 import functions, limits
@@ -46,36 +55,11 @@ from fusedmoe.ops.scale import DScale, Scale, ScaleGrad
 from fusedmoe.ops.squared_relu import DSquaredReLU, SquaredReLU
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     from torch import Tensor
 
     from fusedmoe.expert_parallel import ExpertParallel
-    from fusedmoe.kernels.options import KernelOptions
+    from fusedmoe.expert_parallel.engine import Pending
     from fusedmoe.ops.op import SpecLike
-
-
-SMS_FOR_BARRIER = 2
-
-
-def beside_exchange(options: KernelOptions, expert_parallel: ExpertParallel, chosen: int) -> KernelOptions:
-    """Return the options of a product beside an exchange of tokens with K chosen experts."""
-    return replace(options, sm_margin=max(options.sm_margin, expert_parallel.engine.sms(chosen)))
-
-
-def bind_sum_over_ranks(like: Tensor, ranks: int, tokens: int) -> Callable[[Sequence[Tensor] | Tensor], Tensor]:
-    """Return `sum_over_ranks` for parts of rows like ``like`` (P*N, H): one kernel for more than two ranks."""
-    if ranks == 2 or not tokens:
-        return lambda parts: sum_over_ranks(parts, tokens)
-    each, device = like.shape[0] // ranks, like.device
-    row_of_part = torch.arange(tokens, device=device)[:, None] + each * torch.arange(ranks, device=device)
-    total = functions.bind_sum_slots(like, row_of_part, None)
-
-    def run(parts: Sequence[Tensor] | Tensor) -> Tensor:
-        assert isinstance(parts, torch.Tensor)
-        return total(parts.flatten(0, 1), row_of_part)
-
-    return run
 
 
 def _nbytes(*specs: SpecLike) -> int:
@@ -90,44 +74,6 @@ def _require_ranks(op: GatherTokens | ReturnTokens) -> None:
 def _require_own_dtype(expert_parallel: ExpertParallel) -> None:
     wire = expert_parallel.dispatch_dtype
     require(wire is None, "rows arrive as codes of %s (dispatch_dtype), which the product does not read", wire)
-
-
-class _Ranges:
-    """Ranges of the rows of a call: those of this rank's tokens, and the others.
-
-    Parameters
-    ----------
-    expert_parallel
-        The ranks.
-    offsets, token_of_row
-        Tensors like those of the call.
-    tokens
-        The tokens of all ranks.
-    """
-
-    def __init__(self, expert_parallel: ExpertParallel, offsets: Tensor, token_of_row: Tensor, tokens: int) -> None:
-        each, rank = tokens // expert_parallel.ranks, expert_parallel.rank
-        self.own = slice(rank * each, (rank + 1) * each)  # the tokens of this rank
-        # those of other ranks, and the numbers of the ranges of their rows, see `functions.bind_row_ranges`
-        others = {1: slice(0, self.own.start), 2: slice(self.own.stop, tokens)}
-        self.others = {i: there for i, there in others.items() if there.start < there.stop}
-        self.run = functions.bind_row_ranges(offsets, token_of_row, self.own.start, self.own.stop, tokens)
-
-    def own_first(self, offsets: Tensor, token_of_row: Tensor, arrived: Callable[[], object]) -> Iterator[Tensor]:
-        """Yield the ranges of this rank's rows, then, after a call of ``arrived``, those of the others."""
-        ranges = self.run(offsets, token_of_row)
-        yield ranges[0]
-        arrived()
-        for i in self.others:
-            yield ranges[i]
-
-    def own_last(self, offsets: Tensor, token_of_row: Tensor, leave: Callable[[], object]) -> Iterator[Tensor]:
-        """Yield the ranges of other ranks' rows, then, after a call of ``leave``, those of this one."""
-        ranges = self.run(offsets, token_of_row)
-        for i in self.others:
-            yield ranges[i]
-        leave()
-        yield ranges[0]
 
 
 class GemmActivationOfArrivingTokens(
@@ -184,7 +130,16 @@ class GemmActivationOfArrivingTokens(
             room, total = dispatch.rows(index), index.shape[0]
             rows = index.view(-1)[:room]  # like the tokens of rows
             route = functions.bind_route(index, factor, experts, num_rows=room)
-            ranges = _Ranges(gather.expert_parallel, rows[:experts], rows, total)
+            beside = experts_beside(
+                gather.expert_parallel,
+                total,
+                x.shape[1] * x.itemsize,
+                index.shape[1],
+                experts,
+                2 * weight[0].numel(),
+                TFLOPS,
+            )
+            ranges = Ranges(gather.expert_parallel, rows[:experts], rows, total, beside)
             product = functions.bind_grouped_gemm_activation(
                 tokens,
                 weight,
@@ -260,14 +215,14 @@ class GemmOfLeavingRows(OnSm90, FusionRule, name="sm90.gemm_of_leaving_rows", di
         ) -> Run:
             guard_operands(x, weight, bias)
             require(row_of_slot.is_contiguous() and token_of_row.is_contiguous(), "a routing index is not contiguous")
-            (tokens, chosen), features = row_of_slot.shape, weight.shape[1]
+            (tokens, chosen), (experts, features, _) = row_of_slot.shape, weight.shape
+            row_bytes, row_flops = features * x.itemsize, 2 * weight[0].numel()
+            divided = experts_beside(expert_parallel, tokens, row_bytes, chosen, experts, row_flops, TFLOPS)
+            ranges = Ranges(expert_parallel, offsets, token_of_row, tokens, divided)
             beside = beside_exchange(options, expert_parallel, chosen)
-            ranges = _Ranges(expert_parallel, offsets, token_of_row, tokens)
             product = functions.bind_grouped_gemm(x, weight, bias, None, beside, ranges=True)
-            like, of_ranks = (x.new_empty(n, features) for n in (x.shape[0], tokens))
-            over_ranks = bind_sum_over_ranks(of_ranks, expert_parallel.ranks, expert_index.shape[0])
-            places = (ranges.own, *ranges.others.values())
-            sums = [(place, functions.bind_sum_slots(like, row_of_slot[place], probs)) for place in places]
+            like = x.new_empty(x.shape[0], features)
+            returns = Returns(expert_parallel, like, row_of_slot, probs, expert_index.shape[0])
 
             def run(
                 x: Tensor,
@@ -280,19 +235,16 @@ class GemmOfLeavingRows(OnSm90, FusionRule, name="sm90.gemm_of_leaving_rows", di
                 token_of_row: Tensor,
                 probs: Tensor | None = None,
             ) -> Any:
-                rows, parts = x.new_empty(x.shape[0], features), x.new_empty(tokens, features)
-                (own, sum_own), *others = sums
-                leaving = []
+                rows = x.new_empty(x.shape[0], features)
+                left: list[tuple[Pending, Tensor]] = []
 
                 def leave() -> None:
-                    for place, total in others:
-                        total(rows, row_of_slot[place], probs, None, parts[place])
-                    leaving.append(back.start(parts, expert_index, rank_experts))
+                    parts = returns.of_others(rows, row_of_slot, probs)
+                    left.append((back.start(parts, expert_index, rank_experts), parts))
 
                 product(x, weight, bias, ranges.own_last(offsets, token_of_row, leave), None, None, rows)
-                sum_own(rows, row_of_slot[own], probs, None, parts[own])
-                (received,) = leaving[0].wait_all()
-                y = over_ranks(received)
+                ((leaving, parts),) = left
+                y = returns.finished(leaving, parts, rows, row_of_slot, probs)
                 return (y, rows) if keep else y
 
             return run
@@ -371,7 +323,11 @@ class DgradActivationOfArrivingGradients(
             guard_matrix("the preactivation", preactivation)
             guard_matrix("the weight", weight, transposed=True)
             like = dy.new_empty(tokens, dy.shape[1])
-            ranges = _Ranges(expert_parallel, offsets, token_of_row, tokens)
+            chosen, row_bytes, row_flops = gathered_index.shape[1], dy.shape[1] * dy.itemsize, 2 * weight[0].numel()
+            divided = experts_beside(
+                expert_parallel, tokens, row_bytes, chosen, weight.shape[0], row_flops, DERIVATIVE_TFLOPS
+            )
+            ranges = Ranges(expert_parallel, offsets, token_of_row, tokens, divided)
             product = functions.bind_grouped_gemm_activation_backward(
                 like, weight, preactivation, factor, activation, True, scale_grad, beside, token_of_row, ranges=True
             )
@@ -390,11 +346,12 @@ class DgradActivationOfArrivingGradients(
                 factor: Tensor | None,
             ) -> tuple[Tensor | None, ...]:
                 main_grad = _main_grad(accumulating)
-                arriving = dback.start(dy.contiguous(), gathered_index)
+                arriving = dback.start(dy.contiguous(), gathered_index, lend=True)
                 gathered = arriving.unfinished(0)
                 parts = ranges.own_first(offsets, token_of_row, lambda: arriving.wait(0))
                 grad, y, grad_factor = product(gathered, weight, parts, preactivation, factor, token_of_row)
                 grad_weight: Tensor | None = wgrad(gathered, y, offsets, main_grad, token_of_row)
+                arriving.give_back()
                 if accumulating is not None:
                     grad_weight = accumulating.added()
                 if grad_factor is None or factor is None:
@@ -478,12 +435,10 @@ class WgradBesideExchange(OnSm90, FusionRule, name="sm90.wgrad_beside_exchange",
             require(row_of_slot.is_contiguous(), "a routing index is not contiguous")
             dgrad = functions.bind_grouped_gemm(dy, weight.mT, None, None, options)
             rows = dy.new_empty(dy.shape[0], weight.shape[2])
-            total = functions.bind_sum_slots(rows, row_of_slot, None)
+            returns = Returns(expert_parallel, rows, row_of_slot, None, expert_index.shape[0])
             values = functions.bind_slot_values(grad_probs, row_of_slot)
             beside = beside_exchange(options, expert_parallel, row_of_slot.shape[1])
             wgrad = functions.bind_grouped_wgrad(dy, x, offsets, dtype, accumulating is not None, beside, index, "x")
-            tokens, of_ranks = expert_index.shape[0], dy.new_empty(row_of_slot.shape[0], weight.shape[2])
-            over_ranks = bind_sum_over_ranks(of_ranks, expert_parallel.ranks, tokens)
 
             def run(
                 dy: Tensor,
@@ -496,14 +451,16 @@ class WgradBesideExchange(OnSm90, FusionRule, name="sm90.wgrad_beside_exchange",
                 index: Tensor,
             ) -> tuple[Tensor | None, ...]:
                 main_grad = _main_grad(accumulating)
-                parts = total(dgrad(dy, weight.mT, None, offsets, None), row_of_slot)
-                leaving = expert_parallel.engine.start_exchange(
-                    [parts, values(grad_probs.contiguous(), row_of_slot)], dgather.wanted(expert_index, parts)
-                )
+                rows = dgrad(dy, weight.mT, None, offsets, None)
+                grad_weights = values(grad_probs.contiguous(), row_of_slot)
+                parts = returns.of_others(rows, row_of_slot, None, grad_weights)
+                wanted = dgather.wanted(expert_index, parts)
+                leaving = expert_parallel.engine.start_exchange([parts, grad_weights], wanted)
                 grad_weight: Tensor | None = wgrad(dy, x, offsets, main_grad, index)
                 if accumulating is not None:
                     grad_weight = accumulating.added()
-                return grad_weight, over_ranks(leaving.wait(0)), sum_over_ranks(leaving.wait(1), tokens)
+                dx = returns.finished(leaving, parts, rows, row_of_slot, None)
+                return grad_weight, dx, sum_over_ranks(leaving.wait(1), expert_index.shape[0])
 
             return on_readable(dy, run)
 

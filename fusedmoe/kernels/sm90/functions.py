@@ -70,6 +70,7 @@ from fusedmoe.kernels.sm90.slot_functions import (
     bind_row_dots,
     bind_slot_values,
     bind_sum_slots,
+    bind_sum_slots_and_part,
 )
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ __all__ = [
     "bind_row_ranges",
     "bind_slot_values",
     "bind_sum_slots",
+    "bind_sum_slots_and_part",
     "bind_transpose_codes",
     "bind_transpose_rows",
     "bind_update_amax_history",

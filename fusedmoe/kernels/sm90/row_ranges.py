@@ -5,6 +5,9 @@
 tile with own rows and others is in one of the latter two. The rows of no expert, the tail, are one more expert in one
 of the ranges.
 
+Only some experts have own rows, the first ``divided``. The tiles of the others are all in the range that has the tail:
+a product that is launched once per range reads their weights once.
+
 A warp has one expert. It searches the first own row, and the end of the own rows, with 32 probes at a time.
 
 Axes: R rows sorted by expert, E experts.
@@ -38,21 +41,21 @@ class RowRanges(WarpKernel):
 
     def compile(self) -> Any:
         """Compile without a GPU; a function of offsets (E,), tokens of rows (R,) int32, ranges (3, 2, E + 1) int32 as
-        one vector, ``first``, ``end``, and the range that gets the tail.
+        one vector, ``first``, ``end``, ``divided``, and the range that gets the tail.
         """
         rows, experts, entries = cute.sym_int(), cute.sym_int(), cute.sym_int()
         vectors = [fake_vector("int32", size) for size in (experts, rows, entries)]
-        return self.compiled_for(*vectors, *[Int32(0)] * 3)
+        return self.compiled_for(*vectors, *[Int32(0)] * 4)
 
     @cute.jit
-    def __call__(self, offsets, tokens, ranges, first, end, tail, stream):
+    def __call__(self, offsets, tokens, ranges, first, end, divided, tail, stream):
         grid = (cute.ceil_div(cute.size(offsets) + 1, WARPS), 1, 1)
-        self.kernel(offsets, tokens, ranges, first, end, tail).launch(
+        self.kernel(offsets, tokens, ranges, first, end, divided, tail).launch(
             grid=grid, block=(WARPS * LANES, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def kernel(self, offsets, tokens, ranges, first, end, tail):
+    def kernel(self, offsets, tokens, ranges, first, end, divided, tail):
         lane = cute.arch.lane_idx()
         block, _, _ = cute.arch.block_idx()
         expert = block * WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -65,7 +68,7 @@ class RowRanges(WarpKernel):
             if expert < experts:
                 stop = offsets[expert]
         own, own_end = start, start
-        if expert < experts:
+        if expert < cutlass.min(divided, experts):
             own = self.rows_before(tokens, start, stop, first, lane)
             own_end = self.rows_before(tokens, start, stop, end, lane)
             own = cutlass.min(start + (own - start + self.tile - 1) // self.tile * self.tile, stop)

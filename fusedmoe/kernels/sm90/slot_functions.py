@@ -165,6 +165,31 @@ def bind_sum_slots(
     return run
 
 
+def bind_sum_slots_and_part(
+    rows_RH: Tensor, row_of_slot_TK: Tensor, scale_R: Tensor | None
+) -> Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]:
+    """``out[t] = part[t] + sum over k of scale[row] * rows[row of slot (t, k)]``, (T, H), without sentinels.
+
+    The arguments are ``(rows, row_of_slot, scale, part)``. The sum over k is rounded, and then their sum: it has the
+    bits of `bind_sum_slots` and of an addition of ``part``.
+    """
+    from fusedmoe.kernels.sm90.slots import SLOTS, SumSlots  # deferred: imports the CuTe DSL
+
+    (tokens, chosen), (rows, columns) = row_of_slot_TK.shape, rows_RH.shape
+    at_once = next((n for n in SLOTS if chosen <= n), SLOTS[-1])
+    scale_dtype = None if scale_R is None else NAMES[scale_R.dtype]
+    kernel = load(SumSlots(NAMES[rows_RH.dtype], scale_dtype, at_once, adds=True, rounds=True))
+    nothing = no_scale(rows, rows_RH.device) if scale_R is None else None
+
+    def run(rows_RH: Tensor, row_of_slot_TK: Tensor, scale_R: Tensor | None, part_TH: Tensor) -> Tensor:
+        out_TH = rows_RH.new_empty(tokens, columns)
+        scale = nothing if scale_R is None else scale_R
+        kernel(rows_RH, row_of_slot_TK.view(-1), scale, part_TH, out_TH, chosen)
+        return out_TH
+
+    return run
+
+
 def _bind_sum_on_few_sms(
     rows_RH: Tensor, row_of_slot_TK: Tensor, at_once: int, adds: bool, sms: int
 ) -> Callable[..., Tensor]:

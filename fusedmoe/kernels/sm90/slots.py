@@ -4,9 +4,9 @@
 It reads them once and writes them to each of the token's rows. Other warps clear rows of sentinels: each searches 32.
 
 `SumSlots`: ``out[t] = sum over k of scale[row] * rows[row of slot (t, k)]`` in fp32, in the order of k, and then an
-optional addend of the token. A warp has one token and 256 columns, or 512 if a token has at most two slots. Each lane
-issues its loads of up to 8 slots, and waits for at most one of them before it issues the last. The row numbers are
-loaded at once, one per lane; otherwise each row would wait for the previous one.
+optional addend of the token, before which the sum may be rounded. A warp has one token and 256 columns, or 512 if a
+token has at most two slots. Each lane issues its loads of up to 8 slots, and waits for at most one of them before it
+issues the last. The row numbers are loaded at once, one per lane; otherwise each row would wait for the previous one.
 
 `SlotValues`: ``out[t, k] = values[row of slot (t, k)]``, zeros for sentinels.
 
@@ -139,11 +139,12 @@ class SumSlots(WarpKernel):
     scale: str | None  # dtype of the scale: "fp32", "bf16" or "fp16"; None for none
     slots: int = SLOTS[-1]  # of a token, summed at once: one of `SLOTS`
     adds: bool = False  # whether there is an addend per token
+    rounds: bool = False  # whether the sum is rounded before the addend is added
 
     @property
     def symbol(self) -> str:
         scaled, adds = f"_scaled_{self.scale}" if self.scale else "", "_adds" if self.adds else ""
-        return f"sm90_sum_slots_by_{self.slots}_{self.dtype}{scaled}{adds}"
+        return f"sm90_sum_slots_by_{self.slots}_{self.dtype}{scaled}{adds}" + ("_rounded" if self.rounds else "")
 
     @property
     def vectors(self) -> int:
@@ -209,6 +210,8 @@ class SumSlots(WarpKernel):
             for v in cutlass.range_constexpr(self.vectors):
                 if first_vector + v * LANES < end:
                     result = cute.make_rmem_tensor((VECTOR,), out.element_type)
+                    if const_expr(self.rounds):
+                        totals[v].store(totals[v].load().to(out.element_type).to(Float32))
                     if const_expr(self.adds):
                         totals[v].store(totals[v].load() + added[v].load().to(Float32))
                     result.store(totals[v].load().to(out.element_type))
