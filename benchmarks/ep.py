@@ -43,6 +43,7 @@ TOKENS = (8192, 32768)
 TINY, TINY_TOKENS = Shape("tiny", 48, hidden=32, intermediate=16, experts=8, top_k=3), (48,)  # for a CPU
 ENGINES = tuple(name for name in get_args(EngineName) if name != "auto")
 SAMPLED_TOKENS = 32  # of each rank
+MIB = 1 << 20
 
 
 class Leaves(NamedTuple):
@@ -365,11 +366,13 @@ def host_syncs(call: Callable[[], Any]) -> int:
 _COMMUNICATES = re.compile(r"nccl|barrier|symm|SumOnFewSms\w*_slots1_", re.IGNORECASE)
 
 
-def communication(call: Callable[[], Any], device: torch.device) -> dict[str, float] | None:
-    """Return the most thread blocks of a kernel that communicates, one per SM, and the time of all of them.
+def communication(call: Callable[[], Any], device: torch.device) -> dict[str, float | None] | None:
+    """Return the most thread blocks of a kernel that communicates, one per SM, the time of all of them, and the rate of
+    copies between GPUs.
 
     A kernel waits on the device for the other ranks, so that its time may be longer than that of its transfer. Copies
-    by copy engines are no kernels. None if the profiler does not tell.
+    by copy engines are no kernels: their rate is that of all copies of at least 1 MiB, None if there are none. None if
+    the profiler does not tell.
     """
     torch.cuda.synchronize(device)
     profiler = profile(activities=[ProfilerActivity.CUDA])
@@ -384,7 +387,14 @@ def communication(call: Callable[[], Any], device: torch.device) -> dict[str, fl
             profiler.export_chrome_trace(str(file))
             events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
         kernels = [e for e in events if e.get("cat") == "kernel" and _COMMUNICATES.search(e["name"])]
-        return {"sms": max((e["args"]["grid"][0] for e in kernels), default=0), "us": sum(e["dur"] for e in kernels)}
+        copies = [e for e in events if e.get("cat") == "gpu_memcpy" and "PtoP" in e["name"]]
+        copies = [(e["args"].get("bytes", 0), e["dur"]) for e in copies if e["args"].get("bytes", 0) >= MIB]
+        nbytes, us = map(sum, zip(*copies, strict=True)) if copies else (0, 0)
+        return {
+            "sms": max((e["args"]["grid"][0] for e in kernels), default=0),
+            "us": sum(e["dur"] for e in kernels),
+            "copies_gb_s": nbytes / us / 1e3 if us else None,
+        }
     except (KeyError, OSError, RuntimeError, ValueError):
         return None
 
@@ -447,6 +457,8 @@ def lines(entry: dict[str, Any]) -> Iterator[str]:
                 figures += f"  peak {nbytes / 2**20:6.0f} MiB  host syncs {row['host_syncs']}"
             if row["communication"]:
                 figures += f"  SMs {row['communication']['sms']}"
+                if rate := row["communication"]["copies_gb_s"]:
+                    figures += f"  copies {rate:.0f} GB/s"
             figures += f"  error {max(row['errors'].values()):.1e}"
         yield f"  {row['name']:26}{figures}{row['note']}"
     for name, found in entry["exchanges"].items():

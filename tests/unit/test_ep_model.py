@@ -335,9 +335,16 @@ def test_the_sms_of_communication_are_the_blocks_of_its_kernels(monkeypatch):
         return {"cat": "kernel", "name": name, "dur": us, "args": {"grid": [blocks, 1, 1]}}
 
     nccl, other = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "kernel_cutlass_RaggedM"
+
+    def copied(nbytes, us, kind="PtoP"):
+        return {"cat": "gpu_memcpy", "name": f"Memcpy {kind} (Device -> Device)", "dur": us, "args": {"bytes": nbytes}}
+
+    none = {"copies_gb_s": None}
     Profiled.events = [kernel(nccl, 24, 90), kernel(other, 132, 500), kernel("barrier_kernel", 1, 7), {"name": nccl}]
-    assert ep.communication(lambda: None, torch.device("cuda")) == {"sms": 24, "us": 97}
-    Profiled.events = [kernel(other, 132, 500)]
-    assert ep.communication(lambda: None, torch.device("cuda")) == {"sms": 0, "us": 0}
+    assert ep.communication(lambda: None, torch.device("cuda")) == {"sms": 24, "us": 97} | none
+    Profiled.events = [kernel(other, 132, 500), copied(4 << 20, 9, "DtoD"), copied(1 << 18, 5)]
+    assert ep.communication(lambda: None, torch.device("cuda")) == {"sms": 0, "us": 0} | none
+    Profiled.events += [copied(3_000_000, 8), copied(5_000_000, 12)]
+    assert ep.communication(lambda: None, torch.device("cuda")) == {"sms": 0, "us": 0, "copies_gb_s": 400.0}
     Profiled.events = [{"cat": "kernel", "name": nccl, "dur": 1, "args": {}}]
     assert ep.communication(lambda: None, torch.device("cuda")) is None
