@@ -174,7 +174,7 @@ def ep_results(machine, **rows):
     """Like an ``ep.json``."""
     named = [
         {"name": name.replace("_", " "), "ms": ms, "exposed_ms": None, "x_no_communication": 1.04, "host_us": 5.0,
-         "host_syncs": 0, "peak_bytes": 2**30, "buffer_bytes": 2**29, "communication": {"sms": 24, "us": 9}}
+         "host_syncs": 0, "peak_bytes": 2**30, "buffer_bytes": 2**29, "communication": {"sms": 24, "us": 9, "copies_gb_s": 371.4}}
         for name, ms in rows.items()
     ]  # fmt: skip
     exchanges = {"symmetric": {"gather": {"ms": 0.1, "bytes": 1, "gb_s": 360.4}}}
@@ -266,7 +266,7 @@ def test_the_benchmark_page_has_tables_of_each_gpu(tmp_path):
     assert text.index("## Expert parallelism") < text.index("### 2 x A\n") < text.index("### 2 x B\n")
     assert "x CPU" not in text, "its layer is a tiny one"
     assert "NCCL 2.28.9, torch 2.11, commit abc, medians of 3 calls." in text
-    assert "| qwen3-30b-a3b | 8192 | symmetric | 3.00 | 1.04 |  | 5 | 0 | 24 | 1.50 |" in text
+    assert "| qwen3-30b-a3b | 8192 | symmetric | 3.00 | 1.04 |  | 5 | 0 | 24 | 371 | 1.50 |" in text
     assert "| qwen3-30b-a3b | 8192 | symmetric, gather | 0.100 | 360 |" in text
     assert "alltoall |" not in text
     head = (
