@@ -174,7 +174,8 @@ def ep_results(machine, **rows):
     """Like an ``ep.json``."""
     named = [
         {"name": name.replace("_", " "), "ms": ms, "exposed_ms": None, "x_no_communication": 1.04, "host_us": 5.0,
-         "host_syncs": 0, "peak_bytes": 2**30, "buffer_bytes": 2**29, "communication": {"sms": 24, "us": 9, "copies_gb_s": 371.4}}
+         "host_syncs": 0, "peak_bytes": 2**30, "buffer_bytes": 2**29,
+         "communication": {"sms": 24, "us": 9, "copies_gb_s": 371.4}}
         for name, ms in rows.items()
     ]  # fmt: skip
     exchanges = {"symmetric": {"gather": {"ms": 0.1, "bytes": 1, "gb_s": 360.4}}}
