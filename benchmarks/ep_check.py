@@ -49,6 +49,11 @@ class Check:
     def deviation(self) -> float:
         return self.predicted_ms / self.measured_ms - 1
 
+    @property
+    def host_waits(self) -> bool:
+        """Whether a host waits for its device in the step."""
+        return self.what in PREDICTED and PREDICTED[self.what][0].host_syncs > 0
+
 
 def predicted_ms(
     results: dict[str, Any], shape: Shape, ranks: int, tokens: int, what: str, factor: float = 1.0

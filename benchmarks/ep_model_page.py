@@ -76,13 +76,16 @@ CHECK = """\
   [`ep`](benchmarks.md#expert-parallelism).{later}
 - The speed of the experts is that of `layer.json`, from single calls. Sustained calls are slower on these GPUs, by
   their power limit. The model adds nothing for this.
-{other_gpu}- The model is off by up to {worst:.0%}: {where}.
-- **Two engines whose predictions differ by less than {margin:.0%} are equal on this page.**
+{other_gpu}- Where no host waits for its device, the model is off by up to {worst}.
+- Where a host waits, it is off by up to {waiting}. Such a host
+  launches the rest of the step late. This takes as long as the host does, and the model has `HOST_SYNC_US` for it.
+- **Two engines whose predictions differ by less than {margin:.0%} are equal on this page. An engine whose host waits
+  may be slower than predicted.**
 """
 LATER = " The others are those of that section."
 OTHER_GPU = """\
 - On another GPU than that of `layer.json`, the experts of the prediction take the time of *no communication* in the
-  `ep.json` of that GPU, and plain torch is slower by the same factor: so all rows but *unfused* check communication
+  `ep.json` of that GPU, and plain torch is slower by the same factor: so all rows except *unfused* check communication
   alone.
 """
 BYTES = """\
@@ -191,7 +194,7 @@ def render(results: dict[str, Any], measured: Sequence[dict[str, Any]] = ()) -> 
         if gpus in (2, NODE) or _ranks(layer, gpus) > NODE
     }
     compared = ep_check.checks(results, measured)
-    margin = math.ceil(20 * abs(_worst(compared).deviation)) / 20
+    margin = math.ceil(20 * abs(_worst(compared, host_waits=False).deviation)) / 20
     text = [
         INTRODUCTION.format(tokens=TOKENS, node=NODE, layers=_layers(results, layers)),
         SOURCES.format(sources=_sources(results)),
@@ -255,20 +258,24 @@ def _sources(results: dict[str, Any]) -> str:
     return table(["", "value", "source"], rows)
 
 
-def _worst(compared: Iterable[Check]) -> Check:
-    return max(compared, key=lambda check: abs(check.deviation))
+def _worst(compared: Iterable[Check], host_waits: bool) -> Check:
+    return max((c for c in compared if c.host_waits is host_waits), key=lambda check: abs(check.deviation))
+
+
+def _stated(check: Check) -> str:
+    case = check.case
+    return f"{abs(check.deviation):.0%}: *{check.what}* of {case.layer} with {case.tokens} tokens per GPU"
 
 
 def _check(results: dict[str, Any], compared: Sequence[Check], margin: float) -> str:
     """Return the section that compares the model with measurements."""
-    worst = _worst(compared)
     other_gpu = any(ep_check.other_gpu(results, check.case.machine) for check in compared)
     return CHECK.format(
         checks=_checks(compared),
         later=LATER if len({check.case.source for check in compared}) > 1 else "",
         other_gpu=OTHER_GPU if other_gpu else "",
-        worst=abs(worst.deviation),
-        where=f"*{worst.what}* of {worst.case.layer} with {worst.case.tokens} tokens per GPU",
+        worst=_stated(_worst(compared, host_waits=False)),
+        waiting=_stated(_worst(compared, host_waits=True)),
         margin=margin,
     )
 
