@@ -399,15 +399,8 @@ def test_graphs_with_an_odd_number_of_exchanges(ranks):
         assert norm > 0
 
 
-def delayed(rank):
-    """Steps of two layers with random delays of each rank, and buffers that are poisoned before each use."""
-    on_device(rank)
-    ep = exchange("symmetric")
-    with fm.disabled(*OTHERS):
-        return delayed_steps(rank, ep)
-
-
-def delayed_steps(rank, ep):
+def two_layers(rank, ep):
+    """A step of two layers, and its results."""
     stack = [layer(ep, rank), layer(ep, rank, score="sigmoid")]
     x, grad = data(1200 + 300 * rank, rank)
 
@@ -415,8 +408,12 @@ def delayed_steps(rank, ep):
         y = stack[1](stack[0](x))
         return [y.detach(), *torch.autograd.grad(y, [x, *stack[0].parameters()], grad)]
 
-    want = step()
-    counts = torch.Generator().manual_seed(rank)
+    return step, step()
+
+
+@contextmanager
+def poisoned_buffers(rank, ep):
+    """Fill the rank's own buffer before each use."""
     next_buffer = ep.engine._next_buffer
 
     def poisoned(nbytes, device):
@@ -429,19 +426,62 @@ def delayed_steps(rank, ep):
         return buffer
 
     ep.engine._next_buffer = poisoned
-    different = 0
     try:
-        for _ in range(STEPS):
-            for _ in range(int(torch.randint(0, 2, (1,), generator=counts))):
-                torch.cuda._sleep(int(torch.randint(0, 4_000_000, (1,), generator=counts)))
-            different += any(not torch.equal(a, b) for a, b in zip(step(), want, strict=True))
+        yield
     finally:
         ep.engine._next_buffer = next_buffer
-    return different
 
 
-def test_delays_and_poisoned_buffers(ranks):
-    assert ranks.run(delayed) == [0, 0]
+def delay(generator):
+    """Let the device wait for up to 2 ms, half of the time."""
+    if torch.rand((), generator=generator) < 0.5:
+        torch.cuda._sleep(int(torch.randint(0, 4_000_000, (1,), generator=generator)))
+
+
+def delayed(rank):
+    """Steps with random delays of each rank, and buffers that are poisoned before each use."""
+    on_device(rank)
+    ep, delays, different = exchange("symmetric"), torch.Generator().manual_seed(rank), 0
+    with fm.disabled(*OTHERS):
+        step, want = two_layers(rank, ep)
+        with poisoned_buffers(rank, ep):
+            for _ in range(min(STEPS, 1000)):  # a host takes longer for a step than for a replay
+                delay(delays)
+                different += any(not torch.equal(a, b) for a, b in zip(step(), want, strict=True))
+    return different, float(want[0].float().norm())
+
+
+def delayed_replays(rank):
+    """The same as replays of a CUDA graph: the host only starts them, so that many follow each other closely."""
+    on_device(rank)
+    ep, delays = exchange("symmetric"), torch.Generator().manual_seed(rank)
+    with fm.disabled(*OTHERS):
+        step, want = two_layers(rank, ep)
+        side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            step()
+        torch.cuda.synchronize()
+        dist.barrier()
+        with poisoned_buffers(rank, ep), torch.cuda.graph(graph):
+            captured = step()
+    different = torch.zeros((), dtype=torch.int64, device="cuda")
+    for i in range(STEPS):
+        delay(delays)
+        graph.replay()
+        different += torch.stack([(a != b).any() for a, b in zip(captured, want, strict=True)]).any()
+        for t in captured:
+            t.fill_(torch.nan)
+        if i % 100 == 0:
+            torch.cuda.synchronize()
+    return int(different), float(want[0].float().norm())
+
+
+@pytest.mark.parametrize("steps", [delayed, delayed_replays], ids=lambda steps: steps.__name__)
+def test_delays_and_poisoned_buffers(ranks, steps):
+    for different, norm in ranks.run(steps):
+        assert different == 0
+        assert norm > 0
 
 
 # ---- a rank that is gone -------------------------------------------------------------------------------------------
