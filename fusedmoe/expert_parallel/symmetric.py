@@ -77,17 +77,22 @@ class Symmetric(Engine):
     def start_gather(
         self, tensors: Sequence[Tensor], rows: int, wanted: Wanted | None = None, lend: bool = False
     ) -> Pending:
-        lent = [lend and i == len(tensors) - 1 for i in range(len(tensors))]
-        sizes = [_Gathered.nbytes(t, self.ranks, rows, here) for t, here in zip(tensors, lent, strict=True)]
-        offsets, nbytes = _layout(sizes)
+        shapes = [(self.ranks, rows, *t.shape[1:]) for t in tensors]
+        offsets, nbytes = _layout([math.prod(s) * t.itemsize for s, t in zip(shapes, tensors, strict=True)])
         if not nbytes:
             empty = [t.new_empty(self.ranks * rows, *t.shape[1:]) for t in tensors]
             return Pending(empty, [nothing] * len(tensors), tensors)
         waits: list[Callable[[], None]] = []
         with self._exchange():
             buffer, own = self._writable(nbytes, tensors[0].device), nothing
-            of_tensors = zip(tensors, offsets, lent, strict=True)
-            *small, last = [_Gathered(t, buffer, o, self.ranks, self.rank, rows, here) for t, o, here in of_tensors]
+            of_ranks = [
+                [buffer.of_rank(r, offset, shape, t.dtype) for r in range(self.ranks)]
+                for t, shape, offset in zip(tensors, shapes, offsets, strict=True)
+            ]
+            *small, last = [
+                _Gathered(t, there, self.rank, lend and t is tensors[-1])
+                for t, there in zip(tensors, of_ranks, strict=True)
+            ]
             for group in filter(None, (small, [last])):  # the small ones travel while the last one is written
                 for one in group:
                     one.write()
@@ -252,29 +257,20 @@ class _Gathered:
     ----------
     given
         The tensor.
-    buffer, offset
-        Where each rank has its own rows: at ``offset`` in its part of the buffer. If the result is lent, it is there
-        too, and the rows of a rank are at their place in it.
-    ranks, rank, rows
-        P, this rank, and N.
+    of_ranks
+        For each rank, the place of such a result in its buffer. A rank writes its own rows there, whether or not its
+        result is lent: the ranks may differ in this.
+    rank
+        This rank.
     lent
-        Whether the result is memory of the buffer.
+        Whether the result is its place in the buffer.
     """
 
-    def __init__(
-        self, given: Tensor, buffer: SymmetricBuffer, offset: int, ranks: int, rank: int, rows: int, lent: bool
-    ) -> None:
+    def __init__(self, given: Tensor, of_ranks: Sequence[Tensor], rank: int, lent: bool) -> None:
         self.given, self.rank = given, rank
-        shape = (ranks if lent else 1, rows, *given.shape[1:])
-        of_ranks = [buffer.of_rank(r, offset, shape, given.dtype) for r in range(ranks)]
-        self.sources = [there[r if lent else 0] for r, there in enumerate(of_ranks)]  # (N, ...) of each rank
-        self.result = of_ranks[rank] if lent else given.new_empty(ranks, *shape[1:])
+        self.sources = [there[r] for r, there in enumerate(of_ranks)]  # (N, ...) of each rank
+        self.result = of_ranks[rank] if lent else given.new_empty(of_ranks[rank].shape)
         self._complete = lent
-
-    @staticmethod
-    def nbytes(given: Tensor, ranks: int, rows: int, lent: bool) -> int:
-        """Return the bytes in the buffer."""
-        return (ranks if lent else 1) * rows * math.prod(given.shape[1:]) * given.itemsize
 
     def write(self) -> None:
         """Copy the tensor to where the other ranks read it."""

@@ -239,6 +239,26 @@ def test_layers_have_the_bits_of_allgather(ranks, tokens):
         assert used >= {*OVERLAPS}
 
 
+def mixed(rank):
+    """One rank with the overlaps, the other without: their exchanges are the same, at the same places in buffers."""
+    on_device(rank)
+    x, grad = data(MOST, rank)
+    ep = exchange("symmetric")
+    found = []
+    for disabled in ((OTHERS, OVERLAPS)[rank], (OVERLAPS, OTHERS)[rank], OVERLAPS):
+        with fm.disabled(*disabled):
+            made = layer(ep, rank)
+            found.append(results(made, x, grad))
+    *others, want = found
+    return [all(torch.equal(a, b) for a, b in zip(got, want, strict=True)) for got in others], float(want[0].norm())
+
+
+def test_ranks_with_different_steps(ranks):
+    for equal, norm in ranks.run(mixed):
+        assert all(equal)
+        assert norm > 0
+
+
 @pytest.mark.parametrize("settings", [{"bias": True}, {"score": "sigmoid"}, {"shared_intermediate": 128}], ids=str)
 def test_other_layers(ranks, settings):
     ranks.run(layers, TOKENS["uneven"], settings)

@@ -1,0 +1,198 @@
+"""The engine "symmetric" on CPUs: processes share the memory of files, and the device's streams are no-ops.
+
+This shows what each rank writes where, and what it reads. That the work of streams is in order, GPU tests show.
+"""
+
+import contextlib
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from torch import distributed as dist
+
+import fusedmoe as fm
+
+if not dist.is_available():
+    pytest.skip("torch is built without distributed", allow_module_level=True)
+
+from test_expert_parallel_overlap import EXPERTS, HIDDEN, INTERMEDIATE, MOST, OVERLAPS, layer, stand_ins, trained
+from two_ranks import Ranks
+
+from fusedmoe.errors import InputError
+from fusedmoe.expert_parallel import symmetric
+
+OTHERS = {other for others in OVERLAPS.values() for other in others}
+
+
+class FileBuffer:
+    """The interface of `SymmetricBuffer`, in files that all processes map."""
+
+    made = 0
+
+    def __init__(self, nbytes, group, device):
+        self.nbytes, self.group = nbytes, group
+        name = f"{FileBuffer.folder}/buffer{FileBuffer.made}of"
+        FileBuffer.made += 1
+        with open(f"{name}{group.rank()}", "wb") as file:
+            file.truncate(nbytes)
+        dist.barrier(group)
+        sizes = {"shared": True, "size": nbytes, "dtype": torch.uint8}
+        self.memory = [torch.from_file(f"{name}{r}", **sizes) for r in range(group.size())]
+
+    def of_rank(self, rank, offset, shape, dtype):
+        count = torch.Size(shape).numel() * dtype.itemsize
+        return self.memory[rank][offset : offset + count].view(dtype).view(shape)
+
+    def barrier(self, timeout_s):
+        dist.barrier(self.group)
+
+
+class Stream:
+    """Work is done when it is launched."""
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def wait_stream(self, other):
+        pass
+
+    def record_event(self):
+        return SimpleNamespace(wait=lambda: None)
+
+
+class Torch:
+    """torch, with a stand-in for its streams."""
+
+    cuda = SimpleNamespace(
+        Stream=Stream, current_stream=Stream, stream=lambda stream: contextlib.nullcontext(),
+        synchronize=lambda device: None, is_current_stream_capturing=lambda: False,
+    )  # fmt: skip
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+
+@contextlib.contextmanager
+def on_cpus(folder):
+    """Let ``"symmetric"`` run on CPUs; the buffer that an exchange gets holds NaN."""
+    FileBuffer.folder = folder
+    next_buffer = symmetric.Symmetric._next_buffer
+
+    def poisoned(self, nbytes, device):
+        buffer = next_buffer(self, nbytes, device)
+        buffer.memory[self.rank].fill_(0xFF)
+        return buffer
+
+    with (
+        mock.patch.object(symmetric, "torch", Torch()),
+        mock.patch.object(symmetric, "why_not", return_value=None),
+        mock.patch.object(symmetric, "SymmetricBuffer", FileBuffer),
+        mock.patch.object(symmetric.Symmetric, "_next_buffer", poisoned),
+    ):
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("buffers"))
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    started = Ranks(tmp_path_factory.mktemp("symmetric"))
+    yield started
+    started.stop()
+
+
+def layers(rank, folder, tokens, disabled):
+    """A layer by both engines, the latter with some rules disabled on each rank; the names that differ."""
+    stand_ins()
+    with on_cpus(folder):
+        exchanges = [fm.ExpertParallel(engine=name, max_tokens=MOST) for name in ("allgather", "symmetric")]
+        with fm.disabled(*OVERLAPS):
+            want = trained(layer(exchanges[0], rank, False, False), tokens[rank], rank)
+        with fm.disabled(*disabled[rank]):
+            for _ in range(2):  # the second layer finds the buffers of the first
+                made = layer(exchanges[1], rank, False, False)
+                got = trained(made, tokens[rank], rank)
+            used = {step.rule for step in made.explain(torch.zeros(1, HIDDEN, dtype=torch.bfloat16)).steps}
+    assert got.keys() == want.keys()
+    assert len(got) > 3
+    return [name for name, value in want.items() if not torch.equal(got[name], value)], used & OVERLAPS.keys()
+
+
+CASES = {
+    "plain steps": (OVERLAPS, OVERLAPS),
+    "overlaps": (OTHERS, OTHERS),
+    "overlaps on one rank": (OTHERS, OVERLAPS),
+    "overlaps on the other": (OVERLAPS, OTHERS),
+}
+
+
+@pytest.mark.parametrize("tokens", [(50, 50), (37, 50), (0, 41)], ids=str)
+@pytest.mark.parametrize("disabled", CASES.values(), ids=CASES)
+def test_layers_have_the_bits_of_allgather(ranks, folder, tokens, disabled):
+    for rank, (different, used) in enumerate(ranks.run(layers, folder, tokens, disabled)):
+        assert not different
+        assert bool(used) == (disabled[rank] is OTHERS)
+
+
+def test_four_ranks(tmp_path, folder):
+    four = Ranks(tmp_path, 4)
+    try:
+        for different, used in four.run(layers, f"{tmp_path}", (50, 37, 0, 44), (OTHERS, OVERLAPS, OTHERS, OTHERS)):
+            assert not different
+            assert used <= OVERLAPS.keys()
+    finally:
+        four.stop()
+
+
+def exchanges(rank, folder):
+    """Single exchanges: plain ones, lent results, and rooms, of which the next exchange may have none."""
+    with on_cpus(folder):
+        ep, others = (fm.ExpertParallel(engine=name, max_tokens=8).engine for name in ("symmetric", "allgather"))
+        generator = torch.Generator().manual_seed(rank)
+        different, copied = [], 0
+        for step in range(12):
+            rows = step % 3 + 1
+            ids = torch.randint(0, 9, (rows, 2), generator=generator, dtype=torch.int32)
+            tokens = torch.randn(rows, 5, generator=generator)
+            gathered = ep.start_gather([ids, tokens], rows, lend=step % 2 == rank)  # only one of the ranks lends
+            got, want = [gathered.unfinished(0), *gathered.wait_all()], others.gather([ids, tokens], rows)
+            different += [not torch.equal(a, b) for a, b in zip(got, [want[0], *want], strict=True)]
+            gathered.give_back()
+            parts, more = torch.randn(2 * rows, 5, generator=generator), torch.rand(2 * rows, 3, generator=generator)
+            given = parts
+            if step % 4 != rank:
+                given = ep.room([parts, more], parts.device)[0].copy_(parts)
+                copied += 1
+            if step % 5 == 4:  # another exchange first: the room is that of the next one no more
+                given = parts
+                ep.exchange([more])
+            for a, b in zip(ep.exchange([given, more]), others.exchange([parts, more]), strict=True):
+                different += [not torch.equal(x, y) for x, y in zip(a, b, strict=True)]
+        return different, copied, ep.buffer_bytes()
+
+
+def test_exchanges_are_those_of_allgather(ranks, folder):
+    for different, copied, nbytes in ranks.run(exchanges, folder):
+        assert len(different) == 12 * 7
+        assert not any(different)
+        assert copied >= 8
+        assert nbytes > 0
+
+
+def sizes_that_differ(rank, folder):
+    with on_cpus(folder):
+        ep = fm.ExpertParallel(engine="symmetric", max_tokens=8 + 8 * rank)
+        made = fm.MoE(HIDDEN, INTERMEDIATE, EXPERTS, 2, expert_parallel=ep)
+        with pytest.raises(InputError, match="expected the same max_tokens") as raised:
+            made(torch.randn(4, HIDDEN))
+        return str(raised.value)
+
+
+def test_ranks_with_different_settings(ranks, folder):
+    first, second = ranks.run(sizes_that_differ, folder)
+    assert first == second
+    assert "bytes" in first
