@@ -30,6 +30,7 @@ from fusedmoe.kernels.sm90.route import Route
 from fusedmoe.kernels.sm90.router import Choose
 from fusedmoe.kernels.sm90.router_backward import ChooseBackward
 from fusedmoe.kernels.sm90.router_functions import LOGIT_TILES, WGRAD_TILE
+from fusedmoe.kernels.sm90.row_ranges import RowRanges
 from fusedmoe.kernels.sm90.rows import ColumnSums, Offsets
 from fusedmoe.kernels.sm90.slots import SLOTS, GatherRows, RowDots, SlotValues, SumSlots
 from fusedmoe.kernels.sm90.sum_on_few_sms import SumOnFewSms
@@ -159,4 +160,15 @@ def shipped() -> tuple[Kernel, ...]:
     kernels += [Route("int64", "fp32", experts, True, counted=True) for experts in (64, 128, 256)]
     kernels += [SumSlots("bf16", None, at_once, adds=True) for at_once in SLOTS]
     kernels += [SumOnFewSms("bf16", at_once, adds=True) for at_once in SLOTS]
+
+    # expert parallelism in bf16: products of ranges of rows, sums with a received part, copies of wanted rows
+    kernels += [RaggedM("bf16", config, ranges=True) for config in CANDIDATES["plain"]]
+    for config, keep in itertools.product(CANDIDATES["activation"], (True, False)):
+        epilogue = activation("swiglu", keep=keep)
+        kernels.append(RaggedM("bf16", config, epilogue=epilogue, gather=True, ranges=True))
+    for config in CANDIDATES["derivative"]:
+        epilogue = derivative("swiglu", keep=True, row_scale=True)
+        kernels.append(RaggedM("bf16", config, b_major="n", epilogue=epilogue, gather=True, ranges=True))
+    kernels += [RowRanges(), SumOnFewSms("bf16", 1)]
+    kernels += [SumSlots("bf16", None, at_once, adds=True, rounds=True) for at_once in SLOTS]
     return tuple(kernels)
