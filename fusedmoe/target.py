@@ -17,8 +17,10 @@ from fusedmoe.errors import InputError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-ARCHITECTURES = (90, 100)
-"""The architectures that `fusedmoe` has kernels for: sm_90 (H100, H200), and sm_100 (B200), for MXFP8 alone."""
+ARCHITECTURES = (90, 100, 103)
+"""The architectures that `fusedmoe` has kernels for: sm_90 (H100, H200), and sm_100 (B200) and sm_103 (B300), whose
+products are those of MXFP8 alone.
+"""
 
 
 @functools.cache
@@ -28,6 +30,11 @@ def arch_of(device: torch.device) -> int | None:
         return None
     major, minor = torch.cuda.get_device_capability(device)
     return major * 10 + minor
+
+
+def kernel_arch(device: torch.device) -> str:
+    """Return the architecture to compile a kernel for, such as ``sm_90a``; any other device emulates an sm_90 GPU."""
+    return f"sm_{arch_of(device) or 90}a"
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,7 @@ from fusedmoe.builtin_rules.sm100.quantize import (
     PackedQuantize,
     PackedQuantizeGradient,
 )
+from fusedmoe.builtin_rules.sm100.rows import ROWS
 from fusedmoe.fusion.rule import FusionRule
 
 BUILTIN: tuple[type[FusionRule], ...] = (
@@ -115,4 +116,5 @@ BUILTIN: tuple[type[FusionRule], ...] = (
     PackedDgrad,
     PackedDgradActivationQuantize,
     PackedWgrad,
+    *ROWS,
 )

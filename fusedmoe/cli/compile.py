@@ -49,7 +49,7 @@ class Outcome(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command to its parser."""
     parser.add_argument(
-        "--arch", default=CompileOptions.arch, help="target architecture, such as 90 (default: %(default)s)"
+        "--arch", default=CompileOptions.arch, help="target architecture, such as 90 or 100 (default: %(default)s)"
     )
     parser.add_argument("--list", action="store_true", help="list the kernels and whether they are cached, and exit")
     parser.add_argument("--only", metavar="PATTERN", help="kernels whose name matches, such as 'sm90_ragged_k_*'")
@@ -91,6 +91,7 @@ def run(options: CompileOptions) -> int:
         for kernel in kernels:
             cached = compiler.is_cached(kernel, options.cache_dir)
             print(f"{kernel.symbol:<{width}}  {'cached' if cached else 'not cached'}")
+        _print_not_shipped(arch)
         return 0
     begin = time.perf_counter()
     outcomes = []
@@ -100,7 +101,14 @@ def run(options: CompileOptions) -> int:
             print(f"{outcome.symbol:<{width}}  {outcome.status:<14}{seconds}".rstrip(), flush=True)
             outcomes.append(outcome)
             advance(outcome.symbol)
-    return _summarize(outcomes, f"{arch} in {folder}", time.perf_counter() - begin)
+    status = _summarize(outcomes, f"{arch} in {folder}", time.perf_counter() - begin)
+    _print_not_shipped(arch)
+    return status
+
+
+def _print_not_shipped(arch: str) -> None:
+    if others := shipped.not_shipped(arch):
+        print(others)
 
 
 def _folder(root: str | None) -> Path:

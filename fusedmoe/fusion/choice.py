@@ -308,7 +308,8 @@ def nearest_miss(attempts: Iterable[Attempt], position: int) -> Attempt | None:
     def nearness(a: Attempt) -> tuple[object, ...]:
         # an UNAVAILABLE rule says more than one that takes no quantized operands on any device
         rank = 0.5 if a.exemption.is_of_formats and not a.on_this_device else got[a.status]
-        asked = a.exemption is not Exemption.UNQUANTIZED  # the reason of such a rule names no remedy
-        return a.on_this_device, position in a.shared, rank, not a.exemption.value, asked, a.matched, -a.start, a.rule
+        # the reasons of these name no remedy
+        remedy = a.exemption is not Exemption.UNQUANTIZED, a.cause != "device"
+        return a.on_this_device, position in a.shared, rank, not a.exemption.value, *remedy, a.matched, -a.start, a.rule
 
     return max(misses, key=nearness, default=None)

@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fusedmoe.formats import QuantizedSpec
+from fusedmoe.formats.groups import PACKED_ROWS, padded_rows
 from fusedmoe.fusion import registry
 from fusedmoe.fusion.candidates import Costs
 from fusedmoe.fusion.plan import PlanData, PlannedStep
 from fusedmoe.fusion.steps import Fused
-from fusedmoe.fusion.values import NONE, grad, spec_of
+from fusedmoe.fusion.values import NONE, by_rows, grad, packed, spec_of
 from fusedmoe.ops.glue import Derive, QuantizeWeight, StoredWeight
 from fusedmoe.ops.op import BackwardOp, TensorSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from fusedmoe.fusion.executable import Plan, PlannedSpan
     from fusedmoe.fusion.places import Place
@@ -55,6 +56,8 @@ def describe(plan: Plan, arguments: Mapping[str, SpecLike | None]) -> PlanData:
         gathered=tuple((rows, *gathered) for rows, gathered in plan.gathered.items()),
         beside=tuple((light.rule, carrier.rule, sms) for light, carrier, sms in backward.pairs),
         arch=arch,
+        packed_rows=next((found for span in plan.spans for v in span.moves if (found := _packed_rows(v, specs))), None),
+        kept_padding_bytes=_padding_bytes(kept, specs, costs),
         exchange=next((_settings(op) for _, op in graph.nodes if op.travels), ""),
         **_asked(plan),
     )
@@ -96,6 +99,7 @@ def _planned(
         quantizes=tuple(q for q in map(_quantizes, span.places) if q is not None),
         flops=sum(_flops(place, specs) for place in span.places),
         of_codes=isinstance(step, Fused) and step.multiplies_codes,
+        padding_bytes=_padding_bytes(span.moves, specs, costs),
         received=tuple((place.label, n) for place in span.places if (n := _received(place, specs)) is not None),
     )
 
@@ -104,6 +108,26 @@ def _read_and_written(span: PlannedSpan) -> list[str]:
     """Return the values whose bytes a step moves. Glue that derives a value reads the number of rows alone."""
     rows = {place.names["rows"] for place in span.places if isinstance(place.item, Derive)}
     return [v for v in span.moves if v not in rows]
+
+
+def _packed_rows(value: str, specs: Mapping[str, SpecLike | None]) -> tuple[int, int] | None:
+    """Return the number of rows of a value in the packed layout, without and with their padding; None of another."""
+    spec = spec_of(specs, value)
+    if isinstance(spec, QuantizedSpec):
+        if not spec.packed or spec.experts is None:
+            return None
+        return int(spec.shape[0]), int(padded_rows(spec.shape[0], spec.experts, PACKED_ROWS))
+    if spec is None or by_rows(value) == value or value != packed(by_rows(value)):
+        return None
+    rows = spec_of(specs, by_rows(value))
+    assert rows is not None, "it is packed"
+    return int(rows.shape[0]), int(spec.shape[0])
+
+
+def _padding_bytes(values: Iterable[str], specs: Mapping[str, SpecLike | None], costs: Costs) -> int:
+    """Return the bytes of the padding rows of values, some of which are in the packed layout."""
+    found = ((costs.nbytes(v), _packed_rows(v, specs)) for v in values)
+    return sum(nbytes * (rows[1] - rows[0]) // rows[1] for nbytes, rows in found if rows is not None and rows[1])
 
 
 def _added_bytes(place: Place) -> int:

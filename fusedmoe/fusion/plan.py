@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Literal
 
+from fusedmoe.formats.groups import PACKED_ROWS
 from fusedmoe.fusion.rule import FusionError
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
 from fusedmoe.target import ARCHITECTURES
@@ -148,6 +149,8 @@ class PlannedStep:
     received : tuple of (str, int)
         The ops that exchange rows with other ranks, as ``label.Class``, and the bytes that each receives from them for
         the shapes explained.
+    padding_bytes : int
+        The part of `bytes_moved` that is padding of packed rows; see `PlanData.packed_rows`.
     """
 
     direction: Direction
@@ -164,6 +167,7 @@ class PlannedStep:
     flops: float = 0.0
     of_codes: bool = False
     received: tuple[tuple[str, int], ...] = ()
+    padding_bytes: int = 0
 
     @property
     def is_of_weight(self) -> bool:
@@ -230,6 +234,12 @@ class PlanData:
         The architecture of the GPU that the plan is for; None for other devices.
     exchange : str
         The settings of the exchanges with other ranks; empty without such exchanges.
+    packed_rows : (int, int) or None
+        If a step reads or writes rows in the packed layout, in which each expert's are padded to a multiple of 256:
+        the number of rows, and the most that they can be with their padding, for any splits. Bytes are counted, and
+        memory is allocated, for the latter.
+    kept_padding_bytes : int
+        The part of `kept_bytes` that is padding of packed rows.
     estimate : Estimate or None
         Of a recipe that quantizes: the estimated times under it and under ``"bf16"``, if all steps are fused.
     """
@@ -256,6 +266,8 @@ class PlanData:
     arch: int | None = None
     estimate: Estimate | None = None
     exchange: str = ""
+    packed_rows: tuple[int, int] | None = None
+    kept_padding_bytes: int = 0
 
     @property
     def planned_for(self) -> str:
@@ -266,10 +278,13 @@ class PlanData:
 
     @property
     def nothing_to_fuse(self) -> bool:
-        """Whether the architecture ``asked_arch`` has no kernels for these ops, built-in or from another package."""
-        if self.asked_arch is None or self.fused:
+        """Whether the architecture ``asked_arch`` has no kernels for these ops, built-in or from another package; if
+        there are products among them, none for these products.
+        """
+        steps = [step for step in self.steps if step.flops] or self.steps
+        if self.asked_arch is None or any(step.rule is not None for step in steps):
             return False
-        misses = [step.nearest_miss for step in self.unfused if step.nearest_miss is not None]
+        misses = [step.nearest_miss for step in steps if step.nearest_miss is not None]
         return self.asked_arch not in ARCHITECTURES or any(m.cause == "device" for m in misses)
 
     @property
@@ -306,6 +321,13 @@ class PlanData:
             *_table(self.steps),
             *_wrapped(f"kept for backward: {format_bytes(self.kept_bytes)}{kept}"),
         ]
+        if self.packed_rows is not None:
+            rows, most = self.packed_rows
+            moved, held = sum(step.padding_bytes for step in self.steps), self.kept_padding_bytes
+            lines += _wrapped(
+                f"rows per expert are padded to a multiple of {PACKED_ROWS}: {rows:,} rows to at most {most:,}; "
+                f"padding is at most {format_bytes(moved)} of what moves, {format_bytes(held)} of what is kept"
+            )
         if self.gathered:
             read = [f"{rows} from {source} by {index}" for rows, source, index in self.gathered]
             lines += _wrapped(f"read through an index, not written: {', '.join(read)}")

@@ -14,6 +14,7 @@ from fusedmoe import Status
 from fusedmoe.formats import E4M3, Format, Quantizer, ScaleRule
 from fusedmoe.fusion.rule import FusionRule
 from fusedmoe.kernels import toolkit
+from fusedmoe.kernels.sm100 import package
 from fusedmoe.recipes import Custom
 
 pytestmark = pytest.mark.usefixtures("builtin_rules")
@@ -196,6 +197,87 @@ def test_an_architecture_without_kernels():
         explanation.raise_if_missed()
     with pytest.raises(fm.FusionError, match="there are no kernels for these ops on sm_100 yet"):
         fm.explain(experts(), arch=100).raise_if_missed()
+
+
+def blackwell(recipe="mxfp8", arch=100, rows=20, moe=False):
+    """The plan of an expert MLP or of an MoE layer whose widths NVIDIA's kernels take."""
+    x = torch.zeros(rows, 256, dtype=BF16, requires_grad=True)
+    with fm.recipe(recipe):
+        if moe:
+            return fm.MoE(256, 128, E, 2, dtype=BF16).explain(x, arch=arch)
+        up, down = fm.GroupedLinear(E, 256, 256, dtype=BF16), fm.GroupedLinear(E, 128, 256, dtype=BF16)
+        return fm.Sequential(up, fm.SwiGLU(), down).explain(x, splits=torch.tensor([rows, 0, 0, 0]), arch=arch)
+
+
+@pytest.mark.parametrize("arch", [100, 103])
+def test_mxfp8_on_blackwell(arch, monkeypatch):
+    monkeypatch.setattr(package, "why_missing", lambda: None)
+    monkeypatch.setattr(package, "why_unverified", lambda: "not verified on this machine: run `fusedmoe verify`")
+    explanation = blackwell(arch=arch)
+    (plan,) = explanation.plans
+    assert {s.ops: s.rule for s in plan.fused} == {
+        ("0:input.Quantize",): "sm100.quantize",
+        ("0.GroupedLinear", "1.SwiGLU", "2:input.Quantize"): "sm100.grouped_gemm_activation_quantize",
+        ("2.GroupedLinear",): "sm100.grouped_gemm",
+        ("2:grad.QuantizeGrad",): "sm100.quantize_grad",
+        ("2.Wgrad",): "sm100.grouped_wgrad",
+        ("2.Dgrad", "1.DSwiGLU", "0:grad.QuantizeGrad"): "sm100.grouped_dgrad_activation_quantize",
+        ("0.Wgrad",): "sm100.grouped_wgrad",
+        ("0.Dgrad",): "sm100.grouped_dgrad",
+    }
+    assert plan.assumed == ("not verified on this machine: run `fusedmoe verify`",)
+    assert f"planned for sm_{arch} (requested)" in str(plan)
+    assert "not available on this machine, but assumed: not verified on this machine" in str(plan)
+    assert "glue: offsets (sm100.offsets_from_splits), padded_offsets, place_of_row" in str(plan)
+    explanation.raise_if_missed()
+
+
+def test_padding_on_blackwell():
+    (plan,) = blackwell().plans
+    assert plan.packed_rows == (20, E * 256)
+    # codes and scales by columns of the first layer's input (256 features), of the second's (128), the preactivation
+    sizes = [1024 * 256 + 256 * 32, 1024 * 128 + 128 * 32, 1024 * 256 * 2]
+    packed = [value for value in plan.kept if "packed" in value]
+    assert sorted(packed) == ["0.input:packed_columns", "1.input:packed", "2.input:packed_columns"]
+    assert plan.kept_padding_bytes == sum(size * 1004 // 1024 for size in sizes)
+    assert plan.kept_bytes - sum(sizes) == 20 * 256 * 2 + 20 * 8 + 2 * E * 4  # the input, places of rows, offsets
+    quantize, up, down = plan.fused[:3]
+    by_rows = [1024 * 256 + 1024 * 8, 1024 * 128 + 1024 * 4]
+    assert quantize.padding_bytes == (by_rows[0] * 1004 // 1024 + sizes[0] * 1004 // 1024)
+    assert up.padding_bytes == sum(size * 1004 // 1024 for size in (*by_rows, *sizes[1:]))
+    assert down.padding_bytes == by_rows[1] * 1004 // 1024
+    assert all(0 < step.padding_bytes < step.bytes_moved for step in plan.fused)
+    assert not any(step.padding_bytes for step in plan.unfused)  # of weights
+    text = " ".join(str(plan).split())
+    assert "rows per expert are padded to a multiple of 256: 20 rows to at most 1,024; padding is at most" in text
+
+
+@pytest.mark.parametrize(("recipe", "arch"), [("mxfp8", 90), ("mxfp8", None), ("fp8_block", 90), ("bf16", 100)])
+def test_no_padding_without_packed_rows(recipe, arch):
+    (plan,) = blackwell(recipe, arch).plans
+    assert (plan.packed_rows, plan.kept_padding_bytes) == (None, 0)
+    assert not any(step.padding_bytes for step in plan.steps)
+    assert "padded to a multiple" not in str(plan)
+
+
+def test_a_layer_on_blackwell():
+    """The router, whose products are those of Hopper, and the quantization of weights run in plain PyTorch."""
+    (plan,) = blackwell(moe=True).plans
+    fused = {step.rule for step in plan.fused}
+    assert {"sm100.dispatch", "sm100.gathered_quantize", "sm100.combine", "sm100.ddispatch"} <= fused
+    unfused = {op.rpartition(".")[2] for step in plan.unfused for op in step.ops}
+    assert unfused == {"Quantize", "Router", "RouterLogitsGrad", "RouterWeightGrad", "DRouter"}
+    assert "needs an sm_90 GPU, this one is sm_100" in " ".join(str(plan).split())
+    assert plan.packed_rows == (40, E * 256)
+
+
+def test_bf16_has_no_products_on_blackwell():
+    """Though kernels sort and move the rows."""
+    explanation = blackwell("bf16", moe=True)
+    assert {step.rule for step in explanation.plans[0].fused} >= {"sm100.dispatch", "sm100.combine"}
+    assert "there are no kernels for these ops on sm_100 yet" in str(explanation)
+    with pytest.raises(fm.FusionError, match="there are no kernels for these ops on sm_100 yet"):
+        explanation.raise_if_missed()
 
 
 @pytest.mark.parametrize("arch", ["nine", 9.0, 9, True, 900, "", [90]])

@@ -688,8 +688,41 @@ def test_the_shipped_list():
     assert isinstance(shipped.shipped("sm_90a"), tuple)
     for kernel in shipped.shipped("sm_90a"):
         assert pickle.loads(pickle.dumps(kernel)) == kernel
-    with pytest.raises(fusedmoe.InputError, match="'sm_80': expected one of sm_90a"):
+    with pytest.raises(fusedmoe.InputError, match="'sm_80': expected one of sm_90a, sm_100a, sm_103a"):
         shipped.shipped("sm_80")
+
+
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
+def test_the_shipped_list_for_blackwell(arch):
+    kernels = shipped.shipped(arch)
+    assert {kernel.arch for kernel in kernels} == {arch}
+    symbols = [kernel.symbol for kernel in kernels]
+    assert len(set(symbols)) == len(symbols)
+    family = arch.removesuffix("a").replace("_", "")  # as GPUs of both may be in one machine
+    assert {symbol.partition("_")[0] for symbol in symbols} == {family}
+    of_hopper = {kernel.symbol for kernel in shipped.shipped("sm_90a")}
+    ours = {symbol.replace(family, "sm90") for symbol in symbols if "quantize_packed" not in symbol}
+    assert ours <= of_hopper
+    assert {symbol.partition("_")[2] for symbol in symbols} >= {
+        "offsets_int64", "quantize_packed_bf16_rows_columns", "quantize_packed_bf16_rows_columns_gathered",
+        "gather_rows_bf16", "sum_slots_by_8_bf16", "row_dots_bf16_fp32", "slot_values_fp32", "column_sums_bf16_bf16",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("arch", ["sm_100a", "103"])
+def test_the_kernels_for_blackwell_are_built_and_those_of_nvidia_named(arch, root, capsys):
+    number = "".join(filter(str.isdigit, arch))
+    wanted = ["--arch", arch, "--only", f"sm{number}_slot_values_*", "--jobs", "1"]
+    first = f"sm{number}_slot_values_fp32"
+    assert main(["compile", *wanted]) == 0
+    out, _ = lines(capsys)
+    assert out[0].startswith(f"{first}  compiled")
+    assert out[-2].startswith(f"2 kernels for sm_{number}a in ")
+    assert out[-1] == shipped.BLACKWELL
+    assert main(["compile", *wanted, "--list"]) == 0
+    assert lines(capsys)[0] == [f"{first}  cached", f"sm{number}_slot_values_bf16  cached", shipped.BLACKWELL]
+    assert main(["compile", "--list", "--only", "sm90_slot_values_*"]) == 0
+    assert lines(capsys)[0] == ["sm90_slot_values_fp32  not cached", "sm90_slot_values_bf16  not cached"]
 
 
 def test_patterns_in_the_help_and_the_pages_match_shipped_kernels(capsys):
@@ -709,7 +742,7 @@ def test_an_architecture_is_named_as_for_explain(arch, capsys):
 
 
 @pytest.mark.parametrize(("arch", "message"), [
-    ("100", "arch 'sm_100a': expected one of sm_90a"),
+    ("80", "arch 'sm_80a': expected one of sm_90a, sm_100a, sm_103a"),
     ("h100", "--arch: expected a number such as 90, for sm_90 (H100, H200), got 'h100'"),
 ])  # fmt: skip
 def test_an_architecture_without_kernels_is_refused(arch, message, capsys):

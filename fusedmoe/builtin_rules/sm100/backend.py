@@ -43,12 +43,9 @@ class OnSm100:
     def installed(cls) -> None:
         """Decline on a machine that cannot compile the kernels, or on which they were not verified."""
         require(sys.platform == "linux", "needs Linux, this is %s", sys.platform)
-        unusable = toolkit.why_unusable()
-        require(unusable is None, "%s", unusable)
-        missing = package.why_missing()
-        require(missing is None, "%s", missing)
-        unverified = package.why_unverified()
-        require(unverified is None, "%s", unverified)
+        reasons = toolkit.why_unusable(), package.why_missing(), package.why_unverified()
+        missing = "; ".join(filter(None, reasons))
+        require(not missing, "%s", missing)
 
 
 class OfPacked(OnSm100):

@@ -74,7 +74,7 @@ class QuantizePacked(WarpKernel):
     @property
     def symbol(self) -> str:
         flags = {"rows": self.rows, "columns": self.columns, "gathered": self.gathered, "halves": self.halves}
-        return "_".join(["sm100_quantize_packed", self.dtype, *(name for name, on in flags.items() if on)])
+        return "_".join([f"{self.family}_quantize_packed", self.dtype, *(name for name, on in flags.items() if on)])
 
     @property
     def sources(self) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from fusedmoe.kernels.compiler import load
 from fusedmoe.kernels.sm90.row_functions import NAMES
 from fusedmoe.kernels.torch.rows import padded_rows
-from fusedmoe.target import arch_of
+from fusedmoe.target import kernel_arch
 
 PACKING = 256  # rows to a multiple of which those of an expert are packed
 TILE = 128
@@ -70,8 +70,8 @@ def bind_quantize_packed(
     if tiles:
         from fusedmoe.kernels.sm100.quantize import QuantizePacked  # deferred: imports the CuTe DSL
 
-        arch = arch_of(x.device) or 90  # an emulated GPU is an sm_90
-        kernel = load(QuantizePacked(NAMES[x.dtype], index_R is not None, halves, rows, columns, arch=f"sm_{arch}a"))
+        how = index_R is not None, halves, rows, columns
+        kernel = load(QuantizePacked(NAMES[x.dtype], *how, arch=kernel_arch(x.device)))
 
     def run(x: Tensor, offsets_E: Tensor, index_R: Tensor | None = None) -> tuple[Form, ...]:
         shapes = ((packed, length), (tiles, SCALES))

@@ -54,8 +54,8 @@ class Route(WarpKernel):
 
     @property
     def symbol(self) -> str:
-        counted = "_counted" if self.counted else ""
-        return f"sm90_route_{self.index}_{self.weight}_{self.experts}" + ("_chunked" if self.chunked else "") + counted
+        chunked, counted = "_chunked" if self.chunked else "", "_counted" if self.counted else ""
+        return f"{self.family}_route_{self.index}_{self.weight}_{self.experts}{chunked}{counted}"
 
     def compile(self) -> Any:
         """Compile without a GPU; a function of ids (T*K,), weights (T*K,), counts (chunks, E + 1) int32 of the pitch

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.kernels.compiler import load
+from fusedmoe.target import kernel_arch
 
 NAMES = {
     torch.int32: "int32", torch.int64: "int64",
@@ -50,7 +51,7 @@ def bind_offsets_from_splits(splits_E: Tensor, num_rows: int) -> Callable[..., T
     if num_rows and experts:
         from fusedmoe.kernels.sm90.rows import Offsets  # deferred: imports the CuTe DSL
 
-        kernel = load(Offsets(NAMES[splits_E.dtype]))
+        kernel = load(Offsets(NAMES[splits_E.dtype], arch=kernel_arch(splits_E.device)))
     int32 = _int32(splits_E.device)  # its ``new_empty`` takes a third less time than one that changes the dtype
 
     def run(splits_E: Tensor, *_: Any) -> Tensor:
@@ -123,7 +124,7 @@ def bind_column_sums(
     slice_rows = rows_per_slice(num_rows, columns)
     # the partial sum of an expert's rows in slice s is row s + expert; see rows.py
     partial_rows = -(-num_rows // slice_rows) + experts
-    kernel = load(ColumnSums(NAMES[grad_RN.dtype], NAMES[dtype]))
+    kernel = load(ColumnSums(NAMES[grad_RN.dtype], NAMES[dtype], arch=kernel_arch(device)))
 
     def run(grad_RN: Tensor, offsets_E: Tensor) -> Tensor:
         partial_PN = torch.empty((partial_rows, columns), dtype=torch.float32, device=device)

@@ -49,7 +49,7 @@ class Offsets(WarpKernel):
 
     @property
     def symbol(self) -> str:
-        return f"sm90_offsets_{self.dtype}"
+        return f"{self.family}_offsets_{self.dtype}"
 
     def compile(self) -> Any:
         """Compile without a GPU; a function of splits (E,), offsets (E,) int32 and the number of rows."""
@@ -97,7 +97,7 @@ class ColumnSums(WarpKernel):
 
     @property
     def symbol(self) -> str:
-        return f"sm90_column_sums_{self.dtype}_{self.out}"
+        return f"{self.family}_column_sums_{self.dtype}_{self.out}"
 
     def compile(self) -> Any:
         """Compile without a GPU; a function of grad (R, N), offsets (E,) int32, partial sums (S + E, N) fp32, sums

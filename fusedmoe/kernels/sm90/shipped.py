@@ -41,6 +41,18 @@ from fusedmoe.kernels.sm90.transpose_rows import TransposeRows
 if TYPE_CHECKING:
     from fusedmoe.kernels.activation import Kind
     from fusedmoe.kernels.kernel import Kernel
+    from fusedmoe.kernels.sm90.warps import WarpKernel
+
+
+def moving_rows() -> list[WarpKernel]:
+    """Return the kernels that sort, move and sum rows, which Blackwell runs too."""
+    kernels: list[WarpKernel] = [Offsets("int32"), Offsets("int64")]
+    routed = itertools.product(("fp32", "bf16"), (64, 128, 256, 512), (False, True))
+    kernels += [Route("int64", *settings) for settings in routed]
+    for scale in (None, "fp32", "bf16"):
+        kernels += [GatherRows("bf16", scale), *(SumSlots("bf16", scale, at_once) for at_once in SLOTS)]
+    kernels += [RowDots("bf16", "fp32"), RowDots("bf16", "bf16"), SlotValues("fp32"), SlotValues("bf16")]
+    return [*kernels, ColumnSums("bf16", "bf16"), ColumnSums("bf16", "fp32"), ColumnSums("fp16", "fp16")]
 
 
 def shipped() -> tuple[Kernel, ...]:
@@ -91,13 +103,7 @@ def shipped() -> tuple[Kernel, ...]:
     kernels.append(RaggedM("fp16", PP_192, b_major="n", epilogue=derivative("swiglu", keep=True)))
     kernels.append(RaggedK("fp16", PP_192, out="fp16"))
 
-    kernels += [Offsets("int32"), Offsets("int64")]
-    routed = itertools.product(("fp32", "bf16"), (64, 128, 256, 512), (False, True))
-    kernels += [Route("int64", *settings) for settings in routed]
-    for scale in (None, "fp32", "bf16"):
-        kernels += [GatherRows("bf16", scale), *(SumSlots("bf16", scale, at_once) for at_once in SLOTS)]
-    kernels += [RowDots("bf16", "fp32"), RowDots("bf16", "bf16"), SlotValues("fp32"), SlotValues("bf16")]
-    kernels += [ColumnSums("bf16", "bf16"), ColumnSums("bf16", "fp32"), ColumnSums("fp16", "fp16")]
+    kernels += moving_rows()
 
     # the recipe fp8_block, with gradients in E4M3 or E5M2
     for element, columns, of_tokens in itertools.product(("e4m3", "e5m2"), (True, False), (False, True)):

@@ -17,6 +17,7 @@ from torch import Tensor
 from fusedmoe.kernels.compiler import load
 from fusedmoe.kernels.sm90.limits import MOST_EXPERTS, MOST_SLOTS_BESIDE
 from fusedmoe.kernels.sm90.row_functions import NAMES
+from fusedmoe.target import kernel_arch
 
 ROOM = (64, 128, 256, 512, MOST_EXPERTS)  # maximum numbers of experts that `Route` is compiled for
 QUAD = 4  # counts in 16 bytes
@@ -63,7 +64,8 @@ def bind_route(
     of_chunk, counted = chunk_slots or CHUNK, chunk_slots is not None
     chunks = -(-slots // of_chunk)
     room = next(n for n in ROOM if num_experts <= n)
-    kernel = load(Route(NAMES[index_TK.dtype], NAMES[weight_TK.dtype], room, chunks > 1, counted))
+    dtypes, arch = (NAMES[index_TK.dtype], NAMES[weight_TK.dtype]), kernel_arch(index_TK.device)
+    kernel = load(Route(*dtypes, room, chunks > 1, counted, arch=arch))
     count_shape = (chunks, count_pitch(num_experts)) if chunks > 1 else (1, QUAD)
 
     def run(index_TK: Tensor, weight_TK: Tensor, counts: Tensor | None = None) -> tuple[Tensor, ...]:
@@ -113,7 +115,8 @@ def bind_gather_rows(
 
     chosen, columns = row_of_slot_TK.shape[1], source_TH.shape[1]
     rows = row_of_slot_TK.numel() if num_rows is None else num_rows
-    kernel = load(GatherRows(NAMES[source_TH.dtype], None if scale_R is None else NAMES[scale_R.dtype]))
+    scale_dtype = None if scale_R is None else NAMES[scale_R.dtype]
+    kernel = load(GatherRows(NAMES[source_TH.dtype], scale_dtype, arch=kernel_arch(source_TH.device)))
     nothing = no_scale(rows, source_TH.device) if scale_R is None else None
 
     def run(source_TH: Tensor, row_of_slot_TK: Tensor, slot_of_row: Tensor, scale_R: Tensor | None = None) -> Tensor:
@@ -147,7 +150,8 @@ def bind_sum_slots(
     scale_dtype = None if scale_R is None else NAMES[scale_R.dtype]
     if beside_sms and scale_R is None and chosen <= MOST_SLOTS_BESIDE:
         return _bind_sum_on_few_sms(rows_RH, row_of_slot_TK, at_once, addend_TH is not None, beside_sms)
-    kernel = load(SumSlots(NAMES[rows_RH.dtype], scale_dtype, at_once, addend_TH is not None))
+    dtype, arch = NAMES[rows_RH.dtype], kernel_arch(rows_RH.device)
+    kernel = load(SumSlots(dtype, scale_dtype, at_once, addend_TH is not None, arch=arch))
     nothing = no_scale(rows, rows_RH.device) if scale_R is None else None
 
     def run(
@@ -178,7 +182,8 @@ def bind_sum_slots_and_part(
     (tokens, chosen), (rows, columns) = row_of_slot_TK.shape, rows_RH.shape
     at_once = next((n for n in SLOTS if chosen <= n), SLOTS[-1])
     scale_dtype = None if scale_R is None else NAMES[scale_R.dtype]
-    kernel = load(SumSlots(NAMES[rows_RH.dtype], scale_dtype, at_once, adds=True, rounds=True))
+    dtype, arch = NAMES[rows_RH.dtype], kernel_arch(rows_RH.device)
+    kernel = load(SumSlots(dtype, scale_dtype, at_once, adds=True, rounds=True, arch=arch))
     nothing = no_scale(rows, rows_RH.device) if scale_R is None else None
 
     def run(rows_RH: Tensor, row_of_slot_TK: Tensor, scale_R: Tensor | None, part_TH: Tensor) -> Tensor:
@@ -232,7 +237,7 @@ def bind_row_dots(
     from fusedmoe.kernels.sm90.slots import RowDots  # deferred: imports the CuTe DSL
 
     chosen, count = row_of_slot_TK.shape[1], rows_RH.shape[0]
-    kernel = load(RowDots(NAMES[rows_RH.dtype], NAMES[dtype]))
+    kernel = load(RowDots(NAMES[rows_RH.dtype], NAMES[dtype], arch=kernel_arch(rows_RH.device)))
 
     def run(source_TH: Tensor, rows_RH: Tensor, row_of_slot_TK: Tensor, slot_of_row: Tensor) -> Tensor:
         dots_R = rows_RH.new_empty(count, dtype=dtype)
@@ -247,7 +252,7 @@ def bind_slot_values(values_R: Tensor, row_of_slot_TK: Tensor) -> Callable[[Tens
     from fusedmoe.kernels.sm90.slots import SlotValues  # deferred: imports the CuTe DSL
 
     shape = tuple(row_of_slot_TK.shape)
-    kernel = load(SlotValues(NAMES[values_R.dtype]))
+    kernel = load(SlotValues(NAMES[values_R.dtype], arch=kernel_arch(values_R.device)))
 
     def run(values_R: Tensor, row_of_slot_TK: Tensor) -> Tensor:
         out_TK = values_R.new_empty(shape)

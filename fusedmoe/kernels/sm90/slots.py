@@ -56,7 +56,7 @@ class GatherRows(WarpKernel):
 
     @property
     def symbol(self) -> str:
-        return f"sm90_gather_rows_{self.dtype}" + (f"_scaled_{self.scale}" if self.scale else "")
+        return f"{self.family}_gather_rows_{self.dtype}" + (f"_scaled_{self.scale}" if self.scale else "")
 
     def compile(self) -> Any:
         """Compile without a GPU; a function of source (T, H), slots of rows (R,) int64, rows of slots (T*K,) int64,
@@ -144,7 +144,8 @@ class SumSlots(WarpKernel):
     @property
     def symbol(self) -> str:
         scaled, adds = f"_scaled_{self.scale}" if self.scale else "", "_adds" if self.adds else ""
-        return f"sm90_sum_slots_by_{self.slots}_{self.dtype}{scaled}{adds}" + ("_rounded" if self.rounds else "")
+        rounded = "_rounded" if self.rounds else ""
+        return f"{self.family}_sum_slots_by_{self.slots}_{self.dtype}{scaled}{adds}{rounded}"
 
     @property
     def vectors(self) -> int:
@@ -227,7 +228,7 @@ class RowDots(WarpKernel):
 
     @property
     def symbol(self) -> str:
-        return f"sm90_row_dots_{self.dtype}_{self.out}"
+        return f"{self.family}_row_dots_{self.dtype}_{self.out}"
 
     def compile(self) -> Any:
         """Compile without a GPU; a function of rows (R, H), source (T, H), slots of rows (R,) int64, rows of slots
@@ -280,7 +281,7 @@ class SlotValues(WarpKernel):
 
     @property
     def symbol(self) -> str:
-        return f"sm90_slot_values_{self.dtype}"
+        return f"{self.family}_slot_values_{self.dtype}"
 
     def compile(self) -> Any:
         """Compile without a GPU; a function of values (R,), rows of slots (T*K,) int64 and out (T*K,)."""

@@ -24,8 +24,22 @@ class WarpKernel:
     arch: str = field(default="sm_90a", kw_only=True)
 
     @property
+    def family(self) -> str:
+        """The architecture as symbols begin with it: ``sm90`` for ``sm_90a``."""
+        return self.arch.removesuffix("a").replace("_", "")
+
+    @property
+    def symbol(self) -> str:
+        """As of `fusedmoe.kernels.kernel.Kernel`."""
+        raise NotImplementedError
+
+    @property
     def sources(self) -> tuple[str, ...]:
         return (type(self).__module__, __name__)
+
+    def compile(self) -> Any:
+        """As of `fusedmoe.kernels.kernel.Kernel`."""
+        raise NotImplementedError
 
     def compiled_for(self, *arguments: Any) -> Any:
         """Compile without a GPU for tensors and numbers like these, on any stream."""

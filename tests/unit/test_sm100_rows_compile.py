@@ -1,0 +1,65 @@
+"""The kernels without a matrix product compile for Blackwell as for Hopper: nothing spills. No GPU is needed."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from test_sm90_rows_compile import disassembled, starting
+
+pytest.importorskip("cutlass")
+
+from fusedmoe.kernels.shipped import shipped
+from fusedmoe.kernels.sm90 import limits, row_functions, slot_functions
+from fusedmoe.kernels.sm90.route import Route
+from fusedmoe.kernels.sm90.rows import ColumnSums, Offsets
+from fusedmoe.kernels.sm90.slots import GatherRows, RowDots, SlotValues, SumSlots
+
+ARCHES = ("sm_100a", "sm_103a")
+KERNELS = [
+    Offsets("int64"), ColumnSums("bf16", "fp32"), Route("int64", "fp32", 128, True),
+    Route("int32", "bf16", limits.MOST_EXPERTS, False), GatherRows("bf16", "fp32"), SumSlots("bf16", None),
+    SumSlots("bf16", "bf16", 2, adds=True), RowDots("bf16", "fp32"), SlotValues("fp32"),
+]  # fmt: skip
+
+
+def check(kernel, monkeypatch, tmp_path):
+    for code in disassembled(kernel, monkeypatch, tmp_path).values():
+        assert starting(code, "EXIT")
+        assert not starting(code, ("STL", "LDL", "CALL", "ATOMG", "RED.", "HGMMA", "QGMMA"))
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.symbol)
+def test_compiles_without_spills(kernel, arch, monkeypatch, tmp_path):
+    check(replace(kernel, arch=arch), monkeypatch, tmp_path)
+
+
+@pytest.mark.slow  # the test above covers each kind of kernel
+@pytest.mark.parametrize("kernel", [k for arch in ARCHES for k in shipped(arch)], ids=lambda k: k.symbol)
+def test_a_shipped_kernel_compiles_without_spills(kernel, monkeypatch, tmp_path):
+    check(kernel, monkeypatch, tmp_path)
+
+
+def bound():
+    """Bind one function of each kernel."""
+    rows, index = torch.zeros(6, 16, dtype=torch.bfloat16), torch.zeros(3, 2, dtype=torch.int64)
+    weight, offsets = torch.zeros(3, 2), torch.zeros(4, dtype=torch.int32)
+    row_functions.bind_offsets_from_splits(torch.zeros(4, dtype=torch.int64), 6)
+    row_functions.bind_column_sums(rows, offsets)
+    slot_functions.bind_route(index, weight, 4)
+    slot_functions.bind_gather_rows(rows, index, weight.flatten())
+    slot_functions.bind_sum_slots(rows, index, None)
+    slot_functions.bind_sum_slots_and_part(rows, index, None)
+    slot_functions.bind_row_dots(rows, rows, index, torch.float32)
+    slot_functions.bind_slot_values(weight.flatten(), index)
+
+
+@pytest.mark.parametrize(("arch", "expected"), [(None, "sm_90a"), (90, "sm_90a"), (100, "sm_100a"), (103, "sm_103a")])
+def test_functions_load_the_kernels_of_the_device(arch, expected, monkeypatch):
+    loaded = []
+    monkeypatch.setattr("fusedmoe.target.arch_of", lambda device: arch)
+    for functions in (row_functions, slot_functions):
+        monkeypatch.setattr(functions, "load", loaded.append)
+    bound()
+    assert [kernel.arch for kernel in loaded] == [expected] * 8
+    assert {kernel.symbol.partition("_")[0] for kernel in loaded} == {expected.removesuffix("a").replace("_", "")}

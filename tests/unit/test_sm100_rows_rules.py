@@ -1,0 +1,113 @@
+"""The rules for Blackwell that run kernels without a matrix product: where they are available, and what they match."""
+
+import pytest
+import torch
+from toy import only_plan
+
+import fusedmoe as fm
+from fusedmoe import Status
+from fusedmoe.builtin_rules.sm100.rows import ROWS
+from fusedmoe.cli import doctor
+from fusedmoe.fusion.registry import why_unavailable
+from fusedmoe.kernels.sm100 import package
+
+pytestmark = pytest.mark.usefixtures("builtin_rules")
+
+CUDA = torch.device("cuda")
+BF16 = torch.bfloat16
+UNVERIFIED = "not verified on this machine: run `fusedmoe verify`"
+NAMES = {rule.name for rule in ROWS}
+
+
+@pytest.fixture
+def verified(monkeypatch):
+    """Set why the package is missing and why it is unverified."""
+
+    def set_reasons(missing=None, unverified=None):
+        monkeypatch.setattr(package, "why_missing", lambda: missing)
+        monkeypatch.setattr(package, "why_unverified", lambda: unverified)
+
+    set_reasons()
+    return set_reasons
+
+
+def test_the_rules():
+    assert len(NAMES) == len(ROWS)
+    assert {name for name in NAMES if name.startswith("sm100.")} == NAMES
+    of_hopper = {rule.name: rule for rule in fm.rules() if rule.name.startswith("sm90.")}
+    for rule in ROWS:
+        twin = of_hopper[rule.name.replace("sm100.", "sm90.")]
+        assert (rule.slots, rule.direction) == (twin.slots, twin.direction)
+
+
+@pytest.mark.parametrize("rule", ROWS, ids=lambda rule: rule.name)
+def test_a_rule_needs_a_verified_blackwell_gpu(rule, verified):
+    for arch in (100, 103):
+        assert why_unavailable(rule, CUDA, arch, ()) is None
+    for arch in (90, 120):
+        reason = why_unavailable(rule, CUDA, arch, ()).reason
+        assert reason == f"needs an sm_100 or sm_103 GPU, this one is sm_{arch}"
+    verified("needs NVIDIA's package", UNVERIFIED)
+    assert why_unavailable(rule, CUDA, 100, ()) == (f"needs NVIDIA's package; {UNVERIFIED}", "machine")
+    verified(None, UNVERIFIED)
+    assert why_unavailable(rule, CUDA, 103, ()) == (UNVERIFIED, "machine")
+
+
+@pytest.mark.parametrize("reason", [None, UNVERIFIED])
+def test_doctor_lists_them(reason, verified, monkeypatch):
+    verified(unverified=reason)
+    monkeypatch.setattr(doctor, "arch_of", lambda device: 100)
+    kernels = {kernel.name: kernel for kernel in doctor.kernel_lines([]) if kernel.name in NAMES}
+    assert kernels.keys() == NAMES
+    for kernel in kernels.values():
+        assert kernel.available == (reason is None)
+        assert kernel.note.endswith("a fusion rule" if reason is None else reason)
+
+
+def plan_of(arch, monkeypatch, **layer):
+    monkeypatch.setattr("fusedmoe.fusion.plans.arch_of", lambda device: arch)
+    experts = fm.Sequential(
+        fm.Dispatch(), fm.GroupedLinear(4, 64, 2 * 32, dtype=BF16, bias=True), fm.SwiGLU(), fm.Scale("probs"),
+        fm.GroupedLinear(4, 32, 64, dtype=BF16, bias=True), fm.Combine(None),
+    )  # fmt: skip
+    named = {
+        "expert_index": torch.randint(4, (6, 2)),
+        "expert_weight": torch.ones(6, 2, requires_grad=True),
+    }
+    return only_plan(experts, torch.zeros(6, 64, dtype=BF16, requires_grad=True), **named)
+
+
+OF_A_LAYER = {
+    "sm100.dispatch", "sm100.combine", "sm100.dcombine", "sm100.column_sums", "sm100.ddispatch",
+    "sm100.dispatch_weight_grad",
+}  # fmt: skip
+
+
+def test_they_run_beside_products_in_plain_pytorch(verified, monkeypatch):
+    """In bf16, whose products have no kernel for Blackwell."""
+    monkeypatch.setattr("fusedmoe.fusion.plans.arch_of", lambda device: 100)
+    explained = fm.MoE(64, 32, 4, 2, dtype=BF16).explain(torch.zeros(6, 64, dtype=BF16, requires_grad=True))
+    (plan,) = explained.plans
+    rules = {step.rule for step in plan.fused}
+    assert rules == OF_A_LAYER - {"sm100.column_sums"}
+
+
+@pytest.mark.parametrize("arch", [100, 103])
+def test_unverified_they_are_the_nearest_rules(arch, verified, monkeypatch):
+    """Nearer than rules for Hopper, whose reasons name no remedy."""
+    verified(unverified=UNVERIFIED)
+    plan = plan_of(arch, monkeypatch)
+    assert not plan.fused
+    nearest = {step.nearest_miss.rule: step.nearest_miss for step in plan.unfused}
+    ours = {rule: miss for rule, miss in nearest.items() if rule in NAMES}
+    assert ours.keys() >= {"sm100.dispatch", "sm100.combine", "sm100.dcombine", "sm100.column_sums"}
+    for miss in ours.values():
+        assert (miss.status, miss.reason) == (Status.UNAVAILABLE, UNVERIFIED)
+
+
+@pytest.mark.parametrize("arch", [None, 90, 120])
+def test_on_other_devices_nothing_changes(arch, verified, monkeypatch):
+    plan = plan_of(arch, monkeypatch)
+    assert not {step.rule for step in (*plan.steps, *plan.glue)} & NAMES
+    nearest = {step.nearest_miss.rule for step in plan.unfused}
+    assert not nearest & NAMES
