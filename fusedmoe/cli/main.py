@@ -59,6 +59,7 @@ COMMANDS = {
         "check the kernels on this machine's GPU",
         "Check the built-in fusion rules on this machine's GPU against plain PyTorch, and print a table. The rules for "
         "Blackwell are off until this has passed. Compiles kernels that are not cached.",
+        "; rules for Blackwell are off until it has passed",
     ),
     "explain": Command(
         "plan a model's experts for a GPU; needs no GPU",

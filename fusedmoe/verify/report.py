@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
+from fusedmoe.bench import machine as installed
 from fusedmoe.kernels.sm100 import package
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def as_data(verification: Verification, machine: Machine) -> dict[str, Any]:
         "gpu": machine.name,
         "architecture": f"sm_{machine.arch}",
         "driver": machine.driver,
-        "versions": package.versions(),
+        "versions": installed.versions() | package.versions(),
         "passed": verification.passed,
         "rules": [_plain(dataclasses.asdict(result)) for result in verification.rules],
         "cases": [_case(outcome) for outcome in verification.outcomes],

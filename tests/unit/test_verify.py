@@ -374,7 +374,7 @@ def test_an_error_below_that_of_the_emulation_shows(blackwell, capsys, monkeypat
         assert "against the rounding of the kernels, bound 0.01 (" in line
         assert {"sm100.grouped_gemm", "sm100.grouped_dgrad"} <= set(line.partition("0.01 (")[2].rstrip(")").split(", "))
     assert stamp()["passed"] is False
-    assert "`fusedmoe verify` failed on this machine" in package.why_unverified()
+    assert "`fusedmoe verify` failed or did not finish on this machine" in package.why_unverified()
 
 
 def test_blame_without_the_rule_that_the_rounding_is_of(blackwell, capsys, monkeypatch):
@@ -430,8 +430,8 @@ def test_stamps_that_do_not_count(blackwell, monkeypatch):
     assert "torch 1.0 -> " in written(versions={**versions, "torch": "1.0"})
     assert "torch None -> " in written(versions={k: v for k, v in versions.items() if k != "torch"})
     assert "is of sm_103, this GPU is sm_100" in written(architecture="sm_103")
-    assert "failed on this machine" in written(passed=False)
-    assert "failed on this machine" in written(passed="yes")
+    for passed in (False, "yes"):
+        assert "`fusedmoe verify` failed or did not finish" in written(passed=passed)
     assert "is unreadable" in written(versions=None)
     package.stamp_file(100).write_text("{")
     package._why_not_stamped.cache_clear()
@@ -443,6 +443,18 @@ def test_stamps_that_do_not_count(blackwell, monkeypatch):
     assert package.why_unverified() is not None
     package.write_stamp(103, True)
     assert package.why_unverified() is None
+
+
+def test_a_command_that_does_not_finish_leaves_no_valid_stamp(blackwell, monkeypatch):
+    def interrupted(*operands):
+        assert package.why_unverified() is None
+        raise KeyboardInterrupt
+
+    package.write_stamp(100, True)
+    monkeypatch.setattr(grouped, "gemm", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(blackwell, MXFP8)
+    assert "did not finish" in package.why_unverified()
 
 
 def test_no_directory_for_the_stamp(blackwell, capsys, monkeypatch):
@@ -463,7 +475,7 @@ def test_json(hopper, capsys, tmp_path, monkeypatch):
     found = json.loads(file.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert set(found) == {"gpu", "architecture", "driver", "versions", "passed", "rules", "cases"}
     assert (found["gpu"], found["architecture"], found["driver"]) == ("a stand-in", "sm_90", "1.2.3")
-    assert set(found["versions"]) == {"fusedmoe", "nvidia-cudnn-frontend", "nvidia-cutlass-dsl", "torch"}
+    assert {"fusedmoe", "nvidia-cudnn-frontend", "nvidia-cutlass-dsl", "torch", "python"} <= set(found["versions"])
     assert {rule["rule"] for rule in found["rules"]} == PASSING
     gemm = next(rule for rule in found["rules"] if rule["rule"] == "sm90.grouped_gemm")
     assert gemm["passed"] is True

@@ -145,7 +145,7 @@ def _why_not_stamped(arch: int) -> str | None:
     changed = [f"{name} {verified.get(name)} -> {now[name]}" for name in now if verified.get(name) != now[name]]
     if changed:
         return f"not verified on this machine since {', '.join(changed)}: {_REMEDY}"
-    return None if passed is True else f"`fusedmoe verify` failed on this machine: {path}"
+    return None if passed is True else f"`fusedmoe verify` failed or did not finish on this machine: {path}"
 
 
 def _name(arch: int) -> str:
