@@ -1,6 +1,7 @@
 """The ``fusedmoe`` command: parses the arguments and calls the module of the subcommand.
 
-Exit status: 0 for success; 1 for an error, whose message names the remedy; 2 for wrong options; 130 for Ctrl-C.
+Exit status: 0 for success; 1 for an error, whose message names the remedy; 2 for wrong options, and for
+`verify` without a GPU; 130 for Ctrl-C.
 """
 
 from __future__ import annotations
@@ -53,6 +54,12 @@ COMMANDS = {
         "Measure every tile configuration of an expert MLP's products on this GPU, and save the fastest in the cache "
         "directory for later processes. Compiles kernels that are not cached.",
         "; completed measurements are saved",
+    ),
+    "verify": Command(
+        "check the kernels on this machine's GPU",
+        "Check the built-in fusion rules on this machine's GPU against plain PyTorch, and print a table. The rules for "
+        "Blackwell are off until this has passed. Compiles kernels that are not cached.",
+        "; rules for Blackwell are off until it has passed",
     ),
     "explain": Command(
         "plan a model's experts for a GPU; needs no GPU",

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from fusedmoe.kernels.activation import Activation
     from fusedmoe.ops.op import Op
 
-ARCHITECTURES = (100, 103)
 MOST_EXPERTS = 1024
 WIDTH = 128
 """Features of layers are multiples of it."""
@@ -37,7 +36,7 @@ class OnSm100:
     def available(cls, device: torch.device, arch: int | None) -> None:
         """Decline on any device except an sm_100 or sm_103 GPU."""
         require(arch is not None, "needs an sm_100 GPU, this device is %s", device)
-        require(arch in ARCHITECTURES, "needs an sm_100 or sm_103 GPU, this one is sm_%s", arch)
+        require(arch in package.ARCHITECTURES, "needs an sm_100 or sm_103 GPU, this one is sm_%s", arch)
 
     @classmethod
     def installed(cls) -> None:

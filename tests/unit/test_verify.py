@@ -1,0 +1,549 @@
+"""`fusedmoe verify` on a CPU, which stands in for a GPU: stand-ins compute what the kernels do."""
+
+import contextlib
+import json
+
+import pytest
+import sm90_stand_ins
+import sm100_stand_ins
+import torch
+
+import fusedmoe as fm
+from fusedmoe.cli import verify as command
+from fusedmoe.cli.main import main
+from fusedmoe.kernels import toolkit
+from fusedmoe.kernels.sm90 import block_scaled_functions, block_scaled_k_functions, functions, router_functions
+from fusedmoe.kernels.sm100 import grouped, package, quantize_functions
+from fusedmoe.verify import rules as whole
+from fusedmoe.verify.calls import make_call
+from fusedmoe.verify.cases import ATOMIC, BETWEEN_RANKS, BOUNDS, LAYOUTS, Case, Layout, Sizes, cases_for
+from fusedmoe.verify.checks import Effort, run_case
+from fusedmoe.verify.machine import Gpu, NoGpuError, find_gpu
+from fusedmoe.verify.memory import poisoned_memory
+from fusedmoe.verify.rules import verify
+
+pytestmark = pytest.mark.usefixtures("builtin_rules")
+SMALL = Sizes(hidden=128, intermediate=128, shared=128)
+LAYOUT = Layout("few rows", (5, 0, 1, 9), 3)
+EXPERTS = Case("experts", "bf16", LAYOUT)
+MXFP8 = Case("experts", "mxfp8", LAYOUT)
+ROUTED = Case("routed", "bf16", LAYOUT)
+FAST = Effort(repeats=2)
+
+
+class Machine:
+    """A CPU in place of a GPU. ``wrong`` names the function whose results it changes."""
+
+    device, name, driver = torch.device("cpu"), "a stand-in", "1.2.3"
+
+    def __init__(self, arch=90, wrong=""):
+        self.arch, self.wrong = arch, wrong
+
+    def replayed(self, call):
+        return self._maybe_wrong("replayed", call())
+
+    def on_two_streams(self, call):
+        return [call(), self._maybe_wrong("on_two_streams", call())]
+
+    def microseconds(self, calls):
+        return {name: (call(), 40.0 if name == "fused" else 100.0)[1] for name, call in calls.items()}
+
+    def _maybe_wrong(self, name, results):
+        return {n: t + 1 for n, t in results.items()} if name == self.wrong else results
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch, tmp_path):
+    monkeypatch.setattr(whole, "SIZES", SMALL)
+    monkeypatch.setattr(verify, "__defaults__", (None, SMALL, FAST, verify.__defaults__[-1]))
+    monkeypatch.setenv("FUSEDMOE_CACHE_DIR", str(tmp_path / "cache"))
+    package._why_not_stamped.cache_clear()
+    yield
+    package._why_not_stamped.cache_clear()
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    monkeypatch.setattr("fusedmoe.fusion.plans.arch_of", lambda device: 90)
+    for module, stand_ins in (
+        (functions, sm90_stand_ins.BIND), (router_functions, sm90_stand_ins.ROUTER),
+        (block_scaled_functions, sm90_stand_ins.FP8),
+        (block_scaled_k_functions, {"bind_block_scaled_wgrad": sm90_stand_ins.bind_block_scaled_wgrad}),
+    ):  # fmt: skip
+        for name, function in stand_ins.items():
+            monkeypatch.setattr(module, name, function)
+    monkeypatch.setattr(toolkit, "missing_packages", lambda: ())
+    monkeypatch.setattr(toolkit, "why_unusable", lambda: None)
+    return Machine(90)
+
+
+@pytest.fixture
+def blackwell(monkeypatch):
+    monkeypatch.setattr("fusedmoe.fusion.plans.arch_of", lambda device: 100)
+    for name, function in sm100_stand_ins.GROUPED.items():
+        monkeypatch.setattr(grouped, name, function)
+    monkeypatch.setattr(quantize_functions, "bind_quantize_packed", sm100_stand_ins.bind_quantize_packed)
+    monkeypatch.setattr(toolkit, "why_unusable", lambda: None)
+    monkeypatch.setattr(package, "why_missing", lambda: None)
+    monkeypatch.setattr(package, "machine_architectures", lambda: (100,))
+    return Machine(100)
+
+
+def run(machine, *cases, json_file=None):
+    options = command.VerifyOptions(json=None if json_file is None else str(json_file))
+    return command.run(options, lambda: machine, cases, FAST)
+
+
+def changed(monkeypatch, module, name, change):
+    """Let the functions that a ``bind`` function returns have other results; return the number of their calls."""
+    bind, calls = getattr(module, name), []
+
+    def other(*args, **kwargs):
+        bound = bind(*args, **kwargs)
+
+        def run(*tensors, **named):
+            calls.append(name)
+            return change(bound(*tensors, **named), len(calls))
+
+        return run
+
+    monkeypatch.setattr(module, name, other)
+    return calls
+
+
+def of_first(change):
+    """A change of the first of several results, or of the only one."""
+
+    def changing(results, count):
+        if isinstance(results, tuple):
+            return (change(results[0], count), *results[1:])
+        return change(results, count)
+
+    return changing
+
+
+# ---- the cases ------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_passes_and_prints_a_table(hopper, capsys):
+    assert run(hopper, EXPERTS, ROUTED, Case("dense", "bf16", LAYOUTS[0])) == 1  # few cases do not cover all rules
+    out = capsys.readouterr().out
+    assert "a stand-in (sm_90), driver 1.2.3, fusedmoe " in out
+    line = next(line for line in out.splitlines() if line.startswith("sm90.grouped_gemm_activation "))
+    assert line.split()[1:] == ["1", line.split()[2], "0.015", "2/2", "yes", "yes", "40", "100", "yes"]
+    assert 0 < float(line.split()[2]) < 0.01
+    assert "sm90.fp8_grouped_gemm: no case ran it" in out
+    assert "sm90.gemm_of_leaving_rows: runs beside exchanges between ranks: not checked" in out
+    assert "FAILED" not in out
+
+
+def test_a_machine_whose_rules_all_pass(hopper, capsys, monkeypatch):
+    monkeypatch.setattr(whole, "BUILTIN", [r for r in whole.BUILTIN if r.name in PASSING])
+    assert run(hopper, EXPERTS) == 0
+    assert "7 of 7 rules passed, 1 cases" in capsys.readouterr().out
+
+
+PASSING = {
+    "sm90.grouped_gemm", "sm90.grouped_gemm_activation", "sm90.grouped_dgrad", "sm90.grouped_dgrad_activation",
+    "sm90.grouped_wgrad", "sm90.offsets_from_splits", BETWEEN_RANKS[0],
+}  # fmt: skip
+
+
+def rules_of(case, sizes=None):
+    call = make_call(case, Sizes() if sizes is None else sizes, torch.device("cpu"))
+    with fm.disabled(*case.disabled) if case.disabled else contextlib.nullcontext():
+        plans = call.explain().plans
+    return {step.rule for plan in plans for step in (*plan.steps, *plan.glue)} - {None}
+
+
+def test_the_cases_cover_every_rule_for_hopper(hopper):
+    covered = {rule for case in cases_for(90) for rule in rules_of(case)}
+    every = {rule.name for rule in fm.rules() if rule.name.startswith("sm90.")}
+    assert every - covered == set(BETWEEN_RANKS)
+
+
+def test_the_cases_cover_every_rule_for_blackwell(blackwell):
+    with package.being_verified():
+        covered = {rule for case in cases_for(100) for rule in rules_of(case)}
+    assert covered == {rule.name for rule in fm.rules() if rule.name.startswith("sm100.")}
+    assert cases_for(103) == cases_for(100)
+
+
+def test_cases_and_bounds():
+    for arch in (90, 100):
+        cases = cases_for(arch)
+        assert len({case.name for case in cases}) == len(cases)
+        assert {layout.name for layout in LAYOUTS} <= {case.layout.name for case in cases}
+    assert cases_for(80) == ()
+    for bounds in BOUNDS.values():  # zeros have an error of 1
+        assert 0 < bounds.unfused <= 0.1
+        assert bounds.rounding is None or bounds.rounding < bounds.unfused
+    sizes = Sizes()
+    assert all(width % 256 == 128 for width in (sizes.hidden, sizes.intermediate, sizes.shared))
+    names = {rule.name for rule in fm.rules()}
+    assert set(BETWEEN_RANKS) | set(ATOMIC) <= names
+
+
+@pytest.mark.parametrize("recipe", ["fp8_block", "fp8_tensor", "fp8_tensor, delayed", "mxfp8"])
+def test_recipes_on_hopper(hopper, recipe):
+    outcome = run_case(Case("experts", recipe, LAYOUT), SMALL, hopper, FAST)
+    assert outcome.found.problems == ()
+    assert outcome.found.repeats == (2, 2)
+    assert (outcome.found.graph is None) == ("delayed" in recipe)
+    assert outcome.found.error < BOUNDS[recipe].unfused
+
+
+@pytest.mark.parametrize("module", ["moe", "weighted_at_the_end", "routed_layer", "stored_weights"])
+def test_modules_on_hopper(hopper, module):
+    recipe = "fp8_block" if module == "stored_weights" else "bf16"
+    assert run_case(Case(module, recipe, LAYOUT), SMALL, hopper, FAST).found.problems == ()
+
+
+@pytest.mark.parametrize("case", [EXPERTS, ROUTED], ids=lambda case: case.module)
+def test_rows_without_an_expert_are_nan(case):
+    call = make_call(case, SMALL, torch.device("cpu"))
+    assert call.used.any()
+    if case is EXPERTS:
+        assert not call.used.all()
+        assert call.inputs["probs"][~call.used].isnan().all()
+    assert call.x[~call.used].isnan().all()
+    assert call.grad_output[~call.used].isnan().all()
+    assert call.x[call.used].isfinite().all()
+
+
+def test_new_memory_is_nan_also_in_backward():
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return torch.empty_like(grad)
+
+    x = torch.ones(3, requires_grad=True)
+    with poisoned_memory():
+        Twice.apply(x).sum().backward()
+        codes = x.new_empty(4, dtype=torch.float8_e4m3fn)
+        assert codes.float().isnan().all()
+        assert torch.empty(2, 3, dtype=torch.bfloat16).isnan().all()
+    assert x.grad.isnan().all()
+
+
+# ---- wrong kernels --------------------------------------------------------------------------------------------------
+
+
+def failure(capsys, machine, case):
+    assert run(machine, case) == 1
+    return [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAILED")]
+
+
+def test_a_few_percent_of_error(hopper, capsys, monkeypatch):
+    changed(monkeypatch, functions, "bind_grouped_wgrad", of_first(lambda t, count: t * 1.03))
+    (first, second) = failure(capsys, hopper, EXPERTS)
+    assert "0.weight: relative error 0.03" in first
+    assert "against plain PyTorch, bound 0.015 (sm90.grouped_wgrad)" in first
+    assert "3.weight: relative error 0.03" in second
+
+
+def test_zeros_do_not_pass(hopper, capsys, monkeypatch):
+    changed(monkeypatch, functions, "bind_grouped_gemm", of_first(lambda t, count: t * 0))
+    assert "y: relative error 1 against" in failure(capsys, hopper, EXPERTS)[0]
+
+
+def test_one_wrong_row_among_many(hopper, capsys, monkeypatch):
+    def spoil(t, count):
+        t[7] = 0
+        return t
+
+    changed(monkeypatch, block_scaled_functions, "bind_block_scaled_gemm", of_first(spoil))
+    many = Case("experts", "fp8_block", Layout("many rows", (600, 0)))
+    lines = failure(capsys, hopper, many)
+    assert any("y: 1 rows have a relative error above 0.5" in line for line in lines)
+    assert all("sm90.fp8_grouped_gemm" in line for line in lines)
+
+
+def test_a_tail_that_is_not_zeroed(hopper, capsys, monkeypatch):
+    def leave(t, count):
+        t[sum(LAYOUT.splits) :] = 1
+        return t
+
+    changed(monkeypatch, functions, "bind_grouped_gemm", of_first(leave))
+    lines = failure(capsys, hopper, EXPERTS)
+    assert "y: the rows without an expert are not zeros (sm90.grouped_gemm" in lines[0]
+
+
+def test_memory_that_is_not_written(hopper, capsys, monkeypatch):
+    def forget(t, count):
+        t[1] = torch.empty_like(t)[1]
+        return t
+
+    changed(monkeypatch, functions, "bind_grouped_gemm", of_first(forget))
+    assert "relative error inf" in failure(capsys, hopper, EXPERTS)[0]
+
+
+def test_bits_that_differ_between_repeats(hopper, capsys, monkeypatch):
+    changed(monkeypatch, functions, "bind_grouped_wgrad", of_first(lambda t, count: t * (1 + count % 3 / 128)))
+    lines = failure(capsys, hopper, EXPERTS)
+    assert any("of 2 repeats differ (sm90.grouped_wgrad)" in line for line in lines)
+
+
+def test_a_kernel_that_raises(hopper, capsys, monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("CUDA error: an illegal instruction")
+
+    monkeypatch.setattr(functions, "bind_grouped_wgrad", fail)
+    (line,) = failure(capsys, hopper, EXPERTS)
+    assert "RuntimeError: CUDA error: an illegal instruction (sm90.grouped_wgrad)" in line
+
+
+@pytest.mark.parametrize(
+    ("wrong", "problem"),
+    [("replayed", "the replay of a CUDA graph differs"), ("on_two_streams", "calls on two streams differ")],
+)
+def test_graphs_and_streams(hopper, capsys, wrong, problem):
+    hopper.wrong = wrong
+    (line,) = failure(capsys, hopper, EXPERTS)
+    assert problem in line
+    assert "sm90.grouped_gemm," in line  # no rule alone is to blame
+
+
+def test_a_case_in_which_no_rule_runs(capsys):
+    assert run(Machine(90), EXPERTS) in (1, 2)
+    outcome = run_case(EXPERTS, SMALL, Machine(90), FAST)
+    assert outcome.found.problems == ("no rule ran",)
+
+
+# ---- Blackwell, and its stamp ---------------------------------------------------------------------------------------
+
+
+def only(monkeypatch, rules):
+    monkeypatch.setattr(whole, "BUILTIN", [r for r in whole.BUILTIN if r.name in rules])
+
+
+COVERED = {
+    "sm100.quantize", "sm100.quantize_grad", "sm100.grouped_gemm", "sm100.grouped_gemm_activation_quantize",
+    "sm100.grouped_dgrad", "sm100.grouped_dgrad_activation_quantize", "sm100.grouped_wgrad",
+}  # fmt: skip
+
+
+def stamp():
+    return json.loads(package.stamp_file(100).read_text())
+
+
+def test_a_stamp_turns_the_rules_on(blackwell, capsys, monkeypatch):
+    only(monkeypatch, COVERED)
+    assert not rules_of(MXFP8, SMALL)
+    assert "run `fusedmoe verify`" in package.why_unverified()
+    assert run(blackwell, MXFP8) == 0
+    assert "the rules for sm_100 are on" in capsys.readouterr().out
+    found = stamp()
+    assert (found["architecture"], found["passed"], found["gpu"]) == ("sm_100", True, "a stand-in")
+    assert found["versions"] == package.versions()
+    assert package.why_unverified() is None
+    assert rules_of(MXFP8, SMALL) == COVERED
+
+
+def test_rules_are_on_only_while_they_are_verified(blackwell):
+    assert package.why_unverified() is not None
+    with package.being_verified():
+        assert package.why_unverified() is None
+    assert package.why_unverified() is not None
+    with pytest.raises(ZeroDivisionError), package.being_verified():
+        1 / 0  # noqa: B018
+    assert package.why_unverified() is not None
+
+
+def test_the_rounding_of_the_kernels(blackwell):
+    with package.being_verified():
+        for activation in ("swiglu", "clamped swiglu", "squared relu"):
+            found = run_case(Case("experts", "mxfp8", LAYOUT, activation), SMALL, blackwell, FAST).found
+            assert found.problems == ()
+            assert 0 < found.rounding_error < 0.003
+            assert found.rounding_bound == 0.01
+
+
+def test_an_error_below_that_of_the_emulation_shows(blackwell, capsys, monkeypatch):
+    plain = grouped.gemm
+    monkeypatch.setattr(grouped, "gemm", lambda *operands: plain(*operands) * 1.02)
+    only(monkeypatch, COVERED)
+    lines = failure(capsys, blackwell, MXFP8)
+    assert [line.split(": ")[1:] for line in lines] == [["y", lines[0].split(": ")[2]], ["x", lines[1].split(": ")[2]]]
+    for line in lines:  # the product of both layers is the same function, so no rule alone is to blame
+        assert "relative error 0.02" in line
+        assert "against the rounding of the kernels, bound 0.01 (" in line
+        assert {"sm100.grouped_gemm", "sm100.grouped_dgrad"} <= set(line.partition("0.01 (")[2].rstrip(")").split(", "))
+    assert stamp()["passed"] is False
+    assert "`fusedmoe verify` failed or did not finish on this machine" in package.why_unverified()
+
+
+def test_blame_without_the_rule_that_the_rounding_is_of(blackwell, capsys, monkeypatch):
+    """Without the rule, the reference is plain PyTorch alone."""
+    plain = grouped.gemm_activation_quantize
+
+    def wrong(*operands):
+        p, (codes, scale), columns = plain(*operands)
+        return p, (codes.view(torch.uint8).add_(1).view(codes.dtype), scale), columns
+
+    monkeypatch.setattr(grouped, "gemm_activation_quantize", wrong)
+    only(monkeypatch, COVERED)
+    for line in failure(capsys, blackwell, MXFP8):
+        # the first keeps the preactivation for the second alone, so both run or neither does
+        assert line.endswith("(sm100.grouped_gemm_activation_quantize, sm100.grouped_dgrad_activation_quantize)")
+
+
+def test_a_rule_without_a_case_fails(blackwell, capsys):
+    assert run(blackwell, MXFP8) == 1
+    out = capsys.readouterr().out
+    assert "sm100.gathered_quantize: no case ran it" in out
+    assert stamp()["passed"] is False
+
+
+def test_bits_of_atomics_may_differ_in_the_gradient_of_the_scale_alone(blackwell, monkeypatch):
+    plain, calls = grouped.gemm_derivative_quantize, []
+
+    def atomics(*operands):
+        calls.append(1)
+        rows, columns, dfactor = plain(*operands)
+        return rows, columns, dfactor * (1 + len(calls) * 1e-6)
+
+    monkeypatch.setattr(grouped, "gemm_derivative_quantize", atomics)
+    with package.being_verified():
+        assert run_case(MXFP8, SMALL, blackwell, FAST).found.problems == ()
+        monkeypatch.setattr(grouped, "gemm_derivative_quantize", plain)
+        product = grouped.gemm
+        monkeypatch.setattr(grouped, "gemm", lambda *o: product(*o) * (1 + len(calls.append(1) or calls) % 3 / 128))
+        assert any("repeats differ" in p for p in run_case(MXFP8, SMALL, blackwell, FAST).found.problems)
+
+
+def written(**changes):
+    package.write_stamp(100, True)
+    path = package.stamp_file(100)
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    package._why_not_stamped.cache_clear()
+    return package.why_unverified()
+
+
+def test_stamps_that_do_not_count(blackwell, monkeypatch):
+    assert written() is None
+    versions = package.versions()
+    assert "torch 1.0 -> " in written(versions={**versions, "torch": "1.0"})
+    assert "torch None -> " in written(versions={k: v for k, v in versions.items() if k != "torch"})
+    assert "is of sm_103, this GPU is sm_100" in written(architecture="sm_103")
+    for passed in (False, "yes"):
+        assert "`fusedmoe verify` failed or did not finish" in written(passed=passed)
+    assert "is unreadable" in written(versions=None)
+    package.stamp_file(100).write_text("{")
+    package._why_not_stamped.cache_clear()
+    assert "is unreadable" in package.why_unverified()
+    assert written() is None
+    monkeypatch.setattr(package, "machine_architectures", lambda: (103,))  # a stamp of sm_100 is not one of sm_103
+    assert "not verified on this machine: run `fusedmoe verify`" in package.why_unverified()
+    monkeypatch.setattr(package, "machine_architectures", lambda: (100, 103))
+    assert package.why_unverified() is not None
+    package.write_stamp(103, True)
+    assert package.why_unverified() is None
+
+
+def test_a_command_that_does_not_finish_leaves_no_valid_stamp(blackwell, monkeypatch):
+    def interrupted(*operands):
+        assert package.why_unverified() is None
+        raise KeyboardInterrupt
+
+    package.write_stamp(100, True)
+    monkeypatch.setattr(grouped, "gemm", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(blackwell, MXFP8)
+    assert "did not finish" in package.why_unverified()
+
+
+def test_no_directory_for_the_stamp(blackwell, capsys, monkeypatch):
+    only(monkeypatch, COVERED)
+    monkeypatch.setenv("FUSEDMOE_CACHE_DIR", "0")
+    assert run(blackwell, MXFP8) == 1
+    assert "the result is not kept: there is no cache directory; set FUSEDMOE_CACHE_DIR" in capsys.readouterr().err
+    assert "with a cache directory" in package.why_unverified()
+
+
+# ---- JSON and machines ----------------------------------------------------------------------------------------------
+
+
+def test_json(hopper, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(whole, "BUILTIN", [r for r in whole.BUILTIN if r.name in PASSING])
+    file = tmp_path / "verify.json"
+    assert run(hopper, EXPERTS, Case("dense", "bf16"), json_file=file) == 0
+    found = json.loads(file.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert set(found) == {"gpu", "architecture", "driver", "versions", "passed", "rules", "cases"}
+    assert (found["gpu"], found["architecture"], found["driver"]) == ("a stand-in", "sm_90", "1.2.3")
+    assert {"fusedmoe", "nvidia-cudnn-frontend", "nvidia-cutlass-dsl", "torch", "python"} <= set(found["versions"])
+    assert {rule["rule"] for rule in found["rules"]} == PASSING
+    gemm = next(rule for rule in found["rules"] if rule["rule"] == "sm90.grouped_gemm")
+    assert gemm["passed"] is True
+    assert (gemm["cases"], gemm["repeats"], gemm["us_fused"], gemm["us_unfused"]) == (1, [2, 2], 40.0, 100.0)
+    assert next(rule for rule in found["rules"] if rule["rule"] == BETWEEN_RANKS[0])["error"] is None
+    first, second = found["cases"]
+    assert first["name"] == "experts, bf16, few rows"
+    assert first["layout"] == {"name": "few rows", "splits": [5, 0, 1, 9], "tail": 3}
+    assert "sm90.grouped_gemm" in first["rules"]
+    assert second["module"] == "dense"
+    assert first["problems"] == []
+    assert run(hopper, EXPERTS, json_file=tmp_path / "missing" / "verify.json") == 1
+    assert "cannot write" in capsys.readouterr().err
+
+
+def test_no_gpu(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["verify"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == "fusedmoe verify: error: torch sees no NVIDIA GPU to verify; see `fusedmoe doctor`\n"
+
+
+def test_a_gpu_without_kernels(capsys):
+    assert run(Machine(80), EXPERTS) == 2
+    assert "no kernels for this GPU, a stand-in (sm_80)" in capsys.readouterr().err
+
+
+def test_a_missing_package(blackwell, capsys, monkeypatch):
+    monkeypatch.setattr(package, "why_missing", lambda: "needs nvidia-cudnn-frontend 1.32")
+    assert run(blackwell, MXFP8) == 2
+    assert "cannot run here: needs nvidia-cudnn-frontend 1.32" in capsys.readouterr().err
+    assert not package.stamp_file(100).exists()
+
+
+def test_rules_that_are_switched_off(monkeypatch, capsys):
+    monkeypatch.setenv("FUSEDMOE_DISABLE", "sm90.*")
+    with pytest.raises(SystemExit) as caught:
+        main(["verify"])
+    assert caught.value.code == 2
+    assert "FUSEDMOE_DISABLE=sm90.*: expected no rules switched off; unset it" in capsys.readouterr().err
+
+
+def test_the_gpu_that_is_found(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
+    monkeypatch.setattr("fusedmoe.verify.machine.arch_of", lambda device: 90)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    found = find_gpu()
+    assert isinstance(found, Gpu)
+    assert (found.name, found.arch, found.driver) == ("NVIDIA H100", 90, "")
+    monkeypatch.setattr(torch.version, "hip", "6.0")
+    with pytest.raises(NoGpuError):
+        find_gpu()
+
+
+def test_an_expected_result_of_zeros_is_a_problem(hopper, monkeypatch):
+    call = make_call(EXPERTS, SMALL, torch.device("cpu"))
+    call.grad_output.zero_()
+    monkeypatch.setattr("fusedmoe.verify.checks.make_call", lambda *args: call)
+    problems = run_case(EXPERTS, SMALL, hopper, FAST).found.problems
+    assert "0.weight: the expected result is zeros, so zeros would pass" in problems
+
+
+def test_each_call_quantizes_the_weights(hopper):
+    """So the rule that does so is repeated too."""
+    sm90_stand_ins.calls.clear()
+    run_case(Case("experts", "fp8_block", LAYOUT), SMALL, hopper, Effort(repeats=3, timed=False))
+    calls = 1 + 3 + 1 + 2  # the first, repeats, a graph, streams
+    assert len([name for name, _ in sm90_stand_ins.calls if name == "quantize_weight"]) == 2 * calls
