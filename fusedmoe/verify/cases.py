@@ -193,4 +193,6 @@ _SM100 = (
     *(Case("routed", "mxfp8", layout) for layout in LAYOUTS[2:6]),
     Case("routed_layer", "mxfp8", LAYOUTS[1]),
     Case("routed", "mxfp8", LAYOUTS[1], disabled=("sm100.quantize",)),
+    Case("weighted_at_the_end", "mxfp8", LAYOUTS[1]),
+    Case("dense", "mxfp8", bias=True),
 )

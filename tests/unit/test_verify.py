@@ -82,6 +82,8 @@ def blackwell(monkeypatch):
     monkeypatch.setattr("fusedmoe.fusion.plans.arch_of", lambda device: 100)
     for name, function in sm100_stand_ins.GROUPED.items():
         monkeypatch.setattr(grouped, name, function)
+    for name, function in sm90_stand_ins.BIND.items():  # those of the kernels that sort, move and sum rows
+        monkeypatch.setattr(functions, name, function)
     monkeypatch.setattr(quantize_functions, "bind_quantize_packed", sm100_stand_ins.bind_quantize_packed)
     monkeypatch.setattr(toolkit, "why_unusable", lambda: None)
     monkeypatch.setattr(package, "why_missing", lambda: None)
@@ -324,6 +326,7 @@ def only(monkeypatch, rules):
 COVERED = {
     "sm100.quantize", "sm100.quantize_grad", "sm100.grouped_gemm", "sm100.grouped_gemm_activation_quantize",
     "sm100.grouped_dgrad", "sm100.grouped_dgrad_activation_quantize", "sm100.grouped_wgrad",
+    "sm100.offsets_from_splits",
 }  # fmt: skip
 
 
