@@ -1,0 +1,272 @@
+"""Whole chains on the rules for Blackwell, forward and backward, on a CPU: through NVIDIA's wrappers, with device code
+in PyTorch.
+
+test_sm100_training.py has several calls in a row; test_sm100_constraints.py what the rules decline.
+"""
+
+import shutil
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+pytest.importorskip("tvm_ffi")
+pytest.importorskip("cudnn.gemm.cutedsl.grouped", exc_type=ImportError)
+if shutil.which("gcc") is None:
+    pytest.skip("needs gcc, which links the kernels' host code", allow_module_level=True)
+
+from blackwell.expert_mlp import Problem, in_plain_pytorch
+from sm100_chains import (
+    EMULATION,
+    SAME,
+    assert_near,
+    check,
+    clamped,
+    device_in_pytorch,  # noqa: F401  (a fixture)
+    launched,
+    launches_of_test,  # noqa: F401  (a fixture)
+    rules,
+    run,
+    swiglu,
+    unfused,
+    unfused_ops,
+)
+from sm100_machine import (
+    BF16,
+    DGRAD,
+    DGRAD_ACTIVATION,
+    GEMM,
+    GEMM_ACTIVATION,
+    QUANTIZE,
+    QUANTIZE_GRAD,
+    ROWS,
+    WGRAD,
+    E,
+    H,
+    I,
+    blackwell_machine,  # noqa: F401  (a fixture)
+    experts,
+    inputs,
+    tokens,
+)
+from toy import only_plan, rules_used
+
+import fusedmoe as fm
+from fusedmoe.kernels.sm100 import grouped
+from fusedmoe.recipes import MXFP8
+
+pytestmark = pytest.mark.usefixtures("builtin_rules", "blackwell_machine")
+
+FORWARD = [QUANTIZE, GEMM_ACTIVATION, GEMM]
+BACKWARD = [QUANTIZE_GRAD, WGRAD, DGRAD_ACTIVATION, WGRAD, DGRAD]
+UNFUSED_FORWARD = [QUANTIZE, GEMM, QUANTIZE, GEMM]  # the activation is
+UNFUSED_BACKWARD = [QUANTIZE_GRAD, WGRAD, DGRAD, QUANTIZE_GRAD, WGRAD, DGRAD]
+
+
+# ------------------------------------------------------------------------------------------------------- whole chains
+
+
+@pytest.mark.parametrize(
+    ("act", "scale", "bias"),
+    [
+        (swiglu, False, False), (swiglu, True, False), (swiglu, False, "frozen"), (swiglu, True, "frozen"),
+        (clamped, True, False), (clamped, True, "frozen"), (fm.SquaredReLU, False, False),
+        (fm.SquaredReLU, True, False),
+    ],
+)  # fmt: skip
+def test_whole_chains(act, scale, bias, launches):
+    plan, _ = check(experts(act(), scale=scale, bias=bias), tokens(), **inputs(scale=scale))
+    assert rules(plan) == [*FORWARD, *BACKWARD]
+    assert not unfused_ops(plan)
+    glu, dglu = ("srelu", "dsrelu") if act is fm.SquaredReLU else ("glu", "dglu")
+    assert launched(launches) == {glu: 1, "quant": 2, dglu: 1, "wgrad": 2}
+    (step,) = [step for step in plan.steps if step.rule == DGRAD_ACTIVATION]
+    assert step.ops == (
+        ("3.Dgrad", "2.ScaleGrad", "2.DScale", f"1.D{act().__class__.__name__}", "0:grad.QuantizeGrad")
+        if scale
+        else ("2.Dgrad", f"1.D{act().__class__.__name__}", "0:grad.QuantizeGrad")
+    )
+
+
+@pytest.mark.parametrize(("act", "scale"), [(swiglu, True), (clamped, False), (fm.SquaredReLU, True)])
+def test_trained_biases(act, scale, launches):
+    """Their gradients sum unquantized rows, so that the activation and its derivative run in plain PyTorch."""
+    plan, got = check(experts(act(), scale=scale, bias="trained"), tokens(), plain_middle=True, **inputs(scale=scale))
+    assert rules(plan) == [*UNFUSED_FORWARD, *UNFUSED_BACKWARD]
+    assert launched(launches) == {"quant": 4, "wgrad": 2}
+    assert {"0.bias", "3.bias" if scale else "2.bias"} <= got.keys()
+
+
+ONE_PLAN = [
+    (ROWS, (100, 150, 30, 40)), (ROWS, (0, 0, 600, 0)), (ROWS, (0, 0, 0, 1)), (ROWS, (256, 0, 0, 256)),
+    (300, (300, 0, 0, 0)), (7, (1, 1, 1, 1)), (1, (0, 1, 0, 0)), (1100, (1, 1098, 1, 0)),
+]  # fmt: skip
+
+
+def test_any_splits_and_any_number_of_rows_run_the_same_kernels(launches):
+    chain = experts(scale=True)
+    check(chain, tokens(), **inputs(scale=True))
+    kernels, compiled = grouped._kernel.cache_info().currsize, {*map(id, (launch.kernel for launch in launches))}
+    for count, splits in ONE_PLAN:
+        launches.clear()
+        plan, _ = check(chain, tokens(count, splits), **inputs(count, splits, scale=True))
+        assert rules(plan) == [*FORWARD, *BACKWARD], splits
+        assert launched(launches) == {"glu": 1, "quant": 2, "dglu": 1, "wgrad": 2}
+        assert {id(launch.kernel) for launch in launches} <= compiled
+    assert grouped._kernel.cache_info().currsize == kernels
+
+
+def test_rows_of_no_expert_alone(launches):
+    """All results are zeros, not what memory held before."""
+    chain, none = experts(scale=True), (0,) * E
+    x, dy = tokens(300, none), torch.randn(300, H).to(BF16)
+    with fm.recipe("mxfp8"):
+        got = run(chain, x, dy, **inputs(300, none, scale=True))
+    assert launched(launches) == {"glu": 1, "quant": 2, "dglu": 1, "wgrad": 2}
+    assert {*got} == {"y", "x", "probs", "0.weight", "3.weight"}
+    assert not any(t.any() for t in got.values())
+
+
+def test_no_rows(launches):
+    chain, x = experts(), torch.empty(0, H, dtype=BF16, requires_grad=True)
+    with fm.recipe("mxfp8"), fm.strict():
+        chain(x, splits=torch.zeros(E, dtype=torch.int64)).sum().backward()
+    assert x.grad.shape == (0, H)
+    assert not launches
+
+
+def test_a_mistake_in_the_layout_shows(monkeypatch):
+    """The bounds tell right from wrong: gate and up of the weight do not alternate."""
+    monkeypatch.setattr("fusedmoe.formats.packed.interleave", lambda x, axis=-1: x)
+    with pytest.raises(AssertionError, match="y: "):
+        check(experts(), tokens(), **inputs())
+
+
+# -------------------------------------------------------------------------------------------------------- other plans
+
+
+def frozen(*names):
+    chain = experts()
+    for name in names:
+        chain.get_parameter(name).requires_grad_(False)
+    return chain
+
+
+@pytest.mark.parametrize(
+    ("chain", "requires_grad", "backward", "count"),
+    [
+        (("0.weight",), True, [QUANTIZE_GRAD, WGRAD, DGRAD_ACTIVATION, DGRAD], {"dglu": 1, "wgrad": 1, "quant": 2}),
+        (("2.weight",), True, [QUANTIZE_GRAD, DGRAD_ACTIVATION, WGRAD, DGRAD], {"dglu": 1, "wgrad": 1, "quant": 2}),
+        ((), False, [QUANTIZE_GRAD, WGRAD, DGRAD_ACTIVATION, WGRAD], {"dglu": 1, "wgrad": 2, "quant": 1}),
+        (("0.weight", "2.weight"), True, [QUANTIZE_GRAD, DGRAD_ACTIVATION, DGRAD], {"dglu": 1, "quant": 2}),
+    ],
+    ids=["first weight", "last weight", "rows", "weights"],
+)
+def test_gradients_that_are_not_required(chain, requires_grad, backward, count, launches):
+    plan, _ = check(frozen(*chain), tokens(requires_grad=requires_grad), same=False, **inputs())
+    assert rules(plan) == [*FORWARD, *backward]
+    assert launched(launches) == {"glu": 1, **count}
+
+
+@pytest.mark.parametrize("bias", [False, "trained"], ids=["", "bias"])
+def test_inference(bias, launches):
+    """Without a backward pass, the activation of a biased layer is fused too."""
+    with torch.no_grad():
+        plan, got = check(
+            experts(scale=True, bias=bias), tokens(requires_grad=False), **inputs(scale=True, requires_grad=False)
+        )
+    assert rules(plan) == FORWARD
+    assert not plan.kept
+    assert {*got} == {"y"}
+    assert launched(launches) == {"glu": 1, "quant": 1}
+
+
+def test_deterministic_algorithms(launches):
+    """The gradient of a row scale is a sum by atomics."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        plan, _ = check(experts(scale=True), tokens(), same=False, **inputs(scale=True))
+        assert DGRAD in rules(plan)
+        assert DGRAD_ACTIVATION not in rules(plan)
+        launches.clear()
+        plan, _ = check(experts(), tokens(), **inputs())
+        assert rules(plan) == [*FORWARD, *BACKWARD]
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    ("act", "width", "forward"),
+    [(fm.GeGLU(), I, UNFUSED_FORWARD), (fm.ReGLU(), I, UNFUSED_FORWARD), (fm.SwiGLU(interleaved=True), I,
+     UNFUSED_FORWARD), (fm.SwiGLU(), 192, [QUANTIZE, GEMM])],
+    ids=["geglu", "reglu", "interleaved", "half of a width"],
+)  # fmt: skip
+def test_other_activations(act, width, forward, launches):
+    """Products alone, with and without gate and up in blocks, and beside a layer that runs unfused."""
+    plan, _ = check(experts(act, width=width), tokens(), same=False, **inputs())
+    assert rules_used(plan, "forward") == forward
+    assert DGRAD in rules_used(plan, "backward")
+    assert WGRAD in rules_used(plan, "backward")
+    assert launched(launches)["quant"] == (4 if width == I else 2)
+
+
+def test_weight_gradients_in_bf16(launches):
+    plan, _ = check(experts(scale=True), tokens(), recipe=MXFP8(wgrad="bf16"), same=False, **inputs(scale=True))
+    assert WGRAD not in rules(plan)
+    assert {QUANTIZE_GRAD, DGRAD} <= {*rules(plan)}
+    assert launched(launches)["wgrad"] == 0
+
+
+@pytest.mark.parametrize("off", [QUANTIZE, QUANTIZE_GRAD, GEMM, GEMM_ACTIVATION, DGRAD, DGRAD_ACTIVATION, WGRAD])
+def test_each_rule_may_be_switched_off(off):
+    """The other rules take packed values from plain PyTorch."""
+    with fm.disabled(off):
+        plan, _ = check(experts(scale=True), tokens(), same=False, **inputs(scale=True))
+    assert off not in rules(plan)
+    assert len({*FORWARD, *BACKWARD} & {*rules(plan)}) >= 2
+
+
+# -------------------------------------------------------------------------------------------------------- the layer
+
+
+def moe_in_plain_pytorch(layer, x, dy):
+    """The same arithmetic: the layer's router, then each expert's rows in the order of the tokens."""
+    x = x.detach().requires_grad_()
+    routing = layer.router(x)
+    weight_TK, expert_TK = routing.expert_weight, routing.expert_index
+    order = expert_TK.flatten().argsort(stable=True)
+    token = order // expert_TK.shape[1]
+    probs = weight_TK.detach().flatten()[order]
+    splits = expert_TK.flatten().bincount(minlength=E)
+    first, last = layer.experts.gate_up, layer.experts.down
+    rows, dy_rows = x.detach()[token], dy[token]
+    want = in_plain_pytorch(
+        Problem("swiglu", None, first.weight.detach(), last.weight.detach(), rows, dy_rows, probs, splits)
+    )
+    dweight = torch.zeros(weight_TK.numel()).index_copy_(0, order, want.dprobs).view_as(weight_TK)
+    dx, drouter = torch.autograd.grad(weight_TK, (x, layer.router.weight), dweight.to(weight_TK.dtype))
+    zeros = torch.zeros(x.shape)
+    return {
+        "y": zeros.index_add(0, token, want.y), "x": zeros.index_add(0, token, want.dx) + dx,
+        "router.weight": drouter, "experts.gate_up.weight": want.dw1, "experts.down.weight": want.dw2,
+    }  # fmt: skip
+
+
+def test_a_layer_of_a_model(launches):
+    """Rows are quantized through their index. The router, and the sums over slots, have no kernel here."""
+    layer = fm.MoE(H, I, E, 2, dtype=BF16)
+    x = torch.randn(150, H, dtype=BF16, requires_grad=True)
+    dy = torch.randn(150, H, dtype=BF16)
+    with fm.recipe("mxfp8"):
+        emulated = unfused(layer, x, dy)
+        got = run(layer, x, dy)
+        plan = only_plan(layer, x)
+        (asked,) = fm.explain(layer, tokens=150, arch=100).plans
+    assert rules(plan) == rules(asked)
+    gathered = {QUANTIZE: "sm100.gathered_quantize", QUANTIZE_GRAD: "sm100.gathered_quantize_grad"}
+    assert [*dict.fromkeys(rules(plan))] == [
+        QUANTIZE, GEMM_ACTIVATION, GEMM, gathered[QUANTIZE_GRAD], WGRAD, DGRAD_ACTIVATION, DGRAD,
+    ]  # fmt: skip
+    assert launched(launches) == {"glu": 1, "quant": 2, "dglu": 1, "wgrad": 2}
+    assert_near(got, emulated, EMULATION)
+    assert_near(got, moe_in_plain_pytorch(layer, x, dy), SAME)
