@@ -66,7 +66,7 @@ def why_unverified() -> str | None:
         return f"not verified on this machine: {remedy}, with a cache directory ({cache.VARIABLE}) for its result"
     try:
         stamp = json.loads(path.read_text())
-        verified, passed = stamp["versions"], stamp["passed"]
+        verified, passed = dict(stamp["versions"]), stamp["passed"]
     except FileNotFoundError:
         return f"not verified on this machine: {remedy}"
     except (OSError, ValueError, KeyError, TypeError) as error:
