@@ -52,8 +52,11 @@ from sm100_machine import (
 from toy import only_plan, rules_used
 
 import fusedmoe as fm
+from fusedmoe import FusionError
+from fusedmoe.builtin_rules.sm100 import backend
+from fusedmoe.formats import Quantizer, mxfp8
 from fusedmoe.kernels.sm100 import grouped
-from fusedmoe.recipes import MXFP8
+from fusedmoe.recipes import MXFP8, Custom
 
 pytestmark = pytest.mark.usefixtures("builtin_rules", "blackwell_machine")
 
@@ -224,6 +227,81 @@ def test_each_rule_may_be_switched_off(off):
         plan, _ = check(experts(scale=True), tokens(), same=False, **inputs(scale=True))
     assert off not in rules(plan)
     assert len({*FORWARD, *BACKWARD} & {*rules(plan)}) >= 2
+
+
+M, ROTATED = Quantizer(mxfp8()), Quantizer(mxfp8(), hadamard=True)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "expected"),
+    [
+        (MXFP8(hybrid=True), {"quant": 2}),
+        (MXFP8(weight_2d=True), {"wgrad": 2}),
+        (Custom(input=M, weight=M), {"quant": 2}),
+        (Custom(input=M, grad=M), {"wgrad": 2}),
+        (Custom(input=ROTATED, weight=M, grad=M), {"quant": 2}),
+        (Custom(input=M, weight=M, grad=ROTATED), {"quant": 2}),
+    ],
+    ids=["e5m2 gradients", "square blocks", "no gradients", "no weights", "rotated rows", "rotated gradients"],
+)
+def test_recipes_of_which_some_operands_are_packed(recipe, expected, launches):
+    """Products of packed operands alone have kernels; the others run in plain PyTorch."""
+    check(experts(scale=True), tokens(), recipe=recipe, same=False, **inputs(scale=True))
+    assert launched(launches) == expected
+
+
+# ------------------------------------------------------------------------------------------ calls that a rule declines
+
+
+def assert_strict_says(chain, x, named, match):
+    with fm.recipe("mxfp8"), fm.strict(), pytest.raises(FusionError, match=match):
+        chain(x, **named).float().nan_to_num().sum().backward()
+
+
+def test_too_many_elements(monkeypatch, launches):
+    """Every product runs in plain PyTorch, from the rows themselves."""
+    monkeypatch.setattr(backend, "MOST_ELEMENTS", 1536 * 256)  # of packed rows
+    chain, x, named = experts(scale=True), tokens(), inputs(scale=True)
+    plan, _ = check(chain, x, same=False, **named)
+    assert rules(plan) == [*FORWARD, *BACKWARD]
+    assert not launches
+    assert_strict_says(chain, x, named, "declined this call: 1536 rows of 256 features: expected fewer than")
+    check(chain, tokens(200, (200, 0, 0, 0)), **inputs(200, (200, 0, 0, 0), scale=True))
+    assert launched(launches) == {"glu": 1, "quant": 2, "dglu": 1, "wgrad": 2}
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["before an activation", "last"])
+def test_a_bias_that_is_not_contiguous(first, launches):
+    chain, x, named = experts(bias="frozen"), tokens(), inputs()
+    layer = chain[0] if first else chain[2]
+    layer.bias = torch.nn.Parameter(layer.bias.detach().mT.contiguous().mT, requires_grad=False)
+    check(chain, x, same=False, **named)
+    assert launched(launches) == ({"quant": 2, "dglu": 1, "wgrad": 2} if first else
+                                  {"glu": 1, "quant": 1, "dglu": 1, "wgrad": 2})  # fmt: skip
+    assert_strict_says(chain, x, named, "declined this call: the bias is not contiguous")
+
+
+def test_rows_that_the_kernel_cannot_read(launches):
+    """They are quantized in plain PyTorch, for the kernels of the products."""
+    chain, named = experts(scale=True), inputs(scale=True)
+    x = torch.cat([tokens(requires_grad=False), torch.zeros(ROWS, 1, dtype=BF16)], 1)[:, :-1].requires_grad_()
+    assert x.stride() == (H + 1, 1)
+    check(chain, x, **named)
+    assert launched(launches) == {"glu": 1, "quant": 2, "dglu": 1, "wgrad": 2}
+    assert_strict_says(chain, x, named, r"sm100\.quantize declined this call: x has strides")
+
+
+def test_gradients_with_any_strides(launches):
+    """They are copied: those of a sum are expanded."""
+    chain, x, named = experts(), tokens(requires_grad=False), inputs()
+    with fm.recipe("mxfp8"):
+        want = unfused(chain, x, torch.ones(ROWS, H, dtype=BF16), **named)
+        with fm.strict():
+            y = chain(x, **named)
+            y.sum().backward()
+    got = {name: p.grad for name, p in chain.named_parameters()}
+    assert_near(got, {name: want[name] for name in got}, EMULATION)
+    assert launched(launches) == {"glu": 1, "quant": 1, "dglu": 1, "wgrad": 2}
 
 
 # -------------------------------------------------------------------------------------------------------- the layer

@@ -15,6 +15,7 @@ from sm100_chains import (
     EMULATION,
     SAME,
     assert_near,
+    check,
     device_in_pytorch,  # noqa: F401  (a fixture)
     launched,
     launches_of_test,  # noqa: F401  (a fixture)
@@ -190,3 +191,15 @@ def test_two_chains_take_turns(launches):
     for chain, y, want in zip((one, other), outputs, alone, strict=True):
         assert torch.equal(y, want["y"])
         assert all(torch.equal(p.grad, want[name]) for name, p in chain.named_parameters())
+
+
+def test_two_chains_with_other_constants_take_turns(launches):
+    """They are parameters of one kernel, and constants of two others."""
+    one, other = (experts(fm.SwiGLU(limit=4.0, alpha=1.702, offset=1.0), scale=True),
+                  experts(fm.SwiGLU(limit=2.0, alpha=1.5, offset=0.5), scale=True))  # fmt: skip
+    other.load_state_dict(one.state_dict())
+    check(one, tokens(), **inputs(scale=True))
+    check(other, tokens(), **inputs(scale=True))
+    check(one, tokens(), **inputs(scale=True))
+    assert launched(launches)["dglu"] == 3
+    assert len({id(launch.kernel) for launch in launches if "dglu" in type(launch.kernel).__module__}) == 2
