@@ -112,7 +112,7 @@ def unfused(chain, x, dy, **named):
     return found
 
 
-def check(chain, x, *, recipe="mxfp8", same=True, plain_middle=False, **named):
+def check(chain, x, *, recipe="mxfp8", same=True, plain_middle=False, emulation=EMULATION, **named):
     """Check a call against both computations; return its plan and its results."""
     used = int(named["splits"].sum())
     dy = torch.randn(len(x), chain[-1].out_features).to(BF16)
@@ -121,7 +121,7 @@ def check(chain, x, *, recipe="mxfp8", same=True, plain_middle=False, **named):
         emulated = unfused(chain, x, dy, **named)
         got = run(chain, x, dy, **named)
         plan = only_plan(chain, x, **named)
-    assert_near(got, emulated, EMULATION)
+    assert_near(got, emulated, emulation)
     for name in {"y", "x", "probs"} & got.keys():
         assert not got[name][used:].any(), f"{name}: rows of no expert"
     for name in got.keys() - {"y", "x", "probs"}:

@@ -19,6 +19,9 @@ QUANTIZE, QUANTIZE_GRAD = "sm100.quantize", "sm100.quantize_grad"
 GEMM, GEMM_ACTIVATION = "sm100.grouped_gemm", "sm100.grouped_gemm_activation_quantize"
 DGRAD, DGRAD_ACTIVATION = "sm100.grouped_dgrad", "sm100.grouped_dgrad_activation_quantize"
 WGRAD = "sm100.grouped_wgrad"
+GATHERED_QUANTIZE, GATHERED_QUANTIZE_GRAD = "sm100.gathered_quantize", "sm100.gathered_quantize_grad"
+
+BIND_KERNEL = quantize_functions.bind_quantize_packed  # which needs a GPU, or the emulator
 
 
 @pytest.fixture

@@ -15,10 +15,8 @@ pytest.importorskip("cudnn.gemm.cutedsl.grouped", exc_type=ImportError)
 if shutil.which("gcc") is None:
     pytest.skip("needs gcc, which links the kernels' host code", allow_module_level=True)
 
-from blackwell.expert_mlp import Problem, in_plain_pytorch
 from sm100_chains import (
     EMULATION,
-    SAME,
     assert_near,
     check,
     clamped,
@@ -49,7 +47,7 @@ from sm100_machine import (
     inputs,
     tokens,
 )
-from toy import only_plan, rules_used
+from toy import rules_used
 
 import fusedmoe as fm
 from fusedmoe import FusionError
@@ -62,6 +60,7 @@ pytestmark = pytest.mark.usefixtures("builtin_rules", "blackwell_machine")
 
 FORWARD = [QUANTIZE, GEMM_ACTIVATION, GEMM]
 BACKWARD = [QUANTIZE_GRAD, WGRAD, DGRAD_ACTIVATION, WGRAD, DGRAD]
+M, ROTATED = Quantizer(mxfp8()), Quantizer(mxfp8(), hadamard=True)
 UNFUSED_FORWARD = [QUANTIZE, GEMM, QUANTIZE, GEMM]  # the activation is
 UNFUSED_BACKWARD = [QUANTIZE_GRAD, WGRAD, DGRAD, QUANTIZE_GRAD, WGRAD, DGRAD]
 
@@ -229,7 +228,51 @@ def test_each_rule_may_be_switched_off(off):
     assert len({*FORWARD, *BACKWARD} & {*rules(plan)}) >= 2
 
 
-M, ROTATED = Quantizer(mxfp8()), Quantizer(mxfp8(), hadamard=True)
+@pytest.mark.parametrize("dtype", [BF16, torch.float64], ids=str)
+def test_row_scales_of_other_dtypes(dtype):
+    named = inputs(scale=True)
+    named["probs"] = named["probs"].detach().to(dtype).requires_grad_()
+    plan, got = check(experts(scale=True), tokens(), same=False, **named)
+    assert rules(plan) == [*FORWARD, *BACKWARD]
+    assert got["probs"].dtype is dtype
+
+
+def test_weights_that_are_transposed_in_memory():
+    chain = experts()
+    for layer in (chain[0], chain[2]):
+        layer.weight = torch.nn.Parameter(layer.weight.detach().mT.contiguous().mT)
+    plan, _ = check(chain, tokens(), **inputs())
+    assert rules(plan) == [*FORWARD, *BACKWARD]
+
+
+def test_one_layer():
+    layer = fm.Sequential(fm.GroupedLinear(E, H, I, bias=True, dtype=BF16))
+    plan, _ = check(layer, tokens(), same=False, **inputs())
+    assert rules(plan) == [QUANTIZE, GEMM, QUANTIZE_GRAD, WGRAD, DGRAD]
+
+
+def test_three_layers(launches):
+    """The layer between two activations reads and writes packed values in both directions. Errors of three add up."""
+    chain = fm.Sequential(
+        fm.GroupedLinear(E, H, 2 * I, dtype=BF16), fm.SwiGLU(), fm.GroupedLinear(E, I, 2 * I, dtype=BF16), fm.SwiGLU(),
+        fm.Scale("probs"), fm.GroupedLinear(E, I, H, dtype=BF16),
+    )  # fmt: skip
+    plan, _ = check(chain, tokens(), same=False, emulation=2 * EMULATION, **inputs(scale=True))
+    assert rules(plan) == [
+        QUANTIZE, GEMM_ACTIVATION, GEMM_ACTIVATION, GEMM,
+        QUANTIZE_GRAD, WGRAD, DGRAD_ACTIVATION, WGRAD, DGRAD_ACTIVATION, WGRAD, DGRAD,
+    ]  # fmt: skip
+    assert launched(launches) == {"glu": 2, "quant": 2, "dglu": 2, "wgrad": 3}
+
+
+def test_a_derivative_of_rows_that_plain_pytorch_packs(launches, monkeypatch):
+    """With many rows, where launches cost little."""
+    monkeypatch.setattr("fusedmoe.fusion.candidates._US_PER_LAUNCH", 0.0)
+    count, splits = 8192, (4000, 0, 4101, 1)
+    with fm.disabled(GEMM_ACTIVATION):
+        plan, _ = check(experts(), tokens(count, splits), same=False, **inputs(count, splits))
+    assert rules(plan) == [QUANTIZE, GEMM, *BACKWARD]
+    assert launched(launches) == {"quant": 2, "dglu": 1, "wgrad": 2}
 
 
 @pytest.mark.parametrize(
@@ -302,49 +345,3 @@ def test_gradients_with_any_strides(launches):
     got = {name: p.grad for name, p in chain.named_parameters()}
     assert_near(got, {name: want[name] for name in got}, EMULATION)
     assert launched(launches) == {"glu": 1, "quant": 1, "dglu": 1, "wgrad": 2}
-
-
-# -------------------------------------------------------------------------------------------------------- the layer
-
-
-def moe_in_plain_pytorch(layer, x, dy):
-    """The same arithmetic: the layer's router, then each expert's rows in the order of the tokens."""
-    x = x.detach().requires_grad_()
-    routing = layer.router(x)
-    weight_TK, expert_TK = routing.expert_weight, routing.expert_index
-    order = expert_TK.flatten().argsort(stable=True)
-    token = order // expert_TK.shape[1]
-    probs = weight_TK.detach().flatten()[order]
-    splits = expert_TK.flatten().bincount(minlength=E)
-    first, last = layer.experts.gate_up, layer.experts.down
-    rows, dy_rows = x.detach()[token], dy[token]
-    want = in_plain_pytorch(
-        Problem("swiglu", None, first.weight.detach(), last.weight.detach(), rows, dy_rows, probs, splits)
-    )
-    dweight = torch.zeros(weight_TK.numel()).index_copy_(0, order, want.dprobs).view_as(weight_TK)
-    dx, drouter = torch.autograd.grad(weight_TK, (x, layer.router.weight), dweight.to(weight_TK.dtype))
-    zeros = torch.zeros(x.shape)
-    return {
-        "y": zeros.index_add(0, token, want.y), "x": zeros.index_add(0, token, want.dx) + dx,
-        "router.weight": drouter, "experts.gate_up.weight": want.dw1, "experts.down.weight": want.dw2,
-    }  # fmt: skip
-
-
-def test_a_layer_of_a_model(launches):
-    """Rows are quantized through their index. The router, and the sums over slots, have no kernel here."""
-    layer = fm.MoE(H, I, E, 2, dtype=BF16)
-    x = torch.randn(150, H, dtype=BF16, requires_grad=True)
-    dy = torch.randn(150, H, dtype=BF16)
-    with fm.recipe("mxfp8"):
-        emulated = unfused(layer, x, dy)
-        got = run(layer, x, dy)
-        plan = only_plan(layer, x)
-        (asked,) = fm.explain(layer, tokens=150, arch=100).plans
-    assert rules(plan) == rules(asked)
-    gathered = {QUANTIZE: "sm100.gathered_quantize", QUANTIZE_GRAD: "sm100.gathered_quantize_grad"}
-    assert [*dict.fromkeys(rules(plan))] == [
-        QUANTIZE, GEMM_ACTIVATION, GEMM, gathered[QUANTIZE_GRAD], WGRAD, DGRAD_ACTIVATION, DGRAD,
-    ]  # fmt: skip
-    assert launched(launches) == {"glu": 1, "quant": 2, "dglu": 1, "wgrad": 2}
-    assert_near(got, emulated, EMULATION)
-    assert_near(got, moe_in_plain_pytorch(layer, x, dy), SAME)
