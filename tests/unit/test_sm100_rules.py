@@ -137,6 +137,21 @@ def test_no_rows(launches):
     assert not launches
 
 
+@pytest.mark.parametrize("scale", [False, True], ids=["", "scale"])
+def test_padding_rows_do_not_have_the_activation_of_the_bias(scale):
+    """It would be far larger than that of the rows, with which they share blocks by columns."""
+    chain, x, named = experts(scale=scale, bias="frozen"), tokens(), inputs(scale=scale)
+    if scale:
+        named["probs"].detach().mul_(1e-6)
+    else:
+        x.detach().mul_(0.1).add_(1)
+        with torch.no_grad():
+            chain[0].weight[:, :I] = -24 / H  # a gate of 12 - 24
+            chain[0].bias[:, :I] = 12
+    plan, _ = check(chain, x, emulation=0.1, **named)
+    assert rules(plan) == [*FORWARD, *BACKWARD]
+
+
 def test_a_mistake_in_the_layout_shows(monkeypatch):
     """The bounds tell right from wrong: gate and up of the weight do not alternate."""
     monkeypatch.setattr("fusedmoe.formats.packed.interleave", lambda x, axis=-1: x)
