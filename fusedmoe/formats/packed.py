@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from fusedmoe.formats.format import E4M3, ScaleRule
@@ -68,14 +67,19 @@ def can_pack(quantizer: Quantizer) -> bool:
 
 def interleave(x: Tensor, axis: int = -1) -> Tensor:
     """Let gate and up alternate in blocks of 32, from ``[gate | up]``, along an axis."""
-    x = x.movedim(axis, -1)
-    return rearrange(x, "... (half block i) -> ... (block half i)", half=2, i=PACKED_FEATURES).movedim(-1, axis)
+    return _swapped(x, axis, (2, -1, PACKED_FEATURES))
 
 
 def deinterleave(x: Tensor, axis: int = -1) -> Tensor:
     """Undo `interleave`."""
-    x = x.movedim(axis, -1)
-    return rearrange(x, "... (block half i) -> ... (half block i)", half=2, i=PACKED_FEATURES).movedim(-1, axis)
+    return _swapped(x, axis, (-1, 2, PACKED_FEATURES))
+
+
+def _swapped(x: Tensor, axis: int, sizes: tuple[int, int, int]) -> Tensor:
+    """Return x with the first two of these parts of an axis swapped: contiguous, in one copy."""
+    axis %= x.dim()
+    parts: Tensor = x.unflatten(axis, sizes)
+    return parts.transpose(axis, axis + 1).flatten(axis, axis + 2)
 
 
 def padded_layout(offsets_E: Tensor, num_rows: int) -> PaddedRows:

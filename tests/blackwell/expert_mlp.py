@@ -65,6 +65,8 @@ class Problem:
     dy: torch.Tensor  # (R, H)
     probs: torch.Tensor  # (R,)
     splits: torch.Tensor  # (E,): the rows of each expert; their sum may be less than R
+    b1: torch.Tensor | None = None  # (E, 2 I) or (E, I); in plain PyTorch alone, as b2
+    b2: torch.Tensor | None = None  # (E, H)
 
     @property
     def offsets(self):
@@ -80,6 +82,8 @@ class Results:
     dprobs: torch.Tensor
     dw1: torch.Tensor
     dw2: torch.Tensor
+    db1: torch.Tensor | None = None
+    db2: torch.Tensor | None = None
 
     def errors(self, expected):
         """Return the relative error of each result in the Frobenius norm."""
@@ -87,6 +91,7 @@ class Results:
         return {
             name: float((got.float() - want.float()).norm() / want.float().norm())
             for name, (got, want) in pairs.items()
+            if got is not None and want is not None
         }
 
 
@@ -124,8 +129,11 @@ def through_kernels(p, glue):
     return Results(collected(y), collected(dx), dprobs, glue.deinterleave(dw1) if gated else dw1, dw2)
 
 
-def in_plain_pytorch(p):
-    """The same arithmetic: rounded where the kernels round, without padding, interleaving and swizzled scales."""
+def in_plain_pytorch(p, middle=None):
+    """The same arithmetic: rounded where the kernels round, without padding, interleaving and swizzled scales.
+
+    ``middle(h, probs)``, of bf16 rows, is between the layers; by default, what the kernels compute there in fp32.
+    """
     rows = int(p.offsets[-1])
     x, dy, prob = p.x[:rows].float(), p.dy[:rows].float(), p.probs[:rows, None]
     group = group_of(p.offsets, rows)
@@ -133,24 +141,34 @@ def in_plain_pytorch(p):
     def rounded(t, axis=-1, offsets=None):
         return fm.quantize(t, MXFP8, axis=axis, offsets=offsets).dequantize(torch.float32)
 
-    def products(t, w):  # each row times its expert's matrix
-        return torch.cat([t[group == e] @ w[e] for e in range(len(w))])
+    def products(t, w, b=None):  # each row times its expert's matrix
+        parts = [t[group == e] @ w[e] for e in range(len(w))]
+        return torch.cat(parts if b is None else [part + b[e].float() for e, part in enumerate(parts)])
 
     def sums(a, b):
         a, b = rounded(a, -2, p.offsets), rounded(b, -2, p.offsets)
         return torch.stack([a[group == e].T @ b[group == e] for e in range(len(p.w1))])
 
-    h = products(rounded(x), rounded(p.w1.float()).mT)
-    d = activation(p, h) * prob
-    y = products(rounded(d), rounded(p.w2.float()).mT)
+    def sums_of_rows(t):
+        return torch.stack([t[group == e].sum(0) for e in range(len(p.w1))])
 
+    h = products(rounded(x), rounded(p.w1.float()).mT, p.b1)
     g = products(rounded(dy), rounded(p.w2.float(), -2))
-    h = h.to(BF16).float().requires_grad_()
-    act = activation(p, h)
-    dprobs = (g * act.detach()).sum(1)
-    (dh,) = torch.autograd.grad(act, h, g * prob)
+    kept = h.to(BF16)
+    if middle is None:
+        d = activation(p, h) * prob
+        kept = kept.float().requires_grad_()
+        act = activation(p, kept)
+        dprobs = (g * act.detach()).sum(1)
+        (dh,) = torch.autograd.grad(act, kept, g * prob)
+    else:
+        inputs = kept.requires_grad_(), prob[:, 0].detach().requires_grad_()
+        d = middle(*inputs)
+        dh, dprobs = torch.autograd.grad(d, inputs, g.to(BF16))
+        d, dh = d.detach().float(), dh.float()
+    y = products(rounded(d), rounded(p.w2.float()).mT, p.b2)
     dx = products(rounded(dh), rounded(p.w1.float(), -2))
-    return Results(y, dx, dprobs, sums(dh, x), sums(dy, d))
+    return Results(y, dx, dprobs, sums(dh, x), sums(dy, d), sums_of_rows(dh), sums_of_rows(dy))
 
 
 def activation(p, h):

@@ -12,6 +12,7 @@ import torch
 
 from fusedmoe.builtin_rules.sm90.backend import activation_of
 from fusedmoe.formats import QuantizedSpec
+from fusedmoe.formats.packed import can_pack
 from fusedmoe.fusion.rule import NothingToDo, PlanContext, require
 from fusedmoe.kernels import toolkit
 from fusedmoe.kernels.sm100 import package
@@ -19,12 +20,15 @@ from fusedmoe.kernels.sm100 import package
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from fusedmoe.formats import Quantizer
     from fusedmoe.kernels.activation import Activation
     from fusedmoe.ops.op import Op
 
 MOST_EXPERTS = 1024
 WIDTH = 128
 """Features of layers are multiples of it."""
+FORMAT = "mxfp8 in e4m3 with scales of the rule rceil, rounded to nearest and not rotated"
+"""Of what the kernels read and write."""
 MOST_ELEMENTS = 2**31
 """Rows times features are fewer: the kernels count them in 32 bits."""
 
@@ -42,7 +46,9 @@ class OnSm100:
     def installed(cls) -> None:
         """Decline on a machine that cannot compile the kernels, or on which they were not verified."""
         require(sys.platform == "linux", "needs Linux, this is %s", sys.platform)
-        reasons = toolkit.why_unusable(), package.why_missing(), package.why_unverified()
+        needed = toolkit.missing_packages()  # dependencies of the package
+        dependencies = f"needs {' and '.join(needed)}: pip install {' '.join(needed)}" if needed else None
+        reasons = package.why_missing(), dependencies, toolkit.why_unusable(), package.why_unverified()
         missing = "; ".join(filter(None, reasons))
         require(not missing, "%s", missing)
 
@@ -63,9 +69,14 @@ def check_packed(ctx: PlanContext, *operands: str) -> None:
         packed = ctx.spec(f"{name}:packed") if ctx.exists(f"{name}:packed") else None
         require(
             isinstance(packed, QuantizedSpec) and packed.packed,
-            "%s is %s: expected mxfp8 in e4m3 with scales of the rule rceil, rounded to nearest and not rotated",
-            name, spec.format,
+            "%s is %s: expected %s", name, spec.format, FORMAT,
         )  # fmt: skip
+
+
+def check_quantizer(quantizer: Quantizer | None) -> None:
+    """Decline a quantizer whose values have no packed form."""
+    assert quantizer is not None, "otherwise there is no step"
+    require(can_pack(quantizer), "quantizes to %s: expected %s", quantizer, FORMAT)
 
 
 def check_layer(ctx: PlanContext, fc: Op, *, bias: str = "") -> None:
@@ -77,13 +88,14 @@ def check_layer(ctx: PlanContext, fc: Op, *, bias: str = "") -> None:
     require(experts <= MOST_EXPERTS, "%d experts, over %d", experts, MOST_EXPERTS)
     require(not ctx.options.sm_margin, "sm_margin %d: these kernels take all SMs", ctx.options.sm_margin)
     if bias and ctx.exists(bias):
-        require(ctx.dtype(bias) is torch.bfloat16, "the bias is %s, not bfloat16", ctx.dtype(bias))
+        dtype = name_of(ctx.dtype(bias))
+        require(dtype == "bfloat16", "the bias is %s, not bfloat16", dtype)
 
 
 def check_bf16(ctx: PlanContext, *values: str) -> None:
     """Decline values that are not bf16."""
     for name in values:
-        dtype = str(ctx.dtype(name)).removeprefix("torch.")
+        dtype = name_of(ctx.dtype(name))
         require(dtype == "bfloat16", "%s is %s: products of MXFP8 operands are bfloat16", name, dtype)
 
 
@@ -95,6 +107,11 @@ def check_activation(op: Op) -> Activation:
     message = "alpha %s and offset %s without a limit: the kernel has them for clamped activations alone"
     require(not constants or activation.limit is not None, message, activation.alpha, activation.offset)
     return activation
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return a dtype's name without its module."""
+    return str(dtype).removeprefix("torch.")
 
 
 def is_halved(ctx: PlanContext, packed: str) -> bool:

@@ -12,10 +12,10 @@ from fusedmoe.builtin_rules.sm100.backend import (
     check_bf16,
     check_layer,
     check_packed,
+    check_quantizer,
     guard_rows,
     packed_factor,
 )
-from fusedmoe.formats.packed import can_pack
 from fusedmoe.fusion.rule import Bind, FusionRule, PlanContext, Step, require
 from fusedmoe.kernels.sm100 import grouped
 from fusedmoe.ops.glu import DSwiGLU
@@ -48,9 +48,7 @@ class PackedDgradActivationQuantize(
 
     def supports(self, ctx: PlanContext) -> None:
         check_packed(ctx, "grad_output", "dgrad.weight")
-        quantizer = self.quantize.quantizes
-        assert quantizer is not None, "otherwise there is no step"
-        require(can_pack(quantizer), "quantizes to %s: expected mxfp8 in e4m3, rounded to nearest", quantizer)
+        check_quantizer(self.quantize.quantizes)
 
     def offer(self, ctx: PlanContext) -> Step:
         check_layer(ctx, self.dgrad.op)

@@ -12,12 +12,13 @@ from fusedmoe.builtin_rules.sm100.backend import (
     check_bf16,
     check_layer,
     check_packed,
+    check_quantizer,
     guard_bias,
     guard_rows,
     ones_of_rows,
     packed_factor,
 )
-from fusedmoe.formats.packed import can_pack, interleave
+from fusedmoe.formats.packed import interleave
 from fusedmoe.fusion.rule import Bind, FusionRule, PlanContext, Step, require
 from fusedmoe.kernels.sm100 import grouped
 from fusedmoe.ops.glu import SwiGLU
@@ -48,9 +49,7 @@ class PackedGemmActivationQuantize(
 
     def supports(self, ctx: PlanContext) -> None:
         check_packed(ctx, "input", "fc.weight")
-        quantizer = self.quantize.quantizer
-        assert quantizer is not None, "otherwise there is no step"
-        require(can_pack(quantizer), "quantizes to %s: expected mxfp8 in e4m3, rounded to nearest", quantizer)
+        check_quantizer(self.quantize.quantizer)
 
     def offer(self, ctx: PlanContext) -> Step:
         check_layer(ctx, self.fc, bias="fc.bias")

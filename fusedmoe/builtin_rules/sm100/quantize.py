@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from fusedmoe.builtin_rules.sm90.backend import ThroughIndex, guard_gradient, guard_index, guard_matrix, on_readable
-from fusedmoe.builtin_rules.sm100.backend import MOST_EXPERTS, OnSm100, is_halved
-from fusedmoe.formats.packed import PACKED_FEATURES, can_pack
+from fusedmoe.builtin_rules.sm100.backend import MOST_EXPERTS, OnSm100, check_quantizer, is_halved, name_of
+from fusedmoe.formats.packed import PACKED_FEATURES
 from fusedmoe.fusion.rule import Bind, FusionRule, NothingToDo, PlanContext, Step, require
 from fusedmoe.kernels.sm100 import quantize_functions
 from fusedmoe.ops.quantize import Quantize, QuantizeGrad
@@ -22,8 +20,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from fusedmoe.formats import Quantizer
-
 
 class PackedQuantize(OnSm100, FusionRule, name="sm100.quantize", direction="forward"):
     """Codes and scales of rows in the packed layout, in the forms that are read."""
@@ -31,7 +27,7 @@ class PackedQuantize(OnSm100, FusionRule, name="sm100.quantize", direction="forw
     quantize: Quantize
 
     def supports(self, ctx: PlanContext) -> None:
-        _check_format(self.quantize.quantizer)
+        check_quantizer(self.quantize.quantizer)
 
     def offer(self, ctx: PlanContext) -> Step:
         return _step(ctx, "input", "output")
@@ -55,7 +51,7 @@ class PackedQuantizeGradient(OnSm100, FusionRule, name="sm100.quantize_grad", di
     quantize: QuantizeGrad
 
     def supports(self, ctx: PlanContext) -> None:
-        _check_format(self.quantize.quantizes)
+        check_quantizer(self.quantize.quantizes)
 
     def offer(self, ctx: PlanContext) -> Step:
         return _step(ctx, "grad_output", "grad_input")
@@ -102,16 +98,11 @@ class _Kernel:
         return lambda x, offsets, *index: tuple(t for form in run(x, offsets, *index) for t in form)
 
 
-def _check_format(quantizer: Quantizer | None) -> None:
-    assert quantizer is not None, "otherwise there is no step"
-    require(can_pack(quantizer), "quantizes to %s: expected mxfp8 in e4m3, rounded to nearest", quantizer)
-
-
 def _step(ctx: PlanContext, read: str, made: str) -> Step:
-    spec, dtype = ctx.spec(read), ctx.dtype(read)
+    spec, dtype = ctx.spec(read), name_of(ctx.dtype(read))
     require(ctx.exists("quantize.offsets"), "rows without experts have no packed layout")
     require(len(spec.shape) == 2, "rows have %d dimensions, not 2", len(spec.shape))
-    require(dtype in (torch.bfloat16, torch.float16), "rows are %s, not bfloat16 or float16", dtype)
+    require(dtype in ("bfloat16", "float16"), "rows are %s, not bfloat16 or float16", dtype)
     multiple = PACKED_FEATURES * (2 if is_halved(ctx, f"{made}:packed") else 1)
     require(spec.shape[1] % multiple == 0, "%d features are not a multiple of %d", spec.shape[1], multiple)
     experts = ctx.spec("quantize.offsets").shape[0]

@@ -1,0 +1,91 @@
+"""For tests on a CPU: a machine with an sm_100 GPU, its kernel that quantizes, and layers of a size that fits."""
+
+import pytest
+import sm90_stand_ins
+import torch
+
+import fusedmoe as fm
+from fusedmoe.formats import Quantizer, mxfp8
+from fusedmoe.formats.packed import Packed, padded_layout, quantize_packed
+from fusedmoe.kernels import toolkit
+from fusedmoe.kernels.sm90 import functions
+from fusedmoe.kernels.sm100 import package, quantize_functions
+
+BF16 = torch.bfloat16
+E, H, I = 4, 256, 128  # noqa: E741  (experts, hidden, intermediate)
+SPLITS = (300, 0, 257, 1)  # uneven, without rows, one more than a block, with one row
+ROWS = 600  # 42 of them belong to no expert
+
+PREFIX = "sm100."
+QUANTIZE, QUANTIZE_GRAD = "sm100.quantize", "sm100.quantize_grad"
+GEMM, GEMM_ACTIVATION = "sm100.grouped_gemm", "sm100.grouped_gemm_activation_quantize"
+DGRAD, DGRAD_ACTIVATION = "sm100.grouped_dgrad", "sm100.grouped_dgrad_activation_quantize"
+WGRAD = "sm100.grouped_wgrad"
+GATHERED_QUANTIZE, GATHERED_QUANTIZE_GRAD = "sm100.gathered_quantize", "sm100.gathered_quantize_grad"
+
+BIND_KERNEL = quantize_functions.bind_quantize_packed  # which needs a GPU, or the emulator
+
+
+@pytest.fixture
+def blackwell_machine(monkeypatch):
+    """The CPU says that it is an sm_100 GPU, on which the kernels were verified."""
+    monkeypatch.setattr("fusedmoe.fusion.plans.arch_of", lambda device: 100)
+    monkeypatch.setattr(toolkit, "why_unusable", lambda: None)
+    monkeypatch.setattr(package, "why_missing", lambda: None)
+    monkeypatch.setattr(package, "why_unverified", lambda: None)
+    for name, function in sm90_stand_ins.BIND.items():  # of the kernels that sort, move and sum rows
+        monkeypatch.setattr(functions, name, function)
+    monkeypatch.setattr(quantize_functions, "bind_quantize_packed", bind_quantize_packed)
+
+
+def bind_quantize_packed(x, offsets, index=None, *, rows=True, columns=False, halves=False):
+    """Stand for the kernel: as it does, write nothing after the last expert's rows (NaN shows that)."""
+    axes = [axis for axis, wanted in ((-1, rows), (-2, columns)) if wanted]
+
+    def run(x, offsets, index=None):
+        if index is not None:
+            x = x[index.long().clamp(max=len(x) - 1)]
+        end, across = int(padded_layout(offsets, len(x)).ends_E[-1]), -(-x.shape[1] // 128)
+        forms = [quantize_packed(x, Quantizer(mxfp8()), Packed(axis, halves), offsets) for axis in axes]
+        for form in forms:
+            form.data.view(torch.uint8)[end:] = 0x7F
+            form.scale.view(torch.uint8)[end // 128 * across * 512 :] = 0xFF
+        return tuple(form.tensors() for form in forms)
+
+    return run
+
+
+def experts(act=None, *, scale=False, bias=False, hidden=H, width=I, dtype=BF16, options=None, num_groups=E):
+    """GroupedLinear, an activation, a Scale where wanted, GroupedLinear. ``bias``: "trained", "frozen" or False."""
+    activation = fm.SwiGLU() if act is None else act
+    wide = 1 if isinstance(activation, fm.SquaredReLU) else 2
+    biased = bool(bias)
+    chain = fm.Sequential(
+        fm.GroupedLinear(num_groups, hidden, wide * width, bias=biased, dtype=dtype),
+        activation,
+        *([fm.Scale("probs")] if scale else []),
+        fm.GroupedLinear(num_groups, width, hidden, bias=biased, dtype=dtype),
+        **(options or {}),
+    )
+    with torch.no_grad():
+        chain[0].weight.mul_(4)  # activations are far from linear
+        for layer in (chain[0], chain[-1]) if biased else ():
+            layer.bias.normal_()
+            layer.bias.requires_grad_(bias == "trained")
+    return chain
+
+
+def tokens(count=ROWS, splits=SPLITS, *, hidden=H, dtype=BF16, requires_grad=True):
+    """Rows sorted by expert, and NaN in those of no expert."""
+    x = torch.randn(count, hidden, dtype=dtype)
+    x[sum(splits) :] = torch.nan
+    return x.requires_grad_(requires_grad)
+
+
+def inputs(count=ROWS, splits=SPLITS, *, scale=False, requires_grad=True):
+    named = {"splits": torch.tensor(splits)}
+    if scale:
+        probs = torch.rand(count) + 0.1
+        probs[sum(splits) :] = torch.nan
+        named["probs"] = probs.requires_grad_(requires_grad)
+    return named

@@ -1,0 +1,160 @@
+"""`MoE` on the rules for Blackwell, on a CPU; and chains whose rows the emulator quantizes, by the kernel's code."""
+
+import shutil
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+pytest.importorskip("tvm_ffi")
+pytest.importorskip("cudnn.gemm.cutedsl.grouped", exc_type=ImportError)
+if shutil.which("gcc") is None:
+    pytest.skip("needs gcc, which links the kernels' host code", allow_module_level=True)
+
+from blackwell.expert_mlp import Problem, in_plain_pytorch
+from emulator.gpu import emulated
+from sm100_chains import (
+    EMULATION,
+    SAME,
+    assert_near,
+    check,
+    device_in_pytorch,  # noqa: F401  (a fixture)
+    launched,
+    launches_of_test,  # noqa: F401  (a fixture)
+    rules,
+    run,
+    unfused,
+)
+from sm100_machine import (
+    BF16,
+    BIND_KERNEL,
+    DGRAD,
+    DGRAD_ACTIVATION,
+    GATHERED_QUANTIZE,
+    GATHERED_QUANTIZE_GRAD,
+    GEMM,
+    GEMM_ACTIVATION,
+    QUANTIZE,
+    QUANTIZE_GRAD,
+    WGRAD,
+    E,
+    H,
+    I,
+    blackwell_machine,  # noqa: F401  (a fixture)
+    experts,
+    inputs,
+    tokens,
+)
+from toy import only_plan
+
+import fusedmoe as fm
+from fusedmoe.kernels.sm100 import quantize_functions
+
+pytestmark = pytest.mark.usefixtures("builtin_rules", "blackwell_machine")
+
+FUSED = [GEMM_ACTIVATION, GEMM, GATHERED_QUANTIZE_GRAD, WGRAD, DGRAD_ACTIVATION, WGRAD, DGRAD]
+UNFUSED = [GEMM, QUANTIZE, GEMM]  # the activation is
+
+
+def moe_in_plain_pytorch(layer, x, dy):
+    """The same arithmetic: the layer's router, then each expert's rows in the order of the tokens."""
+    x = x.detach().requires_grad_()
+    routing = layer.router(x)
+    weight_TK, expert_TK = routing.expert_weight, routing.expert_index
+    order = expert_TK.flatten().argsort(stable=True)
+    token = order // expert_TK.shape[1]
+    probs = weight_TK.detach().flatten()[order]
+    splits = expert_TK.flatten().bincount(minlength=E)
+    first, last = layer.experts.gate_up, layer.experts.down
+    rows, dy_rows = x.detach()[token], dy[token]
+    want = in_plain_pytorch(
+        Problem("swiglu", None, first.weight.detach(), last.weight.detach(), rows, dy_rows, probs, splits)
+    )
+    dweight = torch.zeros(weight_TK.numel()).index_copy_(0, order, want.dprobs).view_as(weight_TK)
+    dx, drouter = torch.autograd.grad(weight_TK, (x, layer.router.weight), dweight.to(weight_TK.dtype))
+    zeros = torch.zeros(x.shape)
+    return {
+        "y": zeros.index_add(0, token, want.y), "x": zeros.index_add(0, token, want.dx) + dx,
+        "router.weight": drouter, "experts.gate_up.weight": want.dw1, "experts.down.weight": want.dw2,
+    }  # fmt: skip
+
+
+def problem(tokens=150, requires_grad=True, **settings):
+    layer = fm.MoE(H, I, E, 2, dtype=BF16, **settings)
+    x = torch.randn(tokens, H, dtype=BF16, requires_grad=requires_grad)
+    return layer, x, torch.randn(tokens, H, dtype=BF16)
+
+
+def both_ways(layer, x, dy, *disabled):
+    """Check a call against the unfused one; return its plan and its results."""
+    with torch.set_grad_enabled(x.requires_grad), fm.recipe("mxfp8"):
+        emulated = unfused(layer, x, dy)
+        with fm.disabled(*disabled):
+            got = run(layer, x, dy)
+            plan = only_plan(layer, x)
+    assert_near(got, emulated, EMULATION)
+    return plan, got
+
+
+def test_a_layer_of_a_model(launches):
+    """The router, and the sums over slots, have no kernel here."""
+    layer, x, dy = problem()
+    plan, got = both_ways(layer, x, dy)
+    assert_near(got, moe_in_plain_pytorch(layer, x, dy), SAME)
+    assert rules(plan) == [GATHERED_QUANTIZE, *FUSED]
+    assert launched(launches) == {"glu": 1, "quant": 2, "dglu": 1, "wgrad": 2}
+    with fm.recipe("mxfp8"):
+        (asked,) = fm.explain(layer, tokens=150, arch=100).plans
+    assert rules(asked) == rules(plan)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
+def test_tokens_are_quantized_through_the_index_of_their_rows(training):
+    layer, x, dy = problem(requires_grad=training)
+    plan, got = both_ways(layer, x, dy, QUANTIZE)
+    assert rules(plan) == [GATHERED_QUANTIZE, *FUSED[: None if training else 2]]
+    if training:
+        assert_near(got, moe_in_plain_pytorch(layer, x, dy), SAME)
+
+
+@pytest.mark.parametrize(
+    ("settings", "forward", "backward"),
+    [
+        ({"bias": True}, UNFUSED, [QUANTIZE_GRAD, WGRAD, DGRAD, QUANTIZE_GRAD, WGRAD, DGRAD]),
+        ({"activation": "squared_relu"}, FUSED[:2], FUSED[2:]),
+        ({"activation": "geglu"}, UNFUSED, [GATHERED_QUANTIZE_GRAD, WGRAD, DGRAD, QUANTIZE_GRAD, WGRAD, DGRAD]),
+    ],
+    ids=["bias", "squared_relu", "geglu"],
+)
+def test_other_layers(settings, forward, backward):
+    layer, x, dy = problem(**settings)
+    plan, _ = both_ways(layer, x, dy)
+    assert rules(plan) == [GATHERED_QUANTIZE, *forward, *backward]
+
+
+# ------------------------------------------------------------------------------------------------------- the emulator
+
+
+@pytest.fixture
+def emulator(monkeypatch):
+    """The kernel that quantizes runs, compiled for the GPU that is emulated, between those in PyTorch."""
+    with emulated() as gpu:
+        monkeypatch.setattr("fusedmoe.fusion.plans.arch_of", lambda device: 100)
+        monkeypatch.setattr(quantize_functions, "bind_quantize_packed", BIND_KERNEL)
+        yield gpu
+
+
+@pytest.mark.parametrize("bias", [False, "trained"], ids=["", "gate and up"])
+def test_the_kernel_quantizes_what_the_products_read(bias, emulator):
+    """Rows and gradients; with trained biases, also rows and gradients between the layers."""
+    count, splits = 44, (20, 0, 19, 1)
+    chain, x = experts(scale=True, bias=bias), tokens(count, splits)
+    check(chain, x, plain_middle=bool(bias), **inputs(count, splits, scale=True))
+    assert emulator.launches == (4 if bias else 2)
+
+
+def test_the_kernel_quantizes_through_an_index(emulator):
+    layer, x, dy = problem(20)
+    _, got = both_ways(layer, x, dy, QUANTIZE)
+    assert_near(got, moe_in_plain_pytorch(layer, x, dy), SAME)
+    assert emulator.launches == 2
