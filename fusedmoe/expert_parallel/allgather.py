@@ -27,8 +27,14 @@ class AllGather(Engine):
     name: ClassVar[str] = "allgather"
 
     def start_gather(
-        self, tensors: Sequence[Tensor], rows: int, wanted: Wanted | None = None, lend: bool = False
+        self,
+        tensors: Sequence[Tensor],
+        rows: int,
+        wanted: Wanted | None = None,
+        lend: bool = False,
+        told: Tensor | None = None,
     ) -> Pending:
+        assert told is None, "the kernels of a collective wait for SMs, so a product must not wait for them"
         gathered = [t.new_empty(self.ranks * rows, *t.shape[1:]) for t in tensors]
         own = [out[self.rank * rows :][:rows] for out in gathered]
         for here, t in zip(own, tensors, strict=True):

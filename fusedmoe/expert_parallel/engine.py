@@ -141,8 +141,21 @@ class Engine:
         """Return the SMs that a product beside an exchange leaves to it, for K chosen experts per token."""
         return 2  # a barrier between the ranks is a kernel
 
+    def tells(self, chosen: int) -> bool:
+        """Whether the gather of tokens with K chosen experts can tell a kernel that its rows are complete.
+
+        Such a kernel waits on its SMs. So it is launched after `start_gather`, which never needs these SMs, and leaves
+        those of the barriers.
+        """
+        return False
+
     def start_gather(
-        self, tensors: Sequence[Tensor], rows: int, wanted: Wanted | None = None, lend: bool = False
+        self,
+        tensors: Sequence[Tensor],
+        rows: int,
+        wanted: Wanted | None = None,
+        lend: bool = False,
+        told: Tensor | None = None,
     ) -> Pending:
         """Begin to gather the rows of all ranks, in rank order: (P*N, ...) for each tensor (T, ...).
 
@@ -160,6 +173,9 @@ class Engine:
         lend
             Whether the last result may be memory of the engine, which saves a copy. The next exchange overwrites it,
             so the caller calls `Pending.give_back` before, after the last launch that reads it.
+        told
+            (1,) int32, on the device: 0 from now on for the current stream, and 1 when the last result is complete.
+            Only if the engine `tells`.
         """
         raise NotImplementedError
 

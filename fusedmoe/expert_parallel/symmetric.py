@@ -6,8 +6,11 @@ the others, on the engine's stream: all of them by its copy engines, which take 
 only these by a kernel on a few SMs. No host takes part. A CUDA graph can capture an exchange.
 
 A second barrier ends each exchange: when a rank passes it, all ranks have read, and the next exchange may write. A
-consumer of the rows does not wait for it. CUDA graphs have a buffer of their own, since a replay and the exchanges of
-the engine's stream do not wait for each other, and a graph ends after the second barrier.
+consumer of the rows does not wait for it. A product may begin before the rows of other ranks are complete: after the
+copies, the engine's stream writes a word in memory, for which the product waits.
+
+CUDA graphs have a buffer of their own, since a replay and the exchanges of the engine's stream do not wait for each
+other, and a graph ends after the second barrier.
 
 Axes as in engine.py.
 """
@@ -23,7 +26,7 @@ from torch import distributed as dist
 
 from fusedmoe.errors import InputError
 from fusedmoe.expert_parallel.engine import Engine, Pending, expected_share, nothing
-from fusedmoe.expert_parallel.torch_symmetric import SymmetricBuffer, why_not
+from fusedmoe.expert_parallel.torch_symmetric import SymmetricBuffer, why_not, write_word
 from fusedmoe.kernels.sm90 import functions
 from fusedmoe.kernels.toolkit import missing_packages
 from fusedmoe.target import arch_of
@@ -74,11 +77,22 @@ class Symmetric(Engine):
     def sms(self, chosen: int) -> int:
         return super().sms(chosen) + (SMS if expected_share(self.ranks, chosen) <= FEW else 0)
 
+    def tells(self, chosen: int) -> bool:
+        # The kernel that reads few rows may wait for an SM. A CUDA graph may begin with either of two branches.
+        return expected_share(self.ranks, chosen) > FEW and not torch.cuda.is_current_stream_capturing()
+
     def start_gather(
-        self, tensors: Sequence[Tensor], rows: int, wanted: Wanted | None = None, lend: bool = False
+        self,
+        tensors: Sequence[Tensor],
+        rows: int,
+        wanted: Wanted | None = None,
+        lend: bool = False,
+        told: Tensor | None = None,
     ) -> Pending:
         shapes = [(self.ranks, rows, *t.shape[1:]) for t in tensors]
         offsets, nbytes = _layout([math.prod(s) * t.itemsize for s, t in zip(shapes, tensors, strict=True)])
+        if told is not None:
+            write_word(told, 0 if nbytes else 1)
         if not nbytes:
             empty = [t.new_empty(self.ranks * rows, *t.shape[1:]) for t in tensors]
             return Pending(empty, [nothing] * len(tensors), tensors)
@@ -103,6 +117,8 @@ class Symmetric(Engine):
                             chosen = wanted.rows(*[s.result.flatten(0, 1) for s in small]).view(self.ranks, rows)
                         _read({r: one.sources[r] for r in self._others()}, one.result, chosen)
                         waits.append(self._recorded())
+                        if one is last and told is not None:
+                            write_word(told, 1)
                     if last not in group:  # also on the engine's stream, so that the current one need not do it
                         last.copy_own()
                         own = self._recorded()

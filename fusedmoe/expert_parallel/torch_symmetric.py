@@ -33,6 +33,11 @@ def why_not(group: ProcessGroup) -> str | None:
     return None
 
 
+def write_word(word: Tensor, value: int) -> None:
+    """Write a value to a tensor (1,) int32, after the work of the current stream so far. No SM is needed."""
+    torch.ops.symm_mem.stream_write_value32_(word.view(torch.uint32), 0, value)
+
+
 class SymmetricBuffer:
     """Memory of the same size on every rank, which every rank can address.
 

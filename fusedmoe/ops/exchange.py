@@ -250,9 +250,18 @@ class GatherTokens(Op):
         index, weight, *tokens = self.start(x, expert_index, expert_weight, rank_rows).wait_all()
         return unpacked(tokens, x.dtype), self.local_index(index), weight, *self.empty(x)
 
-    def start(self, x: Tensor, expert_index: Tensor, expert_weight: Tensor, rank_rows: Tensor | None = None) -> Pending:
+    def start(
+        self,
+        x: Tensor,
+        expert_index: Tensor,
+        expert_weight: Tensor,
+        rank_rows: Tensor | None = None,
+        *,
+        told: Tensor | None = None,
+    ) -> Pending:
         """Begin to gather expert ids, as `local_index` takes them, weights and tokens, as `unpacked` takes them: the
-        small ones first, so that a fused step can sort the rows while the tokens travel.
+        small ones first, so that a fused step can sort the rows while the tokens travel. ``told``: as for
+        `Engine.start_gather`.
         """
         rows = self._rows(rank_rows)
         # -1 also in the rows of a rank after its own tokens
@@ -262,7 +271,7 @@ class GatherTokens(Op):
         ep, experts = self.expert_parallel, self.expert_parallel.local_experts(self.num_experts)
         wanted = Wanted(index.shape[1], lambda index, *others: has_expert_on(index, ep.rank, experts))
         tokens = packed(x, ep.dispatch_dtype)
-        return ep.engine.start_gather([index, expert_weight.contiguous(), *tokens], rows, wanted)
+        return ep.engine.start_gather([index, expert_weight.contiguous(), *tokens], rows, wanted, told=told)
 
     def local_index(self, index: Tensor) -> Tensor:
         """Return expert ids of all ranks (P*N, K) as ids of this rank's experts, -1 for those of other ranks.
@@ -409,11 +418,13 @@ class DReturnTokens(BackwardOp):
         gathered = unpacked(self.start(grad_output, gathered_index).wait_all(), grad_output.dtype)
         return gathered if self.op.expert_parallel.combine_dtype is None else exact(gathered)
 
-    def start(self, grad_output: Tensor, gathered_index: Tensor, lend: bool = False) -> Pending:
+    def start(
+        self, grad_output: Tensor, gathered_index: Tensor, lend: bool = False, told: Tensor | None = None
+    ) -> Pending:
         """Begin to gather the gradients (T, H) of the tokens that chose an expert of this rank, as `unpacked` takes
-        them. ``lend``: as for `Engine.start_gather`.
+        them. ``lend`` and ``told``: as for `Engine.start_gather`.
         """
         ep = self.op.expert_parallel
         wanted = Wanted(gathered_index.shape[1], lambda *others: (gathered_index >= 0).any(1))
         tensors = packed(grad_output, ep.dispatch_dtype)
-        return ep.engine.start_gather(tensors, gathered_index.shape[0] // ep.ranks, wanted, lend)
+        return ep.engine.start_gather(tensors, gathered_index.shape[0] // ep.ranks, wanted, lend, told)

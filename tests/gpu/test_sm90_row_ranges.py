@@ -1,5 +1,7 @@
 """Products in several launches, each for some row tiles, have the bits of one launch. Ranges against a plain search."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hopper import DEVICE, needs_hopper
@@ -15,6 +17,7 @@ BF16 = torch.bfloat16
 TILE = 128
 OWN = 200, 500  # tokens
 SWIGLU = Activation("swiglu")
+LEAVES_SMS = replace(DEFAULT, sm_margin=4)
 
 
 def routed(tokens, slots, experts, seed):
@@ -52,15 +55,30 @@ def plain_ranges(offsets, token_of_row, first, end, tail):
     return found
 
 
+def row_ranges(offsets, token_of_row, *more):
+    """The ranges, and a word after them, 0."""
+    out = torch.zeros(3 * 2 * (len(offsets) + 1) + 1, dtype=torch.int32, device=DEVICE)
+    got = functions.bind_row_ranges(offsets, token_of_row, *more)(offsets, token_of_row, out)
+    assert got[-1] == 0
+    return got
+
+
+def of_range(ranges, number):
+    """The part of a launch of one range."""
+    size = len(ranges) // 3
+    return ranges[number * size : (number + 1) * size + 1]
+
+
 @pytest.mark.parametrize("divided", [0, 2, 30])
 @pytest.mark.parametrize(("first", "end"), [(0, 300), (300, 600), (600, 900)])
 def test_ranges_of_some_experts(first, end, divided):
     """The rows of the other experts are where the rows of no expert are."""
     tokens, experts = 900, 37
     offsets, token_of_row = (t.to(DEVICE) for t in routed(tokens, 4, experts, seed=2))
-    every = functions.bind_row_ranges(offsets, token_of_row, first, end, tokens)(offsets, token_of_row)
-    some = functions.bind_row_ranges(offsets, token_of_row, first, end, tokens, divided)(offsets, token_of_row)
-    every, some = (t.view(3, 2, experts + 1) for t in (every, some))
+    every, some = (
+        row_ranges(offsets, token_of_row, first, end, tokens, more)[:-1].view(3, 2, experts + 1)
+        for more in (None, divided)
+    )
     assert torch.equal(some[..., :divided], every[..., :divided])
     assert torch.equal(some[..., -1], every[..., -1])
     starts = torch.cat([offsets.new_zeros(1), offsets[:-1]])[divided:]
@@ -76,8 +94,7 @@ def test_ranges_of_some_experts(first, end, divided):
 def test_ranges(first, end, experts):
     tokens = 900
     offsets, token_of_row = routed(tokens, 4, experts, seed=experts)
-    run = functions.bind_row_ranges(offsets.to(DEVICE), token_of_row.to(DEVICE), first, end, tokens)
-    got = run(offsets.to(DEVICE), token_of_row.to(DEVICE)).cpu().view(3, 2, experts + 1)
+    got = row_ranges(offsets.to(DEVICE), token_of_row.to(DEVICE), first, end, tokens)[:-1].cpu().view(3, 2, experts + 1)
     tail = 2 if end < tokens else 1 if first else 0
     want = plain_ranges(offsets, token_of_row, first, end, tail)
     known = want[0, 0] >= 0
@@ -99,8 +116,8 @@ def case(gather):
     torch.manual_seed(0)
     tokens, experts, hidden, features = 600, 3, 72, 64
     offsets, token_of_row = (t.to(DEVICE) for t in routed(tokens, 2, experts, seed=1))
-    ranges = functions.bind_row_ranges(offsets, token_of_row, *OWN, tokens)(offsets, token_of_row)
-    assert (ranges.view(3, 2, -1).diff(dim=1) > 0).any(2).all(), "rows in every range"
+    ranges = row_ranges(offsets, token_of_row, *OWN, tokens)
+    assert (ranges[:-1].view(3, 2, -1).diff(dim=1) > 0).any(2).all(), "rows in every range"
     x = torch.randn(tokens if gather else len(token_of_row), hidden).to(DEVICE, BF16)
     gate_up = torch.randn(experts, 2 * features, hidden).to(DEVICE, BF16)
     down = torch.randn(experts, hidden, features).to(DEVICE, BF16)
@@ -108,9 +125,12 @@ def case(gather):
     return x, gate_up, down, scale, offsets, ranges, token_of_row if gather else None
 
 
+@pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize("gather", [False, True])
-def test_products_by_ranges(gather):
-    """Also with the rows of the later ranges unknown at the time of the first launch."""
+def test_products_by_ranges(gather, waits):
+    """Also with the rows of the later ranges unknown at the time of the first launch. ``waits``: in one launch, which
+    computes the first range before another stream writes the other rows, and the word after them.
+    """
     x, gate_up, down, scale, offsets, ranges, index = case(gather)
     more = () if index is None else (index,)
 
@@ -119,15 +139,25 @@ def test_products_by_ranges(gather):
         whole = x.clone()
         if gather:
             x[: OWN[0]] = x[OWN[1] :] = torch.nan
-        yield ranges[0]
-        x.copy_(whole)
-        yield from (ranges[1], ranges[2])
+        if not waits:
+            yield of_range(ranges, 0)
+            x.copy_(whole)
+            yield from (of_range(ranges, 1), of_range(ranges, 2))
+            return
+        memory, side = ranges.clone(), torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(2_000_000)
+            x.copy_(whole)
+            memory[-1:].fill_(1)
+        yield memory
+        torch.cuda.current_stream().wait_stream(side)
 
     def both(bind, *arguments, weight):
         with nan_in_new_tensors():
             (one,) = [bind(*arguments, DEFAULT, *more)(*weight(offsets), *more)]
             copied = x.clone()
-            parts = bind(*arguments, DEFAULT, *more, ranges=True)(*weight(late(copied), copied), *more)
+            parts = bind(*arguments, LEAVES_SMS, *more, ranges=True)(*weight(late(copied), copied), *more)
         return one, parts
 
     plain = both(

@@ -144,9 +144,9 @@ class Recording(AllGather):
         super().__init__(group)
         self.log = []
 
-    def start_gather(self, tensors, rows, wanted=None, lend=False):
+    def start_gather(self, tensors, rows, wanted=None, lend=False, told=None):
         self.log.append(("gather", rows, [(tuple(t.shape[1:]), t.dtype) for t in tensors]))
-        return super().start_gather(tensors, rows, wanted, lend)
+        return super().start_gather(tensors, rows, wanted, lend, told)
 
     def start_exchange(self, tensors, wanted=None):
         self.log.append(("exchange", [(tuple(t.shape), t.dtype) for t in tensors]))
@@ -156,13 +156,13 @@ class Recording(AllGather):
 class Poisoned(AllGather):
     """Fills the rows of a rank after its own tokens with NaN, as the interface allows."""
 
-    def start_gather(self, tensors, rows, wanted=None, lend=False):
+    def start_gather(self, tensors, rows, wanted=None, lend=False, told=None):
         given = []
         for t in tensors:
             out = t.new_full((rows, *t.shape[1:]), float("nan") if t.is_floating_point() else 0)
             out[: t.shape[0]] = t
             given.append(out)
-        return super().start_gather(given, rows, wanted, lend)
+        return super().start_gather(given, rows, wanted, lend, told)
 
 
 class Selective(AllGather):
@@ -170,8 +170,8 @@ class Selective(AllGather):
     that it does not want of an exchange.
     """
 
-    def start_gather(self, tensors, rows, wanted=None, lend=False):
-        pending = super().start_gather(tensors, rows, wanted, lend)
+    def start_gather(self, tensors, rows, wanted=None, lend=False, told=None):
+        pending = super().start_gather(tensors, rows, wanted, lend, told)
         *others, last = pending.wait_all()
         if wanted is not None:
             unwanted = ~wanted.rows(*others)

@@ -148,7 +148,7 @@ def poisoned(rank):
     ep = fm.ExpertParallel(engine="allgather", max_tokens=9, dispatch_dtype=FP8)
     start = ep.engine.start_gather
 
-    def filled(tensors, rows, wanted=None, lend=False):
+    def filled(tensors, rows, wanted=None, lend=False, told=None):
         given = []
         for t in tensors:
             out = torch.full((rows, *t.shape[1:]), 0xFF, dtype=torch.uint8 if t.element_size() == 1 else t.dtype)
@@ -158,7 +158,7 @@ def poisoned(rank):
                 out.fill_(-1)
             out[: t.shape[0]] = t
             given.append(out)
-        return start(given, rows, wanted, lend)
+        return start(given, rows, wanted, lend, told)
 
     ep.engine.start_gather = filled
     layer = Experts(ep, torch.float32, None)

@@ -159,9 +159,9 @@ def lent(rank):
                 pending.unfinished(0).fill_(torch.nan)
             self.memory = ()
 
-        def start_gather(self, tensors, rows, wanted=None, lend=False):
+        def start_gather(self, tensors, rows, wanted=None, lend=False, told=None):
             self._next()
-            pending = super().start_gather(tensors, rows, wanted, lend)
+            pending = super().start_gather(tensors, rows, wanted, lend, told)
             pending.lent = lend
             pending.give_back = lambda: setattr(pending, "lent", False)
             if lend:

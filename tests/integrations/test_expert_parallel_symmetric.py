@@ -74,8 +74,8 @@ class Torch:
 
 
 @contextlib.contextmanager
-def on_cpus(folder):
-    """Let ``"symmetric"`` run on CPUs; the buffer that an exchange gets holds NaN."""
+def on_cpus(folder, few=symmetric.FEW):
+    """Let ``"symmetric"`` run on CPUs; the buffer that an exchange gets holds NaN. ``few``: the constant `FEW`."""
     FileBuffer.folder = folder
     next_buffer = symmetric.Symmetric._next_buffer
 
@@ -88,6 +88,8 @@ def on_cpus(folder):
         mock.patch.object(symmetric, "torch", Torch()),
         mock.patch.object(symmetric, "why_not", return_value=None),
         mock.patch.object(symmetric, "SymmetricBuffer", FileBuffer),
+        mock.patch.object(symmetric, "write_word", torch.Tensor.fill_),
+        mock.patch.object(symmetric, "FEW", few),
         mock.patch.object(symmetric.Symmetric, "_next_buffer", poisoned),
     ):
         yield
@@ -105,13 +107,16 @@ def ranks(tmp_path_factory):
     started.stop()
 
 
-def layers(rank, folder, tokens, disabled):
-    """A layer by both engines, the latter with some rules disabled on each rank; the names that differ."""
-    stand_ins()
-    with on_cpus(folder):
+def layers(rank, folder, tokens, disabled, few=symmetric.FEW):
+    """A layer by both engines, the latter with some rules disabled on each rank: the names that differ, the rules that
+    overlap, and how many ranges of rows the launches of their products had.
+    """
+    kernels = stand_ins()
+    with on_cpus(folder, few):
         exchanges = [fm.ExpertParallel(engine=name, max_tokens=MOST) for name in ("allgather", "symmetric")]
         with fm.disabled(*OVERLAPS):
             want = trained(layer(exchanges[0], rank, False, False), tokens[rank], rank)
+        kernels.calls.clear()
         with fm.disabled(*disabled[rank]):
             for _ in range(2):  # the second layer finds the buffers of the first
                 made = layer(exchanges[1], rank, False, False)
@@ -119,7 +124,9 @@ def layers(rank, folder, tokens, disabled):
             used = {step.rule for step in made.explain(torch.zeros(1, HIDDEN, dtype=torch.bfloat16)).steps}
     assert got.keys() == want.keys()
     assert len(got) > 3
-    return [name for name, value in want.items() if not torch.equal(got[name], value)], used & OVERLAPS.keys()
+    of_launches = {what["of_launch"] for name, what in kernels.calls if name == "ranges"}
+    different = [name for name, value in want.items() if not torch.equal(got[name], value)]
+    return different, used & OVERLAPS.keys(), of_launches
 
 
 CASES = {
@@ -130,18 +137,22 @@ CASES = {
 }
 
 
+# with two ranks and two chosen experts, a rank wants three quarters of the tokens
+@pytest.mark.parametrize("few", [0.5, 0.8])
 @pytest.mark.parametrize("tokens", [(50, 50), (37, 50), (0, 41)], ids=str)
 @pytest.mark.parametrize("disabled", CASES.values(), ids=CASES)
-def test_layers_have_the_bits_of_allgather(ranks, folder, tokens, disabled):
-    for rank, (different, used) in enumerate(ranks.run(layers, folder, tokens, disabled)):
+def test_layers_have_the_bits_of_allgather(ranks, folder, tokens, disabled, few):
+    for rank, (different, used, of_launches) in enumerate(ranks.run(layers, folder, tokens, disabled, few)):
         assert not different
         assert bool(used) == (disabled[rank] is OTHERS)
+        rows_leave, rows_arrive = {1}, {3} if few < 0.75 else {1}
+        assert of_launches == (rows_leave | rows_arrive if used else set())
 
 
 def test_four_ranks(tmp_path, folder):
     four = Ranks(tmp_path, 4)
     try:
-        for different, used in four.run(layers, f"{tmp_path}", (50, 37, 0, 44), (OTHERS, OVERLAPS, OTHERS, OTHERS)):
+        for different, used, _ in four.run(layers, f"{tmp_path}", (50, 37, 0, 44), (OTHERS, OVERLAPS, OTHERS, OTHERS)):
             assert not different
             assert used <= OVERLAPS.keys()
     finally:

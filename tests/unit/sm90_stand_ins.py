@@ -187,16 +187,26 @@ def _gathered(name, source, index):
     return source[index]
 
 
-def _by_ranges(ranges, rows, product):
+def _rows_of(part, experts):
+    """Experts and their rows, from and to, of the ranges of a launch."""
+    ranges = part[:-1].view(-1, 2, experts + 1)
+    calls.append(("ranges", {"of_launch": len(ranges)}))
+    assert len(ranges) == 1 or part[-1] == 1, "the rows have not arrived"
+    return [
+        (expert, (start, end))
+        for starts, ends in ranges.tolist()
+        for expert, (start, end) in enumerate(zip(starts, ends, strict=True))
+        if start < end
+    ]
+
+
+def _by_ranges(ranges, rows, experts, product):
     """The results of ``product(rows, offsets)`` for all rows: a launch per part of ``ranges``, a call per expert."""
     results = None
     for part in ranges:
-        starts, ends = part.view(2, -1).tolist()
-        for expert, (start, end) in enumerate(zip(starts, ends, strict=True)):
-            if start == end:
-                continue
+        for expert, (start, end) in _rows_of(part, experts):
             # rows of no expert are those after all offsets
-            offsets = torch.tensor([0] * expert + [end - start] * (len(starts) - 1 - expert), dtype=torch.int32)
+            offsets = torch.tensor([0] * expert + [end - start] * (experts - expert), dtype=torch.int32)
             got = product(slice(start, end), offsets)
             if results is None:
                 results = [None if t is None else t.new_full((rows, *t.shape[1:]), torch.nan) for t in got]
@@ -225,10 +235,9 @@ def bind_grouped_gemm(x, weight, bias, row_scale, options, gather=None, *, range
         if ranges:
             assert out is not None, "the rules give the memory"
             for part in offsets:  # written at once: the next part may be taken after a step that reads it
-                got = _by_ranges([part], len(out), product)
-                for start, end in zip(*part.view(2, -1).tolist(), strict=True):
-                    if start < end:
-                        out[start:end] = got[0][start:end]
+                got = _by_ranges([part], len(out), len(weight), product)
+                for _, (start, end) in _rows_of(part, len(weight)):
+                    out[start:end] = got[0][start:end]
             return out
         x = _gathered("gemm", x, gather)
         return grouped_gemm(x, weight, offsets, bias=bias, row_scale=row_scale, options=options)
@@ -248,7 +257,7 @@ def bind_grouped_gemm_activation(
             return grouped_gemm_activation(x_of_rows, weight, offsets, activation, row_scale=scale, **settings)
 
         if ranges:
-            y, p = _by_ranges(offsets, x.shape[0] if gather is None else gather.shape[0], product)
+            y, p = _by_ranges(offsets, x.shape[0] if gather is None else gather.shape[0], len(weight), product)
             return (y, p) if keep_preactivation else y
         x = _gathered("gemm_activation", x, gather)
         y, p = grouped_gemm_activation(x, weight, offsets, activation, row_scale=row_scale, **settings)
@@ -270,7 +279,7 @@ def bind_grouped_gemm_activation_backward(
             return grouped_gemm_activation_backward(dy, weight, offsets, p, activation, row_scale=scale, **settings)
 
         if ranges:
-            return _by_ranges(offsets, preactivation.shape[0], product)
+            return _by_ranges(offsets, preactivation.shape[0], len(weight), product)
         grad_output = _gathered("gemm_activation_backward", grad_output, gather)
         return grouped_gemm_activation_backward(
             grad_output, weight, offsets, preactivation, activation, row_scale=row_scale, **settings
@@ -359,7 +368,7 @@ def bind_copy_rows(rows, sms):
 
 
 def bind_row_ranges(offsets, token_of_row, first, end, tokens, divided=None):
-    def run(offsets, token_of_row):
+    def run(offsets, token_of_row, out):
         calls.append(("row_ranges", {}))
         experts, rows = len(offsets), len(token_of_row)
         found = torch.zeros(3, 2, experts + 1, dtype=torch.int32)
@@ -370,7 +379,8 @@ def bind_row_ranges(offsets, token_of_row, first, end, tokens, divided=None):
             if e >= (experts if divided is None else divided):
                 own, own_end = (start, start) if end < tokens else (stop, stop) if first else (start, stop)
             found[:, :, e] = torch.tensor([[own, own_end], [start, own], [own_end, stop]])
-        return found.view(3, -1)
+        out[:-1] = found.flatten()
+        return out
 
     return Bound(run, offsets, token_of_row)
 

@@ -63,6 +63,7 @@ COVERING = (
     "sm90_ragged_m_gather_bf16_bk_plain_128x256co_c21",
     "sm90_ragged_m_gather_bf16_bk_swiglu_keep_128x192pp_c21",
     "sm90_ragged_m_gather_bf16_bn_dswiglu_scale_keep_128x192pp_c21",
+    "sm90_ragged_m_gather_ranges_bf16_bk_swiglu_keep_128x192pp_c21",
     "sm90_ragged_m_bf16_bk_plain_fp32_128x128co_c21_promoted",
     "sm90_ragged_k_bf16_bf16_128x192pp_c21",
     "sm90_ragged_k_bf16_fp32_add_128x256co_c11",
@@ -81,7 +82,10 @@ SPILLS = {
 }
 SPILLS = {f"sm90_ragged_m_{name}_128x192pp_c21": most for name, most in SPILLS.items()}
 # With a fourth warpgroup, which copies gathered rows, a thread of a math warpgroup has 8 registers less: the same tile.
-GATHER_SPILLS = {"sm90_ragged_m_gather_bf16_bn_dswiglu_scale_keep_128x192pp_c21": 42}
+GATHER_SPILLS = {
+    "sm90_ragged_m_gather_bf16_bn_dswiglu_scale_keep_128x192pp_c21": 42,
+    "sm90_ragged_m_gather_ranges_bf16_bn_dswiglu_scale_keep_128x192pp_c21": 49,
+}
 GATHER_SPILLS_OF_OTHERS = 24
 MOST_INSTRUCTIONS = 8600  # from where on a derivative is slower than with smaller tiles, see choice.py
 GATHER_INSTRUCTIONS = 500  # of warps beside the epilogue's, half of them paths for diverged lanes, which never run

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fusedmoe.kernels.sm90 import functions
+from fusedmoe.kernels.sm90.config import RANGES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -87,29 +88,58 @@ class Ranges:
         The tokens of all ranks.
     experts
         The number of experts whose rows are divided.
+    chosen
+        K.
+
+    Notes
+    -----
+    The parts that the methods yield are those that a product takes as ``ranges``, see `functions.bind_grouped_gemm`.
     """
 
     def __init__(
-        self, expert_parallel: ExpertParallel, offsets: Tensor, token_of_row: Tensor, tokens: int, experts: int
+        self,
+        expert_parallel: ExpertParallel,
+        offsets: Tensor,
+        token_of_row: Tensor,
+        tokens: int,
+        experts: int,
+        chosen: int,
     ) -> None:
         own, self.others = _own_and_others(expert_parallel, tokens)
         self.run = functions.bind_row_ranges(offsets, token_of_row, own.start, own.stop, tokens, experts)
+        self._engine, self._chosen, self._size = expert_parallel.engine, chosen, 2 * (offsets.shape[0] + 1)
 
-    def own_first(self, offsets: Tensor, token_of_row: Tensor, arrived: Callable[[], object]) -> Iterator[Tensor]:
-        """Yield the ranges of this rank's rows, then, after a call of ``arrived``, those of the others."""
-        ranges = self.run(offsets, token_of_row)
-        yield ranges[0]
+    def memory(self, device: torch.device) -> Tensor:
+        """Return the memory of the ranges, and of a word after them."""
+        return torch.empty(RANGES * self._size + 1, dtype=torch.int32, device=device)
+
+    def word(self, memory: Tensor) -> Tensor | None:
+        """Return the word by which the engine tells that the rows of others have arrived; None if it does not."""
+        return memory[-1:] if self._engine.tells(self._chosen) else None
+
+    def own_first(
+        self, offsets: Tensor, token_of_row: Tensor, memory: Tensor, arrived: Callable[[], object]
+    ) -> Iterator[Tensor]:
+        """Yield all ranges as one part, whose product waits for the rows of others. If the engine does not tell of
+        them, yield this rank's rows, and, after a call of ``arrived``, those of the others.
+        """
+        self.run(offsets, token_of_row, memory)
+        in_one = self._engine.tells(self._chosen)
+        yield memory if in_one else self._range(memory, 0)
         arrived()
-        for i in self.others:
-            yield ranges[i]
+        for i in () if in_one else self.others:
+            yield self._range(memory, i)
 
     def own_last(self, offsets: Tensor, token_of_row: Tensor, leave: Callable[[], object]) -> Iterator[Tensor]:
         """Yield the ranges of other ranks' rows, then, after a call of ``leave``, those of this one."""
-        ranges = self.run(offsets, token_of_row)
+        memory = self.run(offsets, token_of_row, self.memory(offsets.device))
         for i in self.others:
-            yield ranges[i]
+            yield self._range(memory, i)
         leave()
-        yield ranges[0]
+        yield self._range(memory, 0)
+
+    def _range(self, memory: Tensor, number: int) -> Tensor:
+        return memory[number * self._size : (number + 1) * self._size + 1]
 
 
 def bind_sum_over_ranks(like: Tensor, ranks: int, tokens: int) -> Callable[[Sequence[Tensor] | Tensor], Tensor]:

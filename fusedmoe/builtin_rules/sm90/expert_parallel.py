@@ -5,8 +5,9 @@
 - `sm90.dgrad_activation_of_arriving_gradients`: as the first, for the gradient of the second layer's rows.
 - `sm90.wgrad_beside_exchange`: the gradient of the tokens leaves beside the weight gradient of the first layer.
 
-A product is then launched for two or three ranges of rows, in whole tiles: it has the same tiles as in one launch, so
-that the results have the same bits (kernels/sm90/row_ranges.py). A step makes the same exchanges as the plain steps, in
+A product then computes two or three ranges of rows, in whole tiles: it has the same tiles as otherwise, so that the
+results have the same bits (kernels/sm90/row_ranges.py). It is launched once per range, or once for all if its kernel
+can wait for the rows of the later ones. A step makes the same exchanges as the plain steps, in
 the same order. So it does not matter if the ranks choose different steps.
 
 A product that runs beside an exchange leaves some SMs to the kernels of the exchange. That of arriving tokens need not:
@@ -139,7 +140,7 @@ class GemmActivationOfArrivingTokens(
                 2 * weight[0].numel(),
                 TFLOPS,
             )
-            ranges = Ranges(gather.expert_parallel, rows[:experts], rows, total, beside)
+            ranges = Ranges(gather.expert_parallel, rows[:experts], rows, total, beside, index.shape[1])
             product = functions.bind_grouped_gemm_activation(
                 tokens,
                 weight,
@@ -154,12 +155,13 @@ class GemmActivationOfArrivingTokens(
 
             def run(x: Tensor, *given: Any) -> tuple[Tensor, ...]:
                 weight, bias = given[count:]
-                arriving = gather.start(x, *given[:count])
+                memory = ranges.memory(x.device)
+                arriving = gather.start(x, *given[:count], told=ranges.word(memory))
                 index, expert_weight = gather.local_index(arriving.wait(0)), arriving.wait(1)
                 provided = route(index, expert_weight)
                 _, probs, _, _, token_of_row, offsets = provided
                 tokens = arriving.unfinished(2)
-                parts = ranges.own_first(offsets, token_of_row, lambda: arriving.wait(2))
+                parts = ranges.own_first(offsets, token_of_row, memory, lambda: arriving.wait(2))
                 result = product(tokens, weight, bias, parts, probs if scaled else None, token_of_row)
                 y, *p = result if keeps_p else (result,)
                 kept = {"gather.output": tokens, "act.input": p[0] if p else None}
@@ -218,7 +220,7 @@ class GemmOfLeavingRows(OnSm90, FusionRule, name="sm90.gemm_of_leaving_rows", di
             (tokens, chosen), (experts, features, _) = row_of_slot.shape, weight.shape
             row_bytes, row_flops = features * x.itemsize, 2 * weight[0].numel()
             divided = experts_beside(expert_parallel, tokens, row_bytes, chosen, experts, row_flops, TFLOPS)
-            ranges = Ranges(expert_parallel, offsets, token_of_row, tokens, divided)
+            ranges = Ranges(expert_parallel, offsets, token_of_row, tokens, divided, chosen)
             beside = beside_exchange(options, expert_parallel, chosen)
             product = functions.bind_grouped_gemm(x, weight, bias, None, beside, ranges=True)
             like = x.new_empty(x.shape[0], features)
@@ -327,7 +329,7 @@ class DgradActivationOfArrivingGradients(
             divided = experts_beside(
                 expert_parallel, tokens, row_bytes, chosen, weight.shape[0], row_flops, DERIVATIVE_TFLOPS
             )
-            ranges = Ranges(expert_parallel, offsets, token_of_row, tokens, divided)
+            ranges = Ranges(expert_parallel, offsets, token_of_row, tokens, divided, chosen)
             product = functions.bind_grouped_gemm_activation_backward(
                 like, weight, preactivation, factor, activation, True, scale_grad, beside, token_of_row, ranges=True
             )
@@ -346,9 +348,10 @@ class DgradActivationOfArrivingGradients(
                 factor: Tensor | None,
             ) -> tuple[Tensor | None, ...]:
                 main_grad = _main_grad(accumulating)
-                arriving = dback.start(dy.contiguous(), gathered_index, lend=True)
+                memory = ranges.memory(dy.device)
+                arriving = dback.start(dy.contiguous(), gathered_index, lend=True, told=ranges.word(memory))
                 gathered = arriving.unfinished(0)
-                parts = ranges.own_first(offsets, token_of_row, lambda: arriving.wait(0))
+                parts = ranges.own_first(offsets, token_of_row, memory, lambda: arriving.wait(0))
                 grad, y, grad_factor = product(gathered, weight, parts, preactivation, factor, token_of_row)
                 grad_weight: Tensor | None = wgrad(gathered, y, offsets, main_grad, token_of_row)
                 arriving.give_back()

@@ -146,7 +146,9 @@ def bind_grouped_gemm(
 ) -> Callable[..., Tensor]:
     """Return `grouped_gemm` of ``(x, weight, bias, offsets, row_scale, gather=None, out=None)``.
 
-    With ``ranges``, some of `bind_row_ranges` in place of the offsets: one launch for each of them.
+    With ``ranges``, parts of the vector of `bind_row_ranges` in place of the offsets: one launch for each of them. A
+    part has one range or more, and one element more. If it has several ranges, the launch reads the rows of all but the
+    first when this element is not 0.
     """
     rows, columns = _rows(x, gather), weight.shape[1]
     launch = _ragged_m(
@@ -472,9 +474,9 @@ def _ragged_m(
 
 
 def _of_ranges(kernel: Callable[..., None]) -> Callable[..., None]:
-    """Return a function that launches a kernel once for each of some ranges of rows, which it takes as ``offsets``.
+    """Return a function that launches a kernel once for each of some parts of ranges, which it takes as ``offsets``.
 
-    The ranges may be a generator, which waits for rows before it yields their ranges.
+    They may be a generator, which waits for rows before it yields their ranges.
     """
 
     def launch(a: Tensor, b: Tensor, ranges: Iterable[Tensor], *others: Any) -> None:

@@ -248,7 +248,7 @@ class RaggedM(Gemm):
         self.kernel(
             Loads(whole_a, shared_a, shared_b, gathered, scales), inputs, parameters,
             self.tiled_mma(OperandMajorMode.K, major), layouts, offsets, bias, row_scale, counter,
-            Numbers(limit, alpha, offset, biased, scaled, band, dynamic), rows, n, k,
+            Numbers(limit, alpha, offset, biased, scaled, band, dynamic), rows, n, k, experts,
         ).launch(stream=stream, **self.grid(ctas))  # fmt: skip
 
     def fake_scales(self, rows: Any, experts: Any) -> list[Any]:
@@ -291,8 +291,9 @@ class RaggedM(Gemm):
 
     @cute.kernel
     def kernel(
-        self, loads, inputs, outputs, tiled_mma, layouts, offsets, bias, row_scale, counter, numbers, rows, n, k
-    ):
+        self, loads, inputs, outputs, tiled_mma, layouts, offsets, bias, row_scale, counter, numbers,
+        rows, n, k, experts,
+    ):  # fmt: skip
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         shared, rings = self.shared_memory(layouts)
         if warp_idx >= LOAD_WARP:
@@ -304,7 +305,7 @@ class RaggedM(Gemm):
                 share = tiles.Share(self.config, numbers.band, counter, numbers.dynamic, shared.drawing)
                 tiles.schedule_ragged_m(
                     offsets, self.scheduled_rows(rows, outputs), self.tiles_n(n), k_tiles, share, rings.tiles,
-                    shared.slots, self.tile_kind, self.ranges,
+                    shared.slots, self.tile_kind, experts, self.ranges,
                 )  # fmt: skip
             elif const_expr(self.gather):
                 if warp_idx >= self.gather_warp:

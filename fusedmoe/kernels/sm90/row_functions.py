@@ -67,24 +67,23 @@ def bind_offsets_from_splits(splits_E: Tensor, num_rows: int) -> Callable[..., T
 def bind_row_ranges(
     offsets_E: Tensor, token_of_row: Tensor, first: int, end: int, tokens: int, divided: int | None = None
 ) -> Callable[..., Tensor]:
-    """Return a function of ``(offsets, token_of_row)``: ranges of the experts' rows, (3, 2 (E + 1)) int32.
+    """Return a function of ``(offsets, token_of_row, out)``: three ranges of the experts' rows, written into ``out``.
 
-    Each of the three has E + 1 first rows, then E + 1 ends: of the row tiles that have only rows of the tokens from
+    ``out`` is an int32 vector of 3 * 2 (E + 1) + 1 elements, of which the last one is not written. A range has E + 1
+    first rows, then E + 1 ends. The ranges are those of the row tiles that have only rows of the tokens from
     ``first`` to before ``end``, of the tiles before them, and of the tiles after them. The rows of no expert are one
     more expert: in the last range that has rows for any splits. So are all rows of the experts from number ``divided``
     on; None: the rows of every expert are divided.
     """
-    from fusedmoe.kernels.sm90.row_ranges import AFTER, BEFORE, OWN, RANGES, RowRanges  # deferred: imports the CuTe DSL
+    from fusedmoe.kernels.sm90.row_ranges import AFTER, BEFORE, OWN, RowRanges  # deferred: imports the CuTe DSL
 
-    experts = offsets_E.shape[0]
-    size, of_experts = 2 * (experts + 1), experts if divided is None else divided
+    of_experts = offsets_E.shape[0] if divided is None else divided
     tail = AFTER if end < tokens else BEFORE if first else OWN
     kernel = load(RowRanges())
 
-    def run(offsets_E: Tensor, token_of_row: Tensor) -> Tensor:
-        ranges = offsets_E.new_empty(RANGES * size)
-        kernel(offsets_E, token_of_row, ranges, first, end, of_experts, tail)
-        return ranges.view(RANGES, size)
+    def run(offsets_E: Tensor, token_of_row: Tensor, out: Tensor) -> Tensor:
+        kernel(offsets_E, token_of_row, out, first, end, of_experts, tail)
+        return out
 
     return run
 

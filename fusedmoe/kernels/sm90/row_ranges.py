@@ -6,7 +6,7 @@ tile with own rows and others is in one of the latter two. The rows of no expert
 of the ranges.
 
 Only some experts have own rows, the first ``divided``. The tiles of the others are all in the range that has the tail:
-a product that is launched once per range reads their weights once.
+a product that takes one range after the other reads their weights once.
 
 A warp has one expert. It searches the first own row, and the end of the own rows, with 32 probes at a time.
 
@@ -22,11 +22,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
+from fusedmoe.kernels.sm90.config import RANGES
 from fusedmoe.kernels.sm90.warps import LANES, WarpKernel, fake_vector
 
 WARPS = 4  # per CTA
-OWN, BEFORE, AFTER = range(3)
-RANGES = 3
+OWN, BEFORE, AFTER = range(RANGES)
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,13 @@ class RowRanges(WarpKernel):
     def symbol(self) -> str:
         return f"sm90_row_ranges_{self.tile}"
 
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (*super().sources, "fusedmoe.kernels.sm90.config")
+
     def compile(self) -> Any:
-        """Compile without a GPU; a function of offsets (E,), tokens of rows (R,) int32, ranges (3, 2, E + 1) int32 as
-        one vector, ``first``, ``end``, ``divided``, and the range that gets the tail.
+        """Compile without a GPU; a function of offsets (E,), tokens of rows (R,), ranges (3, 2, E + 1) and one more
+        element as one vector, all int32, ``first``, ``end``, ``divided``, and the range that gets the tail.
         """
         rows, experts, entries = cute.sym_int(), cute.sym_int(), cute.sym_int()
         vectors = [fake_vector("int32", size) for size in (experts, rows, entries)]

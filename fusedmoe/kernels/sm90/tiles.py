@@ -7,11 +7,15 @@ cluster compute the same tiles except for their rank, so they exchange no messag
 
 For ragged M, the rows after the last expert's, the *tail*, are one more expert, E. Its tiles have no mainloop: they
 write zeros.
+
+A ragged M product may also compute given ranges of the experts' rows (row_ranges.py), one range after the other. Before
+the first tile of the second range, the warp waits for a word in memory, which is not 0 once the rows of A have arrived.
+The tiles of the first range are computed meanwhile.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -56,20 +60,22 @@ def expert_rows(
     rows: Int32,
     expert: Int32,
     tail: cutlass.Constexpr[bool],
+    experts: Int32,
     ranges: cutlass.Constexpr[bool] = False,
 ) -> tuple[Int32, Int32]:
     """First row and row count of an expert; with ``tail``, expert E has the rows after the last expert's.
 
-    With ``ranges``, the rows of experts 0 to E need not follow each other: ``offsets`` has E + 1 first rows, then E + 1
-    ends.
+    With ``ranges``, the rows of experts 0 to E need not follow each other. For each range, ``offsets`` has E + 1 first
+    rows, then E + 1 ends; after the last range, it has the word that `wait_for_rows` reads. Expert e of range i has the
+    number ``i * (E + 1) + e``.
     """
     first, end = Int32(0), Int32(0)
     if const_expr(ranges):
-        count = cute.size(offsets) // 2
-        if expert < count:
-            first, end = offsets[expert], offsets[count + expert]
+        size = experts + 1
+        if expert < cute.size(offsets) // 2:
+            at = expert + expert // size * size
+            first, end = offsets[at], offsets[at + size]
     else:
-        experts = cute.size(offsets)
         if expert < experts + (1 if tail else 0):
             if expert > 0:
                 first = offsets[expert - 1]
@@ -77,6 +83,18 @@ def expert_rows(
             if expert < experts:
                 end = offsets[expert]
     return first, end - first
+
+
+@cute.jit
+def wait_for_rows(offsets: cute.Tensor) -> None:
+    """Wait until the word after the ranges is not 0. All lanes of the warp call this together.
+
+    The engine of an exchange writes the word after the rows. The acquiring load makes the rows visible to this warp,
+    and the ring of tiles passes this on to the warps that read them.
+    """
+    word, arrived = offsets.iterator + (cute.size(offsets) - 1), Int32(0)
+    while arrived == 0:
+        arrived = cute.arch.load(word, Int32, sem="acquire", scope="sys")
 
 
 @cute.jit
@@ -274,9 +292,11 @@ def schedule_ragged_m(
     ring,
     slots: cute.Tensor,
     kind: cutlass.Constexpr[type] = Tile,
+    experts: Any = None,
     ranges: cutlass.Constexpr[bool] = False,
 ) -> None:
-    """Schedule the tiles of a ragged M product, for clusters of two CTAs. ``ranges``: see `expert_rows`.
+    """Schedule the tiles of a ragged M product, for clusters of two CTAs. ``experts``: E, which follows from
+    ``offsets`` unless these have ``ranges``, see `expert_rows`.
 
     A cluster takes two row tiles of an expert, and shares the weights. If the number of row tiles is odd, one is left
     over. A cluster takes two column tiles of it, and shares the rows.
@@ -284,20 +304,25 @@ def schedule_ragged_m(
     tile_m = share.config.tile_m
     state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, RING_STAGES)
     lane = cute.arch.lane_idx()
-    experts = cute.size(offsets) // 2 - 1 if const_expr(ranges) else cute.size(offsets)
+    last = cute.size(offsets)  # the number of the last expert: that of the tail
+    if const_expr(ranges):
+        last = cute.size(offsets) // 2 - 1
+    else:
+        experts = last
+    arrived = Boolean(False)
     tile, turn = share.cluster, Int32(0)
     chunk, before = Int32(0), Int32(0)  # the chunk's first expert; tiles of all earlier chunks
-    _, count = expert_rows(offsets, rows, lane, True, ranges)
+    _, count = expert_rows(offsets, rows, lane, True, experts, ranges)
     ends = inclusive_sum(cluster_tiles(count, tiles_n, tile_m), lane)
     blocks = Int32(0)  # of 128 rows, of this lane's expert and all earlier ones
     if const_expr(kind is TileWithBlock):
         blocks = inclusive_sum(cute.ceil_div(count, SCALE_BLOCK), lane)
-    while chunk <= experts:
+    while chunk <= last:
         total = cute.arch.shuffle_sync(ends, 31)
         if tile >= before + total:
             chunk += 32
             before += total
-            _, count = expert_rows(offsets, rows, chunk + lane, True, ranges)
+            _, count = expert_rows(offsets, rows, chunk + lane, True, experts, ranges)
             ends = inclusive_sum(cluster_tiles(count, tiles_n, tile_m), lane)
             if const_expr(kind is TileWithBlock):
                 earlier = cute.arch.shuffle_sync(blocks, LANES - 1)
@@ -305,18 +330,23 @@ def schedule_ragged_m(
         else:
             within = tile - before
             owner = cute.arch.popc(cute.arch.vote_ballot_sync(Boolean(ends <= within)))
-            expert = chunk + owner
+            number = chunk + owner
+            expert = number % (experts + 1) if const_expr(ranges) else number
             own = cute.arch.shuffle_sync(count, owner)
             local = within - (cute.arch.shuffle_sync(ends, owner) - cluster_tiles(own, tiles_n, tile_m))
             row_tiles = (own + tile_m - 1) // tile_m
             row_tile, column, left_over = place_pairs(local, row_tiles, tiles_n, share.band, share.rank_m, expert)
             row = row_tile * tile_m
-            first, _ = expert_rows(offsets, rows, expert, True, ranges)  # again: registers are scarce here
+            first, _ = expert_rows(offsets, rows, number, True, experts, ranges)  # again: registers are scarce here
             depth = Int32(0) if expert == experts else k_tiles
             found = Tile(expert, first + row, own - row, column, Int32(left_over), depth)
             if const_expr(kind is TileWithBlock):
                 start = cute.arch.shuffle_sync(blocks, owner) - cute.ceil_div(own, SCALE_BLOCK)
                 found = TileWithBlock(*found, start + row // SCALE_BLOCK)  # type: ignore[assignment]
+            if const_expr(ranges):
+                if number > experts and not arrived:
+                    wait_for_rows(offsets)
+                    arrived = Boolean(True)
             state = put(ring, state, slots, lane, found)
             tile = next_tile(tile, share, lane, turn)
             turn += 1
@@ -329,7 +359,7 @@ def padded_rows(offsets: cute.Tensor, first: Int32, end: Int32, size: cutlass.Co
     """Rows of the experts from ``first`` to before ``end``, at most 32 of them, each rounded up to a multiple of
     ``size``.
     """
-    _, count = expert_rows(offsets, Int32(0), first + lane, False)
+    _, count = expert_rows(offsets, Int32(0), first + lane, False, cute.size(offsets))
     if first + lane >= end:
         count = Int32(0)
     return cute.arch.shuffle_sync(inclusive_sum((count + size - 1) // size * size, lane), LANES - 1)
