@@ -80,8 +80,6 @@ class Pending:
         For each, a function that lets the current stream wait until it is complete.
     given
         Objects that hold the tensors that the exchange reads: they live until it is complete.
-    own
-        Lets the current stream wait until the rows of this rank are complete.
     give_back
         Tells the engine that all work that reads a lent result has been launched.
     """
@@ -91,15 +89,13 @@ class Pending:
         results: list[Any],
         waits: Sequence[Callable[[], object]],
         given: Sequence[object],
-        own: Callable[[], object] = lambda: None,
         give_back: Callable[[], object] = lambda: None,
     ) -> None:
         self._results, self._waits, self._given = results, [*waits], given
-        self._own, self.give_back = own, give_back
+        self.give_back = give_back
 
     def unfinished(self, number: int) -> Any:
         """Return a result of which the rows of other ranks may still be written."""
-        self._own()
         return self._results[number]
 
     def wait(self, number: int) -> Any:

@@ -98,7 +98,7 @@ class Symmetric(Engine):
             return Pending(empty, [nothing] * len(tensors), tensors)
         waits: list[Callable[[], None]] = []
         with self._exchange():
-            buffer, own = self._writable(nbytes, tensors[0].device), nothing
+            buffer = self._writable(nbytes, tensors[0].device)
             of_ranks = [
                 [buffer.of_rank(r, offset, shape, t.dtype) for r in range(self.ranks)]
                 for t, shape, offset in zip(tensors, shapes, offsets, strict=True)
@@ -119,14 +119,11 @@ class Symmetric(Engine):
                         waits.append(self._recorded())
                         if one is last and told is not None:
                             write_word(told, 1)
-                    if last not in group:  # also on the engine's stream, so that the current one need not do it
-                        last.copy_own()
-                        own = self._recorded()
                 for one in group:
                     one.copy_own()
             waits[-1] = self._until_done(waits[-1])
         results = [one.result.flatten(0, 1) for one in (*small, last)]
-        return Pending(results, waits, [*tensors, wanted], own, self._after_consumer if lend else nothing)
+        return Pending(results, waits, [*tensors, wanted], self._after_consumer if lend else nothing)
 
     def room(self, like: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         offsets, nbytes = _layout([t.nbytes for t in like])
@@ -233,7 +230,8 @@ class Symmetric(Engine):
         if self._stream is None:
             self._stream = torch.cuda.Stream(device, priority=-1)
         current = torch.cuda.current_stream()
-        self._stream.wait_stream(current)  # in a capture, the engine's stream becomes a part of it
+        if torch.cuda.is_current_stream_capturing():
+            self._stream.wait_stream(current)  # the engine's stream becomes a part of the capture
         current.wait_stream(self._stream)  # until all ranks have read the last exchange
         return buffer
 

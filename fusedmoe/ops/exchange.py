@@ -82,10 +82,8 @@ def parts_of_tokens(expert_index: Tensor, ranks: int, experts: int, rows: int) -
 
 
 def local_index(index: Tensor, num_experts: int, expert_parallel: ExpertParallel) -> Tensor:
-    """Return ids of all ranks, as of `chosen_ids`, as ids of this rank's experts, -1 for those of other ranks."""
-    here = expert_parallel.local_experts(num_experts)
-    index = index - expert_parallel.rank * here
-    return torch.where((index >= 0) & (index < here), index, -1)
+    """Return ids of all ranks, as of `chosen_ids`, as ids of this rank's experts, which are 0 to E / P - 1."""
+    return index - expert_parallel.rank * expert_parallel.local_experts(num_experts)
 
 
 def check_wire(expert_parallel: ExpertParallel, dtype: torch.dtype) -> None:
@@ -183,8 +181,8 @@ class GatherTokens(Op):
     Notes
     -----
     Called with ``x`` (T, H), ``expert_index`` (T, K), ``expert_weight`` (T, K) and, unless ``max_tokens`` is set,
-    ``rank_rows`` (N, 0). Returns (P*N, H), and provides ``gathered_index`` (P*N, K) int32, numbered within the experts
-    of this rank with -1 for all others, and ``gathered_weight`` (P*N, K).
+    ``rank_rows`` (N, 0). Returns (P*N, H), and provides ``gathered_index`` (P*N, K) int32, in which the experts of this
+    rank are 0 to E / P - 1, and all other ids are sentinels, and ``gathered_weight`` (P*N, K).
 
     Each gradient is the sum over the ranks of their parts, in fp32, in rank order.
 
@@ -198,7 +196,7 @@ class GatherTokens(Op):
     @property
     def launches(self) -> int:  # type: ignore[override]
         """More with ``dispatch_dtype``, to quantize and dequantize."""
-        return 10 + (LAUNCHES if self.travels_as else 0)
+        return 6 + (LAUNCHES if self.travels_as else 0)
 
     @property
     def travels_as(self) -> Mapping[str, Format]:  # type: ignore[override]
@@ -274,7 +272,7 @@ class GatherTokens(Op):
         return ep.engine.start_gather([index, expert_weight.contiguous(), *tokens], rows, wanted, told=told)
 
     def local_index(self, index: Tensor) -> Tensor:
-        """Return expert ids of all ranks (P*N, K) as ids of this rank's experts, -1 for those of other ranks.
+        """Return expert ids of all ranks (P*N, K) as ids of this rank's experts; those of other ranks are sentinels.
 
         It counts the slots without a row, on all ranks, and may raise their error: every rank then raises it here,
         after it has started the exchange, so that none waits for another.
@@ -399,7 +397,7 @@ class ReturnTokens(Op):
 class DReturnTokens(BackwardOp):
     """``drows[r * N + t] = dy[t]`` of rank r; rounded to FP8, if the ranks have a ``dispatch_dtype``."""
 
-    needs = ("grad_output", "gathered_index")
+    needs = ("grad_output", "gathered_index", "rank_experts")
     travels = ("grad_input",)
     zeroes_tail = True
     op: ReturnTokens
@@ -414,17 +412,22 @@ class DReturnTokens(BackwardOp):
         """Gradients as FP8 codes, if the ranks have a ``dispatch_dtype``."""
         return {} if self.op.expert_parallel.dispatch_dtype is None else {"grad_input": FORMAT}
 
-    def compute(self, grad_output: Tensor, gathered_index: Tensor) -> Tensor:
-        gathered = unpacked(self.start(grad_output, gathered_index).wait_all(), grad_output.dtype)
+    def compute(self, grad_output: Tensor, gathered_index: Tensor, rank_experts: Tensor) -> Tensor:
+        gathered = unpacked(self.start(grad_output, gathered_index, rank_experts).wait_all(), grad_output.dtype)
         return gathered if self.op.expert_parallel.combine_dtype is None else exact(gathered)
 
     def start(
-        self, grad_output: Tensor, gathered_index: Tensor, lend: bool = False, told: Tensor | None = None
+        self,
+        grad_output: Tensor,
+        gathered_index: Tensor,
+        rank_experts: Tensor,
+        lend: bool = False,
+        told: Tensor | None = None,
     ) -> Pending:
         """Begin to gather the gradients (T, H) of the tokens that chose an expert of this rank, as `unpacked` takes
         them. ``lend`` and ``told``: as for `Engine.start_gather`.
         """
-        ep = self.op.expert_parallel
-        wanted = Wanted(gathered_index.shape[1], lambda *others: (gathered_index >= 0).any(1))
+        ep, here = self.op.expert_parallel, rank_experts.shape[0]
+        wanted = Wanted(gathered_index.shape[1], lambda *others: has_expert_on(gathered_index, 0, here))
         tensors = packed(grad_output, ep.dispatch_dtype)
         return ep.engine.start_gather(tensors, gathered_index.shape[0] // ep.ranks, wanted, lend, told)

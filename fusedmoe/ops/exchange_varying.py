@@ -133,7 +133,7 @@ class GatherVaryingTokens(nn.Module):
     Notes
     -----
     Called with ``x`` (T, H), ``expert_index`` (T, K) and ``expert_weight`` (T, K). Returns (G, H), and provides
-    ``gathered_index`` (G, K) int32, numbered within the experts of this rank with -1 for all others,
+    ``gathered_index`` (G, K) int32, in which the experts of this rank are 0 to E / P - 1, and others are sentinels,
     ``gathered_weight`` (G, K), ``local_rows`` (R, 0), where R is the number of their slots with an expert of this rank,
     ``row_dtype``, an empty tensor of the dtype of the rows, and for `ReturnVaryingTokens` ``token_of_sent`` (S,) and
     ``rows_per_rank`` (2, P) on the host: those sent and those received.

@@ -93,7 +93,7 @@ class GemmActivationOfArrivingTokens(
         _require_own_dtype(self.gather.expert_parallel)
         counted = "local_rows" in self.dispatch.runtime_inputs
         require(not counted, "the host counts the rows of dispatch (overflow='rerun')")
-        fc, launches = self.fc, 16
+        fc, launches = self.fc, 12
         check_common(ctx, "input", "fc.weight", in_features=fc.in_features)
         gated = activation_of(self.act).gated
         decline(limits.why_not_width("the activation's features", fc.out_features // (2 if gated else 1)))
@@ -289,8 +289,8 @@ class DgradActivationOfArrivingGradients(
         tokens, rows, y = ctx.spec("dcombine.grad_output"), ctx.spec("dgrad.grad_output"), ctx.spec("dgrad.input")
         return Step(
             needs=(
-                "grad_output", "dback.gathered_index", "dcombine.token_of_row", "dgrad.weight", "offsets", "dact.input",
-                "dscale.factor",
+                "grad_output", "dback.gathered_index", "dback.rank_experts", "dcombine.token_of_row", "dgrad.weight",
+                "offsets", "dact.input", "dscale.factor",
             ),
             # the recomputed input of the layer too, though no other step reads it: the forward pass then need not keep
             # it for the plain steps
@@ -312,6 +312,7 @@ class DgradActivationOfArrivingGradients(
         def bind(
             dy: Tensor,
             gathered_index: Tensor,
+            rank_experts: Tensor,
             token_of_row: Tensor,
             weight: Tensor,
             offsets: Tensor,
@@ -341,6 +342,7 @@ class DgradActivationOfArrivingGradients(
             def run(
                 dy: Tensor,
                 gathered_index: Tensor,
+                rank_experts: Tensor,
                 token_of_row: Tensor,
                 weight: Tensor,
                 offsets: Tensor,
@@ -349,7 +351,8 @@ class DgradActivationOfArrivingGradients(
             ) -> tuple[Tensor | None, ...]:
                 main_grad = _main_grad(accumulating)
                 memory = ranges.memory(dy.device)
-                arriving = dback.start(dy.contiguous(), gathered_index, lend=True, told=ranges.word(memory))
+                told = ranges.word(memory)
+                arriving = dback.start(dy.contiguous(), gathered_index, rank_experts, lend=True, told=told)
                 gathered = arriving.unfinished(0)
                 parts = ranges.own_first(offsets, token_of_row, memory, lambda: arriving.wait(0))
                 grad, y, grad_factor = product(gathered, weight, parts, preactivation, factor, token_of_row)
