@@ -227,12 +227,12 @@ class MoE(Checked, Runnable):
             return_stats = FLAG("MoE: return_stats", return_stats)  # type: ignore[unreachable]
         self.check_biases()
         tokens = self._tokens(x)
-        y, stats = self._routed(tokens, return_stats)
-        if self.shared is not None:
-            shared = self.shared(tokens)
-            if self.shared_gate is not None:
-                shared = torch.sigmoid(self.shared_gate(tokens)) * shared
-            y = y + shared
+        if self.shared is not None and self.expert_parallel is not None and self.expert_parallel.can_run_beside:
+            y, stats = modes.run_untraced(self._routed_beside_shared, tokens, return_stats)
+        else:
+            y, stats = self._routed(tokens, return_stats)
+            if self.shared is not None:
+                y = y + self._shared(tokens)
         if x.dim() != 2:  # with a needless view, FSDP2 warns about in-place ops on it
             y = y.view(*x.shape[:-1], y.shape[-1])
         return y if stats is None else (y, stats)
@@ -279,6 +279,20 @@ class MoE(Checked, Runnable):
         if load is None:
             load = rows_per_expert(index, logits.shape[1])
         return y, stats_of(load, index.numel(), logits, values["probs_sum"], values["z_sum"])
+
+    def _shared(self, tokens: Tensor) -> Tensor:
+        """Return the result of the shared expert, with its gate."""
+        assert self.shared is not None
+        shared = self.shared(tokens)
+        return shared if self.shared_gate is None else torch.sigmoid(self.shared_gate(tokens)) * shared
+
+    def _routed_beside_shared(self, tokens: Tensor, return_stats: bool) -> tuple[Tensor, MoEStats | None]:
+        """Return the result of `_routed` plus that of the shared expert, which runs while the tokens travel."""
+        assert self.expert_parallel is not None
+        shared: list[Tensor] = []
+        with self.expert_parallel.beside(lambda: shared.append(self._shared(tokens)), tokens.device):
+            y, stats = self._routed(tokens, return_stats)
+        return y + shared[0], stats
 
     def _routing(self, tokens: Tensor) -> Routing:
         """Return the result of the router, called as a module; raise if it is no `Routing`."""
