@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -50,11 +51,11 @@ def run(
 
 def run_untraced(function: Callable[..., _T], *args: Any) -> _T:
     """Call a function whose layer exchanges tokens with other ranks: not in a graph of `torch.compile`."""
-    if not torch.compiler.is_dynamo_compiling():
-        return function(*args)
-    from fusedmoe import torch_compile
+    if torch.compiler.is_dynamo_compiling():
+        from fusedmoe import torch_compile
 
-    return torch_compile.run_untraced(function, *args)
+        function = partial(torch_compile.run_untraced, function)
+    return function(*args)
 
 
 @constant_in_graphs

@@ -74,7 +74,7 @@ class MoE(Checked, Runnable):
         Device and dtype of the parameters.
     sm_margin, schedule
         As for `Sequential`; they apply to the router, the experts and the shared expert. They can also be set as
-        attributes.
+        attributes. With ``expert_parallel``, the shared expert leaves free at least the SMs of the exchange beside it.
     expert_parallel
         The ranks that share the experts, an `ExpertParallel`; None for all experts on this rank. ``num_experts`` counts
         the experts of all ranks. The experts' weights are those of this rank, (E / P, out, in). The router and the
@@ -92,6 +92,8 @@ class MoE(Checked, Runnable):
     shared : Sequential or None
         ``gate_up``, ``activation``, ``down``.
     """
+
+    _sms_of_exchange = 0  # that the shared expert runs beside
 
     _checks: ClassVar[Mapping[str, Check]] = {
         "hidden": POSITIVE_INTEGER,
@@ -134,6 +136,8 @@ class MoE(Checked, Runnable):
                 )
             here = expert_parallel.local_experts(POSITIVE_INTEGER("MoE: num_experts", num_experts), "MoE")
             expert_parallel = expert_parallel.chosen_for(POSITIVE_INTEGER("MoE: top_k", top_k))
+            if expert_parallel.can_run_beside:
+                self._sms_of_exchange = expert_parallel.engine.sms(top_k)
         self.expert_parallel = expert_parallel
         self.hidden = hidden
         check_all("MoE", _MOE, intermediate=intermediate, bias=bias, router_bias=router_bias, shared_gate=shared_gate)
@@ -202,9 +206,9 @@ class MoE(Checked, Runnable):
 
     def _set_options(self, sm_margin: int, schedule: Schedule) -> None:
         options = kernel_options("MoE", sm_margin, schedule)
-        for chain in (self.experts, self.shared):
+        for chain, least in ((self.experts, 0), (self.shared, self._sms_of_exchange)):
             if chain is not None:
-                chain.sm_margin, chain.schedule = options.sm_margin, options.schedule
+                chain.sm_margin, chain.schedule = max(options.sm_margin, least), options.schedule
 
     @overload
     def forward(self, x: Tensor, return_stats: Literal[False] = False) -> Tensor: ...

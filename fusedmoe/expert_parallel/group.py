@@ -228,7 +228,7 @@ class ExpertParallel:
             self._beside = before
 
     def run_beside(self) -> None:
-        """Run the function of `beside`, if there is one, after an exchange has begun and before its results are read."""
+        """Run the function of `beside`, if there is one: after an exchange has begun, before its results are read."""
         if self._beside is not None:
             self._beside()
 
