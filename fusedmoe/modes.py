@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -10,9 +11,13 @@ from fusedmoe.ops.op import Op, Runnable, constant_in_graphs
 from fusedmoe.partition import partition_of_call
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from fusedmoe.inputs import Parameters
+
+_T = TypeVar("_T")
 
 
 def run(
@@ -42,6 +47,15 @@ def run(
         partition.check_parameters(parameters)
     y = partition.run(x, inputs, root._options, parameters)
     return (y, {name: inputs[name] for name in provides if name in inputs}) if provides else y
+
+
+def run_untraced(function: Callable[..., _T], *args: Any) -> _T:
+    """Call a function whose layer exchanges tokens with other ranks: not in a graph of `torch.compile`."""
+    if torch.compiler.is_dynamo_compiling():
+        from fusedmoe import torch_compile
+
+        function = partial(torch_compile.run_untraced, function)
+    return function(*args)
 
 
 @constant_in_graphs

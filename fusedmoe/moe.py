@@ -74,7 +74,7 @@ class MoE(Checked, Runnable):
         Device and dtype of the parameters.
     sm_margin, schedule
         As for `Sequential`; they apply to the router, the experts and the shared expert. They can also be set as
-        attributes.
+        attributes. With ``expert_parallel``, the shared expert leaves free at least the SMs of the exchange beside it.
     expert_parallel
         The ranks that share the experts, an `ExpertParallel`; None for all experts on this rank. ``num_experts`` counts
         the experts of all ranks. The experts' weights are those of this rank, (E / P, out, in). The router and the
@@ -92,6 +92,8 @@ class MoE(Checked, Runnable):
     shared : Sequential or None
         ``gate_up``, ``activation``, ``down``.
     """
+
+    _sms_of_exchange = 0  # that the shared expert runs beside
 
     _checks: ClassVar[Mapping[str, Check]] = {
         "hidden": POSITIVE_INTEGER,
@@ -134,6 +136,8 @@ class MoE(Checked, Runnable):
                 )
             here = expert_parallel.local_experts(POSITIVE_INTEGER("MoE: num_experts", num_experts), "MoE")
             expert_parallel = expert_parallel.chosen_for(POSITIVE_INTEGER("MoE: top_k", top_k))
+            if expert_parallel.can_run_beside:
+                self._sms_of_exchange = expert_parallel.engine.sms(top_k)
         self.expert_parallel = expert_parallel
         self.hidden = hidden
         check_all("MoE", _MOE, intermediate=intermediate, bias=bias, router_bias=router_bias, shared_gate=shared_gate)
@@ -202,9 +206,9 @@ class MoE(Checked, Runnable):
 
     def _set_options(self, sm_margin: int, schedule: Schedule) -> None:
         options = kernel_options("MoE", sm_margin, schedule)
-        for chain in (self.experts, self.shared):
+        for chain, least in ((self.experts, 0), (self.shared, self._sms_of_exchange)):
             if chain is not None:
-                chain.sm_margin, chain.schedule = options.sm_margin, options.schedule
+                chain.sm_margin, chain.schedule = max(options.sm_margin, least), options.schedule
 
     @overload
     def forward(self, x: Tensor, return_stats: Literal[False] = False) -> Tensor: ...
@@ -227,12 +231,12 @@ class MoE(Checked, Runnable):
             return_stats = FLAG("MoE: return_stats", return_stats)  # type: ignore[unreachable]
         self.check_biases()
         tokens = self._tokens(x)
-        y, stats = self._routed(tokens, return_stats)
-        if self.shared is not None:
-            shared = self.shared(tokens)
-            if self.shared_gate is not None:
-                shared = torch.sigmoid(self.shared_gate(tokens)) * shared
-            y = y + shared
+        if self.shared is not None and self.expert_parallel is not None and self.expert_parallel.can_run_beside:
+            y, stats = modes.run_untraced(self._routed_beside_shared, tokens, return_stats)
+        else:
+            y, stats = self._routed(tokens, return_stats)
+            if self.shared is not None:
+                y = y + self._shared(tokens)
         if x.dim() != 2:  # with a needless view, FSDP2 warns about in-place ops on it
             y = y.view(*x.shape[:-1], y.shape[-1])
         return y if stats is None else (y, stats)
@@ -279,6 +283,20 @@ class MoE(Checked, Runnable):
         if load is None:
             load = rows_per_expert(index, logits.shape[1])
         return y, stats_of(load, index.numel(), logits, values["probs_sum"], values["z_sum"])
+
+    def _shared(self, tokens: Tensor) -> Tensor:
+        """Return the result of the shared expert, with its gate."""
+        assert self.shared is not None
+        shared = self.shared(tokens)
+        return shared if self.shared_gate is None else torch.sigmoid(self.shared_gate(tokens)) * shared
+
+    def _routed_beside_shared(self, tokens: Tensor, return_stats: bool) -> tuple[Tensor, MoEStats | None]:
+        """Return the result of `_routed` plus that of the shared expert, which runs while the tokens travel."""
+        assert self.expert_parallel is not None
+        shared: list[Tensor] = []
+        with self.expert_parallel.beside(lambda: shared.append(self._shared(tokens)), tokens.device):
+            y, stats = self._routed(tokens, return_stats)
+        return y + shared[0], stats
 
     def _routing(self, tokens: Tensor) -> Routing:
         """Return the result of the router, called as a module; raise if it is no `Routing`."""

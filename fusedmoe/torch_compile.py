@@ -23,7 +23,7 @@ from fusedmoe.sorted_rows import ModuleCall, call_module, why_no_rows
 from fusedmoe.torch_handles import encode, handle_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import nn
 
@@ -83,7 +83,7 @@ def run(
     if isinstance(parts, str):
         _refuse(parts)
     if parts is None:
-        return _run_eagerly(root, x, inputs, parameters, provides)
+        return run_untraced(_run_eagerly, root, x, inputs, parameters, provides)
     counted = True
     for part in parts:
         if isinstance(part, TracedModule):
@@ -160,10 +160,15 @@ def _run_uncompiled(
 @torch.compiler.disable(  # type: ignore[untyped-decorator]
     reason="a layer that exchanges tokens with other ranks (expert_parallel) is not traced"
 )
+def run_untraced(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function eagerly: a graph break."""
+    return function(*args)
+
+
 def _run_eagerly(
     root: Runnable, x: Tensor, inputs: dict[str, Tensor], parameters: Parameters | None, provides: tuple[str, ...]
 ) -> Any:
-    """Run a module eagerly: a graph break."""
+    """Run a module without a graph."""
     partition = partition_of_call(root, x, inputs, provides)
     y = partition.run(x, inputs, root._options, parameters)
     return (y, {name: inputs[name] for name in provides if name in inputs}) if provides else y

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from fusedmoe.autocast import autocast_dtype
 from fusedmoe.checks import POSITIVE, POSITIVE_INTEGER, one_of, said
 from fusedmoe.errors import InputError
 from fusedmoe.expert_parallel.allgather import AllGather
@@ -18,6 +20,8 @@ from fusedmoe.expert_parallel.engine import writes_no_weight
 from fusedmoe.expert_parallel.symmetric import Symmetric
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from torch.distributed import ProcessGroup
 
     from fusedmoe.expert_parallel.engine import Engine
@@ -123,6 +127,7 @@ class ExpertParallel:
         self.dispatch_dtype: torch.dtype | None = dispatch_dtype
         self.timeout_s: float = POSITIVE(f"{_WHO}: timeout_s", timeout_s)
         self.engine: Engine = self._make_engine()
+        self._beside: Callable[[], object] | None = None  # the work of a layer for `run_beside`, inside `beside`
 
     def _make_engine(self) -> Engine:
         if self.engine_name == "symmetric":
@@ -193,6 +198,39 @@ class ExpertParallel:
         with writes_no_weight(self._of_hosts, largest.device):
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._of_hosts)
         return int(largest)
+
+    @property
+    def can_run_beside(self) -> bool:
+        """Whether tokens travel while a rank computes: for ``"alltoall"``, its host waits."""
+        return self.ranks > 1 and self.engine.name != "alltoall"
+
+    @contextmanager
+    def beside(self, work: Callable[[], object], device: torch.device) -> Iterator[None]:
+        """Run a function once: while tokens of the block travel or, if none do, at the end of the block.
+
+        `run_beside` calls it inside a step of a chain, which has no gradients and no autocast. It runs with those of
+        the block.
+        """
+        grad, dtype, before = torch.is_grad_enabled(), autocast_dtype(device), self._beside
+
+        def run() -> None:
+            self._beside = None
+            autocast = nullcontext() if dtype is None else torch.autocast(device.type, dtype)
+            with torch.set_grad_enabled(grad), autocast:
+                work()
+
+        self._beside = run
+        try:
+            yield
+            if self._beside is run:
+                run()
+        finally:
+            self._beside = before
+
+    def run_beside(self) -> None:
+        """Run the function of `beside`, if there is one: after an exchange has begun, before its results are read."""
+        if self._beside is not None:
+            self._beside()
 
     def sum_over_ranks(self, t: Tensor) -> Tensor:
         """Return the sum of a tensor over the ranks, such as of `MoEStats.load` for `Router.update_bias`.

@@ -258,8 +258,8 @@ class GatherTokens(Op):
         told: Tensor | None = None,
     ) -> Pending:
         """Begin to gather expert ids, as `local_index` takes them, weights and tokens, as `unpacked` takes them: the
-        small ones first, so that a fused step can sort the rows while the tokens travel. ``told``: as for
-        `Engine.start_gather`.
+        small ones first, so that a fused step can sort the rows while the tokens travel. Then run what the layer
+        computes meanwhile: its shared expert. ``told``: as for `Engine.start_gather`.
         """
         rows = self._rows(rank_rows)
         # -1 also in the rows of a rank after its own tokens
@@ -269,7 +269,9 @@ class GatherTokens(Op):
         ep, experts = self.expert_parallel, self.expert_parallel.local_experts(self.num_experts)
         wanted = Wanted(index.shape[1], lambda index, *others: has_expert_on(index, ep.rank, experts))
         tokens = packed(x, ep.dispatch_dtype)
-        return ep.engine.start_gather([index, expert_weight.contiguous(), *tokens], rows, wanted, told=told)
+        pending = ep.engine.start_gather([index, expert_weight.contiguous(), *tokens], rows, wanted, told=told)
+        ep.run_beside()
+        return pending
 
     def local_index(self, index: Tensor) -> Tensor:
         """Return expert ids of all ranks (P*N, K) as ids of this rank's experts; those of other ranks are sentinels.
