@@ -108,8 +108,8 @@ class Symmetric(Engine):
                 for t, there in zip(tensors, of_ranks, strict=True)
             ]
             for group in filter(None, (small, [last])):  # the small ones travel while the last one is written
-                for one in group:
-                    one.write()
+                own = [pair for one in group for pair in one.own()]
+                _copy([one.sent() for one in group] + (own if group is small else []))
                 with self._reading(buffer, ends=last in group):
                     for one in group:
                         chosen = None
@@ -119,8 +119,8 @@ class Symmetric(Engine):
                         waits.append(self._recorded())
                         if one is last and told is not None:
                             write_word(told, 1)
-                for one in group:
-                    one.copy_own()
+                if last in group:
+                    _copy(own)
             waits[-1] = self._until_done(waits[-1])
         results = [one.result.flatten(0, 1) for one in (*small, last)]
         return Pending(results, waits, [*tensors, wanted], self._after_consumer if lend else nothing)
@@ -284,17 +284,25 @@ class _Gathered:
         self.given, self.rank = given, rank
         self.sources = [there[r] for r, there in enumerate(of_ranks)]  # (N, ...) of each rank
         self.result = of_ranks[rank] if lent else given.new_empty(of_ranks[rank].shape)
-        self._complete = lent
+        self._lent = lent
 
-    def write(self) -> None:
-        """Copy the tensor to where the other ranks read it."""
-        self.sources[self.rank][: self.given.shape[0]].copy_(self.given)
+    def sent(self) -> tuple[Tensor, Tensor]:
+        """Return where the other ranks read the tensor, and the tensor."""
+        return self.sources[self.rank][: self.given.shape[0]], self.given
 
-    def copy_own(self) -> None:
-        """Copy the tensor to its place in the result, if it is not there."""
-        if not self._complete:
-            self.result[self.rank, : self.given.shape[0]].copy_(self.given)
-            self._complete = True
+    def own(self) -> list[tuple[Tensor, Tensor]]:
+        """Return its place in the result, and the tensor; nothing if `sent` is that place."""
+        return [] if self._lent else [(self.result[self.rank, : self.given.shape[0]], self.given)]
+
+
+def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy to the first tensor of each pair from the second one: in one launch, if all have elements of four bytes."""
+    if len(pairs) > 1 and all(t.itemsize == 4 for _, t in pairs):
+        to, given = zip(*[(a.view(torch.int32), b.view(torch.int32)) for a, b in pairs], strict=True)
+        torch._foreach_copy_(to, given)
+        return
+    for a, b in pairs:
+        a.copy_(b)
 
 
 def why_no_copies_of_rows(dtype: torch.dtype, row: Sequence[int], device: torch.device) -> str | None:

@@ -64,8 +64,8 @@ def tokens(count, dtype=torch.float32):
 class Watched(Recording):
     """Also writes down when a gather is waited for."""
 
-    def start_gather(self, *args):
-        pending = super().start_gather(*args)
+    def start_gather(self, *args, **told):
+        pending = super().start_gather(*args, **told)
         wait = pending.wait
 
         def noted(number):

@@ -93,7 +93,7 @@ class Ranges:
 
     Notes
     -----
-    The parts that the methods yield are those that a product takes as ``ranges``, see `functions.bind_grouped_gemm`.
+    The parts that the methods give are those that a product takes as ``ranges``, see `functions.bind_grouped_gemm`.
     """
 
     def __init__(
@@ -130,13 +130,10 @@ class Ranges:
         for i in () if in_one else self.others:
             yield self._range(memory, i)
 
-    def own_last(self, offsets: Tensor, token_of_row: Tensor, leave: Callable[[], object]) -> Iterator[Tensor]:
-        """Yield the ranges of other ranks' rows, then, after a call of ``leave``, those of this one."""
+    def others_and_own(self, offsets: Tensor, token_of_row: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Return the ranges of other ranks' rows, and that of this rank's."""
         memory = self.run(offsets, token_of_row, self.memory(offsets.device))
-        for i in self.others:
-            yield self._range(memory, i)
-        leave()
-        yield self._range(memory, 0)
+        return [self._range(memory, i) for i in self.others], self._range(memory, 0)
 
     def _range(self, memory: Tensor, number: int) -> Tensor:
         return memory[number * self._size : (number + 1) * self._size + 1]

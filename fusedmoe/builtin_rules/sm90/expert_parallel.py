@@ -59,7 +59,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fusedmoe.expert_parallel import ExpertParallel
-    from fusedmoe.expert_parallel.engine import Pending
     from fusedmoe.ops.op import SpecLike
 
 
@@ -222,7 +221,10 @@ class GemmOfLeavingRows(OnSm90, FusionRule, name="sm90.gemm_of_leaving_rows", di
             divided = experts_beside(expert_parallel, tokens, row_bytes, chosen, experts, row_flops, TFLOPS)
             ranges = Ranges(expert_parallel, offsets, token_of_row, tokens, divided, chosen)
             beside = beside_exchange(options, expert_parallel, chosen)
-            product = functions.bind_grouped_gemm(x, weight, bias, None, beside, ranges=True)
+            of_others, of_own = (
+                functions.bind_grouped_gemm(x, weight, bias, None, of_part, ranges=True)
+                for of_part in (options, beside)
+            )
             like = x.new_empty(x.shape[0], features)
             returns = Returns(expert_parallel, like, row_of_slot, probs, expert_index.shape[0])
 
@@ -238,14 +240,11 @@ class GemmOfLeavingRows(OnSm90, FusionRule, name="sm90.gemm_of_leaving_rows", di
                 probs: Tensor | None = None,
             ) -> Any:
                 rows = x.new_empty(x.shape[0], features)
-                left: list[tuple[Pending, Tensor]] = []
-
-                def leave() -> None:
-                    parts = returns.of_others(rows, row_of_slot, probs)
-                    left.append((back.start(parts, expert_index, rank_experts), parts))
-
-                product(x, weight, bias, ranges.own_last(offsets, token_of_row, leave), None, None, rows)
-                ((leaving, parts),) = left
+                others, own = ranges.others_and_own(offsets, token_of_row)
+                of_others(x, weight, bias, others, None, None, rows)
+                parts = returns.of_others(rows, row_of_slot, probs)
+                leaving = back.start(parts, expert_index, rank_experts)
+                of_own(x, weight, bias, [own], None, None, rows)
                 y = returns.finished(leaving, parts, rows, row_of_slot, probs)
                 return (y, rows) if keep else y
 
