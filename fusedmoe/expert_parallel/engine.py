@@ -80,6 +80,8 @@ class Pending:
         For each, a function that lets the current stream wait until it is complete.
     given
         Objects that hold the tensors that the exchange reads: they live until it is complete.
+    begun
+        Lets the current stream wait until a kernel may wait for the rows of other ranks, see `Engine.tells`.
     give_back
         Tells the engine that all work that reads a lent result has been launched.
     """
@@ -89,10 +91,11 @@ class Pending:
         results: list[Any],
         waits: Sequence[Callable[[], object]],
         given: Sequence[object],
+        begun: Callable[[], object] = lambda: None,
         give_back: Callable[[], object] = lambda: None,
     ) -> None:
         self._results, self._waits, self._given = results, [*waits], given
-        self.give_back = give_back
+        self.begun, self.give_back = begun, give_back
 
     def unfinished(self, number: int) -> Any:
         """Return a result of which the rows of other ranks may still be written."""
@@ -140,8 +143,8 @@ class Engine:
     def tells(self, chosen: int) -> bool:
         """Whether the gather of tokens with K chosen experts can tell a kernel that its rows are complete.
 
-        Such a kernel waits on its SMs. So it is launched after `start_gather`, which never needs these SMs, and leaves
-        those of the barriers.
+        Such a kernel waits on all of its SMs. So it is launched after `Pending.begun`: from then on, the rows arrive
+        without an SM, and whatever the other ranks do.
         """
         return False
 

@@ -7,7 +7,8 @@ only these by a kernel on a few SMs. No host takes part. A CUDA graph can captur
 
 A second barrier ends each exchange: when a rank passes it, all ranks have read, and the next exchange may write. A
 consumer of the rows does not wait for it. A product may begin before the rows of other ranks are complete: after the
-copies, the engine's stream writes a word in memory, for which the product waits.
+copies, the engine's stream writes a word in memory, for which the product waits. It is launched after the first
+barrier: from then on, the exchange needs no SM and no other rank, so that the product cannot wait for itself.
 
 CUDA graphs have a buffer of their own, since a replay and the exchanges of the engine's stream do not wait for each
 other, and a graph ends after the second barrier.
@@ -107,23 +108,23 @@ class Symmetric(Engine):
                 _Gathered(t, there, self.rank, lend and t is tensors[-1])
                 for t, there in zip(tensors, of_ranks, strict=True)
             ]
-            for group in filter(None, (small, [last])):  # the small ones travel while the last one is written
-                own = [pair for one in group for pair in one.own()]
-                _copy([one.sent() for one in group] + (own if group is small else []))
-                with self._reading(buffer, ends=last in group):
-                    for one in group:
-                        chosen = None
-                        if one is last and wanted is not None and self._reads_few(wanted, one.given):
-                            chosen = wanted.rows(*[s.result.flatten(0, 1) for s in small]).view(self.ranks, rows)
-                        _read({r: one.sources[r] for r in self._others()}, one.result, chosen)
-                        waits.append(self._recorded())
-                        if one is last and told is not None:
-                            write_word(told, 1)
-                if last in group:
-                    _copy(own)
+            _copy([pair for one in small for pair in (one.sent(), *one.own())])
+            _copy([last.sent()])
+            with self._reading(buffer):
+                begun = nothing if told is None else self._recorded()
+                for one in (*small, last):
+                    chosen = None
+                    if one is last and wanted is not None and self._reads_few(wanted, one.given):
+                        chosen = wanted.rows(*[s.result.flatten(0, 1) for s in small]).view(self.ranks, rows)
+                    _read({r: one.sources[r] for r in self._others()}, one.result, chosen)
+                    if one is last and told is not None:
+                        write_word(told, 1)
+                    waits.append(self._recorded())
+            _copy(last.own())  # while the small ones travel
             waits[-1] = self._until_done(waits[-1])
         results = [one.result.flatten(0, 1) for one in (*small, last)]
-        return Pending(results, waits, [*tensors, wanted], self._after_consumer if lend else nothing)
+        give_back = self._after_consumer if lend else nothing
+        return Pending(results, waits, [*tensors, wanted, told], begun, give_back)
 
     def room(self, like: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         offsets, nbytes = _layout([t.nbytes for t in like])
@@ -236,9 +237,9 @@ class Symmetric(Engine):
         return buffer
 
     @contextmanager
-    def _reading(self, buffer: SymmetricBuffer, ends: bool = True) -> Iterator[None]:
+    def _reading(self, buffer: SymmetricBuffer) -> Iterator[None]:
         """Run a block on the engine's own stream, after all ranks have written what they wrote on their current stream.
-        If it ends the exchange, the next one waits until all ranks have read.
+        The next exchange waits until all ranks have read.
 
         All exchanges are on this stream, so that they follow each other whatever stream a layer runs on.
         """
@@ -247,8 +248,7 @@ class Symmetric(Engine):
         with torch.cuda.stream(self._stream):
             buffer.barrier(self.timeout_s)
             yield
-            if ends:
-                buffer.barrier(self.timeout_s)
+            buffer.barrier(self.timeout_s)
 
     @contextmanager
     def _exchange(self) -> Iterator[None]:

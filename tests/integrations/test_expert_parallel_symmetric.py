@@ -194,6 +194,55 @@ def test_exchanges_are_those_of_allgather(ranks, folder):
         assert nbytes > 0
 
 
+def order_of_a_gather(rank, folder):
+    """What the streams do in a gather that tells of its rows, and what a wait for its beginning waits for."""
+    log = []
+
+    def event(stream):
+        number = sum(entry.startswith("event") for entry in log)
+        log.append(f"event {number}")
+        return SimpleNamespace(wait=lambda: log.append(f"wait for {number}"))
+
+    def write(word, value):
+        log.append(f"word {value}")
+        word.fill_(value)
+
+    barrier = FileBuffer.barrier
+
+    def noted(self, timeout_s):
+        log.append("barrier")
+        barrier(self, timeout_s)
+
+    with (
+        on_cpus(folder),
+        mock.patch.object(Stream, "record_event", event),
+        mock.patch.object(symmetric, "write_word", write),
+        mock.patch.object(FileBuffer, "barrier", noted),
+        mock.patch.object(symmetric, "_read", lambda sources, parts, wanted: log.append(f"read {parts.dtype}")),
+    ):
+        engine = fm.ExpertParallel(engine="symmetric", max_tokens=4).engine
+        ids, tokens, word = torch.zeros(4, 2, dtype=torch.int32), torch.zeros(4, 8), torch.full((1,), 7)
+        pending = engine.start_gather([ids, tokens], 4, told=word)
+        started = [*log]
+        log.clear()
+        pending.begun()
+        begun = [*log]
+        pending.wait_all()
+        return started, begun, int(word)
+
+
+def test_a_kernel_that_waits_for_rows_waits_for_copies_alone(ranks, folder):
+    """A product may wait on all SMs: after the event of `begun`, no barrier comes before the word."""
+    started = [
+        "word 0", "barrier", "event 0", "read torch.int32", "event 1", "read torch.float32", "word 1", "event 2",
+        "barrier",
+    ]  # fmt: skip
+    for got, begun, word in ranks.run(order_of_a_gather, folder):
+        assert got == started
+        assert begun == ["wait for 0"]
+        assert word == 1
+
+
 def sizes_that_differ(rank, folder):
     with on_cpus(folder):
         ep = fm.ExpertParallel(engine="symmetric", max_tokens=8 + 8 * rank)

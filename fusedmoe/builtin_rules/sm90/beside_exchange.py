@@ -118,16 +118,17 @@ class Ranges:
         return memory[-1:] if self._engine.tells(self._chosen) else None
 
     def own_first(
-        self, offsets: Tensor, token_of_row: Tensor, memory: Tensor, arrived: Callable[[], object]
+        self, offsets: Tensor, token_of_row: Tensor, memory: Tensor, told: bool, arriving: Pending, number: int
     ) -> Iterator[Tensor]:
-        """Yield all ranges as one part, whose product waits for the rows of others. If the engine does not tell of
-        them, yield this rank's rows, and, after a call of ``arrived``, those of the others.
+        """Yield this rank's rows, then, when the result of this number has arrived, those of the others. If the engine
+        is ``told`` to write the word, yield all rows as one part, whose product waits.
         """
         self.run(offsets, token_of_row, memory)
-        in_one = self._engine.tells(self._chosen)
-        yield memory if in_one else self._range(memory, 0)
-        arrived()
-        for i in () if in_one else self.others:
+        if told:
+            arriving.begun()
+        yield memory if told else self._range(memory, 0)
+        arriving.wait(number)
+        for i in () if told else self.others:
             yield self._range(memory, i)
 
     def others_and_own(self, offsets: Tensor, token_of_row: Tensor) -> tuple[list[Tensor], Tensor]:

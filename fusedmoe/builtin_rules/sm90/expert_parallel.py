@@ -7,11 +7,12 @@
 
 A product then computes two or three ranges of rows, in whole tiles: it has the same tiles as otherwise, so that the
 results have the same bits (kernels/sm90/row_ranges.py). It is launched once per range, or once for all if its kernel
-can wait for the rows of the later ones. A step makes the same exchanges as the plain steps, in
-the same order. So it does not matter if the ranks choose different steps.
+can wait for the rows of the later ones. A step makes the same exchanges as the plain steps, in the same order. So it
+does not matter if the ranks choose different steps.
 
-A product that runs beside an exchange leaves some SMs to the kernels of the exchange. That of arriving tokens need not:
-its rows are sorted by expert ids that have arrived, after the barrier between the ranks.
+A product that runs beside an exchange leaves some SMs to the kernels of the exchange. One that is launched after the
+barrier between the ranks need not: that of arriving tokens, whose rows are sorted by expert ids that have arrived, and
+one that waits for arriving rows.
 """
 
 from __future__ import annotations
@@ -155,12 +156,13 @@ class GemmActivationOfArrivingTokens(
             def run(x: Tensor, *given: Any) -> tuple[Tensor, ...]:
                 weight, bias = given[count:]
                 memory = ranges.memory(x.device)
-                arriving = gather.start(x, *given[:count], told=ranges.word(memory))
+                word = ranges.word(memory)
+                arriving = gather.start(x, *given[:count], told=word)
                 index, expert_weight = gather.local_index(arriving.wait(0)), arriving.wait(1)
                 provided = route(index, expert_weight)
                 _, probs, _, _, token_of_row, offsets = provided
                 tokens = arriving.unfinished(2)
-                parts = ranges.own_first(offsets, token_of_row, memory, lambda: arriving.wait(2))
+                parts = ranges.own_first(offsets, token_of_row, memory, word is not None, arriving, 2)
                 result = product(tokens, weight, bias, parts, probs if scaled else None, token_of_row)
                 y, *p = result if keeps_p else (result,)
                 kept = {"gather.output": tokens, "act.input": p[0] if p else None}
@@ -302,7 +304,7 @@ class DgradActivationOfArrivingGradients(
 
     def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
         activation, options = activation_of(self.dact.op), ctx.options
-        # the product is launched at once, and the barrier comes after a copy; a kernel that then reads rows may wait
+        # a product of own rows is launched at once, before the barrier, which comes after a copy
         beside = replace(options, sm_margin=max(options.sm_margin, SMS_FOR_BARRIER))
         accumulating = self.wgrad if isinstance(self.wgrad, WgradIntoMainGrad) else None
         dtype, scale_grad = torch.float32 if accumulating else ctx.dtype("dgrad.weight"), self.scale_grad is not None
@@ -330,8 +332,11 @@ class DgradActivationOfArrivingGradients(
                 expert_parallel, tokens, row_bytes, chosen, weight.shape[0], row_flops, DERIVATIVE_TFLOPS
             )
             ranges = Ranges(expert_parallel, offsets, token_of_row, tokens, divided, chosen)
-            product = functions.bind_grouped_gemm_activation_backward(
-                like, weight, preactivation, factor, activation, True, scale_grad, beside, token_of_row, ranges=True
+            in_parts, in_one = (
+                functions.bind_grouped_gemm_activation_backward(
+                    like, weight, preactivation, factor, activation, True, scale_grad, sms, token_of_row, ranges=True
+                )
+                for sms in (beside, options)
             )
             y = dy.new_empty(preactivation.shape[0], weight.shape[2])
             wgrad = functions.bind_grouped_wgrad(
@@ -350,10 +355,11 @@ class DgradActivationOfArrivingGradients(
             ) -> tuple[Tensor | None, ...]:
                 main_grad = _main_grad(accumulating)
                 memory = ranges.memory(dy.device)
-                told = ranges.word(memory)
-                arriving = dback.start(dy.contiguous(), gathered_index, rank_experts, lend=True, told=told)
+                word = ranges.word(memory)
+                arriving = dback.start(dy.contiguous(), gathered_index, rank_experts, lend=True, told=word)
                 gathered = arriving.unfinished(0)
-                parts = ranges.own_first(offsets, token_of_row, memory, lambda: arriving.wait(0))
+                parts = ranges.own_first(offsets, token_of_row, memory, word is not None, arriving, 0)
+                product = in_parts if word is None else in_one
                 grad, y, grad_factor = product(gathered, weight, parts, preactivation, factor, token_of_row)
                 grad_weight: Tensor | None = wgrad(gathered, y, offsets, main_grad, token_of_row)
                 arriving.give_back()
