@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import logging
 import sys
@@ -68,6 +69,7 @@ def run(
     """
     # deferred: the modules import the whole package
     from fusedmoe.verify import cases as all_cases
+    from fusedmoe.verify.ahead import compile_ahead
     from fusedmoe.verify.checks import Effort
     from fusedmoe.verify.machine import NoGpuError, find_gpu
     from fusedmoe.verify.report import as_data, problems, table
@@ -81,7 +83,8 @@ def run(
         cases = all_cases.cases_for(machine.arch) if cases is None else cases
         _forget_stamp(machine)
         with counted(len(cases), "cases") as advance, _quiet():
-            found = verify(machine, cases, effort=effort or Effort(), advance=advance)
+            ahead = functools.partial(compile_ahead, say=print)
+            found = verify(machine, cases, effort=effort or Effort(), advance=advance, compile_ahead=ahead)
     except NoGpuError as error:
         print(f"fusedmoe verify: error: {error}", file=sys.stderr)
         return NO_GPU

@@ -6,8 +6,11 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from fusedmoe.builtin_rules import BUILTIN
 from fusedmoe.fusion.registry import what_is_missing, why_unavailable
+from fusedmoe.kernels import compiler
 from fusedmoe.kernels.sm100 import package
 from fusedmoe.verify.cases import BETWEEN_RANKS, Case, Sizes, cases_for
 from fusedmoe.verify.checks import Effort, Outcome, run_case
@@ -84,6 +87,7 @@ def verify(
     sizes: Sizes = SIZES,
     effort: Effort = EFFORT,
     advance: Callable[[str], None] = lambda name: None,
+    compile_ahead: Callable[[Sequence[Case], Sizes, torch.device], None] | None = None,
 ) -> Verification:
     """Check the built-in rules of a machine's architecture. The rules for Blackwell need no stamp meanwhile.
 
@@ -97,6 +101,9 @@ def verify(
         The widths of the layers, and how much of a case runs.
     advance
         Called with the name of each completed case.
+    compile_ahead
+        Called once with the cases that are left, the sizes and the device, after a case that has compiled a kernel. It
+        may compile those of the others.
 
     Raises
     ------
@@ -110,9 +117,13 @@ def verify(
         timed: set[str] = set()
         for case in cases:
             wanted = effort if not _key(case) & timed else Effort(effort.repeats, timed=False)
+            compiled = compiler.stats().compiled
             outcomes.append(run_case(case, sizes, machine, wanted))
             timed |= _key(case)
             advance(case.name)
+            if compile_ahead is not None and compiler.stats().compiled > compiled:
+                compile_ahead(cases[len(outcomes) :], sizes, machine.device)
+                compile_ahead = None
     results = tuple(_result(rule, outcomes) for rule in rules)
     passed = all(result.passed for result in results) and all(outcome.passed for outcome in outcomes)
     return Verification(results, tuple(outcomes), passed)
