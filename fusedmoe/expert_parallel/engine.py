@@ -5,7 +5,7 @@ Axes: P ranks, N rows per rank (the same number on every rank), T rows of this r
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -96,6 +96,7 @@ class Pending:
     ) -> None:
         self._results, self._waits, self._given = results, [*waits], given
         self.begun, self.give_back = begun, give_back
+        self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
     def unfinished(self, number: int) -> Any:
         """Return a result of which the rows of other ranks may still be written."""
@@ -113,8 +114,11 @@ class Pending:
 
     def __del__(self) -> None:
         # after an error before the wait, memory that is still read or written must not be used again
-        for wait in self._waits:
-            wait()
+        left = [wait for wait in self._waits if wait is not nothing]
+        if left:
+            with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+                for wait in left:
+                    wait()
 
 
 def nothing() -> None:

@@ -8,7 +8,7 @@ only these by a kernel on a few SMs. No host takes part. A CUDA graph can captur
 A second barrier ends each exchange: when a rank passes it, all ranks have read, and the next exchange may write. A
 consumer of the rows does not wait for it. A product may begin before the rows of other ranks are complete: after the
 copies, the engine's stream writes a word in memory, for which the product waits. It is launched after the first
-barrier: from then on, the exchange needs no SM and no other rank, so that the product cannot wait for itself.
+barrier: from then on, the rows need no SM and no other rank to arrive, so that the product cannot wait for itself.
 
 CUDA graphs have a buffer of their own, since a replay and the exchanges of the engine's stream do not wait for each
 other, and a graph ends after the second barrier.
@@ -27,7 +27,7 @@ from torch import distributed as dist
 
 from fusedmoe.errors import InputError
 from fusedmoe.expert_parallel.engine import Engine, Pending, expected_share, nothing
-from fusedmoe.expert_parallel.torch_symmetric import SymmetricBuffer, why_not, write_word
+from fusedmoe.expert_parallel.torch_symmetric import SymmetricBuffer, gpu_id, why_not, write_word
 from fusedmoe.kernels.sm90 import functions
 from fusedmoe.kernels.toolkit import missing_packages
 from fusedmoe.target import arch_of
@@ -74,13 +74,16 @@ class Symmetric(Engine):
         self._rooms: tuple[SymmetricBuffer | None, set[int]] = None, set()  # of `room`: a buffer, and addresses in it
         self._count = 0  # of exchanges
         self._stream: torch.cuda.Stream | None = None
+        self._apart = False  # whether each rank has a GPU of its own, as far as the ranks have told
 
     def sms(self, chosen: int) -> int:
         return super().sms(chosen) + (SMS if expected_share(self.ranks, chosen) <= FEW else 0)
 
     def tells(self, chosen: int) -> bool:
-        # The kernel that reads few rows may wait for an SM. A CUDA graph may begin with either of two branches.
-        return expected_share(self.ranks, chosen) > FEW and not torch.cuda.is_current_stream_capturing()
+        # The kernel that reads few rows may wait for an SM, and so may a copy inside a GPU. A CUDA graph may begin with
+        # either of two branches.
+        few = expected_share(self.ranks, chosen) <= FEW
+        return self._apart and not few and not torch.cuda.is_current_stream_capturing()
 
     def start_gather(
         self,
@@ -213,13 +216,15 @@ class Symmetric(Engine):
 
     def _grow(self, nbytes: int, device: torch.device) -> None:
         """Replace the buffers: a collective. Every rank comes here in the same exchange."""
-        of_ranks = [0] * self.ranks
-        dist.all_gather_object(of_ranks, nbytes, self.group)
-        if len({*of_ranks}) > 1:
+        of_ranks: list[tuple[int, str]] = [(0, "")] * self.ranks
+        dist.all_gather_object(of_ranks, (nbytes, gpu_id(device)), self.group)
+        sizes, gpus = zip(*of_ranks, strict=True)
+        if len({*sizes}) > 1:
             raise InputError(
                 "ExpertParallel: engine 'symmetric': expected the same max_tokens, experts per token, features and "
-                f"dtypes on every rank, got exchanges of {of_ranks} bytes"
+                f"dtypes on every rank, got exchanges of {[*sizes]} bytes"
             )
+        self._apart = len({*gpus}) == self.ranks
         torch.cuda.synchronize(device)  # after the second barrier of the last exchange, no rank reads the old buffers
         # in powers of two, since the number of tokens may grow in small steps
         self._buffers = [SymmetricBuffer(1 << (nbytes - 1).bit_length(), self.group, device) for _ in range(2)]

@@ -33,6 +33,11 @@ def why_not(group: ProcessGroup) -> str | None:
     return None
 
 
+def gpu_id(device: torch.device) -> str:
+    """Return what distinguishes a GPU from all others."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
 def write_word(word: Tensor, value: int) -> None:
     """Write a value to a tensor (1,) int32, after the work of the current stream so far. No SM is needed."""
     torch.ops.symm_mem.stream_write_value32_(word.view(torch.uint32), 0, value)
@@ -65,7 +70,8 @@ class SymmetricBuffer:
             if len(self._views) >= 1024:
                 self._views.clear()
             start = offset // dtype.itemsize
-            view = self._views[key] = self._handle.get_buffer(rank, (*shape,), dtype, start)
+            with torch.inference_mode(False):  # a later call may train
+                view = self._views[key] = self._handle.get_buffer(rank, (*shape,), dtype, start)
         return view
 
     def barrier(self, timeout_s: float) -> None:

@@ -12,14 +12,17 @@ Schedule = Literal["static", "dynamic"]
 class KernelOptions:
     """Options of the launches.
 
-    Neither option changes results, except the last bits of a row scale's gradient: its order of summation depends on
-    the tiles.
+    No option changes results, except that ``sm_margin`` may change the last bits of a row scale's gradient, whose order
+    of summation depends on the tiles.
     """
 
     sm_margin: int = 0  # SMs left free for other kernels, such as communication
     # tile scheduler. ``"dynamic"``: each cluster draws its next tile from an atomic counter, so concurrent tiles stay
     # neighbours, and a slow SM computes fewer. ``"static"``: each cluster computes its tiles from its index
     schedule: Schedule = "dynamic"
+    # SMs left free for an exchange that runs beside the launch. Unlike ``sm_margin``, it does not change the tiles, so
+    # that the results have the bits of a launch without an exchange
+    exchange_sms: int = 0
 
     def changed(self) -> list[str]:
         """Return the options that differ from their defaults: ``["sm_margin 8", "schedule static"]``."""

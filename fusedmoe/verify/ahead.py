@@ -26,8 +26,8 @@ from fusedmoe.version import __version__
 
 __all__ = ["compile_ahead", "one_per_layout"]
 
-MOST_PROCESSES = 16
-"""Each takes about half a gigabyte of the GPU's memory."""
+MOST_PROCESSES = 8
+"""Each imports torch, and takes about half a gigabyte of the GPU's memory."""
 
 
 def compile_ahead(

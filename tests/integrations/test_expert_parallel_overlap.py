@@ -123,6 +123,28 @@ def compare(rank, tokens, most, training, frozen, main_grad, divided=None):
     return used & OVERLAPS.keys(), called.count("row_ranges")
 
 
+def fewer_rows_than_experts(rank):
+    """A rank's plan for its one token, made when the other had many tokens, is also that for one token of each."""
+    stand_ins()
+    ep = fm.ExpertParallel(engine="allgather")
+    made = fm.MoE(HIDDEN, INTERMEDIATE, 128, CHOSEN, dtype=BF16, expert_parallel=ep)
+    others = {other for replaced in OVERLAPS.values() for other in replaced}
+    generator, different = torch.Generator().manual_seed(rank), []
+    for count in ((1, 300)[rank], 1):
+        x = torch.randn(count, HIDDEN, generator=generator).to(BF16)
+        with torch.no_grad(), fm.disabled(*others):
+            got, used = made(x), {step.rule for step in made.explain(x).steps}
+        with torch.no_grad(), fm.disabled(*OVERLAPS):
+            different.append(not torch.equal(got, made(x)))
+    return different, used & OVERLAPS.keys()
+
+
+def test_fewer_rows_than_experts(ranks):
+    for different, used in ranks.run(fewer_rows_than_experts):
+        assert different == [False, False]
+        assert used
+
+
 @pytest.mark.parametrize("most", [MOST, None], ids=["max_tokens", "agreed"])
 @pytest.mark.parametrize("tokens", TOKENS.values(), ids=TOKENS)
 def test_results_have_the_bits_of_separate_steps(ranks, tokens, most):

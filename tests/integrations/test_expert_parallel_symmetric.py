@@ -20,7 +20,7 @@ from test_expert_parallel_overlap import EXPERTS, HIDDEN, INTERMEDIATE, MOST, OV
 from two_ranks import Ranks
 
 from fusedmoe.errors import InputError
-from fusedmoe.expert_parallel import symmetric
+from fusedmoe.expert_parallel import symmetric, torch_symmetric
 
 OTHERS = {other for others in OVERLAPS.values() for other in others}
 
@@ -74,8 +74,11 @@ class Torch:
 
 
 @contextlib.contextmanager
-def on_cpus(folder, few=symmetric.FEW):
-    """Let ``"symmetric"`` run on CPUs; the buffer that an exchange gets holds NaN. ``few``: the constant `FEW`."""
+def on_cpus(folder, few=symmetric.FEW, gpu=None):
+    """Let ``"symmetric"`` run on CPUs; the buffer that an exchange gets holds NaN.
+
+    ``few``: the constant `FEW`. ``gpu``: one that all ranks share; by default each has its own.
+    """
     FileBuffer.folder = folder
     next_buffer = symmetric.Symmetric._next_buffer
 
@@ -89,6 +92,7 @@ def on_cpus(folder, few=symmetric.FEW):
         mock.patch.object(symmetric, "why_not", return_value=None),
         mock.patch.object(symmetric, "SymmetricBuffer", FileBuffer),
         mock.patch.object(symmetric, "write_word", torch.Tensor.fill_),
+        mock.patch.object(symmetric, "gpu_id", return_value=gpu or f"of rank {dist.get_rank()}"),
         mock.patch.object(symmetric, "FEW", few),
         mock.patch.object(symmetric.Symmetric, "_next_buffer", poisoned),
     ):
@@ -221,6 +225,8 @@ def order_of_a_gather(rank, folder):
         mock.patch.object(symmetric, "_read", lambda sources, parts, wanted: log.append(f"read {parts.dtype}")),
     ):
         engine = fm.ExpertParallel(engine="symmetric", max_tokens=4).engine
+        engine.gather([torch.zeros(4, 99)], 4)  # a buffer that is large enough
+        log.clear()
         ids, tokens, word = torch.zeros(4, 2, dtype=torch.int32), torch.zeros(4, 8), torch.full((1,), 7)
         pending = engine.start_gather([ids, tokens], 4, told=word)
         started = [*log]
@@ -241,6 +247,29 @@ def test_a_kernel_that_waits_for_rows_waits_for_copies_alone(ranks, folder):
         assert got == started
         assert begun == ["wait for 0"]
         assert word == 1
+
+
+def who_tells(rank, folder, gpu):
+    with on_cpus(folder, gpu=gpu):
+        engine = fm.ExpertParallel(engine="symmetric", max_tokens=4).engine
+        told = [engine.tells(8)]
+        engine.gather([torch.zeros(4, 8)], 4)
+        return [*told, engine.tells(8), engine.tells(2)]
+
+
+@pytest.mark.parametrize(("gpu", "tells"), [(None, True), ("the only one", False)])
+def test_only_ranks_with_a_gpu_of_their_own_tell(ranks, folder, gpu, tells):
+    """Else a copy inside a GPU, or a kernel that reads few rows, may wait for the SMs of a product that waits for it."""
+    assert ranks.run(who_tells, folder, gpu) == [[False, tells, False]] * 2
+
+
+def test_views_of_a_buffer_that_inference_made_can_be_written():
+    buffer = object.__new__(torch_symmetric.SymmetricBuffer)
+    buffer._views, buffer._handle = {}, SimpleNamespace(get_buffer=lambda rank, shape, dtype, start: torch.zeros(shape))
+    with torch.inference_mode():
+        buffer.of_rank(0, 0, (4,), torch.float32)
+    buffer.of_rank(0, 0, (4,), torch.float32).copy_(torch.ones(4))
+    assert buffer.of_rank(0, 0, (4,), torch.float32).sum() == 4
 
 
 def sizes_that_differ(rank, folder):

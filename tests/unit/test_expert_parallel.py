@@ -1,5 +1,6 @@
 """Errors of expert parallelism: the settings, weights that do not fit, and calls that cannot exchange tokens."""
 
+import contextlib
 import sys
 import types
 
@@ -86,3 +87,22 @@ def test_results_that_nobody_waited_for_are_waited_for_in_the_end():
     assert waited == [0]
     del pending
     assert waited == [0, 1]
+
+
+def test_results_are_waited_for_in_the_end_on_the_stream_of_their_memory(monkeypatch):
+    streams = ["the stream of the layer"]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: streams[-1])
+
+    @contextlib.contextmanager
+    def on(stream):
+        streams.append(stream)
+        yield
+        streams.pop()
+
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    waited = []
+    pending = Pending([torch.zeros(1)], [lambda: waited.append(streams[-1])], [])
+    streams.append("another one")
+    del pending
+    assert waited == ["the stream of the layer"]

@@ -354,3 +354,21 @@ def test_the_products_of_a_router_take_the_counter_of_the_stream(monkeypatch, sc
     assert logits[TENSORS].shape == (32, 8)
     assert logits[COUNTER].data_ptr() == counter.data_ptr()
     assert bool(launch._tile_counters) == (schedule == "dynamic")
+
+
+def test_an_exchange_takes_sms_and_leaves_the_tiles(launched):
+    """Of this derivative the tiles depend on the SMs, and with them the order in which its row scale is summed."""
+    rows, experts, features, hidden = 2048, 16, 2880, 2048
+    meta = {"device": "meta", "dtype": BF16}
+    weight, p = torch.empty(experts, hidden, features, **meta), torch.empty(rows, 2 * features, **meta)
+    like = torch.empty(rows, hidden, **meta), weight, p, torch.empty(rows, device="meta")
+    tiles, ctas = [], []
+    for options in (KernelOptions(), KernelOptions(exchange_sms=2), KernelOptions(2)):
+        found = functions._ragged_m(
+            "derivative", like[0], weight.mT, Activation("swiglu"), options, None, scale=torch.float32, keep=True
+        )
+        found.kernel()
+        tiles.append(launched[-1][0]["config"].tile_n)
+        ctas.append(found.numbers[-1])
+    assert ctas == [132, 130, 130]
+    assert tiles[0] == tiles[1] != tiles[2]

@@ -33,7 +33,7 @@ TILE = 128  # rows
 
 def beside_exchange(options: KernelOptions, expert_parallel: ExpertParallel, chosen: int) -> KernelOptions:
     """Return the options of a product beside an exchange of tokens with K chosen experts."""
-    return replace(options, sm_margin=max(options.sm_margin, expert_parallel.engine.sms(chosen)))
+    return replace(options, exchange_sms=expert_parallel.engine.sms(chosen))
 
 
 def experts_beside(
@@ -41,7 +41,7 @@ def experts_beside(
 ) -> int:
     """Return the number of experts whose products of this rank's rows take as long as an exchange.
 
-    A product that is launched for some rows and then for the others reads the weights of its experts twice. So it does
+    A product that computes some rows and then the others reads the weights of its experts twice. So it does
     this for no more experts than an exchange takes.
 
     Parameters

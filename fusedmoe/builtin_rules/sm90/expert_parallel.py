@@ -140,7 +140,9 @@ class GemmActivationOfArrivingTokens(
                 2 * weight[0].numel(),
                 TFLOPS,
             )
-            ranges = Ranges(gather.expert_parallel, rows[:experts], rows, total, beside, index.shape[1])
+            # memory for E offsets, which may be more than there are rows
+            offsets = rows.new_empty(experts)
+            ranges = Ranges(gather.expert_parallel, offsets, rows, total, beside, index.shape[1])
             product = functions.bind_grouped_gemm_activation(
                 tokens,
                 weight,
@@ -305,7 +307,7 @@ class DgradActivationOfArrivingGradients(
     def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
         activation, options = activation_of(self.dact.op), ctx.options
         # a product of own rows is launched at once, before the barrier, which comes after a copy
-        beside = replace(options, sm_margin=max(options.sm_margin, SMS_FOR_BARRIER))
+        beside = replace(options, exchange_sms=SMS_FOR_BARRIER)
         accumulating = self.wgrad if isinstance(self.wgrad, WgradIntoMainGrad) else None
         dtype, scale_grad = torch.float32 if accumulating else ctx.dtype("dgrad.weight"), self.scale_grad is not None
         dback, expert_parallel = self.dback, self.dback.op.expert_parallel

@@ -39,6 +39,7 @@ from fusedmoe.kernels.sm90.launch import (
     schedule_of,
     scheduling,
     sms_for,
+    sms_for_tiles,
     tile_counter,
 )
 from fusedmoe.kernels.sm90.quantize_format_functions import (
@@ -563,8 +564,10 @@ def _ragged_m_launch(key: _RaggedMKey) -> _RaggedMLaunch:
         family = "heavy_derivative"
     if family == "activation" and activation is not None and activation.gated and not activation.interleaved:
         family = "transposed_activation" if key.b_major == "n" else family
-    sms = sms_for(key.device, key.options)
-    problem = Problem(family, key.rows, key.experts, key.columns, key.depth, sms, key.dtype.itemsize, key.gathered)
+    sms, of_tiles = sms_for(key.device, key.options), sms_for_tiles(key.device, key.options)
+    problem = Problem(
+        family, key.rows, key.experts, key.columns, key.depth, of_tiles, key.dtype.itemsize, key.gathered
+    )  # fmt: skip
     config = key.choose(problem)
     scaled, derivative = key.scale is not None, key.family == "derivative"
     kernel = _ragged_m_kernel(
@@ -609,8 +612,8 @@ class _RaggedKLaunch(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def _ragged_k_launch(key: _RaggedKKey) -> _RaggedKLaunch:
     """Make the launch of a ragged K product."""
-    sms = sms_for(key.device, key.options)
-    problem = Problem(WGRADS[key.gathered], key.rows, key.experts, key.k, key.n, sms, key.dtype.itemsize)
+    sms, of_tiles = sms_for(key.device, key.options), sms_for_tiles(key.device, key.options)
+    problem = Problem(WGRADS[key.gathered], key.rows, key.experts, key.k, key.n, of_tiles, key.dtype.itemsize)
     config = key.choose(problem)
     kernel = _ragged_k_kernel(
         dtype=NAMES[key.dtype], config=config, out=NAMES[key.out], accumulate=key.accumulate, gathered=key.gathered,

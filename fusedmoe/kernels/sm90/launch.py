@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -48,7 +49,12 @@ def sm_count(device: torch.device) -> int:
 
 def sms_for(device: torch.device, options: KernelOptions) -> int:
     """Return the number of SMs that kernels may use."""
-    return max(sm_count(device) - options.sm_margin, 2)
+    return max(sm_count(device) - max(options.sm_margin, options.exchange_sms), 2)
+
+
+def sms_for_tiles(device: torch.device, options: KernelOptions) -> int:
+    """Return the number of SMs for which tiles are chosen."""
+    return sms_for(device, replace(options, exchange_sms=0))
 
 
 def ctas_for(sms: int, config: TileConfig) -> int:
