@@ -259,7 +259,7 @@ def who_tells(rank, folder, gpu):
 
 @pytest.mark.parametrize(("gpu", "tells"), [(None, True), ("the only one", False)])
 def test_only_ranks_with_a_gpu_of_their_own_tell(ranks, folder, gpu, tells):
-    """Else a copy inside a GPU, or a kernel that reads few rows, waits for the SMs of a product that waits for it."""
+    """Else a copy inside a GPU, or a kernel that reads few rows, may wait for the SMs of a product that waits."""
     assert ranks.run(who_tells, folder, gpu) == [[False, tells, False]] * 2
 
 
