@@ -1,7 +1,8 @@
 """The engine "symmetric", and the rules that compute while tokens travel, on GPUs: bit for bit those of "allgather".
 
 Two ranks with a GPU each, or both on the only one: their kernels then take turns, which is slow but shows the same
-races, except those of products that wait for rows: ranks that share a GPU have none. EXPERT_PARALLEL_STEPS sets the number of steps with random delays.
+races, except those of products that wait for rows: ranks that share a GPU have none. EXPERT_PARALLEL_STEPS sets the
+number of steps with random delays.
 """
 
 import os
