@@ -52,7 +52,7 @@ def run(
 def run_untraced(function: Callable[..., _T], *args: Any) -> _T:
     """Call a function whose layer exchanges tokens with other ranks: not in a graph of `torch.compile`."""
     if torch.compiler.is_dynamo_compiling():
-        from fusedmoe import torch_compile
+        from fusedmoe import torch_compile  # imported here since it imports Dynamo, which is loaded by now
 
         function = partial(torch_compile.run_untraced, function)
     return function(*args)
