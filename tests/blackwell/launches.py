@@ -86,7 +86,7 @@ class Launch:
         return int.from_bytes(self.one(name)[:8], "little")
 
     def array(self, name, length, dtype):
-        """Return `length` elements behind the pointer of a tensor argument."""
+        """Return `length` elements from the pointer of a tensor argument on."""
         return memory(self.address(name), length * dtype.itemsize).view(dtype)
 
     def tensor(self, name, dtype):
