@@ -265,7 +265,7 @@ class Symmetric(Engine):
                 raise
             raise RuntimeError(
                 f"ExpertParallel: rank {self.rank} of {self.ranks}, at exchange {self._count}: the GPU failed, as if "
-                f"another rank does not come within {self.timeout_s:g} s; the first lines on stderr name that rank"
+                f"another rank does not come within {self.timeout_s:g} s; the first lines on stderr then name that rank"
             ) from error
 
 

@@ -1,10 +1,13 @@
 """Products in several launches, each for some row tiles, have the bits of one launch. Ranges against a plain search."""
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
-from hopper import DEVICE, needs_hopper
+from hopper import DEVICE, needs_gpu, needs_hopper
 from poison import nan_in_new_tensors
 
 from fusedmoe.kernels.activation import Activation
@@ -179,6 +182,36 @@ def test_products_by_ranges(gather, waits):
             assert a[: offsets[-1]].float().norm() > 0
             assert not a.isnan().any()
             assert torch.equal(a, b)
+
+
+NEVER = """
+import sys, time
+import pytest, torch
+from fusedmoe.kernels.sm90 import tiles
+tiles.MOST_READS = 100_000
+sys.path += sys.argv[1:]
+from test_sm90_row_ranges import DEFAULT, case, functions
+x, gate_up, _, scale, _, ranges, _ = case(gather=False)
+product = functions.bind_grouped_gemm(x, gate_up, None, scale, DEFAULT, ranges=True)
+torch.cuda.synchronize()
+start = time.monotonic()
+with pytest.raises(RuntimeError, match="CUDA error"):
+    product(x, gate_up, None, [ranges], scale)
+    torch.cuda.synchronize()
+assert time.monotonic() - start < 30
+print("an error")
+"""
+
+
+@needs_gpu
+def test_rows_that_never_arrive_are_an_error(tmp_path):
+    """In a process of its own, which loses its CUDA context, and with a cache of its own, for a kernel that waits less
+    long.
+    """
+    environment = {**os.environ, "FUSEDMOE_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", NEVER, *sys.path]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    assert ran.stdout == "an error\n", ran.stderr
 
 
 def test_a_sum_of_some_slots_into_memory_that_is_given():

@@ -1,10 +1,14 @@
 """Processes of one gloo group, started once: `Ranks.run` calls a function in all and returns what they return."""
 
+import faulthandler
 import os
+import signal
+import time
 import traceback
 import warnings
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import torch
 import torch.multiprocessing
@@ -26,32 +30,39 @@ def batches(rank, count, dtype=torch.float64):
 
 
 class Ranks:
-    """``size`` processes. After an error, new ones: others may wait for the rank that raised it."""
+    """``size`` processes, which answer within ``patience_s`` seconds. After an error, new ones: others may wait for the
+    rank that raised it.
+    """
 
-    def __init__(self, folder, size=SIZE):
-        self._folder, self._size, self._starts = folder, size, 0
+    def __init__(self, folder, size=SIZE, patience_s=PATIENCE_S):
+        self._folder, self._size, self._starts, self._patience_s = folder, size, 0, patience_s
         self._start()
 
     def _start(self):
         context = torch.multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["fusedmoe"])  # each process is a copy of one that has imported it
-        store = str(self._folder / f"store{self._starts}")
         self._starts += 1
+        store = self._store()
         self._ends = []
         self._processes = []
         for rank in range(self._size):
             mine, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self._size, store, theirs), daemon=True)
+            calls = f"{store}-calls-of-rank{rank}"
+            process = context.Process(target=_serve, args=(rank, self._size, store, theirs, calls), daemon=True)
             process.start()
             theirs.close()
             self._ends.append(mine)
             self._processes.append(process)
 
+    def _store(self):
+        return str(self._folder / f"store{self._starts}")
+
     def run(self, function, *args, **options):
         """``[function(0, *args), function(1, *args), ...]``, of a function that a module of this folder defines."""
         for end in self._ends:
             end.send((function, args, options))
-        answers = [self._answer(rank, end) for rank, end in enumerate(self._ends)]
+        until = time.monotonic() + self._patience_s
+        answers = [self._answer(rank, end, until) for rank, end in enumerate(self._ends)]
         failed = [text for text, _ in answers if text]
         if failed:
             self.stop(patience_s=0)
@@ -59,14 +70,19 @@ class Ranks:
         assert not failed, "\n".join(failed)
         return [result for _, result in answers]
 
-    @staticmethod
-    def _answer(rank, end):
-        if not end.poll(PATIENCE_S):
-            return f"rank {rank} does not answer", None
+    def _answer(self, rank, end, until):
+        if not end.poll(max(until - time.monotonic(), 1)):
+            return f"rank {rank} does not answer:\n{self._calls(rank)}", None
         try:
             return end.recv()
         except EOFError:
             return f"rank {rank} is gone", None
+
+    def _calls(self, rank):
+        """What a rank that does not answer is doing: the calls of its threads."""
+        os.kill(self._processes[rank].pid, signal.SIGUSR1)
+        time.sleep(1)
+        return Path(f"{self._store()}-calls-of-rank{rank}").read_text()
 
     def stop(self, patience_s=10):
         for end in self._ends:
@@ -78,7 +94,9 @@ class Ranks:
                 process.join()
 
 
-def _serve(rank: int, size: int, store: str, requests: Connection) -> None:
+def _serve(rank: int, size: int, store: str, requests: Connection, calls: str) -> None:
+    stacks = Path(calls).open("w")  # noqa: SIM115  (as long as the process)
+    faulthandler.register(signal.SIGUSR1, stacks)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=GIVE_UP)
