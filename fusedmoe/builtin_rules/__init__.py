@@ -55,6 +55,7 @@ from fusedmoe.builtin_rules.sm100.quantize import (
     GatheredPackedQuantizeGradient,
     PackedQuantize,
     PackedQuantizeGradient,
+    PackedQuantizeWeight,
 )
 from fusedmoe.builtin_rules.sm100.rows import ROWS
 from fusedmoe.fusion.rule import FusionRule
@@ -111,6 +112,7 @@ BUILTIN: tuple[type[FusionRule], ...] = (
     PackedQuantizeGradient,
     GatheredPackedQuantize,
     GatheredPackedQuantizeGradient,
+    PackedQuantizeWeight,
     PackedGemm,
     PackedGemmActivationQuantize,
     PackedDgrad,

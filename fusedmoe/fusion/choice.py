@@ -231,7 +231,7 @@ def cheapest(
 def cheapest_glue(search: DirectionSearch, read: Collection[str]) -> tuple[Chosen, ...]:
     """Return the cheapest candidate for each piece of glue, with the values of ``read`` that it writes on demand."""
     every = [Chosen(c, tuple(v for v in c.step.keeps if v in read)) for c in search.candidates]
-    wanted = [{*place.packs}.intersection(read) for place in search.places]  # which not every candidate can write
+    wanted = [{*place.makes}.intersection(read) for place in search.places]  # which not every candidate can write
     ways = [
         [way for way in every if way.candidate.start == position and forms <= {*way.gives}]
         for position, forms in enumerate(wanted)

@@ -1,4 +1,4 @@
-"""The quantize kernel for Blackwell, which runs on Hopper too: it has the bits of `fusedmoe.quantize`, packed and
+"""The quantize kernels for Blackwell, which run on Hopper too: they have the bits of `fusedmoe.quantize`, packed and
 swizzled, for any splits and values.
 """
 
@@ -12,7 +12,13 @@ from test_sm90_quantize_formats import ordinary
 from fusedmoe.formats import mxfp8, quantize
 from fusedmoe.formats.groups import PaddedRows
 from fusedmoe.formats.swizzle import swizzle, swizzle_column_groups
-from fusedmoe.kernels.sm100.quantize_functions import PACKING, SCALES, TILE, bind_quantize_packed
+from fusedmoe.kernels.sm100.quantize_functions import (
+    PACKING,
+    SCALES,
+    TILE,
+    bind_quantize_packed,
+    bind_quantize_packed_weight,
+)
 
 pytestmark = needs_hopper
 
@@ -140,7 +146,52 @@ def test_every_exponent_of_the_largest_magnitude(device):
     check_packed(x, offsets_of([256], device))
 
 
+def check_weight(weight, form="both", halves=False):
+    """Compare with plain PyTorch."""
+    rows, columns = FORMS[form]
+    with nan_in_new_tensors():
+        found = bind_quantize_packed_weight(weight, rows=rows, columns=columns, halves=halves)(weight)
+    packed = weight.unflatten(1, (2, -1, 32)).transpose(1, 2).flatten(1, 3) if halves else weight
+    axes = [axis for axis, wanted in ((-1, rows), (-2, columns)) if wanted]
+    for (codes, scale), axis in zip(found, axes, strict=True):
+        want = quantize(packed, mxfp8(), axis)
+        assert (codes.dtype, scale.dtype) == (torch.float8_e4m3fn, torch.float8_e8m0fnu)
+        assert torch.equal(unsigned(codes), unsigned(want.data))
+        assert torch.equal(unsigned(scale), swizzle(unsigned(want.scale)).flatten())
+    return found
+
+
+def weights_of(experts, lines, columns, device, make, dtype=BF16, pitch=0):
+    """A weight (E, N, K), whose rows are ``pitch`` elements apart more than need be."""
+    x = make(experts * lines, columns + pitch, dtype, device) if make is values else make(
+        experts * lines, columns + pitch, device
+    ).to(dtype)  # fmt: skip
+    return x.view(experts, lines, columns + pitch)[..., :columns]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("halves", [False, True], ids=["", "halves"])
+@pytest.mark.parametrize(("experts", "lines", "columns"), [(1, 128, 128), (3, 256, 384), (2, 640, 128)])
+def test_weights(device, experts, lines, columns, form, halves):
+    for make, pitch in ((values, 8), (ordinary, 0)):
+        weight = weights_of(experts, lines, columns, device, make, pitch=pitch)
+        for codes, scale in check_weight(weight, form, halves):
+            assert unsigned(codes).any()
+            assert unsigned(scale).any()
+
+
+@pytest.mark.parametrize("halves", [False, True], ids=["", "halves"])
+def test_weights_in_fp16(device, halves):
+    check_weight(weights_of(2, 256, 128, device, values, FP16), halves=halves)
+
+
 # -------------------------------------------------------------------------------------------------------- on a GPU
+
+
+@needs_gpu
+@pytest.mark.parametrize("halves", [False, True], ids=["", "halves"])
+def test_weights_of_full_size(device, halves):
+    check_weight(torch.randn(64, 1536, 2048, device=device).to(BF16), halves=halves)
 
 
 @needs_gpu

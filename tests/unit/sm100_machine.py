@@ -1,4 +1,4 @@
-"""For tests on a CPU: a machine with an sm_100 GPU, its kernel that quantizes, and layers of a size that fits."""
+"""For tests on a CPU: a machine with an sm_100 GPU, its kernels that quantize, and layers of a size that fits."""
 
 import pytest
 import sm90_stand_ins
@@ -17,13 +17,13 @@ SPLITS = (300, 0, 257, 1)  # uneven, without rows, one more than a block, with o
 ROWS = 600  # 42 of them belong to no expert
 
 PREFIX = "sm100."
-QUANTIZE, QUANTIZE_GRAD = "sm100.quantize", "sm100.quantize_grad"
+QUANTIZE, QUANTIZE_GRAD, QUANTIZE_WEIGHT = "sm100.quantize", "sm100.quantize_grad", "sm100.quantize_weight"
 GEMM, GEMM_ACTIVATION = "sm100.grouped_gemm", "sm100.grouped_gemm_activation_quantize"
 DGRAD, DGRAD_ACTIVATION = "sm100.grouped_dgrad", "sm100.grouped_dgrad_activation_quantize"
 WGRAD = "sm100.grouped_wgrad"
 GATHERED_QUANTIZE, GATHERED_QUANTIZE_GRAD = "sm100.gathered_quantize", "sm100.gathered_quantize_grad"
 
-BIND_KERNEL = quantize_functions.bind_quantize_packed  # which needs a GPU, or the emulator
+KERNELS = quantize_functions.bind_quantize_packed, quantize_functions.bind_quantize_packed_weight  # need a GPU
 
 
 @pytest.fixture
@@ -36,6 +36,7 @@ def blackwell_machine(monkeypatch):
     for name, function in sm90_stand_ins.BIND.items():  # of the kernels that sort, move and sum rows
         monkeypatch.setattr(functions, name, function)
     monkeypatch.setattr(quantize_functions, "bind_quantize_packed", bind_quantize_packed)
+    monkeypatch.setattr(quantize_functions, "bind_quantize_packed_weight", bind_quantize_packed_weight)
 
 
 def bind_quantize_packed(x, offsets, index=None, *, rows=True, columns=False, halves=False):
@@ -51,6 +52,16 @@ def bind_quantize_packed(x, offsets, index=None, *, rows=True, columns=False, ha
             form.data.view(torch.uint8)[end:] = 0x7F
             form.scale.view(torch.uint8)[end // 128 * across * 512 :] = 0xFF
         return tuple(form.tensors() for form in forms)
+
+    return run
+
+
+def bind_quantize_packed_weight(weight, *, rows=True, columns=False, halves=False):
+    """Stand for the kernel of weights."""
+    axes = [axis for axis, wanted in ((-1, rows), (-2, columns)) if wanted]
+
+    def run(weight):
+        return tuple(quantize_packed(weight, Quantizer(mxfp8()), Packed(axis, halves)).tensors() for axis in axes)
 
     return run
 

@@ -53,6 +53,14 @@ def bind_quantize_packed(x, offsets, index=None, *, rows=True, columns=False, ha
     return run
 
 
+def bind_quantize_packed_weight(weight, *, rows=True, columns=False, halves=False):
+    wanted = [axis for axis, given in ((-1, rows), (-2, columns)) if given]
+    return lambda weight: tuple(
+        quantize_packed(weight, Quantizer(mxfp8()), Packed(axis, halves)).tensors() for axis in wanted
+    )
+
+
+QUANTIZE = {f.__name__: f for f in (bind_quantize_packed, bind_quantize_packed_weight)}
 GROUPED = {f.__name__: f for f in (gemm, gemm_activation_quantize, gemm_derivative_quantize, wgrad)}
 
 

@@ -187,6 +187,12 @@ def test_quantized_packed_rows(form):
     packed.test_rows_through_an_index(CPU, form, halves=True)
 
 
+@pytest.mark.parametrize(("form", "halves"), [("both", True), ("columns", False)])
+def test_quantized_packed_weights(form, halves):
+    """For Blackwell: a weight whose rows are apart, with values of all magnitudes; then ordinary ones."""
+    packed.test_weights(CPU, 2, 256, 128, form, halves)
+
+
 def test_quantized_weights():
     quantized.test_weights(CPU, (2, 272, 144), "both", transposed=True)
     quantized.test_transposed_codes(CPU, (2, 272, 144))

@@ -216,6 +216,8 @@ def test_mxfp8_on_blackwell(arch, monkeypatch):
     explanation = blackwell(arch=arch)
     (plan,) = explanation.plans
     assert {s.ops: s.rule for s in plan.fused} == {
+        ("0:weight.Quantize",): "sm100.quantize_weight",
+        ("2:weight.Quantize",): "sm100.quantize_weight",
         ("0:input.Quantize",): "sm100.quantize",
         ("0.GroupedLinear", "1.SwiGLU", "2:input.Quantize"): "sm100.grouped_gemm_activation_quantize",
         ("2.GroupedLinear",): "sm100.grouped_gemm",
@@ -241,13 +243,15 @@ def test_padding_on_blackwell():
     assert sorted(packed) == ["0.input:packed_columns", "1.input:packed", "2.input:packed_columns"]
     assert plan.kept_padding_bytes == sum(size * 1004 // 1024 for size in sizes)
     assert plan.kept_bytes - sum(sizes) == 20 * 256 * 2 + 20 * 8 + 2 * E * 4  # the input, places of rows, offsets
-    quantize, up, down = plan.fused[:3]
+    of_weights, others = plan.fused[:2], plan.fused[2:]
+    quantize, up, down = others[:3]
     by_rows = [1024 * 256 + 1024 * 8, 1024 * 128 + 1024 * 4]
     assert quantize.padding_bytes == (by_rows[0] * 1004 // 1024 + sizes[0] * 1004 // 1024)
     assert up.padding_bytes == sum(size * 1004 // 1024 for size in (*by_rows, *sizes[1:]))
     assert down.padding_bytes == by_rows[1] * 1004 // 1024
-    assert all(0 < step.padding_bytes < step.bytes_moved for step in plan.fused)
-    assert not any(step.padding_bytes for step in plan.unfused)  # of weights
+    assert all(0 < step.padding_bytes < step.bytes_moved for step in others)
+    assert not any(step.padding_bytes for step in of_weights)
+    assert not plan.unfused
     text = " ".join(str(plan).split())
     assert "rows per expert are padded to a multiple of 256: 20 rows to at most 1,024; padding is at most" in text
 
@@ -261,12 +265,12 @@ def test_no_padding_without_packed_rows(recipe, arch):
 
 
 def test_a_layer_on_blackwell():
-    """The router, whose products are those of Hopper, and the quantization of weights run in plain PyTorch."""
+    """The router, whose products are those of Hopper, runs in plain PyTorch."""
     (plan,) = blackwell(moe=True).plans
     fused = {step.rule for step in plan.fused}
     assert {"sm100.dispatch", "sm100.gathered_quantize", "sm100.combine", "sm100.ddispatch"} <= fused
     unfused = {op.rpartition(".")[2] for step in plan.unfused for op in step.ops}
-    assert unfused == {"Quantize", "Router", "RouterLogitsGrad", "RouterWeightGrad", "DRouter"}
+    assert unfused == {"Router", "RouterLogitsGrad", "RouterWeightGrad", "DRouter"}
     assert "needs an sm_90 GPU, this one is sm_100" in " ".join(str(plan).split())
     assert plan.packed_rows == (40, E * 256)
 

@@ -27,15 +27,16 @@ from sm100_chains import (
 )
 from sm100_machine import (
     BF16,
-    BIND_KERNEL,
     DGRAD,
     DGRAD_ACTIVATION,
     GATHERED_QUANTIZE,
     GATHERED_QUANTIZE_GRAD,
     GEMM,
     GEMM_ACTIVATION,
+    KERNELS,
     QUANTIZE,
     QUANTIZE_GRAD,
+    QUANTIZE_WEIGHT,
     WGRAD,
     E,
     H,
@@ -52,6 +53,7 @@ from fusedmoe.kernels.sm100 import quantize_functions
 
 pytestmark = pytest.mark.usefixtures("builtin_rules", "blackwell_machine")
 
+WEIGHTS = [QUANTIZE_WEIGHT, QUANTIZE_WEIGHT]
 FUSED = [GEMM_ACTIVATION, GEMM, GATHERED_QUANTIZE_GRAD, WGRAD, DGRAD_ACTIVATION, WGRAD, DGRAD]
 UNFUSED = [GEMM, QUANTIZE, GEMM]  # the activation is
 
@@ -101,7 +103,7 @@ def test_a_layer_of_a_model(launches):
     layer, x, dy = problem()
     plan, got = both_ways(layer, x, dy)
     assert_near(got, moe_in_plain_pytorch(layer, x, dy), SAME)
-    assert rules(plan) == [GATHERED_QUANTIZE, *FUSED]
+    assert rules(plan) == [*WEIGHTS, GATHERED_QUANTIZE, *FUSED]
     assert launched(launches) == {"glu": 1, "quant": 2, "dglu": 1, "wgrad": 2}
     with fm.recipe("mxfp8"):
         (asked,) = fm.explain(layer, tokens=150, arch=100).plans
@@ -112,7 +114,7 @@ def test_a_layer_of_a_model(launches):
 def test_tokens_are_quantized_through_the_index_of_their_rows(training):
     layer, x, dy = problem(requires_grad=training)
     plan, got = both_ways(layer, x, dy, QUANTIZE)
-    assert rules(plan) == [GATHERED_QUANTIZE, *FUSED[: None if training else 2]]
+    assert rules(plan) == [*WEIGHTS, GATHERED_QUANTIZE, *FUSED[: None if training else 2]]
     if training:
         assert_near(got, moe_in_plain_pytorch(layer, x, dy), SAME)
 
@@ -129,7 +131,7 @@ def test_tokens_are_quantized_through_the_index_of_their_rows(training):
 def test_other_layers(settings, forward, backward):
     layer, x, dy = problem(**settings)
     plan, _ = both_ways(layer, x, dy)
-    assert rules(plan) == [GATHERED_QUANTIZE, *forward, *backward]
+    assert rules(plan) == [*WEIGHTS, GATHERED_QUANTIZE, *forward, *backward]
 
 
 # ------------------------------------------------------------------------------------------------------- the emulator
@@ -137,24 +139,25 @@ def test_other_layers(settings, forward, backward):
 
 @pytest.fixture
 def emulator(monkeypatch):
-    """The kernel that quantizes runs, compiled for the GPU that is emulated, between those in PyTorch."""
+    """The kernels that quantize run, compiled for the GPU that is emulated, between those in PyTorch."""
     with emulated() as gpu:
         monkeypatch.setattr("fusedmoe.fusion.plans.arch_of", lambda device: 100)
-        monkeypatch.setattr(quantize_functions, "bind_quantize_packed", BIND_KERNEL)
+        for function in KERNELS:
+            monkeypatch.setattr(quantize_functions, function.__name__, function)
         yield gpu
 
 
 @pytest.mark.parametrize("bias", [False, "trained"], ids=["", "gate and up"])
 def test_the_kernel_quantizes_what_the_products_read(bias, emulator):
-    """Rows and gradients; with trained biases, also rows and gradients between the layers."""
+    """Weights, rows and gradients; with trained biases, also rows and gradients between the layers."""
     count, splits = 44, (20, 0, 19, 1)
     chain, x = experts(scale=True, bias=bias), tokens(count, splits)
     check(chain, x, plain_middle=bool(bias), **inputs(count, splits, scale=True))
-    assert emulator.launches == (4 if bias else 2)
+    assert emulator.launches == (4 if bias else 2) + 2, "and of two weights"
 
 
 def test_the_kernel_quantizes_through_an_index(emulator):
     layer, x, dy = problem(20)
     _, got = both_ways(layer, x, dy, QUANTIZE)
     assert_near(got, moe_in_plain_pytorch(layer, x, dy), SAME)
-    assert emulator.launches == 2
+    assert emulator.launches == 4, "two of weights"

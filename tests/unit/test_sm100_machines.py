@@ -17,6 +17,7 @@ from sm100_machine import (
     PREFIX,
     QUANTIZE,
     QUANTIZE_GRAD,
+    QUANTIZE_WEIGHT,
     WGRAD,
     E,
     H,
@@ -209,7 +210,7 @@ def test_a_plan_for_a_machine_that_is_absent(stamp, monkeypatch):
     monkeypatch.setattr("fusedmoe.fusion.plans.arch_of", lambda device: None)
     with fm.recipe("mxfp8"):
         found = experts().explain(tokens(), arch=100, **inputs())
-    assert used(found.plans[0]) == {*PRODUCTS, QUANTIZE, QUANTIZE_GRAD}
+    assert used(found.plans[0]) == {*PRODUCTS, QUANTIZE, QUANTIZE_GRAD, QUANTIZE_WEIGHT}
     assert f"not available on this machine, but assumed: not verified on this machine: {VERIFY}" in str(found)
 
 

@@ -1,4 +1,4 @@
-"""The quantize kernel for Blackwell compiles without a GPU, for Hopper too: nothing spills, and accesses are wide."""
+"""The quantize kernels for Blackwell compile without a GPU, for Hopper too: nothing spills, and accesses are wide."""
 
 import itertools
 from dataclasses import replace
@@ -13,13 +13,15 @@ pytest.importorskip("cutlass")
 
 from fusedmoe.kernels.sm90.quantize import CTAS_PER_SM, STRIP, VECTOR
 from fusedmoe.kernels.sm100 import quantize
-from fusedmoe.kernels.sm100.quantize import QuantizePacked
+from fusedmoe.kernels.sm100.quantize import QuantizePacked, QuantizePackedWeight
 
 FORMS = [(True, False), (False, True), (True, True)]
 KERNELS = [
-    *(QuantizePacked("bf16", False, False, *form) for form in FORMS),
-    *(QuantizePacked(dtype, gathered, True, True, True) for dtype, gathered in (("bf16", True), ("fp16", False))),
+    *(QuantizePacked("bf16", False, *form) for form in FORMS),
+    *(QuantizePacked(dtype, True, True, True, gathered) for dtype, gathered in (("bf16", True), ("fp16", False))),
 ]
+WEIGHTS = [QuantizePackedWeight("bf16", True, *form) for form in FORMS]
+WEIGHTS += [QuantizePackedWeight("fp16", False, True, True)]
 ARCHES = ("sm_90a", "sm_100a", "sm_103a")
 
 
@@ -43,12 +45,26 @@ def test_compiles(kernel, arch, instructions):  # noqa: F811
     assert len(starting(code, "F2FP.SATFINITE")) == forms * STRIP * VECTOR // 2
 
 
+@pytest.mark.parametrize("arch", ARCHES[:2])
+@pytest.mark.parametrize("kernel", WEIGHTS, ids=lambda k: k.symbol)
+def test_weights_compile(kernel, arch, instructions):  # noqa: F811
+    (code,) = instructions(replace(kernel, arch=arch)).values()
+    assert starting(code, "EXIT")
+    assert not starting(code, ("STL", "LDL", "CALL", "ATOM", "RED"))
+    assert starting(code, "LDG") == ["LDG.E.NA.128"] * STRIP
+    codes = STRIP * VECTOR // 16  # stores of codes by columns
+    stores = ["STG.E.64"] * (STRIP * kernel.rows) + ["STG.E.128"] * (codes * kernel.columns)
+    assert sorted(starting(code, "STG")) == sorted(stores + ["STG.E.128"] * (kernel.rows + kernel.columns))
+    assert len(starting(code, "F2FP.SATFINITE")) == (kernel.rows + kernel.columns) * STRIP * VECTOR // 2
+
+
 def test_symbols_tell_the_kernels_apart():
     every = [
-        QuantizePacked(dtype, *how)
+        made
         for dtype in ("bf16", "fp16")
-        for how in itertools.product((False, True), repeat=4)
-        if any(how[2:])
+        for how in itertools.product((False, True), repeat=3)
+        if any(how[1:])
+        for made in (*(QuantizePacked(dtype, *how, g) for g in (False, True)), QuantizePackedWeight(dtype, *how))
     ]
     assert len({kernel.symbol for kernel in every}) == len(every)
 
@@ -57,6 +73,7 @@ def test_three_ctas_fit_an_sm():
     """By shared memory, of which most is left to the L1 cache."""
     assert (quantize.PACKING, quantize.TILE, quantize.SCALES) == (PACKING, TILE, SCALES)
     assert CTAS_PER_SM * 4 <= 228 * quantize.SHARED_PERCENT // 100  # KiB, with that of the system
+    assert CTAS_PER_SM * 20 <= 228 * quantize.SHARED_PERCENT_OF_WEIGHTS // 100
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(0, 128), (64, 0)])

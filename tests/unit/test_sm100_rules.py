@@ -37,6 +37,7 @@ from sm100_machine import (
     GEMM_ACTIVATION,
     QUANTIZE,
     QUANTIZE_GRAD,
+    QUANTIZE_WEIGHT,
     ROWS,
     WGRAD,
     E,
@@ -58,10 +59,11 @@ from fusedmoe.recipes import MXFP8, Custom
 
 pytestmark = pytest.mark.usefixtures("builtin_rules", "blackwell_machine")
 
-FORWARD = [QUANTIZE, GEMM_ACTIVATION, GEMM]
+WEIGHTS = [QUANTIZE_WEIGHT, QUANTIZE_WEIGHT]
+FORWARD = [*WEIGHTS, QUANTIZE, GEMM_ACTIVATION, GEMM]
 BACKWARD = [QUANTIZE_GRAD, WGRAD, DGRAD_ACTIVATION, WGRAD, DGRAD]
 M, ROTATED = Quantizer(mxfp8()), Quantizer(mxfp8(), hadamard=True)
-UNFUSED_FORWARD = [QUANTIZE, GEMM, QUANTIZE, GEMM]  # the activation is
+UNFUSED_FORWARD = [*WEIGHTS, QUANTIZE, GEMM, QUANTIZE, GEMM]  # the activation is
 UNFUSED_BACKWARD = [QUANTIZE_GRAD, WGRAD, DGRAD, QUANTIZE_GRAD, WGRAD, DGRAD]
 
 
@@ -215,7 +217,7 @@ def test_deterministic_algorithms(launches):
 @pytest.mark.parametrize(
     ("act", "width", "forward"),
     [(fm.GeGLU(), I, UNFUSED_FORWARD), (fm.ReGLU(), I, UNFUSED_FORWARD), (fm.SwiGLU(interleaved=True), I,
-     UNFUSED_FORWARD), (fm.SwiGLU(), 192, [QUANTIZE, GEMM])],
+     UNFUSED_FORWARD), (fm.SwiGLU(), 192, [QUANTIZE_WEIGHT, QUANTIZE, GEMM])],
     ids=["geglu", "reglu", "interleaved", "half of a width"],
 )  # fmt: skip
 def test_other_activations(act, width, forward, launches):
@@ -234,7 +236,7 @@ def test_weight_gradients_in_bf16(launches):
     assert launched(launches)["wgrad"] == 0
 
 
-@pytest.mark.parametrize("off", [QUANTIZE, QUANTIZE_GRAD, GEMM, GEMM_ACTIVATION, DGRAD, DGRAD_ACTIVATION, WGRAD])
+@pytest.mark.parametrize("off", dict.fromkeys([*FORWARD, *BACKWARD]))
 def test_each_rule_may_be_switched_off(off):
     """The other rules take packed values from plain PyTorch."""
     with fm.disabled(off):
@@ -263,7 +265,7 @@ def test_weights_that_are_transposed_in_memory():
 def test_one_layer():
     layer = fm.Sequential(fm.GroupedLinear(E, H, I, bias=True, dtype=BF16))
     plan, _ = check(layer, tokens(), same=False, **inputs())
-    assert rules(plan) == [QUANTIZE, GEMM, QUANTIZE_GRAD, WGRAD, DGRAD]
+    assert rules(plan) == [QUANTIZE_WEIGHT, QUANTIZE, GEMM, QUANTIZE_GRAD, WGRAD, DGRAD]
 
 
 def test_three_layers(launches):
@@ -274,19 +276,21 @@ def test_three_layers(launches):
     )  # fmt: skip
     plan, _ = check(chain, tokens(), same=False, emulation=2 * EMULATION, **inputs(scale=True))
     assert rules(plan) == [
-        QUANTIZE, GEMM_ACTIVATION, GEMM_ACTIVATION, GEMM,
+        *WEIGHTS, QUANTIZE_WEIGHT, QUANTIZE, GEMM_ACTIVATION, GEMM_ACTIVATION, GEMM,
         QUANTIZE_GRAD, WGRAD, DGRAD_ACTIVATION, WGRAD, DGRAD_ACTIVATION, WGRAD, DGRAD,
     ]  # fmt: skip
     assert launched(launches) == {"glu": 2, "quant": 2, "dglu": 2, "wgrad": 3}
 
 
 def test_a_derivative_of_rows_that_plain_pytorch_packs(launches, monkeypatch):
-    """With many rows, where launches cost little."""
+    """With many rows, where launches cost little. A weight that plain PyTorch multiplies too is not packed by the kernel,
+    which has no other forms.
+    """
     monkeypatch.setattr("fusedmoe.fusion.candidates._US_PER_LAUNCH", 0.0)
     count, splits = 8192, (4000, 0, 4101, 1)
     with fm.disabled(GEMM_ACTIVATION):
         plan, _ = check(experts(), tokens(count, splits), same=False, **inputs(count, splits))
-    assert rules(plan) == [QUANTIZE, GEMM, *BACKWARD]
+    assert rules(plan) == [QUANTIZE_WEIGHT, QUANTIZE, GEMM, *BACKWARD]
     assert launched(launches) == {"quant": 2, "dglu": 1, "wgrad": 2}
 
 

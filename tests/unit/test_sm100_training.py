@@ -31,6 +31,7 @@ from sm100_machine import (
     GEMM_ACTIVATION,
     QUANTIZE,
     QUANTIZE_GRAD,
+    QUANTIZE_WEIGHT,
     ROWS,
     SPLITS,
     WGRAD,
@@ -60,7 +61,8 @@ def packed_weights(monkeypatch):
             made.append(form.axis)
         return quantize_packed(x, quantizer, form, offsets)
 
-    monkeypatch.setattr("fusedmoe.ops.quantize.quantize_packed", counting)
+    for module in ("fusedmoe.ops.quantize", "sm100_machine"):  # in plain PyTorch, and in place of the kernel
+        monkeypatch.setattr(f"{module}.quantize_packed", counting)
     return made
 
 
@@ -96,7 +98,8 @@ def test_micro_batches_add_to_main_grad(act, packed_weights, launches):
             assert {*want} - {*got} <= {*weights}
             assert all(torch.equal(got[name], want[name]) for name in ("y", "x", "probs"))
         assert rules(only_plan(chain, x, **named)) == [
-            QUANTIZE, GEMM_ACTIVATION, GEMM, QUANTIZE_GRAD, WGRAD, DGRAD_ACTIVATION, WGRAD, DGRAD,
+            QUANTIZE_WEIGHT, QUANTIZE_WEIGHT, QUANTIZE, GEMM_ACTIVATION, GEMM,
+            QUANTIZE_GRAD, WGRAD, DGRAD_ACTIVATION, WGRAD, DGRAD,
         ]  # fmt: skip
         assert packed_weights == [-1, -2] * 2, "of two layers, in the first call"
         assert launched(launches)["wgrad"] == 4

@@ -84,7 +84,8 @@ def blackwell(monkeypatch):
         monkeypatch.setattr(grouped, name, function)
     for name, function in sm90_stand_ins.BIND.items():  # those of the kernels that sort, move and sum rows
         monkeypatch.setattr(functions, name, function)
-    monkeypatch.setattr(quantize_functions, "bind_quantize_packed", sm100_stand_ins.bind_quantize_packed)
+    for name, function in sm100_stand_ins.QUANTIZE.items():
+        monkeypatch.setattr(quantize_functions, name, function)
     monkeypatch.setattr(toolkit, "why_unusable", lambda: None)
     monkeypatch.setattr(package, "why_missing", lambda: None)
     monkeypatch.setattr(package, "machine_architectures", lambda: (100,))
@@ -324,7 +325,8 @@ def only(monkeypatch, rules):
 
 
 COVERED = {
-    "sm100.quantize", "sm100.quantize_grad", "sm100.grouped_gemm", "sm100.grouped_gemm_activation_quantize",
+    "sm100.quantize", "sm100.quantize_grad", "sm100.quantize_weight",
+    "sm100.grouped_gemm", "sm100.grouped_gemm_activation_quantize",
     "sm100.grouped_dgrad", "sm100.grouped_dgrad_activation_quantize", "sm100.grouped_wgrad",
     "sm100.offsets_from_splits",
 }  # fmt: skip

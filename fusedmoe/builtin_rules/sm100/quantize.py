@@ -1,7 +1,8 @@
 """``sm100.quantize``: codes and scales of rows in the packed layout, by rows, by columns, or both, in one launch.
 
 ``sm100.quantize_grad``: the same for gradients. ``sm100.gathered_quantize`` and ``sm100.gathered_quantize_grad``: the
-same for rows of another value, which the kernel reads through their index.
+same for rows of another value, which the kernel reads through their index. ``sm100.quantize_weight``: the same for
+weights, cached until the weight changes.
 """
 
 from __future__ import annotations
@@ -9,16 +10,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fusedmoe.builtin_rules.sm90.backend import ThroughIndex, guard_gradient, guard_index, guard_matrix, on_readable
-from fusedmoe.builtin_rules.sm100.backend import MOST_EXPERTS, OnSm100, check_quantizer, is_halved, name_of
-from fusedmoe.formats.packed import PACKED_FEATURES
+from fusedmoe.builtin_rules.sm100.backend import MOST_EXPERTS, WIDTH, OnSm100, check_quantizer, is_halved, name_of
+from fusedmoe.formats.packed import PACKED_FEATURES, Packed, PackedTensor
 from fusedmoe.fusion.rule import Bind, FusionRule, NothingToDo, PlanContext, Step, require
 from fusedmoe.kernels.sm100 import quantize_functions
+from fusedmoe.ops.glue import QuantizeWeight
 from fusedmoe.ops.quantize import Quantize, QuantizeGrad
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
+
+    from fusedmoe.ops.amax_state import Step as DelayedStep
 
 
 class PackedQuantize(OnSm100, FusionRule, name="sm100.quantize", direction="forward"):
@@ -81,6 +85,51 @@ class GatheredPackedQuantizeGradient(
 
     gathers = "grad_output"
     gather_cost = 1.0
+
+
+class PackedQuantizeWeight(OnSm100, FusionRule, name="sm100.quantize_weight", direction="forward"):
+    """Codes and scales of a layer's weight in the packed layout, in the forms that are read, cached until the weight
+    changes.
+    """
+
+    quantize: QuantizeWeight
+
+    def supports(self, ctx: PlanContext) -> None:
+        check_quantizer(self.quantize.run.quantizer)
+
+    def offer(self, ctx: PlanContext) -> Step:
+        spec, dtype = ctx.spec("quantize.weight"), name_of(ctx.dtype("quantize.weight"))
+        require(self.quantize.packs, "one weight for all rows has no packed layout")
+        require(dtype in ("bfloat16", "float16"), "the weight is %s, not bfloat16 or float16", dtype)
+        for name, width in zip(("out_features", "in_features"), spec.shape[-2:], strict=True):
+            require(width % WIDTH == 0, "%s %d is not a multiple of %d", name, width, WIDTH)
+        return Step(needs=("quantize.weight",), gives=(), keeps=tuple(_AXES))
+
+    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
+        cached, training = self.quantize.run, ctx.training
+        halves = is_halved(ctx, "quantize.output:packed")
+        axes = tuple(Packed(_AXES[name], halves) for name in keep)
+        wanted = {"rows": Packed(-1, halves) in axes, "columns": Packed(-2, halves) in axes}
+
+        def bind(weight: Tensor) -> Callable[..., tuple[Tensor, ...]]:
+            if not weight.numel():
+                raise NothingToDo("an empty weight")
+            guard_matrix("the weight", weight)
+            kernel = quantize_functions.bind_quantize_packed_weight(weight, halves=halves, **wanted)
+
+            def forms(weight: Tensor, step: DelayedStep | None) -> list[PackedTensor]:
+                return [PackedTensor(*form) for form in kernel(weight)]
+
+            def run(weight: Tensor) -> tuple[Tensor, ...]:
+                found = cached(weight, axes=axes, training=training, by=(self.name, forms))
+                return tuple(t for form in (found if isinstance(found, tuple) else (found,)) for t in form.tensors())
+
+            return run
+
+        return bind
+
+
+_AXES = {"quantize.output:packed": -1, "quantize.output:packed_columns": -2}
 
 
 class _Kernel:

@@ -1,19 +1,22 @@
-"""The kernel that quantizes rows to MXFP8 for Blackwell's grouped products: by rows, by columns, or both, in one read.
+"""Kernels that quantize to MXFP8 for Blackwell's grouped products: by rows, by columns, or both, in one read.
 
-The rows are *packed*: each expert's rows are followed by zeros up to a multiple of 256. The scales are in the layout
-that the tensor cores read, in tiles of 128 lines x 4 blocks; see `fusedmoe.formats.swizzle`.
+The scales are in the layout that the tensor cores read, in tiles of 128 lines x 4 blocks; see
+`fusedmoe.formats.swizzle`.
 
-A CTA has 128 packed rows and 128 features. These are one tile of scales by rows, and one of scales by columns. Its
-threads load as in `sm90/quantize.py`: a thread has 8 rows and 8 features, in registers, for both forms. The blocks by
-rows have the features of 4 lanes. The blocks by columns have the rows of two warps, which exchange their largest
-magnitudes through shared memory. There the tiles of scales are put together too, and a warp writes each.
+A CTA has 128 rows and 128 features. These are one tile of scales by rows, and one of scales by columns. Its threads
+load as in `sm90/quantize.py`: a thread has 8 rows and 8 features, in registers, for both forms. The blocks by rows have
+the features of 4 lanes. The blocks by columns have the rows of two warps, which exchange their largest magnitudes
+through shared memory. There the tiles of scales are put together too, and a warp writes each.
 
-Each warp finds its rows in ``offsets``. A CTA that comes after the last expert's rows writes nothing. Padding needs no
-code of its own: the scale of a block of zeros is the byte 0, which the layout of scales has as padding too.
+`QuantizePacked`: rows that are *packed*: each expert's rows are followed by zeros up to a multiple of 256. Each warp
+finds its rows in ``offsets``. A CTA that comes after the last expert's rows writes nothing. Padding needs no code of
+its own: the scale of a block of zeros is the byte 0, which the layout of scales has as padding too.
 
-It uses no instruction that Hopper lacks, and runs there too.
+`QuantizePackedWeight`: weights. Their codes by columns are transposed through shared memory.
 
-Axes: R rows, T tokens, K features, E experts, P packed rows.
+They use no instruction that Hopper lacks, and run there too.
+
+Axes: R rows, T tokens, K features, E experts, P packed rows, N rows of a weight.
 """
 
 from __future__ import annotations
@@ -43,9 +46,13 @@ from fusedmoe.kernels.sm90.quantize import (
     UNIT,
     WARPS,
     WORDS,
+    allocate_codes,
+    fake_codes,
     largest_magnitudes,
     load_tile,
     rows_of_tile,
+    transpose,
+    write_columns,
 )
 from fusedmoe.kernels.sm90.quantize_formats import e8m0_encode
 from fusedmoe.kernels.sm90.warps import ELEMENTS, LANES, VECTOR, WarpKernel, fake_matrix, fake_vector
@@ -59,98 +66,39 @@ LANES_PER_BLOCK = SIZE // VECTOR
 WARPS_PER_BLOCK = SIZE // STRIP * GROUPS // LANES
 SCALES = TILE * BLOCKS  # bytes of a tile of scales
 SHARED_PERCENT = 10  # of an SM's memory: 3 KiB per CTA
+SHARED_PERCENT_OF_WEIGHTS = 40  # 19 KiB per CTA, most of it codes to be transposed
 
 
 @dataclass(frozen=True)
-class QuantizePacked(WarpKernel):
-    """MXFP8 codes and scales of packed rows."""
+class _Tiles(WarpKernel):
+    """What tiles of rows and tiles of weights have in common."""
 
     dtype: str  # of the values: "bf16" or "fp16"
-    gathered: bool  # whether a row is a token's: the kernel reads tokens through an index
-    halves: bool  # whether features are [gate | up], which become blocks of 32 in turn
+    halves: bool  # whether features, or the rows of a weight, are [gate | up], which become blocks of 32 in turn
     rows: bool  # whether there are codes by rows
     columns: bool  # whether there are codes by columns
-
-    @property
-    def symbol(self) -> str:
-        flags = {"rows": self.rows, "columns": self.columns, "gathered": self.gathered, "halves": self.halves}
-        return "_".join([f"{self.family}_quantize_packed", self.dtype, *(name for name, on in flags.items() if on)])
 
     @property
     def sources(self) -> tuple[str, ...]:
         of_sm90 = ("codes", "quantize", "quantize_formats")
         return *super().sources, *(f"fusedmoe.kernels.sm90.{name}" for name in of_sm90)
 
-    def compile(self) -> Any:
-        """Compile without a GPU; a function of values (R, K) or (T, K), index (R,) int32, offsets (E,) int32; codes
-        (P, K) uint8 by rows and their tiles of scales (P / 128 * ceil(K / 128), 512) uint8; and the same by columns.
-        Arguments that the kernel does not need are not read or written.
+    @property
+    def _suffix(self) -> str:
+        flags = {"rows": self.rows, "columns": self.columns, "halves": self.halves}
+        return "_".join([self.dtype, *(name for name, on in flags.items() if on)])
+
+    @cute.jit
+    def largest(self, values):
+        """The largest magnitudes of a thread's values: of pairs of rows, and of pairs of features. Infinities among the
+        values become NaN, since the conversion to FP8 would saturate them.
         """
-        columns = cute.sym_int(divisibility=VECTOR)
-        return self.compiled_for(
-            fake_matrix(self.dtype, cute.sym_int(), columns), fake_vector("int32", cute.sym_int()),
-            fake_vector("int32", cute.sym_int()), _bytes(), _bytes(), _bytes(), _bytes(),
-        )  # fmt: skip
-
-    @cute.jit
-    def __call__(self, x, index, offsets, row_codes, row_scale, column_codes, column_scale, stream):
-        across = cute.ceil_div(x.shape[1], TILE)
-        self.kernel(x, index, offsets, row_codes, row_scale, column_codes, column_scale, across).launch(
-            grid=(row_codes.shape[0] // TILE * across, 1, 1),
-            block=(THREADS, 1, 1),
-            min_blocks_per_mp=CTAS_PER_SM,
-            preferred_smem_carveout=SHARED_PERCENT,
-            stream=stream,
-        )
-
-    @cute.kernel
-    def kernel(self, x, index, offsets, row_codes, row_scale, column_codes, column_scale, across):
-        lane = cute.arch.lane_idx()
-        number, _, _ = cute.arch.block_idx()
-        tile = number // across  # adjacent CTAs read adjacent features
-        at = number - tile * across
-        smem = SmemAllocator()
-        lines = cute.make_layout(((LANES, TILE // LANES), BLOCKS), stride=((UNIT, BLOCKS), 1))
-        s_rows, s_columns = (smem.allocate_tensor(cutlass.Uint8, lines, UNIT) for _ in range(2))
-        s_amax = smem.allocate_tensor(Int32, cute.make_layout((TILE // 2, WARPS)), UNIT)
-
-        first, packed, _, expert = rows_of_tile(offsets, tile // TILES, Int32(0), lane, PACKING)
-        if packed > 0:
-            skipped = tile % TILES * TILE
-            values = self.load(x, index, first + skipped, packed - skipped, at)
-            of_rows, of_columns, signs = largest_magnitudes(values, FINITE_BIAS[self.dtype])
-            if signs & NEGATIVES != 0:  # make NaN of infinities, since the conversion to FP8 would saturate them
-                for i in cutlass.range_constexpr(STRIP):
-                    loaded = values[i].load()
-                    values[i].store(loaded - (loaded - loaded))
-            if const_expr(self.rows):
-                factors = self.encode_rows(of_rows, s_rows)
-                self.store(values, [[factor] * VECTOR for factor in factors], row_codes, tile, at)
-            if const_expr(self.columns):
-                factors = self.encode_columns(of_columns, s_amax, s_columns)
-                self.store(values, [factors] * STRIP, column_codes, tile, at)
-            cute.arch.sync_threads()
-            if const_expr(self.rows):
-                copy_scales(s_rows, row_scale, number, 0)
-            if const_expr(self.columns):
-                start, end = Int32(0), offsets[expert]
-                if expert > 0:
-                    start = offsets[expert - 1]
-                down = cute.ceil_div(end - start, PACKING) * TILES  # tiles of the expert's rows
-                own = (first - start) // PACKING * TILES + tile % TILES
-                copy_scales(s_columns, column_scale, (tile - own) * across + at * down + own, 1)
-
-    @cute.jit
-    def load(self, x, index, first, valid, at):
-        """The values of this thread: 8 features of each of its 8 rows; zeros after ``valid`` rows of the tile."""
-        thread, _, _ = cute.arch.thread_idx()
-        vector = at * GROUPS + thread % GROUPS
-        if const_expr(self.halves):
-            vectors = x.shape[1] // VECTOR
-            block = vector // LANES_PER_BLOCK
-            source = block // 2 * LANES_PER_BLOCK + block % 2 * (vectors // 2) + vector % LANES_PER_BLOCK
-            vector = cutlass.select_(vector < vectors, source, vector)
-        return load_tile(x, index if const_expr(self.gathered) else None, first, valid, vector)
+        of_rows, of_columns, signs = largest_magnitudes(values, FINITE_BIAS[self.dtype])
+        if signs & NEGATIVES != 0:
+            for i in cutlass.range_constexpr(STRIP):
+                loaded = values[i].load()
+                values[i].store(loaded - (loaded - loaded))
+        return of_rows, of_columns
 
     @cute.jit
     def encode(self, pair):
@@ -219,6 +167,152 @@ class QuantizePacked(WarpKernel):
                 stored = cute.recast_tensor(found, codes.element_type)
                 cute.autovec_copy(stored, cute.make_tensor(row, cute.make_layout((VECTOR,))))
                 row += codes.stride[0]
+
+
+@dataclass(frozen=True)
+class QuantizePacked(_Tiles):
+    """MXFP8 codes and scales of packed rows."""
+
+    gathered: bool = False  # whether a row is a token's: the kernel reads tokens through an index
+
+    @property
+    def symbol(self) -> str:
+        return f"{self.family}_quantize_packed_{self._suffix}{'_gathered' if self.gathered else ''}"
+
+    def compile(self) -> Any:
+        """Compile without a GPU; a function of values (R, K) or (T, K), index (R,) int32, offsets (E,) int32; codes
+        (P, K) uint8 by rows and their tiles of scales (P / 128 * ceil(K / 128), 512) uint8; and the same by columns.
+        Arguments that the kernel does not need are not read or written.
+        """
+        columns = cute.sym_int(divisibility=VECTOR)
+        return self.compiled_for(
+            fake_matrix(self.dtype, cute.sym_int(), columns), fake_vector("int32", cute.sym_int()),
+            fake_vector("int32", cute.sym_int()), _bytes(), _bytes(), _bytes(), _bytes(),
+        )  # fmt: skip
+
+    @cute.jit
+    def __call__(self, x, index, offsets, row_codes, row_scale, column_codes, column_scale, stream):
+        across = cute.ceil_div(x.shape[1], TILE)
+        self.kernel(x, index, offsets, row_codes, row_scale, column_codes, column_scale, across).launch(
+            grid=(row_codes.shape[0] // TILE * across, 1, 1),
+            block=(THREADS, 1, 1),
+            min_blocks_per_mp=CTAS_PER_SM,
+            preferred_smem_carveout=SHARED_PERCENT,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, x, index, offsets, row_codes, row_scale, column_codes, column_scale, across):
+        lane = cute.arch.lane_idx()
+        number, _, _ = cute.arch.block_idx()
+        tile = number // across  # adjacent CTAs read adjacent features
+        at = number - tile * across
+        smem = SmemAllocator()
+        s_rows, s_columns, s_amax = allocate_scales(smem)
+
+        first, packed, _, expert = rows_of_tile(offsets, tile // TILES, Int32(0), lane, PACKING)
+        if packed > 0:
+            skipped = tile % TILES * TILE
+            values = self.load(x, index, first + skipped, packed - skipped, at)
+            of_rows, of_columns = self.largest(values)
+            if const_expr(self.rows):
+                factors = self.encode_rows(of_rows, s_rows)
+                self.store(values, [[factor] * VECTOR for factor in factors], row_codes, tile, at)
+            if const_expr(self.columns):
+                factors = self.encode_columns(of_columns, s_amax, s_columns)
+                self.store(values, [factors] * STRIP, column_codes, tile, at)
+            cute.arch.sync_threads()
+            if const_expr(self.rows):
+                copy_scales(s_rows, row_scale, number, 0)
+            if const_expr(self.columns):
+                start, end = Int32(0), offsets[expert]
+                if expert > 0:
+                    start = offsets[expert - 1]
+                down = cute.ceil_div(end - start, PACKING) * TILES  # tiles of the expert's rows
+                own = (first - start) // PACKING * TILES + tile % TILES
+                copy_scales(s_columns, column_scale, (tile - own) * across + at * down + own, 1)
+
+    @cute.jit
+    def load(self, x, index, first, valid, at):
+        """The values of this thread: 8 features of each of its 8 rows; zeros after ``valid`` rows of the tile."""
+        thread, _, _ = cute.arch.thread_idx()
+        vector = at * GROUPS + thread % GROUPS
+        if const_expr(self.halves):
+            vectors = x.shape[1] // VECTOR
+            block = vector // LANES_PER_BLOCK
+            source = block // 2 * LANES_PER_BLOCK + block % 2 * (vectors // 2) + vector % LANES_PER_BLOCK
+            vector = cutlass.select_(vector < vectors, source, vector)
+        return load_tile(x, index if const_expr(self.gathered) else None, first, valid, vector)
+
+
+@dataclass(frozen=True)
+class QuantizePackedWeight(_Tiles):
+    """MXFP8 codes and scales of weights (E, N, K); N and K are multiples of 128."""
+
+    @property
+    def symbol(self) -> str:
+        return f"{self.family}_quantize_packed_weight_{self._suffix}"
+
+    def compile(self) -> Any:
+        """Compile without a GPU; a function of weight (E, N, K); codes (E * N, K) uint8 by rows and their tiles of
+        scales (E * N / 128 * K / 128, 512) uint8; and codes (E, K, N) uint8 by columns and as many tiles of scales.
+        Arguments that the kernel does not need are not written.
+        """
+        pitches = [cute.sym_int64(divisibility=VECTOR) for _ in range(2)]
+        shape = cute.sym_int(), cute.sym_int(divisibility=TILE), cute.sym_int(divisibility=TILE)
+        weight = cute.runtime.make_fake_tensor(ELEMENTS[self.dtype], shape, (*pitches, 1), assumed_align=UNIT)
+        return self.compiled_for(weight, _bytes(), _bytes(), fake_codes(cute.sym_int()), _bytes())
+
+    @cute.jit
+    def __call__(self, weight, row_codes, row_scale, column_codes, column_scale, stream):
+        experts, lines, features = weight.shape
+        down, across = lines // TILE, features // TILE
+        self.kernel(weight, row_codes, row_scale, column_codes, column_scale, down, across).launch(
+            grid=(experts * down * across, 1, 1),
+            block=(THREADS, 1, 1),
+            min_blocks_per_mp=CTAS_PER_SM,
+            preferred_smem_carveout=SHARED_PERCENT_OF_WEIGHTS,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, weight, row_codes, row_scale, column_codes, column_scale, down, across):
+        thread, _, _ = cute.arch.thread_idx()
+        number, _, _ = cute.arch.block_idx()
+        tile = number // across  # over all experts; adjacent CTAs read adjacent features
+        at = number - tile * across
+        expert = tile // down
+        line = tile - expert * down
+        smem = SmemAllocator()
+        s_rows, s_columns, s_amax = allocate_scales(smem)
+
+        first = line * TILE
+        if const_expr(self.halves):  # the rows of a strip follow each other, those of a tile do not
+            row = first + thread // GROUPS * STRIP
+            source = row // (2 * SIZE) * SIZE + row // SIZE % 2 * (weight.shape[1] // 2) + row % SIZE
+            first += source - row
+        values = load_tile(weight[expert, None, None], None, first, TILE, at * GROUPS + thread % GROUPS)
+        of_rows, of_columns = self.largest(values)
+        if const_expr(self.rows):
+            factors = self.encode_rows(of_rows, s_rows)
+            self.store(values, [[factor] * VECTOR for factor in factors], row_codes, tile, at)
+        if const_expr(self.columns):
+            s_codes = allocate_codes(smem)
+            factors = self.encode_columns(of_columns, s_amax, s_columns)
+            transpose(values, factors, ELEMENT, s_codes)
+        cute.arch.sync_threads()
+        if const_expr(self.rows):
+            copy_scales(s_rows, row_scale, number, 0)
+        if const_expr(self.columns):
+            write_columns(s_codes, column_codes[expert, None, None], at, line)
+            copy_scales(s_columns, column_scale, (expert * across + at) * down + line, 1)
+
+
+def allocate_scales(smem: SmemAllocator) -> tuple[Any, Any, Any]:
+    """Shared memory for a tile of scales by rows, for one by columns, and for the magnitudes that warps exchange."""
+    lines = cute.make_layout(((LANES, TILE // LANES), BLOCKS), stride=((UNIT, BLOCKS), 1))
+    s_rows, s_columns = (smem.allocate_tensor(cutlass.Uint8, lines, UNIT) for _ in range(2))
+    return s_rows, s_columns, smem.allocate_tensor(Int32, cute.make_layout((TILE // 2, WARPS)), UNIT)
 
 
 @cute.jit

@@ -1,6 +1,6 @@
-"""The kernel of `quantize.py` as a function of torch tensors. No call waits for the device or reads splits on the host.
+"""The kernels of `quantize.py` as functions of torch tensors. No call waits for the device or reads splits on the host.
 
-Axes: R rows, T tokens, K features, E experts, P packed rows.
+Axes: R rows, T tokens, K features, E experts, P packed rows, N rows of a weight.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def bind_quantize_packed(
     if tiles:
         from fusedmoe.kernels.sm100.quantize import QuantizePacked  # deferred: imports the CuTe DSL
 
-        how = index_R is not None, halves, rows, columns
-        kernel = load(QuantizePacked(NAMES[x.dtype], *how, arch=kernel_arch(x.device)))
+        how = NAMES[x.dtype], halves, rows, columns
+        kernel = load(QuantizePacked(*how, gathered=index_R is not None, arch=kernel_arch(x.device)))
 
     def run(x: Tensor, offsets_E: Tensor, index_R: Tensor | None = None) -> tuple[Form, ...]:
         shapes = ((packed, length), (tiles, SCALES))
@@ -79,6 +79,55 @@ def bind_quantize_packed(
         if kernel is not None:
             # a form that is not wanted is not written
             kernel(x, offsets_E if index_R is None else index_R, offsets_E, *forms[0], *forms[-1])
+        return tuple(
+            (codes.view(torch.float8_e4m3fn), scale.view(-1).view(torch.float8_e8m0fnu)) for codes, scale in forms
+        )
+
+    return run
+
+
+def bind_quantize_packed_weight(
+    weight_ENK: Tensor, *, rows: bool = True, columns: bool = False, halves: bool = False
+) -> Callable[[Tensor], tuple[Form, ...]]:
+    """Return a function of a weight that quantizes it to MXFP8 for Blackwell, in one launch.
+
+    It serves weights of the same shape, dtype and strides as this one. It returns codes and scales: those by rows if
+    ``rows``, and then those by columns if ``columns``. They have the bits of `fusedmoe.quantize`, with blocks of 32 and
+    the rule RCEIL:
+
+    - by rows: codes (E, N, K), and the ``swizzle`` of their scale (E, N, K / 32);
+    - by columns: codes (E, K, N), and the ``swizzle`` of their scale (E, K, N / 32).
+
+    Both scales are vectors of E N K / 32.
+
+    Parameters
+    ----------
+    weight_ENK
+        bf16 or fp16, shape (E, N, K), N and K multiples of 128, unit stride in K, the other strides multiples of 8, the
+        address a multiple of 16 bytes.
+    halves
+        The rows of each expert are [gate | up]. Those of the result are in blocks of 32: gate 0 to 31, up 0 to 31, gate
+        32 to 63, and so on.
+    """
+    experts, lines, features = weight_ENK.shape
+    tiles = weight_ENK.numel() // TILE**2
+    kernel = None
+    if tiles:
+        from fusedmoe.kernels.sm100.quantize import QuantizePackedWeight  # deferred: imports the CuTe DSL
+
+        how = NAMES[weight_ENK.dtype], halves, rows, columns
+        kernel = load(QuantizePackedWeight(*how, arch=kernel_arch(weight_ENK.device)))
+
+    def run(weight_ENK: Tensor) -> tuple[Form, ...]:
+        shapes = [(experts, lines, features)] * rows + [(experts, features, lines)] * columns
+        forms = [
+            tuple(weight_ENK.new_empty(shape, dtype=torch.uint8) for shape in (codes, (tiles, SCALES)))
+            for codes in shapes
+        ]
+        if kernel is not None:
+            # a form that is not wanted is not written
+            (row_codes, row_scale), of_columns = forms[0], forms[-1]
+            kernel(weight_ENK, row_codes.view(-1, row_codes.shape[-1]), row_scale, *of_columns)
         return tuple(
             (codes.view(torch.float8_e4m3fn), scale.view(-1).view(torch.float8_e8m0fnu)) for codes, scale in forms
         )

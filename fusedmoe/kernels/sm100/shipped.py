@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fusedmoe.kernels.sm90.shipped import moving_rows
-from fusedmoe.kernels.sm100.quantize import QuantizePacked
+from fusedmoe.kernels.sm100.quantize import QuantizePacked, QuantizePackedWeight
 
 if TYPE_CHECKING:
     from fusedmoe.kernels.kernel import Kernel
@@ -16,6 +16,7 @@ FORMS = ((True, True), (True, False), (False, True))  # codes by rows, by column
 
 def shipped(arch: str) -> tuple[Kernel, ...]:
     """Return the kernels for an architecture, ``sm_100a`` or ``sm_103a``, the most used ones first."""
-    quantize = [QuantizePacked("bf16", gathered, False, *form) for gathered in (False, True) for form in FORMS]
-    halves = QuantizePacked("bf16", False, True, True, True)  # of the gradient before a gated activation
-    return tuple(replace(kernel, arch=arch) for kernel in (*quantize, halves, *moving_rows()))
+    quantize = [QuantizePacked("bf16", False, *form, gathered) for gathered in (False, True) for form in FORMS]
+    halves = QuantizePacked("bf16", True, True, True)  # of the gradient before a gated activation
+    weights = [QuantizePackedWeight("bf16", halves, *form) for halves in (True, False) for form in FORMS]
+    return tuple(replace(kernel, arch=arch) for kernel in (*quantize, halves, *weights, *moving_rows()))

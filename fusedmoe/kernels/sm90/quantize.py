@@ -160,6 +160,35 @@ def load_tile(x, index, first, valid, vector):
     return values
 
 
+def allocate_codes(smem: SmemAllocator) -> Any:
+    """Shared memory for the column codes of a tile: 8-byte chunks of each column."""
+    return smem.allocate_tensor(Int64, cute.make_layout((STRIPS, BLOCK)), 16)
+
+
+@cute.jit
+def to_codes(values, factors, element: cutlass.Constexpr[str]):
+    """The codes of 8 fp32 values times 8 factors, or times one."""
+    codes = cute.make_rmem_tensor((VECTOR,), CODES[element])
+    codes.store((values * factors).to(CODES[element]))
+    return codes
+
+
+@cute.jit
+def transpose(values, factors, element: cutlass.Constexpr[str], s_codes):
+    """Write the column codes of a thread's values to shared memory, for `write_columns`."""
+    thread, _, _ = cute.arch.thread_idx()
+    group, strip = thread % GROUPS, thread // GROUPS
+    for w in cutlass.range_constexpr(WORDS):
+        columns = [cute.make_rmem_tensor((STRIP,), Float32) for _ in range(2)]
+        for i in cutlass.range_constexpr(STRIP):
+            word = cute.recast_tensor(values[i], Int32)[w]
+            columns[0][i], columns[1][i] = fp32_pair(word, values[i].element_type)
+        for half in cutlass.range_constexpr(2):
+            column = 2 * w + half
+            found = to_codes(columns[half].load(), factors[column], element)
+            s_codes[strip ^ group, group * VECTOR + column] = cute.recast_tensor(found, Int64)[0]
+
+
 @cute.jit
 def write_columns(s_codes, codes, block, place):
     """Write the column codes of a tile from shared memory, where chunk ``strip ^ group`` of a column has the codes of a
@@ -202,13 +231,6 @@ class _Tiles(WarpKernel):
         return encode_and_scale(cute.arch.fmax(amax, least), self.element, self.power_of_two)
 
     @cute.jit
-    def to_codes(self, values, factors):
-        """The codes of 8 fp32 values times 8 factors, or times one."""
-        codes = cute.make_rmem_tensor((VECTOR,), CODES[self.element])
-        codes.store((values * factors).to(CODES[self.element]))
-        return codes
-
-    @cute.jit
     def largest(self, values):
         """The largest magnitudes of a thread's values, biased: of pairs of rows, and of pairs of columns.
 
@@ -232,7 +254,7 @@ class _Tiles(WarpKernel):
                 words, wide = cute.recast_tensor(values[i], Int32), cute.make_rmem_tensor((VECTOR,), Float32)
                 for w in cutlass.range_constexpr(WORDS):
                     wide[2 * w], wide[2 * w + 1] = fp32_pair(words[w], values[i].element_type)
-                found = cute.recast_tensor(self.to_codes(wide.load(), factors[i]), codes.element_type)
+                found = cute.recast_tensor(to_codes(wide.load(), factors[i], self.element), codes.element_type)
                 if strip + i < present:
                     cute.autovec_copy(found, cute.make_tensor(at, cute.make_layout((VECTOR,))))
                 at += codes.stride[0]
@@ -240,23 +262,9 @@ class _Tiles(WarpKernel):
     @cute.jit
     def store_columns(self, values, factors, s_codes, codes, block, place):
         """Write the column codes of the tile's values. ``place`` is the tile's, in the second axis of the codes."""
-        thread, _, _ = cute.arch.thread_idx()
-        group, strip = thread % GROUPS, thread // GROUPS
-        for w in cutlass.range_constexpr(WORDS):
-            columns = [cute.make_rmem_tensor((STRIP,), Float32) for _ in range(2)]
-            for i in cutlass.range_constexpr(STRIP):
-                word = cute.recast_tensor(values[i], Int32)[w]
-                columns[0][i], columns[1][i] = fp32_pair(word, values[i].element_type)
-            for half in cutlass.range_constexpr(2):
-                column = 2 * w + half
-                found = self.to_codes(columns[half].load(), factors[column])
-                s_codes[strip ^ group, group * VECTOR + column] = cute.recast_tensor(found, Int64)[0]
+        transpose(values, factors, self.element, s_codes)
         cute.arch.sync_threads()
         write_columns(s_codes, codes, block, place)
-
-    def allocate_codes(self, smem: SmemAllocator) -> Any:
-        """Shared memory for the column codes of a tile: 8-byte chunks of each column."""
-        return smem.allocate_tensor(Int64, cute.make_layout((STRIPS, BLOCK)), 16)
 
 
 def fake_codes(*stack: Any) -> Any:
@@ -326,7 +334,7 @@ class QuantizeRows(_Tiles):
             self.store_rows(values, factors, codes, first, present, vector)
 
         if const_expr(self.columns):
-            s_codes = self.allocate_codes(smem)
+            s_codes = allocate_codes(smem)
             s_amax = smem.allocate_tensor(Int32, cute.make_layout((BLOCK // 2, STRIPS)), 16)
             s_encode = smem.allocate_tensor(Float32, cute.make_layout((BLOCK,)), 16)
             self.encode_columns(of_columns, s_amax, s_encode, scale_t, block, tile, least)
@@ -453,7 +461,7 @@ class QuantizeWeight(_Tiles):
             if thread == 0:
                 scale[expert, line, block] = stored
         if const_expr(self.columns):
-            s_codes = self.allocate_codes(smem)
+            s_codes = allocate_codes(smem)
             self.store_columns(values, [encode] * VECTOR, s_codes, codes_t[expert, None, None], block, line)
             if thread == 0:
                 scale_t[expert, block, line] = stored
