@@ -97,7 +97,8 @@ def run(
     print(f"\n{passed} of {len(found.rules)} rules passed, {len(found.outcomes)} cases, {seconds:.0f} s", flush=True)
     written = _stamp(machine, found)
     if options.json is not None:
-        written = _write(Path(options.json), json.dumps(as_data(found, machine), indent=2)) and written
+        data = as_data(found, machine) | {"seconds": round(seconds, 1)}
+        written = _write(Path(options.json), json.dumps(data, indent=2)) and written
     return 0 if found.passed and written else 1
 
 

@@ -283,8 +283,8 @@ def test_three_layers(launches):
 
 
 def test_a_derivative_of_rows_that_plain_pytorch_packs(launches, monkeypatch):
-    """With many rows, where launches cost little. A weight that plain PyTorch multiplies too is not packed by the kernel,
-    which has no other forms.
+    """With many rows, where launches cost little. The kernel does not pack a weight that plain PyTorch multiplies too,
+    since it has no other forms.
     """
     monkeypatch.setattr("fusedmoe.fusion.candidates._US_PER_LAUNCH", 0.0)
     count, splits = 8192, (4000, 0, 4101, 1)

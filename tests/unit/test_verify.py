@@ -478,7 +478,8 @@ def test_json(hopper, capsys, tmp_path, monkeypatch):
     file = tmp_path / "verify.json"
     assert run(hopper, EXPERTS, Case("dense", "bf16"), json_file=file) == 0
     found = json.loads(file.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-    assert set(found) == {"gpu", "architecture", "driver", "versions", "passed", "rules", "cases"}
+    assert set(found) == {"gpu", "architecture", "driver", "versions", "passed", "rules", "cases", "seconds"}
+    assert 0 < found["seconds"] < 1000
     assert (found["gpu"], found["architecture"], found["driver"]) == ("a stand-in", "sm_90", "1.2.3")
     assert {"fusedmoe", "nvidia-cudnn-frontend", "nvidia-cutlass-dsl", "torch", "python"} <= set(found["versions"])
     assert {rule["rule"] for rule in found["rules"]} == PASSING
