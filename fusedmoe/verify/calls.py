@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -168,7 +168,8 @@ class _Maker:
 
     def grouped(self, width: int, features: int) -> fm.GroupedLinear:
         """Return a grouped layer."""
-        return fm.GroupedLinear(self.experts, width, features, bias=self.case.bias, dtype=self.dtype)
+        biased = self.case.bias or self.case.frozen_bias
+        return fm.GroupedLinear(self.experts, width, features, bias=biased, dtype=self.dtype)
 
     def ready(self, module: nn.Module) -> nn.Module:
         """Move a module to the device, with random parameters, and ``main_grad`` if the case has it."""
@@ -179,6 +180,9 @@ class _Maker:
                     fan_in = parameter.shape[-1] if parameter.dim() > 1 else 16
                     of_bias = parameter.shape[-2] == self.experts if parameter.dim() == 2 else False
                     parameter.copy_(self.randn(*parameter.shape) / (4 if of_bias else fan_in**0.5))
+        for layer in module.modules() if self.case.frozen_bias else ():
+            if isinstance(layer, fm.GroupedLinear):
+                cast("Tensor", layer.bias).requires_grad_(False)
         for layer in module.modules() if self.case.main_grad else ():
             if isinstance(layer, fm.GroupedLinear | fm.Linear):
                 layer.accumulate_into_main_grad = True

@@ -108,8 +108,8 @@ class Case:
         The rows per expert.
     activation
         A key of `fusedmoe.verify.calls.ACTIVATIONS`.
-    bias
-        Whether the layers have biases.
+    bias, frozen_bias
+        Whether the layers have biases; whether the experts have biases without gradients.
     main_grad
         Whether weight gradients are added to ``main_grad``.
     disabled
@@ -121,6 +121,7 @@ class Case:
     layout: Layout = UNEVEN
     activation: str = "swiglu"
     bias: bool = False
+    frozen_bias: bool = False
     main_grad: bool = False
     disabled: tuple[str, ...] = ()
 
@@ -128,7 +129,8 @@ class Case:
     def name(self) -> str:
         """The case in words."""
         extras = [self.activation] if self.activation != "swiglu" else []
-        extras += [word for word, given in (("bias", self.bias), ("main_grad", self.main_grad)) if given]
+        words = {"bias": self.bias, "frozen bias": self.frozen_bias, "main_grad": self.main_grad}
+        extras += [word for word, given in words.items() if given]
         extras += [f"without {pattern}" for pattern in self.disabled]
         return ", ".join([self.module.replace("_", " "), self.recipe, self.layout.name, *extras])
 
@@ -190,6 +192,8 @@ _SM90_FP8 = (
     Case("stored_weights", "fp8_block", TAIL),
 )
 _SM100 = (
+    *(Case("experts", "mxfp8", TAIL, activation, frozen_bias=True) for activation in ("swiglu", "clamped swiglu")),
+    Case("routed", "mxfp8", LAYOUTS[1], frozen_bias=True),
     *(Case("routed", "mxfp8", layout) for layout in LAYOUTS[2:6]),
     Case("routed_layer", "mxfp8", LAYOUTS[1]),
     Case("routed", "mxfp8", LAYOUTS[1], disabled=("sm100.quantize",)),

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.usefixtures("builtin_rules")
 SMALL = Sizes(hidden=128, intermediate=128, shared=128)
 LAYOUT = Layout("few rows", (5, 0, 1, 9), 3)
 EXPERTS = Case("experts", "bf16", LAYOUT)
+SLOTS = Layout("few slots", (5, 0, 2, 9), 4)
 MXFP8 = Case("experts", "mxfp8", LAYOUT)
 ROUTED = Case("routed", "bf16", LAYOUT)
 FAST = Effort(repeats=2)
@@ -361,9 +362,14 @@ def test_rules_are_on_only_while_they_are_verified(blackwell):
 
 def test_the_rounding_of_the_kernels(blackwell):
     with package.being_verified():
-        for activation in ("swiglu", "clamped swiglu", "squared relu"):
-            found = run_case(Case("experts", "mxfp8", LAYOUT, activation), SMALL, blackwell, FAST).found
-            assert found.problems == ()
+        for case in (
+            *(Case("experts", "mxfp8", LAYOUT, name) for name in ("swiglu", "clamped swiglu", "squared relu")),
+            Case("experts", "mxfp8", LAYOUT, frozen_bias=True),
+            Case("routed", "mxfp8", SLOTS),
+            Case("routed", "mxfp8", SLOTS, frozen_bias=True),
+        ):
+            found = run_case(case, SMALL, blackwell, FAST).found
+            assert found.problems == (), case.name
             assert 0 < found.rounding_error < 0.003
             assert found.rounding_bound == 0.01
 
