@@ -252,8 +252,10 @@ class Symmetric(Engine):
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             buffer.barrier(self.timeout_s)
-            yield
-            buffer.barrier(self.timeout_s)
+            try:
+                yield
+            finally:  # after an error too: the barriers of this rank stay those of the others
+                buffer.barrier(self.timeout_s)
 
     @contextmanager
     def _exchange(self) -> Iterator[None]:

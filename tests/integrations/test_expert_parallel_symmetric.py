@@ -153,6 +153,24 @@ def test_layers_have_the_bits_of_allgather(ranks, folder, tokens, disabled, few)
         assert of_launches == (rows_leave | rows_arrive if used else set())
 
 
+def error_while_reading(rank, folder):
+    """An error between the barriers of an exchange on rank 0, and the exchange after it."""
+    with on_cpus(folder):
+        engine = fm.ExpertParallel(engine="symmetric", max_tokens=4).engine
+        x = torch.full((4, 8), float(rank))
+        with contextlib.ExitStack() as stack:
+            if rank == 0:
+                stack.enter_context(mock.patch.object(symmetric, "_read", side_effect=MemoryError))
+                stack.enter_context(pytest.raises(MemoryError))
+            engine.gather([x], 4)
+        return engine.gather([x + 1], 4)[0].tolist()
+
+
+def test_the_barriers_match_after_an_error_on_one_rank(ranks, folder):
+    want = [[1.0] * 8] * 4 + [[2.0] * 8] * 4
+    assert ranks.run(error_while_reading, folder) == [want, want]
+
+
 def test_four_ranks(tmp_path, folder):
     four = Ranks(tmp_path, 4)
     try:

@@ -48,6 +48,7 @@ class Ranks:
         for rank in range(self._size):
             mine, theirs = context.Pipe()
             calls = f"{store}-calls-of-rank{rank}"
+            Path(calls).touch()
             process = context.Process(target=_serve, args=(rank, self._size, store, theirs, calls), daemon=True)
             process.start()
             theirs.close()
@@ -82,7 +83,7 @@ class Ranks:
         """What a rank that does not answer is doing: the calls of its threads."""
         os.kill(self._processes[rank].pid, signal.SIGUSR1)
         time.sleep(1)
-        return Path(f"{self._store()}-calls-of-rank{rank}").read_text()
+        return Path(f"{self._store()}-calls-of-rank{rank}").read_text() or "it has not begun to serve"
 
     def stop(self, patience_s=10):
         for end in self._ends:
@@ -99,7 +100,9 @@ def _serve(rank: int, size: int, store: str, requests: Connection, calls: str) -
     faulthandler.register(signal.SIGUSR1, stacks)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=GIVE_UP)
+    shared = dist.FileStore(store, size)
+    shared.set_timeout(GIVE_UP)
+    dist.init_process_group("gloo", store=shared, rank=rank, world_size=size, timeout=GIVE_UP)
     while True:
         try:
             function, args, options = requests.recv()
