@@ -259,6 +259,18 @@ class WeightQuantization:
             weight_cache.keep(self.layer, weight, self.quantizer, dict(zip(axes, forms, strict=True)), training, maker)
         return _forms(forms)
 
+    def tensors(
+        self,
+        weight: Tensor,
+        *,
+        axes: Axes,
+        training: bool,
+        by: tuple[str, Callable[[Tensor, amax_state.Step | None], Sequence[Form]]],
+    ) -> tuple[Tensor, ...]:
+        """Return the tensors of all forms, one by one, made by the function of a rule; see `__call__`."""
+        found = self(weight, axes=axes, training=training, by=by)
+        return tuple(t for form in (found if isinstance(found, tuple) else (found,)) for t in form.tensors())
+
     def _step(self, weight: Tensor, training: bool) -> tuple[amax_state.Step | None, bool]:
         """Return the step of delayed scaling, and whether the result may be cached.
 

@@ -121,8 +121,7 @@ class PackedQuantizeWeight(OnSm100, FusionRule, name="sm100.quantize_weight", di
                 return [PackedTensor(*form) for form in kernel(weight)]
 
             def run(weight: Tensor) -> tuple[Tensor, ...]:
-                found = cached(weight, axes=axes, training=training, by=(self.name, forms))
-                return tuple(t for form in (found if isinstance(found, tuple) else (found,)) for t in form.tensors())
+                return cached.tensors(weight, axes=axes, training=training, by=(self.name, forms))
 
             return run
 

@@ -251,8 +251,7 @@ class QuantizeWeights(OnSm90, FusionRule, name="sm90.quantize_weight", direction
                 ]
 
             def run(weight: Tensor) -> tuple[Tensor, ...]:
-                found = cached(weight, axes=axes, training=training, by=(self.name, forms))
-                return tuple(t for form in (found if isinstance(found, tuple) else (found,)) for t in form.tensors())
+                return cached.tensors(weight, axes=axes, training=training, by=(self.name, forms))
 
             return run
 

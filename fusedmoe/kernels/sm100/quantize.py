@@ -32,7 +32,6 @@ from cutlass.memory import SmemAllocator
 from fusedmoe.kernels.sm90.codes import (
     CODES,
     FINITE_BIAS,
-    NEGATIVES,
     finite_amax,
     fp32_pair,
     max_of_pairs,
@@ -48,7 +47,8 @@ from fusedmoe.kernels.sm90.quantize import (
     WORDS,
     allocate_codes,
     fake_codes,
-    largest_magnitudes,
+    fake_weight,
+    largest_and_no_infinity,
     load_tile,
     rows_of_tile,
     transpose,
@@ -87,18 +87,6 @@ class _Tiles(WarpKernel):
     def _suffix(self) -> str:
         flags = {"rows": self.rows, "columns": self.columns, "halves": self.halves}
         return "_".join([self.dtype, *(name for name, on in flags.items() if on)])
-
-    @cute.jit
-    def largest(self, values):
-        """The largest magnitudes of a thread's values: of pairs of rows, and of pairs of features. Infinities among the
-        values become NaN, since the conversion to FP8 would saturate them.
-        """
-        of_rows, of_columns, signs = largest_magnitudes(values, FINITE_BIAS[self.dtype])
-        if signs & NEGATIVES != 0:
-            for i in cutlass.range_constexpr(STRIP):
-                loaded = values[i].load()
-                values[i].store(loaded - (loaded - loaded))
-        return of_rows, of_columns
 
     @cute.jit
     def encode(self, pair):
@@ -214,7 +202,7 @@ class QuantizePacked(_Tiles):
         if packed > 0:
             skipped = tile % TILES * TILE
             values = self.load(x, index, first + skipped, packed - skipped, at)
-            of_rows, of_columns = self.largest(values)
+            of_rows, of_columns = largest_and_no_infinity(values, self.dtype)
             if const_expr(self.rows):
                 factors = self.encode_rows(of_rows, s_rows)
                 self.store(values, [[factor] * VECTOR for factor in factors], row_codes, tile, at)
@@ -258,9 +246,7 @@ class QuantizePackedWeight(_Tiles):
         scales (E * N / 128 * K / 128, 512) uint8; and codes (E, K, N) uint8 by columns and as many tiles of scales.
         Arguments that the kernel does not need are not written.
         """
-        pitches = [cute.sym_int64(divisibility=VECTOR) for _ in range(2)]
-        shape = cute.sym_int(), cute.sym_int(divisibility=TILE), cute.sym_int(divisibility=TILE)
-        weight = cute.runtime.make_fake_tensor(ELEMENTS[self.dtype], shape, (*pitches, 1), assumed_align=UNIT)
+        weight = fake_weight(self.dtype, *[cute.sym_int(divisibility=TILE) for _ in range(2)])
         return self.compiled_for(weight, _bytes(), _bytes(), fake_codes(cute.sym_int()), _bytes())
 
     @cute.jit
@@ -292,7 +278,7 @@ class QuantizePackedWeight(_Tiles):
             source = row // (2 * SIZE) * SIZE + row // SIZE % 2 * (weight.shape[1] // 2) + row % SIZE
             first += source - row
         values = load_tile(weight[expert, None, None], None, first, TILE, at * GROUPS + thread % GROUPS)
-        of_rows, of_columns = self.largest(values)
+        of_rows, of_columns = largest_and_no_infinity(values, self.dtype)
         if const_expr(self.rows):
             factors = self.encode_rows(of_rows, s_rows)
             self.store(values, [[factor] * VECTOR for factor in factors], row_codes, tile, at)

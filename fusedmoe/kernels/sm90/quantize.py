@@ -131,6 +131,20 @@ def rows_of_tile(offsets, tile, rows, lane, size: cutlass.Constexpr[int]):
     return first, valid, present, expert
 
 
+@cute.jit
+def largest_and_no_infinity(values, dtype: cutlass.Constexpr[str]):
+    """The largest magnitudes of a thread's values, biased: of pairs of rows, and of pairs of columns.
+
+    Infinities among the values become NaN, for the conversion to codes.
+    """
+    of_rows, of_columns, signs = largest_magnitudes(values, FINITE_BIAS[dtype])
+    if signs & NEGATIVES != 0:
+        for i in cutlass.range_constexpr(STRIP):
+            loaded = values[i].load()
+            values[i].store(loaded - (loaded - loaded))
+    return of_rows, of_columns
+
+
 # ------------------------------------------------------------------------------------------------------------ tiles
 
 
@@ -231,19 +245,6 @@ class _Tiles(WarpKernel):
         return encode_and_scale(cute.arch.fmax(amax, least), self.element, self.power_of_two)
 
     @cute.jit
-    def largest(self, values):
-        """The largest magnitudes of a thread's values, biased: of pairs of rows, and of pairs of columns.
-
-        Infinities among the values become NaN, for the conversion to codes.
-        """
-        of_rows, of_columns, signs = largest_magnitudes(values, FINITE_BIAS[self.dtype])
-        if signs & NEGATIVES != 0:
-            for i in cutlass.range_constexpr(STRIP):
-                loaded = values[i].load()
-                values[i].store(loaded - (loaded - loaded))
-        return of_rows, of_columns
-
-    @cute.jit
     def store_rows(self, values, factors, codes, first, present, vector):
         """Write the row codes of the tile's values. ``first`` is the tile's first row, of ``present``."""
         thread, _, _ = cute.arch.thread_idx()
@@ -265,6 +266,12 @@ class _Tiles(WarpKernel):
         transpose(values, factors, self.element, s_codes)
         cute.arch.sync_threads()
         write_columns(s_codes, codes, block, place)
+
+
+def fake_weight(dtype: str, lines: Any, columns: Any) -> Any:
+    """A weight (E, N, K) with unit stride along K, for the compiler."""
+    strides = (*(cute.sym_int64(divisibility=VECTOR) for _ in range(2)), 1)
+    return cute.runtime.make_fake_tensor(ELEMENTS[dtype], (cute.sym_int(), lines, columns), strides, assumed_align=16)
 
 
 def fake_codes(*stack: Any) -> Any:
@@ -326,7 +333,7 @@ class QuantizeRows(_Tiles):
 
         first, valid, present = self.where(offsets, tile, rows, lane)
         values = load_tile(x, index if const_expr(self.gathered) else None, first, valid, vector)
-        of_rows, of_columns = self.largest(values)
+        of_rows, of_columns = largest_and_no_infinity(values, self.dtype)
 
         if const_expr(self.rows):
             encode = self.encode_rows(of_rows, scale, first, present, block, least)
@@ -422,11 +429,7 @@ class QuantizeWeight(_Tiles):
         (E, ceil(N / 128), ceil(K / 128)); column codes (E, K, N) uint8 and their scale (E, ceil(K / 128),
         ceil(N / 128)); and amax_epsilon. Arguments that the kernel does not need are not read.
         """
-        pitches = [cute.sym_int64(divisibility=VECTOR) for _ in range(2)]
-        weight = cute.runtime.make_fake_tensor(
-            ELEMENTS[self.dtype], (cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=VECTOR)), (*pitches, 1),
-            assumed_align=16,
-        )  # fmt: skip
+        weight = fake_weight(self.dtype, cute.sym_int(), cute.sym_int(divisibility=VECTOR))
         forms = [make(cute.sym_int()) for _ in range(2) for make in (fake_codes, fake_scale)]
         return self.compiled_for(weight, *forms, Float32(0.0))
 
@@ -454,7 +457,7 @@ class QuantizeWeight(_Tiles):
         s_amax = smem.allocate_tensor(Int32, cute.make_layout((WARPS,)), 16)
 
         values = load_tile(weight[expert, None, None], None, first, valid, vector)
-        of_rows, _ = self.largest(values)
+        of_rows, _ = largest_and_no_infinity(values, self.dtype)
         encode, stored = self.encode_block(of_rows, s_amax, least)
         if const_expr(self.rows):
             self.store_rows(values, [encode] * STRIP, codes[expert, None, None], first, valid, vector)
