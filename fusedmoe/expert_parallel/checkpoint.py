@@ -33,8 +33,10 @@ def state_dict(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
 
     The result is ``{"model": ..., "optimizer": ...}``, the results of ``get_model_state_dict`` and
     ``get_optimizer_state_dict`` of `torch.distributed.checkpoint.state_dict`, in which each shard is a DTensor over the
-    ranks that share the experts. Names and sizes are those of a model with all experts on each rank. The tensors share
-    memory with the model and the optimizer: save or load the state before the next step. A collective.
+    ranks that share the experts. Names and sizes are those of a model with all experts on each rank. The state of the
+    optimizer is flattened (``StateDictOptions(flatten_optimizer_state_dict=True)``), so that its parameter groups need
+    not be those of the optimizer that loads it. The tensors share memory with the model and the optimizer: save or load
+    the state before the next step. A collective.
 
     Parameters
     ----------
@@ -58,7 +60,8 @@ def state_dict(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
     shards(MODULE("state_dict: model", model))  # raises if they are not as they should be
     state: dict[str, Any] = {"model": of_torch.get_model_state_dict(model)}
     if optimizer is not None:
-        state["optimizer"] = of_torch.get_optimizer_state_dict(model, optimizer)
+        flat = of_torch.StateDictOptions(flatten_optimizer_state_dict=True)
+        state["optimizer"] = of_torch.get_optimizer_state_dict(model, optimizer, options=flat)
     return _converted(model, state, _Whole())
 
 
@@ -71,7 +74,8 @@ def load_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer | None, s
     local = _converted(model, state, _part)
     of_torch.set_model_state_dict(model, local["model"])
     if optimizer is not None:
-        of_torch.set_optimizer_state_dict(model, optimizer, local["optimizer"])
+        flat = of_torch.StateDictOptions(flatten_optimizer_state_dict=True)
+        of_torch.set_optimizer_state_dict(model, optimizer, local["optimizer"], options=flat)
 
 
 def _names(model: nn.Module) -> dict[str, tuple[nn.Module, ExpertParallel]]:
@@ -90,19 +94,20 @@ def _names(model: nn.Module) -> dict[str, tuple[nn.Module, ExpertParallel]]:
 
 def _converted(model: nn.Module, state: dict[str, Any], convert: Callable[..., Any]) -> dict[str, Any]:
     """Return the state with its shards converted by ``convert(tensor, parameter, ranks, dimension of the experts)``."""
-    weights = dict(state["model"])
-    result = {**state, "model": weights}
-    moments: dict[str, dict[str, Any]] = {}
-    if "optimizer" in state:
-        moments = dict(state["optimizer"].get("state", {}))
-        result["optimizer"] = {**state["optimizer"], "state": moments}
+    weights, of_optimizer = dict(state["model"]), dict(state.get("optimizer", {}))
+    result = {**state, "model": weights, **({"optimizer": of_optimizer} if of_optimizer else {})}
+    moments: dict[str, list[str]] = {}  # the keys of the optimizer's state, "state.NAME.MOMENT", by NAME
+    for key in of_optimizer:
+        kind, _, rest = key.partition(".")
+        if kind == "state":
+            moments.setdefault(rest.rpartition(".")[0], []).append(key)
     for prefix, (module, ep) in _names(model).items():
         start = f"{prefix}." if prefix else ""
         for own, parameter in module.named_parameters(recurse=False):
             name = start + own
             weights[name] = convert(weights[name], parameter, ep, 0)
-            if name in moments:
-                moments[name] = {key: convert(value, parameter, ep, 0) for key, value in moments[name].items()}
+            for key in moments.get(name, ()):
+                of_optimizer[key] = convert(of_optimizer[key], parameter, ep, 0)
             if own == "weight":
                 for key in [key for key in weights if key.startswith(f"{start}amax_history.")]:
                     weights[key] = convert(weights[key], parameter, ep, weights[key].dim() - 1)  # (steps, E) and (E,)

@@ -268,6 +268,12 @@ class Layout:
         with self.model.no_sync() if waits else contextlib.nullcontext():
             (scale * loss_of(self.model, [given(rank, step) for rank in self.batches])).backward()
 
+    def parameters(self):
+        """For an optimizer: experts that FSDP2 leaves alone are not in one group with its DTensors."""
+        experts = ep_of.shards(self.inner)
+        others = [p for name, p in self.inner.named_parameters() if name not in experts]
+        return [{"params": [*experts.values()]}, {"params": others}]
+
     def whole(self, of=lambda p: p):
         """All experts' parameters, or other tensors of them, gathered without the functions that are tested."""
         found = {}
@@ -290,6 +296,9 @@ class Whole:
     def __init__(self):
         self.model = self.inner = make()
 
+    def parameters(self):
+        return self.model.parameters()
+
     def backward(self, step, scale=1.0, sync=True):
         (scale * loss_of(self.model, [given(rank, step) for rank in self.batches])).backward()
 
@@ -303,7 +312,8 @@ MICRO_BATCHES = [(1, True), (2, True), (2, False)]  # per step, and whether each
 
 def train(layout, micro_batches, sync, clip):
     """Norms of all gradients, and the parameters."""
-    optimizer = torch.optim.SGD(layout.model.parameters(), lr=0.05, momentum=0.9)  # sees the scale, unlike Adam
+    # SGD sees the scale, unlike Adam; foreach, the default on GPUs, takes no DTensors together with other tensors
+    optimizer = torch.optim.SGD(layout.parameters(), lr=0.05, momentum=0.9, foreach=True)
     norms = []
     for step in range(STEPS):
         for i in range(micro_batches):
@@ -474,8 +484,8 @@ def test_what_cannot_be_averaged(four):
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
 
 
-def optimizer_of(model):
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+def optimizer_of(layout):
+    return torch.optim.AdamW(layout.parameters(), lr=1e-2, foreach=True)
 
 
 def steps(layout, optimizer, first, last):
@@ -489,9 +499,10 @@ def saved(rank, kind, folder):
     from torch.distributed import checkpoint
 
     layout = Layout(kind, rank)
-    optimizer = optimizer_of(layout.model)
+    optimizer = optimizer_of(layout)
     steps(layout, optimizer, 0, 2)
-    checkpoint.save(ep_of.state_dict(layout.model, optimizer), checkpoint_id=folder, process_group=layout.group)
+    state = ep_of.state_dict(layout.model, optimizer) | {"step": 2}
+    checkpoint.save(state, checkpoint_id=folder, process_group=layout.group)
     return layout.whole()
 
 
@@ -501,12 +512,13 @@ def resumed(rank, kinds, folder):
     found = []
     for kind in kinds:
         layout = Layout(kind, rank)
-        optimizer = optimizer_of(layout.model)
+        optimizer = optimizer_of(layout)
         for parameter in layout.model.parameters():
             nn.init.constant_(parameter, 0.01)
         steps(layout, optimizer, 0, 1)
-        state = ep_of.state_dict(layout.model, optimizer)
+        state = ep_of.state_dict(layout.model, optimizer) | {"step": 0}
         checkpoint.load(state, checkpoint_id=folder, process_group=layout.group)
+        assert state["step"] == 2
         ep_of.load_state_dict(layout.model, optimizer, state)
         before = layout.whole()
         steps(layout, optimizer, 2, 4)
@@ -517,22 +529,24 @@ def resumed(rank, kinds, folder):
 def in_one(folder, load):
     """Save or load with torch's functions alone, with all experts in this process."""
     from torch.distributed import checkpoint
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
     layout = Whole()
-    optimizer = optimizer_of(layout.model)
+    optimizer = optimizer_of(layout)
     if load:
         for parameter in layout.model.parameters():
             nn.init.constant_(parameter, 0.01)
     else:
         steps(layout, optimizer, 0, 2)
-    model_state, optimizer_state = get_state_dict(layout.model, optimizer)
+    model_state, optimizer_state = get_state_dict(layout.model, optimizer, options=flat)
     state = {"model": model_state, "optimizer": optimizer_state}
     if load:
         checkpoint.load(state, checkpoint_id=folder)
-        set_state_dict(layout.model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        both = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+        set_state_dict(layout.model, optimizer, **both, options=flat)
     else:
-        checkpoint.save(state, checkpoint_id=folder)
+        checkpoint.save(state | {"step": 2}, checkpoint_id=folder)
     before = layout.whole()
     steps(layout, optimizer, 2, 4)
     return before, layout.whole()

@@ -1,4 +1,4 @@
-"""Processes of one gloo group, started once: `Ranks.run` calls a function in all and returns what they return."""
+"""Processes of one group, started once: `Ranks.run` calls a function in all and returns what they return."""
 
 import faulthandler
 import os
@@ -30,12 +30,13 @@ def batches(rank, count, dtype=torch.float64):
 
 
 class Ranks:
-    """``size`` processes, which answer within ``patience_s`` seconds. After an error, new ones: others may wait for the
-    rank that raised it.
+    """``size`` processes of a group with this backend, which answer within ``patience_s`` seconds. After an error, new
+    ones: others may wait for the rank that raised it.
     """
 
-    def __init__(self, folder, size=SIZE, patience_s=PATIENCE_S):
+    def __init__(self, folder, size=SIZE, patience_s=PATIENCE_S, backend="gloo"):
         self._folder, self._size, self._starts, self._patience_s = folder, size, 0, patience_s
+        self._backend = backend
         self._start()
 
     def _start(self):
@@ -49,7 +50,9 @@ class Ranks:
             mine, theirs = context.Pipe()
             calls = f"{store}-calls-of-rank{rank}"
             Path(calls).touch()
-            process = context.Process(target=_serve, args=(rank, self._size, store, theirs, calls), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, self._size, store, theirs, calls, self._backend), daemon=True
+            )
             process.start()
             theirs.close()
             self._ends.append(mine)
@@ -95,14 +98,14 @@ class Ranks:
                 process.join()
 
 
-def _serve(rank: int, size: int, store: str, requests: Connection, calls: str) -> None:
+def _serve(rank: int, size: int, store: str, requests: Connection, calls: str, backend: str) -> None:
     stacks = Path(calls).open("w")  # noqa: SIM115  (as long as the process)
     faulthandler.register(signal.SIGUSR1, stacks)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     shared = dist.FileStore(store, size)
     shared.set_timeout(GIVE_UP)
-    dist.init_process_group("gloo", store=shared, rank=rank, world_size=size, timeout=GIVE_UP)
+    dist.init_process_group(backend, store=shared, rank=rank, world_size=size, timeout=GIVE_UP)
     while True:
         try:
             function, args, options = requests.recv()
