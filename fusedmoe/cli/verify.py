@@ -92,9 +92,14 @@ def run(
     print(table(found))
     if lines := problems(found):
         print("\n" + "\n".join(lines))
-    passed = sum(result.passed for result in found.rules)
+    checked = [result for result in found.rules if result.cases or not result.passed]
+    passed, left = sum(result.passed for result in checked), len(found.rules) - len(checked)
+    not_checked = f", {left} more not checked" if left else ""
     seconds = time.perf_counter() - begin
-    print(f"\n{passed} of {len(found.rules)} rules passed, {len(found.outcomes)} cases, {seconds:.0f} s", flush=True)
+    print(
+        f"\n{passed} of {len(checked)} rules passed{not_checked}, {len(found.outcomes)} cases, {seconds:.0f} s",
+        flush=True,
+    )
     written = _stamp(machine, found)
     if options.json is not None:
         data = as_data(found, machine) | {"seconds": round(seconds, 1)}
