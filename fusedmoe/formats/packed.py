@@ -1,12 +1,13 @@
-"""The packed layout of rows and weights in MXFP8, which the grouped products of Blackwell's tensor cores read.
+"""The packed layout of rows and weights in MXFP8 and NVFP4, which Blackwell's grouped products read.
 
-- **Rows** are sorted by expert. Each expert's rows are padded with zero rows to a multiple of 256. Codes are (P, K), by
-  rows and by columns alike: they are not transposed. Scales are swizzled (see `swizzle`): by rows as one matrix, by
-  columns expert by expert.
+- **Rows** are sorted by expert. Each expert's rows are padded with zero rows to a multiple of 256. Codes by rows are
+  (P, K). Codes by columns are (P, K) in MXFP8, which is not transposed, and (K, P) in NVFP4, since the tensor cores sum
+  4-bit codes along the contiguous axis alone. Scales are swizzled (see `swizzle`): by rows as one matrix, by columns
+  expert by expert.
 - **Weights** have codes (E, N, K) by rows and (E, K, N) by columns, and the scales of each expert are swizzled.
 - **Gate and up** alternate in blocks of 32 features, where a gated activation reads them as two halves: ``[gate 0..31,
   up 0..31, gate 32..63, ...]``. This holds for rows before such an activation, and for the weight of the layer that
-  makes them. A block of 32 is a block of the format, so reordering and quantization commute.
+  makes them. A block of 32 is one block of MXFP8 and two of NVFP4, so reordering and quantization commute.
 
 Source: NVIDIA, cudnn-frontend, ``cudnn.gemm.cutedsl.grouped``.
 
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedmoe.formats.format import E4M3, ScaleRule
+from fusedmoe.formats.format import E2M1, E4M3, ScaleRule
 from fusedmoe.formats.groups import PACKED_ROWS, PaddedRows
 from fusedmoe.formats.quantizers import quantize
 from fusedmoe.formats.swizzle import swizzle, swizzle_column_groups, swizzled_length
@@ -43,24 +44,27 @@ class Packed(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PackedTensor:
-    """Codes and swizzled scales of a packed form."""
+    """Codes and swizzled scales of a packed form, and the scale of each expert if the format has one."""
 
     data: Tensor
     scale: Tensor
+    tensor_scale: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of codes and scales."""
-        return self.data.nbytes + self.scale.nbytes
+        return sum(t.nbytes for t in self.tensors())
 
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        """Return codes and scales."""
-        return self.data, self.scale
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return codes, scales and, if the format has one, tensor scale."""
+        return (self.data, self.scale) if self.tensor_scale is None else (self.data, self.scale, self.tensor_scale)
 
 
 def can_pack(quantizer: Quantizer) -> bool:
-    """Whether the packed layout exists for the values of a quantizer: MXFP8 in E4M3, rounded to nearest."""
+    """Whether the packed layout exists for the values of a quantizer: MXFP8 in E4M3, rounded to nearest; and NVFP4."""
     format = quantizer.format
+    if format.element == E2M1:
+        return format.block in ((1, 16), (16, 16))
     plain = not (quantizer.hadamard or quantizer.stochastic_rounding)
     return plain and format.element == E4M3 and format.block == (1, 32) and format.rule is ScaleRule.RCEIL
 
@@ -97,23 +101,27 @@ def quantize_packed(x: Tensor, quantizer: Quantizer, form: Packed, offsets_E: Te
 
     The values are those of `quantize`. The halves of a weight are those of N.
     """
+    format = quantizer.format
+    across, along = format.block
+    assert along is not None, "can_pack requires it"
     if x.dim() == 3:
         q = quantize(interleave(x, -2) if form.halves else x, quantizer, form.axis)
-        return PackedTensor(q.data, swizzle(q.scale).flatten())
+        # the tensor cores read a scale for each line
+        scale = q.scale if across == 1 else q.scale.repeat_interleave(across or 1, -2)[:, : q.data.shape[-2]]
+        return PackedTensor(q.data, swizzle(scale).flatten(), q.tensor_scale)
     assert offsets_E is not None, "packed rows are sorted by expert"
     padded = padded_layout(offsets_E, x.shape[0])
     rows = padded.spread(interleave(x) if form.halves else x)
+    q = quantize(rows, quantizer, form.axis, offsets=padded.ends_E)
     if form.axis == -1:
-        q = quantize(rows, quantizer)
-        return PackedTensor(q.data, swizzle(q.scale))
-    q = quantize(rows, quantizer, -2, offsets=padded.ends_E)
-    of_block = quantizer.format.block[1]
-    assert of_block is not None, "can_pack requires it"
-    scale = q.scale[:, : rows.shape[0] // of_block]
+        return PackedTensor(q.data, swizzle(q.scale), q.tensor_scale)
+    scale = q.scale[:, : rows.shape[0] // along]
     length = swizzled_length(x.shape[1], scale.shape[1])
+    codes = q.data[:, : rows.shape[0] * format.element.bits // 8]
     return PackedTensor(
-        q.data[:, : rows.shape[0]].mT.contiguous(),
-        swizzle_column_groups(scale, padded.ends_E // of_block).blocked[:length].contiguous(),
+        (codes if format.element == E2M1 else codes.mT).contiguous(),
+        swizzle_column_groups(scale, padded.ends_E // along).blocked[:length].contiguous(),
+        q.tensor_scale,
     )
 
 

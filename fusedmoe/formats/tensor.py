@@ -226,18 +226,23 @@ class QuantizedSpec(NamedTuple):
         )
 
     def _packed_tensors(self) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-        along = self.format.block[1]
+        along, element = self.format.block[1], self.format.element
         assert along is not None, "fusedmoe.formats.packed.can_pack requires it"
         matrices, (rows, features) = 1, self.shape[-2:]
         if self.stacked:
-            matrices = self.shape[0]
+            matrices = experts = self.shape[0]
         else:
             assert self.experts is not None, "packed rows are sorted by expert"
-            rows = padded_rows(rows, self.experts, PACKED_ROWS)
+            experts, rows = self.experts, padded_rows(rows, self.experts, PACKED_ROWS)
         lines, length = (rows, features) if self.axis == -1 else (features, rows)
-        codes = (matrices, lines, length) if self.stacked else (rows, features)
+        codes: tuple[int, ...] = lines, length * element.bits // 8
+        if self.stacked:
+            codes = matrices, *codes
+        elif element != E2M1:
+            codes = rows, features
         scales = matrices * swizzled_length(lines, _ceil_div(length, along))
-        return (codes, self.format.element.dtype), ((scales,), self.format.rule.dtype)
+        found = (codes, element.dtype), ((scales,), self.format.rule.dtype)
+        return (*found, ((experts,), torch.float32)) if self.format.tensor_scale else found
 
     def _matrix_of_codes(self) -> tuple[int, int]:
         """Return M and L of one matrix of codes (M, L), the quantized axis last."""

@@ -80,7 +80,7 @@ def bind_forms(
     )  # fmt: skip
     factors_of, end = None, None
     if quantizer.delayed is None:
-        factors_of = _bind_factors(x, format, rows, columns, rotated, offsets_E, index_R)
+        factors_of = bind_factors(x, format, rows, columns, rotated, offsets_E, index_R)
     else:
         end = bind_end(quantizer)
     dtypes = format.element.dtype, format.rule.dtype
@@ -140,7 +140,7 @@ Factors = tuple[tuple[Tensor, ...], list[Tensor], list[Tensor]]
 """Factors of the values of each form; then the scales, or the tensor scales, of each form."""
 
 
-def _bind_factors(
+def bind_factors(
     x: Tensor,
     format: Format,
     rows: bool,

@@ -226,10 +226,7 @@ class QuantizePacked(_Tiles):
         thread, _, _ = cute.arch.thread_idx()
         vector = at * GROUPS + thread % GROUPS
         if const_expr(self.halves):
-            vectors = x.shape[1] // VECTOR
-            block = vector // LANES_PER_BLOCK
-            source = block // 2 * LANES_PER_BLOCK + block % 2 * (vectors // 2) + vector % LANES_PER_BLOCK
-            vector = cutlass.select_(vector < vectors, source, vector)
+            vector = source_of(vector, x.shape[1] // VECTOR)
         return load_tile(x, index if const_expr(self.gathered) else None, first, valid, vector)
 
 
@@ -292,6 +289,14 @@ class QuantizePackedWeight(_Tiles):
         if const_expr(self.columns):
             write_columns(s_codes, column_codes[expert, None, None], at, line)
             copy_scales(s_columns, column_scale, (expert * across + at) * down + line, 1)
+
+
+@cute.jit
+def source_of(vector, vectors):
+    """The vector of [gate | up] with the features of this one, where gate and up alternate in blocks of 32."""
+    block = vector // LANES_PER_BLOCK
+    source = block // 2 * LANES_PER_BLOCK + block % 2 * (vectors // 2) + vector % LANES_PER_BLOCK
+    return cutlass.select_(vector < vectors, source, vector)
 
 
 def allocate_scales(smem: SmemAllocator) -> tuple[Any, Any, Any]:

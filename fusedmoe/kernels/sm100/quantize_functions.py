@@ -1,4 +1,4 @@
-"""The kernels of `quantize.py` as functions of torch tensors. No call waits for the device or reads splits on the host.
+"""The kernels of `quantize.py` and `quantize_nvfp4.py` as functions of torch tensors. No call waits for the device or reads splits on the host.
 
 Axes: R rows, T tokens, K features, E experts, P packed rows, N rows of a weight.
 """
@@ -11,16 +11,18 @@ import torch
 from torch import Tensor
 
 from fusedmoe.kernels.compiler import load
+from fusedmoe.kernels.narrow import Narrow
 from fusedmoe.kernels.sm90.row_functions import NAMES
 from fusedmoe.kernels.torch.rows import padded_rows
 from fusedmoe.target import kernel_arch
 
 PACKING = 256  # rows to a multiple of which those of an expert are packed
 TILE = 128
-SCALES = 512  # of a tile of 128 x 128 codes
+SCALES = 512  # of a tile of 128 lines x 4 blocks
+NVFP4 = Narrow("e2m1", "two level", 16)
 
 Form = tuple[Tensor, Tensor]
-"""Codes in E4M3, and scales in E8M0."""
+"""Codes, and scales in the layout that the tensor cores read."""
 
 
 def bind_quantize_packed(
@@ -82,6 +84,79 @@ def bind_quantize_packed(
         return tuple(
             (codes.view(torch.float8_e4m3fn), scale.view(-1).view(torch.float8_e8m0fnu)) for codes, scale in forms
         )
+
+    return run
+
+
+def bind_quantize_packed_nvfp4(
+    x: Tensor,
+    offsets_E: Tensor,
+    index_R: Tensor | None = None,
+    *,
+    rows: bool = True,
+    columns: bool = False,
+    halves: bool = False,
+    rotated: bool = False,
+    stochastic: bool = False,
+) -> Callable[..., tuple[Form, ...]]:
+    """Return a function of ``(x, offsets, factors, random, index)`` that quantizes rows to NVFP4 in one launch.
+
+    It serves tensors of the same shapes, dtypes and strides as these. It returns codes, two in a byte, and scales: those
+    by rows if ``rows``, and then those by columns if ``columns``. They have the bits of `fusedmoe.quantize` of *packed*
+    rows, as `bind_quantize_packed` describes them:
+
+    - by rows: codes (P, K / 2), and the ``swizzle`` of their scale (P, K / 16);
+    - by columns: codes (K, P / 2), and the ``swizzle_column_groups`` of their scale (K, P / 16) with ``ends // 16``.
+
+    Both scales are vectors of P K / 16. Nothing is written for the packed rows from ``ends[-1]`` on.
+
+    Parameters
+    ----------
+    x, offsets_E, index_R, halves
+        As of `bind_quantize_packed`; K is a multiple of 128.
+    rotated
+        Rotate tiles of 16 rows before quantizing by columns, as `fusedmoe.formats.hadamard` does.
+    stochastic
+        Round by random bits.
+
+    Notes
+    -----
+    ``factors`` of a call has the factor of each expert's scales for each form, (E,) fp32. ``random`` has the random
+    bytes of each form if ``stochastic``: (P, K) and (K, P).
+    """
+    length = x.shape[1]
+    num_rows = x.shape[0] if index_R is None else index_R.shape[0]
+    packed = padded_rows(num_rows, offsets_E.shape[0], PACKING)
+    tiles = packed // TILE
+    unread = torch.empty(4, dtype=torch.int32, device=x.device)  # in place of what the kernel does not read
+    some_bytes = unread.view(torch.uint8)
+    kernel = None
+    if tiles and length:
+        from fusedmoe.kernels.sm100.quantize_nvfp4 import QuantizePackedFormat  # deferred: imports the CuTe DSL
+
+        how = True, index_R is not None, rotated and columns
+        options = NVFP4, rows, columns, stochastic
+        kernel = load(QuantizePackedFormat(NAMES[x.dtype], *how, *options, halves=halves, arch=kernel_arch(x.device)))
+
+    def run(
+        x: Tensor,
+        offsets_E: Tensor,
+        factors: tuple[Tensor, ...],
+        random: tuple[Tensor, ...] = (),
+        index_R: Tensor | None = None,
+    ) -> tuple[Form, ...]:
+        shapes = [(packed, length // 2)] * rows + [(length, packed // 2)] * columns
+        of_scales = (1, packed * length // 16 // SCALES, SCALES)
+        forms = [
+            (x.new_empty((1, *shape), dtype=torch.uint8), x.new_empty(of_scales, dtype=torch.uint8)) for shape in shapes
+        ]
+        if kernel is not None:
+            drawn = random or (some_bytes[None],) * len(forms)
+            # a form that is not wanted is not written
+            first = (*forms[0], factors[0], drawn[0])
+            last = (*forms[-1], factors[-1][:, None], drawn[-1])
+            kernel(x[None], unread if index_R is None else index_R, offsets_E, *first, *last, unread, tiles, num_rows)
+        return tuple((codes[0], scale.view(-1).view(torch.float8_e4m3fn)) for codes, scale in forms)
 
     return run
 

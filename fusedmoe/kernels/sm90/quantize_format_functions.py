@@ -18,6 +18,7 @@ from fusedmoe.kernels.compiler import load
 from fusedmoe.kernels.narrow import Narrow
 from fusedmoe.kernels.sm90.row_functions import NAMES
 from fusedmoe.kernels.torch.rows import padded_rows
+from fusedmoe.target import kernel_arch
 
 TILE = 128
 _EXPONENT = ~0x7FFFFF  # the bits of fp32 without those of the mantissa
@@ -56,7 +57,7 @@ def bind_magnitudes(
         from fusedmoe.kernels.sm90.quantize_formats import Magnitudes  # deferred: imports the CuTe DSL
 
         how = offsets_E is not None, index_R is not None, of_experts_rotated
-        kernel = load(Magnitudes(NAMES[x.dtype], *how, *wanted))
+        kernel = load(Magnitudes(NAMES[x.dtype], *how, *wanted, arch=kernel_arch(x.device)))
 
     def run(x: Tensor, offsets_E: Tensor | None = None, index_R: Tensor | None = None) -> tuple[Tensor, ...]:
         maxima = x.new_zeros(sum(sizes), dtype=torch.int32).split(sizes)
@@ -136,7 +137,8 @@ def bind_quantize_format(
         from fusedmoe.kernels.sm90.quantize_formats import QuantizeFormat  # deferred: imports the CuTe DSL
 
         how = offsets_E is not None, index_R is not None, rotated and columns
-        kernel = load(QuantizeFormat(NAMES[x.dtype], *how, format, rows, columns, stochastic, amax))
+        options = format, rows, columns, stochastic, amax
+        kernel = load(QuantizeFormat(NAMES[x.dtype], *how, *options, arch=kernel_arch(x.device)))
 
     def run(
         x: Tensor,

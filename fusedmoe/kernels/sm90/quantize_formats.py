@@ -250,7 +250,7 @@ class QuantizeFormat(_Tiles):
             "square": format.square, "rows": self.rows, "columns": self.columns, "sorted": self.sorted,
             "gathered": self.gathered, "rotated": self.rotated, "stochastic": self.stochastic, "amax": self.amax,
         }  # fmt: skip
-        return "_".join(["sm90_quantize_format", *parts, *(name for name, on in flags.items() if on)])
+        return "_".join([f"{self.family}_quantize_format", *parts, *(name for name, on in flags.items() if on)])
 
     @property
     def bits(self) -> int:
@@ -414,7 +414,7 @@ class QuantizeFormat(_Tiles):
         tensor_encode = factors[expert] if const_expr(self.format.rule == "two level") else None
         encode, stored = self.encode(found, self.dtype, tensor_encode)
         block = vector // lanes
-        if vector % lanes == 0 and block < scale.shape[2]:
+        if vector % lanes == 0 and block < cute.size(scale, mode=[2]):
             for i in cutlass.range_constexpr(STRIP):
                 if strip + i < present:
                     scale[matrix, first + strip + i, block] = stored[i].to(cutlass.Uint8)
@@ -458,7 +458,8 @@ class QuantizeFormat(_Tiles):
         encode, stored = self.encode(found, self.rotated_dtype, tensor_encode)
         strips = self.format.block // STRIP
         block = tile * (TILE // self.format.block) + strip // strips
-        if strip % strips == 0 and block < scale.shape[2] and vector * VECTOR < scale.shape[1]:
+        blocks, columns = cute.size(scale, mode=[2]), cute.size(scale, mode=[1])
+        if strip % strips == 0 and block < blocks and vector * VECTOR < columns:
             for i in cutlass.range_constexpr(VECTOR):
                 scale[matrix, vector * VECTOR + i, block] = stored[i].to(cutlass.Uint8)
         return encode
@@ -585,7 +586,7 @@ class Magnitudes(_Tiles):
             "rows": self.of_rows, "columns": self.of_columns, "experts": self.of_experts,
             "experts_rotated": self.of_experts_rotated, "sorted": self.sorted, "gathered": self.gathered,
         }  # fmt: skip
-        return "_".join(["sm90_magnitudes", self.dtype, *(name for name, on in flags.items() if on)])
+        return "_".join([f"{self.family}_magnitudes", self.dtype, *(name for name, on in flags.items() if on)])
 
     def compile(self) -> Any:
         """Compile without a GPU; a function of values (B, R, K) or (1, T, K), index (R,) int32, offsets (E,) int32; the
