@@ -69,9 +69,9 @@ def can_pack(quantizer: Quantizer) -> bool:
     return plain and format.element == E4M3 and format.block == (1, 32) and format.rule is ScaleRule.RCEIL
 
 
-def interleave(x: Tensor, axis: int = -1) -> Tensor:
-    """Let gate and up alternate in blocks of 32, from ``[gate | up]``, along an axis."""
-    return _swapped(x, axis, (2, -1, PACKED_FEATURES))
+def interleave(x: Tensor, axis: int = -1, size: int = PACKED_FEATURES) -> Tensor:
+    """Let gate and up alternate in blocks of 32, from ``[gate | up]``, along an axis. A block has ``size`` entries."""
+    return _swapped(x, axis, (2, -1, size))
 
 
 def deinterleave(x: Tensor, axis: int = -1) -> Tensor:

@@ -125,8 +125,13 @@ def form_specs(
         value: spec,
         columns(value): spec._replace(axis=-2, rotated=quantizer.hadamard),
         dequantized(value): TensorSpec(spec.shape, spec.dtype),
-        **{name: spec._replace(axis=axis, packed=True, halves=halves) for name, (axis, halves) in packs.items()},
+        **{name: _packed_spec(spec, quantizer, form) for name, form in packs.items()},
     }
+
+
+def _packed_spec(spec: QuantizedSpec, quantizer: Quantizer, form: Packed) -> QuantizedSpec:
+    rotated = quantizer.hadamard and form.axis == -2
+    return spec._replace(axis=form.axis, rotated=rotated, packed=True, halves=form.halves)
 
 
 def tensor_specs(specs: Mapping[str, SpecLike | None], forms: Mapping[str, Form]) -> dict[str, TensorSpec]:

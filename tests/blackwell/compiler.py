@@ -8,7 +8,7 @@ from typing import ClassVar
 import cutlass
 from cuda.bindings import driver
 from cutlass import cute
-from cutlass.cute.runtime import _FakeTensor, make_fake_compact_tensor
+from cutlass.cute.runtime import _FakeTensor, make_fake_compact_tensor, make_fake_tensor
 
 from blackwell.host import Host
 from blackwell.launches import Launch, Parameters, memory
@@ -61,9 +61,12 @@ class Compiled:
 
 
 def _in_global_memory(argument):
-    """Return a tensor for the compiler: those that describe real CPU memory (a workspace) become ones on a GPU."""
+    """Return a tensor for the compiler: those that describe real CPU memory become ones on a GPU."""
     if is_real(argument):
-        assert argument.element_type is cutlass.Uint8
+        if argument.element_type is cutlass.Float4E2M1FN:  # operands of wgrad, along rows without their number
+            shape = tuple(n if isinstance(n, int) else cute.sym_int(divisibility=16) for n in argument.shape)
+            return make_fake_tensor(argument.element_type, shape, argument.stride, assumed_align=16)
+        assert argument.element_type is cutlass.Uint8  # a workspace
         return make_fake_compact_tensor(cutlass.Uint8, tuple(argument.shape), assumed_align=128)
     return argument
 

@@ -3,13 +3,11 @@
 import ctypes
 import inspect
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from cutlass.base_dsl.utils.mlir_value_tree import extract_mlir_values
-from emulator.tensor_map import SIZES, TensorMap
-
-DTYPES = {2: torch.int16, 8: torch.int64}
+from emulator.tensor_map import FP4, SIZES, TensorMap
 
 
 class Parameters:
@@ -95,15 +93,32 @@ class Launch:
         assert SIZES[described.element] == dtype.itemsize, f"{name} is copied by elements of another size than {dtype}"
         return _strided(described, dtype)
 
-    def scales(self, name):
-        """Return the bytes of scales that a descriptor spans: (..., tiles of columns, tiles of rows, 512).
+    def codes(self, name):
+        """Return the codes that a descriptor spans, outermost axis first: E4M3, or one E2M1 in each byte."""
+        described = self.tensor_map(name)
+        if described.element != FP4:
+            return self.tensor(name, torch.float8_e4m3fn)
+        (length, *others), (_, *strides) = described.shape, described.strides
+        pairs = _strided(replace(described, shape=(length // 2, *others), strides=(1, *strides)), torch.uint8)
+        return torch.stack([pairs & 15, pairs >> 4], -1).flatten(-2)
 
-        The innermost axis of these descriptors counts larger units than bytes: a tile of 128 x 4 scales is 512 bytes.
+    def scales(self, name):
+        """Return the bytes of scales that a descriptor spans: (..., tiles of rows, tiles of columns, 512).
+
+        A tile of 128 x 4 scales is 512 bytes. The innermost axis of these descriptors counts larger units than bytes,
+        and has a tile, or all tiles of a row.
         """
         described = self.tensor_map(name)
-        unit = SIZES[described.element]
-        assert described.shape[0] * unit == 512, f"{name} is not a descriptor of tiles of 512 scales"
-        return _strided(described, DTYPES[unit]).contiguous().view(torch.uint8)
+        size = described.shape[0] * SIZES[described.element]
+        assert size % 512 == 0, f"{name} is not a descriptor of tiles of 512 scales"
+        axes = [*zip(described.shape[1:], described.strides[1:], strict=True)]
+        if size > 512:
+            axes.append((size // 512, 512))
+        # tiles of a row follow each other; a matrix may have a single one of them
+        axes.sort(key=lambda axis: (axis[1], axis[0]), reverse=True)
+        shape, strides = zip(*axes, (512, 1), strict=True)
+        last = sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1
+        return memory(described.address, last).as_strided(shape, strides).contiguous()
 
 
 def _strided(described, dtype):

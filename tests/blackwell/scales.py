@@ -1,6 +1,6 @@
-"""MXFP8 as cudnn-frontend's kernels read and write it: E4M3 codes, and E8M0 scales of blocks of 32 in tiles.
+"""MXFP8 and NVFP4 as cudnn-frontend's kernels read and write them: codes, and scales of blocks in tiles.
 
-A tile holds 128 x 4 scales: row i and column j at byte (i % 32) * 16 + i // 32 * 4 + j. Independent of fusedmoe.
+MXFP8 has E4M3 codes, and E8M0 scales of blocks of 32. NVFP4 has E2M1 codes, and E4M3 scales of blocks of 16. A tile holds 128 x 4 scales: row i and column j at byte (i % 32) * 16 + i // 32 * 4 + j. Independent of fusedmoe.
 """
 
 import torch
@@ -8,6 +8,8 @@ import torch
 BLOCK = 32
 TILE = 512  # bytes
 E4M3_MAX = 448.0
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+E2M1 = torch.cat([E2M1, -E2M1])
 
 
 def round_up(n, multiple):
@@ -35,10 +37,14 @@ def decoded(byte):
 
 
 def dequantized(codes, scale):
-    """Return fp32 values of codes (M, K) and scales (at least M, at least K / 32)."""
+    """Return fp32 values of codes (M, K), and of the bytes of scales (at least M, at least K / block)."""
     rows, columns = codes.shape
-    scale = decoded(scale[:rows]).repeat_interleave(BLOCK, 1)[:, :columns]
-    return codes.to(torch.float32) * scale
+    if codes.dtype is torch.uint8:
+        values, block = E2M1[codes.to(torch.int64)], 16
+        scale = scale[:rows].contiguous().view(torch.float8_e4m3fn).to(torch.float32)
+    else:
+        values, block, scale = codes.to(torch.float32), BLOCK, decoded(scale[:rows])
+    return values * scale.repeat_interleave(block, 1)[:, :columns]
 
 
 def quantized(values, norm_const):

@@ -36,7 +36,7 @@ def run(launch):
 
 def refuse_what_is_not_written(launch):
     """Raise where the device code would do more than the soft kernels."""
-    for name in ("mAmax_tensor", "mDbias_tensor", "row_scale", "global_scale_a"):
+    for name in ("mAmax_tensor", "mDbias_tensor", "row_scale"):
         if name in launch:
             raise NotImplementedError(f"the soft kernels have no {name}")
     if getattr(launch.kernel, "tanh_clamp_scale", None) is not None or getattr(launch.kernel, "deterministic", False):
@@ -130,11 +130,14 @@ def wgrad_helper(launch):
 def wgrad(launch):
     """C[e] = A_e B_e, over the rows of expert e; zeros for an expert without rows; added to C in its type if asked."""
     kernel = launch.kernel
-    a_MP = _major(launch.tensor("tma_atom_a", torch.float8_e4m3fn)[0], kernel.a_major_mode)
-    b_NP = _major(launch.tensor("tma_atom_b", torch.float8_e4m3fn)[0], kernel.b_major_mode)
     c_EMN = launch.tensor("tma_atom_c", DTYPES[kernel.c_dtype.__name__])
+    a_MP = _major(launch.codes("tma_atom_a")[0], kernel.a_major_mode)
+    b_NP = _major(launch.codes("tma_atom_b")[0], kernel.b_major_mode)
+    factors = [launch.array(f"global_scale_{x}", len(c_EMN), torch.float32) for x in "ab" if f"global_scale_{x}" in launch]
     for e, (sfa, sfb, start, end) in enumerate(workspace(launch).tolist()):
         product = _expert_columns(a_MP, sfa, start, end) @ _expert_columns(b_NP, sfb, start, end).T
+        for factor in factors:
+            product = product * factor[e]
         product = product.to(c_EMN.dtype)
         c_EMN[e] = c_EMN[e] + product if kernel.accumulate_on_output else product
 
@@ -147,8 +150,9 @@ def workspace(launch):
 
 def _expert_columns(codes_MP, scales, start, end):
     """Return one expert's values (M, rows). Its scales are tiles in row-major order, after those of earlier experts."""
-    down, across = round_up(len(codes_MP), 128) // 128, (end - start) // 128
-    scale = memory(scales + down * start // 128 * TILE, down * across * TILE).view(down, across, TILE)
+    rows = 64 if codes_MP.dtype is torch.uint8 else 128  # of a tile of scales
+    down, across = round_up(len(codes_MP), 128) // 128, (end - start) // rows
+    scale = memory(scales + down * start // rows * TILE, down * across * TILE).view(down, across, TILE)
     return dequantized(codes_MP[:, start:end], untiled(scale))
 
 
@@ -173,10 +177,10 @@ def _major(codes, mode):
 def product(launch, square_alpha=False):
     """Return alpha A B in fp32, for the rows of experts: rows after the last expert's are not computed."""
     kernel = launch.kernel
-    a_PK = launch.tensor("tma_atom_a", torch.float8_e4m3fn)
-    b_ENK = _major(launch.tensor("tma_atom_b", torch.float8_e4m3fn), kernel.b_major_mode)
+    a_PK = launch.codes("tma_atom_a")
+    b_ENK = _major(launch.codes("tma_atom_b"), kernel.b_major_mode)
     assert a_PK.shape[1] == b_ENK.shape[2], "A and B differ in K, which the host code does not notice"
-    sfa, sfb = launch.scales("tma_atom_sfa").transpose(0, 1), launch.scales("tma_atom_sfb").transpose(-3, -2)
+    sfa, sfb = launch.scales("tma_atom_sfa"), launch.scales("tma_atom_sfb")
     a_PK = dequantized(a_PK, untiled(sfa))
     alpha = launch.array("alpha", kernel.expert_cnt, torch.float32)
     parts = []

@@ -102,10 +102,11 @@ def _given_back(address):
 
 
 CUDA = 2
-DTYPES = {  # DLPack's code and bits
+DTYPES = {  # DLPack's code, bits and lanes
     torch.float32: (2, 32), torch.bfloat16: (4, 16), torch.float16: (2, 16), torch.int32: (0, 32),
     torch.int64: (0, 64), torch.uint8: (1, 8), torch.int16: (0, 16), torch.int8: (0, 8),
     torch.float8_e4m3fn: (10, 8), torch.float8_e5m2: (12, 8), torch.float8_e8m0fnu: (14, 8),
+    torch.float4_e2m1fn_x2: (17, 4, 2),
 }  # fmt: skip
 
 
@@ -114,10 +115,10 @@ class on_gpu:  # noqa: N801, a conversion
 
     def __init__(self, tensor):
         self.tensor = tensor
-        code, bits = DTYPES[tensor.dtype]
+        code, bits, *lanes = DTYPES[tensor.dtype]
         self.shape = (ctypes.c_int64 * tensor.dim())(*tensor.shape)
         self.strides = (ctypes.c_int64 * tensor.dim())(*tensor.stride())
-        values = (tensor.data_ptr(), _Device(CUDA, 0), tensor.dim(), _DType(code, bits, 1), self.shape, self.strides, 0)
+        values = (tensor.data_ptr(), _Device(CUDA, 0), tensor.dim(), _DType(code, bits, *(lanes or [1])), self.shape, self.strides, 0)
         self.managed = _Managed(_Tensor(*values), None, ctypes.cast(_given_back, ctypes.c_void_p))
 
     def __dlpack__(self, **_):

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-SIZES = {0: 1, 1: 2, 2: 4, 4: 8, 6: 2, 7: 4, 10: 2}  # bytes: u8 and FP8, u16, u32, u64, fp16, fp32, bf16
-FP32 = 7
+# bytes: u8 and FP8, u16, u32, u64, fp16, fp32, bf16, FP4
+SIZES = {0: 1, 1: 2, 2: 4, 4: 8, 6: 2, 7: 4, 10: 2, 11: 0.5}
+FP32, FP4 = 7, 11
 SWIZZLES = (0, 32, 64, 128)  # bytes
 
 

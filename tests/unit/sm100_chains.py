@@ -13,7 +13,7 @@ from sm100_machine import BF16, PREFIX
 from toy import only_plan, rules_used
 
 import fusedmoe as fm
-from fusedmoe.kernels.sm100 import grouped
+from fusedmoe.kernels.sm100 import calls
 
 SAME, EMULATION = 4e-3, 3e-2
 """Bounds of the relative error: from the same arithmetic, and from the unfused chain."""
@@ -31,10 +31,10 @@ def clamped():
 @pytest.fixture(scope="module", name="device")
 def device_in_pytorch():
     """NVIDIA's kernels, with device code in PyTorch."""
-    grouped._kernel.cache_clear()  # a kernel tells of its launches where it was made
+    calls.kernel.cache_clear()  # a kernel tells of its launches where it was made
     with blackwell_on_cpu() as launches:
         yield launches
-    grouped._kernel.cache_clear()
+    calls.kernel.cache_clear()
 
 
 @pytest.fixture(autouse=True, name="launches")

@@ -5,7 +5,8 @@ import sm90_stand_ins
 import torch
 
 import fusedmoe as fm
-from fusedmoe.formats import Quantizer, mxfp8
+from fusedmoe.formats import Quantizer, mxfp8, nvfp4
+from fusedmoe.formats.groups import padded_rows
 from fusedmoe.formats.packed import Packed, padded_layout, quantize_packed
 from fusedmoe.kernels import toolkit
 from fusedmoe.kernels.sm90 import functions
@@ -37,6 +38,7 @@ def blackwell_machine(monkeypatch):
         monkeypatch.setattr(functions, name, function)
     monkeypatch.setattr(quantize_functions, "bind_quantize_packed", bind_quantize_packed)
     monkeypatch.setattr(quantize_functions, "bind_quantize_packed_weight", bind_quantize_packed_weight)
+    monkeypatch.setattr(quantize_functions, "bind_quantize_packed_nvfp4", bind_quantize_packed_nvfp4)
 
 
 def bind_quantize_packed(x, offsets, index=None, *, rows=True, columns=False, halves=False):
@@ -52,6 +54,41 @@ def bind_quantize_packed(x, offsets, index=None, *, rows=True, columns=False, ha
             form.data.view(torch.uint8)[end:] = 0x7F
             form.scale.view(torch.uint8)[end // 128 * across * 512 :] = 0xFF
         return tuple(form.tensors() for form in forms)
+
+    return run
+
+
+def bind_quantize_packed_nvfp4(
+    x, offsets, index=None, *, rows=True, columns=False, halves=False, rotated=False, stochastic=False, packed=False
+):
+    """Stand for the kernel of rows in NVFP4, in the same way. It draws random bits of its own."""
+    axes = [axis for axis, wanted in ((-1, rows), (-2, columns)) if wanted]
+    quantizer = Quantizer(nvfp4(), hadamard=rotated, stochastic_rounding=stochastic)
+    lines, places = len(x if index is None else index), len(x)
+    if not packed:
+        places = padded_rows(lines, len(offsets), 256)
+    drawn = {-1: (places, x.shape[1]), -2: (x.shape[1], places)}
+
+    def run(x, offsets, factors, random=(), index=None):
+        assert not packed or not (offsets % 256).any()
+        if index is not None:
+            x = x[index.long().clamp(max=len(x) - 1)]
+        if packed:  # in place of rows that the kernel does not read
+            x = x.clone()
+            x[int(offsets[-1]) :] = torch.nan
+        assert [t.shape for t in random] == [drawn[axis] for axis in axes] * stochastic
+        forms = [quantize_packed(x, quantizer, Packed(axis, halves), offsets) for axis in axes]
+        found = []
+        for axis, form, factor in zip(axes, forms, factors, strict=True):
+            assert torch.equal(1 / factor, form.tensor_scale)
+            end = int(offsets[-1] if packed else padded_layout(offsets, len(x)).ends_E[-1])
+            # rows that are packed already are packed once more, after the last expert's
+            codes = form.data[:places] if axis == -1 else form.data[:, : places // 2].contiguous()
+            scale = form.scale[: places * x.shape[1] // 16]
+            (codes[end:] if axis == -1 else codes[:, end // 2 :]).fill_(0x7F)
+            scale.view(torch.uint8)[end * x.shape[1] // 16 :] = 0xFF
+            found.append((codes, scale))
+        return tuple(found)
 
     return run
 

@@ -54,7 +54,7 @@ import fusedmoe as fm
 from fusedmoe import FusionError
 from fusedmoe.builtin_rules.sm100 import backend
 from fusedmoe.formats import Quantizer, mxfp8
-from fusedmoe.kernels.sm100 import grouped
+from fusedmoe.kernels.sm100 import calls
 from fusedmoe.recipes import MXFP8, Custom
 
 pytestmark = pytest.mark.usefixtures("builtin_rules", "blackwell_machine")
@@ -110,14 +110,14 @@ ONE_PLAN = [
 def test_any_splits_and_any_number_of_rows_run_the_same_kernels(launches):
     chain = experts(scale=True)
     check(chain, tokens(), **inputs(scale=True))
-    kernels, compiled = grouped._kernel.cache_info().currsize, {*map(id, (launch.kernel for launch in launches))}
+    kernels, compiled = calls.kernel.cache_info().currsize, {*map(id, (launch.kernel for launch in launches))}
     for count, splits in ONE_PLAN:
         launches.clear()
         plan, _ = check(chain, tokens(count, splits), **inputs(count, splits, scale=True))
         assert rules(plan) == [*FORWARD, *BACKWARD], splits
         assert launched(launches) == {"glu": 1, "quant": 2, "dglu": 1, "wgrad": 2}
         assert {id(launch.kernel) for launch in launches} <= compiled
-    assert grouped._kernel.cache_info().currsize == kernels
+    assert calls.kernel.cache_info().currsize == kernels
 
 
 def test_rows_of_no_expert_alone(launches):

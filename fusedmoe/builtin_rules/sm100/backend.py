@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 MOST_EXPERTS = 1024
 WIDTH = 128
 """Features of layers are multiples of it."""
-FORMAT = "mxfp8 in e4m3 with scales of the rule rceil, rounded to nearest and not rotated"
+FORMATS = "mxfp8 in e4m3 with scales of the rule rceil, rounded to nearest and not rotated; or nvfp4"
 """Of what the kernels read and write."""
 MOST_ELEMENTS = 2**31
 """Rows times features are fewer: the kernels count them in 32 bits."""
@@ -54,29 +54,36 @@ class OnSm100:
 
 
 class OfPacked(OnSm100):
-    """Base of a rule that multiplies MXFP8 codes in the packed layout. It precedes `FusionRule` in the bases."""
+    """Base of a rule that multiplies codes in the packed layout. It precedes `FusionRule` in the bases."""
 
     quantized_only: ClassVar[bool] = True
     multiplies_codes: ClassVar[bool] = True
 
 
 def check_packed(ctx: PlanContext, *operands: str) -> None:
-    """Decline quantized operands that have no packed form; ``operands`` are names without a form."""
+    """Decline quantized operands that have no packed form, or have two formats; ``operands`` are names without a form."""
+    elements = []
     for name in operands:
         spec = ctx.spec(name)
-        require(isinstance(spec, QuantizedSpec), "%s is not quantized: expected MXFP8 operands", name)
+        require(isinstance(spec, QuantizedSpec), "%s is not quantized: expected MXFP8 or NVFP4 operands", name)
         assert isinstance(spec, QuantizedSpec)
         packed = ctx.spec(f"{name}:packed") if ctx.exists(f"{name}:packed") else None
         require(
             isinstance(packed, QuantizedSpec) and packed.packed,
-            "%s is %s: expected %s", name, spec.format, FORMAT,
+            "%s is %s: expected %s", name, spec.format, FORMATS,
         )  # fmt: skip
+        elements.append(spec.format.element)
+    require(len({*elements}) == 1, "the operands are %s: expected one format", " and ".join(map(str, elements)))
 
 
-def check_quantizer(quantizer: Quantizer | None) -> None:
-    """Decline a quantizer whose values have no packed form."""
+def check_quantizer(quantizer: Quantizer | None, ctx: PlanContext | None = None, operand: str = "") -> None:
+    """Decline a quantizer whose values have no packed form, or have another format than an operand."""
     assert quantizer is not None, "otherwise there is no step"
-    require(can_pack(quantizer), "quantizes to %s: expected %s", quantizer, FORMAT)
+    require(can_pack(quantizer), "quantizes to %s: expected %s", quantizer, FORMATS)
+    spec = None if ctx is None else ctx.spec(operand)
+    if isinstance(spec, QuantizedSpec):
+        require(spec.format.element == quantizer.format.element, "quantizes to %s, from operands in %s", quantizer,
+                spec.format)  # fmt: skip
 
 
 def check_layer(ctx: PlanContext, fc: Op, *, bias: str = "") -> None:
@@ -96,7 +103,7 @@ def check_bf16(ctx: PlanContext, *values: str) -> None:
     """Decline values that are not bf16."""
     for name in values:
         dtype = name_of(ctx.dtype(name))
-        require(dtype == "bfloat16", "%s is %s: products of MXFP8 operands are bfloat16", name, dtype)
+        require(dtype == "bfloat16", "%s is %s: products of packed operands are bfloat16", name, dtype)
 
 
 def check_activation(op: Op) -> Activation:
@@ -120,12 +127,11 @@ def is_halved(ctx: PlanContext, packed: str) -> bool:
     return isinstance(spec, QuantizedSpec) and spec.halves
 
 
-def guard_rows(codes: Tensor, *features: int) -> None:
-    """Leave a call without rows to plain PyTorch, and decline one with too many."""
-    rows = codes.shape[0]
+def guard_rows(rows: int, *features: int) -> None:
+    """Leave a call without packed rows to plain PyTorch, and decline one with too many."""
     if not rows:
         raise NothingToDo("no rows")
-    widest = max(codes.shape[-1], *features)
+    widest = max(features)
     require(rows * widest < MOST_ELEMENTS, "%d rows of %d features: expected fewer than 2^31 elements", rows, widest)
 
 

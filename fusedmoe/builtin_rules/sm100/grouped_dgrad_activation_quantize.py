@@ -1,5 +1,5 @@
 """``sm100.grouped_dgrad_activation_quantize``: the gradient of a grouped linear layer's rows, through the row scale and
-the activation before the layer, with MXFP8 operands; with the quantization of the result in its epilogue.
+the activation before the layer, with MXFP8 or NVFP4 operands; with the quantization of the result in its epilogue.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from fusedmoe.builtin_rules.sm100.backend import (
     guard_rows,
     packed_factor,
 )
+from fusedmoe.builtin_rules.sm100.products import products_of
 from fusedmoe.fusion.rule import Bind, FusionRule, PlanContext, Step, require
-from fusedmoe.kernels.sm100 import grouped
 from fusedmoe.ops.glu import DSwiGLU
 from fusedmoe.ops.grouped_linear import Dgrad
 from fusedmoe.ops.quantize import QuantizeGrad
@@ -48,7 +48,7 @@ class PackedDgradActivationQuantize(
 
     def supports(self, ctx: PlanContext) -> None:
         check_packed(ctx, "grad_output", "dgrad.weight")
-        check_quantizer(self.quantize.quantizes)
+        check_quantizer(self.quantize.quantizes, ctx, "grad_output")
 
     def offer(self, ctx: PlanContext) -> Step:
         check_layer(ctx, self.dgrad.op)
@@ -65,36 +65,33 @@ class PackedDgradActivationQuantize(
         needs = ("grad_output:packed", "dgrad.weight:packed_columns", "padded_offsets", "dact.input:packed",
                  "dscale.factor", "place_of_row")  # fmt: skip
         launches = 1 + 2 * (self.dscale is not None) + 2 * (self.scale_grad is not None)
+        launches += products_of(ctx, "grad_output").launches(self.quantize.quantizes)
         return Step(needs=needs, gives=gives, keeps=KEEPS, zeroes_tail=True, launches=launches)
 
     def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
-        activation, gives_scale = check_activation(self.dact.op), self.scale_grad is not None
+        activation, products, quantizer = check_activation(self.dact.op), products_of(ctx, "grad_output"), self.quantize.quantizes
+        assert quantizer is not None, "otherwise there is no step"
+        gives_scale = self.scale_grad is not None
+        axes = [axis for name, axis in _AXES.items() if name in keep]
 
-        def run(
-            dy: Tensor,
-            dy_scale: Tensor,
-            weight: Tensor,
-            weight_scale: Tensor,
-            ends: Tensor,
-            p: Tensor,
-            factor: Tensor | None,
-            place_of_row: Tensor,
-        ) -> tuple[Tensor, ...]:
-            factors = packed_factor(factor, place_of_row, dy.shape[0])
-            rows, columns, dfactor = grouped.gemm_derivative_quantize(
-                (dy, dy_scale), (weight, weight_scale), p, ends, factors, activation
-            )
-            found = {ROWS: rows, COLUMNS: columns}
-            kept = tuple(t for name in keep for t in found[name])
-            if not gives_scale:
-                return kept
-            assert dfactor is not None
-            assert factor is not None
-            return (dfactor.index_select(0, place_of_row).to(factor.dtype), *kept)
+        def bind(*tensors: Tensor | None) -> Callable[..., tuple[Tensor, ...]]:
+            (codes, *_), _, (ends, p, *_) = products.split(tensors)
+            guard_rows(codes.shape[0], self.dgrad.op.out_features, p.shape[1])
+            product = products.bind_derivative(p, ends, quantizer, axes, activation)
 
-        def bind(dy: Tensor, dy_scale: Tensor, weight: Tensor, weight_scale: Tensor, ends: Tensor, p: Tensor,
-                 *others: Tensor | None) -> Callable[..., tuple[Tensor, ...]]:  # fmt: skip
-            guard_rows(dy, p.shape[1])
+            def run(*tensors: Tensor | None) -> tuple[Tensor, ...]:
+                dy, weight, (ends, p, factor, place_of_row) = products.split(tensors)
+                factors = packed_factor(factor, place_of_row, p.shape[0])
+                forms, dfactor = product(dy, weight, p, ends, factors)
+                kept = tuple(t for name in keep for t in forms[_AXES[name]])
+                if not gives_scale:
+                    return kept
+                assert dfactor is not None
+                return (dfactor.index_select(0, place_of_row).to(factor.dtype), *kept)
+
             return run
 
         return bind
+
+
+_AXES = {ROWS: -1, COLUMNS: -2}

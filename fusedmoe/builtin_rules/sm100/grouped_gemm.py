@@ -1,4 +1,4 @@
-"""``sm100.grouped_gemm``: a grouped linear layer with MXFP8 operands, and its bias.
+"""``sm100.grouped_gemm``: a grouped linear layer with MXFP8 or NVFP4 operands, and its bias.
 
 ``sm100.grouped_dgrad``: the gradient of the layer's rows, by the same kernel.
 """
@@ -16,9 +16,9 @@ from fusedmoe.builtin_rules.sm100.backend import (
     guard_rows,
     is_halved,
 )
+from fusedmoe.builtin_rules.sm100.products import products_of
 from fusedmoe.formats.packed import deinterleave, interleave
 from fusedmoe.fusion.rule import Bind, FusionRule, PlanContext, Step
-from fusedmoe.kernels.sm100 import grouped
 from fusedmoe.ops.grouped_linear import Dgrad, GroupedLinear
 
 if TYPE_CHECKING:
@@ -47,20 +47,20 @@ class PackedGemm(OfPacked, FusionRule, name="sm100.grouped_gemm", direction="for
         return Step(needs=needs, gives=("output",), zeroes_tail=True, launches=3 + halves, extra_bytes=moved)
 
     def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
-        halves = is_halved(ctx, "fc.weight:packed")
+        halves, products = is_halved(ctx, "fc.weight:packed"), products_of(ctx, "input")
 
-        def run_halves(
-            x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, *rows: Tensor
-        ) -> Tensor:
-            bias = None if bias is None else interleave(bias).contiguous()
-            return deinterleave(_product(x, x_scale, weight, weight_scale, bias, *rows)).contiguous()
+        def run(*tensors: Tensor | None) -> Tensor:
+            x, weight, (bias, ends, place_of_row) = products.split(tensors)
+            if halves and bias is not None:
+                bias = interleave(bias).contiguous()
+            y: Tensor = products.kernels.gemm(x, weight, bias, ends).index_select(0, place_of_row)
+            return deinterleave(y).contiguous() if halves else y
 
-        def bind(
-            x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, *rows: Tensor
-        ) -> Callable[..., Tensor]:
-            guard_rows(x, weight.shape[1])
+        def bind(*tensors: Tensor | None) -> Callable[..., Tensor]:
+            (codes, *_), (codes_ENK, *_), (bias, *_) = products.split(tensors)
+            guard_rows(codes.shape[0], ctx.spec("input").shape[1], codes_ENK.shape[1])
             guard_bias(bias)
-            return run_halves if halves else _product
+            return run
 
         return bind
 
@@ -81,28 +81,19 @@ class PackedDgrad(OfPacked, FusionRule, name="sm100.grouped_dgrad", direction="b
         return Step(needs=needs, gives=("grad_input",), zeroes_tail=True, launches=3, extra_bytes=moved)
 
     def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
-        def run(dy: Tensor, dy_scale: Tensor, weight: Tensor, weight_scale: Tensor, *rows: Tensor) -> Tensor:
-            return _product(dy, dy_scale, weight, weight_scale, None, *rows)
+        products = products_of(ctx, "grad_output")
 
-        def bind(
-            dy: Tensor, dy_scale: Tensor, weight: Tensor, weight_scale: Tensor, *rows: Tensor
-        ) -> Callable[..., Tensor]:
-            guard_rows(dy, weight.shape[1])
+        def run(*tensors: Tensor) -> Tensor:
+            dy, weight, (ends, place_of_row) = products.split(tensors)
+            dx: Tensor = products.kernels.gemm(dy, weight, None, ends)
+            return dx.index_select(0, place_of_row)
+
+        def bind(*tensors: Tensor) -> Callable[..., Tensor]:
+            (codes, *_), (codes_ENK, *_), _ = products.split(tensors)
+            guard_rows(codes.shape[0], ctx.spec("grad_output").shape[1], codes_ENK.shape[1])
             return run
 
         return bind
-
-
-def _product(
-    x: Tensor,
-    x_scale: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    ends: Tensor,
-    place_of_row: Tensor,
-) -> Tensor:
-    return grouped.gemm((x, x_scale), (weight, weight_scale), bias, ends).index_select(0, place_of_row)
 
 
 def _bytes(ctx: PlanContext, rows: str) -> int:

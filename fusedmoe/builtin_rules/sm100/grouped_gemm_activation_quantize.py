@@ -1,4 +1,4 @@
-"""``sm100.grouped_gemm_activation_quantize``: a grouped linear layer with MXFP8 operands, with the activation, the row
+"""``sm100.grouped_gemm_activation_quantize``: a grouped linear layer with MXFP8 or NVFP4 operands, with the activation, the row
 scale, and the quantization of the result by rows and by columns in its epilogue.
 """
 
@@ -18,9 +18,9 @@ from fusedmoe.builtin_rules.sm100.backend import (
     ones_of_rows,
     packed_factor,
 )
+from fusedmoe.builtin_rules.sm100.products import products_of
 from fusedmoe.formats.packed import interleave
 from fusedmoe.fusion.rule import Bind, FusionRule, PlanContext, Step, require
-from fusedmoe.kernels.sm100 import grouped
 from fusedmoe.ops.glu import SwiGLU
 from fusedmoe.ops.grouped_linear import GroupedLinear
 from fusedmoe.ops.quantize import Quantize
@@ -49,7 +49,7 @@ class PackedGemmActivationQuantize(
 
     def supports(self, ctx: PlanContext) -> None:
         check_packed(ctx, "input", "fc.weight")
-        check_quantizer(self.quantize.quantizer)
+        check_quantizer(self.quantize.quantizer, ctx, "input")
 
     def offer(self, ctx: PlanContext) -> Step:
         check_layer(ctx, self.fc, bias="fc.bias")
@@ -61,37 +61,37 @@ class PackedGemmActivationQuantize(
         else:
             require(not ctx.exists("fc.bias"), "the kernel of the squared ReLU has no bias")
         needs = ("input:packed", "fc.weight:packed", "fc.bias", "padded_offsets", "scale.factor", "place_of_row")
-        return Step(needs=needs, gives=(), keeps=KEEPS, zeroes_tail=True, launches=1 + 2 * (self.scale is not None))
+        launches = 1 + 2 * (self.scale is not None) + products_of(ctx, "input").launches(self.quantize.quantizer)
+        return Step(needs=needs, gives=(), keeps=KEEPS, zeroes_tail=True, launches=launches)
 
     def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
-        activation = check_activation(self.act)
+        activation, products, quantizer = check_activation(self.act), products_of(ctx, "input"), self.quantize.quantizer
+        assert quantizer is not None, "otherwise there is no step"
+        axes = [axis for name, axis in _AXES.items() if name in keep]
 
-        def run(
-            x: Tensor,
-            x_scale: Tensor,
-            weight: Tensor,
-            weight_scale: Tensor,
-            bias: Tensor | None,
-            ends: Tensor,
-            factor: Tensor | None,
-            place_of_row: Tensor,
-        ) -> tuple[Tensor, ...]:
-            num_packed = x.shape[0]
-            factors = packed_factor(factor, place_of_row, num_packed)
-            if bias is not None:
-                if factors is None:  # else padding rows would have the activation of the bias
-                    factors = ones_of_rows(place_of_row, num_packed)
-                bias = interleave(bias).contiguous()
-            p, rows, columns = grouped.gemm_activation_quantize(
-                (x, x_scale), (weight, weight_scale), bias, ends, factors, activation
-            )
-            found: dict[str, tuple[Tensor, ...]] = {PREACTIVATION: (p,), ROWS: rows, COLUMNS: columns}
-            return tuple(t for name in keep for t in found[name])
-
-        def bind(x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, *others: Tensor
-        ) -> Callable[..., tuple[Tensor, ...]]:  # fmt: skip
-            guard_rows(x, weight.shape[1])
+        def bind(*tensors: Tensor | None) -> Callable[..., tuple[Tensor, ...]]:
+            (codes, *_), (codes_ENK, *_), (bias, ends, *_) = products.split(tensors)
+            features = codes_ENK.shape[1]
+            guard_rows(codes.shape[0], self.fc.in_features, features)
             guard_bias(bias)
+            width = features // (2 if activation.gated else 1)
+            product = products.bind_activation(codes, width, ends, quantizer, axes, activation)
+
+            def run(*tensors: Tensor | None) -> tuple[Tensor, ...]:
+                x, weight, (bias, ends, factor, place_of_row) = products.split(tensors)
+                num_packed = x[0].shape[0]
+                factors = packed_factor(factor, place_of_row, num_packed)
+                if bias is not None:
+                    if factors is None:  # else padding rows would have the activation of the bias
+                        factors = ones_of_rows(place_of_row, num_packed)
+                    bias = interleave(bias).contiguous()
+                p, forms = product(x, weight, bias, ends, factors)
+                found = {PREACTIVATION: (p,), **{name: forms.get(axis, ()) for name, axis in _AXES.items()}}
+                return tuple(t for name in keep for t in found[name])
+
             return run
 
         return bind
+
+
+_AXES = {ROWS: -1, COLUMNS: -2}

@@ -1,4 +1,4 @@
-"""``sm100.grouped_wgrad``: the gradient of a grouped linear layer's weight with MXFP8 operands."""
+"""``sm100.grouped_wgrad``: the gradient of a grouped linear layer's weight with MXFP8 or NVFP4 operands."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from fusedmoe.builtin_rules.sm100.backend import OfPacked, check_bf16, check_layer, check_packed, guard_rows, is_halved
+from fusedmoe.builtin_rules.sm100.products import NVFP4, products_of
 from fusedmoe.formats.packed import PACKED_FEATURES, deinterleave
 from fusedmoe.fusion.rule import Bind, FusionRule, PlanContext, Step, require
-from fusedmoe.kernels.sm100 import grouped
 from fusedmoe.ops.grouped_linear import Wgrad, WgradIntoMainGrad
 
 if TYPE_CHECKING:
@@ -49,27 +49,28 @@ class PackedWgrad(OfPacked, FusionRule, name="sm100.grouped_wgrad", direction="b
     def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
         accumulating = self.wgrad if isinstance(self.wgrad, WgradIntoMainGrad) else None
         fc, halves = self.wgrad.op, is_halved(ctx, DY)
-        shape = fc.num_groups, fc.out_features, fc.in_features
+        shape, products = (fc.num_groups, fc.out_features, fc.in_features), products_of(ctx, "grad_output")
 
-        def run(dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, ends: Tensor) -> Tensor | None:
+        def run(*tensors: Tensor) -> Tensor | None:
+            dy, x, (ends,) = products.split(tensors)
             main_grad = None
             if accumulating is not None:
                 main_grad = accumulating.main_grad()  # may be a different tensor in each call
                 require(main_grad.is_contiguous(), "main_grad is not contiguous")
                 require(main_grad.data_ptr() % 16 == 0, "main_grad does not begin at a multiple of 16 bytes")
-            operands = (dy, dy_scale), (x, x_scale), ends
             if main_grad is not None and not halves:
-                grouped.wgrad(*operands, main_grad, accumulate=True)
+                products.kernels.wgrad(dy, x, ends, main_grad, accumulate=True)
                 return accumulating.added()  # type: ignore[union-attr]
-            out = dy.new_empty(shape, dtype=torch.bfloat16 if main_grad is None else torch.float32)
-            grouped.wgrad(*operands, out)
+            out = ends.new_empty(shape, dtype=torch.bfloat16 if main_grad is None else torch.float32)
+            products.kernels.wgrad(dy, x, ends, out)
             if main_grad is None:
                 return deinterleave(out, 1).contiguous() if halves else out
             _blocks(main_grad).add_(out.view(shape[0], -1, 2, PACKED_FEATURES, shape[2]).transpose(1, 2))
             return accumulating.added()  # type: ignore[union-attr]
 
         def bind(dy: Tensor, *others: Tensor) -> Callable[..., Tensor | None]:
-            guard_rows(dy, shape[1], shape[2])
+            rows = dy.shape[1] * 2 if products is NVFP4 else dy.shape[0]
+            guard_rows(rows, shape[1], shape[2])
             return run
 
         return bind

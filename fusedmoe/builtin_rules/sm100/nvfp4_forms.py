@@ -1,15 +1,21 @@
-"""The packed forms of rows in NVFP4: the kernel of `fusedmoe.kernels.sm100.quantize_nvfp4`, and what it is given."""
+"""The packed forms of rows and weights in NVFP4.
+
+Of rows, `fusedmoe.kernels.sm100.quantize_nvfp4` writes them. Of weights, the kernels of
+`fusedmoe.builtin_rules.sm90.narrow_forms` write codes and scales, which plain PyTorch puts in the packed layout.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from fusedmoe.builtin_rules.sm90.narrow_forms import LAUNCHES_ON_SCALES, bind_factors
+from fusedmoe.builtin_rules.sm90.narrow_forms import LAUNCHES_ON_SCALES, bind_factors, bind_weight_forms
 from fusedmoe.formats.groups import PACKED_ROWS, padded_rows
+from fusedmoe.formats.packed import PACKED_FEATURES, PackedTensor, interleave
+from fusedmoe.formats.swizzle import swizzle
 from fusedmoe.kernels.sm100 import quantize_functions
 
 if TYPE_CHECKING:
@@ -31,20 +37,25 @@ def bind_packed_forms(
     rows: bool,
     columns: bool,
     halves: bool = False,
+    packed: bool = False,
 ) -> Callable[..., Forms]:
     """Return a function of ``(x, offsets, index)`` that returns codes, scale and tensor scale of each packed form.
 
-    Rounded to nearest, they have the bits of `fusedmoe.formats.packed.quantize_packed`. The arguments are those of
+    Rounded to nearest, they have the bits of `fusedmoe.formats.packed.quantize_packed`. With ``packed``, ``x`` has
+    packed rows, and ``offsets`` their ends. The other arguments are those of
     `fusedmoe.kernels.sm100.quantize_functions.bind_quantize_packed_nvfp4`.
     """
+    if not (rows or columns):
+        return lambda *_: []
     rotated, stochastic = quantizer.hadamard and columns, quantizer.stochastic_rounding
     num_rows, length = x.shape[0] if index_R is None else index_R.shape[0], x.shape[1]
-    packed = padded_rows(num_rows, offsets_E.shape[0], PACKED_ROWS)
-    shapes = [(packed, length)] * rows + [(length, packed)] * columns
+    places = num_rows if packed else padded_rows(num_rows, offsets_E.shape[0], PACKED_ROWS)
+    shapes = [(places, length)] * rows + [(length, places)] * columns
     factors_of = bind_factors(x, quantizer.format, rows, columns, rotated, offsets_E, index_R)
     kernel = quantize_functions.bind_quantize_packed_nvfp4(
-        x, offsets_E, index_R, rows=rows, columns=columns, halves=halves, rotated=rotated, stochastic=stochastic
-    )
+        x, offsets_E, index_R, rows=rows, columns=columns, halves=halves, rotated=rotated,
+        stochastic=stochastic, packed=packed,
+    )  # fmt: skip
 
     def run(x: Tensor, offsets_E: Tensor, index_R: Tensor | None = None) -> Forms:
         factors, _, tensor_scales = factors_of(x, offsets_E, index_R)
@@ -53,5 +64,39 @@ def bind_packed_forms(
             random = tuple(torch.randint(0, 256, shape, dtype=torch.uint8, device=x.device) for shape in shapes)
         forms = kernel(x, offsets_E, factors, random, index_R)
         return [(*form, tensor_scale) for form, tensor_scale in zip(forms, tensor_scales, strict=True)]
+
+    return run
+
+
+LAUNCHES_TO_PACK_WEIGHT = 8
+"""The launches, approximately, that put codes and scales of a weight in the packed layout."""
+
+
+def bind_packed_weight_forms(
+    weight_ENK: Tensor, quantizer: Quantizer, axes: Sequence[int], halves: bool
+) -> Callable[[Tensor], list[PackedTensor]]:
+    """Return a function of a weight that returns its packed forms along these axes.
+
+    They have the bits of `fusedmoe.formats.packed.quantize_packed`.
+    """
+    quantize = bind_weight_forms(weight_ENK, quantizer, axes)
+    across, along = quantizer.format.block
+    assert across is not None, "NVFP4 has blocks"
+    assert along is not None, "NVFP4 has blocks"
+
+    def packed(axis: int, codes: Tensor, scale: Tensor, tensor_scale: Tensor) -> PackedTensor:
+        scale = scale.view(torch.uint8)
+        if halves:  # by rows, N is the second axis; by columns, it is the last, with two codes in a byte
+            of_codes, of_scale = PACKED_FEATURES, PACKED_FEATURES // across
+            if axis == -2:
+                of_codes, of_scale = PACKED_FEATURES // 2, PACKED_FEATURES // along
+            codes, scale = interleave(codes, -3 - axis, of_codes), interleave(scale, -3 - axis, of_scale)
+        if across > 1:
+            scale = scale.repeat_interleave(across, -2)  # the tensor cores read a scale for each line
+        blocked = swizzle(scale).flatten().view(quantizer.format.rule.dtype)
+        return PackedTensor(codes.contiguous(), blocked, tensor_scale)
+
+    def run(weight: Tensor) -> list[PackedTensor]:
+        return [packed(axis, *form) for axis, form in zip(axes, quantize(weight), strict=True)]
 
     return run

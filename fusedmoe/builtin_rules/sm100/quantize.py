@@ -1,16 +1,32 @@
-"""``sm100.quantize``: codes and scales of rows in the packed layout, by rows, by columns, or both, in one launch.
+"""``sm100.quantize``: codes and scales of rows in the packed layout, by rows, by columns, or both.
 
 ``sm100.quantize_grad``: the same for gradients. ``sm100.gathered_quantize`` and ``sm100.gathered_quantize_grad``: the
 same for rows of another value, which the kernel reads through their index. ``sm100.quantize_weight``: the same for
 weights, cached until the weight changes.
+
+MXFP8 takes one launch. NVFP4 takes more: see `nvfp4_forms`.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fusedmoe.builtin_rules.sm90.backend import ThroughIndex, guard_gradient, guard_index, guard_matrix, on_readable
+from fusedmoe.builtin_rules.sm90.backend import (
+    Run,
+    ThroughIndex,
+    guard_gradient,
+    guard_index,
+    guard_matrix,
+    on_readable,
+)
 from fusedmoe.builtin_rules.sm100.backend import MOST_EXPERTS, WIDTH, OnSm100, check_quantizer, is_halved, name_of
+from fusedmoe.builtin_rules.sm100.nvfp4_forms import (
+    LAUNCHES_TO_PACK_WEIGHT,
+    bind_packed_forms,
+    bind_packed_weight_forms,
+    launches_of,
+)
+from fusedmoe.formats import E2M1
 from fusedmoe.formats.packed import PACKED_FEATURES, Packed, PackedTensor
 from fusedmoe.fusion.rule import Bind, FusionRule, NothingToDo, PlanContext, Step, require
 from fusedmoe.kernels.sm100 import quantize_functions
@@ -34,10 +50,10 @@ class PackedQuantize(OnSm100, FusionRule, name="sm100.quantize", direction="forw
         check_quantizer(self.quantize.quantizer)
 
     def offer(self, ctx: PlanContext) -> Step:
-        return _step(ctx, "input", "output")
+        return _step(ctx, self.quantize.quantizer, "input", "output")
 
     def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
-        kernel = _Kernel(ctx, keep, "output")
+        kernel = _Kernel(ctx, self.quantize.quantizer, keep, "output")
 
         def bind(x: Tensor, offsets: Tensor, *index: Tensor) -> Callable[..., tuple[Tensor, ...]]:
             if not x.numel():
@@ -58,10 +74,10 @@ class PackedQuantizeGradient(OnSm100, FusionRule, name="sm100.quantize_grad", di
         check_quantizer(self.quantize.quantizes)
 
     def offer(self, ctx: PlanContext) -> Step:
-        return _step(ctx, "grad_output", "grad_input")
+        return _step(ctx, self.quantize.quantizes, "grad_output", "grad_input")
 
     def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
-        kernel = _Kernel(ctx, keep, "grad_input")
+        kernel = _Kernel(ctx, self.quantize.quantizes, keep, "grad_input")
 
         def bind(dy: Tensor, offsets: Tensor, *index: Tensor) -> Callable[..., tuple[Tensor, ...]]:
             guard_gradient(dy)
@@ -103,7 +119,10 @@ class PackedQuantizeWeight(OnSm100, FusionRule, name="sm100.quantize_weight", di
         require(dtype in ("bfloat16", "float16"), "the weight is %s, not bfloat16 or float16", dtype)
         for name, width in zip(("out_features", "in_features"), spec.shape[-2:], strict=True):
             require(width % WIDTH == 0, "%s %d is not a multiple of %d", name, width, WIDTH)
-        return Step(needs=("quantize.weight",), gives=(), keeps=tuple(_AXES))
+        launches = 1
+        if self.quantize.run.quantizer.format.element == E2M1:
+            launches = launches_of(self.quantize.run.quantizer) + LAUNCHES_TO_PACK_WEIGHT
+        return Step(needs=("quantize.weight",), gives=(), keeps=tuple(_AXES), launches=launches)
 
     def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
         cached, training = self.quantize.run, ctx.training
@@ -114,11 +133,16 @@ class PackedQuantizeWeight(OnSm100, FusionRule, name="sm100.quantize_weight", di
         def bind(weight: Tensor) -> Callable[..., tuple[Tensor, ...]]:
             if not weight.numel():
                 raise NothingToDo("an empty weight")
-            guard_matrix("the weight", weight)
-            kernel = quantize_functions.bind_quantize_packed_weight(weight, halves=halves, **wanted)
+            if cached.quantizer.format.element == E2M1:
+                guard_matrix("the weight", weight, transposed=True)
+                kernel: Run = bind_packed_weight_forms(weight, cached.quantizer, [form.axis for form in axes], halves)
+            else:
+                guard_matrix("the weight", weight)
+                quantize = quantize_functions.bind_quantize_packed_weight(weight, halves=halves, **wanted)
+                kernel = lambda weight: [PackedTensor(*form) for form in quantize(weight)]  # noqa: E731
 
             def forms(weight: Tensor, step: DelayedStep | None) -> list[PackedTensor]:
-                return [PackedTensor(*form) for form in kernel(weight)]
+                return kernel(weight)
 
             def run(weight: Tensor) -> tuple[Tensor, ...]:
                 return cached.tensors(weight, axes=axes, training=training, by=(self.name, forms))
@@ -134,26 +158,32 @@ _AXES = {"quantize.output:packed": -1, "quantize.output:packed_columns": -2}
 class _Kernel:
     """The kernel for the forms ``keep`` of the value ``made``."""
 
-    def __init__(self, ctx: PlanContext, keep: tuple[str, ...], made: str) -> None:
+    def __init__(self, ctx: PlanContext, quantizer: Quantizer | None, keep: tuple[str, ...], made: str) -> None:
+        assert quantizer is not None, "otherwise there is no step"
+        self.quantizer = quantizer
         self.rows, self.columns = f"{made}:packed" in keep, f"{made}:packed_columns" in keep
         self.halves = is_halved(ctx, f"{made}:packed")
 
     def bound(self, x: Tensor, offsets: Tensor, *index: Tensor) -> Callable[..., tuple[Tensor, ...]]:
         """Return the function of tensors like these."""
-        run = quantize_functions.bind_quantize_packed(
-            x, offsets, *index, rows=self.rows, columns=self.columns, halves=self.halves
-        )
+        forms = {"rows": self.rows, "columns": self.columns, "halves": self.halves}
+        if self.quantizer.format.element == E2M1:
+            run: Run = bind_packed_forms(x, self.quantizer, offsets, *index, **forms)
+        else:
+            run = quantize_functions.bind_quantize_packed(x, offsets, *index, **forms)
         return lambda x, offsets, *index: tuple(t for form in run(x, offsets, *index) for t in form)
 
 
-def _step(ctx: PlanContext, read: str, made: str) -> Step:
+def _step(ctx: PlanContext, quantizer: Quantizer | None, read: str, made: str) -> Step:
+    assert quantizer is not None, "otherwise there is no step"
+    nvfp4 = quantizer.format.element == E2M1
     spec, dtype = ctx.spec(read), name_of(ctx.dtype(read))
     require(ctx.exists("quantize.offsets"), "rows without experts have no packed layout")
     require(len(spec.shape) == 2, "rows have %d dimensions, not 2", len(spec.shape))
     require(dtype in ("bfloat16", "float16"), "rows are %s, not bfloat16 or float16", dtype)
-    multiple = PACKED_FEATURES * (2 if is_halved(ctx, f"{made}:packed") else 1)
+    multiple = WIDTH if nvfp4 else PACKED_FEATURES * (2 if is_halved(ctx, f"{made}:packed") else 1)
     require(spec.shape[1] % multiple == 0, "%d features are not a multiple of %d", spec.shape[1], multiple)
     experts = ctx.spec("quantize.offsets").shape[0]
     require(experts <= MOST_EXPERTS, "%d experts, over %d", experts, MOST_EXPERTS)
-    keeps = (f"{made}:packed", f"{made}:packed_columns")
-    return Step(needs=(read, "quantize.offsets"), gives=(), keeps=keeps, zeroes_tail=True)
+    keeps, launches = (f"{made}:packed", f"{made}:packed_columns"), launches_of(quantizer) if nvfp4 else 1
+    return Step(needs=(read, "quantize.offsets"), gives=(), keeps=keeps, zeroes_tail=True, launches=launches)

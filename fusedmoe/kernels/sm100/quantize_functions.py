@@ -98,6 +98,7 @@ def bind_quantize_packed_nvfp4(
     halves: bool = False,
     rotated: bool = False,
     stochastic: bool = False,
+    packed: bool = False,
 ) -> Callable[..., tuple[Form, ...]]:
     """Return a function of ``(x, offsets, factors, random, index)`` that quantizes rows to NVFP4 in one launch.
 
@@ -118,6 +119,8 @@ def bind_quantize_packed_nvfp4(
         Rotate tiles of 16 rows before quantizing by columns, as `fusedmoe.formats.hadamard` does.
     stochastic
         Round by random bits.
+    packed
+        ``x`` has packed rows already, and ``offsets`` are their ends.
 
     Notes
     -----
@@ -126,8 +129,8 @@ def bind_quantize_packed_nvfp4(
     """
     length = x.shape[1]
     num_rows = x.shape[0] if index_R is None else index_R.shape[0]
-    packed = padded_rows(num_rows, offsets_E.shape[0], PACKING)
-    tiles = packed // TILE
+    places = num_rows if packed else padded_rows(num_rows, offsets_E.shape[0], PACKING)
+    tiles = places // TILE
     unread = torch.empty(4, dtype=torch.int32, device=x.device)  # in place of what the kernel does not read
     some_bytes = unread.view(torch.uint8)
     kernel = None
@@ -145,8 +148,8 @@ def bind_quantize_packed_nvfp4(
         random: tuple[Tensor, ...] = (),
         index_R: Tensor | None = None,
     ) -> tuple[Form, ...]:
-        shapes = [(packed, length // 2)] * rows + [(length, packed // 2)] * columns
-        of_scales = (1, packed * length // 16 // SCALES, SCALES)
+        shapes = [(places, length // 2)] * rows + [(length, places // 2)] * columns
+        of_scales = (1, places * length // 16 // SCALES, SCALES)
         forms = [
             (x.new_empty((1, *shape), dtype=torch.uint8), x.new_empty(of_scales, dtype=torch.uint8)) for shape in shapes
         ]
