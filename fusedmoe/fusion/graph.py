@@ -352,7 +352,8 @@ def _weight_quantizations(nodes: Sequence[Node]) -> list[Place]:
         if weight in found:
             raise InputError(f"{label}.{op!r}: weight: {layer.label}'s weight would be quantized twice")
         names = {"weight": weight, "output": quantized(weight)}
-        glue = QuantizeWeight(op.weight_quantization(layer.op), op.launches)
+        quantize = op.weight_quantization(layer.op)
+        glue = QuantizeWeight(quantize, op.launches * (2 if quantize.quantizer.format.tensor_scale else 1))
         after = next((n.op for n in nodes[nodes.index(layer) + 1 :] if not n.op.passes_forward), None)
         halves = after is not None and after.parts == 2
         found[weight] = glue_place(glue, f"{label}.{type(op).__name__}", names, halves)

@@ -31,9 +31,9 @@ from toy import only_plan, rules_used
 import fusedmoe as fm
 from fusedmoe import FusionError, Status
 from fusedmoe.builtin_rules.sm100 import backend, quantize
-from fusedmoe.formats import Quantizer, fp8_block, mxfp8
+from fusedmoe.formats import Quantizer, fp8_block, mxfp8, nvfp4
 from fusedmoe.fusion.rule import Declined, NothingToDo
-from fusedmoe.recipes import MXFP8, Custom
+from fusedmoe.recipes import MXFP8, NVFP4, Custom
 
 pytestmark = pytest.mark.usefixtures("builtin_rules", "blackwell_machine")
 
@@ -42,7 +42,7 @@ PRODUCTS = (*FORWARD, *BACKWARD)
 QUANTIZERS = (QUANTIZE, QUANTIZE_GRAD)
 ALL = (*PRODUCTS, *QUANTIZERS)
 M = Quantizer(mxfp8())
-FORMAT = "expected mxfp8 in e4m3 with scales of the rule rceil, rounded to nearest and not rotated"
+FORMAT = "expected mxfp8 in e4m3 with scales of the rule rceil, rounded to nearest and not rotated; or nvfp4"
 
 
 def plan_of(chain, x=None, recipe="mxfp8", *, scale=False, **named):
@@ -93,18 +93,13 @@ def quantizes(rows, gradient=None):
     return {QUANTIZE: f"quantizes to {rows}: {FORMAT}", QUANTIZE_GRAD: f"quantizes to {gradient or rows}: {FORMAT}"}
 
 
-ROTATED = Quantizer(mxfp8(), hadamard=True)
+ROTATED, NVFP4_WEIGHT = Quantizer(mxfp8(), hadamard=True), Quantizer(nvfp4(across=16))
 RECIPES = {
     "fp8_block": ("fp8_block", of_rows("fp8 e4m3 1x128") | quantizes("fp8 e4m3 1x128")),
     "fp8_tensor": (
         "fp8_tensor",
         of_rows("fp8 e4m3 per-tensor") | of_gradients("fp8 e5m2 per-tensor")
         | quantizes("fp8 e4m3 per-tensor", "fp8 e5m2 per-tensor"),
-    ),
-    "nvfp4, gradients rounded stochastically": (
-        "nvfp4",
-        of_rows("nvfp4 e2m1 1x16")
-        | quantizes("nvfp4 e2m1 1x16, Hadamard", "nvfp4 e2m1 1x16, stochastic rounding, Hadamard"),
     ),
     "e5m2 gradients": (MXFP8(hybrid=True), of_gradients("mxfp8 e5m2 1x32")),
     "scales of the specification": (
@@ -125,22 +120,22 @@ RECIPES = {
     ),
     "rows alone": (
         Custom(input=M, grad=M),
-        dict.fromkeys(FORWARD, "fc.weight is not quantized: expected MXFP8 operands")
-        | dict.fromkeys((DGRAD, DGRAD_ACTIVATION), "dgrad.weight is not quantized: expected MXFP8 operands"),
+        dict.fromkeys(FORWARD, "fc.weight is not quantized: expected MXFP8 or NVFP4 operands")
+        | dict.fromkeys((DGRAD, DGRAD_ACTIVATION), "dgrad.weight is not quantized: expected MXFP8 or NVFP4 operands"),
     ),
     "weights alone": (
         Custom(weight=M),
-        {GEMM: "input is not quantized: expected MXFP8 operands",
-         DGRAD: "grad_output is not quantized: expected MXFP8 operands"},
+        {GEMM: "input is not quantized: expected MXFP8 or NVFP4 operands",
+         DGRAD: "grad_output is not quantized: expected MXFP8 or NVFP4 operands"},
     ),
     "no gradients": (
         Custom(input=M, weight=M),
-        dict.fromkeys((DGRAD, WGRAD), "grad_output is not quantized: expected MXFP8 operands"),
+        dict.fromkeys((DGRAD, WGRAD), "grad_output is not quantized: expected MXFP8 or NVFP4 operands"),
     ),
     "gradients alone": (
         Custom(grad=M),
-        {WGRAD: "wgrad.input is not quantized: expected MXFP8 operands",
-         DGRAD: "dgrad.weight is not quantized: expected MXFP8 operands"},
+        {WGRAD: "wgrad.input is not quantized: expected MXFP8 or NVFP4 operands",
+         DGRAD: "dgrad.weight is not quantized: expected MXFP8 or NVFP4 operands"},
     ),
 }  # fmt: skip
 
@@ -153,6 +148,28 @@ def test_other_formats(which):
     assert_declined(plan, expected)
     misses = {miss.reason for _, miss in plan.missed if miss.rule.startswith(PREFIX)}
     assert misses.isdisjoint(expected.values())
+
+
+def test_operands_of_two_formats():
+    """No kernel multiplies MXFP8 and NVFP4, or quantizes the result of the one to the other."""
+    plan = plan_of(experts(scale=True), recipe=Custom(input=M, weight=NVFP4_WEIGHT, grad=M), scale=True)
+    reason = "the operands are e4m3 and e2m1: expected one format"
+    assert_declined(plan, dict.fromkeys((GEMM, GEMM_ACTIVATION, DGRAD, DGRAD_ACTIVATION), {reason}))
+    assert WGRAD in used(plan)
+    chain = fm.Sequential(
+        fm.Quantize(M, weight=M), fm.GroupedLinear(E, H, 2 * I, dtype=BF16), fm.SwiGLU(),
+        fm.Quantize(nvfp4(), weight=NVFP4_WEIGHT), fm.GroupedLinear(E, I, H, dtype=BF16),
+    )  # fmt: skip
+    plan = plan_of(chain, tokens(requires_grad=False), "bf16")
+    assert_declined(plan, {GEMM_ACTIVATION: "quantizes to nvfp4 e2m1 1x16, from operands in mxfp8 e4m3 1x32"})
+    assert {GEMM, QUANTIZE} <= used(plan)
+
+
+def test_nvfp4_fuses_whatever_its_options():
+    for recipe in ("nvfp4", NVFP4(hadamard=False), NVFP4(stochastic_rounding=False), NVFP4(weight_2d=False)):
+        plan = plan_of(experts(scale=True), recipe=recipe, scale=True)
+        assert used(plan) == {*ALL, QUANTIZE_WEIGHT}
+        assert not any(reasons(plan, rule) for rule in ALL)
 
 
 def test_other_formats_of_the_result():
@@ -223,7 +240,7 @@ def test_sms_that_are_left_to_others():
 def test_other_dtypes(dtype):
     name = str(dtype).removeprefix("torch.")
     plan = plan_of(experts(dtype=dtype), tokens(dtype=dtype))
-    text = f"is {name}: products of MXFP8 operands are bfloat16"
+    text = f"is {name}: products of packed operands are bfloat16"
     assert_declined(plan, dict.fromkeys(FORWARD, f"input {text}") | dict.fromkeys(BACKWARD, f"grad_output {text}"))
     if dtype is torch.float32:
         assert_declined(plan, {rule: {"rows are float32, not bfloat16 or float16"} for rule in QUANTIZERS})
@@ -292,7 +309,7 @@ def test_rows_of_three_dimensions():
     spec = SimpleNamespace(shape=(2, 3, 64))
     ctx = SimpleNamespace(spec=lambda name: spec, dtype=lambda name: BF16, exists=lambda name: True)
     with pytest.raises(Declined, match="rows have 3 dimensions, not 2"):
-        quantize._step(ctx, "input", "output")
+        quantize._step(ctx, M, "input", "output")
 
 
 # ------------------------------------------------------------------------------------------------- tensors of a call
@@ -308,10 +325,10 @@ def codes(rows, features):
 )
 def test_the_number_of_elements(rows, width, others):
     """The kernels count them in 32 bits."""
-    backend.guard_rows(codes(rows - 1, width), *others)
+    backend.guard_rows(rows - 1, width, *others)
     widest = max(width, *others)
     with pytest.raises(Declined, match=rf"^{rows} rows of {widest} features: expected fewer than 2\^31 elements$"):
-        backend.guard_rows(codes(rows, width), *others)
+        backend.guard_rows(rows, width, *others)
 
 
 @pytest.mark.parametrize("rule", PRODUCTS)
@@ -319,7 +336,7 @@ def test_each_product_counts_elements_of_all_operands(rule):
     """The width of the result may be what is too large."""
     chain = experts(scale=True)
     rows, (wide, narrow) = 2**31 // (2 * I) + 256, (2 * I, 1)
-    ctx = SimpleNamespace(spec=lambda name: SimpleNamespace(), exists=lambda name: False)
+    ctx = SimpleNamespace(spec=lambda name: SimpleNamespace(shape=(rows, narrow)), exists=lambda name: False)
     made = {
         GEMM: (codes(rows, narrow), None, codes(E * wide, 1).view(E, wide, 1), None, None),
         GEMM_ACTIVATION: (codes(rows, narrow), None, codes(E * wide, 1).view(E, wide, 1), None, None),
@@ -329,14 +346,15 @@ def test_each_product_counts_elements_of_all_operands(rule):
     }[rule]
     (kind,) = [kind for kind in fm.rules() if kind.name == rule]
     bound = kind({"fc": chain[0], "act": chain[1], "scale": None, "dact": SimpleNamespace(op=chain[1]),
-                  "scale_grad": None, "wgrad": SimpleNamespace(op=chain[0])})  # fmt: skip
+                  "scale_grad": None, "wgrad": SimpleNamespace(op=chain[0]), "dgrad": SimpleNamespace(op=chain[-1]),
+                  "quantize": SimpleNamespace(quantizer=M, quantizes=M)})  # fmt: skip
     with pytest.raises(Declined, match=r"expected fewer than 2\^31 elements"):
         bound.build(ctx, ())(*made)
 
 
 def test_a_call_without_rows():
     with pytest.raises(NothingToDo, match="no rows"):
-        backend.guard_rows(codes(0, H), H)
+        backend.guard_rows(0, H)
 
 
 def test_a_bias_that_is_not_contiguous():
