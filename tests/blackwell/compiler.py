@@ -63,9 +63,11 @@ class Compiled:
 def _in_global_memory(argument):
     """Return a tensor for the compiler: those that describe real CPU memory become ones on a GPU."""
     if is_real(argument):
-        if argument.element_type is cutlass.Float4E2M1FN:  # operands of wgrad, along rows without their number
-            shape = tuple(n if isinstance(n, int) else cute.sym_int(divisibility=16) for n in argument.shape)
-            return make_fake_tensor(argument.element_type, shape, argument.stride, assumed_align=16)
+        if argument.element_type is cutlass.Float4E2M1FN:  # operands of wgrad, for any number of rows
+            dynamic = argument.dynamic_shapes_mask
+            shape = [cute.sym_int(divisibility=16) if d else n for n, d in zip(argument.shape, dynamic, strict=True)]
+            strides = [1 if stride == 1 else cute.sym_int64(divisibility=16) for stride in argument.stride]
+            return make_fake_tensor(argument.element_type, tuple(shape), tuple(strides), assumed_align=16)
         assert argument.element_type is cutlass.Uint8  # a workspace
         return make_fake_compact_tensor(cutlass.Uint8, tuple(argument.shape), assumed_align=128)
     return argument

@@ -1,4 +1,5 @@
-"""An MXFP8 expert MLP, forward and backward: through the grouped GEMMs of cudnn-frontend, and in plain PyTorch.
+"""An expert MLP, forward and backward: in MXFP8 through the grouped GEMMs of cudnn-frontend, and in MXFP8 or NVFP4 in
+plain PyTorch.
 
 Legend: R rows sorted by expert, P rows with each expert's padded to 256, H hidden and I intermediate size, E experts.
 """
@@ -6,6 +7,7 @@ Legend: R rows sorted by expert, P rows with each expert's padded to 256, H hidd
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from importlib import import_module
+from itertools import pairwise
 
 import torch
 
@@ -17,7 +19,10 @@ from fusedmoe.formats.groups import PaddedRows, group_of
 
 swizzling = import_module("fusedmoe.formats.swizzle")
 MXFP8 = formats.mxfp8()
+NVFP4 = formats.Quantizer(formats.nvfp4(), hadamard=True)
 BF16 = torch.bfloat16
+# of rows and gradients, and of weights
+FORMATS = {"mxfp8": (MXFP8, MXFP8), "nvfp4": (NVFP4, formats.nvfp4(across=16))}
 
 
 def interleaved(w):
@@ -129,45 +134,59 @@ def through_kernels(p, glue):
     return Results(collected(y), collected(dx), dprobs, glue.deinterleave(dw1) if gated else dw1, dw2)
 
 
-def in_plain_pytorch(p, middle=None):
+def in_plain_pytorch(p, middle=None, recipe="mxfp8"):
     """The same arithmetic: rounded where the kernels round, without padding, interleaving and swizzled scales.
 
-    ``middle(h, probs)``, of bf16 rows, is between the layers; by default, what the kernels compute there in fp32.
+    ``middle(h, probs)``, of bf16 rows, is between the layers; by default, what the kernels compute there in fp32. The
+    kernels for NVFP4 write its results in bf16, and those for MXFP8 in codes.
     """
     rows = int(p.offsets[-1])
     x, dy, prob = p.x[:rows].float(), p.dy[:rows].float(), p.probs[:rows, None]
     group = group_of(p.offsets, rows)
+    of_rows, of_weights = FORMATS[recipe]
 
-    def rounded(t, axis=-1, offsets=None):
-        return fm.quantize(t, MXFP8, axis=axis, offsets=offsets).dequantize(torch.float32)
+    def rounded(t):
+        return fm.quantize(t, of_rows, offsets=p.offsets).dequantize(torch.float32)
+
+    def weight(w, axis):
+        return fm.quantize(w.float(), of_weights, axis=axis).dequantize(torch.float32)
+
+    def written(t):
+        return t if recipe == "mxfp8" else t.to(BF16).float()
 
     def products(t, w, b=None):  # each row times its expert's matrix
         parts = [t[group == e] @ w[e] for e in range(len(w))]
         return torch.cat(parts if b is None else [part + b[e].float() for e, part in enumerate(parts)])
 
+    def columns(t):  # of each expert, quantized by columns, rotated where the format rotates
+        q = fm.quantize(t, of_rows, axis=-2, offsets=p.offsets)
+        values, factor = q.split()
+        starts = torch.nn.functional.pad(q.padded.ends_E, (1, 0)).tolist()
+        each = [values[:, start:end] for start, end in pairwise(starts)]
+        return each if factor is None else [part * of_expert for part, of_expert in zip(each, factor, strict=True)]
+
     def sums(a, b):
-        a, b = rounded(a, -2, p.offsets), rounded(b, -2, p.offsets)
-        return torch.stack([a[group == e].T @ b[group == e] for e in range(len(p.w1))])
+        return torch.stack([a @ b.T for a, b in zip(columns(a), columns(b), strict=True)])
 
     def sums_of_rows(t):
         return torch.stack([t[group == e].sum(0) for e in range(len(p.w1))])
 
-    h = products(rounded(x), rounded(p.w1.float()).mT, p.b1)
-    g = products(rounded(dy), rounded(p.w2.float(), -2))
+    h = products(rounded(x), weight(p.w1, -1).mT, p.b1)
+    g = products(rounded(dy), weight(p.w2, -2))
     kept = h.to(BF16)
     if middle is None:
-        d = activation(p, h) * prob
+        d = written(activation(p, h) * prob)
         kept = kept.float().requires_grad_()
         act = activation(p, kept)
         dprobs = (g * act.detach()).sum(1)
-        (dh,) = torch.autograd.grad(act, kept, g * prob)
+        dh = written(*torch.autograd.grad(act, kept, g * prob))
     else:
         inputs = kept.requires_grad_(), prob[:, 0].detach().requires_grad_()
         d = middle(*inputs)
         dh, dprobs = torch.autograd.grad(d, inputs, g.to(BF16))
         d, dh = d.detach().float(), dh.float()
-    y = products(rounded(d), rounded(p.w2.float()).mT, p.b2)
-    dx = products(rounded(dh), rounded(p.w1.float(), -2))
+    y = products(rounded(d), weight(p.w2, -1).mT, p.b2)
+    dx = products(rounded(dh), weight(p.w1, -2))
     return Results(y, dx, dprobs, sums(dh, x), sums(dy, d), sums_of_rows(dh), sums_of_rows(dy))
 
 

@@ -79,7 +79,7 @@ def assert_near(got, expected, bound):
         assert error <= bound, f"{name}: {error}"
 
 
-def same_arithmetic(chain, x, dy, splits, probs=None, *, plain_middle=False):
+def same_arithmetic(chain, x, dy, splits, probs=None, *, plain_middle=False, format="mxfp8"):
     """The same products of the same codes in plain PyTorch; only the rows of experts."""
     first, act, last = chain[0], chain[1], chain[-1]
     clamp = None
@@ -96,7 +96,7 @@ def same_arithmetic(chain, x, dy, splits, probs=None, *, plain_middle=False):
     def middle(h, probs):
         return fm.Sequential(act, fm.Scale("probs"))(h, probs=probs)
 
-    want = in_plain_pytorch(problem, middle if plain_middle else None)
+    want = in_plain_pytorch(problem, middle if plain_middle else None, format)
     found = {"y": want.y, "x": want.dx, "0.weight": want.dw1, f"{len(chain) - 1}.weight": want.dw2}
     if probs is not None:
         found["probs"] = want.dprobs
@@ -112,8 +112,13 @@ def unfused(chain, x, dy, **named):
     return found
 
 
-def check(chain, x, *, recipe="mxfp8", same=True, plain_middle=False, emulation=EMULATION, **named):
-    """Check a call against both computations; return its plan and its results."""
+def check(
+    chain, x, *, recipe="mxfp8", format="mxfp8", same=True, plain_middle=False, emulation=EMULATION, bound=SAME, **named
+):
+    """Check a call against both computations; return its plan and its results.
+
+    ``bound`` is that of the error from the same arithmetic, and ``emulation`` from the unfused chain.
+    """
     used = int(named["splits"].sum())
     dy = torch.randn(len(x), chain[-1].out_features).to(BF16)
     dy[used:] = torch.nan
@@ -129,9 +134,9 @@ def check(chain, x, *, recipe="mxfp8", same=True, plain_middle=False, emulation=
         assert not got[name][empty].any(), f"{name}: experts without rows"
     if same:
         with torch.enable_grad():
-            want = same_arithmetic(chain, x, dy, plain_middle=plain_middle, **named)
+            want = same_arithmetic(chain, x, dy, plain_middle=plain_middle, format=format, **named)
         rows = {"y", "x", "probs"}
-        assert_near({n: t[:used] if n in rows else t for n, t in got.items()}, {n: want[n] for n in got}, SAME)
+        assert_near({n: t[:used] if n in rows else t for n, t in got.items()}, {n: want[n] for n in got}, bound)
     return plan, got
 
 

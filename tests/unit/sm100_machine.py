@@ -24,6 +24,7 @@ DGRAD, DGRAD_ACTIVATION = "sm100.grouped_dgrad", "sm100.grouped_dgrad_activation
 WGRAD = "sm100.grouped_wgrad"
 GATHERED_QUANTIZE, GATHERED_QUANTIZE_GRAD = "sm100.gathered_quantize", "sm100.gathered_quantize_grad"
 
+NVFP4_KERNEL = quantize_functions.bind_quantize_packed_nvfp4
 KERNELS = quantize_functions.bind_quantize_packed, quantize_functions.bind_quantize_packed_weight  # need a GPU
 
 
