@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import fusedmoe as fm
 from fusedmoe.formats import Delayed, fp8_block
-from fusedmoe.recipes import FP8Tensor
+from fusedmoe.recipes import NVFP4, FP8Tensor
 from fusedmoe.verify.cases import Case, Sizes
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ RECIPES: dict[str, str | Recipe] = {
     "fp8_tensor": "fp8_tensor",
     "fp8_tensor, delayed": FP8Tensor(delayed=Delayed(4)),
     "mxfp8": "mxfp8",
+    "nvfp4": NVFP4(stochastic_rounding=False),
+    "nvfp4, stochastic": "nvfp4",
 }
 ACTIVATIONS: dict[str, Callable[[], Op]] = {
     "swiglu": fm.SwiGLU,
@@ -80,12 +82,21 @@ class Call:
         return "delayed" in self.case.recipe
 
     @property
+    def draws(self) -> bool:
+        """Whether a call draws random numbers. Those of `results` are the same in each call."""
+        return "stochastic" in self.case.recipe
+
+    @property
     def shares_memory(self) -> bool:
         """Whether calls write to the same memory, so that they cannot run at once."""
         return self.case.main_grad
 
     def results(self) -> Results:
         """Run forward and backward; return the output ``y`` and the gradients by name."""
+        if self.draws:
+            with torch.random.fork_rng([self.x.device] if self.x.is_cuda else []):
+                torch.manual_seed(0)
+                return self._results(self.module)
         if not self.has_state:
             return self._results(self.module)
         module = deepcopy(self.module)

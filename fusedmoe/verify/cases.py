@@ -73,6 +73,8 @@ BOUNDS = {
     "fp8_tensor": Bounds(0.1),
     "fp8_tensor, delayed": Bounds(0.1),
     "mxfp8": Bounds(0.08, 0.01),
+    "nvfp4": Bounds(0.15, 0.01),
+    "nvfp4, stochastic": Bounds(0.45),
 }
 """By recipe. A quantized operand that a kernel takes from another rounding may be the next code, half a step away."""
 
@@ -145,7 +147,7 @@ def cases_for(arch: int) -> tuple[Case, ...]:
     """Return the cases for an architecture, 90 for sm_90; none for one without kernels."""
     if arch == 90:
         return (*_SM90, *_of_recipes("fp8_block", "fp8_tensor", "fp8_tensor, delayed", "mxfp8"), *_SM90_FP8)
-    return (*_of_recipes("mxfp8"), *_SM100) if arch in (100, 103) else ()
+    return (*_of_recipes("mxfp8"), *_SM100, *_SM100_NVFP4) if arch in (100, 103) else ()
 
 
 def _of_recipes(*recipes: str) -> tuple[Case, ...]:
@@ -199,4 +201,15 @@ _SM100 = (
     Case("routed", "mxfp8", LAYOUTS[1], disabled=("sm100.quantize",)),
     Case("weighted_at_the_end", "mxfp8", LAYOUTS[1]),
     Case("dense", "mxfp8", bias=True),
+)
+_SM100_NVFP4 = (
+    *(Case("experts", "nvfp4", layout) for layout in LAYOUTS),
+    Case("experts", "nvfp4", TAIL, "clamped swiglu", frozen_bias=True),
+    Case("experts", "nvfp4", TAIL, "squared relu"),
+    Case("experts", "nvfp4", TAIL, bias=True),
+    Case("experts", "nvfp4", TAIL, main_grad=True),
+    *(Case("routed", "nvfp4", layout) for layout in (LAYOUTS[1], LAYOUTS[3])),
+    Case("routed", "nvfp4", TAIL, disabled=IN_ORDER),
+    Case("moe", "nvfp4"),
+    Case("experts", "nvfp4, stochastic", TAIL),
 )

@@ -167,10 +167,10 @@ def _compared(
     if equal < effort.repeats:
         problems.append(f"{effort.repeats - equal} of {effort.repeats} repeats differ")
     graph = streams = None
-    if captures and not call.has_state:
+    if captures and not (call.has_state or call.draws):
         graph = same(machine.replayed(call.results))
         problems += [] if graph else ["the replay of a CUDA graph differs"]
-    if not (call.has_state or call.shares_memory):
+    if not (call.has_state or call.draws or call.shares_memory):
         streams = all(map(same, machine.on_two_streams(call.results)))
         problems += [] if streams else ["calls on two streams differ"]
     return replace(found, repeats=(equal, effort.repeats), graph=graph, streams=streams, problems=tuple(problems))

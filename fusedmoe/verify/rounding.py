@@ -1,7 +1,8 @@
-"""The arithmetic of an MXFP8 expert MLP with the rounding points of the Blackwell kernels, in plain PyTorch.
+"""The arithmetic of an expert MLP in MXFP8 or NVFP4 with the rounding points of the Blackwell kernels, in plain PyTorch.
 
-The kernels apply the activation to the fp32 sums of the first product, and quantize its result without rounding to
-bf16. The backward pass reads the preactivation in bf16. The derivative is quantized without rounding to bf16 too.
+The kernels apply the activation to the fp32 sums of the first product. Those for MXFP8 quantize its result, and the
+derivative, without rounding to bf16; those for NVFP4 round both to bf16 before. The backward pass reads the
+preactivation in bf16.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import torch
 from torch import Tensor
 
 import fusedmoe as fm
-from fusedmoe.formats import mxfp8
+from fusedmoe.formats import Quantizer, mxfp8, nvfp4
 
 if TYPE_CHECKING:
+    from fusedmoe.formats.groups import PaddedRows
     from fusedmoe.ops.op import Op
     from fusedmoe.verify.calls import Call
     from fusedmoe.verify.machine import Results
@@ -25,12 +27,17 @@ __all__ = ["applies", "results"]
 
 FUSED = ("sm100.grouped_gemm_activation_quantize", "sm100.grouped_dgrad_activation_quantize")
 """The rules with these rounding points."""
+QUANTIZERS = {
+    "mxfp8": (Quantizer(mxfp8()), Quantizer(mxfp8())),
+    "nvfp4": (Quantizer(nvfp4(), hadamard=True), Quantizer(nvfp4(across=16))),
+}
+"""By recipe: the quantizer of rows and gradients, and that of weights."""
 
 
 def applies(call: Call, rules: Collection[str]) -> bool:
     """Whether `results` is the arithmetic of a call that runs these rules."""
     case = call.case
-    return case.module in ("experts", "routed") and case.recipe == "mxfp8" and set(FUSED) <= set(rules)
+    return case.module in ("experts", "routed") and case.recipe in QUANTIZERS and set(FUSED) <= set(rules)
 
 
 def results(call: Call) -> Results:
@@ -42,7 +49,7 @@ def results(call: Call) -> Results:
     if call.case.module == "experts":
         rows = call.ends[-1]
         x, dy, probs = (t.detach()[:rows] for t in (call.x, call.grad_output, call.inputs["probs"]))
-        y, dx, dprobs, *dw = _mlp(x, dy, probs, call.ends, first, activation, last)
+        y, dx, dprobs, *dw = _mlp(call.case.recipe, x, dy, probs, call.ends, first, activation, last)
         found = {"y": y, "x": dx, "probs": dprobs}
         whole = {name: _with_tail(t, call.x.shape[0]) for name, t in found.items()}
         return whole | dict(zip(of_weights, dw, strict=True))
@@ -53,7 +60,7 @@ def results(call: Call) -> Results:
     ends = tuple(expert.bincount(minlength=call.num_experts)[: call.num_experts].cumsum(0).tolist())
     token = slots // index.shape[1]
     x, dy, probs = call.x.detach()[token], call.grad_output[token], weight.detach().flatten()[slots]
-    y, dx, dprobs, *dw = _mlp(x, dy, probs, ends, first, activation, last)
+    y, dx, dprobs, *dw = _mlp(call.case.recipe, x, dy, probs, ends, first, activation, last)
     tokens = dx.new_zeros(call.x.shape)
     found = {"y": tokens.index_add(0, token, y), "x": tokens.index_add(0, token, dx)}
     found["expert_weight"] = dprobs.new_zeros(weight.numel()).index_copy(0, slots, dprobs).view(weight.shape)
@@ -61,6 +68,7 @@ def results(call: Call) -> Results:
 
 
 def _mlp(
+    recipe: str,
     x: Tensor,
     dy: Tensor,
     probs: Tensor,
@@ -74,30 +82,27 @@ def _mlp(
     A bias has no gradient: one that is trained does not run these rules.
     """
     x, dy, probs = x.float(), dy.float(), probs[:, None]
-    experts = _Experts(ends, x.device)
+    experts = _Experts(ends, x.device, *QUANTIZERS[recipe])
     w1, w2 = first.weight.detach().float(), last.weight.detach().float()
 
-    p = experts.products(_rounded(x), _rounded(w1).mT, first.bias)
-    d = _activation(activation, p) * probs
-    y = experts.products(_rounded(d), _rounded(w2).mT, last.bias)
+    def written(t: Tensor) -> Tensor:
+        return t if recipe == "mxfp8" else t.bfloat16().float()
 
-    g = experts.products(_rounded(dy), _rounded(w2, -2))
+    p = experts.products(x, experts.weight(w1).mT, first.bias)
+    d = written(_activation(activation, p) * probs)
+    y = experts.products(d, experts.weight(w2).mT, last.bias)
+
+    g = experts.products(dy, experts.weight(w2, -2))
     p = p.bfloat16().float().requires_grad_()
     with torch.enable_grad():
         a = _activation(activation, p)
-    (dp,) = torch.autograd.grad(a, p, g * probs)
-    dx = experts.products(_rounded(dp), _rounded(w1, -2))
+    dp = written(*torch.autograd.grad(a, p, g * probs))
+    dx = experts.products(dp, experts.weight(w1, -2))
     return y, dx, (g * a.detach()).sum(1), experts.sums(dp, x), experts.sums(dy, d)
 
 
 def _activation(activation: Op, p: Tensor) -> Tensor:
     return cast("Tensor", activation.compute(p))
-
-
-def _rounded(t: Tensor, axis: int = -1, offsets: Tensor | None = None) -> Tensor:
-    """Return values after quantization."""
-    values: Tensor = fm.quantize(t, mxfp8(), axis=axis, offsets=offsets).dequantize(torch.float32)
-    return values
 
 
 def _with_tail(t: Tensor, rows: int) -> Tensor:
@@ -107,20 +112,34 @@ def _with_tail(t: Tensor, rows: int) -> Tensor:
 
 
 class _Experts:
-    """Products by expert, for rows in the order of experts."""
+    """Products of quantized operands by expert, for rows in the order of experts."""
 
-    def __init__(self, ends: tuple[int, ...], device: torch.device) -> None:
+    def __init__(self, ends: tuple[int, ...], device: torch.device, of_rows: Quantizer, of_weights: Quantizer) -> None:
         self._slices = [slice(start, end) for start, end in pairwise((0, *ends))]
         self._offsets = torch.tensor(ends, dtype=torch.int32, device=device)
+        self._of_rows, self._of_weights = of_rows, of_weights
+
+    def weight(self, weight: Tensor, axis: int = -1) -> Tensor:
+        """Return a weight after quantization."""
+        values: Tensor = fm.quantize(weight, self._of_weights, axis=axis).dequantize(torch.float32)
+        return values
 
     def products(self, rows: Tensor, weights: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return each row times its expert's matrix, plus its expert's bias."""
-        sums = [rows[of] @ weight for of, weight in zip(self._slices, weights, strict=True)]
+        """Return each row, quantized by rows, times its expert's matrix, plus its expert's bias."""
+        values: Tensor = fm.quantize(rows, self._of_rows, offsets=self._offsets).dequantize(torch.float32)
+        sums = [values[of] @ weight for of, weight in zip(self._slices, weights, strict=True)]
         if bias is not None:
             sums = [t + b for t, b in zip(sums, bias.detach().float(), strict=True)]
         return torch.cat(sums)
 
     def sums(self, a: Tensor, b: Tensor) -> Tensor:
         """Return the weight gradient of rows ``a`` and ``b``, quantized by columns."""
-        columns = [_rounded(t, -2, self._offsets) for t in (a, b)]
-        return torch.stack([columns[0][of].T @ columns[1][of] for of in self._slices])
+        return torch.stack([x @ y.T for x, y in zip(self._columns(a), self._columns(b), strict=True)])
+
+    def _columns(self, t: Tensor) -> list[Tensor]:
+        """Return the values of each expert's rows by columns, rotated where the format rotates."""
+        q = fm.quantize(t, self._of_rows, axis=-2, offsets=self._offsets)
+        values, factor = q.split()
+        ends = cast("PaddedRows", q.padded).ends_E.tolist()
+        each = [values[:, start:end] for start, end in pairwise((0, *ends))]
+        return each if factor is None else [part * of for part, of in zip(each, factor, strict=True)]

@@ -4,7 +4,9 @@ from itertools import pairwise
 
 import torch
 
-from fusedmoe.formats import Quantizer, mxfp8, quantize
+from fusedmoe.formats import Quantizer, mxfp8, nvfp4, quantize
+from fusedmoe.formats.casts import from_codes, unpack
+from fusedmoe.formats.format import E2M1
 from fusedmoe.formats.packed import Packed, deinterleave, interleave, quantize_packed
 from fusedmoe.formats.swizzle import swizzle, swizzle_column_groups, swizzled_length, unswizzle
 from fusedmoe.ops.glu import SwiGLU
@@ -14,7 +16,7 @@ BF16 = torch.bfloat16
 
 
 def gemm(x, weight, bias, ends):
-    y = _products(_of_rows(x), _of_weight(weight), ends, bias).to(BF16)
+    y = _products(_of_rows(x), _of_weight(weight), ends, bias, _alpha(x, weight)).to(BF16)
     return torch.cat([y, y.new_zeros(1, y.shape[1])])
 
 
@@ -25,20 +27,27 @@ def gemm_activation_quantize(x, weight, bias, ends, factor, activation):
 
 
 def gemm_derivative_quantize(dy, weight, p, ends, factor, activation):
-    d = _products(_of_rows(dy), _of_weight(weight), ends)
-    op, p = _op(activation), p.float()
-    p = deinterleave(p) if activation.gated else p
-    dfactor = None
-    if factor is not None:
-        dfactor = torch.cat([(d * op.compute(p)).sum(1), d.new_zeros(1)])
-        d = d * factor[:, None]
-    dp = op.backward_ops()[0].compute(d, p)
-    return *_forms(interleave(dp) if activation.gated else dp, ends), dfactor
+    dp, dfactor = _derivative(_products(_of_rows(dy), _of_weight(weight), ends), p, factor, activation)
+    return *_forms(dp, ends), dfactor
+
+
+def gemm_activation(x, weight, bias, ends, factor, activation):
+    p = _products(_of_rows(x), _of_weight(weight), ends, bias, _alpha(x, weight))
+    y = _op(activation).compute(deinterleave(p) if activation.gated else p)
+    return p.to(BF16), (y if factor is None else y * factor[:, None]).to(BF16)
+
+
+def gemm_derivative(dy, weight, p, ends, factor, activation):
+    d = _products(_of_rows(dy), _of_weight(weight), ends, alpha=_alpha(dy, weight))
+    dp, dfactor = _derivative(d, p, factor, activation)
+    return dp.to(BF16), dfactor
 
 
 def wgrad(dy, x, ends, out, accumulate=False):
     a, b = _of_columns(dy, ends), _of_columns(x, ends)
     sums = torch.stack([a[start:end].T @ b[start:end] for start, end in pairwise((0, *ends.tolist()))])
+    if len(dy) == 3:
+        sums = sums * (dy[2] * x[2])[:, None, None]
     out.copy_(out + sums if accumulate else sums)
 
 
@@ -60,8 +69,32 @@ def bind_quantize_packed_weight(weight, *, rows=True, columns=False, halves=Fals
     )
 
 
-QUANTIZE = {f.__name__: f for f in (bind_quantize_packed, bind_quantize_packed_weight)}
+def bind_quantize_packed_nvfp4(
+    x, offsets, index=None, *, rows=True, columns=False, halves=False, rotated=False, stochastic=False, packed=False
+):
+    wanted = [axis for axis, given in ((-1, rows), (-2, columns)) if given]
+    quantizer = Quantizer(nvfp4(), hadamard=rotated, stochastic_rounding=stochastic)
+
+    def run(x, offsets, factors, random=(), index=None):
+        source, end = x if index is None else x[index], x.shape[0]
+        if packed:  # already, so that only what follows them is padded more
+            source = source.clone()
+            source[offsets[-1] :] = 0
+        forms = [quantize_packed(source, quantizer, Packed(axis, halves), offsets) for axis in wanted]
+        if not packed:
+            return tuple((form.data, form.scale) for form in forms)
+        lengths = (slice(end), slice(None)), (slice(None), slice(end // 2))
+        return tuple(
+            (form.data[lengths[0 if axis == -1 else 1]].contiguous(), form.scale[: end * x.shape[1] // 16])
+            for axis, form in zip(wanted, forms, strict=True)
+        )
+
+    return run
+
+
+QUANTIZE = {f.__name__: f for f in (bind_quantize_packed, bind_quantize_packed_weight, bind_quantize_packed_nvfp4)}
 GROUPED = {f.__name__: f for f in (gemm, gemm_activation_quantize, gemm_derivative_quantize, wgrad)}
+GROUPED_NVFP4 = {f.__name__: f for f in (gemm, gemm_activation, gemm_derivative, wgrad)}
 
 
 def _op(activation):
@@ -70,40 +103,60 @@ def _op(activation):
     return SwiGLU(activation.limit, activation.alpha, activation.offset)
 
 
-def _values(codes, scale):
-    return codes.float() * scale.float().repeat_interleave(32, -1)
+def _derivative(d, p, factor, activation):
+    """The gradient of the preactivation, and that of the factor."""
+    op, p = _op(activation), p.float()
+    p = deinterleave(p) if activation.gated else p
+    dfactor = None
+    if factor is not None:
+        dfactor = torch.cat([(d * op.compute(p)).sum(1), d.new_zeros(1)])
+        d = d * factor[:, None]
+    dp = op.backward_ops()[0].compute(d, p)
+    return interleave(dp) if activation.gated else dp, dfactor
+
+
+def _alpha(x, weight):
+    """The scales of experts, of NVFP4."""
+    return x[2] * weight[2] if len(x) == 3 else None
+
+
+def _codes(codes):
+    """Values of codes, and how many share a scale."""
+    if codes.dtype is torch.uint8:
+        return from_codes(unpack(codes, 2 * codes.shape[-1]), E2M1, torch.float32), 16
+    return codes.float(), 32
 
 
 def _of_rows(form):
-    codes, scale = form
-    return _values(codes, unswizzle(scale, codes.shape[0], codes.shape[1] // 32))
+    values, block = _codes(form[0])
+    scale = unswizzle(form[1], values.shape[0], values.shape[1] // block)
+    return values * scale.float().repeat_interleave(block, -1)
 
 
 def _of_weight(form):
-    codes, scale = form
-    experts, lines, length = codes.shape
-    parts = scale.view(experts, -1)
-    return _values(codes, torch.stack([unswizzle(part, lines, length // 32) for part in parts]))
+    parts = form[1].view(form[0].shape[0], -1)
+    return torch.stack([_of_rows(part) for part in zip(form[0], parts, strict=True)])
 
 
 def _of_columns(form, ends):
     """The rows (P, K) of codes with scales by columns, expert by expert; zeros after the last expert's."""
-    codes, scale = form
-    height = -(-codes.shape[1] // 128) * 128
-    values = torch.zeros(codes.shape)
+    values, block = _codes(form[0] if form[0].dtype is torch.uint8 else form[0].mT)
+    height = -(-values.shape[0] // 128) * 128
+    rows = torch.zeros(values.shape)
     for start, end in pairwise((0, *ends.tolist())):
         if start < end:
-            of_expert = scale[height * start // 32 : height * end // 32]
-            unswizzled = unswizzle(of_expert, codes.shape[1], (end - start) // 32)
-            values[start:end] = _values(codes[start:end].mT, unswizzled).mT
-    return values
+            of_expert = form[1][height * start // block : height * end // block]
+            scale = unswizzle(of_expert, values.shape[0], (end - start) // block).float()
+            rows[:, start:end] = values[:, start:end] * scale.repeat_interleave(block, -1)
+    return rows.mT
 
 
-def _products(rows, weights, ends, bias=None):
+def _products(rows, weights, ends, bias=None, alpha=None):
     """fp32; as the kernels leave them, rows after the last expert's are not written."""
     y = torch.full((rows.shape[0], weights.shape[1]), torch.nan)
     for e, (start, end) in enumerate(pairwise((0, *ends.tolist()))):
-        y[start:end] = rows[start:end] @ weights[e].T + (0 if bias is None else bias[e].float())
+        product = rows[start:end] @ weights[e].T * (1 if alpha is None else alpha[e])
+        y[start:end] = product + (0 if bias is None else bias[e].float())
     return y
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from fusedmoe.kernels.sm90.quantize_formats import Magnitudes, QuantizeFormat
 from fusedmoe.kernels.sm90.shipped import moving_rows
 from fusedmoe.kernels.sm100.quantize import QuantizePacked, QuantizePackedWeight
+from fusedmoe.kernels.sm100.quantize_functions import NVFP4
+from fusedmoe.kernels.sm100.quantize_nvfp4 import QuantizePackedFormat
 
 if TYPE_CHECKING:
     from fusedmoe.kernels.kernel import Kernel
@@ -19,4 +22,19 @@ def shipped(arch: str) -> tuple[Kernel, ...]:
     quantize = [QuantizePacked("bf16", False, *form, gathered) for gathered in (False, True) for form in FORMS]
     halves = QuantizePacked("bf16", True, True, True)  # of the gradient before a gated activation
     weights = [QuantizePackedWeight("bf16", halves, *form) for halves in (True, False) for form in FORMS]
-    return tuple(replace(kernel, arch=arch) for kernel in (*quantize, halves, *weights, *moving_rows()))
+    every = *quantize, halves, *weights, *moving_rows(), *_nvfp4()
+    return tuple(replace(kernel, arch=arch) for kernel in every)
+
+
+def _nvfp4() -> tuple[QuantizeFormat | Magnitudes, ...]:
+    """Return the kernels that quantize to NVFP4 as its recipe does by default: for training, and for inference."""
+    kernels: list[QuantizeFormat | Magnitudes] = []
+    for gathered in (False, True):
+        for columns, stochastic in ((True, False), (True, True), (False, False)):
+            how = True, gathered, columns
+            kernels.append(QuantizePackedFormat("bf16", *how, NVFP4, True, columns, stochastic))
+            kernels.append(Magnitudes("bf16", *how, False, False, True, columns))
+    square = replace(NVFP4, square=True)
+    kernels += [QuantizeFormat("bf16", False, False, False, square, *form) for form in FORMS]
+    kernels.append(Magnitudes("bf16", False, False, False, False, False, True, False))
+    return tuple(dict.fromkeys(kernels))
