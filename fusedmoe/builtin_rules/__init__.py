@@ -49,6 +49,7 @@ from fusedmoe.builtin_rules.sm90.transposed_weight import TransposedWeight
 from fusedmoe.builtin_rules.sm100.grouped_dgrad_activation_quantize import PackedDgradActivationQuantize
 from fusedmoe.builtin_rules.sm100.grouped_gemm import PackedDgrad, PackedGemm
 from fusedmoe.builtin_rules.sm100.grouped_gemm_activation_quantize import PackedGemmActivationQuantize
+from fusedmoe.builtin_rules.sm100.grouped_gemm_combine import PackedDgradDDispatch, PackedGemmCombine
 from fusedmoe.builtin_rules.sm100.grouped_wgrad import PackedWgrad
 from fusedmoe.builtin_rules.sm100.quantize import (
     GatheredPackedQuantize,
@@ -115,7 +116,9 @@ BUILTIN: tuple[type[FusionRule], ...] = (
     PackedQuantizeWeight,
     PackedGemm,
     PackedGemmActivationQuantize,
+    PackedGemmCombine,
     PackedDgrad,
+    PackedDgradDDispatch,
     PackedDgradActivationQuantize,
     PackedWgrad,
     *ROWS,

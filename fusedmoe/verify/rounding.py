@@ -1,4 +1,4 @@
-"""The arithmetic of an expert MLP in MXFP8 or NVFP4 with the rounding points of the Blackwell kernels, in plain PyTorch.
+"""The arithmetic of an expert MLP in MXFP8 or NVFP4, with the rounding points of the Blackwell kernels, in PyTorch.
 
 The kernels apply the activation to the fp32 sums of the first product. Those for MXFP8 quantize its result, and the
 derivative, without rounding to bf16; those for NVFP4 round both to bf16 before. The backward pass reads the

@@ -1,6 +1,7 @@
 """MXFP8 and NVFP4 as cudnn-frontend's kernels read and write them: codes, and scales of blocks in tiles.
 
-MXFP8 has E4M3 codes, and E8M0 scales of blocks of 32. NVFP4 has E2M1 codes, and E4M3 scales of blocks of 16. A tile holds 128 x 4 scales: row i and column j at byte (i % 32) * 16 + i // 32 * 4 + j. Independent of fusedmoe.
+MXFP8 has E4M3 codes, and E8M0 scales of blocks of 32. NVFP4 has E2M1 codes, and E4M3 scales of blocks of 16. A tile
+holds 128 x 4 scales: row i and column j at byte (i % 32) * 16 + i // 32 * 4 + j. Independent of fusedmoe.
 """
 
 import torch

@@ -133,7 +133,9 @@ def wgrad(launch):
     c_EMN = launch.tensor("tma_atom_c", DTYPES[kernel.c_dtype.__name__])
     a_MP = _major(launch.codes("tma_atom_a")[0], kernel.a_major_mode)
     b_NP = _major(launch.codes("tma_atom_b")[0], kernel.b_major_mode)
-    factors = [launch.array(f"global_scale_{x}", len(c_EMN), torch.float32) for x in "ab" if f"global_scale_{x}" in launch]
+    factors = [
+        launch.array(f"global_scale_{x}", len(c_EMN), torch.float32) for x in "ab" if f"global_scale_{x}" in launch
+    ]
     for e, (sfa, sfb, start, end) in enumerate(workspace(launch).tolist()):
         product = _expert_columns(a_MP, sfa, start, end) @ _expert_columns(b_NP, sfb, start, end).T
         for factor in factors:

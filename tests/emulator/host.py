@@ -118,7 +118,15 @@ class on_gpu:  # noqa: N801, a conversion
         code, bits, *lanes = DTYPES[tensor.dtype]
         self.shape = (ctypes.c_int64 * tensor.dim())(*tensor.shape)
         self.strides = (ctypes.c_int64 * tensor.dim())(*tensor.stride())
-        values = (tensor.data_ptr(), _Device(CUDA, 0), tensor.dim(), _DType(code, bits, *(lanes or [1])), self.shape, self.strides, 0)
+        values = (
+            tensor.data_ptr(),
+            _Device(CUDA, 0),
+            tensor.dim(),
+            _DType(code, bits, *(lanes or [1])),
+            self.shape,
+            self.strides,
+            0,
+        )
         self.managed = _Managed(_Tensor(*values), None, ctypes.cast(_given_back, ctypes.c_void_p))
 
     def __dlpack__(self, **_):

@@ -708,7 +708,8 @@ def test_the_shipped_list_for_blackwell(arch):
     assert {symbol.partition("_")[2] for symbol in symbols} >= {
         "offsets_int64", "quantize_packed_bf16_rows_columns", "quantize_packed_bf16_rows_columns_gathered",
         "quantize_packed_format_bf16_e2m1_two_level_16_rows_columns_sorted_rotated_stochastic",
-        "magnitudes_bf16_experts_experts_rotated_sorted", "gather_rows_bf16", "sum_slots_by_8_bf16", "row_dots_bf16_fp32", "slot_values_fp32", "column_sums_bf16_bf16",
+        "magnitudes_bf16_experts_experts_rotated_sorted", "gather_rows_bf16", "sum_slots_by_8_bf16",
+        "row_dots_bf16_fp32", "slot_values_fp32", "column_sums_bf16_bf16",
     }  # fmt: skip
 
 

@@ -154,7 +154,7 @@ def test_operands_of_two_formats():
     """No kernel multiplies MXFP8 and NVFP4, or quantizes the result of the one to the other."""
     plan = plan_of(experts(scale=True), recipe=Custom(input=M, weight=NVFP4_WEIGHT, grad=M), scale=True)
     reason = "the operands are e4m3 and e2m1: expected one format"
-    assert_declined(plan, dict.fromkeys((GEMM, GEMM_ACTIVATION, DGRAD, DGRAD_ACTIVATION), {reason}))
+    assert_declined(plan, dict.fromkeys((GEMM, GEMM_ACTIVATION, DGRAD, DGRAD_ACTIVATION), reason))
     assert WGRAD in used(plan)
     chain = fm.Sequential(
         fm.Quantize(M, weight=M), fm.GroupedLinear(E, H, 2 * I, dtype=BF16), fm.SwiGLU(),
@@ -162,7 +162,7 @@ def test_operands_of_two_formats():
     )  # fmt: skip
     plan = plan_of(chain, tokens(requires_grad=False), "bf16")
     assert_declined(plan, {GEMM_ACTIVATION: "quantizes to nvfp4 e2m1 1x16, from operands in mxfp8 e4m3 1x32"})
-    assert {GEMM, QUANTIZE} <= used(plan)
+    assert GEMM in used(plan)
 
 
 def test_nvfp4_fuses_whatever_its_options():
@@ -339,7 +339,7 @@ def test_each_product_counts_elements_of_all_operands(rule):
     ctx = SimpleNamespace(spec=lambda name: SimpleNamespace(shape=(rows, narrow)), exists=lambda name: False)
     made = {
         GEMM: (codes(rows, narrow), None, codes(E * wide, 1).view(E, wide, 1), None, None),
-        GEMM_ACTIVATION: (codes(rows, narrow), None, codes(E * wide, 1).view(E, wide, 1), None, None),
+        GEMM_ACTIVATION: (codes(rows, narrow), None, codes(E * wide, 1).view(E, wide, 1), None, None, None),
         DGRAD: (codes(rows, narrow), None, codes(E * wide, 1).view(E, wide, 1), None, None),
         DGRAD_ACTIVATION: (codes(rows, narrow), None, None, None, None, codes(rows, wide)),
         WGRAD: (codes(rows, narrow), None, None),

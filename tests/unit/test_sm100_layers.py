@@ -29,10 +29,12 @@ from sm100_machine import (
     BF16,
     DGRAD,
     DGRAD_ACTIVATION,
+    DGRAD_DDISPATCH,
     GATHERED_QUANTIZE,
     GATHERED_QUANTIZE_GRAD,
     GEMM,
     GEMM_ACTIVATION,
+    GEMM_COMBINE,
     KERNELS,
     QUANTIZE,
     QUANTIZE_GRAD,
@@ -54,8 +56,9 @@ from fusedmoe.kernels.sm100 import quantize_functions
 pytestmark = pytest.mark.usefixtures("builtin_rules", "blackwell_machine")
 
 WEIGHTS = [QUANTIZE_WEIGHT, QUANTIZE_WEIGHT]
-FUSED = [GEMM_ACTIVATION, GEMM, GATHERED_QUANTIZE_GRAD, WGRAD, DGRAD_ACTIVATION, WGRAD, DGRAD]
-UNFUSED = [GEMM, QUANTIZE, GEMM]  # the activation is
+FUSED = [GEMM_ACTIVATION, GEMM_COMBINE, GATHERED_QUANTIZE_GRAD, WGRAD, DGRAD_ACTIVATION, WGRAD, DGRAD_DDISPATCH]
+UNFUSED = [GEMM, QUANTIZE, GEMM_COMBINE]  # the activation is
+BIASED = [GEMM, QUANTIZE, GEMM]  # the weights of rows follow the bias, and their gradients read the rows
 
 
 def moe_in_plain_pytorch(layer, x, dy):
@@ -122,9 +125,13 @@ def test_tokens_are_quantized_through_the_index_of_their_rows(training):
 @pytest.mark.parametrize(
     ("settings", "forward", "backward"),
     [
-        ({"bias": True}, UNFUSED, [QUANTIZE_GRAD, WGRAD, DGRAD, QUANTIZE_GRAD, WGRAD, DGRAD]),
+        ({"bias": True}, BIASED, [QUANTIZE_GRAD, WGRAD, DGRAD, QUANTIZE_GRAD, WGRAD, DGRAD_DDISPATCH]),
         ({"activation": "squared_relu"}, FUSED[:2], FUSED[2:]),
-        ({"activation": "geglu"}, UNFUSED, [GATHERED_QUANTIZE_GRAD, WGRAD, DGRAD, QUANTIZE_GRAD, WGRAD, DGRAD]),
+        (
+            {"activation": "geglu"},
+            UNFUSED,
+            [GATHERED_QUANTIZE_GRAD, WGRAD, DGRAD, QUANTIZE_GRAD, WGRAD, DGRAD_DDISPATCH],
+        ),
     ],
     ids=["bias", "squared_relu", "geglu"],
 )
@@ -132,6 +139,82 @@ def test_other_layers(settings, forward, backward):
     layer, x, dy = problem(**settings)
     plan, _ = both_ways(layer, x, dy)
     assert rules(plan) == [*WEIGHTS, GATHERED_QUANTIZE, *forward, *backward]
+
+
+# ------------------------------------------------------------------------- rows that the sums over slots read packed
+
+
+def routed(combine=None, requires_grad=True, bias=False):
+    """A chain with Dispatch and Combine, and its inputs: tokens with two experts, with one, and with none."""
+    middle = [fm.SwiGLU(), *([fm.Scale("probs")] if combine is None else [])]
+    chain = fm.Sequential(
+        fm.Dispatch(), fm.GroupedLinear(E, H, 2 * I, dtype=BF16), *middle,
+        fm.GroupedLinear(E, I, H, bias=bias, dtype=BF16), fm.Combine(combine),
+    )  # fmt: skip
+    if bias:
+        torch.nn.init.normal_(chain[-2].bias.requires_grad_(False))
+    index = torch.randint(E, (150, 2))
+    index[::3, 1] = index[::5, 0] = E  # sentinels
+    weight = torch.rand(150, 2) + 0.1
+    x = torch.randn(150, H, dtype=BF16, requires_grad=requires_grad)
+    named = {"expert_index": index, "expert_weight": weight.requires_grad_(requires_grad)}
+    return chain, x, torch.randn(150, H, dtype=BF16), named
+
+
+def both(chain, x, dy, named, recipe="mxfp8"):
+    """Check a call against the unfused one; return its plan and its results."""
+    with torch.set_grad_enabled(x.requires_grad), fm.recipe(recipe):
+        emulated = unfused(chain, x, dy, **named)
+        got, plan = run(chain, x, dy, **named), only_plan(chain, x, **named)
+    assert_near(got, emulated, EMULATION)
+    without = (named["expert_index"] == E).all(1)
+    assert without.any()
+    assert not any(got[name][without].any() for name in ("y", "x") if name in got)
+    return plan, got
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_sums_over_slots_read_packed_rows(bias, launches):
+    chain, x, dy, named = routed(bias=bias)
+    plan, got = both(chain, x, dy, named)
+    assert rules(plan) == [*WEIGHTS, GATHERED_QUANTIZE, *FUSED]
+    (step,) = [step for step in plan.steps if step.rule == DGRAD_DDISPATCH]
+    assert step.ops == ("1.Dgrad", "0.DispatchWeightGrad", "0.DDispatch")
+    launches.clear()
+    with fm.disabled(GEMM_COMBINE, DGRAD_DDISPATCH):
+        plan, apart = both(chain, x, dy, named)
+    assert {GEMM, DGRAD} <= {*rules(plan)}
+    assert all(torch.equal(got[name], apart[name]) for name in got)
+    assert launched(launches) == {"glu": 1, "quant": 2, "dglu": 1, "wgrad": 2}
+
+
+def test_weights_of_rows_after_the_last_layer():
+    """In training, their gradients read the rows in order."""
+    with fm.disabled(GEMM):  # which takes fewer launches, and reads and writes more
+        plan, _ = both(*routed("probs", requires_grad=False))
+    assert GEMM_COMBINE in rules(plan)
+    plan, _ = both(*routed("probs"))
+    assert GEMM_COMBINE not in rules(plan)
+    assert {GEMM, DGRAD_DDISPATCH} <= {*rules(plan)}
+    reasons = {attempt.reason for attempt in plan.attempts if attempt.rule == GEMM_COMBINE}
+    assert any(reason.startswith("cannot keep 4.input") for reason in reasons)
+
+
+def test_gradients_of_tokens_alone():
+    chain, x, dy, named = routed()
+    named["expert_weight"] = named["expert_weight"].detach()
+    plan, _ = both(chain, x, dy, named)
+    (step,) = [step for step in plan.steps if step.rule == DGRAD_DDISPATCH]
+    assert step.ops == ("1.Dgrad", "0.DDispatch")
+
+
+def test_no_tokens(launches):
+    chain, x, _, named = routed()
+    x, named = x[:0].detach().requires_grad_(), {name: t[:0].detach() for name, t in named.items()}
+    with fm.recipe("mxfp8"), fm.strict():
+        chain(x, **named).sum().backward()
+    assert x.grad.shape == (0, H)
+    assert not launches
 
 
 # ------------------------------------------------------------------------------------------------------- the emulator

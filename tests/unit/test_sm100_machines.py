@@ -10,10 +10,12 @@ from sm100_machine import (
     BF16,
     DGRAD,
     DGRAD_ACTIVATION,
+    DGRAD_DDISPATCH,
     GATHERED_QUANTIZE,
     GATHERED_QUANTIZE_GRAD,
     GEMM,
     GEMM_ACTIVATION,
+    GEMM_COMBINE,
     PREFIX,
     QUANTIZE,
     QUANTIZE_GRAD,
@@ -36,7 +38,7 @@ from fusedmoe.kernels.sm100 import package
 
 pytestmark = pytest.mark.usefixtures("builtin_rules", "blackwell_machine")
 
-PRODUCTS = (GEMM, GEMM_ACTIVATION, DGRAD, DGRAD_ACTIVATION, WGRAD)
+PRODUCTS = (GEMM_COMBINE, GEMM_ACTIVATION, DGRAD_DDISPATCH, DGRAD_ACTIVATION, WGRAD)  # of a layer
 ALL = (*PRODUCTS, QUANTIZE, QUANTIZE_GRAD, GATHERED_QUANTIZE, GATHERED_QUANTIZE_GRAD)
 WHY_MISSING, WHY_UNVERIFIED = package.why_missing.__wrapped__, package.why_unverified  # the former not cached
 VERIFY = "run `fusedmoe verify`"
@@ -210,7 +212,8 @@ def test_a_plan_for_a_machine_that_is_absent(stamp, monkeypatch):
     monkeypatch.setattr("fusedmoe.fusion.plans.arch_of", lambda device: None)
     with fm.recipe("mxfp8"):
         found = experts().explain(tokens(), arch=100, **inputs())
-    assert used(found.plans[0]) == {*PRODUCTS, QUANTIZE, QUANTIZE_GRAD, QUANTIZE_WEIGHT}
+    products = {GEMM, GEMM_ACTIVATION, DGRAD, DGRAD_ACTIVATION, WGRAD}
+    assert used(found.plans[0]) == {*products, QUANTIZE, QUANTIZE_GRAD, QUANTIZE_WEIGHT}
     assert f"not available on this machine, but assumed: not verified on this machine: {VERIFY}" in str(found)
 
 

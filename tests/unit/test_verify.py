@@ -190,8 +190,12 @@ def test_cases_and_bounds():
     assert set(BETWEEN_RANKS) | set(ATOMIC) <= names
 
 
-@pytest.mark.parametrize("case", [case for case in cases_for(100) if case.recipe.startswith("nvfp4")][3:6:2] + [
-    case for case in cases_for(100) if case.recipe == "nvfp4, stochastic"], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [case for case in cases_for(100) if case.recipe.startswith("nvfp4")][3:6:2]
+    + [case for case in cases_for(100) if case.recipe == "nvfp4, stochastic"],
+    ids=lambda case: case.name,
+)
 def test_nvfp4_on_blackwell(blackwell, case):
     with package.being_verified():
         outcome = run_case(case, Sizes(), blackwell, FAST)

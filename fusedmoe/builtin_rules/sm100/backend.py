@@ -61,7 +61,7 @@ class OfPacked(OnSm100):
 
 
 def check_packed(ctx: PlanContext, *operands: str) -> None:
-    """Decline quantized operands that have no packed form, or have two formats; ``operands`` are names without a form."""
+    """Decline quantized operands that have no packed form, or two formats; ``operands`` are names without a form."""
     elements = []
     for name in operands:
         spec = ctx.spec(name)
@@ -140,12 +140,18 @@ def guard_bias(bias: Tensor | None) -> None:
     require(bias is None or bias.is_contiguous(), "the bias is not contiguous")
 
 
-def packed_factor(factor: Tensor | None, place_of_row: Tensor, num_packed: int) -> Tensor | None:
-    """Return a factor per row (R,) in the packed layout: fp32, (P,), zeros for padding rows."""
+def packed_factor(
+    factor: Tensor | None, place_of_row: Tensor, num_packed: int, with_zero: bool = False
+) -> Tensor | None:
+    """Return a factor per row (R,) in the packed layout: fp32, (P,), zeros for padding rows.
+
+    ``with_zero``: (P + 1,); the last is that of rows without an expert.
+    """
     if factor is None:
         return None
-    packed = factor.new_zeros(num_packed + 1, dtype=torch.float32)  # the last is that of rows without an expert
-    return packed.index_copy_(0, place_of_row, factor.to(torch.float32))[:-1]
+    packed = factor.new_zeros(num_packed + 1, dtype=torch.float32)
+    packed.index_copy_(0, place_of_row, factor.to(torch.float32))
+    return packed if with_zero else packed[:-1]
 
 
 def ones_of_rows(place_of_row: Tensor, num_packed: int) -> Tensor:

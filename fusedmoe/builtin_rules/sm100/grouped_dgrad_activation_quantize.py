@@ -69,7 +69,11 @@ class PackedDgradActivationQuantize(
         return Step(needs=needs, gives=gives, keeps=KEEPS, zeroes_tail=True, launches=launches)
 
     def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
-        activation, products, quantizer = check_activation(self.dact.op), products_of(ctx, "grad_output"), self.quantize.quantizes
+        activation, products, quantizer = (
+            check_activation(self.dact.op),
+            products_of(ctx, "grad_output"),
+            self.quantize.quantizes,
+        )
         assert quantizer is not None, "otherwise there is no step"
         gives_scale = self.scale_grad is not None
         axes = [axis for name, axis in _AXES.items() if name in keep]

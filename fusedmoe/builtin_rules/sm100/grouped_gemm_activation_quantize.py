@@ -1,5 +1,7 @@
-"""``sm100.grouped_gemm_activation_quantize``: a grouped linear layer with MXFP8 or NVFP4 operands, with the activation, the row
-scale, and the quantization of the result by rows and by columns in its epilogue.
+"""``sm100.grouped_gemm_activation_quantize``: a grouped linear layer with MXFP8 or NVFP4 operands, with the activation
+and the row scale in its epilogue, and the quantization of the result by rows and by columns.
+
+The epilogue quantizes to MXFP8. For NVFP4, it writes the result in bf16, which another kernel quantizes.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fusedmoe.builtin_rules.sm90.narrow_forms import LAUNCHES_ON_SCALES, bind_factors, bind_weight_forms
 from fusedmoe.formats.groups import PACKED_ROWS, padded_rows
-from fusedmoe.formats.packed import PACKED_FEATURES, PackedTensor, interleave
+from fusedmoe.formats.packed import PACKED_FEATURES, interleave
 from fusedmoe.formats.swizzle import swizzle
 from fusedmoe.kernels.sm100 import quantize_functions
 
@@ -74,8 +74,8 @@ LAUNCHES_TO_PACK_WEIGHT = 8
 
 def bind_packed_weight_forms(
     weight_ENK: Tensor, quantizer: Quantizer, axes: Sequence[int], halves: bool
-) -> Callable[[Tensor], list[PackedTensor]]:
-    """Return a function of a weight that returns its packed forms along these axes.
+) -> Callable[[Tensor], Forms]:
+    """Return a function of a weight that returns codes, scale and tensor scale of its packed forms along these axes.
 
     They have the bits of `fusedmoe.formats.packed.quantize_packed`.
     """
@@ -84,7 +84,7 @@ def bind_packed_weight_forms(
     assert across is not None, "NVFP4 has blocks"
     assert along is not None, "NVFP4 has blocks"
 
-    def packed(axis: int, codes: Tensor, scale: Tensor, tensor_scale: Tensor) -> PackedTensor:
+    def packed(axis: int, codes: Tensor, scale: Tensor, tensor_scale: Tensor) -> tuple[Tensor, ...]:
         scale = scale.view(torch.uint8)
         if halves:  # by rows, N is the second axis; by columns, it is the last, with two codes in a byte
             of_codes, of_scale = PACKED_FEATURES, PACKED_FEATURES // across
@@ -94,9 +94,9 @@ def bind_packed_weight_forms(
         if across > 1:
             scale = scale.repeat_interleave(across, -2)  # the tensor cores read a scale for each line
         blocked = swizzle(scale).flatten().view(quantizer.format.rule.dtype)
-        return PackedTensor(codes.contiguous(), blocked, tensor_scale)
+        return codes.contiguous(), blocked, tensor_scale
 
-    def run(weight: Tensor) -> list[PackedTensor]:
+    def run(weight: Tensor) -> Forms:
         return [packed(axis, *form) for axis, form in zip(axes, quantize(weight), strict=True)]
 
     return run

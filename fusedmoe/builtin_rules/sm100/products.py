@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from fusedmoe.fusion.rule import PlanContext
     from fusedmoe.kernels.activation import Activation
 
-Form = tuple[Tensor, ...]
-ByAxis = dict[int, Form]
+ByAxis = dict[int, tuple[Tensor, ...]]
 """Forms of a result: by rows, -1, and by columns, -2."""
+Optional = Tensor | None
 
 
 class Products:
@@ -59,21 +59,21 @@ class Products:
             The activation.
         """
 
-        def run(*operands: Any) -> tuple[Tensor, ByAxis]:
-            p, rows, columns = grouped.gemm_activation_quantize(*operands, activation)
+        def run(x: Any, weight: Any, bias: Optional, ends: Tensor, factor: Optional) -> tuple[Tensor, ByAxis]:
+            p, rows, columns = grouped.gemm_activation_quantize(x, weight, bias, ends, factor, activation)
             return p, {-1: rows, -2: columns}
 
         return run
 
     def bind_derivative(
         self, p: Tensor, ends: Tensor, quantizer: Quantizer, axes: Sequence[int], activation: Activation
-    ) -> Callable[..., tuple[ByAxis, Tensor | None]]:
+    ) -> Callable[..., tuple[ByAxis, Optional]]:
         """Return a function of ``(dy, weight, p, ends, factor)``: forms of the gradient of the preactivation p, and the
         gradient of the factor. The parameters are those of `bind_activation`.
         """
 
-        def run(*operands: Any) -> tuple[ByAxis, Tensor | None]:
-            rows, columns, dfactor = grouped.gemm_derivative_quantize(*operands, activation)
+        def run(dy: Any, weight: Any, p: Tensor, ends: Tensor, factor: Optional) -> tuple[ByAxis, Optional]:
+            rows, columns, dfactor = grouped.gemm_derivative_quantize(dy, weight, p, ends, factor, activation)
             return {-1: rows, -2: columns}, dfactor
 
         return run
@@ -94,19 +94,19 @@ class NVFP4Products(Products):
         like = x.new_empty(x.shape[0], features, dtype=torch.bfloat16)
         quantize = _bind_forms(like, ends, quantizer, axes)
 
-        def run(x: Form, weight: Form, bias: Tensor | None, ends: Tensor, *factor: Any) -> tuple[Tensor, ByAxis]:
-            p, y = grouped_nvfp4.gemm_activation(x, weight, bias, ends, *factor, activation)  # type: ignore[arg-type]
+        def run(x: Any, weight: Any, bias: Optional, ends: Tensor, factor: Optional) -> tuple[Tensor, ByAxis]:
+            p, y = grouped_nvfp4.gemm_activation(x, weight, bias, ends, factor, activation)
             return p, quantize(y, ends)
 
         return run
 
     def bind_derivative(
         self, p: Tensor, ends: Tensor, quantizer: Quantizer, axes: Sequence[int], activation: Activation
-    ) -> Callable[..., tuple[ByAxis, Tensor | None]]:
+    ) -> Callable[..., tuple[ByAxis, Optional]]:
         quantize = _bind_forms(p, ends, quantizer, axes)
 
-        def run(dy: Form, weight: Form, p: Tensor, ends: Tensor, *factor: Any) -> tuple[ByAxis, Tensor | None]:
-            dp, dfactor = grouped_nvfp4.gemm_derivative(dy, weight, p, ends, *factor, activation)  # type: ignore[arg-type]
+        def run(dy: Any, weight: Any, p: Tensor, ends: Tensor, factor: Optional) -> tuple[ByAxis, Optional]:
+            dp, dfactor = grouped_nvfp4.gemm_derivative(dy, weight, p, ends, factor, activation)
             return quantize(dp, ends), dfactor
 
         return run

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from fusedmoe.formats import Quantizer
     from fusedmoe.ops.amax_state import Step as DelayedStep
 
 
@@ -138,11 +139,10 @@ class PackedQuantizeWeight(OnSm100, FusionRule, name="sm100.quantize_weight", di
                 kernel: Run = bind_packed_weight_forms(weight, cached.quantizer, [form.axis for form in axes], halves)
             else:
                 guard_matrix("the weight", weight)
-                quantize = quantize_functions.bind_quantize_packed_weight(weight, halves=halves, **wanted)
-                kernel = lambda weight: [PackedTensor(*form) for form in quantize(weight)]  # noqa: E731
+                kernel = quantize_functions.bind_quantize_packed_weight(weight, halves=halves, **wanted)
 
             def forms(weight: Tensor, step: DelayedStep | None) -> list[PackedTensor]:
-                return kernel(weight)
+                return [PackedTensor(*form) for form in kernel(weight)]
 
             def run(weight: Tensor) -> tuple[Tensor, ...]:
                 return cached.tensors(weight, axes=axes, training=training, by=(self.name, forms))
@@ -166,11 +166,15 @@ class _Kernel:
 
     def bound(self, x: Tensor, offsets: Tensor, *index: Tensor) -> Callable[..., tuple[Tensor, ...]]:
         """Return the function of tensors like these."""
-        forms = {"rows": self.rows, "columns": self.columns, "halves": self.halves}
+        rows, columns, halves = self.rows, self.columns, self.halves
         if self.quantizer.format.element == E2M1:
-            run: Run = bind_packed_forms(x, self.quantizer, offsets, *index, **forms)
+            run: Run = bind_packed_forms(
+                x, self.quantizer, offsets, *index, rows=rows, columns=columns, halves=halves
+            )  # fmt: skip
         else:
-            run = quantize_functions.bind_quantize_packed(x, offsets, *index, **forms)
+            run = quantize_functions.bind_quantize_packed(
+                x, offsets, *index, rows=rows, columns=columns, halves=halves
+            )  # fmt: skip
         return lambda x, offsets, *index: tuple(t for form in run(x, offsets, *index) for t in form)
 
 

@@ -65,7 +65,9 @@ class Kernel:
 
 
 @functools.cache
-def kernel(name: str, device: torch.device, shape: tuple[int, ...], *kind: object, block: int, **more: object) -> Kernel:
+def kernel(
+    name: str, device: torch.device, shape: tuple[int, ...], *kind: object, block: int, **more: object
+) -> Kernel:
     """Return the kernel for weights of this shape.
 
     Parameters

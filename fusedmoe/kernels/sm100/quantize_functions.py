@@ -1,4 +1,5 @@
-"""The kernels of `quantize.py` and `quantize_nvfp4.py` as functions of torch tensors. No call waits for the device or reads splits on the host.
+"""The kernels of `quantize.py` and `quantize_nvfp4.py` as functions of torch tensors. No call waits for the device or
+reads splits on the host.
 
 Axes: R rows, T tokens, K features, E experts, P packed rows, N rows of a weight.
 """
@@ -102,9 +103,9 @@ def bind_quantize_packed_nvfp4(
 ) -> Callable[..., tuple[Form, ...]]:
     """Return a function of ``(x, offsets, factors, random, index)`` that quantizes rows to NVFP4 in one launch.
 
-    It serves tensors of the same shapes, dtypes and strides as these. It returns codes, two in a byte, and scales: those
-    by rows if ``rows``, and then those by columns if ``columns``. They have the bits of `fusedmoe.quantize` of *packed*
-    rows, as `bind_quantize_packed` describes them:
+    It serves tensors of the same shapes, dtypes and strides as these. It returns codes, two in a byte, and scales:
+    those by rows if ``rows``, and then those by columns if ``columns``. They have the bits of `fusedmoe.quantize` of
+    *packed* rows, as `bind_quantize_packed` describes them:
 
     - by rows: codes (P, K / 2), and the ``swizzle`` of their scale (P, K / 16);
     - by columns: codes (K, P / 2), and the ``swizzle_column_groups`` of their scale (K, P / 16) with ``ends // 16``.
@@ -138,8 +139,8 @@ def bind_quantize_packed_nvfp4(
         from fusedmoe.kernels.sm100.quantize_nvfp4 import QuantizePackedFormat  # deferred: imports the CuTe DSL
 
         how = True, index_R is not None, rotated and columns
-        options = NVFP4, rows, columns, stochastic
-        kernel = load(QuantizePackedFormat(NAMES[x.dtype], *how, *options, halves=halves, arch=kernel_arch(x.device)))
+        dtype, arch = NAMES[x.dtype], kernel_arch(x.device)
+        kernel = load(QuantizePackedFormat(dtype, *how, NVFP4, rows, columns, stochastic, halves=halves, arch=arch))
 
     def run(
         x: Tensor,

@@ -66,7 +66,11 @@ class QuantizePackedFormat(QuantizeFormat):
             if const_expr(self.halves):
                 source = source_of(vector, x.shape[2] // VECTOR)
             values = load_tile(
-                x[0, None, None], index if const_expr(self.gathered) else None, first + skipped, packed - skipped, source
+                x[0, None, None],
+                index if const_expr(self.gathered) else None,
+                first + skipped,
+                packed - skipped,
+                source,
             )
             of_rows, of_columns, _ = largest_magnitudes(values, self.bias)
             if const_expr(self.rows):

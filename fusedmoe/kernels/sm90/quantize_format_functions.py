@@ -137,8 +137,8 @@ def bind_quantize_format(
         from fusedmoe.kernels.sm90.quantize_formats import QuantizeFormat  # deferred: imports the CuTe DSL
 
         how = offsets_E is not None, index_R is not None, rotated and columns
-        options = format, rows, columns, stochastic, amax
-        kernel = load(QuantizeFormat(NAMES[x.dtype], *how, *options, arch=kernel_arch(x.device)))
+        arch = kernel_arch(x.device)
+        kernel = load(QuantizeFormat(NAMES[x.dtype], *how, format, rows, columns, stochastic, amax, arch=arch))
 
     def run(
         x: Tensor,
