@@ -9,10 +9,12 @@ from test_sm90_rows_compile import disassembled, starting
 pytest.importorskip("cutlass")
 
 from fusedmoe.kernels.shipped import shipped
-from fusedmoe.kernels.sm90 import limits, row_functions, slot_functions
+from fusedmoe.kernels.sm90 import limits, quantize_format_functions, row_functions, slot_functions
+from fusedmoe.kernels.sm90.quantize_formats import Magnitudes, QuantizeFormat
 from fusedmoe.kernels.sm90.route import Route
 from fusedmoe.kernels.sm90.rows import ColumnSums, Offsets
 from fusedmoe.kernels.sm90.slots import GatherRows, RowDots, SlotValues, SumSlots
+from fusedmoe.kernels.sm100.quantize_functions import NVFP4
 
 ARCHES = ("sm_100a", "sm_103a")
 KERNELS = [
@@ -23,9 +25,11 @@ KERNELS = [
 
 
 def check(kernel, monkeypatch, tmp_path):
+    # those for NVFP4 divide, and raise the largest magnitudes of experts
+    other = () if isinstance(kernel, QuantizeFormat | Magnitudes) else ("CALL", "ATOMG", "RED.")
     for code in disassembled(kernel, monkeypatch, tmp_path).values():
         assert starting(code, "EXIT")
-        assert not starting(code, ("STL", "LDL", "CALL", "ATOMG", "RED.", "HGMMA", "QGMMA"))
+        assert not starting(code, ("STL", "LDL", "HGMMA", "QGMMA", *other))
 
 
 @pytest.mark.parametrize("arch", ARCHES)
@@ -52,14 +56,16 @@ def bound():
     slot_functions.bind_sum_slots_and_part(rows, index, None)
     slot_functions.bind_row_dots(rows, rows, index, torch.float32)
     slot_functions.bind_slot_values(weight.flatten(), index)
+    quantize_format_functions.bind_magnitudes(rows, offsets, of_experts=True)
+    quantize_format_functions.bind_quantize_format(rows, NVFP4, offsets)
 
 
 @pytest.mark.parametrize(("arch", "expected"), [(None, "sm_90a"), (90, "sm_90a"), (100, "sm_100a"), (103, "sm_103a")])
 def test_functions_load_the_kernels_of_the_device(arch, expected, monkeypatch):
     loaded = []
     monkeypatch.setattr("fusedmoe.target.arch_of", lambda device: arch)
-    for functions in (row_functions, slot_functions):
+    for functions in (row_functions, slot_functions, quantize_format_functions):
         monkeypatch.setattr(functions, "load", loaded.append)
     bound()
-    assert [kernel.arch for kernel in loaded] == [expected] * 8
+    assert [kernel.arch for kernel in loaded] == [expected] * 10
     assert {kernel.symbol.partition("_")[0] for kernel in loaded} == {expected.removesuffix("a").replace("_", "")}
