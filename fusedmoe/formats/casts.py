@@ -6,6 +6,9 @@ The results are the same bits on every device and torch version. torch's own cas
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -94,3 +97,12 @@ def pack(codes: Tensor) -> Tensor:
 def unpack(packed: Tensor, length: int) -> Tensor:
     """Undo `pack`: (..., ceil(length / 2)) to (..., length)."""
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)[..., :length]
+
+
+def random_bytes(shape: Sequence[int], device: torch.device, generator: torch.Generator | None = None) -> Tensor:
+    """Return random bits for `to_codes`: uint8. They are drawn as integers of 64 bits, which takes an eighth of the
+    draws.
+    """
+    count = math.prod(shape)
+    words = torch.empty(-(-count // 8), dtype=torch.int64, device=device).random_(-(2**63), None, generator=generator)
+    return words.view(torch.uint8)[:count].view(*shape)

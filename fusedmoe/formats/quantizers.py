@@ -11,7 +11,7 @@ from torch import Tensor
 from fusedmoe.checks import TENSOR, instance, said
 from fusedmoe.errors import InputError
 from fusedmoe.formats.blocks import blocks_of, times_blocks
-from fusedmoe.formats.casts import pack, to_codes
+from fusedmoe.formats.casts import pack, random_bytes, to_codes
 from fusedmoe.formats.format import E2M1, Format, Quantizer
 from fusedmoe.formats.groups import PaddedRows, group_of, max_by_group, of_group
 from fusedmoe.formats.hadamard import TILE, rotate
@@ -236,7 +236,7 @@ def _random_bits(
     if not quantizer.stochastic_rounding:
         return None
     if given is None:
-        return torch.randint(0, 256, values.shape, dtype=torch.uint8, device=values.device, generator=generator)
+        return random_bytes(values.shape, values.device, generator)
     TENSOR("quantize: random_bits", given)
     if given.shape != values.shape or given.dtype is not torch.uint8:
         expected = f"{tuple(values.shape)} uint8, in the layout of the codes"

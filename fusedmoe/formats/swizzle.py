@@ -114,5 +114,8 @@ def _tiles(scale: Tensor) -> Tensor:
     rows, columns = scale.shape[-2:]
     padded = F.pad(scale, (0, -columns % TILE_COLUMNS, 0, -rows % TILE_ROWS))
     down, across = padded.shape[-2] // TILE_ROWS, padded.shape[-1] // TILE_COLUMNS
-    parts: Tensor = padded.unflatten(-1, (across, TILE_COLUMNS)).unflatten(-3, (down, 4, 32))
-    return parts.transpose(-4, -2).flatten(-3)
+    flat = padded.contiguous().view(-1)
+    words = flat.view(torch.int32) if scale.element_size() == 1 else flat  # which take a quarter of the copies
+    of_word = TILE_COLUMNS * scale.element_size() // words.element_size()
+    parts = words.view(*scale.shape[:-2], down, 4, 32, across, of_word)
+    return parts.transpose(-4, -2).flatten(-3).view(scale.dtype)

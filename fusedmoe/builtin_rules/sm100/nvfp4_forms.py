@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.builtin_rules.sm90.narrow_forms import LAUNCHES_ON_SCALES, bind_factors, bind_weight_forms
+from fusedmoe.formats.casts import random_bytes
 from fusedmoe.formats.groups import PACKED_ROWS, padded_rows
 from fusedmoe.formats.packed import PACKED_FEATURES, interleave
 from fusedmoe.formats.swizzle import swizzle
@@ -61,7 +62,7 @@ def bind_packed_forms(
         factors, _, tensor_scales = factors_of(x, offsets_E, index_R)
         random: tuple[Tensor, ...] = ()
         if stochastic:
-            random = tuple(torch.randint(0, 256, shape, dtype=torch.uint8, device=x.device) for shape in shapes)
+            random = tuple(random_bytes(shape, x.device) for shape in shapes)
         forms = kernel(x, offsets_E, factors, random, index_R)
         return [(*form, tensor_scale) for form, tensor_scale in zip(forms, tensor_scales, strict=True)]
 
@@ -80,17 +81,19 @@ def bind_packed_weight_forms(
     They have the bits of `fusedmoe.formats.packed.quantize_packed`.
     """
     quantize = bind_weight_forms(weight_ENK, quantizer, axes)
-    across, along = quantizer.format.block
+    across, _ = quantizer.format.block
     assert across is not None, "NVFP4 has blocks"
-    assert along is not None, "NVFP4 has blocks"
 
     def packed(axis: int, codes: Tensor, scale: Tensor, tensor_scale: Tensor) -> tuple[Tensor, ...]:
         scale = scale.view(torch.uint8)
-        if halves:  # by rows, N is the second axis; by columns, it is the last, with two codes in a byte
-            of_codes, of_scale = PACKED_FEATURES, PACKED_FEATURES // across
+        if (
+            halves
+        ):  # copied in words: by rows, N is the second axis; by columns, it is the last, with 16 codes in a word
+            of_codes, of_scale, word = PACKED_FEATURES, PACKED_FEATURES // across, torch.int64
             if axis == -2:
-                of_codes, of_scale = PACKED_FEATURES // 2, PACKED_FEATURES // along
-            codes, scale = interleave(codes, -3 - axis, of_codes), interleave(scale, -3 - axis, of_scale)
+                of_codes, of_scale, word = PACKED_FEATURES // 16, 1, torch.int16  # a word has the scales of 32 values
+            codes = interleave(codes.view(torch.int64), -3 - axis, of_codes).view(torch.uint8)
+            scale = interleave(scale.view(word), -3 - axis, of_scale).view(torch.uint8)
         if across > 1:
             scale = scale.repeat_interleave(across, -2)  # the tensor cores read a scale for each line
         blocked = swizzle(scale).flatten().view(quantizer.format.rule.dtype)

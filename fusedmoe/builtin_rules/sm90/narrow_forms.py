@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fusedmoe.builtin_rules.sm90.delayed import bind_end
 from fusedmoe.formats import E2M1, E4M3, Format, Quantizer, ScaleRule
+from fusedmoe.formats.casts import random_bytes
 from fusedmoe.formats.groups import padded_rows
 from fusedmoe.formats.hadamard import TILE
 from fusedmoe.formats.scales import encode_and_scale, tensor_encode
@@ -100,7 +101,7 @@ def bind_forms(
                 amax_E = torch.zeros_like(step.encode)
         random: tuple[Tensor, ...] = ()
         if quantizer.stochastic_rounding:
-            random = tuple(torch.randint(0, 256, s, dtype=torch.uint8, device=x.device) for s in shapes_of(x, index_R))
+            random = tuple(random_bytes(shape, x.device) for shape in shapes_of(x, index_R))
         forms = kernel(x, offsets_E, index_R, factors, random, amax_E)
         if step is not None and end is not None:
             scales = [end(step, amax_E)] * len(forms)
