@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 # Values of an H100, rounded. Only their ratio matters, since they only rank coverings of the same chain.
 _BYTES_PER_US = 3.0e6
 _US_PER_LAUNCH = 3.0
+_PASSES = 16
+"""The passes over the values in which plain PyTorch quantizes to NVFP4, approximately: most of them are in fp32."""
 _KEPT = 3.0
 """The cost of a byte kept for the backward pass, in bytes moved. Recomputation in an epilogue is cheaper, and so is a
 launch that reads two bytes of each value to make one."""
@@ -213,7 +215,7 @@ class DirectionSearch:
             start=i,
             end=i + 1,
             step=Step(needs=s.needs, gives=gives, keeps=optional, zeroes_tail=s.zeroes_tail, launches=s.launches),
-            cost_us=costs.step_us((*s.needs, *gives), s.launches) + self._emulation_us(place),
+            cost_us=costs.step_us((*s.needs, *gives), s.launches) + self._emulation_us(place) + self._passes_us(place),
             keep_us={v: costs.step_us((v,), 0) for v in optional},
             reads=s.needs,
         )
@@ -227,6 +229,15 @@ class DirectionSearch:
         if place.item.path([spec_of(specs, v) for v in needs], self.search.context["device"]) != "emulated":
             return 0.0
         return self.search.costs.step_us(values * 2, Dequantize.launches * len(values))
+
+    def _passes_us(self, place: Place) -> float:
+        """Return the time of the passes over the values in which plain PyTorch quantizes to a format with two levels of
+        scales.
+        """
+        quantizer = place.item.quantizes
+        if quantizer is None or not quantizer.format.tensor_scale or not place.step.gives:
+            return 0.0
+        return self.search.costs.step_us([dequantized(place.step.gives[0])] * _PASSES, 0)
 
     def _skip(self, i: int, place: Place) -> Candidate:
         """Return the candidate that leaves out a place, all of whose values are rows of other values, or forward values

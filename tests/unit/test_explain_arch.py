@@ -183,7 +183,7 @@ def test_an_unavailable_rule_that_takes_quantized_operands_is_the_nearest_miss_a
             fm.require(arch == 100, "needs sm_100")
 
     x, named = call()
-    with fm.register(Quantized), fm.recipe("nvfp4"):
+    with fm.register(Quantized), fm.recipe("fp8_row"):
         step = next(s for s in experts().explain(x, **named).steps if s.ops == ("0.GroupedLinear",))
     assert step.why == "toy.quantized: UNAVAILABLE: needs sm_100"
 
@@ -268,7 +268,8 @@ def test_a_layer_on_blackwell():
     """The router, whose products are those of Hopper, runs in plain PyTorch."""
     (plan,) = blackwell(moe=True).plans
     fused = {step.rule for step in plan.fused}
-    assert {"sm100.dispatch", "sm100.gathered_quantize", "sm100.combine", "sm100.ddispatch"} <= fused
+    sums = {"sm100.grouped_gemm_combine", "sm100.grouped_dgrad_ddispatch"}
+    assert {"sm100.dispatch", "sm100.gathered_quantize", *sums} <= fused
     unfused = {op.rpartition(".")[2] for step in plan.unfused for op in step.ops}
     assert unfused == {"Router", "RouterLogitsGrad", "RouterWeightGrad", "DRouter"}
     assert "needs an sm_90 GPU, this one is sm_100" in " ".join(str(plan).split())

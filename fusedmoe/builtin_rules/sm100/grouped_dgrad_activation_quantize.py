@@ -4,6 +4,7 @@ the activation before the layer, with MXFP8 or NVFP4 operands; with the quantiza
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from fusedmoe.builtin_rules.sm100.backend import (
@@ -65,8 +66,10 @@ class PackedDgradActivationQuantize(
         needs = ("grad_output:packed", "dgrad.weight:packed_columns", "padded_offsets", "dact.input:packed",
                  "dscale.factor", "place_of_row")  # fmt: skip
         launches = 1 + 2 * (self.dscale is not None) + 2 * (self.scale_grad is not None)
-        launches += products_of(ctx, "grad_output").launches(self.quantize.quantizes)
-        return Step(needs=needs, gives=gives, keeps=KEEPS, zeroes_tail=True, launches=launches)
+        products, values = products_of(ctx, "grad_output"), math.prod(ctx.spec("dact.input").shape)
+        launches += products.launches(self.quantize.quantizes)
+        extra = products.extra_bytes(self.quantize.quantizes, values)
+        return Step(needs=needs, gives=gives, keeps=KEEPS, zeroes_tail=True, launches=launches, extra_bytes=extra)
 
     def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
         activation, products, quantizer = (

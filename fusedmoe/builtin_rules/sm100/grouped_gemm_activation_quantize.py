@@ -63,8 +63,11 @@ class PackedGemmActivationQuantize(
         else:
             require(not ctx.exists("fc.bias"), "the kernel of the squared ReLU has no bias")
         needs = ("input:packed", "fc.weight:packed", "fc.bias", "padded_offsets", "scale.factor", "place_of_row")
-        launches = 1 + 2 * (self.scale is not None) + products_of(ctx, "input").launches(self.quantize.quantizer)
-        return Step(needs=needs, gives=(), keeps=KEEPS, zeroes_tail=True, launches=launches)
+        products, quantizer = products_of(ctx, "input"), self.quantize.quantizer
+        values = ctx.spec("input").shape[0] * self.fc.out_features // (2 if activation.gated else 1)
+        launches = 1 + 2 * (self.scale is not None) + products.launches(quantizer)
+        extra = products.extra_bytes(quantizer, values)
+        return Step(needs=needs, gives=(), keeps=KEEPS, zeroes_tail=True, launches=launches, extra_bytes=extra)
 
     def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
         activation, products, quantizer = check_activation(self.act), products_of(ctx, "input"), self.quantize.quantizer

@@ -29,6 +29,11 @@ def launches_of(quantizer: Quantizer, forms: int = 2) -> int:
     return LAUNCHES_ON_SCALES + forms * quantizer.stochastic_rounding
 
 
+def extra_bytes(quantizer: Quantizer, values: int, forms: int = 2) -> int:
+    """Return the bytes that move besides values, read once, and their codes: a second read, and random bytes."""
+    return values * (2 + 2 * forms * quantizer.stochastic_rounding)
+
+
 def bind_packed_forms(
     x: Tensor,
     quantizer: Quantizer,

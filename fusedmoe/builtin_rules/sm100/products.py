@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fusedmoe.builtin_rules.sm100.nvfp4_forms import bind_packed_forms, launches_of
+from fusedmoe.builtin_rules.sm100.nvfp4_forms import bind_packed_forms, extra_bytes, launches_of
 from fusedmoe.formats import E2M1, QuantizedSpec
 from fusedmoe.kernels.sm100 import grouped, grouped_nvfp4
 
@@ -40,6 +40,10 @@ class Products:
 
     def launches(self, quantizer: Quantizer | None) -> int:
         """Return the launches that quantize a result after the product's own."""
+        return 0
+
+    def extra_bytes(self, quantizer: Quantizer | None, values: int) -> int:
+        """Return the bytes that move between the product and the codes of these values."""
         return 0
 
     def bind_activation(
@@ -87,6 +91,10 @@ class NVFP4Products(Products):
 
     def launches(self, quantizer: Quantizer | None) -> int:
         return 0 if quantizer is None else launches_of(quantizer)
+
+    def extra_bytes(self, quantizer: Quantizer | None, values: int) -> int:
+        in_bf16 = 2 * 2 * values  # written, and read once
+        return 0 if quantizer is None else in_bf16 + extra_bytes(quantizer, values)
 
     def bind_activation(
         self, x: Tensor, features: int, ends: Tensor, quantizer: Quantizer, axes: Sequence[int], activation: Activation

@@ -24,6 +24,7 @@ from fusedmoe.builtin_rules.sm100.nvfp4_forms import (
     LAUNCHES_TO_PACK_WEIGHT,
     bind_packed_forms,
     bind_packed_weight_forms,
+    extra_bytes,
     launches_of,
 )
 from fusedmoe.formats import E2M1
@@ -189,5 +190,9 @@ def _step(ctx: PlanContext, quantizer: Quantizer | None, read: str, made: str) -
     require(spec.shape[1] % multiple == 0, "%d features are not a multiple of %d", spec.shape[1], multiple)
     experts = ctx.spec("quantize.offsets").shape[0]
     require(experts <= MOST_EXPERTS, "%d experts, over %d", experts, MOST_EXPERTS)
-    keeps, launches = (f"{made}:packed", f"{made}:packed_columns"), launches_of(quantizer) if nvfp4 else 1
-    return Step(needs=(read, "quantize.offsets"), gives=(), keeps=keeps, zeroes_tail=True, launches=launches)
+    keeps, needs = (f"{made}:packed", f"{made}:packed_columns"), (read, "quantize.offsets")
+    if not nvfp4:
+        return Step(needs=needs, gives=(), keeps=keeps, zeroes_tail=True)
+    extra = extra_bytes(quantizer, spec.shape[0] * spec.shape[1])
+    launches = launches_of(quantizer)
+    return Step(needs=needs, gives=(), keeps=keeps, zeroes_tail=True, launches=launches, extra_bytes=extra)
