@@ -1,5 +1,7 @@
-"""``sm100.grouped_dgrad_activation_quantize``: the gradient of a grouped linear layer's rows, through the row scale and
-the activation before the layer, with MXFP8 or NVFP4 operands; with the quantization of the result in its epilogue.
+"""``sm100.grouped_dgrad_activation_quantize``: the gradient of a grouped linear layer's rows, with MXFP8 or NVFP4
+operands, through the row scale and the activation before the layer; and the quantization of the result.
+
+The epilogue quantizes to MXFP8. For NVFP4, it writes the result in bf16, which another kernel quantizes.
 """
 
 from __future__ import annotations
@@ -72,11 +74,8 @@ class PackedDgradActivationQuantize(
         return Step(needs=needs, gives=gives, keeps=KEEPS, zeroes_tail=True, launches=launches, extra_bytes=extra)
 
     def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
-        activation, products, quantizer = (
-            check_activation(self.dact.op),
-            products_of(ctx, "grad_output"),
-            self.quantize.quantizes,
-        )
+        activation, quantizer = check_activation(self.dact.op), self.quantize.quantizes
+        products = products_of(ctx, "grad_output")
         assert quantizer is not None, "otherwise there is no step"
         gives_scale = self.scale_grad is not None
         axes = [axis for name, axis in _AXES.items() if name in keep]

@@ -91,9 +91,8 @@ def bind_packed_weight_forms(
 
     def packed(axis: int, codes: Tensor, scale: Tensor, tensor_scale: Tensor) -> tuple[Tensor, ...]:
         scale = scale.view(torch.uint8)
-        if (
-            halves
-        ):  # copied in words: by rows, N is the second axis; by columns, it is the last, with 16 codes in a word
+        if halves:
+            # copied in words: by rows, N is the second axis; by columns, it is the last, with 16 codes in a word
             of_codes, of_scale, word = PACKED_FEATURES, PACKED_FEATURES // across, torch.int64
             if axis == -2:
                 of_codes, of_scale, word = PACKED_FEATURES // 16, 1, torch.int16  # a word has the scales of 32 values
