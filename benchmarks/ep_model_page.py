@@ -55,7 +55,7 @@ A rank has at least one expert. So P is at most E, and more GPUs have replicas o
 tokens.
 """
 SOURCES = """\
-## What is measured, and what is assumed
+## Measured and assumed
 
 {sources}
 
