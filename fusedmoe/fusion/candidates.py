@@ -279,7 +279,10 @@ class DirectionSearch:
             if no_kernel := _unsupported(bound, ctx, formats):
                 # reported even if the rule is unavailable: no device has the kernel
                 reason, exemption = no_kernel
-                self.attempts.append(attempt(Status.CONSTRAINT, reason, on_this_device=here, exemption=exemption))
+                declined = attempt(Status.CONSTRAINT, reason, on_this_device=here, exemption=exemption)
+                if rule.first_reads_codes:
+                    declined = replace(declined, matched=1, shared=shared[:1])
+                self.attempts.append(declined)
                 continue
             if unavailable is not None:
                 reason, cause = unavailable

@@ -225,6 +225,9 @@ class FusionRule:
         Whether the step takes quantized operands only: the pattern matches nothing without such operands.
     multiplies_codes : bool
         Whether the step multiplies codes, without dequantizing them first. The estimate of ``explain()`` depends on it.
+    first_reads_codes : bool
+        Whether the first op alone has quantized operands, and the others have rules of their own: a format without a
+        kernel is no reason for those.
     gathers : str
         The rows that the step reads through their index, named as in `Step`: the pattern matches only where these are
         rows of another value, as `fusedmoe.ops.op.Op.gathers` says. Empty for a step that reads all rows in order.
@@ -237,6 +240,7 @@ class FusionRule:
     takes_quantized: ClassVar[bool] = False
     quantized_only: ClassVar[bool] = False
     multiplies_codes: ClassVar[bool] = False
+    first_reads_codes: ClassVar[bool] = False
     gathers: ClassVar[str] = ""
 
     def __init_subclass__(cls, *, name: str, direction: Direction, **kwargs: Any) -> None:

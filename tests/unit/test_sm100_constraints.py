@@ -42,7 +42,7 @@ PRODUCTS = (*FORWARD, *BACKWARD)
 QUANTIZERS = (QUANTIZE, QUANTIZE_GRAD)
 ALL = (*PRODUCTS, *QUANTIZERS)
 M = Quantizer(mxfp8())
-FORMAT = "expected mxfp8 in e4m3 with scales of the rule rceil, rounded to nearest and not rotated; or nvfp4"
+FORMAT = "expected mxfp8 in e4m3 with scales of the rule rceil, rounded to nearest and not rotated, or nvfp4"
 
 
 def plan_of(chain, x=None, recipe="mxfp8", *, scale=False, **named):

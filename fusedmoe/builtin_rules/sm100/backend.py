@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 MOST_EXPERTS = 1024
 WIDTH = 128
 """Features of layers are multiples of it."""
-FORMATS = "mxfp8 in e4m3 with scales of the rule rceil, rounded to nearest and not rotated; or nvfp4"
+FORMATS = "mxfp8 in e4m3 with scales of the rule rceil, rounded to nearest and not rotated, or nvfp4"
 """Of what the kernels read and write."""
 MOST_ELEMENTS = 2**31
 """Rows times features are fewer: the kernels count them in 32 bits."""

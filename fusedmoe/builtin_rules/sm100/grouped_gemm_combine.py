@@ -7,7 +7,7 @@ The product writes packed rows, and the sum over slots reads them where they are
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +43,7 @@ class PackedGemmCombine(OfPacked, FusionRule, name="sm100.grouped_gemm_combine",
 
     fc: GroupedLinear
     combine: Combine
+    first_reads_codes: ClassVar[bool] = True
 
     def supports(self, ctx: PlanContext) -> None:
         check_packed(ctx, "input", "fc.weight")
@@ -90,6 +91,7 @@ class PackedDgradDDispatch(OfPacked, FusionRule, name="sm100.grouped_dgrad_ddisp
     dgrad: Dgrad
     weight_grad: DispatchWeightGrad | None
     ddispatch: DDispatch
+    first_reads_codes: ClassVar[bool] = True
 
     def supports(self, ctx: PlanContext) -> None:
         check_packed(ctx, "grad_output", "dgrad.weight")
