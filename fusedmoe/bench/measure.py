@@ -139,7 +139,8 @@ def plan(work: Work) -> str:
     for direction in ("forward", "backward"):
         steps = [step for step in explanation.steps if step.direction == direction]
         parts.append(f"{direction} {sum(step.rule is not None for step in steps)} of {len(steps)} steps fused")
-    misses = [step.nearest_miss.reason for step in explanation.steps if step.nearest_miss is not None]
+    unfused = [step for step in explanation.steps if step.rule is None]
+    misses = [step.nearest_miss.reason for step in unfused if step.nearest_miss is not None]
     why = f" ({'; '.join(dict.fromkeys(misses))})" if misses else ""
     return ", ".join(parts) + why
 

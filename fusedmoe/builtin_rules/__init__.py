@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fusedmoe.builtin_rules.sm90.activation import ActivationRule, DActivationRule
 from fusedmoe.builtin_rules.sm90.column_sums import ColumnSums
 from fusedmoe.builtin_rules.sm90.dequantized import DequantizedDgrad, DequantizedGemm, DequantizedWgrad
 from fusedmoe.builtin_rules.sm90.dispatch import (
@@ -73,6 +74,8 @@ BUILTIN: tuple[type[FusionRule], ...] = (
     GatheredDgradActivation,
     GatheredWgradX,
     GatheredWgradDy,
+    ActivationRule,
+    DActivationRule,
     ColumnSums,
     LinearGemm,
     LinearActivation,

@@ -62,7 +62,7 @@ class PlannedSpan:
     places: tuple[Place, ...]
     moves: tuple[str, ...]  # the values whose bytes it reads or writes
     extra_bytes: int  # as of `Step`
-    nearest_miss: Attempt | None = None  # for a plain step: the rule that came nearest to taking it
+    nearest_miss: Attempt | None = None  # as of `PlannedStep`
 
 
 class BackwardProgram(NamedTuple):

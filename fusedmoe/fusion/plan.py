@@ -136,7 +136,8 @@ class PlannedStep:
     host_sync : bool
         Whether the host reads a tensor.
     nearest_miss : Attempt or None
-        Of an unfused step: the rule that came nearest to taking it.
+        Of an unfused step: the rule that came nearest to taking it. Of a step whose rule is `FusionRule.apart`: the
+        longer rule that came nearest, if one declined.
     path : str
         Of an unfused product of quantized operands: ``"native"`` if torch multiplies codes, ``"emulated"`` if it
         multiplies dequantized values.
@@ -181,10 +182,10 @@ class PlannedStep:
 
     @property
     def why(self) -> str:
-        """The reason why the step is unfused; empty for a fused step."""
-        if self.rule is not None:
-            return ""
+        """The reason why the step is unfused, or apart from a product; empty for other fused steps."""
         miss = self.nearest_miss
+        if self.rule is not None:
+            return "" if miss is None else str(miss)
         if self.received and (miss is None or miss.status is Status.NO_MATCH):
             return "an exchange with other ranks"
         return str(miss) if miss is not None else "no rule matches it"
@@ -353,18 +354,23 @@ class PlanData:
         return "\n".join([*lines, *self._reasons()])
 
     def _reasons(self) -> list[str]:
-        """Return the reasons why steps are unfused, in lines: each reason once, with its ops."""
+        """Return the reasons why steps are unfused, and those why steps are apart from products, in lines."""
+        apart = [step for step in self.fused if step.why]
+        return [*self._because("unfused", self.unfused), *self._because("apart from a product", apart)]
+
+    def _because(self, what: str, steps: Sequence[PlannedStep]) -> list[str]:
+        """Return the reasons of steps, in lines: each reason once, with its ops."""
         reasons: dict[str, list[str]] = {}
         rules: dict[str, set[str]] = {}  # several rules may decline for the same reason
-        for step in self.unfused:
+        for step in steps:
             miss, why = step.nearest_miss, step.why
             if miss is not None and (miss.status is Status.UNAVAILABLE or miss.exemption.is_of_formats):
                 why = f"{miss.status.value}: {miss.reason}"
                 rules.setdefault(why, set()).add(miss.rule)
             reasons.setdefault(why, []).extend(step.ops)
-        lines = ["unfused, because:"] if reasons else []
+        lines = [f"{what}, because:"] if reasons else []
         for why, ops in reasons.items():
-            who = "all of them" if len(self.unfused) == len(self.steps) and len(reasons) == 1 else ", ".join(ops)
+            who = "all of them" if len(steps) == len(self.steps) and len(reasons) == 1 else ", ".join(ops)
             declined = sorted(rules.get(why, ()))
             if len(declined) == 1:
                 why = f"{declined[0]}: {why}"

@@ -24,7 +24,7 @@ from fusedmoe.fusion.executable import Environment, Plan, PlannedSpan
 from fusedmoe.fusion.graph import dequantize
 from fusedmoe.fusion.order import needed_steps, pairs_of
 from fusedmoe.fusion.places import packing, training_place, with_forms
-from fusedmoe.fusion.plan import Attempt
+from fusedmoe.fusion.plan import Attempt, Status
 from fusedmoe.fusion.program import Program
 from fusedmoe.fusion.rule import RuleError
 from fusedmoe.fusion.steps import AnyStep, Fused, Plain
@@ -269,6 +269,7 @@ class _Planner:
             light_us=c.step.light_us,
             carries_us=c.step.carries_us,
             multiplies_codes=c.rule.multiplies_codes,
+            apart=c.rule.apart,
             fallback=self._fallback(places, chosen.gives, {*there, *c.step.needs}, c.step.needs),
         )
 
@@ -389,12 +390,14 @@ def _dequantizations(search: DirectionSearch, covering: Covering) -> list[Place]
 
 
 def _with_nearest_miss(spans: Iterable[PlannedSpan], attempts: Sequence[Attempt]) -> list[PlannedSpan]:
-    """Return the spans, each plain step with its nearest miss."""
+    """Return the spans, each plain step with its nearest miss, and each step apart with that of the longer rules."""
 
     def miss(span: PlannedSpan) -> Attempt | None:
+        near = [a for a in attempts if a.direction == span.direction]
         if isinstance(span.step, Fused):
-            return None
-        return nearest_miss([a for a in attempts if a.direction == span.direction], span.position)
+            longer = [a for a in near if a.status is Status.CONSTRAINT and a.rule != span.step.rule]
+            near = [a for a in longer if span.step.apart and a.on_this_device and span.position in a.shared]
+        return nearest_miss(near, span.position)
 
     return [replace(span, nearest_miss=miss(span)) for span in spans]
 

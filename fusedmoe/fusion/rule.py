@@ -228,6 +228,8 @@ class FusionRule:
     first_reads_codes : bool
         Whether the first op alone has quantized operands, and the others have rules of their own: a format without a
         kernel is no reason for those.
+    apart : bool
+        Whether products compute the ops in their epilogues where they can: ``explain()`` then says why they do not.
     gathers : str
         The rows that the step reads through their index, named as in `Step`: the pattern matches only where these are
         rows of another value, as `fusedmoe.ops.op.Op.gathers` says. Empty for a step that reads all rows in order.
@@ -241,6 +243,7 @@ class FusionRule:
     quantized_only: ClassVar[bool] = False
     multiplies_codes: ClassVar[bool] = False
     first_reads_codes: ClassVar[bool] = False
+    apart: ClassVar[bool] = False
     gathers: ClassVar[str] = ""
 
     def __init_subclass__(cls, *, name: str, direction: Direction, **kwargs: Any) -> None:

@@ -45,7 +45,8 @@ class Fused:
     launches: int
     light_us: float = 0.0  # as of `fusedmoe.fusion.rule.Step`
     carries_us: float = 0.0
-    multiplies_codes: bool = False  # as of `fusedmoe.fusion.rule.FusionRule`
+    multiplies_codes: bool = False  # this and the next: as of `fusedmoe.fusion.rule.FusionRule`
+    apart: bool = False
     # the steps that run if the rule declines the call; they also compute the values that only they need
     fallback: tuple[Plain, ...]
 

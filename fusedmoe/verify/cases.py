@@ -138,6 +138,8 @@ class Case:
 
 
 IN_ORDER = ("*.gathered_*",)
+IN_EPILOGUES = ("*.activation", "*.dactivation")
+"""So that products have activations in their epilogues also for few rows, where launches cost the most."""
 TAIL = LAYOUTS[-1]
 MANY_TOKENS = Layout("many tokens", (17000, 1, 0, 15000), 767)
 """So many that quantizing rows again in the backward pass costs less than keeping them."""
@@ -202,15 +204,18 @@ _SM100 = (
     Case("routed", "mxfp8", LAYOUTS[1], disabled=("sm100.grouped_gemm_combine", "sm100.grouped_dgrad_ddispatch")),
     Case("weighted_at_the_end", "mxfp8", LAYOUTS[1]),
     Case("dense", "mxfp8", bias=True),
+    *(Case("routed", "bf16", layout) for layout in (*LAYOUTS[:3], TAIL)),
+    *(Case("experts", "bf16", TAIL, activation) for activation in ("clamped swiglu", "geglu", "squared relu")),
+    Case("moe", "bf16", bias=True),
 )
 _SM100_NVFP4 = (
-    *(Case("experts", "nvfp4", layout) for layout in LAYOUTS),
-    Case("experts", "nvfp4", TAIL, "clamped swiglu", frozen_bias=True),
-    Case("experts", "nvfp4", TAIL, "squared relu"),
+    *(Case("experts", "nvfp4", layout, disabled=IN_EPILOGUES) for layout in LAYOUTS),
+    Case("experts", "nvfp4", TAIL, "clamped swiglu", frozen_bias=True, disabled=IN_EPILOGUES),
+    Case("experts", "nvfp4", TAIL, "squared relu", disabled=IN_EPILOGUES),
     Case("experts", "nvfp4", TAIL, bias=True),
-    Case("experts", "nvfp4", TAIL, main_grad=True),
-    *(Case("routed", "nvfp4", layout) for layout in (LAYOUTS[1], LAYOUTS[3])),
-    Case("routed", "nvfp4", TAIL, disabled=IN_ORDER),
+    Case("experts", "nvfp4", TAIL, main_grad=True, disabled=IN_EPILOGUES),
+    *(Case("routed", "nvfp4", layout, disabled=IN_EPILOGUES) for layout in (LAYOUTS[1], LAYOUTS[3])),
+    Case("routed", "nvfp4", TAIL, disabled=(*IN_ORDER, *IN_EPILOGUES)),
     Case("moe", "nvfp4"),
-    Case("experts", "nvfp4, stochastic", TAIL),
+    Case("experts", "nvfp4, stochastic", TAIL, disabled=IN_EPILOGUES),
 )

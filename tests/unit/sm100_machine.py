@@ -22,6 +22,7 @@ QUANTIZE, QUANTIZE_GRAD, QUANTIZE_WEIGHT = "sm100.quantize", "sm100.quantize_gra
 GEMM, GEMM_ACTIVATION = "sm100.grouped_gemm", "sm100.grouped_gemm_activation_quantize"
 DGRAD, DGRAD_ACTIVATION = "sm100.grouped_dgrad", "sm100.grouped_dgrad_activation_quantize"
 WGRAD = "sm100.grouped_wgrad"
+ACTIVATION, DACTIVATION = "sm100.activation", "sm100.dactivation"
 GEMM_COMBINE, DGRAD_DDISPATCH = "sm100.grouped_gemm_combine", "sm100.grouped_dgrad_ddispatch"
 GATHERED_QUANTIZE, GATHERED_QUANTIZE_GRAD = "sm100.gathered_quantize", "sm100.gathered_quantize_grad"
 

@@ -345,6 +345,44 @@ def _used(row_of_slot, slot_of_row):
     return row_of_slot.flatten()[slot_of_row] < slot_of_row.numel()
 
 
+def _activation_operands(x, scale):
+    assert x.dtype in (torch.bfloat16, torch.float16)
+    _matrix(x)
+    if scale is not None:
+        assert scale.shape == x.shape[:1]
+        assert scale.is_contiguous()
+        assert scale.dtype in (torch.float32, torch.bfloat16, torch.float16)
+
+
+def bind_activation(x, scale, activation):
+    def run(x, scale):
+        calls.append(("activation", {"scale": scale is not None}))
+        _activation_operands(x, scale)
+        y = _op(activation).compute(x.float())
+        return (y if scale is None else y * scale.float()[:, None]).to(x.dtype)
+
+    return Bound(run, *_some(x, scale))
+
+
+def bind_activation_backward(dy, x, scale, activation, want_scale, want_output):
+    def run(dy, x, scale):
+        calls.append(("activation_backward", {"want_scale": want_scale, "want_output": want_output}))
+        _activation_operands(x, scale)
+        _matrix(dy)
+        assert dy.dtype is x.dtype
+        op, p, d = _op(activation), x.float(), dy.float()
+        factor = 1.0 if scale is None else scale.float()[:, None]
+        (derivative,) = op.backward_ops()
+        y = op.compute(p)
+        return (
+            derivative.compute(d * factor, p).to(x.dtype),
+            (d * y).sum(1).to(scale.dtype) if want_scale else None,
+            (y * factor).to(x.dtype) if want_output else None,
+        )
+
+    return Bound(run, *_some(dy, x, scale))
+
+
 def bind_gather_rows(source, row_of_slot, scale, num_rows=None):
     def run(source, row_of_slot, slot_of_row, scale=None):
         assert slot_of_row.numel() == (row_of_slot.numel() if num_rows is None else num_rows)

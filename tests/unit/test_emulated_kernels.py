@@ -14,6 +14,7 @@ import torch
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl, which compiles the kernels")
 pytest.importorskip("tvm_ffi", reason="needs apache-tvm-ffi, as the kernels do")
 
+import test_sm90_activation as activations
 import test_sm90_fp8 as fp8
 import test_sm90_fp8_wgrad as fp8_wgrad
 import test_sm90_gather as gather
@@ -196,6 +197,19 @@ def test_quantized_packed_weights(form, halves):
 def test_quantized_weights():
     quantized.test_weights(CPU, (2, 272, 144), "both", transposed=True)
     quantized.test_transposed_codes(CPU, (2, 272, 144))
+
+
+@pytest.mark.parametrize("activation", activations.ACTIVATIONS, ids=str)
+def test_activations_of_rows(activation):
+    activations.test_results_and_gradients(CPU, activation, BF16, FP32, (70, 264))
+    activations.test_rows_further_apart(CPU, activation)
+
+
+def test_activations_of_other_rows():
+    for shape in ((1, 8), (3, 24), (5, 1032)):
+        activations.test_results_and_gradients(CPU, activations.ACTIVATIONS[3], FP16, None, shape)
+    activations.test_a_row_of_nan_spoils_no_other(CPU)
+    activations.test_the_bounds_of_a_clamp_are_inside(CPU, activations.CLAMPS[0])
 
 
 @pytest.mark.parametrize("scale", [None, FP32], ids=["", "scale"])

@@ -129,8 +129,11 @@ def test_under_a_recipe_without_kernels_no_gpu_has_one(arch):
     quantized = [s.nearest_miss.reason for s in plan.unfused if "Quantize" in s.ops[0]]
     assert all(re.match("no kernel (quantizes to|multiplies rows in) ", reason) for reason in quantized)
     assert len(quantized) == 6
-    assert "sm_90 GPU" not in str(explanation)
-    explanation.raise_if_missed()  # nothing is missed where there is no kernel
+    (activation,) = [s for s in plan.steps if s.ops == ("1.SwiGLU",)]
+    assert (activation.rule is None) is (arch is None)
+    assert str(explanation).count("sm_90 GPU") == (2 if arch is None else 0)  # for the activation, and in the last line
+    # nothing is missed where there is no kernel
+    assert [label for label, _ in explanation.missed] == (["1.SwiGLU", "1.DSwiGLU"] if arch is None else [])
     assert {*products} <= {*plan.without_kernel}
 
 
@@ -161,7 +164,7 @@ def test_a_recipe_with_kernels_is_fused_on_a_gpu():
     (plan,) = there.plans
     assert {s.ops[0]: s.rule for s in plan.steps if "Quantize" not in s.ops[0]} == {
         "0.GroupedLinear": "sm90.fp8_grouped_gemm",
-        "1.SwiGLU": None,
+        "1.SwiGLU": "sm90.activation",
         "2.GroupedLinear": "sm90.fp8_grouped_gemm",
         "2.Wgrad": "sm90.fp8_grouped_wgrad",
         "2.Dgrad": "sm90.fp8_grouped_dgrad_activation",
@@ -169,8 +172,11 @@ def test_a_recipe_with_kernels_is_fused_on_a_gpu():
         "0.Dgrad": "sm90.fp8_grouped_dgrad",
     }
     reason = "half of out_features 32 is not a multiple of 128"
-    with pytest.raises(fm.FusionError, match=f"1.SwiGLU: sm90.fp8_grouped_gemm_activation: CONSTRAINT: {reason}"):
-        there.raise_if_missed()
+    why = f"1.SwiGLU: sm90.fp8_grouped_gemm_activation: CONSTRAINT: {reason}"
+    assert f"apart from a product, because: {why}" in " ".join(str(there).split())
+    there.raise_if_missed()
+    with fm.recipe("fp8_block"), fm.disabled("sm90.activation"), pytest.raises(fm.FusionError, match=why):
+        experts().explain(x, arch=90, **named).raise_if_missed()
 
 
 def test_an_unavailable_rule_that_takes_quantized_operands_is_the_nearest_miss_all_the_same():
@@ -191,7 +197,7 @@ def test_an_unavailable_rule_that_takes_quantized_operands_is_the_nearest_miss_a
 def test_an_architecture_without_kernels():
     x, named = call()
     explanation = experts().explain(x, arch=100, **named)
-    assert explanation.plans[0].fused == ()
+    assert {step.rule for step in explanation.plans[0].fused} == {"sm100.activation", "sm100.dactivation"}
     assert "there are no kernels for these ops on sm_100 yet" in str(explanation)
     with pytest.raises(fm.FusionError, match="there are no kernels for these ops on sm_100 yet"):
         explanation.raise_if_missed()
@@ -386,7 +392,7 @@ def test_ops_that_are_called_for_their_hooks_run_nothing(device, nested):
     (title, _), (_, plan) = explanation.parts
     assert title.endswith("called as a module because of its hooks")
     backward = ["sm90.grouped_wgrad", "sm90.grouped_dgrad" if nested else "sm90.grouped_dgrad_activation"]
-    assert used(plan) == [*([] if nested else [None]), "sm90.grouped_gemm", *backward]
+    assert used(plan) == [*([] if nested else ["sm90.activation"]), "sm90.grouped_gemm", *backward]
 
 
 def test_a_call_that_is_made_to_explain_is_computed():
@@ -536,7 +542,9 @@ def test_strict_with_unavailable_raises_where_the_device_or_a_switch_is_in_the_w
     with fm.strict(False, unavailable=True):
         chain(x, **named)
     with fm.strict(unavailable=True), fm.recipe(WITHOUT_KERNELS):
-        chain(x, **named)
+        fm.Sequential(chain[0])(x, **named)
+        with pytest.raises(fm.FusionError, match=r"1\.SwiGLU: sm90\.activation: UNAVAILABLE"):
+            chain(x, **named)
     with fm.strict(unavailable=True):
         assert chain.explain(x, **named).missed  # says so, and raises nothing
 

@@ -62,11 +62,11 @@ def test_strict_sees_what_is_switched_off(capsys, monkeypatch):
 
 
 def test_strict_lets_pass_what_has_no_kernel_and_says_so(capsys):
-    assert main([*LAYER, "--recipe", "mxfp8", "--strict"]) == 0
+    assert main([*LAYER, "--recipe", "fp8_row", "--strict"]) == 0
     err = capsys.readouterr().err
     assert "strict: fusion not required for " in err
-    assert "experts.activation.SwiGLU, " in err
-    assert "no kernel multiplies rows in mxfp8 e4m3 1x32 yet: expected blocks of 1x128 values" in err
+    assert "experts.gate_up.GroupedLinear, " in err
+    assert "no kernel multiplies rows in fp8 e4m3 per-row yet: expected blocks of 1x128 values" in err
     assert "takes no " not in err, "the reason of a rule for quantized operands says more"
     assert err.endswith("strict: everything else is fused\n")
 

@@ -26,7 +26,9 @@ from sm100_chains import (
     unfused,
 )
 from sm100_machine import (
+    ACTIVATION,
     BF16,
+    DACTIVATION,
     DGRAD,
     DGRAD_ACTIVATION,
     DGRAD_DDISPATCH,
@@ -57,8 +59,8 @@ pytestmark = pytest.mark.usefixtures("builtin_rules", "blackwell_machine")
 
 WEIGHTS = [QUANTIZE_WEIGHT, QUANTIZE_WEIGHT]
 FUSED = [GEMM_ACTIVATION, GEMM_COMBINE, GATHERED_QUANTIZE_GRAD, WGRAD, DGRAD_ACTIVATION, WGRAD, DGRAD_DDISPATCH]
-UNFUSED = [GEMM, QUANTIZE, GEMM_COMBINE]  # the activation is
-BIASED = [GEMM, QUANTIZE, GEMM]  # the weights of rows follow the bias, and their gradients read the rows
+APART = [GEMM, ACTIVATION, QUANTIZE, GEMM_COMBINE]
+BIASED = [GEMM, ACTIVATION, QUANTIZE, GEMM]  # the weights of rows follow the bias, and their gradients read the rows
 
 
 def moe_in_plain_pytorch(layer, x, dy):
@@ -125,12 +127,12 @@ def test_tokens_are_quantized_through_the_index_of_their_rows(training):
 @pytest.mark.parametrize(
     ("settings", "forward", "backward"),
     [
-        ({"bias": True}, BIASED, [QUANTIZE_GRAD, WGRAD, DGRAD, QUANTIZE_GRAD, WGRAD, DGRAD_DDISPATCH]),
+        ({"bias": True}, BIASED, [QUANTIZE_GRAD, WGRAD, DGRAD, DACTIVATION, QUANTIZE_GRAD, WGRAD, DGRAD_DDISPATCH]),
         ({"activation": "squared_relu"}, FUSED[:2], FUSED[2:]),
         (
             {"activation": "geglu"},
-            UNFUSED,
-            [GATHERED_QUANTIZE_GRAD, WGRAD, DGRAD, QUANTIZE_GRAD, WGRAD, DGRAD_DDISPATCH],
+            APART,
+            [GATHERED_QUANTIZE_GRAD, WGRAD, DGRAD, DACTIVATION, QUANTIZE_GRAD, WGRAD, DGRAD_DDISPATCH],
         ),
     ],
     ids=["bias", "squared_relu", "geglu"],

@@ -29,7 +29,9 @@ from sm100_chains import (
     unfused_ops,
 )
 from sm100_machine import (
+    ACTIVATION,
     BF16,
+    DACTIVATION,
     DGRAD,
     DGRAD_ACTIVATION,
     DGRAD_DDISPATCH,
@@ -85,7 +87,8 @@ def checked(chain, x, *, recipe=NEAREST, **options):
     ],
 )  # fmt: skip
 def test_whole_chains(act, scale, bias, launches):
-    plan, _ = checked(experts(act(), scale=scale, bias=bias), tokens(), **inputs(scale=scale))
+    with fm.disabled(ACTIVATION, DACTIVATION):  # of few rows, they take fewer launches
+        plan, _ = checked(experts(act(), scale=scale, bias=bias), tokens(), **inputs(scale=scale))
     assert rules(plan) == [*FORWARD, *BACKWARD]
     assert not unfused_ops(plan)
     squared = act is fm.SquaredReLU
@@ -130,8 +133,8 @@ def test_stochastic_rounding_has_no_bias():
 
 def test_trained_biases(launches):
     plan, _ = checked(experts(scale=True, bias="trained"), tokens(), plain_middle=True, **inputs(scale=True))
-    assert rules(plan) == [*WEIGHTS, QUANTIZE, GEMM, QUANTIZE, GEMM, QUANTIZE_GRAD, WGRAD, DGRAD, QUANTIZE_GRAD, WGRAD,
-                           DGRAD]  # fmt: skip
+    forward = [*WEIGHTS, QUANTIZE, GEMM, ACTIVATION, QUANTIZE, GEMM]
+    assert rules(plan) == [*forward, QUANTIZE_GRAD, WGRAD, DGRAD, DACTIVATION, QUANTIZE_GRAD, WGRAD, DGRAD]
     assert launched(launches) == {"quant": 4, "wgrad": 2}
 
 

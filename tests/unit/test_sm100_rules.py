@@ -30,7 +30,9 @@ from sm100_chains import (
     unfused_ops,
 )
 from sm100_machine import (
+    ACTIVATION,
     BF16,
+    DACTIVATION,
     DGRAD,
     DGRAD_ACTIVATION,
     GEMM,
@@ -63,8 +65,8 @@ WEIGHTS = [QUANTIZE_WEIGHT, QUANTIZE_WEIGHT]
 FORWARD = [*WEIGHTS, QUANTIZE, GEMM_ACTIVATION, GEMM]
 BACKWARD = [QUANTIZE_GRAD, WGRAD, DGRAD_ACTIVATION, WGRAD, DGRAD]
 M, ROTATED = Quantizer(mxfp8()), Quantizer(mxfp8(), hadamard=True)
-UNFUSED_FORWARD = [*WEIGHTS, QUANTIZE, GEMM, QUANTIZE, GEMM]  # the activation is
-UNFUSED_BACKWARD = [QUANTIZE_GRAD, WGRAD, DGRAD, QUANTIZE_GRAD, WGRAD, DGRAD]
+APART_FORWARD = [*WEIGHTS, QUANTIZE, GEMM, ACTIVATION, QUANTIZE, GEMM]
+APART_BACKWARD = [QUANTIZE_GRAD, WGRAD, DGRAD, DACTIVATION, QUANTIZE_GRAD, WGRAD, DGRAD]
 
 
 # ------------------------------------------------------------------------------------------------------- whole chains
@@ -94,9 +96,9 @@ def test_whole_chains(act, scale, bias, launches):
 
 @pytest.mark.parametrize(("act", "scale"), [(swiglu, True), (clamped, False), (fm.SquaredReLU, True)])
 def test_trained_biases(act, scale, launches):
-    """Their gradients sum unquantized rows, so that the activation and its derivative run in plain PyTorch."""
+    """Their gradients sum unquantized rows, so that the activation and its derivative run by themselves."""
     plan, got = check(experts(act(), scale=scale, bias="trained"), tokens(), plain_middle=True, **inputs(scale=scale))
-    assert rules(plan) == [*UNFUSED_FORWARD, *UNFUSED_BACKWARD]
+    assert rules(plan) == [*APART_FORWARD, *APART_BACKWARD]
     assert launched(launches) == {"quant": 4, "wgrad": 2}
     assert {"0.bias", "3.bias" if scale else "2.bias"} <= got.keys()
 
@@ -216,8 +218,8 @@ def test_deterministic_algorithms(launches):
 
 @pytest.mark.parametrize(
     ("act", "width", "forward"),
-    [(fm.GeGLU(), I, UNFUSED_FORWARD), (fm.ReGLU(), I, UNFUSED_FORWARD), (fm.SwiGLU(interleaved=True), I,
-     UNFUSED_FORWARD), (fm.SwiGLU(), 192, [QUANTIZE_WEIGHT, QUANTIZE, GEMM])],
+    [(fm.GeGLU(), I, APART_FORWARD), (fm.ReGLU(), I, APART_FORWARD), (fm.SwiGLU(interleaved=True), I,
+     APART_FORWARD), (fm.SwiGLU(), 192, [QUANTIZE_WEIGHT, QUANTIZE, GEMM, ACTIVATION])],
     ids=["geglu", "reglu", "interleaved", "half of a width"],
 )  # fmt: skip
 def test_other_activations(act, width, forward, launches):
@@ -288,7 +290,7 @@ def test_a_derivative_of_rows_that_plain_pytorch_packs(launches, monkeypatch):
     """
     monkeypatch.setattr("fusedmoe.fusion.candidates._US_PER_LAUNCH", 0.0)
     count, splits = 8192, (4000, 0, 4101, 1)
-    with fm.disabled(GEMM_ACTIVATION):
+    with fm.disabled(GEMM_ACTIVATION, ACTIVATION):
         plan, _ = check(experts(), tokens(count, splits), same=False, **inputs(count, splits))
     assert rules(plan) == [QUANTIZE_WEIGHT, QUANTIZE, GEMM, *BACKWARD]
     assert launched(launches) == {"quant": 2, "dglu": 1, "wgrad": 2}

@@ -633,25 +633,26 @@ def test_half_of_the_features_has_whole_blocks():
     plan = plan_of(chain, x, **named)
     reason = "half of out_features 48 is not a multiple of 128"
     assert status(plan, GEMM_ACTIVATION) == (Status.CONSTRAINT, reason)
-    assert rules(plan) == ["sm90.quantize", GEMM, None, "sm90.quantize", GEMM, *QUANTIZED_AFTER]
+    assert rules(plan) == ["sm90.quantize", GEMM, "sm90.activation", "sm90.quantize", GEMM, *QUANTIZED_AFTER]
+    assert f"1.SwiGLU: {GEMM_ACTIVATION}: CONSTRAINT: {reason}" in " ".join(str(plan).split())
     why = {a.reason for a in plan.attempts if a.rule == DGRAD_ACTIVATION}
     assert "in_features 48 is not a multiple of 128" in why
-    with fm.recipe("fp8_block"), fm.strict(), pytest.raises(FusionError, match=f"1.SwiGLU: {GEMM_ACTIVATION}: .*48"):
+    both_ways(chain, x, **named)
+    why = pytest.raises(FusionError, match=f"1.SwiGLU: {GEMM_ACTIVATION}: .*48")
+    with fm.recipe("fp8_block"), fm.strict(), fm.disabled("sm90.activation"), why:
         chain(x, **named)
-    both_ways(chain, x, strict=False, **named)
     both_ways(experts(fm.SquaredReLU, width=48), x, **named)  # not gated
 
 
 def test_interleaved_gate_and_up():
-    """Only the derivative in bf16 takes them."""
+    """The derivative in bf16 takes them, and the kernel of the activation alone."""
     chain, x, named = experts(interleaved=True), rows(hidden=H), inputs(scale=False)
-    plan = both_ways(chain, x, strict=False, **named)
+    plan = both_ways(chain, x, **named)
     reason = "interleaved gate and up: expected a weight with the rows [gate | up]"
     assert status(plan, GEMM_ACTIVATION) == (Status.CONSTRAINT, reason)
     assert reason in {a.reason for a in plan.attempts if a.rule == DGRAD_ACTIVATION}
-    assert rules(plan) == ["sm90.quantize", GEMM, None, "sm90.quantize", GEMM, *QUANTIZED_AFTER]
-    with fm.recipe("fp8_block"), fm.strict(), pytest.raises(FusionError, match=f"1.SwiGLU: {GEMM_ACTIVATION}: .*inter"):
-        chain(x, **named)
+    assert rules(plan) == ["sm90.quantize", GEMM, "sm90.activation", "sm90.quantize", GEMM, *QUANTIZED_AFTER]
+    assert reason in " ".join(str(plan).split())
 
 
 def test_a_lower_bound_on_amax():
@@ -812,7 +813,7 @@ def test_other_architectures():
     x, named = rows(hidden=H), inputs(scale=False)
     with fm.recipe("fp8_block"):
         (plan,) = experts().explain(x, arch=100, **named).plans
-    assert not plan.fused
+    assert {step.rule for step in plan.fused} == {"sm100.activation", "sm100.dactivation"}
     for rule in (GEMM, GEMM_ACTIVATION, DGRAD, DGRAD_ACTIVATION, WGRAD):
         assert status(plan, rule) == (
             Status.UNAVAILABLE, "needs an sm_90 GPU, this one is sm_100",

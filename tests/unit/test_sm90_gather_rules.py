@@ -43,7 +43,8 @@ def values(plan):
 @pytest.mark.parametrize("weight_dtype", [torch.float32, BF16])
 def test_rows_are_neither_written_nor_kept(sentinels, index_dtype, weight_dtype):
     named = routing(sentinels=sentinels, index_dtype=index_dtype, dtype=weight_dtype)
-    plan = both_ways(experts(), tokens(), **named)
+    with fm.disabled("sm90.dactivation"):  # which converts no weights: with few rows, launches cost the most
+        plan = both_ways(experts(), tokens(), **named)
     assert rules_used(plan) == [
         *ROUTED, "sm90.gathered_wgrad_dy", "sm90.gathered_dgrad_activation", "sm90.gathered_wgrad_x",
         "sm90.grouped_dgrad", *LAST,
@@ -145,7 +146,8 @@ def test_a_high_cost_of_gathering_makes_rows_in_order_win(monkeypatch):
     plan = only_plan(experts(), x, **named)
     assert values(plan) == ["grad(5.input)"]
     costs(monkeypatch, GatheredGemmActivation=1e6)  # rows in order forward, tokens kept for backward
-    plan = only_plan(experts(), x, **named)
+    with fm.disabled("sm90.activation"):
+        plan = only_plan(experts(), x, **named)
     assert rules_used(plan)[:2] == ["sm90.dispatch", "sm90.grouped_gemm_activation"]
     assert "sm90.gathered_wgrad_x" in rules_used(plan)
     assert "1.input" not in plan.kept

@@ -274,11 +274,15 @@ def test_the_shared_expert_of_a_layer():
     assert len(called("grouped_wgrad")) == 4
 
 
-def test_a_scale_next_to_a_dense_layer_is_no_miss():
+def test_a_scale_next_to_a_dense_layer_is_fused_with_the_activation():
     fc1, act, fc2 = mlp(bias=False)
     probs = torch.rand(15).requires_grad_()
     plan = both_ways(fm.Sequential(fc1, act, fm.Scale("probs"), fc2), rows(), probs=probs)
-    assert {op for step in plan.unfused for op in step.ops} == {"2.Scale", "2.ScaleGrad", "2.DScale", "1.DSwiGLU"}
+    apart = {step.rule: step.ops for step in plan.steps if step.rule in ("sm90.activation", "sm90.dactivation")}
+    assert apart == {
+        "sm90.activation": ("1.SwiGLU", "2.Scale"), "sm90.dactivation": ("2.ScaleGrad", "2.DScale", "1.DSwiGLU"),
+    }  # fmt: skip
+    assert not plan.unfused
 
 
 def test_autocast():
@@ -295,7 +299,7 @@ def test_quantized_layers_miss_nothing():
     chain, x = mlp(bias=False), rows(2, 16)
     with fm.recipe("mxfp8"), fm.strict():
         chain(x).sum().backward()
-    assert {*called()} == {"quantize_format"}  # no kernel multiplies
+    assert {*called()} == {"quantize_format", "activation", "activation_backward"}  # no kernel multiplies
 
 
 # ---- offsets of one group

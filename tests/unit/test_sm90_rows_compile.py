@@ -22,7 +22,7 @@ KERNELS = [
 CLASSES = (
     "Offsets", "ColumnSums", "Route", "GatherRows", "SumSlots", "RowDots", "SlotValues", "Choose", "ChooseBackward",
     "Parts", "SumParts", "SumOnFewSms", "QuantizeRows", "QuantizeWeight", "GatherCodes", "QuantizeFormat", "Magnitudes",
-    "DequantizeTransposed", "Dequantize", "TransposeCodes", "QuantizePacked",
+    "DequantizeTransposed", "Dequantize", "TransposeCodes", "QuantizePacked", "Activate",
 )  # fmt: skip
 LAUNCH = re.compile(rf"(\w+?)_(?:{'|'.join(CLASSES)})")
 INSTRUCTION = re.compile(r"\*/ +(?:@!?U?P\d+ +)?([A-Z][\w.]*)")

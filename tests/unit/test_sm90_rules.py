@@ -368,7 +368,8 @@ def test_other_dtypes(dtype):
     found = declined(experts(bias=True, dtype=dtype), rows(dtype=dtype), **inputs())
     short = str(dtype).removeprefix("torch.")
     for rule, reason in found.items():
-        operand = "input" if rule in ("sm90.grouped_gemm", "sm90.grouped_gemm_activation") else "grad_output"
+        forward = "sm90.grouped_gemm", "sm90.grouped_gemm_activation", "sm90.activation"
+        operand = "input" if rule in forward else "grad_output"
         expected = f"{operand} is {short}, not bfloat16 or float16: convert the module, or run under torch.autocast"
         assert reason == expected, rule
 
@@ -396,6 +397,8 @@ def test_odd_widths():
         "sm90.grouped_dgrad": "in_features 36 is not a multiple of 8",
         "sm90.grouped_dgrad_activation": "in_features 20 is not a multiple of 8",
         "sm90.column_sums": "out_features 36 is not a multiple of 8",
+        "sm90.activation": "half of the features 20 is not a multiple of 8",
+        "sm90.dactivation": "half of the features 20 is not a multiple of 8",
     }
 
 
@@ -443,10 +446,13 @@ def test_quantized_operands():
         plan = only_plan(experts(bias=True, **sizes), rows(), **inputs())
         with fm.strict():  # there is no kernel for them that could be missed
             outcome(experts(bias=True, **sizes), rows(), **inputs())
-    assert {step.rule for step in plan.fused} == {"sm90.column_sums", *QUANTIZE}
-    assert set(called()) - {"offsets_from_splits"} == {"column_sums", "quantize_rows", "quantize_weight"}
+    others = {"sm90.column_sums", "sm90.activation", "sm90.dactivation"}
+    assert {step.rule for step in plan.fused} == {*others, *QUANTIZE}
+    assert set(called()) - {"offsets_from_splits"} == {
+        "column_sums", "activation", "activation_backward", "quantize_rows", "quantize_weight",
+    }  # fmt: skip
     found = {rule: reason for rule, reason in reasons(plan).items() if rule in ALL}
-    assert found.keys() == ALL - {"sm90.column_sums"}
+    assert found.keys() == ALL - others
     lines, blocks = "fp8 e4m3 1x128", "fp8 e4m3 128x128"
     for rule, reason in found.items():
         operands = lines if rule == "sm90.grouped_wgrad" else f"{blocks} and {lines}"
@@ -519,7 +525,8 @@ def test_switched_off():
 @pytest.mark.parametrize(("dtype", "converted"), [(torch.float32, 0), (BF16, 1)], ids=["fp32", "bf16"])
 def test_launches_count_the_scale_its_gradient_and_the_bias(dtype, converted):
     """A scale that is not fp32 is converted, and its gradient converted back."""
-    plan = only_plan(experts(bias=True), rows(), **inputs(dtype=dtype))
+    with fm.disabled("sm90.dactivation"):  # which converts none: with few rows, launches cost the most
+        plan = only_plan(experts(bias=True), rows(), **inputs(dtype=dtype))
     assert {step.rule: step.launches for step in plan.steps} == {
         "sm90.grouped_gemm_activation": 1 + converted,
         "sm90.grouped_gemm": 1,

@@ -65,7 +65,8 @@ def both_ways(chain, x, **named):
 @pytest.mark.parametrize("weight_dtype", [torch.float32, BF16])
 def test_weighted_before_the_second_product(sentinels, index_dtype, weight_dtype):
     named = routing(sentinels=sentinels, index_dtype=index_dtype, dtype=weight_dtype)
-    plan = both_ways(experts(), tokens(), **named)
+    with fm.disabled("sm90.dactivation"):  # which converts no weights: with few rows, launches cost the most
+        plan = both_ways(experts(), tokens(), **named)
     assert rules_used(plan) == [
         *FORWARD, "sm90.dcombine", "sm90.grouped_wgrad", "sm90.grouped_dgrad_activation", "sm90.grouped_wgrad",
         "sm90.grouped_dgrad", "sm90.dispatch_weight_grad", "sm90.ddispatch",

@@ -1,10 +1,11 @@
 """Rules for Blackwell whose kernels are those for Hopper, compiled for the GPU's architecture. They have no matrix
-product: they sort and move rows, sum them, and derive offsets.
+product: they sort and move rows, apply activations to them, sum them, and derive offsets.
 """
 
 from __future__ import annotations
 
 from fusedmoe.builtin_rules.sm90 import dispatch
+from fusedmoe.builtin_rules.sm90.activation import ActivationRule, DActivationRule
 from fusedmoe.builtin_rules.sm90.column_sums import ColumnSums
 from fusedmoe.builtin_rules.sm90.linear import LinearColumnSums
 from fusedmoe.builtin_rules.sm90.offsets_from_splits import OffsetsFromSplits
@@ -39,6 +40,14 @@ class DispatchWeightGradOnSm100(
     """`sm90.dispatch_weight_grad` on Blackwell."""
 
 
+class ActivationOnSm100(OnSm100, ActivationRule, name="sm100.activation", direction="forward"):
+    """`sm90.activation` on Blackwell."""
+
+
+class DActivationOnSm100(OnSm100, DActivationRule, name="sm100.dactivation", direction="backward"):
+    """`sm90.dactivation` on Blackwell."""
+
+
 class ColumnSumsOnSm100(OnSm100, ColumnSums, name="sm100.column_sums", direction="backward"):
     """`sm90.column_sums` on Blackwell."""
 
@@ -58,6 +67,8 @@ ROWS = (
     CombineWeightGradOnSm100,
     DDispatchOnSm100,
     DispatchWeightGradOnSm100,
+    ActivationOnSm100,
+    DActivationOnSm100,
     ColumnSumsOnSm100,
     LinearColumnSumsOnSm100,
     OffsetsFromSplitsOnSm100,

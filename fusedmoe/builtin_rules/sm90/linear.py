@@ -56,13 +56,13 @@ class LinearGemm(OnSm90, FusionRule, name="sm90.linear", direction="forward"):
         options = ctx.options
 
         def bind(x: Tensor, weight: Tensor, bias: Tensor | None) -> Run:
-            rows, weights, biases = _matrix(x), weight[None], _one(bias)
+            rows, weights, biases = matrix(x), weight[None], _one(bias)
             guard_operands(rows, weights, biases)
             product = functions.bind_grouped_gemm(rows, weights, biases, None, options)
             offsets = _all_of(rows)
 
             def run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-                return _as_rows_of(x, product(_matrix(x), weight[None], _one(bias), offsets(), None))
+                return as_rows_of(x, product(matrix(x), weight[None], _one(bias), offsets(), None))
 
             return run
 
@@ -85,17 +85,17 @@ class LinearActivation(OnSm90, FusionRule, name="sm90.linear_activation", direct
         activation, options, keeps = activation_of(self.act), ctx.options, bool(keep)
 
         def bind(x: Tensor, weight: Tensor, bias: Tensor | None) -> Run:
-            rows, weights, biases = _matrix(x), weight[None], _one(bias)
+            rows, weights, biases = matrix(x), weight[None], _one(bias)
             guard_operands(rows, weights, biases)
             product = functions.bind_grouped_gemm_activation(rows, weights, biases, None, activation, keeps, options)
             offsets = _all_of(rows)
 
             def run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
-                results = product(_matrix(x), weight[None], _one(bias), offsets(), None)
+                results = product(matrix(x), weight[None], _one(bias), offsets(), None)
                 if isinstance(results, tuple):
                     y, preactivation = results
-                    return _as_rows_of(x, y), _as_rows_of(x, preactivation)
-                return _as_rows_of(x, results)
+                    return as_rows_of(x, y), as_rows_of(x, preactivation)
+                return as_rows_of(x, results)
 
             return run
 
@@ -116,7 +116,7 @@ class LinearInputGradient(OnSm90, FusionRule, name="sm90.linear_dgrad", directio
         options = ctx.options
 
         def bind(dy: Tensor, weight: Tensor) -> Run:
-            rows, weights = _matrix(dy), weight[None]
+            rows, weights = matrix(dy), weight[None]
             guard_gradient(rows)
             guard_matrix("the weight", weights, transposed=True)
             product = functions.bind_grouped_gemm(rows, weights.mT, None, None, options)
@@ -126,7 +126,7 @@ class LinearInputGradient(OnSm90, FusionRule, name="sm90.linear_dgrad", directio
                 return product(rows, weights.mT, None, offsets(), None)
 
             readable = on_readable(rows, run)
-            return lambda dy, weight: _as_rows_of(dy, readable(_matrix(dy), weight[None]))
+            return lambda dy, weight: as_rows_of(dy, readable(matrix(dy), weight[None]))
 
         return bind
 
@@ -148,7 +148,7 @@ class LinearInputGradientActivation(OnSm90, FusionRule, name="sm90.linear_dgrad_
         activation, options, recomputes = activation_of(self.dact.op), ctx.options, bool(keep)
 
         def bind(dy: Tensor, weight: Tensor, preactivation: Tensor) -> Run:
-            rows, weights, p = _matrix(dy), weight[None], _matrix(preactivation)
+            rows, weights, p = matrix(dy), weight[None], matrix(preactivation)
             guard_gradient(rows)
             guard_matrix("the preactivation", p)
             guard_matrix("the weight", weights, transposed=True)
@@ -164,8 +164,8 @@ class LinearInputGradientActivation(OnSm90, FusionRule, name="sm90.linear_dgrad_
             readable = on_readable(rows, run)
 
             def on_rows(dy: Tensor, weight: Tensor, preactivation: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-                grad, x = readable(_matrix(dy), weight[None], _matrix(preactivation))
-                return _as_rows_of(dy, grad) if x is None else (_as_rows_of(dy, grad), _as_rows_of(dy, x))
+                grad, x = readable(matrix(dy), weight[None], matrix(preactivation))
+                return as_rows_of(dy, grad) if x is None else (as_rows_of(dy, grad), as_rows_of(dy, x))
 
             return on_rows
 
@@ -188,7 +188,7 @@ class LinearWeightGradient(OnSm90, FusionRule, name="sm90.linear_wgrad", directi
         dtype, options = torch.float32 if accumulates else ctx.dtype("wgrad.weight"), ctx.options
 
         def bind(dy: Tensor, x: Tensor, offsets: Tensor | None) -> Run:
-            rows, inputs = _matrix(dy), _matrix(x)
+            rows, inputs = matrix(dy), matrix(x)
             guard_gradient(rows)
             guard_matrix("x", inputs)
             ends = _counted_in(dy, offsets)
@@ -204,7 +204,7 @@ class LinearWeightGradient(OnSm90, FusionRule, name="sm90.linear_wgrad", directi
                 return grad_instead(fc)
 
             readable = on_readable(rows, run)
-            return lambda dy, x, offsets: readable(_matrix(dy), _matrix(x), offsets)
+            return lambda dy, x, offsets: readable(matrix(dy), matrix(x), offsets)
 
         return bind
 
@@ -222,11 +222,11 @@ class LinearColumnSums(OnSm90, FusionRule, name="sm90.linear_column_sums", direc
         dtype = ctx.dtype("bias_grad.bias")
 
         def bind(dy: Tensor, offsets: Tensor | None) -> Run:
-            rows = _matrix(dy)
+            rows = matrix(dy)
             guard_gradient(rows)
             ends = _counted_in(dy, offsets)
             sums = on_readable(rows, functions.bind_column_sums(rows, ends(offsets), dtype))
-            return lambda dy, offsets: sums(_matrix(dy), ends(offsets))[0]
+            return lambda dy, offsets: sums(matrix(dy), ends(offsets))[0]
 
         return bind
 
@@ -240,12 +240,12 @@ def _check_layer(ctx: PlanContext, fc: Op, *operands: str) -> None:
     check_common(ctx, *operands, **widths)
 
 
-def _matrix(t: Tensor) -> Tensor:
+def matrix(t: Tensor) -> Tensor:
     """Return rows (..., features) as (R, features)."""
     return t if t.dim() == 2 else t.flatten(0, -2)
 
 
-def _as_rows_of(x: Tensor, y: Tensor) -> Tensor:
+def as_rows_of(x: Tensor, y: Tensor) -> Tensor:
     """Return (R, features) with the leading dimensions of x."""
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
@@ -264,7 +264,7 @@ def _counted_in(dy: Tensor, offsets: Tensor | None) -> Callable[[Tensor | None],
     all rows if the chain has no splits.
     """
     if offsets is None:
-        of_all_rows = _all_of(_matrix(dy))
+        of_all_rows = _all_of(matrix(dy))
         return lambda _: of_all_rows()
     require(dy.dim() == 2, "the chain has splits, and rows with %d dimensions, not 2", dy.dim())
     return _last

@@ -30,6 +30,7 @@ from torch import Tensor
 from fusedmoe.kernels import compiler
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
 from fusedmoe.kernels.sm90 import limits
+from fusedmoe.kernels.sm90.activation_functions import bind_activation, bind_activation_backward
 from fusedmoe.kernels.sm90.choice import WGRADS, Family, Problem, choose
 from fusedmoe.kernels.sm90.launch import (
     CompiledIn,
@@ -81,6 +82,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "TOKEN_READERS",
+    "bind_activation",
+    "bind_activation_backward",
     "bind_column_sums",
     "bind_copy_rows",
     "bind_dequantize",
