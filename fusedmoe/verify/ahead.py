@@ -26,7 +26,7 @@ from fusedmoe.version import __version__
 
 __all__ = ["compile_ahead", "one_per_layout"]
 
-MOST_PROCESSES = 8
+MOST_PROCESSES = 16
 """Each imports torch, and takes about half a gigabyte of the GPU's memory."""
 
 

@@ -4,8 +4,8 @@ epilogue.
 `Activate`: ``y[r] = act(p[r]) * scale[r]``. A lane has `VECTORS` vectors of 8 results. The vectors of all rows are
 numbered in order, so any width fills the warps.
 
-`ActivateBackward`: ``dp[r] = act'(p[r]) * dy[r] * scale[r]`` and, on demand, y again and ``dscale[r] = sum over features of
-dy * act``. A warp has one row, so the order of the sum is fixed.
+`ActivateBackward`: ``dp[r] = act'(p[r]) * dy[r] * scale[r]`` and, on demand, y again and
+``dscale[r] = sum over features of dy * act``. A warp has one row, so the order of the sum is fixed.
 
 The arithmetic is fp32, and each result is rounded once. Every row is read: a row of NaN has results of NaN.
 
