@@ -8,8 +8,10 @@ from test_sm90_rows_compile import disassembled, starting
 
 pytest.importorskip("cutlass")
 
+from fusedmoe.kernels.activation import Activation
 from fusedmoe.kernels.shipped import shipped
-from fusedmoe.kernels.sm90 import limits, quantize_format_functions, row_functions, slot_functions
+from fusedmoe.kernels.sm90 import activation_functions, limits, quantize_format_functions, row_functions, slot_functions
+from fusedmoe.kernels.sm90.activations import Activate, ActivateBackward
 from fusedmoe.kernels.sm90.quantize_formats import Magnitudes, QuantizeFormat
 from fusedmoe.kernels.sm90.route import Route
 from fusedmoe.kernels.sm90.rows import ColumnSums, Offsets
@@ -21,6 +23,8 @@ KERNELS = [
     Offsets("int64"), ColumnSums("bf16", "fp32"), Route("int64", "fp32", 128, True),
     Route("int32", "bf16", limits.MOST_EXPERTS, False), GatherRows("bf16", "fp32"), SumSlots("bf16", None),
     SumSlots("bf16", "bf16", 2, adds=True), RowDots("bf16", "fp32"), SlotValues("fp32"),
+    Activate("bf16", "swiglu", False, False, "fp32"),
+    ActivateBackward("bf16", "swiglu", False, False, "fp32", True, True),
 ]  # fmt: skip
 
 
@@ -56,6 +60,8 @@ def bound():
     slot_functions.bind_sum_slots_and_part(rows, index, None)
     slot_functions.bind_row_dots(rows, rows, index, torch.float32)
     slot_functions.bind_slot_values(weight.flatten(), index)
+    activation_functions.bind_activation(rows, None, Activation("swiglu"))
+    activation_functions.bind_activation_backward(rows[:, :8], rows, None, Activation("swiglu"), False, False)
     quantize_format_functions.bind_magnitudes(rows, offsets, of_experts=True)
     quantize_format_functions.bind_quantize_format(rows, NVFP4, offsets)
 

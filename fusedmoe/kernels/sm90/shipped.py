@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from fusedmoe.kernels.activation import Activation
 from fusedmoe.kernels.narrow import Narrow
+from fusedmoe.kernels.sm90.activations import Activate, ActivateBackward
 from fusedmoe.kernels.sm90.amax_history import UpdateAmaxHistory
 from fusedmoe.kernels.sm90.block_scaled import BlockScaledRaggedM
 from fusedmoe.kernels.sm90.block_scaled_k import BlockScaledRaggedK
@@ -53,6 +54,17 @@ def moving_rows() -> list[WarpKernel]:
         kernels += [GatherRows("bf16", scale), *(SumSlots("bf16", scale, at_once) for at_once in SLOTS)]
     kernels += [RowDots("bf16", "fp32"), RowDots("bf16", "bf16"), SlotValues("fp32"), SlotValues("bf16")]
     return [*kernels, ColumnSums("bf16", "bf16"), ColumnSums("bf16", "fp32"), ColumnSums("fp16", "fp16")]
+
+
+def activations() -> list[WarpKernel]:
+    """Return the kernels of activations apart from products, which Blackwell runs too: those of training."""
+    kinds = ("swiglu", False, False), ("swiglu", True, True), ("squared_relu", False, False)
+    kernels: list[WarpKernel] = []
+    for kind, scale in itertools.product(kinds, (None, "fp32")):
+        kernels.append(Activate("bf16", *kind, scale))
+        sums = scale is not None
+        kernels += [ActivateBackward("bf16", *kind, scale, sums, again) for again in (False, True)]
+    return kernels
 
 
 def shipped() -> tuple[Kernel, ...]:
@@ -104,6 +116,7 @@ def shipped() -> tuple[Kernel, ...]:
     kernels.append(RaggedK("fp16", PP_192, out="fp16"))
 
     kernels += moving_rows()
+    kernels += activations()
 
     # the recipe fp8_block, with gradients in E4M3 or E5M2
     for element, columns, of_tokens in itertools.product(("e4m3", "e5m2"), (True, False), (False, True)):
