@@ -1,11 +1,12 @@
 """``python -m benchmarks``: measure, print tables, write the results.
 
 Sections: ``host`` (host overhead of the framework), ``layer`` (the whole layer, from tokens to tokens; its router; a
-dense MLP), ``kernels`` (each kernel), ``mlp`` (the expert MLP through the public API), ``recipes`` (the expert MLP
-under each recipe), ``deepgemm`` (DeepGEMM's products, in a separate environment), ``tiles`` (every tile configuration
-for many layers, about five minutes), ``transformers`` (a stack of decoder layers), ``fp8`` (training under
-``fp8_block`` and ``fp8_tensor``: kernels, whole layers, unfused FP8), ``ep`` (expert parallelism, started by
-``torchrun --nproc-per-node P -m benchmarks --only ep``), ``ep-model`` (expert parallelism on up to 512 GPUs, on paper).
+dense MLP), ``kernels`` (each kernel), ``mlp`` (the expert MLP through the public API), ``activations`` (activations
+apart from products), ``recipes`` (the expert MLP under each recipe), ``deepgemm`` (DeepGEMM's products, in a separate
+environment), ``tiles`` (every tile configuration for many layers, about five minutes), ``transformers`` (a stack of
+decoder layers), ``fp8`` (training under ``fp8_block`` and ``fp8_tensor``: kernels, whole layers, unfused FP8), ``ep``
+(expert parallelism, started by ``torchrun --nproc-per-node P -m benchmarks --only ep``), ``ep-model`` (expert
+parallelism on up to 512 GPUs, on paper).
 The default is ``host``, and with a GPU also ``layer``, ``kernels`` and ``mlp``.
 """
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import kernels, mlp, recipes, table
+from benchmarks import activations, kernels, mlp, recipes, table
 from benchmarks.cases import Peer, Row, mean_speedups, release
 from benchmarks.ceiling import Ceiling
 from benchmarks.peers.deepgemm import DeepGemm
@@ -77,10 +77,12 @@ def measure_shape(section: str, problem: Problem, settings: Settings, timer: Tim
         found = recipes.measure(problem, timer)
         print("\n".join(recipes.lines(found)), flush=True)
         return ShapeReport([], {"recipes": found})
+    if section == "activations":
+        return ShapeReport(_shown(kernels.measure(problem, activations.CASES, activations.peers(), timer, top)), {})
     return ShapeReport(_aligned(problem, (Ours(), TorchEager(), DeepGemm()), timer, top), {})
 
 
-SECTIONS = ("kernels", "mlp", "recipes", "deepgemm")
+SECTIONS = ("kernels", "mlp", "activations", "recipes", "deepgemm")
 
 
 def _kernels(problem: Problem, settings: Settings, timer: Timer, top: Ceiling | None) -> ShapeReport:

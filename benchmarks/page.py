@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks import ep_model_page, ep_page, layer_page, mlp, recipes_page
+from benchmarks import activations, ep_model_page, ep_page, layer_page, mlp, recipes_page
 from benchmarks.fp8 import page as fp8_page
 from benchmarks.fp8 import training
 from benchmarks.results import ROOT
@@ -247,6 +247,8 @@ def render(folder: Path = RESULTS, layer_folder: Path = LAYER_RESULTS, machines:
                 parts.append(f"![forward and backward by shape](_static/{PICTURE})\n")
             cases = dict.fromkeys(r["case"] for s in results["shapes"] for r in s["rows"])
             parts += [case_table(results, case) + "\n" for case in cases]
+    if apart := load(layer_folder, "activations"):
+        parts += activations.section(apart)
     if recipes := load_recipes(folder, layer_folder):
         parts += recipes_page.benchmarks(recipes)
     stack = load(folder, "transformers")

@@ -107,6 +107,11 @@ class Problem:
         seeded = torch.Generator(self.device).manual_seed(10)
         return torch.rand(self.rows, generator=seeded, device=self.device) + 0.5
 
+    @cached_property
+    def grad_activated(self) -> Tensor:
+        """(R, I)"""
+        return self._draw(11, ROW_SCALE, self.rows, self.intermediate)
+
     def forget(self, *names: str) -> None:
         """Free operands; they are drawn again on the next access."""
         for name in names:

@@ -39,16 +39,22 @@ def fc2(problem: Problem, expert: int) -> Outputs:
 
 
 def fc2_dgrad_activation(problem: Problem, expert: int) -> Outputs:
-    return _activation_backward(problem, expert, None)
+    d = problem.grad_y[problem.rows_of(expert)].double() @ problem.weight2[expert].double()
+    return _glu_backward(problem, expert, d)
 
 
 def fc2_dgrad_activation_scaled(problem: Problem, expert: int) -> Outputs:
-    return _activation_backward(problem, expert, problem.row_scale[problem.rows_of(expert)].double())
+    d = problem.grad_y[problem.rows_of(expert)].double() @ problem.weight2[expert].double()
+    return _glu_backward(problem, expert, d, _scale(problem, expert))
 
 
-def _activation_backward(problem: Problem, expert: int, scale: Tensor | None) -> Outputs:
+def _scale(problem: Problem, expert: int) -> Tensor:
+    return problem.row_scale[problem.rows_of(expert)].double()
+
+
+def _glu_backward(problem: Problem, expert: int, d: Tensor, scale: Tensor | None = None) -> Outputs:
+    """For the gradient d of the activated rows."""
     rows = problem.rows_of(expert)
-    d = problem.grad_y[rows].double() @ problem.weight2[expert].double()
     p = problem.preactivation[rows].double().requires_grad_()
     with torch.enable_grad():
         activated = glu(p, problem.activation)
@@ -59,6 +65,18 @@ def _activation_backward(problem: Problem, expert: int, scale: Tensor | None) ->
         return {"grad_preactivation": grad_p, "output": activated}
     grad_scale = (d * activated).sum(-1)
     return {"grad_preactivation": grad_p, "output": activated * scale[:, None], "grad_row_scale": grad_scale}
+
+
+def scaled_activation(problem: Problem, expert: int) -> Outputs:
+    rows = problem.rows_of(expert)
+    return {"output": glu(problem.preactivation[rows].double(), problem.activation) * _scale(problem, expert)[:, None]}
+
+
+def scaled_activation_backward(problem: Problem, expert: int) -> Outputs:
+    d = problem.grad_activated[problem.rows_of(expert)].double()
+    found = _glu_backward(problem, expert, d, _scale(problem, expert))
+    del found["output"]
+    return found
 
 
 def fc1_dgrad(problem: Problem, expert: int) -> Outputs:

@@ -55,6 +55,15 @@ class TorchCompiled:
             ("grad_preactivation", "output", "grad_row_scale"),
         )
 
+    def scaled_activation(self, problem: Problem) -> Candidate:
+        pointwise, p, s = self._pointwise(glu_scaled, problem), problem.preactivation, problem.row_scale
+        return Candidate(lambda: pointwise(p, s))
+
+    def scaled_activation_backward(self, problem: Problem) -> Candidate:
+        pointwise, d = self._pointwise(dglu_scaled_alone, problem), problem.grad_activated
+        p, s = problem.preactivation, problem.row_scale
+        return Candidate(lambda: pointwise(d, p, s), ("grad_preactivation", "grad_row_scale"))
+
     def mlp_forward(self, problem: Problem) -> Candidate:
         call, _ = self._mlp(problem)
         return Candidate(call)
@@ -189,6 +198,15 @@ def dglu_scaled(d: Tensor, p: Tensor, scale_R: Tensor, *, activation: Activation
     scale = scale_R[:, None].to(p.dtype)
     grad_p, activated = dglu(d * scale, p, activation=activation)
     return grad_p, activated * scale, (d * activated).sum(-1, dtype=torch.float32)
+
+
+def dglu_scaled_alone(d: Tensor, p: Tensor, scale_R: Tensor, *, activation: Activation) -> tuple[Tensor, Tensor]:
+    grad_p, _, grad_scale = dglu_scaled(d, p, scale_R, activation=activation)
+    return grad_p, grad_scale
+
+
+def glu_scaled(p: Tensor, scale_R: Tensor, *, activation: Activation) -> Tensor:
+    return glu(p, activation) * scale_R[:, None].to(p.dtype)
 
 
 def _clamped(p: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:

@@ -33,6 +33,7 @@ class _Machine:
     of_codes: _Product
 
 
+_BOUND_BY_ARITHMETIC = "nvfp4"  # rotation, random bits, and a read for the largest magnitudes
 _MACHINES = {90: _Machine("H200", 4.2e6, 3.0, _Product(808e6, 0.47), _Product(1320e6, 0.77))}
 
 
@@ -73,11 +74,13 @@ class Estimate:
 def estimated(plan: PlanData, in_bf16: PlanData) -> Estimate | None:
     """Return the estimate of a plan, given the plan of the same call under ``"bf16"``.
 
-    None without an estimate: for other architectures, for plans with unfused steps, and for a recipe that changes
-    nothing.
+    None without an estimate: for other architectures, for plans with unfused steps, for a recipe that changes nothing,
+    and for formats whose quantization takes longer than its bytes.
     """
     machine = _MACHINES.get(plan.arch or 0)
     if machine is None or plan.unfused or in_bf16.unfused or plan.formats == in_bf16.formats:
+        return None
+    if any(quantizer.startswith(_BOUND_BY_ARITHMETIC) for quantizer in plan.formats):
         return None
     weights = [step for step in plan.steps if step.is_of_weight]
     others = [step for step in (*plan.steps, *plan.glue) if not step.is_of_weight]

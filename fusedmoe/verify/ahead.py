@@ -10,6 +10,7 @@ import concurrent.futures
 import contextlib
 import multiprocessing
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
@@ -87,6 +88,7 @@ def _has_cache() -> bool:
 
 
 def _run(case: Case, sizes: Sizes, device: torch.device) -> None:
+    warnings.simplefilter("ignore")  # those of the verification itself are enough
     torch.cuda.set_device(device)
     with package.being_verified():
         run_case(case, sizes, Gpu(device), Effort(repeats=0, timed=False))

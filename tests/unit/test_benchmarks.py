@@ -15,6 +15,7 @@ from peers_in_torch import quack_in_torch
 
 from benchmarks import __main__ as command
 from benchmarks import (
+    activations,
     cases,
     gpu,
     host,
@@ -443,6 +444,31 @@ def test_a_whole_run_writes_its_files(tmp_path, capsys, monkeypatch):
     assert recipes_page.benchmarks(of_recipes)[1].count("| mxfp8 | emulated |") == 2
 
 
+def test_the_section_of_activations():
+    shape = {"name": "one", "rows_in_all": 1000, "intermediate": 500, "rows": [
+        {"case": case, "peer": peer, "ms": ms}
+        for case in (activations.FORWARD, activations.BACKWARD, activations.STEP)
+        for peer, ms in ((cases.OURS, 0.001), (activations.PLAIN, 0.004), ("torch eager", None))
+    ]}  # fmt: skip
+    found = {"machine": "M", "commit": "c", "reps": 3, "ceiling": {"copy_tb_s": 4.25}, "shapes": [shape]}
+    text, rows = activations.section(found)
+    assert "A copy moves 4.25 TB/s" in text
+    assert f"| one | {activations.FORWARD} | 0.001 | 3.00 | 4.00 |  |  |" in rows  # 3 rows of 500 features in bf16
+    assert f"| one | {activations.BACKWARD} | 0.001 | 5.00 | 4.00 |  |  |" in rows
+    assert f"| one | {activations.STEP} | 0.001 |  | 4.00 |  |  |" in rows
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "clamped_swiglu"])
+def test_peers_compute_the_activation_and_its_derivative(activation, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
+    problem = tiny(activation)
+    for case in activations.CASES:
+        rows = {row.peer: row for row in cases.run_case(case, problem, activations.peers(), CountingTimer())}
+        for peer in (activations.PLAIN, "torch eager", "torch compiled"):
+            assert rows[peer].error < 1e-5, (case.key, peer)
+        assert rows[cases.OURS].note or case.key == "mlp_step"  # the kernels need a GPU
+
+
 def of_recipe(ms, products="fused", kept=1 << 30, **more):
     noise = dict.fromkeys(recipes.NAMES, 20.0)
     return {"ms": ms, "products": {"GroupedLinear": products}, "kept_bytes": kept, "sqnr_db": noise, **more}
@@ -510,7 +536,10 @@ def test_the_command_refuses_what_it_cannot_do(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for arguments, said in (
         (["--only", "kernels"], "needs a GPU"),
-        (["--only", "host,kernel"], "kernel: expected some of host, layer, kernels, mlp, recipes, deepgemm"),
+        (
+            ["--only", "host,kernel"],
+            "kernel: expected some of host, layer, kernels, mlp, activations, recipes, deepgemm",
+        ),
         (["--quick", "--shape", "mixtral-8x7b"], "not allowed with"),
     ):
         with pytest.raises(SystemExit):
