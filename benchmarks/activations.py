@@ -1,13 +1,14 @@
 """Activations apart from products: the kernels alone, and the expert MLP whose products are those of torch.
 
-Such an MLP is that of ``bf16`` on Blackwell, where no product of this package runs. On Hopper, the rules of its
-products are switched off here.
+Such an MLP is that of ``bf16`` on Blackwell. Here it runs on Hopper, with the rules of Blackwell for torch's products
+in place of those of Hopper.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,11 +21,27 @@ from benchmarks.marked import table
 from benchmarks.peers.ours import sequential
 from benchmarks.peers.plain import COMPILED, EAGER, TorchCompiled, TorchEager, leaves_of
 from benchmarks.problem import Problem
+from fusedmoe.builtin_rules.sm90.backend import OnSm90
+from fusedmoe.builtin_rules.sm100.grouped_mm import GroupedMm, GroupedMmDgrad
 
 FORWARD, BACKWARD = "SwiGLU, row scale", "derivative, gradient of the row scale"
 STEP = "expert MLP with torch's products, forward + backward"
 PLAIN = "ops in PyTorch"
 PRODUCTS = ("sm90.grouped_*", "sm90.gathered_*")
+
+
+@contextmanager
+def products_of_torch() -> Iterator[None]:
+    """Let torch compute the products in the block."""
+
+    class OnHopper(OnSm90, GroupedMm, name="benchmarks.grouped_mm", direction="forward"):
+        """`sm100.grouped_mm` on Hopper."""
+
+    class DgradOnHopper(OnSm90, GroupedMmDgrad, name="benchmarks.grouped_mm_dgrad", direction="backward"):
+        """`sm100.grouped_mm_dgrad` on Hopper."""
+
+    with fm.register(OnHopper), fm.register(DgradOnHopper), fm.disabled(*PRODUCTS):
+        yield
 
 
 def no_flops(problem: Problem) -> float:
@@ -40,7 +57,7 @@ GRADIENTS = ("grad_preactivation", "grad_row_scale")
 
 
 class Ours:
-    """The kernels, and `fm.Sequential` without the rules of products."""
+    """The kernels, and `fm.Sequential`, to be called in `products_of_torch`."""
 
     name = OURS
     packages = ("fusedmoe.kernels.sm90.functions",)
@@ -56,7 +73,7 @@ class Ours:
         return Candidate(lambda: run(d, p, scale)[:2], GRADIENTS)
 
     def mlp_step(self, problem: Problem) -> Candidate:
-        return _step(problem, PRODUCTS)
+        return _step(problem)
 
 
 class InPyTorch:
@@ -75,7 +92,7 @@ class InPyTorch:
         return Candidate(lambda: (of_act.compute(of_rows.compute(d, s), p), of_scale.compute(d, y, s)), GRADIENTS)
 
     def mlp_step(self, problem: Problem) -> Candidate:
-        return _step(problem, ("*",))
+        return _step(problem, "*")
 
 
 def peers() -> tuple[Peer, ...]:
@@ -120,7 +137,7 @@ def _ops(problem: Problem) -> tuple[fm.SwiGLU, fm.Scale]:
     return fm.SwiGLU(limit=a.limit, alpha=a.alpha, offset=a.offset), fm.Scale("probs")
 
 
-def _step(problem: Problem, without: tuple[str, ...]) -> Candidate:
+def _step(problem: Problem, *without: str) -> Candidate:
     chain, splits, dy, names = sequential(problem), problem.splits, problem.grad_y, tuple(leaves_of(problem))
     first, _, second = chain
     x = problem.x.detach().requires_grad_()
@@ -128,7 +145,7 @@ def _step(problem: Problem, without: tuple[str, ...]) -> Candidate:
     leaves |= {"grad_bias1": first.bias, "grad_bias2": second.bias} if problem.shape.biases else {}
 
     def call() -> tuple[Tensor, ...]:
-        with fm.disabled(*without):
+        with fm.disabled(*without) if without else nullcontext():
             return torch.autograd.grad(chain(x, splits=splits), [leaves[name] for name in names], dy)
 
     return Candidate(call, names)

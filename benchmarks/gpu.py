@@ -78,7 +78,8 @@ def measure_shape(section: str, problem: Problem, settings: Settings, timer: Tim
         print("\n".join(recipes.lines(found)), flush=True)
         return ShapeReport([], {"recipes": found})
     if section == "activations":
-        return ShapeReport(_shown(kernels.measure(problem, activations.CASES, activations.peers(), timer, top)), {})
+        with activations.products_of_torch():
+            return ShapeReport(_shown(kernels.measure(problem, activations.CASES, activations.peers(), timer, top)), {})
     return ShapeReport(_aligned(problem, (Ours(), TorchEager(), DeepGemm()), timer, top), {})
 
 

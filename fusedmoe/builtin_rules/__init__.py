@@ -51,6 +51,7 @@ from fusedmoe.builtin_rules.sm100.grouped_dgrad_activation_quantize import Packe
 from fusedmoe.builtin_rules.sm100.grouped_gemm import PackedDgrad, PackedGemm
 from fusedmoe.builtin_rules.sm100.grouped_gemm_activation_quantize import PackedGemmActivationQuantize
 from fusedmoe.builtin_rules.sm100.grouped_gemm_combine import PackedDgradDDispatch, PackedGemmCombine
+from fusedmoe.builtin_rules.sm100.grouped_mm import GroupedMm, GroupedMmDgrad
 from fusedmoe.builtin_rules.sm100.grouped_wgrad import PackedWgrad
 from fusedmoe.builtin_rules.sm100.quantize import (
     GatheredPackedQuantize,
@@ -124,5 +125,7 @@ BUILTIN: tuple[type[FusionRule], ...] = (
     PackedDgradDDispatch,
     PackedDgradActivationQuantize,
     PackedWgrad,
+    GroupedMm,
+    GroupedMmDgrad,
     *ROWS,
 )

@@ -74,6 +74,10 @@ SIZES = {
 }  # fmt: skip
 
 
+APART = ("sm90.activation", "sm90.dactivation")
+"""With few rows and weights in bf16, activations apart from products take fewer launches."""
+
+
 def qwen3():
     transformers = pytest.importorskip("transformers")
     from fusedmoe.integrations import transformers as integration
@@ -108,7 +112,7 @@ def test_a_model_of_transformers(recipe, monkeypatch):
     with fm.recipe("bf16"):
         in_bf16 = step_of_model(model)
     calls.clear()
-    with fm.recipe(recipe), fm.strict():
+    with fm.recipe(recipe), fm.strict(), fm.disabled(*APART):
         found = step_of_model(model)
     of_experts = [plan for plan in calls if "sm90.fp8_grouped_gemm" in rules(plan)]
     assert len(of_experts) == model.config.num_hidden_layers
@@ -124,7 +128,7 @@ def test_a_model_of_transformers(recipe, monkeypatch):
             differ += not torch.equal(t, in_bf16[name])
     assert differ
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    with fm.recipe(recipe), fm.strict():
+    with fm.recipe(recipe), fm.strict(), fm.disabled(*APART):
         again = step_of_model(model)
     assert torch.equal(again["loss"], found["loss"])
     for name, t in found.items():

@@ -5,7 +5,7 @@ import torch
 from hopper import needs_gpu, needs_hopper
 from poison import nan_in_new_tensors
 
-from fusedmoe.kernels.sm90.row_functions import column_sums, offsets_from_splits
+from fusedmoe.kernels.sm90.row_functions import bind_zero_tail, column_sums, offsets_from_splits
 from fusedmoe.kernels.torch.rows import offsets_from_splits as plain_offsets
 
 pytestmark = needs_hopper
@@ -124,6 +124,21 @@ def test_a_row_alone_comes_out_as_it_is(device, dtype):
     want = torch.cat([torch.zeros_like(grad), grad, torch.zeros_like(grad)])
     assert torch.equal(column_sums(grad, offsets), want)
     assert torch.equal(column_sums(grad, offsets, torch.float32), want.float())
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize(("rows", "columns"), [(1, 8), (300, 264), (700, 2880)])
+def test_the_tail_is_zeroed(device, rows, columns, dtype):
+    """Other rows keep their bits, and so does the memory between rows."""
+    for used in {0, 1, rows // 3, rows - 1, rows}:
+        room = torch.full((rows, columns + 8), torch.nan, device=device, dtype=dtype)
+        part, before = room[:, :columns], torch.randn(used, columns, device=device).to(dtype)
+        part[:used] = before
+        offsets = torch.tensor([used // 2, used], dtype=torch.int32, device=device)
+        bind_zero_tail(part, offsets)(part, offsets)
+        assert torch.equal(part[:used], before)
+        assert not part[used:].any()
+        assert room[:, columns:].isnan().all()
 
 
 @pytest.mark.parametrize("experts", [1, 8, 128, 1000])

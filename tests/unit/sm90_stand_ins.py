@@ -308,6 +308,17 @@ def bind_column_sums(grad, offsets, dtype=None):
     return Bound(lambda grad, offsets: column_sums(grad, offsets, dtype), grad, offsets)
 
 
+def bind_zero_tail(rows, offsets):
+    def run(rows, offsets):
+        calls.append(("zero_tail", {}))
+        _matrix(rows)
+        assert offsets.dtype is torch.int32
+        rows[int(offsets[-1]) :] = 0
+        return rows
+
+    return Bound(run, rows, offsets)
+
+
 def bind_offsets_from_splits(splits, rows):
     return Bound(lambda splits, *_: offsets_from_splits(splits, rows), splits)
 

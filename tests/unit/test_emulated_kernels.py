@@ -205,6 +205,10 @@ def test_activations_of_rows(activation):
     activations.test_rows_further_apart(CPU, activation)
 
 
+def test_the_tail_is_zeroed():
+    rows.test_the_tail_is_zeroed(CPU, 300, 264, BF16)
+
+
 def test_activations_of_other_rows():
     for shape in ((1, 8), (3, 24), (5, 1032)):
         activations.test_results_and_gradients(CPU, activations.ACTIVATIONS[3], FP16, None, shape)

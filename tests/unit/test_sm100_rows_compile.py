@@ -14,13 +14,13 @@ from fusedmoe.kernels.sm90 import activation_functions, limits, quantize_format_
 from fusedmoe.kernels.sm90.activations import Activate, ActivateBackward
 from fusedmoe.kernels.sm90.quantize_formats import Magnitudes, QuantizeFormat
 from fusedmoe.kernels.sm90.route import Route
-from fusedmoe.kernels.sm90.rows import ColumnSums, Offsets
+from fusedmoe.kernels.sm90.rows import ColumnSums, Offsets, ZeroTail
 from fusedmoe.kernels.sm90.slots import GatherRows, RowDots, SlotValues, SumSlots
 from fusedmoe.kernels.sm100.quantize_functions import NVFP4
 
 ARCHES = ("sm_100a", "sm_103a")
 KERNELS = [
-    Offsets("int64"), ColumnSums("bf16", "fp32"), Route("int64", "fp32", 128, True),
+    Offsets("int64"), ZeroTail("bf16"), ColumnSums("bf16", "fp32"), Route("int64", "fp32", 128, True),
     Route("int32", "bf16", limits.MOST_EXPERTS, False), GatherRows("bf16", "fp32"), SumSlots("bf16", None),
     SumSlots("bf16", "bf16", 2, adds=True), RowDots("bf16", "fp32"), SlotValues("fp32"),
     Activate("bf16", "swiglu", False, False, "fp32"),
@@ -54,6 +54,7 @@ def bound():
     weight, offsets = torch.zeros(3, 2), torch.zeros(4, dtype=torch.int32)
     row_functions.bind_offsets_from_splits(torch.zeros(4, dtype=torch.int64), 6)
     row_functions.bind_column_sums(rows, offsets)
+    row_functions.bind_zero_tail(rows, offsets)
     slot_functions.bind_route(index, weight, 4)
     slot_functions.bind_gather_rows(rows, index, weight.flatten())
     slot_functions.bind_sum_slots(rows, index, None)
@@ -70,8 +71,8 @@ def bound():
 def test_functions_load_the_kernels_of_the_device(arch, expected, monkeypatch):
     loaded = []
     monkeypatch.setattr("fusedmoe.target.arch_of", lambda device: arch)
-    for functions in (row_functions, slot_functions, quantize_format_functions):
+    for functions in (row_functions, slot_functions, quantize_format_functions, activation_functions):
         monkeypatch.setattr(functions, "load", loaded.append)
     bound()
-    assert [kernel.arch for kernel in loaded] == [expected] * 10
+    assert [kernel.arch for kernel in loaded] == [expected] * 13
     assert {kernel.symbol.partition("_")[0] for kernel in loaded} == {expected.removesuffix("a").replace("_", "")}

@@ -62,6 +62,7 @@ from fusedmoe.kernels.sm90.row_functions import (
     bind_offsets_from_splits,
     bind_row_ranges,
     bind_sum_partials,
+    bind_zero_tail,
     column_sums,
     offsets_from_splits,
 )
@@ -106,6 +107,7 @@ __all__ = [
     "bind_transpose_codes",
     "bind_transpose_rows",
     "bind_update_amax_history",
+    "bind_zero_tail",
     "column_sums",
     "grouped_gemm",
     "grouped_gemm_activation",

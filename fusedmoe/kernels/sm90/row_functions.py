@@ -134,6 +134,23 @@ def bind_column_sums(
     return run
 
 
+def bind_zero_tail(rows_RN: Tensor, offsets_E: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the function of ``(rows, offsets)`` that writes zeros to the rows from ``offsets[-1]`` on, in place, and
+    returns the rows. The tensors are as for `column_sums`.
+    """
+    if not (rows_RN.numel() and offsets_E.numel()):
+        return lambda rows_RN, offsets_E: rows_RN.zero_()
+    from fusedmoe.kernels.sm90.rows import ZeroTail  # deferred: imports the CuTe DSL
+
+    kernel = load(ZeroTail(NAMES[rows_RN.dtype], arch=kernel_arch(rows_RN.device)))
+
+    def run(rows_RN: Tensor, offsets_E: Tensor) -> Tensor:
+        kernel(rows_RN, offsets_E)
+        return rows_RN
+
+    return run
+
+
 def bind_sum_partials(count: int, columns: int) -> Callable[[Tensor], Tensor]:
     """Return the sum over the first axis of an fp32 tensor (count, columns), in one launch, or none if there is nothing
     to add. The number of columns is a multiple of 8.

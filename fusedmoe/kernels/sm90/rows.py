@@ -1,4 +1,4 @@
-"""Kernels that compute the ends of the experts' rows, and the sum of each expert's rows.
+"""Kernels that compute the ends of the experts' rows, the sum of each expert's rows, and zeros after the last expert's.
 
 `Offsets`: ``offsets[e] = min(sum(max(splits[: e + 1], 0)), rows)``, one CTA, no barrier. A warp has a chunk of 32
 experts, one per lane. It adds up the splits of the earlier chunks itself; those loads do not wait for one another.
@@ -13,6 +13,9 @@ Every split is clamped to [0, rows] and added in 64 bits, so that no value overf
    number of the piece, and the launches need no table.
 2. A CTA adds up the partial sums of one expert, for 128 columns: first each warp some of them, then the warps' sums.
    The expert's pieces are in the slices from its first row's to its last row's. ``offsets`` alone determines the order.
+
+`ZeroTail`: zeros in the rows after the last expert's. A few CTAs divide these rows. Without such rows, they only read
+where the last expert's rows end.
 
 Rows after the last expert are never read.
 
@@ -39,6 +42,8 @@ CHUNKS_IN_FLIGHT = 4  # of 32 experts
 PARTIAL_VECTOR = 4  # columns per lane in the second launch: 16 bytes of fp32
 PARTIALS_IN_FLIGHT = 4
 PARTIAL_COLUMNS = LANES * PARTIAL_VECTOR
+TAIL_CTAS = 264  # two per SM of an H200
+TAIL_WARPS = 8
 
 
 @dataclass(frozen=True)
@@ -232,3 +237,34 @@ class ColumnSums(WarpKernel):
             for w in cutlass.range_constexpr(SUM_WARPS):
                 value += s_total[thread, w]
             sums[expert, column] = value.to(sums.element_type)
+
+
+@dataclass(frozen=True)
+class ZeroTail(WarpKernel):
+    """Zeros in the rows after the last expert's."""
+
+    dtype: str  # of the rows: "bf16" or "fp16"
+
+    @property
+    def symbol(self) -> str:
+        return f"{self.family}_zero_tail_{self.dtype}"
+
+    def compile(self) -> Any:
+        """Compile without a GPU; a function of rows (R, N) and offsets (E,) int32."""
+        rows = fake_matrix(self.dtype, cute.sym_int(), cute.sym_int(divisibility=VECTOR))
+        return self.compiled_for(rows, fake_vector("int32", cute.sym_int()))
+
+    @cute.jit
+    def __call__(self, rows, offsets, stream):
+        self.kernel(rows, offsets).launch(grid=(TAIL_CTAS, 1, 1), block=(TAIL_WARPS * LANES, 1, 1), stream=stream)
+
+    @cute.kernel
+    def kernel(self, rows, offsets):
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        zeros = cute.make_rmem_tensor((VECTOR,), rows.element_type)
+        zeros.fill(0.0)
+        first = offsets[cute.size(offsets) - 1] + block
+        for row in cutlass.range(first, rows.shape[0], TAIL_CTAS, unroll=1):
+            for vector in cutlass.range(thread, rows.shape[1] // VECTOR, TAIL_WARPS * LANES, unroll=1):
+                cute.autovec_copy(zeros, cute.local_tile(rows[row, None], (VECTOR,), (vector,)))

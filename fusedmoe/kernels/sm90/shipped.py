@@ -32,7 +32,7 @@ from fusedmoe.kernels.sm90.router import Choose
 from fusedmoe.kernels.sm90.router_backward import ChooseBackward
 from fusedmoe.kernels.sm90.router_functions import LOGIT_TILES, WGRAD_TILE
 from fusedmoe.kernels.sm90.row_ranges import RowRanges
-from fusedmoe.kernels.sm90.rows import ColumnSums, Offsets
+from fusedmoe.kernels.sm90.rows import ColumnSums, Offsets, ZeroTail
 from fusedmoe.kernels.sm90.slots import SLOTS, GatherRows, RowDots, SlotValues, SumSlots
 from fusedmoe.kernels.sm90.sum_on_few_sms import SumOnFewSms
 from fusedmoe.kernels.sm90.tensor_scaled import TensorScaledRaggedK, TensorScaledRaggedM
@@ -53,6 +53,7 @@ def moving_rows() -> list[WarpKernel]:
     for scale in (None, "fp32", "bf16"):
         kernels += [GatherRows("bf16", scale), *(SumSlots("bf16", scale, at_once) for at_once in SLOTS)]
     kernels += [RowDots("bf16", "fp32"), RowDots("bf16", "bf16"), SlotValues("fp32"), SlotValues("bf16")]
+    kernels.append(ZeroTail("bf16"))
     return [*kernels, ColumnSums("bf16", "bf16"), ColumnSums("bf16", "fp32"), ColumnSums("fp16", "fp16")]
 
 

@@ -190,6 +190,16 @@ def _rows_times_of_values(x_RK: Tensor, w_EKN: Tensor, offsets_E: Tensor) -> Ten
     return out_RN
 
 
+def grouped_mm_without_tail(x_RK: Tensor, w_EKN: Tensor, offsets_E: Tensor) -> Tensor:
+    """``y[r] = x[r] @ w[expert of r]``: (R, N), by ``F.grouped_mm``; rows that belong to no expert are not written.
+
+    The operands are bf16 and have elements, on a GPU for which `runs_on_device` holds.
+    """
+    native = _native(x_RK, w_EKN)
+    assert native is not None, "the widths are multiples of 8"
+    return F.grouped_mm(*native, offs=offsets_E)
+
+
 def grouped_mm(x_RK: Tensor, weight_ENK: Tensor, offsets_E: Tensor | None) -> Tensor:
     """``y[r] = x[r] @ weight[expert of r].T``: (R, N); zeros in rows that belong to no expert."""
     return _rows_times(x_RK, weight_ENK.mT, offsets_E)
