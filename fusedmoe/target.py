@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ARCHITECTURES = (90, 100, 103)
-"""The architectures that `fusedmoe` has kernels for: sm_90 (H100, H200), and sm_100 (B200) and sm_103 (B300), whose
-products are those of MXFP8 alone.
+"""The architectures that `fusedmoe` has kernels for: sm_90 (H100, H200), and sm_100 (B200) and sm_103 (B300).
 """
 
 

@@ -395,8 +395,10 @@ def _with_nearest_miss(spans: Iterable[PlannedSpan], attempts: Sequence[Attempt]
     def miss(span: PlannedSpan) -> Attempt | None:
         near = [a for a in attempts if a.direction == span.direction]
         if isinstance(span.step, Fused):
-            longer = [a for a in near if a.status is Status.CONSTRAINT and a.rule != span.step.rule]
-            near = [a for a in longer if span.step.apart and a.on_this_device and span.position in a.shared]
+            end = span.position + len(span.places)
+            longer = [a for a in near if a.start < span.position or a.end > end]
+            declined = [a for a in longer if a.status is Status.CONSTRAINT and a.on_this_device]
+            near = [a for a in declined if span.step.apart and span.position in a.shared]
         return nearest_miss(near, span.position)
 
     return [replace(span, nearest_miss=miss(span)) for span in spans]

@@ -79,5 +79,6 @@ def test_megatron(recipe, monkeypatch):
         num_moe_experts=E, add_bias_linear=False, use_cpu_initialization=True, params_dtype=BF16,
     )  # fmt: skip
     groups = megatron_stand_in.ProcessGroupCollection()
-    (plan,) = FusedGroupedMLP(E, config, pg_collection=groups, recipe=recipe).explain_rows(512, arch=90).plans
+    with fm.disabled("sm90.activation", "sm90.dactivation"):  # with few rows, they take fewer launches
+        (plan,) = FusedGroupedMLP(E, config, pg_collection=groups, recipe=recipe).explain_rows(512, arch=90).plans
     assert_products_are_fp8(plan, recipe)

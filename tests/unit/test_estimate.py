@@ -146,6 +146,8 @@ def test_flops_are_those_of_the_products():
     assert not any(step.of_codes for step in plan.steps)
     assert plan.estimate.micro_batches is None  # slower than bf16
     assert explained(shape, "fp8_row").estimate is None  # products are unfused
+    assert not explained(shape, "nvfp4").unfused
+    assert explained(shape, "nvfp4").estimate is None  # its quantization takes longer than its bytes
     assert explained(SHAPES["deepseek-v3-ep32"], FP8Tensor()).estimate.micro_batches == 1
 
 

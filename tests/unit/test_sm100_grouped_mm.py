@@ -123,6 +123,20 @@ def test_constraints(chain, x, reason):
     assert not {MM, MM_DGRAD} & {*rules_used(plan)}
 
 
+def test_a_subclass_of_a_tensor_runs_in_plain_pytorch():
+    class Mine(torch.Tensor):
+        pass
+
+    x, named = operands()
+    chain = experts(scale=False)
+    del named["probs"]
+    want = chain(x, **named)
+    calls.clear()
+    got = chain(x.detach().as_subclass(Mine), **named)
+    assert [name for name, _ in calls].count("zero_tail") < 2  # not that of the first layer
+    assert torch.equal(torch.Tensor(got.detach().float())[: sum(SPLITS)], want.detach().float()[: sum(SPLITS)])
+
+
 def test_quantized_operands():
     x, named = operands()
     with fm.recipe("fp8_block"):

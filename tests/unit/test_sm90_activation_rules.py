@@ -115,15 +115,22 @@ def test_it_recomputes_the_input_of_the_next_layer(monkeypatch):
 
 @pytest.mark.parametrize("scale", [False, True], ids=["", "scale"])
 def test_rows_after_the_last_expert(scale):
-    """They are NaN, and NaN they stay; the results of the chain are zeros there."""
-    chain, x, named = experts(scale=scale), rows(), inputs(scale=scale)
+    """They are NaN, and so is their scale: they stay NaN up to the next layer. The gradients are zeros there."""
+    chain = fm.Sequential(fm.SwiGLU(), *([fm.Scale("probs")] if scale else []), fm.GroupedLinear(3, 16, 32, dtype=BF16))
+    x, named = rows(), inputs(scale=scale)
+    used = int(named["splits"].sum())
+    assert x[used:].isnan().all()
+    if scale:
+        named["probs"] = named["probs"].detach().clone()
+        named["probs"][used:] = torch.nan
+        named["probs"].requires_grad_()
     with fm.disabled(*PRODUCTS):
         got = outcome(chain, x, **named)
-    assert {"activation", "activation_backward"} <= {*called()}
+    assert {"activation", "activation_backward"} < {*called()}
     with fm.disabled("*"):
         assert_close(got, outcome(chain, x, **named))
     for name in ("y", "x", *(["probs"] if scale else [])):
-        assert got[name].isfinite().all()
+        assert not got[name][used:].any()
 
 
 def test_rows_with_several_axes():
@@ -137,6 +144,15 @@ def test_rows_with_several_axes():
     assert reasons == {"rows with a scale have shape (3, 5, 48): expected (rows, features)"}
 
 
+@pytest.mark.parametrize("scale", [False, True], ids=["", "scale"])
+def test_one_plan_serves_rows_with_other_numbers_of_axes(scale):
+    """It is made for rows with two axes. Others run in plain PyTorch if the kernel cannot take them."""
+    chain = elementwise(fm.SwiGLU(), scale)
+    for shape in ((16, 48), (8, 2, 48), *([] if scale else [(1, 48), (48,)])):
+        x = torch.randn(shape, dtype=BF16, requires_grad=True)
+        both_ways_lenient(chain, x, **({"probs": torch.rand(shape[0]).requires_grad_()} if scale else {}))
+
+
 def test_strides():
     """Rows may be apart; a gradient that the kernel cannot read is copied; other rows run in plain PyTorch."""
     chain, (x, named) = elementwise(fm.SwiGLU()), operands()
@@ -145,14 +161,17 @@ def test_strides():
     assert_close(gradients(chain, apart(x, 8), **named), expected)
     assert called() == ["activation", "activation_backward"]
     stand_ins.calls.clear()
-    chain(x, **named).sum().backward()  # an expanded gradient
+    (got,) = torch.autograd.grad(chain(x, **named).sum(), x)  # of an expanded gradient
     assert called() == ["activation", "activation_backward"]
+    with fm.disabled("*"):
+        assert_close({"x": got}, {"x": torch.autograd.grad(chain(x, **named).sum(), x)[0]})
     stand_ins.calls.clear()
     for odd in (apart(x, 1), x.detach().mT.contiguous().mT.requires_grad_()):
         assert_close(gradients(chain, odd, **named), expected)
+    assert called() == []
     alternate = named["probs"].detach().repeat_interleave(2)[::2].requires_grad_()
     assert_close(gradients(chain, x, probs=alternate), expected)
-    assert called() == []
+    assert called() == ["activation", "activation_backward"]  # of a copy of the scale
 
 
 def test_no_rows(caplog):
@@ -181,6 +200,14 @@ def test_constraints(features, dtype, reason):
     assert not plan.fused
     with fm.strict(), pytest.raises(fm.FusionError, match=f"0.SwiGLU: {FORWARD}: CONSTRAINT"):
         elementwise(fm.SwiGLU())(x, **named)
+
+
+def test_a_scale_of_fp64():
+    x, named = operands(scale=torch.float64)
+    plan = both_ways_lenient(elementwise(fm.SwiGLU()), x, **named)
+    assert rules_used(plan) == [FORWARD, BACKWARD]  # without the scale
+    reasons = {a.reason for a in plan.attempts if a.status is Status.CONSTRAINT}
+    assert reasons == {"the row scale is float64, not float32, bfloat16 or float16: convert it"}
 
 
 def test_explain_says_why_a_product_does_not_compute_it():

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fusedmoe.builtin_rules.sm90.backend import Run, decline, guard_gradient
-from fusedmoe.builtin_rules.sm100.backend import OnSm100, guard_bias, name_of
-from fusedmoe.fusion.rule import Bind, FusionRule, PlanContext, Step, require
+from fusedmoe.builtin_rules.sm90.backend import Run, decline, require_plain
+from fusedmoe.builtin_rules.sm100.backend import OnSm100, name_of
+from fusedmoe.fusion.rule import Bind, FusionRule, NothingToDo, PlanContext, Step, require
 from fusedmoe.kernels.sm90 import functions, limits
 from fusedmoe.kernels.torch import grouped_gemm
 from fusedmoe.ops.grouped_linear import Dgrad, GroupedLinear
@@ -40,7 +40,6 @@ class GroupedMm(OnSm100, FusionRule, name="sm100.grouped_mm", direction="forward
 
     def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
         def bind(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Run:
-            guard_bias(bias)
             product = _bind(x, weight.mT, offsets)
 
             def run(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
@@ -80,7 +79,10 @@ def _bind(rows: Tensor, matrices: Tensor, offsets: Tensor) -> Run:
     """Return a function of rows (R, K), matrices (E, K, N) and offsets: the product, with zeros after the last expert's
     rows.
     """
-    guard_gradient(rows)
+    if not rows.shape[0]:
+        raise NothingToDo("no rows")
+    require_plain("the rows", rows)
+    require_plain("the weight", matrices)
     like = rows.new_empty(rows.shape[0], matrices.shape[2])
     zero_tail = functions.bind_zero_tail(like, offsets)
     return lambda rows, matrices, offsets: zero_tail(

@@ -1,8 +1,8 @@
 """``sm90.activation`` and ``sm90.dactivation``: an activation and the row scale after it, and their derivatives, in one
 launch each.
 
-The epilogue of a product computes them for nothing. These rules are for products that have no such epilogue: in plain
-PyTorch, an activation takes several launches and passes over rows in fp32.
+In the epilogue of a product, they move no bytes of their own. These rules are for products that have no such epilogue:
+in plain PyTorch, an activation takes several launches and passes over rows in fp32.
 """
 
 from __future__ import annotations
@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from fusedmoe.ops.op import Op
 
 
+MOST_ELEMENTS = 2**33
+"""Elements of the preactivation are fewer: the kernel counts vectors of 8 in 32 bits."""
+
+
 class ActivationRule(OnSm90, FusionRule, name="sm90.activation", direction="forward"):
     """``y[r] = act(x[r]) * scale[r]``, rounded once."""
 
@@ -50,10 +54,12 @@ class ActivationRule(OnSm90, FusionRule, name="sm90.activation", direction="forw
 
         def bind(x: Tensor, factor: Tensor | None) -> Run:
             _guard(x, factor)
-            rows = matrix(x)
+            rows, scale = matrix(x), _contiguous(factor)
             guard_matrix("x", rows)
-            run = functions.bind_activation(rows, factor, activation)
-            return run if x.dim() == 2 else lambda x, factor: as_rows_of(x, run(matrix(x), factor))
+            run = functions.bind_activation(rows, scale, activation)
+            if x.dim() == 2 and scale is factor:
+                return run
+            return lambda x, factor: as_rows_of(x, run(matrix(x), _contiguous(factor)))
 
         return bind
 
@@ -89,10 +95,11 @@ class DActivationRule(OnSm90, FusionRule, name="sm90.dactivation", direction="ba
             _guard(x, factor)
             rows, grads = matrix(x), matrix(dy)
             guard_matrix("the preactivation", rows)
-            product = functions.bind_activation_backward(grads, rows, factor, activation, of_scale, recomputes)
+            scale = _contiguous(factor)
+            product = functions.bind_activation_backward(grads, rows, scale, activation, of_scale, recomputes)
 
             def run(grads: Tensor, x: Tensor, factor: Tensor | None) -> tuple[Tensor | None, ...]:
-                dx, dfactor, y = product(grads, matrix(x), factor)
+                dx, dfactor, y = product(grads, matrix(x), _contiguous(factor))
                 results: list[Tensor | None] = [as_rows_of(x, dx)]
                 if of_scale:
                     results.append(dfactor)
@@ -125,7 +132,15 @@ def _check_scale(ctx: PlanContext, factor: str, rows: str) -> None:
 
 
 def _guard(x: Tensor, factor: Tensor | None) -> None:
-    """Leave a call without rows to plain PyTorch. Decline a row scale with a stride."""
+    """Leave a call without rows to plain PyTorch. Decline rows with another number of dimensions than those that the
+    plan was made for, and too many of them.
+    """
     if not x.numel():
         raise NothingToDo("no rows")
-    require(factor is None or factor.is_contiguous(), "the row scale is not contiguous")
+    require(x.dim() >= 2, "rows have %d dimensions, not 2", x.dim())
+    require(factor is None or x.dim() == 2, "rows with a scale have %d dimensions, not 2", x.dim())
+    require(x.numel() < MOST_ELEMENTS, "%d elements: expected fewer than 2^33", x.numel())
+
+
+def _contiguous(factor: Tensor | None) -> Tensor | None:
+    return None if factor is None else factor.contiguous()

@@ -129,16 +129,17 @@ def guard_gradient(grad: Tensor) -> None:
     """
     if not grad.shape[0]:
         raise NothingToDo("no rows")
-    _require_plain("the gradient", grad)
+    require_plain("the gradient", grad)
 
 
 def guard_matrix(name: str, t: Tensor, transposed: bool = False) -> None:
     """Decline a tensor subclass, and strides or an address that TMA cannot read."""
-    _require_plain(name, t)
+    require_plain(name, t)
     decline(limits.why_not_matrix(name, t.shape, t.stride(), t.data_ptr(), transposed))
 
 
-def _require_plain(name: str, t: Tensor) -> None:
+def require_plain(name: str, t: Tensor) -> None:
+    """Decline a tensor subclass."""
     require(type(t) in _PLAIN, "%s is a %s, not a plain tensor", name, type(t).__name__)
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fusedmoe.kernels.sm90.quantize_formats import Magnitudes, QuantizeFormat
+from fusedmoe.kernels.sm90.rows import ZeroTail
 from fusedmoe.kernels.sm90.shipped import activations, moving_rows
 from fusedmoe.kernels.sm100.quantize import QuantizePacked, QuantizePackedWeight
 from fusedmoe.kernels.sm100.quantize_functions import NVFP4
@@ -22,7 +23,7 @@ def shipped(arch: str) -> tuple[Kernel, ...]:
     quantize = [QuantizePacked("bf16", False, *form, gathered) for gathered in (False, True) for form in FORMS]
     halves = QuantizePacked("bf16", True, True, True)  # of the gradient before a gated activation
     weights = [QuantizePackedWeight("bf16", halves, *form) for halves in (True, False) for form in FORMS]
-    every = *quantize, halves, *weights, *moving_rows(), *activations(), *_nvfp4()
+    every = *quantize, halves, *weights, *moving_rows(), *activations(False, True), ZeroTail("bf16"), *_nvfp4()
     return tuple(replace(kernel, arch=arch) for kernel in every)
 
 

@@ -123,7 +123,7 @@ class Activate(_Elementwise):
         for v in cutlass.range_constexpr(VECTORS):
             number = first + v * (WARPS * LANES)
             row = number // count
-            # vectors after the last row load those of the last row: in a branch, the warp would wait for each load
+            # vectors after the last row load those of the last row, and are not stored
             there = cutlass.min(row, y.shape[0] - 1)
             operands.append(self.loaded_pair(p[there, None], number - row * count, count))
             rows.append(row)

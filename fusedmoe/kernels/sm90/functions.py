@@ -554,8 +554,8 @@ class _RaggedMLaunch(NamedTuple):
         """Return bias, row scale, tile counter and numbers, as the kernel takes them."""
         if row_scale is None:
             row_scale = self.no_scale
-        elif self.converts:
-            row_scale = row_scale.float()
+        else:
+            row_scale = row_scale.float() if self.converts else row_scale.contiguous()
         bias = self.no_bias if bias is None else bias
         counter, dynamic = tile_counter(self.device, self.schedule)
         return (bias, row_scale, counter, *self.numbers, dynamic)

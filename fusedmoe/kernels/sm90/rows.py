@@ -14,8 +14,8 @@ Every split is clamped to [0, rows] and added in 64 bits, so that no value overf
 2. A CTA adds up the partial sums of one expert, for 128 columns: first each warp some of them, then the warps' sums.
    The expert's pieces are in the slices from its first row's to its last row's. ``offsets`` alone determines the order.
 
-`ZeroTail`: zeros in the rows after the last expert's. A few CTAs divide these rows. Without such rows, they only read
-where the last expert's rows end.
+`ZeroTail`: zeros in the rows after the last expert's. A fixed number of CTAs divides these rows. Without such rows,
+they only read where the last expert's rows end.
 
 Rows after the last expert are never read.
 
@@ -42,7 +42,7 @@ CHUNKS_IN_FLIGHT = 4  # of 32 experts
 PARTIAL_VECTOR = 4  # columns per lane in the second launch: 16 bytes of fp32
 PARTIALS_IN_FLIGHT = 4
 PARTIAL_COLUMNS = LANES * PARTIAL_VECTOR
-TAIL_CTAS = 264  # two per SM of an H200
+TAIL_CTAS = 264  # two per SM, or nearly
 TAIL_WARPS = 8
 
 

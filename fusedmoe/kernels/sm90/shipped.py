@@ -32,7 +32,7 @@ from fusedmoe.kernels.sm90.router import Choose
 from fusedmoe.kernels.sm90.router_backward import ChooseBackward
 from fusedmoe.kernels.sm90.router_functions import LOGIT_TILES, WGRAD_TILE
 from fusedmoe.kernels.sm90.row_ranges import RowRanges
-from fusedmoe.kernels.sm90.rows import ColumnSums, Offsets, ZeroTail
+from fusedmoe.kernels.sm90.rows import ColumnSums, Offsets
 from fusedmoe.kernels.sm90.slots import SLOTS, GatherRows, RowDots, SlotValues, SumSlots
 from fusedmoe.kernels.sm90.sum_on_few_sms import SumOnFewSms
 from fusedmoe.kernels.sm90.tensor_scaled import TensorScaledRaggedK, TensorScaledRaggedM
@@ -53,18 +53,18 @@ def moving_rows() -> list[WarpKernel]:
     for scale in (None, "fp32", "bf16"):
         kernels += [GatherRows("bf16", scale), *(SumSlots("bf16", scale, at_once) for at_once in SLOTS)]
     kernels += [RowDots("bf16", "fp32"), RowDots("bf16", "bf16"), SlotValues("fp32"), SlotValues("bf16")]
-    kernels.append(ZeroTail("bf16"))
     return [*kernels, ColumnSums("bf16", "bf16"), ColumnSums("bf16", "fp32"), ColumnSums("fp16", "fp16")]
 
 
-def activations() -> list[WarpKernel]:
-    """Return the kernels of activations apart from products, which Blackwell runs too: those of training."""
-    kinds = ("swiglu", False, False), ("swiglu", True, True), ("squared_relu", False, False)
+def activations(*agains: bool) -> list[WarpKernel]:
+    """Return the kernels of SwiGLU apart from products, which Blackwell runs too. ``agains``: whether the backward ones
+    compute the activation again.
+    """
     kernels: list[WarpKernel] = []
-    for kind, scale in itertools.product(kinds, (None, "fp32")):
-        kernels.append(Activate("bf16", *kind, scale))
-        sums = scale is not None
-        kernels += [ActivateBackward("bf16", *kind, scale, sums, again) for again in (False, True)]
+    for scale in (None, "fp32"):
+        kind = "bf16", "swiglu", False, False, scale
+        kernels.append(Activate(*kind))
+        kernels += [ActivateBackward(*kind, scale is not None, again) for again in agains]
     return kernels
 
 
@@ -117,7 +117,7 @@ def shipped() -> tuple[Kernel, ...]:
     kernels.append(RaggedK("fp16", PP_192, out="fp16"))
 
     kernels += moving_rows()
-    kernels += activations()
+    kernels += activations(False)
 
     # the recipe fp8_block, with gradients in E4M3 or E5M2
     for element, columns, of_tokens in itertools.product(("e4m3", "e5m2"), (True, False), (False, True)):
