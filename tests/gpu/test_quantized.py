@@ -210,7 +210,7 @@ def test_weights_that_a_graph_trains_are_seen_between_its_replays(device, recipe
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("inside", [True, False], ids=["backward in the block", "backward behind it"])
+@pytest.mark.parametrize("inside", [True, False], ids=["backward in the block", "backward after it"])
 @pytest.mark.parametrize("recipe", ["mxfp8", "fp8_row", FP8Tensor(delayed=Delayed(history=4))], ids=name)
 def test_what_is_checkpointed_is_computed_again_by_the_recipe_of_its_forward(device, recipe, inside, use_reentrant):
     """In autograd's own thread, where no block holds that is around ``backward()``."""

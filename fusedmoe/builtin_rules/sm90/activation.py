@@ -13,13 +13,14 @@ from fusedmoe.builtin_rules.sm90.backend import (
     OnSm90,
     Run,
     activation_of,
+    as_rows_of,
     check_common,
     decline,
     guard_gradient,
     guard_matrix,
+    matrix,
     on_readable,
 )
-from fusedmoe.builtin_rules.sm90.linear import as_rows_of, matrix
 from fusedmoe.fusion.rule import Bind, FusionRule, NothingToDo, PlanContext, Step, require
 from fusedmoe.kernels.sm90 import functions, limits
 from fusedmoe.ops.glu import DGeGLU, DReGLU, DSwiGLU, GeGLU, ReGLU, SwiGLU

@@ -143,6 +143,16 @@ def require_plain(name: str, t: Tensor) -> None:
     require(type(t) in _PLAIN, "%s is a %s, not a plain tensor", name, type(t).__name__)
 
 
+def matrix(t: Tensor) -> Tensor:
+    """Return rows (..., features) as (R, features)."""
+    return t if t.dim() == 2 else t.flatten(0, -2)
+
+
+def as_rows_of(x: Tensor, y: Tensor) -> Tensor:
+    """Return (R, features) with the leading dimensions of x."""
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
+
+
 def is_readable(t: Tensor) -> bool:
     """Whether the kernels can read a tensor's strides. Autograd, for example, expands and transposes gradients."""
     if t.dim() == 1:

@@ -16,11 +16,13 @@ from fusedmoe.builtin_rules.sm90.backend import (
     OnSm90,
     Run,
     activation_of,
+    as_rows_of,
     check_common,
     decline,
     guard_gradient,
     guard_matrix,
     guard_operands,
+    matrix,
     on_readable,
 )
 from fusedmoe.fusion.rule import Bind, FusionRule, NothingToDo, PlanContext, Step, require
@@ -238,16 +240,6 @@ def _check_layer(ctx: PlanContext, fc: Op, *operands: str) -> None:
         if width < limits.UNIT:
             raise NothingToDo("%s is %d, a product for plain PyTorch", name, width)
     check_common(ctx, *operands, **widths)
-
-
-def matrix(t: Tensor) -> Tensor:
-    """Return rows (..., features) as (R, features)."""
-    return t if t.dim() == 2 else t.flatten(0, -2)
-
-
-def as_rows_of(x: Tensor, y: Tensor) -> Tensor:
-    """Return (R, features) with the leading dimensions of x."""
-    return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
 
 def _one(bias: Tensor | None) -> Tensor | None:
