@@ -20,14 +20,18 @@ import pytest
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl, which compiles the kernels")
 
+from machine_code import parse, unsafe_releases
+
 from fusedmoe.kernels import shipped
 from fusedmoe.kernels.compiler import SYMBOL
 from fusedmoe.kernels.sm90.block_scaled import BlockScaled
 from fusedmoe.kernels.sm90.choice import CANDIDATES, CO_256, CO_256_TALL, PP_192, PP_192_TALL, WGRADS
 from fusedmoe.kernels.sm90.config import BARRIER_BYTES, SMEM_BYTES, TileConfig
 from fusedmoe.kernels.sm90.epilogues import Backward, activation, derivative
+from fusedmoe.kernels.sm90.gemm import Gemm
 from fusedmoe.kernels.sm90.ragged_k import RaggedK
 from fusedmoe.kernels.sm90.ragged_m import RaggedM
+from fusedmoe.kernels.sm90.tiles import RING_STAGES
 
 SHIPPED = [
     kernel
@@ -91,7 +95,6 @@ MOST_INSTRUCTIONS = 8600  # from where on a derivative is slower than with small
 GATHER_INSTRUCTIONS = 500  # of warps beside the epilogue's, half of them paths for diverged lanes, which never run
 PROCESSES = 2
 REGISTERS = 65536 // (3 * 128) // 8 * 8  # a thread, of three warpgroups: 168
-INSTRUCTION = re.compile(r"\*/ +(?:@!?U?P\d+ +)?([A-Z][\w.]*)")
 USAGE = re.compile(r"REG:(\d+) STACK:(\d+)")
 
 
@@ -109,6 +112,7 @@ class Report(NamedTuple):
     opcodes: tuple[str, ...]
     registers: int
     stack_bytes: int
+    unsafe_releases: list[str]
 
     def starting(self, prefix):
         """The opcodes that start with a prefix, or with one of several."""
@@ -132,10 +136,18 @@ def compile_and_disassemble(kernel, nvdisasm, cuobjdump):
             cute.compile = compile_
         file = Path(folder, "kernel.cubin")
         file.write_bytes(cubin)
-        sass = subprocess.run([nvdisasm, "-c", file], capture_output=True, text=True, check=True).stdout
+        sass = subprocess.run([nvdisasm, "-c", "-hex", file], capture_output=True, text=True, check=True).stdout
         usage = subprocess.run([cuobjdump, "-res-usage", file], capture_output=True, text=True, check=True)
     ((registers, stack_bytes),) = USAGE.findall(usage.stdout + usage.stderr)  # of one kernel
-    return Report(tuple(INSTRUCTION.findall(sass)), int(registers), int(stack_bytes))
+    code = parse(sass)
+    opcodes = tuple(instruction.opcode for instruction in code.instructions)
+    return Report(opcodes, int(registers), int(stack_bytes), unsafe_releases(code, tile_ring(kernel)))
+
+
+def tile_ring(kernel):
+    """The barriers of the ring of tiles, which follow those of the stages: threads write the tiles."""
+    first = 16 * kernel.stages if isinstance(kernel, Gemm) else 0
+    return range(first, first + 16 * RING_STAGES)
 
 
 def check_fp8_product(kernel, most_instructions):
@@ -146,6 +158,7 @@ def check_fp8_product(kernel, most_instructions):
     assert not report.starting(("STL", "LDL"))
     assert not report.stack_bytes
     assert report.registers <= REGISTERS
+    assert not report.unsafe_releases
     assert len(report.opcodes) <= most_instructions
     waves = kernel.config.tile_m * kernel.config.tile_n // (2 * 64 * 128)  # of a warpgroup, for each stage
     assert waves
@@ -185,6 +198,7 @@ def test_compiles_to_tensor_core_code_without_spills(symbol, reports):
     assert not [i for i in spills if products[0] < i < products[-1]]
     assert report.stack_bytes <= 8 * len(spills)
     assert report.registers <= REGISTERS
+    assert not report.unsafe_releases
     assert len(report.opcodes) <= MOST_INSTRUCTIONS + (GATHER_INSTRUCTIONS if "gather" in symbol else 0)
 
 

@@ -1,14 +1,17 @@
 """The weight gradients of FP8 codes compile for sm_90a without a GPU: promotion takes two instructions per value."""
 
 import itertools
+import re
 
 import pytest
 
 pytest.importorskip("cutlass")
 
-from test_sm90_compile import check_fp8_product
+from cutlass import Int32
+from test_sm90_compile import check_fp8_product, compile_and_disassemble, tool
 
 from fusedmoe.kernels.shipped import shipped
+from fusedmoe.kernels.sm90 import block_scaled, tiles
 from fusedmoe.kernels.sm90.block_scaled_k import BlockScaledRaggedK
 from fusedmoe.kernels.sm90.choice import CANDIDATES, CO_128, CO_256, CO_256_ALONE, CO_256_TALL, PP_128
 from fusedmoe.kernels.sm90.config import BARRIER_BYTES, SMEM_BYTES, TileConfig
@@ -53,6 +56,15 @@ def test_compiles_for_hopper(kernel):
     vectors = WAVES * VALUES * element_bytes // 16
     assert report.starting("REDG") == (["REDG.E.ADD.F32x4.FTZ.RN.STRONG.GPU"] * vectors if kernel.accumulate else [])
     assert code.count("STG.E.128") == (0 if kernel.accumulate else vectors)
+
+
+def test_arrivals_that_do_not_wait_for_loads_are_found(monkeypatch):
+    """Without `one_after`, both overtook loads on GPUs: kernels hung, or multiplied another tile's operand."""
+    for module in (tiles, block_scaled):
+        monkeypatch.setattr(module, "one_after", lambda *values: Int32(1))
+    drawn, stage = compile_and_disassemble(COVERING[0], tool("nvdisasm"), tool("cuobjdump")).unsafe_releases
+    for found in (drawn, stage):
+        assert re.match(r"\w+ SYNCS\.ARRIVE\.TRANS64\.RED\.ART0 .* during \w+ LDS", found)
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.symbol)

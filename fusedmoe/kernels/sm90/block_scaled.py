@@ -15,7 +15,8 @@ scales of the weight, of which a tile needs one or two. block_scaled_k.py has th
 share a tile. If they ran freely, they would multiply at the same time and promote at the same time, and the tensor
 cores would idle meanwhile. So they take turns: a warpgroup passes the tensor cores on when the first of the four
 products of its wave is done. It reads the scales before its turn. If it reads them after it has issued the first
-product, the wait for them delays the other three.
+product, the wait for them delays the other three. A stage is released once its products are done and its scales are in
+registers: the next load of the stage overwrites both.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from cutlass.memory import SmemAllocator
 
 from fusedmoe.kernels.sm90.config import BLOCK_ROWS, EPILOGUE_COLUMNS, SCALE_BLOCK, SCALE_PITCH
 from fusedmoe.kernels.sm90.gemm import LOAD, MATH_WARPGROUPS, TURN_BARRIER, WARPGROUP, Gemm, Tma
-from fusedmoe.kernels.sm90.predicated import WORDS, store_if
+from fusedmoe.kernels.sm90.predicated import WORDS, arrive_if, store_if
 from fusedmoe.kernels.sm90.ragged_m import RaggedM
-from fusedmoe.kernels.sm90.warps import LANES
+from fusedmoe.kernels.sm90.warps import LANES, one_after
 
 BOX_ROWS = 128  # rows whose scales a box has
 ROW_SCALES = BOX_ROWS + SCALE_PITCH  # per box
@@ -82,7 +83,7 @@ class BlockScaled(Gemm):
                     self.pass_turn(group)
                     warpgroup.wait_group(0)
                     if const_expr(last):
-                        ab.consumer_release(state)
+                        self.release_stage(ab, state, factors)
                     self.promote(acc, WAVE_VALUES * (i + tall * j), wave, factors)
             state.advance()
 
@@ -96,9 +97,18 @@ class BlockScaled(Gemm):
         """
         raise NotImplementedError
 
+    def from_stage(self, factors) -> list[Any]:
+        """The factors that were read from the stage last: once they are in registers, all are."""
+        raise NotImplementedError
+
     def promote(self, acc, first: int, wave, factors):
         """Add the scaled values of a wave to those of the accumulators from ``first`` on."""
         raise NotImplementedError
+
+    def release_stage(self, ab, state, factors) -> None:
+        """Release a stage once the factors are in registers. TMA overwrites it then, in another CTA too."""
+        count = one_after(*self.from_stage(factors))
+        arrive_if(ab.is_signaling_thread, ab.consumer_get_barrier(state), ab.consumer_mask, count)
 
     @cute.jit
     def multiply_wave(self, tiled_mma, wave, r_a, r_b, i: cutlass.Constexpr[int], j: cutlass.Constexpr[int], stage):
@@ -275,6 +285,9 @@ class BlockScaledRaggedM(BlockScaled, RaggedM):
         for h in range(2):
             factors[h] = scales.rows[row + 8 * h, i, stage] * of_weight
         return factors
+
+    def from_stage(self, factors):
+        return [factors[0], factors[1]]
 
     def promote(self, acc, first, wave, factors):
         for pair in range(WAVE_VALUES // 2):  # two of one row, two of the other

@@ -247,6 +247,9 @@ class BlockScaledRaggedK(BlockScaled, RaggedK):
                 cute.copy(atom, cute.local_tile(of_block, (2,), (4 * pair + first,)), columns[None, pair])
         return Factors(rows, columns)
 
+    def from_stage(self, factors):
+        return [factors.rows[0], factors.rows[1]]
+
     def promote(self, acc, first, wave, factors):
         for v in range(WAVE_VALUES):  # two of one row, two of the other
             by_column = wave[v] * factors.columns[v % 2, v // 4]

@@ -1,9 +1,9 @@
-"""Stores to global memory under a predicate, without a branch.
+"""Stores to global memory, and arrivals, under a predicate, without a branch.
 
 From ``if wanted: store``, compilers may make a branch around the store, and compute the address and load the value
 after that branch. Then each store waits for its own load, and the stores come one after the other. Under a predicate,
 they overlap: ptxas moves the loads of a box before the stores of the box before it. On an H200, FP8 products are up to
-7% faster.
+7% faster. An arrival after a branch comes after all that the branch waits for, with its address computed there.
 """
 
 from __future__ import annotations
@@ -27,6 +27,25 @@ def store_if(wanted: Any, address: Int64, words: list[Int32], *, loc: Any = None
 def add_if(wanted: Any, address: Int64, words: list[Int32], *, loc: Any = None, ip: Any = None) -> None:
     """Add four fp32 values, given by their bits, to those at an address that is a multiple of 16."""
     _under("red.relaxed.gpu.global.add.v4.f32", wanted, address, words, loc, ip)
+
+
+@dsl_user_op
+def arrive_if(wanted: Any, barrier: Any, rank: Int32 | None, count: Int32, *, loc: Any = None, ip: Any = None) -> None:
+    """Arrive ``count`` times at an mbarrier of this CTA, or at that of the CTA ``rank`` in the cluster."""
+    operands = [Int32(wanted), Int32(barrier.toint()), Int32(count)]
+    arrive = "@p mbarrier.arrive.shared::cta.b64 state, [$1], $2;"
+    if rank is not None:
+        operands.append(Int32(rank))
+        arrive = "mapa.shared::cluster.u32 at, $1, $3;\n@p mbarrier.arrive.shared::cluster.b64 _, [at], $2;"
+    llvm.inline_asm(
+        None,
+        [operand.ir_value(loc=loc, ip=ip) for operand in operands],
+        f"{{\n.reg .pred p;\n.reg .b32 at;\n.reg .b64 state;\nsetp.ne.s32 p, $0, 0;\n{arrive}\n}}",
+        ",".join([*["r"] * len(operands), "~{memory}"]),
+        has_side_effects=True,
+        loc=loc,
+        ip=ip,
+    )
 
 
 def _under(instruction: str, wanted: Any, address: Int64, words: list[Int32], loc: Any, ip: Any) -> None:

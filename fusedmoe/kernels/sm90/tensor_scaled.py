@@ -50,6 +50,9 @@ class TensorScaled(BlockScaled):
         a, b = source
         return a * b
 
+    def from_stage(self, factors):
+        return []
+
     def promote(self, acc, first, wave, factors):
         for v in range(WAVE_VALUES):
             acc[first + v] = acc[first + v] + wave[v] * factors

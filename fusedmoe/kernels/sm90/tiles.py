@@ -26,7 +26,7 @@ from cutlass.cutlass_dsl import dsl_user_op
 from cutlass.memory import SmemAllocator
 
 from fusedmoe.kernels.sm90.config import SCALE_BLOCK, TileConfig
-from fusedmoe.kernels.sm90.warps import LANES, inclusive_sum
+from fusedmoe.kernels.sm90.warps import LANES, inclusive_sum, one_after
 
 RING_STAGES = 4
 SLOT = 8  # Int32s per slot of the ring: a `Tile`, rounded up
@@ -162,8 +162,8 @@ class Drawing:
     """The state with which a cluster draws its tiles under a dynamic schedule.
 
     CTA 0 increments a counter in memory. It sends the number to CTA 1 through a ``word`` in CTA 1's shared memory.
-    ``told``, a barrier of CTA 1, signals the arrival of the word. ``read``, a barrier of CTA 0, signals that the word
-    may be overwritten.
+    ``told``, a barrier of CTA 1, signals the arrival of the word. ``read``, a barrier of CTA 0, signals that CTA 1 has
+    the word in a register (`one_after`), so that it may be overwritten.
     """
 
     def __init__(self, ctas: int, word: cute.Tensor, told: cute.Pointer, read: cute.Pointer) -> None:
@@ -226,7 +226,7 @@ def next_tile(tile: Int32, share: Share, lane: Int32, turn: Int32) -> Int32:
             cute.arch.mbarrier_arrive_and_expect_tx(drawing.told, 4)
             cute.arch.mbarrier_wait(drawing.told, turn & 1)
             drawn = drawing.word[0]
-            cute.arch.mbarrier_arrive(drawing.read, 0)
+            cute.arch.mbarrier_arrive(drawing.read, 0, one_after(drawn))
         tile = cute.arch.shuffle_sync(drawn, 0)
     return tile
 

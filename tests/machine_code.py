@@ -1,0 +1,143 @@
+"""A check of machine code (SASS): no load from shared memory is outstanding when the memory is released.
+
+A warp releases shared memory that it has read by an arrival at an mbarrier. The hardware may perform the arrival before
+an earlier load of the same warp, unless an instruction in between waits for the load. A use of the loaded value is such
+an instruction, but ptxas may move it past the arrival. So only the machine code shows whether a release is safe.
+
+**Scoreboards.** The hardware does not know when a load has completed: ptxas tells it. A load increments one of six
+counters, and decrements it when it completes. Each instruction has a mask of counters that have to be 0 before it
+issues. Loads from shared memory of a warp complete in order, so a counter of a later load covers the loads before it;
+ptxas relies on that too, and gives many loads no counter of their own. These numbers are in bits 105 to 125 of an
+instruction, which nvdisasm prints with ``-hex``. They are not documented; the layout is that of Volta and later.
+"""
+
+import re
+from dataclasses import dataclass
+
+LINE = re.compile(r"/\*([0-9a-f]{4,6})\*/\s+(.+?)\s*;?\s*/\* 0x([0-9a-f]{16}) \*/")
+UPPER = re.compile(r"/\* 0x([0-9a-f]{16}) \*/")
+LABEL = re.compile(r"\s*(\.L_\w+):")
+TARGET = re.compile(r"`\((\.L_\w+)\)")
+OFFSET = re.compile(r"\[[^\]]*\+(0x[0-9a-f]+)\]")
+GUARD = re.compile(r"@!?U?P\d+\s+")
+LOADS = ("LDS", "LDSM")
+ENDS = ("EXIT", "RET", "KILL")
+NO_COUNTER = 7
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """An instruction; ``counter``: that of its result, or None; ``waits``: a mask of counters."""
+
+    address: str
+    text: str
+    guarded: bool
+    counter: int | None
+    waits: int
+
+    @property
+    def opcode(self):
+        return self.text.split()[0]
+
+    def __str__(self):
+        return f"{self.address} {self.text}"
+
+
+@dataclass(frozen=True)
+class Code:
+    """Instructions, and the place of each label."""
+
+    instructions: list[Instruction]
+    labels: dict[str, int]
+
+
+def parse(sass):
+    """Return the code that ``nvdisasm -c -hex`` prints, of one kernel."""
+    instructions, labels, lines = [], {}, iter(sass.splitlines())
+    for line in lines:
+        if found := LABEL.match(line):
+            labels[found[1]] = len(instructions)
+        elif found := LINE.search(line):
+            address, text, _ = found.groups()
+            control = int(UPPER.search(next(lines))[1], 16) >> 41
+            guard = GUARD.match(text)
+            counter = control >> 5 & 7
+            instructions.append(
+                Instruction(
+                    address, text[guard.end() :] if guard else text, bool(guard),
+                    None if counter == NO_COUNTER else counter, control >> 11 & 63,
+                )
+            )  # fmt: skip
+    return Code(instructions, labels)
+
+
+def successors(code, at):
+    """Return the instructions that may follow the one at a place."""
+    instruction = code.instructions[at]
+    following = [at + 1] if at + 1 < len(code.instructions) else []
+    name = instruction.opcode.split(".")[0]
+    if name == "BRA":
+        target = code.labels[TARGET.search(instruction.text)[1]]
+        conditional = instruction.guarded or ".DIV" in instruction.opcode or len(instruction.text.split(",")) > 1
+        return [target, *following] if conditional else [target]
+    if name in ENDS and not instruction.guarded:
+        return []
+    assert name not in ("BRX", "JMX", "CALL"), f"no rule for {instruction}"
+    return following
+
+
+def is_release(instruction):
+    """Whether an instruction arrives at an mbarrier without expecting bytes, which only producers do."""
+    return instruction.opcode.startswith("SYNCS.ARRIVE") and bool(re.search(r"\.A[1R]T0", instruction.opcode))
+
+
+def is_local(instruction, barriers):
+    """Whether an arrival is at a barrier of its own CTA, at one of these offsets."""
+    offset = OFFSET.search(instruction.text)
+    return ".RED" not in instruction.opcode and int(offset[1] if offset else "0", 16) in barriers
+
+
+def step(outstanding, at, instruction):
+    """Return the loads that are outstanding after an instruction: by their place, a mask of the counters that cover
+    each of them.
+    """
+    if instruction.opcode == "FENCE.VIEW.ASYNC.S":  # of `fence.proxy.async`, with the MEMBAR.ALL.CTA before it
+        return {}
+    left = {load: cover for load, cover in outstanding.items() if not cover & instruction.waits}
+    if instruction.opcode.split(".")[0] in LOADS:
+        left[at] = 0
+        if instruction.counter is not None:
+            left = {load: cover | 1 << instruction.counter for load, cover in left.items()}
+    return left
+
+
+def merged(one, other):
+    """Return the loads that are outstanding on either of two paths that meet."""
+    both = {**one, **other}
+    return {load: one.get(load, cover) & other.get(load, cover) for load, cover in both.items()}
+
+
+def unsafe_releases(code, written_by_threads=range(0)):
+    """Return each release during which a load may be outstanding, and those loads, as texts.
+
+    ``written_by_threads`` are the offsets in shared memory of barriers of memory that only threads of the CTA write. The
+    shared memory of a CTA performs the accesses of threads in order, so there a release may overtake a load.
+    """
+    before = {0: {}}  # the outstanding loads, by place
+    waiting = [0]
+    while waiting:
+        at = waiting.pop()
+        after = step(before[at], at, code.instructions[at])
+        for following in successors(code, at):
+            known = before.get(following)
+            new = after if known is None else merged(known, after)
+            if new != known:
+                before[following] = new
+                waiting.append(following)
+    found = []
+    for at, instruction in enumerate(code.instructions):
+        if at in before and is_release(instruction) and not is_local(instruction, written_by_threads):
+            loads = [load for load, cover in sorted(before[at].items()) if not cover & instruction.waits]
+            if loads:
+                found.append(f"{instruction} during {', '.join(str(code.instructions[load]) for load in loads)}")
+    return found
