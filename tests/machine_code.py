@@ -91,10 +91,10 @@ def is_release(instruction):
     return instruction.opcode.startswith("SYNCS.ARRIVE") and bool(re.search(r"\.A[1R]T0", instruction.opcode))
 
 
-def is_local(instruction, barriers):
-    """Whether an arrival is at a barrier of its own CTA, at one of these offsets."""
-    offset = OFFSET.search(instruction.text)
-    return ".RED" not in instruction.opcode and int(offset[1] if offset else "0", 16) in barriers
+def offset(instruction):
+    """Return the constant part of an instruction's address."""
+    found = OFFSET.search(instruction.text)
+    return int(found[1], 16) if found else 0
 
 
 def step(outstanding, at, instruction):
@@ -117,12 +117,13 @@ def merged(one, other):
     return {load: one.get(load, cover) & other.get(load, cover) for load, cover in both.items()}
 
 
-def unsafe_releases(code, written_by_threads=range(0)):
+def unsafe_releases(code, of_threads=(range(0), range(0))):
     """Return each release during which a load may be outstanding, and those loads, as texts.
 
-    ``written_by_threads`` are the offsets in shared memory of barriers of memory that only threads of the CTA write. The
-    shared memory of a CTA performs the accesses of threads in order, so there a release may overtake a load.
+    ``of_threads`` is memory that only threads of the CTA write, and the barriers that release it, as offsets in shared
+    memory. The shared memory of a CTA performs the accesses of its threads in order, so there a release need not wait.
     """
+    memory, barriers = of_threads
     before = {0: {}}  # the outstanding loads, by place
     waiting = [0]
     while waiting:
@@ -135,9 +136,12 @@ def unsafe_releases(code, written_by_threads=range(0)):
                 before[following] = new
                 waiting.append(following)
     found = []
-    for at, instruction in enumerate(code.instructions):
-        if at in before and is_release(instruction) and not is_local(instruction, written_by_threads):
-            loads = [load for load, cover in sorted(before[at].items()) if not cover & instruction.waits]
-            if loads:
-                found.append(f"{instruction} during {', '.join(str(code.instructions[load]) for load in loads)}")
+    for at, release in enumerate(code.instructions):
+        if at not in before or not is_release(release):
+            continue
+        if ".RED" not in release.opcode and offset(release) in barriers:  # not at a barrier of another CTA
+            continue
+        left = [code.instructions[load] for load, cover in sorted(before[at].items()) if not cover & release.waits]
+        if loads := [load for load in left if offset(load) not in memory]:
+            found.append(f"{release} during {', '.join(map(str, loads))}")
     return found

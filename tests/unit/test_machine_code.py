@@ -99,11 +99,14 @@ def test_a_load_of_the_loop_before_is_found():
     assert not unsafe(".L_x_1", REMOTE, LOAD, "- 000010 @P0 BRA `(.L_x_1)", END)
 
 
-def test_only_memory_that_threads_write_may_be_released_early_and_only_in_the_own_cta():
+def test_memory_that_only_threads_write_may_be_released_early_in_the_own_cta():
+    nothing, barriers, memory = range(0), range(0x40, 0x80), range(0xB0, 0xC0)
     assert unsafe(LOAD, LOCAL, USE, END)
-    assert not unsafe(LOAD, LOCAL, USE, END, written_by_threads=range(0x40, 0x80))
-    assert unsafe(LOAD, LOCAL.replace("0x60", "0x80"), USE, END, written_by_threads=range(0x40, 0x80))
-    assert unsafe(LOAD, REMOTE.replace("UR4", "UR4+0x60"), USE, END, written_by_threads=range(0x40, 0x80))
+    assert not unsafe(LOAD, LOCAL, USE, END, of_threads=(nothing, barriers))
+    assert unsafe(LOAD, LOCAL.replace("0x60", "0x80"), USE, END, of_threads=(nothing, barriers))
+    assert unsafe(LOAD, REMOTE.replace("UR4", "UR4+0x60"), USE, END, of_threads=(nothing, barriers))
+    assert not unsafe(LOAD, REMOTE, USE, END, of_threads=(memory, barriers))
+    assert unsafe(LOAD, "0 000000 LDS R9, [UR7+0xc0]", REMOTE, USE, END, of_threads=(memory, barriers))
 
 
 def test_an_arrival_that_expects_bytes_releases_nothing():

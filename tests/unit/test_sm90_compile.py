@@ -28,10 +28,10 @@ from fusedmoe.kernels.sm90.block_scaled import BlockScaled
 from fusedmoe.kernels.sm90.choice import CANDIDATES, CO_256, CO_256_TALL, PP_192, PP_192_TALL, WGRADS
 from fusedmoe.kernels.sm90.config import BARRIER_BYTES, SMEM_BYTES, TileConfig
 from fusedmoe.kernels.sm90.epilogues import Backward, activation, derivative
-from fusedmoe.kernels.sm90.gemm import Gemm
+from fusedmoe.kernels.sm90.gemm import MATH_WARPGROUPS, Gemm
 from fusedmoe.kernels.sm90.ragged_k import RaggedK
 from fusedmoe.kernels.sm90.ragged_m import RaggedM
-from fusedmoe.kernels.sm90.tiles import RING_STAGES
+from fusedmoe.kernels.sm90.tiles import RING_STAGES, SLOT
 
 SHIPPED = [
     kernel
@@ -141,13 +141,19 @@ def compile_and_disassemble(kernel, nvdisasm, cuobjdump):
     ((registers, stack_bytes),) = USAGE.findall(usage.stdout + usage.stderr)  # of one kernel
     code = parse(sass)
     opcodes = tuple(instruction.opcode for instruction in code.instructions)
-    return Report(opcodes, int(registers), int(stack_bytes), unsafe_releases(code, tile_ring(kernel)))
+    return Report(opcodes, int(registers), int(stack_bytes), unsafe_releases(code, ring_of_tiles(kernel)))
 
 
-def tile_ring(kernel):
-    """The barriers of the ring of tiles, which follow those of the stages: threads write the tiles."""
-    first = 16 * kernel.stages if isinstance(kernel, Gemm) else 0
-    return range(first, first + 16 * RING_STAGES)
+def ring_of_tiles(kernel):
+    """The offsets in shared memory of the tiles, which threads write, and of their barriers (`Gemm.shared_memory`)."""
+    if not isinstance(kernel, Gemm):
+        return range(0), range(0)
+    barriers = 16 * kernel.stages
+    reads = barriers + 16 * RING_STAGES
+    tiles = (
+        reads + 16 * MATH_WARPGROUPS * max(kernel.load_stages, 1) + 16 + 16
+    )  # after the barriers and word of a `Drawing`
+    return range(tiles, tiles + 4 * SLOT * RING_STAGES), range(barriers, reads)
 
 
 def check_fp8_product(kernel, most_instructions):
