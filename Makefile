@@ -12,15 +12,15 @@ VENV  := .venv
 BIN   := $(VENV)/bin
 READY := $(VENV)/.ready
 
-# test-gpu and bench install nothing: a GPU machine has its own torch, and may have no access to a package registry.
-# They run with $(PYTHON) if given, else in .venv if it exists.
+# test-gpu, soak and bench install nothing: a GPU machine has its own torch, and may have no access to a package
+# registry. They run with $(PYTHON) if given, else in .venv if it exists.
 RUN = $(if $(filter file,$(origin PYTHON)),$(firstword $(wildcard $(BIN)/python) $(PYTHON)),$(PYTHON))
 
 # without tests that need a GPU or over half a minute; one process per core, each file in one process
 QUICK := --ignore=tests/gpu -m "not gpu and not slow" --timeout=300 --numprocesses=auto --dist=loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu test-all bench lint format docs clean
+.PHONY: help demo test test-gpu test-all soak bench lint format docs clean
 
 help:  ## print this list
 	@echo "make TARGET [ARGS='...'] [PYTHON=python3] [TORCH='torch==2.13.0']"
@@ -37,6 +37,9 @@ test-gpu:  ## the tests that need an NVIDIA GPU, with the installed packages
 
 test-all: $(READY)  ## every test, including slow ones
 	$(BIN)/python -m pytest tests $(ARGS)
+
+soak:  ## every Hopper kernel thousands of times, with the installed packages; ARGS='--only sm90_ragged_k_*'
+	$(RUN) -m benchmarks.soak $(ARGS)
 
 bench:  ## the benchmarks, with the installed packages
 	$(RUN) -m benchmarks $(ARGS)

@@ -1,9 +1,10 @@
-"""``fusedmoe verify``: check the built-in fusion rules on this machine's GPU."""
+"""``fusedmoe verify``: check the built-in fusion rules on this machine's GPU, or repeat its kernels many times."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import fnmatch
 import functools
 import json
 import logging
@@ -14,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fusedmoe.cli import compile as ahead_of_time
 from fusedmoe.environment import disabled_by_environment
 from fusedmoe.errors import InputError
-from fusedmoe.kernels import cache
+from fusedmoe.kernels import cache, shipped, toolkit
 from fusedmoe.kernels.sm100 import package
 from fusedmoe.progress import counted
 from fusedmoe.version import __version__
@@ -40,11 +42,23 @@ class VerifyOptions:
     """The options of the command; see its help."""
 
     json: str | None = None
+    soak: bool = False
+    calls: int | None = None
+    only: str | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command to its parser."""
-    parser.add_argument("--json", metavar="FILE", help="write versions, GPU, rules and cases to this file")
+    parser.add_argument("--json", metavar="FILE", help="write versions, GPU and results to this file")
+    parser.add_argument(
+        "--soak",
+        action="store_true",
+        help="instead, repeat every shipped Hopper kernel thousands of times; see the docs",
+    )
+    parser.add_argument(
+        "--calls", metavar="N", type=int, help="with --soak: calls of each family of kernels (default: 20000)"
+    )
+    parser.add_argument("--only", metavar="PATTERN", help="with --soak: kernels whose name matches, 'sm90_ragged_k_*'")
 
 
 def run(
@@ -53,7 +67,7 @@ def run(
     cases: Sequence[Case] | None = None,
     effort: Effort | None = None,
 ) -> int:
-    """Verify, print and write; return the exit status: 1 if a rule failed, 2 without a GPU that has kernels.
+    """Verify or soak, print and write; return the exit status: 1 for a failure, 2 without a GPU that has kernels.
 
     Parameters
     ----------
@@ -67,6 +81,12 @@ def run(
     fusedmoe.InputError
         An option is invalid, or rules are switched off by the environment.
     """
+    if disabled := disabled_by_environment():
+        raise InputError(f"FUSEDMOE_DISABLE={disabled}: expected no rules switched off; unset it")
+    if options.soak:
+        return _soak(options, find)
+    if options.calls is not None or options.only is not None:
+        raise InputError(f"{'--calls' if options.only is None else '--only'}: expected with --soak")
     # deferred: the modules import the whole package
     from fusedmoe.verify import cases as all_cases
     from fusedmoe.verify.ahead import compile_ahead
@@ -75,8 +95,6 @@ def run(
     from fusedmoe.verify.report import as_data, problems, table
     from fusedmoe.verify.rules import verify
 
-    if disabled := disabled_by_environment():
-        raise InputError(f"FUSEDMOE_DISABLE={disabled}: expected no rules switched off; unset it")
     begin = time.perf_counter()
     try:
         machine = (find or find_gpu)()
@@ -105,6 +123,48 @@ def run(
         data = as_data(found, machine) | {"seconds": round(seconds, 1)}
         written = _write(Path(options.json), json.dumps(data, indent=2)) and written
     return 0 if found.passed and written else 1
+
+
+def _soak(options: VerifyOptions, find: Callable[[], Machine] | None) -> int:
+    # deferred: the modules import the whole package
+    from fusedmoe.verify.machine import NoGpuError, find_gpu
+    from fusedmoe.verify.soak.direct import DIRECT
+    from fusedmoe.verify.soak.layers import LAYERS
+    from fusedmoe.verify.soak.report import as_data, problems, table
+    from fusedmoe.verify.soak.watch import CALLS, soak
+
+    calls = CALLS if options.calls is None else options.calls
+    if calls < 1:
+        raise InputError(f"--calls {calls}: must be 1 or more")
+    begin = time.perf_counter()
+    try:
+        machine = (find or find_gpu)()
+        if machine.arch != 90:
+            raise NoGpuError(f"--soak repeats Hopper kernels (sm_90), and {machine.name} is sm_{machine.arch}")
+        if missing := toolkit.missing_packages():
+            raise NoGpuError(f"the kernels need {' and '.join(missing)}: not installed")
+    except NoGpuError as error:
+        print(f"fusedmoe verify: error: {error}", file=sys.stderr)
+        return NO_GPU
+    pattern = "*" if options.only is None else options.only
+    kernels = [kernel for kernel in shipped.shipped("sm_90a") if fnmatch.fnmatchcase(kernel.symbol, pattern)]
+    if not kernels:
+        raise InputError(f"--only {pattern}: no kernel's name matches; `fusedmoe compile --list` shows the names")
+    print(
+        f"{machine.name} (sm_{machine.arch}), driver {machine.driver or 'unknown'}, fusedmoe {__version__}", flush=True
+    )
+    ahead_of_time.run(ahead_of_time.CompileOptions(only=options.only))  # a failure ends in another one below
+    seconds = time.perf_counter() - begin
+    print(f"soaking {len(kernels)} kernels, {calls:,} calls of each family, after {seconds:.0f} s", flush=True)
+    soaked = soak(kernels, (*LAYERS, *DIRECT), str(machine.device), functools.partial(print, flush=True), calls)
+    print("\n" + table(soaked))
+    if lines := problems(soaked):
+        print("\n" + "\n".join(lines))
+    seconds = time.perf_counter() - begin
+    print(f"\n{'passed' if soaked.passed else 'FAILED'}, {soaked.calls.total():,} calls, {seconds:.0f} s", flush=True)
+    data = as_data(soaked, machine) | {"only": options.only, "seconds": round(seconds, 1)}
+    written = options.json is None or _write(Path(options.json), json.dumps(data, indent=1))
+    return 0 if soaked.passed and written else 1
 
 
 @contextlib.contextmanager

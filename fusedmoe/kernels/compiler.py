@@ -27,9 +27,11 @@ from fusedmoe.version import __version__
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["Function", "Stats", "build", "entry", "is_cached", "load", "stats"]
+__all__ = ["Function", "Stats", "Wrap", "build", "entry", "is_cached", "load", "stats", "wrapped"]
 
 Function = Callable[..., Any]
+Wrap = Callable[[Kernel, Function], Function]
+"""Returns the function to call in place of a kernel's."""
 
 UNUSED = "compiled kernels are kept in memory only: %s"
 
@@ -51,6 +53,7 @@ class _State:
     said: set[str]
     compiled: int = 0
     from_disk: int = 0
+    wrap: Wrap | None = None
 
     def warn_once(self, message: str, *values: object) -> None:
         text = message % values
@@ -86,8 +89,24 @@ def load(kernel: Kernel) -> Function:
         function = _state.functions.get(kernel)
         if function is None:
             _claim_symbol(kernel)
-            function = _state.functions[kernel] = _load(kernel)
+            function = _load(kernel)
+            if _state.wrap is not None:
+                function = _state.wrap(kernel, function)
+            _state.functions[kernel] = function
         return function
+
+
+@contextlib.contextmanager
+def wrapped(wrap: Wrap) -> Iterator[None]:
+    """Replace the function of each kernel that is first loaded inside the block, for tools that watch launches.
+
+    The process keeps these functions after the block.
+    """
+    before, _state.wrap = _state.wrap, wrap
+    try:
+        yield
+    finally:
+        _state.wrap = before
 
 
 def build(kernel: Kernel, root: str | Path | None = None) -> bool:

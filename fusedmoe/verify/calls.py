@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import fusedmoe as fm
 from fusedmoe.formats import Delayed, fp8_block
-from fusedmoe.recipes import NVFP4, FP8Tensor
+from fusedmoe.recipes import NVFP4, FP8Block, FP8Tensor
 from fusedmoe.verify.cases import Case, Sizes
 
 if TYPE_CHECKING:
@@ -32,7 +32,10 @@ RECIPES: dict[str, str | Recipe] = {
     "bf16": "bf16",
     "fp16": "bf16",
     "fp8_block": "fp8_block",
+    "fp8_block, hybrid": FP8Block(hybrid=True),
+    "fp8_block, wgrad in bf16": FP8Block(wgrad="bf16"),
     "fp8_tensor": "fp8_tensor",
+    "fp8_tensor, wgrad in bf16": FP8Tensor(wgrad="bf16"),
     "fp8_tensor, delayed": FP8Tensor(delayed=Delayed(4)),
     "mxfp8": "mxfp8",
     "nvfp4": NVFP4(stochastic_rounding=False),
@@ -92,7 +95,7 @@ class Call:
         return self.case.main_grad
 
     def results(self) -> Results:
-        """Run forward and backward; return the output ``y`` and the gradients by name."""
+        """Run forward and backward; return the output ``y`` and the gradients by name. No gradients under `no_grad`."""
         if self.draws:
             with torch.random.fork_rng([self.x.device] if self.x.is_cuda else []):
                 torch.manual_seed(0)
@@ -129,6 +132,8 @@ class Call:
         leaves = {name: t for name, t in tensors.items() if t.requires_grad}
         with fm.recipe(RECIPES[self.case.recipe]):
             y = module(self.x, **self.inputs)
+            if not y.requires_grad:
+                return {"y": y}
             grads = torch.autograd.grad(y, tuple(leaves.values()), self.grad_output, allow_unused=True)
         found: dict[str, Tensor | None] = dict(zip(leaves, grads, strict=True))
         found |= {name: main_grad - BEFORE for name, main_grad in main_grads.items()}

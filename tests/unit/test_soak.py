@@ -1,0 +1,420 @@
+"""`fusedmoe verify --soak` without a GPU: the kernels that it reaches, the faults that it finds, and that it ends."""
+
+import json
+import os
+import time
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from emulator.gpu import emulated
+
+from fusedmoe.cli import verify as command
+from fusedmoe.errors import InputError
+from fusedmoe.kernels import compiler, toolkit
+from fusedmoe.kernels.shipped import shipped
+from fusedmoe.kernels.sm90 import launch
+from fusedmoe.verify.soak import direct, results, watch, worker
+from fusedmoe.verify.soak.direct import DIRECT
+from fusedmoe.verify.soak.layers import DISTRIBUTIONS, LAYERS, Layer, rows_per_expert
+from fusedmoe.verify.soak.watch import Soaked, family_of, soak
+from fusedmoe.verify.soak.worker import Begins, Item, Repeats, Request, Wrong, nth_candidate, soak_here
+
+pytestmark = pytest.mark.usefixtures("builtin_rules")
+CPU = torch.device("cpu")
+CASES = [(distribution, schedule) for distribution in DISTRIBUTIONS for schedule in worker.SCHEDULES]
+SMALL = {"experts": 4, "top_k": 2, "rows": 32, "hidden": 64, "intermediate": 64}
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    monkeypatch.setattr(toolkit, "missing_packages", lambda: ())
+    monkeypatch.setattr(toolkit, "why_unusable", lambda: None)
+    with emulated(seed=0) as found:
+        yield found
+
+
+@pytest.fixture
+def one_case(monkeypatch):
+    """One distribution and schedule only."""
+    monkeypatch.setattr(worker, "DISTRIBUTIONS", {"zipf": DISTRIBUTIONS["zipf"]})
+    monkeypatch.setattr(worker, "SCHEDULES", ("dynamic",))
+
+
+# ---- the kernels that are reached -----------------------------------------------------------------------------------
+
+
+def symbols_of(subjects, monkeypatch):
+    """The kernels that are launched, by functions that do nothing. Weights and tokens have no values."""
+    seen = set()
+    with monkeypatch.context() as patch:  # which ends before the emulated GPU
+        patch.setattr(compiler, "_load", lambda kernel: lambda *_: seen.add(kernel.symbol))
+        patch.setattr(launch, "sm_count", lambda device: 132)
+        for name in ("normal_", "div_"):
+            patch.setattr(torch.Tensor, name, lambda t, *_, **__: t)
+        for name in ("uniform_", "kaiming_uniform_", "normal_"):
+            patch.setattr(torch.nn.init, name, lambda t, *_, **__: t)
+        patch.setattr(torch, "randn", lambda *shape, **_: torch.empty(shape))
+        patch.setattr(torch.linalg, "qr", lambda t: SimpleNamespace(Q=t))
+        patch.setattr(torch, "equal", lambda *_: True)
+        for subject in subjects:
+            made = subject.make(CPU)
+            for tiles in range(subject.tiles):
+                with nth_candidate(tiles):
+                    made.results(made.call("even", "dynamic"))
+    return seen
+
+
+SUBJECTS = (*LAYERS, *DIRECT)
+WITH_LARGE_WEIGHTS = ("rows", "first", "stored", "tokens")
+
+
+def smaller(subject):
+    """A subject with an eighth of the experts, if they have weights: the plans are the same."""
+    if isinstance(subject, direct.Direct) or subject.kind in WITH_LARGE_WEIGHTS:
+        return replace(subject, experts=subject.experts // 8)
+    return subject
+
+
+@pytest.mark.parametrize("change", [smaller, pytest.param(lambda subject: subject, marks=pytest.mark.slow)])
+def test_every_shipped_kernel_is_reached(gpu, monkeypatch, change):
+    expected = {kernel.symbol for kernel in shipped("sm_90a")}
+    if change is smaller:  # `Route` is compiled for numbers of experts
+        expected -= {"sm90_route_int64_fp32_128_chunked"}
+    assert expected - symbols_of(map(change, SUBJECTS), monkeypatch) == set()
+
+
+def test_layers_differ_in_their_names():
+    assert len({layer.name for layer in LAYERS}) == len(LAYERS)
+
+
+def test_rows_per_expert():
+    rows = {name: torch.tensor(rows_per_expert(name, 128, 16384)) for name in DISTRIBUTIONS}
+    assert all(0 < int(counts.sum()) <= 16384 and int(counts.min()) >= 0 for counts in rows.values())
+    assert int(rows["even"].sum()) == int(rows["deep"].sum()) == 16384
+    assert rows["zipf"][0] > 6000
+    assert (rows["ones"] == 1).all()
+    assert rows["short"].max() == 7
+    assert (rows["mixed"] <= 2).sum() > 50
+    assert rows["mixed"].max() > 1000
+    assert (rows["deep"] == 0).sum() == 112
+    assert rows["deep"].max() == 1024
+
+
+# ---- launches of functions in plain Python --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Toy:
+    """A kernel of ``out = 2 x``, which counts its tiles, adds to a sum, and does something else in some calls."""
+
+    fault: str = ""
+    beside: bool = False
+
+    @property
+    def symbol(self):
+        return f"toy_{self.fault}{'_beside' if self.beside else ''}"
+
+    def load(self):
+        calls = []
+
+        def run(x, out, total, counter):
+            calls.append(len(calls))
+            faulty = self.fault if len(calls) == 4 else ""  # the first is recorded
+            out.copy_(2 * x)
+            total.add_(x)
+            if faulty == "wrong":
+                out[3] += 1
+            elif faulty == "unwritten":
+                out.copy_(torch.where(torch.arange(len(x)) == 5, torch.nan, 2 * x))
+                out.view(torch.int32)[5] = -1
+            elif faulty == "counter":
+                counter.fill_(1)
+            elif faulty == "error":
+                raise RuntimeError("an illegal access")
+
+        return run
+
+
+class ToyCall:
+    """A subject that runs toy kernels."""
+
+    name, tiles = "a toy", 1
+
+    def __init__(self, *kernels):
+        self.kernels = kernels
+
+    def make(self, device):
+        return self
+
+    def call(self, distribution, schedule):
+        return None
+
+    def results(self, call):
+        x, total, counter = torch.arange(8.0), torch.ones(8), torch.zeros(1, dtype=torch.int32)
+        for kernel in self.kernels:
+            out = torch.empty(8)
+            compiler.load(kernel)(x, out, total, counter)
+        x.fill_(7)  # a later change of an argument
+        return {"y": out}
+
+
+@pytest.fixture
+def toys(monkeypatch, one_case):
+    monkeypatch.setattr(compiler, "_state", compiler._State({}, {}, set()))
+    monkeypatch.setattr(compiler, "_load", lambda kernel: kernel.load())
+
+
+def soaked(*kernels, calls=9):
+    """The messages of a soak of toy kernels."""
+    messages = []
+    request = Request("cpu", (ToyCall(*kernels),), {kernel.symbol: calls for kernel in kernels})
+    soak_here(request, messages.append)
+    assert messages.pop() is None
+    return [m for m in messages if not isinstance(m, worker.Said)]
+
+
+def of_kind(messages, kind):
+    return [m for m in messages if isinstance(m, kind)]
+
+
+def test_a_kernel_without_faults(toys):
+    messages = soaked(Toy())
+    ((item, calls, beside_load, differing, _),) = of_kind(messages, Repeats)
+    assert (item, calls, beside_load, differing) == (Item("toy_", "zipf", "dynamic"), 9, 0, 0)
+    assert of_kind(messages, Wrong) == []
+    assert ("toy_", 10.0) in {(m.symbol, m.limit_s) for m in of_kind(messages, Begins)}
+
+
+@pytest.mark.parametrize(
+    ("fault", "problem"),
+    [
+        ("wrong", "call 3: 1 words differ from the first call's"),
+        ("unwritten", "call 3: 1 words differ from the first call's"),
+        ("counter", "calls 1 to 5 changed argument 3, int32 (1,)"),
+        ("error", "RuntimeError: an illegal access"),
+    ],
+)
+def test_faults_are_found(toys, fault, problem):
+    messages = soaked(Toy(fault), Toy())
+    (wrong,) = of_kind(messages, Wrong)
+    assert (wrong.symbol, wrong.problem) == (f"toy_{fault}", problem)
+    assert wrong.where == "a toy, zipf, dynamic, tiles 0"
+    found = {m.item.symbol: m.differing for m in of_kind(messages, Repeats)}
+    assert found.get(f"toy_{fault}") == {"wrong": 1, "unwritten": 1, "counter": 0}.get(fault)
+
+
+def test_a_launch_beside_another_follows_it_immediately(toys):
+    order = []
+
+    class Traced(Toy):
+        def load(self):
+            run = super().load()
+            return lambda *arguments: [order.append(self.symbol), run(*arguments)]
+
+    @dataclass(frozen=True)
+    class Sum(Traced):
+        symbol = "sm90_sum_on_few_sms_toy"
+
+    first, second = Sum(), Traced(beside=True)
+    request = Request("cpu", (ToyCall(first, second),), {second.symbol: 4})
+    messages = []
+    soak_here(request, messages.append)
+    assert order == [first.symbol, second.symbol] * 5
+    assert of_kind(messages, Wrong) == []
+    assert [m.item.symbol for m in of_kind(messages, Repeats)] == [second.symbol]
+
+
+def test_a_fault_of_the_first_of_a_pair(toys):
+    @dataclass(frozen=True)
+    class Sum(Toy):
+        symbol = "sm90_sum_on_few_sms_toy"
+
+    second = Toy(beside=True)
+    messages = []
+    soak_here(Request("cpu", (ToyCall(Sum("wrong"), second),), {second.symbol: 4}), messages.append)
+    ((item, _, _, differing, _),) = of_kind(messages, Repeats)
+    assert (item.symbol, differing) == (second.symbol, 1)
+
+
+def test_finished_and_refused_kernels_are_not_repeated(toys):
+    good, other, refused = Toy(), Toy("other"), Toy("refused")
+    request = Request("cpu", (ToyCall(good, other, refused),), {k.symbol: 2 for k in (good, other, refused)})
+    request = replace(
+        request, done=frozenset({Item("toy_", "zipf", "dynamic")}), refused=frozenset({"toy_refused"})
+    )  # fmt: skip
+    messages = []
+    soak_here(request, messages.append)
+    assert [m.item.symbol for m in of_kind(messages, Repeats)] == ["toy_other"]
+
+
+def test_repeats_are_divided_among_the_launches_of_a_call(toys):
+    messages = soaked(Toy(), Toy(), calls=10)
+    assert [m.calls for m in of_kind(messages, Repeats)] == [5, 5]
+
+
+def test_the_first_call_of_a_layer_is_compared_with_pytorch():
+    made = Layer(kind="rows", scaled=True, **SMALL).make(CPU)
+    call = made.call("mixed", "static")
+    want = made.expected(call)
+    assert results.wrong_results(call, want, want) == []
+    assert set(want) == {"y", "x", "probs", "0.weight", "3.weight"}
+    zeros = {name: torch.zeros_like(t) for name, t in want.items()}
+    assert len(results.wrong_results(call, zeros, want)) >= len(want)
+    expert = max(range(4), key=call.case.layout.splits.__getitem__)
+    for name in ("y", "0.weight"):
+        wrong = want[name].clone()
+        part = wrong[expert] if name == "0.weight" else wrong[([0, *call.ends])[expert] : call.ends[expert]]
+        part[: max(len(part) // 8, 1)] = torch.nan
+        assert results.wrong_results(call, {**want, name: wrong}, want)
+        part[: max(len(part) // 8, 1)] = 0
+        problem, *_ = results.wrong_results(call, {**want, name: wrong}, want)
+        assert problem.startswith(f"{name}: relative error")
+    tail = want["y"].clone()
+    tail[-1] = 1
+    assert call.ends[-1] < len(tail)
+    assert results.wrong_results(call, {**want, "y": tail}, want) == ["y: the rows without an expert are not zeros"]
+
+
+def test_a_layer_on_an_emulated_gpu(gpu, one_case):
+    """Real kernels: a sort of slots, copies and sums of rows, forward and backward."""
+    layer = Layer(kind="slots", combine="probs", **SMALL)
+    messages = []
+    kernels = {kernel.symbol: 2 for kernel in shipped("sm_90a")}
+    soak_here(Request("cpu", (layer,), kernels), messages.append)
+    assert of_kind(messages, Wrong) == []
+    found = {m.item.symbol: m.differing for m in of_kind(messages, Repeats)}
+    assert found == dict.fromkeys(
+        [
+            "sm90_route_int64_fp32_64", "sm90_gather_rows_bf16", "sm90_sum_slots_by_2_bf16_scaled_fp32",
+            "sm90_gather_rows_bf16_scaled_fp32", "sm90_row_dots_bf16_fp32", "sm90_slot_values_fp32",
+            "sm90_sum_slots_by_2_bf16",
+        ],
+        0,
+    )  # fmt: skip
+
+
+# ---- the process that waits -----------------------------------------------------------------------------------------
+
+
+def hanging(request, connection):
+    """Hangs in one kernel, dies in the next one, and then finishes the others."""
+    for symbol in request.calls:
+        if symbol in request.refused:
+            continue
+        connection.send(Begins(symbol, "a layer, zipf", request.limit_s))
+        if symbol == "toy_hangs":
+            time.sleep(600)
+        elif symbol == "toy_dies":
+            os._exit(3)
+        for case in CASES:
+            if Item(symbol, *case) not in request.done:
+                connection.send(Repeats(Item(symbol, *case), request.calls[symbol], 1, 0, 0.5))
+    connection.send(None)
+
+
+def test_a_process_that_hangs_or_dies_is_an_error_with_the_kernels_name():
+    kernels = [Toy("before"), Toy("hangs"), Toy("dies"), Toy("after")]
+    lines = []
+    begin = time.monotonic()
+    found = soak(kernels, (), "cpu", lines.append, calls=24, target=hanging, limit_s=1.0)
+    assert time.monotonic() - begin < 300
+    assert [(w.symbol, w.problem) for w in found.wrong] == [
+        ("toy_hangs", "a call did not end within 1 s"),
+        ("toy_dies", "the process died (exit status 3)"),
+    ]
+    assert lines[0] == "FAILED toy_hangs: a call did not end within 1 s (a layer, zipf)"
+    assert found.ended == {"toy_hangs", "toy_dies"}
+    assert found.calls == {"toy_before": 24, "toy_after": 24}  # each once
+    assert found.not_reached() == ["toy_hangs: not reached", "toy_dies: not reached"]
+    assert not found.passed
+
+
+def of_all(kernels, calls=12, missing=()):
+    found = Soaked({family_of(k): [k.symbol] for k in kernels}, calls)
+    for kernel in kernels:
+        for case in CASES:
+            if case not in missing:
+                found.add(Repeats(Item(kernel.symbol, *case), 1, 0, 0, 0.25))
+    return found
+
+
+def test_kernels_that_are_not_reached():
+    assert of_all([Toy()]).passed
+    assert of_all([Toy()]).not_reached() == []
+    assert of_all([Toy()], missing=CASES[1:3]).not_reached() == [
+        "toy_: not reached with even, static and 1 more", "Toy: 10 calls of 12",
+    ]  # fmt: skip
+    assert not of_all([Toy()], missing=CASES[:1]).passed
+    assert of_all([Toy()], calls=13).not_reached() == ["Toy: 12 calls of 13"]
+
+
+def test_families():
+    families = {}
+    for kernel in shipped("sm_90a"):
+        families.setdefault(family_of(kernel), []).append(kernel.symbol)
+    assert "RaggedK, gathered rows, beside" in families
+    assert "BlockScaledRaggedK, beside" in families
+    assert "RaggedM, gathered rows, ranges" in families
+    assert families["BlockScaledRaggedM, e5m2"] == [
+        "sm90_ragged_m_e5m2_bk_plain_128x256co_c21", "sm90_ragged_m_e5m2_bk_plain_256x128co_c21",
+    ]  # fmt: skip
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(command.ahead_of_time, "run", lambda options: compiled.append(options) or 0)
+    return SimpleNamespace(device=CPU, arch=90, name="a stand-in", driver="1.2.3", compiled=compiled)
+
+
+def run(machine, monkeypatch, outcome=None, **options):
+    asked = []
+
+    def soak(kernels, subjects, device, say, calls):
+        asked.append((kernels, tuple(subjects), device, calls))
+        return outcome or of_all(kernels, calls=1)
+
+    monkeypatch.setattr(watch, "soak", soak)
+    return command.run(command.VerifyOptions(soak=True, **options), lambda: machine), asked
+
+
+def test_the_command(machine, monkeypatch, tmp_path, capsys):
+    file = tmp_path / "soak.json"
+    status, [(kernels, subjects, device, calls)] = run(machine, monkeypatch, json=str(file))
+    assert (status, device, calls, len(subjects)) == (0, "cpu", 20_000, len(SUBJECTS))
+    assert {kernel.symbol for kernel in kernels} == {kernel.symbol for kernel in shipped("sm_90a")}
+    assert len(machine.compiled) == 1
+    data = json.loads(file.read_text())
+    assert (data["passed"], data["only"], data["gpu"]) == (True, None, "a stand-in")
+    assert sum(family["kernels"] for family in data["families"]) <= len(kernels)
+    assert "passed, " in capsys.readouterr().out
+
+
+def test_the_command_fails_with_the_kernels_name(machine, monkeypatch, capsys):
+    outcome = of_all([Toy()])
+    outcome.wrong.append(Wrong("toy_", "a layer, zipf", "call 3: 5 words differ from the first call's"))
+    outcome.differing["toy_"] = 1
+    status, [(kernels, *_, calls)] = run(machine, monkeypatch, outcome, only="sm90_ragged_k_e4m3*", calls=7)
+    assert (status, calls, len(kernels)) == (1, 7, 9)
+    out = capsys.readouterr().out
+    assert "FAILED toy_: call 3: 5 words differ from the first call's (a layer, zipf)" in out
+    line = next(line for line in out.splitlines() if line.startswith("Toy "))
+    assert line.split() == ["Toy", "1", "12", "0", "1", "0", "3.0"]
+
+
+def test_options_of_the_command(machine, monkeypatch, capsys):
+    with pytest.raises(InputError, match="--calls 0: must be 1 or more"):
+        run(machine, monkeypatch, calls=0)
+    with pytest.raises(InputError, match="no kernel's name matches"):
+        run(machine, monkeypatch, only="sm80_*")
+    for options, name in (({"calls": 3}, "--calls"), ({"only": "*"}, "--only")):
+        with pytest.raises(InputError, match=f"{name}: expected with --soak"):
+            command.run(command.VerifyOptions(**options), lambda: machine)
+    machine.arch = 100
+    assert run(machine, monkeypatch)[0] == command.NO_GPU
+    assert "a stand-in is sm_100" in capsys.readouterr().err
