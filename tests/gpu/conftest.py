@@ -47,8 +47,19 @@ def pytest_sessionfinish(session):
         return
     from benchmarks.results import write  # only where results are wanted
 
-    passed = sum(o["outcome"] == "passed" for o in _outcomes)
-    write(Path(target), "test_gpu", {"passed": passed, "total": len(_outcomes), "tests": _outcomes})
+    write(Path(target), "test_gpu", summary(_outcomes))
+
+
+def summary(outcomes):
+    """Return the counts and seconds of each file, and the tests that did not pass."""
+    files = {}
+    for outcome in outcomes:
+        of_file = files.setdefault(outcome["test"].split("::")[0], {"passed": 0, "others": 0, "seconds": 0.0})
+        of_file["passed" if outcome["outcome"] == "passed" else "others"] += 1
+        of_file["seconds"] = round(of_file["seconds"] + outcome["seconds"], 3)
+    others = [outcome for outcome in outcomes if outcome["outcome"] != "passed"]
+    passed = len(outcomes) - len(others)
+    return {"passed": passed, "total": len(outcomes), "files": dict(sorted(files.items())), "others": others}
 
 
 @pytest.fixture

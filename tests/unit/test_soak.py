@@ -277,6 +277,20 @@ def test_the_first_call_of_a_layer_is_compared_with_pytorch():
     assert results.wrong_results(call, {**want, "y": tail}, want) == ["y: the rows without an expert are not zeros"]
 
 
+def test_a_wrong_expert_among_many_rows():
+    """Its error is below the bound of the whole result."""
+    made = Layer(kind="rows", **{**SMALL, "experts": 8, "rows": 600}).make(CPU)
+    call = made.call("mixed", "static")
+    want = made.expected(call)
+    call = replace(call, case=replace(call.case, recipe="fp8_tensor"))
+    few = min(filter(None, call.case.layout.splits))
+    last = call.ends[call.case.layout.splits.index(few)]
+    wrong = want["y"].clone()
+    wrong[last - few : last] = 0
+    assert few <= 2
+    assert results.wrong_results(call, {**want, "y": wrong}, want) == ["y: relative error 1 of an expert, bound 0.25"]
+
+
 def test_a_layer_on_an_emulated_gpu(gpu, one_case):
     """Real kernels: a sort of slots, copies and sums of rows, forward and backward."""
     layer = Layer(kind="slots", combine="probs", **SMALL)
