@@ -109,10 +109,9 @@ class _Body:
         self.blocks = 0
 
     def read(self, body, first):
-        line, statement, begin = first, "", first
-        lines = body.split("\n")
-        for number, full in enumerate(lines):
-            text = full.split("//", 1)[0].strip()
+        statement, begin = "", first
+        lines = [(line, text) for line, full in enumerate(body.split("\n"), first) for text in _block_apart(full)]
+        for number, (line, text) in enumerate(lines):
             if not statement:
                 begin = line
                 if text == "{":
@@ -124,13 +123,11 @@ class _Body:
                     text = ""
             statement += text + " " if text else ""
             statement = self._statements(statement, begin)
-            line += 1
 
     def _declared(self, lines):
         """Return the new names of registers and labels that a block declares."""
         names = {}
-        for full in lines:
-            text = full.strip()
+        for _, text in lines:
             if text == "}":
                 break
             if found := re.match(r"\.reg\s+\.(\w+)\s+(\w+);", text):
@@ -205,6 +202,14 @@ class _Body:
             raise ValueError(f"an absolute address: [{text}]")
         coordinates = self._operand(parts[1]).items if len(parts) > 1 else None
         return Address(self._operand(base), int(offset or 0), coordinates)
+
+
+def _block_apart(line):
+    """Return the text of a line without its comment; a block in braces on one line as a list of its statements."""
+    text = line.split("//", 1)[0].strip()
+    if not (text.startswith("{") and text.endswith("}") and ";" in text):
+        return [text]
+    return ["{", *(f"{statement.strip()};" for statement in text[1:-1].split(";") if statement.strip()), "}"]
 
 
 def _split(text):
