@@ -52,7 +52,11 @@ class EmulatedGpu:
             for argument in arguments:
                 if isinstance(argument, torch.Tensor):
                     machine.memory.add(argument)
-            host(machine.run, *arguments)
+            try:
+                host(machine.run, *arguments)
+            except BaseException:
+                self.counters.counter.zero_()  # as a launch leaves it that ends
+                raise
 
         return run
 
