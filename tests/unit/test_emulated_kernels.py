@@ -14,6 +14,7 @@ import torch
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl, which compiles the kernels")
 pytest.importorskip("tvm_ffi", reason="needs apache-tvm-ffi, as the kernels do")
 
+import cutlass
 import test_sm90_activation as activations
 import test_sm90_fp8 as fp8
 import test_sm90_fp8_wgrad as fp8_wgrad
@@ -26,13 +27,18 @@ import test_sm90_router as router
 import test_sm90_rows as rows
 import test_sm90_slots as slots
 import test_sm100_quantize as packed
+from cutlass import Float32, Int32, const_expr, cute, pipeline
+from cutlass.cute.nvgpu import warpgroup
+from emulator.barriers import EmulationError
 from emulator.gpu import emulated
 from poison import nan_in_new_tensors
 
 import fusedmoe as fm
 from fusedmoe.fusion import candidates
 from fusedmoe.kernels.options import KernelOptions
-from fusedmoe.kernels.sm90 import block_scaled_functions, block_scaled_k_functions, functions
+from fusedmoe.kernels.sm90 import block_scaled, block_scaled_functions, block_scaled_k_functions, functions
+from fusedmoe.kernels.sm90 import tiles as scheduler
+from fusedmoe.kernels.sm90.block_scaled import MATH_WARPGROUPS, TURN_BARRIER, WARPGROUP, WAVE_VALUES
 from fusedmoe.kernels.sm90.choice import CO_256, CO_256_ROWS, CO_256_TALL, PP_128, PP_192, PP_192_TALL
 from fusedmoe.kernels.sm90.slot_functions import bind_gather_rows, bind_row_dots, bind_slot_values, bind_sum_slots
 
@@ -354,3 +360,88 @@ def test_delayed_scaling():
         (plan,) = fused.explain(x, splits=splits, probs=probs).plans
     assert not plan.unfused
     assert "sm90.fp8_grouped_gemm_activation" in {step.rule for step in plan.fused if "3:input.Quantize" in step.ops}
+
+
+# ---- kernels whose arrival at a barrier does not wait for loads
+
+
+@cute.jit
+def next_tile(tile, share, lane, turn):
+    """As `tiles.next_tile` for clusters of two, but CTA 1 arrives before it has the number."""
+    drawing = share.drawing
+    if share.dynamic == 0:
+        tile += share.clusters
+    else:
+        drawn = Int32(0)
+        if cute.arch.block_idx_in_cluster() == 0:
+            if lane == 0:
+                drawn = share.clusters + cute.arch.atomic_add(share.counter.iterator, Int32(1))
+                cute.arch.mbarrier_wait(drawing.read, (turn & 1) ^ 1)
+                cute.arch.store_async_dsmem(drawing.word.iterator, drawn, drawing.told, 1)
+        elif lane == 0:
+            cute.arch.mbarrier_arrive_and_expect_tx(drawing.told, 4)
+            cute.arch.mbarrier_wait(drawing.told, turn & 1)
+            drawn = drawing.word[0]
+            cute.arch.mbarrier_arrive(drawing.read, 0)
+        tile = cute.arch.shuffle_sync(drawn, 0)
+    return tile
+
+
+@cute.jit
+def main_loop(self, tiled_mma, acc, r_a, r_b, ab, consumed, tile, group, scales, env):
+    """As `BlockScaled.main_loop`, but a stage is released before the scales have been read."""
+    state = pipeline.PipelineState(self.stages, consumed, consumed % self.stages, consumed // self.stages % 2)
+    tall, wide = cute.size(acc, mode=[1]), cute.size(acc, mode=[2])
+    wave = cute.make_rmem_tensor(cute.make_layout((acc.shape[0], 1, 1)), Float32)
+    tidx, _, _ = cute.arch.thread_idx()
+    source = self.factor_source(scales, tile, group, tidx % WARPGROUP, env)
+    acc.fill(0.0)
+    for _ in cutlass.range(tile.depth, unroll=1):
+        ab.consumer_wait(state)
+        for i in cutlass.range_constexpr(tall):
+            for j in cutlass.range_constexpr(wide):
+                factors = self.factors(source, i, j, state.index)
+                cute.arch.barrier(barrier_id=TURN_BARRIER + group, number_of_threads=MATH_WARPGROUPS * WARPGROUP)
+                self.multiply_wave(tiled_mma, wave, r_a, r_b, i, j, state.index)
+                warpgroup.wait_group(1)
+                self.pass_turn(group)
+                warpgroup.wait_group(0)
+                if const_expr(i == tall - 1 and j == wide - 1):
+                    ab.consumer_release(state)
+                self.promote(acc, WAVE_VALUES * (i + tall * j), wave, factors)
+        state.advance()
+
+
+@pytest.fixture
+def late_copies(monkeypatch):
+    """Another emulated GPU, so that kernels are compiled again. Copies and loads complete as late as they can."""
+    monkeypatch.setattr("emulator.gpu.EAGERNESS", (0.0,))
+    with emulated():
+        yield
+
+
+@pytest.mark.usefixtures("late_copies")
+def test_a_tile_number_that_is_overwritten_before_it_is_read(monkeypatch, tiles):
+    monkeypatch.setattr(scheduler, "next_tile", next_tile)
+    tiles(PP_192)
+    case = products.plain((300, 0, 7, 200), 5, 400, 64)
+    for _ in range(3):  # seeds
+        with pytest.raises(
+            EmulationError, match=r"CTA \(0, .* st.async.*: overwrites .* reading: CTA \(1, .* ld.shared"
+        ):
+            case.run(KernelOptions(schedule="dynamic"))
+
+
+@pytest.mark.usefixtures("late_copies")
+@pytest.mark.parametrize("product", ["wgrad", "plain"])
+def test_scales_that_are_overwritten_before_they_are_read(product, monkeypatch):
+    monkeypatch.setattr(block_scaled.BlockScaled, "main_loop", main_loop)
+    if product == "wgrad":
+        monkeypatch.setattr(block_scaled_k_functions, "choose", lambda problem: CO_256)
+        case = fp8_wgrad.Problem((1000,))
+    else:
+        monkeypatch.setattr(block_scaled_functions, "choose", lambda problem: CO_256)
+        case = fp8.plain(**SMALL, n=272, k=1040, exact=True)
+    for _ in range(3):  # seeds
+        with pytest.raises(EmulationError, match=r"cp.async.bulk.tensor.*: overwrites .* reading: CTA .* ld.shared"):
+            case.check()

@@ -115,6 +115,13 @@ def test_one_lane_is_elected():
     assert run(body, ints(32)).tolist() == [7] + [0] * 31
 
 
+@pytest.mark.parametrize("block", ["{{ .reg .b32 z; {} }}", "{{\n.reg .b32 z;\n{}\n}}"], ids=["one line", "lines"])
+def test_blocks_in_braces_have_their_own_registers(block):
+    body = block.format("mov.u32 z, %nctaid.x; add.s32 %r3, z, %r1;") + "\n"
+    body += block.replace("b32", "b64").format("mov.b64 z, 5; cvt.u32.u64 %r4, z; add.s32 %r3, %r3, %r4;")
+    assert run(body + "\n\tst.global.b32 \t[%rd3], %r3;", ints(32)).tolist() == list(range(6, 38))
+
+
 # ---- memory
 
 
@@ -449,6 +456,184 @@ def test_copies_of_16_bytes_are_there_after_the_wait(group):
     else:
         out = run(body, source)
         assert out[:32].tolist() == [4 * i + 3 if i % 2 else 0 for i in range(32)]
+
+
+# ---- loads that are outstanding at an arrival
+
+WAIT_ARRIVAL = WAIT.replace("[%r2]", "[%r2+8]")
+READ_AND_WRITE = """
+	setp.ne.b32 	%p1, %r1, 0;
+	shl.b32 	%r3, %r1, 2;
+	add.s32 	%r4, %r2, %r3;
+	@%p1 bra 	$L_ready;
+	mbarrier.init.shared.b64 	[%r2], 1;
+	mbarrier.init.shared.b64 	[%r2+8], 1;
+$L_ready:
+	bar.sync 	0;
+	setp.ge.u32 	%p2, %r1, 32;
+	@%p2 bra 	$L_write;
+	{read}
+	st.global.b32 	[%rd3], %r5;
+	bra.uni 	$L_end;
+$L_write:
+	{wait}
+	{write}
+$L_end:
+"""
+LOAD_WORD = "ld.shared.b32 \t%r5, [%r4+1024];"
+ARRIVE = "@!%p1 mbarrier.arrive.shared.b64 \t%rd9, [%r2+8];"
+COPY = """setp.ne.b32 	%p3, %r1, 32;
+	@%p3 bra 	$L_end;
+	mov.b64 	%rd4, program_param_0;
+	cvta.param.u64 	%rd5, %rd4;
+	mbarrier.arrive.expect_tx.shared.b64 	%rd6, [%r2], 256;
+	mov.b64 	%rd7, 0;
+	cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint \
+[%r2+1024], [%rd5, {0, 0}], [%r2], %rd7;"""
+ONE_OF = ("mov.b32 \t%r6, %r4;", "@!%p2 bra \t$L_skip;", "mov.b32 \t%r6, %r5;", "$L_skip:")  # the first one
+RACE = "a load may still be reading: CTA {cta}, warp 0, line {line}, {name}"
+
+
+def read_and_write(*read, wait=WAIT_ARRIVAL, write=COPY, eagerness=0.0, seed=0):
+    """One warp reads 128 bytes that are -1. The other one writes them after it has waited at a barrier."""
+    body = READ_AND_WRITE.format(read="\n\t".join(read), wait=wait, write=write)
+    source = torch.ones(8, 8, dtype=torch.int32)
+    out = torch.zeros(64, dtype=torch.int32)
+    run(body, out, threads=64, descriptor=descriptor(source, (8, 8)), memory=[source], eagerness=eagerness, seed=seed)
+    assert out[:32].tolist() == [-1] * 32
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        (LOAD_WORD, ARRIVE),
+        ("@%p1 " + LOAD_WORD, ARRIVE),
+        ("ldmatrix.sync.aligned.m8n8.x1.shared.b16 \t{%r5}, [%r4+1024];".replace("%r4", "%r6"), ARRIVE),
+        (LOAD_WORD, "add.s32 \t%r6, %r5, 1;", "mov.b32 \t%r7, %r6;", ARRIVE),
+        ("ld.shared.b32 \t%r6, [%r4];", LOAD_WORD, "shfl.sync.bfly.b32 \t%r7, %r6, 1, 31, -1;", ARRIVE),
+        (LOAD_WORD, "@!%p2 bra \t$L_skip;", "shfl.sync.bfly.b32 \t%r7, %r5, 1, 31, -1;", "$L_skip:", ARRIVE),
+        (LOAD_WORD, "mov.b32 \t%r6, %r5;", "mov.b32 \t%r6, %r4;", "shfl.sync.idx.b32 \t%r7, %r6, 1, 31, -1;", ARRIVE),
+        (LOAD_WORD, *ONE_OF, "shfl.sync.bfly.b32 \t%r7, %r6, 1, 31, -1;", ARRIVE),
+        ("fence.proxy.async.shared::cta;", LOAD_WORD, ARRIVE),
+        (LOAD_WORD, ARRIVE, "fence.proxy.async.shared::cta;"),
+    ],
+    ids=[
+        "one", "predicated", "matrix", "arithmetic", "use of an earlier load", "use on another path", "other register",
+        "the load or an address",
+        "fence before", "fence after",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("seed", range(2))
+def test_a_copy_that_overwrites_what_a_load_may_still_read(read, seed):
+    name = "ldmatrix" if read[0].startswith("ldmatrix") else "ld.shared.b32"
+    row = "shl.b32 \t%r6, %r1, 4;\n\tadd.s32 \t%r6, %r2, %r6;"
+    with pytest.raises(EmulationError, match=RACE.format(cta=r"\(0, 0, 0\)", line=r"\d+", name=name)):
+        read_and_write(row, *read, seed=seed)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        ("shfl.sync.bfly.b32 \t%r6, %r5, 1, 31, -1;", ARRIVE),
+        ("@%p2 bra \t$L_skip;", "shfl.sync.bfly.b32 \t%r7, %r5, 1, 31, -1;", "$L_skip:", ARRIVE),
+        ("setp.eq.b32 \t%p4, %r5, 7;", "@%p4 bra \t$L_end;", ARRIVE),
+        ("ld.shared.b32 \t%r6, [%r4];", "shfl.sync.bfly.b32 \t%r7, %r6, 1, 31, -1;", ARRIVE),
+        ("and.b32 \t%r6, %r5, 8;", "add.s32 \t%r7, %r2, %r6;", ARRIVE.replace("%r2+8", "%r7")),
+        ("fence.proxy.async.shared::cta;", ARRIVE),
+        ("fence.acq_rel.cta;", ARRIVE),
+        ("fence.sc.cta;", ARRIVE),
+        ("membar.cta;", ARRIVE),
+        (ARRIVE.replace("arrive", "arrive.release.cluster"),),
+    ],
+    ids=[
+        "use", "use on the path taken", "branch", "use of a later load", "address of the arrival", "fence.proxy",
+        "fence.acq_rel", "fence.sc", "membar", "release.cluster",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("eagerness", [0.0, 0.3, 1.0])
+def test_loads_that_are_ordered_before_an_arrival(read, eagerness):
+    read_and_write(LOAD_WORD, *read, eagerness=eagerness)
+
+
+FENCE_AND_COPY = "fence.proxy.async.shared::cta;\n\t" + COPY
+STORE_WORD = "st.shared.b32 \t[%r4+896], %r1;"
+COPY_BY_THREADS = """cp.async.cg.shared.global 	[%r2+1024], [%rd1], 16;
+	cp.async.commit_group;
+	cp.async.wait_group 	0;"""
+
+
+@pytest.mark.parametrize("write", [FENCE_AND_COPY, STORE_WORD, COPY_BY_THREADS], ids=["fence", "store", "cp.async"])
+@pytest.mark.parametrize("eagerness", [0.0, 0.3, 1.0])
+def test_an_arrival_orders_loads_before_stores_and_fences_of_the_cta(write, eagerness):
+    read_and_write(LOAD_WORD, ARRIVE, write=write, eagerness=eagerness)
+
+
+@pytest.mark.parametrize("arrive", ["bar.sync", "bar.arrive"])
+def test_a_barrier_of_the_cta_is_an_arrival(arrive):
+    read, wait = (LOAD_WORD, f"{arrive} \t1, 64;"), "bar.sync \t1, 64;"
+    read_and_write(*read, wait=wait, write=FENCE_AND_COPY)
+    with pytest.raises(EmulationError, match="a load may still be reading"):
+        read_and_write(*read, wait=wait)
+
+
+def test_a_copy_elsewhere_overwrites_no_load():
+    for at in (768, 1024 + 256):
+        read_and_write(LOAD_WORD.replace("1024", str(at)), ARRIVE)
+
+
+SEND = """
+	setp.ne.b32 	%p1, %r1, 0;
+	mapa.shared::cluster.u32 	%r3, %r2, 0;
+	mapa.shared::cluster.u32 	%r4, %r2, 1;
+	mov.u32 	%r9, %cluster_ctarank;
+	mbarrier.init.shared.b64 	[%r2], 1;
+	mbarrier.init.shared.b64 	[%r2+8], 1;
+	barrier.cluster.arrive;
+	barrier.cluster.wait;
+	setp.eq.b32 	%p2, %r9, 0;
+	@%p2 bra 	$L_send;
+	ld.shared.b32 	%r5, [%r2+{at}];
+	{order}
+	@!%p1 mbarrier.arrive{scope}.shared::cluster.b64 	_, [%r3+8];
+	st.global.b32 	[%rd3], %r5;
+	bra.uni 	$L_end;
+$L_send:
+	{wait}
+	@!%p1 st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 	[%r4+1024], %r9, [%r4];
+$L_end:
+	barrier.cluster.arrive;
+	barrier.cluster.wait;
+"""
+
+
+def send(at=1024, order="", scope="", eagerness=0.0, seed=0):
+    """CTA 1 reads a word that is -1. CTA 0 writes it after CTA 1 has arrived."""
+    body = SEND.format(at=at, order=order, scope=scope, wait=WAIT_ARRIVAL)
+    out = torch.zeros(32, dtype=torch.int32)
+    assert run(body, out, cluster=2, eagerness=eagerness, seed=seed).tolist() == [-1] * 32
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("case", [{}, {"scope": ".release.cta"}, {"scope": ".relaxed.cluster"}], ids=str)
+def test_a_word_of_another_cta_that_overwrites_what_a_load_may_still_read(case, seed):
+    with pytest.raises(EmulationError, match=RACE.format(cta=r"\(1, 0, 0\)", line=r"\d+", name="ld.shared.b32")):
+        send(**case, seed=seed)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"scope": ".release.cluster"},
+        {"order": "fence.acq_rel.cluster;"},
+        {"order": "shfl.sync.idx.b32 \t%r6, %r5, 0, 31, -1;"},
+        {"at": 1020},
+        {"at": 1028},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("eagerness", [0.0, 0.3, 1.0])
+def test_words_of_another_cta_that_overwrite_no_load(case, eagerness):
+    send(**case, eagerness=eagerness)
 
 
 # ---- products
