@@ -5,7 +5,10 @@ launches. Here it is linked to a CUDA runtime that launches nothing (``stub.c``)
 as if they were on a GPU.
 """
 
+import atexit
 import ctypes
+import functools
+import shutil
 import subprocess
 import tempfile
 from pathlib import Path
@@ -20,6 +23,15 @@ from emulator.machine import Launch
 STUB = Path(__file__).with_name("stub.c")
 LIBRARIES = Path(tvm_ffi.__file__).with_name("lib")
 CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.POINTER(ctypes.c_uint), ctypes.POINTER(ctypes.c_void_p))
+
+
+@functools.cache
+def compiled_stub():
+    """Return the object file of the stub, once per process."""
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    subprocess.run(["gcc", "-c", "-fPIC", "-O1", "-mcmodel=large", "-o", folder / "stub.o", STUB], check=True)
+    return folder / "stub.o"
 
 
 class Host:
@@ -50,8 +62,8 @@ class Host:
     @staticmethod
     def _link(symbol, folder):
         library = folder / f"{symbol}.so"
-        command = ["gcc", "-shared", "-fPIC", "-O1", "-mcmodel=large", "-Wl,-Bsymbolic", "-o", library]
-        command += [folder / "kernel.o", STUB, f"-L{LIBRARIES}", "-ltvm_ffi", f"-Wl,-rpath,{LIBRARIES}"]
+        command = ["gcc", "-shared", "-Wl,-Bsymbolic", "-o", library, folder / "kernel.o", compiled_stub()]
+        command += [f"-L{LIBRARIES}", "-ltvm_ffi", f"-Wl,-rpath,{LIBRARIES}"]
         subprocess.run(command, check=True)
         return library
 
