@@ -240,7 +240,7 @@ def outstanding(code, instruction, number, result):
     name = f"line {instruction.line}, {opcode}"
 
     def run(w):
-        load = Load(number, f"{w}, {name}", addresses(w), size)
+        load = Load(number, name, w, addresses(w), size)
         result.run(w)
         w.loads.issue(load)
 

@@ -20,8 +20,6 @@ import functools
 from collections import deque
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from emulator import ptx
 from emulator.arithmetic import ELEMENTWISE
 
@@ -168,17 +166,16 @@ def _registers(operand):
         yield from _registers(operand.second)
 
 
-@dataclass(eq=False)
 class Load:
-    """A load that may be outstanding."""
+    """A load that may be outstanding: the number of its instruction, and words of so many bytes at some addresses."""
 
-    number: int  # of the instruction
-    name: str  # for messages
-    addresses: np.ndarray  # of the words that it reads
-    size: int  # of a word, in bytes
+    __slots__ = ("addresses", "name", "number", "size", "warp")
 
-    def __post_init__(self):
-        self.granules = self.addresses >> np.uint32(4)
+    def __init__(self, number, name, warp, addresses, size):
+        self.number, self.name, self.warp, self.addresses, self.size = number, name, warp, addresses, size
+
+    def __str__(self):
+        return f"{self.warp}, {self.name}"
 
 
 class Loads:
@@ -196,7 +193,7 @@ class Loads:
     def issue(self, load):
         self.outstanding.append(load)
         self.issued += 1
-        self.shared.begin_load(load)
+        self.shared.loads[load] = None
 
     def release(self, machine):
         """All loads until now were outstanding at an arrival."""
@@ -207,7 +204,7 @@ class Loads:
     def finish(self, count):
         """Complete the first `count` loads that were issued."""
         while self.finished < count:
-            self.shared.finish_load(self.outstanding.popleft())
+            del self.shared.loads[self.outstanding.popleft()]
             self.finished += 1
 
     def order(self, numbers):
