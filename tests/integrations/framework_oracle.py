@@ -28,14 +28,6 @@ def loop(x, counts, expert):
     return torch.cat([*parts, x.new_zeros(x.shape[0] - end, parts[0].shape[1])])
 
 
-def relative_error(got, want):
-    """Norm of the error over that of the exact result: 1 for zeros."""
-    assert got.shape == want.shape
-    assert want.dtype == torch.float64
-    assert 0 < want.norm() < float("inf")
-    return ((got.detach().double() - want.detach()).norm() / want.norm()).item()
-
-
 def install(monkeypatch, contents):
     """Let `import` find modules that are not there: `contents` is {"package.module": {"name": value}}."""
     names = {".".join(name.split(".")[:n]) for name in contents for n in range(1, name.count(".") + 2)}

@@ -9,19 +9,6 @@ import math
 import torch
 import torch.nn.functional as F
 
-ROUNDOFF = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-"""Half the distance from 1 to the next number: the largest relative error of one rounding."""
-
-
-def relative_error(actual, exact):
-    """Norm of the error over the norm of the exact fp64 result; a result of zeros scores 1."""
-    assert exact.dtype == torch.float64
-    assert actual.shape == exact.shape
-    norm = exact.norm()
-    assert torch.isfinite(norm)
-    assert norm > 0, "an exact result of zeros tells nothing"
-    return ((actual.detach().double() - exact.detach()).norm() / norm).item()
-
 
 def exact_copies(*tensors):
     """The same values in fp64, as leaves that want gradients."""

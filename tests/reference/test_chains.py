@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from chains import CHAINS, H, I, chain, meaning, runtime_inputs
 from hypothesis import given
-from oracles import ROUNDOFF, experts_dense, glu, relative_error
+from oracles import experts_dense, glu
+from rounding import ROUNDOFF, relative_error
 from strategies import routings, splits_and_rows
 
 import fusedmoe as fm

@@ -6,7 +6,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import ROUNDOFF, exact_copies, experts_dense, relative_error, slots_by_expert
+from oracles import exact_copies, experts_dense, slots_by_expert
+from rounding import ROUNDOFF, relative_error
 from strategies import routings
 
 import fusedmoe as fm

@@ -4,7 +4,8 @@ import math
 
 import pytest
 import torch
-from oracles import ROUNDOFF, exact_copies, glu, relative_error
+from oracles import exact_copies, glu
+from rounding import ROUNDOFF, relative_error
 
 import fusedmoe as fm
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
-from oracles import ROUNDOFF, exact_copies, grouped_linear, relative_error
+from oracles import exact_copies, grouped_linear
+from rounding import ROUNDOFF, relative_error
 from strategies import splits_and_rows
 
 import fusedmoe as fm

@@ -10,7 +10,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from oracles import expert_rows, relative_error
+from oracles import expert_rows
+from rounding import relative_error
 from torch import nn
 
 import fusedmoe as fm

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from oracles import ROUNDOFF, relative_error
+from rounding import ROUNDOFF, relative_error
 from torch import nn
 
 import fusedmoe as fm

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from oracles import ROUNDOFF, exact_copies, relative_error, scale
+from oracles import exact_copies, scale
+from rounding import ROUNDOFF, relative_error
 
 import fusedmoe as fm
 

@@ -4,7 +4,8 @@ import math
 
 import pytest
 import torch
-from oracles import ROUNDOFF, exact_copies, relative_error, squared_relu
+from oracles import exact_copies, squared_relu
+from rounding import ROUNDOFF, relative_error
 
 import fusedmoe as fm
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from chains import H, chain, meaning
-from oracles import ROUNDOFF, grouped_linear, relative_error
+from oracles import grouped_linear
+from rounding import ROUNDOFF, relative_error
 from torch import nn
 
 import fusedmoe as fm

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from oracles import ROUNDOFF, expert_rows, relative_error
+from oracles import expert_rows
+from rounding import ROUNDOFF, relative_error
 from torch.utils.checkpoint import checkpoint
 
 import fusedmoe as fm
