@@ -8,6 +8,8 @@ import pytest
 
 # small tensors: a pool of threads costs more than it brings, and far more where other processes want the cores too
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Inductor compiles in the process of the test, instead of in a pool of processes, each of which imports torch
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
 def pytest_addoption(parser):

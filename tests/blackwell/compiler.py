@@ -1,6 +1,8 @@
 """``cute.compile`` for a machine without a GPU: it compiles for sm_100a, and what it returns runs soft kernels."""
 
 import enum
+import functools
+import pickle
 import tempfile
 from pathlib import Path
 from typing import ClassVar
@@ -9,10 +11,14 @@ import cutlass
 from cuda.bindings import driver
 from cutlass import cute
 from cutlass.cute.runtime import _FakeTensor, make_fake_compact_tensor, make_fake_tensor
+from emulator.host import LIBRARIES, STUB
+from kept import contents, kept, versions
 
-from blackwell.host import Host
-from blackwell.launches import Launch, Parameters, memory
+from blackwell.host import Host, linked, parameter_sizes
+from blackwell.launches import Launch, Parameters, memory, spied
+from fusedmoe.kernels.cache_key import built_with
 
+SYMBOL = "blackwell_on_cpu"  # of the host function in each library
 OPTIONS = "--gpu-arch sm_100a --keep-ptx --dump-dir"
 
 
@@ -31,21 +37,33 @@ class Compiler:
         args = [_in_global_memory(a) for a in args]
         key = Key().of((type(kernel), vars(kernel), args, kwargs, options))
         if key not in self.kept:
-            self.kept[key] = Compiled(kernel, args, kwargs, options)
+            self.kept[key] = Compiled(kernel, args, kwargs, options, key)
         compiled = self.kept[key]
         return lambda *arguments: compiled(self.launched, *arguments)
 
 
 class Compiled:
-    """A kernel compiled for sm_100a and its host code."""
+    """A kernel compiled for sm_100a and its host code, which are kept between runs."""
 
-    def __init__(self, kernel, args, kwargs, options):
+    def __init__(self, kernel, args, kwargs, options, key):
         self.kernel = kernel
-        self.parameters = Parameters(kernel)
-        with tempfile.TemporaryDirectory() as folder:
-            compiled = cute.compile(kernel, *args, options=f"{options} {OPTIONS} {folder}", **kwargs)
+
+        def compile_():
+            return pickle.dumps(self._compile(args, kwargs, options))
+
+        library, sizes, traced, attributes = pickle.loads(kept([repr(key), *sources()], compile_))
+        vars(kernel).update(attributes)
+        self.host = Host(library, SYMBOL, sizes)
+        self.parameters = Parameters(traced)
+
+    def _compile(self, args, kwargs, options):
+        """Return the library, the sizes of the kernels' parameters, what was traced, and the kernel's attributes."""
+        with tempfile.TemporaryDirectory() as folder, spied(self.kernel) as traced:
+            compiled = cute.compile(self.kernel, *args, options=f"{options} {OPTIONS} {folder}", **kwargs)
             (source,) = Path(folder).glob("*.ptx")
-            self.host = Host(compiled, source.read_text())
+            sizes = parameter_sizes(source.read_text())
+            library = linked(compiled, SYMBOL, Path(folder))
+        return library, sizes, traced, {n: v for n, v in vars(self.kernel).items() if is_plain(v)}
 
     def __call__(self, launched, *arguments):
         seen = []
@@ -58,6 +76,22 @@ class Compiled:
         self.host(record, *map(_at_run_time, arguments))
         for launch in seen:
             launched(launch)
+
+
+@functools.cache
+def sources():
+    """All that compiled code depends on, besides the arguments of the compiler."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return [*map(str, built_with()), *versions("nvidia-cudnn-frontend"), str(LIBRARIES), *contents(STUB, *files)]
+
+
+def is_plain(value):
+    """Whether a value is of use in another process: numbers, types, and tuples of them, but no layouts."""
+    try:
+        pickle.dumps(value)
+    except (AttributeError, TypeError, pickle.PicklingError):
+        return False
+    return True
 
 
 def _in_global_memory(argument):

@@ -5,41 +5,31 @@ values of the kernel's parameters.
 """
 
 import ctypes
-import itertools
 import re
 import subprocess
 import tempfile
-from pathlib import Path
 
 import torch
 import tvm_ffi
 from emulator.host import CALLBACK, LIBRARIES, STUB, on_gpu
 
-_numbers = itertools.count()
-
 
 class Host:
-    """The host function of compiled code; `symbol` must be unused in this process."""
+    """The host function of compiled code.
 
-    def __init__(self, compiled, ptx):
-        symbol = f"blackwell_on_cpu_{next(_numbers)}"
-        with tempfile.TemporaryDirectory() as folder:
-            compiled.export_to_c(object_file_path=str(Path(folder) / "kernel.o"), function_name=symbol)
-            library = self._link(Path(folder), symbol)
-            self.stub = ctypes.CDLL(str(library))
-            self.function = tvm_ffi.load_module(str(library))[symbol]
-        self.sizes = parameter_sizes(ptx)
+    `library` has the bytes that :func:`linked` returned, and `sizes` are those of :func:`parameter_sizes`.
+    """
+
+    def __init__(self, library, symbol, sizes):
+        with tempfile.NamedTemporaryFile(suffix=".so") as file:
+            file.write(library)
+            file.flush()
+            self.stub = ctypes.CDLL(file.name)
+            self.function = tvm_ffi.load_module(file.name)[symbol]
+        self.sizes = sizes
         self.launched = self.failure = None
         self.callback = CALLBACK(self._callback)
         self.stub.stub_set_callback(self.callback)
-
-    @staticmethod
-    def _link(folder, symbol):
-        library = folder / f"{symbol}.so"
-        command = ["gcc", "-shared", "-fPIC", "-O1", "-mcmodel=large", "-Wl,-Bsymbolic", "-DMAJOR=10", "-o", library]
-        command += [folder / "kernel.o", STUB, f"-L{LIBRARIES}", "-ltvm_ffi", f"-Wl,-rpath,{LIBRARIES}"]
-        subprocess.run(command, check=True)
-        return library
 
     def __call__(self, launched, *arguments):
         """Call the host function; ``launched(name, numbers, parameters)`` is called at each of its launches.
@@ -59,6 +49,16 @@ class Host:
             self.launched(name, tuple(numbers[0:10]), parameters)
         except BaseException as failure:  # noqa: BLE001 no exception passes through C
             self.failure = failure
+
+
+def linked(compiled, symbol, folder):
+    """Return a shared library with the host code of a compiled kernel, whose function gets a name."""
+    compiled.export_to_c(object_file_path=str(folder / "kernel.o"), function_name=symbol)
+    library = folder / "kernel.so"
+    command = ["gcc", "-shared", "-fPIC", "-O1", "-mcmodel=large", "-Wl,-Bsymbolic", "-DMAJOR=10", "-o", library]
+    command += [folder / "kernel.o", STUB, f"-L{LIBRARIES}", "-ltvm_ffi", f"-Wl,-rpath,{LIBRARIES}"]
+    subprocess.run(command, check=True)
+    return library.read_bytes()
 
 
 def parameter_sizes(ptx):

@@ -1,5 +1,6 @@
 """Launches of cudnn-frontend's kernels: parameters by name, and memory behind descriptors and pointers as tensors."""
 
+import contextlib
 import ctypes
 import inspect
 import struct
@@ -10,29 +11,45 @@ from cutlass.base_dsl.utils.mlir_value_tree import extract_mlir_values
 from emulator.tensor_map import FP4, SIZES, TensorMap
 
 
-class Parameters:
-    """Which parameters a kernel has, learned while it is traced.
+@contextlib.contextmanager
+def spied(kernel):
+    """Yield a list of the methods that are traced as kernels, which is filled while the kernel is compiled.
 
-    A kernel of the CuTe DSL is a method. Its arguments become parameters in their order: none where an argument is None
-    or known at compile time, one for a descriptor, a tensor or a number, several for a structure of them.
+    Of each: its name, {argument: number of parameters}, {argument: constant}.
     """
+    traced = []
 
-    def __init__(self, kernel):
-        self.traced = []  # of each kernel: its method's name, {argument: number of parameters}, {argument: constant}
-        for method in ("helper_kernel", "kernel"):
-            setattr(kernel, method, self._spy(method, getattr(kernel, method)))
-
-    def _spy(self, method, traced):
-        signature = inspect.signature(traced)
+    def spy_on(name, method):
+        signature = inspect.signature(method)
 
         def spy(*args, **kwargs):
             arguments = signature.bind(*args, **kwargs).arguments
             counts = {name: _count(value) for name, value in arguments.items()}
             constants = {name: value for name, value in arguments.items() if isinstance(value, int | float)}
-            self.traced.append((method, counts, constants))
-            return traced(*args, **kwargs)
+            traced.append((name, counts, constants))
+            return method(*args, **kwargs)
 
-        return spy
+        setattr(kernel, name, spy)
+
+    methods = ("helper_kernel", "kernel")
+    for name in methods:
+        spy_on(name, getattr(kernel, name))
+    try:
+        yield traced
+    finally:
+        for name in methods:
+            delattr(kernel, name)
+
+
+class Parameters:
+    """Which parameters a kernel has, learned while it was traced (:func:`spied`).
+
+    A kernel of the CuTe DSL is a method. Its arguments become parameters in their order: none where an argument is None
+    or known at compile time, one for a descriptor, a tensor or a number, several for a structure of them.
+    """
+
+    def __init__(self, traced):
+        self.traced = traced
 
     def named(self, index, values):
         """Return the method of a traced kernel, the values of its parameters by argument, and its constants."""

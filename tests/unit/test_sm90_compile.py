@@ -3,6 +3,7 @@
 A covering few are compiled in every run, two at a time; those marked slow are all the others.
 """
 
+import json
 import multiprocessing
 import os
 import re
@@ -20,9 +21,11 @@ import pytest
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl, which compiles the kernels")
 
-from machine_code import parse, unsafe_releases
+import machine_code
+from kept import contents, kept
 
 from fusedmoe.kernels import shipped
+from fusedmoe.kernels.cache_key import key
 from fusedmoe.kernels.compiler import SYMBOL
 from fusedmoe.kernels.sm90.block_scaled import BlockScaled
 from fusedmoe.kernels.sm90.choice import CANDIDATES, CO_256, CO_256_TALL, PP_192, PP_192_TALL, WGRADS
@@ -62,10 +65,8 @@ COVERING = (
     "sm90_ragged_m_bf16_bn_dswiglu_scale_keep_128x192pp_c21",
     "sm90_ragged_m_bf16_bn_dswiglu_clamp_inter_scale_keep_128x192pp_c21",
     "sm90_ragged_m_bf16_bn_dgeglu_tanh_scale_keep_128x128pp_c21",
-    "sm90_ragged_m_bf16_bn_dsquared_relu_scale_keep_128x192pp_c21",
     "sm90_ragged_m_bf16_bk_swiglu_clamp_inter_keep_128x256co_c21",
     "sm90_ragged_m_gather_bf16_bk_plain_128x256co_c21",
-    "sm90_ragged_m_gather_bf16_bk_swiglu_keep_128x192pp_c21",
     "sm90_ragged_m_gather_bf16_bn_dswiglu_scale_keep_128x192pp_c21",
     "sm90_ragged_m_gather_ranges_bf16_bk_swiglu_keep_128x192pp_c21",
     "sm90_ragged_m_bf16_bk_plain_fp32_128x128co_c21_promoted",
@@ -109,7 +110,7 @@ def tool(name):
 class Report(NamedTuple):
     """What a kernel compiled to: opcodes of its instructions, and what a thread takes."""
 
-    opcodes: tuple[str, ...]
+    opcodes: list[str]
     registers: int
     stack_bytes: int
     unsafe_releases: list[str]
@@ -121,6 +122,11 @@ class Report(NamedTuple):
 
 def compile_and_disassemble(kernel, nvdisasm, cuobjdump):
     """Runs in a process of its own."""
+    parts = ["report", key(kernel), *contents(__file__, machine_code.__file__, nvdisasm, cuobjdump)]
+    return Report(*json.loads(kept(parts, lambda: json.dumps(report(kernel, nvdisasm, cuobjdump)).encode())))
+
+
+def report(kernel, nvdisasm, cuobjdump):
     warnings.simplefilter(
         "error"
     )  # as in the tests that compile while they run: the DSL says so before it drops a name
@@ -139,9 +145,9 @@ def compile_and_disassemble(kernel, nvdisasm, cuobjdump):
         sass = subprocess.run([nvdisasm, "-c", "-hex", file], capture_output=True, text=True, check=True).stdout
         usage = subprocess.run([cuobjdump, "-res-usage", file], capture_output=True, text=True, check=True)
     ((registers, stack_bytes),) = USAGE.findall(usage.stdout + usage.stderr)  # of one kernel
-    code = parse(sass)
-    opcodes = tuple(instruction.opcode for instruction in code.instructions)
-    return Report(opcodes, int(registers), int(stack_bytes), unsafe_releases(code, ring_of_tiles(kernel)))
+    code = machine_code.parse(sass)
+    opcodes = [instruction.opcode for instruction in code.instructions]
+    return opcodes, int(registers), int(stack_bytes), machine_code.unsafe_releases(code, ring_of_tiles(kernel))
 
 
 def ring_of_tiles(kernel):
@@ -150,9 +156,8 @@ def ring_of_tiles(kernel):
         return range(0), range(0)
     barriers = 16 * kernel.stages
     reads = barriers + 16 * RING_STAGES
-    tiles = (
-        reads + 16 * MATH_WARPGROUPS * max(kernel.load_stages, 1) + 16 + 16
-    )  # after the barriers and word of a `Drawing`
+    drawing = reads + 16 * MATH_WARPGROUPS * max(kernel.load_stages, 1)
+    tiles = drawing + 16 + 16  # after two barriers and a word
     return range(tiles, tiles + 4 * SLOT * RING_STAGES), range(barriers, reads)
 
 

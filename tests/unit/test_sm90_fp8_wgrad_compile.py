@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("cutlass")
 
 from cutlass import Int32
-from test_sm90_compile import check_fp8_product, compile_and_disassemble, tool
+from test_sm90_compile import check_fp8_product, report, tool
 
 from fusedmoe.kernels.shipped import shipped
 from fusedmoe.kernels.sm90 import block_scaled, tiles
@@ -38,10 +38,10 @@ MOST_INSTRUCTIONS = 2300
     ids=lambda k: k.symbol,
 )
 def test_compiles_for_hopper(kernel):
-    report = check_fp8_product(kernel, MOST_INSTRUCTIONS)
-    code = report.opcodes
-    assert len(report.starting("UTMALDG")) == 4  # codes and scales of both operands
-    assert len(report.starting("ACQBULK")) == kernel.beside  # the wait for the launch before
+    found = check_fp8_product(kernel, MOST_INSTRUCTIONS)
+    code = found.opcodes
+    assert len(found.starting("UTMALDG")) == 4  # codes and scales of both operands
+    assert len(found.starting("ACQBULK")) == kernel.beside  # the wait for the launch before
 
     products = [i for i, opcode in enumerate(code) if opcode.startswith("QGMMA")]
     loop = code[products[0] - 70 : products[-1] + 250]  # and the instructions around it
@@ -54,7 +54,7 @@ def test_compiles_for_hopper(kernel):
 
     element_bytes = 4 if kernel.out == "fp32" else 2
     vectors = WAVES * VALUES * element_bytes // 16
-    assert report.starting("REDG") == (["REDG.E.ADD.F32x4.FTZ.RN.STRONG.GPU"] * vectors if kernel.accumulate else [])
+    assert found.starting("REDG") == (["REDG.E.ADD.F32x4.FTZ.RN.STRONG.GPU"] * vectors if kernel.accumulate else [])
     assert code.count("STG.E.128") == (0 if kernel.accumulate else vectors)
 
 
@@ -62,7 +62,7 @@ def test_arrivals_that_do_not_wait_for_loads_are_found(monkeypatch):
     """Without `one_after`, both overtook loads on GPUs: kernels hung, or multiplied another tile's operand."""
     for module in (tiles, block_scaled):
         monkeypatch.setattr(module, "one_after", lambda *values: Int32(1))
-    drawn, stage = compile_and_disassemble(COVERING[0], tool("nvdisasm"), tool("cuobjdump")).unsafe_releases
+    drawn, stage = report(COVERING[0], tool("nvdisasm"), tool("cuobjdump"))[-1]  # not kept: the sources are the same
     for found in (drawn, stage):
         assert re.match(r"\w+ SYNCS\.ARRIVE\.TRANS64\.RED\.ART0 .* during \w+ LDS", found)
 

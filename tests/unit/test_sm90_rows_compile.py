@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from kept import contents, kept
 
+from fusedmoe.kernels.cache_key import key
 from fusedmoe.kernels.sm90 import row_functions
 
 cutlass = pytest.importorskip("cutlass")
@@ -37,6 +39,13 @@ def disassembler():
 
 def disassembled(kernel, monkeypatch, tmp_path):
     """Compile a kernel; the instructions of each of its launches, by the launch's name."""
+    tool = disassembler()
+    text = kept(["SASS", key(kernel), *contents(tool)], lambda: sass(kernel, tool, monkeypatch, tmp_path)).decode()
+    _, *launches = re.split(r"^\.text\.kernel_cutlass_", text, flags=re.MULTILINE)
+    return {LAUNCH.match(launch)[1]: INSTRUCTION.findall(launch) for launch in launches}
+
+
+def sass(kernel, tool, monkeypatch, tmp_path):
     plain = cute.compile
 
     def keeping(*args, options, **kwargs):
@@ -47,9 +56,7 @@ def disassembled(kernel, monkeypatch, tmp_path):
         cubin = kernel.compile().__cubin__
     file = tmp_path / "kernel.cubin"
     file.write_bytes(cubin)
-    text = subprocess.run([disassembler(), "-c", file], capture_output=True, text=True, check=True).stdout
-    _, *launches = re.split(r"^\.text\.kernel_cutlass_", text, flags=re.MULTILINE)
-    return {LAUNCH.match(launch)[1]: INSTRUCTION.findall(launch) for launch in launches}
+    return subprocess.run([tool, "-c", file], capture_output=True, check=True).stdout
 
 
 @pytest.fixture
