@@ -238,10 +238,18 @@ def same_bits(rank, folder, counts, most, settings, calls, dtype=torch.float32, 
     return different, beside
 
 
-@pytest.mark.parametrize("most", [None, MOST], ids=["agreed", "max_tokens"])
-@pytest.mark.parametrize("counts", TOKENS.values(), ids=TOKENS)
-def test_no_bit_depends_on_when_it_runs(ranks, folder, counts, most):
-    for different, beside in ranks.run(same_bits, folder, counts, most, {}, tuple(CALLS)):
+@pytest.mark.parametrize(
+    ("tokens", "most"),
+    [
+        *(("even", None), ("uneven", MOST), ("none on one rank", None), ("none", MOST)),
+        *(
+            pytest.param(*how, marks=pytest.mark.slow)
+            for how in (("even", MOST), ("uneven", None), ("none on one rank", MOST), ("none", None))
+        ),
+    ],
+)
+def test_no_bit_depends_on_when_it_runs(ranks, folder, tokens, most):
+    for different, beside in ranks.run(same_bits, folder, TOKENS[tokens], most, {}, tuple(CALLS)):
         assert not different
         assert all(beside)
         assert len(beside) == 2 * (len(CALLS) + 2)  # two of the calls run again in the backward pass

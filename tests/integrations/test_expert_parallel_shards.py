@@ -558,7 +558,7 @@ def plain_checkpoint(tmp_path_factory):
     return folder, in_one(folder, load=False)
 
 
-@pytest.mark.parametrize("kind", ["ddp4", "ddp2x2", "fsdp2x2"])
+@pytest.mark.parametrize("kind", [pytest.param("ddp4", marks=pytest.mark.slow), "ddp2x2", "fsdp2x2"])
 def test_a_checkpoint_is_loaded_by_any_number_of_ranks(four, plain_checkpoint, tmp_path, kind):
     before, after = plain_checkpoint[1]
     same(four.run(saved, kind, tmp_path)[0], before, 1e-12)

@@ -86,7 +86,7 @@ def test_one_graph_for_every_routing(family):
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")  # of grouped_mm
-@pytest.mark.parametrize("implementation", ["grouped_mm", "fusedmoe"])
+@pytest.mark.parametrize("implementation", [pytest.param("grouped_mm", marks=pytest.mark.slow), "fusedmoe"])
 @pytest.mark.parametrize("family", BREAKS_BY_ITSELF)
 def test_what_breaks_a_graph_by_itself(family, implementation):
     if family not in moe_families.family_names():

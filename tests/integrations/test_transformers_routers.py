@@ -296,8 +296,14 @@ def weights_in_place(tiny):
     first(tiny)[1].register_forward_hook(halve)
 
 
-@pytest.mark.parametrize("how", ["training", "inference", "compiled"])
-@pytest.mark.parametrize("hook", [tokens_of_the_router_alone, weights_in_place])
+@pytest.mark.parametrize(
+    ("hook", "how"),
+    [
+        *((hook, how) for hook in (tokens_of_the_router_alone, weights_in_place) for how in ("training", "inference")),
+        (tokens_of_the_router_alone, "compiled"),
+        pytest.param(weights_in_place, "compiled", marks=pytest.mark.slow),
+    ],
+)
 def test_hooks_of_a_router_that_change_tokens_or_results(hook, how):
     torch._dynamo.reset()
     tiny = built("glm4_moe")

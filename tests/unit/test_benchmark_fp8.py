@@ -259,7 +259,7 @@ def test_shapes_that_are_measured():
 
 
 @pytest.mark.usefixtures("builtin_rules")
-@pytest.mark.parametrize("shape", [LAYER, ROWS], ids=lambda shape: shape.name)
+@pytest.mark.parametrize("shape", [pytest.param(LAYER, marks=pytest.mark.slow), ROWS], ids=lambda shape: shape.name)
 def test_a_layer_has_rows_errors_and_a_plan(shape):
     entry = layers.measure(shape, CountingTimer(), CountingTimer(), CPU)
     assert entry["layer"] == ("MoE" if shape is LAYER else "experts")
@@ -287,7 +287,7 @@ def test_a_layer_has_rows_errors_and_a_plan(shape):
 
 
 @pytest.mark.usefixtures("builtin_rules")
-@pytest.mark.parametrize("shape", [LAYER, ROWS], ids=lambda shape: shape.name)
+@pytest.mark.parametrize("shape", [pytest.param(LAYER, marks=pytest.mark.slow), ROWS], ids=lambda shape: shape.name)
 def test_a_layer_with_one_scale_per_expert(shape):
     entry = layers.measure(shape, CountingTimer(), CountingTimer(), CPU, recipes=("bf16", *layers.BY_EXPERT))
     assert not any(row["note"] for row in entry["rows"])
@@ -498,6 +498,7 @@ def test_a_part_that_raises_is_recorded_and_the_run_goes_on(tmp_path, monkeypatc
 
     monkeypatch.setattr(products, "measure", raises)
     monkeypatch.setattr(layers, "of_layer", raises)
+    monkeypatch.setattr(layers, "RECIPES", layers.RECIPES[:2])
     chosen = run.Chosen([], [ROWS], [], [LAYER, ROWS], [LAYER])
     found = json.loads(run.run(chosen, TIMERS, TOP, CPU, tmp_path, reps=3, seconds=0.0).read_text())
     assert {name: failed["why"] for name, failed in found["failed"].items()} == {

@@ -232,7 +232,7 @@ def emulator(monkeypatch):
         yield gpu
 
 
-@pytest.mark.parametrize("bias", [False, "trained"], ids=["", "gate and up"])
+@pytest.mark.parametrize("bias", [pytest.param(False, marks=pytest.mark.slow), "trained"], ids=["", "gate and up"])
 def test_the_kernel_quantizes_what_the_products_read(bias, emulator):
     """Weights, rows and gradients; with trained biases, also rows and gradients between the layers."""
     count, splits = 44, (20, 0, 19, 1)

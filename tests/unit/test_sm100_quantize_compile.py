@@ -22,11 +22,18 @@ KERNELS = [
 ]
 WEIGHTS = [QuantizePackedWeight("bf16", True, *form) for form in FORMS]
 WEIGHTS += [QuantizePackedWeight("fp16", False, True, True)]
-ARCHES = ("sm_90a", "sm_100a", "sm_103a")
 
 
-@pytest.mark.parametrize("arch", ARCHES)
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.symbol)
+def on_each_architecture(kernels, others):
+    """(kernel, architecture): all kernels on one architecture, and one of them on the others, in every run."""
+    return [
+        pytest.param(k, arch, marks=[pytest.mark.slow] if arch in others and k is not kernels[0] else [],
+                     id=f"{k.symbol}-{arch}")
+        for k in kernels for arch in ("sm_100a", *others)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kernel", "arch"), on_each_architecture(KERNELS, ("sm_90a", "sm_103a")))
 def test_compiles(kernel, arch, instructions):  # noqa: F811
     (code,) = instructions(replace(kernel, arch=arch)).values()
     assert starting(code, "EXIT")
@@ -45,8 +52,7 @@ def test_compiles(kernel, arch, instructions):  # noqa: F811
     assert len(starting(code, "F2FP.SATFINITE")) == forms * STRIP * VECTOR // 2
 
 
-@pytest.mark.parametrize("arch", ARCHES[:2])
-@pytest.mark.parametrize("kernel", WEIGHTS, ids=lambda k: k.symbol)
+@pytest.mark.parametrize(("kernel", "arch"), on_each_architecture(WEIGHTS, ("sm_90a",)))
 def test_weights_compile(kernel, arch, instructions):  # noqa: F811
     (code,) = instructions(replace(kernel, arch=arch)).values()
     assert starting(code, "EXIT")

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl, which compiles the kernels")
 pytest.importorskip("tvm_ffi", reason="needs apache-tvm-ffi, as the kernels do")
 
-from test_sm100_quantize_compile import ARCHES, instructions, starting  # noqa: F401  (a fixture)
+from test_sm100_quantize_compile import instructions, on_each_architecture, starting  # noqa: F401  (a fixture)
 
 from fusedmoe.formats.groups import PACKED_ROWS
 from fusedmoe.kernels.sm90.quantize import STRIP
@@ -26,8 +26,7 @@ KERNELS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("arch", ARCHES)
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.symbol)
+@pytest.mark.parametrize(("kernel", "arch"), on_each_architecture(KERNELS, ("sm_90a", "sm_103a")))
 def test_compiles(kernel, arch, instructions):  # noqa: F811
     (code,) = instructions(replace(kernel, arch=arch)).values()
     assert starting(code, "EXIT")

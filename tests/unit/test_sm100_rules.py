@@ -76,8 +76,8 @@ APART_BACKWARD = [QUANTIZE_GRAD, WGRAD, DGRAD, DACTIVATION, QUANTIZE_GRAD, WGRAD
     ("act", "scale", "bias"),
     [
         (swiglu, False, False), (swiglu, True, False), (swiglu, False, "frozen"), (swiglu, True, "frozen"),
-        (clamped, True, False), (clamped, True, "frozen"), (fm.SquaredReLU, False, False),
-        (fm.SquaredReLU, True, False),
+        pytest.param(clamped, True, False, marks=pytest.mark.slow), (clamped, True, "frozen"),
+        pytest.param(fm.SquaredReLU, False, False, marks=pytest.mark.slow), (fm.SquaredReLU, True, False),
     ],
 )  # fmt: skip
 def test_whole_chains(act, scale, bias, launches):

@@ -22,7 +22,14 @@ FORWARD = [Activate(*kind) for kind in KINDS]
 BACKWARD = [ActivateBackward(*kind, kind[-1] is not None, i % 2 == 0) for i, kind in enumerate(KINDS)]
 
 
-@pytest.mark.parametrize("kernel", [*FORWARD, *BACKWARD], ids=lambda k: k.symbol)
+COVERING = [*FORWARD[::2], *BACKWARD[1::2]]  # each kind once
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [*COVERING, *(pytest.param(k, marks=pytest.mark.slow) for k in (*FORWARD, *BACKWARD) if k not in COVERING)],
+    ids=lambda k: k.symbol,
+)
 def test_rows_move_16_bytes_a_lane_with_several_loads_in_flight(kernel, monkeypatch, tmp_path):
     (code,) = disassembled(kernel, monkeypatch, tmp_path).values()
     assert not starting(code, ("STL", "LDL", "CALL", "ATOMG", "RED."))

@@ -36,7 +36,15 @@ KERNELS = [*ROWS, *WEIGHTS, *OTHERS]
 REGISTERS_PER_SM = 1 << 16
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.symbol)
+# both forms of rows in each way, one form in one way
+COVERING = [ROWS[2], ROWS[5], *ROWS[6:], *WEIGHTS, *OTHERS]
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [*COVERING, *(pytest.param(k, marks=pytest.mark.slow) for k in KERNELS if k not in COVERING)],
+    ids=lambda k: k.symbol,
+)
 def test_compiles_for_hopper(kernel, instructions):  # noqa: F811
     (code,) = instructions(kernel).values()
     assert starting(code, "EXIT")

@@ -58,7 +58,10 @@ def test_rows_move_16_bytes_a_lane_with_several_loads_in_flight(kernel, monkeypa
         assert len(starting(code, "LDG")) == len(wide) + 2
 
 
-@pytest.mark.parametrize(("slots", "adds"), [(8, True), (4, False), (2, True), (1, False)])
+@pytest.mark.parametrize(
+    ("slots", "adds"),
+    [(8, True), (1, False), *(pytest.param(*how, marks=pytest.mark.slow) for how in ((4, False), (2, True)))],
+)
 def test_a_sum_on_few_sms_copies_most_of_an_sms_shared_memory_at_once(slots, adds, monkeypatch, tmp_path):
     kernel = SumOnFewSms("bf16", slots, adds)
     (code,) = disassembled(kernel, monkeypatch, tmp_path).values()
