@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from chains import CHAINS, H, I, chain, meaning, runtime_inputs
 from hypothesis import given
 from oracles import experts_dense, glu
-from rounding import ROUNDOFF, relative_error
+from rounding import ROUNDOFF, error_of_sums, relative_error
 from strategies import routings, splits_and_rows
 
 import fusedmoe as fm
@@ -96,8 +96,10 @@ def test_torchs_own_grouped_mm_agrees(dtype):
     gate, up = F.grouped_mm(x, w1.mT, offs=offsets).float().chunk(2, dim=-1)
     expected = F.grouped_mm((F.silu(gate) * up).to(dtype), w2.mT, offs=offsets)
     wanted = [expected, *torch.autograd.grad(expected, (x, w1, w2), dy)]
+    # in fp32 the sums of both layers may differ; in bf16 they are rounded to the same number or the next
+    bound = error_of_sums(16, 16) if dtype is torch.float32 else ROUNDOFF[dtype]
     for got, want in zip(found, wanted, strict=True):
-        assert relative_error(got, want.double()) < ROUNDOFF[dtype]
+        assert relative_error(got, want.double()) < bound
 
 
 def test_two_scales_of_different_names():

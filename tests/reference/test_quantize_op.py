@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from oracles import expert_rows
-from rounding import relative_error
+from rounding import error_of_sums, relative_error
 from torch import nn
 
 import fusedmoe as fm
@@ -681,7 +681,7 @@ def test_hooks_make_it_a_module_of_its_own():
     seen = []
     handle = chain[1].register_forward_hook(lambda module, args, output: seen.append(output))
     y = chain(x)
-    assert torch.equal(y, expected)
+    assert close(y, expected, 2 * error_of_sums(K // 2))  # the layer multiplies values in place of codes and scales
     assert torch.equal(seen[0], fm.quantize(chain[0](x).detach(), ROLES["mxfp8"].input).dequantize())
     y.sum().backward()
     assert x.grad.any()
