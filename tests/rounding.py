@@ -28,3 +28,11 @@ def error_of_sums(*lengths, dtype=torch.float32):
     This assumes that few large terms do not cancel.
     """
     return sum(n**0.5 for n in lengths) * ROUNDOFF[dtype]
+
+
+def error_of_roundings(count, dtype):
+    """``sqrt(count / 3) * u``, the bound of `relative_error` of many numbers that were rounded one after the other.
+
+    The errors of a rounding are spread evenly over -u to u times a power of two that is at most the number.
+    """
+    return (count / 3) ** 0.5 * ROUNDOFF[dtype]
