@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from rounding import ROUNDOFF, relative_error
+from rounding import ROUNDOFF, error_of_sums, relative_error
 from torch import nn
 
 import fusedmoe as fm
@@ -128,7 +128,8 @@ def test_gradients_alone_have_the_dtypes_of_what_they_belong_to(dtype, frozen, a
     assert len(grads) == {"nothing": 3, "parameters": 1, "x": 2}[frozen]
     for got, want in zip(grads, expected, strict=True):
         assert got.dtype is want.dtype
-        assert relative_error(got, want.double()) < 4 * ROUNDOFF[dtype]
+        bound = 4 * ROUNDOFF[dtype] if dtype is torch.bfloat16 else 2 * error_of_sums(HIDDEN, T)  # of both
+        assert relative_error(got, want.double()) < bound
 
 
 def test_alone_no_gradient_of_the_rows_arrives(monkeypatch):
@@ -252,7 +253,8 @@ def test_a_router_in_fp32_and_tokens_in_any_dtype(dtype):
     expected = torch.autograd.grad(exact(exact_x), exact_wanted, dy.double())
     for tensor, got, want in zip(wanted, found, expected, strict=True):
         assert got.dtype is tensor.dtype
-        assert relative_error(got, want) < 4 * ROUNDOFF[dtype]
+        bound = 4 * ROUNDOFF[dtype] if dtype is torch.bfloat16 else error_of_sums(HIDDEN, HIDDEN, T)
+        assert relative_error(got, want) < bound
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
