@@ -1,5 +1,6 @@
-"""What the tests compile, kept between runs in `.pytest_cache`, by everything that determines it."""
+"""Results of compilers, kept between runs in `.pytest_cache`, by everything that determines them."""
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -22,9 +23,10 @@ def kept(parts, make):
     file = FOLDER / hashlib.sha256(repr(parts).encode()).hexdigest()
     with open(file.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if file.exists():
-            file.touch()
-            return file.read_bytes()
+        with contextlib.suppress(FileNotFoundError):
+            found = file.read_bytes()
+            os.utime(file)
+            return found
         made = make()
         new = file.with_suffix(".new")
         new.write_bytes(made)
@@ -35,8 +37,9 @@ def kept(parts, make):
 
 def remove_unused():
     for file in FOLDER.iterdir():
-        if file.stat().st_mtime < time.time() - UNUSED_SECONDS:
-            file.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # another process may remove it
+            if file.suffix != ".lock" and file.stat().st_mtime < time.time() - UNUSED_SECONDS:
+                file.unlink()
 
 
 def versions(*distributions):

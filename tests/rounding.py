@@ -25,7 +25,7 @@ def error_of_sums(*lengths, dtype=torch.float32):
 
     A sum of n products has n roundings of at most u times a partial sum. They are independent, so the norm of their
     sum grows with the square root of n (Higham and Mary, "A new approach to probabilistic rounding error analysis").
-    This assumes that few large terms do not cancel.
+    It does not hold if a few large terms cancel each other.
     """
     return sum(n**0.5 for n in lengths) * ROUNDOFF[dtype]
 

@@ -4,6 +4,7 @@ import enum
 import functools
 import pickle
 import tempfile
+import types
 from pathlib import Path
 from typing import ClassVar
 
@@ -136,7 +137,9 @@ class Key:
         if isinstance(value, dict):
             return tuple((k, self.of(v)) for k, v in value.items())
         if callable(value) and hasattr(value, "__code__"):
-            return (value.__code__.co_code, value.__code__.co_consts)
+            return self.of((value.__code__, [cell.cell_contents for cell in value.__closure__ or ()]))
+        if isinstance(value, types.CodeType):
+            return (value.co_code, value.co_names, self.of(value.co_consts))
         if isinstance(value, cute.SymInt):
             number, _ = self.symbols.setdefault(id(value), (len(self.symbols), value))
             return ("symbol", number, value._width, value._divisibility)

@@ -30,7 +30,7 @@ ASYNCHRONOUS_WRITES = ("cp.async.bulk.tensor", "st.async")
 
 @dataclass
 class Found:
-    """What `find` has found, by the numbers of the instructions."""
+    """The result of `find`, by the numbers of the instructions."""
 
     loads: set[int] = field(default_factory=set)
     orders: dict[int, frozenset[int]] = field(default_factory=dict)  # an instruction -> loads that it orders
@@ -197,9 +197,9 @@ class Loads:
 
     def release(self, machine):
         """All loads until now were outstanding at an arrival."""
-        if self.released < self.issued and self.outstanding:
-            self.released = self.issued
-            machine.add_work(self.work, functools.partial(self.finish, self.issued))
+        for count in range(max(self.released, self.finished) + 1, self.issued + 1):
+            machine.add_work(self.work, functools.partial(self.finish, count))
+        self.released = self.issued
 
     def finish(self, count):
         """Complete the first `count` loads that were issued."""
@@ -210,7 +210,8 @@ class Loads:
     def order(self, numbers):
         """Complete the loads of these instructions, and all before them. Return False if the warp has to wait."""
         count = next((n for n in range(len(self.outstanding), 0, -1) if self.outstanding[n - 1].number in numbers), 0)
-        if count and self.finished < self.released:
+        needed = self.finished + count
+        if self.finished < min(needed, self.released):
             return False
-        self.finish(self.finished + count)
+        self.finish(needed)
         return True

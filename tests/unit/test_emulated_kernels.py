@@ -14,7 +14,6 @@ import torch
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl, which compiles the kernels")
 pytest.importorskip("tvm_ffi", reason="needs apache-tvm-ffi, as the kernels do")
 
-import cutlass
 import test_sm90_activation as activations
 import test_sm90_fp8 as fp8
 import test_sm90_fp8_wgrad as fp8_wgrad
@@ -27,8 +26,7 @@ import test_sm90_router as router
 import test_sm90_rows as rows
 import test_sm90_slots as slots
 import test_sm100_quantize as packed
-from cutlass import Float32, Int32, const_expr, cute, pipeline
-from cutlass.cute.nvgpu import warpgroup
+from cutlass import Int32
 from emulator.barriers import EmulationError
 from emulator.gpu import emulated
 from poison import nan_in_new_tensors
@@ -38,7 +36,6 @@ from fusedmoe.fusion import candidates
 from fusedmoe.kernels.options import KernelOptions
 from fusedmoe.kernels.sm90 import block_scaled, block_scaled_functions, block_scaled_k_functions, functions
 from fusedmoe.kernels.sm90 import tiles as scheduler
-from fusedmoe.kernels.sm90.block_scaled import MATH_WARPGROUPS, TURN_BARRIER, WARPGROUP, WAVE_VALUES
 from fusedmoe.kernels.sm90.choice import CO_256, CO_256_ROWS, CO_256_TALL, PP_128, PP_192, PP_192_TALL
 from fusedmoe.kernels.sm90.slot_functions import bind_gather_rows, bind_row_dots, bind_slot_values, bind_sum_slots
 
@@ -57,6 +54,11 @@ def gpu():
         yield machine
 
 
+def slow(*values):
+    """Values of a case that `make test` leaves out: quicker ones, or the whole layers, run the same kind of kernel."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
@@ -71,13 +73,13 @@ def tiles(monkeypatch):
     ("make", "config", "settings"),
     [
         (products.plain, PP_192, {"biased": True, "scale": FP32}),
-        (products.plain, CO_256, {"major": "n"}),
-        (products.plain, PP_192, {"dtype": FP16, "major": "n"}),
-        (products.activation, PP_192, {}),
+        slow(products.plain, CO_256, {"major": "n"}),
+        slow(products.plain, PP_192, {"dtype": FP16, "major": "n"}),
+        slow(products.activation, PP_192, {}),
         (products.activation, CO_256, {"a": products.ACTIVATIONS["gpt-oss"], "biased": True}),
-        (products.activation, PP_128, {"a": products.ACTIVATIONS["geglu_tanh"], "major": "n", "keep": False}),
-        (products.derivative, PP_192, {}),
-        (products.derivative, PP_128, {"a": products.ACTIVATIONS["gpt-oss"], "scale": BF16}),
+        slow(products.activation, PP_128, {"a": products.ACTIVATIONS["geglu_tanh"], "major": "n", "keep": False}),
+        slow(products.derivative, PP_192, {}),
+        slow(products.derivative, PP_128, {"a": products.ACTIVATIONS["gpt-oss"], "scale": BF16}),
         (products.derivative, PP_192, {"a": products.ACTIVATIONS["squared_relu"], "scale": None, "gradient": False}),
         (products.wgrad, PP_192, {}),
         (products.wgrad, CO_256, {"out": FP32, "accumulate": True}),
@@ -94,7 +96,7 @@ def test_products(make, config, settings, tiles, gpu):
 
 
 @pytest.mark.parametrize(
-    ("make", "config"), [(gather.plain, CO_256), (gather.activation, PP_128), (gather.derivative, PP_192)]
+    ("make", "config"), [(gather.plain, CO_256), slow(gather.activation, PP_128), slow(gather.derivative, PP_192)]
 )
 def test_products_of_gathered_rows(make, config, tiles):
     """The same bits as with rows that were copied before."""
@@ -102,7 +104,7 @@ def test_products_of_gathered_rows(make, config, tiles):
     make(**SMALL).check()
 
 
-@pytest.mark.parametrize(("gathered", "config"), [("grad_output", CO_256), ("x", PP_192_TALL)])
+@pytest.mark.parametrize(("gathered", "config"), [("grad_output", CO_256), slow("x", PP_192_TALL)])
 def test_weight_gradients_of_gathered_rows(gathered, config, tiles):
     tiles(config)
     gather_k.Problem(gathered, **SMALL).check()
@@ -116,7 +118,7 @@ def test_schedules_change_no_bit(schedule, tiles):
     assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "deepseek-v3", "qwen2, fp32 weight"])
+@pytest.mark.parametrize("name", [slow("qwen3"), slow("deepseek-v3"), "qwen2, fp32 weight"])
 def test_the_router(name):
     router.test_choices_weights_counts_and_sums(CPU, router.CASES[name], 33)
 
@@ -150,17 +152,25 @@ def test_weight_gradients_of_fp8_codes_beside_a_sum(monkeypatch, gpu):
 
 
 def test_products_of_fp8_codes(monkeypatch):
-    """Of rows in E4M3, of gradients in E5M2, with gate and up, and with the codes of the result."""
+    """Of rows in E4M3, and of gradients in E5M2."""
     monkeypatch.setattr(block_scaled_functions, "choose", lambda problem: CO_256)
     fp8.plain(**SMALL, n=272, k=144, biased=True, scale=True, exact=True).check()
+    monkeypatch.setattr(block_scaled_functions, "choose", lambda problem: CO_256_ROWS)
+    fp8.plain(**SMALL, n=144, k=272, dtype="e5m2").check()
+
+
+@pytest.mark.slow
+def test_products_of_fp8_codes_and_activations(monkeypatch):
+    """With gate and up, with the codes of the result, and with the derivative."""
+    monkeypatch.setattr(block_scaled_functions, "choose", lambda problem: CO_256)
     x, w = fp8.rows(**SMALL, k=144), fp8.weights(SMALL["splits"], 512, 144)
     y = fp8.check_codes(x, w, SMALL["splits"], products.ACTIVATIONS["swiglu"])
     assert y.any()
     monkeypatch.setattr(block_scaled_functions, "choose", lambda problem: CO_256_ROWS)
-    fp8.plain(**SMALL, n=144, k=272, dtype="e5m2").check()
     fp8.derivative(**SMALL, n=144, k=272).check()
 
 
+@pytest.mark.slow
 def test_a_derivative_in_fp8_codes(monkeypatch):
     """By rows and by columns, with blocks of 128 rows that end at, before and after the last one of an expert."""
     monkeypatch.setattr(block_scaled_functions, "choose", lambda problem: CO_256_ROWS)
@@ -175,19 +185,19 @@ def test_quantized_rows():
         quantized.test_rows_through_an_index(CPU, form)
 
 
-@pytest.mark.parametrize("which", ["mxfp8", "nvfp4 gradient", "row"])
+@pytest.mark.parametrize("which", ["mxfp8", slow("nvfp4 gradient"), slow("row")])
 def test_quantized_rows_of_other_formats(which):
     quantized_formats.test_formats(CPU, which, (-1, -2))
 
 
-@pytest.mark.parametrize("which", ["mxfp8 32x32", "nvfp4 16x16"])
+@pytest.mark.parametrize("which", ["mxfp8 32x32", slow("nvfp4 16x16")])
 def test_square_blocks_and_dequantized_values(which):
     quantized_formats.test_weights(CPU, which, (-1, -2), transposed=True)
     quantized_formats.test_dequantized_weights(CPU, which)
     quantized_formats.test_dequantized_rows(CPU, {"mxfp8 32x32": "mxfp8", "nvfp4 16x16": "nvfp4 rotated"}[which])
 
 
-@pytest.mark.parametrize("form", ["both", "columns"])
+@pytest.mark.parametrize("form", [slow("both"), "columns"])
 def test_quantized_packed_rows(form):
     """For Blackwell: both forms of rows sorted by expert, with a tail of NaN; then of halves, through an index."""
     packed.test_rows_sorted_by_expert(CPU, "around a packed tile", form)
@@ -205,7 +215,12 @@ def test_quantized_weights():
     quantized.test_transposed_codes(CPU, (2, 272, 144))
 
 
-@pytest.mark.parametrize("activation", activations.ACTIVATIONS, ids=str)
+@pytest.mark.parametrize(
+    "activation",
+    # quick: a clamped gate beside up, and an activation with one input
+    [a if (a.interleaved and a.limit) or not a.gated else slow(a) for a in activations.ACTIVATIONS],
+    ids=str,
+)
 def test_activations_of_rows(activation):
     activations.test_results_and_gradients(CPU, activation, BF16, FP32, (70, 264))
     activations.test_rows_further_apart(CPU, activation)
@@ -222,7 +237,7 @@ def test_activations_of_other_rows():
     activations.test_the_bounds_of_a_clamp_are_inside(CPU, activations.CLAMPS[0])
 
 
-@pytest.mark.parametrize("scale", [None, FP32], ids=["", "scale"])
+@pytest.mark.parametrize("scale", [slow(None), FP32], ids=["", "scale"])
 def test_rows_and_slots(scale):
     """Sentinels; more slots of a token than are summed at once, and fewer."""
     for tokens, chosen in ((70, 9), (33, 2)):
@@ -365,53 +380,6 @@ def test_delayed_scaling():
 # ---- kernels whose arrival at a barrier does not wait for loads
 
 
-@cute.jit
-def next_tile(tile, share, lane, turn):
-    """As `tiles.next_tile` for clusters of two, but CTA 1 arrives before it has the number."""
-    drawing = share.drawing
-    if share.dynamic == 0:
-        tile += share.clusters
-    else:
-        drawn = Int32(0)
-        if cute.arch.block_idx_in_cluster() == 0:
-            if lane == 0:
-                drawn = share.clusters + cute.arch.atomic_add(share.counter.iterator, Int32(1))
-                cute.arch.mbarrier_wait(drawing.read, (turn & 1) ^ 1)
-                cute.arch.store_async_dsmem(drawing.word.iterator, drawn, drawing.told, 1)
-        elif lane == 0:
-            cute.arch.mbarrier_arrive_and_expect_tx(drawing.told, 4)
-            cute.arch.mbarrier_wait(drawing.told, turn & 1)
-            drawn = drawing.word[0]
-            cute.arch.mbarrier_arrive(drawing.read, 0)
-        tile = cute.arch.shuffle_sync(drawn, 0)
-    return tile
-
-
-@cute.jit
-def main_loop(self, tiled_mma, acc, r_a, r_b, ab, consumed, tile, group, scales, env):
-    """As `BlockScaled.main_loop`, but a stage is released before the scales have been read."""
-    state = pipeline.PipelineState(self.stages, consumed, consumed % self.stages, consumed // self.stages % 2)
-    tall, wide = cute.size(acc, mode=[1]), cute.size(acc, mode=[2])
-    wave = cute.make_rmem_tensor(cute.make_layout((acc.shape[0], 1, 1)), Float32)
-    tidx, _, _ = cute.arch.thread_idx()
-    source = self.factor_source(scales, tile, group, tidx % WARPGROUP, env)
-    acc.fill(0.0)
-    for _ in cutlass.range(tile.depth, unroll=1):
-        ab.consumer_wait(state)
-        for i in cutlass.range_constexpr(tall):
-            for j in cutlass.range_constexpr(wide):
-                factors = self.factors(source, i, j, state.index)
-                cute.arch.barrier(barrier_id=TURN_BARRIER + group, number_of_threads=MATH_WARPGROUPS * WARPGROUP)
-                self.multiply_wave(tiled_mma, wave, r_a, r_b, i, j, state.index)
-                warpgroup.wait_group(1)
-                self.pass_turn(group)
-                warpgroup.wait_group(0)
-                if const_expr(i == tall - 1 and j == wide - 1):
-                    ab.consumer_release(state)
-                self.promote(acc, WAVE_VALUES * (i + tall * j), wave, factors)
-        state.advance()
-
-
 @pytest.fixture
 def late_copies(monkeypatch):
     """Another emulated GPU, so that kernels are compiled again. Copies and loads complete as late as they can."""
@@ -422,7 +390,7 @@ def late_copies(monkeypatch):
 
 @pytest.mark.usefixtures("late_copies")
 def test_a_tile_number_that_is_overwritten_before_it_is_read(monkeypatch, tiles):
-    monkeypatch.setattr(scheduler, "next_tile", next_tile)
+    monkeypatch.setattr(scheduler, "one_after", lambda *values: Int32(1))
     tiles(PP_192)
     case = products.plain((300, 0, 7, 200), 5, 400, 64)
     for _ in range(3):  # seeds
@@ -435,7 +403,7 @@ def test_a_tile_number_that_is_overwritten_before_it_is_read(monkeypatch, tiles)
 @pytest.mark.usefixtures("late_copies")
 @pytest.mark.parametrize("product", ["wgrad", "plain"])
 def test_scales_that_are_overwritten_before_they_are_read(product, monkeypatch):
-    monkeypatch.setattr(block_scaled.BlockScaled, "main_loop", main_loop)
+    monkeypatch.setattr(block_scaled, "one_after", lambda *values: Int32(1))
     if product == "wgrad":
         monkeypatch.setattr(block_scaled_k_functions, "choose", lambda problem: CO_256)
         case = fp8_wgrad.Problem((1000,))

@@ -122,7 +122,7 @@ class Report(NamedTuple):
 
 def compile_and_disassemble(kernel, nvdisasm, cuobjdump):
     """Runs in a process of its own."""
-    parts = ["report", key(kernel), *contents(__file__, machine_code.__file__, nvdisasm, cuobjdump)]
+    parts = ["report", key(kernel), repr(kernel), *contents(__file__, machine_code.__file__, nvdisasm, cuobjdump)]
     return Report(*json.loads(kept(parts, lambda: json.dumps(report(kernel, nvdisasm, cuobjdump)).encode())))
 
 

@@ -238,15 +238,18 @@ def test_a_fault_of_the_first_of_a_pair(toys):
     assert (item.symbol, differing) == (second.symbol, 1)
 
 
-def test_finished_and_refused_kernels_are_not_repeated(toys):
-    good, other, refused = Toy(), Toy("other"), Toy("refused")
-    request = Request("cpu", (ToyCall(good, other, refused),), {k.symbol: 2 for k in (good, other, refused)})
+def test_finished_kernels_are_not_repeated_and_refused_ones_not_launched(toys):
+    good, other, refused, last = Toy(), Toy("other"), Toy("refused"), Toy("last")
+    kernels = good, other, refused, last
+    request = Request("cpu", (ToyCall(*kernels),), {kernel.symbol: 2 for kernel in kernels})
     request = replace(
         request, done=frozenset({Item("toy_", "zipf", "dynamic")}), refused=frozenset({"toy_refused"})
     )  # fmt: skip
     messages = []
     soak_here(request, messages.append)
     assert [m.item.symbol for m in of_kind(messages, Repeats)] == ["toy_other"]
+    begun = {m.symbol for m in of_kind(messages, Begins)}
+    assert begun == {"", "toy_", "toy_other"}, "the call ends before it launches the refused kernel"
 
 
 def test_repeats_are_divided_among_the_launches_of_a_call(toys):

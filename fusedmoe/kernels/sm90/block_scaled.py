@@ -98,7 +98,9 @@ class BlockScaled(Gemm):
         raise NotImplementedError
 
     def from_stage(self, factors) -> list[Any]:
-        """The factors that were read from the stage last: once they are in registers, all are."""
+        """The factors that the last wave of a stage read last. Loads of a warp complete in order, so once these are in
+        registers, all are.
+        """
         raise NotImplementedError
 
     def promote(self, acc, first: int, wave, factors):

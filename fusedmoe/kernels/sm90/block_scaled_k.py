@@ -248,7 +248,10 @@ class BlockScaledRaggedK(BlockScaled, RaggedK):
         return Factors(rows, columns)
 
     def from_stage(self, factors):
-        return [factors.rows[0], factors.rows[1]]
+        last = [factors.rows[0], factors.rows[1]]
+        if self.config.blocks == 1:  # else an earlier wave has read the columns
+            last.append(factors.columns[1, PAIRS - 1])
+        return last
 
     def promote(self, acc, first, wave, factors):
         for v in range(WAVE_VALUES):  # two of one row, two of the other

@@ -71,9 +71,9 @@ def inclusive_sum(value, lane):
 def one_after(*values: Int32 | Float32) -> Int32:
     """Return 1, computed from the bits of these values.
 
-    As the count of an arrival, it orders the arrival after the loads of the values. Nothing else does, in the shared
-    memory of another CTA and at the scope of a CTA: the hardware may perform an arrival while an earlier load is
-    outstanding, and ptxas moves uses of the loaded value past the arrival. An arrival at the scope of the cluster has a
+    As the count of an arrival, it orders the arrival after the loads of the values. Without it, the hardware may
+    perform an arrival in the shared memory of another CTA while an earlier load is outstanding. A use of a loaded value
+    before the arrival does not help: ptxas moves it past the arrival. An arrival at the scope of the cluster has a
     fence for all memory, with which the schedule of short tiles takes up to a fifth longer.
 
     Compilers cannot know the result. It is 1 because grids have an extent of 1 along z.

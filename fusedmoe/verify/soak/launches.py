@@ -8,7 +8,7 @@ device compares and counts; the host waits once per batch of repeats.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fusedmoe.kernels.compiler import Function
     from fusedmoe.kernels.kernel import Kernel
 
-__all__ = ["Launches", "OtherWork", "Recorder", "Repeated", "repeat"]
+__all__ = ["Launches", "OtherWork", "Recorder", "RefusedError", "Repeated", "repeat"]
 
 BATCH = 50
 """Repeats per batch: far less than a second."""
@@ -137,6 +137,10 @@ class Launches:
         return found
 
 
+class RefusedError(Exception):
+    """A launch of a kernel that hangs or ends the process, which is not launched again."""
+
+
 class Recorder:
     """Records launches while `recording` is active.
 
@@ -146,10 +150,14 @@ class Recorder:
         Whether the launches of a symbol are recorded.
     begins
         Called with the symbol of a launch before it, and with an empty text after it has ended.
+    refused
+        The symbols whose launches raise `RefusedError`.
     """
 
-    def __init__(self, wants: Callable[[str], bool], begins: Callable[[str], None]) -> None:
-        self._wants, self._begins = wants, begins
+    def __init__(
+        self, wants: Callable[[str], bool], begins: Callable[[str], None], refused: Collection[str] = ()
+    ) -> None:
+        self._wants, self._begins, self._refused = wants, begins, refused
         self._found: list[Launches] | None = None
         self._last: Launches | None = None
         self.seen: set[str] = set()
@@ -178,6 +186,8 @@ class Recorder:
     def _record(self, kernel: Kernel, function: Function, arguments: tuple[Any, ...]) -> None:
         assert self._found is not None
         symbol = kernel.symbol
+        if symbol in self._refused:
+            raise RefusedError(symbol)
         self.seen.add(symbol)
         self._begins(symbol)
         last, self._last = self._last, None

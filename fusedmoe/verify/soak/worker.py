@@ -19,7 +19,7 @@ import torch
 from fusedmoe.kernels import compiler
 from fusedmoe.kernels.sm90 import block_scaled_functions, block_scaled_k_functions, functions
 from fusedmoe.kernels.sm90.choice import Problem, candidates
-from fusedmoe.verify.soak.launches import OtherWork, Recorder, repeat
+from fusedmoe.verify.soak.launches import OtherWork, Recorder, RefusedError, repeat
 from fusedmoe.verify.soak.layers import DISTRIBUTIONS, MadeLayer
 from fusedmoe.verify.soak.results import wrong_results
 
@@ -94,7 +94,7 @@ class Made(Protocol):
 
 
 class Subject(Protocol):
-    """What is run to record its launches, and the number of candidate tiles that it runs with."""
+    """A layer or function whose launches are recorded, and the number of candidate tiles that it runs with."""
 
     @property
     def name(self) -> str: ...
@@ -107,7 +107,7 @@ class Subject(Protocol):
 
 @dataclass(frozen=True)
 class Request:
-    """What the process is to do.
+    """The task of the process.
 
     Attributes
     ----------
@@ -194,13 +194,15 @@ class _Worker:
 
     def __post_init__(self) -> None:
         self.device = torch.device(self.request.device)
-        self.recorder = Recorder(self._is_left, self._begins)
+        self.recorder = Recorder(self._is_left, self._begins, self.request.refused)
         self.other = OtherWork(self.device) if self.device.type == "cuda" else None
         self.done |= self.request.done
 
     def soak(self, subject: Subject) -> None:
         """Soak all launches of a layer or function that are not done."""
         self.where = subject.name
+        if self.where in self.request.refused:
+            return
         self._begins()
         made = self._attempt(lambda: subject.make(self.device))
         if made is None:
@@ -225,8 +227,11 @@ class _Worker:
         """Return the symbols of all launches of a call."""
         call = made.call(*self.case)  # type: ignore[arg-type]
         with self.recorder.recording() as found:
-            got = made.results(call)
-        if found and isinstance(made, MadeLayer):
+            try:
+                got = made.results(call)
+            except RefusedError:  # the launches before it are repeated
+                got = None
+        if got is not None and found and isinstance(made, MadeLayer):
             for problem in wrong_results(call, got, made.expected(call)):
                 self.send(Wrong("", self.where, problem))
         del got
