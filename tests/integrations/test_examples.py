@@ -245,6 +245,7 @@ def test_the_changes_except_dropout_do_not_change_the_result():
 needs_distributed = pytest.mark.skipif(not dist.is_available(), reason="torch is built without distributed")
 
 
+@pytest.mark.slow
 @needs_distributed
 @pytest.mark.distributed
 def test_two_ranks_share_the_experts():

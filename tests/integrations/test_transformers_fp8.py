@@ -156,6 +156,7 @@ def test_routers_run_in_one_chain_with_experts_in_fp8(calls):
     assert group.explanation.steps[0].ops == ("router.Router",)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_computes_the_same():
     tiny = fp8_model("qwen3_moe", num_hidden_layers=2)
     want, want_grads = results(tiny)

@@ -491,6 +491,7 @@ def test_a_whole_run_writes_its_file(tmp_path, monkeypatch, capsys):
     assert nothing.count(page.NO_TENSOR) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("stand_ins")
 def test_a_part_that_raises_is_recorded_and_the_run_goes_on(tmp_path, monkeypatch):
     def raises(*_, **__):

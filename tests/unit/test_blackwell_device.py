@@ -64,7 +64,7 @@ PROBLEMS = {
 }
 
 
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "SwiGLU" else pytest.mark.slow) for n in PROBLEMS])
 def test_an_expert_mlp_equals_the_same_arithmetic_and_the_emulation(name, launches):
     p, op = PROBLEMS[name]
     results = through_kernels(p, GLUE)

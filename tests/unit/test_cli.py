@@ -163,6 +163,7 @@ def test_a_reader_that_leaves_ends_the_run_quietly(tmp_path):
     assert "Exception" not in err
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_output_onto_a_full_disk_is_said_in_one_line(tmp_path):
     with open("/dev/full", "w") as full:

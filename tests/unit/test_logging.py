@@ -244,6 +244,7 @@ def test_fusedmoe_log_fusion_debug():
     assert "DEBUG fusedmoe.fusion.planner:   toy.gemm_glu at forward [0, 2): toy.gemm_glu: FUSED" in done.stderr
 
 
+@pytest.mark.slow
 def test_fusedmoe_log_with_a_bad_value_does_not_break_the_import():
     done = run(FUSEDMOE_LOG="1,fusion")
     assert done.returncode == 0, done.stderr
@@ -270,6 +271,7 @@ def test_torch_logs_with_a_plus_is_for_debugging():
     assert "toy.gemm_glu at forward [0, 2): toy.gemm_glu: FUSED" in done.stderr
 
 
+@pytest.mark.slow
 def test_torch_logs_without_a_sign_is_for_information():
     done = run("import fusedmoe\n" + SCRIPT, TORCH_LOGS="fusedmoe")  # whichever is imported first
     assert done.returncode == 0, done.stderr

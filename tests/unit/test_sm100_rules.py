@@ -75,7 +75,9 @@ APART_BACKWARD = [QUANTIZE_GRAD, WGRAD, DGRAD, DACTIVATION, QUANTIZE_GRAD, WGRAD
 @pytest.mark.parametrize(
     ("act", "scale", "bias"),
     [
-        (swiglu, False, False), (swiglu, True, False), (swiglu, False, "frozen"), (swiglu, True, "frozen"),
+        (swiglu, False, False), (swiglu, True, "frozen"),
+        pytest.param(swiglu, True, False, marks=pytest.mark.slow),
+        pytest.param(swiglu, False, "frozen", marks=pytest.mark.slow),
         pytest.param(clamped, True, False, marks=pytest.mark.slow), (clamped, True, "frozen"),
         pytest.param(fm.SquaredReLU, False, False, marks=pytest.mark.slow), (fm.SquaredReLU, True, False),
     ],

@@ -30,7 +30,12 @@ KERNELS = [
 ]
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.symbol)
+QUICK = [KERNELS[i] for i in (0, 2, 4, 6, 7, 8, 10)]  # each class
+
+
+@pytest.mark.parametrize(
+    "kernel", [pytest.param(k, marks=() if k in QUICK else pytest.mark.slow) for k in KERNELS], ids=lambda k: k.symbol
+)
 def test_compiles_for_hopper_without_spills(kernel, monkeypatch, tmp_path):
     launches = disassembled(kernel, monkeypatch, tmp_path)
     chunked = isinstance(kernel, Route) and kernel.chunked
