@@ -4,15 +4,17 @@ Sections: ``host`` (host overhead of the framework), ``layer`` (the whole layer,
 dense MLP), ``kernels`` (each kernel), ``mlp`` (the expert MLP through the public API), ``activations`` (activations
 apart from products), ``recipes`` (the expert MLP under each recipe), ``deepgemm`` (DeepGEMM's products, in a separate
 environment), ``tiles`` (every tile configuration for many layers, about five minutes), ``transformers`` (a stack of
-decoder layers), ``fp8`` (training under ``fp8_block`` and ``fp8_tensor``: kernels, whole layers, unfused FP8), ``ep``
-(expert parallelism, started by ``torchrun --nproc-per-node P -m benchmarks --only ep``), ``ep-model`` (expert
-parallelism on up to 512 GPUs, on paper).
+decoder layers), ``train`` (training of whole models on text, about five minutes per model), ``train-recipes`` (losses
+of training under FP8 recipes), ``fp8`` (training under ``fp8_block`` and ``fp8_tensor``: kernels, whole layers, unfused
+FP8), ``ep`` (expert parallelism, started by ``torchrun --nproc-per-node P -m benchmarks --only ep``), ``ep-model``
+(expert parallelism on up to 512 GPUs, on paper).
 The default is ``host``, and with a GPU also ``layer``, ``kernels`` and ``mlp``.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -22,10 +24,15 @@ from benchmarks import ep, ep_run, gpu, host, layer, layer_run, page, shapes, st
 from benchmarks.ceiling import ceiling
 from benchmarks.fp8 import run as fp8
 from benchmarks.results import ROOT, machine, write
+from benchmarks.train import models as train_models
+from benchmarks.train import recipes as train_recipes
+from benchmarks.train import run as train_run
 from fusedmoe.bench.timing import GpuTimer
 
 WITHOUT_GPU = ("host", "ep", "ep-model")
-SECTIONS = ("host", "layer", *gpu.SECTIONS, "tiles", "transformers", "fp8", "ep", "ep-model")
+SECTIONS = (
+    "host", "layer", *gpu.SECTIONS, "tiles", "transformers", "train", "train-recipes", "fp8", "ep", "ep-model",
+)  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -61,6 +68,13 @@ def main(argv: list[str] | None = None) -> None:
             print(stack.lines(measured_now), flush=True)
             written = write(args.results, "transformers", stack.results(found, args.layers, args.reps))
         print("written to", written)
+    if "train" in sections or "train-recipes" in sections:
+        device = torch.device("cuda", torch.cuda.current_device())
+        if "train" in sections:
+            chosen_models = [model for model in train_models.MODELS if model.name in args.models]
+            print("written to", train_run.run(chosen_models, device, args.results))
+        if "train-recipes" in sections:
+            print("written to", train_recipes.run(device, args.results))
     if "fp8" in sections:
         device = torch.device("cuda", torch.cuda.current_device())
         timers = fp8.Timers.on(device, args.reps)
@@ -121,6 +135,14 @@ def _parser() -> argparse.ArgumentParser:
         default=stack.PARTS,
         metavar="PART,...",
         help=f"transformers: among {', '.join(stack.PARTS)}; default: all",
+    )
+    names = tuple(model.name for model in train_models.MODELS)
+    parser.add_argument(
+        "--models",
+        type=functools.partial(_some_of, names),
+        default=names,
+        metavar="MODEL,...",
+        help=f"train: among {', '.join(names)}; default: all",
     )
     parser.add_argument("--uncompiled", action="store_true", help="transformers: without torch.compile")
     parser.add_argument(

@@ -1,0 +1,1 @@
+"""Training of real models on real text: tokens per second, memory and losses of each experts implementation."""

@@ -1,0 +1,37 @@
+"""The text: the source code of Python's standard library, as words of a vocabulary of its most frequent words.
+
+It is real text that every machine has. Like the text of any language, it has a skewed distribution of words.
+"""
+
+from __future__ import annotations
+
+import collections
+import re
+import sysconfig
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+WORDS = re.compile(r"\w+|[^\w\s]|\n\s*")
+LEAST = 3_500_000  # words that the library has at least, in all supported versions of Python
+
+
+def sequences(length: int, vocabulary: int, words: int = LEAST) -> Tensor:
+    """Return the first `words` words, cut into (n, length) int64 ids below `vocabulary`, on the CPU.
+
+    The id of a word is its rank by frequency. All words beyond the `vocabulary` - 1 most frequent ones share an id.
+    """
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    text: list[str] = []
+    for file in sorted(folder.rglob("*.py")):
+        if not {"site-packages", "dist-packages"}.intersection(file.parts):
+            text += WORDS.findall(file.read_text(encoding="utf-8", errors="ignore"))
+        if len(text) >= words:
+            break
+    if len(text) < words:
+        raise ValueError(f"{folder}: expected at least {words:,} words of Python source code, got {len(text):,}")
+    frequent = collections.Counter(text[:words]).most_common(vocabulary - 1)
+    rank = {word: i for i, (word, _) in enumerate(frequent)}
+    ids = torch.tensor([rank.get(word, vocabulary - 1) for word in text[: words - words % length]])
+    return ids.view(-1, length)
