@@ -1,4 +1,4 @@
-"""The text: the source code of Python's standard library, as words of a vocabulary of its most frequent words.
+"""The text: the source code of Python's standard library and of torch, as words of a vocabulary of its frequent words.
 
 It is real text that every machine has. Like the text of any language, it has a skewed distribution of words.
 """
@@ -14,23 +14,25 @@ import torch
 from torch import Tensor
 
 WORDS = re.compile(r"\w+|[^\w\s]|\n\s*")
-LEAST = 3_500_000  # words that the library has at least, in all supported versions of Python
+INSTALLED = {"site-packages", "dist-packages"}
+ENOUGH = 4_500_000  # words
 
 
-def sequences(length: int, vocabulary: int, words: int = LEAST) -> Tensor:
+def sequences(length: int, vocabulary: int, words: int = ENOUGH) -> Tensor:
     """Return the first `words` words, cut into (n, length) int64 ids below `vocabulary`, on the CPU.
 
     The id of a word is its rank by frequency. All words beyond the `vocabulary` - 1 most frequent ones share an id.
     """
-    folder = Path(sysconfig.get_paths()["stdlib"])
+    library = Path(sysconfig.get_paths()["stdlib"])
+    files = [file for file in sorted(library.rglob("*.py")) if not INSTALLED.intersection(file.parts)]
+    files += sorted(Path(torch.__file__).parent.rglob("*.py"))
     text: list[str] = []
-    for file in sorted(folder.rglob("*.py")):
-        if not {"site-packages", "dist-packages"}.intersection(file.parts):
-            text += WORDS.findall(file.read_text(encoding="utf-8", errors="ignore"))
+    for file in files:
+        text += WORDS.findall(file.read_text(encoding="utf-8", errors="ignore"))
         if len(text) >= words:
             break
     if len(text) < words:
-        raise ValueError(f"{folder}: expected at least {words:,} words of Python source code, got {len(text):,}")
+        raise ValueError(f"expected at least {words:,} words in {library} and torch, got {len(text):,}")
     frequent = collections.Counter(text[:words]).most_common(vocabulary - 1)
     rank = {word: i for i, (word, _) in enumerate(frequent)}
     ids = torch.tensor([rank.get(word, vocabulary - 1) for word in text[: words - words % length]])
