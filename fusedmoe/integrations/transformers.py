@@ -160,7 +160,7 @@ def explain(
     dtype = torch.get_autocast_dtype(kind) if autocast else _dtype_of_rows(module, weight)
     x = torch.zeros(tokens, weight.shape[1], dtype=dtype, **how)
     slots = torch.arange(tokens * chosen, device=weight.device).view(tokens, chosen)
-    weights = torch.ones(tokens, chosen, **how)
+    weights = torch.ones(tokens, chosen, dtype=torch.float32, **how)
     routed: dict[str, Any] = {"arch": arch, "expert_index": slots % number, "expert_weight": weights}
     with_router = transformers_routers.explained(module, experts, x, **routed)
     return with_router or experts.chain.explain_with(parameters, x, **routed)
