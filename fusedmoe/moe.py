@@ -88,7 +88,7 @@ class MoE(Checked, Runnable):
     experts : Sequential
         ``dispatch``, ``gate_up`` (E, 2I, H), ``activation``, ``scale``, ``down`` (E, H, I), ``combine``. For an
         activation without a gate, ``gate_up`` is (E, I, H). With biases ``combine`` applies the routing weights, and
-        there is no ``scale``.
+        there is no ``scale``. In fp16 the plan applies them in ``combine`` too, since ``scale`` would underflow.
     shared : Sequential or None
         ``gate_up``, ``activation``, ``down``.
     """

@@ -93,8 +93,8 @@ def plan_chain(
         asked=target is not None,
         estimated=unfused,
     )
-    graph = chain.rewritten(conditions.recipe)
     specs = [argument_spec(a) for a in arguments] if specs is None else specs
+    graph = chain.rewritten(conditions.recipe, specs)
     return make_plan(
         graph,
         dict(zip(graph.arguments, specs, strict=True)),
