@@ -217,8 +217,9 @@ def patch_routers(model: nn.Module, *, fp32_logits: bool = False) -> int:
 
     The router is still called as a module of the model, with its own parameters: hooks, recorded ``router_logits``,
     losses and the ``state_dict`` do not change. Logits and weights are fp32. A router runs as before under
-    `torch.autocast`, in fp64, with DTensors, and after a change of its settings. The experts run in a chain of their
-    own while they do not run on `fusedmoe`, or have hooks, adapters or another dtype.
+    `torch.autocast`, in fp64, with DTensors, and after a change of its settings or of its weight's shape. The experts
+    run in a chain of their own while they do not run on `fusedmoe`, or have hooks, adapters or another dtype, or the
+    router has forward hooks other than those of transformers.
 
     Repeated calls have no effect. `unpatch_routers` restores the model.
 

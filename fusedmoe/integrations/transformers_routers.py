@@ -229,8 +229,8 @@ def _router_forward(router: Any, hidden_states: Tensor, *arguments: Tensor, call
         return type(router).forward(router, hidden_states, *arguments)
     parameters = _named(router, held, arguments)
     routed = None
-    # a hook may have replaced the rows of the router, or may change its results in place
-    if call is not None and hidden_states is call.rows and (_has_versions() or not _has_hooks_of_others(router)):
+    # a hook may have replaced the rows of the router, or may change its results, also through `.data`
+    if call is not None and hidden_states is call.rows and not _has_hooks_of_others(router):
         routed = _with_experts(call.experts, held, x)
     if call is None or routed is None:
         _, values = modes.run(held.alone, x, {}, parameters, _PROVIDED)
@@ -271,6 +271,8 @@ def _why_not(router: Any, held: Routed, x: Tensor) -> str:
         return "autocast is on"
     if x.dtype not in _DTYPES or weight.dtype not in _DTYPES:
         return "tokens or weight are not in bf16, fp16 or fp32"
+    if weight.shape != (held.found.op.num_experts, held.found.op.hidden):
+        return "its weight has another shape than before; call patch_routers again"
     if settings_of(router, held.found.names) != held.found.settings:
         return "its settings have changed since; call patch_routers again"
     return ""
