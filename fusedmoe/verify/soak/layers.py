@@ -267,8 +267,8 @@ class MadeLayer:
             for name, parameter in self.module.named_parameters():
                 if name == "router.weight":  # orthonormal: see `_logits`
                     seeded = torch.Generator().manual_seed(0)
-                    shape = (*reversed(parameter.shape),)
-                    directions = torch.randn(shape, generator=seeded, dtype=torch.float32, device="cpu")
+                    shape = reversed(parameter.shape)
+                    directions = torch.randn(*shape, generator=seeded, dtype=torch.float32, device="cpu")
                     parameter.copy_(torch.linalg.qr(directions).Q.T)
                 elif parameter.is_floating_point() and parameter.requires_grad:
                     parameter.normal_(generator=self._generator).div_(parameter.shape[-1] ** 0.5)
@@ -327,10 +327,10 @@ class MadeLayer:
         return Call(case, self.module, x, inputs, grad.detach(), layer.experts, ends, used)
 
     def _normal(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self._generator, dtype=torch.float32, device=self.device)
+        return torch.randn(*shape, generator=self._generator, dtype=torch.float32, device=self.device)
 
     def _uniform(self, *shape: int) -> Tensor:
-        return torch.rand(shape, generator=self._generator, dtype=torch.float32, device=self.device)
+        return torch.rand(*shape, generator=self._generator, dtype=torch.float32, device=self.device)
 
     def _weights(self, *shape: int) -> Tensor:
         """Return values between 0.2 and 1."""
