@@ -21,6 +21,7 @@ from torch import nn
 from fusedmoe.autocast import without_autocast
 from fusedmoe.errors import InputError
 from fusedmoe.fusion.differentiable import SecondOrderError
+from fusedmoe.fusion.rule import RuleError
 from fusedmoe.fusion.signature import DTYPE, signature
 from fusedmoe.ops import weight_cache
 
@@ -76,9 +77,8 @@ class _RunPlan(torch.autograd.Function):
 def _raise_if_batched(call: BoundPlan, grads: Sequence[Tensor | None], error: Exception) -> None:
     """Raise an error that names the reason if the gradients are a batch: the error of torch names only an operator."""
     if any(g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in grads):
-        ops = ", ".join([f"{label}.{type(op).__name__}" for label, op in call.plan.graph.nodes])
         raise InputError(
-            f"{ops}: backward: expected one gradient, got a batch of gradients (is_grads_batched=True, "
+            f"{_ops_of(call)}: backward: expected one gradient, got a batch of gradients (is_grads_batched=True, "
             f"vectorize=True), which a step does not support; compute them one by one (vectorize=False)"
         ) from error
 
@@ -230,13 +230,32 @@ def run_call(
     return _run(call, arguments, uncast)
 
 
+def _run_in_transform(call: BoundPlan, arguments: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """Run a call inside a transform of torch.func, without gradients, if its steps can; raise otherwise."""
+    reason: Exception | None = None
+    if not call.plan.wanted:
+        try:
+            return call.run([*arguments], *call.runs)[0]  # type: ignore[return-value]
+        except (RuntimeError, RuleError) as error:
+            reason = error
+    raise InputError(
+        f"{_ops_of(call)}: expected a call outside of the transforms of torch.func (vmap, grad, jvp, ...), got one "
+        f"inside, where these ops cannot run; for a batch, give its rows in one tensor or loop over it, and for "
+        f"gradients use torch.autograd"
+    ) from reason
+
+
+def _ops_of(call: BoundPlan) -> str:
+    return ", ".join([f"{label}.{type(op).__name__}" for label, op in call.plan.graph.nodes])
+
+
 def _run(
     call: BoundPlan, arguments: Sequence[Tensor | None], uncast: Sequence[Tensor | None] | None
 ) -> tuple[Tensor, ...]:
+    if torch._C._are_functorch_transforms_active():
+        return _run_in_transform(call, arguments)
     if not call.plan.wanted:
         return call.run([*arguments], *call.runs)[0]  # type: ignore[return-value]
-    if torch._C._are_functorch_transforms_active():
-        return _RunPlan.apply(call, *arguments)  # type: ignore[no-untyped-call, no-any-return]
     outputs: tuple[Tensor, ...] = _apply(call, *arguments)  # type: ignore[no-untyped-call]
     if uncast is not None and call.held:
         node: Any = next(t.grad_fn for t in outputs if t.grad_fn is not None)  # an index has none

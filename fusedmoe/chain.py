@@ -28,12 +28,14 @@ from fusedmoe.ops.op import Node
 from fusedmoe.quantization import rewritten
 from fusedmoe.recipes import BF16
 from fusedmoe.recompute import backward_pass, had_gradients
+from fusedmoe.routing_weights import applied_late
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from fusedmoe.fusion.plan import PlanData
     from fusedmoe.inputs import Parameters
+    from fusedmoe.ops.op import SpecLike
     from fusedmoe.recipes import Recipe
     from fusedmoe.settings import Settings
 
@@ -182,8 +184,9 @@ class Chain:
         x = arguments[0]
         assert x is not None
         check_rows(x, self.nodes[0])
-        graph = self.rewritten(settings.current().recipe)
-        specs = graph.infer(dict(zip(graph.arguments, map(argument_spec, arguments), strict=True)))
+        own_specs = [argument_spec(a) for a in arguments]
+        graph = self.rewritten(settings.current().recipe, own_specs)
+        specs = graph.infer(dict(zip(graph.arguments, own_specs, strict=True)))
         grad = any(wanted_gradients(arguments))
         results = []
         for spec in (specs[value] for value in graph.outputs):
@@ -245,17 +248,25 @@ class Chain:
         self.table.last = LastCall(call, tensors, context, x.device.type)
         return run_call(call, arguments, uncast)
 
-    def rewritten(self, recipe: Recipe) -> Graph:
-        """Return the graph of the chain as the recipe rewrites it, with the same arguments in the same order."""
-        nodes = rewritten(recipe, self.nodes)
+    def rewritten(self, recipe: Recipe, specs: Sequence[SpecLike | None] | None = None) -> Graph:
+        """Return the graph of the chain as the recipe rewrites it, with the same arguments in the same order.
+
+        ``specs`` are those of the arguments: in fp16, the routing weights are applied late; see
+        `fusedmoe.routing_weights`.
+        """
+        own = self.nodes
+        if specs is not None and specs[0] is not None:
+            absent = {name for name, spec in zip(self.arguments, specs, strict=True) if spec is None}
+            own = applied_late(own, specs[0].dtype, absent)
+        nodes = rewritten(recipe, own)
         must = f"recipe {recipe.name!r}: rewrite() must"
-        if [n for n in nodes if n in self.nodes] != list(self.nodes):
+        if [n for n in nodes if n in own] != list(own):
             raise InputError(f"{must} keep the chain's own ops, in their order")
         labels = [node.label for node in nodes]
         for label, op in nodes:
             if labels.count(label) > 1:
                 raise InputError(f"{must} give each inserted op a label of its own, got {label!r} twice")
-            if op.parameter_names and Node(label, op) not in self.nodes:
+            if op.parameter_names and Node(label, op) not in own:
                 raise InputError(f"{must} insert ops with no parameters, got {label}.{type(op).__name__}")
         graph = Graph(nodes, self.exports, self.inputs, self.sorted_rows, self.provided, self.returns_rows)
         if more := graph.inputs[len(self.inputs) :]:

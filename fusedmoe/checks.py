@@ -62,11 +62,13 @@ def integer(expected: str, least: int | None = None, most: int | None = None) ->
     return Check(expected, kept)
 
 
-def number(expected: str, holds: Callable[[float], bool] = math.isfinite) -> Check:
-    """Return a check for a finite number for which ``holds`` is true."""
+def number(expected: str, holds: Callable[[float], bool] = math.isfinite, infinite: bool = False) -> Check:
+    """Return a check for a number for which ``holds`` is true: a finite one, or with ``infinite`` any except NaN."""
 
     def kept(value: Any) -> Any:
-        if type(value) is bool or not isinstance(value, Real) or not math.isfinite(value):
+        if type(value) is bool or not isinstance(value, Real):
+            return WRONG
+        if not math.isfinite(value) and not (infinite and math.isinf(value)):
             return WRONG
         plain = int(value) if isinstance(value, Integral) else float(value)
         return plain if holds(plain) else WRONG

@@ -287,7 +287,7 @@ def _explained_sequential(module: Sequential, tokens: int, top_k: int = 2, *, tr
     scores = torch.ones(slots.shape, dtype=torch.promote_types(rows.dtype, torch.float32), device=weight.device)
     known: dict[str, Tensor] = {
         "splits": even_splits(tokens, experts, weight.device),
-        "probs": torch.ones(tokens, device=weight.device),
+        "probs": torch.ones(tokens, dtype=torch.float32, device=weight.device),
         "expert_index": slots,
         "expert_weight": scores.requires_grad_(trained and torch.is_grad_enabled()),
     }

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from fusedmoe.errors import SPREAD_OVER_RANKS, InputError
@@ -93,9 +94,20 @@ def check_parameters(takers: Mapping[str, tuple[Op, str]], given: Parameters) ->
 
 
 def check_rows(x: Tensor, first: Node) -> None:
-    """Raise if the rows ``x`` are a scalar."""
+    """Raise if the rows ``x`` are a scalar, sparse or nested."""
+    who = f"{first.label}.{type(first.op).__name__}"
+    check_dense(f"{who}: x", x)
     if not x.dim():
-        raise InputError(f"{first.label}.{type(first.op).__name__}: x: expected rows, got a scalar")
+        raise InputError(f"{who}: x: expected rows, got a scalar")
+
+
+def check_dense(what: str, t: Tensor) -> None:
+    """Raise if a tensor is sparse or nested; ``what`` names it."""
+    if t.is_nested:
+        remedy = "concatenate the sequences to one tensor of rows, (rows, features)"
+        raise InputError(f"{what}: expected a dense tensor, got a nested tensor; {remedy}")
+    if t.layout is not torch.strided:
+        raise InputError(f"{what}: expected a dense tensor, got layout {t.layout}; call .to_dense()")
 
 
 def check_devices(

@@ -16,6 +16,7 @@ from fusedmoe import modes
 from fusedmoe.checks import FLAG, MODULE, POSITIVE_INTEGER, Checked, check_all, said
 from fusedmoe.errors import InputError, inside_jit_trace
 from fusedmoe.expert_parallel import ExpertParallel
+from fusedmoe.inputs import check_dense
 from fusedmoe.kernels.torch.rows import rows_per_expert
 from fusedmoe.ops.dispatch import Combine, Dispatch
 from fusedmoe.ops.glu import GLU, GeGLU, ReGLU, SwiGLU
@@ -88,7 +89,7 @@ class MoE(Checked, Runnable):
     experts : Sequential
         ``dispatch``, ``gate_up`` (E, 2I, H), ``activation``, ``scale``, ``down`` (E, H, I), ``combine``. For an
         activation without a gate, ``gate_up`` is (E, I, H). With biases ``combine`` applies the routing weights, and
-        there is no ``scale``.
+        there is no ``scale``. In fp16 the plan applies them in ``combine`` too, since ``scale`` would underflow.
     shared : Sequential or None
         ``gate_up``, ``activation``, ``down``.
     """
@@ -336,6 +337,7 @@ class MoE(Checked, Runnable):
             raise inside_jit_trace("MoE")
         if not isinstance(x, Tensor):
             raise InputError(f"MoE: x: expected a tensor, got {type(x).__name__}")
+        check_dense("MoE: x", x)
         if not x.dim() or x.shape[-1] != self.hidden:
             raise InputError(f"MoE: x: expected shape (..., {self.hidden}), got {tuple(x.shape)}")
         return x.reshape(-1, self.hidden)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _SMS = integer("a number of SMs, 0 or more", 0)
+_TIMES = integer("a number of repetitions, 1 or more", 1)
 _SCHEDULE = one_of(get_args(Schedule))
 
 
@@ -92,6 +93,26 @@ class Sequential(Runnable, nn.Sequential):
         if isinstance(idx, slice):
             found._options = self._options
         return found
+
+    def __add__(self, other: Any) -> Sequential:
+        """Return a `Sequential` of the modules of both, with the options of this one; as in torch, without names."""
+        return self._of([*self, *other]) if isinstance(other, nn.Sequential) else NotImplemented
+
+    def __radd__(self, other: Any) -> Sequential:
+        """Return a `Sequential` of the modules of a ``torch.nn.Sequential`` and of this one."""
+        return self._of([*other, *self]) if isinstance(other, nn.Sequential) else NotImplemented
+
+    def __mul__(self, other: int) -> Sequential:
+        """Return a `Sequential` that runs the same modules several times, which share their parameters."""
+        times = _TIMES(f"{type(self).__name__}: times", other)
+        return self._of([*self] * times)
+
+    __rmul__ = __mul__
+
+    def _of(self, modules: list[nn.Module]) -> Sequential:
+        made = Sequential(*modules)
+        made._options = self._options
+        return made
 
     def extra_repr(self) -> str:
         """Return the options that are not the default, as `torch.nn.Module` prints settings."""

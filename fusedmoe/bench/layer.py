@@ -300,7 +300,9 @@ class Reference:
 
     def __init__(self, work: Work, index: Tensor) -> None:
         s = work.sizes
-        self.tokens = torch.linspace(0, s.tokens - 1, min(SAMPLED_TOKENS, s.tokens), device=work.device).long().unique()
+        count = min(SAMPLED_TOKENS, s.tokens)
+        tokens = torch.linspace(0, s.tokens - 1, count, dtype=torch.float32, device=work.device)
+        self.tokens = tokens.long().unique()
         self.expert = int(rows_per_expert(index, s.experts).argsort(stable=True)[s.experts // 2])
         x = work.x[self.tokens].double().requires_grad_()
         y = _exact(work, x, work.router.double(), index[self.tokens])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import sys
+import textwrap
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +24,7 @@ from fusedmoe.moe import ACTIVATIONS, MoE
 from fusedmoe.target import checked_arch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from torch import nn
 
@@ -228,16 +230,21 @@ def _quantization(name: str, config: Any) -> dict[str, Any]:
 
 def _config(name: str) -> Any:
     """Load the configuration from a file, a directory or the local cache, without downloading."""
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig
 
     path = Path(name)
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise ConfigError(f"{name}: the directory has no config.json")
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ConfigError(f"{name}: the directory has no config.json")
+        return _config(str(path / "config.json"))
     try:
         if path.is_file():
             fields = json.loads(path.read_text(encoding="utf-8"))
             if not isinstance(fields, dict) or "model_type" not in fields:
                 raise ConfigError(f"{name}: expected the config.json of a transformers model, got no model_type in it")
+            kind = fields["model_type"]
+            if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+                raise ConfigError(f"{name}: {_unknown_kind(kind, CONFIG_MAPPING)}")
             return AutoConfig.for_model(**fields)
         return AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False)
     except ConfigError:
@@ -246,8 +253,20 @@ def _config(name: str) -> Any:
         if not path.exists():
             missing = "no such file or directory, nor a model in the local cache of transformers"
             raise ConfigError(f"{name}: {missing}; download its config.json and pass the path") from error
-        text = " ".join(str(error).split())
+        text = textwrap.shorten(str(error), 400, placeholder=" ...")
         raise ConfigError(f"{name}: transformers cannot read it: {type(error).__name__}: {text}") from error
+
+
+def _unknown_kind(kind: object, known: Iterable[str]) -> str:
+    """Return the message for a ``model_type`` that transformers does not have, without the hundreds that it has."""
+    import transformers
+
+    close = difflib.get_close_matches(kind, known, n=1) if isinstance(kind, str) else []
+    hint = f"; did you mean {close[0]!r}?" if close else "."
+    return (
+        f"model_type: expected one that transformers {transformers.__version__} has, got {kind!r}{hint} A model whose "
+        f"code comes with its checkpoint cannot be read; a newer transformers may have it"
+    )
 
 
 # ---- output --------------------------------------------------------------------------------------------------------

@@ -95,7 +95,7 @@ class Batches:
 
     def next(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return inputs and next-byte targets, each (batch, context) int64 on the CPU."""
-        starts = torch.randint(len(self._windows), (self._batch,), generator=self._generator)
+        starts = torch.randint(len(self._windows), (self._batch,), generator=self._generator, device="cpu")
         window = self._windows[starts].long()
         return window[:, :-1], window[:, 1:]
 
@@ -114,7 +114,7 @@ def bigram_bits_per_byte(train: torch.Tensor, held_out: torch.Tensor, smoothing:
     ``-mean log2((n(a, b) + s) / (n(a) + 256 s))`` over the pairs (a, b) of the held-out text, with the counts n of the
     training text. The default smoothing s is about the best for this model.
     """
-    counts = torch.zeros(VOCABULARY * VOCABULARY, dtype=torch.float64)
+    counts = torch.zeros(VOCABULARY * VOCABULARY, dtype=torch.float64, device="cpu")
     pairs = train[:-1].long() * VOCABULARY + train[1:].long()
     counts += torch.bincount(pairs, minlength=VOCABULARY * VOCABULARY)
     table = counts.view(VOCABULARY, VOCABULARY) + smoothing

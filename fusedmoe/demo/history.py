@@ -21,8 +21,8 @@ class History:
     def state(self) -> dict[str, Any]:
         """Return the record as tensors and plain numbers."""
         return {
-            "losses": torch.tensor(self.losses, dtype=torch.float64),
-            "loads": torch.stack(self.loads) if self.loads else torch.empty(0, dtype=torch.int32),
+            "losses": torch.tensor(self.losses, dtype=torch.float64, device="cpu"),
+            "loads": torch.stack(self.loads) if self.loads else torch.empty(0, dtype=torch.int32, device="cpu"),
             "evaluations": [list(evaluation) for evaluation in self.evaluations],
         }
 

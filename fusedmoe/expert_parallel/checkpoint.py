@@ -170,5 +170,5 @@ def _dtensor(
     from torch.distributed.tensor import DTensor
 
     sizes = [int(size * times) if i == dim else size for i, size in enumerate(shape)]
-    strides = torch.empty(sizes, device="meta").stride()
+    strides = torch.empty(sizes, dtype=torch.float32, device="meta").stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(sizes), stride=strides)

@@ -194,7 +194,7 @@ class ExpertParallel:
         """
         if self.max_tokens is not None:
             return self.max_tokens
-        largest = torch.tensor([tokens])
+        largest = torch.tensor([tokens], device="cpu")
         with writes_no_weight(self._of_hosts, largest.device):
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._of_hosts)
         return int(largest)

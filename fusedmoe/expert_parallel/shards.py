@@ -5,6 +5,7 @@ Axes: P ranks that share the experts, W data-parallel ranks, W / P replicas of e
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from fusedmoe.checks import MODULE, NOT_NEGATIVE
+from fusedmoe.checks import MODULE, number
 from fusedmoe.errors import InputError
 
 if TYPE_CHECKING:
@@ -168,6 +169,9 @@ class _Average:
         return average
 
 
+_MAX_NORM = number("a number, 0 or more; math.inf computes the norm alone", lambda value: value >= 0, infinite=True)
+
+
 @torch.no_grad()
 def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     """Scale all gradients of a model so that their norm over all ranks is at most ``max_norm``; return the norm before.
@@ -181,10 +185,10 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     model
         The model, with gradients that are averaged over data-parallel ranks already.
     max_norm
-        The largest Euclidean norm of all gradients together.
+        The largest Euclidean norm of all gradients together; ``math.inf`` to compute the norm alone.
     """
     MODULE("clip_grad_norm_: model", model)
-    NOT_NEGATIVE("clip_grad_norm_: max_norm", max_norm)
+    _MAX_NORM("clip_grad_norm_: max_norm", max_norm)
     ranks = {id(parameter): ep.group for parameter, ep in _shards(model).values()}
     parameters = list(model.parameters())
     alike: dict[tuple[Any, ...], list[nn.Parameter]] = {}  # lists that torch takes: no DTensors of several meshes
@@ -203,6 +207,6 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
         if group is not None:
             dist.all_reduce(square, group=group)
     total = sum(squares.values(), start=zero).sqrt()
-    for some in alike.values():
+    for some in () if math.isinf(max_norm) else alike.values():
         torch.nn.utils.clip_grads_with_norm_(some, max_norm, total)
     return total

@@ -42,4 +42,4 @@ def rotate_back(y: Tensor) -> Tensor:
 
 def matrix(device: torch.device | None = None) -> Tensor:
     """H, (16, 16) fp32: ``rotate(x) = x @ H`` along the last axis."""
-    return _sylvester(torch.eye(TILE, device=device)) / 4 * _signs(device)[:, None]
+    return _sylvester(torch.eye(TILE, dtype=torch.float32, device=device)) / 4 * _signs(device)[:, None]

@@ -13,7 +13,7 @@ from fusedmoe.fusion import registry
 from fusedmoe.fusion.executable import BoundPlan, Environment, Plan
 from fusedmoe.fusion.planner import make_plan
 from fusedmoe.fusion.signature import argument_spec
-from fusedmoe.inputs import check_devices, check_rows, why_sharded
+from fusedmoe.inputs import check_dense, check_devices, check_rows, why_sharded
 from fusedmoe.target import arch_of
 
 if TYPE_CHECKING:
@@ -93,8 +93,8 @@ def plan_chain(
         asked=target is not None,
         estimated=unfused,
     )
-    graph = chain.rewritten(conditions.recipe)
     specs = [argument_spec(a) for a in arguments] if specs is None else specs
+    graph = chain.rewritten(conditions.recipe, specs)
     return make_plan(
         graph,
         dict(zip(graph.arguments, specs, strict=True)),
@@ -170,6 +170,9 @@ class PlanTable:
         key = number, now.strict, tensors
         call = self.calls.get(key)
         if call is None:
+            for name, argument in zip(self._chain.arguments, arguments, strict=True):
+                if argument is not None:
+                    check_dense(name, argument)
             call = self.bind(key, self._plan(number, arguments, context), arguments, now.strict, tensors)
             call.refused = why_sharded(self._chain.parameters, arguments[1 + len(self._chain.inputs) :])
         return call

@@ -36,8 +36,14 @@ def signature(tensors: Sequence[Tensor | None]) -> Signature:
                 for t in tensors
             ]
         )  # fmt: skip
-    except RuntimeError:  # a sparse tensor has no strides; in a transform of torch.func, none has an address
-        return tuple([None if t is None else (type(t), t.shape, t.dtype, t.requires_grad, t.device) for t in tensors])
+    except RuntimeError:
+        # a sparse tensor has no strides, a nested one no shape; in a transform of torch.func, none has an address
+        return tuple(
+            [
+                None if t is None else (type(t), None if t.is_nested else t.shape, t.dtype, t.requires_grad, t.device)
+                for t in tensors
+            ]
+        )
 
 
 NOMINAL_ROWS = 32768

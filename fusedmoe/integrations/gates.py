@@ -157,9 +157,10 @@ def _compare(op: Op, gate: Callable[[Tensor], Tensor], layout: RowLayout) -> Non
     width = layout.intermediate * (2 if layout.gated else 1)
     generator = torch.Generator().manual_seed(0)
     shape = max(2, 8192 // width), width
+    how: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
     with torch.device("cpu"):
-        signs = torch.randn(shape, generator=generator, dtype=torch.float64).sign()
-        x = signs * 10 ** (36 * torch.rand(shape, generator=generator, dtype=torch.float64) - 18)
+        signs = torch.randn(shape, generator=generator, **how).sign()
+        x = signs * 10 ** (36 * torch.rand(shape, generator=generator, **how) - 18)
         try:
             results = [_values_and_derivatives(function, x, layout) for function in (gate, op.compute)]
             passes_nan = gate(torch.full_like(x, torch.nan)).isnan().all()

@@ -234,7 +234,9 @@ class _Layer(nn.Module):
 
 
 def _on_device_of(x: Tensor, tokens_per_expert: Tensor | Sequence[int]) -> Tensor:
-    return torch.as_tensor(tokens_per_expert).to(x.device, non_blocking=True)
+    if not isinstance(tokens_per_expert, Tensor):
+        tokens_per_expert = torch.tensor(tokens_per_expert, device="cpu")
+    return tokens_per_expert.to(x.device, non_blocking=True)
 
 
 def _device(config: Any) -> torch.device:

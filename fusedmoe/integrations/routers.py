@@ -209,7 +209,7 @@ def _agree(router: nn.Module, op: Router, known: Known, dtype: torch.dtype) -> b
     """Whether router and op have the same logits, in fp32, choices, weights and, for tokens in fp32, derivatives."""
     generator = torch.Generator().manual_seed(0)
     small = _small(router, op.num_experts, dtype, generator)
-    x = torch.randn(_TOKENS, _HIDDEN, generator=generator).to(dtype).requires_grad_()
+    x = _normal((_TOKENS, _HIDDEN), generator).to(dtype).requires_grad_()
     given = (_correction((op.num_experts,), generator),) if known.correction == ARGUMENT else ()
     its_logits, its_weights, its_index = type(router).forward(small, x, *given)
     index, weights, logits = op.compute(x, **parameters_of(small, known, given))  # type: ignore[arg-type]
@@ -227,7 +227,7 @@ def _by_expert(logits: Tensor, weights: Tensor, index: Tensor, leaves: list[Tens
     """Return the choices in the order of the experts, their weights, the logits, and the derivatives by ``leaves``."""
     index, order = index.sort(dim=-1)
     weights = weights.gather(1, order).float()
-    signs = (torch.arange(logits.numel()).view_as(logits) % 3 - 1).float()
+    signs = (torch.arange(logits.numel(), device=logits.device).view_as(logits) % 3 - 1).float()
     total = (logits * signs).sum() + (weights * (signs + 2)[:, : weights.shape[1]]).sum()
     grads = torch.autograd.grad(total, leaves) if leaves else ()
     return [index.float(), weights.detach(), logits.detach(), *grads]
@@ -241,7 +241,7 @@ def _small(module: nn.Module, experts: int, dtype: torch.dtype, generator: torch
         if t is None:
             return None
         if name == "weight":
-            return nn.Parameter(0.3 * torch.randn(experts, _HIDDEN, generator=generator).to(dtype))
+            return nn.Parameter(0.3 * _normal((experts, _HIDDEN), generator).to(dtype))
         numbers = _correction(t.shape, generator)
         return nn.Parameter(numbers.to(dtype)) if name == "bias" else numbers
 
@@ -256,4 +256,8 @@ def _small(module: nn.Module, experts: int, dtype: torch.dtype, generator: torch
 
 def _correction(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """Return corrections that are mostly negative, so that corrected scores of both signs are compared."""
-    return torch.randn(shape, generator=generator) - 0.5
+    return _normal(shape, generator) - 0.5
+
+
+def _normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")

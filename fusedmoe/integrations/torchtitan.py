@@ -214,10 +214,12 @@ class FusedGptOssGroupedExperts(FusedGroupedExperts):
         GroupedExperts.__base__.__init__(self)  # as torchtitan does: GroupedExperts would create its own parameters
         experts, dim, hidden_dim = config.num_experts, config.dim, config.hidden_dim
         self.num_experts, self.swiglu_limit = experts, config.swiglu_limit
-        self.mlp1_weight_EGD = nn.Parameter(torch.empty(experts, 2 * hidden_dim, dim))
-        self.mlp1_bias_EG = nn.Parameter(torch.empty(experts, 2 * hidden_dim))
-        self.mlp2_weight_EDF = nn.Parameter(torch.empty(experts, dim, hidden_dim))
-        self.mlp2_bias_ED = nn.Parameter(torch.empty(experts, dim))
+        # the defaults of torch, as in torchtitan
+        how: dict[str, Any] = {"device": torch.get_default_device(), "dtype": torch.get_default_dtype()}
+        self.mlp1_weight_EGD = nn.Parameter(torch.empty(experts, 2 * hidden_dim, dim, **how))
+        self.mlp1_bias_EG = nn.Parameter(torch.empty(experts, 2 * hidden_dim, **how))
+        self.mlp2_weight_EDF = nn.Parameter(torch.empty(experts, dim, hidden_dim, **how))
+        self.mlp2_bias_ED = nn.Parameter(torch.empty(experts, dim, **how))
         self._set_recipe(config.recipe)
 
     def chain_parameters(self) -> dict[str, Tensor]:

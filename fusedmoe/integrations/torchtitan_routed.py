@@ -117,7 +117,7 @@ class FusedRoutedExperts(WithChain, RoutedExperts):  # type: ignore[misc]
         slots = torch.arange(rows * self.token_dispatcher.top_k, device=weight.device).view(rows, -1)
         routing = {
             "expert_index": slots % self.inner_experts.num_experts,
-            "expert_weight": torch.ones(slots.shape, **kind),
+            "expert_weight": torch.ones(slots.shape, dtype=torch.float32, **kind),
         }
         return self.chain_for(parameters).explain_with(parameters, x_TD, arch=arch, **routing)
 

@@ -160,7 +160,7 @@ def explain(
     dtype = torch.get_autocast_dtype(kind) if autocast else _dtype_of_rows(module, weight)
     x = torch.zeros(tokens, weight.shape[1], dtype=dtype, **how)
     slots = torch.arange(tokens * chosen, device=weight.device).view(tokens, chosen)
-    weights = torch.ones(tokens, chosen, **how)
+    weights = torch.ones(tokens, chosen, dtype=torch.float32, **how)
     routed: dict[str, Any] = {"arch": arch, "expert_index": slots % number, "expert_weight": weights}
     with_router = transformers_routers.explained(module, experts, x, **routed)
     return with_router or experts.chain.explain_with(parameters, x, **routed)
@@ -217,8 +217,9 @@ def patch_routers(model: nn.Module, *, fp32_logits: bool = False) -> int:
 
     The router is still called as a module of the model, with its own parameters: hooks, recorded ``router_logits``,
     losses and the ``state_dict`` do not change. Logits and weights are fp32. A router runs as before under
-    `torch.autocast`, in fp64, with DTensors, and after a change of its settings. The experts run in a chain of their
-    own while they do not run on `fusedmoe`, or have hooks, adapters or another dtype.
+    `torch.autocast`, in fp64, with DTensors, and after a change of its settings or of its weight's shape. The experts
+    run in a chain of their own while they do not run on `fusedmoe`, or have hooks, adapters or another dtype, or the
+    router has forward hooks other than those of transformers.
 
     Repeated calls have no effect. `unpatch_routers` restores the model.
 

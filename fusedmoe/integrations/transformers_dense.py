@@ -23,7 +23,7 @@ from fusedmoe.explain_model import register_explainer
 from fusedmoe.integrations.gates import RowLayout, functions_of, recognise
 from fusedmoe.log import say_once
 from fusedmoe.ops import Linear
-from fusedmoe.ops.op import made_untraced
+from fusedmoe.ops.op import constant_in_graphs, made_untraced
 from fusedmoe.sequential import Sequential
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ class _Mlp(NamedTuple):
     """The ops of an MLP, and the properties of the module that they depend on."""
 
     chain: Sequential
+    shapes: tuple[object, ...]
     biased: tuple[bool, bool]
     functions: tuple[object, ...]
 
@@ -57,8 +58,9 @@ def patch_dense(model: nn.Module) -> int:
     first: under `torch.compile`, under FSDP, and after ``model.to`` or a deep copy. Repeated calls only move weights
     together again.
 
-    A module runs as before while one of its three layers is no plain ``nn.Linear``, such as with LoRA or quantized, or
-    has hooks or DTensors.
+    A module runs as before, without kernels and recipes, while one of its three layers is no plain ``nn.Linear``, such
+    as with LoRA or quantized, or has hooks (such as accelerate's) or DTensors, or another shape. A WARNING names the
+    reason.
 
     Raises
     ------
@@ -92,12 +94,14 @@ def _patch(module: Any) -> bool:
         return False
     gate, up, down = _layers_of(module)
     biased = gate.bias is not None, down.bias is not None
+    (intermediate, hidden), features = gate.weight.shape, down.weight.shape[0]
     ops = OrderedDict(
-        gate_up=made_untraced(Linear, gate.in_features, 2 * gate.out_features, bias=biased[0], device="meta"),
+        gate_up=made_untraced(Linear, hidden, 2 * intermediate, bias=biased[0], device="meta"),
         activation=activation,
-        down=made_untraced(Linear, down.in_features, down.out_features, bias=biased[1], device="meta"),
+        down=made_untraced(Linear, intermediate, features, bias=biased[1], device="meta"),
     )
-    module.__dict__[_OPS] = _Mlp(Sequential(ops).without_parameters(), biased, functions_of(module))
+    chain = Sequential(ops).without_parameters()
+    module.__dict__[_OPS] = _Mlp(chain, _shapes_of(module), biased, functions_of(module))
     for name in ("weight", "bias"):
         _move_together(getattr(gate, name), getattr(up, name))
     for layer in (gate, up):  # the hook stays after `unpatch_dense`, as the shared memory does
@@ -122,7 +126,8 @@ def _gate_of(module: nn.Module, rows: Tensor) -> Tensor:
 
 def _forward(self: nn.Module, x: Tensor) -> Tensor:
     mlp: _Mlp = self.__dict__[_OPS]
-    if not _is_current(self, mlp):
+    if reason := _why_not(self, mlp):
+        _say(f"{type(self).__name__}: {reason}")
         return type(self).forward(self, x)  # type: ignore[no-any-return]
     return mlp.chain.forward_with(_parameters_of(self), x)
 
@@ -142,8 +147,8 @@ def _explained(module: nn.Module, tokens: int) -> Explanation | None:
     if not _is_patched(module):
         return None
     mlp: _Mlp = module.__dict__[_OPS]
-    if not _is_current(module, mlp):
-        raise InputError(f"{type(module).__name__}: its layers or act_fn changed after patch_dense, so it runs unfused")
+    if reason := _why_not(module, mlp):
+        raise InputError(f"{type(module).__name__}: {reason}, {_AS_BEFORE}")
     parameters = _parameters_of(module)
     weight = parameters["down.weight"]
     assert weight is not None
@@ -167,7 +172,8 @@ def _has_the_layers(module: nn.Module) -> bool:
         return False
     gate, up, down = _layers_of(module)
     biased = gate.bias is not None
-    fits = gate.weight.shape == up.weight.shape and down.in_features == gate.out_features
+    # not `out_features`, which a user who prunes the weights may leave as it was
+    fits = gate.weight.shape == up.weight.shape and down.weight.shape[1] == gate.weight.shape[0]
     return fits and biased is (up.bias is not None)
 
 
@@ -176,20 +182,52 @@ def _is_patched(module: nn.Module) -> bool:
     return isinstance(forward, functools.partial) and forward.func is _forward
 
 
-def _is_current(module: nn.Module, mlp: _Mlp) -> bool:
-    """Whether the ops still compute what the module's class computes."""
+_AS_BEFORE = "so it runs as before patch_dense, without kernels and recipes"
+
+
+def _why_not(module: nn.Module, mlp: _Mlp) -> str:
+    """Return why the ops no longer compute what the module's class computes; "" if they do."""
     gate, up, down = _layers_of(module)
     if not (_is_plain(gate) and _is_plain(up) and _is_plain(down)):
-        return False
+        return next(f"{name} {_kind_of(getattr(module, name))}" for name in _LAYERS if _kind_of(getattr(module, name)))
     if ((gate.bias is not None), (down.bias is not None)) != mlp.biased or (up.bias is not None) is not mlp.biased[0]:
-        return False
+        return "a bias was added or removed since; call patch_dense again"
+    if _shapes_of(module) != mlp.shapes:
+        return "its weights have other shapes than before; call patch_dense again"
     # a graph has guards on the module; it is traced again after `torch.compiler.reset`
-    return torch.compiler.is_compiling() or functions_of(module) == mlp.functions
+    if torch.compiler.is_compiling() or functions_of(module) == mlp.functions:
+        return ""
+    return "its act_fn or its forward has changed since; call patch_dense again"
+
+
+def _shapes_of(module: nn.Module) -> tuple[object, ...]:
+    gate, up, down = _layers_of(module)
+    return gate.weight.shape, up.weight.shape, down.weight.shape
 
 
 def _is_plain(layer: Any) -> bool:
+    return type(layer) is nn.Linear and not _has_hooks(layer) and _is_plain_tensor(layer.weight)
+
+
+def _has_hooks(layer: Any) -> bool:
+    """Whether a call of a layer does more than its class's ``forward``; accelerate replaces the ``forward``."""
     hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
-    return type(layer) is nn.Linear and not hooks and "forward" not in layer.__dict__ and _is_plain_tensor(layer.weight)
+    return bool(hooks) or "forward" in layer.__dict__
+
+
+def _kind_of(layer: Any) -> str:
+    """Return how a layer differs from a plain ``nn.Linear``; "" if it does not."""
+    if type(layer) is not nn.Linear:
+        return f"is a {type(layer).__name__}, not an nn.Linear"
+    if _has_hooks(layer):
+        return "has hooks or a forward of its own (accelerate's hooks are such)"
+    return "" if _is_plain_tensor(layer.weight) else f"has a weight of {type(layer.weight).__name__}"
+
+
+@constant_in_graphs
+def _say(reason: str) -> None:
+    """Say once why an MLP runs as before. While a graph is traced, this runs too."""
+    say_once(logger, logging.WARNING, "%s, %s", reason, _AS_BEFORE)
 
 
 def _is_plain_tensor(t: object) -> bool:

@@ -54,6 +54,7 @@ class Experts(NamedTuple):
     names: tuple[str, ...]  # of the attributes in `settings`
     settings: tuple[object, ...]
     functions: tuple[object, ...]
+    shapes: tuple[object, ...]  # of the weights
     weight_type: type
     weight_dtype: torch.dtype
     stock: Callable[..., Tensor] | None = None  # transformers' forward, for quantized weights without a product here
@@ -88,7 +89,17 @@ def _is_current(module: nn.Module, experts: Experts) -> bool:
         layout = layout_of(module)
         if layout.fp8 is not experts.layout.fp8 or _runs_as_stock(module, layout) is not (experts.stock is not None):
             return False
+    # FSDP1 may keep a weight outside of the parameters in some calls
+    shapes = zip(_shapes_of(module, experts.layout), experts.shapes, strict=True)
+    if any(now is not None and before is not None and now != before for now, before in shapes):
+        return False
     return settings_of(module, experts.names) == experts.settings and functions_of(module) == experts.functions
+
+
+def _shapes_of(module: nn.Module, layout: Layout) -> tuple[object, ...]:
+    """Return the shapes of both weights, which pruning changes; None for one that is no parameter."""
+    weights = (module._parameters.get(name) for name in (_up(layout), "down_proj"))
+    return tuple([None if weight is None else weight.shape for weight in weights])
 
 
 @constant_in_graphs
@@ -109,7 +120,9 @@ def _new_experts(module: nn.Module) -> Experts:
     names = tuple(name for name in (*_LAYOUT_SETTINGS, *SETTINGS) if hasattr(module, name))
     weight_type = type(module._parameters.get("down_proj"))
     weight_dtype: torch.dtype = module.down_proj.dtype  # type: ignore[assignment]
-    depends_on = names, settings_of(module, names), functions_of(module), weight_type, weight_dtype
+    depends_on = (
+        names, settings_of(module, names), functions_of(module), _shapes_of(module, layout), weight_type, weight_dtype,
+    )  # fmt: skip
     if _runs_as_stock(module, layout):
         say_once(logger, logging.WARNING, "%s", runs_as_stock(module, layout))
         return Experts(Sequential(), layout, *depends_on, _stock(module))

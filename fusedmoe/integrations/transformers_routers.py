@@ -124,7 +124,7 @@ def why_own(router: nn.Module) -> str:
 
 
 def _not_in_fp32(router: nn.Module) -> str:
-    dtype = str(getattr(router, "weight", torch.empty(0)).dtype).removeprefix("torch.")
+    dtype = str(getattr(getattr(router, "weight", None), "dtype", torch.float32)).removeprefix("torch.")
     return (
         f"it computes its logits in the dtype of the model, {dtype}, and fm.Router in fp32, which changes the choice "
         f"for some tokens; patch_routers(model, fp32_logits=True) allows that"
@@ -184,7 +184,7 @@ def _passes_rows_on(block: Any, name: str, hidden: int) -> bool:
     attributes = set(vars(probe))
     try:
         with torch.device("cpu"), torch.random.fork_rng(devices=[]):  # a block may draw numbers too
-            type(block).forward(probe, torch.randn(2, 3, hidden))
+            type(block).forward(probe, torch.randn(2, 3, hidden, dtype=torch.float32, device="cpu"))
     except Exception:  # noqa: BLE001  (foreign code)
         return False
     return probe.passed_on and set(vars(probe)) == attributes  # an attribute that it sets would be lost
@@ -195,7 +195,7 @@ class _Probe:
 
     def __init__(self, block: nn.Module, name: str) -> None:
         self._block, self.passed_on = block, False
-        self._rows = self._index = self._weight = torch.empty(0)
+        self._rows = self._index = self._weight = torch.empty(0, dtype=torch.float32, device="cpu")
         setattr(self, name, self._route)
 
     def __getattr__(self, name: str) -> Any:
@@ -229,8 +229,8 @@ def _router_forward(router: Any, hidden_states: Tensor, *arguments: Tensor, call
         return type(router).forward(router, hidden_states, *arguments)
     parameters = _named(router, held, arguments)
     routed = None
-    # a hook may have replaced the rows of the router, or may change its results in place
-    if call is not None and hidden_states is call.rows and (_has_versions() or not _has_hooks_of_others(router)):
+    # a hook may have replaced the rows of the router, or may change its results, also through `.data`
+    if call is not None and hidden_states is call.rows and not _has_hooks_of_others(router):
         routed = _with_experts(call.experts, held, x)
     if call is None or routed is None:
         _, values = modes.run(held.alone, x, {}, parameters, _PROVIDED)
@@ -271,6 +271,8 @@ def _why_not(router: Any, held: Routed, x: Tensor) -> str:
         return "autocast is on"
     if x.dtype not in _DTYPES or weight.dtype not in _DTYPES:
         return "tokens or weight are not in bf16, fp16 or fp32"
+    if weight.shape != (held.found.op.num_experts, held.found.op.hidden):
+        return "its weight has another shape than before; call patch_routers again"
     if settings_of(router, held.found.names) != held.found.settings:
         return "its settings have changed since; call patch_routers again"
     return ""

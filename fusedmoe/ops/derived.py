@@ -53,7 +53,7 @@ def _check_splits(splits_E: Tensor, rows: Tensor) -> None:
 
 def _offsets(splits_E: Tensor, rows: Tensor) -> Tensor:
     if _on_host(splits_E):
-        return torch.tensor(_checked_ends(splits_E, rows.shape[0]), dtype=torch.int32)
+        return torch.tensor(_checked_ends(splits_E, rows.shape[0]), dtype=torch.int32, device=splits_E.device)
     if debugging() and has_values(splits_E):
         _check_splits(splits_E, rows)
     return offsets_from_splits(splits_E, rows.shape[0])

@@ -250,6 +250,13 @@ class Combine(Op):
         of_ranks = () if expert_parallel is None else _return_of(expert_parallel).runtime_inputs
         self.runtime_inputs = ("row_of_slot", "slot_of_row", *self.applies, *of_ranks)
 
+    def weighted_by(self, weights: str) -> Combine:
+        """Return this op on one rank, with weights of this name."""
+        made = Combine(weights)
+        made.output_dtype = self.output_dtype
+        made.runtime_inputs = (*made.runtime_inputs, *self.runtime_inputs[len(Combine(None).runtime_inputs) :])
+        return made
+
     def expanded(self) -> tuple[tuple[str, nn.Module], ...]:
         if self.expert_parallel is None:
             return super().expanded()

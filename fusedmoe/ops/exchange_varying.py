@@ -179,7 +179,7 @@ class GatherVaryingTokens(nn.Module):
         if _stays(x):
             rows = [tokens if rank == ep.rank else 0 for rank in range(ep.ranks)]
             routes = _Routes(None, tokens, torch.arange(tokens, device=x.device), rows, rows)
-            return routes, torch.tensor([rows, rows]), index.numel()
+            return routes, torch.tensor([rows, rows], device="cpu"), index.numel()
         engine = ep.engine
         assert isinstance(engine, AllToAll)
         rank_of = index.div(ep.local_experts(self.num_experts), rounding_mode="floor")  # -1 for a sentinel

@@ -156,15 +156,17 @@ class _Maker:
 
     def randn(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Return normal values."""
-        return torch.randn(*shape, generator=self._generator).to(self.device, dtype or self.dtype)
+        values = torch.randn(shape, generator=self._generator, dtype=torch.float32, device="cpu")
+        return values.to(self.device, dtype or self.dtype)
 
     def rand(self, *shape: int) -> Tensor:
         """Return values between 0.2 and 1, in fp32."""
-        return (torch.rand(*shape, generator=self._generator) * 0.8 + 0.2).to(self.device)
+        values = torch.rand(shape, generator=self._generator, dtype=torch.float32, device="cpu")
+        return (values * 0.8 + 0.2).to(self.device)
 
     def permutation(self, count: int) -> Tensor:
         """Return a random permutation, on the host."""
-        return torch.randperm(count, generator=self._generator)
+        return torch.randperm(count, generator=self._generator, device="cpu")
 
     def activation(self) -> tuple[Op, int]:
         """Return the activation, and the width of its input over that of its output."""
@@ -209,7 +211,7 @@ class _Maker:
         """Return a call with rows in the order of experts."""
         layout = self.case.layout
         ends = tuple(sum(layout.splits[: e + 1]) for e in range(self.experts))
-        used = torch.arange(layout.rows) < ends[-1]
+        used = torch.arange(layout.rows, device="cpu") < ends[-1]
         inputs = {"splits": torch.tensor(layout.splits, device=self.device)}
         if any(isinstance(op, fm.Scale) for op in ops):
             inputs["probs"] = self._poisoned(self.rand(layout.rows), used)
@@ -218,8 +220,9 @@ class _Maker:
     def of_tokens(self, *ops: nn.Module) -> Call:
         """Return a call with tokens and their experts. The ids of rows without an expert are those of no expert."""
         layout = self.case.layout
-        counts = torch.tensor([*layout.splits, layout.tail])
-        expert_of_slot = torch.arange(self.experts + 1).repeat_interleave(counts)[self.permutation(layout.rows)]
+        counts = torch.tensor([*layout.splits, layout.tail], device="cpu")
+        experts = torch.arange(self.experts + 1, device="cpu")
+        expert_of_slot = experts.repeat_interleave(counts)[self.permutation(layout.rows)]
         index = expert_of_slot.view(-1, TOP_K)
         weight = self.rand(*index.shape).requires_grad_()
         inputs = {"expert_index": index.to(self.device), "expert_weight": weight}
@@ -229,7 +232,7 @@ class _Maker:
     def alone(self, module: nn.Module) -> Call:
         """Return a call with tokens alone."""
         tokens = self.case.layout.rows // TOP_K
-        return self._call(self.ready(module), tokens, {}, (), torch.ones(tokens, dtype=torch.bool))
+        return self._call(self.ready(module), tokens, {}, (), torch.ones(tokens, dtype=torch.bool, device="cpu"))
 
     def _call(
         self, module: nn.Module, rows: int, inputs: dict[str, Tensor], ends: tuple[int, ...], used: Tensor

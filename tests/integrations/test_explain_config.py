@@ -226,7 +226,8 @@ def test_llama4(tmp_path, no_memory, capsys):
     ("{", "transformers cannot read it"),
     ("[]", "got no model_type in it"),
     ('{"hidden_size": 8}', "got no model_type in it"),
-    ('{"model_type": "no_such_model"}', "transformers cannot read it"),
+    ('{"model_type": "qwen3_mo"}', "has, got 'qwen3_mo'; did you mean 'qwen3_moe'? A model whose code comes with"),
+    ('{"model_type": ["qwen3_moe"]}', "has, got ['qwen3_moe']. A model"),
     ('{"model_type": "qwen3_moe", "num_experts": "many"}', "transformers cannot"),
     ('{"model_type": "qwen3_moe", "quantization_config": "fp8"}', "quantization_config: expected an object, got 'fp8'"),
     ('{"model_type": "blip_text_model"}', "transformers cannot build a model from BlipTextConfig alone"),
@@ -241,6 +242,15 @@ def test_what_is_no_configuration(tmp_path, capsys, content, message):
     assert out == ""
     assert f"fusedmoe explain: error: {path}: " in err
     assert message in err
+    assert len(err) < 800
+
+
+def test_a_directory_with_an_unknown_model(tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"model_type": "no_such_model"}', encoding="utf-8")
+    assert main(["explain", str(tmp_path)]) == 1
+    err = capsys.readouterr().err
+    assert "model_type: expected one that transformers" in err
+    assert len(err) < 800
 
 
 def test_a_directory_without_a_configuration(tmp_path, capsys):

@@ -74,6 +74,16 @@ def test_experts_that_were_sharded_after_a_call():
     assert_same(computed, outcome(by_tokens, module, x, index.clamp(max=4), weights))
 
 
+def test_experts_whose_width_was_pruned_after_a_call():
+    module, given = Plain(config()), arguments()
+    experts_forward(module, *given)
+    gate, up = module.gate_up_proj.detach().chunk(2, dim=1)
+    narrow = I // 2
+    module.gate_up_proj = nn.Parameter(torch.cat([gate[:, :narrow], up[:, :narrow]], dim=1))
+    module.down_proj = nn.Parameter(module.down_proj.detach()[..., :narrow].clone())
+    assert_same(outcome(experts_forward, module, *given), outcome(by_tokens, module, *given))
+
+
 @pytest.fixture
 def mesh(tmp_path):
     import torch.distributed as dist

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 from safetensors import torch as safetensors
 from torch import nn
 from transformers import (
@@ -189,16 +190,66 @@ def own_forward(mlp):
     mlp.down_proj.forward = lambda h: 3 * nn.functional.linear(h, mlp.down_proj.weight)
 
 
-@pytest.mark.parametrize("change", [replaced, hooked, other_function, own_forward])
-def test_a_module_that_has_changed_runs_as_before(change):
+def pruned(mlp):
+    for name, rows, columns in (("gate_proj", I // 2, H), ("up_proj", I // 2, H), ("down_proj", H, I // 2)):
+        layer = getattr(mlp, name)
+        layer.weight = nn.Parameter(layer.weight.detach()[:rows, :columns].clone())
+
+
+def with_hook_of_accelerate(mlp):
+    class Shifts(ModelHook):
+        def post_forward(self, module, output):
+            return output + 1
+
+    add_hook_to_module(mlp.down_proj, Shifts())
+
+
+REASONS = {
+    replaced: "up_proj is a Adapted, not an nn.Linear",
+    hooked: "gate_proj has hooks or a forward of its own",
+    other_function: "its act_fn or its forward has changed since; call patch_dense again",
+    own_forward: "down_proj has hooks or a forward of its own",
+    pruned: "its weights have other shapes than before; call patch_dense again",
+    with_hook_of_accelerate: "down_proj has hooks or a forward of its own (accelerate's hooks are such)",
+}
+
+
+@pytest.mark.parametrize("change", REASONS)
+def test_a_module_that_has_changed_runs_as_before(change, caplog):
     mlp, x = llama_mlp(), rows()
     before = mlp(x).detach()
     patch_dense(mlp)
+    mlp(x)
     change(mlp)
-    y = mlp(x).detach()
+    with caplog.at_level(logging.WARNING), fm.recipe("fp8_row"):
+        y = mlp(x).detach()
+    (record,) = caplog.records
+    said = record.getMessage()
+    assert said.startswith(f"LlamaMLP: {REASONS[change]}")
+    assert said.endswith(", so it runs as before patch_dense, without kernels and recipes")
     assert not torch.allclose(y, before)
     unpatch_dense(mlp)
     assert torch.equal(y, mlp(x))
+
+
+def test_a_pruned_module_is_patched_again():
+    mlp, x = llama_mlp(), rows()
+    patch_dense(mlp)
+    pruned(mlp)
+    want = outcome(mlp, x)
+    assert patch_dense(mlp) == 1
+    assert mlp._fusedmoe_mlp.shapes[0] == (I // 2, H)
+    assert_same(outcome(mlp, x), want)
+
+
+def test_a_graph_of_a_module_that_has_changed_says_why(caplog):
+    mlp, x = llama_mlp(), rows()
+    patch_dense(mlp)
+    hooked(mlp)
+    with caplog.at_level(logging.WARNING):
+        y = torch.compile(mlp, backend="eager")(x)
+    assert "LlamaMLP: gate_proj has hooks" in caplog.text
+    torch.testing.assert_close(y, mlp(x))
 
 
 @pytest.mark.parametrize(
@@ -323,7 +374,7 @@ def test_the_plan():
         "sm90.linear_dgrad",
     }  # fmt: skip
     hooked(model.model.layers[1].mlp)
-    assert "its layers or act_fn changed after patch_dense" in fm.explain(model, arch=90).groups[1].note
+    assert "LlamaMLP: gate_proj has hooks" in fm.explain(model, arch=90).groups[1].note
 
 
 def test_meta_parameters():

@@ -300,11 +300,24 @@ def test_inputs_for_splits_of_any_kind_get_no_gradient(seq, x, probs):
     assert inputs["splits"].grad is None
 
 
-def test_functorch_is_refused_in_torchs_own_words():
-    """The way around `Function.apply` is for calls without a transform only."""
-    op, x = fm.SwiGLU(), torch.randn(3, 8)
-    with pytest.raises(RuntimeError, match=r"autograd\.Function with functorch transforms"):
-        torch.func.grad(lambda x: op(x).sum())(x)
+@pytest.mark.parametrize("name", ["grad", "vmap", "jacrev", "jacfwd"])
+@pytest.mark.parametrize("recorded", [True, False])
+def test_transforms_of_torch_func_are_refused(name, recorded):
+    seq = fm.Sequential(fm.GroupedLinear(2, 8, 8, bias=False), fm.SquaredReLU())
+    x, splits = torch.randn(3, 4, 8), torch.tensor([2, 2])
+    x = x if name == "vmap" else x[0]
+    seq(x[0] if name == "vmap" else x, splits=splits)
+    seq.requires_grad_(recorded)
+    expected = (
+        r"0.GroupedLinear, 1.SquaredReLU: expected a call outside of the transforms of torch.func .* got one inside"
+    )
+    with pytest.raises(fm.InputError, match=expected), torch.set_grad_enabled(recorded or name != "vmap"):
+        getattr(torch.func, name)(lambda x: seq(x, splits=splits).sum())(x)
+
+
+def test_a_transform_that_the_steps_can_run_in_works():
+    op, x = fm.SwiGLU(), torch.randn(3, 4, 8)
+    assert torch.equal(torch.func.vmap(op)(x), op(x))
 
 
 class _Softplus(fm.SquaredReLU):

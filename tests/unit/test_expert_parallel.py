@@ -106,3 +106,15 @@ def test_results_are_waited_for_in_the_end_on_the_stream_of_their_memory(monkeyp
     streams.append("another one")
     del pending
     assert waited == ["the stream of the layer"]
+
+
+@pytest.mark.parametrize("value", [2.0, torch.inf])
+def test_an_infinite_largest_norm_computes_the_norm_alone(value):
+    layer = nn.Linear(3, 2)
+    for parameter in layer.parameters():
+        parameter.grad = torch.full_like(parameter, value)
+    assert fm.expert_parallel.clip_grad_norm_(layer, float("inf")).item() == pytest.approx(value * 8**0.5)
+    assert all((p.grad == value).all() for p in layer.parameters())
+    for wrong in (-1.0, float("nan"), -float("inf")):
+        with pytest.raises(fm.InputError, match=r"max_norm: expected a number, 0 or more; math\.inf computes the norm"):
+            fm.expert_parallel.clip_grad_norm_(layer, wrong)

@@ -76,6 +76,24 @@ def test_pop_and_concatenate(chain):
     assert len(chain) == 2
 
 
+def test_sums_and_multiples_are_sequentials():
+    first = fm.Sequential(fm.GroupedLinear(E, H, H, dtype=torch.float64), sm_margin=8)
+    second, other = fm.Sequential(fm.SquaredReLU()), nn.Sequential(fm.SquaredReLU())
+    x = rows()
+    for made in (first + second, first + other, other + first, 2 * first, first * 2):
+        assert type(made) is fm.Sequential
+        assert made.sm_margin == 8
+        want = x
+        for op in made:
+            want = op(want, **(inputs() if op is first[0] else {}))
+        torch.testing.assert_close(made(x, **inputs()), want)
+    assert len(first * 2) == 2
+    with pytest.raises(TypeError):
+        first + 2
+    with pytest.raises(fm.InputError, match="Sequential: times: expected a number of repetitions, 1 or more, got 0"):
+        first * 0
+
+
 def test_from_an_ordered_dict():
     up, act, down = experts()
     chain = fm.Sequential(OrderedDict(up=up, act=act, down=down))

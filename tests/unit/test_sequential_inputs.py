@@ -96,6 +96,32 @@ def test_rows_of_the_wrong_type():
     refused("x: expected a tensor, got list", fm.SwiGLU(), [[1.0]])
 
 
+SPARSE_OR_NESTED = {
+    "expected a dense tensor, got layout torch.sparse_coo; call .to_dense()": torch.Tensor.to_sparse,
+    "expected a dense tensor, got layout torch.sparse_csr; call .to_dense()": torch.Tensor.to_sparse_csr,
+    "expected a dense tensor, got a nested tensor; concatenate": lambda x: torch.nested.nested_tensor([x, x]),
+    "expected a dense tensor, got a nested tensor; ": lambda x: torch.nested.nested_tensor(
+        [x, x[:3]], layout=torch.jagged
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta", "ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("message", SPARSE_OR_NESTED)
+def test_sparse_and_nested_tensors(message):
+    x, moe = rows(), fm.MoE(H, I, E, 2, dtype=torch.float64)
+    other = SPARSE_OR_NESTED[message](x)
+    with pytest.raises(fm.InputError, match=rf"0\.GroupedLinear: x: {re.escape(message)}"):
+        experts()(other, **inputs())
+    for call in (moe, moe.explain):
+        with pytest.raises(fm.InputError, match=f"MoE: x: {re.escape(message)}"):
+            call(other)
+    with pytest.raises(fm.InputError, match=rf"op\.SwiGLU: x: {re.escape(message)}"):
+        fm.SwiGLU()(other)
+    with pytest.raises(fm.InputError, match="splits: expected a dense tensor, got "):
+        experts()(x, splits=torch.tensor([4, 5]).to_sparse())
+
+
 def test_rows_without_dimensions():
     refused("0.GroupedLinear: x: expected rows, got a scalar", experts(), torch.tensor(1.0), **inputs())
 

@@ -156,5 +156,5 @@ def packed_factor(
 
 def ones_of_rows(place_of_row: Tensor, num_packed: int) -> Tensor:
     """Return 1 for the rows of experts and 0 for padding rows: fp32, (P,)."""
-    packed = torch.zeros(num_packed + 1, device=place_of_row.device)
+    packed = torch.zeros(num_packed + 1, dtype=torch.float32, device=place_of_row.device)
     return packed.index_fill_(0, place_of_row, 1.0)[:-1]

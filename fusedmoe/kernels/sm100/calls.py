@@ -53,7 +53,7 @@ class Kernel:
 
         samples = {f"sample_{name}": t for name, t in operands.items()}
         if (ends := operands.get("offsets")) is not None:  # the constructor reads them on the host
-            samples["sample_offsets"] = torch.zeros(ends.shape, dtype=ends.dtype)
+            samples["sample_offsets"] = torch.zeros(ends.shape, dtype=ends.dtype, device="cpu")
             size = grouped.get_grouped_gemm_wgrad_workspace_size_sm100(len(ends))
             self._scratch = "descriptor_workspace", size
         api = getattr(grouped, self._name)(**samples, **self._settings, **_TILES)
@@ -111,7 +111,7 @@ def scales_like(codes: Tensor, lines: int, length: int, block: int, dtype: torch
 @functools.cache
 def ones(count: int, device: torch.device) -> Tensor:
     """Return fp32 ones, which nothing may change."""
-    return torch.ones(count, device=device)
+    return torch.ones(count, dtype=torch.float32, device=device)
 
 
 def transposed(bias_EN: Tensor | None) -> Tensor | None:

@@ -63,7 +63,7 @@ class MadeDirect:
 
     def randn(self, *shape: int) -> Tensor:
         """Return normal values in bf16."""
-        return torch.randn(*shape, generator=self.generator, device=self.device).bfloat16()
+        return torch.randn(*shape, generator=self.generator, dtype=torch.float32, device=self.device).bfloat16()
 
     def call(self, distribution: str, schedule: Schedule) -> tuple[Operands, KernelOptions]:
         """Return the operands with these rows per expert."""
@@ -83,15 +83,15 @@ class Operands:
 
     def __init__(self, made: MadeDirect, distribution: str) -> None:
         direct, device = made.direct, made.device
-        splits = torch.tensor(rows_per_expert(distribution, direct.experts, direct.rows))
+        splits = torch.tensor(rows_per_expert(distribution, direct.experts, direct.rows), device="cpu")
         used, self.tokens = int(splits.sum()), direct.rows // direct.top_k
-        slots = torch.randperm(direct.rows, generator=torch.Generator().manual_seed(2))[:used]
+        slots = torch.randperm(direct.rows, generator=torch.Generator().manual_seed(2), device="cpu")[:used]
         # the rows of an expert are in token order
-        expert = torch.arange(direct.experts).repeat_interleave(splits)
+        expert = torch.arange(direct.experts, device="cpu").repeat_interleave(splits)
         slot_of_row = slots[(expert * direct.rows + slots).argsort()]
-        row_of_slot = torch.full((direct.rows,), direct.rows)
-        row_of_slot[slot_of_row] = torch.arange(used)
-        token_of_row = torch.zeros(direct.rows, dtype=torch.int32)
+        row_of_slot = torch.full((direct.rows,), direct.rows, device="cpu")
+        row_of_slot[slot_of_row] = torch.arange(used, device="cpu")
+        token_of_row = torch.zeros(direct.rows, dtype=torch.int32, device="cpu")
         token_of_row[:used] = (slot_of_row // direct.top_k).int()
         self.offsets, self.token_of_row = splits.cumsum(0).int().to(device), token_of_row.to(device)
         self.row_of_slot = row_of_slot.view(self.tokens, direct.top_k).to(device)
@@ -100,7 +100,7 @@ class Operands:
         self.rows = made.randn(direct.rows, direct.hidden)
         self.grads = made.randn(direct.rows, 2 * direct.intermediate)
         self.inner = made.randn(direct.rows, direct.intermediate)
-        self.scale = torch.rand(direct.rows, generator=made.generator, device=device) + 0.2
+        self.scale = torch.rand(direct.rows, generator=made.generator, dtype=torch.float32, device=device) + 0.2
         self.device = device
 
     def ranges(self) -> Tensor:

@@ -212,7 +212,8 @@ class OtherWork:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
-        self._a, self._b, self._c = torch.randn(3, self.WIDTH, self.WIDTH, device=device).bfloat16()
+        shape = 3, self.WIDTH, self.WIDTH
+        self._a, self._b, self._c = torch.randn(*shape, dtype=torch.float32, device=device).bfloat16()
         self._from, self._to = torch.zeros(2, FLUSH_BYTES, dtype=torch.uint8, device=device)
 
     def on_another_stream(self) -> None:

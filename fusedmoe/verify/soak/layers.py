@@ -157,18 +157,18 @@ def _shares(shares: Tensor) -> Callable[[int], Tensor]:
 
 
 def _mixed(experts: int, generator: torch.Generator) -> Callable[[int], Tensor]:
-    few, many = torch.rand(2, experts, generator=generator)
+    few, many = torch.rand(2, experts, generator=generator, dtype=torch.float32, device="cpu")
     of_many = _shares(torch.where(few < 0.5, 0.0, many**4))
     return lambda rows: torch.where(few < 0.5, (6 * few).long(), of_many(rows - 3 * experts))
 
 
 DISTRIBUTIONS: dict[str, Callable[[int, torch.Generator], Callable[[int], Tensor]]] = {
-    "even": lambda experts, _: _shares(torch.ones(experts)),
-    "zipf": lambda experts, _: _shares((1.0 + torch.arange(experts)) ** -1.5),
+    "even": lambda experts, _: _shares(torch.ones(experts, dtype=torch.float32, device="cpu")),
+    "zipf": lambda experts, _: _shares((1.0 + torch.arange(experts, device="cpu")) ** -1.5),
     "mixed": _mixed,
-    "ones": lambda experts, _: lambda rows: torch.ones(experts, dtype=torch.long),
-    "short": lambda experts, generator: lambda rows: torch.randint(8, (experts,), generator=generator),
-    "deep": lambda experts, _: _shares((torch.arange(experts) % 8 == 0).float()),
+    "ones": lambda experts, _: lambda rows: torch.ones(experts, dtype=torch.long, device="cpu"),
+    "short": lambda experts, generator: lambda rows: torch.randint(8, (experts,), generator=generator, device="cpu"),
+    "deep": lambda experts, _: _shares((torch.arange(experts, device="cpu") % 8 == 0).float()),
 }
 """Functions of E and a generator. Half of the experts of ``mixed`` have 0 to 2 rows; of ``deep``, each eighth has rows.
 """
@@ -251,7 +251,7 @@ class MadeLayer:
     def _grouped(self, width: int, features: int) -> fm.GroupedLinear:
         layer = self.layer
         if layer.kind == "stored":
-            weight = torch.randn(layer.experts, features, width, generator=self._generator) / width**0.5
+            weight = self._normal(layer.experts, features, width) / width**0.5
             q = fm.quantize(weight, fp8_block(across=128, power_of_two=False))
             return fm.GroupedLinear.from_quantized(q.data, q.scale)
         made = fm.GroupedLinear(layer.experts, width, features, bias=layer.bias, dtype=self.dtype)
@@ -259,16 +259,16 @@ class MadeLayer:
             made.weight = nn.Parameter(made.weight.detach().mT.contiguous().mT)
         if layer.main_grad:
             made.accumulate_into_main_grad = True
-            made.weight.main_grad = torch.zeros(made.weight.shape, dtype=torch.float32)  # type: ignore[attr-defined]
+            made.weight.main_grad = made.weight.new_zeros(made.weight.shape, dtype=torch.float32)  # type: ignore[attr-defined]
         return made
 
     def _set_weights(self) -> None:
         with torch.no_grad():
             for name, parameter in self.module.named_parameters():
                 if name == "router.weight":  # orthonormal: see `_logits`
-                    directions = torch.randn(
-                        *reversed(parameter.shape), generator=torch.Generator().manual_seed(0), device="cpu"
-                    )
+                    seeded = torch.Generator().manual_seed(0)
+                    shape = reversed(parameter.shape)
+                    directions = torch.randn(*shape, generator=seeded, dtype=torch.float32, device="cpu")
                     parameter.copy_(torch.linalg.qr(directions).Q.T)
                 elif parameter.is_floating_point() and parameter.requires_grad:
                     parameter.normal_(generator=self._generator).div_(parameter.shape[-1] ** 0.5)
@@ -288,12 +288,13 @@ class MadeLayer:
             used = torch.arange(layer.rows, device=self.device) < sum(splits)
             if layer.scaled:
                 inputs["probs"] = self._poisoned(self._weights(layer.rows), used)
-            ends = tuple(torch.tensor(splits).cumsum(0).tolist())
+            ends = tuple(torch.tensor(splits, device="cpu").cumsum(0).tolist())
             return self._call(case, layer.rows, inputs, ends, used)
         tokens = layer.rows // layer.top_k
         if layer.kind in ("tokens", "slots"):
-            experts = torch.arange(layer.experts + 1).repeat_interleave(torch.tensor([*splits, layout.tail]))
-            order = torch.randperm(layer.rows, generator=torch.Generator().manual_seed(2))
+            counts = torch.tensor([*splits, layout.tail], device="cpu")
+            experts = torch.arange(layer.experts + 1, device="cpu").repeat_interleave(counts)
+            order = torch.randperm(layer.rows, generator=torch.Generator().manual_seed(2), device="cpu")
             index = experts[order].view(tokens, layer.top_k).to(self.device)
             weight = self._weights(tokens, layer.top_k).requires_grad_()
             inputs = {"expert_index": index, "expert_weight": weight}
@@ -310,12 +311,10 @@ class MadeLayer:
         """
         layer, experts = self.layer, len(splits)
         shares = torch.tensor(splits, device=self.device, dtype=torch.float32) + 0.01
-        noise = torch.rand(tokens, experts, generator=self._generator, device=self.device).clamp(1e-6, 1 - 1e-6)
+        noise = self._uniform(tokens, experts).clamp(1e-6, 1 - 1e-6)
         keys = shares.log() - (-noise.log()).log()  # Gumbel noise: the largest keys are such a draw
         if layer.score == "sigmoid":  # from the experts of half of the groups
-            in_group = (
-                torch.rand(tokens, GROUPS, generator=self._generator, device=self.device).argsort(1) < GROUPS // 2
-            )
+            in_group = self._uniform(tokens, GROUPS).argsort(1) < GROUPS // 2
             keys = keys.where(in_group.repeat_interleave(experts // GROUPS, 1), -torch.inf)
         rank = keys.argsort(1, descending=True).argsort(1)
         logits = torch.where(rank < layer.top_k, 4 - rank / 4, 0.0)
@@ -324,15 +323,18 @@ class MadeLayer:
     def _call(self, case: Case, rows: int, inputs: dict[str, Tensor], ends: tuple[int, ...], used: Tensor) -> Call:
         layer = self.layer
         out = layer.intermediate if layer.kind == "first" else layer.hidden
-        x, grad = (
-            self._poisoned(torch.randn(rows, width, generator=self._generator, device=self.device).to(self.dtype), used)
-            for width in (layer.hidden, out)
-        )
+        x, grad = (self._poisoned(self._normal(rows, width).to(self.dtype), used) for width in (layer.hidden, out))
         return Call(case, self.module, x, inputs, grad.detach(), layer.experts, ends, used)
+
+    def _normal(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self._generator, dtype=torch.float32, device=self.device)
+
+    def _uniform(self, *shape: int) -> Tensor:
+        return torch.rand(*shape, generator=self._generator, dtype=torch.float32, device=self.device)
 
     def _weights(self, *shape: int) -> Tensor:
         """Return values between 0.2 and 1."""
-        values = torch.rand(*shape, generator=self._generator, device=self.device) * 0.8 + 0.2
+        values = self._uniform(*shape) * 0.8 + 0.2
         return values.to(self.layer.weight_dtype)
 
     def _poisoned(self, values: Tensor, used: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ def _errors(call: Call, name: str, got: Tensor, want: Tensor) -> tuple[float, fl
     if name in ("y", "x") and call.ends:
         ends = torch.tensor(call.ends, device=off.device)
         expert = torch.searchsorted(ends, torch.arange(len(off), device=off.device), right=True)
-        off, norm = (torch.zeros(len(ends) + 1).to(t).index_add_(0, expert, t) for t in (off, norm))
+        off, norm = (t.new_zeros(len(ends) + 1).index_add_(0, expert, t) for t in (off, norm))
     elif len(off) != call.num_experts or name.startswith("router"):
         return error, 0.0, others
     return error, float(torch.stack([_relative(off, norm)]).max()), others
