@@ -6,6 +6,7 @@ Four processes are the ranks. Whatever they do, one process with all experts and
 import contextlib
 import copy
 import io
+import logging
 from functools import cache
 
 import pytest
@@ -576,6 +577,59 @@ def test_a_checkpoint_of_one_process_is_loaded_by_ranks(four, plain_checkpoint):
     for got_before, got_after in four.run(resumed, ["ddp4", "ddp2x2", "fsdp2x2"], folder)[1]:
         same(got_before, before)
         same(got_after, after, 1e-12)
+
+
+class Log(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.said = []
+
+    def emit(self, record):
+        self.said.append(record.getMessage())
+
+
+def sizes_of_state(rank):
+    every, found = groups(rank), []
+    for ep in (every.four, every.two):  # one expert and two experts on each rank
+        layer = fm.MoE(H, I, SIZE, K, bias=True, expert_parallel=ep)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+        layer(torch.ones(3, H)).sum().backward()
+        optimizer.step()
+        for parameter in layer.parameters():
+            like = parameter.shape
+            optimizer.state[parameter] |= {"steps": torch.ones(1)}
+            if len(like) > 1:  # as in Adafactor
+                columns = torch.full((*like[:-2], 1, like[-1]), float(ep.rank))
+                optimizer.state[parameter] |= {"rows": torch.ones(*like[:-1], 1), "columns": columns}
+        optimizer.state[layer.experts.down.weight]["betas"] = torch.ones(2)
+        optimizer.state[layer.experts.down.weight]["reduced"] = torch.ones(*layer.experts.down.weight.shape[:-1])
+        log = Log()
+        logging.getLogger("fusedmoe").addHandler(log)
+        state = ep_of.state_dict(layer, optimizer)["optimizer"]
+        logging.getLogger("fusedmoe").removeHandler(log)
+        said = "\n".join(log.said)
+        # it says so once
+        assert ("state.experts.down.bias.columns: expected a part for each expert" in said) is (ep is every.four)
+        assert "steps" not in said
+        assert "weight" not in said
+        found.append({key: tuple(t.shape) for key, t in state.items() if isinstance(t, torch.Tensor)})
+    return found
+
+
+def test_state_of_an_optimizer_that_is_not_per_expert(four):
+    for one, two in four.run(sizes_of_state):
+        assert one == two
+        of_weight = {name.rpartition(".")[2]: t for name, t in one.items() if ".down.weight." in name}
+        assert of_weight == {
+            "momentum_buffer": (SIZE, H, I),
+            "steps": (1,),
+            "rows": (SIZE, H, 1),
+            "columns": (SIZE, 1, I),
+            "betas": (2,),
+            "reduced": (SIZE, H),
+        }
+        of_bias = {name.rpartition(".")[2]: t for name, t in one.items() if ".down.bias." in name}
+        assert of_bias == {"momentum_buffer": (SIZE, H), "steps": (1,), "rows": (SIZE, 1), "columns": (1, H)}
 
 
 DELAYED = fm.recipes.FP8Tensor(delayed=Delayed(history=3))
