@@ -22,7 +22,7 @@ from fusedmoe import changes
 from fusedmoe.autocast import casts_rows
 from fusedmoe.chain import Chain
 from fusedmoe.errors import InputError
-from fusedmoe.expert_parallel.shards import check_ddp
+from fusedmoe.expert_parallel.shards import Averaged, check_ddp
 from fusedmoe.fusion.graph import Graph, first_takers_of_offsets
 from fusedmoe.inputs import check_inputs, check_names, check_parameters, not_a_tensor
 from fusedmoe.kernels.options import DEFAULT
@@ -237,6 +237,8 @@ class Partition:
         self._parameters = {key: (op, name) for chain in chains for op, name, key in chain.parameters}
         whole = self.parts[0].chain if len(self.parts) == 1 and isinstance(self.parts[0], ChainPart) else None
         self.run: Callable[..., Tensor] = partial(_run_parts, self.parts) if whole is None else whole.run
+        if (averaged := Averaged(root)).modules:
+            self.run = partial(_run_averaged, averaged, self.run)
         if self.exchanges:
             self.run = partial(_run_with_ranks, self.run)
 
@@ -403,6 +405,12 @@ def _run_parts(
     for part in parts:
         x, counted = part.run(x, named, options, parameters, counted)
     return x
+
+
+def _run_averaged(averaged: Averaged, run: Callable[..., Tensor], *args: Any) -> Tensor:
+    """Run parts with parameters that are shards."""
+    averaged.add_hooks()
+    return run(*args)
 
 
 def _run_with_ranks(run: Callable[..., Tensor], *args: Any) -> Tensor:

@@ -386,6 +386,51 @@ def test_gradients_are_averages(four):
     assert some == other == pytest.approx(2 * (E // 2 * H * I) ** 0.5)
 
 
+def gradients_after(model, rank):
+    loss_of(model, [given(rank, 0)]).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def added_later(rank):
+    """Parameters that are unfrozen, assigned, copied or added after `average_gradients`."""
+    ep = groups(rank).two
+
+    def averaged(frozen=False):
+        model = make(ep)
+        for parameter in ep_of.shards(model).values():
+            parameter.requires_grad_(not frozen)
+        ep_of.average_gradients(model)
+        return model
+
+    expected = gradients_after(averaged(), rank)
+    assigned, unfrozen, one_op = averaged(), averaged(frozen=True), averaged(frozen=True)
+    assigned.load_state_dict({name: t.clone() for name, t in assigned.state_dict().items()}, assign=True)
+    unfrozen(given(rank, 0))
+    for parameter in [*unfrozen.parameters(), *one_op.parameters()]:
+        parameter.requires_grad_()
+    for model in (assigned, unfrozen, one_op, copy.deepcopy(averaged())):
+        for _ in range(2):  # no second division
+            model.zero_grad()
+            same(gradients_after(model, rank), expected)
+    before, after = averaged(), make(ep)
+    for model, average_first in ((before, True), (after, False)):
+        torch.manual_seed(1)
+        model.second.experts.down = fm.GroupedLoRA(model.second.experts.down, rank=2)
+        model.second.experts.down.lora_B.weight.data.fill_(0.1)
+        if not average_first:
+            ep_of.average_gradients(model)
+    found, expected = gradients_after(before, rank), gradients_after(after, rank)
+    names = [name for name in found if ".lora_" in name]
+    assert len(names) == 2
+    for name in names:
+        assert expected[name].abs().sum() > 0
+        assert torch.equal(found[name], expected[name])
+
+
+def test_parameters_that_are_made_or_unfrozen_later(four):
+    four.run(added_later)
+
+
 def into_main_grad(rank):
     """The owner of ``main_grad`` divides it, and sums it over replicas: here there are none."""
     layout = Layout("ddp4", rank)
@@ -442,6 +487,7 @@ def refused(rank):
 def forgotten(rank):
     """DDP and FSDP2 that were not told of the experts, which they take for the same on all ranks."""
     from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard, distribute_tensor
 
     every = groups(rank)
     inner = make(every.two)
@@ -465,10 +511,19 @@ def forgotten(rank):
     before = copy.deepcopy(copied.state_dict())
     DistributedDataParallel(torch.compile(copied, backend="eager"))
     same(copied.state_dict(), before)  # not those of rank 0
-    sharded = fully_shard(make(every.two), mesh=every.world)
+    over = r"weight: expected .* sharded over ranks \[0, 1, 2, 3\]"
+    with pytest.raises(fm.InputError, match=rf"GroupedLinear\(.*\): {over}"):
+        fully_shard(make(every.two), mesh=every.world)
+    sharded = make(every.two)
+    sharded.second.experts.gate_up.register_parameter(
+        "weight", nn.Parameter(distribute_tensor(sharded.second.experts.gate_up.weight.data, every.world, [Shard(0)]))
+    )
     for function in (ep_of.shards, ep_of.state_dict, lambda model: ep_of.clip_grad_norm_(model, 1.0)):
-        with pytest.raises(fm.InputError, match=r"gate_up\.weight: expected .* sharded over ranks \[0, 1, 2, 3\]"):
+        with pytest.raises(fm.InputError, match=over):
             function(sharded)
+    ep_of.average_gradients(inner)
+    with pytest.raises(fm.InputError, match=r"weight: expected a plain parameter after average_gradients.*a DTensor"):
+        fully_shard(inner.second.experts, mesh=every.mesh["dp"])
 
 
 def test_experts_that_are_taken_for_replicas(four):
