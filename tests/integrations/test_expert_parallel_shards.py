@@ -7,6 +7,7 @@ import contextlib
 import copy
 import io
 import logging
+import warnings
 from functools import cache
 
 import pytest
@@ -535,6 +536,102 @@ def test_what_cannot_be_averaged(four):
     expected = [f"{layer}.experts.{op}.{p}" for layer, own in ops for op in ("gate_up", "down") for p in own]
     assert four.run(refused)[0] == expected
     assert ep_of.shards(make()) == {}
+
+
+# ---- copies of one rank's experts -----------------------------------------------------------------------------------
+
+
+def broadcast(ep, rank):
+    model = make(ep)
+    for parameter in model.parameters():
+        dist.broadcast(parameter.data, 0)
+    return model
+
+
+def loaded_from_rank_0(ep, rank):
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    model = make(ep)
+    state = {name: t.clone() for name, t in model.state_dict().items()} if rank == 0 else {}
+    set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    return model
+
+
+def fsdp1(ep, rank):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return FullyShardedDataParallel(make(ep), device_id=torch.device("cpu"))
+
+
+def replicated(ep, rank):
+    from torch.distributed._composable.replicate import replicate
+
+    return replicate(make(ep))
+
+
+def zero(ep, rank):
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = make(ep)
+    ep_of.average_gradients(model)
+    model = DistributedDataParallel(model)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    loss_of(model, [given(rank, 0)]).backward()
+    optimizer.step()
+    return model
+
+
+def equal_seeds(ep, rank):
+    model = make(ep)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, generator=generator)
+    return model
+
+
+def copied(rank, make_model):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some of them are deprecated
+        model = make_model(groups(rank).two, rank)
+        with pytest.raises(fm.InputError, match=r"experts\.gate_up\.weight: expected other experts on each rank"):
+            model(given(rank, 0))
+
+
+@pytest.mark.parametrize("made", [broadcast, loaded_from_rank_0, fsdp1, replicated, zero, equal_seeds])
+def test_copies_of_the_experts_of_one_rank_raise(four, made):
+    four.run(copied, made)
+
+
+def upcycled(rank):
+    """A dense MLP in place of each expert: training makes them differ."""
+    ep = groups(rank).two
+    torch.manual_seed(0)
+    layer = fm.MoE(H, I, E, K, dtype=torch.float64, expert_parallel=ep)
+    dense = fm.Linear(H, 2 * I, dtype=torch.float64), fm.Linear(I, H, dtype=torch.float64)
+    weights = [linear.weight.detach().expand(E, -1, -1) for linear in dense]
+    fm.load_experts(layer, gate_up=weights[0], down=weights[1], router=layer.router.weight)
+    for step in range(5):
+        layer(given(rank, step)).square().sum().backward()
+        with torch.no_grad():
+            for parameter in layer.parameters():
+                parameter -= 0.1 * parameter.grad
+    for parameter in layer.parameters():
+        dist.broadcast(parameter.data, 0)
+    for _ in range(2):  # the calls 6 and 7
+        layer(given(rank, 0))
+    with pytest.raises(fm.InputError, match=r"gate_up\.weight: expected other experts on each rank"):
+        layer(given(rank, 0))
+    constant = fm.MoE(H, I, E, K, expert_parallel=ep)
+    for parameter in constant.parameters():
+        nn.init.constant_(parameter, 0.01)
+    if rank == 0:  # this rank calls another module of the layer
+        constant.experts.register_forward_hook(lambda *_: None)
+    for _ in range(2):
+        constant(torch.ones(1, H))
+
+
+def test_experts_that_start_equal(four):
+    four.run(upcycled)
 
 
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
