@@ -6,6 +6,7 @@ Axes: P ranks that share the experts, W data-parallel ranks, W / P replicas of e
 from __future__ import annotations
 
 from collections import Counter
+from functools import cache
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -13,9 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fusedmoe.checks import MODULE, NOT_NEGATIVE
 from fusedmoe.errors import InputError
+from fusedmoe.expert_parallel.scaler import check_scaler
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     from fusedmoe.expert_parallel.group import ExpertParallel
 
 _HOOK = "_averages_over_ranks"  # attribute of a shard: the handle of its hook
+_IS_SHARD = "_is_shard"  # attribute of a shard that an optimizer may have
 _AVERAGES = "_averages_of_shards"  # attribute of a module with shards, after `average_gradients`: its `_Averages`
 _CHECKED = "_leaves_shards_alone"  # attribute of a DDP module
 
@@ -58,6 +62,9 @@ def check_shard(module: nn.Module, name: str) -> None:
             f"{module!r}: {name}: expected a plain parameter after average_gradients, whose hooks average its "
             "gradient, got a DTensor: do not call average_gradients, see FSDPModule.set_gradient_divide_factor"
         )
+    if ep.ranks > 1:
+        parameter.__dict__[_IS_SHARD] = True
+        _watch_optimizers()
 
 
 def _check_mesh(name: str, parameter: Any, ep: ExpertParallel) -> None:
@@ -150,6 +157,15 @@ def average_gradients(model: nn.Module, group: Any = None) -> None:
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
 
 
+@cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    check_scaler(optimizer, _IS_SHARD)
+
+
 def _replicas(ep: ExpertParallel, group: ProcessGroup) -> ProcessGroup | None:
     """Return the group of the ranks of ``group`` that have the experts of this rank; None if there are no others."""
     members = dist.get_process_group_ranks(group)
@@ -206,6 +222,9 @@ class _Averages:
         if parameter.requires_grad and parameter.is_leaf:  # functional_call may pass a tensor that has a gradient hook
             average = _Average(parameter, self._divisor, self._group)
             setattr(parameter, _HOOK, parameter.register_hook(average))
+            if self._divisor > 1:
+                parameter.__dict__[_IS_SHARD] = True
+                _watch_optimizers()
 
     def __deepcopy__(self, memo: object) -> _Averages:
         return self  # the group is one of the process

@@ -634,6 +634,70 @@ def test_experts_that_start_equal(four):
     four.run(upcycled)
 
 
+# ---- loss scaling ---------------------------------------------------------------------------------------------------
+
+
+def overflowing(rank, fused, unscale):
+    """Three steps; in the second one, one rank's gradient of a shard overflows."""
+    model = make(groups(rank).four)
+    ep_of.average_gradients(model)
+    model = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    empty = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)  # without gradients
+    scaler = ep_of.GradScaler("cpu", init_scale=4.0)
+    values, scales = [], []
+    for step in range(3):
+        scaler.scale(loss_of(model, [given(rank, step)])).backward()
+        if (rank, step) == (1, 1):
+            model.module.second.experts.down.weight.grad[0, 0, 0] = torch.inf
+        if unscale:
+            scaler.unscale_(optimizer)
+            scaler.unscale_(empty)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        values.append({name: t.clone() for name, t in model.state_dict().items()})
+        scales.append(scaler.get_scale())
+    assert scales == [4.0, 2.0, 2.0]
+    same(values[1], values[0])
+    assert not torch.equal(*(v["module.first.weight"] for v in values[1:]))
+    return {name: t for name, t in values[2].items() if ".experts." not in name}
+
+
+@pytest.mark.parametrize(("fused", "unscale"), [(False, True), (False, False), (True, False)])
+def test_all_ranks_skip_a_step(four, fused, unscale):
+    first, *others = four.run(overflowing, fused, unscale)
+    for other in others:
+        same(other, first)
+
+
+def other_scalers(rank):
+    layout = Layout("fsdp4", rank)  # DTensors and plain parameters
+    optimizer = torch.optim.SGD(layout.model.parameters(), lr=0.1, foreach=False)
+    scaler = ep_of.GradScaler("cpu", group=groups(rank).world, init_scale=4.0)
+    norms = []
+    for given_scaler in (scaler, torch.amp.GradScaler("cpu", enabled=False)):
+        given_scaler.scale(loss_of(layout.model, [given(rank, 0)])).backward()
+        given_scaler.unscale_(optimizer)
+        norms.append(ep_of.clip_grad_norm_(layout.model, 1e9).item())
+        optimizer.zero_grad()
+    assert norms[0] == pytest.approx(norms[1], rel=1e-12)
+    given_scaler.step(optimizer)
+    for kind in ("ddp4", "fsdp2x2"):
+        layout = Layout(kind, rank)
+        optimizer = torch.optim.SGD(layout.parameters(), lr=0.1)
+        torch.optim.lr_scheduler.ConstantLR(optimizer)  # wraps the step
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        scaler.scale(loss_of(layout.model, [given(rank, 0)])).backward()
+        with pytest.raises(fm.InputError, match=r"^GradScaler: expected fm\.expert_parallel\.GradScaler"):
+            scaler.step(optimizer)
+        optimizer.step()
+
+
+def test_a_scaler_for_other_models(four):
+    four.run(other_scalers)
+
+
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
 
 
