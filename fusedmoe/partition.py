@@ -22,11 +22,13 @@ from fusedmoe import changes
 from fusedmoe.autocast import casts_rows
 from fusedmoe.chain import Chain
 from fusedmoe.errors import InputError
-from fusedmoe.expert_parallel.shards import check_ddp
+from fusedmoe.expert_parallel.copies import Copies
+from fusedmoe.expert_parallel.shards import Averaged, check_ddp
 from fusedmoe.fusion.graph import Graph, first_takers_of_offsets
 from fusedmoe.inputs import check_inputs, check_names, check_parameters, not_a_tensor
 from fusedmoe.kernels.options import DEFAULT
 from fusedmoe.log import say_once
+from fusedmoe.ops.amax_state import looking
 from fusedmoe.ops.dispatch import Combine, Dispatch
 from fusedmoe.ops.exchange import AgreeOnTokens
 from fusedmoe.ops.op import Node, Op, Runnable
@@ -237,8 +239,10 @@ class Partition:
         self._parameters = {key: (op, name) for chain in chains for op, name, key in chain.parameters}
         whole = self.parts[0].chain if len(self.parts) == 1 and isinstance(self.parts[0], ChainPart) else None
         self.run: Callable[..., Tensor] = partial(_run_parts, self.parts) if whole is None else whole.run
+        if (averaged := Averaged(root)).modules:
+            self.run = partial(_run_averaged, averaged, self.run)
         if self.exchanges:
-            self.run = partial(_run_with_ranks, self.run)
+            self.run = partial(_run_with_ranks, Copies(root), self.run)
 
     def _parts_of(self, groups: list[list[Member]], around: list[list[Boundary]]) -> list[ChainPart | ModulePart]:
         """Return the part of each group; fill `wanted` and `provided`. ``around`` are the rows at a group's members."""
@@ -405,10 +409,18 @@ def _run_parts(
     return x
 
 
-def _run_with_ranks(run: Callable[..., Tensor], *args: Any) -> Tensor:
+def _run_averaged(averaged: Averaged, run: Callable[..., Tensor], *args: Any) -> Tensor:
+    """Run parts with parameters that are shards."""
+    averaged.add_hooks()
+    return run(*args)
+
+
+def _run_with_ranks(copies: Copies, run: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
     """Run parts that exchange tensors with other ranks."""
     check_ddp()
-    return run(*args)
+    if not looking():
+        copies.check(x)
+    return run(x, *args)
 
 
 def _shared_rows(group: Sequence[Member], among: Sequence[Boundary]) -> dict[int, str]:

@@ -8,6 +8,7 @@ Axes: E experts, P ranks.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusedmoe.checks import MODULE
 from fusedmoe.expert_parallel.shards import owners, shards
+from fusedmoe.log import say_once
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
     from fusedmoe.expert_parallel.group import ExpertParallel
 
+logger = logging.getLogger(__name__)
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")  # no part of the names in state_dicts
 
 
@@ -37,6 +40,9 @@ def state_dict(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
     optimizer is flattened (``StateDictOptions(flatten_optimizer_state_dict=True)``), so that its parameter groups need
     not be those of the optimizer that loads it. The tensors share memory with the model and the optimizer: save or load
     the state before the next step. A collective.
+
+    A value of the optimizer's state for all experts of a rank together, such as the column factor of a bias in
+    Adafactor, keeps its size. If it differs between ranks, a warning says that the checkpoint has that of one rank.
 
     Parameters
     ----------
@@ -62,7 +68,10 @@ def state_dict(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
     if optimizer is not None:
         flat = of_torch.StateDictOptions(flatten_optimizer_state_dict=True)
         state["optimizer"] = of_torch.get_optimizer_state_dict(model, optimizer, options=flat)
-    return _converted(model, state, _Whole())
+    converted, others = _converted(model, state, _Whole())
+    if optimizer is not None:
+        _warn_of_differences(model, others)
+    return converted
 
 
 def load_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer | None, state: dict[str, Any]) -> None:
@@ -71,7 +80,7 @@ def load_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer | None, s
     from torch.distributed.checkpoint import state_dict as of_torch
 
     MODULE("load_state_dict: model", model)
-    local = _converted(model, state, _part)
+    local, _ = _converted(model, state, _part)
     of_torch.set_model_state_dict(model, local["model"])
     if optimizer is not None:
         flat = of_torch.StateDictOptions(flatten_optimizer_state_dict=True)
@@ -92,8 +101,12 @@ def _names(model: nn.Module) -> dict[str, tuple[nn.Module, ExpertParallel]]:
     return names
 
 
-def _converted(model: nn.Module, state: dict[str, Any], convert: Callable[..., Any]) -> dict[str, Any]:
-    """Return the state with its shards converted by ``convert(tensor, parameter, ranks, dimension of the experts)``."""
+def _converted(
+    model: nn.Module, state: dict[str, Any], convert: Callable[..., Any]
+) -> tuple[dict[str, Any], dict[str, tuple[Tensor, ExpertParallel]]]:
+    """Return the state with its shards converted by ``convert(tensor, parameter, ranks, dimension of the experts)``,
+    and the tensors of the optimizer's state of shards that have no part for each expert.
+    """
     weights, of_optimizer = dict(state["model"]), dict(state.get("optimizer", {}))
     result = {**state, "model": weights, **({"optimizer": of_optimizer} if of_optimizer else {})}
     moments: dict[str, list[str]] = {}  # the keys of the optimizer's state, "state.NAME.MOMENT", by NAME
@@ -101,17 +114,71 @@ def _converted(model: nn.Module, state: dict[str, Any], convert: Callable[..., A
         kind, _, rest = key.partition(".")
         if kind == "state":
             moments.setdefault(rest.rpartition(".")[0], []).append(key)
+    # the moments that have one part for all of dimension 0, which parameters with one expert do not show
+    reduced = {
+        (_moment(key), of_optimizer[key].dim())
+        for name, keys in moments.items()
+        for key in keys
+        if _is_reduced(of_optimizer[key], weights.get(name))
+    }
+    others = {}
     for prefix, (module, ep) in _names(model).items():
         start = f"{prefix}." if prefix else ""
         for own, parameter in module.named_parameters(recurse=False):
             name = start + own
             weights[name] = convert(weights[name], parameter, ep, 0)
             for key in moments.get(name, ()):
-                of_optimizer[key] = convert(of_optimizer[key], parameter, ep, 0)
+                value = of_optimizer[key]
+                if not isinstance(value, Tensor) or not value.dim():
+                    continue  # such as the number of steps
+                if _fits(value, parameter) and (_moment(key), value.dim()) not in reduced:
+                    of_optimizer[key] = convert(value, parameter, ep, 0)
+                if of_optimizer[key] is value:
+                    others[key] = value, ep
             if own == "weight":
                 for key in [key for key in weights if key.startswith(f"{start}amax_history.")]:
                     weights[key] = convert(weights[key], parameter, ep, weights[key].dim() - 1)  # (steps, E) and (E,)
-    return result
+    return result, others
+
+
+def _moment(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
+def _is_reduced(value: Any, parameter: Any) -> bool:
+    """Whether a value of an optimizer's state has size 1 in dimension 0, unlike its parameter."""
+    if not isinstance(value, Tensor) or not isinstance(parameter, Tensor) or value.dim() != parameter.dim():
+        return False
+    return value.shape[:1] == (1,) and parameter.shape[0] > 1
+
+
+def _fits(value: Tensor, parameter: Any) -> bool:
+    """Whether a value of an optimizer's state can have a part for each expert, by its sizes after the first one.
+
+    They are those of the parameter, such as of a moment, or one of them is absent or some are 1, as in Adafactor. Other
+    values belong to the parameter as a whole, such as a number of steps of shape (1,), also with one expert per rank.
+    """
+    sizes = iter(parameter.shape[1:])
+    fits = value.dim() in (parameter.dim(), parameter.dim() - 1) and value.shape != (1,)
+    return fits and all(size == 1 or size in sizes for size in value.shape[1:])
+
+
+def _warn_of_differences(model: nn.Module, others: dict[str, tuple[Tensor, ExpertParallel]]) -> None:
+    """Warn of values of the optimizer's state for all experts of a rank that are not the same on all ranks."""
+    for group in {ep.group: None for _, _, ep in owners(model)}:
+        local = {key: getattr(t, "to_local", lambda t=t: t)() for key, (t, ep) in others.items() if ep.group is group}
+        sums = {key: t.double().sum().item() for key, t in local.items()}
+        of_ranks: list[Any] = [None] * group.size()
+        dist.all_gather_object(of_ranks, sums, group=group)
+        for key in sums:
+            if any(sums[key] != of_rank.get(key) for of_rank in of_ranks):
+                say_once(
+                    logger,
+                    logging.WARNING,
+                    "state_dict: optimizer: %s: expected a part for each expert, or the same value on all ranks, got "
+                    "other values on other ranks: the checkpoint has that of one rank",
+                    key,
+                )
 
 
 class _Whole:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from functools import cache
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -14,9 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fusedmoe.checks import MODULE, number
 from fusedmoe.errors import InputError
+from fusedmoe.expert_parallel.scaler import check_scaler
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
     from fusedmoe.expert_parallel.group import ExpertParallel
 
 _HOOK = "_averages_over_ranks"  # attribute of a shard: the handle of its hook
+_IS_SHARD = "_is_shard"  # attribute of a shard that an optimizer may have
+_AVERAGES = "_averages_of_shards"  # attribute of a module with shards, after `average_gradients`: its `_Averages`
 _CHECKED = "_leaves_shards_alone"  # attribute of a DDP module
 
 
@@ -44,6 +49,23 @@ def _shards(model: nn.Module) -> dict[str, tuple[nn.Parameter, ExpertParallel]]:
             _check_mesh(name, parameter, ep)
             found[name] = parameter, ep
     return found
+
+
+def check_shard(module: nn.Module, name: str) -> None:
+    """Raise if a module's parameter, which has just been set, is a DTensor over ranks that have other experts."""
+    ep: ExpertParallel | None = module.__dict__.get("_sharded_over")
+    parameter: Any = module._parameters[name]
+    if ep is None or not hasattr(parameter, "device_mesh"):
+        return
+    _check_mesh(f"{module!r}: {name}", parameter, ep)
+    if _AVERAGES in module.__dict__ and ep.ranks > 1:
+        raise InputError(
+            f"{module!r}: {name}: expected a plain parameter after average_gradients, whose hooks average its "
+            "gradient, got a DTensor: do not call average_gradients, see FSDPModule.set_gradient_divide_factor"
+        )
+    if ep.ranks > 1:
+        parameter.__dict__[_IS_SHARD] = True
+        _watch_optimizers()
 
 
 def _check_mesh(name: str, parameter: Any, ep: ExpertParallel) -> None:
@@ -102,8 +124,9 @@ def average_gradients(model: nn.Module, group: Any = None) -> None:
     Notes
     -----
     Every backward pass averages the gradient that it adds, also inside ``no_sync()``, so that gradients can be
-    accumulated in any way. ``weight.main_grad`` is not changed: its owner reduces it. The hooks are those of the
-    parameters: call the function again after other parameters have taken their place, or in a copy of the model.
+    accumulated in any way. ``weight.main_grad`` is not changed: its owner reduces it. Parameters that are made or
+    unfrozen later, as by ``load_state_dict(assign=True)``, ``requires_grad_`` or LoRA on a layer of the model, get
+    their hooks in the next call of their layer. So do those of a copy of the model.
 
     Raises
     ------
@@ -121,18 +144,27 @@ def average_gradients(model: nn.Module, group: Any = None) -> None:
             )
             raise InputError(f"{who}: {name}: expected a plain parameter with memory, got {got}")
     ranks: Any = dist.group.WORLD if group is None else getattr(group, "get_group", lambda: group)()
-    replicas: dict[ProcessGroup, ProcessGroup | None] = {}
-    for parameter, ep in found.values():
-        if ep.group not in replicas:
-            replicas[ep.group] = _replicas(ep, ranks)
-        if (before := getattr(parameter, _HOOK, None)) is not None:
-            before.remove()
-        if parameter.requires_grad:
-            average = _Average(parameter, ranks.size(), replicas[ep.group])
-            setattr(parameter, _HOOK, parameter.register_hook(average))
+    averages: dict[ProcessGroup, _Averages] = {}
+    for _, module, ep in owners(model):
+        if ep.group not in averages:
+            averages[ep.group] = _Averages(ranks.size(), _replicas(ep, ranks))
+        module.__dict__[_AVERAGES] = averages[ep.group]
+        for parameter in module.parameters(recurse=False):
+            if (before := parameter.__dict__.pop(_HOOK, None)) is not None:
+                before.remove()
+            averages[ep.group].add_hook(parameter)
     names = [*found, *(f"_orig_mod.{name}" for name in found)]  # also for DDP(torch.compile(model))
     ignored = [*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *names]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+
+
+@cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    check_scaler(optimizer, _IS_SHARD)
 
 
 def _replicas(ep: ExpertParallel, group: ProcessGroup) -> ProcessGroup | None:
@@ -150,6 +182,53 @@ def _replicas(ep: ExpertParallel, group: ProcessGroup) -> ProcessGroup | None:
         return None
     same = [member for member, number in zip(members, numbers, strict=True) if number == ep.rank]
     return dist.new_group(same, use_local_synchronization=True)  # type: ignore[no-any-return]
+
+
+class Averaged:
+    """The modules inside a module whose parameters are shards: those that `average_gradients` was called for.
+
+    Parameters
+    ----------
+    root
+        The module.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        found = [*owners(root)]
+        self.modules = [ref(module) for _, module, _ in found]  # weak: the module has its partition, which has this
+        # modules that were added later, such as those of LoRA, join the others
+        averages = {ep.group: module.__dict__[_AVERAGES] for _, module, ep in found if _AVERAGES in module.__dict__}
+        for _, module, ep in found:
+            if ep.group in averages:
+                module.__dict__.setdefault(_AVERAGES, averages[ep.group])
+
+    def add_hooks(self) -> None:
+        """Add hooks to the parameters that have none, since they were made or unfrozen after `average_gradients`."""
+        for reference in self.modules:
+            module: Any = reference()
+            averages: _Averages | None = None if module is None else module.__dict__.get(_AVERAGES)
+            if averages is not None:
+                for parameter in module._parameters.values():
+                    if parameter is not None and _HOOK not in parameter.__dict__:
+                        averages.add_hook(parameter)
+
+
+class _Averages:
+    """Adds the hooks of shards: the divisor of their gradients, and the ranks that have the same shards."""
+
+    def __init__(self, divisor: int, group: ProcessGroup | None) -> None:
+        self._divisor, self._group = divisor, group
+
+    def add_hook(self, parameter: nn.Parameter) -> None:
+        if parameter.requires_grad and parameter.is_leaf:  # functional_call may pass a tensor that has a gradient hook
+            average = _Average(parameter, self._divisor, self._group)
+            setattr(parameter, _HOOK, parameter.register_hook(average))
+            if self._divisor > 1:
+                parameter.__dict__[_IS_SHARD] = True
+                _watch_optimizers()
+
+    def __deepcopy__(self, memo: object) -> _Averages:
+        return self  # the group is one of the process
 
 
 class _Average:

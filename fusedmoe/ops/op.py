@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from fusedmoe import changes
 from fusedmoe.checks import FLOATS, WRONG, Checked
 from fusedmoe.errors import InputError
+from fusedmoe.expert_parallel.shards import check_shard
 from fusedmoe.kernels.options import DEFAULT
 from fusedmoe.ops import amax_state, random_state
 from fusedmoe.process_state import HasProcessState
@@ -396,6 +397,7 @@ def _note_change(op: Op, name: str) -> None:
     """
     if name in op._parameters:
         op._of_process.quantized_weight = None  # with FSDP2, a resharded weight must not hold this memory
+        check_shard(op, name)
     elif name[0] != "_" or name == "__class__":
         state = op._of_process
         state.attributes = None

@@ -127,6 +127,22 @@ def trained(rank, wrap, engine, replicated, folder):
     return norms, {name: p.cpu() for name, p in parameters.items()}, used
 
 
+def copied(rank):
+    """No host waits for the comparison of the first call: the second call raises."""
+    every, _ = meshes(rank)
+    layer = make(fm.ExpertParallel(every, engine="allgather", max_tokens=max(TOKENS))).third
+    for parameter in layer.parameters():
+        dist.broadcast(parameter.data, 0)
+    layer(batch(rank, 0))
+    x = batch(rank, 1)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with pytest.raises(fm.InputError, match=r"experts\.gate_up\.weight: expected other experts on each rank"):
+            layer(x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     started = Ranks(tmp_path_factory.mktemp("ranks"), SIZE, backend="cpu:gloo,cuda:nccl")
@@ -177,3 +193,7 @@ def test_two_gpus_train_as_one(two, in_one_process, wrap, engine, replicated, tm
     ep_of.load_state_dict(alone, None, state)
     for name, p in alone.state_dict().items():
         assert torch.equal(p.cpu(), parameters[name]), f"{name}: the checkpoint has another value"
+
+
+def test_copies_of_the_experts_of_one_rank_raise(two):
+    two.run(copied)

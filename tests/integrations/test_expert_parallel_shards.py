@@ -6,6 +6,8 @@ Four processes are the ranks. Whatever they do, one process with all experts and
 import contextlib
 import copy
 import io
+import logging
+import warnings
 from functools import cache
 
 import pytest
@@ -385,6 +387,51 @@ def test_gradients_are_averages(four):
     assert some == other == pytest.approx(2 * (E // 2 * H * I) ** 0.5)
 
 
+def gradients_after(model, rank):
+    loss_of(model, [given(rank, 0)]).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def added_later(rank):
+    """Parameters that are unfrozen, assigned, copied or added after `average_gradients`."""
+    ep = groups(rank).two
+
+    def averaged(frozen=False):
+        model = make(ep)
+        for parameter in ep_of.shards(model).values():
+            parameter.requires_grad_(not frozen)
+        ep_of.average_gradients(model)
+        return model
+
+    expected = gradients_after(averaged(), rank)
+    assigned, unfrozen, one_op = averaged(), averaged(frozen=True), averaged(frozen=True)
+    assigned.load_state_dict({name: t.clone() for name, t in assigned.state_dict().items()}, assign=True)
+    unfrozen(given(rank, 0))
+    for parameter in [*unfrozen.parameters(), *one_op.parameters()]:
+        parameter.requires_grad_()
+    for model in (assigned, unfrozen, one_op, copy.deepcopy(averaged())):
+        for _ in range(2):  # no second division
+            model.zero_grad()
+            same(gradients_after(model, rank), expected)
+    before, after = averaged(), make(ep)
+    for model, average_first in ((before, True), (after, False)):
+        torch.manual_seed(1)
+        model.second.experts.down = fm.GroupedLoRA(model.second.experts.down, rank=2)
+        model.second.experts.down.lora_B.weight.data.fill_(0.1)
+        if not average_first:
+            ep_of.average_gradients(model)
+    found, expected = gradients_after(before, rank), gradients_after(after, rank)
+    names = [name for name in found if ".lora_" in name]
+    assert len(names) == 2
+    for name in names:
+        assert expected[name].abs().sum() > 0
+        assert torch.equal(found[name], expected[name])
+
+
+def test_parameters_that_are_made_or_unfrozen_later(four):
+    four.run(added_later)
+
+
 def into_main_grad(rank):
     """The owner of ``main_grad`` divides it, and sums it over replicas: here there are none."""
     layout = Layout("ddp4", rank)
@@ -441,6 +488,7 @@ def refused(rank):
 def forgotten(rank):
     """DDP and FSDP2 that were not told of the experts, which they take for the same on all ranks."""
     from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard, distribute_tensor
 
     every = groups(rank)
     inner = make(every.two)
@@ -464,10 +512,19 @@ def forgotten(rank):
     before = copy.deepcopy(copied.state_dict())
     DistributedDataParallel(torch.compile(copied, backend="eager"))
     same(copied.state_dict(), before)  # not those of rank 0
-    sharded = fully_shard(make(every.two), mesh=every.world)
+    over = r"weight: expected .* sharded over ranks \[0, 1, 2, 3\]"
+    with pytest.raises(fm.InputError, match=rf"GroupedLinear\(.*\): {over}"):
+        fully_shard(make(every.two), mesh=every.world)
+    sharded = make(every.two)
+    sharded.second.experts.gate_up.register_parameter(
+        "weight", nn.Parameter(distribute_tensor(sharded.second.experts.gate_up.weight.data, every.world, [Shard(0)]))
+    )
     for function in (ep_of.shards, ep_of.state_dict, lambda model: ep_of.clip_grad_norm_(model, 1.0)):
-        with pytest.raises(fm.InputError, match=r"gate_up\.weight: expected .* sharded over ranks \[0, 1, 2, 3\]"):
+        with pytest.raises(fm.InputError, match=over):
             function(sharded)
+    ep_of.average_gradients(inner)
+    with pytest.raises(fm.InputError, match=r"weight: expected a plain parameter after average_gradients.*a DTensor"):
+        fully_shard(inner.second.experts, mesh=every.mesh["dp"])
 
 
 def test_experts_that_are_taken_for_replicas(four):
@@ -479,6 +536,166 @@ def test_what_cannot_be_averaged(four):
     expected = [f"{layer}.experts.{op}.{p}" for layer, own in ops for op in ("gate_up", "down") for p in own]
     assert four.run(refused)[0] == expected
     assert ep_of.shards(make()) == {}
+
+
+# ---- copies of one rank's experts -----------------------------------------------------------------------------------
+
+
+def broadcast(ep, rank):
+    model = make(ep)
+    for parameter in model.parameters():
+        dist.broadcast(parameter.data, 0)
+    return model
+
+
+def loaded_from_rank_0(ep, rank):
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    model = make(ep)
+    state = {name: t.clone() for name, t in model.state_dict().items()} if rank == 0 else {}
+    set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    return model
+
+
+def fsdp1(ep, rank):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return FullyShardedDataParallel(make(ep), device_id=torch.device("cpu"))
+
+
+def replicated(ep, rank):
+    from torch.distributed._composable.replicate import replicate
+
+    return replicate(make(ep))
+
+
+def zero(ep, rank):
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = make(ep)
+    ep_of.average_gradients(model)
+    model = DistributedDataParallel(model)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    loss_of(model, [given(rank, 0)]).backward()
+    optimizer.step()
+    return model
+
+
+def equal_seeds(ep, rank):
+    model = make(ep)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, generator=generator)
+    return model
+
+
+def copied(rank, make_model):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some of them are deprecated
+        model = make_model(groups(rank).two, rank)
+        with pytest.raises(fm.InputError, match=r"experts\.gate_up\.weight: expected other experts on each rank"):
+            model(given(rank, 0))
+
+
+@pytest.mark.parametrize("made", [broadcast, loaded_from_rank_0, fsdp1, replicated, zero, equal_seeds])
+def test_copies_of_the_experts_of_one_rank_raise(four, made):
+    four.run(copied, made)
+
+
+def upcycled(rank):
+    """A dense MLP in place of each expert: training makes them differ."""
+    ep = groups(rank).two
+    torch.manual_seed(0)
+    layer = fm.MoE(H, I, E, K, dtype=torch.float64, expert_parallel=ep)
+    dense = fm.Linear(H, 2 * I, dtype=torch.float64), fm.Linear(I, H, dtype=torch.float64)
+    weights = [linear.weight.detach().expand(E, -1, -1) for linear in dense]
+    fm.load_experts(layer, gate_up=weights[0], down=weights[1], router=layer.router.weight)
+    for step in range(5):
+        layer(given(rank, step)).square().sum().backward()
+        with torch.no_grad():
+            for parameter in layer.parameters():
+                parameter -= 0.1 * parameter.grad
+    for parameter in layer.parameters():
+        dist.broadcast(parameter.data, 0)
+    for _ in range(2):  # the calls 6 and 7
+        layer(given(rank, 0))
+    with pytest.raises(fm.InputError, match=r"gate_up\.weight: expected other experts on each rank"):
+        layer(given(rank, 0))
+    constant = fm.MoE(H, I, E, K, expert_parallel=ep)
+    for parameter in constant.parameters():
+        nn.init.constant_(parameter, 0.01)
+    if rank == 0:  # this rank calls another module of the layer
+        constant.experts.register_forward_hook(lambda *_: None)
+    for _ in range(2):
+        constant(torch.ones(1, H))
+
+
+def test_experts_that_start_equal(four):
+    four.run(upcycled)
+
+
+# ---- loss scaling ---------------------------------------------------------------------------------------------------
+
+
+def overflowing(rank, fused, unscale):
+    """Three steps; in the second one, one rank's gradient of a shard overflows."""
+    model = make(groups(rank).four)
+    ep_of.average_gradients(model)
+    model = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    empty = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)  # without gradients
+    scaler = ep_of.GradScaler("cpu", init_scale=4.0)
+    values, scales = [], []
+    for step in range(3):
+        scaler.scale(loss_of(model, [given(rank, step)])).backward()
+        if (rank, step) == (1, 1):
+            model.module.second.experts.down.weight.grad[0, 0, 0] = torch.inf
+        if unscale:
+            scaler.unscale_(optimizer)
+            scaler.unscale_(empty)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        values.append({name: t.clone() for name, t in model.state_dict().items()})
+        scales.append(scaler.get_scale())
+    assert scales == [4.0, 2.0, 2.0]
+    same(values[1], values[0])
+    assert not torch.equal(*(v["module.first.weight"] for v in values[1:]))
+    return {name: t for name, t in values[2].items() if ".experts." not in name}
+
+
+@pytest.mark.parametrize(("fused", "unscale"), [(False, True), (False, False), (True, False)])
+def test_all_ranks_skip_a_step(four, fused, unscale):
+    first, *others = four.run(overflowing, fused, unscale)
+    for other in others:
+        same(other, first)
+
+
+def other_scalers(rank):
+    layout = Layout("fsdp4", rank)  # DTensors and plain parameters
+    optimizer = torch.optim.SGD(layout.model.parameters(), lr=0.1, foreach=False)
+    scaler = ep_of.GradScaler("cpu", group=groups(rank).world, init_scale=4.0)
+    norms = []
+    for given_scaler in (scaler, torch.amp.GradScaler("cpu", enabled=False)):
+        given_scaler.scale(loss_of(layout.model, [given(rank, 0)])).backward()
+        given_scaler.unscale_(optimizer)
+        norms.append(ep_of.clip_grad_norm_(layout.model, 1e9).item())
+        optimizer.zero_grad()
+    assert norms[0] == pytest.approx(norms[1], rel=1e-12)
+    given_scaler.step(optimizer)
+    for kind in ("ddp4", "fsdp2x2"):
+        layout = Layout(kind, rank)
+        optimizer = torch.optim.SGD(layout.parameters(), lr=0.1)
+        torch.optim.lr_scheduler.ConstantLR(optimizer)  # wraps the step
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        scaler.scale(loss_of(layout.model, [given(rank, 0)])).backward()
+        with pytest.raises(fm.InputError, match=r"^GradScaler: expected fm\.expert_parallel\.GradScaler"):
+            scaler.step(optimizer)
+        optimizer.step()
+
+
+def test_a_scaler_for_other_models(four):
+    four.run(other_scalers)
 
 
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
@@ -576,6 +793,59 @@ def test_a_checkpoint_of_one_process_is_loaded_by_ranks(four, plain_checkpoint):
     for got_before, got_after in four.run(resumed, ["ddp4", "ddp2x2", "fsdp2x2"], folder)[1]:
         same(got_before, before)
         same(got_after, after, 1e-12)
+
+
+class Log(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.said = []
+
+    def emit(self, record):
+        self.said.append(record.getMessage())
+
+
+def sizes_of_state(rank):
+    every, found = groups(rank), []
+    for ep in (every.four, every.two):  # one expert and two experts on each rank
+        layer = fm.MoE(H, I, SIZE, K, bias=True, expert_parallel=ep)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+        layer(torch.ones(3, H)).sum().backward()
+        optimizer.step()
+        for parameter in layer.parameters():
+            like = parameter.shape
+            optimizer.state[parameter] |= {"steps": torch.ones(1)}
+            if len(like) > 1:  # as in Adafactor
+                columns = torch.full((*like[:-2], 1, like[-1]), float(ep.rank))
+                optimizer.state[parameter] |= {"rows": torch.ones(*like[:-1], 1), "columns": columns}
+        optimizer.state[layer.experts.down.weight]["betas"] = torch.ones(2)
+        optimizer.state[layer.experts.down.weight]["reduced"] = torch.ones(*layer.experts.down.weight.shape[:-1])
+        log = Log()
+        logging.getLogger("fusedmoe").addHandler(log)
+        state = ep_of.state_dict(layer, optimizer)["optimizer"]
+        logging.getLogger("fusedmoe").removeHandler(log)
+        said = "\n".join(log.said)
+        # it says so once
+        assert ("state.experts.down.bias.columns: expected a part for each expert" in said) is (ep is every.four)
+        assert "steps" not in said
+        assert "weight" not in said
+        found.append({key: tuple(t.shape) for key, t in state.items() if isinstance(t, torch.Tensor)})
+    return found
+
+
+def test_state_of_an_optimizer_that_is_not_per_expert(four):
+    for one, two in four.run(sizes_of_state):
+        assert one == two
+        of_weight = {name.rpartition(".")[2]: t for name, t in one.items() if ".down.weight." in name}
+        assert of_weight == {
+            "momentum_buffer": (SIZE, H, I),
+            "steps": (1,),
+            "rows": (SIZE, H, 1),
+            "columns": (SIZE, 1, I),
+            "betas": (2,),
+            "reduced": (SIZE, H),
+        }
+        of_bias = {name.rpartition(".")[2]: t for name, t in one.items() if ".down.bias." in name}
+        assert of_bias == {"momentum_buffer": (SIZE, H), "steps": (1,), "rows": (SIZE, 1), "columns": (1, H)}
 
 
 DELAYED = fm.recipes.FP8Tensor(delayed=Delayed(history=3))
