@@ -16,6 +16,14 @@ def pytest_addoption(parser):
     parser.addoption("--results", metavar="DIR", default=None, help="write the outcome of the GPU tests there, as JSON")
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish():
+    """Garbage is searched for among the objects of tests, not among those of imported modules, and less often."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
+
+
 @pytest.fixture(autouse=True)
 def no_module_under_fsdp2_outlives_its_test():
     """While there is one in the process, weights that a call passes are not kept quantized."""
