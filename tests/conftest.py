@@ -18,10 +18,14 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish():
-    """Garbage is searched for among the objects of tests, not among those of imported modules, and less often."""
+    gc.set_threshold(20_000, 20, 20)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def only_objects_of_this_file_are_searched_for_garbage():
+    """Imported modules have millions of others: a search among them takes most of a second."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture(autouse=True)

@@ -54,27 +54,20 @@ NOT_SHIPPED = [  # what `choose` may pick besides
 ]
 KERNELS = {kernel.symbol: kernel for kernel in (*SHIPPED, *NOT_SHIPPED)}
 
-# Each tile configuration of ragged M and of ragged K; both majors of a weight; each way to read and write: halves, gate
-# and up in turns, one input.
+# Each tile configuration of ragged M and of ragged K; both majors of a weight; halves, and gate and up in turns; rows
+# that are gathered; spills.
 COVERING = (
     "sm90_ragged_m_bf16_bk_plain_128x192pp_c21",
     "sm90_ragged_m_fp16_bn_plain_128x192pp_c21",
     "sm90_ragged_m_bf16_bk_swiglu_keep_128x192pp_c21",
     "sm90_ragged_m_bf16_bn_swiglu_keep_128x128pp_c21",
-    "sm90_ragged_m_bf16_bk_squared_relu_keep_128x192pp_c21",
     "sm90_ragged_m_bf16_bn_dswiglu_scale_keep_128x192pp_c21",
-    "sm90_ragged_m_bf16_bn_dswiglu_clamp_inter_scale_keep_128x192pp_c21",
-    "sm90_ragged_m_bf16_bn_dgeglu_tanh_scale_keep_128x128pp_c21",
     "sm90_ragged_m_bf16_bk_swiglu_clamp_inter_keep_128x256co_c21",
-    "sm90_ragged_m_gather_bf16_bk_plain_128x256co_c21",
-    "sm90_ragged_m_gather_bf16_bn_dswiglu_scale_keep_128x192pp_c21",
     "sm90_ragged_m_gather_ranges_bf16_bk_swiglu_keep_128x192pp_c21",
     "sm90_ragged_m_bf16_bk_plain_fp32_128x128co_c21_promoted",
     "sm90_ragged_k_bf16_bf16_128x192pp_c21",
     "sm90_ragged_k_bf16_fp32_add_128x256co_c11",
-    "sm90_ragged_k_gather_a_bf16_bf16_128x192pp_c21",
     "sm90_ragged_k_gather_b_bf16_fp32_add_256x128co_c12",
-    "sm90_ragged_k_bf16_fp32_128x128co_c21_promoted",
 )
 # Spills, stores and loads, each once per tile: registers of the epilogue or of the warp that schedules tiles, none of a
 # main loop's. The tile without them, 128x128, takes an eighth to a fifth longer.
