@@ -80,10 +80,11 @@ def tiles(monkeypatch):
         slow(products.activation, PP_128, {"a": products.ACTIVATIONS["geglu_tanh"], "major": "n", "keep": False}),
         slow(products.derivative, PP_192, {}),
         slow(products.derivative, PP_128, {"a": products.ACTIVATIONS["gpt-oss"], "scale": BF16}),
-        (products.derivative, PP_192, {"a": products.ACTIVATIONS["squared_relu"], "scale": None, "gradient": False}),
+        slow(products.derivative, PP_192,
+             {"a": products.ACTIVATIONS["squared_relu"], "scale": None, "gradient": False}),
         (products.wgrad, PP_192, {}),
         (products.wgrad, CO_256, {"out": FP32, "accumulate": True}),
-        (products.wgrad, CO_256_TALL, {}),
+        slow(products.wgrad, CO_256_TALL, {}),
     ],
     ids=lambda value: getattr(value, "__name__", None) or getattr(value, "name", None),
 )  # fmt: skip
