@@ -16,6 +16,18 @@ def pytest_addoption(parser):
     parser.addoption("--results", metavar="DIR", default=None, help="write the outcome of the GPU tests there, as JSON")
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish():
+    gc.set_threshold(20_000, 20, 20)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def only_objects_of_this_file_are_searched_for_garbage():
+    """Imported modules have millions of others: a search among them takes most of a second."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def no_module_under_fsdp2_outlives_its_test():
     """While there is one in the process, weights that a call passes are not kept quantized."""

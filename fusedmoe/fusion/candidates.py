@@ -139,11 +139,18 @@ class Costs:
         nominal_rows: int | None = None,
     ) -> None:
         self._specs, self._fixed = specs, fixed
+        self._nbytes: dict[str, int] = {}
         self._scale = (nominal_rows or 1 << rows.bit_length()) / rows if rows else 1.0
 
     def nbytes(self, value: str) -> int:
         """Return the bytes of a value in memory, for the rows of the specs."""
-        spec = spec_of(self._specs, value)
+        nbytes = self._nbytes.get(value)
+        if nbytes is None:
+            nbytes = self._nbytes[value] = self._nbytes_of(spec_of(self._specs, value))
+        return nbytes
+
+    @staticmethod
+    def _nbytes_of(spec: SpecLike | None) -> int:
         if isinstance(spec, QuantizedSpec):
             return spec.nbytes
         return 0 if spec is None else TensorSpec(tuple(spec.shape), spec.dtype).nbytes
@@ -191,9 +198,12 @@ class DirectionSearch:
         search: Search,
     ) -> None:
         self.direction, self.places, self.search = direction, tuple(places), search
+        self._items = [place.item for place in self.places]
         self.results, self.conversions = tuple(results), conversions
-        self.exchanges = any(getattr(p.item, "travels", ()) for p in self.places)  # rows, with other ranks
+        exchanges = any(getattr(item, "travels", ()) for item in self._items)  # rows, with other ranks
         self.attempts: list[Attempt] = []
+        self._formats_of: dict[tuple[int, int], list[str]] = {}
+        self._read_outside_of: dict[tuple[int, int], frozenset[str]] = {}
         self.candidates = [self._plain(i, p) for i, p in enumerate(self.places) if not p.again]
         self.candidates += [
             self._skip(i, p) for i, p in enumerate(self.places) if p.again or search.gathered.keys() >= {*p.step.gives}
@@ -205,8 +215,10 @@ class DirectionSearch:
                 unavailable: Unavailable | None = _ESTIMATED
                 if not search.estimated:
                     unavailable = registry.why_unavailable(rule, device, arch, search.disabled, search.assume_installed)
+                # a rule beside an exchange between ranks is not near to the ops of a chain that exchanges nothing
+                far = _exchanges(rule) and not exchanges
                 for start in range(len(self.places)):
-                    self._try(rule, unavailable, start)
+                    self._try(rule, unavailable, start, far)
 
     def _plain(self, i: int, place: Place) -> Candidate:
         s, costs = place.step, self.search.costs
@@ -248,13 +260,12 @@ class DirectionSearch:
             start=i, end=i + 1, step=Step(needs=(), gives=()), cost_us=0.0, reads=(), inside=inside, skips=True
         )
 
-    def _try(self, rule: type[FusionRule], unavailable: Unavailable | None, start: int) -> None:
+    def _try(self, rule: type[FusionRule], unavailable: Unavailable | None, start: int, far: bool) -> None:
+        """Add the results of a rule at a position. A mismatch of a rule that is ``far`` is near to none of the ops."""
         here = unavailable is None
-        found = match(rule.slots, [p.item for p in self.places], start)
+        found = match(rule.slots, self._items, start)
         if isinstance(found, Mismatch):
-            # a rule beside an exchange between ranks is not near to the ops of a chain that exchanges nothing, nor a
-            # rule for codes near to ops of unquantized values
-            far = _exchanges(rule) and not self.exchanges
+            # nor is a rule for codes near to ops of unquantized values
             far |= rule.quantized_only and not self._formats(start, start + max(found.matched, 1))
             matched, count = (0, 0) if far else (found.matched, found.shared)
             end, shared = min(start + found.matched + 1, len(self.places)), range(start, start + count)
@@ -300,8 +311,12 @@ class DirectionSearch:
 
     def _formats(self, start: int, end: int) -> list[str]:
         """Return the formats of the quantized operands of these places."""
-        needed = [self.search.specs.get(value) for place in self.places[start:end] for value in place.step.needs]
-        return sorted({str(spec.format) for spec in needed if isinstance(spec, QuantizedSpec)})
+        formats = self._formats_of.get((start, end))
+        if formats is None:
+            needed = [self.search.specs.get(value) for place in self.places[start:end] for value in place.step.needs]
+            formats = sorted({str(spec.format) for spec in needed if isinstance(spec, QuantizedSpec)})
+            self._formats_of[start, end] = formats
+        return formats
 
     def _ctx(self, rule: FusionRule, bindings: Mapping[str, object], start: int, end: int) -> PlanContext:
         bound = [slot for slot, item in bindings.items() if item is not None]
@@ -315,7 +330,7 @@ class DirectionSearch:
             gathered=self.search.gathered,
         )
         made = {v for p in covered for v in p.makes}
-        read = frozenset(made & self._read_outside(start, end))
+        read = self._read_outside(start, end) & made
         return PlanContext(**self.search.context, _specs=self.search.specs, _resolve=resolve, _read_outside=read)
 
     def where(self, rule: FusionRule, start: int, end: int) -> str:
@@ -365,10 +380,14 @@ class DirectionSearch:
             inside=frozenset(made) - set(gives),
         )
 
-    def _read_outside(self, start: int, end: int) -> set[str]:
+    def _read_outside(self, start: int, end: int) -> frozenset[str]:
         """Return the values that the plain steps of other places read, and the results."""
-        outside = (p for i, p in enumerate(self.places) if not start <= i < end)
-        return self.with_sources({*self.results, *(v for p in outside for v in p.step.needs)})
+        read = self._read_outside_of.get((start, end))
+        if read is None:
+            outside = (p for i, p in enumerate(self.places) if not start <= i < end)
+            read = frozenset(self.with_sources({*self.results, *(v for p in outside for v in p.step.needs)}))
+            self._read_outside_of[start, end] = read
+        return read
 
     def with_sources(self, values: Iterable[str]) -> set[str]:
         """Return the values, with the source of each dequantized value in place of that value."""

@@ -274,6 +274,8 @@ def final_attempts(
 
 def _best_and_longer(ways: list[Attempt], search: DirectionSearch, kept: Collection[str]) -> list[Attempt]:
     """Return the result of a rule at a position, then the results of its longer matches there, by length."""
+    if len(ways) == 1:
+        return ways
     ranked = sorted(ways, key=lambda a: (_STATUSES.index(a.status), -a.end))
     best, longer = ranked[0], {}
     for a in reversed(ranked):

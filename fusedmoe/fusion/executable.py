@@ -154,11 +154,12 @@ class Plan:
         for other devices do not count.
         """
         missed = dict(self.missed)
+        every = [a for a in self.attempts if self._unavailable(a)]
         for span in self.spans:
             label, at = span.places[0].label, span.position
             if isinstance(span.step, Plain) and label not in missed:
-                unavailable = [a for a in self.attempts if self._unavailable(a) and a.direction == span.direction]
-                if nearest := nearest_miss([a for a in unavailable if at in a.shared], at):
+                unavailable = [a for a in every if a.direction == span.direction and at in a.shared]
+                if nearest := nearest_miss(unavailable, at):
                     missed[label] = nearest
         order = [span.places[0].label for span in self.spans]
         return tuple(sorted(missed.items(), key=lambda item: order.index(item[0])))

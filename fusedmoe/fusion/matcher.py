@@ -45,6 +45,9 @@ def match(slots: tuple[Slot, ...], items: Sequence[Item], start: int) -> list[Ma
     """Match a pattern at a position. Return every match, the longest first, or the farthest mismatch, by
     `Mismatch.shared` and then by `Mismatch.matched`.
     """
+    first, item = slots[0], items[start] if start < len(items) else None
+    if not first.optional and type(item) not in first.types:  # most rules, at most positions
+        return _mismatch(0, 0, first, item)
     found: list[Match] = []
     failed: list[Mismatch] = []
     # a stack, not a nested recursive function: that refers to itself, and would keep the ops of a deleted module
@@ -73,8 +76,8 @@ def _mismatch(bound: int, shared: int, slot: Slot, item: Item | None) -> Mismatc
     if item is None:
         return Mismatch(bound, slot.name, slot.expected, "the end of the chain", shared)
     got = type(item).__name__
-    base = next((t.__name__ for t in slot.types if isinstance(item, t)), None)
-    if base is not None:
+    if isinstance(item, slot.types):
+        base = next(t.__name__ for t in slot.types if isinstance(item, t))
         got += f", a subclass of {base}, which may compute something else"
         shared = bound + 1
     return Mismatch(bound, slot.name, slot.expected, got, shared)

@@ -391,9 +391,10 @@ def _dequantizations(search: DirectionSearch, covering: Covering) -> list[Place]
 
 def _with_nearest_miss(spans: Iterable[PlannedSpan], attempts: Sequence[Attempt]) -> list[PlannedSpan]:
     """Return the spans, each plain step with its nearest miss, and each step apart with that of the longer rules."""
+    some = [a for a in attempts if a.matched or a.shared]  # the others are near to no op
 
     def miss(span: PlannedSpan) -> Attempt | None:
-        near = [a for a in attempts if a.direction == span.direction]
+        near = [a for a in some if a.direction == span.direction]
         if isinstance(span.step, Fused):
             end = span.position + len(span.places)
             longer = [a for a in near if a.start < span.position or a.end > end]

@@ -12,6 +12,7 @@ name it.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import sys
@@ -85,7 +86,7 @@ class Slot:
     types: tuple[type, ...]
     optional: bool
 
-    @property
+    @functools.cached_property
     def expected(self) -> str:
         """The alternatives, as a pattern writes them."""
         return " | ".join([t.__name__ for t in self.types] + (["None"] if self.optional else []))

@@ -257,8 +257,8 @@ def test_no_bit_depends_on_when_it_runs(ranks, folder, tokens, most):
 
 @pytest.mark.parametrize(("settings", "dtype", "options"), [
     ({"dispatch_dtype": FP8}, BF16, ()),
-    ({"combine_dtype": torch.float32}, BF16, ()),
-    ({"capacity": 1.0, "overflow": "rerun"}, torch.float32, ()),
+    pytest.param({"combine_dtype": torch.float32}, BF16, (), marks=pytest.mark.slow),
+    pytest.param({"capacity": 1.0, "overflow": "rerun"}, torch.float32, (), marks=pytest.mark.slow),
     ({"capacity": 0.1, "overflow": "drop"}, torch.float32, ()),
     ({}, torch.float32, {"bias": True, "shared_gate": False}),
 ], ids=["dispatch_dtype", "combine_dtype", "rerun", "drop", "biases, no gate"])  # fmt: skip

@@ -55,7 +55,7 @@ def compiled_and_eager(rank, most):
     return float(eager[0][0].abs().sum())
 
 
-@pytest.mark.parametrize("most", [None, 6], ids=["agreed", "max_tokens"])
+@pytest.mark.parametrize("most", [pytest.param(None, marks=pytest.mark.slow), 6], ids=["agreed", "max_tokens"])
 def test_a_compiled_model(ranks, most):
     """The layer is not traced: a graph break before and after it."""
     assert all(total > 0 for total in ranks.run(compiled_and_eager, most))

@@ -340,7 +340,9 @@ def in_one_process():
     return [train(Whole(), *case, clip) for case in MICRO_BATCHES]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] if kind.endswith("p4") else []) for kind in KINDS]
+)
 def test_ranks_train_as_one_process_with_all_tokens(four, in_one_process, kind):
     *others, last = four.run(trained, kind)
     before = make().state_dict()

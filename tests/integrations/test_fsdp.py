@@ -33,8 +33,11 @@ def train(model, recipe, steps=3):
     return losses
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_tensor"])
+@pytest.mark.parametrize(
+    ("recipe", "reshard"),
+    [("mxfp8", True), ("fp8_tensor", False)]
+    + [pytest.param(*of, marks=pytest.mark.slow) for of in (("mxfp8", False), ("fp8_tensor", True))],
+)
 def test_sharded_training_is_unsharded_training(mesh, recipe, reshard):
     """Quantized weights are of the weights that are there now, and go when those do."""
     fully_shard = pytest.importorskip("torch.distributed.fsdp").fully_shard

@@ -69,11 +69,13 @@ def test_installed_rules_fuse_with_the_same_results(site):
     assert run(["-W", "error", "-c", COMPARE], site) == "rules: softcap.gemm_softcap softcap.dgrad_dsoftcap\n"
 
 
+@pytest.mark.slow  # test_the_script_explains_before_and_after also switches a rule off
 def test_the_environment_switches_them_off(site):
     only = run(["-c", COMPARE], site, FUSEDMOE_DISABLE="softcap.gemm*")
     assert only == "rules: softcap.dgrad_dsoftcap\n"
 
 
+@pytest.mark.slow
 def test_the_script_without_the_package_installed_says_so():
     text = run([str(EXAMPLE / "demo.py")], EXAMPLE)
     assert "nothing: this package is not installed" in text

@@ -55,7 +55,10 @@ def nodes(program):
 
 
 @pytest.mark.filterwarnings("ignore:.*is none of the activations")
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in ("mixtral", "nemotron_h") else []) for name in MODELS],
+)
 def test_the_same_program_before_and_after_a_first_call(name):
     module, given = MODELS[name]()
     before = program_of(module, given)

@@ -106,7 +106,11 @@ def test_there_are_families():
     assert NOT_BUILT.keys() <= {model_class or family for family, model_class in MODELS}
 
 
-@pytest.mark.parametrize(("family", "model_class"), MODELS, ids=[c or f for f, c in MODELS])
+@pytest.mark.parametrize(
+    ("family", "model_class"),
+    # quick: inkling2_loop has the layers of inkling2, one of them twice
+    [pytest.param(f, c, marks=[pytest.mark.slow] if f == "inkling2" else [], id=c or f) for f, c in MODELS],
+)
 def test_as_exact_as_eager(family, model_class, asked, caplog):
     exact = results(build(family, "eager", torch.float64, model_class))
     eager_model = build(family, "eager", torch.float32, model_class)

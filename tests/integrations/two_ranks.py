@@ -41,7 +41,8 @@ class Ranks:
 
     def _start(self):
         context = torch.multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["fusedmoe"])  # each process is a copy of one that has imported it
+        # each process is a copy of one that has imported these
+        context.set_forkserver_preload(["fusedmoe", "torch._dynamo", "torch.distributed.fsdp"])
         self._starts += 1
         store = self._store()
         self._ends = []

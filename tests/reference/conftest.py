@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-settings.register_profile("reference", deadline=None, max_examples=50, derandomize=bool(os.environ.get("CI")))
+settings.register_profile("reference", deadline=None, max_examples=25, derandomize=bool(os.environ.get("CI")))
 settings.load_profile("reference")
 
 

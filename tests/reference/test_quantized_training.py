@@ -750,7 +750,10 @@ def bf16_loss():
 TRAINED = {**{name: recipe for name, recipe in RECIPES.items() if name != "bf16"}, "delayed": DELAYED_RECIPE}
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize(
+    "name",  # quick: blocks and one scale per expert, each level of scales
+    [pytest.param(name, marks=[pytest.mark.slow] if name in ("fp8_row", "fp8_tensor") else []) for name in TRAINED],
+)
 def test_training_gets_about_as_far_as_without(name, bf16_loss):
     first, last = loss_after_training(TRAINED[name])
     text = f"{name}: from {first:.4f} to {last:.4f}; without a recipe {bf16_loss:.4f}"

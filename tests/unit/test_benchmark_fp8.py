@@ -467,7 +467,11 @@ def test_a_whole_run_writes_its_file(tmp_path, monkeypatch, capsys):
     }
     assert found["speedups"][layers.STEP]["fp8_block"] == 0.5
     assert found["seconds"]["all"] > 0
-    assert "bf16 / recipe, forward + backward: fp8_block 0.50x" in capsys.readouterr().out
+    printed = capsys.readouterr().out.splitlines()
+    assert [line for line in printed if line.startswith("bf16 / recipe, ")] == [
+        f"bf16 / recipe, {case}: fp8_block 0.50x, fp8_block:wgrad=bf16 0.33x" for case in layers.CASES
+    ]
+    assert "left out: {'clamped': 'clamped_swiglu with biases is not measured'}; failed: nothing" in printed
 
     text = page.filled(EMPTY, found)
     assert "commit abc123" in text

@@ -176,7 +176,7 @@ def test_glu_and_quant_add_a_bias(width, launches):
     assert [launch.kernel.enable_bias for launch in launches] == [True, True]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(BF16, marks=pytest.mark.slow)], ids=["fp32", "bf16"])
 def test_wgrad_adds_to_its_output(dtype, launches):
     p, _ = PROBLEMS["SwiGLU"]
     ends = torch.tensor([256, 256, 512, 512], dtype=torch.int32)
@@ -191,6 +191,7 @@ def test_wgrad_adds_to_its_output(dtype, launches):
     assert [launch.name for launch in launches] == ["helper_kernel", "kernel"]
 
 
+@pytest.mark.slow  # the chains of test_sm100_rules.py run these kernels
 def test_squared_relu_by_the_older_views(launches):
     rows, width = 512, 320
     packed, expected = operands(rows, 128, width)

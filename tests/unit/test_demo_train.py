@@ -77,9 +77,10 @@ def assert_same(a, b, path="state"):
         {},
         {"router": "sigmoid", "bias_rate": 0.1},
         {"dropout": 0.3},
+        {"dtype": "bfloat16", "activation": "gpt_oss", "layers": 1},
         *(pytest.param(of, marks=pytest.mark.slow) for of in ({"dtype": "bfloat16"}, {"activation": "gpt_oss"})),
     ],
-    ids=["plain", "sigmoid", "dropout", "bfloat16", "gpt_oss"],
+    ids=["plain", "sigmoid", "dropout", "both", "bfloat16", "gpt_oss"],
 )
 def test_three_steps_and_three_more_are_six_bit_for_bit(tmp_path, given):
     demo(tmp_path / "whole", given=given)

@@ -80,10 +80,11 @@ def tiles(monkeypatch):
         slow(products.activation, PP_128, {"a": products.ACTIVATIONS["geglu_tanh"], "major": "n", "keep": False}),
         slow(products.derivative, PP_192, {}),
         slow(products.derivative, PP_128, {"a": products.ACTIVATIONS["gpt-oss"], "scale": BF16}),
-        (products.derivative, PP_192, {"a": products.ACTIVATIONS["squared_relu"], "scale": None, "gradient": False}),
+        slow(products.derivative, PP_192,
+             {"a": products.ACTIVATIONS["squared_relu"], "scale": None, "gradient": False}),
         (products.wgrad, PP_192, {}),
         (products.wgrad, CO_256, {"out": FP32, "accumulate": True}),
-        (products.wgrad, CO_256_TALL, {}),
+        slow(products.wgrad, CO_256_TALL, {}),
     ],
     ids=lambda value: getattr(value, "__name__", None) or getattr(value, "name", None),
 )  # fmt: skip
@@ -96,7 +97,7 @@ def test_products(make, config, settings, tiles, gpu):
 
 
 @pytest.mark.parametrize(
-    ("make", "config"), [(gather.plain, CO_256), slow(gather.activation, PP_128), slow(gather.derivative, PP_192)]
+    ("make", "config"), [slow(gather.plain, CO_256), slow(gather.activation, PP_128), slow(gather.derivative, PP_192)]
 )
 def test_products_of_gathered_rows(make, config, tiles):
     """The same bits as with rows that were copied before."""
@@ -104,7 +105,7 @@ def test_products_of_gathered_rows(make, config, tiles):
     make(**SMALL).check()
 
 
-@pytest.mark.parametrize(("gathered", "config"), [("grad_output", CO_256), slow("x", PP_192_TALL)])
+@pytest.mark.parametrize(("gathered", "config"), [slow("grad_output", CO_256), slow("x", PP_192_TALL)])
 def test_weight_gradients_of_gathered_rows(gathered, config, tiles):
     tiles(config)
     gather_k.Problem(gathered, **SMALL).check()
@@ -179,10 +180,9 @@ def test_a_derivative_in_fp8_codes(monkeypatch):
 
 
 def test_quantized_rows():
-    """Both forms of rows sorted by expert, with a tail of NaN; then of tokens, through an index, and columns alone."""
+    """Both forms of rows sorted by expert, with a tail of NaN; then columns of tokens, through an index."""
     quantized.test_rows_sorted_by_expert(CPU, "around a tile", "both")
-    for form in ("both", "columns"):
-        quantized.test_rows_through_an_index(CPU, form)
+    quantized.test_rows_through_an_index(CPU, "columns")
 
 
 @pytest.mark.parametrize("which", ["mxfp8", slow("nvfp4 gradient"), slow("row")])
@@ -282,14 +282,9 @@ def test_a_whole_layer():
     assert None not in ran, "each step has a kernel"
 
 
+@pytest.mark.slow  # the tests of FP8 codes above run such kernels, and test_sm90_fp8_rules.py its plan
 @pytest.mark.usefixtures("builtin_rules")
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        "fp8_block",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("fp8_tensor", *(f"{n}:wgrad=bf16" for n in FP8))),
-    ],
-)
+@pytest.mark.parametrize("recipe", [*FP8, *(f"{n}:wgrad=bf16" for n in FP8)])
 def test_a_whole_layer_in_fp8(recipe):
     """The plan of a GPU against the emulated recipe. Both have the same error, that of the format."""
     layer = fm.MoE(128, 128, 4, 2, dtype=BF16)
@@ -401,7 +396,7 @@ def test_a_tile_number_that_is_overwritten_before_it_is_read(monkeypatch, tiles)
 
 
 @pytest.mark.usefixtures("late_copies")
-@pytest.mark.parametrize("product", ["wgrad", "plain"])
+@pytest.mark.parametrize("product", ["wgrad", slow("plain")])
 def test_scales_that_are_overwritten_before_they_are_read(product, monkeypatch):
     monkeypatch.setattr(block_scaled, "one_after", lambda *values: Int32(1))
     if product == "wgrad":

@@ -162,7 +162,7 @@ def cheapest_of(forward, backward, anyway):
     return f.steps, b.steps, kept
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(problem=problems())
 def test_it_is_the_cheapest_that_runs(problem):
     forward, backward, anyway, incoming = problem

@@ -786,6 +786,7 @@ def test_compile_command_into_another_directory(ships, capsys, tmp_path, root):
     assert not root.exists()
 
 
+@pytest.mark.slow  # test_other_processes and test_compile_command have its parts
 def test_compile_command_in_several_processes(ships, capsys):
     """One kernel does not compile, one takes the compiler's process along: the third is built all the same."""
     ships(Deadly(survivor=os.getpid()), Broken(), Toy(1))

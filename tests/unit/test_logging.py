@@ -238,6 +238,7 @@ def test_fusedmoe_log_fusion():
     assert len([line for line in lines if "1. forward" in line]) == 2
 
 
+@pytest.mark.slow
 def test_fusedmoe_log_fusion_debug():
     done = run(FUSEDMOE_LOG="fusion:debug")
     assert done.returncode == 0, done.stderr

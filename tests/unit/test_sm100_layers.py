@@ -232,7 +232,8 @@ def emulator(monkeypatch):
         yield gpu
 
 
-@pytest.mark.parametrize("bias", [pytest.param(False, marks=pytest.mark.slow), "trained"], ids=["", "gate and up"])
+@pytest.mark.slow  # test_emulated_kernels.py has the kernel, test_sm100_nvfp4.py one in such a chain
+@pytest.mark.parametrize("bias", [False, "trained"], ids=["", "gate and up"])
 def test_the_kernel_quantizes_what_the_products_read(bias, emulator):
     """Weights, rows and gradients; with trained biases, also rows and gradients between the layers."""
     count, splits = 44, (20, 0, 19, 1)
@@ -241,6 +242,7 @@ def test_the_kernel_quantizes_what_the_products_read(bias, emulator):
     assert emulator.launches == (4 if bias else 2) + 2, "and of two weights"
 
 
+@pytest.mark.slow  # as above
 def test_the_kernel_quantizes_through_an_index(emulator):
     layer, x, dy = problem(20)
     _, got = both_ways(layer, x, dy, QUANTIZE)

@@ -82,11 +82,14 @@ def checked(chain, x, *, recipe=NEAREST, **options):
 @pytest.mark.parametrize(
     ("act", "scale", "bias"),
     [
-        (swiglu, True, False), (clamped, True, "frozen"), (fm.SquaredReLU, False, False),
+        (swiglu, True, False),
         # these have kernels of their own, which take long to compile; test_sm100_rules.py has such chains in MXFP8
         *(
             pytest.param(*of, marks=pytest.mark.slow)
-            for of in ((swiglu, False, False), (swiglu, False, "frozen"), (fm.SquaredReLU, True, False))
+            for of in (
+                (swiglu, False, False), (swiglu, False, "frozen"), (clamped, True, "frozen"),
+                (fm.SquaredReLU, False, False), (fm.SquaredReLU, True, False),
+            )
         ),
     ],
 )  # fmt: skip

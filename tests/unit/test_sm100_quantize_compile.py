@@ -24,16 +24,18 @@ WEIGHTS = [QuantizePackedWeight("bf16", True, *form) for form in FORMS]
 WEIGHTS += [QuantizePackedWeight("fp16", False, True, True)]
 
 
-def on_each_architecture(kernels, others):
-    """(kernel, architecture): all kernels on one architecture, and one of them on the others, in every run."""
+def on_each_architecture(kernels, others, slow=()):
+    """(kernel, architecture): kernels on one architecture, without the slow ones, and the first on the others, in every
+    run.
+    """
     return [
-        pytest.param(k, arch, marks=[pytest.mark.slow] if arch in others and k is not kernels[0] else [],
+        pytest.param(k, arch, marks=[pytest.mark.slow] if k in slow or (arch in others and k is not kernels[0]) else [],
                      id=f"{k.symbol}-{arch}")
         for k in kernels for arch in ("sm_100a", *others)
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kernel", "arch"), on_each_architecture(KERNELS, ("sm_90a", "sm_103a")))
+@pytest.mark.parametrize(("kernel", "arch"), on_each_architecture(KERNELS, ("sm_90a", "sm_103a"), slow=KERNELS[1:3]))
 def test_compiles(kernel, arch, instructions):  # noqa: F811
     (code,) = instructions(replace(kernel, arch=arch)).values()
     assert starting(code, "EXIT")
@@ -52,7 +54,7 @@ def test_compiles(kernel, arch, instructions):  # noqa: F811
     assert len(starting(code, "F2FP.SATFINITE")) == forms * STRIP * VECTOR // 2
 
 
-@pytest.mark.parametrize(("kernel", "arch"), on_each_architecture(WEIGHTS, ("sm_90a",)))
+@pytest.mark.parametrize(("kernel", "arch"), on_each_architecture(WEIGHTS, ("sm_90a",), slow=WEIGHTS[1:2]))
 def test_weights_compile(kernel, arch, instructions):  # noqa: F811
     (code,) = instructions(replace(kernel, arch=arch)).values()
     assert starting(code, "EXIT")

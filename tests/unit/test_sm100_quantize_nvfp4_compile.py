@@ -26,7 +26,7 @@ KERNELS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kernel", "arch"), on_each_architecture(KERNELS, ("sm_90a", "sm_103a")))
+@pytest.mark.parametrize(("kernel", "arch"), on_each_architecture(KERNELS, ("sm_90a", "sm_103a"), slow=KERNELS[1::2]))
 def test_compiles(kernel, arch, instructions):  # noqa: F811
     (code,) = instructions(replace(kernel, arch=arch)).values()
     assert starting(code, "EXIT")

@@ -37,7 +37,7 @@ def check(kernel, monkeypatch, tmp_path):
         assert not starting(code, ("STL", "LDL", "HGMMA", "QGMMA", *other))
 
 
-@pytest.mark.parametrize(("kernel", "arch"), on_each_architecture(KERNELS, ("sm_103a",)))
+@pytest.mark.parametrize(("kernel", "arch"), on_each_architecture(KERNELS, ("sm_103a",), slow=KERNELS[1::2]))
 def test_compiles_without_spills(kernel, arch, monkeypatch, tmp_path):
     check(replace(kernel, arch=arch), monkeypatch, tmp_path)
 

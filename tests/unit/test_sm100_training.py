@@ -82,7 +82,7 @@ def into_main_grad(chain):
     return weights
 
 
-@pytest.mark.parametrize("act", [pytest.param(swiglu, marks=pytest.mark.slow), fm.SquaredReLU], ids=["gated", ""])
+@pytest.mark.parametrize("act", [swiglu, pytest.param(fm.SquaredReLU, marks=pytest.mark.slow)], ids=["gated", ""])
 def test_micro_batches_add_to_main_grad(act, packed_weights, launches):
     """What is there stays, and each batch adds its gradient. The weights are quantized once per optimizer step."""
     chain, batches = experts(act(), scale=True), [batch(), batch(300, (0, 40, 130, 100))]

@@ -54,8 +54,6 @@ COVERING = [
     BlockScaledRaggedM("e5m2", CO_256, epilogue=PLAIN),
     BlockScaledRaggedM("e4m3", CO_256, epilogue=activation("swiglu", keep=True, result=CODES)),
     BlockScaledRaggedM("e4m3", CO_256_ROWS, epilogue=derivative("swiglu", keep=True, row_scale=True)),
-    BlockScaledRaggedM("e4m3", CO_128, epilogue=derivative("swiglu", keep=True, row_scale=True)),
-    with_codes(CO_256_ROWS, "swiglu", DerivativeCodes(), row_scale=True),
     with_codes(CO_256_ROWS, "geglu_erf", DerivativeCodes(), row_scale=True),
 ]
 # The derivative of 256 x 128 elements is unrolled: twice as long as that of 128 x 128. See `choice.CANDIDATES` for the

@@ -13,7 +13,7 @@ from test_sm90_compile import check_fp8_product, report, tool
 from fusedmoe.kernels.shipped import shipped
 from fusedmoe.kernels.sm90 import block_scaled, tiles
 from fusedmoe.kernels.sm90.block_scaled_k import BlockScaledRaggedK
-from fusedmoe.kernels.sm90.choice import CANDIDATES, CO_128, CO_256, CO_256_ALONE, CO_256_TALL, PP_128
+from fusedmoe.kernels.sm90.choice import CANDIDATES, CO_128, CO_256, CO_256_TALL, PP_128
 from fusedmoe.kernels.sm90.config import BARRIER_BYTES, SMEM_BYTES, TileConfig
 
 OUTPUTS = ({"out": "bf16"}, {"out": "fp32"}, {"out": "fp32", "accumulate": True})
@@ -26,7 +26,6 @@ COVERING = [
     BlockScaledRaggedK("e4m3", CO_256),
     BlockScaledRaggedK("e4m3", CO_256, beside=True),
     BlockScaledRaggedK("e5m2", CO_256_TALL, out="fp32", accumulate=True),
-    BlockScaledRaggedK("e4m3", CO_256_ALONE, out="fp32"),
 ]
 WAVES, VALUES = 2, 64  # of a stage; of a wave, per thread
 MOST_INSTRUCTIONS = 2300

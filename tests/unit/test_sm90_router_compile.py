@@ -32,7 +32,15 @@ KERNELS = [
 ]
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.symbol)
+# quick: the most registers, and one kernel of each other kind
+SLOW = [KERNELS[1], *KERNELS[4:6], *KERNELS[7:10], KERNELS[12]]
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [pytest.param(k, marks=[pytest.mark.slow] if k in SLOW else []) for k in KERNELS],
+    ids=lambda k: k.symbol,
+)
 def test_compiles_for_hopper_without_spills(kernel, monkeypatch, tmp_path):
     (code,) = disassembled(kernel, monkeypatch, tmp_path).values()
     assert starting(code, "EXIT")

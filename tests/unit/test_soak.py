@@ -331,6 +331,7 @@ def hanging(request, connection):
     connection.send(None)
 
 
+@pytest.mark.slow  # starts three processes
 def test_a_process_that_hangs_or_dies_is_an_error_with_the_kernels_name():
     kernels = [Toy("before"), Toy("hangs"), Toy("dies"), Toy("after")]
     lines = []

@@ -192,7 +192,7 @@ def test_cases_and_bounds():
 
 @pytest.mark.parametrize(
     "case",
-    [case for case in cases_for(100) if case.recipe.startswith("nvfp4")][3:4]
+    [pytest.param(case, marks=pytest.mark.slow) for case in cases_for(100) if case.recipe.startswith("nvfp4")][3:4]
     + [case for case in cases_for(100) if case.recipe == "nvfp4, stochastic"],
     ids=lambda case: case.name,
 )
