@@ -28,6 +28,8 @@ class Model:
         Sequences per micro-batch, tokens per sequence, and micro-batches per optimizer step.
     attention : str
         transformers' implementation of attention.
+    std : float
+        Standard deviation of the initial matrices.
     without : dict of str to str
         Experts implementations that do not compute this model, with the reason.
     """
@@ -39,6 +41,7 @@ class Model:
     length: int = 4096
     micro_batches: int = 4
     attention: str = "sdpa"
+    std: float = 0.02
     without: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -114,7 +117,7 @@ MODELS = (
         "gpt-oss", "GPT-OSS-20B, 4 of 24 layers", gpt_oss, attention="flex_attention",
         without=(("sonicmoe", SONIC_HAS_NO_CLAMP),),
     ),
-    Model("deepseek-v3", "DeepSeek-V3, 1 dense and 2 MoE layers, 32 of 256 experts", deepseek_v3),
+    Model("deepseek-v3", "DeepSeek-V3, 1 dense and 2 MoE layers, 32 of 256 experts", deepseek_v3, std=0.006),
 )  # fmt: skip
 
 
@@ -132,15 +135,15 @@ def built(model: Model, device: torch.device) -> nn.Module:
 
 
 @torch.no_grad()
-def initialize(model: nn.Module, seed: int) -> None:
-    """Draw the parameters: normal matrices with a standard deviation of 0.02, norms of ones, biases of zeros."""
+def initialize(model: nn.Module, std: float, seed: int) -> None:
+    """Draw the parameters: normal matrices, norms of ones, biases of zeros."""
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     for name, parameter in model.named_parameters():
         if "bias" in name or "sinks" in name:
             parameter.zero_()
         elif parameter.dim() > 1:
-            parameter.normal_(std=0.02, generator=generator)
+            parameter.normal_(std=std, generator=generator)
         else:
             parameter.fill_(1)
 

@@ -57,7 +57,7 @@ class Job:
         """Draw new weights, and forget the state of the optimizer."""
         self.optimizer.zero_grad()
         self.optimizer.state.clear()
-        initialize(self.model, seed)
+        initialize(self.model, self.of.std, seed)
 
 
 @dataclass
