@@ -13,6 +13,7 @@ from benchmarks import activations, ep_model_page, ep_page, layer_page, mlp, rec
 from benchmarks.fp8 import page as fp8_page
 from benchmarks.fp8 import training
 from benchmarks.results import ROOT
+from benchmarks.train import page as train_page
 
 PAGE = ROOT.parent / "docs" / "benchmarks.md"
 FP8_PAGE, WHICH_RECIPE = PAGE.with_name("fp8.md"), PAGE.with_name("which_recipe.md")
@@ -227,7 +228,12 @@ def render(folder: Path = RESULTS, layer_folder: Path = LAYER_RESULTS, machines:
     ``machines`` has the folders of all machines, of which any may have measured expert parallelism.
     """
     layer = load(layer_folder, "layer")
-    parts = [INTRODUCTION, *(layer_page.render(layer) if layer else []), OWN]
+    parts = [
+        INTRODUCTION,
+        *train_page.section(load(folder, "train")),
+        *(layer_page.render(layer) if layer else []),
+        OWN,
+    ]
     kernels, mlp = load(folder, "kernels"), load(folder, "mlp")
     if kernels:
         versions = kernels["versions"]
@@ -286,10 +292,10 @@ def render_scale(folder: Path = LAYER_RESULTS, machines: Path = ALL_RESULTS) -> 
     return ep_model_page.render(layer, load_ep(machines))
 
 
-def render_fp8(folder: Path = LAYER_RESULTS, compared: Path = COMPARED) -> str:
+def render_fp8(folder: Path = LAYER_RESULTS, compared: Path = COMPARED, trained: Path = RESULTS) -> str:
     """Return docs/fp8.md with the figures of the result files."""
     text = FP8_PAGE.read_text(encoding="utf-8")
-    return fp8_page.filled(text, load(folder, "fp8"), load_seeds(compared))
+    return fp8_page.filled(text, load(folder, "fp8"), load_seeds(compared), load(trained, "train_recipes"))
 
 
 def render_which_recipe(folder: Path = RESULTS, layer_folder: Path = LAYER_RESULTS) -> str:
@@ -318,6 +324,8 @@ def load_seeds(folder: Path) -> list[dict[str, Any]]:
 def main() -> None:
     if compared := load_seeds(COMPARED):
         print(training.draw(compared, PICTURES))
+    if trained := load(RESULTS, "train_recipes"):
+        print(train_page.draw(trained, PICTURES))
     pages = {PAGE: render(), SCALE: render_scale(), FP8_PAGE: render_fp8(), WHICH_RECIPE: render_which_recipe()}
     for page, text in pages.items():
         page.write_text(text, encoding="utf-8")

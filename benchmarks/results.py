@@ -28,9 +28,14 @@ def commit() -> str:
     return run.stdout.strip()
 
 
+def path(folder: Path, name: str) -> Path:
+    """Return ``folder/<machine>/<name>.json``."""
+    return folder / re.sub(r"[^a-z0-9]+", "-", machine().lower()).strip("-") / f"{name}.json"
+
+
 def write(folder: Path, name: str, results: dict[str, Any]) -> Path:
     """Write ``folder/<machine>/<name>.json``."""
-    target = folder / re.sub(r"[^a-z0-9]+", "-", machine().lower()).strip("-") / f"{name}.json"
+    target = path(folder, name)
     target.parent.mkdir(parents=True, exist_ok=True)
     head = {"machine": machine(), "commit": commit(), "versions": versions()}
     target.write_text(json.dumps(head | results, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""The parts of docs/fp8.md that have figures: from ``fp8.json``, and from a comparison of recipes in training.
+"""The parts of docs/fp8.md that have figures: from ``fp8.json``, and from comparisons of recipes in training.
 
 Each part is between two comments that name it. Without its result file, a part is empty.
 """
@@ -25,6 +25,7 @@ from benchmarks.fp8.products import BY_EXPERT as PRODUCT_BY_EXPERT
 from benchmarks.fp8.quantize import GATHERED
 from benchmarks.fp8.unfused import OURS_IN_FP8
 from benchmarks.marked import table
+from benchmarks.train import page as train_page
 
 FP8, WGRAD_BF16 = RECIPES[1:]
 EVERY_RECIPE = (*RECIPES, *BY_EXPERT)
@@ -99,10 +100,28 @@ numbers, in which no error averages out. {machine}, commit {commit}.
 """
 
 
-def filled(text: str, found: Mapping[str, Any] | None, compared: Sequence[Mapping[str, Any]] = ()) -> str:
-    """Return the page with its parts replaced: ``found`` is fp8.json, ``compared`` a comparison of recipes by seed."""
+def filled(
+    text: str,
+    found: Mapping[str, Any] | None,
+    compared: Sequence[Mapping[str, Any]] = (),
+    trained: Mapping[str, Any] | None = None,
+) -> str:
+    """Return the page with its parts replaced.
+
+    Parameters
+    ----------
+    text
+        The page.
+    found
+        ``fp8.json``.
+    compared
+        A comparison of recipes in the demo, by seed.
+    trained
+        ``train_recipes.json``.
+    """
     parts = {
-        "speed": speed(found), "memory": memory(found), "accuracy": accuracy(found, compared), "tensor": tensor(found)
+        "speed": speed(found), "memory": memory(found), "accuracy": accuracy(found, compared),
+        "training": train_page.losses(trained), "tensor": tensor(found),
     }  # fmt: skip
     return marked.filled(text, parts, "docs/fp8.md")
 

@@ -10,7 +10,7 @@ from fusedmoe.demo.comparison import COLOURS
 
 PICTURE = "fp8-training.png"
 TEXT = """\
-### In training
+### In training, in the demo
 
 Held-out bits per byte of the demo's language model after {steps} steps, with everything else equal (`fusedmoe demo
 --compare`): {layers} layers of {experts} experts, {top_k} of them per token, hidden {hidden}, intermediate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -12,11 +13,12 @@ from typing import Any
 import torch
 
 from benchmarks.cases import release
-from benchmarks.results import write
-from benchmarks.train.models import Model, active_parameters, built, flops_per_token
+from benchmarks.results import commit, path, write
+from benchmarks.train.models import MODELS, Model, active_parameters, built, flops_per_token
 from benchmarks.train.steps import Job, Run, moe_ms, train
 from benchmarks.train.text import sequences
 from benchmarks.train.variants import STOCK, VARIANTS, Ready, Variant, made
+from fusedmoe.bench.machine import versions
 
 STEPS, ROUNDS, SKIPPED = 10, 3, 2  # steps per round, of which the first are not timed
 SUSTAINED_S = 60.0  # of load before the first timed step, since a GPU lowers its clock
@@ -38,15 +40,27 @@ def run(
     variants: Sequence[Variant] = VARIANTS,
     words: int | None = None,
 ) -> Path:
-    """Measure, print each row, and write ``train.json`` after each model; return its path."""
-    found: list[dict[str, Any]] = []
+    """Measure, print each row, and write ``train.json`` after each model; return its path.
+
+    The file keeps the entries of other models of an earlier run on the same machine.
+    """
     for of in models:
         print(f"\n{of.title}: {of.tokens:,} tokens per step in {of.micro_batches} micro-batches", flush=True)
-        found.append(measure(of, device, variants, steps, rounds, sustained_s, words))
-        head = {"steps": steps - SKIPPED, "rounds": rounds, "sustained_s": sustained_s}
-        written = write(results, "train", head | {"models": found})
+        found = measure(of, device, variants, steps, rounds, sustained_s, words)
+        protocol = {"steps": steps - SKIPPED, "rounds": rounds, "sustained_s": sustained_s}
+        entry = found | protocol | {"commit": commit(), "versions": versions()}
+        others = [model for model in _earlier(results) if model["name"] != of.name]
+        order = [model.name for model in MODELS]
+        entries = sorted([*others, entry], key=lambda model: order.index(model["name"]))
+        written = write(results, "train", {"compared": COMPARED, "models": entries})
         release(device)
     return written
+
+
+def _earlier(results: Path) -> list[dict[str, Any]]:
+    """Return the entries of the file, if there is one."""
+    file = path(results, "train")
+    return json.loads(file.read_text())["models"] if file.exists() else []
 
 
 def measure(of: Model, device: torch.device, variants: Sequence[Variant], steps: int, rounds: int, sustained_s: float,
