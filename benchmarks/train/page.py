@@ -17,7 +17,8 @@ INTRODUCTION = """\
 
 Models of transformers train on real text, the source code of Python and torch. All rows of a table train from the same
 weights, on the same text, with the same optimizer: AdamW in bf16, with bf16 states, and clipping. The variants take
-turns in one process, after at least {sustained:.0f} s of load. Figures are medians of {steps} steps. `python -m benchmarks --only train` measures them.
+turns in one process, after at least {sustained:.0f} s of load. Figures are medians of {steps} steps.
+`python -m benchmarks --only train` measures them.
 
 - *stock*: `experts_implementation="grouped_mm"`. *fusedmoe*: `"fusedmoe"`.
 - *routers*: with `patch_routers(model, fp32_logits=True)`.
