@@ -186,6 +186,7 @@ def test_the_module_goes_on_as_before():
     assert x.grad.abs().sum() > 0
 
 
+@pytest.mark.slow  # a process that imports torch
 def test_loaded_by_another_process(tmp_path):
     names = ["routed"]
     for name in names:

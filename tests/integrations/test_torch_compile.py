@@ -619,6 +619,7 @@ for rows, frozen in ((5, False), (9, False), (7, True), (1, True), (0, True)):
 """
 
 
+@pytest.mark.slow
 def test_a_plan_first_made_for_any_number_of_rows():
     """In a process of its own: plans of another graph would be there already."""
     done = subprocess.run([sys.executable, "-c", ANY_NUMBER_OF_ROWS], capture_output=True, text=True, check=False)

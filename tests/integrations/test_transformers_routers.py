@@ -319,8 +319,10 @@ def weights_through_data(tiny):
     [
         (weights_through_data, "training"),
         *((hook, how) for hook in (tokens_of_the_router_alone, weights_in_place) for how in ("training", "inference")),
-        (tokens_of_the_router_alone, "compiled"),
-        pytest.param(weights_in_place, "compiled", marks=pytest.mark.slow),
+        *(
+            pytest.param(hook, "compiled", marks=pytest.mark.slow)
+            for hook in (tokens_of_the_router_alone, weights_in_place)
+        ),
     ],
 )
 def test_hooks_of_a_router_that_change_tokens_or_results(hook, how):

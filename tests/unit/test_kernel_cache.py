@@ -177,6 +177,7 @@ def test_memory_then_disk_then_compiler(monkeypatch, caplog):
     refuses_cpu_tensors(second)
 
 
+@pytest.mark.slow  # processes that import torch
 def test_other_processes(tmp_path):
     """Two at once: each finds what is there, and one of them compiles what is not, while the other one waits."""
     compiler.load(Toy())
