@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from fusedmoe.checks import FLAG, FLOATS, WRONG
 from fusedmoe.errors import InputError
-from fusedmoe.expert_parallel.copies import note_given
 from fusedmoe.moe import MoE
 from fusedmoe.ops.glu import GLU
 from fusedmoe.ops.grouped_linear import GroupedLinear, Linear
@@ -118,14 +117,11 @@ def load_experts(
         "down": [(everything, everything)],
     }
     copies: list[tuple[Tensor, list[Tensor]]] = []
-    spread: dict[nn.Module, None] = {}  # the layers whose experts are spread over ranks
     for name in names:
         op = last if name == "down" else first
         weight, bias = _parameters(op)
         features = 2 * wide if name == "gate_up" else wide if op is first else last.out_features
         ranks = op.expert_parallel if isinstance(op, GroupedLinear) else None
-        if ranks is not None:
-            spread[op] = None
         shape = (len(weight), features, op.in_features)
         parts = [_of_this_rank(given, len(weight), ranks) for given in (weights[name], biases[name])]
         source = _source(name, parts[0], parts[1], shape, transposed, 1 if ranks is None else ranks.ranks)
@@ -141,8 +137,6 @@ def load_experts(
     for (target, _), tensors in zip(copies, sources, strict=True):
         for part, tensor in zip(target, tensors, strict=True):
             part.copy_(tensor)
-    for spread_op in spread:
-        note_given(spread_op)
     return layer
 
 

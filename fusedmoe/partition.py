@@ -22,13 +22,11 @@ from fusedmoe import changes
 from fusedmoe.autocast import casts_rows
 from fusedmoe.chain import Chain
 from fusedmoe.errors import InputError
-from fusedmoe.expert_parallel.copies import Copies
-from fusedmoe.expert_parallel.shards import Averaged, check_ddp
+from fusedmoe.expert_parallel.shards import Averaged, check_ddp, owners
 from fusedmoe.fusion.graph import Graph, first_takers_of_offsets
 from fusedmoe.inputs import check_inputs, check_names, check_parameters, not_a_tensor
 from fusedmoe.kernels.options import DEFAULT
 from fusedmoe.log import say_once
-from fusedmoe.ops.amax_state import looking
 from fusedmoe.ops.dispatch import Combine, Dispatch
 from fusedmoe.ops.exchange import AgreeOnTokens
 from fusedmoe.ops.op import Node, Op, Runnable
@@ -242,7 +240,9 @@ class Partition:
         if (averaged := Averaged(root)).modules:
             self.run = partial(_run_averaged, averaged, self.run)
         if self.exchanges:
-            self.run = partial(_run_with_ranks, Copies(root), self.run)
+            for _, op, ep in owners(root):
+                ep.copies.add(op)
+            self.run = partial(_run_with_ranks, self.run)
 
     def _parts_of(self, groups: list[list[Member]], around: list[list[Boundary]]) -> list[ChainPart | ModulePart]:
         """Return the part of each group; fill `wanted` and `provided`. ``around`` are the rows at a group's members."""
@@ -415,12 +415,10 @@ def _run_averaged(averaged: Averaged, run: Callable[..., Tensor], *args: Any) ->
     return run(*args)
 
 
-def _run_with_ranks(copies: Copies, run: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
+def _run_with_ranks(run: Callable[..., Tensor], *args: Any) -> Tensor:
     """Run parts that exchange tensors with other ranks."""
     check_ddp()
-    if not looking():
-        copies.check(x)
-    return run(x, *args)
+    return run(*args)
 
 
 def _shared_rows(group: Sequence[Member], among: Sequence[Boundary]) -> dict[int, str]:

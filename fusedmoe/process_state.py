@@ -25,9 +25,6 @@ class ProcessState:
     number: int | None = None  # the op's number, if its attributes alone do not identify what it computes
     quantized_weight: Any = None  # an op's entry in `fusedmoe.ops.weight_cache`; None again when a parameter is set
     captured: bool = False  # whether a CUDA graph has captured the op's weight
-    copies: Any = (
-        None  # comparisons of an op's experts with those of other ranks, see `fusedmoe.expert_parallel.copies`
-    )
 
 
 class HasProcessState:

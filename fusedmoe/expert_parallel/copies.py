@@ -2,17 +2,17 @@
 
 Wrappers and functions that take shards for replicas do so: FSDP1, `replicate`, `ZeroRedundancyOptimizer`, loading with
 ``broadcast_from_rank0``. They have no common trace, except the values: all ranks then have the same ones. So the ranks
-compare a few values of each shard in the calls 1, 2, 4, 8, ... of a layer. The number of a call is the same on all
-ranks, as each call is a collective. The host does not wait for a GPU: it reads the result in the next of these calls.
+compare a few values of each weight in some of their exchanges of tokens: the exchanges 1, 2, 4, 8 and so on of an
+`ExpertParallel`, and every `OFTEN`-th one.
 
-Ranks may start with equal experts, as copies of a dense MLP, if `fm.load_experts` wrote them. Training makes them
-different.
+An exchange is a collective, so its number is the same on all ranks, whatever hooks their modules have. What the ranks
+compare has a fixed size, so ranks that know other weights still agree on the collective: they only find less.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+import math
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
@@ -23,151 +23,119 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fusedmoe.errors import InputError
 from fusedmoe.estimating import has_values
 from fusedmoe.expert_parallel.engine import writes_no_weight
-from fusedmoe.expert_parallel.shards import owners
-from fusedmoe.recompute import backward_pass
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch.distributed import ProcessGroup
 
-_FEW = 8  # values in each dimension of an expert's parameter that the ranks compare
-_GIVEN = "_experts_given"  # attribute of an op: how often `fm.load_experts` has written its parameters
-
-
-def note_given(op: nn.Module) -> None:
-    """Record that the user chose the op's experts of all ranks, which may be equal."""
-    op.__dict__[_GIVEN] = op.__dict__.get(_GIVEN, 0) + 1
-
-
-class _Before(NamedTuple):
-    """The last comparison of a parameter that `fm.load_experts` wrote."""
-
-    given: int
-    equal: Tensor  # whether all ranks had the same values
-    sample: Tensor
-
-
-@dataclass
-class _History:
-    """The comparisons of the shards of a layer."""
-
-    calls: int = 0
-    before: dict[str, _Before] = field(default_factory=dict)
-    # of the last comparison on a GPU: names, flags, and the event after which the host can read them
-    unread: tuple[list[str], Tensor, torch.cuda.Event] | None = None
+OFTEN = 4096
+LAG = 16  # exchanges after which the host reads the result of a GPU, which is there by then
+_SLOTS = 256  # weights that are compared
+_FEW = 8  # values in each dimension of an expert's weight that are compared
 
 
 class Copies:
-    """The check of the shards in a module that exchanges tokens with other ranks.
+    """The comparisons of the ranks of an `ExpertParallel`."""
 
-    Parameters
-    ----------
-    root
-        The module that is called. Its first op with shards has the history, so that the number of a call is the same on
-        ranks with other hooks, where another module of the layer is called.
-    """
+    def __init__(self) -> None:
+        self._ops: list[ref[nn.Module]] = []  # with weights that are shards, in the order of their first calls
+        self._exchanges = 0
+        # of the last comparison on a GPU: when to read it, the weights' names, flags, and the event after which they
+        # are on the host
+        self._unread: tuple[int, list[str], Tensor, torch.cuda.Event] | None = None
 
-    def __init__(self, root: nn.Module) -> None:
-        # the module has its partition, which has this object
-        self._owners = [(name, ref(module), ep.group) for name, module, ep in owners(root) if ep.ranks > 1]
+    def add(self, op: nn.Module) -> None:
+        """Compare the weights of an op from now on."""
+        if all(known() is not op for known in self._ops):
+            self._ops = [known for known in self._ops if known() is not None]
+            self._ops.append(ref(op))
 
-    def check(self, x: Tensor) -> None:
-        """Compare the shards with those of the other ranks, if it is their turn; ``x`` are the rows of the call.
+    def check(self, group: ProcessGroup, x: Tensor) -> None:
+        """Compare the weights with those of the other ranks, if it is the turn of this exchange of the rows ``x``.
 
         Raises
         ------
         InputError
-            All ranks have the same values. Every rank raises the error in the same call.
+            All ranks have the same values. Every rank raises the error in the same exchange.
         """
-        first: Any = self._owners[0][1]() if self._owners else None
-        if first is None or backward_pass() != -1:  # a recomputation is no call of its own
+        if not has_values(x):  # no exchange
             return
-        history = first._of_process.copies
-        if history is None:
-            history = first._of_process.copies = _History()
-        history.calls += 1
-        if history.calls & (history.calls - 1) or not has_values(x):
-            return
-        if x.is_cuda and torch.cuda.is_current_stream_capturing():
-            return
-        if history.unread is not None:
-            names, flags, copied = history.unread
+        self._exchanges += 1
+        number = self._exchanges
+        if self._unread is not None and number >= self._unread[0] and not _capturing(x):
+            _, names, flags, copied = self._unread
+            self._unread = None
             copied.synchronize()
-            history.unread = None
             _raise_if_copied(names, flags)
-        with torch.no_grad(), _disable_current_modes():
-            self._compare(x.device, history)
+        its_turn = number & (number - 1) == 0 or number % OFTEN == 0
+        if its_turn and self._unread is None and not _capturing(x) and _compares(group, x.device):
+            with torch.no_grad(), _disable_current_modes():
+                self._compare(group, x.device)
 
-    def _compare(self, device: torch.device, history: _History) -> None:
-        samples: dict[ProcessGroup, list[tuple[str, int, Tensor]]] = {}
-        for name, given, parameter, group in self._parameters():
-            plain = type(parameter) in (Tensor, nn.Parameter) and parameter.device == device
-            if plain and _has_backend(group, device):
-                samples.setdefault(group, []).append((name, given, _sample(parameter)))
-        names, flags = [], []
-        for group, entries in samples.items():
-            together = torch.cat([sample for _, _, sample in entries])
-            extremes = torch.cat((together, -together))
-            with writes_no_weight(group, device):
-                dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
-            most, minus_least = extremes.chunk(2)
-            equal_values = (most == -minus_least).split([len(sample) for _, _, sample in entries])
-            for (name, given, sample), values in zip(entries, equal_values, strict=True):
-                equal = values.all()
-                copied = equal & (sample != sample[0]).any()  # constants, such as zeros, are initial values
-                if given:
-                    before = history.before.get(name)
-                    history.before[name] = _Before(given, equal, sample)
-                    if before is None or before.given != given:
-                        continue
-                    copied &= ~before.equal | (sample != before.sample).any()
-                names.append(name)
-                flags.append(copied)
-        if not flags:
+    def _compare(self, group: ProcessGroup, device: torch.device) -> None:
+        values = torch.full((2, _SLOTS), math.inf, dtype=torch.float64, device=device)
+        names: list[str] = []
+        for name, weight in self._weights(device)[:_SLOTS]:
+            values[:, len(names)] = _digest(weight)
+            names.append(name)
+        with writes_no_weight(group, device):
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
+        most, minus_least = values
+        flags = (most == -minus_least)[: len(names)]
+        if device.type != "cuda":
+            _raise_if_copied(names, flags)
             return
-        found = torch.stack(flags)
-        if found.is_cuda:
-            on_host = torch.empty_like(found, device="cpu", pin_memory=True)
-            on_host.copy_(found, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-            history.unread = names, on_host, event
-        else:
-            _raise_if_copied(names, found)
+        on_host = torch.empty_like(flags, device="cpu", pin_memory=True)
+        on_host.copy_(flags, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(device))
+        self._unread = self._exchanges + LAG, names, on_host, event
 
-    def _parameters(self) -> Iterator[tuple[str, int, Any, ProcessGroup]]:
-        """Yield name, number of `fm.load_experts`, value and ranks of each shard. FSDP1 leaves views of parameters."""
-        for prefix, module, group in self._owners:
-            op: Any = module()
-            for own in () if op is None else op.parameter_names:
-                name = f"{prefix}.{own}" if prefix else own
-                yield name, op.__dict__.get(_GIVEN, 0), getattr(op, own, None), group
+    def _weights(self, device: torch.device) -> list[tuple[str, Tensor]]:
+        """Return the weights on the device, with their names. FSDP1 replaces parameters by views of another one."""
+        found = []
+        for known in self._ops:
+            op: Any = known()
+            for name in () if op is None else op.parameter_names:
+                weight: Any = op._parameters.get(name, op.__dict__.get(name))
+                plain = type(weight) in (Tensor, nn.Parameter) and weight.device == device
+                if plain and weight.dim() == 3:
+                    found.append((f"{op._of_process.place or type(op).__name__}.{name}", weight))
+        return found
 
 
-def _has_backend(group: ProcessGroup, device: torch.device) -> bool:
-    """Whether a group has collectives of tensors on the device, which the engine ``"symmetric"`` does not need."""
+def _digest(weight: Tensor) -> Tensor:
+    """Return a number that other weights have with a negligible probability, and its negative: (2,).
+
+    Both are infinite for a constant, such as zeros, since such initial values may be the same on all ranks.
+    """
+    sample = weight.detach()[:, :_FEW, :_FEW].double().flatten()
+    factors = torch.arange(1, len(sample) + 1, dtype=torch.float64, device=weight.device).cos()
+    value = (sample * factors).sum()
+    both = torch.stack((value, -value))
+    return torch.where((sample == sample[0]).all() | ~value.isfinite(), math.inf, both)
+
+
+def _compares(group: ProcessGroup, device: torch.device) -> bool:
+    """Whether a group has collectives of tensors on the device: ``"fake"`` ones do nothing."""
     try:
-        group._get_backend(device)
+        name: str = group._get_backend(device).name()
     except RuntimeError:
         return False
-    return True
+    return name != "fake"
 
 
-def _sample(parameter: Tensor) -> Tensor:
-    """Return the first few values of each dimension, except the first one, of the experts."""
-    corner = (slice(None), *[slice(_FEW)] * (parameter.dim() - 1))
-    return parameter.detach()[corner].double().flatten()
+def _capturing(x: Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _raise_if_copied(names: list[str], flags: Tensor) -> None:
     copied = [name for name, flag in zip(names, flags.tolist(), strict=True) if flag]
     if copied:
         raise InputError(
-            f"{copied[0]}: expected other experts on each rank that shares them, got the same values on all of these "
-            "ranks. A wrapper, an optimizer or a function that takes shards for replicas may have copied them "
+            f"{copied[0]}: expected each rank to have experts of its own, but all ranks have the same values. A "
+            "wrapper, an optimizer or a function that takes shards for replicas may have copied them "
             "(FullyShardedDataParallel, replicate, ZeroRedundancyOptimizer, broadcast_from_rank0=True): exclude "
             "fm.expert_parallel.shards(model) from it, and load experts by fm.expert_parallel.load_state_dict. Or "
             "the ranks drew them from equal seeds: reset_parameters of the layer draws other values on each rank. If "
-            "the experts are meant to start equal, write them by fm.load_experts"
+            "the experts are meant to be equal, as copies of a dense MLP are: ExpertParallel(equal_experts=True)"
         )

@@ -11,11 +11,12 @@ from torch import Tensor
 from torch import distributed as dist
 
 from fusedmoe.autocast import autocast_dtype
-from fusedmoe.checks import POSITIVE, POSITIVE_INTEGER, one_of, said
+from fusedmoe.checks import FLAG, POSITIVE, POSITIVE_INTEGER, one_of, said
 from fusedmoe.errors import InputError
 from fusedmoe.expert_parallel.allgather import AllGather
 from fusedmoe.expert_parallel.alltoall import AllToAll
 from fusedmoe.expert_parallel.capacity import Overflow, RowLimit
+from fusedmoe.expert_parallel.copies import Copies
 from fusedmoe.expert_parallel.engine import writes_no_weight
 from fusedmoe.expert_parallel.symmetric import Symmetric
 
@@ -79,6 +80,10 @@ class ExpertParallel:
     timeout_s
         Seconds that a rank waits for the others in an exchange of ``"symmetric"``. Other engines have the time-out of
         the group.
+    equal_experts
+        Whether all ranks may have the same experts, as copies of a dense MLP. If not, the ranks compare a few values in
+        some exchanges, and raise an error if they are equal, since a wrapper that takes experts for replicas may have
+        copied them. The ranks of ``"symmetric"`` do not compare them.
 
     Notes
     -----
@@ -101,6 +106,7 @@ class ExpertParallel:
         combine_dtype: torch.dtype | None = None,
         dispatch_dtype: torch.dtype | None = None,
         timeout_s: float = 600.0,
+        equal_experts: bool = False,
     ) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise InputError(f"{_WHO}: group: expected torch.distributed to be initialised: call init_process_group")
@@ -126,6 +132,8 @@ class ExpertParallel:
             raise InputError(f"{_WHO}: dispatch_dtype: expected {expected}, got {said(dispatch_dtype)}")
         self.dispatch_dtype: torch.dtype | None = dispatch_dtype
         self.timeout_s: float = POSITIVE(f"{_WHO}: timeout_s", timeout_s)
+        self.equal_experts: bool = FLAG(f"{_WHO}: equal_experts", equal_experts)
+        self.copies = Copies()
         self.engine: Engine = self._make_engine()
         self._beside: Callable[[], object] | None = None  # the work of a layer for `run_beside`, inside `beside`
 
@@ -198,6 +206,11 @@ class ExpertParallel:
         with writes_no_weight(self._of_hosts, largest.device):
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._of_hosts)
         return int(largest)
+
+    def compare_experts(self, x: Tensor) -> None:
+        """Raise if something has copied the experts of one rank to all; called in each exchange of rows ``x``."""
+        if self.ranks > 1 and not self.equal_experts and self.engine.name != "symmetric":
+            self.copies.check(self.group, x)
 
     @property
     def can_run_beside(self) -> bool:

@@ -269,6 +269,7 @@ class GatherTokens(Op):
         ep, experts = self.expert_parallel, self.expert_parallel.local_experts(self.num_experts)
         wanted = Wanted(index.shape[1], lambda index, *others: has_expert_on(index, ep.rank, experts))
         tokens = packed(x, ep.dispatch_dtype)
+        ep.compare_experts(x)
         pending = ep.engine.start_gather([index, expert_weight.contiguous(), *tokens], rows, wanted, told=told)
         ep.run_beside()
         return pending

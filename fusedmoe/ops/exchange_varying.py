@@ -182,6 +182,7 @@ class GatherVaryingTokens(nn.Module):
             return routes, torch.tensor([rows, rows], device="cpu"), index.numel()
         engine = ep.engine
         assert isinstance(engine, AllToAll)
+        ep.compare_experts(x)
         rank_of = index.div(ep.local_experts(self.num_experts), rounding_mode="floor")  # -1 for a sentinel
         ranks = torch.arange(ep.ranks, device=x.device, dtype=rank_of.dtype)
         chosen_PTK = rank_of == ranks.view(-1, 1, 1)

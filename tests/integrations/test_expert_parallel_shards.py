@@ -591,12 +591,22 @@ def equal_seeds(ep, rank):
     return model
 
 
+def new_ep(rank):
+    """Ranks that have exchanged nothing yet."""
+    return fm.ExpertParallel(groups(rank).two.group)
+
+
+def called(model, rank, times):
+    for step in range(times):
+        model(given(rank, step))
+
+
 def copied(rank, make_model):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # some of them are deprecated
-        model = make_model(groups(rank).two, rank)
-        with pytest.raises(fm.InputError, match=r"experts\.gate_up\.weight: expected other experts on each rank"):
-            model(given(rank, 0))
+        model = make_model(new_ep(rank), rank)
+        with pytest.raises(fm.InputError, match=r"weight: expected each rank to have experts of its own"):
+            called(model, rank, 4)
 
 
 @pytest.mark.parametrize("made", [broadcast, loaded_from_rank_0, fsdp1, replicated, zero, equal_seeds])
@@ -604,36 +614,41 @@ def test_copies_of_the_experts_of_one_rank_raise(four, made):
     four.run(copied, made)
 
 
-def upcycled(rank):
-    """A dense MLP in place of each expert: training makes them differ."""
-    ep = groups(rank).two
-    torch.manual_seed(0)
-    layer = fm.MoE(H, I, E, K, dtype=torch.float64, expert_parallel=ep)
-    dense = fm.Linear(H, 2 * I, dtype=torch.float64), fm.Linear(I, H, dtype=torch.float64)
-    weights = [linear.weight.detach().expand(E, -1, -1) for linear in dense]
-    fm.load_experts(layer, gate_up=weights[0], down=weights[1], router=layer.router.weight)
-    for step in range(5):
-        layer(given(rank, step)).square().sum().backward()
-        with torch.no_grad():
-            for parameter in layer.parameters():
-                parameter -= 0.1 * parameter.grad
-    for parameter in layer.parameters():
+def other_modules(rank):
+    """One rank calls other modules, or only looks: the ranks still compare in the same exchanges."""
+    model = make(new_ep(rank))
+    everywhere = [m.register_forward_hook(lambda *_: None) for m in model.modules()] if rank == 0 else []
+    for step in range(3):
+        model(given(rank, step)).sum().backward()
+    for handle in everywhere:
+        handle.remove()
+    if rank == 1:
+        model.second.experts.register_forward_hook(lambda *_: None)
+        model.second.explain(given(rank, 0))
+    for step in range(6):
+        model(given(rank, step)).sum().backward()
+    for parameter in model.parameters():
         dist.broadcast(parameter.data, 0)
-    for _ in range(2):  # the calls 6 and 7
-        layer(given(rank, 0))
-    with pytest.raises(fm.InputError, match=r"gate_up\.weight: expected other experts on each rank"):
-        layer(given(rank, 0))
-    constant = fm.MoE(H, I, E, K, expert_parallel=ep)
+    with pytest.raises(fm.InputError, match="experts of its own"):
+        called(model, rank, 16)  # until the exchange 32
+
+
+def test_ranks_with_other_hooks_compare_in_the_same_exchanges(four):
+    four.run(other_modules)
+
+
+def equal_on_purpose(rank):
+    """Constants, and experts of which the user says so."""
+    constant = make(new_ep(rank))
+    said = broadcast(fm.ExpertParallel(groups(rank).two.group, equal_experts=True), rank)
     for parameter in constant.parameters():
         nn.init.constant_(parameter, 0.01)
-    if rank == 0:  # this rank calls another module of the layer
-        constant.experts.register_forward_hook(lambda *_: None)
-    for _ in range(2):
-        constant(torch.ones(1, H))
+    for model in (constant, said):
+        called(model, rank, 2)
 
 
-def test_experts_that_start_equal(four):
-    four.run(upcycled)
+def test_experts_that_are_equal_on_purpose(four):
+    four.run(equal_on_purpose)
 
 
 # ---- loss scaling ---------------------------------------------------------------------------------------------------
