@@ -236,6 +236,8 @@ def _run_in_transform(call: BoundPlan, arguments: Sequence[Tensor | None]) -> tu
     if not call.plan.wanted:
         try:
             return call.run([*arguments], *call.runs)[0]  # type: ignore[return-value]
+        except torch.OutOfMemoryError:
+            raise
         except (RuntimeError, RuleError) as error:
             reason = error
     raise InputError(

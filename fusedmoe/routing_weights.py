@@ -1,7 +1,7 @@
 """In fp16, `Combine` applies the routing weights, and not a `Scale` before the last product.
 
 Both are the same function of exact numbers, ``sum over k of w * (h @ W.T) = sum over k of (w * h) @ W.T``. The `Scale`
-costs less memory, since no gradient needs the experts' output. But fp16 has 11 bits from 6.1e-5 on only. Activations
+costs less memory, since no gradient needs the experts' output. But fp16 has 11 bits only from 6.1e-5 on. Activations
 times weights, each near 1e-2, are often smaller, and each has an error of up to 2^-25. This error would go into the
 output and into the gradient of W. The gradients that `Combine` multiplies have the factor of the loss scaling.
 """

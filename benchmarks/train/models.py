@@ -30,8 +30,8 @@ class Model:
         transformers' implementation of attention.
     std : float
         Standard deviation of the initial matrices.
-    without : dict of str to str
-        Experts implementations that do not compute this model, with the reason.
+    without : tuple of pairs of str
+        Experts implementations that do not compute this model, each with the reason.
     """
 
     name: str
@@ -115,7 +115,7 @@ MODELS = (
     Model("olmoe", "OLMoE-1B-7B, whole", olmoe, sequences=1),
     Model(
         "gpt-oss", "GPT-OSS-20B, 4 of 24 layers", gpt_oss, attention="flex_attention",
-        without=(("sonicmoe", SONIC_HAS_NO_CLAMP),),
+        without=(("sonicmoe", SONIC_HAS_NO_CLAMP), ("liger", "has no experts for this model")),
     ),
     Model("deepseek-v3", "DeepSeek-V3, 1 dense and 2 MoE layers, 32 of 256 experts", deepseek_v3, std=0.006),
 )  # fmt: skip
@@ -164,8 +164,8 @@ def active_parameters(model: nn.Module) -> int:
 def flops_per_token(model: nn.Module, length: int) -> float:
     """Return the FLOP of a token, forward and backward: 6 per active parameter, and causal attention.
 
-    Attention multiplies (length, d) matrices twice per head, of which the causal mask needs half. Sliding windows count
-    as whole attention.
+    Attention multiplies (length, d) matrices twice per head, of which the causal mask needs half. A token of a layer
+    with a sliding window needs the window. A recomputation does not count.
     """
     config: Any = model.config
     qk, v = (
@@ -173,5 +173,9 @@ def flops_per_token(model: nn.Module, length: int) -> float:
         if hasattr(config, "v_head_dim")
         else (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,) * 2
     )
-    attention = 3 * config.num_hidden_layers * config.num_attention_heads * length * (qk + v)
-    return 6.0 * active_parameters(model) + attention
+    window = getattr(config, "sliding_window", None) or length
+    windows = [
+        min(length, 2 * window) if kind == "sliding_attention" else length
+        for kind in getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    ]
+    return 6.0 * active_parameters(model) + 3 * config.num_attention_heads * sum(windows) * (qk + v)

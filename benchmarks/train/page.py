@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmarks.marked import table
 from benchmarks.train.recipes import last
+from benchmarks.train.run import HOPPER_TFLOPS
 from benchmarks.train.variants import OURS, OURS_COMPILED, STOCK, STOCK_COMPILED
 from fusedmoe.demo.comparison import COLOURS
 
@@ -17,7 +18,7 @@ INTRODUCTION = """\
 
 Models of transformers train on real text, the source code of Python and torch. All rows of a table train from the same
 weights, on the same text, with the same optimizer: AdamW in bf16, with bf16 states, and clipping. The variants take
-turns in one process, after at least {sustained:.0f} s of load. Figures are medians of {steps} steps.
+turns in one process. In each round, a variant begins with new weights. The times of steps are medians of {steps} steps.
 `python -m benchmarks --only train` measures them.
 
 - *stock*: `experts_implementation="grouped_mm"`. *fusedmoe*: `"fusedmoe"`.
@@ -25,22 +26,24 @@ turns in one process, after at least {sustained:.0f} s of load. Figures are medi
 - *SonicMoE*: transformers' `"sonicmoe"`, which calls the installed package with tuned configurations.
 - *Liger for the rest*: Liger's kernels for norms, rotary embeddings and the loss.
 - *x stock*, *x stock compiled*: tokens per second, divided by those of stock experts, without and with `torch.compile`.
-- *MoE*: time of the MoE blocks in a micro-batch, forward and backward.
-- *loss*: after {all_steps} steps. The losses of the first {compared} steps of all variants were compared.
+- *MoE*: time of the MoE blocks in a micro-batch, forward and backward, with gaps between launches: a median of three.
+- *TFLOP/s*: without recomputation. The peak is that of dense bf16 products, {peak:.0f} TFLOP/s, also for FP8.
+- *loss*: that of step {all_steps}. No loss of the first {compared} steps differs from that of stock
+  experts by more than {bf16}, or {fp8} in FP8.
 """
 HEADING = """\
 ### {title}
 
 {parameters:.2f} billion parameters, {active:.2f} billion of which multiply each token. {tokens:,} tokens per step, in
-{micro_batches} micro-batches of {sequences} x {length} tokens. Attention: `{attention}`. {machine}, torch {torch},
-transformers {transformers}, commit {commit}.
+{micro_batches} micro-batches of {sequences} x {length} tokens. Attention: `{attention}`. {sustained_s:.0f} s of load
+preceded the first timed step. {machine}, torch {torch}, transformers {transformers}, commit {commit}.
 """
 RECIPES = """\
 ### In training, at the width of Qwen3-30B-A3B
 
 {model}, trains on real text for {steps} steps of {tokens:,} tokens, from the same weights with each recipe (`python -m
-benchmarks --only train-recipes`). The losses are means of the last {last} steps. {machine}, torch {torch}, commit
-{commit}.
+benchmarks --only train-recipes`). The table has training losses in nats per word, with the routers' loss, as means of
+the last {last} steps. {machine}, torch {torch}, commit {commit}.
 """
 PLOT = """\
 ![Loss of each recipe and seed, and its gap to bf16](_static/{picture})
@@ -54,7 +57,9 @@ def section(found: Mapping[str, Any] | None) -> list[str]:
     if found is None:
         return []
     heading = {
-        "sustained": min(model["sustained_s"] for model in found["models"]),
+        "peak": HOPPER_TFLOPS,
+        "bf16": found["limits"]["bf16"],
+        "fp8": found["limits"]["fp8_block"],
         "steps": min(model["rounds"] * model["steps"] for model in found["models"]),
         "all_steps": len(_row(found["models"][0], STOCK)["losses"]),
         "compared": found["compared"],

@@ -23,6 +23,8 @@ class Variant:
 
     Attributes
     ----------
+    name : str
+        Its name in the tables.
     experts : str
         transformers' name of an experts implementation, or ``"liger"``.
     routers : bool
@@ -52,6 +54,7 @@ VARIANTS = (
     Variant(OURS, "fusedmoe", routers=True),
     Variant("fusedmoe + routers, `fp8_block`", "fusedmoe", routers=True, recipe="fp8_block"),
     Variant("SonicMoE", "sonicmoe"),
+    Variant("stock, Liger for the rest", "grouped_mm", liger=True),
     Variant("fusedmoe + routers, Liger for the rest", "fusedmoe", routers=True, liger=True),
     Variant("stock, checkpointed", "grouped_mm", checkpointed=True),
     Variant("fusedmoe + routers, checkpointed", "fusedmoe", routers=True, checkpointed=True),
@@ -121,9 +124,11 @@ def _apply_liger(model: Any, experts: bool) -> Callable[[], AbstractContextManag
         raise NotImplementedError(f"Liger has no kernels for {model.config.model_type}")
     module = sys.modules[type(model).__module__]
     before = dict(vars(module))
-    getattr(monkey_patch, name)(model=model, swiglu=experts)
-    replaced = {name: value for name, value in vars(module).items() if before.get(name) is not value}
-    _set(module, {name: before[name] for name in replaced})
+    try:
+        getattr(monkey_patch, name)(model=model, swiglu=experts)
+    finally:  # also after an error, so that no other variant runs with Liger's names
+        replaced = {name: value for name, value in vars(module).items() if name in before and before[name] is not value}
+        _set(module, {name: before[name] for name in replaced})
 
     @contextmanager
     def patched() -> Iterator[None]:

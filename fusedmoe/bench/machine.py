@@ -16,6 +16,7 @@ PACKAGES = (
     "apache-tvm-ffi",
     "quack-kernels",
     "sonic-moe",
+    "liger-kernel",
     "sgl-deep-gemm",
     "transformers",
 )

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _FRAMES = 12  # between `GradScaler.step` and a hook of the optimizer: at most 3, and those of schedulers
+_DECIDING = ("unscale_", "_unscale_grads_", "_maybe_opt_step")  # a scaler for several ranks replaces one of them
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -89,7 +90,8 @@ def check_scaler(optimizer: torch.optim.Optimizer, marker: str) -> None:
             return
         scaler = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
         if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled():
-            alone = type(scaler)._unscale_grads_ is torch.amp.GradScaler._unscale_grads_
+            of_torch, own = torch.amp.GradScaler, type(scaler)
+            alone = all(getattr(own, name, None) is getattr(of_torch, name, None) for name in _DECIDING)
             if alone and any(marker in p.__dict__ for group in optimizer.param_groups for p in group["params"]):
                 raise InputError(
                     f"{type(scaler).__name__}: expected fm.expert_parallel.GradScaler for an optimizer of experts that "

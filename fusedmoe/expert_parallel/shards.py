@@ -57,6 +57,8 @@ def check_shard(module: nn.Module, name: str) -> None:
     parameter: Any = module._parameters[name]
     if ep is None or not hasattr(parameter, "device_mesh"):
         return
+    if _IS_SHARD in parameter.__dict__ and _AVERAGES not in module.__dict__:
+        return  # FSDP2 sets the same parameter in each pass
     _check_mesh(f"{module!r}: {name}", parameter, ep)
     if _AVERAGES in module.__dict__ and ep.ranks > 1:
         raise InputError(
@@ -164,7 +166,8 @@ def _watch_optimizers() -> None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    check_scaler(optimizer, _IS_SHARD)
+    if not torch.compiler.is_compiling():  # Dynamo cannot look at the frames of the callers
+        check_scaler(optimizer, _IS_SHARD)
 
 
 def _replicas(ep: ExpertParallel, group: ProcessGroup) -> ProcessGroup | None:

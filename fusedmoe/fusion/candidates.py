@@ -265,7 +265,7 @@ class DirectionSearch:
         here = unavailable is None
         found = match(rule.slots, self._items, start)
         if isinstance(found, Mismatch):
-            # nor is a rule for codes near to ops of unquantized values
+            # a rule for codes is not near to ops of unquantized values either
             far |= rule.quantized_only and not self._formats(start, start + max(found.matched, 1))
             matched, count = (0, 0) if far else (found.matched, found.shared)
             end, shared = min(start + found.matched + 1, len(self.places)), range(start, start + count)

@@ -155,7 +155,8 @@ def _explained(module: nn.Module, tokens: int) -> Explanation | None:
     kind = weight.device.type
     autocast = kind != "meta" and torch.is_autocast_enabled(kind)
     dtype = torch.get_autocast_dtype(kind) if autocast else weight.dtype
-    x = torch.zeros(tokens, weight.shape[0], dtype=dtype, device=weight.device, requires_grad=torch.is_grad_enabled())
+    width = parameters["gate_up.weight"].shape[1]  # type: ignore[union-attr]
+    x = torch.zeros(tokens, width, dtype=dtype, device=weight.device, requires_grad=torch.is_grad_enabled())
     return mlp.chain.explain_with(parameters, x)
 
 

@@ -251,7 +251,7 @@ class Combine(Op):
         self.runtime_inputs = ("row_of_slot", "slot_of_row", *self.applies, *of_ranks)
 
     def weighted_by(self, weights: str) -> Combine:
-        """Return this op on one rank, with weights of this name."""
+        """Return a copy that applies the weights of this name, on one rank."""
         made = Combine(weights)
         made.output_dtype = self.output_dtype
         made.runtime_inputs = (*made.runtime_inputs, *self.runtime_inputs[len(Combine(None).runtime_inputs) :])

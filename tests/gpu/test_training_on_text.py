@@ -16,6 +16,7 @@ import fusedmoe as fm
 from benchmarks.train import models, text
 from benchmarks.train.steps import Job, train
 from benchmarks.train.variants import Variant, made
+from fusedmoe.integrations import transformers as integration
 
 pytestmark = [needs_gpu, pytest.mark.filterwarnings("ignore")]  # those of transformers
 
@@ -53,7 +54,12 @@ def test_losses_are_those_of_unfused_experts(name, recipe, record_property):
     of = job(name)
     torch.full((1 << 30,), float("nan"), dtype=torch.bfloat16, device="cuda")  # memory that the steps then reuse
     variant = Variant(recipe, "fusedmoe", routers=True, recipe=recipe)
-    fused = train(of, made(variant, of.model), STEPS).losses
+    ready = made(variant, of.model)
+    with fm.recipe(recipe):
+        plan = str(integration.explain(ready.model.model.layers[-1].mlp.experts, tokens=of.of.tokens // 2))
+    assert "FUSED" in plan
+    assert "unfused" not in plan
+    fused = train(of, ready, STEPS).losses
     with fm.disabled("*"):
         unfused = train(of, made(variant, of.model), STEPS).losses
     record_property("losses", [recipe, name, fused[:5], unfused[:5], mean(fused), mean(unfused)])

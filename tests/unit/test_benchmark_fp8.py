@@ -47,7 +47,7 @@ class CountingTimer:
         return {name: CallTime(n, n, 10.0, 20.0, (n - 0.5, n + 0.5)) for n, name in enumerate(variants, start=1)}
 
 
-PARTS = ("accuracy", "speed", "memory", "tensor")
+PARTS = ("accuracy", "training", "speed", "memory", "tensor")
 EMPTY = "".join(f"<!-- {name}: from a file -->\n<!-- end of {name} -->\n" for name in PARTS)
 TIMERS = run.Timers(CountingTimer(), CountingTimer(), CountingTimer())
 

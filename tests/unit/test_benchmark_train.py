@@ -2,7 +2,9 @@
 
 import functools
 import json
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -128,6 +130,28 @@ def test_wrong_losses_and_errors_are_notes(monkeypatch):
     assert "tokens_per_s" not in ours
     assert ours["note"].startswith("AssertionError: losses [")
     assert broken["note"] == "RuntimeError: does not run"
+
+
+def test_names_that_liger_replaces_are_its_own_variants_alone(job, monkeypatch):
+    module = sys.modules[type(job.model).__module__]
+    before = module.apply_rotary_pos_emb
+
+    def apply(model, swiglu):
+        module.apply_rotary_pos_emb = apply
+        if swiglu:
+            raise TypeError("not iterable")
+
+    patches = SimpleNamespace(apply_liger_kernel_to_qwen3_moe=apply)
+    monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", SimpleNamespace(monkey_patch=patches))
+    ready = made(Variant("rest", "fusedmoe", liger=True), job.model)
+    assert module.apply_rotary_pos_emb is before
+    with ready.context():
+        assert module.apply_rotary_pos_emb is apply
+    assert module.apply_rotary_pos_emb is before
+    with pytest.raises(TypeError, match="not iterable"):
+        made(Variant("all", "liger", liger=True), job.model)
+    assert module.apply_rotary_pos_emb is before
 
 
 # ---- recipes
