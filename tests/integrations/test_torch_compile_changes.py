@@ -47,6 +47,7 @@ for make in (lambda: fm.Sequential(fm.GroupedLinear(4, 16, 32), fm.SwiGLU()), la
 """
 
 
+@pytest.mark.slow
 def test_the_first_call_of_a_process_may_be_compiled():
     done = subprocess.run(
         [sys.executable, "-c", FIRST], capture_output=True, text=True, check=False, cwd=Path(fm.__file__).parents[1]

@@ -153,6 +153,7 @@ def test_descriptors_and_pointers_of_a_launch(launches):
     assert torch.equal(launch.tensor("tma_atom_a", torch.float8_e4m3fn), packed["a"])
 
 
+@pytest.mark.slow  # whole chains of test_sm100_rules.py have this activation
 def test_numbers_of_the_clamped_activation(launches):
     """They are parameters of glu and constants of dglu."""
     clamp = {"linear_offset": 0.5, "geglu_alpha": 1.25, "glu_clamp_max": 3.0, "glu_clamp_min": -2.0}

@@ -215,6 +215,7 @@ def test_it_imports_no_cute_dsl():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
 
 
+@pytest.mark.slow
 def test_packages_with_broken_rules_are_listed_and_everything_else_is_there(tmp_path):
     """A process of its own, with installed packages whose entry points fail."""
     bodies = {"exits": "import sys; sys.exit('bye')", "imports": "import no_such_module", "counts": "RULES = 3"}

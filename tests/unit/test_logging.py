@@ -253,6 +253,7 @@ def test_fusedmoe_log_with_a_bad_value_does_not_break_the_import():
     assert "1. forward 0.GroupedLinear" in done.stderr
 
 
+@pytest.mark.slow
 def test_switches_that_say_nothing_known_are_said_at_import():
     wrong = {"FUSEDMOE_DISABEL": "x", "FUSEDMOE_DEBUG": "maybe", "FUSEDMOE_CACHE_DIR": "off", "FUSEDMOE_XYZZY": ""}
     done = run("import fusedmoe", **wrong, FUSEDMOE_COMMIT="abc")
@@ -265,6 +266,7 @@ def test_switches_that_say_nothing_known_are_said_at_import():
     ]
 
 
+@pytest.mark.slow
 def test_torch_logs_with_a_plus_is_for_debugging():
     done = run(TORCH_LOGS="+fusedmoe")
     assert done.returncode == 0, done.stderr
