@@ -23,7 +23,7 @@ from fusedmoe.errors import InputError
 from fusedmoe.fusion.differentiable import SecondOrderError
 from fusedmoe.fusion.rule import RuleError
 from fusedmoe.fusion.signature import DTYPE, signature
-from fusedmoe.ops import weight_cache
+from fusedmoe.ops import grad_sums, weight_cache
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -65,9 +65,17 @@ class _RunPlan(torch.autograd.Function):
                 saved = [*ctx.saved_tensors]
                 # otherwise, autograd would hold all of them until the last step, unlike those of separate nodes
                 ctx.maybe_clear_saved_tensors()  # not under retain_graph=True
-                gradients = call.backward(saved, grads, ctx.needs_input_grad[1:])
+                if call.summed_weights:
+                    nodes = [(op, ctx.next_functions[i][0]) for op, i in call.summed_weights]
+                    sums = grad_sums.find(nodes, passed_on=False)
+                    with grad_sums.offered(sums):
+                        gradients = call.backward(saved, grads, ctx.needs_input_grad[1:])
+                else:
+                    gradients = call.backward(saved, grads, ctx.needs_input_grad[1:])
             for layer, i in call.quantized_weights:
                 weight_cache.note_gradient(layer, gradients[i], ctx.passed.get(layer))
+            if call.summed_weights:
+                gradients = grad_sums.without_sums(sums, gradients)
             return (None, *gradients)
         except Exception as error:
             _raise_if_batched(call, grads, error)

@@ -117,6 +117,9 @@ class CompiledPlan:
         has_gradient = plan.of_backward.gradients
         # whether each argument gets a gradient
         self.gradients = tuple(w and a in has_gradient for a, w in zip(self.names, wanted, strict=True))
+        nodes = plan.graph.nodes
+        # the arguments whose gradients the backward operator returns transposed
+        self.transposed = {f"{n.label}.weight" for n in nodes if getattr(n.op, "transposed_grad", False)}
         self.saved = plan.saved_tensors  # which the backward operator takes
         # the values that the forward operator returns after the results
         self.kept = tuple(v for v in self.saved if v not in (*self.names, *plan.outputs))

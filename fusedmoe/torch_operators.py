@@ -18,6 +18,7 @@ from fusedmoe.autocast import without_autocast
 from fusedmoe.fusion.differentiable import SecondOrderError
 from fusedmoe.fusion.rule import RuleError
 from fusedmoe.fusion.steps import Fused
+from fusedmoe.ops import grad_sums
 from fusedmoe.torch_handles import (
     WANTS_GRADIENT,
     CompiledPlan,
@@ -101,28 +102,43 @@ def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[None, None, li
     present = [g for g in arrived if g is not None]
     kinds = ctx.kinds + encode(arrived)
     found = iter(torch.ops.fusedmoe.run_chain_backward(traced.key, ctx.sizes, [*ctx.saved_tensors], present, kinds))
-    gradients = [next(found) if g else None for g, p in zip(traced.gradients, ctx.present, strict=True) if p]
+    gradients = [
+        next(found).mT if name in traced.transposed else next(found) if wanted else None
+        for name, wanted, is_present in zip(traced.names, traced.gradients, ctx.present, strict=True)
+        if is_present
+    ]
     return None, None, gradients
 
 
 def _backward(plan: str, sizes: list[int], saved: list[Tensor], grads: list[Tensor], kinds: str) -> list[Tensor]:
-    """Return a gradient for each argument that gets one."""
+    """Return a gradient for each argument that gets one, transposed for those in ``plan.transposed``."""
     traced = plan_of_key(plan)
     decoded = decode(kinds, (*saved, *grads))
     values, arrived = dict(zip(traced.saved, decoded, strict=False)), decoded[len(traced.saved) :]
     with torch.no_grad(), without_autocast((*saved, *grads)[0].device):
         kept = [values.get(v) for v in traced.saved]
-        found = traced.backward_call(sizes).backward(kept, arrived, traced.gradients)
+        weights = [(op, values.get(name)) for op, name in traced.plan.summed_weights]
+        nodes = [(op, grad_sums.node_of(weight)) for op, weight in weights if weight is not None]
+        sums = grad_sums.find(nodes, passed_on=True)
+        with grad_sums.offered(sums):
+            found = traced.backward_call(sizes).backward(kept, arrived, traced.gradients)
     gradients = [t for t, g in zip(found, traced.gradients, strict=True) if g]
     if not traced.checked:
         _check_gradients(traced, sizes, gradients)
         traced.checked = True
-    return _own(gradients, (*saved, *grads))
+    names = [name for name, g in zip(traced.names, traced.gradients, strict=True) if g]
+    grad_sums.pass_on(sums, gradients)
+    stored = [
+        t.mT if name in traced.transposed and t is not None else t for name, t in zip(names, gradients, strict=True)
+    ]
+    return _own(stored, (*saved, *grads))
 
 
 def _backward_fake(plan: str, sizes: list[int], saved: list[Tensor], grads: list[Tensor], kinds: str) -> list[Tensor]:
     like = (*saved, *grads)[0]
-    return [_empty(spec, like) for _, spec in _expected_gradients(plan_of_key(plan), sizes)]
+    traced = plan_of_key(plan)
+    gradients = [(name, _empty(spec, like)) for name, spec in _expected_gradients(traced, sizes)]
+    return [t.mT.contiguous() if name in traced.transposed else t for name, t in gradients]
 
 
 def _expected_gradients(traced: CompiledPlan, sizes: list[int]) -> list[tuple[str, TensorSpec]]:

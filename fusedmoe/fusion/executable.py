@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from fusedmoe.fusion.places import Place
     from fusedmoe.fusion.rule import Direction
     from fusedmoe.kernels.options import KernelOptions
-    from fusedmoe.ops.op import SpecLike
+    from fusedmoe.ops.op import Op, SpecLike
     from fusedmoe.recipes import Recipe
 
 logger = logging.getLogger(__name__)
@@ -142,6 +142,12 @@ class Plan:
         """The reason why the gradients have no derivatives; an empty text if they have."""
         return why_not(self.graph)
 
+    @functools.cached_property
+    def summed_weights(self) -> tuple[tuple[Op, str], ...]:
+        """Each layer that gives its weight a gradient which kernels may add to ``weight.grad``, and the argument."""
+        linear = [(n.op, f"{n.label}.weight") for n in self.graph.nodes if getattr(n.op, "gives_grad", False)]
+        return tuple((op, name) for op, name in linear if name in self.of_backward.gradients)
+
     @property
     def missed(self) -> tuple[tuple[str, Attempt], ...]:
         """The ops that run unfused although this device has a kernel for them, each with the rule that came nearest."""
@@ -197,6 +203,9 @@ class BoundPlan:
         The other arguments in `unsaved`: parameters that require a gradient, which autograd holds.
     quantized_weights
         Each layer whose weight a call quantizes, and the weight's position among the arguments.
+    summed_weights
+        Each layer that gives its weight a gradient which kernels may add to ``weight.grad``, and the position of the
+        weight among the arguments that are not None.
     run, runs
         ``run([*arguments], *runs)`` returns the outputs and the saved tensors. A method around it would cost the host a
         microsecond.
@@ -212,12 +221,20 @@ class BoundPlan:
         self._specs = specs
         layers = plan.graph.quantized_layers.items()
         self.quantized_weights = tuple((layer, plan.graph.arguments.index(name)) for name, layer in layers)
+        self.summed_weights = tuple(self._summed_weights())
         self.unsaved = frozenset(i for i in plan.unsaved if i < len(tensors) and tensors[i] is not None)
         self.trained = tuple(i for i in sorted(self.unsaved) if self._is_trained(i))
         self.held = tuple(self._held(i) for i in sorted(self.unsaved.difference(self.trained)))
         self.run, self.runs = plan.program.run, plan.program.runs(strict, specs)
         self._backward: dict[tuple[bool, ...], tuple[Signature, Runs]] = {}
         self._differentiable: dict[tuple[bool, ...], GradientProgram] = {}
+
+    def _summed_weights(self) -> Iterator[tuple[Op, int]]:
+        arguments, of_call = self.plan.graph.arguments, self.tensors
+        for op, name in self.plan.summed_weights:
+            i = arguments.index(name)
+            if i < len(of_call) and of_call[i] is not None:
+                yield op, sum(kind is not None for kind in of_call[:i])
 
     def _is_trained(self, i: int) -> bool:
         kind = self.tensors[i]

@@ -161,6 +161,7 @@ def _chain(module: nn.Module, layout: Layout) -> Sequential:
         "norm": ModelFunction(module, _norm) if layout.normed else None,
         "combine": Combine(None if early or layout.scales_input else "probs"),
     }
+    ops["gate_up"].transposed_grad = ops["down"].transposed_grad = layout.transposed
     return Sequential(OrderedDict((name, op) for name, op in ops.items() if op is not None)).without_parameters()
 
 

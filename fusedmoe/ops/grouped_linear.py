@@ -16,6 +16,7 @@ from fusedmoe.errors import SPREAD_OVER_RANKS, InputError
 from fusedmoe.formats import E4M3, Format, QuantizedSpec, QuantizedTensor, fp8_block, products, quantize
 from fusedmoe.kernels.torch import grouped_gemm
 from fusedmoe.kernels.torch.rows import tail_mask
+from fusedmoe.ops import grad_sums
 from fusedmoe.ops.main_grad import grad_instead, main_grad_bytes, main_grad_of
 from fusedmoe.ops.op import BackwardOp, Op, TensorSpec
 from fusedmoe.ops.shards import EXPERT_PARALLEL, drawn, uniform_
@@ -57,7 +58,10 @@ class Dgrad(BackwardOp):
 
 
 class Wgrad(BackwardOp):
-    """``dW[e] = dy[rows of e].T @ x[rows of e]``; exact zeros for an expert without rows."""
+    """``dW[e] = dy[rows of e].T @ x[rows of e]``; exact zeros for an expert without rows.
+
+    With ``transposed_grad`` of the layer, the memory layout of dW is (E, K, N), if a product can write it.
+    """
 
     needs = ("grad_output", "input", "offsets")
     gives = ("grad_weight",)
@@ -65,7 +69,10 @@ class Wgrad(BackwardOp):
     op: GroupedLinear
 
     def compute(self, grad_output: Operand, x: Operand, offsets: Tensor) -> Tensor:
-        return products.grouped_mm_wgrad(_contiguous(grad_output), x, offsets)
+        dy = _contiguous(grad_output)
+        if self.transposed and isinstance(dy, Tensor) and isinstance(x, Tensor):
+            return products.grouped_mm_wgrad(x, dy, offsets).mT
+        return products.grouped_mm_wgrad(dy, x, offsets)
 
     def path(self, operands: Sequence[SpecLike | None], device: torch.device) -> str:
         return products.path(operands[0], operands[1], device)
@@ -73,12 +80,26 @@ class Wgrad(BackwardOp):
     def flops(self, rows: SpecLike) -> float:
         return self.op.flops(rows, padding=_PADDING)
 
+    @property
+    def transposed(self) -> bool:
+        """Whether the memory layout of dW is (E, K, N)."""
+        return self.op.transposed_grad
+
+    def sum_so_far(self, dtype: torch.dtype) -> Tensor | None:
+        """Return the tensor that a kernel must add dW to, and that the step then returns; see `fusedmoe.ops.grad_sums`.
+
+        None if autograd adds dW, or if the tensor has another dtype. A step calls this once, just before its kernel
+        runs.
+        """
+        return grad_sums.take(self.op, dtype)
+
 
 class WgradIntoMainGrad(Wgrad):
     """``main_grad[e] += dW[e]``: `Wgrad`, accumulated in the weight's ``main_grad`` instead of ``weight.grad``."""
 
     may_give_none = True
     launches = 2
+    transposed = False  # `main_grad` has the layout of the weight
 
     def compute(self, grad_output: Operand, x: Operand, offsets: Tensor) -> Tensor | None:  # type: ignore[override]
         self.main_grad().add_(super().compute(grad_output, x, offsets))
@@ -206,6 +227,7 @@ class _LinearOp(Op):
         "in_features": POSITIVE_INTEGER,
         "out_features": POSITIVE_INTEGER,
         "accumulate_into_main_grad": FLAG,
+        "transposed_grad": FLAG,
     }
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -304,6 +326,10 @@ class GroupedLinear(_LinearOp):
         value: ``weight[e, n, k] * weight_scale_inv[e, n // 128, k // 128]``.
     bias : Parameter or None
         (E, N).
+    transposed_grad : bool
+        Whether the gradient of the weight is computed as ``.mT`` of a contiguous tensor (E, K, N). Set it to True for a
+        weight that is passed as ``.mT`` of a parameter (E, K, N), see `Sequential.forward_with`: otherwise autograd
+        transposes the gradient when it adds it to that of the parameter. Values do not depend on it.
 
     Notes
     -----
@@ -352,6 +378,7 @@ class GroupedLinear(_LinearOp):
             expected = "False, since a weight that is stored quantized has no gradient"
             raise InputError(f"{type(self).__name__}: accumulate_into_main_grad: expected {expected}, got True")
         self.accumulate_into_main_grad, self.recipe = accumulate_into_main_grad, recipe
+        self.transposed_grad = False
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
         self._make_parameters(self.weight_shape, bias, device, dtype)
 
@@ -428,6 +455,11 @@ class GroupedLinear(_LinearOp):
         dtype = torch.get_default_dtype() if dtype is None else dtype
         held = QuantizedTensor(weight, self.weight_scale_inv.detach(), self.weight_format, -1, self.weight_shape, dtype)
         return held.dequantize()
+
+    @property
+    def gives_grad(self) -> bool:
+        """Whether the weight gets a gradient through autograd."""
+        return self.weight_format is None and not self.accumulate_into_main_grad
 
     @property
     def expert_parallel(self) -> ExpertParallel | None:

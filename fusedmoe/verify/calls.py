@@ -49,7 +49,7 @@ ACTIVATIONS: dict[str, Callable[[], Op]] = {
     "squared relu": fm.SquaredReLU,
 }
 BEFORE = 1.0
-"""The content of ``main_grad`` before a call, so that a gradient that is not added shows."""
+"""The content of ``main_grad`` or ``grad`` before a call, so that a gradient that is not added shows."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Call:
     @property
     def shares_memory(self) -> bool:
         """Whether calls write to the same memory, so that they cannot run at once."""
-        return self.case.main_grad
+        return self.case.main_grad or self.case.summed
 
     def results(self) -> Results:
         """Run forward and backward; return the output ``y`` and the gradients by name. No gradients under `no_grad`."""
@@ -134,10 +134,22 @@ class Call:
             y = module(self.x, **self.inputs)
             if not y.requires_grad:
                 return {"y": y}
+            if self.case.summed:
+                return {"y": y.detach(), **self._added(y, leaves)}
             grads = torch.autograd.grad(y, tuple(leaves.values()), self.grad_output, allow_unused=True)
         found: dict[str, Tensor | None] = dict(zip(leaves, grads, strict=True))
         found |= {name: main_grad - BEFORE for name, main_grad in main_grads.items()}
         return {"y": y.detach(), **{name: grad for name, grad in found.items() if grad is not None}}
+
+    def _added(self, y: Tensor, leaves: dict[str, Tensor]) -> Results:
+        """Return the gradients after a backward pass that adds them to those of weights."""
+        for t in leaves.values():
+            t.grad = torch.full_like(t, BEFORE) if t.dim() == 3 else None
+        y.backward(self.grad_output)
+        found = {name: t.grad - BEFORE if t.dim() == 3 else t.grad for name, t in leaves.items() if t.grad is not None}
+        for t in leaves.values():
+            t.grad = None
+        return found
 
 
 def make_call(case: Case, sizes: Sizes, device: torch.device) -> Call:

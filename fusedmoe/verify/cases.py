@@ -112,8 +112,8 @@ class Case:
         A key of `fusedmoe.verify.calls.ACTIVATIONS`.
     bias, frozen_bias
         Whether the layers have biases; whether the experts have biases without gradients.
-    main_grad
-        Whether weight gradients are added to ``main_grad``.
+    main_grad, summed
+        Whether weight gradients are added to ``main_grad``; to ``grad``.
     disabled
         The rules that are switched off, so that others run.
     """
@@ -125,6 +125,7 @@ class Case:
     bias: bool = False
     frozen_bias: bool = False
     main_grad: bool = False
+    summed: bool = False
     disabled: tuple[str, ...] = ()
 
     @property
@@ -132,6 +133,7 @@ class Case:
         """The case in words."""
         extras = [self.activation] if self.activation != "swiglu" else []
         words = {"bias": self.bias, "frozen bias": self.frozen_bias, "main_grad": self.main_grad}
+        words |= {"summed": self.summed}
         extras += [word for word, given in words.items() if given]
         extras += [f"without {pattern}" for pattern in self.disabled]
         return ", ".join([self.module.replace("_", " "), self.recipe, self.layout.name, *extras])
@@ -177,6 +179,8 @@ _SM90 = (
     *(Case("experts", "bf16", TAIL, activation) for activation in ("clamped swiglu", "geglu", "reglu", "squared relu")),
     Case("experts", "bf16", TAIL, bias=True),
     Case("experts", "bf16", TAIL, main_grad=True),
+    Case("experts", "bf16", TAIL, summed=True),
+    Case("routed", "bf16", LAYOUTS[1], summed=True),
     *(Case("routed", "bf16", layout) for layout in LAYOUTS),
     *(Case("routed", "bf16", layout, disabled=IN_ORDER) for layout in LAYOUTS),
     Case("weighted_at_the_end", "bf16", LAYOUTS[1]),

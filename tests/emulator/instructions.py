@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from emulator import asynchronous, ptx
-from emulator.arithmetic import ELEMENTWISE, KINDS, operand_kinds
+from emulator.arithmetic import ELEMENTWISE, KINDS, from_bf16, operand_kinds, to_bf16
 from emulator.loads import Load
 from emulator.registers import BITS, DTYPES, LANES, U2, U4, U8, Result
 
@@ -290,6 +290,8 @@ def st(code, opcode, operands):
 
 def atom(code, opcode, operands):
     space, type_ = space_of(opcode), type_of(opcode)
+    if type_ == "bf16x2":
+        return red_bf16x2(code, opcode, operands)
     name = opcode.replace(".v2", "").replace(".v4", "").split(".")[-2]
     dtype, signed = LOADS[type_]
     function = {"add": np.add, "min": np.minimum, "max": np.maximum}[name]
@@ -309,6 +311,24 @@ def atom(code, opcode, operands):
                 memory[at] = function(memory[at], v)
         if target is not None:
             scatter(w, target, old.view(dtype))
+
+    return run
+
+
+def red_bf16x2(code, opcode, operands):
+    assert opcode.startswith("red.relaxed.gpu.global.add.noftz."), opcode
+    sources = [code.slot(s, "r") for s in _items(operands[1])]
+    address = address_of(code, operands[0], "rd")
+
+    def run(w):
+        memory, index = vectors(w, "global", address(w), U4, len(sources), write=True)
+        for word, source in enumerate(sources):
+            at = index + word
+            assert len(np.unique(at)) == len(at), "two lanes add to one word"
+            old, new = (
+                from_bf16(np.ascontiguousarray(a).view(U2)) for a in (memory[at], w.select(w.registers[source]))
+            )
+            memory[at] = to_bf16(old + new).view(U4)
 
     return run
 

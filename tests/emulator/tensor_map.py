@@ -4,9 +4,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from emulator.arithmetic import from_bf16, to_bf16
+
 # bytes: u8 and FP8, u16, u32, u64, fp16, fp32, bf16, FP4
 SIZES = {0: 1, 1: 2, 2: 4, 4: 8, 6: 2, 7: 4, 10: 2, 11: 0.5}
-FP32, FP4 = 7, 11
+FP32, BF16, FP4 = 7, 10, 11
 SWIZZLES = (0, 32, 64, 128)  # bytes
 
 
@@ -85,10 +87,14 @@ class TensorMap:
         box = granules.reshape(*reversed(self.box), SIZES[self.element])[slices]
         window = self._window(memory, slices, address)
         if add:
-            assert self.element == FP32, "copies add in fp32 only"
-            old, new = (np.ascontiguousarray(a).view(np.float32) for a in (window, box))
-            box = (old + new).view(np.uint8)
+            box = self._sum(np.ascontiguousarray(window), np.ascontiguousarray(box)).view(np.uint8)
         window[...] = box
+
+    def _sum(self, old, new):
+        if self.element == BF16:
+            return to_bf16(from_bf16(old.view(np.uint16)) + from_bf16(new.view(np.uint16)))
+        assert self.element == FP32, "copies add in fp32 and bf16 only"
+        return old.view(np.float32) + new.view(np.float32)
 
 
 def swizzled(addresses, width):

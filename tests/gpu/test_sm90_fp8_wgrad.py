@@ -35,7 +35,7 @@ N, K = 144, 272  # a tile of 128 and a bit, one of 256 and a bit
 def built(build_ahead):
     from fusedmoe.kernels.sm90.block_scaled_k import BlockScaledRaggedK
 
-    outputs = ({"out": "bf16"}, {"out": "fp32"}, {"out": "fp32", "accumulate": True})
+    outputs = [{"out": out, "accumulate": adds} for out in ("bf16", "fp32") for adds in (False, True)]
     each = itertools.product(CODES, CANDIDATES["fp8_wgrad"], outputs)
     build_ahead([BlockScaledRaggedK(dtype, config, **output) for dtype, config, output in each])
 
@@ -73,8 +73,9 @@ class Problem:
         self.want = torch.stack([a @ b.T for a, b in zip(dy, x, strict=True)])
         self.before = None
         if accumulate:
-            self.dtype, self.before = FP32, torch.randint(-64, 64, self.want.shape, device=DEVICE).float()
-            self.want = self.want + self.before
+            self.dtype = FP32 if accumulate is True else accumulate
+            self.before = torch.randint(-64, 64, self.want.shape, device=DEVICE).to(self.dtype)
+            self.want = self.want.to(self.dtype) + self.before  # in 16 bits, both are rounded
         if splits and sum(splits):
             assert self.want.count_nonzero() > 0.5 * self.want[torch.tensor(splits) > 0].numel()
 
@@ -119,7 +120,7 @@ class Problem:
 
 
 CONFIGS = pytest.mark.parametrize("config", CANDIDATES["fp8_wgrad"], ids=lambda config: config.name)
-OUTPUTS = {"bf16": {}, "fp32": {"dw": FP32}, "add": {"accumulate": True}}
+OUTPUTS = {"bf16": {}, "fp32": {"dw": FP32}, "add": {"accumulate": True}, "add in bf16": {"accumulate": BF16}}
 
 
 @pytest.mark.parametrize("output", OUTPUTS)

@@ -35,7 +35,9 @@ def built(build_ahead):
     from fusedmoe.kernels.sm90.ragged_k import RaggedK
 
     variants = [(config, OPERAND[gathered], "bf16", "bf16", False) for gathered, config in CONFIGS]
-    variants += [(config, OPERAND[gathered], "bf16", "fp32", True) for gathered, config in CONFIGS]
+    variants += [
+        (config, OPERAND[gathered], "bf16", out, True) for gathered, config in CONFIGS for out in ("fp32", "bf16")
+    ]
     for gathered, config in FIRST.items():
         variants += [(config, OPERAND[gathered], dtype, "fp32", False) for dtype in ("bf16", "fp16")]
         variants.append((config, OPERAND[gathered], "fp16", "fp16", False))
@@ -176,6 +178,14 @@ def test_accumulates(gathered, config, tiles):
     problem = Problem(gathered, SPLITS)
     problem.check(accumulate=True)
     problem.check(options=KernelOptions(100, "static"), accumulate=True)
+
+
+@of_configs
+def test_adding_in_16_bits_has_the_bits_of_two_steps(gathered, config, tiles):
+    tiles(config)
+    problem = Problem(gathered, SPLITS)
+    problem.before = problem.before.to(BF16)
+    assert torch.equal(problem.run(accumulate=True), problem.before + problem.run())
 
 
 @of_either

@@ -248,7 +248,7 @@ def derivative(
 
 def wgrad(splits=SPLITS, tail=TAIL, n=N, k=K, *, dtype=BF16, out=None, accumulate=False):
     dy, x = rows(splits, tail, n, dtype=dtype), rows(splits, tail, k, dtype=dtype)
-    before, offsets = torch.randn(len(splits), n, k, device=DEVICE), offsets_of(splits)
+    before, offsets = torch.randn(len(splits), n, k, device=DEVICE, dtype=out or dtype), offsets_of(splits)
 
     def run(options):
         into = before.clone() if accumulate else None
@@ -346,7 +346,9 @@ def test_dtypes(make, dtype, tiles):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "out", "accumulate"), [(BF16, None, False), (FP16, None, False), (BF16, FP32, False), (BF16, FP32, True)],
+    ("dtype", "out", "accumulate"),
+    [(BF16, None, False), (FP16, None, False), (BF16, FP32, False), (BF16, FP32, True), (BF16, None, True),
+     (FP16, None, True)],
     ids=named,
 )  # fmt: skip
 def test_grouped_wgrad(dtype, out, accumulate, tiles):
@@ -373,6 +375,37 @@ def test_accumulating_twice_adds_twice(tiles):
     for _ in range(2):
         functions.grouped_wgrad(dy, x, offsets, out=twice, accumulate=True)
     assert_close(twice, 3 * once.double())
+
+
+@pytest.mark.parametrize("config", CANDIDATES["wgrad"], ids=named)
+def test_adding_in_16_bits_has_the_bits_of_two_steps(device, config, tiles):
+    """Of the rounded gradient and a sum that is rounded once more, as autograd computes it. An expert without rows adds
+    nothing, not even to NaN.
+    """
+    tiles(config)
+    dy, x, offsets = rows(SPLITS, TAIL, N), rows(SPLITS, TAIL, K), offsets_of(SPLITS)
+    before = torch.randn(len(SPLITS), N, K, device=device).to(BF16)
+    want = before + functions.grouped_wgrad(dy, x, offsets)
+    empty = torch.tensor([count == 0 for count in SPLITS], device=device)
+    before[empty] = want[empty] = torch.nan
+    for options in (KernelOptions(), KernelOptions(100, "static")):
+        got = functions.grouped_wgrad(dy, x, offsets, out=before.clone(), accumulate=True, options=options)
+        assert torch.equal(got.view(torch.int16), want.view(torch.int16))
+
+
+@pytest.mark.parametrize("accumulate", [False, True], ids=["", "add"])
+def test_a_transposed_result(device, accumulate, tiles):
+    tiles(PP_192)
+    dy, x, offsets = rows(SPLITS, TAIL, N), rows(SPLITS, TAIL, K), offsets_of(SPLITS)
+    out = torch.randn(len(SPLITS), K, N, device=device).to(BF16).mT if accumulate else None
+    run = functions.bind_grouped_wgrad(dy, x, offsets, BF16, accumulate, KernelOptions(), transposed=True)
+    want = functions.grouped_wgrad(dy, x, offsets)
+    want = want if out is None else out + want
+    with nan_in_new_tensors():
+        got = run(dy, x, offsets, out)
+    assert got.mT.is_contiguous()
+    assert out is None or got.data_ptr() == out.data_ptr()
+    assert torch.equal(got, want)
 
 
 def test_wgrad_into_a_given_tensor(device, tiles):

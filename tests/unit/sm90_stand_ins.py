@@ -149,8 +149,8 @@ def grouped_wgrad(grad_output, x, offsets, *, out=None, dtype=None, accumulate=F
         dw[e] = grad_output[first:end].float().T @ x[first:end].float()
         first = end
     if accumulate:
-        assert out.dtype is torch.float32
-        return out.add_(dw)
+        out.data.add_(dw.to(out.dtype))  # kernels do not change the version
+        return out
     return dw.to(dtype or x.dtype)
 
 
@@ -288,7 +288,9 @@ def bind_grouped_gemm_activation_backward(
     return Bound(run, grad_output, weight, preactivation, row_scale, *_some(gather))
 
 
-def bind_grouped_wgrad(grad_output, x, offsets, dtype, accumulate, options, gather=None, gathered=None, beside=False):
+def bind_grouped_wgrad(
+    grad_output, x, offsets, dtype, accumulate, options, gather=None, gathered=None, beside=False, *, transposed=False
+):
     assert gathered in ({None} if gather is None else {"grad_output", "x"})
 
     def run(grad_output, x, offsets, out, gather=None):
@@ -299,6 +301,11 @@ def bind_grouped_wgrad(grad_output, x, offsets, dtype, accumulate, options, gath
             x = _gathered("wgrad_x", x, gather)
         else:
             grad_output = _gathered("wgrad_dy", grad_output, gather)
+        if transposed:
+            assert out is None or out.mT.is_contiguous()
+            out = None if out is None else out.mT
+            settings = {"out": out, "dtype": dtype, "accumulate": accumulate, "options": options}
+            return grouped_wgrad(x, grad_output, offsets, **settings).mT
         return grouped_wgrad(grad_output, x, offsets, out=out, dtype=dtype, accumulate=accumulate, options=options)
 
     return Bound(run, grad_output, x, offsets, *_some(gather))
@@ -745,7 +752,13 @@ def bind_block_scaled_gemm_activation_backward_codes(
     return Bound(run, grad_output, weight, preactivation, row_scale)
 
 
-def bind_block_scaled_wgrad(dy, x, offsets, rows, dtype, accumulate, options, beside=False, *, by_expert=False):
+def bind_block_scaled_wgrad(
+    dy, x, offsets, rows, dtype, accumulate, options, beside=False, *, by_expert=False, transposed=False
+):
+    if transposed and dy.dtype is x.dtype:
+        product = bind_block_scaled_wgrad(x, dy, offsets, rows, dtype, False, options, beside, by_expert=by_expert)
+        return lambda dy, dy_scale, x, x_scale, offsets, out: product(x, x_scale, dy, dy_scale, offsets, out).mT
+
     def run(dy, dy_scale, x, x_scale, offsets, out):
         if beside:
             calls.append(("beside", {}))

@@ -84,6 +84,7 @@ def tiles(monkeypatch):
              {"a": products.ACTIVATIONS["squared_relu"], "scale": None, "gradient": False}),
         (products.wgrad, PP_192, {}),
         (products.wgrad, CO_256, {"out": FP32, "accumulate": True}),
+        slow(products.wgrad, PP_192, {"accumulate": True}),
         slow(products.wgrad, CO_256_TALL, {}),
     ],
     ids=lambda value: getattr(value, "__name__", None) or getattr(value, "name", None),
@@ -111,6 +112,10 @@ def test_weight_gradients_of_gathered_rows(gathered, config, tiles):
     gather_k.Problem(gathered, **SMALL).check()
 
 
+def test_adding_in_16_bits_has_the_bits_of_two_steps(tiles):
+    products.test_adding_in_16_bits_has_the_bits_of_two_steps(CPU, CO_256, tiles)
+
+
 @pytest.mark.parametrize("schedule", ["static", "dynamic"])
 def test_schedules_change_no_bit(schedule, tiles):
     tiles(PP_192)
@@ -130,7 +135,9 @@ def test_offsets(kind):
 
 
 @pytest.mark.parametrize(
-    ("config", "settings"), [(CO_256, {}), (CO_256_TALL, {"dtype": "e5m2", "accumulate": True})], ids=["", "add"]
+    ("config", "settings"),
+    [(CO_256, {}), (CO_256_TALL, {"dtype": "e5m2", "accumulate": True}), (CO_256, {"accumulate": BF16})],
+    ids=["", "add", "add in 16 bits"],
 )
 def test_weight_gradients_of_fp8_codes(config, settings, monkeypatch):
     monkeypatch.setattr(block_scaled_k_functions, "choose", lambda problem: config)

@@ -33,7 +33,7 @@ def products():
     for config, keep, scaled in itertools.product(CANDIDATES["fp8_derivative"], (True, False), (True, False)):
         for kind, shape in (*((kind, {}) for kind in KINDS), ("swiglu", {"clamped": True, "interleaved": True})):
             yield TensorScaledRaggedM("e5m2", config, epilogue=derivative(kind, keep=keep, row_scale=scaled, **shape))
-    outputs = ({"out": "bf16"}, {"out": "fp32"}, {"out": "fp32", "accumulate": True})
+    outputs = [{"out": out, "accumulate": adds} for out in ("bf16", "fp32") for adds in (False, True)]
     for dtype, config, output in itertools.product(("e4m3", "e5m2"), CANDIDATES["fp8_wgrad"], outputs):
         yield TensorScaledRaggedK(dtype, config, **output)
 
@@ -89,9 +89,10 @@ def test_every_candidate_is_shipped():
         wanted.add(TensorScaledRaggedM("e4m3", config, epilogue=activation("swiglu", keep=keep, result=codes)))
     for config, keep, scaled in itertools.product(CANDIDATES["fp8_derivative"], (True, False), (True, False)):
         wanted.add(TensorScaledRaggedM("e5m2", config, epilogue=derivative("swiglu", keep=keep, row_scale=scaled)))
-    for config, output in itertools.product(CANDIDATES["fp8_wgrad"], ({}, {"out": "fp32", "accumulate": True})):
+    outputs = ({}, {"accumulate": True}, {"out": "fp32", "accumulate": True})
+    for config, output in itertools.product(CANDIDATES["fp8_wgrad"], outputs):
         wanted.add(TensorScaledRaggedK("e5m2", config, **output))
-    assert len(wanted) == 4 + 4 + 8 + 6
+    assert len(wanted) == 4 + 4 + 8 + 9
     assert {*wanted, TransposeRows(), UpdateAmaxHistory()} <= {*shipped("sm_90a")}
 
 

@@ -16,16 +16,21 @@ from fusedmoe.kernels.sm90.block_scaled_k import BlockScaledRaggedK
 from fusedmoe.kernels.sm90.choice import CANDIDATES, CO_128, CO_256, CO_256_TALL, PP_128
 from fusedmoe.kernels.sm90.config import BARRIER_BYTES, SMEM_BYTES, TileConfig
 
-OUTPUTS = ({"out": "bf16"}, {"out": "fp32"}, {"out": "fp32", "accumulate": True})
+OUTPUTS = [{"out": out, "accumulate": adds} for out in ("bf16", "fp32") for adds in (False, True)]
 KERNELS = [
     BlockScaledRaggedK(dtype, config, **output)
     for dtype, config, output in itertools.product(("e4m3", "e5m2"), CANDIDATES["fp8_wgrad"], OUTPUTS)
 ]
-KERNELS += [BlockScaledRaggedK("e4m3", config, beside=True) for config in CANDIDATES["fp8_wgrad"]]
+KERNELS += [
+    BlockScaledRaggedK("e4m3", config, accumulate=adds, beside=True)
+    for config in CANDIDATES["fp8_wgrad"]
+    for adds in (False, True)
+]
 COVERING = [
     BlockScaledRaggedK("e4m3", CO_256),
     BlockScaledRaggedK("e4m3", CO_256, beside=True),
     BlockScaledRaggedK("e5m2", CO_256_TALL, out="fp32", accumulate=True),
+    BlockScaledRaggedK("e4m3", CO_256, accumulate=True),
 ]
 WAVES, VALUES = 2, 64  # of a stage; of a wave, per thread
 MOST_INSTRUCTIONS = 2300
@@ -53,7 +58,8 @@ def test_compiles_for_hopper(kernel):
 
     element_bytes = 4 if kernel.out == "fp32" else 2
     vectors = WAVES * VALUES * element_bytes // 16
-    assert found.starting("REDG") == (["REDG.E.ADD.F32x4.FTZ.RN.STRONG.GPU"] * vectors if kernel.accumulate else [])
+    add = "REDG.E.ADD.F32x4.FTZ.RN.STRONG.GPU" if kernel.out == "fp32" else "REDG.E.ADD.BF16x8.RN.STRONG.GPU"
+    assert found.starting("REDG") == ([add] * vectors if kernel.accumulate else [])
     assert code.count("STG.E.128") == (0 if kernel.accumulate else vectors)
 
 
@@ -78,7 +84,7 @@ def test_symbols_tell_the_kernels_apart():
 
 def test_every_candidate_is_shipped():
     wanted = {k for k in KERNELS if k.dtype == "e4m3" and (k.out == "bf16" or k.accumulate)}
-    assert len(wanted) == 3 * len(CANDIDATES["fp8_wgrad"])
+    assert len(wanted) == 5 * len(CANDIDATES["fp8_wgrad"])
     assert wanted <= {*shipped("sm_90a")}
 
 

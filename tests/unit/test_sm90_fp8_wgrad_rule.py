@@ -25,7 +25,9 @@ SPLITS, TAIL = (130, 0, 5, 1), 3
 calls = []
 
 
-def bind_block_scaled_wgrad(dy, x, offsets, num_rows, dtype, accumulate, options, beside, *, by_expert=False):
+def bind_block_scaled_wgrad(
+    dy, x, offsets, num_rows, dtype, accumulate, options, beside, *, by_expert=False, transposed=False
+):
     """The function that the kernel has, of operands that it can read."""
 
     assert not beside

@@ -418,7 +418,7 @@ def test_the_command_fails_with_the_kernels_name(machine, monkeypatch, capsys):
     outcome.wrong.append(Wrong("toy_", "a layer, zipf", "call 3: 5 words differ from the first call's"))
     outcome.differing["toy_"] = 1
     status, [(kernels, *_, calls)] = run(machine, monkeypatch, outcome, only="sm90_ragged_k_e4m3*", calls=7)
-    assert (status, calls, len(kernels)) == (1, 7, 9)
+    assert (status, calls, len(kernels)) == (1, 7, 15)
     out = capsys.readouterr().out
     assert "FAILED toy_: call 3: 5 words differ from the first call's (a layer, zipf)" in out
     line = next(line for line in out.splitlines() if line.startswith("Toy "))

@@ -231,7 +231,9 @@ class DequantizedWgrad(_Dequantized, FusionRule, name="sm90.dequantized_wgrad", 
             assert offsets_E is not None
             of_dy, dy_like = _bind_values(dy, pair.a, transposed=True)
             of_x, x_like = _bind_values(x, pair.b, transposed=True)
-            product = functions.bind_grouped_wgrad(dy_like, x_like, offsets_E, dtype, adds, options)
+            product = functions.bind_grouped_wgrad(
+                dy_like, x_like, offsets_E, dtype, adds, options, transposed=self.wgrad.transposed
+            )
 
             def run(*tensors: Tensor) -> Tensor | None:
                 dy, x, (offsets_E,) = pair.split(tensors)

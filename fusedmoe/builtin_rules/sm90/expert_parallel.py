@@ -20,8 +20,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-
 from fusedmoe.builtin_rules.sm90.backend import (
     OnSm90,
     Run,
@@ -46,6 +44,7 @@ from fusedmoe.builtin_rules.sm90.beside_exchange import (
     experts_beside,
 )
 from fusedmoe.builtin_rules.sm90.dispatch import require_row_dtype
+from fusedmoe.builtin_rules.sm90.weight_gradient import of_rows
 from fusedmoe.fusion.rule import Bind, FusionRule, NothingToDo, PlanContext, Step, require
 from fusedmoe.kernels.sm90 import functions, limits
 from fusedmoe.ops.dispatch import Combine, DCombine, DDispatch, Dispatch, DispatchWeightGrad
@@ -308,8 +307,7 @@ class DgradActivationOfArrivingGradients(
         activation, options = activation_of(self.dact.op), ctx.options
         # a product of own rows is launched at once, before the barrier, which comes after a copy
         beside = replace(options, exchange_sms=SMS_FOR_BARRIER)
-        accumulating = self.wgrad if isinstance(self.wgrad, WgradIntoMainGrad) else None
-        dtype, scale_grad = torch.float32 if accumulating else ctx.dtype("dgrad.weight"), self.scale_grad is not None
+        dtype, scale_grad = ctx.dtype("dgrad.weight"), self.scale_grad is not None
         dback, expert_parallel = self.dback, self.dback.op.expert_parallel
 
         def bind(
@@ -341,9 +339,7 @@ class DgradActivationOfArrivingGradients(
                 for sms in (beside, options)
             )
             y = dy.new_empty(preactivation.shape[0], weight.shape[2])
-            wgrad = functions.bind_grouped_wgrad(
-                like, y, offsets, dtype, accumulating is not None, options, token_of_row, "grad_output"
-            )
+            wgrad = of_rows(self.wgrad, dtype, options, "grad_output", False, like, y, offsets, token_of_row)
 
             def run(
                 dy: Tensor,
@@ -355,7 +351,7 @@ class DgradActivationOfArrivingGradients(
                 preactivation: Tensor,
                 factor: Tensor | None,
             ) -> tuple[Tensor | None, ...]:
-                main_grad = _main_grad(accumulating)
+                main_grad = wgrad.main_grad()
                 memory = ranges.memory(dy.device)
                 word = ranges.word(memory)
                 arriving = dback.start(dy.contiguous(), gathered_index, rank_experts, lend=True, told=word)
@@ -363,10 +359,9 @@ class DgradActivationOfArrivingGradients(
                 parts = ranges.own_first(offsets, token_of_row, memory, word is not None, arriving, 0)
                 product = in_parts if word is None else in_one
                 grad, y, grad_factor = product(gathered, weight, parts, preactivation, factor, token_of_row)
-                grad_weight: Tensor | None = wgrad(gathered, y, offsets, main_grad, token_of_row)
+                assert y is not None
+                grad_weight = wgrad(main_grad, gathered, y, offsets, token_of_row)
                 arriving.give_back()
-                if accumulating is not None:
-                    grad_weight = accumulating.added()
                 if grad_factor is None or factor is None:
                     return grad, grad_weight, y
                 return grad, grad_weight, grad_factor.to(factor.dtype), y
@@ -374,16 +369,6 @@ class DgradActivationOfArrivingGradients(
             return run
 
         return bind
-
-
-def _main_grad(accumulating: WgradIntoMainGrad | None) -> Tensor | None:
-    """Return the tensor that the weight gradient is added to: a different one in each call, maybe."""
-    if accumulating is None:
-        return None
-    main_grad = accumulating.main_grad()
-    require(main_grad.is_contiguous(), "main_grad is not contiguous")
-    decline(limits.why_not_address("main_grad", main_grad.data_ptr()))
-    return main_grad
 
 
 class WgradBesideExchange(OnSm90, FusionRule, name="sm90.wgrad_beside_exchange", direction="backward"):
@@ -426,8 +411,7 @@ class WgradBesideExchange(OnSm90, FusionRule, name="sm90.wgrad_beside_exchange",
         )
 
     def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
-        accumulating = self.wgrad if isinstance(self.wgrad, WgradIntoMainGrad) else None
-        dtype, options = torch.float32 if accumulating else ctx.dtype("dgrad.weight"), ctx.options
+        dtype, options = ctx.dtype("dgrad.weight"), ctx.options
         dgather, expert_parallel = self.dgather, self.dgather.op.expert_parallel
 
         def bind(
@@ -451,7 +435,7 @@ class WgradBesideExchange(OnSm90, FusionRule, name="sm90.wgrad_beside_exchange",
             returns = Returns(expert_parallel, rows, row_of_slot, None, expert_index.shape[0])
             values = functions.bind_slot_values(grad_probs, row_of_slot)
             beside = beside_exchange(options, expert_parallel, row_of_slot.shape[1])
-            wgrad = functions.bind_grouped_wgrad(dy, x, offsets, dtype, accumulating is not None, beside, index, "x")
+            wgrad = of_rows(self.wgrad, dtype, beside, "x", False, dy, x, offsets, index)
 
             def run(
                 dy: Tensor,
@@ -463,15 +447,13 @@ class WgradBesideExchange(OnSm90, FusionRule, name="sm90.wgrad_beside_exchange",
                 x: Tensor,
                 index: Tensor,
             ) -> tuple[Tensor | None, ...]:
-                main_grad = _main_grad(accumulating)
+                main_grad = wgrad.main_grad()
                 rows = dgrad(dy, weight.mT, None, offsets, None)
                 grad_weights = values(grad_probs.contiguous(), row_of_slot)
                 parts = returns.of_others(rows, row_of_slot, None, grad_weights)
                 wanted = dgather.wanted(expert_index, parts)
                 leaving = expert_parallel.engine.start_exchange([parts, grad_weights], wanted)
-                grad_weight: Tensor | None = wgrad(dy, x, offsets, main_grad, index)
-                if accumulating is not None:
-                    grad_weight = accumulating.added()
+                grad_weight = wgrad(main_grad, dy, x, offsets, index)
                 dx = returns.finished(leaving, parts, rows, row_of_slot, None)
                 return grad_weight, dx, sum_over_ranks(leaving.wait(1), expert_index.shape[0])
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from fusedmoe.builtin_rules.sm90.backend import Run, decline
 from fusedmoe.builtin_rules.sm90.fp8 import (
     BY_EXPERT,
@@ -19,13 +17,17 @@ from fusedmoe.builtin_rules.sm90.fp8 import (
     on_readable_codes,
     on_readable_scales,
 )
+from fusedmoe.builtin_rules.sm90.weight_gradient import WeightGradient
 from fusedmoe.fusion.rule import Bind, FusionRule, NothingToDo, PlanContext, Step, require
 from fusedmoe.kernels.sm90 import block_scaled_k_functions, limits
 from fusedmoe.kernels.sm90.block_scaled_functions import has_strides
 from fusedmoe.ops.grouped_linear import Wgrad, WgradIntoMainGrad
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+
+    from fusedmoe.builtin_rules.sm90.weight_gradient import Product
 
 OPERANDS = ("grad_output", "wgrad.input")
 
@@ -34,7 +36,8 @@ class Fp8GroupedWgrad(OnFp8, FusionRule, name="sm90.fp8_grouped_wgrad", directio
     """``dW[e] = dy[rows of e].T @ x[rows of e]`` of codes and scales by columns. dW has the dtype that dy had before
     quantization.
 
-    For `WgradIntoMainGrad`, the kernel adds it, unrounded, to the weight's fp32 ``main_grad``.
+    For `WgradIntoMainGrad`, the kernel adds it, unrounded, to the weight's fp32 ``main_grad``. For `Wgrad`, it adds it
+    to the weight's ``grad`` if there is one; see `fusedmoe.ops.grad_sums`.
     """
 
     wgrad: Wgrad | WgradIntoMainGrad
@@ -55,9 +58,7 @@ class Fp8GroupedWgrad(OnFp8, FusionRule, name="sm90.fp8_grouped_wgrad", directio
         )  # fmt: skip
 
     def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
-        accumulating = self.wgrad if isinstance(self.wgrad, WgradIntoMainGrad) else None
-        options, tensor_scales = ctx.options, by_expert(ctx, OPERANDS[0])
-        dtype = torch.float32 if accumulating else ctx.dtype("grad_output")
+        options, tensor_scales, dtype = ctx.options, by_expert(ctx, OPERANDS[0]), ctx.dtype("grad_output")
 
         def bind(dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, offsets: Tensor) -> Run:
             rows = dy.shape[1]  # with padding
@@ -65,18 +66,22 @@ class Fp8GroupedWgrad(OnFp8, FusionRule, name="sm90.fp8_grouped_wgrad", directio
                 raise NothingToDo("no rows")
             # copies would be the launches before the product, which must wait for them
             beside = ctx.beside_sms > 0 and are_readable(dy, x) and has_strides(dy_scale) and has_strides(x_scale)
-            product = block_scaled_k_functions.bind_block_scaled_wgrad(
-                dy, x, offsets, rows, dtype, accumulating is not None, options, beside, by_expert=tensor_scales
-            )
 
-            def run(dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, offsets: Tensor) -> Tensor | None:
-                if accumulating is None:
-                    return product(dy, dy_scale, x, x_scale, offsets, None)
-                main_grad = accumulating.main_grad()  # may be a different tensor in each call
-                require(main_grad.is_contiguous(), "main_grad is not contiguous")
-                decline(limits.why_not_address("main_grad", main_grad.data_ptr()))
-                product(dy, dy_scale, x, x_scale, offsets, main_grad)
-                return accumulating.added()
+            def bind_product(dtype: torch.dtype, adds: bool, *operands: Tensor) -> Product:
+                dy, _, x, _, offsets = operands
+                product = block_scaled_k_functions.bind_block_scaled_wgrad(
+                    dy, x, offsets, rows, dtype, adds, options, beside, by_expert=tensor_scales,
+                    transposed=self.wgrad.transposed,
+                )  # fmt: skip
+                return lambda out, *operands: product(*operands, out)
+
+            product = WeightGradient(
+                self.wgrad, dtype, bind_product, dy, dy_scale, x, x_scale, offsets,
+                adds_to_sum=not self.wgrad.transposed or dy.dtype is x.dtype,
+            )  # fmt: skip
+
+            def run(*operands: Tensor) -> Tensor | None:
+                return product(product.main_grad(), *operands)
 
             return on_readable_codes(on_readable_scales(run, dy_scale, x_scale), dy, x)
 

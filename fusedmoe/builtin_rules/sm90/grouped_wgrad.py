@@ -8,33 +8,33 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from fusedmoe.builtin_rules.sm90.backend import (
     FLOPS_PER_US,
     OnSm90,
     Run,
     ThroughIndex,
     check_common,
-    decline,
     guard_gradient,
     guard_index,
     guard_matrix,
     is_readable,
     on_readable,
 )
-from fusedmoe.fusion.rule import Bind, FusionRule, PlanContext, Step, require
-from fusedmoe.kernels.sm90 import functions, limits
+from fusedmoe.builtin_rules.sm90.weight_gradient import of_rows
+from fusedmoe.fusion.rule import Bind, FusionRule, PlanContext, Step
 from fusedmoe.ops.grouped_linear import Wgrad, WgradIntoMainGrad
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from fusedmoe.kernels.sm90.functions import WgradOperand
+
 
 class GroupedWgrad(OnSm90, FusionRule, name="sm90.grouped_wgrad", direction="backward"):
     """``dW[e] = dy[rows of e].T @ x[rows of e]``.
 
-    For `WgradIntoMainGrad`, the kernel adds it, unrounded, to the weight's fp32 ``main_grad``.
+    For `WgradIntoMainGrad`, the kernel adds it, unrounded, to the weight's fp32 ``main_grad``. For `Wgrad`, it adds it
+    to the weight's ``grad`` if there is one; see `fusedmoe.ops.grad_sums`.
     """
 
     wgrad: Wgrad | WgradIntoMainGrad
@@ -50,11 +50,10 @@ class GroupedWgrad(OnSm90, FusionRule, name="sm90.grouped_wgrad", direction="bac
         )  # fmt: skip
 
     def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
-        accumulating = self.wgrad if isinstance(self.wgrad, WgradIntoMainGrad) else None
-        dtype, options = torch.float32 if accumulating else ctx.dtype("wgrad.weight"), ctx.options
+        dtype, options = ctx.dtype("wgrad.weight"), ctx.options
 
         # the function's name of the operand that it reads through an index
-        operands: dict[str, functions.WgradOperand | None] = {
+        operands: dict[str, WgradOperand | None] = {
             "": None, "wgrad.input": "x", "grad_output": "grad_output",
         }  # fmt: skip
         gathered = operands[self.gathers]
@@ -63,21 +62,12 @@ class GroupedWgrad(OnSm90, FusionRule, name="sm90.grouped_wgrad", direction="bac
             guard_gradient(dy)
             guard_index(dy if gathered == "grad_output" else x, index)
             guard_matrix("x", x)
-            gather = index[0] if index else None
             # a copy of dy would be the launch before the product, which must wait for it
             beside = ctx.beside_sms > 0 and is_readable(dy)
-            product = functions.bind_grouped_wgrad(
-                dy, x, offsets, dtype, accumulating is not None, options, gather, gathered, beside
-            )
+            product = of_rows(self.wgrad, dtype, options, gathered, beside, dy, x, offsets, *index)
 
             def run(dy: Tensor, x: Tensor, offsets: Tensor, *index: Tensor) -> Tensor | None:
-                if accumulating is None:
-                    return product(dy, x, offsets, None, *index)
-                main_grad = accumulating.main_grad()  # may be a different tensor in each call
-                require(main_grad.is_contiguous(), "main_grad is not contiguous")
-                decline(limits.why_not_address("main_grad", main_grad.data_ptr()))
-                product(dy, x, offsets, main_grad, *index)
-                return accumulating.added()
+                return product(product.main_grad(), dy, x, offsets, *index)
 
             return on_readable(dy, run)
 

@@ -17,8 +17,8 @@ several blocks of rows share those of the columns. So promotion takes two instru
 130 issue cycles of the 256 that the tensor cores have for the other warpgroup's wave. A value is first multiplied by
 the scale of its column, in its own register. The product of both scales would take another register, and read one more.
 
-**Results** are stored by threads, as those of ragged M. To an fp32 gradient that exists already, threads add 16 bytes
-at a time: once per element and launch, so the result does not depend on the order. Neither has a barrier.
+**Results** are stored by threads, as those of ragged M. To a gradient that exists already, threads add 16 bytes at a
+time: once per element and launch, so the result does not depend on the order. Neither has a barrier.
 
 Axes: R rows, P padded rows, M and N features (M those of ``a``), E experts.
 """
@@ -282,6 +282,6 @@ class BlockScaledRaggedK(BlockScaled, RaggedK):
     def put(self, wanted, address, words) -> None:
         """Add 16 bytes of a result to those in memory: once per launch, so the result does not depend on the order."""
         if const_expr(self.accumulate):
-            add_if(wanted, address, words)
+            add_if(wanted, address, words, self.out)
         else:
             super().put(wanted, address, words)

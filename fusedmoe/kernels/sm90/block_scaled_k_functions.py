@@ -56,11 +56,11 @@ def block_scaled_wgrad(
     dtype
         Dtype of the result: bf16, fp16 or fp32.
     out
-        Contiguous fp32 tensor (E, N, K) to which the gradient is added, unrounded; it is returned. Each element is
-        added to once, so the result does not depend on the order.
+        Contiguous tensor (E, N, K) to which the gradient is added, after rounding to its dtype; it is returned. Each
+        element is added to once, so the result does not depend on the order.
     """
     accumulate = out is not None
-    dtype = torch.float32 if accumulate else dtype
+    dtype = dtype if out is None else out.dtype
     run = bind_block_scaled_wgrad(dy, x, offsets, rows, dtype, accumulate, options, by_expert=dy_scale.dim() == 1)
     return run(dy, dy_scale, x, x_scale, offsets, out)
 
@@ -76,12 +76,21 @@ def bind_block_scaled_wgrad(
     beside: bool = False,
     *,
     by_expert: bool = False,
+    transposed: bool = False,
 ) -> Callable[..., Tensor]:
     """Return `block_scaled_wgrad` of ``(dy, dy_scale, x, x_scale, offsets, out)``; ``out`` is None for a new tensor.
     ``by_expert``: of scales per expert.
 
+    With ``transposed``, the result is ``.mT`` of a contiguous tensor (E, K, N), and so is ``out``, if dy has the dtype
+    of x: no kernel takes E5M2 as its second operand.
+
     ``beside`` is that of `functions.bind_grouped_wgrad`: the kernel may begin while the launch before it runs.
     """
+    if transposed and dy.dtype is x.dtype:
+        product = bind_block_scaled_wgrad(x, dy, offsets, rows, dtype, accumulate, options, beside, by_expert=by_expert)
+        return lambda dy, dy_scale, x, x_scale, offsets, out: (
+            product(x, x_scale, dy, dy_scale, offsets, None if out is None else out.mT).mT
+        )
     experts, n, k = offsets.shape[0], dy.shape[0], x.shape[0]
     device = x.device
     if rows:

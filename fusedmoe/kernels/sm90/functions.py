@@ -380,7 +380,7 @@ def grouped_wgrad(
     dtype
         Dtype of the result without ``out``: that of x (the default), or fp32.
     accumulate
-        Add to ``out``, which must be fp32. The gradient of an expert without rows does not change.
+        Add to ``out``, after rounding to its dtype. The gradient of an expert without rows does not change.
     gather, gathered
         (R,) int32, and the operand that it is for: row r of that operand is its row ``gather[r]``. Entries of the tail
         are not read.
@@ -412,8 +412,11 @@ def bind_grouped_wgrad(
     gather: Tensor | None = None,
     gathered: WgradOperand | None = None,
     beside: bool = False,
+    *,
+    transposed: bool = False,
 ) -> Callable[..., Tensor]:
     """Return `grouped_wgrad` of ``(grad_output, x, offsets, out, gather=None)``; ``out`` has this dtype, or is None.
+    With ``transposed``, the result is ``.mT`` of a contiguous tensor (E, K, N), and so is ``out``.
 
     With ``beside``, the kernel begins while the launch before it runs, if that launch allows it, on the SMs that this
     launch leaves free; the schedule is dynamic, see `launch.schedule_of`. No argument may be a result of that launch.
@@ -422,6 +425,14 @@ def bind_grouped_wgrad(
         given = f"{'no' if gather is None else 'an'} index"
         raise ValueError(
             f"gathered: expected 'grad_output' or 'x' and an index, or None and no index, got {gathered!r}, {given}"
+        )
+    if transposed:
+        exchanged: dict[WgradOperand | None, WgradOperand | None] = {None: None, "x": "grad_output", "grad_output": "x"}
+        product = bind_grouped_wgrad(
+            x, grad_output, offsets, dtype, accumulate, options, gather, exchanged[gathered], beside
+        )
+        return lambda dy, x, offsets, out, gather=None: (
+            product(x, dy, offsets, None if out is None else out.mT, gather).mT
         )
     rows = _rows(grad_output if gathered == "grad_output" else x, gather)
     experts, n, k = offsets.shape[0], grad_output.shape[1], x.shape[1]

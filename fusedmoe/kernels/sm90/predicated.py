@@ -23,10 +23,13 @@ def store_if(wanted: Any, address: Int64, words: list[Int32], *, loc: Any = None
     _under(f"st.global{'.v4' if len(words) == WORDS else ''}.b32", wanted, address, words, loc, ip)
 
 
+ADDS = {"fp32": "v4.f32", "bf16": "noftz.v4.bf16x2", "fp16": "noftz.v4.f16x2"}
+
+
 @dsl_user_op
-def add_if(wanted: Any, address: Int64, words: list[Int32], *, loc: Any = None, ip: Any = None) -> None:
-    """Add four fp32 values, given by their bits, to those at an address that is a multiple of 16."""
-    _under("red.relaxed.gpu.global.add.v4.f32", wanted, address, words, loc, ip)
+def add_if(wanted: Any, address: Int64, words: list[Int32], kind: str, *, loc: Any = None, ip: Any = None) -> None:
+    """Add 16 bytes of values of a kind, a key of `ADDS`, to those at an address that is a multiple of 16."""
+    _under(f"red.relaxed.gpu.global.add.{ADDS[kind]}", wanted, address, words, loc, ip)
 
 
 @dsl_user_op

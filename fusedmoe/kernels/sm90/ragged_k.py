@@ -31,8 +31,8 @@ stores it while the next tile is multiplied:
 
 An fp32 result is stored at once. If half of it is kept and stored late, most products take longer, by up to 13%.
 
-``out`` may be fp32 and hold a gradient already. TMA then adds to it: once per element and launch, so the result does
-not depend on the order.
+``out`` may hold a gradient already. TMA then adds to it: once per element and launch, so the result does not depend on
+the order. In 16 bits, the gradient is rounded before it is added, and the sum once more, as by autograd.
 
 Axes: R rows, T rows of a gathered matrix, M and N features, E experts.
 """
@@ -324,13 +324,13 @@ class RaggedK(Gemm):
                     tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
                 warpgroup.commit_group()
                 state.advance()
-            if before.expert != tiles.END:
+            if self.is_stored(before):
                 self.store(result, 0, boxes // 2, before, consumer, store_out)
             warpgroup.wait_group(AHEAD - 1)
             for _ in cutlass.range(ahead - 1, unroll=1):
                 ab.consumer_release(released)
                 released.advance()
-            if before.expert != tiles.END:
+            if self.is_stored(before):
                 self.store(result, boxes // 2, boxes, before, consumer, store_out)
             tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
             released = self.multiply_stages(tiled_mma, acc, r_a, r_b, ab, state, released, tile.depth - ahead)
@@ -346,10 +346,16 @@ class RaggedK(Gemm):
             before = tile
             consumed += tile.depth
             turn, tile = tiles.take(rings.tiles, turn, shared.slots)
-        if before.expert != tiles.END:
+        if self.is_stored(before):
             self.store(result, 0, boxes, before, consumer, store_out)
         if thread < 32:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    def is_stored(self, tile):
+        """Whether a tile has a result: that of an expert without rows is zeros, which are not added."""
+        if const_expr(self.accumulate):
+            return tile.depth > 0  # 0 for the end
+        return tile.expert != tiles.END
 
     @cute.jit
     def store(self, result, first: cutlass.Constexpr[int], end: cutlass.Constexpr[int], tile, consumer, store_out):

@@ -89,11 +89,12 @@ def shipped() -> tuple[Kernel, ...]:
         kernels.append(RaggedM("bf16", config, b_major="n", epilogue=epilogue, gather=True))
     for gathered, family in WGRADS.items():
         for config in CANDIDATES[family]:
-            kernels.append(RaggedK("bf16", config, out="bf16", gathered=gathered))
+            kernels += [RaggedK("bf16", config, accumulate=adds, gathered=gathered) for adds in (False, True)]
             kernels.append(RaggedK("bf16", config, out="fp32", accumulate=True, gathered=gathered))
     kernels.append(RaggedK("bf16", PP_192, out="fp32"))
     # that of a layer's last weight, beside the sum over slots
-    kernels += [RaggedK("bf16", config, gathered="a", beside=True) for config in CANDIDATES["wgrad_gathered_a"]]
+    for config, adds in itertools.product(CANDIDATES["wgrad_gathered_a"], (False, True)):
+        kernels.append(RaggedK("bf16", config, accumulate=adds, gathered="a", beside=True))
 
     # bf16: the other activations, with the tiles of training
     others: list[tuple[Kind, bool, bool]] = [
@@ -140,9 +141,10 @@ def shipped() -> tuple[Kernel, ...]:
         epilogue = derivative_codes("swiglu", DerivativeCodes(), row_scale=scaled)
         kernels.append(DerivativeCodesRaggedM("e4m3", config, epilogue=epilogue))
     for config in CANDIDATES["fp8_wgrad"]:
-        kernels.append(BlockScaledRaggedK("e4m3", config))
+        kernels += [BlockScaledRaggedK("e4m3", config, accumulate=adds) for adds in (False, True)]
         kernels.append(BlockScaledRaggedK("e4m3", config, out="fp32", accumulate=True))
-        kernels.append(BlockScaledRaggedK("e4m3", config, beside=True))  # beside the sum over slots
+        for adds in (False, True):  # beside the sum over slots
+            kernels.append(BlockScaledRaggedK("e4m3", config, accumulate=adds, beside=True))
 
     # the recipe fp8_tensor, whose gradients are in E5M2, with current and with delayed scaling
     for element, of_tokens, amax in itertools.product(("e4m3", "e5m2"), (False, True), (False, True)):
@@ -162,7 +164,7 @@ def shipped() -> tuple[Kernel, ...]:
         epilogue = derivative("swiglu", keep=keep, row_scale=scaled)
         kernels.append(TensorScaledRaggedM("e5m2", config, epilogue=epilogue))
     for config in CANDIDATES["fp8_wgrad"]:
-        kernels.append(TensorScaledRaggedK("e5m2", config))
+        kernels += [TensorScaledRaggedK("e5m2", config, accumulate=adds) for adds in (False, True)]
         kernels.append(TensorScaledRaggedK("e5m2", config, out="fp32", accumulate=True))
 
     # the router of bf16 tokens, with a bf16 or fp32 weight, without a bias

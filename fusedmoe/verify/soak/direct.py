@@ -166,29 +166,48 @@ def _beside(o: Operands, wgrad: Callable[[bool], Callable[[], Tensor]]) -> tuple
     return found[0], found[1]
 
 
-def wgrad_beside_sum(o: Operands, options: KernelOptions) -> tuple[Values, Values]:
-    """The last weight gradient of a layer in bf16."""
-
+def _wgrad_beside_sum(o: Operands, options: KernelOptions, adds: bool) -> tuple[Values, Values]:
     def wgrad(beside: bool) -> Callable[[], Tensor]:
         operands = o.dy, o.inner, o.offsets
         run = functions.bind_grouped_wgrad(
-            *operands, torch.bfloat16, False, options, o.token_of_row, "grad_output", beside
+            *operands, torch.bfloat16, adds, options, o.token_of_row, "grad_output", beside
         )
-        return lambda: run(*operands, None, o.token_of_row)
+        out = torch.ones_like(o.down) if adds else None
+        return lambda: run(*operands, out, o.token_of_row)
+
+    return _beside(o, wgrad)
+
+
+def wgrad_beside_sum(o: Operands, options: KernelOptions) -> tuple[Values, Values]:
+    """The last weight gradient of a layer in bf16."""
+    return _wgrad_beside_sum(o, options, adds=False)
+
+
+def added_wgrad_beside_sum(o: Operands, options: KernelOptions) -> tuple[Values, Values]:
+    """The same, added to a gradient."""
+    return _wgrad_beside_sum(o, options, adds=True)
+
+
+def _fp8_wgrad_beside_sum(o: Operands, options: KernelOptions, adds: bool) -> tuple[Values, Values]:
+    dy, x = (quantize(rows, fp8_block(), -2, offsets=o.offsets) for rows in (o.rows, o.inner))
+    operands = dy.data, with_strides(dy.scale), x.data, with_strides(x.scale), o.offsets
+
+    def wgrad(beside: bool) -> Callable[[], Tensor]:
+        run = bind_block_scaled_wgrad(dy.data, x.data, o.offsets, len(o.rows), torch.bfloat16, adds, options, beside)
+        out = torch.ones_like(o.down) if adds else None
+        return lambda: run(*operands, out)
 
     return _beside(o, wgrad)
 
 
 def fp8_wgrad_beside_sum(o: Operands, options: KernelOptions) -> tuple[Values, Values]:
     """The last weight gradient of a layer in FP8."""
-    dy, x = (quantize(rows, fp8_block(), -2, offsets=o.offsets) for rows in (o.rows, o.inner))
-    operands = dy.data, with_strides(dy.scale), x.data, with_strides(x.scale), o.offsets
+    return _fp8_wgrad_beside_sum(o, options, adds=False)
 
-    def wgrad(beside: bool) -> Callable[[], Tensor]:
-        run = bind_block_scaled_wgrad(dy.data, x.data, o.offsets, len(o.rows), torch.bfloat16, False, options, beside)
-        return lambda: run(*operands, None)
 
-    return _beside(o, wgrad)
+def added_fp8_wgrad_beside_sum(o: Operands, options: KernelOptions) -> tuple[Values, Values]:
+    """The same, added to a gradient."""
+    return _fp8_wgrad_beside_sum(o, options, adds=True)
 
 
 def sums_and_copies(o: Operands, options: KernelOptions) -> tuple[Values, Values]:
@@ -213,7 +232,9 @@ DIRECT = (
     Direct("activation of ranges, without preactivation", activation_of_ranges_alone, tiles=3),
     Direct("derivative of ranges", derivative_of_ranges, tiles=2),
     Direct("weight gradient beside a sum", wgrad_beside_sum, tiles=3),
+    Direct("added weight gradient beside a sum", added_wgrad_beside_sum, tiles=3),
     Direct("FP8 weight gradient beside a sum", fp8_wgrad_beside_sum, tiles=3),
+    Direct("added FP8 weight gradient beside a sum", added_fp8_wgrad_beside_sum, tiles=3),
     *(replace(Direct("sum over slots beside", wgrad_beside_sum), top_k=top_k) for top_k in (2, 4)),
     *(replace(Direct("sums and copies", sums_and_copies), top_k=top_k) for top_k in (2, 4, 8)),
 )

@@ -61,6 +61,8 @@ class Layer:
         The weights of the sum over slots, as for `Combine`.
     frozen
         The weight without a gradient.
+    main_grad, summed
+        Whether weight gradients are added to ``main_grad``; to ``grad``.
     transposed
         Whether weights have unit stride along their output features.
     grad
@@ -77,6 +79,7 @@ class Layer:
     combine: str | None = None
     bias: bool = False
     main_grad: bool = False
+    summed: bool = False
     frozen: str = ""
     transposed: bool = False
     grad: bool = True
@@ -107,8 +110,12 @@ def _layers() -> tuple[Layer, ...]:
     scaled, no_grad = replace(rows, scaled=True), replace(rows, grad=False)
     transposed = replace(rows, transposed=True)
     made = [
-        *(replace(layer, tiles=4) for layer in (rows, scaled, replace(rows, main_grad=True))),
-        *(replace(layer, tiles=3) for layer in (no_grad, tokens, replace(tokens, main_grad=True))),
+        *(
+            replace(layer, tiles=4)
+            for layer in (rows, scaled, replace(rows, main_grad=True), replace(rows, summed=True))
+        ),
+        *(replace(layer, tiles=3) for layer in (no_grad, tokens)),
+        *(replace(layer, tiles=3) for layer in (replace(tokens, main_grad=True), replace(tokens, summed=True))),
         *(replace(layer, tiles=3) for layer in (replace(tokens, grad=False), replace(rows, frozen="2.weight"))),
         *(replace(transposed, tiles=2, grad=grad) for grad in (True, False)),
         replace(rows, bias=True, splits_dtype=torch.int32),
@@ -128,7 +135,12 @@ def _layers() -> tuple[Layer, ...]:
 
     for recipe in ("fp8_block", "fp8_tensor"):
         of_rows, of_tokens = replace(rows, recipe=recipe, tiles=3), replace(tokens, recipe=recipe, tiles=3)
-        made += [of_rows, replace(of_rows, scaled=True), replace(of_rows, main_grad=True)]
+        made += [
+            of_rows,
+            replace(of_rows, scaled=True),
+            replace(of_rows, main_grad=True),
+            replace(of_rows, summed=True),
+        ]
         made += [of_tokens, replace(no_grad, recipe=recipe)]
         frozen = "" if recipe == "fp8_tensor" else "2.weight"
         in_bf16 = replace(of_rows, recipe=f"{recipe}, wgrad in bf16", tiles=2)
@@ -281,7 +293,7 @@ class MadeLayer:
         layer = self.layer
         splits = rows_per_expert(distribution, layer.experts, layer.rows)
         layout = Layout(distribution, tuple(splits), layer.rows - sum(splits))
-        case = Case(layer.kind, layer.recipe, layout, main_grad=layer.main_grad)
+        case = Case(layer.kind, layer.recipe, layout, main_grad=layer.main_grad, summed=layer.summed)
         inputs: dict[str, Tensor] = {}
         if layer.kind in ("rows", "first", "stored"):
             inputs["splits"] = torch.tensor(splits, dtype=layer.splits_dtype, device=self.device)

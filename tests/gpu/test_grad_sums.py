@@ -1,0 +1,112 @@
+"""Micro-batches whose weight gradients kernels add to ``weight.grad``: the bits of the sums of autograd."""
+
+import pytest
+import torch
+from hopper import DEVICE, needs_hopper
+
+import fusedmoe as fm
+from fusedmoe.ops import grad_sums
+
+pytestmark = needs_hopper
+
+BF16 = torch.bfloat16
+E, H, I, K, TOKENS = 16, 512, 384, 4, 1500  # noqa: E741  (experts, hidden, intermediate, chosen experts)
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """Whether each weight gradient so far is added by a kernel."""
+    seen = []
+
+    def take(op, dtype, original=grad_sums.take):
+        found = original(op, dtype)
+        seen.append(found is not None)
+        return found
+
+    monkeypatch.setattr(grad_sums, "take", take)
+    return seen
+
+
+class Transposed(torch.nn.Module):
+    """Experts with weights (E, in, out), which are passed as ``.mT``."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Parameter(torch.randn(E, H, 2 * I, dtype=BF16) / H**0.5)
+        self.second = torch.nn.Parameter(torch.randn(E, I, H, dtype=BF16) / I**0.5)
+        self.router = torch.nn.Parameter(torch.randn(E, H, dtype=BF16) / H**0.5)
+        first, second = (fm.GroupedLinear(E, *sizes, device="meta", dtype=BF16) for sizes in ((H, 2 * I), (I, H)))
+        first.transposed_grad = second.transposed_grad = True
+        self.chain = fm.Sequential(fm.Dispatch(E), first, fm.SwiGLU(), second, fm.Combine("probs")).without_parameters()
+
+    def forward(self, x):
+        weight, index = (x @ self.router.T).float().softmax(-1).topk(K)
+        weights = {"1.weight": self.first.mT, "3.weight": self.second.mT}
+        return self.chain.forward_with(weights, x, expert_index=index, expert_weight=weight)
+
+
+LAYERS = {"rows by expert": lambda: fm.MoE(H, I, E, K, dtype=BF16), "transposed": Transposed}
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_block", "fp8_tensor", "mxfp8"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_micro_batches(kind, compiled, recipe, taken):
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        layer = LAYERS[kind]()
+        batches = [torch.randn(TOKENS, H, dtype=BF16) for _ in range(4)]
+    call = torch.compile(layer) if compiled else layer
+    weights = [p for p in layer.parameters() if p.dim() == 3]
+
+    def loss(x):
+        return call(x).float().square().mean()
+
+    with fm.recipe(recipe):
+        alone = [torch.autograd.grad(loss(x), weights) for x in batches]
+        want = [first.clone() for first in alone[0]]
+        for gradients in alone[1:]:
+            want = [total + g for total, g in zip(want, gradients, strict=True)]
+        assert not any(taken)
+        taken.clear()
+        for x in batches:
+            loss(x).backward()
+    adds = recipe != "mxfp8" and not (compiled and (kind == "transposed" or recipe != "bf16"))
+    if recipe == "fp8_tensor" and kind == "transposed":
+        adds = False  # the gradient in E5M2 is the first operand of its kernel
+    assert taken.count(True) == (2 * (len(batches) - 1) if adds else 0)
+    for weight, total in zip(weights, want, strict=True):
+        assert total.any()
+        assert weight.grad.is_contiguous()
+        assert torch.equal(weight.grad, total)
+
+
+def test_cuda_graphs(taken):
+    """In a graph, the kernels of all micro-batches but the first add."""
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        layer = fm.MoE(H, I, E, K, dtype=BF16)
+        batches = [torch.randn(TOKENS, H, dtype=BF16) for _ in range(3)]
+
+    def step():
+        for x in batches:
+            layer(x).float().square().mean().backward()
+
+    step()
+    want = [p.grad.clone() for p in layer.parameters()]
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        layer.zero_grad()
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    layer.zero_grad()
+    taken.clear()
+    with torch.cuda.graph(graph):
+        step()
+    assert taken == [False] * 2 + [True] * 4
+    for _ in range(3):
+        for p in layer.parameters():
+            p.grad.fill_(torch.nan)
+        graph.replay()
+    assert all(map(torch.equal, (p.grad for p in layer.parameters()), want))
