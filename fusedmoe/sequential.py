@@ -144,7 +144,7 @@ class Sequential(Runnable, nn.Sequential):
 
         The ops must have no parameters of their own; see `without_parameters`. (``torch.func.functional_call`` replaces
         existing parameters, but takes the host longer.) Weights may have any strides, such as ``weight.mT`` of a weight
-        (E, in, out).
+        (E, in, out); see `GroupedLinear.transposed_grad`.
 
         Raises
         ------

@@ -96,6 +96,7 @@ def measure(of: Model, device: torch.device, variants: Sequence[Variant], steps:
         for variant in variants:
             if variant.name in runs:
                 runs[variant.name].append(train(job, ready(variant), steps))
+                release(device)  # the variant's caches, such as those of quantized weights
     for variant in variants:
         if variant.name in runs:
             row = rows[variant.name] | _summary(of, runs[variant.name], flops)

@@ -775,7 +775,10 @@ def bind_block_scaled_wgrad(
             last = first + end - begin
             dw[e] = a[:, first:last] @ b[:, first:last].T
             first, begin = first + -(-(end - begin) // 128) * 128, end
-        return out.add_(dw) if accumulate else dw.to(dtype)
+        if not accumulate:
+            return dw.to(dtype)
+        out.data.add_(dw.to(out.dtype))  # kernels do not change the version
+        return out
 
     return run
 

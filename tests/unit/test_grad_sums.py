@@ -8,6 +8,7 @@ import pytest
 import sm90_stand_ins as stand_ins
 import torch
 from test_sm90_rules import BF16, E, H, I, experts, hopper_machine, inputs, rows  # noqa: F401
+from torch import distributed as dist
 
 import fusedmoe as fm
 
@@ -399,3 +400,40 @@ def test_weights_are_quantized_once(monkeypatch):
     assert added() == [False] * 2 + [True] * 6
     assert len(kept) == 2, len(kept)
     check(chain, expected)
+
+
+# ---- DDP ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def process_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("views", [False, True], ids=["", "bucket views"])
+def test_ddp(process_group, views):
+    """Its reducer gets the sums, also where a kernel adds in the pass that reduces."""
+    chain, batches = experts(), micro_batches(3)
+    expected = want(chain, batches)
+    wrapped = torch.nn.parallel.DistributedDataParallel(chain, gradient_as_bucket_view=views)
+    with wrapped.no_sync():
+        for batch in batches[:2]:
+            backward(wrapped, batch)
+    reduced = []
+
+    def reduce(_, bucket):
+        reduced.append(bucket.buffer().clone())
+        done = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    wrapped.register_comm_hook(None, reduce)
+    backward(wrapped, batches[2])
+    assert added() == [False] * 2 + [True] * 4
+    check(chain, expected)
+    total = sum(buffer.double().abs().sum() for buffer in reduced)
+    assert torch.isclose(total, sum(grad.double().abs().sum() for grad in expected))

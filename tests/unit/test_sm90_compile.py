@@ -252,7 +252,7 @@ def test_symbols_tell_the_kernels_apart():
 
 
 def test_few_enough_to_build_ahead_of_time():
-    assert len(shipped.shipped("sm_90a")) <= 250
+    assert len(shipped.shipped("sm_90a")) <= 275
 
 
 def test_products_of_gathered_rows_are_shipped():
