@@ -20,7 +20,7 @@ from fusedmoe.fusion import registry
 from fusedmoe.ops.op import Op, Runnable, constant_in_graphs
 from fusedmoe.partition import ChainPart, partition_for, partition_of_call
 from fusedmoe.sorted_rows import ModuleCall, call_module, why_no_rows
-from fusedmoe.torch_handles import encode, handle_of
+from fusedmoe.torch_handles import encode, handle_of, is_transposed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -44,6 +44,7 @@ class TracedChain(NamedTuple):
     exports: tuple[str, ...]  # as in `Chain`
     returns_rows: bool  # as in `Chain`
     casts: tuple[bool, ...]  # as in `Chain`
+    transposed: tuple[bool, ...]  # whether the operator takes each parameter as ``.mT``
     chain: Chain | None  # the chain itself, if it has no handle
 
 
@@ -99,7 +100,11 @@ def run(
             if chain.handle is None:
                 results = _run_uncompiled(chain.chain, x, inputs, options, parameters)
             else:
-                results = _run_operator(chain, [x, *[inputs[name] for name in chain.inputs], *own])
+                given = [
+                    t.mT if transposed and t is not None else t
+                    for t, transposed in zip(own, chain.transposed, strict=True)
+                ]
+                results = _run_operator(chain, [x, *[inputs[name] for name in chain.inputs], *given])
                 if not chain.returns_rows:
                     results = [x, *results]
             x = results[0]
@@ -239,7 +244,9 @@ def _traced_chain(chain: Chain, paths: Sequence[Path], options: KernelOptions) -
         for node, path in zip(chain.nodes, paths, strict=True)
         for name in node.op.parameter_names
     )
+    transposed = tuple(is_transposed(node.op, name) for node in chain.nodes for name in node.op.parameter_names)
     handle = handle_of(chain, options)
     return TracedChain(
-        handle, chain.inputs, parameters, chain.exports, chain.returns_rows, chain.casts, None if handle else chain
-    )
+        handle, chain.inputs, parameters, chain.exports, chain.returns_rows, chain.casts, transposed,
+        None if handle else chain,
+    )  # fmt: skip

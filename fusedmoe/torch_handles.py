@@ -72,6 +72,7 @@ class _CompiledChain:
     made_under: Settings  # the settings and the conditions of planning
     conditions: Conditions
     calls: _LastCalls  # the last calls of chains with these ops
+    transposed: frozenset[int]  # the positions of the arguments that operators take as ``.mT``
     # the plans of the chain. None is forgotten, since graphs refer to them
     plans: dict[Hashable, CompiledPlan] = field(default_factory=dict)
     # the handles of the chain under other settings; None if no operator can run it
@@ -117,9 +118,7 @@ class CompiledPlan:
         has_gradient = plan.of_backward.gradients
         # whether each argument gets a gradient
         self.gradients = tuple(w and a in has_gradient for a, w in zip(self.names, wanted, strict=True))
-        nodes = plan.graph.nodes
-        # the arguments whose gradients the backward operator returns transposed
-        self.transposed = {f"{n.label}.weight" for n in nodes if getattr(n.op, "transposed_grad", False)}
+        self.transposed = {self.names[i] for i in traced.transposed}  # the arguments that operators take as ``.mT``
         self.saved = plan.saved_tensors  # which the backward operator takes
         # the values that the forward operator returns after the results
         self.kept = tuple(v for v in self.saved if v not in (*self.names, *plan.outputs))
@@ -167,7 +166,7 @@ def handle_of(chain: Chain, options: KernelOptions) -> str | None:
             nodes = [Node(node.label, _without_parameters(node.op)) for node in chain.nodes]
             bare = Chain(nodes, chain.exports, chain.sorted_rows, chain.provided, chain.returns_rows)
             calls = _last_calls.setdefault(str((ops, chain.sorted_rows)), _LastCalls(1 + len(chain.inputs)))
-            _chains[handle] = _CompiledChain(bare, now, conditions, calls)
+            _chains[handle] = _CompiledChain(bare, now, conditions, calls, _transposed(chain))
     return handle
 
 
@@ -178,6 +177,25 @@ def _changes_state(chain: Chain, recipe: Recipe) -> bool:
     if any(node.op.draws_random or getattr(node.op, "accumulate_into_main_grad", False) for node in chain.nodes):
         return True
     return any(quantizer.delayed is not None for quantizer in chain.rewritten(recipe).all_quantizers)
+
+
+def is_transposed(op: Op, parameter: str) -> bool:
+    """Whether operators take this parameter of an op as ``.mT``: with the layout of its gradient."""
+    return parameter == "weight" and getattr(op, "transposed_grad", False)
+
+
+def _transposed(chain: Chain) -> frozenset[int]:
+    parameters = [is_transposed(node.op, name) for node in chain.nodes for name in node.op.parameter_names]
+    return frozenset(1 + len(chain.inputs) + i for i, transposed in enumerate(parameters) if transposed)
+
+
+def arguments_of(handle: str, kinds: str, tensors: Sequence[Tensor]) -> list[Tensor | None]:
+    """Return the arguments of a chain from the tensors that an operator takes."""
+    arguments = decode(kinds, tensors)
+    for i in _chains[handle].transposed:
+        t = arguments[i]
+        arguments[i] = None if t is None else t.mT
+    return arguments
 
 
 def _without_parameters(op: Op) -> Op:

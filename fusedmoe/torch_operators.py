@@ -22,6 +22,7 @@ from fusedmoe.ops import grad_sums
 from fusedmoe.torch_handles import (
     WANTS_GRADIENT,
     CompiledPlan,
+    arguments_of,
     decode,
     encode,
     encode_shapes,
@@ -31,7 +32,7 @@ from fusedmoe.torch_handles import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from fusedmoe.ops.op import SpecLike, TensorSpec
 
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 def _forward(handle: str, kinds: str, tensors: list[Tensor]) -> list[Tensor]:
     """Return the chain's results, and the values for backward that are none of its arguments."""
     handle = handle_for_call(handle, WANTS_GRADIENT in kinds, tensors)
-    arguments = decode(kinds, tensors)
+    arguments = arguments_of(handle, kinds, tensors)
     traced = plan_of(handle, kinds, arguments)
     call = traced.call(arguments)
     with torch.no_grad(), without_autocast(tensors[0].device):
@@ -65,7 +66,7 @@ def _own(results: Sequence[Tensor | None], arguments: Sequence[Tensor]) -> list[
 
 
 def _forward_fake(handle: str, kinds: str, tensors: list[Tensor]) -> list[Tensor]:
-    arguments = decode(kinds, tensors)
+    arguments = arguments_of(handle, kinds, tensors)
     traced = plan_of(handle, kinds, arguments)
     specs = traced.plan.infer(arguments)
     return [_empty(specs[v], tensors[0]) for v in (*traced.plan.graph.outputs, *traced.kept)]
@@ -81,9 +82,9 @@ def _empty(spec: SpecLike | None, like: Tensor) -> Tensor:
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     handle, kinds, tensors = inputs
-    arguments = decode(kinds, tensors)
+    arguments = arguments_of(handle, kinds, tensors)
     ctx.traced = traced = plan_of(handle, kinds, arguments)
-    values: dict[str, Tensor | None] = dict(zip(traced.names, arguments, strict=True))
+    values: dict[str, Tensor | None] = dict(zip(traced.names, decode(kinds, tensors), strict=True))
     values.update(zip((*traced.plan.outputs, *traced.kept), output, strict=True))
     saved = [values[v] for v in traced.saved]
     ctx.save_for_backward(*[t for t in saved if t is not None])
@@ -102,21 +103,17 @@ def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[None, None, li
     present = [g for g in arrived if g is not None]
     kinds = ctx.kinds + encode(arrived)
     found = iter(torch.ops.fusedmoe.run_chain_backward(traced.key, ctx.sizes, [*ctx.saved_tensors], present, kinds))
-    gradients = [
-        next(found).mT if name in traced.transposed else next(found) if wanted else None
-        for name, wanted, is_present in zip(traced.names, traced.gradients, ctx.present, strict=True)
-        if is_present
-    ]
+    gradients = [next(found) if g else None for g, p in zip(traced.gradients, ctx.present, strict=True) if p]
     return None, None, gradients
 
 
 def _backward(plan: str, sizes: list[int], saved: list[Tensor], grads: list[Tensor], kinds: str) -> list[Tensor]:
-    """Return a gradient for each argument that gets one, transposed for those in ``plan.transposed``."""
+    """Return a gradient for each argument that gets one."""
     traced = plan_of_key(plan)
     decoded = decode(kinds, (*saved, *grads))
     values, arrived = dict(zip(traced.saved, decoded, strict=False)), decoded[len(traced.saved) :]
     with torch.no_grad(), without_autocast((*saved, *grads)[0].device):
-        kept = [values.get(v) for v in traced.saved]
+        kept = [t.mT if v in traced.transposed and t is not None else t for v, t in values.items()]
         weights = [(op, values.get(name)) for op, name in traced.plan.summed_weights]
         nodes = [(op, grad_sums.node_of(weight)) for op, weight in weights if weight is not None]
         sums = grad_sums.find(nodes, passed_on=True)
@@ -126,19 +123,21 @@ def _backward(plan: str, sizes: list[int], saved: list[Tensor], grads: list[Tens
     if not traced.checked:
         _check_gradients(traced, sizes, gradients)
         traced.checked = True
-    names = [name for name, g in zip(traced.names, traced.gradients, strict=True) if g]
     grad_sums.pass_on(sums, gradients)
-    stored = [
-        t.mT if name in traced.transposed and t is not None else t for name, t in zip(names, gradients, strict=True)
-    ]
-    return _own(stored, (*saved, *grads))
+    names = [name for name, g in zip(traced.names, traced.gradients, strict=True) if g]
+    return _own(_in_layout(traced, zip(names, gradients, strict=True)), (*saved, *grads))
+
+
+def _in_layout(traced: CompiledPlan, gradients: Iterable[tuple[str, Tensor | None]]) -> list[Tensor | None]:
+    """Return the gradients of the tensors that the operator took."""
+    return [t.mT if name in traced.transposed and t is not None else t for name, t in gradients]
 
 
 def _backward_fake(plan: str, sizes: list[int], saved: list[Tensor], grads: list[Tensor], kinds: str) -> list[Tensor]:
     like = (*saved, *grads)[0]
     traced = plan_of_key(plan)
     gradients = [(name, _empty(spec, like)) for name, spec in _expected_gradients(traced, sizes)]
-    return [t.mT.contiguous() if name in traced.transposed else t for name, t in gradients]
+    return [t.contiguous() for t in _in_layout(traced, gradients) if t is not None]
 
 
 def _expected_gradients(traced: CompiledPlan, sizes: list[int]) -> list[tuple[str, TensorSpec]]:

@@ -55,19 +55,18 @@ def find(weights: Iterable[tuple[Op, Any]], passed_on: bool) -> dict[Op, Sum]:
     ----------
     weights
         Each op of a call that has a weight, and autograd's node for the gradient of that weight; None if no gradient is
-        required.
+        required. With ``passed_on``, the node of the parameter, also if the weight is ``.mT`` of it.
     passed_on
         Whether `pass_on` follows, not `without_sums`.
     """
     found: dict[Op, Sum] = {}
     known = set()  # a second layer with the same weight gives autograd a gradient of its own
     for op, node in weights:
-        transposed = type(node).__name__ == "TransposeBackward0"
-        if transposed:
-            node = node.next_functions[0][0]
+        transposed: bool = op.transposed_grad  # type: ignore[assignment]
+        if transposed and not passed_on:
+            node = node.next_functions[0][0] if type(node).__name__ == "TransposeBackward0" else None
         variable: Any = getattr(node, "variable", None)  # of a leaf's node
-        layout: bool = op.transposed_grad  # type: ignore[assignment]
-        if variable is None or layout is not transposed or id(variable) in known:
+        if variable is None or id(variable) in known:
             continue
         known.add(id(variable))
         if _may_be_added_to(variable, node) and (_may_be_replaced if passed_on else _has_no_hook)(variable):

@@ -354,7 +354,8 @@ def test_gradients_have_the_layout_of_the_parameter(compiled, fused):
         assert (parameter.grad - other.grad).float().norm() < 0.01 * other.grad.float().norm()
 
 
-def test_kernels_add_to_transposed_gradients():
+@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
+def test_kernels_add_to_transposed_gradients(compiled):
     model, batches = Transposed(), micro_batches(3)
 
     def gradients(batch):
@@ -364,13 +365,42 @@ def test_kernels_add_to_transposed_gradients():
     expected = [g.clone() for g in gradients(batches[0])]
     for batch in batches[1:]:
         expected = [total + g for total, g in zip(expected, gradients(batch), strict=True)]
+    call = torch.compile(model) if compiled else model  # Inductor passes the parameter itself
     stand_ins.calls.clear()
     for batch in batches:
-        backward(model, batch)
+        backward(call, batch)
     assert added() == [False] * 2 + [True] * 4
     for parameter, total in zip(model.parameters(), expected, strict=True):
         assert parameter.grad.is_contiguous()
         assert torch.equal(parameter.grad, total)
+
+
+@pytest.mark.parametrize("frozen", ["first", "second"])
+def test_a_frozen_transposed_weight_in_a_graph(frozen):
+    model, (batch,) = Transposed(), micro_batches(1)
+    model.get_parameter(frozen).requires_grad_(False)
+    (trained,) = [p for p in model.parameters() if p.requires_grad]
+    x, named = batch
+    (want,) = torch.autograd.grad(model(x, **named).float().square().sum(), [trained])
+    backward(torch.compile(model, backend="aot_eager"), batch)
+    assert want.any()
+    assert torch.equal(trained.grad, want)
+
+
+def test_an_own_parameter_of_a_layer_with_the_attribute():
+    chain, batches = experts(), micro_batches(2)
+    expected = want(chain, batches)
+    for layer in (chain[0], chain[3]):
+        layer.weight = torch.nn.Parameter(layer.weight.detach().mT.contiguous().mT)
+        layer.transposed_grad = True
+    for call in (chain, torch.compile(chain, backend="aot_eager")):
+        chain.zero_grad()
+        for batch in batches:
+            backward(call, batch)
+        for name, total in zip(WEIGHTS, expected, strict=True):
+            grad = chain.get_parameter(name).grad
+            assert grad.mT.is_contiguous()
+            assert (grad - total).float().norm() < 0.01 * total.float().norm()
 
 
 def test_a_transposed_weight_without_the_attribute():
