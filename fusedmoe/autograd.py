@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fusedmoe.fusion.executable import BoundPlan
+    from fusedmoe.ops.op import Op
 
     # a tensor or a weak reference to it; its version; for a view also a reference to the base, and the view's entry in
     # the signature and storage offset
@@ -51,6 +52,9 @@ class _RunPlan(torch.autograd.Function):
             ctx.versions = _versions(call, arguments)
         if call.quantized_weights:
             ctx.passed = weight_cache.trained_of_call()
+        if call.summed_weights:
+            # hooks on these tensors must get their gradients
+            ctx.views = {op: ref(arguments[i]) for op, i, _ in call.summed_weights if op.transposed_grad}
         if len(outputs) > 1:
             ctx.mark_non_differentiable(*[t for t in outputs if not t.is_floating_point()])
         return outputs
@@ -66,8 +70,7 @@ class _RunPlan(torch.autograd.Function):
                 # otherwise, autograd would hold all of them until the last step, unlike those of separate nodes
                 ctx.maybe_clear_saved_tensors()  # not under retain_graph=True
                 if call.summed_weights:
-                    nodes = [(op, ctx.next_functions[i][0]) for op, i in call.summed_weights]
-                    sums = grad_sums.find(nodes, passed_on=False)
+                    sums = grad_sums.find(_nodes_of_weights(ctx), in_graph=False)
                     with grad_sums.offered(sums):
                         gradients = call.backward(saved, grads, ctx.needs_input_grad[1:])
                 else:
@@ -80,6 +83,12 @@ class _RunPlan(torch.autograd.Function):
         except Exception as error:
             _raise_if_batched(call, grads, error)
             raise
+
+
+def _nodes_of_weights(ctx: Any) -> list[tuple[Op, Any, Tensor | None]]:
+    """Return the arguments of `grad_sums.find`."""
+    nodes, views = ctx.next_functions, ctx.views
+    return [(op, nodes[i][0], _alive(views[op]) if op in views else None) for op, _, i in ctx.call.summed_weights]
 
 
 def _raise_if_batched(call: BoundPlan, grads: Sequence[Tensor | None], error: Exception) -> None:

@@ -10,6 +10,7 @@ of rows: a graph for any number of rows has one plan.
 from __future__ import annotations
 
 import copy
+import itertools
 import threading
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
@@ -122,6 +123,7 @@ class CompiledPlan:
         self.saved = plan.saved_tensors  # which the backward operator takes
         # the values that the forward operator returns after the results
         self.kept = tuple(v for v in self.saved if v not in (*self.names, *plan.outputs))
+        self.numbers = itertools.count(1)  # of traced calls
         self.checked = False  # whether the gradients that rules return were compared with the arguments
 
     def call(self, arguments: Sequence[Tensor | None]) -> BoundPlan:

@@ -1,7 +1,7 @@
 """The operators that run a chain in a graph of `torch.compile`, forward and backward.
 
     fusedmoe::run_chain(handle, kinds, tensors) -> results, kept
-    fusedmoe::run_chain_backward(plan, sizes, saved, grads, kinds) -> gradients
+    fusedmoe::run_chain_backward(plan, sizes, saved, grads, kinds, number) -> gradients
 
 An operator takes texts, numbers and tensors only. `fusedmoe.torch_handles` has the chains and plans that the texts
 refer to. The fake implementations return tensors like those of the plan's steps.
@@ -88,9 +88,21 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) 
     values.update(zip((*traced.plan.outputs, *traced.kept), output, strict=True))
     saved = [values[v] for v in traced.saved]
     ctx.save_for_backward(*[t for t in saved if t is not None])
-    ctx.kinds = encode(saved)
+    ctx.kinds, ctx.number = _encode_saved(traced, saved)
     ctx.present = [a is not None for a in arguments]
     ctx.sizes = encode_shapes(arguments)
+
+
+def _encode_saved(traced: CompiledPlan, saved: Sequence[Tensor | None]) -> tuple[str, int]:
+    """Return the letters of saved tensors, with that of a wanted gradient for each weight whose gradients kernels may
+    add; and the number of the call, so that no two calls which add are equal.
+    """
+    weights = {name for _, name in traced.plan.summed_weights}
+    letters = [*encode(saved)]
+    for i, (name, t) in enumerate(zip(traced.saved, saved, strict=True)):
+        if name in weights and t is not None and grad_sums.is_input(t, name in traced.transposed):
+            letters[i] = WANTS_GRADIENT
+    return "".join(letters), next(traced.numbers) if WANTS_GRADIENT in letters else 0
 
 
 def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[None, None, list[Tensor | None]]:
@@ -102,28 +114,35 @@ def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[None, None, li
     arrived = grads[: len(traced.plan.outputs)]  # the values kept for backward have no gradients
     present = [g for g in arrived if g is not None]
     kinds = ctx.kinds + encode(arrived)
-    found = iter(torch.ops.fusedmoe.run_chain_backward(traced.key, ctx.sizes, [*ctx.saved_tensors], present, kinds))
+    found = iter(
+        torch.ops.fusedmoe.run_chain_backward(traced.key, ctx.sizes, [*ctx.saved_tensors], present, kinds, ctx.number)
+    )
     gradients = [next(found) if g else None for g, p in zip(traced.gradients, ctx.present, strict=True) if p]
     return None, None, gradients
 
 
-def _backward(plan: str, sizes: list[int], saved: list[Tensor], grads: list[Tensor], kinds: str) -> list[Tensor]:
+def _backward(
+    plan: str, sizes: list[int], saved: list[Tensor], grads: list[Tensor], kinds: str, number: int = 0
+) -> list[Tensor]:
     """Return a gradient for each argument that gets one."""
     traced = plan_of_key(plan)
     decoded = decode(kinds, (*saved, *grads))
     values, arrived = dict(zip(traced.saved, decoded, strict=False)), decoded[len(traced.saved) :]
     with torch.no_grad(), without_autocast((*saved, *grads)[0].device):
         kept = [t.mT if v in traced.transposed and t is not None else t for v, t in values.items()]
-        weights = [(op, values.get(name)) for op, name in traced.plan.summed_weights]
-        nodes = [(op, grad_sums.node_of(weight)) for op, weight in weights if weight is not None]
-        sums = grad_sums.find(nodes, passed_on=True)
+        inputs = {
+            name: t for name, t, kind in zip(traced.saved, decoded, kinds, strict=False) if kind == WANTS_GRADIENT
+        }
+        weights = [(op, inputs[name]) for op, name in traced.plan.summed_weights if name in inputs]
+        nodes = [(op, grad_sums.node_of(weight), None) for op, weight in weights if weight is not None]
+        sums = grad_sums.find(nodes, in_graph=True)
         with grad_sums.offered(sums):
             found = traced.backward_call(sizes).backward(kept, arrived, traced.gradients)
     gradients = [t for t, g in zip(found, traced.gradients, strict=True) if g]
     if not traced.checked:
         _check_gradients(traced, sizes, gradients)
         traced.checked = True
-    grad_sums.pass_on(sums, gradients)
+    grad_sums.hand_over(sums, gradients)
     names = [name for name, g in zip(traced.names, traced.gradients, strict=True) if g]
     return _own(_in_layout(traced, zip(names, gradients, strict=True)), (*saved, *grads))
 
@@ -133,7 +152,9 @@ def _in_layout(traced: CompiledPlan, gradients: Iterable[tuple[str, Tensor | Non
     return [t.mT if name in traced.transposed and t is not None else t for name, t in gradients]
 
 
-def _backward_fake(plan: str, sizes: list[int], saved: list[Tensor], grads: list[Tensor], kinds: str) -> list[Tensor]:
+def _backward_fake(
+    plan: str, sizes: list[int], saved: list[Tensor], grads: list[Tensor], kinds: str, number: int = 0
+) -> list[Tensor]:
     like = (*saved, *grads)[0]
     traced = plan_of_key(plan)
     gradients = [(name, _empty(spec, like)) for name, spec in _expected_gradients(traced, sizes)]
@@ -160,7 +181,9 @@ def _check_gradients(traced: CompiledPlan, sizes: list[int], found: Sequence[Ten
 
 _library = torch.library.Library("fusedmoe", "FRAGMENT")
 _library.define("run_chain(str handle, str kinds, Tensor[] tensors) -> Tensor[]")
-_library.define("run_chain_backward(str plan, SymInt[] sizes, Tensor[] saved, Tensor[] grads, str kinds) -> Tensor[]")
+_library.define(
+    "run_chain_backward(str plan, SymInt[] sizes, Tensor[] saved, Tensor[] grads, str kinds, int number=0) -> Tensor[]"
+)
 _library.impl("run_chain", _forward, "CompositeExplicitAutograd")
 _library.impl("run_chain_backward", _backward, "CompositeExplicitAutograd")
 torch.library.register_fake("fusedmoe::run_chain", _forward_fake, lib=_library)

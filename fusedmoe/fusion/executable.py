@@ -145,8 +145,11 @@ class Plan:
     @functools.cached_property
     def summed_weights(self) -> tuple[tuple[Op, str], ...]:
         """Each layer that gives its weight a gradient which kernels may add to ``weight.grad``, and the argument."""
+        if not any(isinstance(step, Fused) for step in self.backward_steps):
+            return ()
         linear = [(n.op, f"{n.label}.weight") for n in self.graph.nodes if getattr(n.op, "gives_grad", False)]
-        return tuple((op, name) for op, name in linear if name in self.of_backward.gradients)
+        ops = [op for op, _ in linear]  # one that occurs twice may have two weights
+        return tuple((op, name) for op, name in linear if name in self.of_backward.gradients and ops.count(op) == 1)
 
     @property
     def missed(self) -> tuple[tuple[str, Attempt], ...]:
@@ -204,8 +207,8 @@ class BoundPlan:
     quantized_weights
         Each layer whose weight a call quantizes, and the weight's position among the arguments.
     summed_weights
-        Each layer that gives its weight a gradient which kernels may add to ``weight.grad``, and the position of the
-        weight among the arguments that are not None.
+        Each layer that gives its weight a gradient which kernels may add to ``weight.grad``, the position of the weight
+        among the arguments, and that among those that are not None.
     run, runs
         ``run([*arguments], *runs)`` returns the outputs and the saved tensors. A method around it would cost the host a
         microsecond.
@@ -229,12 +232,12 @@ class BoundPlan:
         self._backward: dict[tuple[bool, ...], tuple[Signature, Runs]] = {}
         self._differentiable: dict[tuple[bool, ...], GradientProgram] = {}
 
-    def _summed_weights(self) -> Iterator[tuple[Op, int]]:
+    def _summed_weights(self) -> Iterator[tuple[Op, int, int]]:
         arguments, of_call = self.plan.graph.arguments, self.tensors
         for op, name in self.plan.summed_weights:
             i = arguments.index(name)
             if i < len(of_call) and of_call[i] is not None:
-                yield op, sum(kind is not None for kind in of_call[:i])
+                yield op, i, sum(kind is not None for kind in of_call[:i])
 
     def _is_trained(self, i: int) -> bool:
         kind = self.tensors[i]

@@ -227,7 +227,6 @@ class _LinearOp(Op):
         "in_features": POSITIVE_INTEGER,
         "out_features": POSITIVE_INTEGER,
         "accumulate_into_main_grad": FLAG,
-        "transposed_grad": FLAG,
     }
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -327,9 +326,10 @@ class GroupedLinear(_LinearOp):
     bias : Parameter or None
         (E, N).
     transposed_grad : bool
-        Whether the gradient of the weight is computed as ``.mT`` of a contiguous tensor (E, K, N). Set it to True for a
-        weight that is passed as ``.mT`` of a parameter (E, K, N), see `Sequential.forward_with`: otherwise autograd
-        transposes the gradient when it adds it to that of the parameter. Values do not depend on it.
+        Whether the gradient of the weight is computed as ``.mT`` of a contiguous tensor (E, K, N), if a product can
+        write it. Set it to True for a weight that is passed as ``.mT`` of a parameter (E, K, N), see
+        `Sequential.forward_with`: otherwise autograd transposes the gradient when it adds it to that of the parameter.
+        Values do not depend on it.
 
     Notes
     -----
@@ -351,9 +351,11 @@ class GroupedLinear(_LinearOp):
     zeroes_tail = True
     launches = 4
     weight_scale_inv: nn.Parameter
+    transposed_grad: bool = False
     _checks: ClassVar[Mapping[str, Check]] = {
         **_LinearOp._checks,
         "weight_format": Check("fusedmoe.formats.fp8_block(across=128) or None", _weight_format).or_none(),
+        "transposed_grad": FLAG,
     }
     _fixed = ("weight_format",)
 
@@ -378,7 +380,6 @@ class GroupedLinear(_LinearOp):
             expected = "False, since a weight that is stored quantized has no gradient"
             raise InputError(f"{type(self).__name__}: accumulate_into_main_grad: expected {expected}, got True")
         self.accumulate_into_main_grad, self.recipe = accumulate_into_main_grad, recipe
-        self.transposed_grad = False
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
         self._make_parameters(self.weight_shape, bias, device, dtype)
 

@@ -410,6 +410,171 @@ def test_a_transposed_weight_without_the_attribute():
     assert not any(added())
 
 
+# ---- code that sees or changes a gradient before autograd adds it ----------------------------------------------------
+
+
+class Eighth(torch.autograd.Function):
+    """The same values, and an eighth of the gradient: as an average over ranks. Inductor drops it from the forward
+    graph.
+    """
+
+    @staticmethod
+    def forward(ctx, weight):
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / 8
+
+
+@pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
+def test_a_function_between_the_parameter_and_the_layer(backend):
+    chain, batches = experts(), micro_batches(3)
+    parameters = {
+        f"{label}.weight": torch.nn.Parameter(chain.get_parameter(f"{label}.weight").detach()) for label in "03"
+    }
+    chain = chain.without_parameters()
+    stand_ins.calls.clear()
+
+    def loss(batch):
+        x, named = batch
+        weights = {name: Eighth.apply(p) for name, p in parameters.items()}
+        return chain.forward_with(weights, x, **named).float().square().sum()
+
+    call = loss if backend is None else torch.compile(loss, backend=backend)
+    expected = {}
+    for batch in batches:
+        for name, grad in zip(WEIGHTS, torch.autograd.grad(loss(batch), [parameters[w] for w in WEIGHTS]), strict=True):
+            expected[name] = expected[name] + grad if name in expected else grad.clone()
+    for batch in batches:
+        call(batch).backward()
+    assert not any(added())
+    for name in WEIGHTS:
+        assert expected[name].any()
+        assert torch.equal(parameters[name].grad, expected[name])
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_two_equal_calls_in_one_graph(backend):
+    """torch computes equal calls once, and adds both gradients."""
+    chain, (first, second) = experts(), micro_batches(2)
+    x, named = second
+    backward(chain, first)
+    expected = [chain.get_parameter(w).grad + 2 * g for w, g in zip(WEIGHTS, alone(chain, second), strict=True)]
+
+    def loss():
+        y = chain(x, **named).float().square().sum()
+        return y + chain(x, **named).float().square().sum()
+
+    torch.compile(loss, backend=backend)().backward()
+    for name, total in zip(WEIGHTS, expected, strict=True):
+        got = chain.get_parameter(name).grad
+        assert (got - total).float().norm() < 0.01 * total.float().norm()
+
+
+def test_one_op_with_two_weights():
+    layer, other = fm.GroupedLinear(E, H, H, dtype=BF16), fm.GroupedLinear(E, H, H, dtype=BF16)
+    chain = fm.Sequential(layer, fm.Sequential(layer)).without_parameters()
+    weights = {"0.weight": torch.nn.Parameter(torch.randn(E, H, H, dtype=BF16) / 6), "1.0.weight": other.weight}
+    named = {"splits": inputs()["splits"]}
+
+    def loss():
+        return chain.forward_with(weights, x, **named).float().square().sum()
+
+    x = rows()
+    expected = torch.autograd.grad(loss(), list(weights.values()))
+    weights["0.weight"].grad = torch.zeros_like(other.weight)  # the other weight has no gradient yet
+    loss().backward()
+    for weight, grad in zip(weights.values(), expected, strict=True):
+        assert grad.any()
+        assert torch.equal(weight.grad, grad)
+
+
+def test_a_weight_that_is_frozen_before_the_backward_pass():
+    chain, (first, (x, named)) = experts(), micro_batches(2)
+    expected = want(chain, [first])
+    backward(chain, first)
+    loss = chain(x, **named).float().square().sum()
+    for name in WEIGHTS:
+        chain.get_parameter(name).requires_grad_(False)
+    loss.backward()
+    check(chain, expected)
+
+
+def test_hooks_on_a_transposed_weight():
+    model, batches = Transposed(), micro_batches(2)
+    backward(model, batches[0])
+    x, named = batches[1]
+    seen = []
+    views = {"0.weight": model.first.mT, "3.weight": model.second.mT}
+    views["0.weight"].register_hook(lambda grad: seen.append(grad.clone()))
+    loss = model.chain.forward_with(views, x, **named).float().square().sum()
+    views["3.weight"].retain_grad()  # after the call
+    stand_ins.calls.clear()
+    loss.backward()
+    assert not any(added())
+    assert seen[0].any()
+    assert views["3.weight"].grad.any()
+
+
+def test_another_transpose_than_mT():
+    square = fm.GroupedLinear(8, 8, 8, dtype=BF16)
+    chain = fm.Sequential(square).without_parameters()
+    square.transposed_grad = True
+    parameter = torch.nn.Parameter(torch.randn(8, 8, 8, dtype=BF16))
+    x, splits = torch.randn(20, 8, dtype=BF16), torch.full((8,), 2)
+
+    def loss():
+        return chain.forward_with({"0.weight": parameter.transpose(0, 1)}, x, splits=splits).float().square().sum()
+
+    (expected,) = torch.autograd.grad(loss(), [parameter])
+    loss().backward()
+    loss().backward()
+    assert expected.any()
+    assert torch.equal(parameter.grad, expected + expected)
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_anomaly_detection_sees_the_gradient(monkeypatch):
+    chain, (first, second) = experts(), micro_batches(2)
+    backward(chain, first)
+    original = stand_ins.grouped_wgrad
+    monkeypatch.setattr(stand_ins, "grouped_wgrad", lambda *of, **named: original(*of, **named).fill_(torch.nan))
+    with torch.autograd.detect_anomaly(check_nan=True), pytest.raises(RuntimeError, match="returned nan values"):
+        backward(chain, second)
+
+
+def test_an_error_after_an_addition_counts_a_change(monkeypatch):
+    """The cache of quantized weights, and a graph that has saved the gradient, compare its version."""
+    chain, (first, second) = experts(), micro_batches(2)
+    backward(chain, first)
+    grads = [chain.get_parameter(w).grad for w in WEIGHTS]
+    before = [(grad.clone(), grad._version) for grad in grads]
+    original, calls = stand_ins.grouped_wgrad, []
+
+    def second_fails(*of, **named):
+        calls.append(of)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("no memory")
+        return original(*of, **named)
+
+    monkeypatch.setattr(stand_ins, "grouped_wgrad", second_fails)
+    with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+        backward(chain, second)
+    changed = [not torch.equal(grad, old) for grad, (old, _) in zip(grads, before, strict=True)]
+    assert changed == [False, True]
+    assert grads[1]._version > before[1][1]
+
+
+def test_a_layer_that_was_pickled_before_the_attribute():
+    layer = fm.GroupedLinear(E, H, H, dtype=BF16)
+    assert "transposed_grad" not in vars(layer)
+    assert not layer.transposed_grad
+    with pytest.raises(fm.InputError, match="transposed_grad: expected"):
+        layer.transposed_grad = "yes"
+
+
 # ---- quantized weights ----------------------------------------------------------------------------------------------
 
 

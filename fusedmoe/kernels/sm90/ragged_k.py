@@ -352,7 +352,7 @@ class RaggedK(Gemm):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     def is_stored(self, tile):
-        """Whether a tile has a result: that of an expert without rows is zeros, which are not added."""
+        """Whether a tile has a result. That of an expert without rows is zero, and is not added."""
         if const_expr(self.accumulate):
             return tile.depth > 0  # 0 for the end
         return tile.expert != tiles.END
