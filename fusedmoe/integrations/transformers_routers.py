@@ -64,11 +64,13 @@ class _Block:
     """A block during a call: it runs the forward of the block's class, with another router and other experts."""
 
     def __init__(self, block: Any, name: str) -> None:
-        self._block, self._router, self._call = block, getattr(block, name), _Call(block.experts)
-        setattr(self, name, self._route)
+        self._block, self._name = block, name
+        self._router, self._call = getattr(block, name), _Call(block.experts)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._block, name)
+        # as an attribute, the bound method would keep this object, and the tensors of the call, until Python looks for
+        # cycles: gigabytes in training
+        return self._route if name == self._name else getattr(self._block, name)
 
     def _route(self, hidden_states: Tensor, *arguments: Tensor) -> Any:
         if ROUTER not in self._router.__dict__:  # wrapped or replaced since
