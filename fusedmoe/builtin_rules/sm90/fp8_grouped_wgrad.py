@@ -17,7 +17,7 @@ from fusedmoe.builtin_rules.sm90.fp8 import (
     on_readable_codes,
     on_readable_scales,
 )
-from fusedmoe.builtin_rules.sm90.weight_gradient import WeightGradient
+from fusedmoe.builtin_rules.sm90.weight_gradient import weight_gradient
 from fusedmoe.fusion.rule import Bind, FusionRule, NothingToDo, PlanContext, Step, require
 from fusedmoe.kernels.sm90 import block_scaled_k_functions, limits
 from fusedmoe.kernels.sm90.block_scaled_functions import has_strides
@@ -75,7 +75,7 @@ class Fp8GroupedWgrad(OnFp8, FusionRule, name="sm90.fp8_grouped_wgrad", directio
                 )  # fmt: skip
                 return lambda out, *operands: product(*operands, out)
 
-            product = WeightGradient(
+            product = weight_gradient(
                 self.wgrad, dtype, bind_product, dy, dy_scale, x, x_scale, offsets,
                 adds_to_sum=not self.wgrad.transposed or dy.dtype is x.dtype,
             )  # fmt: skip

@@ -19,15 +19,65 @@ if TYPE_CHECKING:
 
     from fusedmoe.kernels.options import KernelOptions
 
+    WeightGradient: TypeAlias = "_IntoMainGrad | _IntoGrad"
     Product: TypeAlias = Callable[..., Tensor]  # of (out, *operands), which returns `out` or a new tensor
     BindProduct: TypeAlias = Callable[..., Product]  # of (dtype, whether the kernel adds to `out`, *operands)
 
 
-class WeightGradient:
-    """``dW[e] = dy[rows of e].T @ x[rows of e]``, bound to operands like these.
+class _IntoMainGrad:
+    """A weight gradient that is added, unrounded, to the fp32 ``main_grad`` of the weight."""
 
-    The kernel writes a new tensor, or adds dW to one that exists: unrounded to the fp32 ``main_grad`` of
-    `WgradIntoMainGrad`, rounded to the sum of `Wgrad.sum_so_far`.
+    def __init__(self, wgrad: WgradIntoMainGrad, bind: BindProduct, operands: tuple[Tensor, ...]) -> None:
+        self._wgrad, self._product = wgrad, bind(torch.float32, True, *operands)
+
+    def main_grad(self) -> Tensor | None:
+        """Return ``main_grad``, which may be a different tensor in each call. Decline one that the kernel cannot add
+        to. A step calls this before its first launch.
+        """
+        main_grad = self._wgrad.main_grad()
+        require(main_grad.is_contiguous(), "main_grad is not contiguous")
+        decline(limits.why_not_address("main_grad", main_grad.data_ptr()))
+        return main_grad
+
+    def __call__(self, main_grad: Tensor | None, *operands: Tensor) -> Tensor | None:
+        """Return the gradient for autograd."""
+        self._product(main_grad, *operands)
+        return self._wgrad.added()
+
+
+class _IntoGrad:
+    """A weight gradient that is a new tensor, or that is rounded and added to the sum of `Wgrad.sum_so_far`."""
+
+    def __init__(
+        self, wgrad: Wgrad, dtype: torch.dtype, bind: BindProduct, operands: tuple[Tensor, ...], adds_to_sum: bool
+    ) -> None:
+        self._wgrad, self._dtype, self._bind, self._adds_to_sum = wgrad, dtype, bind, adds_to_sum
+        self._write = bind(dtype, False, *operands)
+        self._add: Product | None = None  # most kinds of calls never add
+
+    def main_grad(self) -> Tensor | None:
+        """Return None."""
+        return None
+
+    def __call__(self, main_grad: Tensor | None, *operands: Tensor) -> Tensor | None:
+        """Return the gradient for autograd."""
+        so_far = self._wgrad.sum_so_far(self._dtype) if self._adds_to_sum else None
+        if so_far is None:
+            return self._write(None, *operands)
+        if self._add is None:
+            self._add = self._bind(self._dtype, True, *operands)
+        self._add(so_far, *operands)
+        return so_far
+
+
+def weight_gradient(
+    wgrad: Wgrad | WgradIntoMainGrad,
+    dtype: torch.dtype,
+    bind: BindProduct,
+    *operands: Tensor,
+    adds_to_sum: bool = True,
+) -> WeightGradient:
+    """Return ``dW[e] = dy[rows of e].T @ x[rows of e]``, bound to operands like these.
 
     Parameters
     ----------
@@ -43,48 +93,9 @@ class WeightGradient:
     adds_to_sum
         Whether there is a kernel that adds to the sum.
     """
-
-    def __init__(
-        self,
-        wgrad: Wgrad | WgradIntoMainGrad,
-        dtype: torch.dtype,
-        bind: BindProduct,
-        *operands: Tensor,
-        adds_to_sum: bool = True,
-    ) -> None:
-        self._wgrad, self._dtype, self._bind, self._adds_to_sum = wgrad, dtype, bind, adds_to_sum
-        self._writing: Product | None = None
-        self._adding: Product | None = None
-        if isinstance(wgrad, WgradIntoMainGrad):
-            self._adding = bind(torch.float32, True, *operands)
-        else:
-            self._writing = bind(dtype, False, *operands)
-
-    def main_grad(self) -> Tensor | None:
-        """Return ``main_grad``, which may be a different tensor in each call; None for `Wgrad`. Decline one that the
-        kernel cannot add to. A step calls this before its first launch.
-        """
-        if not isinstance(self._wgrad, WgradIntoMainGrad):
-            return None
-        main_grad = self._wgrad.main_grad()
-        require(main_grad.is_contiguous(), "main_grad is not contiguous")
-        decline(limits.why_not_address("main_grad", main_grad.data_ptr()))
-        return main_grad
-
-    def __call__(self, main_grad: Tensor | None, *operands: Tensor) -> Tensor | None:
-        """Return the gradient for autograd."""
-        if isinstance(self._wgrad, WgradIntoMainGrad):
-            assert self._adding is not None
-            self._adding(main_grad, *operands)
-            return self._wgrad.added()
-        so_far = self._wgrad.sum_so_far(self._dtype) if self._adds_to_sum else None
-        if so_far is None:
-            assert self._writing is not None
-            return self._writing(None, *operands)
-        if self._adding is None:  # most calls never add
-            self._adding = self._bind(self._dtype, True, *operands)
-        self._adding(so_far, *operands)
-        return so_far
+    if isinstance(wgrad, WgradIntoMainGrad):
+        return _IntoMainGrad(wgrad, bind, operands)
+    return _IntoGrad(wgrad, dtype, bind, operands, adds_to_sum)
 
 
 def of_rows(
@@ -95,7 +106,7 @@ def of_rows(
     beside: bool,
     *operands: Tensor,
 ) -> WeightGradient:
-    """Return the gradient for operands ``(dy, x, offsets, *index)``; see `functions.bind_grouped_wgrad`."""
+    """Return `weight_gradient` for operands ``(dy, x, offsets, *index)``; see `functions.bind_grouped_wgrad`."""
 
     def bind(dtype: torch.dtype, adds: bool, dy: Tensor, x: Tensor, offsets: Tensor, *index: Tensor) -> Product:
         gather = index[0] if index else None
@@ -104,4 +115,4 @@ def of_rows(
         )
         return lambda out, dy, x, offsets, *index: product(dy, x, offsets, out, *index)
 
-    return WeightGradient(wgrad, dtype, bind, *operands)
+    return weight_gradient(wgrad, dtype, bind, *operands)
