@@ -54,7 +54,7 @@ class _RunPlan(torch.autograd.Function):
             ctx.passed = weight_cache.trained_of_call()
         if call.summed_weights:
             # hooks on these tensors must get their gradients
-            ctx.views = {op: ref(arguments[i]) for op, i, _ in call.summed_weights if op.transposed_grad}
+            ctx.views = {op: arguments[i] for op, i, _ in call.summed_weights if op.transposed_grad}
         if len(outputs) > 1:
             ctx.mark_non_differentiable(*[t for t in outputs if not t.is_floating_point()])
         return outputs
@@ -88,7 +88,7 @@ class _RunPlan(torch.autograd.Function):
 def _nodes_of_weights(ctx: Any) -> list[tuple[Op, Any, Tensor | None]]:
     """Return the arguments of `grad_sums.find`."""
     nodes, views = ctx.next_functions, ctx.views
-    return [(op, nodes[i][0], _alive(views[op]) if op in views else None) for op, _, i in ctx.call.summed_weights]
+    return [(op, nodes[i][0], views.get(op)) for op, _, i in ctx.call.summed_weights]
 
 
 def _raise_if_batched(call: BoundPlan, grads: Sequence[Tensor | None], error: Exception) -> None:

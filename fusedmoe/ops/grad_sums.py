@@ -19,6 +19,7 @@ of its backward operator are equal, since torch would replace both by one.
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from contextlib import contextmanager
@@ -62,8 +63,7 @@ def find(weights: Iterable[tuple[Op, Any, Tensor | None]], in_graph: bool) -> di
     ----------
     weights
         Each op of a call that has a weight; autograd's node for the gradient of the weight, or None; and the tensor
-        that was passed, if it is ``.mT`` of a parameter and still exists. ``in_graph``: the node is that of the
-        parameter.
+        that was passed, if it is ``.mT`` of a parameter. ``in_graph``: the node is that of the parameter.
     in_graph
         Whether the backward pass is part of a compiled graph.
     """
@@ -148,6 +148,8 @@ def _has_no_hook(variable: Tensor) -> bool:
 
 def _may_be_replaced(variable: Tensor) -> bool:
     """Whether ``variable.grad`` may become another tensor."""
+    if _references(variable) != _unheld():  # autograd would copy it, and the holder would keep the old one
+        return False
     grad = variable.grad
     assert grad is not None
     if grad._base is not None or grad.untyped_storage().nbytes() != grad.nbytes:  # part of another framework's buffer
@@ -156,6 +158,21 @@ def _may_be_replaced(variable: Tensor) -> bool:
         return False
     compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")  # whose graph adds to `grad`
     return compiled_autograd is None or not compiled_autograd.in_compiled_autograd_region
+
+
+def _references(variable: Tensor) -> tuple[int, int]:
+    """Return the references to ``variable.grad`` in Python and in C++: objects and views raise the one or the other."""
+    grad = variable.grad
+    assert grad is not None
+    return sys.getrefcount(grad), grad._use_count()  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _unheld() -> tuple[int, int]:
+    """Return the references to a gradient that nothing else holds."""
+    variable = torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))
+    variable.grad = torch.zeros_like(variable)
+    return _references(variable)
 
 
 # ---- the steps ------------------------------------------------------------------------------------------------------

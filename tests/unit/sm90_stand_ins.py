@@ -756,8 +756,10 @@ def bind_block_scaled_wgrad(
     dy, x, offsets, rows, dtype, accumulate, options, beside=False, *, by_expert=False, transposed=False
 ):
     if transposed and dy.dtype is x.dtype:
-        product = bind_block_scaled_wgrad(x, dy, offsets, rows, dtype, False, options, beside, by_expert=by_expert)
-        return lambda dy, dy_scale, x, x_scale, offsets, out: product(x, x_scale, dy, dy_scale, offsets, out).mT
+        product = bind_block_scaled_wgrad(x, dy, offsets, rows, dtype, accumulate, options, beside, by_expert=by_expert)
+        return lambda dy, dy_scale, x, x_scale, offsets, out: (
+            product(x, x_scale, dy, dy_scale, offsets, None if out is None else out.mT).mT
+        )
 
     def run(dy, dy_scale, x, x_scale, offsets, out):
         if beside:

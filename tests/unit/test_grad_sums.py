@@ -518,6 +518,42 @@ def test_hooks_on_a_transposed_weight():
     assert views["3.weight"].grad.any()
 
 
+def test_a_hook_on_a_transposed_weight_that_nothing_holds():
+    """The rows need no gradient, so that the call does not keep the weight."""
+    model, batches = Transposed(), micro_batches(2)
+    seen = []
+
+    def loss(batch):
+        x, named = batch
+        first = model.first.mT
+        first.register_hook(lambda grad: seen.append(grad) or grad / 8)
+        views = {"0.weight": first, "3.weight": model.second.mT}
+        return model.chain.forward_with(views, x.detach(), **named).float().square().sum()
+
+    expected = [torch.autograd.grad(loss(batch), [model.first])[0] for batch in batches]
+    for batch in batches:
+        loss(batch).backward()
+    assert len(seen) == 4
+    assert torch.equal(model.first.grad, expected[0] + expected[1])
+
+
+@pytest.mark.parametrize("held", ["object", "view", "nothing"])
+def test_code_that_holds_a_gradient_of_a_graph(held):
+    chain, batches = experts(), micro_batches(3)
+    call = torch.compile(chain, backend="aot_eager")
+    backward(call, batches[0])
+    grads = [chain.get_parameter(w).grad for w in WEIGHTS]
+    kept = {"object": grads, "view": [grad.view(-1) for grad in grads], "nothing": []}[held]
+    del grads
+    stand_ins.calls.clear()
+    for batch in batches[1:]:
+        backward(call, batch)
+    assert added() == [held == "nothing"] * 4
+    for name, other in zip(WEIGHTS, kept, strict=False):
+        assert torch.equal(chain.get_parameter(name).grad.view_as(other), other)
+        assert chain.get_parameter(name).grad.data_ptr() == other.data_ptr()
+
+
 def test_another_transpose_than_mT():
     square = fm.GroupedLinear(8, 8, 8, dtype=BF16)
     chain = fm.Sequential(square).without_parameters()

@@ -9,6 +9,7 @@ import pytest
 import sm90_stand_ins as stand_ins
 import torch
 from test_sm90_rules import BF16, SPLITS, E, called, hopper_machine, inputs, rows  # noqa: F401  (a fixture)
+from torch import nn
 from toy import only_plan, outcome, rules_used, status
 
 import fusedmoe as fm
@@ -422,6 +423,34 @@ def test_the_gradients_of_micro_batches_add_up_in_main_grad():
     for layer, want in zip(layers, once, strict=True):
         assert want.any()
         assert (layer.weight.main_grad - 2 * want).norm() < 0.01 * want.norm()
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
+@pytest.mark.parametrize("recipe", ["fp8_block", "fp8_tensor"])
+def test_the_gradients_of_micro_batches_add_up_in_grad(recipe, transposed):
+    chain, named = experts(), inputs(scale=False)
+    weights = {f"{i}.weight": nn.Parameter(chain[i].weight.detach().clone()) for i in (0, 2)}
+    if transposed:
+        weights = {name: nn.Parameter(w.detach().mT.contiguous()) for name, w in weights.items()}
+        chain[0].transposed_grad = chain[2].transposed_grad = True
+    chain = chain.without_parameters()
+    batches = [rows(hidden=H) for _ in range(3)]
+
+    def loss(x):
+        given = {name: w.mT if transposed else w for name, w in weights.items()}
+        return chain.forward_with(given, x, **named).float().square().sum()
+
+    with fm.recipe(recipe):
+        alone = [torch.autograd.grad(loss(x), list(weights.values())) for x in batches]
+        want = [first + second + third for first, second, third in zip(*alone, strict=True)]
+        stand_ins.calls.clear()
+        for x in batches:
+            loss(x).backward()
+    adds = not transposed or recipe == "fp8_block"  # no kernel has E5M2 as its second operand
+    assert [what["accumulate"] for what in called("block_scaled_wgrad")] == [False] * 2 + [adds] * 4
+    for w, total in zip(weights.values(), want, strict=True):
+        assert total.any()
+        assert torch.equal(w.grad, total)
 
 
 # ----------------------------------------------------------------------------------------- one scale per expert
