@@ -19,7 +19,6 @@ of its backward operator are equal, since torch would replace both by one.
 
 from __future__ import annotations
 
-import functools
 import sys
 import threading
 from contextlib import contextmanager
@@ -148,7 +147,7 @@ def _has_no_hook(variable: Tensor) -> bool:
 
 def _may_be_replaced(variable: Tensor) -> bool:
     """Whether ``variable.grad`` may become another tensor."""
-    if _references(variable) != _unheld():  # autograd would copy it, and the holder would keep the old one
+    if _references(variable) != _UNHELD:  # autograd would copy it, and the holder would keep the old one
         return False
     grad = variable.grad
     assert grad is not None
@@ -167,12 +166,13 @@ def _references(variable: Tensor) -> tuple[int, int]:
     return sys.getrefcount(grad), grad._use_count()  # type: ignore[attr-defined]
 
 
-@functools.cache
-def _unheld() -> tuple[int, int]:
-    """Return the references to a gradient that nothing else holds."""
+def _references_of_unheld() -> tuple[int, int]:
     variable = torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))
     variable.grad = torch.zeros_like(variable)
     return _references(variable)
+
+
+_UNHELD = _references_of_unheld()
 
 
 # ---- the steps ------------------------------------------------------------------------------------------------------

@@ -14,6 +14,12 @@ BF16 = torch.bfloat16
 E, H, I, K, TOKENS = 16, 512, 384, 4, 1500  # noqa: E741  (experts, hidden, intermediate, chosen experts)
 
 
+@pytest.fixture(autouse=True)
+def compiles_anew():
+    """After a number of graphs of the same code, torch would run it uncompiled."""
+    torch._dynamo.reset()
+
+
 @pytest.fixture
 def taken(monkeypatch):
     """Whether each weight gradient so far is added by a kernel."""

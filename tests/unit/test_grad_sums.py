@@ -17,6 +17,12 @@ pytestmark = pytest.mark.usefixtures("builtin_rules")
 WEIGHTS = ("0.weight", "3.weight")
 
 
+@pytest.fixture(autouse=True)
+def compiles_anew():
+    """After a number of graphs of the same code, torch would run it uncompiled."""
+    torch._dynamo.reset()
+
+
 def added():
     """For each weight gradient so far, whether a kernel added it."""
     return [what["accumulate"] for name, what in stand_ins.calls if name == "grouped_wgrad"]
