@@ -23,6 +23,7 @@ from fusedmoe.bench.peers import why_not
 
 STEPS, ROUNDS, SKIPPED = 10, 3, 2  # steps per round, of which the first are not timed
 SUSTAINED_S = 60.0  # of load before the first timed step, since a GPU lowers its clock
+GRAPHS = 64  # of one function
 COMPARED = 5  # steps whose losses are compared with those of the stock experts
 LIMITS = {"bf16": 0.01, "fp8_block": 0.03}  # of the difference of a loss
 HOPPER_TFLOPS = 989.0  # dense bf16 products of an H100 or H200, by its data sheet
@@ -42,9 +43,12 @@ def run(
 
     The file keeps the entries of other models of an earlier run on the same machine.
     """
+    # all variants share the functions of the model; beyond the limit, torch would run some of them uncompiled
+    graphs = torch._dynamo.config.patch(recompile_limit=GRAPHS, fail_on_recompile_limit_hit=True)
     for of in models:
         print(f"\n{of.title}: {of.tokens:,} tokens per step in {of.micro_batches} micro-batches", flush=True)
-        found = measure(of, device, variants, steps, rounds, sustained_s, words)
+        with graphs:
+            found = measure(of, device, variants, steps, rounds, sustained_s, words)
         protocol = {"steps": steps - SKIPPED, "rounds": rounds, "sustained_s": sustained_s}
         entry = found | protocol | {"commit": commit(), "versions": versions()}
         others = [model for model in _earlier(results) if model["name"] != of.name]
