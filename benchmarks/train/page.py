@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.marked import table
-from benchmarks.train.recipes import last
+from benchmarks.train.recipes import STOCK_EXPERTS, last
 from benchmarks.train.run import HOPPER_TFLOPS
 from benchmarks.train.variants import OURS, OURS_COMPILED, STOCK, STOCK_COMPILED
 from fusedmoe.demo.comparison import COLOURS
@@ -43,8 +43,9 @@ RECIPES = """\
 
 {model}, trains on real text for {steps} steps of {tokens:,} tokens, from the same weights with each recipe (`python -m
 benchmarks --only train-recipes`). The table has training losses in nats per word, with the routers' loss, as means of
-the last {last} steps. {machine}, torch {torch}, commit {commit}.
+the last {last} steps. {stock}{machine}, torch {torch}, commit {commit}.
 """
+STOCK_TOO = "The gaps of stock experts show how far two implementations of the same recipe differ. "
 PLOT = """\
 ![Loss of each recipe and seed, and its gap to bf16](_static/{picture})
 """
@@ -134,11 +135,16 @@ def losses(found: Mapping[str, Any] | None) -> str:
         gaps = [of[recipe, seed] - of["bf16", seed] for seed in seeds]
         shown = [", ".join(f"{gap:+.4f}" for gap in gaps), f"{statistics.fmean(gaps):+.4f}"]
         rows.append(
-            [f"`{recipe}`", *(f"{of[recipe, seed]:.4f}" for seed in seeds), *(shown if recipe != "bf16" else ["", ""])]
+            [
+                recipe if recipe == STOCK_EXPERTS else f"`{recipe}`",
+                *(f"{of[recipe, seed]:.4f}" for seed in seeds),
+                *(shown if recipe != "bf16" else ["", ""]),
+            ]
         )
     head = ["recipe", *(f"seed {seed}" for seed in seeds), "gaps to `bf16`", "their mean"]
     keys = ("model", "steps", "tokens", "last", "machine", "commit")
-    text = RECIPES.format(**{key: found[key] for key in keys}, torch=found["versions"]["torch"])
+    values = {key: found[key] for key in keys} | {"torch": found["versions"]["torch"]}
+    text = RECIPES.format(**values, stock=STOCK_TOO if STOCK_EXPERTS in names else "")
     return "\n".join([text, table(head, rows), "", PLOT.format(picture=PICTURE)])
 
 

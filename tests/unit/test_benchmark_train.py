@@ -158,15 +158,16 @@ def test_names_that_liger_replaces_are_its_own_variants_alone(job, monkeypatch):
 
 
 def test_recipes_and_their_page(tmp_path):
-    file = recipes.run(CPU, tmp_path, steps=3, seeds=2, recipes=("bf16", "fp8_block"), of=TINY, words=WORDS)
+    names = ("bf16", recipes.STOCK_EXPERTS, "fp8_block")
+    file = recipes.run(CPU, tmp_path, steps=3, seeds=(0, 1), recipes=names, of=TINY, words=WORDS)
     found = json.loads(file.read_text())
-    assert [(r["seed"], r["recipe"]) for r in found["runs"]] == [
-        (0, "bf16"), (0, "fp8_block"), (1, "bf16"), (1, "fp8_block"),
-    ]  # fmt: skip
-    means = [sum(r["losses"]) / 3 for r in found["runs"]]
-    gaps = means[1] - means[0], means[3] - means[2]
-    assert 0 < max(map(abs, gaps)) < 0.1
-    assert (
-        f"| `fp8_block` | {means[1]:.4f} | {means[3]:.4f} | {gaps[0]:+.4f}, {gaps[1]:+.4f} | {sum(gaps) / 2:+.4f} |"
-        in page.losses(found)
-    )
+    assert [(r["seed"], r["recipe"]) for r in found["runs"]] == [(seed, name) for seed in (0, 1) for name in names]
+    means = {(r["seed"], r["recipe"]): sum(r["losses"]) / 3 for r in found["runs"]}
+    text = page.losses(found)
+    for name, shown in ((recipes.STOCK_EXPERTS, recipes.STOCK_EXPERTS), ("fp8_block", "`fp8_block`")):
+        own = [means[seed, name] for seed in (0, 1)]
+        gaps = [mean - means[seed, "bf16"] for seed, mean in enumerate(own)]
+        assert 0 < max(map(abs, gaps)) < 0.1
+        row = f"| {shown} | {own[0]:.4f} | {own[1]:.4f} | {gaps[0]:+.4f}, {gaps[1]:+.4f} | {sum(gaps) / 2:+.4f} |"
+        assert row in text
+    assert page.STOCK_TOO in text
