@@ -4,6 +4,7 @@ Each rank has a GPU: NCCL does not take two ranks on one.
 """
 
 import sys
+import warnings
 from functools import cache
 from pathlib import Path
 
@@ -136,7 +137,9 @@ def copied(rank):
         dist.broadcast(parameter.data, 0)
     layer(batch(rank, 0))
     x = batch(rank, 1)
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(LAG - 1):
             layer(x)
