@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from fusedmoe.errors import InputError
+from fusedmoe.lasting import lasting
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -99,8 +100,8 @@ class Overflow:
         """
         here = self._devices.get(needed_P.device)
         if here is None:
-            with torch.inference_mode(False):  # later calls, in another mode, change the counts in place
-                here = _OnDevice(*needed_P.new_zeros(2, self.ranks))
+            # not inference tensors: later calls, in another mode, change the counts in place
+            here = lasting(lambda: _OnDevice(*needed_P.new_zeros(2, self.ranks)), needed_P.device)
             self._devices[needed_P.device] = here
         excess = (needed_P - rows).clamp_(min=0)
         here.dropped += excess

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fusedmoe.errors import InputError
 from fusedmoe.formats.scales import fp32_encode
+from fusedmoe.lasting import lasting
 
 if TYPE_CHECKING:
     from fusedmoe.formats.format import Quantizer
@@ -41,11 +42,15 @@ class AmaxHistory:
             )
         self.quantizer = quantizer
         self.begun = False
-        with torch.inference_mode(False):  # training updates a history that inference has created
-            self.amax = torch.zeros(quantizer.delayed.history, experts, dtype=torch.float32, device=device)
-            self.reference = torch.zeros(experts, dtype=torch.float32, device=device)
-            self.encode = torch.ones(experts, dtype=torch.float32, device=device)
-            self.previous = torch.ones(experts, dtype=torch.float32, device=device)
+        steps = quantizer.delayed.history
+
+        def make() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+            def filled(value: float, *shape: int) -> Tensor:
+                return torch.full(shape, value, dtype=torch.float32, device=device)
+
+            return filled(0.0, steps, experts), filled(0.0, experts), filled(1.0, experts), filled(1.0, experts)
+
+        self.amax, self.reference, self.encode, self.previous = lasting(make, device)
 
     def fits(self, quantizer: Quantizer, experts: int, device: torch.device) -> bool:
         """Whether this is a history of the given quantizer, number of experts and device."""

@@ -13,6 +13,7 @@ import torch
 
 from fusedmoe.kernels.sm90 import functions
 from fusedmoe.kernels.sm90.config import RANGES
+from fusedmoe.lasting import lasting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -143,7 +144,11 @@ class Ranges:
 def bind_sum_over_ranks(like: Tensor, ranks: int, tokens: int) -> Callable[[Sequence[Tensor] | Tensor], Tensor]:
     """Return `sum_over_ranks` for parts of rows like ``like`` (P*N, H), of more than two ranks: one kernel."""
     each, device = like.shape[0] // ranks, like.device
-    row_of_part = torch.arange(tokens, device=device)[:, None] + each * torch.arange(ranks, device=device)
+
+    def rows_of_parts() -> Tensor:
+        return torch.arange(tokens, device=device)[:, None] + each * torch.arange(ranks, device=device)
+
+    row_of_part = lasting(rows_of_parts, device)
     total = functions.bind_sum_slots(like, row_of_part, None)
 
     def run(parts: Sequence[Tensor] | Tensor) -> Tensor:

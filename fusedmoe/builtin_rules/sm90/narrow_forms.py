@@ -101,7 +101,7 @@ def bind_forms(
                 amax_E = torch.zeros_like(step.encode)
         random: tuple[Tensor, ...] = ()
         if quantizer.stochastic_rounding:
-            random = tuple(random_bytes(shape, x.device) for shape in shapes_of(x, index_R))
+            random = tuple(random_bytes(shape, x.device) for shape in shapes_of(x, offsets_E, index_R))
         forms = kernel(x, offsets_E, index_R, factors, random, amax_E)
         if step is not None and end is not None:
             scales = [end(step, amax_E)] * len(forms)
@@ -111,7 +111,7 @@ def bind_forms(
             found.append((codes.view(dtypes[0]), of_form, *tensor_scales[i : i + 1]))
         return found
 
-    def shapes_of(x: Tensor, index_R: Tensor | None) -> list[tuple[int, int]]:
+    def shapes_of(x: Tensor, offsets_E: Tensor | None, index_R: Tensor | None) -> list[tuple[int, int]]:
         """The shapes of the codes, in the order in which `fusedmoe.quantize` draws for them."""
         num_rows, length = x.shape[0] if index_R is None else index_R.shape[0], x.shape[1]
         padded = num_rows + (-num_rows % TILE if rotated else 0)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fusedmoe.lasting import lasting
+
 if TYPE_CHECKING:
     from fusedmoe.kernels.activation import Activation
 
@@ -111,7 +113,7 @@ def scales_like(codes: Tensor, lines: int, length: int, block: int, dtype: torch
 @functools.cache
 def ones(count: int, device: torch.device) -> Tensor:
     """Return fp32 ones, which nothing may change."""
-    return torch.ones(count, dtype=torch.float32, device=device)
+    return lasting(lambda: torch.ones(count, dtype=torch.float32, device=device), device)
 
 
 def transposed(bias_EN: Tensor | None) -> Tensor | None:

@@ -15,6 +15,7 @@ from fusedmoe.kernels.compiler import load
 from fusedmoe.kernels.narrow import Narrow
 from fusedmoe.kernels.sm90.row_functions import NAMES
 from fusedmoe.kernels.torch.rows import padded_rows
+from fusedmoe.lasting import unread
 from fusedmoe.target import kernel_arch
 
 PACKING = 256  # rows to a multiple of which those of an expert are packed
@@ -132,8 +133,8 @@ def bind_quantize_packed_nvfp4(
     num_rows = x.shape[0] if index_R is None else index_R.shape[0]
     places = num_rows if packed else padded_rows(num_rows, offsets_E.shape[0], PACKING)
     tiles = places // TILE
-    unread = torch.empty(4, dtype=torch.int32, device=x.device)  # in place of what the kernel does not read
-    some_bytes = unread.view(torch.uint8)
+    none = unread(x.device, torch.int32, 4)
+    some_bytes = none.view(torch.uint8)
     kernel = None
     if tiles and length:
         from fusedmoe.kernels.sm100.quantize_nvfp4 import QuantizePackedFormat  # deferred: imports the CuTe DSL
@@ -159,7 +160,7 @@ def bind_quantize_packed_nvfp4(
             # a form that is not wanted is not written
             first = (*forms[0], factors[0], drawn[0])
             last = (*forms[-1], factors[-1][:, None], drawn[-1])
-            kernel(x[None], unread if index_R is None else index_R, offsets_E, *first, *last, unread, tiles, num_rows)
+            kernel(x[None], none if index_R is None else index_R, offsets_E, *first, *last, none, tiles, num_rows)
         return tuple((codes[0], scale.view(-1).view(torch.float8_e4m3fn)) for codes, scale in forms)
 
     return run

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.kernels.sm90.choice import Problem, band
+from fusedmoe.lasting import lasting, unread
 
 if TYPE_CHECKING:
     from fusedmoe.kernels.activation import Activation
@@ -78,9 +79,7 @@ class TileCounters:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._table = torch.zeros(self.SIZE, dtype=torch.int32, device=device)
-        # the first call on a device waits, since later calls may be on other streams
-        torch.cuda.current_stream(device).record_event().synchronize()
+        self._table = lasting(lambda: torch.zeros(self.SIZE, dtype=torch.int32, device=device), device)
         self._of_stream: dict[int, tuple[Tensor, int]] = {}
         self._numbers = iter(range(self.SIZE))
 
@@ -130,13 +129,11 @@ def schedule_of(device: torch.device, beside: bool, schedule: Schedule) -> tuple
     return False, schedule
 
 
-@functools.cache
 def no_counter(device: torch.device) -> Tensor:
     """Return a tensor in place of a tile counter, which a static schedule does not read."""
-    return torch.empty(1, dtype=torch.int32, device=device)
+    return unread(device, torch.int32, 1)
 
 
-@functools.cache
 def placeholders(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return tensors in place of a missing bias and row scale, which the kernel does not read."""
-    return torch.empty(1, 8, dtype=dtype, device=device), torch.empty(1, dtype=torch.float32, device=device)
+    return unread(device, dtype, 1, 8), unread(device, torch.float32, 1)

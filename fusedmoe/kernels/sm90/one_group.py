@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from fusedmoe.lasting import lasting
+
 _TABLE_ROWS = 1 << 18  # a table takes 1 MiB; where there are more rows, a launch that fills one number takes no time
 
 _tables: dict[torch.device, Tensor] = {}
@@ -31,10 +33,7 @@ def offsets_of_one_group(rows: int, device: torch.device) -> Tensor | None:
     if table is None:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return None  # the graph would own the memory, and fill it only when it is replayed
-        table = torch.arange(_TABLE_ROWS, dtype=torch.int32, device=device)
-        if device.type == "cuda":
-            # the first call on a device waits, since later calls may be on other streams
-            torch.cuda.current_stream(device).record_event().synchronize()
+        table = lasting(lambda: torch.arange(_TABLE_ROWS, dtype=torch.int32, device=device), device)
         table = _tables.setdefault(device, table)
     return table[rows : rows + 1]
 

@@ -8,7 +8,6 @@ Axes: B matrices, R rows, T tokens, K columns, E experts, P padded rows.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import torch
@@ -18,6 +17,7 @@ from fusedmoe.kernels.compiler import load
 from fusedmoe.kernels.narrow import Narrow
 from fusedmoe.kernels.sm90.row_functions import NAMES
 from fusedmoe.kernels.torch.rows import padded_rows
+from fusedmoe.lasting import unread
 from fusedmoe.target import kernel_arch
 
 TILE = 128
@@ -51,7 +51,7 @@ def bind_magnitudes(
     wanted = (of_rows, of_columns, of_experts, of_experts_rotated)
     all_sizes = (matrices * rows, experts * columns, experts, experts)
     sizes = tuple(size if want else 0 for size, want in zip(all_sizes, wanted, strict=True))
-    unread = _unread(x.device)
+    none = unread(x.device, torch.int32, 4)
     kernel = None
     if x.numel() and rows:
         from fusedmoe.kernels.sm90.quantize_formats import Magnitudes  # deferred: imports the CuTe DSL
@@ -63,9 +63,9 @@ def bind_magnitudes(
         maxima = x.new_zeros(sum(sizes), dtype=torch.int32).split(sizes)
         maxima = (maxima[0], maxima[1].view(-1, columns) if columns else maxima[1], *maxima[2:])
         if kernel is not None:
-            index = unread if index_R is None else index_R
-            offsets = unread if offsets_E is None else offsets_E
-            others = unread, unread[None], unread, unread  # an empty tensor has no address
+            index = none if index_R is None else index_R
+            offsets = none if offsets_E is None else offsets_E
+            others = none, none[None], none, none  # an empty tensor has no address
             results = (m if want else n for m, n, want in zip(maxima, others, wanted, strict=True))
             kernel(x if x.dim() == 3 else x[None], index, offsets, *results, tiles, rows)
         return tuple(m.view(torch.float32) for m, want in zip(maxima, wanted, strict=True) if want)
@@ -130,8 +130,8 @@ def bind_quantize_format(
     if offsets_E is not None:
         padded = padded_rows(num_rows, offsets_E.shape[0], format.block)
     tiles = _tiles(num_rows, offsets_E, format.block)
-    unread = _unread(x.device)
-    some_bytes = unread.view(torch.uint8)
+    none = unread(x.device, torch.int32, 4)
+    no_bytes, no_factor = none.view(torch.uint8), none.view(torch.float32)
     kernel = None
     if x.numel() and num_rows:
         from fusedmoe.kernels.sm90.quantize_formats import QuantizeFormat  # deferred: imports the CuTe DSL
@@ -158,21 +158,21 @@ def bind_quantize_format(
             if not format.given:
                 across = format.block if format.square else 1
                 scale = own.new_empty(matrices, -(-lines // across), -(-length_ // format.block))
-            factor = factors[i] if factors else unread.view(torch.float32)
+            factor = factors[i] if factors else no_factor
             if by_columns and factor.dim() == 1:
                 factor = factor[:, None]
-            drawn = random[i] if random else some_bytes[None]
-            passed.append((codes, some_bytes[None, None] if scale is None else scale, factor, drawn))
+            drawn = random[i] if random else no_bytes[None]
+            passed.append((codes, no_bytes[None, None] if scale is None else scale, factor, drawn))
             forms.append((codes[..., :width], scale))
         if kernel is not None:
-            none = (some_bytes[None, None], some_bytes[None, None], unread.view(torch.float32), some_bytes[None])
-            first = passed[0] if rows else none
-            last = passed[-1] if columns else (*none[:2], none[2][None], none[3])
+            no_form = (no_bytes[None, None], no_bytes[None, None], no_factor, no_bytes[None])
+            first = passed[0] if rows else no_form
+            last = passed[-1] if columns else (*no_form[:2], no_factor[None], no_form[3])
             if not rows and format.square and factors:
-                first = (*none[:2], factors[0], none[3])
-            index = unread if index_R is None else index_R
-            offsets = unread if offsets_E is None else offsets_E
-            maxima = unread if amax is None else amax.view(torch.int32)
+                first = (*no_form[:2], factors[0], no_form[3])
+            index = none if index_R is None else index_R
+            offsets = none if offsets_E is None else offsets_E
+            maxima = none if amax is None else amax.view(torch.int32)
             kernel(x if x.dim() == 3 else x[None], index, offsets, *first, *last, maxima, tiles, num_rows)
         if x.dim() == 3:
             return tuple(forms)
@@ -185,12 +185,6 @@ def _tiles(rows: int, offsets_E: Tensor | None, block: int) -> int:
     """Return the number of tiles of 128 rows, or padded rows and those without an expert."""
     padded = rows if offsets_E is None else padded_rows(rows, offsets_E.shape[0], block) + block
     return -(-padded // TILE)
-
-
-@functools.cache
-def _unread(device: torch.device) -> Tensor:
-    """Return a vector in place of a missing one, which the kernel does not read."""
-    return torch.empty(4, dtype=torch.int32, device=device)
 
 
 def bind_dequantize(
@@ -216,7 +210,7 @@ def bind_dequantize(
     matrices = stack.numel()
     of_scale = "" if format.given else "e4m3" if format.rule == "two level" else "e8m0"
     shape = (length, lines) if transposed else (matrices * lines, length)
-    unread = _unread(codes.device).view(torch.uint8)[None]
+    no_scale = unread(codes.device, torch.int32, 4).view(torch.uint8)[None]
     kernel = None
     if codes.numel():
         from fusedmoe.kernels.sm90.dequantize import Dequantize, DequantizeTransposed  # deferred: imports the CuTe DSL
@@ -229,7 +223,7 @@ def bind_dequantize(
         out = codes.new_empty(shape, dtype=torch.bfloat16)
         if kernel is not None:
             held = codes.view(torch.uint8)
-            scales = unread if scale is None or not of_scale else scale.view(torch.uint8)
+            scales = no_scale if scale is None or not of_scale else scale.view(torch.uint8)
             kernel(held.flatten(0, -2) if stack else held, scales.flatten(0, -2) if stack else scales, out)
         return out.view(*stack, lines, length) if stack else out
 

@@ -8,7 +8,6 @@ Axes: R rows, T tokens, K columns, E experts, P padded rows, N rows of a weight.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import torch
@@ -18,6 +17,7 @@ from fusedmoe.kernels.compiler import load
 from fusedmoe.kernels.fp8 import Fp8
 from fusedmoe.kernels.sm90.row_functions import NAMES
 from fusedmoe.kernels.torch.rows import padded_rows
+from fusedmoe.lasting import unread
 
 BLOCK = 128
 CODES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -72,7 +72,7 @@ def bind_quantize_rows(
     tiles = -(-num_rows // BLOCK)
     if columns and offsets_E is not None:
         tiles = padded // BLOCK + rows  # the rows without an expert may need one more tile than fits the column codes
-    unread = _unread(x_RK.device)
+    none = unread(x_RK.device, torch.int32, 1)
     kernel = None
     if num_rows and columns_of_x:
         from fusedmoe.kernels.sm90.quantize import QuantizeRows  # deferred: imports the CuTe DSL
@@ -89,8 +89,8 @@ def bind_quantize_rows(
             codes = bytes_.new_empty(columns_of_x, -(-padded // 16) * 16)[:, :padded]
             forms.append((codes, scale_like(x_RK, columns_of_x, padded)))
         if kernel is not None:
-            offsets = unread if offsets_E is None else offsets_E
-            index = unread if index_R is None else index_R
+            offsets = none if offsets_E is None else offsets_E
+            index = none if index_R is None else index_R
             kernel(x_RK, index, offsets, *forms[0], *forms[-1], tiles, num_rows, epsilon)
         return tuple((codes.view(code), scale) for codes, scale in forms)
 
@@ -207,9 +207,3 @@ def scale_like(x: Tensor, lines: int, length: int, *stack: int) -> Tensor:
     pitch, blocks = -(-lines // 4) * 4, -(-length // BLOCK)
     stored = x.new_empty(*stack, blocks, pitch, dtype=torch.float32)
     return stored.mT[..., :lines, :]
-
-
-@functools.cache
-def _unread(device: torch.device) -> Tensor:
-    """Return a vector in place of a missing one, which the kernel does not read."""
-    return torch.empty(1, dtype=torch.int32, device=device)

@@ -32,6 +32,7 @@ from fusedmoe.kernels.sm90.limits import LANES, UNIT
 from fusedmoe.kernels.sm90.one_group import bind_offsets
 from fusedmoe.kernels.sm90.row_functions import NAMES
 from fusedmoe.kernels.sm90.slot_functions import bind_route, count_pitch
+from fusedmoe.lasting import unread
 
 QUAD = 4  # fp32 values in 16 bytes
 CHUNK_SLOTS = 2048  # at most, in a chunk of `Route`
@@ -132,7 +133,7 @@ def bind_router(
     of_chunk = chunk_tokens(tokens, chosen)
     chunks, pitch = -(-tokens // of_chunk), count_pitch(experts)
     numbers = (chosen, choice.scale, choice.num_groups, choice.top_groups, of_chunk)
-    no_sums = torch.empty(1, experts, dtype=torch.float32, device=device)
+    no_sums = unread(device, torch.float32, 1, experts)
     no_vector = no_sums[0]
 
     def run(x_TH: Tensor, weight_EH: Tensor, bias_E: Tensor | None, correction_E: Tensor | None) -> Routed:
@@ -220,14 +221,14 @@ def bind_logits_grad(
     others = "".join(letter for letter, grad in exist.items() if grad is not None)
     of_rows = grads.row_of_slot is not None
     rows = () if weight_EH is None else weight_rows(weight_EH.dtype)
-    no_weight = torch.empty(experts, UNIT, dtype=torch.bfloat16, device=device) if weight_EH is None else None
+    no_weight = unread(device, torch.bfloat16, experts, UNIT) if weight_EH is None else None
     shape = ChooseBackward(
         score, room(experts), renormalize, blocks, of_rows, others, want_sums, want_whole,
         None if weight_EH is None else NAMES[weight_EH.dtype], rows, aligned=experts % QUAD == 0,
     )  # fmt: skip
     kernel = load(shape if shape.reads_all else replace(shape, slots=slots_at_once(chosen)))
     ctas, columns = -(-tokens // BACKWARD_TOKENS), max(len(blocks), 1) * padded(experts)
-    no_sums = torch.empty(1, experts, dtype=torch.float32, device=device)
+    no_sums = unread(device, torch.float32, 1, experts)
     no_vector, no_scalar = no_sums[0], no_sums[0, :1]
     group_tokens = -(-tokens // groups // GROUP_UNIT) * GROUP_UNIT
 

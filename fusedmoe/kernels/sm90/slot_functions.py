@@ -17,6 +17,7 @@ from torch import Tensor
 from fusedmoe.kernels.compiler import load
 from fusedmoe.kernels.sm90.limits import MOST_EXPERTS, MOST_SLOTS_BESIDE
 from fusedmoe.kernels.sm90.row_functions import NAMES
+from fusedmoe.lasting import lasting
 from fusedmoe.target import kernel_arch
 
 ROOM = (64, 128, 256, 512, MOST_EXPERTS)  # maximum numbers of experts that `Route` is compiled for
@@ -100,7 +101,8 @@ def no_scale(rows: int, device: torch.device) -> Tensor:
     """
     found = _no_scales.get(device)
     if found is None or found.shape[0] < rows:
-        found = _no_scales[device] = torch.empty(1 << rows.bit_length(), dtype=torch.float32, device=device)
+        size = 1 << rows.bit_length()
+        found = _no_scales[device] = lasting(lambda: torch.empty(size, dtype=torch.float32, device=device), device)
     return found[:rows]
 
 
