@@ -6,6 +6,7 @@ allows no other tensors. The launches are planned and bound as on a GPU of sm_90
 
 import gc
 import weakref
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -83,11 +84,10 @@ def test_tensors_that_another_thread_makes_may_stay():
 
 
 @pytest.fixture
-def launched(monkeypatch):
+def launched():
     """The kernels that a GPU of sm_90 would have run so far."""
     kernels = []
-    with emulated():
-        monkeypatch.setattr(compiler, "_load", lambda kernel: lambda *_: kernels.append(kernel))
+    with emulated(), patch.object(compiler, "_load", lambda kernel: lambda *_: kernels.append(kernel)):
         yield kernels
 
 
