@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _T = TypeVar("_T")
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
 def lasting(make: Callable[[], _T], device: torch.device) -> _T:
@@ -23,23 +24,42 @@ def lasting(make: Callable[[], _T], device: torch.device) -> _T:
     a result of the graph stays alive. So ``make`` runs in another thread, and the host waits until the tensors are
     filled, since other streams may read them.
 
-    While a CUDA graph is being captured, the graph owns the memory, and fills it only in a replay.
+    While a CUDA graph is being captured, the graph owns the memory, and fills it only in a replay. In a
+    `FakeTensorMode`, the tensors are fake.
     """
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        with torch.inference_mode(False):
-            return make()
-    with ThreadPoolExecutor(1) as other:
-        return other.submit(_filled, make, device).result()
+    if torch._C._get_dispatch_mode(_FAKE) is not None:
+        return make()
+    return _made(make, device)
 
 
-def _filled(make: Callable[[], _T], device: torch.device) -> _T:
-    made = make()
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).record_event().synchronize()
-    return made
+def is_capturing(device: torch.device) -> bool:
+    """Whether the current stream of a device, which this machine need not have, is being captured."""
+    return device.type == "cuda" and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 @functools.cache
 def unread(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
     """Return a tensor for an argument that a kernel neither reads nor writes. All callers share it."""
-    return lasting(lambda: torch.empty(shape, dtype=dtype, device=device), device)
+    return _made(lambda: torch.empty(shape, dtype=dtype, device=device), device)
+
+
+def _made(make: Callable[[], _T], device: torch.device) -> _T:
+    if is_capturing(device):
+        with torch.inference_mode(False):
+            return make()
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    def filled() -> _T:
+        if stream is None:
+            return make()
+        with torch.cuda.stream(stream):  # so that work of the stream is done before freed memory has new contents
+            made = make()
+        stream.record_event().synchronize()
+        return made
+
+    with ThreadPoolExecutor(1) as other:
+        try:
+            result = other.submit(filled)
+        except RuntimeError:  # the interpreter is shutting down
+            return filled()
+        return result.result()

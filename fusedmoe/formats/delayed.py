@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fusedmoe.errors import InputError
 from fusedmoe.formats.scales import fp32_encode
-from fusedmoe.lasting import lasting
+from fusedmoe.lasting import is_capturing, lasting
 
 if TYPE_CHECKING:
     from fusedmoe.formats.format import Quantizer
@@ -35,7 +35,7 @@ class AmaxHistory:
 
     def __init__(self, quantizer: Quantizer, experts: int, device: torch.device) -> None:
         assert quantizer.delayed is not None
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if is_capturing(device):
             raise InputError(
                 "delayed scaling: the first step cannot be captured into a CUDA graph, since every replay would start "
                 "its history anew; run a step before the capture"

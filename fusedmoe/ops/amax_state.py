@@ -10,6 +10,8 @@ from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from fusedmoe.formats.delayed import AmaxHistory
 from fusedmoe.recompute import backward_pass, had_gradients
 
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import torch
-    from torch import Tensor, nn
+    from torch import nn
 
     from fusedmoe.formats import Quantizer
 
@@ -53,7 +55,8 @@ def history(op: nn.Module, role: str, quantizer: Quantizer, experts: int, device
         # the existing history has another format, length or device, or comes from a checkpoint
         new.restore(found.amax, found.reference)
         new.begun = getattr(found, "begun", True)
-    histories[role] = new
+    if type(new.amax) is Tensor:  # one of fake tensors is of no use to later calls
+        histories[role] = new
     return new
 
 

@@ -11,6 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import fusedmoe as fm
+from fusedmoe.formats import Delayed
+from fusedmoe.recipes import FP8Tensor
 
 E, H, I, R = 4, 16, 8, 12  # noqa: E741  (experts, hidden, intermediate, rows)
 SPLITS = [3, 0, 4, 2]  # the rows after the ninth belong to no expert
@@ -196,7 +198,10 @@ def test_a_module_that_was_called_runs_on_fake_tensors_and_on_values_again():
     assert torch.equal(seq(x, splits=splits()), expected)
 
 
-@pytest.mark.parametrize("recipe", ["fp8_tensor", "fp8_row", "fp8_block", "mxfp8", "nvfp4"])
+DELAYED = FP8Tensor(delayed=Delayed())
+
+
+@pytest.mark.parametrize("recipe", ["fp8_tensor", DELAYED, "fp8_row", "fp8_block", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("device", FAKE_DEVICES)
 def test_recipes_on_fake_tensors(recipe, device):
     with FakeTensorMode(), fm.recipe(recipe):

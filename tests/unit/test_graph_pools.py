@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from emulator.gpu import emulated
+from first_calls import forget_kept_tensors
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,12 +19,16 @@ from torch.utils._pytree import tree_leaves
 
 import fusedmoe as fm
 from fusedmoe import torch_operators
+from fusedmoe.formats import Delayed, Quantizer, fp8_tensor
+from fusedmoe.formats.delayed import AmaxHistory
 from fusedmoe.kernels import compiler
-from fusedmoe.kernels.sm90 import one_group, slot_functions
-from fusedmoe.lasting import lasting, unread
+from fusedmoe.kernels.sm90 import launch, one_group, slot_functions
+from fusedmoe.kernels.sm100 import calls
+from fusedmoe.lasting import lasting
 
 BF16 = torch.bfloat16
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, TOKENS = 128, 128, 4, 2, 48
+DELAYED = Quantizer(fp8_tensor(), delayed=Delayed(3))
 STEPS_OF = {
     torch.ops.fusedmoe.run_chain.default: torch_operators._forward,
     torch.ops.fusedmoe.run_chain_backward.default: torch_operators._backward,
@@ -53,22 +58,42 @@ class Allocated(TorchDispatchMode):
         return results
 
 
-def kept(run, *args):
+def kept(run, *args, of_passes=None):
     """Return the sizes of the memory that a run allocates and that outlives it, except the memory of its results."""
     allocated = Allocated()
     with allocated:
         results = run(*args)
+    if of_passes is not None:
+        of_passes += allocated.storages
     gc.collect()
     alive = {s.data_ptr(): s.size() for reference in allocated.storages if (s := reference()) is not None}
     return results, [size for place, size in alive.items() if place not in storages((args, results))]
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda device: launch.TileCounters(device),
+        lambda device: launch.no_counter(device),
+        lambda device: one_group.offsets_of_one_group(5, device),
+        lambda device: slot_functions.no_scale(5, device),
+        lambda device: calls.ones(5, device),
+        lambda device: AmaxHistory(DELAYED, 2, device),
+    ],
+    ids=["tile counters", "no counter", "one group", "no scale", "ones", "amax history"],
+)
+def test_what_calls_keep_is_made_by_another_thread(make, first_calls):
+    def run(x):
+        stays.append(make(x.device))
+        return []
+
+    stays = []
+    assert kept(run, torch.zeros(4)) == ([], [])
+
+
 @pytest.fixture
 def first_calls(monkeypatch):
-    """As in a new process: there are no tensors of earlier calls."""
-    monkeypatch.setattr(slot_functions, "_no_scales", {})
-    monkeypatch.setattr(one_group, "_tables", {})
-    unread.cache_clear()
+    forget_kept_tensors(monkeypatch)
 
 
 def test_tensors_that_another_thread_makes_may_stay():
@@ -91,14 +116,18 @@ def launched():
         yield kernels
 
 
-def kept_by_passes(layer, *args, **inputs):
-    """Compile a layer and train two steps; return the memory that each pass keeps, see `kept`."""
+def kept_by_passes(layer, make_arguments):
+    """Compile a layer and train two steps; return the memory that each pass keeps, see `kept`. After the steps, the
+    memory of arguments, results and values kept for backward is free.
+    """
     torch._dynamo.reset()
-    found = []
+    x, inputs = make_arguments()
+    assert "unfused" not in str(layer.explain(x, **inputs))
+    found, memory = [], [weakref.ref(s) for s in storages((x, inputs)).values()]
 
     def counting(graph, _inputs):
         def run(*args):
-            results, others = kept(graph, *args)
+            results, others = kept(graph, *args, of_passes=memory)
             found.append(others)
             return results
 
@@ -106,26 +135,32 @@ def kept_by_passes(layer, *args, **inputs):
 
     call = torch.compile(layer, backend=aot_autograd(fw_compiler=counting, bw_compiler=counting))
     for _ in range(2):
-        y = call(*args, **inputs)
+        y = call(x, **inputs)
         if y.requires_grad:
             y.float().square().mean().backward()
+    del x, y, inputs
+    layer.zero_grad()
+    gc.collect()
+    assert len(memory) > 4
+    assert [s.size() for reference in memory if (s := reference()) is not None] == []
     return found
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_block", "fp8_tensor", "mxfp8"])
 def test_a_graph_keeps_only_its_results(recipe, first_calls, builtin_rules, launched):
     layer = fm.MoE(HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, dtype=BF16)
-    x = torch.randn(TOKENS, HIDDEN, dtype=BF16, requires_grad=True)
     with fm.recipe(recipe):
-        assert "unfused" not in str(layer.explain(x))
-        assert kept_by_passes(layer, x) == [[]] * 4  # forward and backward, twice
+        found = kept_by_passes(layer, lambda: (torch.randn(TOKENS, HIDDEN, dtype=BF16, requires_grad=True), {}))
+    assert found == [[]] * 4  # forward and backward, twice
     assert len(launched) >= 2 * 9  # at least one for each step of bf16
 
 
 def test_inference_keeps_only_its_results(first_calls, builtin_rules, launched):
     layer = fm.Sequential(fm.GroupedLinear(EXPERTS, HIDDEN, INTERMEDIATE, dtype=BF16))
-    x, splits = torch.randn(TOKENS, HIDDEN, dtype=BF16), torch.full((EXPERTS,), TOKENS // EXPERTS)
+
+    def arguments():
+        return torch.randn(TOKENS, HIDDEN, dtype=BF16), {"splits": torch.full((EXPERTS,), TOKENS // EXPERTS)}
+
     with torch.no_grad(), fm.recipe("fp8_tensor"):
-        assert "unfused" not in str(layer.explain(x, splits=splits))
-        assert kept_by_passes(layer, x, splits=splits) == [[]] * 2
+        assert kept_by_passes(layer, arguments) == [[]] * 2
     assert launched

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fusedmoe.lasting import lasting
+from fusedmoe.lasting import is_capturing, lasting
 
 if TYPE_CHECKING:
     from fusedmoe.kernels.activation import Activation
@@ -110,10 +110,18 @@ def scales_like(codes: Tensor, lines: int, length: int, block: int, dtype: torch
     return codes.new_empty(down * across * _TILE_LINES * _TILE_SCALES, dtype=dtype)
 
 
-@functools.cache
+_ones: dict[torch.device, Tensor] = {}
+
+
 def ones(count: int, device: torch.device) -> Tensor:
-    """Return fp32 ones, which nothing may change."""
-    return lasting(lambda: torch.ones(count, dtype=torch.float32, device=device), device)
+    """Return fp32 ones, which nothing may change. Those of all calls share memory."""
+    found = _ones.get(device)
+    if found is None or found.shape[0] < count:
+        size = 1 << count.bit_length()
+        found = lasting(lambda: torch.ones(size, dtype=torch.float32, device=device), device)
+        if not is_capturing(device):  # a graph fills them only when it is replayed
+            _ones[device] = found
+    return found[:count]
 
 
 def transposed(bias_EN: Tensor | None) -> Tensor | None:

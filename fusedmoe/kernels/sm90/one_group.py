@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fusedmoe.lasting import lasting
+from fusedmoe.lasting import is_capturing, lasting
 
 _TABLE_ROWS = 1 << 18  # a table takes 1 MiB; where there are more rows, a launch that fills one number takes no time
 
@@ -31,7 +31,7 @@ def offsets_of_one_group(rows: int, device: torch.device) -> Tensor | None:
         return None
     table = _tables.get(device)
     if table is None:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if is_capturing(device):
             return None  # the graph would own the memory, and fill it only when it is replayed
         table = lasting(lambda: torch.arange(_TABLE_ROWS, dtype=torch.int32, device=device), device)
         table = _tables.setdefault(device, table)
