@@ -18,7 +18,7 @@ INTRODUCTION = """\
 
 Models of transformers train on real text, the source code of Python and torch. All rows of a table train from the same
 weights, on the same text, with the same optimizer: AdamW in bf16, with bf16 states, and clipping. The variants take
-turns in one process. In each round, a variant begins with new weights. The times of steps are medians of {steps} steps.
+turns in one process. In each round, a variant begins with new weights. The times of steps are medians of all rounds.
 `python -m benchmarks --only train` measures them.
 
 - *stock*: `experts_implementation="grouped_mm"`. *fusedmoe*: `"fusedmoe"`.
@@ -35,8 +35,8 @@ HEADING = """\
 ### {title}
 
 {parameters:.2f} billion parameters, {active:.2f} billion of which multiply each token. {tokens:,} tokens per step, in
-{micro_batches} micro-batches of {sequences} x {length} tokens. Attention: `{attention}`. {sustained_s:.0f} s of load
-preceded the first timed step. {machine}, torch {torch}, transformers {transformers}, commit {commit}.
+{micro_batches} micro-batches of {sequences} x {length} tokens. Attention: `{attention}`. {rounds} rounds of {steps}
+timed steps, after {sustained_s:.0f} s of load. {machine}, torch {torch}, transformers {transformers}, commit {commit}.
 """
 RECIPES = """\
 ### In training, at the width of Qwen3-30B-A3B
@@ -61,7 +61,6 @@ def section(found: Mapping[str, Any] | None) -> list[str]:
         "peak": HOPPER_TFLOPS,
         "bf16": found["limits"]["bf16"],
         "fp8": found["limits"]["fp8_block"],
-        "steps": min(model["rounds"] * model["steps"] for model in found["models"]),
         "all_steps": len(_row(found["models"][0], STOCK)["losses"]),
         "compared": found["compared"],
     }

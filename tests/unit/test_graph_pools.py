@@ -70,11 +70,16 @@ def kept(run, *args, of_passes=None):
     return results, [size for place, size in alive.items() if place not in storages((args, results))]
 
 
+@pytest.fixture
+def first_calls(monkeypatch):
+    forget_kept_tensors(monkeypatch)
+
+
 @pytest.mark.parametrize(
     "make",
     [
-        lambda device: launch.TileCounters(device),
-        lambda device: launch.no_counter(device),
+        launch.TileCounters,
+        launch.no_counter,
         lambda device: one_group.offsets_of_one_group(5, device),
         lambda device: slot_functions.no_scale(5, device),
         lambda device: calls.ones(5, device),
@@ -82,7 +87,7 @@ def kept(run, *args, of_passes=None):
     ],
     ids=["tile counters", "no counter", "one group", "no scale", "ones", "amax history"],
 )
-def test_what_calls_keep_is_made_by_another_thread(make, first_calls):
+def test_another_thread_makes_the_kept_tensors(make, first_calls):
     def run(x):
         stays.append(make(x.device))
         return []
@@ -91,12 +96,7 @@ def test_what_calls_keep_is_made_by_another_thread(make, first_calls):
     assert kept(run, torch.zeros(4)) == ([], [])
 
 
-@pytest.fixture
-def first_calls(monkeypatch):
-    forget_kept_tensors(monkeypatch)
-
-
-def test_tensors_that_another_thread_makes_may_stay():
+def test_tensors_of_another_thread_may_stay():
     def run(x, make):
         stays.append(make(lambda: torch.ones(8), x.device))
         return [x + 1]

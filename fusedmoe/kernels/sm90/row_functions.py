@@ -52,9 +52,8 @@ def bind_offsets_from_splits(splits_E: Tensor, num_rows: int) -> Callable[..., T
         from fusedmoe.kernels.sm90.rows import Offsets  # deferred: imports the CuTe DSL
 
         kernel = load(Offsets(NAMES[splits_E.dtype], arch=kernel_arch(splits_E.device)))
-    int32 = unread(
-        splits_E.device, torch.int32, 0
-    )  # its ``new_empty`` takes a third less time than one that changes the dtype
+    # its ``new_empty`` takes a third less time than one that changes the dtype
+    int32 = unread(splits_E.device, torch.int32, 0)
 
     def run(splits_E: Tensor, *_: Any) -> Tensor:
         offsets_E = int32.new_empty(experts)
